@@ -1,0 +1,72 @@
+# Every command of the project. `make demo` and `make test` need nothing done before them.
+
+PYTHON ?= python3
+JOBS ?= 2
+
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
+# -p no:benchmark: benchmarks are not tests, and their plugin warns beside xdist.
+PYTEST := $(BIN)/python -m pytest -n $(JOBS) -p no:benchmark
+
+# Nothing here downloads a model, and $(JOBS) workers share the cores.
+export HF_HUB_OFFLINE := 1
+export OMP_NUM_THREADS := 1
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help venv demo test check lint types golden bench clean
+
+help: ## list the commands
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+venv: $(INSTALLED) ## create .venv with everything in it (PYTHON=python3.12 picks another Python)
+
+# The stamp goes away before anything is installed and comes back last, so that an interrupted run
+# is found out: without it the environment is made from scratch, with it only brought up to date.
+$(INSTALLED): pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null 2>&1 || { \
+		echo "make: no '$(PYTHON)' here; name a Python 3.10 or later: make venv PYTHON=python3.12"; \
+		exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+		echo "make: rooftrace needs Python 3.10 or later, '$(PYTHON)' is $$($(PYTHON) -V 2>&1);" \
+			"name another: make venv PYTHON=python3.12"; \
+		exit 1; }
+	@if [ -f $@ ] && $(BIN)/python -c '' 2>/dev/null; then \
+		echo "Updating $(VENV)"; rm -f $@; \
+	else \
+		echo "Creating $(VENV) with $$($(PYTHON) -V 2>&1); torch makes this take a while, once"; \
+		rm -f $@; $(PYTHON) -m venv --clear $(VENV); \
+	fi
+	@$(PIP) install --constraint constraints.txt pip setuptools wheel
+	@$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[hf,test,dev]'
+	@touch $@
+
+demo: $(INSTALLED) ## report on DeepSeek-V3 (671 B parameters) on an H200, into out/deepseek-v3
+	@$(BIN)/rooftrace report examples/configs/deepseek-v3.json \
+		--batch 8 --seq 255 --kv 255 --dtype fp8 --chip h200-sxm --out out/deepseek-v3
+
+test: lint types ## lint, types and every test
+	@$(PYTEST)
+
+check: lint types ## lint, types and the quick tests: about a minute
+	@$(PYTEST) -m 'not slow'
+
+lint: $(INSTALLED) ## ruff
+	@$(BIN)/ruff check --quiet .
+
+types: $(INSTALLED) ## mypy, strict
+	@$(BIN)/mypy
+
+golden: $(INSTALLED) ## rewrite the golden files; the diff is part of the review
+	@$(PYTEST) --update-golden
+	@git --no-pager diff --stat -- tests/golden
+
+bench: $(INSTALLED) ## time rooftrace itself (benchmarks/)
+	@if [ -d benchmarks ]; then $(BIN)/python -m pytest benchmarks --benchmark-only; \
+	else echo "make: no benchmarks/ yet, nothing to time"; fi
+
+clean: ## remove caches, builds and out/; .venv stays
+	@rm -rf out build dist *.egg-info .benchmarks .coverage .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	@find rooftrace tests examples -name __pycache__ -type d -prune -exec rm -rf {} +

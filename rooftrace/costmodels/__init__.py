@@ -1,0 +1,1 @@
+"""Theory: what an operator graph costs in FLOP, bytes and seconds.  Never imports torch."""

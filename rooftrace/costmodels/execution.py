@@ -1,0 +1,149 @@
+"""How a step is run: the knobs that turn an op graph into kernels.  Knows no chip and no model."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any
+
+ATTENTION = ("flash", "materialised")
+FUSION = ("none", "detected", "factor")
+DISPATCH = ("eager", "compiled", "graph")
+KV_APPEND = ("as-run", "in-place")
+
+
+class ExecutionError(ValueError):
+    """An execution model that contradicts itself, or a preset that does not exist."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightResidency:
+    """Weight bytes are divided by these (the seed's WRF).  1 means every weight crosses HBM once a use.
+
+    Above 1 the model promises fewer bytes than the weights have; estimates below the compulsory
+    bytes say so.
+    """
+
+    attention: float = 1.0
+    dense: float = 1.0
+    moe: float = 1.0
+
+    def of(self, family: str) -> float:
+        """The factor of an op family; families other than attention and moe are dense."""
+        return {"attention": self.attention, "moe": self.moe}.get(family, self.dense)
+
+
+@dataclass(frozen=True, slots=True)
+class Utilization:
+    """Engines below their peak: eta_tc = min(1, M_eff / b_sat); vector work at eta_scalar of the
+    headline matrix peak.  None leaves that engine at its own peak."""
+
+    b_sat: float | None = None
+    eta_scalar: float | None = None
+
+    def eta(self, rows: int | None) -> float:
+        """Share of the matrix peak that a product with this many rows reaches."""
+        if self.b_sat is None or rows is None:
+            return 1.0
+        return min(1.0, max(rows, 1) / self.b_sat)
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutionModel:
+    """Validated knobs.
+
+    attention: flash (one kernel) or materialised (scores and probabilities go through HBM).
+    fusion: none, detected (groups found in the graph) or factor (activation bytes x
+    `activation_fusion`, temporary bytes x `elementwise`).  dispatch: eager (the host enqueues every
+    op), compiled (every group) or graph (one launch for all).  kv_append: a cache append as-run (a
+    `cat` reads L rows and writes L+1) or in-place (writes the new rows only).  tf32: fp32 matrix
+    products on the matrix engine.
+    """
+
+    name: str = "custom"
+    attention: str = "flash"
+    fusion: str = "none"
+    dispatch: str = "eager"
+    kv_append: str = "as-run"
+    weight_residency: WeightResidency = field(default_factory=WeightResidency)
+    activation_fusion: float = 1.0
+    elementwise: float = 1.0
+    utilization: Utilization = field(default_factory=Utilization)
+    tf32: bool = False
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("attention", ATTENTION), ("fusion", FUSION),
+                              ("dispatch", DISPATCH), ("kv_append", KV_APPEND)):
+            value = getattr(self, name)
+            if value not in allowed:
+                raise ExecutionError(f"{name}={value!r}: expected one of {', '.join(allowed)}")
+        for name in ("activation_fusion", "elementwise"):
+            value = getattr(self, name)
+            if not 0 < value <= 1:
+                raise ExecutionError(f"{name}={value!r}: expected a factor above 0 and at most 1")
+            if value != 1 and self.fusion != "factor":
+                raise ExecutionError(
+                    f"{name}={value!r} with fusion={self.fusion!r}: the factors and detected groups describe "
+                    "the same effect; use fusion='factor' or leave the factor at 1")
+        for family in ("attention", "dense", "moe"):
+            value = getattr(self.weight_residency, family)
+            if not value > 0:
+                raise ExecutionError(f"weight_residency.{family}={value!r}: expected a number above 0")
+        for name in ("b_sat", "eta_scalar"):
+            value = getattr(self.utilization, name)
+            if value is not None and not value > 0:
+                raise ExecutionError(f"utilization.{name}={value!r}: expected a number above 0, or None")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain dict for the report; `from_dict` reads it back."""
+        return asdict(self)
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> ExecutionModel:
+        """The inverse of `to_dict`.  Raises ExecutionError naming an unknown knob."""
+        known = {f.name for f in fields(ExecutionModel)}
+        for key in data:
+            if key not in known:
+                raise ExecutionError(f"{key!r} is no execution knob; the knobs are {', '.join(sorted(known))}")
+        values = dict(data)
+        if isinstance(values.get("weight_residency"), Mapping):
+            values["weight_residency"] = WeightResidency(**values["weight_residency"])
+        if isinstance(values.get("utilization"), Mapping):
+            values["utilization"] = Utilization(**values["utilization"])
+        return ExecutionModel(**values)
+
+
+_SEED = Utilization(b_sat=64, eta_scalar=0.35)
+
+PRESETS: Mapping[str, ExecutionModel] = {preset.name: preset for preset in (
+    ExecutionModel("naive", attention="materialised"),
+    ExecutionModel("eager"),
+    ExecutionModel("compiled", fusion="detected", dispatch="compiled", kv_append="in-place"),
+    ExecutionModel("efficient", fusion="detected", dispatch="graph", kv_append="in-place"),
+    ExecutionModel("seed-naive", attention="materialised", utilization=_SEED),
+    ExecutionModel("seed-efficient", fusion="factor", dispatch="graph", kv_append="in-place",
+                   weight_residency=WeightResidency(4.0, 4.0, 2.0), activation_fusion=0.5,
+                   elementwise=0.7, utilization=_SEED),
+)}
+
+SUMMARIES: Mapping[str, str] = {
+    "naive": "attention scores through HBM, no fusion, one host dispatch per op",
+    "eager": "ops as captured, SDPA one kernel, no fusion, one host dispatch per op",
+    "compiled": "fusion groups detected in the graph, one host dispatch per group",
+    "efficient": "as compiled, launched as one graph",
+    "seed-naive": "as naive, with the seed's utilization (B_sat 64, eta_scalar 0.35)",
+    "seed-efficient": "the seed's factors: WRF 4/4/2, activation fusion 0.5, elementwise 0.7",
+}
+
+
+def execution_model(name: str | ExecutionModel, **changes: Any) -> ExecutionModel:
+    """A preset by name (or a model as it is) with some knobs changed."""
+    if isinstance(name, ExecutionModel):
+        return replace(name, **changes) if changes else name
+    preset = PRESETS.get(name)
+    if preset is None:
+        close = difflib.get_close_matches(name, PRESETS, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise ExecutionError(f"execution {name!r}: expected one of {', '.join(PRESETS)}{hint}")
+    return replace(preset, **changes) if changes else preset

@@ -1,0 +1,244 @@
+"""Which ops share a kernel.
+
+`fuse` partitions the kernels of a graph: every kernel op is in exactly one group, and contracting the
+groups leaves no cycle.  Which ops may fuse comes from their rules (pointwise, reduction, gather); how
+groups grow is here; what a group is called comes from the table in `patterns`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from rooftrace.costmodels.execution import ExecutionModel
+from rooftrace.costmodels.patterns import group_name
+from rooftrace.costmodels.registry import FusionClass, find_rule
+from rooftrace.tracer.graph import Op, OpGraph
+
+MAX_GROUP = 64
+"""No more ops than this in one group (Inductor's own limit, torch._inductor.config.max_fusion_size)."""
+
+SMALL = 4096
+"""A producer of at most this many elements is recomputed inside its consumer, whatever its size."""
+
+
+@dataclass(frozen=True, slots=True)
+class FusionGroup:
+    """One kernel: indices of its ops in execution order, its pattern and a name for tables."""
+
+    ops: tuple[int, ...]
+    pattern: str
+    name: str
+    known: bool = True
+
+
+@dataclass(slots=True)
+class _Open:
+    """A group while it grows.
+
+    size: elements of its iteration space.  reduced: elements after its reduction, None without one.
+    """
+
+    rank: int
+    size: int
+    reduced: int | None
+    fusable: bool
+    members: list[int]
+    reads: set[int] = field(default_factory=set)
+
+
+def fuse(graph: OpGraph, execution: ExecutionModel) -> tuple[FusionGroup, ...]:
+    """The kernels of `graph` in launch order under this execution model."""
+    classes = _classes(graph)
+    if execution.fusion != "detected":
+        return tuple(FusionGroup((op.id,), "op", group_name([op], "op"), find_rule(op.target) is not None)
+                     for op in graph.ops if classes[op.id] not in (None, "free"))
+    grown = _Grower(graph, classes).run()
+    return tuple(_named(graph, group) for group in grown)
+
+
+def _named(graph: OpGraph, group: _Open) -> FusionGroup:
+    members = sorted(group.members)
+    ops = [graph.ops[i] for i in members]
+    known = all(find_rule(op.target) is not None for op in ops)
+    pattern = "op" if len(ops) == 1 else "fused"
+    name = group_name(ops, pattern)
+    return FusionGroup(tuple(members), name if len(ops) > 1 else "op", name, known)
+
+
+def _classes(graph: OpGraph) -> list[FusionClass | None]:
+    """Fusion class by op: None for views and waits, opaque without a rule."""
+    memo: dict[str, FusionClass] = {}
+    found: list[FusionClass | None] = []
+    for op in graph.ops:
+        if op.kind != "kernel":
+            found.append(None)
+            continue
+        kind = memo.get(op.target)
+        if kind is None:
+            rule = find_rule(op.target)
+            kind = memo[op.target] = rule.fusion if rule else "opaque"
+        found.append(kind)
+    return found
+
+
+class _Grower:
+    """Grows groups greedily.
+
+    Ops that may fuse wait until something that may not (or the end) needs them, so that a chain is
+    formed right before its use.  Groups have ranks in launch order; an op joins only a group whose
+    rank is at least that of every group it depends on, so every edge between groups goes to a higher
+    rank and no cycle can arise.
+    """
+
+    def __init__(self, graph: OpGraph, classes: Sequence[FusionClass | None]) -> None:
+        self.graph, self.classes = graph, classes
+        self.groups: list[_Open] = []
+        self.group_of: dict[int, _Open] = {}
+        self.waiting: dict[int, None] = {}
+        self.needs = _dependencies(graph, classes)
+        self.recent: list[_Open] = []
+
+    def run(self) -> list[_Open]:
+        """All groups by rank."""
+        for op in self.graph.ops:
+            kind = self.classes[op.id]
+            if op.kind == "sync":
+                self._flush(self.needs[op.id])
+                continue
+            if kind is None or kind == "free":
+                continue
+            if kind == "opaque":
+                self._flush(self.needs[op.id])
+                self._start(op, 0, None, False)
+            else:
+                self.waiting[op.id] = None
+        self._flush(list(self.waiting))
+        return self.groups
+
+    def _flush(self, roots: Sequence[int]) -> None:
+        """Place the waiting ops that `roots` depend on, in execution order."""
+        found: set[int] = set()
+        stack = [r for r in roots if r in self.waiting]
+        while stack:
+            op = stack.pop()
+            if op in found:
+                continue
+            found.add(op)
+            stack.extend(n for n in self.needs[op] if n in self.waiting)
+        self.recent = []
+        for op in sorted(found):
+            del self.waiting[op]
+            self._place(self.graph.ops[op])
+
+    def _place(self, op: Op) -> None:
+        size, reduced = _iteration(self.graph, op, self.classes[op.id])
+        producers = [self.group_of[n] for n in self.needs[op.id] if n in self.group_of]
+        floor = max((g.rank for g in producers), default=-1)
+        reads = {self.graph.values[i].storage for i in op.inputs}
+        candidates = [g for g in producers if g.rank == floor]
+        # Siblings: groups of this flush that read the same tensor (the two halves of a rotary embedding).
+        candidates += [g for g in reversed(self.recent)
+                       if g.rank > floor and g.size == size and g.reads & reads]
+        for group in candidates:
+            joined = _joined(group, size, reduced)
+            if joined is not None and len(group.members) < MAX_GROUP:
+                group.size, group.reduced = joined
+                group.members.append(op.id)
+                group.reads |= reads
+                self.group_of[op.id] = group
+                return
+        self._start(op, size, reduced, True)
+
+    def _start(self, op: Op, size: int, reduced: int | None, fusable: bool) -> None:
+        group = _Open(len(self.groups), size, reduced, fusable, [op.id],
+                      {self.graph.values[i].storage for i in op.inputs})
+        self.groups.append(group)
+        self.group_of[op.id] = group
+        if fusable:
+            self.recent.append(group)
+
+
+def _joined(group: _Open, size: int, reduced: int | None) -> tuple[int, int | None] | None:
+    """Iteration space of the group with one more op of this size, None where they do not fit."""
+    if not group.fusable:
+        return None
+    if reduced is None:
+        if size in (group.size, group.reduced):
+            return group.size, group.reduced
+        if group.reduced is None:
+            big, small = max(size, group.size), min(size, group.size)
+            if small and big % small == 0 and (big // small <= 4 or small <= SMALL):
+                return big, None
+            return None
+        return (group.size, group.reduced) if size <= SMALL and size and group.size % size == 0 else None
+    if group.reduced is not None:
+        if size == group.size and reduced == group.reduced:
+            return group.size, group.reduced
+        # A reduction of what a reduction left, down to next to nothing (a mean of losses).
+        return (group.size, group.reduced) if size == group.reduced and reduced <= 1 else None
+    if size == group.size or (group.size <= SMALL and group.size and size % group.size == 0):
+        return size, reduced
+    return None
+
+
+def _iteration(graph: OpGraph, op: Op, kind: FusionClass | None) -> tuple[int, int | None]:
+    """(elements iterated over, elements after the reduction or None)."""
+    outputs = [graph.values[i].elements for i in op.outputs]
+    total = sum(outputs) if op.name.startswith("aten._foreach") else max(outputs, default=0)
+    if kind != "reduction":
+        return total, None
+    inputs = [graph.values[i].elements for i in op.inputs]
+    size = max([*inputs, *outputs], default=0)
+    smallest = min((n for n in outputs if n), default=1)
+    if smallest < size:
+        return size, smallest
+    # Writes whole rows back (softmax): the reduction runs along `dim`, or along the last dimension.
+    shape = graph.values[op.inputs[0]].shape if op.inputs else ()
+    dimension = op.arguments.get("dim", -1)
+    axis = dimension if isinstance(dimension, int) and -len(shape) <= dimension < len(shape) else -1
+    length = shape[axis] if shape else 1
+    return size, size // max(length, 1)
+
+
+def _dependencies(graph: OpGraph, classes: Sequence[FusionClass | None]) -> list[list[int]]:
+    """For each op the kernels that have to run before it: writers of what it reads and, for what it
+    overwrites, earlier readers too."""
+    writer: dict[int, int] = {}
+    readers: dict[int, list[int]] = defaultdict(list)
+    needs: list[list[int]] = []
+    values = graph.values
+    for op in graph.ops:
+        if classes[op.id] is None and op.kind == "view" or classes[op.id] == "free":
+            needs.append([])
+            continue
+        read = {values[i].storage for i in op.inputs}
+        before = {writer[s] for s in read if s in writer}
+        if op.kind == "kernel":
+            for storage in {values[i].storage for i in op.outputs}:
+                if storage in read or storage in writer:
+                    before.update(readers.pop(storage, ()))
+                    if storage in writer:
+                        before.add(writer[storage])
+                writer[storage] = op.id
+            for storage in read:
+                readers[storage].append(op.id)
+        before.discard(op.id)
+        needs.append(sorted(before))
+    return needs
+
+
+def check_groups(graph: OpGraph, groups: Sequence[FusionGroup]) -> None:
+    """Raise ValueError unless every kernel is in exactly one group and the groups have no cycle."""
+    classes = _classes(graph)
+    expected = {op.id for op in graph.ops if classes[op.id] not in (None, "free")}
+    placed = [op for group in groups for op in group.ops]
+    if sorted(placed) != sorted(expected):
+        missing = sorted(expected - set(placed))[:5]
+        raise ValueError(f"groups hold {len(placed)} ops, the graph has {len(expected)} kernels; missing {missing}")
+    position = {op: index for index, group in enumerate(groups) for op in group.ops}
+    for op, before in enumerate(_dependencies(graph, classes)):
+        for other in before:
+            if op in position and other in position and position[other] > position[op]:
+                raise ValueError(f"group {position[op]} needs group {position[other]}, which is launched later")

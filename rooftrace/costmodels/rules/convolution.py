@@ -1,0 +1,94 @@
+"""Convolutions, forward and backward.  FLOPs as torch.utils.flop_counter counts them, but for one case.
+
+The case: for the weight gradient of a grouped convolution that counter multiplies all input with all
+output channels, `groups` times what is there (torch 2.13, `conv_backward_flop`).  We count what is there.
+Winograd and FFT algorithms do fewer multiplications; which one runs is the library's choice, not counted.
+"""
+
+from __future__ import annotations
+
+import math
+
+from rooftrace.costmodels.cost import NOTHING, Cost, OpView, TensorView
+from rooftrace.costmodels.registry import builtin
+from rooftrace.costmodels.rules.common import (
+    needed,
+    product_precision,
+    read_all,
+    streamed,
+    vector,
+    write_all,
+)
+
+
+def convolution_flop(batch: int, positions: int, weight: TensorView) -> int:
+    """2 N P C_out (C_in / groups) R S: every position P applies the whole filter bank once.
+
+    The weight is [C_out, C_in / groups, R, S] ([C_in, C_out / groups, R, S] if transposed), so the
+    product of its sizes is the last four factors in both cases.  Positions are those of the output;
+    of a transposed convolution, those of the input.  Padding counts as if it were data.
+    """
+    return 2 * batch * positions * weight.elements
+
+
+def _forward(op: OpView, x: TensorView, weight: TensorView, transposed: bool) -> Cost:
+    out = op.outputs[0]
+    positions = math.prod((x if transposed else out).shape[2:])
+    batch = x.shape[0]
+    epilogue = sum(op.tensor(name) is not None for name in ("bias", "z"))
+    epilogue += "relu" in op.target.rsplit(".", 1)[0]
+    return (Cost.of(convolution=convolution_flop(batch, positions, weight),
+                    precision=product_precision(x, weight), rows=batch * positions)
+            + (vector(op, epilogue * out.elements) if epilogue else NOTHING) + streamed(op))
+
+
+@builtin(
+    "aten.convolution", "aten._convolution", "aten.convolution_overrideable",
+    "aten.cudnn_convolution", "aten.miopen_convolution", "aten.mkldnn_convolution",
+    "aten._slow_conv2d_forward", "aten.thnn_conv2d", "aten.slow_conv3d", "aten.slow_conv3d_forward",
+    "aten.slow_conv_dilated2d", "aten.slow_conv_dilated3d",
+    "aten._conv_depthwise2d", "aten.conv_depthwise3d", "aten.miopen_depthwise_convolution",
+    "aten.cudnn_convolution_relu", "aten.cudnn_convolution_add_relu",
+    "aten.conv1d", "aten.conv2d", "aten.conv3d",
+)
+def convolution(op: OpView) -> Cost:
+    """y[N, C_out, P] = x[N, C_in, Q] * w[C_out, C_in / groups, R S] + bias: see `convolution_flop`.
+
+    As a matrix product it has N P rows.  The bias is one vector add per output.
+    """
+    x, weight = needed(op, "input", "self"), needed(op, "weight")
+    return _forward(op, x, weight, bool(op.attribute("transposed", False)))
+
+
+@builtin("aten.cudnn_convolution_transpose", "aten.miopen_convolution_transpose",
+         "aten.slow_conv_transpose2d", "aten.slow_conv_transpose3d",
+         "aten.conv_transpose1d", "aten.conv_transpose2d", "aten.conv_transpose3d")
+def convolution_transpose(op: OpView) -> Cost:
+    """y[N, C_out, P] from x[N, C_in, Q] and w[C_in, C_out / groups, R S]: Q positions."""
+    return _forward(op, needed(op, "input", "self"), needed(op, "weight"), True)
+
+
+@builtin("aten.convolution_backward", "aten.convolution_backward_overrideable")
+def convolution_backward(op: OpView) -> Cost:
+    """Gradients of x, w and bias, as far as `output_mask` asks for them.
+
+    Each of the first two does the multiplications of the forward once more, with other roles:
+    dx has N P rows per weight tile (P: positions of the forward, see `convolution_flop`), dw has
+    C_out rows per group.  The bias gradient adds N P values per channel.
+    """
+    grad, x, weight = needed(op, "grad_output"), needed(op, "input"), needed(op, "weight")
+    wants_x, wants_weight, wants_bias = op.attribute("output_mask", (True, True, True))
+    transposed = bool(op.attribute("transposed", False))
+    positions = math.prod((x if transposed else grad).shape[2:])
+    batch, groups = x.shape[0], max(int(op.attribute("groups", 1)), 1)
+    flop = convolution_flop(batch, positions, weight)
+    precision = product_precision(grad, x, weight)
+    cost = NOTHING
+    if wants_x:
+        cost += Cost.of(convolution=flop, precision=precision, rows=batch * positions)
+    if wants_weight:
+        cost += Cost.of(convolution=flop, precision=precision, rows=grad.shape[1] // groups)
+    if wants_bias:
+        cost += vector(op, grad.elements - grad.shape[1])
+    read = [grad, weight if wants_x else None, x if wants_weight else None]
+    return cost + read_all(op, read) + write_all(op, op.outputs)

@@ -1,0 +1,129 @@
+"""Losses: an elementwise formula, then a reduction to one number; and their gradients.
+
+`reduction` is torch's: 0 none, 1 mean, 2 sum.  Formulas are written as in `elementwise`.
+"""
+
+from __future__ import annotations
+
+from rooftrace.costmodels.cost import Cost, OpView
+from rooftrace.costmodels.registry import builtin
+from rooftrace.costmodels.rules.common import needed, reading, share, streamed, vector
+from rooftrace.costmodels.rules.elementwise import flop_per_element
+
+FORWARD: dict[str, str] = {
+    "mse_loss": "(d := x - t) * d",
+    "l1_loss": "abs(x - t)",
+    "smooth_l1_loss": "0.5 * z * z / BETA if (z := abs(x - t)) < BETA else z - 0.5 * BETA",
+    "huber_loss": "0.5 * z * z if (z := abs(x - t)) < DELTA else DELTA * (z - 0.5 * DELTA)",
+    "binary_cross_entropy": "-(t * max(log(x), FLOOR) + (1 - t) * max(log(1 - x), FLOOR))",
+    "binary_cross_entropy_with_logits": "(1 - t) * x + (m := max(-x, 0)) + log(exp(-m) + exp(-x - m))",
+    "soft_margin_loss": "log1p(exp(-t * x))",
+    "kl_div": "t * (log(t) - x)",
+    "poisson_nll_loss": "exp(x) - t * x",
+    "hinge_embedding_loss": "max(MARGIN - x, 0)",
+    "multilabel_margin_loss_forward": "max(1 - x, 0)",
+}
+"""Per element.  `weight` multiplies once more."""
+
+BACKWARD: dict[str, str] = {
+    "mse_loss_backward": "NORM * (x - t) * g",
+    "smooth_l1_loss_backward": "NORM * z * g / BETA if abs(z := x - t) < BETA else NORM * g * sign(z)",
+    "huber_loss_backward": "NORM * g * z if abs(z := x - t) <= DELTA else NORM * g * DELTA * sign(z)",
+    "binary_cross_entropy_backward": "g * (x - t) / max((1 - x) * x, EPS) * NORM",
+    "soft_margin_loss_backward": "NORM * t * (z := exp(-t * x)) / (z + 1) * g",
+    "multilabel_margin_loss_backward": "g * NORM",
+}
+
+
+def reduction_flop(op: OpView, elements: int) -> int:
+    """n - 1 adds for a sum, and a division for a mean."""
+    kind = op.attribute("reduction", 1)
+    return 0 if kind == 0 else elements if kind == 1 else max(elements - 1, 0)
+
+
+def _forward(name: str, formula: str) -> None:
+    @builtin(f"aten.{name}", fusion="reduction")
+    def price(op: OpView) -> Cost:
+        n = needed(op, "self").elements
+        weights = sum(op.tensor(w) is not None for w in ("weight", "pos_weight"))
+        return vector(op, (flop_per_element(formula) + weights) * n + reduction_flop(op, n)) + streamed(op)
+
+
+def _backward(name: str, formula: str) -> None:
+    @builtin(f"aten.{name}", fusion="pointwise")
+    def price(op: OpView) -> Cost:
+        n = needed(op, "self").elements
+        weight = op.tensor("weight") is not None
+        return vector(op, (flop_per_element(formula) + weight) * n) + streamed(op)
+
+
+for _name, _formula in FORWARD.items():
+    _forward(_name, _formula)
+for _name, _formula in BACKWARD.items():
+    _backward(_name, _formula)
+
+
+@builtin("aten.nll_loss_forward", "aten.nll_loss2d_forward", "aten.nll_loss", "aten.nll_loss2d",
+         "aten.nll_loss_nd", fusion="reduction")
+def nll_loss(op: OpView) -> Cost:
+    """loss = -sum_i w[t_i] x[i, t_i] / sum_i w[t_i]: of x only the chosen value per target is read.
+
+    Per target a negation; with weights a product, and an add for the sum of weights; then the
+    reduction.
+    """
+    x, target = needed(op, "self"), needed(op, "target")
+    n = target.elements
+    weights = 2 * n if op.tensor("weight") is not None else 0
+    return (vector(op, n + weights + reduction_flop(op, n))
+            + op.read(x, share(x, n, max(x.unique_elements, 1))) + reading(op, "target", "weight"))
+
+
+@builtin("aten.nll_loss_backward", "aten.nll_loss2d_backward", fusion="pointwise")
+def nll_loss_backward(op: OpView) -> Cost:
+    """Zeros everywhere, then -g w / total at the target of each row: 2 flop, 3 with weights.
+
+    The log-probabilities only say the shape.
+    """
+    out, n = op.outputs[0], needed(op, "target").elements
+    each = 3 if op.tensor("weight") is not None else 2
+    return (vector(op, each * n) + reading(op, "grad_output", "target", "weight", "total_weight")
+            + op.write(out, share(out, n, max(out.unique_elements, 1))))
+
+
+@builtin("aten.multi_margin_loss", fusion="reduction")
+def multi_margin_loss(op: OpView) -> Cost:
+    """max(0, margin - x[t] + x[j])^p over the classes: difference, add, comparison, power, add."""
+    x = needed(op, "self")
+    return vector(op, 5 * x.elements + reduction_flop(op, needed(op, "target").elements)) + streamed(op)
+
+
+@builtin("aten.multi_margin_loss_backward")
+def multi_margin_loss_backward(op: OpView) -> Cost:
+    """Difference, add, comparison, product, add to the target's gradient, per class."""
+    return vector(op, 5 * needed(op, "self").elements) + streamed(op)
+
+
+@builtin("aten._ctc_loss", "aten._cudnn_ctc_loss", "aten.ctc_loss")
+def ctc_loss(op: OpView) -> Cost:
+    """alpha[T, 2 S + 1]: a log-sum-exp of three and an add each, 11 flop (Graves et al. 2006, eq. 6).
+
+    Three comparisons, three differences, three exponentials, two adds, a log, two sums, less the first.
+    """
+    alpha = op.outputs[-1].elements
+    return vector(op, 11 * alpha) + streamed(op)
+
+
+@builtin("aten._ctc_loss_backward")
+def ctc_loss_backward(op: OpView) -> Cost:
+    """beta as alpha, then 3 flop per class and step for the gradient (eq. 16)."""
+    alpha, out = needed(op, "log_alpha").elements, op.outputs[0]
+    return vector(op, 11 * alpha + 3 * out.elements) + streamed(op)
+
+
+@builtin("aten.cross_entropy_loss", fusion="reduction")
+def cross_entropy(op: OpView) -> Cost:
+    """The composite: log-softmax over classes (5 n - 1 per row) and a picked value per row."""
+    x = needed(op, "self", "input")
+    classes = x.shape[1] if x.dim > 1 else x.elements
+    rows = x.elements // classes if classes else 0
+    return vector(op, rows * (5 * classes - 1) + 2 * rows) + streamed(op)

@@ -1,0 +1,209 @@
+"""Matrix products: the dense ones of aten, the quantised ones, and matrix-vector products.
+
+Matrix FLOPs equal torch.utils.flop_counter: one multiply-add is 2, adding a bias is vector work.
+"""
+
+from __future__ import annotations
+
+import math
+
+from rooftrace.costmodels.cost import NOTHING, Cost, OpView, TensorView
+from rooftrace.costmodels.registry import builtin
+from rooftrace.costmodels.rules.common import (
+    is_complex,
+    is_matrix_type,
+    needed,
+    product_precision,
+    streamed,
+    vector,
+)
+
+
+def product(batch: int, m: int, k: int, n: int, a: TensorView, b: TensorView,
+            rows: int | None = None) -> Cost:
+    """C[batch, M, N] = A[batch, M, K] B[batch, K, N]: 2 M K N flop each.
+
+    A complex multiply-add is 4 real ones.  Integers have no rate in aten.mm on a GPU: bytes only.
+    """
+    if not (is_matrix_type(a) or is_matrix_type(b)):
+        return NOTHING
+    parts = 4 if is_complex(a) and is_complex(b) else 2 if is_complex(a) or is_complex(b) else 1
+    return Cost.of(matmul=2 * batch * m * k * n * parts, precision=product_precision(a, b),
+                   rows=m if rows is None else rows)
+
+
+def epilogue(op: OpView, elements: int) -> Cost:
+    """beta * self + alpha * C: one add per element, and a product for each factor that is not 1."""
+    factors = sum(op.attribute(name, 1) != 1 for name in ("alpha", "beta"))
+    return vector(op, elements * (1 + factors))
+
+
+@builtin("aten.mm")
+def mm(op: OpView) -> Cost:
+    """C[M, N] = A[M, K] B[K, N]: 2 M K N flop."""
+    a, b = needed(op, "self"), needed(op, "mat2")
+    (m, k), n = a.shape, b.shape[1]
+    return product(1, m, k, n, a, b) + streamed(op)
+
+
+@builtin("aten.addmm", "aten.addmm_", "aten._addmm_activation")
+def addmm(op: OpView) -> Cost:
+    """C[M, N] = beta D + alpha A[M, K] B[K, N]: 2 M K N flop, and M N adds on the vector engine."""
+    a, b = needed(op, "mat1"), needed(op, "mat2")
+    (m, k), n = a.shape, b.shape[1]
+    return product(1, m, k, n, a, b) + epilogue(op, m * n) + streamed(op)
+
+
+@builtin("aten.bmm")
+def bmm(op: OpView) -> Cost:
+    """C[B, M, N] = A[B, M, K] B[B, K, N]: 2 B M K N flop, M rows per weight tile."""
+    a, b = needed(op, "self"), needed(op, "mat2")
+    (batch, m, k), n = a.shape, b.shape[2]
+    return product(batch, m, k, n, a, b) + streamed(op)
+
+
+@builtin("aten.baddbmm", "aten.baddbmm_")
+def baddbmm(op: OpView) -> Cost:
+    """C[B, M, N] = beta D + alpha A[B, M, K] B[B, K, N]."""
+    a, b = needed(op, "batch1"), needed(op, "batch2")
+    (batch, m, k), n = a.shape, b.shape[2]
+    return product(batch, m, k, n, a, b) + epilogue(op, batch * m * n) + streamed(op)
+
+
+@builtin("aten.addbmm", "aten.addbmm_")
+def addbmm(op: OpView) -> Cost:
+    """C[M, N] = beta D + alpha sum_B A[B, M, K] B[B, K, N]: one product with inner size B K."""
+    a, b = needed(op, "batch1"), needed(op, "batch2")
+    (batch, m, k), n = a.shape, b.shape[2]
+    return product(1, m, batch * k, n, a, b) + epilogue(op, m * n) + streamed(op)
+
+
+@builtin("aten.matmul", "aten.linalg_matmul")
+def matmul(op: OpView) -> Cost:
+    """The composite: batch dimensions broadcast, a vector counts as one row or column.
+
+    Without batch dimensions of B, those of A fold into its rows, as torch does.
+    """
+    a, b = needed(op, "self", "input"), needed(op, "other")
+    k = a.shape[-1]
+    m = a.shape[-2] if a.dim > 1 else 1
+    n = b.shape[-1] if b.dim > 1 else 1
+    batch = op.outputs[0].elements // (m * n) if m * n else 0
+    rows = m * batch if b.dim <= 2 else m
+    return product(batch, m, k, n, a, b, rows) + streamed(op)
+
+
+@builtin("aten.linear", "aten.mkldnn_linear")
+def linear(op: OpView) -> Cost:
+    """y[..., N] = x[..., K] W[N, K]^T + bias[N]: 2 M K N flop with M rows of x, M N adds of bias."""
+    x, weight = needed(op, "input", "self"), needed(op, "weight")
+    k = x.shape[-1]
+    n = weight.shape[0] if weight.dim > 1 else 1
+    m = math.prod(x.shape[:-1])
+    bias = vector(op, m * n) if op.tensor("bias") is not None else NOTHING
+    return product(1, m, k, n, x, weight) + bias + streamed(op)
+
+
+@builtin("aten.linear_backward")
+def linear_backward(op: OpView) -> Cost:
+    """dx = dy W, dW = dy^T x, db = sum dy: 2 M K N flop for each matrix gradient asked for."""
+    x, weight = needed(op, "self"), needed(op, "weight")
+    (n, k), m = weight.shape, math.prod(x.shape[:-1])
+    wanted = op.attribute("output_mask", (True, True, True))
+    cost = streamed(op)
+    if wanted[0]:
+        cost += product(1, m, n, k, x, weight)
+    if wanted[1]:
+        cost += product(1, n, m, k, x, weight)
+    if wanted[2]:
+        cost += vector(op, max(m - 1, 0) * n)
+    return cost
+
+
+# Matrix-vector products run on the vector engine (there is no reuse for a tile to exploit), and
+# torch.utils.flop_counter has no formula for them.
+
+
+@builtin("aten.mv")
+def mv(op: OpView) -> Cost:
+    """y[M] = A[M, K] x[K]: K products and K-1 adds per row, counted as 2 M K like every product."""
+    m, k = needed(op, "self").shape
+    return vector(op, 2 * m * k) + streamed(op)
+
+
+@builtin("aten.addmv", "aten.addmv_")
+def addmv(op: OpView) -> Cost:
+    """y[M] = beta z[M] + alpha A[M, K] x[K]: 2 M K flop and M adds."""
+    m, k = needed(op, "mat").shape
+    return vector(op, 2 * m * k) + epilogue(op, m) + streamed(op)
+
+
+@builtin("aten.dot", "aten.vdot", "aten.linalg_vecdot")
+def dot(op: OpView) -> Cost:
+    """s = sum_K x[K] y[K]: 2 K flop."""
+    return vector(op, 2 * op.inputs[0].elements) + streamed(op)
+
+
+@builtin("aten.ger", "aten.outer")
+def outer(op: OpView) -> Cost:
+    """C[M, N] = x[M] y[N]: one product per output."""
+    return vector(op, op.outputs[0].elements) + streamed(op)
+
+
+@builtin("aten.addr", "aten.addr_")
+def addr(op: OpView) -> Cost:
+    """C[M, N] = beta D + alpha x[M] y[N]: one product and one add per output."""
+    m, n = needed(op, "vec1").elements, needed(op, "vec2").elements
+    return vector(op, m * n) + epilogue(op, m * n) + streamed(op)
+
+
+@builtin("aten._trilinear")
+def trilinear(op: OpView) -> Cost:
+    """out = sum over `sumdim` of i1 * i2 * i3 (nn.Bilinear): two products and an add per term.
+
+    The sizes of the terms come from the three operands after `expand1..3` inserted unit dimensions.
+    """
+    sizes: list[int] = []
+    for position in ("1", "2", "3"):
+        shape = list(needed(op, "i" + position).shape)
+        for dim in sorted(op.attribute("expand" + position, ())):
+            shape.insert(dim, 1)
+        sizes = [max(pair) for pair in zip(sizes or shape, shape, strict=True)]
+    return vector(op, 3 * math.prod(sizes)) + streamed(op)
+
+
+@builtin("aten._int_mm")
+def int_mm(op: OpView) -> Cost:
+    """C[M, N] = A[M, K] B[K, N] of int8 with int32 sums, on the matrix engine: 2 M K N flop."""
+    a, b = needed(op, "self"), needed(op, "mat2")
+    (m, k), n = a.shape, b.shape[1]
+    return Cost.of(matmul=2 * m * k * n, precision=product_precision(a, b), rows=m) + streamed(op)
+
+
+@builtin("aten._scaled_mm", "aten._scaled_mm_v2")
+def scaled_mm(op: OpView) -> Cost:
+    """C[M, N] = (A[M, K] B[K, N]) * scale_a * scale_b + bias: 2 M K N flop in the type of A and B.
+
+    Applying the scales is 2 flop per output, once (block scales apply them once per block of K).
+    Two values per byte (fp4_x2) double the inner size that the shape says.
+    """
+    a, b = needed(op, "self"), needed(op, "mat2")
+    (m, k), n = a.shape, b.shape[1]
+    k *= 2 if a.dtype == "fp4_x2" else 1
+    bias = 1 if op.tensor("bias") is not None else 0
+    return product(1, m, k, n, a, b) + vector(op, (2 + bias) * m * n) + streamed(op)
+
+
+@builtin("aten._weight_int8pack_mm", "aten._weight_int4pack_mm", "aten._weight_int4pack_mm_for_cpu",
+         "aten._weight_int4pack_mm_with_scales_and_zeros", "aten._dyn_quant_matmul_4bit")
+def weight_only_mm(op: OpView) -> Cost:
+    """C[M, N] = A[M, K] W[K, N] with W stored in 4 or 8 bits: 2 M K N flop in the type of A.
+
+    Unpacking is vector work: per weight a scale (int8), or a scale and a zero point (int4).
+    """
+    a = needed(op, "self", "inp")
+    m, k = a.shape
+    n = op.outputs[0].shape[1]
+    unpack = 1 if "int8" in op.target else 2
+    return (Cost.of(matmul=2 * m * k * n, precision=product_precision(a), rows=m)
+            + vector(op, unpack * k * n) + streamed(op))

@@ -1,0 +1,61 @@
+"""Grouped matrix products: one product per expert, of which only the experts with tokens are read.
+
+The tracer may say how many groups got rows (`groups_touched`); otherwise as many as can have.
+"""
+
+from __future__ import annotations
+
+from rooftrace.costmodels.cost import NOTHING, Cost, OpView
+from rooftrace.costmodels.registry import builtin
+from rooftrace.costmodels.rules.common import (
+    needed,
+    product_precision,
+    read_all,
+    share,
+    vector,
+    write_all,
+)
+
+
+@builtin("aten._grouped_mm", "aten._scaled_grouped_mm", "aten._scaled_grouped_mm_v2")
+def grouped_mm(op: OpView) -> Cost:
+    """One product per group g of the rows that `offs` gives it; T rows over all groups.
+
+    2d x 3d: C[T, N] = A[T, K] B[G, K, N]        forward, and the gradient of the rows
+    3d x 2d: C[M, T] = A[G, M, K] B[K, T]        the same, transposed
+    2d x 2d: C[G, M, N] = A[M, T] B[T, N]        the gradient of the weights
+    3d x 3d: C[G, M, N] = A[G, M, K] B[G, K, N]  a batched product
+    Each is 2 T K N flop (M for the side that is not grouped), whatever the sizes of the groups.
+    """
+    a, b = needed(op, "self"), needed(op, "mat2")
+    offsets = op.tensor("offs")
+    out = op.outputs[0]
+    scales = [t for name in ("scale_a", "scale_b") for t in (op.tensor(name), *op.tensors(name))]
+    k = a.shape[-1] * (2 if a.dtype == "fp4_x2" else 1)
+    n = b.shape[-1]
+    weights = None
+    if a.dim == 2 and b.dim == 3:
+        t, groups, weights = a.shape[0], b.shape[0], b
+        flop, touched = 2 * t * k * n, _touched(op, groups, t)
+        rows = t // max(touched, 1)
+    elif a.dim == 3 and b.dim == 2:
+        t, groups, weights = n, a.shape[0], a
+        flop, touched = 2 * a.shape[1] * k * t, _touched(op, groups, t)
+        rows = t // max(touched, 1)
+    elif a.dim == 2:
+        groups = offsets.shape[0] if offsets is not None else out.shape[0]
+        flop, touched, rows = 2 * a.shape[0] * k * n, groups, a.shape[0]
+    else:
+        groups = a.shape[0]
+        flop, touched, rows = 2 * groups * a.shape[1] * k * n, groups, a.shape[1]
+    others = [t for t in (a, b) if t is not weights]
+    cost = (Cost.of(matmul=flop, precision=product_precision(a, b), rows=max(rows, 1))
+            + read_all(op, (*others, offsets, op.tensor("bias"), *scales)) + write_all(op, (out,)))
+    if weights is not None:
+        cost += op.read(weights, share(weights, touched, groups))
+    epilogue = (op.tensor("bias") is not None) + (2 if any(scales) else 0)
+    return cost + (vector(op, epilogue * out.elements) if epilogue else NOTHING)
+
+
+def _touched(op: OpView, groups: int, rows: int) -> int:
+    return min(int(op.fact("groups_touched", min(groups, rows))), groups)

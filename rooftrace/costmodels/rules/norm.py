@@ -1,0 +1,262 @@
+"""Normalisations: layer, group, batch, instance and RMS norm, forward and backward.
+
+Kernels pass over a row more than once; the later passes come from cache or registers, so the input
+counts once.  Statistics are textbook two-pass: mean, differences, mean of their squares.
+"""
+
+from __future__ import annotations
+
+import math
+
+from rooftrace.costmodels.cost import Cost, OpView, TensorView
+from rooftrace.costmodels.registry import builtin
+from rooftrace.costmodels.rules.common import needed, streamed, vector, write_all
+
+
+def _affine(op: OpView) -> int:
+    """Flop per element of weight and bias: a product and an add, where they are given."""
+    return sum(op.tensor(name) is not None for name in ("weight", "bias"))
+
+
+def standardise_flop(rows: int, n: int) -> int:
+    """y = (x - mean) / sqrt(var + eps) for rows of n: 5 n + 2 each.
+
+    Mean: n - 1 adds, a division.  Variance: n differences, n squares, n - 1 adds, a division.
+    1 / sqrt(var + eps): an add, a reciprocal root.  Then n products (the differences are there).
+    """
+    return rows * (5 * n + 2)
+
+
+def standardise_backward_flop(rows: int, n: int, weighted: bool) -> int:
+    """dx = rstd (g - mean(g) - xhat mean(g xhat)), g = dy w, xhat = (x - mean) rstd, for rows of n.
+
+    xhat: 2 n.  g: n if there is a weight.  sum g: n - 1.  sum g xhat: 2 n - 1.  Two means: 2.
+    dx: a product, two differences and a product per element, 4 n.
+    """
+    return rows * (9 * n + (n if weighted else 0))
+
+
+@builtin("aten.native_layer_norm", "aten.layer_norm", fusion="reduction")
+def layer_norm(op: OpView) -> Cost:
+    """y[M, n] = standardised x[M, n] times weight[n] plus bias[n]; mean and rstd are written."""
+    x = needed(op, "input")
+    n = math.prod(op.attribute("normalized_shape"))
+    rows = x.elements // n if n else 0
+    return vector(op, standardise_flop(rows, n) + _affine(op) * x.elements) + streamed(op)
+
+
+@builtin("aten.native_layer_norm_backward", fusion="reduction")
+def layer_norm_backward(op: OpView) -> Cost:
+    """dx as in `standardise_backward_flop`; dw[n] = sum_M dy xhat, db[n] = sum_M dy.
+
+    dw: M n products and (M - 1) n adds.  db: (M - 1) n adds.
+    """
+    x = needed(op, "input")
+    n = math.prod(op.attribute("normalized_shape"))
+    rows = x.elements // n if n else 0
+    flop = _backward_flop(op, x, rows, n, n)
+    return vector(op, flop) + streamed(op, unread=("bias",))
+
+
+def _backward_flop(op: OpView, x: TensorView, rows: int, n: int, channels: int) -> int:
+    """Gradients of input, weight and bias, as far as `output_mask` asks for them."""
+    mask = op.attribute("output_mask", (True, True, True))
+    wants_x, wants_weight, wants_bias = mask[0], mask[1], mask[2] if len(mask) > 2 else False
+    flop = standardise_backward_flop(rows, n, op.tensor("weight") is not None) if wants_x else 0
+    if wants_weight:
+        # Without dx, xhat is made for the weight alone.
+        flop += 2 * x.elements - channels + (0 if wants_x else 2 * x.elements)
+    if wants_bias:
+        flop += x.elements - channels
+    return flop
+
+
+@builtin("aten.native_group_norm", fusion="reduction")
+def group_norm(op: OpView) -> Cost:
+    """x[N, C, HW] standardised over each of N * group slices, times weight[C] plus bias[C]."""
+    x = needed(op, "input")
+    rows = int(op.attribute("N")) * int(op.attribute("group"))
+    n = x.elements // rows if rows else 0
+    return vector(op, standardise_flop(rows, n) + _affine(op) * x.elements) + streamed(op)
+
+
+@builtin("aten.native_group_norm_backward", fusion="reduction")
+def group_norm_backward(op: OpView) -> Cost:
+    """As layer norm, over N * group slices; weight and bias gradients have C values."""
+    x = needed(op, "input")
+    rows = int(op.attribute("N")) * int(op.attribute("group"))
+    n = x.elements // rows if rows else 0
+    flop = _backward_flop(op, x, rows, n, int(op.attribute("C")))
+    return vector(op, flop) + streamed(op)
+
+
+@builtin("aten.group_norm", "aten.instance_norm", fusion="reduction")
+def composite_group_norm(op: OpView) -> Cost:
+    """The composites: instance norm has one group per channel."""
+    x = needed(op, "input")
+    rows = x.shape[0] * int(op.attribute("num_groups", x.shape[1]))
+    n = x.elements // rows if rows else 0
+    return vector(op, standardise_flop(rows, n) + _affine(op) * x.elements) + streamed(op)
+
+
+# -- batch norm: statistics over N and space, one row per channel ---------------------------------
+
+RUNNING = 7
+"""Flop per channel to update running statistics: (1 - m) r + m s twice, and the unbiased variance."""
+
+
+def _batch_norm(op: OpView, training: bool) -> Cost:
+    x = needed(op, "input")
+    channels = x.shape[1] if x.dim > 1 else 1
+    n = x.elements // channels if channels else 0
+    running = (op.tensor("running_mean"), op.tensor("running_var"))
+    if not training:
+        # (x - mean) * rstd * w + b per element; eps added and a reciprocal root per channel.
+        flop = (2 + _affine(op)) * x.elements + 2 * channels
+        return vector(op, flop) + streamed(op)
+    flop = standardise_flop(channels, n) + _affine(op) * x.elements
+    cost = streamed(op)
+    if running[0] is not None:
+        flop += RUNNING * channels
+        written = {t.storage for t in op.outputs}
+        cost += write_all(op, (t for t in running if t is not None and t.storage not in written))
+    return vector(op, flop) + cost
+
+
+@builtin("aten.native_batch_norm", "aten._native_batch_norm_legit", "aten.cudnn_batch_norm",
+         "aten.miopen_batch_norm", "aten.batch_norm", "aten._batch_norm_impl_index",
+         "aten._native_batch_norm_legit_functional", fusion="reduction")
+def batch_norm(op: OpView) -> Cost:
+    """Training: x[N, C, HW] standardised per channel over N HW values, running statistics updated.
+
+    Evaluation: the running statistics instead: difference, product, weight, bias per element.
+    """
+    return _batch_norm(op, bool(op.attribute("training", False)))
+
+
+@builtin("aten._batch_norm_with_update", "aten._batch_norm_with_update_functional",
+         fusion="reduction")
+def batch_norm_with_update(op: OpView) -> Cost:
+    """`batch_norm` in training."""
+    return _batch_norm(op, True)
+
+
+@builtin("aten._native_batch_norm_legit_no_training", "aten._batch_norm_no_update",
+         fusion="pointwise")
+def batch_norm_no_training(op: OpView) -> Cost:
+    """`batch_norm` in evaluation."""
+    return _batch_norm(op, False)
+
+
+@builtin("aten.native_batch_norm_backward", "aten.cudnn_batch_norm_backward",
+         "aten.miopen_batch_norm_backward", "aten.batch_norm_backward",
+         "aten._batch_norm_impl_index_backward", fusion="reduction")
+def batch_norm_backward(op: OpView) -> Cost:
+    """Per channel of n values, S1 = sum dy, S2 = sum dy (x - mean).
+
+    The two sums: n - 1, and 3 n - 1 with the differences; db = S1, dw = S2 rstd (1 flop).
+    dx = (dy - S1 / n - (x - mean) S2 rstd^2 / n) w rstd: 4 n, and 5 for the constants: S1 / n,
+    rstd^2, its product with S2, its division by n, w rstd.
+    In evaluation dx = dy w rstd: n + 1.
+    """
+    x = needed(op, "input")
+    channels = x.shape[1] if x.dim > 1 else 1
+    n = x.elements // channels if channels else 0
+    training = bool(op.attribute("train", op.attribute("update", True)))
+    wants_x, wants_weight, wants_bias = op.attribute("output_mask", (True, True, True))
+    per_channel = 0
+    if wants_weight or (wants_x and training):
+        per_channel += 3 * n - 1
+    if wants_bias or (wants_x and training):
+        per_channel += n - 1
+    if wants_weight:
+        per_channel += 1
+    if wants_x:
+        per_channel += 4 * n + 5 if training else n + 1
+    unread = ("running_mean", "running_var") if training else ("save_mean", "save_invstd", "save_var")
+    return vector(op, channels * per_channel) + streamed(op, unread=unread)
+
+
+@builtin("aten.batch_norm_stats", fusion="reduction")
+def batch_norm_stats(op: OpView) -> Cost:
+    """Mean and reciprocal deviation per channel: 4 n + 2 (SyncBatchNorm)."""
+    x = needed(op, "input")
+    channels = x.shape[1]
+    return vector(op, 4 * x.elements + 2 * channels) + streamed(op)
+
+
+@builtin("aten.batch_norm_elemt", fusion="pointwise")
+def batch_norm_elemt(op: OpView) -> Cost:
+    """Difference, product, and weight and bias where given, per element."""
+    return vector(op, (2 + _affine(op)) * needed(op, "input").elements) + streamed(op)
+
+
+@builtin("aten.batch_norm_gather_stats_with_counts", "aten.batch_norm_gather_stats")
+def batch_norm_gather_stats(op: OpView) -> Cost:
+    """Merges statistics of W ranks: of the order of 10 flop per rank and channel."""
+    return vector(op, 10 * needed(op, "mean").elements) + streamed(op)
+
+
+@builtin("aten.batch_norm_backward_reduce", fusion="reduction")
+def batch_norm_backward_reduce(op: OpView) -> Cost:
+    """The two sums of `batch_norm_backward`: 4 n per channel."""
+    return vector(op, 4 * needed(op, "input").elements) + streamed(op)
+
+
+@builtin("aten.batch_norm_backward_elemt", fusion="pointwise")
+def batch_norm_backward_elemt(op: OpView) -> Cost:
+    """dx of `batch_norm_backward`: the difference again and 4 flop, per element."""
+    return vector(op, 5 * needed(op, "input").elements) + streamed(op)
+
+
+# -- RMS norm -------------------------------------------------------------------------------------
+
+
+@builtin("aten._fused_rms_norm", "aten.rms_norm", fusion="reduction")
+def rms_norm(op: OpView) -> Cost:
+    """y[M, n] = x / sqrt(mean(x^2) + eps) * weight[n].
+
+    n squares, n - 1 adds, a division, eps, a reciprocal root, n products; n more with a weight.
+    """
+    x = needed(op, "input")
+    n = math.prod(op.attribute("normalized_shape"))
+    rows = x.elements // n if n else 0
+    weight = x.elements if op.tensor("weight") is not None else 0
+    return vector(op, rows * (3 * n + 2) + weight) + streamed(op)
+
+
+@builtin("aten._fused_rms_norm_backward", fusion="reduction")
+def rms_norm_backward(op: OpView) -> Cost:
+    """dx = rstd (g - xhat mean(g xhat)), g = dy w, xhat = x rstd; dw = sum_M dy xhat.
+
+    xhat: n.  g: n if there is a weight.  sum g xhat: 2 n - 1, a division.  dx: 3 n.  dw: as layer norm.
+    """
+    x = needed(op, "input")
+    n = math.prod(op.attribute("normalized_shape"))
+    rows = x.elements // n if n else 0
+    wants_x, wants_weight = op.attribute("output_mask", (True, True))
+    weighted = op.tensor("weight") is not None
+    flop = rows * (6 * n + (n if weighted else 0)) if wants_x else 0
+    if wants_weight and weighted:
+        flop += 2 * x.elements - n + (0 if wants_x else x.elements)
+    return vector(op, flop) + streamed(op)
+
+
+@builtin("aten._weight_norm_interface", fusion="reduction")
+def weight_norm(op: OpView) -> Cost:
+    """w = g v / ||v||: squares, adds and a root per slice, then a product; and g / ||v||."""
+    v = needed(op, "v")
+    return vector(op, 3 * v.elements + 2 * needed(op, "g").elements) + streamed(op)
+
+
+@builtin("aten._weight_norm_interface_backward", fusion="reduction")
+def weight_norm_backward(op: OpView) -> Cost:
+    """dg = sum dw v / ||v||, dv = g / ||v|| (dw - v sum(dw v) / ||v||^2): 5 per element."""
+    v = needed(op, "saved_v")
+    return vector(op, 5 * v.elements + 4 * needed(op, "saved_g").elements) + streamed(op)
+
+
+@builtin("aten.linalg_norm", "aten.linalg_matrix_norm", fusion="reduction")
+def matrix_norm(op: OpView) -> Cost:
+    """The Frobenius norm: a square and an add per element, a root.  Other orders decompose."""
+    return vector(op, 2 * op.inputs[0].elements) + streamed(op)

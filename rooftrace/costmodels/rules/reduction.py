@@ -1,0 +1,154 @@
+"""Reductions: n values to one, over some dimensions.  Adding n values is n - 1 adds.
+
+A tree or a block-wise reduction does the same number of operations in another order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from rooftrace.costmodels.cost import Cost, OpView
+from rooftrace.costmodels.registry import builtin
+from rooftrace.costmodels.rules.common import (
+    axes,
+    extent,
+    has_arithmetic,
+    is_complex,
+    needed,
+    reading,
+    streamed,
+    total,
+    vector,
+)
+
+
+def _rows(op: OpView) -> tuple[int, int]:
+    """(outputs, inputs per output): rows and their length."""
+    rows = op.outputs[0].elements if op.outputs else 1
+    return rows, op.inputs[0].elements // rows if rows else 0
+
+
+def _reduction(*names: str, flop: Callable[[int], int], why: str) -> None:
+    """Register ops whose flop per row of n values is `flop(n)`, for floats (complex: twice)."""
+
+    @builtin(*(f"aten.{name}" for name in names), fusion="reduction")
+    def price(op: OpView) -> Cost:
+        rows, n = _rows(op)
+        parts = 2 if is_complex(op.inputs[0]) else 1
+        return vector(op, parts * rows * max(flop(n), 0)) + streamed(op)
+
+    price.__doc__ = why
+
+
+_reduction("sum", "max", "min", "amax", "amin", "argmax", "argmin", "prod",
+           flop=lambda n: n - 1, why="n - 1 adds, products or comparisons.")
+_reduction("nansum", flop=lambda n: 2 * n - 1, why="n tests for NaN, n - 1 adds.")
+_reduction("mean", flop=lambda n: n, why="n - 1 adds and a division.")
+_reduction("nanmean", flop=lambda n: 2 * n, why="As mean, with n tests for NaN.")
+_reduction("var", "var_mean", flop=lambda n: 4 * n,
+           why="Mean (n), differences (n), squares (n), n - 1 adds and a division.")
+_reduction("std", "std_mean", flop=lambda n: 4 * n + 1, why="As var, and a root.")
+_reduction("logsumexp", "special_logsumexp", flop=lambda n: 4 * n,
+           why="Maximum (n - 1), differences (n), exp (n), n - 1 adds, a log, and the maximum added.")
+_reduction("aminmax", "_aminmax", flop=lambda n: 2 * (n - 1), why="n - 1 comparisons each way.")
+_reduction("count_nonzero", flop=lambda n: n, why="n comparisons; counting is integer work.")
+
+
+@builtin("aten.all", "aten.any", "aten.equal", "aten.is_nonzero", fusion="reduction")
+def truth(op: OpView) -> Cost:
+    """Bytes only: what is reduced are truth values."""
+    return streamed(op)
+
+
+@builtin("aten.linalg_vector_norm", "aten.norm", "aten.native_norm", "aten._foreach_norm",
+         "aten.dist", "aten.frobenius_norm", "aten.linalg__powsum", "aten._foreach_powsum", fusion="reduction")
+def vector_norm(op: OpView) -> Cost:
+    """(sum |x|^p)^(1/p) over rows of n.
+
+    p = 2: n squares, n - 1 adds, a root.  p = 1: n absolute values, n - 1 adds.  p = inf: the same
+    with comparisons.  p = 0: n comparisons, n - 1 adds.  Else: n absolute values, n powers, n - 1
+    adds, a root.
+    """
+    order = op.attribute("ord", op.attribute("p", 2))
+    order = 2.0 if order is None or isinstance(order, str) else float(order)
+    outputs = total(op.outputs)
+    elements = total(op.inputs) if "_foreach_" in op.target else op.inputs[0].elements
+    if order == 2:
+        flop = 2 * elements
+    elif order in (0, 1, float("inf"), float("-inf")):
+        flop = 2 * elements - outputs
+    else:
+        flop = 3 * elements
+    extra = elements if op.target.startswith("aten.dist") else 0
+    return vector(op, max(flop, 0) + extra) + streamed(op)
+
+
+@builtin("aten._foreach_max", fusion="reduction")
+def foreach_max(op: OpView) -> Cost:
+    """n - 1 comparisons per tensor."""
+    return vector(op, total(op.inputs) - total(op.outputs)) + streamed(op)
+
+
+@builtin("aten.trace", fusion="reduction")
+def trace(op: OpView) -> Cost:
+    """Adds the n values of the diagonal, and reads no others."""
+    matrix = needed(op, "self")
+    n = min(matrix.shape)
+    size = matrix.nbytes // max(matrix.unique_elements, 1)
+    return (vector(op, max(n - 1, 0)) + op.read(matrix, n * size)
+            + op.write(op.outputs[0]))
+
+
+@builtin("aten.sum_to_size", "aten._sparse_sum", fusion="reduction")
+def sum_to_size(op: OpView) -> Cost:
+    """One add per value that disappears."""
+    return vector(op, op.inputs[0].elements - op.outputs[0].elements) + streamed(op)
+
+
+@builtin("aten.median", "aten.nanmedian", "aten.kthvalue", "aten.mode", "aten.nanquantile",
+         "aten.quantile")
+def selection(op: OpView) -> Cost:
+    """Radix selection works on the bits of the values: bytes only, read once per row."""
+    return streamed(op)
+
+
+@builtin("aten.renorm", "aten.renorm_", fusion="reduction")
+def renorm(op: OpView) -> Cost:
+    """The norm of every slice along `dim` (as `vector_norm`, p = 2), then one product per element."""
+    x = needed(op, "self")
+    slices = extent(x.shape, axes(op, x.dim, "dim", 0))
+    return vector(op, 3 * x.elements + 2 * slices) + streamed(op)
+
+
+@builtin("aten._cdist_forward", "aten.cdist")
+def cdist(op: OpView) -> Cost:
+    """d[P, R] = ||x1[P, M] - x2[R, M]||_p: a difference, a power and an add per term, a root each.
+
+    For p = 1 and inf the power is an absolute value and there is no root.  For p = 2 and many rows
+    torch uses a matrix product instead, which is then seen as one.
+    """
+    terms = op.outputs[0].elements * needed(op, "x1").shape[-1]
+    return vector(op, 3 * terms) + streamed(op)
+
+
+@builtin("aten._cdist_backward")
+def cdist_backward(op: OpView) -> Cost:
+    """Per term: the difference, its share of the distance, the product with the gradient, an add."""
+    terms = needed(op, "grad").elements * needed(op, "x1").shape[-1]
+    return vector(op, 4 * terms) + streamed(op)
+
+
+@builtin("aten._pdist_forward", "aten._pdist_backward", "aten.pdist")
+def pdist(op: OpView) -> Cost:
+    """As cdist, for the n (n - 1) / 2 pairs of rows of one matrix."""
+    n, m = needed(op, "self").shape
+    per_term = 4 if "backward" in op.target else 3
+    return vector(op, per_term * m * n * (n - 1) // 2) + streamed(op)
+
+
+@builtin("aten._local_scalar_dense", "aten.item", "aten._linalg_check_errors", "aten._assert_async",
+         "aten._assert_tensor_metadata", "aten._assert_scalar", "aten._functional_assert_async",
+         "aten._functional_assert_scalar")
+def to_host(op: OpView) -> Cost:
+    """A value the host waits for: its bytes."""
+    return reading(op, "self", "info") if has_arithmetic(op) or op.inputs else Cost()

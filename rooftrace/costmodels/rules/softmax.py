@@ -1,0 +1,62 @@
+"""Softmax and log-softmax over rows, and their gradients."""
+
+from __future__ import annotations
+
+from rooftrace.costmodels.cost import Cost, OpView, TensorView
+from rooftrace.costmodels.registry import builtin
+from rooftrace.costmodels.rules.common import axes, extent, needed, reading, streamed, vector
+
+
+def _rows(op: OpView, x: TensorView) -> tuple[int, int]:
+    """(rows, n): how many rows are normalised and how long each is."""
+    n = extent(x.shape, axes(op, x.dim, "dim", -1)) if x.dim else 1
+    return (x.elements // n if n else 0), n
+
+
+@builtin("aten._softmax", "aten._safe_softmax", "aten.softmax", "aten.special_softmax",
+         fusion="reduction")
+def softmax(op: OpView) -> Cost:
+    """y = exp(x - max x) / sum exp(x - max x) over n values.
+
+    n - 1 comparisons, n differences, n exponentials, n - 1 adds, n divisions: 5 n - 2.
+    """
+    rows, n = _rows(op, needed(op, "self"))
+    return vector(op, rows * (5 * n - 2)) + streamed(op)
+
+
+@builtin("aten._log_softmax", "aten.log_softmax", "aten.special_log_softmax", fusion="reduction")
+def log_softmax(op: OpView) -> Cost:
+    """y = (x - m) - log sum exp(x - m), m = max x, over n values.
+
+    n - 1 comparisons, n differences, n exponentials, n - 1 adds, a log, n differences: 5 n - 1.
+    """
+    rows, n = _rows(op, needed(op, "self"))
+    return vector(op, rows * (5 * n - 1)) + streamed(op)
+
+
+@builtin("aten._softmax_backward_data", fusion="reduction")
+def softmax_backward(op: OpView) -> Cost:
+    """dx = y (dy - sum dy y): n products, n - 1 adds, n differences, n products: 4 n - 1."""
+    rows, n = _rows(op, needed(op, "output"))
+    return vector(op, rows * (4 * n - 1)) + reading(op, "grad_output", "output")
+
+
+@builtin("aten._log_softmax_backward_data", fusion="reduction")
+def log_softmax_backward(op: OpView) -> Cost:
+    """dx = dy - exp(y) sum dy: n - 1 adds, n exponentials, n products, n differences: 4 n - 1."""
+    rows, n = _rows(op, needed(op, "output"))
+    return vector(op, rows * (4 * n - 1)) + reading(op, "grad_output", "output")
+
+
+@builtin("aten._masked_softmax", fusion="reduction")
+def masked_softmax(op: OpView) -> Cost:
+    """As softmax; selecting by the mask is free."""
+    rows, n = _rows(op, needed(op, "self"))
+    return vector(op, rows * (5 * n - 2)) + streamed(op)
+
+
+@builtin("aten._masked_softmax_backward", fusion="reduction")
+def masked_softmax_backward(op: OpView) -> Cost:
+    """As softmax_backward."""
+    rows, n = _rows(op, needed(op, "output"))
+    return vector(op, rows * (4 * n - 1)) + streamed(op)

@@ -1,0 +1,122 @@
+"""Resampling of images: nearest, linear, cubic, by a grid; and their gradients.
+
+A value from k taps is k products with weights and k - 1 adds; weights depend on the row and the column
+only, and positions are index work: neither is counted.
+"""
+
+from __future__ import annotations
+
+import math
+
+from rooftrace.costmodels.cost import Cost, OpView
+from rooftrace.costmodels.registry import builtin
+from rooftrace.costmodels.rules.common import needed, reading, streamed, vector
+
+TAPS: dict[str, int] = {
+    "upsample_linear1d": 2, "upsample_bilinear2d": 4, "upsample_trilinear3d": 8,
+    "upsample_bicubic2d": 16,
+}
+NEAREST: tuple[str, ...] = (
+    "upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d",
+    "_upsample_nearest_exact1d", "_upsample_nearest_exact2d", "_upsample_nearest_exact3d",
+)
+
+
+@builtin(*(f"aten.{name}" for name in NEAREST), fusion="pointwise")
+def nearest(op: OpView) -> Cost:
+    """A copy: input read once, output written."""
+    return streamed(op)
+
+
+@builtin(*(f"aten.{name}_backward" for name in NEAREST))
+def nearest_backward(op: OpView) -> Cost:
+    """Every output pixel that came from a pixel is added up: one add per value beyond the first."""
+    grad, out = needed(op, "grad_output"), op.outputs[0]
+    return vector(op, max(grad.elements - out.elements, 0)) + streamed(op)
+
+
+@builtin(*(f"aten.{name}" for name in TAPS), fusion="gather")
+def interpolate(op: OpView) -> Cost:
+    """k taps per output: 2 k - 1 flop."""
+    k = TAPS[op.target.split(".")[1]]
+    return vector(op, (2 * k - 1) * op.outputs[0].elements) + streamed(op)
+
+
+@builtin(*(f"aten.{name}_backward" for name in TAPS))
+def interpolate_backward(op: OpView) -> Cost:
+    """Zeros, then every incoming value times its k weights added to k pixels: 2 k flop."""
+    k = TAPS[op.target.split(".")[1].removesuffix("_backward")]
+    grad, out = needed(op, "grad_output"), op.outputs[0]
+    return vector(op, 2 * k * grad.elements) + streamed(op) + op.write(out)
+
+
+ANTIALIASED = {"_upsample_bilinear2d_aa": 1, "_upsample_bicubic2d_aa": 2, "_upsample_lanczos2d_aa": 3}
+"""Half the support of the filter, in pixels of the coarser image."""
+
+
+def _antialiased_taps(op: OpView, name: str) -> int:
+    """Taps per value: the support grows with the factor by which the image shrinks."""
+    forward = not op.target.split(".")[1].endswith("_backward")
+    large = op.inputs[0] if forward else op.outputs[0]
+    small = op.outputs[0] if forward else op.inputs[0]
+    factors = [max(n / m, 1.0) for n, m in zip(large.shape[-2:], small.shape[-2:], strict=True)]
+    return math.prod(math.ceil(2 * ANTIALIASED[name] * f) for f in factors)
+
+
+@builtin(*(f"aten.{name}" for name in ANTIALIASED))
+def antialiased(op: OpView) -> Cost:
+    """As `interpolate`, with a filter that widens when the image shrinks."""
+    k = _antialiased_taps(op, op.target.split(".")[1])
+    return vector(op, (2 * k - 1) * op.outputs[0].elements) + streamed(op)
+
+
+@builtin(*(f"aten.{name}_backward" for name in ANTIALIASED))
+def antialiased_backward(op: OpView) -> Cost:
+    """As `interpolate_backward`."""
+    k = _antialiased_taps(op, op.target.split(".")[1].removesuffix("_backward"))
+    grad, out = needed(op, "grad_output"), op.outputs[0]
+    return vector(op, 2 * k * grad.elements) + streamed(op) + op.write(out)
+
+
+GRID_TAPS = {0: 2, 1: 1, 2: 4}
+"""Taps per dimension by torch's `interpolation_mode`: bilinear, nearest, bicubic."""
+
+
+def _grid(op: OpView) -> tuple[int, int, int]:
+    """(positions, taps, dimensions) of a grid sample."""
+    grid = needed(op, "grid")
+    dims = grid.shape[-1]
+    return grid.elements // dims, GRID_TAPS[op.attribute("interpolation_mode", 0)] ** dims, dims
+
+
+@builtin("aten.grid_sampler_2d", "aten.grid_sampler_3d", "aten.cudnn_grid_sampler",
+         "aten.grid_sampler", fusion="gather")
+def grid_sample(op: OpView) -> Cost:
+    """Per position its weights (3 flop per coordinate, 3 per tap), then 2 k - 1 per channel."""
+    positions, k, dims = _grid(op)
+    flop = positions * (3 * dims + 3 * k) + (2 * k - 1) * op.outputs[0].elements
+    return vector(op, flop) + streamed(op)
+
+
+@builtin("aten.grid_sampler_2d_backward", "aten.grid_sampler_3d_backward",
+         "aten.cudnn_grid_sampler_backward")
+def grid_sample_backward(op: OpView) -> Cost:
+    """Weights again; per channel 2 k for the image, and 2 k per dimension for the grid."""
+    positions, k, dims = _grid(op)
+    grad = needed(op, "grad_output")
+    flop = positions * (3 * dims + 3 * k) + 2 * k * (1 + dims) * grad.elements
+    return vector(op, flop) + streamed(op)
+
+
+@builtin("aten.affine_grid_generator")
+def affine_grid(op: OpView) -> Cost:
+    """grid = theta [x, y, 1]: a product and an add per term; d + 1 terms for each of d coordinates."""
+    out = op.outputs[0]
+    return vector(op, 2 * (out.shape[-1] + 1) * out.elements) + streamed(op)
+
+
+@builtin("aten.affine_grid_generator_backward")
+def affine_grid_backward(op: OpView) -> Cost:
+    """The same products, summed over positions."""
+    grad = op.inputs[0]
+    return vector(op, 2 * (grad.shape[-1] + 1) * grad.elements) + reading(op, "grad")

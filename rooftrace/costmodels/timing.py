@@ -1,0 +1,185 @@
+"""Seconds from costs: what each kernel takes on a chip, and when the step ends.
+
+Per kernel group  t_device = max(t_comp, t_hbm, t_net) + kernel gap.
+Per step          t_bound  = max of the model totals (a lower bound: perfect overlap),
+                  t_serial = sum of t_device,
+                  t_est    = end of a two-track queue: the host enqueues in order, the device runs in order.
+So t_bound <= t_serial <= t_est, and t_launch = t_est - t_serial.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from rooftrace.costmodels.cost import Cost, Work
+from rooftrace.costmodels.execution import ExecutionModel
+from rooftrace.hardware.chip import Chip
+
+REGIMES = ("compute", "hbm", "network", "launch")
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds of one kernel group: the three terms, the gap after the kernel, and its start."""
+
+    t_comp: float
+    t_hbm: float
+    t_net: float
+    gap: float
+    start: float = 0.0
+
+    @property
+    def t_device(self) -> float:
+        """How long the device is busy with the group, gap included."""
+        return max(self.t_comp, self.t_hbm, self.t_net) + self.gap
+
+    @property
+    def regime(self) -> str:
+        """The largest term; launch where the gap alone is larger than the work."""
+        return ranked(self.terms)[0]
+
+    @property
+    def margin(self) -> float:
+        """The largest term over the next one (infinite when nothing else takes time)."""
+        return margin(self.terms)
+
+    @property
+    def terms(self) -> dict[str, float]:
+        """Seconds by regime."""
+        return {"compute": self.t_comp, "hbm": self.t_hbm, "network": self.t_net, "launch": self.gap}
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What the host does for one group: `dispatches` enqueues before it, and whether it then waits."""
+
+    dispatches: int
+    on_device: bool
+    sync: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Seconds of one step on one chip, and which regime they belong to."""
+
+    t_comp: float
+    t_hbm: float
+    t_net: float
+    t_bound: float
+    t_serial: float
+    t_est: float
+    regime_seconds: Mapping[str, float]
+
+    @property
+    def t_launch(self) -> float:
+        """Time in which the device waits for the host."""
+        return self.t_est - self.t_serial
+
+    @property
+    def regime_shares(self) -> dict[str, float]:
+        """Share of t_est by regime; launch holds kernel gaps and waiting."""
+        total = sum(self.regime_seconds.values())
+        return {name: (seconds / total if total else 0.0)
+                for name, seconds in self.regime_seconds.items()}
+
+    @property
+    def regime(self) -> str:
+        """The regime with the largest share."""
+        return ranked(self.regime_seconds)[0]
+
+    @property
+    def next_regime(self) -> str:
+        """The regime with the second largest share."""
+        return ranked(self.regime_seconds)[1]
+
+    @property
+    def margin(self) -> float:
+        """The largest regime's seconds over the next one's."""
+        return margin(self.regime_seconds)
+
+
+def ranked(terms: Mapping[str, float]) -> list[str]:
+    """Names by falling value; ties keep the order compute, hbm, network, launch."""
+    return sorted(terms, key=lambda name: (-terms[name], REGIMES.index(name)))
+
+
+def margin(terms: Mapping[str, float]) -> float:
+    """Largest value over the second largest."""
+    first, second = sorted(terms.values(), reverse=True)[:2]
+    return first / second if second > 0 else float("inf")
+
+
+def engine_of(work: Work, chip: Chip, execution: ExecutionModel) -> tuple[str, str]:
+    """The (engine, precision) that runs this work.
+
+    fp32 matmul runs on the vector engine and fp32 convolution on TF32, as torch's defaults are on a
+    chip that has TF32; `tf32` sends matmul there too.  fp64 products use the matrix engine where the
+    chip has an fp64 rate for it.
+    """
+    if work.operation == "vector":
+        return "vector", work.precision
+    if work.precision == "fp32":
+        wants_tf32 = work.operation == "convolution" or execution.tf32
+        if wants_tf32 and chip.has_peak("matrix", "tf32"):
+            return "matrix", "tf32"
+        return "vector", "fp32"
+    if work.precision == "fp64" and not chip.has_peak("matrix", "fp64"):
+        return "vector", "fp64"
+    return "matrix", work.precision
+
+
+def compute_seconds(cost: Cost, chip: Chip, execution: ExecutionModel, headline: float) -> float:
+    """Seconds of the work of one group.  Matrix and vector work of one kernel are added: engines are
+    not assumed to overlap inside it.  Raises MissingPeakError where the chip lacks a rate."""
+    seconds = 0.0
+    eta_scalar = execution.utilization.eta_scalar
+    for work, flop in cost.work.items():
+        if work.count == "masked":
+            continue
+        engine, precision = engine_of(work, chip, execution)
+        if engine == "vector" and work.operation == "vector" and eta_scalar is not None:
+            rate = eta_scalar * headline
+        else:
+            rate = chip.peak(engine, precision)
+            if work.operation != "vector":
+                rate *= execution.utilization.eta(work.rows)
+        seconds += flop / rate
+    return seconds
+
+
+def schedule(timings: Sequence[Timing | None], launches: Sequence[Launch], dispatch: float,
+             ) -> tuple[list[float], float]:
+    """Start of each group on the device, and when the step ends.
+
+    The host enqueues `dispatches` times (`dispatch` seconds each) before a group; the device starts it
+    when it is enqueued and the one before has ended; after a sync the host starts again only when the
+    device is idle.
+    """
+    host = device = 0.0
+    starts = []
+    for timing, launch in zip(timings, launches, strict=True):
+        host += launch.dispatches * dispatch
+        start = max(host, device)
+        starts.append(start)
+        if timing is not None:
+            device = start + timing.t_device
+        if launch.sync:
+            host = max(host, device)
+    return starts, max(host, device)
+
+
+def step_times(timings: Iterable[Timing], t_est: float) -> StepTimes:
+    """Totals and regime seconds of a step that ends at `t_est`."""
+    timings = list(timings)
+    t_comp = sum(t.t_comp for t in timings)
+    t_hbm = sum(t.t_hbm for t in timings)
+    t_net = sum(t.t_net for t in timings)
+    t_serial = sum(t.t_device for t in timings)
+    seconds = dict.fromkeys(REGIMES, 0.0)
+    for t in timings:
+        seconds["launch"] += t.gap
+        seconds[max(("compute", "hbm", "network"), key=t.terms.__getitem__)] += t.t_device - t.gap
+    t_est = max(t_est, t_serial)  # equal but for rounding when the host is never late
+    seconds["launch"] += t_est - t_serial
+    return StepTimes(t_comp, t_hbm, t_net, max(t_comp, t_hbm, t_net), t_serial, t_est, seconds)

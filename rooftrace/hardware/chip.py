@@ -1,0 +1,242 @@
+"""Knows what one chip can do and who says so; knows no file format, no model and no execution.
+
+Everything is SI: FLOP/s, byte, byte/s, second, watt, hertz. Rates are dense with fp32 accumulation;
+a quoted rate that counts on 2:4 sparsity is kept beside the dense one and never used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+from rooftrace.hardware import units
+from rooftrace.hardware.precision import compute_family
+
+__all__ = [
+    "ENGINES",
+    "KINDS",
+    "Chip",
+    "ChipKind",
+    "Engine",
+    "Fact",
+    "FactKind",
+    "Link",
+    "LinkName",
+    "MissingPeakError",
+    "Peak",
+]
+
+FactKind = Literal["datasheet", "measured", "derived", "guess"]
+Engine = Literal["matrix", "vector"]
+LinkName = Literal["intra", "inter"]
+ChipKind = Literal["gpu", "cpu"]
+
+KINDS: tuple[FactKind, ...] = get_args(FactKind)
+ENGINES: tuple[Engine, ...] = get_args(Engine)
+
+
+class MissingPeakError(LookupError):
+    """A chip was asked for a rate that it does not have. Nothing falls back to another rate."""
+
+
+@dataclass(frozen=True)
+class Fact:
+    """A number in SI units, how it was written, and who says so."""
+
+    value: float
+    text: str
+    source: str
+    kind: FactKind
+    note: str = ""
+
+    @classmethod
+    def of(cls, text: str, unit: str, source: str, kind: FactKind, note: str = "") -> Fact:
+        """The fact written as `text`, a quantity in `unit`."""
+        return cls(units.parse(text, unit), text, source, kind, note)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON: the value in SI units, with its source and kind."""
+        found = {"value": self.value, "text": self.text, "source": self.source, "kind": self.kind}
+        return {**found, "note": self.note} if self.note else {**found}
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The dense rate of one engine in one precision [FLOP/s; OP/s for integers].
+
+    `quoted` is the headline of the datasheet where that one counts on 2:4 sparsity.
+    """
+
+    engine: Engine
+    precision: str
+    rate: Fact
+    quoted: Fact | None = None
+
+
+@dataclass(frozen=True)
+class Link:
+    """A way out of the chip: bandwidth is byte/s per direction per chip, latency is seconds."""
+
+    name: LinkName
+    bandwidth: Fact
+    latency: Fact | None = None
+
+
+@dataclass(frozen=True)
+class Chip:
+    """One accelerator, or one CPU machine, as data. None means: not known to us.
+
+    kernel_gap         device seconds that a kernel costs beside its work, in one stream
+    dispatch_eager     host seconds per op in eager PyTorch
+    dispatch_compiled  host seconds per kernel launched from compiled code
+    graph_launch       host seconds to launch one captured graph, however many kernels it holds
+    """
+
+    name: str
+    title: str
+    vendor: str
+    kind: ChipKind
+    peaks: tuple[Peak, ...]
+    memory_capacity: Fact
+    memory_bandwidth: Fact
+    kernel_gap: Fact
+    dispatch_eager: Fact
+    dispatch_compiled: Fact
+    graph_launch: Fact
+    aliases: tuple[str, ...] = ()
+    l2_capacity: Fact | None = None
+    links: tuple[Link, ...] = ()
+    sm_count: Fact | None = None
+    clock: Fact | None = None
+    power: Fact | None = None
+    price: Fact | None = None
+    # What the datasheet's arithmetic needs: bus width in bits, bandwidth of one pin in byte/s.
+    memory_bus: Fact | None = None
+    memory_pin: Fact | None = None
+    # Beside the datasheet, what was measured on real ones. For reading; nothing computes with it.
+    measured: Mapping[str, Fact] = field(default_factory=dict, hash=False)
+
+    def find_peak(self, engine: str, precision: str) -> Peak | None:
+        """The rate of `engine` in the compute family of `precision`, with its sources."""
+        family = compute_family(precision)
+        for peak in self.peaks:
+            if peak.engine == engine and peak.precision == family:
+                return peak
+        return None
+
+    def has_peak(self, engine: str, precision: str) -> bool:
+        return self.find_peak(engine, precision) is not None
+
+    def peak(self, engine: str, precision: str) -> float:
+        """FLOP/s, dense. Raises `MissingPeakError` where the chip has no such rate."""
+        found = self.find_peak(engine, precision)
+        if found is None:
+            raise MissingPeakError(_no_rate(self, engine, precision))
+        return found.rate.value
+
+    def ridge(self, engine: str, precision: str) -> float:
+        """FLOP per byte of memory traffic at which compute and memory take equally long."""
+        return self.peak(engine, precision) / self.memory_bandwidth.value
+
+    def link(self, name: str) -> Link | None:
+        return next((link for link in self.links if link.name == name), None)
+
+    def facts(self) -> Iterable[tuple[str, Fact]]:
+        """Every fact with the name of its place, for reports and checks."""
+        for peak in self.peaks:
+            yield f"{peak.engine} {peak.precision}", peak.rate
+            if peak.quoted is not None:
+                yield f"{peak.engine} {peak.precision} quoted", peak.quoted
+        for name in FACT_UNITS:
+            fact = getattr(self, name)
+            if fact is not None:
+                yield name, fact
+        for link in self.links:
+            yield f"link {link.name} bandwidth", link.bandwidth
+            if link.latency is not None:
+                yield f"link {link.name} latency", link.latency
+        for name, fact in self.measured.items():
+            yield f"measured {name}", fact
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON: every fact with value (SI), text, source and kind; None where unknown."""
+        facts = {name: getattr(self, name) for name in FACT_UNITS}
+        return {
+            "name": self.name,
+            "title": self.title,
+            "vendor": self.vendor,
+            "kind": self.kind,
+            "aliases": list(self.aliases),
+            "peaks": [
+                {
+                    "engine": peak.engine,
+                    "precision": peak.precision,
+                    "rate": peak.rate.to_dict(),
+                    "quoted": peak.quoted.to_dict() if peak.quoted else None,
+                }
+                for peak in self.peaks
+            ],
+            "links": [
+                {
+                    "name": link.name,
+                    "bandwidth": link.bandwidth.to_dict(),
+                    "latency": link.latency.to_dict() if link.latency else None,
+                }
+                for link in self.links
+            ],
+            **{name: fact.to_dict() if fact else None for name, fact in facts.items()},
+            "measured": {name: fact.to_dict() for name, fact in self.measured.items()},
+        }
+
+    def headline(self) -> str:
+        """One line: the chip's name, its main matrix rate, bandwidth, capacity and ridge."""
+        parts = [self.title]
+        main = next((name for name in ("bf16", "fp16") if self.has_peak("matrix", name)), None)
+        engine = "matrix" if main else "vector"
+        family = main or "fp32"
+        if self.has_peak(engine, family):
+            parts.append(f"{units.format_flop_rate(self.peak(engine, family))} {family} dense")
+        parts.append(units.format_bandwidth(self.memory_bandwidth.value))
+        parts.append(units.format_capacity(self.memory_capacity.value))
+        if self.has_peak(engine, family):
+            parts.append(f"ridge {units.format_intensity(self.ridge(engine, family))}")
+        return ", ".join(parts)
+
+
+# The facts that stand alone in a chip, with their units, in the order of files and reports.
+FACT_UNITS: Mapping[str, str] = {
+    "memory_capacity": "byte",
+    "memory_bandwidth": "byte/s",
+    "memory_bus": "count",
+    "memory_pin": "byte/s",
+    "l2_capacity": "byte",
+    "sm_count": "count",
+    "clock": "hertz",
+    "power": "watt",
+    "price": "dollar/hour",
+    "kernel_gap": "second",
+    "dispatch_eager": "second",
+    "dispatch_compiled": "second",
+    "graph_launch": "second",
+}
+
+
+def _no_rate(chip: Chip, engine: str, precision: str) -> str:
+    family = compute_family(precision)
+    asked = family if family == precision else f"{family} (asked as {precision})"
+    rows = {name: [peak for peak in chip.peaks if peak.engine == name] for name in ENGINES}
+    has = "; ".join(
+        f"{name}: {', '.join(peak.precision for peak in peaks)}"
+        for name, peaks in rows.items()
+        if peaks
+    )
+    if engine not in ENGINES:
+        return f"{chip.name}: engine {engine!r}: expected matrix or vector; it has: {has or 'none'}"
+    names = [peak.precision for peak in rows[engine]]
+    example = next((name for name in ("bf16", "fp16", "fp32") if name in names), "")
+    dtype = f"choose another dtype, for example {example}, or " if example else ""
+    return (
+        f"{chip.name} has no ({engine}, {asked}) rate; it has: {has or 'none'}. "
+        f"To go on, {dtype}pass a chip TOML with a [[peak]] for it, and its source"
+    )

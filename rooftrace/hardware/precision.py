@@ -1,0 +1,190 @@
+"""Knows number formats: bits stored, which hardware rate they use; knows no chip and no tensor.
+
+Storage and compute are two questions. `storage_bytes` answers the first, block scales included;
+`compute_family` and `widest` answer the second, with the key under which a chip lists its rates.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Literal
+
+__all__ = [
+    "PRECISIONS",
+    "Precision",
+    "PrecisionError",
+    "bytes_per_element",
+    "compute_family",
+    "precision",
+    "storage_bytes",
+    "widest",
+]
+
+Kind = Literal["float", "int", "bool", "complex"]
+
+
+class PrecisionError(ValueError):
+    """A name that is no number format known here."""
+
+
+@dataclass(frozen=True)
+class Precision:
+    """One number format. `bits` is what one element takes in memory, share of scales included."""
+
+    name: str
+    bits: Fraction
+    kind: Kind
+    note: str = ""
+
+
+def _table() -> dict[str, Precision]:
+    mx = "OCP Microscaling 1.0: one 8-bit scale (E8M0) per 32 elements"
+    formats: list[tuple[str, Fraction | int, Kind, str]] = [
+        ("fp64", 64, "float", ""),
+        ("fp32", 32, "float", ""),
+        ("tf32", 32, "float", "compute only: 19 bits are used, 32 are stored"),
+        ("bf16", 16, "float", ""),
+        ("fp16", 16, "float", ""),
+        ("fp8", 8, "float", "either 8-bit float; scales per tensor, not counted"),
+        ("fp8_e4m3", 8, "float", ""),
+        ("fp8_e5m2", 8, "float", ""),
+        ("fp8_e8m0", 8, "float", "a power of two, the scale of the MX formats"),
+        ("mxfp8", 8 + Fraction(8, 32), "float", mx),
+        ("fp6", 6, "float", "either 6-bit float, no scales counted"),
+        ("mxfp6", 6 + Fraction(8, 32), "float", mx),
+        ("fp4", 4, "float", "E2M1, no scales counted"),
+        ("mxfp4", 4 + Fraction(8, 32), "float", mx),
+        ("nvfp4", 4 + Fraction(8, 16), "float", "one 8-bit scale (E4M3) per 16 elements"),
+        ("fp4_x2", 8, "float", "two fp4 values in one byte, as torch.float4_e2m1fn_x2"),
+        ("bool", 8, "bool", "one byte per element, as torch stores it"),
+        ("complex32", 32, "complex", "two fp16"),
+        ("complex64", 64, "complex", "two fp32"),
+        ("complex128", 128, "complex", "two fp64"),
+    ]
+    formats += [(f"int{bits}", bits, "int", "") for bits in (64, 32, 16, 8, 4, 3, 2, 1)]
+    formats += [(f"uint{bits}", bits, "int", "") for bits in (64, 32, 16, 8, 4, 3, 2, 1)]
+    return {name: Precision(name, Fraction(bits), kind, note) for name, bits, kind, note in formats}
+
+
+PRECISIONS: Mapping[str, Precision] = _table()
+
+# torch's names, and the ones in model configs.
+ALIASES: Mapping[str, str] = {
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "half": "fp16",
+    "float32": "fp32",
+    "float": "fp32",
+    "single": "fp32",
+    "float64": "fp64",
+    "double": "fp64",
+    "tfloat32": "tf32",
+    "float8": "fp8",
+    "float8_e4m3": "fp8_e4m3",
+    "float8_e4m3fn": "fp8_e4m3",
+    "float8_e4m3fnuz": "fp8_e4m3",
+    "fp8_e4m3fn": "fp8_e4m3",
+    "e4m3": "fp8_e4m3",
+    "float8_e5m2": "fp8_e5m2",
+    "float8_e5m2fnuz": "fp8_e5m2",
+    "e5m2": "fp8_e5m2",
+    "float8_e8m0fnu": "fp8_e8m0",
+    "e8m0": "fp8_e8m0",
+    "float4_e2m1fn_x2": "fp4_x2",
+    "float4": "fp4",
+    "e2m1": "fp4",
+    "float6": "fp6",
+    "byte": "uint8",
+    "char": "int8",
+    "short": "int16",
+    "int": "int32",
+    "long": "int64",
+    "qint8": "int8",
+    "quint8": "uint8",
+    "qint32": "int32",
+    "boolean": "bool",
+    "chalf": "complex32",
+    "cfloat": "complex64",
+    "cdouble": "complex128",
+}
+
+
+def precision(name: str) -> Precision:
+    """The format called `name`; torch's names and prefixes ("torch.bfloat16") are understood."""
+    key = name.strip().lower().removeprefix("torch.")
+    found = PRECISIONS.get(ALIASES.get(key, key))
+    if found is not None:
+        return found
+    close = difflib.get_close_matches(key, [*PRECISIONS, *ALIASES], n=1)
+    hint = f' (did you mean "{ALIASES.get(close[0], close[0])}"?)' if close else ""
+    raise PrecisionError(
+        f'precision "{name}": expected one of {", ".join(PRECISIONS)}, or a torch dtype{hint}'
+    )
+
+
+def bytes_per_element(name: str) -> Fraction:
+    """Bytes one element takes in memory, exactly: nvfp4 is 9/16."""
+    return precision(name).bits / 8
+
+
+def storage_bytes(name: str, elements: int) -> int:
+    """Whole bytes that `elements` of this format take: ceil(elements * bits / 8)."""
+    if elements < 0:
+        raise PrecisionError(f"elements = {elements}: expected 0 or more")
+    return -int(-(elements * precision(name).bits) // 8)
+
+
+# The key under which chips list a rate. A complex product is counted in real FLOPs of its parts.
+FAMILIES: Mapping[str, str] = {
+    "fp8_e4m3": "fp8",
+    "fp8_e5m2": "fp8",
+    "fp8_e8m0": "fp8",
+    "mxfp8": "fp8",
+    "mxfp6": "fp6",
+    "mxfp4": "fp4",
+    "nvfp4": "fp4",
+    "fp4_x2": "fp4",
+    "complex32": "fp16",
+    "complex64": "fp32",
+    "complex128": "fp64",
+    "bool": "int8",
+}
+FLOAT_ORDER: tuple[str, ...] = ("fp4", "fp6", "fp8", "fp16", "bf16", "tf32", "fp32", "fp64")
+COMPLEX_OF: Mapping[str, str] = {"fp16": "complex32", "fp64": "complex128"}  # others: complex64
+
+
+def compute_family(name: str) -> str:
+    """The key under which a chip lists its rate: fp8_e4m3 -> fp8, nvfp4 -> fp4, uint8 -> int8."""
+    known = precision(name).name
+    return FAMILIES.get(known, known.removeprefix("u"))
+
+
+def widest(*names: str) -> str:
+    """The precision in which operands of these formats compute, whatever their order.
+
+    Floats beat integers, whose width then does not matter: int4 weights with bf16 activations
+    compute in bf16. bf16 with fp16 is fp32, since neither holds the other.
+    """
+    if not names:
+        raise PrecisionError("widest(): expected at least one precision")
+    formats = {precision(name).name: precision(name) for name in names}
+    if len(formats) == 1:
+        return next(iter(formats))
+    kinds = {item.kind for item in formats.values()}
+    if kinds <= {"int", "bool"}:
+        # Of equal widths the signed one ("int8" sorts before "uint8"); bool is the narrowest.
+        integers = [item for item in formats.values() if item.kind == "int"]
+        return min(integers, key=lambda item: (-item.bits, item.name)).name
+    computing = [item for item in formats.values() if item.kind in ("float", "complex")]
+    if len(computing) == 1:
+        return computing[0].name
+    families = {compute_family(item.name) for item in computing}
+    family = max(families, key=FLOAT_ORDER.index)
+    if {"fp16", "bf16"} <= families:
+        family = max(family, "fp32", key=FLOAT_ORDER.index)
+    if "complex" in kinds:
+        return COMPLEX_OF.get(family, "complex64")
+    return family

@@ -1,0 +1,36 @@
+"""Which figures a report has, and the names of their files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from rooftrace.reporting.report import Report
+
+
+def figures(report: Report) -> Iterator[tuple[str, Callable[[], Figure]]]:
+    """(file name, how to draw it) in the order of the report."""
+    from rooftrace.reporting import breakdown, roofline
+
+    yield "roofline.png", lambda: roofline.roofline(report)
+    for phase in report.phases:
+        yield f"roofline-{phase}.png", lambda phase=phase: roofline.family_roofline(report, phase)  # type: ignore[misc]
+    yield "time.png", lambda: breakdown.time_figure(report)
+    yield "bytes.png", lambda: breakdown.byte_figure(report)
+    if report.memory:
+        yield "memory.png", lambda: breakdown.memory_figure(report)
+
+
+def write_figures(report: Report, folder: Path) -> list[str]:
+    """Draw every figure into `folder`; the names of the files."""
+    from rooftrace.reporting import style
+
+    names = []
+    for name, draw in figures(report):
+        style.save(draw(), folder / name)
+        names.append(name)
+    return names

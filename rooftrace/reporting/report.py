@@ -1,0 +1,163 @@
+"""A report: every phase under every execution on every chip, and the folder of files made of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rooftrace.costmodels.memory import Memory, memory
+
+from rooftrace.costmodels.estimate import Estimate, estimate, plan
+from rooftrace.costmodels.execution import ExecutionModel, execution_model
+from rooftrace.hardware.chip import Chip
+from rooftrace.hardware.chipfile import load_chip
+from rooftrace.tracer.graph import Assumption, OpGraph
+
+if TYPE_CHECKING:
+    import pandas
+
+FORMATS = ("md", "json", "csv", "png")
+
+
+@dataclass(frozen=True)
+class Report:
+    """Estimates by phase, execution and chip name, in the order they were asked for.
+
+    print() shows one screen; `to_dict()` is report.json; `write()` makes a folder.  The first chip
+    is the one that tables show; `main` is the execution that they break down.
+    """
+
+    estimates: Mapping[str, Mapping[str, Mapping[str, Estimate]]]
+    memory: Mapping[str, Memory]
+    graphs: Mapping[str, OpGraph]
+
+    @property
+    def phases(self) -> tuple[str, ...]:
+        """Names of the phases."""
+        return tuple(self.estimates)
+
+    @property
+    def executions(self) -> tuple[str, ...]:
+        """Names of the execution models."""
+        return tuple(next(iter(self.estimates.values())))
+
+    @property
+    def main(self) -> str:
+        """The execution that breakdowns show: efficient where it was asked for, else the last."""
+        return "efficient" if "efficient" in self.executions else self.executions[-1]
+
+    @property
+    def chips(self) -> tuple[Chip, ...]:
+        """The chips."""
+        by_execution = next(iter(self.estimates.values()))
+        return tuple(one.chip for one in next(iter(by_execution.values())).values())
+
+    @property
+    def model(self) -> Mapping[str, Any]:
+        """Name and parameter counts."""
+        return next(iter(self.graphs.values())).model
+
+    @property
+    def workload(self) -> dict[str, Any]:
+        """What all phases share; a key whose value differs between phases is left out."""
+        shared: dict[str, Any] = {}
+        differing = set()
+        for graph in self.graphs.values():
+            for key, value in graph.workload.items():
+                if value is not None and shared.setdefault(key, value) != value:
+                    differing.add(key)
+        return {key: value for key, value in shared.items() if key not in differing}
+
+    @property
+    def assumptions(self) -> tuple[tuple[str, Assumption], ...]:
+        """(phase, assumption) for every assumption that the traces rest on."""
+        return tuple(
+            (phase, assumption)
+            for phase, graph in self.graphs.items()
+            for assumption in graph.assumptions
+        )
+
+    def estimate(
+        self, phase: str, execution: str | None = None, chip: str | None = None
+    ) -> Estimate:
+        """One estimate; by default of the main execution on the first chip."""
+        by_chip = self.estimates[phase][execution or self.main]
+        return by_chip[chip] if chip else next(iter(by_chip.values()))
+
+    def of_first_chip(self) -> Iterator[tuple[str, str, Estimate]]:
+        """(phase, execution, estimate) on the first chip, in order."""
+        for phase, executions in self.estimates.items():
+            for execution, by_chip in executions.items():
+                yield phase, execution, next(iter(by_chip.values()))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The contents of report.json (report.schema.json); the same for the same inputs."""
+        from rooftrace.reporting.document import document
+
+        return document(self)
+
+    def to_frame(self) -> pandas.DataFrame:
+        """One row per kernel of each phase and execution on the first chip."""
+        import pandas
+
+        frames = []
+        for phase, execution, one in self.of_first_chip():
+            frame = one.to_frame()
+            for position, (name, value) in enumerate(
+                (("phase", phase), ("execution", execution), ("chip", one.chip.name))
+            ):
+                frame.insert(position, name, value)
+            frames.append(frame)
+        return pandas.concat(frames, ignore_index=True)
+
+    def write(self, out: str | Path, formats: Sequence[str] = FORMATS) -> list[Path]:
+        """Write report.md, report.json, ops.csv and figures into the folder `out`; return their paths.
+
+        All files are made beside `out` first and then moved in, so nothing is left half-written.
+        Raises ReportFolderError where the folder cannot be written, ValueError for a format not in
+        FORMATS.
+        """
+        from rooftrace.reporting.files import write_report
+
+        return write_report(self, Path(out), formats)
+
+    def __rich__(self) -> Any:
+        from rooftrace.reporting.table import render_report
+
+        return render_report(self)
+
+    def __str__(self) -> str:
+        from rooftrace.reporting.table import render_text
+
+        return render_text(self)
+
+
+def build_report(
+    graphs: Mapping[str, OpGraph],
+    chips: Sequence[str | Chip] = ("h200-sxm",),
+    executions: Sequence[str | ExecutionModel] = ("naive", "efficient"),
+    progress: Callable[[str], None] | None = None,
+) -> Report:
+    """Price each graph under each execution model and put it on each chip.
+
+    `graphs` is by phase name; `progress` is told the phase and execution that is being priced.
+    Raises what `estimate` raises, and ValueError where any of the three is empty.
+    """
+    for name, given in (("graphs", graphs), ("chips", chips), ("executions", executions)):
+        if not given:
+            raise ValueError(f"build_report({name}=...): expected at least one, got none")
+    targets = [load_chip(chip) for chip in chips]
+    models = [execution_model(execution) for execution in executions]
+    estimates: dict[str, dict[str, dict[str, Estimate]]] = {}
+    for phase, graph in graphs.items():
+        estimates[phase] = {}
+        for model in models:
+            if progress:
+                progress(f"{phase}, {model.name}")
+            planned = plan(graph, model)
+            estimates[phase][model.name] = {chip.name: estimate(planned, chip) for chip in targets}
+    return Report(
+        estimates, {phase: memory(graph) for phase, graph in graphs.items()}, dict(graphs)
+    )

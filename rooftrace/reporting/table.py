@@ -1,0 +1,285 @@
+"""The terminal: what a step costs, what limits it, whether it fits, on one screen of 100 columns."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from rooftrace.hardware.units import (
+    format_capacity,
+    format_count,
+    format_flops,
+    format_intensity,
+    format_time,
+    format_traffic,
+)
+from rooftrace.reporting import words
+from rooftrace.reporting.grid import Column, Grid, grid
+from rooftrace.reporting.tally import Tally, tally
+from rooftrace.tracer.graph import pattern_of
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.text import Text
+    from rooftrace.costmodels.memory import Memory
+
+    from rooftrace.costmodels.estimate import Estimate
+    from rooftrace.hardware.chip import Chip
+    from rooftrace.reporting.report import Report
+    from rooftrace.tracer.graph import Assumption
+
+WIDTH = 100
+KERNEL_LINES = 9  # over all phases; what keeps a report of three phases on one screen
+REGIME_STYLES: Mapping[str, str] = {
+    "compute": "green",
+    "hbm": "blue",
+    "network": "magenta",
+    "launch": "yellow",
+}
+
+
+def render_report(report: Report) -> RenderableType:
+    """A report on its first chip: fit, a line per phase and execution, top kernels, coverage."""
+    shown = [one for _, _, one in report.of_first_chip()]
+    return _render(shown, report.main, report.memory, report.assumptions)
+
+
+def render_estimates(estimates: Sequence[Estimate]) -> str:
+    """The same for estimates of any phase and execution, as plain text: print(estimate)."""
+    assumptions = {one.phase: one.plan.source.assumptions for one in estimates}
+    flat = tuple((phase, item) for phase, items in assumptions.items() for item in items)
+    return _to_text(_render(estimates, estimates[-1].execution.name, {}, flat))
+
+
+def render_text(report: Report, width: int = WIDTH) -> str:
+    """`render_report` as plain text."""
+    return _to_text(render_report(report), width)
+
+
+def _to_text(renderable: RenderableType, width: int = WIDTH) -> str:
+    from rich.console import Console
+
+    console = Console(file=io.StringIO(), width=width, color_system=None, legacy_windows=False)
+    console.print(renderable)
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _render(
+    estimates: Sequence[Estimate],
+    main: str,
+    memory: Mapping[str, Memory],
+    assumptions: Sequence[tuple[str, Assumption]],
+) -> RenderableType:
+    from rich.console import Group
+    from rich.text import Text
+
+    first = estimates[0]
+    parts: list[RenderableType] = [_head(estimates)]
+    if memory:
+        fits, sentence = words.fit_words(memory, first.chip)
+        parts.append(Text(sentence, style="" if fits else "bold red"))
+    parts += [Text(), _steps(estimates), Text()]
+    broken_down = [one for one in estimates if one.execution.name == main] or list(estimates)
+    parts.append(_kernels(broken_down))
+    parts.append(Text())
+    if memory:
+        parts.append(_memory(memory, first.chip))
+    parts += _trust(broken_down, estimates, assumptions)
+    return Group(*parts)
+
+
+def _head(estimates: Sequence[Estimate]) -> Text:
+    """Who runs on what.  Phases that compute in another precision have a chip line of their own."""
+    from rich.text import Text
+
+    first = estimates[0]
+    text = Text(words.model_words(first.graph.model, first.graph.workload), style="bold")
+    for line in dict.fromkeys(words.chip_words(one) for one in estimates):
+        text.append(f"\n{line}", style="not bold")
+    runs = {one.phase: words.workload_words(one.phase, one.graph.workload) for one in estimates}
+    line = "; ".join(f"{phase} {run}".rstrip() for phase, run in runs.items())
+    return text.append(f"\n{line}", style="not bold")
+
+
+# -- one line per phase and execution ------------------------------------------------------------
+
+STEP_COLUMNS = (
+    Column("FLOP"),
+    Column("HBM"),
+    Column("FLOP/B", drop=3),
+    Column("t_bound", drop=2),
+    Column("t_serial", drop=4),
+    Column("t_est"),
+    Column("limited by", right=False),
+    Column("MFU", drop=1),
+)
+
+
+def _steps(estimates: Sequence[Estimate]) -> Grid:
+    items = {one.item for one in estimates}
+    item = items.pop() if len(items) == 1 else "item"
+    columns = (Column("", right=False), *STEP_COLUMNS, Column(f"{item}s/s", drop=1))
+    rows: list[Sequence[str | Text]] = []
+    phase = None
+    for one in estimates:
+        if one.phase != phase:
+            phase = one.phase
+            rows.append([_styled(phase, "bold"), *[""] * (len(columns) - 1)])
+        rows.append([f"  {one.execution.name}", *_step_cells(one)])
+    return grid(columns, rows)
+
+
+def _step_cells(one: Estimate) -> list[str | Text]:
+    times = one.times
+    return [
+        words.bare(format_flops(one.flops), "FLOP"),
+        format_traffic(one.bytes_hbm),
+        words.bare(format_intensity(one.ai_hbm), "FLOP/byte"),
+        format_time(times.t_bound),
+        format_time(times.t_serial),
+        _styled(format_time(times.t_est), "bold"),
+        _styled(words.regime_words(times), REGIME_STYLES[times.regime]),
+        words.percent(one.mfu),
+        format_count(one.items_per_s),
+    ]
+
+
+# -- the kernels that take the time --------------------------------------------------------------
+
+KERNEL_COLUMNS = (
+    Column("bound", right=False),
+    Column("time"),
+    Column("share"),
+    Column("calls", drop=1),
+    Column("FLOP", drop=2),
+    Column("HBM"),
+    Column("FLOP/B", drop=3),
+    Column("module", right=False, flexible=True),
+)
+
+
+def _kernels(estimates: Sequence[Estimate]) -> Grid:
+    """Kernels by name, module pattern and regime; one operator that is compute-bound here and
+    memory-bound there has two rows."""
+    lines = max(3, KERNEL_LINES // len({one.phase for one in estimates}))
+    executions = words.listed(list(dict.fromkeys(one.execution.name for one in estimates)))
+    columns = (Column(f"kernels, {executions}", right=False), *KERNEL_COLUMNS)
+    rows: list[Sequence[str | Text]] = []
+    for one in estimates:
+        rows.append([_styled(one.phase, "bold"), *[""] * (len(columns) - 1)])
+        entries = tally(one.rows, lambda row: (row.name, row.timing.regime, pattern_of(row.module)))
+        top = entries[:lines] if len(entries) > lines + 1 else entries
+        rows += [_kernel_cells(entry, one.t_est) for entry in top]
+        rest = entries[len(top) :]
+        if rest:
+            seconds = sum(entry.seconds for entry in rest)
+            rows.append(
+                [
+                    f"  {len(rest)} more",
+                    "",
+                    format_time(seconds),
+                    words.percent(seconds / one.t_est),
+                    f"{sum(e.calls for e in rest):,}",
+                    *[""] * 4,
+                ]
+            )
+        if one.times.t_launch > 0.005 * one.t_est:
+            rows.append(
+                [
+                    "  waiting for the host",
+                    _styled("launch", REGIME_STYLES["launch"]),
+                    format_time(one.times.t_launch),
+                    words.percent(one.times.t_launch / one.t_est),
+                    *[""] * 5,
+                ]
+            )
+    return grid(columns, rows)
+
+
+def _kernel_cells(entry: Tally[tuple[str, str, str]], total: float) -> list[str | Text]:
+    name, regime, module = entry.key
+    return [
+        f"  {name}"[:26],
+        _styled(words.LIMITS[regime], REGIME_STYLES[regime]),
+        format_time(entry.seconds),
+        words.percent(entry.seconds / total if total else 0.0),
+        f"{entry.calls:,}",
+        words.bare(format_flops(entry.flops), "FLOP"),
+        format_traffic(entry.bytes),
+        words.bare(format_intensity(entry.intensity), "FLOP/byte"),
+        module or "(root)",
+    ]
+
+
+# -- memory, and how far the totals can be trusted -----------------------------------------------
+
+
+def _memory(memory: Mapping[str, Memory], chip: Chip) -> Grid:
+    """What is alive at the peak of each phase; kinds of which no phase holds any have no column."""
+    parts = {
+        field: name
+        for field, name in words.PARTS_OF_MEMORY.items()
+        if any(getattr(need, field) for need in memory.values())
+    }
+    columns = [
+        Column("memory", right=False),
+        *(Column(name, drop=2) for name in parts.values()),
+        Column("= peak"),
+        Column(f"of {format_capacity(chip.memory_capacity.value)}"),
+        Column("chips", drop=1),
+    ]
+    rows: list[Sequence[str | Text]] = []
+    for phase, need in memory.items():
+        style = "" if need.fits(chip) else "red"
+        cells = [
+            f"  {phase}",
+            *(format_capacity(getattr(need, field)) for field in parts),
+            format_capacity(need.peak),
+            words.percent(need.peak / chip.memory_capacity.value),
+            f"{need.chips_needed(chip):,}",
+        ]
+        rows.append([_styled(cell, style) for cell in cells])
+    return grid(columns, rows)
+
+
+def _trust(
+    shown: Sequence[Estimate],
+    everything: Sequence[Estimate],
+    assumptions: Sequence[tuple[str, Assumption]],
+) -> list[RenderableType]:
+    complete, sentence = words.coverage_words(one.coverage for one in shown)
+    lines: list[RenderableType] = [_styled(f"coverage: {sentence}", "" if complete else "red")]
+    missing = {entry.target: entry for one in everything for entry in one.unsupported_ops()}
+    for entry in sorted(missing.values(), key=lambda entry: (-entry.bytes, entry.target))[:3]:
+        lines.append(
+            _styled(
+                f"  no rule: {entry.target} x{entry.count:,}, {format_traffic(entry.bytes)}, in "
+                f"{entry.modules[0] or '(root)'}; only its bytes count",
+                "red",
+            )
+        )
+    if missing:
+        stub = next(iter(missing.values())).stub.splitlines()[0]
+        more = f" ({len(missing) - 3} more ops)" if len(missing) > 3 else ""
+        lines.append(_styled(f"  add one with {stub}, see report.md{more}", "red"))
+    assumed = words.assumption_words(assumption for _, assumption in assumptions)
+    guesses = words.guess_words(everything[0].chip)
+    lines.append(_styled(f"assumptions: {assumed}; guessed chip facts: {guesses}", ""))
+    below = [one for one in everything if one.below_floor]
+    lines += [
+        _styled(
+            f"below the floor: {one.phase}, {one.execution.name} moves "
+            f"{format_traffic(one.bytes_hbm)}; {format_traffic(one.bytes_compulsory)} are compulsory",
+            "yellow",
+        )
+        for one in below
+    ]
+    return lines
+
+
+def _styled(text: str, style: str) -> Text:
+    from rich.text import Text
+
+    return Text(text, style=style)

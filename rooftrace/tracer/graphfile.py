@@ -1,0 +1,162 @@
+"""Graphs on disk: one JSON file (gzip by suffix) that holds one graph per phase.  Needs no torch.
+
+The file is reproducible: keys are sorted where order carries nothing, no dates, gzip without a time
+stamp.  Writing goes to a temporary file beside the target, then renames.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import tempfile
+import zlib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rooftrace.tracer.graph import Argument, Assumption, GraphError, Op, OpGraph, Ref, Tensor, refs
+
+SCHEMA = "rooftrace.graph/1"
+
+
+class GraphFileError(GraphError):
+    """A file that is no saved graph: names the file and what is wrong."""
+
+
+def save_graphs(graphs: Mapping[str, OpGraph], path: str | os.PathLike[str]) -> Path:
+    """Write `graphs` by phase to `path` (gzip if it ends in .gz); nothing is left half-written."""
+    path = Path(path)
+    data = {"schema": SCHEMA, "graphs": {phase: _encode(graph) for phase, graph in graphs.items()}}
+    text = json.dumps(data, separators=(",", ":"), ensure_ascii=False, allow_nan=True).encode()
+    if path.suffix == ".gz":
+        text = gzip.compress(text, compresslevel=6, mtime=0)
+    write_bytes(path, text)
+    return path
+
+
+def load_graphs(path: str | os.PathLike[str]) -> dict[str, OpGraph]:
+    """The graphs of a file by phase, each verified.
+
+    Raises FileNotFoundError, or GraphFileError for a file that is truncated, of another kind or version.
+    """
+    path = Path(path)
+    raw = path.read_bytes()
+    try:
+        text = gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw
+        data = json.loads(text)
+    except (OSError, EOFError, zlib.error, json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise GraphFileError(f"{path}: not a readable saved graph ({error})") from None
+    schema = data.get("schema") if isinstance(data, dict) else None
+    if schema != SCHEMA:
+        raise GraphFileError(f"{path}: schema is {schema!r}, expected {SCHEMA!r}; "
+                             "make it with `rooftrace trace TARGET -o FILE`")
+    try:
+        return {phase: _decode(entry).verify() for phase, entry in data["graphs"].items()}
+    except (KeyError, TypeError, IndexError, AttributeError) as error:
+        raise GraphFileError(f"{path}: a damaged graph ({type(error).__name__}: {error})") from None
+
+
+def looks_saved(path: str | os.PathLike[str]) -> bool:
+    """Whether `path` is an existing file that claims to hold saved graphs (reads its first bytes only)."""
+    path = Path(path)
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        head = file.read(2)
+    opened = gzip.open(path, "rb") if head == b"\x1f\x8b" else path.open("rb")
+    try:
+        with opened as file:
+            return SCHEMA.encode() in file.read(200)
+    except (OSError, EOFError, zlib.error):
+        return False
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write to a temporary file in the same folder, then rename: the old file or the whole new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        os.chmod(temporary, 0o666 & ~_umask())
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def _umask() -> int:
+    current = os.umask(0)
+    os.umask(current)
+    return current
+
+
+# -- encoding -------------------------------------------------------------------------------------
+
+def _encode(graph: OpGraph) -> dict[str, Any]:
+    words = _Words()
+    values = [[list(t.shape), words(t.dtype), list(t.stride), words(t.role), t.storage, t.name]
+              for t in graph.values]
+    ops = [[words(op.target), {k: _encode_argument(v) for k, v in op.arguments.items()}, list(op.outputs),
+            words(op.module), op.call, words(op.part), words(op.kind), words(op.family),
+            words(op.function), words(op.source), op.flops_torch, dict(op.facts), list(op.assumptions)]
+           for op in graph.ops]
+    return {
+        "phase": graph.phase, "model": dict(graph.model), "workload": dict(graph.workload),
+        "provenance": dict(graph.provenance), "modules": dict(graph.modules),
+        "assumptions": [[a.id, a.kind, a.where, a.text, a.value] for a in graph.assumptions],
+        "inputs": list(graph.inputs), "outputs": list(graph.outputs), "words": words.list,
+        "values": values, "ops": ops}
+
+
+def _decode(data: Mapping[str, Any]) -> OpGraph:
+    words: list[str] = data["words"]
+    values = tuple(Tensor(tuple(shape), words[dtype], tuple(stride), words[role], storage, name)
+                   for shape, dtype, stride, role, storage, name in data["values"])
+    ops = []
+    for index, entry in enumerate(data["ops"]):
+        (target, arguments, outputs, module, call, part, kind, family, function, source, flops, facts,
+         assumptions) = entry
+        decoded = {k: _decode_argument(v) for k, v in arguments.items()}
+        ops.append(Op(index, words[target], decoded, tuple(refs(decoded)), tuple(outputs), words[module], call,
+                      words[part], words[kind], words[family], words[function], words[source], flops, facts,
+                      tuple(assumptions)))
+    return OpGraph(
+        phase=data["phase"], values=values, ops=tuple(ops), inputs=tuple(data["inputs"]),
+        outputs=tuple(data["outputs"]), modules=data["modules"],
+        assumptions=tuple(Assumption(*a) for a in data["assumptions"]), model=data["model"],
+        workload=data["workload"], provenance=data["provenance"])
+
+
+def _encode_argument(item: Argument) -> Any:
+    if type(item) is Ref:
+        return {"ref": item.id}
+    if isinstance(item, tuple):
+        return [_encode_argument(x) for x in item]
+    return item
+
+
+def _decode_argument(item: Any) -> Argument:
+    if isinstance(item, dict):
+        return Ref(item["ref"])
+    if isinstance(item, list):
+        return tuple(_decode_argument(x) for x in item)
+    return item
+
+
+class _Words:
+    """Strings that repeat are stored once."""
+
+    def __init__(self, known: Iterable[str] = ()) -> None:
+        self.list: list[str] = []
+        self._index: dict[str, int] = {}
+        for word in known:
+            self(word)
+
+    def __call__(self, word: str) -> int:
+        index = self._index.get(word)
+        if index is None:
+            index = self._index[word] = len(self.list)
+            self.list.append(word)
+        return index
