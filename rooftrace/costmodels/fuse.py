@@ -115,7 +115,40 @@ class _Grower:
             else:
                 self.waiting[op.id] = None
         self._flush(list(self.waiting))
-        return self.groups
+        self._merge_into_only_consumer()
+        return [group for group in self.groups if group.members]
+
+    def _merge_into_only_consumer(self) -> None:
+        """A group that only one other group needs moves into it where their iteration spaces agree.
+
+        That keeps the order: everything the first needs is launched before it, so before the second.
+        """
+        consumers: dict[int, set[int]] = defaultdict(set)
+        for op, before in enumerate(self.needs):
+            group = self.group_of.get(op)
+            for other in before:
+                source = self.group_of.get(other)
+                if source is not None and source is not group:
+                    # -1: needed by something that is no kernel (a wait), so it has to stay where it is.
+                    consumers[source.rank].add(group.rank if group is not None else -1)
+        into = list(range(len(self.groups)))
+        for group in reversed(self.groups):
+            targets = {into[rank] if rank >= 0 else -1 for rank in consumers[group.rank]}
+            if len(targets) != 1 or -1 in targets or not group.fusable:
+                continue
+            target = self.groups[targets.pop()]
+            agree = target.size == group.size and (
+                target.reduced is None or group.reduced is None or target.reduced == group.reduced)
+            inlined = group.size <= SMALL and group.reduced is None and group.size and \
+                target.size % group.size == 0
+            if not target.fusable or not (agree or inlined) or \
+                    len(target.members) + len(group.members) > MAX_GROUP:
+                continue
+            target.members.extend(group.members)
+            target.reads |= group.reads
+            target.reduced = target.reduced if group.reduced is None else group.reduced
+            into[group.rank] = target.rank
+            group.members = []
 
     def _flush(self, roots: Sequence[int]) -> None:
         """Place the waiting ops that `roots` depend on, in execution order."""

@@ -9,21 +9,24 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from rooftrace.hardware.chip import Chip
-from rooftrace.tracer.graph import OpGraph
+from rooftrace.tracer.graph import ROLES, OpGraph
 
-_PERSISTENT = ("weights", "kv", "optimizer")
+_LISTED = ("weights", "kv", "gradients", "optimizer")
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes alive at the peak, by what they are.
+    """Bytes alive over a step.
 
-    activations_peak: everything but weights, caches, gradients and optimizer states (so activations,
-    inputs, temporaries, constants) at the peak.  where: index of the op at which the peak is.
+    weights, kv, gradients, optimizer: the most that is alive of each.  activations_peak: the most of
+    everything else (activations, inputs, temporaries, constants).  peak: the most of all together,
+    which is not their sum where they do not peak at the same time.  at_peak: by role at that moment.
+    where: index of the op at which the peak is (-1: before the first).
     """
 
     weights: int
@@ -32,6 +35,7 @@ class Memory:
     optimizer: int
     activations_peak: int
     peak: int
+    at_peak: Mapping[str, int]
     where: int
 
     def fits(self, chip: Chip) -> bool:
@@ -44,7 +48,9 @@ class Memory:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dict for the report."""
-        return asdict(self)
+        return {"weights": self.weights, "kv": self.kv, "gradients": self.gradients,
+                "optimizer": self.optimizer, "activations_peak": self.activations_peak,
+                "peak": self.peak, "at_peak": dict(self.at_peak), "where": self.where}
 
 
 def memory(graph: OpGraph) -> Memory:
@@ -82,18 +88,27 @@ def memory(graph: OpGraph) -> Memory:
     unread = int(graph.model.get("bytes_parameters", 0)) + int(graph.model.get("bytes_buffers", 0))
     unread = max(0, unread - alive["weights"])
     alive["weights"] += unread
+    most = Counter(alive)
+    rest = _others(alive)
     best, where, snapshot = sum(alive.values()), -1, Counter(alive)
     for op in graph.ops:
         for storage in births.get(op.id, ()):
-            alive[values[storage].role] += size[storage]
+            role = values[storage].role
+            alive[role] += size[storage]
+            most[role] = max(most[role], alive[role])
         total = sum(alive.values())
         if total > best:
             best, where, snapshot = total, op.id, Counter(alive)
+        rest = max(rest, _others(alive))
         for storage in deaths.get(op.id, ()):
             alive[values[storage].role] -= size[storage]
-    named = {role: snapshot.pop(role, 0) for role in (*_PERSISTENT, "gradients")}
-    return Memory(named["weights"], named["kv"], named["gradients"], named["optimizer"],
-                  sum(snapshot.values()), best, where)
+    return Memory(most["weights"], most["kv"], most["gradients"], most["optimizer"], rest, best,
+                  {role: snapshot[role] for role in ROLES}, where)
+
+
+def _others(alive: Mapping[str, int]) -> int:
+    """Bytes of all roles that are not listed by themselves."""
+    return sum(size for role, size in alive.items() if role not in _LISTED)
 
 
 def _replaced_caches(graph: OpGraph) -> dict[int, int]:

@@ -55,10 +55,13 @@ def write_report(report: Report, out: Path, formats: Sequence[str]) -> list[Path
 
 
 def _move(folder: Path, out: Path, names: Sequence[str]) -> list[Path]:
+    """Move the files into place: as one folder where `out` is new, else each of them whole."""
     try:
-        out.mkdir(exist_ok=True)
-        for name in names:
-            os.replace(folder / name, out / name)
+        if out.exists():
+            for name in names:
+                os.replace(folder / name, out / name)
+        else:
+            os.replace(folder, out)
     except OSError as error:
         raise _refused(out, error) from error
     return [out / name for name in names]
@@ -84,7 +87,10 @@ def _aside(out: Path) -> Iterator[Path]:
         _remove_empty(missing)
         raise _refused(out, error) from error
     try:
-        yield folder
+        # mkdtemp makes a private folder; the one inside has the permissions of any other.
+        made = folder / "report"
+        made.mkdir()
+        yield made
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         _remove_empty(missing)

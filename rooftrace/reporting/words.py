@@ -142,7 +142,7 @@ def fit_words(memory: Mapping[str, Memory], chip: Chip) -> tuple[bool, str]:
     if not memory:
         return True, ""
     misfits = [phase for phase, need in memory.items() if not need.fits(chip)]
-    one = f"one {chip.title} ({capacity_words(chip)})"
+    one = f"one {chip.name} ({capacity_words(chip)})"
     if not misfits:
         largest = max(memory, key=lambda phase: memory[phase].peak)
         return True, (

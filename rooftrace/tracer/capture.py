@@ -297,7 +297,7 @@ class Recorder(TorchDispatchMode):
             return self._higher_order(func, args, kwargs)
         info = _info(func)
         name = info.name
-        if name in _UNRECORDED:
+        if name in _UNRECORDED or name.startswith("profiler."):
             return func(*args, **kwargs)
         tensors: list[Tensor] = []
         _collect(args, tensors)

@@ -8,6 +8,7 @@ once, whatever its caches make of the rest.
 
 from rooftrace.costmodels.rules import (
     attention,
+    cache,
     collective,
     convolution,
     copying,
@@ -35,6 +36,7 @@ from rooftrace.costmodels.rules import (
 
 __all__ = [
     "attention",
+    "cache",
     "collective",
     "convolution",
     "copying",

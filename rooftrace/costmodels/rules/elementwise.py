@@ -171,7 +171,7 @@ FORMULAS |= {
     "hardtanh_backward": "g if x > MIN_VAL and x < MAX_VAL else 0",
     "leaky_relu_backward": "g if x > 0 else g * NEGATIVE_SLOPE",
     "_prelu_kernel_backward": "(g if (m := x > 0) else w * g, 0 if m else x * g)",
-    "elu_backward": "g * SCALE if x > 0 else g * NEGCOEF * exp(x * INPUT_SCALE)",
+    "elu_backward": "g * SCALE if x > 0 else g * (INPUT_SCALE * ALPHA * SCALE) * exp(x * INPUT_SCALE)",
     "silu_backward": "g * (s := 1 / (1 + exp(-x))) * (1 + x * (1 - s))",
     "mish_backward": "g * ((z := tanh(log1p(exp(x)))) + x * (1 / (1 + exp(-x))) * (1 - z * z))",
     "softplus_backward": "g if (z := x * BETA) > THRESHOLD else g * (e := exp(z)) / (e + 1)",

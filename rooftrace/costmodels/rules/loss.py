@@ -30,7 +30,7 @@ BACKWARD: dict[str, str] = {
     "smooth_l1_loss_backward": "NORM * z * g / BETA if abs(z := x - t) < BETA else NORM * g * sign(z)",
     "huber_loss_backward": "NORM * g * z if abs(z := x - t) <= DELTA else NORM * g * DELTA * sign(z)",
     "binary_cross_entropy_backward": "g * (x - t) / max((1 - x) * x, EPS) * NORM",
-    "soft_margin_loss_backward": "NORM * t * (z := exp(-t * x)) / (z + 1) * g",
+    "soft_margin_loss_backward": "-NORM * t * (z := exp(-t * x)) / (z + 1) * g",
     "multilabel_margin_loss_backward": "g * NORM",
 }
 

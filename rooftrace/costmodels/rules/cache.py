@@ -1,0 +1,14 @@
+"""Caches that grow in place: what compiled and efficient execution make of a `cat` with a cache."""
+
+from __future__ import annotations
+
+from rooftrace.costmodels.cost import NOTHING, Cost, OpView
+from rooftrace.costmodels.registry import builtin
+
+
+@builtin("rooftrace.cache_append")
+def cache_append(op: OpView) -> Cost:
+    """cache[L, D] <- new[n, D] at row L: reads the new rows and writes them; the old rows stay where they are."""
+    new = op.tensors("new")
+    size = sum(t.nbytes for t in new)
+    return sum((op.read(t) for t in new), NOTHING) + op.write(op.outputs[0], size)

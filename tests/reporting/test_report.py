@@ -1,0 +1,296 @@
+"""A report as data and as a folder of files."""
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from importlib import resources
+from pathlib import Path
+
+import jsonschema
+import pytest
+from tests.reporting.report_support import ROPE, made_report
+
+from rooftrace.reporting import files
+from rooftrace.reporting.files import ReportFolderError, check_folder
+from rooftrace.reporting.report import FORMATS, Report, build_report
+from rooftrace.tracer.graph import ROLES
+
+
+@pytest.fixture(scope="module")
+def report() -> Report:
+    return made_report(chips=("h200-sxm", "b200-sxm"), unsupported=(ROPE,))
+
+
+@pytest.fixture(scope="module")
+def document(report: Report) -> dict:
+    return json.loads(json.dumps(report.to_dict(), allow_nan=False))
+
+
+@pytest.fixture(scope="module")
+def schema() -> dict:
+    text = resources.files("rooftrace.reporting").joinpath("report.schema.json").read_text("utf-8")
+    return json.loads(text)
+
+
+# -- report.json ------------------------------------------------------------------------------
+
+
+def test_schema_is_a_schema(schema):
+    jsonschema.Draft202012Validator.check_schema(schema)
+
+
+def test_document_keeps_to_the_schema(document, schema):
+    jsonschema.validate(document, schema)
+
+
+def test_a_net_of_nanoseconds_keeps_to_the_schema(schema):
+    tiny = made_report("tiny", phases=("forward",), executions=("eager",)).to_dict()
+    jsonschema.validate(json.loads(json.dumps(tiny, allow_nan=False)), schema)
+
+
+@pytest.mark.parametrize("place", [(), ("phases", "decode", "naive"), ("model",), ("memory", "decode")])
+def test_schema_refuses_a_missing_key(document, schema, place):
+    damaged = json.loads(json.dumps(document))
+    found = damaged
+    for key in place:
+        found = found[key]
+    required = {(): "coverage", ("model",): "params", ("memory", "decode"): "fits"}
+    del found[required.get(place, "bytes_hbm")]
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(damaged, schema)
+
+
+@pytest.mark.parametrize("place", [(), ("phases", "decode", "naive"), ("coverage",)])
+def test_schema_refuses_a_key_it_does_not_know(document, schema, place):
+    damaged = json.loads(json.dumps(document))
+    found = damaged
+    for key in place:
+        found = found[key]
+    found["surprise"] = 1
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(damaged, schema)
+
+
+def each_entry(document):
+    for phase, executions in document["phases"].items():
+        for execution, entry in executions.items():
+            yield f"{phase}, {execution}", entry
+
+
+def test_bytes_have_one_key_per_role_and_sum_to_bytes_hbm(document):
+    for name, entry in each_entry(document):
+        assert list(entry["bytes"]) == list(ROLES), name
+        assert sum(entry["bytes"].values()) == entry["bytes_hbm"], name
+
+
+def test_families_parts_modules_and_operators_sum_to_the_totals(document):
+    for name, entry in each_entry(document):
+        for view in ("by_family", "by_part", "by_module", "by_operator"):
+            entries = entry[view].values() if isinstance(entry[view], dict) else entry[view]
+            assert sum(e["bytes"] for e in entries) == entry["bytes_hbm"], (name, view)
+            assert sum(e["flops"] for e in entries) == entry["flops"], (name, view)
+            seconds = sum(e["t_device"] for e in entries)
+            assert seconds == pytest.approx(entry["t_serial"]), (name, view)
+
+
+def test_times_are_ordered_and_those_of_the_first_chip_stand_outside(document):
+    for name, entry in each_entry(document):
+        for chip in entry["chips"].values():
+            assert chip["t_bound"] <= chip["t_serial"] <= chip["t_est"], name
+            assert chip["t_launch"] == pytest.approx(chip["t_est"] - chip["t_serial"]), name
+            assert sum(chip["regime_shares"].values()) == pytest.approx(1), name
+        assert entry["t_est"] == entry["chips"]["h200-sxm"]["t_est"]
+        assert entry["t_est"] > entry["chips"]["b200-sxm"]["t_est"]
+
+
+def test_realizable_flops_are_compute_time_at_the_headline_peak(document):
+    for name, entry in each_entry(document):
+        assert entry["flops_realizable"] == pytest.approx(entry["t_comp"] * entry["peak"]), name
+
+
+def test_no_regime_margin_is_null_not_infinite():
+    alone = [("mm", "fc", "dense", "forward", 1, 10**15, 0, {})]
+    from tests.reporting.report_support import made_plan
+
+    from rooftrace.costmodels.estimate import estimate
+    from rooftrace.reporting.document import finite
+
+    one = estimate(made_plan("forward", alone), "h200-sxm")
+    assert one.times.regime == "compute"
+    assert finite(float("inf")) is None
+
+
+def test_coverage_sums_the_phases_of_the_main_execution(document, report):
+    ops = [report.estimate(phase, "efficient").coverage.ops for phase in report.phases]
+    assert document["coverage"]["ops"] == sum(ops)
+    assert document["coverage"]["ops_with_rule"] == sum(ops) - 3 * ROPE.count
+    found = [(entry["phase"], entry["target"]) for entry in document["coverage"]["unsupported"]]
+    assert sorted(found) == [(phase, ROPE.target) for phase in ("decode", "prefill", "training")]
+
+
+def test_assumptions_name_their_phase(document):
+    assert [a["phase"] for a in document["assumptions"]] == ["training"] * 3 + ["prefill"] * 3 + ["decode"] * 3
+
+
+def test_workload_holds_what_phases_share_and_null_where_they_differ(document):
+    assert document["workload"]["batch"] == 8
+    assert document["workload"]["phases"]["decode"]["items"] == 8
+    assert "items" not in document["workload"]
+
+
+def test_memory_says_on_how_many_of_each_chip_it_would_fit(document):
+    decode = document["memory"]["decode"]
+    assert decode["fits"] is False
+    assert decode["chips"]["h200-sxm"]["chips_needed"] == -(-decode["peak"] // 141_000_000_000)
+    assert decode["chips"]["b200-sxm"]["chips_needed"] < decode["chips"]["h200-sxm"]["chips_needed"]
+
+
+def test_below_the_floor_is_said(schema):
+    promised = made_report(phases=("decode",), floor=1.2)
+    assert promised.to_dict()["phases"]["decode"]["efficient"]["below_floor"] is True
+    assert "below the floor" in str(promised)
+
+
+@pytest.mark.parametrize("name", ["graphs", "chips", "executions"])
+def test_nothing_to_report_is_refused(name):
+    given = {"graphs": {"forward": None}, "chips": ["h200-sxm"], "executions": ["naive"]}
+    empty = {} if name == "graphs" else []
+    with pytest.raises(ValueError, match=name):
+        build_report(**{**given, name: empty})
+
+
+# -- the folder -------------------------------------------------------------------------------
+
+
+def test_write_makes_every_file_and_nothing_else(report, tmp_path):
+    paths = report.write(tmp_path / "new" / "report")
+    assert sorted(path.name for path in paths) == [
+        "bytes.png", "memory.png", "ops.csv", "report.json", "report.md", "roofline-decode.png",
+        "roofline-prefill.png", "roofline-training.png", "roofline.png", "time.png",
+    ]  # fmt: skip
+    assert sorted((tmp_path / "new" / "report").iterdir()) == sorted(paths)
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["report"]
+
+
+def test_write_twice_is_the_same_bytes(tmp_path):
+    small = made_report("tiny", phases=("forward",))
+    first = {path.name: path.read_bytes() for path in small.write(tmp_path / "a")}
+    again = {path.name: path.read_bytes() for path in small.write(tmp_path / "b")}
+    assert first == again
+
+
+def test_page_links_only_figures_that_were_written(report, tmp_path):
+    report.write(tmp_path / "plain", formats=("md",))
+    assert [path.name for path in (tmp_path / "plain").iterdir()] == ["report.md"]
+    assert "](" not in (tmp_path / "plain" / "report.md").read_text()
+    report.write(tmp_path / "plain", formats=("md", "png"))
+    text = (tmp_path / "plain" / "report.md").read_text()
+    for name in ("roofline", "roofline-decode", "time", "bytes", "memory"):
+        assert f"![{name}]({name}.png)" in text
+
+
+def test_csv_has_a_row_per_kernel_of_every_phase_and_execution(report, tmp_path):
+    report.write(tmp_path, formats=("csv",))
+    with (tmp_path / "ops.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == sum(one.kernels for _, _, one in report.of_first_chip())
+    assert list(rows[0])[:3] == ["phase", "execution", "chip"]
+    decode = [row for row in rows if row["phase"] == "decode" and row["execution"] == "efficient"]
+    assert sum(int(row["bytes"]) for row in decode) == report.estimate("decode").bytes_hbm
+
+
+def test_writing_into_a_folder_leaves_its_other_files_alone(report, tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    report.write(tmp_path, formats=("json",))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt", "report.json"]
+
+
+def test_unknown_format_is_refused_before_anything_is_made(report, tmp_path):
+    with pytest.raises(ValueError, match=f"format 'docx': expected one of {', '.join(FORMATS)}"):
+        report.write(tmp_path / "out", formats=("md", "docx"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_file_in_the_way_leaves_nothing_and_names_the_folder(report, tmp_path):
+    (tmp_path / "file").write_text("")
+    for out in (tmp_path / "file", tmp_path / "file" / "report"):
+        with pytest.raises(ReportFolderError) as caught:
+            report.write(out)
+        assert str(out) in str(caught.value)
+        with pytest.raises(ReportFolderError):
+            check_folder(out)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_folder_without_permission_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(files.os, "access", lambda *_: False)
+    with pytest.raises(ReportFolderError, match="Permission denied"):
+        check_folder(tmp_path)
+
+
+def test_a_failure_half_way_leaves_nothing(report, tmp_path, monkeypatch):
+    monkeypatch.setattr("rooftrace.reporting.markdown.markdown", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        report.write(tmp_path / "a" / "out", formats=("json", "md"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_is_a_folder_error_and_leaves_nothing(report, tmp_path, monkeypatch):
+    def full(*_: object) -> None:
+        raise OSError(28, os.strerror(28))
+
+    monkeypatch.setattr(files.os, "replace", full)
+    with pytest.raises(ReportFolderError, match="No space left"):
+        report.write(tmp_path / "out", formats=("json",))
+    assert list(tmp_path.iterdir()) == []
+
+
+# -- report.md --------------------------------------------------------------------------------
+
+
+def test_page_tables_are_whole(report):
+    from rooftrace.reporting.markdown import markdown
+
+    width = None
+    for line in markdown(report).splitlines():
+        if line.startswith("|"):
+            columns = line.replace("\\|", "").count("|")
+            assert width in (None, columns), line
+            width = columns
+        else:
+            width = None
+
+
+def test_page_says_what_a_reader_needs(report):
+    from rooftrace.reporting.markdown import markdown
+
+    text = markdown(report)
+    for title in ("Summary", "Does it fit", "What a step costs", "Training", "Prefill", "Decode",
+                  "Assumptions", "Coverage", "Chips", "How to read this report"):  # fmt: skip
+        assert f"\n## {title}\n" in text
+    assert "671.0 GB of weights do not fit one" in text
+    assert ROPE.stub in text
+    assert "| 1   | balanced-routing | training, prefill, decode | `model.layers.*.mlp`" in text
+    for _, fact in report.chips[0].facts():
+        assert fact.source in text
+
+
+def test_summary_is_short(report):
+    from rooftrace.reporting.markdown import summary
+
+    assert len(summary(report)) <= 6
+
+
+@pytest.mark.subprocess
+def test_importing_the_report_loads_no_heavy_library(root: Path):
+    code = (
+        "import sys, rooftrace.reporting.report, rooftrace.reporting.table, "
+        "rooftrace.reporting.roofline, rooftrace.reporting.markdown, rooftrace.reporting.files\n"
+        "print([m for m in ('torch', 'matplotlib', 'pandas', 'rich', 'numpy') if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "[]"

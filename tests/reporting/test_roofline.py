@@ -1,0 +1,141 @@
+"""Rooflines and bars: no point above its roof, no label over another."""
+
+import itertools
+import math
+import random
+
+import pytest
+from tests.reporting.report_support import made_report
+
+from rooftrace.reporting import breakdown, labels, roofline, style
+from rooftrace.reporting.figures import figures
+from rooftrace.reporting.labels import Box, Label
+
+REPORTS = {
+    "experts": lambda: made_report(chips=("h200-sxm", "b200-sxm")),
+    "one chip": lambda: made_report(),
+    "tiny": lambda: made_report("tiny", phases=("forward",)),
+    "one point": lambda: made_report("tiny", phases=("forward",), executions=("naive",)),
+    "many executions": lambda: made_report(
+        executions=("naive", "eager", "compiled", "efficient", "seed-naive")
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=list(REPORTS))
+def report(request):
+    return REPORTS[request.param]()
+
+
+def test_no_point_is_above_its_roof(report):
+    by_chip = {roof.chip.name: roof for roof in roofline.roofs(report)}
+    for phase in report.phases:
+        for execution in report.executions:
+            for name, one in report.estimates[phase][execution].items():
+                rate = one.flops_causal / one.t_est
+                assert rate <= by_chip[name].at(one.ai_hbm) * (1 + 1e-9), (phase, execution, name)
+
+
+def test_no_family_is_above_the_first_roof(report):
+    first = roofline.roofs(report)[0]
+    for phase in report.phases:
+        for point in roofline.family_points(report, phase)[0]:
+            assert point.y <= first.at(point.x) * (1 + 1e-9), point.label
+
+
+def drawn(report, monkeypatch):
+    """Boxes of all labels of every roofline, with the boxes of the points, as drawn."""
+    seen = []
+
+    def spy(wanted, frame, **others):
+        boxes = labels.place(wanted, frame, **others)
+        seen.append((boxes, others["points"], frame))
+        return boxes
+
+    monkeypatch.setattr(roofline, "place", spy)
+    for name, draw in figures(report):
+        if name.startswith("roofline"):
+            draw()
+    return seen
+
+
+def test_labels_do_not_overlap_and_stay_inside(report, monkeypatch):
+    for boxes, points, frame in drawn(report, monkeypatch):
+        for one, other in itertools.combinations(boxes, 2):
+            assert not one.overlaps(other)
+        for box in boxes:
+            assert frame.x0 <= box.x0 and box.x1 <= frame.x1
+            assert frame.y0 <= box.y0 and box.y1 <= frame.y1
+            assert not any(box.overlaps(point) for point in points)
+
+
+def test_families_that_compute_nothing_are_named_instead(monkeypatch):
+    points, idle = roofline.family_points(made_report(phases=("prefill",)), "prefill")
+    assert not any("embedding" in point.label for point in points)
+    assert idle == "" or "embedding" in idle
+
+
+def test_roofs_hold_the_rates_that_are_used_and_the_vector_rate():
+    (roof,) = roofline.roofs(made_report())
+    assert [name for name, _ in roof.ceilings] == ["matrix fp8", "vector fp32"]
+    assert roof.at(1e9) == roof.top
+    assert roof.at(1.0) == roof.bandwidth
+
+
+def test_place_is_deterministic_and_keeps_labels_apart():
+    chance = random.Random(7)
+    frame = Box(0, 0, 1600, 900)
+    wanted = [Label(chance.uniform(700, 900), chance.uniform(400, 500), 180, 40) for _ in range(20)]
+    boxes = labels.place(wanted, frame)
+    assert boxes == labels.place(wanted, frame)
+    assert not any(a.overlaps(b) for a, b in itertools.combinations(boxes, 2))
+
+
+def test_place_keeps_a_lone_label_next_to_its_point():
+    (box,) = labels.place([Label(100, 100, 50, 10)], Box(0, 0, 500, 500))
+    x, y = box.nearest(100, 100)
+    assert math.hypot(x - 100, y - 100) <= labels.REACHES[0]
+    assert box.x0 > 100
+
+
+def test_a_sliding_label_stays_on_its_line():
+    (box,) = labels.place(
+        [Label(400, 100, 80, 10, slide=300)], Box(0, 0, 500, 500), points=[Box(330, 90, 400, 120)]
+    )
+    assert box.x1 <= 330
+    assert min(abs(box.y0 - 100), abs(box.y1 - 100)) <= 24
+
+
+# -- bars -------------------------------------------------------------------------------------
+
+
+def test_bars_are_as_long_as_the_totals(report):
+    for bars, total in ((breakdown.byte_bars(report), "bytes_hbm"),
+                        (breakdown.family_bars(report), "t_est"),
+                        (breakdown.regime_bars(report), "t_est")):  # fmt: skip
+        for bar, (phase, execution, one) in zip(bars, report.of_first_chip(), strict=True):
+            assert (bar.group, bar.name) == (phase, execution)
+            assert bar.length == pytest.approx(getattr(one, total))
+
+
+def test_memory_bars_are_as_long_as_the_peak():
+    report = made_report()
+    for bar, need in zip(breakdown.memory_bars(report), report.memory.values(), strict=True):
+        assert bar.length == need.peak
+
+
+def test_every_figure_is_drawn_1800_wide(report, tmp_path):
+    for name, draw in figures(report):
+        style.save(draw(), tmp_path / name)
+        header = (tmp_path / name).read_bytes()[:24]
+        assert header[:8] == b"\x89PNG\r\n\x1a\n"
+        assert int.from_bytes(header[16:20], "big") == 1800
+
+
+def test_every_role_and_regime_has_a_colour():
+    from rooftrace.costmodels.timing import REGIMES
+    from rooftrace.tracer.graph import ROLES
+
+    assert set(style.ROLES) == set(ROLES)
+    assert set(style.REGIMES) == set(REGIMES)
+    assert len(set(style.colours(map(str, range(8))).values())) == 8
