@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from rooftrace.costmodels.execution import ExecutionModel
-from rooftrace.hardware.precision import bytes_per_element, precision
+from rooftrace.hardware.precision import precision
 from rooftrace.tracer.graph import Argument, Op, OpGraph, Ref, Tensor, refs
 
 ATTENTION = "rooftrace.attention.default"
@@ -324,6 +324,13 @@ def without_dead_ops(graph: OpGraph) -> tuple[OpGraph, int]:
 
 # -- precisions -------------------------------------------------------------------------------------
 
+def check_precisions(*names: str | None) -> None:
+    """Raise PrecisionError for a name that is not a storage precision of floats or low-bit integers."""
+    for name in names:
+        if name is not None:
+            precision(name)
+
+
 def reprice(graph: OpGraph, dtype: str | None = None, weights_dtype: str | None = None,
             kv_dtype: str | None = None) -> OpGraph:
     """The same ops with other storage precisions.
@@ -335,9 +342,7 @@ def reprice(graph: OpGraph, dtype: str | None = None, weights_dtype: str | None 
     """
     if dtype is None and weights_dtype is None and kv_dtype is None:
         return graph
-    for name in (dtype, weights_dtype, kv_dtype):
-        if name is not None:
-            precision(name)
+    check_precisions(dtype, weights_dtype, kv_dtype)
     own = str(graph.model.get("dtype", "fp32"))
     states = {i for op in graph.ops if op.part == "optimizer" for i in op.outputs}
     by_role = {"weights": weights_dtype, "kv": kv_dtype}
@@ -370,11 +375,6 @@ def _parameter_bytes(graph: OpGraph, values: list[Tensor]) -> int:
             new += values[index].nbytes
     total = int(graph.model.get("bytes_parameters", own))
     return round(total * new / own) if own else total
-
-
-def is_low_precision(name: str) -> bool:
-    """Whether a precision takes less than four bytes an element (its weights get fp32 masters)."""
-    return bytes_per_element(name) < 4
 
 
 def _ref(op: Op, name: str) -> int:

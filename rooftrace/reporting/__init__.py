@@ -1,1 +1,1 @@
-"""Words and pictures: estimates become tables, figures, files and a command line; nothing is priced."""
+"""Words and pictures: estimates become tables, figures, files, a command line; prices nothing."""

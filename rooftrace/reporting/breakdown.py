@@ -91,11 +91,7 @@ def memory_bars(report: Report) -> list[Bar]:
         Bar(
             phase,
             "",
-            {
-                name: float(getattr(need, field))
-                for field, name in words.PARTS_OF_MEMORY.items()
-                if getattr(need, field)
-            },
+            {role: float(size) for role, size in need.at_peak.items() if size},
             f"{format_capacity(need.peak)}, "
             + ("fits" if need.fits(chip) else words.plural(need.chips_needed(chip), "chip")),
             chip.memory_capacity.value,
@@ -147,17 +143,10 @@ def time_figure(report: Report) -> Figure:
 def memory_figure(report: Report) -> Figure:
     """Peak memory of every phase beside the capacity of one chip."""
     chip = report.chips[0]
-    roles = {
-        "weights": style.BLUE,
-        "KV": style.GREEN,
-        "gradients": style.PINK,
-        "optimizer": style.RED,
-        "activations": style.ORANGE,
-    }
     return _figure(
         f"Peak memory of a step: {report.model.get('name') or 'model'}",
         f"one {chip.title} holds {format_capacity(chip.memory_capacity.value)}",
-        [("", memory_bars(report), roles, format_capacity)],
+        [("", memory_bars(report), style.ROLES, format_capacity)],
         "capacity of one chip",
     )
 

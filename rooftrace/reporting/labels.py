@@ -47,6 +47,7 @@ class Label(NamedTuple):
     """What has to be placed: the point it belongs to, and its size.
 
     slide: pixels to the left of the point that are as good, for the label of a horizontal line.
+    first: placed before the others, and not moved again.
     """
 
     x: float
@@ -54,6 +55,7 @@ class Label(NamedTuple):
     width: float
     height: float
     slide: float = 0.0
+    first: bool = False
 
 
 def place(
@@ -69,13 +71,12 @@ def place(
     No box overlaps another or one that is `taken` as long as any candidate is free; boxes keep off
     `points`, leaders off boxes, and both off the sampled `line` where that is possible.
     """
-    # Labels that slide have the fewest places: they go first.
-    order = sorted(range(len(labels)), key=lambda i: not labels[i].slide)
+    order = sorted(range(len(labels)), key=lambda i: (not labels[i].first, not labels[i].slide))
     placed: dict[int, Box] = {}
     for _ in range(PASSES):
         before = dict(placed)
         for i in order:
-            if labels[i].slide and i in placed:
+            if labels[i].first and i in placed:
                 continue
             others = [box for j, box in placed.items() if j != i]
             leaders = [list(leader(labels[j], box)) for j, box in placed.items() if j != i]

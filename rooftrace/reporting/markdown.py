@@ -152,17 +152,14 @@ def _speed_sentence(report: Report) -> str:
 def _fit(report: Report, figures: Sequence[str]) -> list[str]:
     if not report.memory:
         return []
-    head = [
-        "Phase",
-        *(name.capitalize() if name != "KV" else name for name in words.PARTS_OF_MEMORY.values()),
-        "Peak",
-    ]
+    names = list(words.alive(next(iter(report.memory.values()))))
+    head = ["Phase", *(name[0].upper() + name[1:] for name in names), "Peak"]
     head += [
         f"{chip.name} ({format_capacity(chip.memory_capacity.value)})" for chip in report.chips
     ]
     rows = []
     for phase, need in report.memory.items():
-        row = [phase, *(format_capacity(getattr(need, field)) for field in words.PARTS_OF_MEMORY)]
+        row = [phase, *(format_capacity(size) for size in words.alive(need).values())]
         row.append(f"**{format_capacity(need.peak)}**")
         row += [
             "fits" if need.fits(chip) else f"**no: {need.chips_needed(chip):,} chips**"
@@ -172,7 +169,7 @@ def _fit(report: Report, figures: Sequence[str]) -> list[str]:
     return [
         *table(head, rows),
         "",
-        "Alive at the peak of the step. The number of chips is capacity alone: the peak over what "
+        "Alive at the peak of the step; activations are all but the other four. The number of chips is capacity alone: the peak over what "
         "one holds, without what parallelism adds.",
         *_image("memory.png", figures),
     ]
@@ -461,7 +458,7 @@ def _kernels(one: Estimate) -> list[str]:
 def _kernel_cells(entry: Tally[tuple[str, str, str]], one: Estimate) -> list[str]:
     name, regime, module = entry.key
     return [
-        f"`{name}`",
+        f"`{words.kernel_name(name)}`",
         words.LIMITS[regime],
         f"`{module or '(root)'}`",
         f"{entry.calls:,}",
@@ -564,7 +561,7 @@ def _chips(report: Report) -> list[str]:
             *table(["Fact", "Value", "Kind", "Source", "Note"], rows, left=5),
         ]
         used = {
-            (one.plan.precision, one.peak, one.ridge)
+            (words.peak_name(one), one.peak, one.ridge)
             for one in (report.estimate(phase, chip=chip.name) for phase in report.phases)
         }
         lines += [

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rooftrace.costmodels.memory import Memory, memory
-
 from rooftrace.costmodels.estimate import Estimate, estimate, plan
 from rooftrace.costmodels.execution import ExecutionModel, execution_model
+from rooftrace.costmodels.memory import Memory, memory
 from rooftrace.hardware.chip import Chip
 from rooftrace.hardware.chipfile import load_chip
 from rooftrace.tracer.graph import Assumption, OpGraph
@@ -113,7 +112,7 @@ class Report:
         return pandas.concat(frames, ignore_index=True)
 
     def write(self, out: str | Path, formats: Sequence[str] = FORMATS) -> list[Path]:
-        """Write report.md, report.json, ops.csv and figures into the folder `out`; return their paths.
+        """Write report.md, report.json, ops.csv and figures into the folder `out`; their paths.
 
         All files are made beside `out` first and then moved in, so nothing is left half-written.
         Raises ReportFolderError where the folder cannot be written, ValueError for a format not in

@@ -57,6 +57,14 @@ def ink_on(colour: str) -> str:
     return INK if 0.299 * red + 0.587 * green + 0.114 * blue > 140 else "#ffffff"
 
 
+def ink_of(colour: str) -> str:
+    """The colour of a mark, dark enough to read as text on white."""
+    parts = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
+    light = 0.299 * parts[0] + 0.587 * parts[1] + 0.114 * parts[2]
+    scale = min(1.0, 88 / light) if light else 1.0
+    return "#" + "".join(f"{int(part * scale):02x}" for part in parts)
+
+
 def sheet(height: float, title: str, subtitle: str = "") -> Figure:
     """A blank figure with its title at the top left."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg

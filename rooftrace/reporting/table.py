@@ -1,4 +1,4 @@
-"""The terminal: what a step costs, what limits it, whether it fits, on one screen of 100 columns."""
+"""The terminal: what a step costs, what limits it, whether it fits, on one screen."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from rooftrace.tracer.graph import pattern_of
 if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.text import Text
-    from rooftrace.costmodels.memory import Memory
 
     from rooftrace.costmodels.estimate import Estimate
+    from rooftrace.costmodels.memory import Memory
     from rooftrace.hardware.chip import Chip
     from rooftrace.reporting.report import Report
     from rooftrace.tracer.graph import Assumption
@@ -201,7 +201,7 @@ def _kernels(estimates: Sequence[Estimate]) -> Grid:
 def _kernel_cells(entry: Tally[tuple[str, str, str]], total: float) -> list[str | Text]:
     name, regime, module = entry.key
     return [
-        f"  {name}"[:26],
+        f"  {_cut(words.kernel_name(name), 26)}",
         _styled(words.LIMITS[regime], REGIME_STYLES[regime]),
         format_time(entry.seconds),
         words.percent(entry.seconds / total if total else 0.0),
@@ -218,14 +218,11 @@ def _kernel_cells(entry: Tally[tuple[str, str, str]], total: float) -> list[str 
 
 def _memory(memory: Mapping[str, Memory], chip: Chip) -> Grid:
     """What is alive at the peak of each phase; kinds of which no phase holds any have no column."""
-    parts = {
-        field: name
-        for field, name in words.PARTS_OF_MEMORY.items()
-        if any(getattr(need, field) for need in memory.values())
-    }
+    sizes = {phase: words.alive(need) for phase, need in memory.items()}
+    parts = [name for name in next(iter(sizes.values())) if any(s[name] for s in sizes.values())]
     columns = [
         Column("memory", right=False),
-        *(Column(name, drop=2) for name in parts.values()),
+        *(Column(name, drop=2) for name in parts),
         Column("= peak"),
         Column(f"of {format_capacity(chip.memory_capacity.value)}"),
         Column("chips", drop=1),
@@ -235,7 +232,7 @@ def _memory(memory: Mapping[str, Memory], chip: Chip) -> Grid:
         style = "" if need.fits(chip) else "red"
         cells = [
             f"  {phase}",
-            *(format_capacity(getattr(need, field)) for field in parts),
+            *(format_capacity(sizes[phase][name]) for name in parts),
             format_capacity(need.peak),
             words.percent(need.peak / chip.memory_capacity.value),
             f"{need.chips_needed(chip):,}",
@@ -271,12 +268,16 @@ def _trust(
     lines += [
         _styled(
             f"below the floor: {one.phase}, {one.execution.name} moves "
-            f"{format_traffic(one.bytes_hbm)}; {format_traffic(one.bytes_compulsory)} are compulsory",
+            f"{format_traffic(one.bytes_hbm)}; {format_traffic(one.bytes_compulsory)} is the least",
             "yellow",
         )
         for one in below
     ]
     return lines
+
+
+def _cut(text: str, width: int) -> str:
+    return text if len(text) <= width else f"{text[: width - 1]}…"
 
 
 def _styled(text: str, style: str) -> Text:

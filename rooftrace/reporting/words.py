@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rooftrace.costmodels.timing import ranked
+from rooftrace.hardware.precision import compute_family
 from rooftrace.hardware.units import (
     MISSING,
     format_bandwidth,
@@ -19,23 +20,15 @@ from rooftrace.hardware.units import (
     format_intensity,
     format_traffic,
 )
+from rooftrace.tracer.graph import pattern_of
 
 if TYPE_CHECKING:
-    from rooftrace.costmodels.memory import Memory
-
     from rooftrace.costmodels.estimate import Coverage, Estimate
+    from rooftrace.costmodels.memory import Memory
     from rooftrace.costmodels.timing import StepTimes
     from rooftrace.hardware.chip import Chip
     from rooftrace.tracer.graph import Assumption
 
-PARTS_OF_MEMORY: Mapping[str, str] = {
-    "weights": "weights",
-    "kv": "KV",
-    "gradients": "gradients",
-    "optimizer": "optimizer",
-    "activations_peak": "activations",
-}
-"""Fields of Memory that sum to its peak, and what a reader calls them."""
 LIMITS: Mapping[str, str] = {
     "hbm": "HBM",
     "compute": "compute",
@@ -117,13 +110,25 @@ def workload_words(phase: str, workload: Mapping[str, Any]) -> str:
     return ", ".join(parts)
 
 
+def peak_name(estimate: Estimate) -> str:
+    """The precision of the headline peak: "tf32" where fp32 convolutions run on that engine."""
+    names = [peak.precision for peak in estimate.chip.peaks if peak.rate.value == estimate.peak]
+    family = compute_family(estimate.plan.precision)
+    return family if family in names or not names else names[0]
+
+
+def kernel_name(name: str) -> str:
+    """The name of a kernel without the namespace that nearly all share."""
+    return name.removeprefix("aten.")
+
+
 def chip_words(estimate: Estimate) -> str:
     """ "H200 SXM, 1979 TFLOP/s fp8 dense, 4800 GB/s, ridge 412.3 FLOP/byte, 131.3 GiB"."""
     chip = estimate.chip
     return ", ".join(
         (
             chip.title,
-            f"{format_flop_rate(estimate.peak)} {estimate.plan.precision} dense",
+            f"{format_flop_rate(estimate.peak)} {peak_name(estimate)} dense",
             format_bandwidth(chip.memory_bandwidth.value),
             f"ridge {format_intensity(estimate.ridge)}",
             format_capacity(chip.memory_capacity.value),
@@ -172,6 +177,13 @@ def fit_words(memory: Mapping[str, Memory], chip: Chip) -> tuple[bool, str]:
     )
 
 
+def alive(memory: Memory) -> dict[str, int]:
+    """What the peak consists of, summing to it: all but the four lasting roles is "activations"."""
+    lasting = {"weights": "weights", "kv": "KV", "gradients": "gradients", "optimizer": "optimizer"}
+    sizes = {name: memory.at_peak.get(role, 0) for role, name in lasting.items()}
+    return {**sizes, "activations": memory.peak - sum(sizes.values())}
+
+
 def coverage_words(coverages: Iterable[Coverage]) -> tuple[bool, str]:
     """Whether every op has a rule, and the line that must stand beside every total."""
     ops = with_rule = size = size_with_rule = 0
@@ -187,7 +199,7 @@ def coverage_words(coverages: Iterable[Coverage]) -> tuple[bool, str]:
 
 def assumption_words(assumptions: Iterable[Assumption]) -> str:
     """Assumptions by kind, one that several phases make counted once: "2 branch, 1 loss"."""
-    distinct = {(a.kind, a.where, a.text) for a in assumptions}
+    distinct = {(a.kind, pattern_of(a.where), a.text) for a in assumptions}
     kinds = Counter(kind for kind, _, _ in distinct)
     return (
         ", ".join(
@@ -199,11 +211,11 @@ def assumption_words(assumptions: Iterable[Assumption]) -> str:
 
 
 def guess_words(chip: Chip) -> str:
-    """The facts of a chip that no source stands behind; what was measured beside them is left out."""
+    """Facts of a chip without a source; those of links, which one chip does not use, left out."""
     names = [
         name
         for name, fact in chip.facts()
-        if fact.kind == "guess" and not name.startswith("measured ")
+        if fact.kind == "guess" and not name.startswith(("measured ", "link "))
     ]
     return ", ".join(names) or "none"
 

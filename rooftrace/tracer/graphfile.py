@@ -27,12 +27,15 @@ class GraphFileError(GraphError):
 def save_graphs(graphs: Mapping[str, OpGraph], path: str | os.PathLike[str]) -> Path:
     """Write `graphs` by phase to `path` (gzip if it ends in .gz); nothing is left half-written."""
     path = Path(path)
-    data = {"schema": SCHEMA, "graphs": {phase: _encode(graph) for phase, graph in graphs.items()}}
-    text = json.dumps(data, separators=(",", ":"), ensure_ascii=False, allow_nan=True).encode()
-    if path.suffix == ".gz":
-        text = gzip.compress(text, compresslevel=6, mtime=0)
-    write_bytes(path, text)
+    write_bytes(path, graphs_bytes(graphs, compress=path.suffix == ".gz"))
     return path
+
+
+def graphs_bytes(graphs: Mapping[str, OpGraph], compress: bool) -> bytes:
+    """The contents of a graph file."""
+    data = {"schema": SCHEMA, "graphs": {phase: _encode(graph) for phase, graph in graphs.items()}}
+    text = json.dumps(data, separators=(",", ":"), ensure_ascii=False).encode()
+    return gzip.compress(text, compresslevel=6, mtime=0) if compress else text
 
 
 def load_graphs(path: str | os.PathLike[str]) -> dict[str, OpGraph]:

@@ -33,6 +33,13 @@ class MeasureError(RuntimeError):
     """This machine cannot be measured as asked."""
 
 
+def default_device() -> str:
+    """cuda where torch sees one, else cpu."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def measure_chip(
     device: str = "cpu", budget_s: float = 20.0, progress: Progress | None = None
 ) -> Chip:

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 from rooftrace.hardware.precision import bytes_per_element
 from rooftrace.tracer import values as known_values
-from rooftrace.tracer.capture import META, Recorder, TraceError, tensors_in
+from rooftrace.tracer.capture import META, Recorder, TraceError, no_recording, tensors_in
 from rooftrace.tracer.family import with_families
 from rooftrace.tracer.graph import Assumption, OpGraph
 from rooftrace.tracer.lower import dtype_name, lower
@@ -105,6 +105,38 @@ def trace_phases(module: nn.Module, inputs: Inputs, phases: Sequence[str] | None
     return graphs
 
 
+def call_inputs(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], phase: str) -> Inputs:
+    """`Inputs` of a plain call.  For decode the arguments are the prompt, of which the last token is the
+    step's own input."""
+    names = list(inspect.signature(module.forward).parameters)
+    args, named = meta_inputs(tuple(args)), meta_inputs(dict(kwargs))
+    named = {**dict(zip(names, args, strict=False)), **named} if phase in ("prefill", "decode") else named
+    first = next(iter(tensors_in((args, named))), None)
+    tokens = first is not None and not first.dtype.is_floating_point and first.dim() == 2
+    workload: dict[str, Any] = {"batch": int(first.shape[0]) if first is not None and first.dim() else 1}
+    if tokens and first is not None:
+        workload["seq"] = int(first.shape[1])
+    item = "token" if tokens else "sample"
+    items = first.numel() if tokens and first is not None else None
+    if phase not in ("prefill", "decode"):
+        return Inputs(args, named, items=items, item=item, workload=workload)
+    key = next((k for k in ("decoder_input_ids", "input_ids") if k in named), next(iter(named), None))
+    if key is None:
+        raise RequestError(f"{phase} of {type(module).__name__}: pass the prompt, for example input_ids=ids")
+    keeps = {"past_key_values", "cache_params"} & set(names)
+    step = None
+    if keeps:
+        value = named[key]
+        last = value[:, -1:] if value.device.type != "meta" else torch.empty(
+            (value.shape[0], 1), dtype=value.dtype, device=META)
+        if REAL_VALUE in value.__dict__:
+            last.__dict__[REAL_VALUE] = value.__dict__[REAL_VALUE][:, -1:]
+        step = {key: last}
+        workload["kv"] = int(value.shape[1])
+    return Inputs((), named, decode=step, cached={"use_cache": True}, items=items, item=item,
+                  workload=workload)
+
+
 def on_meta(module: nn.Module) -> nn.Module:
     """The module itself if all its tensors are on meta, else a copy with meta tensors.
 
@@ -157,7 +189,7 @@ class _Run:
 
     def __init__(self, module: nn.Module, inputs: Inputs, options: Options, target: str) -> None:
         self.module, self.inputs, self.options, self.target = module, inputs, options, target
-        self._cache: Any = None
+        self._prefilled: dict[str, Any] | None = None
 
     # -- phases ------------------------------------------------------------------------------------
 
@@ -172,7 +204,10 @@ class _Run:
 
         def body(recorder: Recorder) -> tuple[Any, Any]:
             output = self._call(recorder, {**self.inputs.kwargs, **self.inputs.cached})
-            return output, self._state(output)
+            state = self._state(output)
+            if self.inputs.cached_kwargs is None:
+                self._prefilled = state
+            return output, state
         return self._captured("prefill", body, grad=False, stateful=True)
 
     def decode(self) -> OpGraph:
@@ -182,14 +217,16 @@ class _Run:
         decode_kwargs = self.inputs.decode
 
         def body(recorder: Recorder) -> tuple[Any, Any]:
-            recorder.recording = False
-            recorder.part = "forward"
-            prompt = self.inputs.cached_kwargs if self.inputs.cached_kwargs is not None else self.inputs.kwargs
-            state = self._state(self._call(recorder, {**prompt, **self.inputs.cached}))
+            # The step changes the cache, so a prefill's cache serves once.
+            state, self._prefilled = self._prefilled, None
+            if state is None:
+                prompt = (self.inputs.kwargs if self.inputs.cached_kwargs is None
+                          else self.inputs.cached_kwargs)
+                with no_recording(recorder):
+                    state = self._state(self._call(recorder, {**prompt, **self.inputs.cached}))
             if not state:
                 raise RequestError(f"decode of {type(self.module).__name__}: its prefill returned no cache; "
                                    "use --phase forward or training")
-            recorder.recording = True
             recorder.reset_calls()
             for index, tensor in enumerate(tensors_in(state)):
                 recorder.enter(tensor, "kv", f"cache_{index}")

@@ -48,8 +48,13 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(item)
 
 
-def view_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any,
-            facts: Mapping[str, Any] | None = None) -> OpView:
+def view_of(
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    out: Any,
+    facts: Mapping[str, Any] | None = None,
+) -> OpView:
     """One recorded call as a rule sees it."""
     storages: dict[int, int] = {}
     inputs: list[TensorView] = []
@@ -60,8 +65,16 @@ def view_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: An
         for n, step in zip(t.shape, t.stride(), strict=True):
             unique *= n if step or n == 0 else 1
         dtype = precision(str(t.dtype))
-        return TensorView(tuple(t.shape), dtype.name, tuple(t.stride()), storage, t.numel(), unique,
-                          unique * t.element_size(), dtype.kind == "float")
+        return TensorView(
+            tuple(t.shape),
+            dtype.name,
+            tuple(t.stride()),
+            storage,
+            t.numel(),
+            unique,
+            unique * t.element_size(),
+            dtype.kind == "float",
+        )
 
     def argument(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -73,9 +86,16 @@ def view_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: An
 
     named = []
     for position, schema in enumerate(func._schema.arguments):
-        value = args[position] if position < len(args) else kwargs.get(schema.name, schema.default_value)
-        if not isinstance(value, torch.Tensor) and schema.has_default_value() and (
-                value == schema.default_value):
+        value = (
+            args[position]
+            if position < len(args)
+            else kwargs.get(schema.name, schema.default_value)
+        )
+        if (
+            not isinstance(value, torch.Tensor)
+            and schema.has_default_value()
+            and (value == schema.default_value)
+        ):
             continue
         named.append((schema.name, argument(value)))
     outputs = tuple(view(t) for t in _tensors(out))

@@ -14,8 +14,11 @@ MATRIX = ["matmul"]
 
 
 def qkv(batch, heads, kv_heads, queries, length, e, ev):
-    return (meta(batch, heads, queries, e, dtype=BF16), meta(batch, kv_heads, length, e, dtype=BF16),
-            meta(batch, kv_heads, length, ev, dtype=BF16))
+    return (
+        meta(batch, heads, queries, e, dtype=BF16),
+        meta(batch, kv_heads, length, e, dtype=BF16),
+        meta(batch, kv_heads, length, ev, dtype=BF16),
+    )
 
 
 def forward(q, k, v, mask=None, causal=False):
@@ -25,7 +28,8 @@ def forward(q, k, v, mask=None, causal=False):
 def backward(q, k, v, mask=None, causal=False):
     out, lse = forward(q, k, v)()
     return lambda: torch.ops.rooftrace.attention_backward(
-        torch.empty_like(out), q, k, v, mask, out, lse, 0.0, causal, 1.0)
+        torch.empty_like(out), q, k, v, mask, out, lse, 0.0, causal, 1.0
+    )
 
 
 def torch_flops(function):
@@ -34,8 +38,15 @@ def torch_flops(function):
     return counter.get_total_flops()
 
 
-SHAPES = st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(1, 2), st.integers(1, 20),
-                   st.integers(1, 20), st.integers(1, 4), st.integers(1, 4))
+SHAPES = st.tuples(
+    st.integers(1, 3),
+    st.integers(1, 4),
+    st.integers(1, 2),
+    st.integers(1, 20),
+    st.integers(1, 20),
+    st.integers(1, 4),
+    st.integers(1, 4),
+)
 
 
 @given(SHAPES, st.booleans())
@@ -44,8 +55,11 @@ def test_dense_flops_are_those_of_two_batched_products(shape, causal):
     batch, kv_heads, group, queries, length, e, ev = shape
     q, k, v = qkv(batch, kv_heads * group, kv_heads, queries, length, e, ev)
     scores = meta(batch * kv_heads * group, queries, length)
-    expanded = (torch.bmm, (meta(*scores.shape[:2], e), meta(scores.shape[0], e, length)),
-                (scores, meta(scores.shape[0], length, ev)))
+    expanded = (
+        torch.bmm,
+        (meta(*scores.shape[:2], e), meta(scores.shape[0], e, length)),
+        (scores, meta(scores.shape[0], length, ev)),
+    )
     dense = torch_flops(lambda: [expanded[0](*pair) for pair in expanded[1:]])
     found = cost(forward(q, k, v, causal=causal))
     assert found.flops(MATRIX) == dense
@@ -58,7 +72,9 @@ def test_dense_flops_are_those_of_two_batched_products(shape, causal):
 def test_causal_pairs_are_counted_one_by_one(shape):
     batch, kv_heads, group, queries, length, e, ev = shape
     q, k, v = qkv(batch, kv_heads * group, kv_heads, queries, length, e, ev)
-    allowed = torch.ones(queries, length, dtype=torch.bool).tril()  # what torch documents is_causal as
+    allowed = torch.ones(
+        queries, length, dtype=torch.bool
+    ).tril()  # what torch documents is_causal as
     pairs = sum(bool(x) for row in allowed.tolist() for x in row)
     found = cost(forward(q, k, v, causal=True))
     heads = batch * kv_heads * group
@@ -86,7 +102,9 @@ def test_attention_moves_no_scores():
     q, k, v = qkv(2, 8, 2, 128, 256, 64, 32)
     found = cost(forward(q, k, v))
     query, key, value, out = 2 * 8 * 128 * 64, 2 * 2 * 256 * 64, 2 * 2 * 256 * 32, 2 * 8 * 128 * 32
-    assert found.bytes() == 2 * (query + key + value + out) + 4 * (2 * 8 * 128)  # and the log-sum-exp
+    assert found.bytes() == 2 * (query + key + value + out) + 4 * (
+        2 * 8 * 128
+    )  # and the log-sum-exp
 
 
 def test_attention_backward_moves_everything_once():
@@ -116,11 +134,14 @@ def test_queries_of_a_group_share_a_tile_of_keys():
 
 ATEN = {
     "_scaled_dot_product_flash_attention": lambda q, k, v, causal: (
-        torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)),
+        torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)
+    ),
     "_scaled_dot_product_efficient_attention": lambda q, k, v, causal: (
-        torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal)),
+        torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal)
+    ),
     "_scaled_dot_product_cudnn_attention": lambda q, k, v, causal: (
-        torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal)),
+        torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal)
+    ),
 }
 
 
@@ -140,7 +161,19 @@ def test_aten_backward_counts_as_torch_counts_with_its_recompute():
     out, lse, *_ = ATEN["_scaled_dot_product_efficient_attention"](q, k, v, False)
     seed = meta(dtype=torch.int64)
     call = lambda: torch.ops.aten._scaled_dot_product_efficient_attention_backward(  # noqa: E731
-        torch.empty_like(out), q, k, v, None, out, lse, seed, seed, 0.0, [True, True, True, False], False)
+        torch.empty_like(out),
+        q,
+        k,
+        v,
+        None,
+        out,
+        lse,
+        seed,
+        seed,
+        0.0,
+        [True, True, True, False],
+        False,
+    )
     found = cost(call, "_scaled_dot_product_efficient_attention_backward")
     assert found.flops(MATRIX) + found.flops(MATRIX, ["recompute"]) == torch_flops(call)
 
@@ -149,7 +182,8 @@ def test_packed_sequences_count_as_equally_long():
     q = meta(6 * 32, 4, 16, dtype=BF16)
     offsets = meta(7, dtype=torch.int32)
     call = lambda: torch.ops.aten._flash_attention_forward(  # noqa: E731
-        q, q, q, offsets, offsets, 32, 32, 0.0, False, False)
+        q, q, q, offsets, offsets, 32, 32, 0.0, False, False
+    )
     assert cost(call, "_flash_attention_forward").flops(MATRIX) == 6 * 4 * 32 * 32 * 2 * (16 + 16)
 
 

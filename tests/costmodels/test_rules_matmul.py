@@ -1,4 +1,4 @@
-"""Matrix products, convolutions, grouped products: against torch's own counter and unrolled loops."""
+"""Matrix products, convolutions, grouped products: against torch's counter and unrolled loops."""
 
 import pytest
 import torch
@@ -23,12 +23,14 @@ def torch_flops(function):
 @given(m=SIZE, k=SIZE, n=SIZE, b=SIZE)
 @settings(max_examples=30, deadline=None)
 def test_products_count_as_torch_counts(m, k, n, b):
-    for function in (lambda: meta(m, k) @ meta(k, n),
-                     lambda: torch.addmm(meta(n), meta(m, k), meta(k, n)),
-                     lambda: torch.bmm(meta(b, m, k), meta(b, k, n)),
-                     lambda: torch.baddbmm(meta(b, m, n), meta(b, m, k), meta(b, k, n)),
-                     lambda: F.linear(meta(b, m, k), meta(n, k), meta(n)),
-                     lambda: torch.einsum("bmk,bkn->mn", meta(b, m, k), meta(b, k, n))):
+    for function in (
+        lambda: meta(m, k) @ meta(k, n),
+        lambda: torch.addmm(meta(n), meta(m, k), meta(k, n)),
+        lambda: torch.bmm(meta(b, m, k), meta(b, k, n)),
+        lambda: torch.baddbmm(meta(b, m, n), meta(b, m, k), meta(b, k, n)),
+        lambda: F.linear(meta(b, m, k), meta(n, k), meta(n)),
+        lambda: torch.einsum("bmk,bkn->mn", meta(b, m, k), meta(b, k, n)),
+    ):
         assert cost(function).flops(MATRIX) == torch_flops(function)
 
 
@@ -69,13 +71,15 @@ def test_int8_and_fp8_products_keep_their_precision():
     (work,) = cost(lambda: torch._int_mm(a, b)).work
     assert (work.operation, work.precision) == ("matmul", "int8")
     x, w = meta(32, 16).to(torch.float8_e4m3fn), meta(16, 16).to(torch.float8_e4m3fn).t()
-    found = cost(lambda: torch._scaled_mm(x, w, meta(1), meta(1), out_dtype=torch.bfloat16),
-                 "_scaled_mm")
+    found = cost(
+        lambda: torch._scaled_mm(x, w, meta(1), meta(1), out_dtype=torch.bfloat16), "_scaled_mm"
+    )
     (work,) = (w for w in found.work if w.operation == "matmul")
     assert (work.precision, found.work[work]) == ("fp8_e4m3", 2 * 32 * 16 * 16)
 
 
-# -- convolutions -----------------------------------------------------------------------------------
+# -- convolutions ----------------------------------------------------------------------------------
+
 
 @st.composite
 def convolutions(draw):
@@ -83,24 +87,43 @@ def convolutions(draw):
     groups = draw(st.integers(1, 3))
     kernel = tuple(draw(st.integers(1, 3)) for _ in range(dims))
     return {
-        "x": (draw(st.integers(1, 3)), groups * draw(st.integers(1, 3)),
-              *(draw(st.integers(7, 9)) for _ in range(dims))),
-        "out": groups * draw(st.integers(1, 3)), "kernel": kernel, "groups": groups,
-        "stride": draw(st.integers(1, 2)), "padding": draw(st.integers(0, 1)),
-        "dilation": draw(st.integers(1, 2)), "bias": draw(st.booleans()),
+        "x": (
+            draw(st.integers(1, 3)),
+            groups * draw(st.integers(1, 3)),
+            *(draw(st.integers(7, 9)) for _ in range(dims)),
+        ),
+        "out": groups * draw(st.integers(1, 3)),
+        "kernel": kernel,
+        "groups": groups,
+        "stride": draw(st.integers(1, 2)),
+        "padding": draw(st.integers(0, 1)),
+        "dilation": draw(st.integers(1, 2)),
+        "bias": draw(st.booleans()),
         "transposed": draw(st.booleans()),
     }
 
 
 def convolve(c):
-    channels = (c["x"][1], c["out"] // c["groups"]) if c["transposed"] else (
-        c["out"], c["x"][1] // c["groups"])
+    channels = (
+        (c["x"][1], c["out"] // c["groups"])
+        if c["transposed"]
+        else (c["out"], c["x"][1] // c["groups"])
+    )
     weight = meta(*channels, *c["kernel"], grad=True)
     x = meta(*c["x"], grad=True)
     dims = len(c["kernel"])
     bias = meta(c["out"], grad=True) if c["bias"] else None
-    return torch.convolution(x, weight, bias, [c["stride"]] * dims, [c["padding"]] * dims,
-                             [c["dilation"]] * dims, c["transposed"], [0] * dims, c["groups"])
+    return torch.convolution(
+        x,
+        weight,
+        bias,
+        [c["stride"]] * dims,
+        [c["padding"]] * dims,
+        [c["dilation"]] * dims,
+        c["transposed"],
+        [0] * dims,
+        c["groups"],
+    )
 
 
 @given(convolutions())
@@ -158,7 +181,8 @@ def test_only_wanted_convolution_gradients_count():
     assert found.bytes() == 4 * (2 * 6 * 6 * 6 + 2 * 4 * 8 * 8 + 6 * 4 * 3 * 3)
 
 
-# -- grouped products -------------------------------------------------------------------------------
+# -- grouped products ------------------------------------------------------------------------------
+
 
 @given(groups=st.integers(1, 6), per=st.integers(1, 5), k=st.integers(1, 4), n=st.integers(1, 4))
 @settings(max_examples=20, deadline=None)
@@ -175,10 +199,16 @@ def test_a_grouped_product_is_a_loop_of_products(groups, per, k, n):
 
 def test_groups_without_rows_are_not_read():
     bf16 = torch.bfloat16
-    x, w, offsets = meta(4, 16, dtype=bf16), meta(64, 16, 32, dtype=bf16), meta(64, dtype=torch.int32)
+    x, w, offsets = (
+        meta(4, 16, dtype=bf16),
+        meta(64, 16, 32, dtype=bf16),
+        meta(64, dtype=torch.int32),
+    )
     call = lambda: torch._grouped_mm(x, w, offsets)  # noqa: E731
     others = 2 * (4 * 16 + 4 * 32) + 4 * 64
-    assert cost(call, "_grouped_mm").bytes() == others + 2 * 4 * 16 * 32  # at most one group per row
+    assert (
+        cost(call, "_grouped_mm").bytes() == others + 2 * 4 * 16 * 32
+    )  # at most one group per row
     two = cost(call, "_grouped_mm", groups_touched=2)
     assert two.bytes() == others + 2 * 2 * 16 * 32
     assert [(work.rows, flop) for work, flop in two.work.items()] == [(2, 2 * 4 * 16 * 32)]
@@ -193,8 +223,18 @@ def test_the_weight_gradient_of_a_grouped_product_counts_every_row_once():
     assert found.bytes() == 2 * (96 * 16 + 96 * 32 + 4 * 16 * 32) + 4 * 4
 
 
-@pytest.mark.parametrize("shapes", [((3, 4), (4, 5)), ((2, 3, 4), (4, 5)), ((2, 3, 4), (2, 4, 5)),
-                                    ((6, 1, 3, 4), (2, 4, 5)), ((4,), (4, 5)), ((3, 4), (4,)), ((4,), (4,))])
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        ((3, 4), (4, 5)),
+        ((2, 3, 4), (4, 5)),
+        ((2, 3, 4), (2, 4, 5)),
+        ((6, 1, 3, 4), (2, 4, 5)),
+        ((4,), (4, 5)),
+        ((3, 4), (4,)),
+        ((4,), (4,)),
+    ],
+)
 def test_the_composite_matmul_counts_what_it_decomposes_to(shapes):
     a, b = (meta(*s) for s in shapes)
     out = a @ b

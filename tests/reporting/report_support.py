@@ -1,4 +1,4 @@
-"""Reports made by hand, of a mixture of experts and of a net of 300 parameters: no torch, no capture.
+"""Reports made by hand, of a mixture of experts and of a net of 300 parameters, without torch.
 
 Kernels are given as (name, module, family, part, count, matmul FLOP, vector FLOP, bytes by role).
 """
@@ -40,7 +40,7 @@ def made_plan(
     unsupported: Sequence[Unsupported] = (),
     assumptions: Sequence[Assumption] = (),
 ) -> Plan:
-    """A plan of these kernels, each an op and a group of its own; `floor` is the compulsory share."""
+    """A plan of these kernels, each a group of its own; `floor` is the compulsory share."""
     values = tuple(Tensor((1,), "bf16", (1,), role, i, role) for i, role in enumerate(ROLES))
     ops: list[Op] = []
     costs: list[Cost] = []
@@ -94,7 +94,7 @@ def made_plan(
 
 
 def experts(phase: str, execution: str) -> list[Kernel]:
-    """61 layers of latent attention and 256 experts, 8 sequences of 255 tokens, or one token each."""
+    """61 layers of latent attention and 256 experts; 8 sequences of 255 tokens or of one."""
     hidden, layers = 7168, 61
     tokens = 8 if phase == "decode" else 2040
     touched = 57 if phase == "decode" else 256
@@ -112,15 +112,15 @@ def experts(phase: str, execution: str) -> list[Kernel]:
         if phase != "training":
             core["kv"] = 8 * 255 * 576
         kernels += [
-            product(f"{attention}.q_b_proj", "attention", part, layers, times, tokens, hidden * 9000),
-            product(f"{attention}.o_proj", "attention", part, layers, times, tokens, hidden * 16384),
+            product(f"{attention}.q_b_proj", "attention", part, layers, times, tokens, 64_512_000),
+            product(f"{attention}.o_proj", "attention", part, layers, times, tokens, 117_440_512),
             ("sdpa", attention, "attention", part, layers, times * 2 * tokens * 255 * 128 * 320,
              tokens * 255 * 640, core),
             ("rms_norm", "model.layers.*.input_layernorm", "norm", part, 2 * layers, 0,
              4 * tokens * hidden, stream(tokens, 4 * fat, 0)),
             ("grouped_mm", f"{moe}.experts", "moe", part, 58, times * 2 * tokens * 8 * expert, 0,
              {**stream(tokens, 20, touched * expert), "gradients": (times - 1) * touched * expert}),
-            ("topk", f"{moe}.gate", "moe", part, 58, 0, tokens * 256, {"activations": tokens * 2048}),
+            ("topk", f"{moe}.gate", "moe", part, 58, 0, tokens * 256, {"activations": tokens << 11}),
             product("lm_head", "dense", part, 1, times, tokens, head),
         ]  # fmt: skip
     if phase == "training":
@@ -133,7 +133,16 @@ def product(
     module: str, family: str, part: str, count: int, times: int, tokens: int, weights: int
 ) -> Kernel:
     """A matrix product of `tokens` rows with `weights` elements of one byte."""
-    return "mm", module, family, part, count, times * 2 * tokens * weights, 0, stream(tokens, 6, weights)
+    return (
+        "mm",
+        module,
+        family,
+        part,
+        count,
+        times * 2 * tokens * weights,
+        0,
+        stream(tokens, 6, weights),
+    )
 
 
 def stream(tokens: int, times: int, weights: int) -> dict[str, int]:
@@ -164,8 +173,15 @@ def made_report(
         tokens = 8 if phase == "decode" else 2040
         workload: dict[str, object] = {"batch": 8, "item": "sample", "items": 8, "dtype": "fp32"}
         if kind == "experts":
-            workload = {"batch": 8, "seq": 255, "kv": 255, "item": "token", "items": tokens,
-                        "dtype": "fp8", "optimizer": "adamw" if phase == "training" else None}  # fmt: skip
+            workload = {
+                "batch": 8,
+                "seq": 255,
+                "kv": 255,
+                "item": "token",
+                "items": tokens,
+                "dtype": "fp8",
+                "optimizer": "adamw" if phase == "training" else None,
+            }
         estimates[phase] = {}
         for execution in executions:
             kernels = experts(phase, execution) if kind == "experts" else TINY
@@ -176,7 +192,9 @@ def made_report(
             placed = [estimate(plan, load_chip(chip)) for chip in chips]
             estimates[phase][execution] = {one.chip.name: one for one in placed}
             graphs[phase] = plan.graph
-        memory[phase] = made_memory(phase) if kind == "experts" else sized_memory(1200, 0, 0, 0, 2048)
+        memory[phase] = (
+            made_memory(phase) if kind == "experts" else sized_memory(1200, 0, 0, 0, 2048)
+        )
     return Report(estimates, memory, graphs)  # type: ignore[arg-type]
 
 
@@ -197,5 +215,13 @@ def sized_memory(weights: int, kv: int, gradients: int, optimizer: int, activati
         optimizer=optimizer,
         activations_peak=activations,
         peak=weights + kv + gradients + optimizer + activations,
+        at_peak={
+            **dict.fromkeys(ROLES, 0),
+            "weights": weights,
+            "kv": kv,
+            "gradients": gradients,
+            "optimizer": optimizer,
+            "activations": activations,
+        },
         where=0,
     )

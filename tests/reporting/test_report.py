@@ -10,12 +10,12 @@ from pathlib import Path
 
 import jsonschema
 import pytest
-from tests.reporting.report_support import ROPE, made_report
 
 from rooftrace.reporting import files
 from rooftrace.reporting.files import ReportFolderError, check_folder
 from rooftrace.reporting.report import FORMATS, Report, build_report
 from rooftrace.tracer.graph import ROLES
+from tests.reporting.report_support import ROPE, made_report
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,9 @@ def test_a_net_of_nanoseconds_keeps_to_the_schema(schema):
     jsonschema.validate(json.loads(json.dumps(tiny, allow_nan=False)), schema)
 
 
-@pytest.mark.parametrize("place", [(), ("phases", "decode", "naive"), ("model",), ("memory", "decode")])
+@pytest.mark.parametrize(
+    "place", [(), ("phases", "decode", "naive"), ("model",), ("memory", "decode")]
+)
 def test_schema_refuses_a_missing_key(document, schema, place):
     damaged = json.loads(json.dumps(document))
     found = damaged
@@ -112,10 +114,9 @@ def test_realizable_flops_are_compute_time_at_the_headline_peak(document):
 
 def test_no_regime_margin_is_null_not_infinite():
     alone = [("mm", "fc", "dense", "forward", 1, 10**15, 0, {})]
-    from tests.reporting.report_support import made_plan
-
     from rooftrace.costmodels.estimate import estimate
     from rooftrace.reporting.document import finite
+    from tests.reporting.report_support import made_plan
 
     one = estimate(made_plan("forward", alone), "h200-sxm")
     assert one.times.regime == "compute"
@@ -131,7 +132,9 @@ def test_coverage_sums_the_phases_of_the_main_execution(document, report):
 
 
 def test_assumptions_name_their_phase(document):
-    assert [a["phase"] for a in document["assumptions"]] == ["training"] * 3 + ["prefill"] * 3 + ["decode"] * 3
+    assert [a["phase"] for a in document["assumptions"]] == ["training"] * 3 + ["prefill"] * 3 + [
+        "decode"
+    ] * 3
 
 
 def test_workload_holds_what_phases_share_and_null_where_they_differ(document):

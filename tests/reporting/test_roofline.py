@@ -5,11 +5,11 @@ import math
 import random
 
 import pytest
-from tests.reporting.report_support import made_report
 
-from rooftrace.reporting import breakdown, labels, roofline, style
+from rooftrace.reporting import breakdown, labels, roofline, roofplot, style
 from rooftrace.reporting.figures import figures
 from rooftrace.reporting.labels import Box, Label
+from tests.reporting.report_support import made_report
 
 REPORTS = {
     "experts": lambda: made_report(chips=("h200-sxm", "b200-sxm")),
@@ -52,7 +52,7 @@ def drawn(report, monkeypatch):
         seen.append((boxes, others["points"], frame))
         return boxes
 
-    monkeypatch.setattr(roofline, "place", spy)
+    monkeypatch.setattr(roofplot, "place", spy)
     for name, draw in figures(report):
         if name.startswith("roofline"):
             draw()

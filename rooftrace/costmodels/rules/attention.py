@@ -4,8 +4,9 @@ FLOPs are those of the dense score matrix, split into pairs that a query may see
 rest ("masked"), which a kernel that knows the mask skips.  Which kernel runs, and the materialised
 form, are the execution model's business.  Block granularity of the skipping is not modelled.
 
-Bytes are compulsory: query, key, value, mask once; key and value at their own number of heads (grouped
-queries share them).  Kernels read key and value again per tile of queries; that comes from L2.
+Bytes are compulsory: query, key, value, mask once; key and value at their own number of heads
+(grouped queries share them).  Kernels read key and value again per tile of queries; that comes from
+L2.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Sizes:
 
 
 def causal_pairs(queries: int, length: int) -> int:
-    """Pairs on or below the diagonal that starts top left, as torch aligns is_causal: sum min(i+1, L)."""
+    """sum_i min(i + 1, L): the diagonal starts top left, as torch aligns is_causal."""
     steps = min(queries, length)
     return steps * (steps + 1) // 2 + (queries - steps) * length
 
@@ -100,7 +101,7 @@ def _products(s: Sizes, flop_per_pair: int, precision: str) -> Cost:
 
 
 def _keys_read(op: OpView, s: Sizes, tensor: TensorView) -> Cost:
-    """Key or value: only the rows that some query sees (one query with a window reads the window)."""
+    """Key or value: the rows that some query sees (one query with a window reads the window)."""
     return op.read(tensor, share(tensor, s.keys, max(s.length, 1)))
 
 
@@ -111,7 +112,8 @@ def _mask(op: OpView) -> TensorView | None:
 def _per_pair_extras(op: OpView) -> int:
     """An additive mask is one add per pair; dropout compares with a random number and scales."""
     mask = _mask(op)
-    return int(mask is not None and mask.floating) + 2 * (op.attribute("dropout_p", 0.0) > 0)
+    additive = mask is not None and mask.floating
+    return (1 if additive else 0) + (2 if op.attribute("dropout_p", 0.0) > 0 else 0)
 
 
 def _forward(op: OpView, s: Sizes) -> Cost:
@@ -176,10 +178,10 @@ def attention_heads_last(op: OpView) -> Cost:
 def attention_backward(op: OpView) -> Cost:
     """Flash backward, algorithm 4 of arXiv 2205.14135: P = exp(scale Q K^T - lse), recomputed.
 
-    dV = P^T dO, dP = dO V^T: 2 Ev flop per pair each.  dQ = dS K, dK = dS^T Q: 2 E each.
-    Together exactly twice the forward.  Recomputing Q K^T is 2 E per visible pair ("recompute").
-    Vector: scale, subtract, exp of the recompute; dS = scale P (dP - D) is 3, and rounding of P to
-    the storage type is free, D_i = sum dO O is 2 Ev per query; the mask adds, dropout acts as before.
+    dV = P^T dO, dP = dO V^T: 2 Ev flop per pair each.  dQ = dS K, dK = dS^T Q: 2 E each. Together
+    exactly twice the forward.  Recomputing Q K^T is 2 E per visible pair ("recompute"). Vector:
+    scale, subtract, exp of the recompute; dS = scale P (dP - D) is 3, and rounding of P to the
+    storage type is free, D_i = sum dO O is 2 Ev per query; the mask adds, dropout acts as before.
     """
     return _backward(op, _sizes(op))
 

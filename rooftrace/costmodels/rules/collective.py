@@ -1,8 +1,8 @@
 """Collectives between devices: bytes that one device sends over its links, as ring algorithms do.
 
-n is the size of the group: an argument of the op, or a fact of the tracer (`group_size`).  Where it is not
-known, n - 1 over n is taken as 1: the bound for large groups.  (Thakur et al. 2005, section 4.)
-Memory is read and written once.
+n is the size of the group: an argument of the op, or a fact of the tracer (`group_size`).  Where it
+is not known, n - 1 over n is taken as 1: the bound for large groups.  (Thakur et al. 2005, section
+4.) Memory is read and written once.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ def all_reduce(op: OpView) -> Cost:
     return vector(op, adds) + _sent(op, 2) + streamed(op)
 
 
-@builtin("_c10d_functional.reduce_scatter_tensor", "_c10d_functional.reduce_scatter_tensor_coalesced")
+@builtin("_c10d_functional.reduce_scatter_tensor",
+         "_c10d_functional.reduce_scatter_tensor_coalesced")
 def reduce_scatter(op: OpView) -> Cost:
     """(n - 1) / n of the input is sent, and as much added."""
     adds = round(_share(op) * total(op.inputs))

@@ -119,7 +119,8 @@ def streamed(op: OpView, unread: Iterable[str] = ()) -> Cost:
 
 def reading(op: OpView, *names: str) -> Cost:
     """These arguments read once, everything written once."""
-    return read_all(op, (t for name, t in operands(op) if name in names)) + write_all(op, written(op))
+    wanted = (t for name, t in operands(op) if name in names)
+    return read_all(op, wanted) + write_all(op, written(op))
 
 
 def total(tensors: Iterable[TensorView]) -> int:

@@ -1,8 +1,9 @@
-"""Convolutions, forward and backward.  FLOPs as torch.utils.flop_counter counts them, but for one case.
+"""Convolutions, forward and backward.  FLOPs as in torch.utils.flop_counter, but for one case.
 
-The case: for the weight gradient of a grouped convolution that counter multiplies all input with all
-output channels, `groups` times what is there (torch 2.13, `conv_backward_flop`).  We count what is there.
-Winograd and FFT algorithms do fewer multiplications; which one runs is the library's choice, not counted.
+The case: for the weight gradient of a grouped convolution that counter multiplies all input with
+all output channels, `groups` times what is there (torch 2.13, `conv_backward_flop`).  We count what
+is there. Winograd and FFT algorithms do fewer multiplications; which one runs is the library's
+choice, not counted.
 """
 
 from __future__ import annotations

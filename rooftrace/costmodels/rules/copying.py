@@ -1,4 +1,4 @@
-"""Copies: casts, layout changes, concatenation, padding, repetition, selection by masks.  No flop."""
+"""Copies: casts, layout changes, concatenation, padding, repetition, selection.  No flop."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from rooftrace.costmodels.rules.common import (
 )
 
 
-@builtin("aten.clone", "aten._foreach_clone", "aten._lazy_clone", "aten._to_copy", "aten.lift_fresh_copy", "aten.detach_copy", "aten.alias_copy",
-         "aten.expand_copy", "aten.permute_copy", "aten.view_copy", "aten.slice_copy",
-         "aten.select_copy", "aten.transpose_copy", "aten.t_copy", "aten.squeeze_copy",
-         "aten.unsqueeze_copy", "aten.as_strided_copy", "aten.diagonal_copy", "aten.split_copy",
-         "aten.split_with_sizes_copy", "aten.unbind_copy", "aten.unfold_copy", "aten._reshape_copy",
-         "aten._pin_memory", "aten.pin_memory", "prims.convert_element_type", "prims.device_put",
-         "prims.clone", fusion="pointwise")
+@builtin("aten.clone", "aten._foreach_clone", "aten._lazy_clone", "aten._to_copy",
+         "aten.lift_fresh_copy", "aten.detach_copy", "aten.alias_copy", "aten.expand_copy",
+         "aten.permute_copy", "aten.view_copy", "aten.slice_copy", "aten.select_copy",
+         "aten.transpose_copy", "aten.t_copy", "aten.squeeze_copy", "aten.unsqueeze_copy",
+         "aten.as_strided_copy", "aten.diagonal_copy", "aten.split_copy",
+         "aten.split_with_sizes_copy", "aten.unbind_copy", "aten.unfold_copy",
+         "aten._reshape_copy", "aten._pin_memory", "aten.pin_memory", "prims.convert_element_type",
+         "prims.device_put", "prims.clone", fusion="pointwise")
 def copied(op: OpView) -> Cost:
-    """Distinct elements read once, the copy written: an expanded input is read once, not as it appears.
+    """Distinct elements read once (an expanded input as it is stored), the copy written.
 
     A cast is a copy: conversion between floating types costs no flop.
     """
@@ -39,17 +40,18 @@ def copy_into(op: OpView) -> Cost:
 
 
 @builtin("aten.cat", "aten.stack", "aten.concat", "aten.concatenate", "aten.hstack", "aten.vstack",
-         "aten.dstack", "aten.column_stack", "aten.block_diag", "aten._chunk_cat", fusion="pointwise")
+         "aten.dstack", "aten.column_stack", "aten.block_diag", "aten._chunk_cat",
+         fusion="pointwise")
 def joined(op: OpView) -> Cost:
     """All inputs read, the whole output written."""
     return streamed(op)
 
 
-@builtin("aten.repeat", "aten.tile", "aten.constant_pad_nd", "aten.roll", "aten.flip", "aten.fliplr",
-         "aten.flipud", "aten.rot90", "aten.tril", "aten.tril_", "aten.triu", "aten.triu_",
-         "aten.diag_embed", "aten.diag", "aten.pixel_shuffle", "aten.pixel_unshuffle",
-         "aten.channel_shuffle", "aten.native_channel_shuffle", "aten.im2col", "aten.pad",
-         fusion="pointwise")
+@builtin("aten.repeat", "aten.tile", "aten.constant_pad_nd", "aten.roll", "aten.flip",
+         "aten.fliplr", "aten.flipud", "aten.rot90", "aten.tril", "aten.tril_", "aten.triu",
+         "aten.triu_", "aten.diag_embed", "aten.diag", "aten.pixel_shuffle",
+         "aten.pixel_unshuffle", "aten.channel_shuffle", "aten.native_channel_shuffle",
+         "aten.im2col", "aten.pad", fusion="pointwise")
 def rearranged(op: OpView) -> Cost:
     """The input read once, the output written once.
 
@@ -115,7 +117,7 @@ def unfold_backward(op: OpView) -> Cost:
 @builtin("aten.select_scatter", "aten.slice_scatter", "aten.diagonal_scatter",
          "aten.as_strided_scatter", fusion="pointwise")
 def part_replaced(op: OpView) -> Cost:
-    """A copy of self with a part replaced: self is read where it survives, src once, all written."""
+    """A copy of self with a part replaced: self read where it survives, src once, all written."""
     whole, part = needed(op, "self"), needed(op, "src")
     survives = max(whole.nbytes - part.nbytes, 0)
     return op.read(whole, survives) + op.read(part) + write_all(op, op.outputs)

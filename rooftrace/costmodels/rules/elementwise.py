@@ -1,14 +1,14 @@
 """Elementwise arithmetic: one formula per op, written down, and counted from what is written.
 
-Convention: one flop per arithmetic operation, per comparison (min and max included) and per value of
-an elementary function (exp, log, sqrt, tanh, erf ...), which is how jax.roofline counts too.  What
-a special-function unit makes of exp is a chip's business.  Composites count the operations of the
-formula in this file; of two branches the longer one counts.  Casts, copies and selections are free,
-and integer, index and boolean work is bytes only.
+Convention: one flop per arithmetic operation, per comparison (min and max included) and per value
+of an elementary function (exp, log, sqrt, tanh, erf ...), which is how jax.roofline counts too.
+What a special-function unit makes of exp is a chip's business.  Composites count the operations of
+the formula in this file; of two branches the longer one counts.  Casts, copies and selections are
+free, and integer, index and boolean work is bytes only.
 
 In a formula lower-case names are per element (x: the first operand, y: the second or the saved
-output, g: the incoming gradient, t: the target, w: a weight or mask, a, b: tensor1, tensor2), upper-case
-names are numbers (the schema's name of the argument), which fold into constants.
+output, g: the incoming gradient, t: the target, w: a weight or mask, a, b: tensor1, tensor2),
+upper-case names are numbers (the schema's name of the argument), which fold into constants.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from functools import cache
 from rooftrace.costmodels.cost import Cost, OpView
 from rooftrace.costmodels.registry import builtin
 from rooftrace.costmodels.rules.common import (
-    has_arithmetic,
     is_complex,
     needed,
     streamed,
@@ -28,7 +27,7 @@ from rooftrace.costmodels.rules.common import (
     written,
 )
 
-# -- counting a formula ---------------------------------------------------------------------------
+# -- counting a formula ----------------------------------------------------------------------------
 
 COMPLEX_FLOP: Mapping[str, int] = {
     "Add": 2, "Sub": 2, "USub": 2,
@@ -103,25 +102,27 @@ def pointwise(op: OpView, formula: str, elements: int | None = None) -> Cost:
     return vector(op, flop_per_element(formula, complex_values) * elements) + streamed(op)
 
 
-# -- one operation or one function value per element ----------------------------------------------
+# -- one operation or one function value per element -----------------------------------------------
 
 UNARY: tuple[str, ...] = (
-    "abs", "acos", "acosh", "angle", "arccos", "arccosh", "arcsin", "arcsinh", "arctan", "arctanh",
-    "asin", "asinh", "atan", "atanh", "ceil", "cos", "cosh", "digamma", "erf", "erfc", "erfinv", "exp",
-    "exp2", "expm1", "floor", "i0", "lgamma", "log", "log10", "log1p", "log2", "mvlgamma", "neg",
-    "polygamma", "reciprocal", "round", "rsqrt", "sgn", "sign", "sin", "sinh", "sqrt", "tan", "tanh",
-    "trunc", "fix", "absolute", "negative",
-    "special_airy_ai", "special_bessel_j0", "special_bessel_j1", "special_bessel_y0",
-    "special_bessel_y1", "special_digamma", "special_erf", "special_erfc", "special_erfcx",
-    "special_erfinv", "special_exp2", "special_expm1", "special_gammaln", "special_i0", "special_i0e",
-    "special_i1", "special_i1e", "special_log1p", "special_log_ndtr", "special_modified_bessel_i0",
+    "abs", "acos", "acosh", "angle", "arccos", "arccosh", "arcsin", "arcsinh", "arctan",
+    "arctanh", "asin", "asinh", "atan", "atanh", "ceil", "cos", "cosh", "digamma", "erf", "erfc",
+    "erfinv", "exp", "exp2", "expm1", "floor", "i0", "lgamma", "log", "log10", "log1p", "log2",
+    "mvlgamma", "neg", "polygamma", "reciprocal", "round", "rsqrt", "sgn", "sign", "sin", "sinh",
+    "sqrt", "tan", "tanh", "trunc", "fix", "absolute", "negative", "special_airy_ai",
+    "special_bessel_j0", "special_bessel_j1", "special_bessel_y0", "special_bessel_y1",
+    "special_digamma", "special_erf", "special_erfc", "special_erfcx", "special_erfinv",
+    "special_exp2", "special_expm1", "special_gammaln", "special_i0", "special_i0e", "special_i1",
+    "special_i1e", "special_log1p", "special_log_ndtr", "special_modified_bessel_i0",
     "special_modified_bessel_i1", "special_modified_bessel_k0", "special_modified_bessel_k1",
-    "special_ndtr", "special_ndtri", "special_psi", "special_round", "special_scaled_modified_bessel_k0",
-    "special_scaled_modified_bessel_k1", "special_spherical_bessel_j0",
+    "special_ndtr", "special_ndtri", "special_psi", "special_round",
+    "special_scaled_modified_bessel_k0", "special_scaled_modified_bessel_k1",
+    "special_spherical_bessel_j0",
 )
 BINARY: tuple[str, ...] = (
-    "atan2", "arctan2", "copysign", "fmax", "fmin", "fmod", "igamma", "igammac", "ldexp", "maximum",
-    "minimum", "nextafter", "remainder", "special_zeta", "heaviside", "clamp_min", "clamp_max", "float_power",
+    "atan2", "arctan2", "copysign", "fmax", "fmin", "fmod", "igamma", "igammac", "ldexp",
+    "maximum", "minimum", "nextafter", "remainder", "special_zeta", "heaviside", "clamp_min",
+    "clamp_max", "float_power",
 )
 
 FORMULAS: dict[str, str] = {name: f"{name}(x)" for name in UNARY}
@@ -171,7 +172,8 @@ FORMULAS |= {
     "hardtanh_backward": "g if x > MIN_VAL and x < MAX_VAL else 0",
     "leaky_relu_backward": "g if x > 0 else g * NEGATIVE_SLOPE",
     "_prelu_kernel_backward": "(g if (m := x > 0) else w * g, 0 if m else x * g)",
-    "elu_backward": "g * SCALE if x > 0 else g * (INPUT_SCALE * ALPHA * SCALE) * exp(x * INPUT_SCALE)",
+    "elu_backward":
+        "g * SCALE if x > 0 else g * (INPUT_SCALE * ALPHA * SCALE) * exp(x * INPUT_SCALE)",
     "silu_backward": "g * (s := 1 / (1 + exp(-x))) * (1 + x * (1 - s))",
     "mish_backward": "g * ((z := tanh(log1p(exp(x)))) + x * (1 / (1 + exp(-x))) * (1 - z * z))",
     "softplus_backward": "g if (z := x * BETA) > THRESHOLD else g * (e := exp(z)) / (e + 1)",
@@ -202,9 +204,9 @@ LOGICAL: tuple[str, ...] = (
 
 NO_IN_PLACE: frozenset[str] = frozenset((
     "angle", "cross", "fmax", "fmin", "glu", "hardshrink", "isfinite", "isin", "isinf", "isnan",
-    "isneginf", "isposinf", "isreal", "linalg_cross", "log_sigmoid", "log_sigmoid_forward", "logaddexp",
-    "logaddexp2", "maximum", "minimum", "prelu", "_prelu_kernel", "signbit", "softplus",
-    "softshrink",
+    "isneginf", "isposinf", "isreal", "linalg_cross", "log_sigmoid", "log_sigmoid_forward",
+    "logaddexp", "logaddexp2", "maximum", "minimum", "prelu", "_prelu_kernel", "signbit",
+    "softplus", "softshrink",
 ))
 
 
@@ -226,10 +228,10 @@ def _register(name: str, formula: str) -> None:
 
 
 FOREACH: frozenset[str] = frozenset((
-    "abs", "acos", "asin", "atan", "ceil", "clamp_max", "clamp_min", "cos", "cosh", "erf", "erfc", "exp",
-    "expm1", "floor", "frac", "lerp", "lgamma", "log", "log10", "log1p", "log2", "maximum", "minimum",
-    "mul", "neg", "reciprocal", "round", "rsqrt", "sigmoid", "sign", "sin", "sinh", "sqrt", "tan",
-    "tanh", "trunc",
+    "abs", "acos", "asin", "atan", "ceil", "clamp_max", "clamp_min", "cos", "cosh", "erf", "erfc",
+    "exp", "expm1", "floor", "frac", "lerp", "lgamma", "log", "log10", "log1p", "log2", "maximum",
+    "minimum", "mul", "neg", "reciprocal", "round", "rsqrt", "sigmoid", "sign", "sin", "sinh",
+    "sqrt", "tan", "tanh", "trunc",
 ))
 
 for _name, _formula in FORMULAS.items():
@@ -242,7 +244,7 @@ def logical(op: OpView) -> Cost:
     return streamed(op)
 
 
-# -- formulas that depend on an attribute ---------------------------------------------------------
+# -- formulas that depend on an attribute ----------------------------------------------------------
 
 
 @builtin("aten.add", "aten.add_", "aten.sub", "aten.sub_", "aten.rsub", "aten.subtract",
@@ -281,7 +283,7 @@ def _unit_value(op: OpView) -> bool:
 @builtin("aten.pow", "aten.pow_", "aten._foreach_pow", "aten._foreach_pow_",
          fusion="pointwise")
 def power(op: OpView) -> Cost:
-    """x^p: 2 and 3 are products, -2 a product and a reciprocal, anything else one function value."""
+    """x^p: 2 and 3 are products, -2 a product and a reciprocal, any other one function value."""
     formulas = {2: "x * x", 3: "x * x * x", -2: "1 / (x * x)"}
     exponent = op.attribute("exponent")
     known = isinstance(exponent, (int, float))
@@ -315,7 +317,7 @@ def quantised(op: OpView) -> Cost:
     """To integers: scale, round, shift.  Back: shift, scale.  A gradient: times its mask."""
     name = op.target.split(".")[1]
     each = 1 if "backward" in name else 2 if name == "dequantize" else 3
-    return (vector(op, each * op.outputs[0].elements) if has_arithmetic(op) else Cost()) + streamed(op)
+    return vector(op, each * op.outputs[0].elements) + streamed(op)
 
 
 GELU = {

@@ -1,4 +1,4 @@
-"""Fast Fourier transforms, counted as 5 N log2 N (van Loan 1992; the convention of fftw.org/speed)."""
+"""Fast Fourier transforms: 5 N log2 N flop (van Loan 1992; the convention of fftw.org/speed)."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def _others(op: OpView, *names: str) -> Cost:
     return read_all(op, (t for name, t in operands(op) if name not in names))
 
 
-# -- embeddings -------------------------------------------------------------------------------------
+# -- embeddings ------------------------------------------------------------------------------------
 
 
 @builtin("aten.embedding", fusion="gather")
@@ -45,7 +45,8 @@ def embedding(op: OpView) -> Cost:
     """y[T, D] = table[V, D][index[T]]: distinct rows and indices read, y written."""
     table, index = needed(op, "weight"), needed(op, "indices")
     rows = _touched(op, index.elements, table.shape[0])
-    return op.read(table, share(table, rows, table.shape[0])) + op.read(index) + write_all(op, op.outputs)
+    return (op.read(table, share(table, rows, table.shape[0])) + op.read(index)
+            + write_all(op, op.outputs))
 
 
 @builtin("aten.embedding_dense_backward", "aten.embedding_backward")
@@ -63,7 +64,7 @@ def embedding_backward(op: OpView) -> Cost:
 
 @builtin("aten._embedding_bag", "aten._embedding_bag_forward_only", "aten.embedding_bag")
 def embedding_bag(op: OpView) -> Cost:
-    """y[B, D] = sum (mean, max) of the rows of each bag: (T - B) D adds, B D divisions of a mean."""
+    """y[B, D] = sum (mean, max) of the rows of a bag: (T - B) D adds, B D divisions of a mean."""
     table, index = needed(op, "weight"), needed(op, "indices")
     out = op.outputs[0]
     width = table.shape[1]
@@ -94,7 +95,7 @@ def embedding_renorm(op: OpView) -> Cost:
             + op.write(table, size))
 
 
-# -- gathers ----------------------------------------------------------------------------------------
+# -- gathers ---------------------------------------------------------------------------------------
 
 
 @builtin("aten.index_select", fusion="gather")
@@ -140,23 +141,27 @@ def gather(op: OpView) -> Cost:
 
 @builtin("aten.masked_select", "aten.nonzero", "aten.nonzero_static", "aten.argwhere")
 def compacted(op: OpView) -> Cost:
-    """What is chosen is written, after a pass that counts and one that moves.  Inputs count once."""
+    """What is chosen is written, after a pass that counts and one that moves; inputs count once."""
     return streamed(op)
 
 
-# -- scatters ---------------------------------------------------------------------------------------
+# -- scatters --------------------------------------------------------------------------------------
 
 
-def _scattered(op: OpView, source: TensorView | None, elements: int, touched: int,
-               accumulate: bool) -> Cost:
+def _scattered(op: OpView, elements: int, touched: int, accumulate: bool,
+               reached: int | None = None) -> Cost:
     """`elements` values land on `touched` distinct elements of self.
 
-    Reads values and indices.  In place, only the touched elements are written (read as well if they
-    accumulate, one add per value); out of place, self is copied first.
+    Reads indices and values (of `src`, as many as are `reached`).  In place, only the touched
+    elements are written (read as well if they accumulate, one add per value); out of place, self is
+    copied first.
     """
     table, out = needed(op, "self"), op.outputs[0] if op.outputs else needed(op, "self")
     size = _part(table, touched)
-    cost = _others(op, "self") + op.write(out, size)
+    source = op.tensor("src") if reached is not None else None
+    cost = _others(op, "self", "src" if source is not None else "self") + op.write(out, size)
+    if source is not None and reached is not None:
+        cost += op.read(source, _part(source, reached))
     if accumulate:
         cost += vector(op, elements) + op.read(out, size)
     if not op.target.rsplit(".", 1)[0].endswith(("_", "_index_put_impl")):
@@ -172,7 +177,8 @@ def index_put(op: OpView) -> Cost:
     positions = _positions(op, rows)
     touched = _touched(op, positions, rows)
     accumulate = bool(op.attribute("accumulate", False))
-    return _scattered(op, values, max(positions * width, values.elements), touched * width, accumulate)
+    elements = max(positions * width, values.elements)
+    return _scattered(op, elements, touched * width, accumulate)
 
 
 def _positions(op: OpView, rows: int) -> int:
@@ -195,7 +201,7 @@ def index_add(op: OpView) -> Cost:
     width = x.elements // rows if rows else 0
     touched = _touched(op, needed(op, "index").elements, rows) * width
     scaled = vector(op, source.elements) if op.attribute("alpha", 1) != 1 else NOTHING
-    return scaled + _scattered(op, source, source.elements, touched, "copy" not in op.target)
+    return scaled + _scattered(op, source.elements, touched, "copy" not in op.target)
 
 
 @builtin("aten.index_fill", "aten.index_fill_")
@@ -205,7 +211,7 @@ def index_fill(op: OpView) -> Cost:
     rows = x.shape[op.attribute("dim")] if x.dim else 1
     width = x.elements // rows if rows else 0
     touched = _touched(op, needed(op, "index").elements, rows) * width
-    return _scattered(op, None, 0, touched, False)
+    return _scattered(op, 0, touched, False)
 
 
 @builtin("aten.scatter", "aten.scatter_", "aten.scatter_add", "aten.scatter_add_",
@@ -216,14 +222,9 @@ def scatter(op: OpView) -> Cost:
     The source is read where `index` reaches it: as many elements as there are indices.
     """
     x, index = needed(op, "self"), needed(op, "index")
-    source = op.tensor("src")
     reduce = "scatter_add" in op.target or op.attribute("reduce") is not None
     touched = _touched(op, index.elements, x.elements)
-    cost = _scattered(op, source, index.elements, touched, reduce)
-    if source is not None and source.elements > index.elements and source != index:
-        unread = source.nbytes - _part(source, index.elements)
-        cost += Cost({}, {access: -size for access, size in op.read(source, unread).traffic.items()})
-    return cost
+    return _scattered(op, index.elements, touched, reduce, reached=index.elements)
 
 
 @builtin("aten.put", "aten.put_")
@@ -231,7 +232,7 @@ def put(op: OpView) -> Cost:
     """x.flatten()[index[i]] = source[i], or +=."""
     x, index, source = needed(op, "self"), needed(op, "index"), needed(op, "source")
     touched = _touched(op, index.elements, x.elements)
-    return _scattered(op, source, source.elements, touched, bool(op.attribute("accumulate", False)))
+    return _scattered(op, source.elements, touched, bool(op.attribute("accumulate", False)))
 
 
 @builtin("aten.masked_scatter", "aten.masked_scatter_")

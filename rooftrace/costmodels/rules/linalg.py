@@ -78,4 +78,5 @@ def solve(op: OpView) -> Cost:
 def least_squares(op: OpView) -> Cost:
     """Householder QR: 2 n^2 (m - n / 3), and 4 m n per right-hand side (section 5.3)."""
     batch, m, n, _ = _matrix(op)
-    return vector(op, batch * round(2 * n * n * (m - n / 3)) + 4 * n * needed(op, "b").elements) + streamed(op)
+    factor = batch * round(2 * n * n * (m - n / 3))
+    return vector(op, factor + 4 * n * needed(op, "b").elements) + streamed(op)

@@ -16,7 +16,8 @@ FORWARD: dict[str, str] = {
     "smooth_l1_loss": "0.5 * z * z / BETA if (z := abs(x - t)) < BETA else z - 0.5 * BETA",
     "huber_loss": "0.5 * z * z if (z := abs(x - t)) < DELTA else DELTA * (z - 0.5 * DELTA)",
     "binary_cross_entropy": "-(t * max(log(x), FLOOR) + (1 - t) * max(log(1 - x), FLOOR))",
-    "binary_cross_entropy_with_logits": "(1 - t) * x + (m := max(-x, 0)) + log(exp(-m) + exp(-x - m))",
+    "binary_cross_entropy_with_logits":
+        "(1 - t) * x + (m := max(-x, 0)) + log(exp(-m) + exp(-x - m))",
     "soft_margin_loss": "log1p(exp(-t * x))",
     "kl_div": "t * (log(t) - x)",
     "poisson_nll_loss": "exp(x) - t * x",
@@ -27,8 +28,10 @@ FORWARD: dict[str, str] = {
 
 BACKWARD: dict[str, str] = {
     "mse_loss_backward": "NORM * (x - t) * g",
-    "smooth_l1_loss_backward": "NORM * z * g / BETA if abs(z := x - t) < BETA else NORM * g * sign(z)",
-    "huber_loss_backward": "NORM * g * z if abs(z := x - t) <= DELTA else NORM * g * DELTA * sign(z)",
+    "smooth_l1_loss_backward":
+        "NORM * z * g / BETA if abs(z := x - t) < BETA else NORM * g * sign(z)",
+    "huber_loss_backward":
+        "NORM * g * z if abs(z := x - t) <= DELTA else NORM * g * DELTA * sign(z)",
     "binary_cross_entropy_backward": "g * (x - t) / max((1 - x) * x, EPS) * NORM",
     "soft_margin_loss_backward": "-NORM * t * (z := exp(-t * x)) / (z + 1) * g",
     "multilabel_margin_loss_backward": "g * NORM",
@@ -46,7 +49,8 @@ def _forward(name: str, formula: str) -> None:
     def price(op: OpView) -> Cost:
         n = needed(op, "self").elements
         weights = sum(op.tensor(w) is not None for w in ("weight", "pos_weight"))
-        return vector(op, (flop_per_element(formula) + weights) * n + reduction_flop(op, n)) + streamed(op)
+        flop = (flop_per_element(formula) + weights) * n + reduction_flop(op, n)
+        return vector(op, flop) + streamed(op)
 
 
 def _backward(name: str, formula: str) -> None:
@@ -94,7 +98,8 @@ def nll_loss_backward(op: OpView) -> Cost:
 def multi_margin_loss(op: OpView) -> Cost:
     """max(0, margin - x[t] + x[j])^p over the classes: difference, add, comparison, power, add."""
     x = needed(op, "self")
-    return vector(op, 5 * x.elements + reduction_flop(op, needed(op, "target").elements)) + streamed(op)
+    reduced = reduction_flop(op, needed(op, "target").elements)
+    return vector(op, 5 * x.elements + reduced) + streamed(op)
 
 
 @builtin("aten.multi_margin_loss_backward")
@@ -105,9 +110,10 @@ def multi_margin_loss_backward(op: OpView) -> Cost:
 
 @builtin("aten._ctc_loss", "aten._cudnn_ctc_loss", "aten.ctc_loss")
 def ctc_loss(op: OpView) -> Cost:
-    """alpha[T, 2 S + 1]: a log-sum-exp of three and an add each, 11 flop (Graves et al. 2006, eq. 6).
+    """alpha[T, 2 S + 1]: log-sum-exp of three and an add each, 11 flop (Graves et al. 2006, eq. 6).
 
-    Three comparisons, three differences, three exponentials, two adds, a log, two sums, less the first.
+    Three comparisons, three differences, three exponentials, two adds, a log, two sums, less the
+    first.
     """
     alpha = op.outputs[-1].elements
     return vector(op, 11 * alpha) + streamed(op)

@@ -95,7 +95,7 @@ def matmul(op: OpView) -> Cost:
 
 @builtin("aten.linear", "aten.mkldnn_linear")
 def linear(op: OpView) -> Cost:
-    """y[..., N] = x[..., K] W[N, K]^T + bias[N]: 2 M K N flop with M rows of x, M N adds of bias."""
+    """y[..., N] = x[..., K] W[N, K]^T + bias[N]: 2 M K N flop for M rows of x, M N adds of bias."""
     x, weight = needed(op, "input", "self"), needed(op, "weight")
     k = x.shape[-1]
     n = weight.shape[0] if weight.dim > 1 else 1

@@ -99,10 +99,10 @@ def composite_group_norm(op: OpView) -> Cost:
     return vector(op, standardise_flop(rows, n) + _affine(op) * x.elements) + streamed(op)
 
 
-# -- batch norm: statistics over N and space, one row per channel ---------------------------------
+# -- batch norm: statistics over N and space, one row per channel ----------------------------------
 
 RUNNING = 7
-"""Flop per channel to update running statistics: (1 - m) r + m s twice, and the unbiased variance."""
+"""Flop per channel to update running statistics: (1 - m) r + m s twice, variance made unbiased."""
 
 
 def _batch_norm(op: OpView, training: bool) -> Cost:
@@ -173,7 +173,8 @@ def batch_norm_backward(op: OpView) -> Cost:
         per_channel += 1
     if wants_x:
         per_channel += 4 * n + 5 if training else n + 1
-    unread = ("running_mean", "running_var") if training else ("save_mean", "save_invstd", "save_var")
+    saved = ("save_mean", "save_invstd", "save_var")
+    unread = ("running_mean", "running_var") if training else saved
     return vector(op, channels * per_channel) + streamed(op, unread=unread)
 
 
@@ -209,7 +210,7 @@ def batch_norm_backward_elemt(op: OpView) -> Cost:
     return vector(op, 5 * needed(op, "input").elements) + streamed(op)
 
 
-# -- RMS norm -------------------------------------------------------------------------------------
+# -- RMS norm --------------------------------------------------------------------------------------
 
 
 @builtin("aten._fused_rms_norm", "aten.rms_norm", fusion="reduction")
@@ -229,7 +230,8 @@ def rms_norm(op: OpView) -> Cost:
 def rms_norm_backward(op: OpView) -> Cost:
     """dx = rstd (g - xhat mean(g xhat)), g = dy w, xhat = x rstd; dw = sum_M dy xhat.
 
-    xhat: n.  g: n if there is a weight.  sum g xhat: 2 n - 1, a division.  dx: 3 n.  dw: as layer norm.
+    xhat: n.  g: n if there is a weight.  sum g xhat: 2 n - 1, a division.  dx: 3 n.  dw: as layer
+    norm.
     """
     x = needed(op, "input")
     n = math.prod(op.attribute("normalized_shape"))

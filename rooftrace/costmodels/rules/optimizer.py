@@ -1,6 +1,7 @@
 """Optimizer steps: _foreach_ ops that elementwise has no namesake for, and the fused kernels.
 
-The plain and most _foreach_ forms are priced where their names are (`elementwise`, `creation`, `copying`).
+The plain and most _foreach_ forms are priced where their names are (`elementwise`, `creation`,
+`copying`).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ def adam_flop(decoupled: bool, decay: bool, amsgrad: bool) -> int:
 
 
 def _fused(op: OpView, flop: int, states: Iterable[str]) -> Cost:
-    """Every list read once; parameters and states written (gradients too where they are unscaled)."""
+    """Every list read once; parameters and states written (gradients too where unscaled)."""
     parameters = op.tensors("self")
     changed: list[TensorView] = [*parameters, *(t for name in states for t in op.tensors(name))]
     if op.tensor("grad_scale") is not None:
@@ -43,14 +44,15 @@ def fused_adam(op: OpView) -> Cost:
 
 @builtin("aten._fused_sgd_", "aten._fused_sgd", fusion="pointwise")
 def fused_sgd(op: OpView) -> Cost:
-    """p - lr d: 2.  Decay into the gradient: 2.  Buffer b = momentum b + (1 - dampening) d: 2, or 3.
+    """p - lr d: 2.  Decay into the gradient: 2.  b = momentum b + (1 - dampening) d: 2, or 3.
 
     Nesterov looks ahead, d + momentum b: 2.
     """
     momentum = op.attribute("momentum", 0.0) != 0
     flop = 2 + 2 * (op.attribute("weight_decay", 0.0) != 0)
     if momentum:
-        flop += 2 + (op.attribute("dampening", 0.0) != 0) + 2 * bool(op.attribute("nesterov", False))
+        flop += 2 + (op.attribute("dampening", 0.0) != 0)
+        flop += 2 * bool(op.attribute("nesterov", False))
     return _fused(op, flop, ("momentum_buffer_list",) if momentum else ())
 
 

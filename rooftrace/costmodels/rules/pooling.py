@@ -58,7 +58,7 @@ def avg_pool_backward(op: OpView) -> Cost:
 
 
 def adaptive_cells(inputs: int, outputs: int) -> int:
-    """Cells in all windows along one dimension: window i is floor(i n / m) to ceil((i + 1) n / m)."""
+    """Cells in all windows along a dimension: window i is floor(i n / m) to ceil((i + 1) n / m)."""
     return sum(-(-(i + 1) * inputs // outputs) - i * inputs // outputs for i in range(outputs))
 
 

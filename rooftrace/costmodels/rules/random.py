@@ -1,10 +1,18 @@
-"""Random numbers and dropout.  Making random bits is integer work; only what is done with them counts."""
+"""Random numbers and dropout.  Making random bits is integer work; using them counts."""
 
 from __future__ import annotations
 
 from rooftrace.costmodels.cost import Cost, OpView
 from rooftrace.costmodels.registry import builtin
-from rooftrace.costmodels.rules.common import needed, reading, streamed, total, vector, write_all, written
+from rooftrace.costmodels.rules.common import (
+    needed,
+    reading,
+    streamed,
+    total,
+    vector,
+    write_all,
+    written,
+)
 
 
 @builtin("aten.rand", "aten.randn", "aten.randint", "aten.rand_like", "aten.randn_like",
@@ -46,13 +54,13 @@ def randperm(op: OpView) -> Cost:
 
 @builtin("aten.multinomial")
 def multinomial(op: OpView) -> Cost:
-    """Per row of n weights a running sum and its normalisation: 2 n flop; samples are index work."""
+    """A running sum and its normalisation per row of n weights: 2 n; samples are index work."""
     return vector(op, 2 * needed(op, "self").elements) + reading(op, "self")
 
 
 @builtin("aten.native_dropout", "aten._fused_dropout", "aten.dropout", "aten.dropout_",
-         "aten.feature_dropout", "aten.feature_dropout_", "aten.alpha_dropout", "aten.alpha_dropout_",
-         fusion="pointwise")
+         "aten.feature_dropout", "aten.feature_dropout_", "aten.alpha_dropout",
+         "aten.alpha_dropout_", fusion="pointwise")
 def dropout(op: OpView) -> Cost:
     """y = x [u > p] / (1 - p): a comparison and two products; mask and y are written."""
     if not op.attribute("train", True):

@@ -49,7 +49,7 @@ _reduction("var", "var_mean", flop=lambda n: 4 * n,
            why="Mean (n), differences (n), squares (n), n - 1 adds and a division.")
 _reduction("std", "std_mean", flop=lambda n: 4 * n + 1, why="As var, and a root.")
 _reduction("logsumexp", "special_logsumexp", flop=lambda n: 4 * n,
-           why="Maximum (n - 1), differences (n), exp (n), n - 1 adds, a log, and the maximum added.")
+           why="Maximum (n - 1), differences (n), exp (n), n - 1 adds, a log, the maximum added.")
 _reduction("aminmax", "_aminmax", flop=lambda n: 2 * (n - 1), why="n - 1 comparisons each way.")
 _reduction("count_nonzero", flop=lambda n: n, why="n comparisons; counting is integer work.")
 
@@ -61,7 +61,8 @@ def truth(op: OpView) -> Cost:
 
 
 @builtin("aten.linalg_vector_norm", "aten.norm", "aten.native_norm", "aten._foreach_norm",
-         "aten.dist", "aten.frobenius_norm", "aten.linalg__powsum", "aten._foreach_powsum", fusion="reduction")
+         "aten.dist", "aten.frobenius_norm", "aten.linalg__powsum", "aten._foreach_powsum",
+         fusion="reduction")
 def vector_norm(op: OpView) -> Cost:
     """(sum |x|^p)^(1/p) over rows of n.
 
@@ -114,7 +115,7 @@ def selection(op: OpView) -> Cost:
 
 @builtin("aten.renorm", "aten.renorm_", fusion="reduction")
 def renorm(op: OpView) -> Cost:
-    """The norm of every slice along `dim` (as `vector_norm`, p = 2), then one product per element."""
+    """The norm of every slice along `dim` (as `vector_norm`, p = 2), then a product per element."""
     x = needed(op, "self")
     slices = extent(x.shape, axes(op, x.dim, "dim", 0))
     return vector(op, 3 * x.elements + 2 * slices) + streamed(op)
@@ -133,7 +134,7 @@ def cdist(op: OpView) -> Cost:
 
 @builtin("aten._cdist_backward")
 def cdist_backward(op: OpView) -> Cost:
-    """Per term: the difference, its share of the distance, the product with the gradient, an add."""
+    """Per term: a difference, its share of the distance, a product with the gradient, an add."""
     terms = needed(op, "grad").elements * needed(op, "x1").shape[-1]
     return vector(op, 4 * terms) + streamed(op)
 

@@ -12,7 +12,8 @@ from rooftrace.costmodels.rules.common import needed, product_precision, streame
 
 GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 POINTWISE = {
-    # Four gates: an add each of the two products, three sigmoids (4), two tanh, c' = f c + i g, o tanh c'.
+    # Four gates: an add each of the two products, three sigmoids (4), two tanh, c' = f c + i g, o
+    # tanh c'.
     "lstm": 4 + 3 * 4 + 2 + 3 + 1,
     # Three adds of products, two sigmoids, r * h part, tanh, (1 - z) n + z h.
     "gru": 3 + 2 * 4 + 1 + 1 + 4,
@@ -41,7 +42,7 @@ def _sizes(op: OpView, mode: str) -> tuple[int, int]:
 
 def _products(op: OpView, params: tuple[TensorView, ...], group: int, steps: int, batch: int,
               precision: str, backward: bool = False) -> Cost:
-    """x W^T for all steps at once, then h W^T (and a projection) step by step: 2 rows a b per W[a, b]."""
+    """x W^T for all steps at once, h W^T and a projection by step: 2 rows a b per W[a, b]."""
     cost = NOTHING
     for position, weight in enumerate(params):
         if weight.dim != 2:
@@ -75,8 +76,8 @@ def _mode(op: OpView) -> str:
     return str(mode) if mode is not None else op.target.split(".")[1]
 
 
-@builtin("rooftrace.rnn", "aten.lstm", "aten.gru", "aten.rnn_tanh", "aten.rnn_relu", "aten._cudnn_rnn",
-         "aten.miopen_rnn")
+@builtin("rooftrace.rnn", "aten.lstm", "aten.gru", "aten.rnn_tanh", "aten.rnn_relu",
+         "aten._cudnn_rnn", "aten.miopen_rnn")
 def rnn(op: OpView) -> Cost:
     """Per layer and direction: gates[T B, G H] = x W_ih^T + h W_hh^T + biases, then POINTWISE.
 
@@ -121,7 +122,7 @@ def lstm_cell(op: OpView) -> Cost:
 @builtin("aten._thnn_fused_lstm_cell_backward", "aten._thnn_fused_lstm_cell_backward_impl",
          fusion="pointwise")
 def lstm_cell_backward(op: OpView) -> Cost:
-    """Gradients of four gates and the cell: three sigmoids' (3), two tanh's (3), nine products and adds."""
+    """Gradients of three sigmoids and two tanh (3 each), and nine products and adds."""
     return vector(op, (3 * 3 + 2 * 3 + 9) * needed(op, "cx").elements) + streamed(op)
 
 
@@ -135,5 +136,5 @@ def gru_cell(op: OpView) -> Cost:
 
 @builtin("aten._thnn_fused_gru_cell_backward", fusion="pointwise")
 def gru_cell_backward(op: OpView) -> Cost:
-    """Gradients of three gates and the state: two sigmoids' (3), a tanh's (3), eight products and adds."""
+    """Gradients of two sigmoids (3 each) and a tanh (3), and eight products and adds."""
     return vector(op, (2 * 3 + 3 + 8) * needed(op, "grad_hy").elements) + streamed(op)

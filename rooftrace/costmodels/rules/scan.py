@@ -14,8 +14,8 @@ def _steps(op: OpView) -> int:
     return x.elements - x.elements // n if n else 0
 
 
-@builtin("aten.cumsum", "aten.cumsum_", "aten.cumprod", "aten.cumprod_", "aten.cummax", "aten.cummin",
-         "aten._cummax_helper", "aten._cummin_helper")
+@builtin("aten.cumsum", "aten.cumsum_", "aten.cumprod", "aten.cumprod_", "aten.cummax",
+         "aten.cummin", "aten._cummax_helper", "aten._cummin_helper")
 def scan(op: OpView) -> Cost:
     """n - 1 adds, products or comparisons per row of n.
 

@@ -9,13 +9,13 @@ from rooftrace.costmodels.rules.common import streamed
 VIEWS: tuple[str, ...] = (
     "_conj", "_fw_primal", "_make_dual", "_neg_view", "_reshape_alias", "_unsafe_view", "adjoint",
     "alias", "as_strided", "as_strided_", "broadcast_to", "chunk", "conj", "detach", "detach_",
-    "diagonal", "dsplit", "expand", "expand_as", "hsplit", "linalg_diagonal", "mT", "mH", "matrix_H",
-    "moveaxis", "movedim", "narrow", "numpy_T", "permute", "positive", "select", "slice", "split",
-    "split_with_sizes", "squeeze", "squeeze_", "swapaxes", "swapdims", "t", "t_", "tensor_split",
-    "transpose", "transpose_", "unbind", "unflatten", "unfold", "unsafe_chunk", "unsafe_split",
-    "unsafe_split_with_sizes", "unsqueeze", "unsqueeze_", "view", "view_as", "view_as_complex",
-    "view_as_real", "vsplit", "lift", "lift_fresh", "set_", "resize_", "resize_as_",
-    "requires_grad_", "_nested_view_from_buffer",
+    "diagonal", "dsplit", "expand", "expand_as", "hsplit", "linalg_diagonal", "mT", "mH",
+    "matrix_H", "moveaxis", "movedim", "narrow", "numpy_T", "permute", "positive", "select",
+    "slice", "split", "split_with_sizes", "squeeze", "squeeze_", "swapaxes", "swapdims", "t",
+    "t_", "tensor_split", "transpose", "transpose_", "unbind", "unflatten", "unfold",
+    "unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes", "unsqueeze", "unsqueeze_", "view",
+    "view_as", "view_as_complex", "view_as_real", "vsplit", "lift", "lift_fresh", "set_",
+    "resize_", "resize_as_", "requires_grad_", "_nested_view_from_buffer",
 )
 BOOKKEEPING: tuple[str, ...] = (
     "aten.sym_size", "aten.sym_stride", "aten.sym_numel", "aten.sym_storage_offset", "aten.size",

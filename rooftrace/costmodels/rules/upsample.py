@@ -1,7 +1,7 @@
 """Resampling of images: nearest, linear, cubic, by a grid; and their gradients.
 
-A value from k taps is k products with weights and k - 1 adds; weights depend on the row and the column
-only, and positions are index work: neither is counted.
+A value from k taps is k products with weights and k - 1 adds; weights depend on the row and the
+column only, and positions are index work: neither is counted.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ def interpolate_backward(op: OpView) -> Cost:
     return vector(op, 2 * k * grad.elements) + streamed(op) + op.write(out)
 
 
-ANTIALIASED = {"_upsample_bilinear2d_aa": 1, "_upsample_bicubic2d_aa": 2, "_upsample_lanczos2d_aa": 3}
+ANTIALIASED = {"_upsample_bilinear2d_aa": 1, "_upsample_bicubic2d_aa": 2,
+               "_upsample_lanczos2d_aa": 3}
 """Half the support of the filter, in pixels of the coarser image."""
 
 
@@ -110,7 +111,7 @@ def grid_sample_backward(op: OpView) -> Cost:
 
 @builtin("aten.affine_grid_generator")
 def affine_grid(op: OpView) -> Cost:
-    """grid = theta [x, y, 1]: a product and an add per term; d + 1 terms for each of d coordinates."""
+    """grid = theta [x, y, 1]: a product and an add for each of d + 1 terms, d coordinates."""
     out = op.outputs[0]
     return vector(op, 2 * (out.shape[-1] + 1) * out.elements) + streamed(op)
 

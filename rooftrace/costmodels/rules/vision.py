@@ -32,7 +32,7 @@ def _samples(op: OpView) -> int:
 
 @builtin("torchvision.roi_align")
 def roi_align(op: OpView) -> Cost:
-    """Per output cell the mean of some bilinear samples: 7 flop each, as in `upsample`, and an add."""
+    """Per output cell a mean of bilinear samples: 7 flop each, as in `upsample`, and an add."""
     return vector(op, 8 * _samples(op) * op.outputs[0].elements) + streamed(op)
 
 
@@ -40,7 +40,8 @@ def roi_align(op: OpView) -> Cost:
 def roi_align_backward(op: OpView) -> Cost:
     """Zeros, then every incoming value to four pixels per sample: 8 flop and a division each."""
     grad, out = needed(op, "grad"), op.outputs[0]
-    return vector(op, 9 * _samples(op) * grad.elements) + reading(op, "grad", "rois") + op.write(out)
+    return (vector(op, 9 * _samples(op) * grad.elements) + reading(op, "grad", "rois")
+            + op.write(out))
 
 
 @builtin("torchvision.roi_pool", "torchvision.ps_roi_align", "torchvision.ps_roi_pool")

@@ -1,0 +1,64 @@
+"""What a training, prefill or decode step of any nn.Module costs on a chip, in FLOPs, bytes and time.
+
+    import rooftrace as rt
+
+    graph = rt.trace(model, x)                     # any module, any arguments; no weights, no GPU
+    print(rt.estimate(graph, chip="h200-sxm"))     # the table
+    rt.report(model, x, chip="h200-sxm", out="report/")
+
+Importing this package imports neither torch nor anything else that is slow to load: names are looked
+up when they are first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rooftrace.costmodels.cost import Access, Cost, OpView, Work
+    from rooftrace.costmodels.estimate import Estimate, Plan, estimate, plan
+    from rooftrace.costmodels.execution import ExecutionModel, execution_model
+    from rooftrace.costmodels.memory import memory
+    from rooftrace.costmodels.registry import rule
+    from rooftrace.costmodels.rewrite import reprice
+    from rooftrace.hardware.chip import Chip
+    from rooftrace.hardware.chipfile import available_chips, load_chip
+    from rooftrace.reporting.api import diff, profile, report, summary
+    from rooftrace.tracer.api import load, save, trace, trace_target
+    from rooftrace.tracer.graph import OpGraph
+
+_WHERE = {
+    "Access": "costmodels.cost", "Cost": "costmodels.cost", "OpView": "costmodels.cost",
+    "Work": "costmodels.cost", "Estimate": "costmodels.estimate", "Plan": "costmodels.estimate",
+    "estimate": "costmodels.estimate", "plan": "costmodels.estimate",
+    "ExecutionModel": "costmodels.execution", "execution_model": "costmodels.execution",
+    "memory": "costmodels.memory", "rule": "costmodels.registry", "reprice": "costmodels.rewrite",
+    "Chip": "hardware.chip", "available_chips": "hardware.chipfile", "load_chip": "hardware.chipfile",
+    "OpGraph": "tracer.graph", "diff": "reporting.api", "profile": "reporting.api",
+    "report": "reporting.api", "summary": "reporting.api", "load": "tracer.api", "save": "tracer.api",
+    "trace": "tracer.api", "trace_target": "tracer.api",
+}
+
+__all__ = [
+    "Access", "Chip", "Cost", "Estimate", "ExecutionModel", "OpGraph", "OpView", "Plan", "Work",
+    "available_chips", "diff", "estimate", "execution_model", "load", "load_chip", "memory", "plan",
+    "profile", "report", "reprice", "rule", "save", "summary", "trace", "trace_target",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("rooftrace")
+    where = _WHERE.get(name)
+    if where is None:
+        raise AttributeError(f"module 'rooftrace' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"rooftrace.{where}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, "__version__"})

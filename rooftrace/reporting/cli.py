@@ -1,0 +1,364 @@
+"""The command line.  Exit codes: 0 good, 1 a check failed, 2 the request was wrong (one line says how).
+
+Only click is imported up front, so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from rooftrace.costmodels.execution import ExecutionModel
+    from rooftrace.hardware.chip import Chip
+    from rooftrace.tracer.graph import OpGraph
+
+_TARGET_HELP = """TARGET is package.module:attr or path/file.py:attr (a module, or a function returning a module or
+(module, inputs)), the path of a Hugging Face config.json, hf:ORG/NAME, or a saved graph."""
+
+
+class _Commas(click.ParamType):
+    """A comma-separated list."""
+
+    name = "LIST"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
+        if isinstance(value, tuple):
+            return value
+        return tuple(part.strip() for part in str(value).split(",") if part.strip())
+
+
+def _workload_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """--batch, --seq, --phase, --dtype ...: what is run."""
+    options = (
+        click.option("--phase", "phases", type=_Commas(),
+                     help="forward, training, prefill, decode; default: those that fit the model."),
+        click.option("--batch", type=int, help="Batch size; default 1, or that of the given inputs."),
+        click.option("--seq", type=int, help="Sequence (prompt) length in tokens."),
+        click.option("--kv", type=int, help="Cached length before a decode step; default: --seq."),
+        click.option("--input", "inputs", multiple=True, metavar="NAME=SHAPE:DTYPE",
+                     help="An input by name, for example pixels=8,3,224,224:fp32.  Repeatable."),
+        click.option("--dtype", help="Price the model's own floats in this precision (fp8, bf16, int4 ...)."),
+        click.option("--weights-dtype", help="Price weights in this precision."),
+        click.option("--kv-dtype", help="Price the KV cache in this precision."),
+        click.option("--optimizer", default="adamw", show_default=True,
+                     help="Optimizer of a training step: none, or any of torch.optim."),
+        click.option("--trust-remote-code", is_flag=True,
+                     help="Let a Hugging Face repository run its own code."),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def _pricing_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """--tf32, --rules: how it is priced."""
+    options = (
+        click.option("--tf32", is_flag=True, help="Run fp32 matrix products on the matrix engine."),
+        click.option("--rules", multiple=True, metavar="FILE.py",
+                     help="Python file with @rooftrace.rule functions.  Repeatable."),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(package_name="rooftrace", message="rooftrace %(version)s")
+def cli() -> None:
+    """What a training, prefill or decode step of any nn.Module costs on a chip, and what limits it.
+
+    No GPU, no weights and no per-model adapter needed.  Start with:
+
+        rooftrace report examples/configs/gpt2.json --batch 8 --seq 255 --chip h200-sxm
+    """
+
+
+@cli.command(epilog=_TARGET_HELP)
+@click.argument("target")
+@_workload_options
+@_pricing_options
+@click.option("--chip", "chips", type=_Commas(), default="h200-sxm", show_default=True,
+              help="Chips by name or TOML path; times are those of the first.")
+@click.option("--execution", "executions", type=_Commas(), default="naive,efficient", show_default=True,
+              help="naive, eager, compiled, efficient, seed-naive, seed-efficient.")
+@click.option("--out", metavar="DIR", help="Folder for report.md, report.json, ops.csv and figures; - is stdout.")
+@click.option("--format", "formats", type=_Commas(), help="Which files: md, json, csv, png; default all.")
+def report(target: str, chips: tuple[str, ...], executions: tuple[str, ...], out: str | None,
+           formats: tuple[str, ...] | None, tf32: bool, rules: tuple[str, ...], **request: Any) -> None:
+    """Cost of each phase of TARGET: one screen, and a folder of files with --out."""
+    from rooftrace.reporting.files import check_folder
+    from rooftrace.reporting.report import FORMATS, build_report
+
+    for name in formats or ():
+        if name not in FORMATS:
+            raise click.UsageError(f"--format {name!r}: expected some of {', '.join(FORMATS)}")
+    if out == "-" and (formats is None or len(formats) != 1 or formats[0] == "png"):
+        raise click.UsageError("--out - writes one format to stdout: add --format json, md or csv")
+    loaded, models = _chips(chips), _executions(executions, tf32)
+    _load_rules(rules)
+    if out is not None and out != "-":
+        check_folder(Path(out))
+    with _progress() as tell:
+        graphs = _graphs(target, tell, **request)
+        result = build_report(graphs, loaded, models, progress=tell)
+        written = result.write(Path(out), formats or FORMATS) if out is not None and out != "-" else []
+    if out == "-":
+        _to_stdout(result, (formats or ("json",))[0])
+        return
+    _console().print(result)
+    if written:
+        click.echo(f"\nwritten to {Path(out or '.')}{os.sep}: {', '.join(path.name for path in written)}")
+
+
+@cli.command(epilog=_TARGET_HELP)
+@click.argument("target")
+@_workload_options
+@click.option("-o", "--out", required=True, metavar="FILE", help="graph.json or graph.json.gz; - is stdout.")
+def trace(target: str, out: str, **request: Any) -> None:
+    """Capture TARGET and save its operator graphs, one per phase."""
+    from rooftrace.tracer.graphfile import graphs_bytes, write_bytes
+
+    with _progress() as tell:
+        graphs = _graphs(target, tell, **request)
+    if out == "-":
+        sys.stdout.buffer.write(graphs_bytes(graphs, compress=False))
+        return
+    write_bytes(Path(out), graphs_bytes(graphs, compress=out.endswith(".gz")))
+    counts = ", ".join(f"{phase} {len(graph.ops)} ops" for phase, graph in graphs.items())
+    click.echo(f"{out}: {counts}")
+
+
+@cli.command(epilog=_TARGET_HELP)
+@click.argument("before")
+@click.argument("after")
+@_workload_options
+@_pricing_options
+@click.option("--names", nargs=2, default=None, metavar="BEFORE AFTER", help="What to call the two in the output.")
+@click.option("--chip", default="h200-sxm", show_default=True, help="A chip by name or TOML path.")
+@click.option("--execution", default="efficient", show_default=True, help="The execution model to compare under.")
+@click.option("--format", "form", type=click.Choice(["terminal", "md", "json"]), default="terminal",
+              show_default=True)
+@click.option("--out", metavar="FILE", help="Write there instead of the terminal; - is stdout.")
+@click.option("--fail-on", multiple=True, metavar="METRIC>LIMIT",
+              help='Exit 1 when a metric grows beyond it: "time>5%", "memory>1 GiB".  Metrics: time, flops, bytes, '
+                   "memory, params, kernels.  Repeatable.")
+def diff(before: str, after: str, names: tuple[str, str] | None, chip: str, execution: str, form: str,
+         out: str | None, fail_on: tuple[str, ...], tf32: bool, rules: tuple[str, ...], **request: Any) -> None:
+    """What changed in cost from BEFORE to AFTER: targets or saved graphs."""
+    from rooftrace.costmodels.diff import diff_estimates, parse_condition
+    from rooftrace.costmodels.estimate import estimate
+    from rooftrace.reporting.difftext import diff_markdown, render_diff
+    from rooftrace.tracer.graphfile import write_bytes
+
+    for condition in fail_on:
+        parse_condition(condition)
+    (loaded,), (model,) = _chips((chip,)), _executions((execution,), tf32)
+    _load_rules(rules)
+    with _progress() as tell:
+        sides = [{phase: estimate(graph, loaded, model) for phase, graph in _graphs(t, tell, **request).items()}
+                 for t in (before, after)]
+    result = diff_estimates(sides[0], sides[1], names or (before, after))
+    if form == "terminal" and out in (None, "-"):
+        _console().print(render_diff(result))
+    else:
+        text = (json.dumps(result.to_dict(), indent=1) + "\n" if form == "json" else diff_markdown(result))
+        if out in (None, "-"):
+            click.echo(text, nl=False)
+        else:
+            write_bytes(Path(str(out)), text.encode())
+    broken = result.violations(fail_on)
+    for sentence in broken:
+        click.echo(f"rooftrace: {sentence}", err=True)
+    if broken:
+        sys.exit(1)
+
+
+@cli.group()
+def chips() -> None:
+    """The chips that come with rooftrace: list, show, lint."""
+
+
+@chips.command("list")
+def chips_list() -> None:
+    """Every chip with its dense peaks, memory and ridge point."""
+    from rooftrace.reporting.chiptext import render_chip_list
+
+    _console().print(render_chip_list())
+
+
+@chips.command("show")
+@click.argument("name")
+def chips_show(name: str) -> None:
+    """Every fact of one chip (a name or a TOML path) with its source and kind."""
+    from rooftrace.hardware.chipfile import load_chip
+    from rooftrace.reporting.chiptext import render_chip
+
+    _console().print(render_chip(load_chip(name)))
+
+
+@chips.command("lint")
+@click.argument("paths", nargs=-1)
+def chips_lint(paths: tuple[str, ...]) -> None:
+    """Check chip files (default: those that come with rooftrace); exit 1 on errors or warnings."""
+    from rooftrace.hardware.chipfile import available_chips, lint_chip
+
+    bad = 0
+    for path in paths or available_chips():
+        findings = lint_chip(path)
+        serious = [f for f in findings if f.severity != "note"]
+        bad += len(serious)
+        click.echo(f"{path}: {'ok' if not serious else f'{len(serious)} problems'}")
+        for finding in findings if paths else serious:
+            click.echo(f"  {finding.severity}: {finding.field}: {finding.message}")
+    if bad:
+        sys.exit(1)
+
+
+@cli.command()
+@click.option("--chip-only", is_flag=True, help="Measure this machine's rates and write them as a chip.")
+@click.option("--device", default=None, help="cpu or cuda; default: cuda where there is one.")
+@click.option("--budget", type=float, default=20.0, show_default=True, help="Seconds to spend.")
+@click.option("-o", "--out", metavar="FILE.toml", help="Where to write the chip; default: stdout.")
+def measure(chip_only: bool, device: str | None, budget: float, out: str | None) -> None:
+    """Measure this machine; the result is a TOML file for --chip."""
+    if not chip_only:
+        raise click.UsageError("measure: only --chip-only is there so far; add it to measure this machine's rates")
+    from rooftrace.hardware.chipfile import dump_chip, write_chip
+    from rooftrace.reporting.chiptext import render_chip
+    from rooftrace.tracer.measure_chip import default_device, measure_chip
+
+    with _progress() as tell:
+        chip = measure_chip(device or default_device(), budget, progress=tell)
+    if out in (None, "-"):
+        click.echo(dump_chip(chip), nl=False)
+        return
+    write_chip(chip, str(out))
+    _console().print(render_chip(chip))
+    click.echo(f"\nwritten to {out}; use it as --chip {out}")
+
+
+# -- what commands share ----------------------------------------------------------------------------
+
+def _graphs(target: str, tell: Callable[[str], None], phases: tuple[str, ...] | None, batch: int | None,
+            seq: int | None, kv: int | None, inputs: Sequence[str], dtype: str | None, weights_dtype: str | None,
+            kv_dtype: str | None, optimizer: str, trust_remote_code: bool) -> Mapping[str, OpGraph]:
+    """Trace (or load) a target and re-price it."""
+    from rooftrace.costmodels.rewrite import check_precisions, reprice
+    from rooftrace.tracer.graphfile import looks_saved
+
+    check_precisions(dtype, weights_dtype, kv_dtype)
+    graphs: Mapping[str, OpGraph]
+    from rooftrace.tracer.api import trace_target
+    if looks_saved(target):
+        if any(v is not None for v in (batch, seq, kv)) or inputs:
+            raise click.UsageError(f"{target}: a saved graph has its sizes; leave out --batch, --seq, --kv, --input")
+        graphs = trace_target(target, phases)
+    else:
+        from rooftrace.tracer.target import Request
+        from rooftrace.tracer.workload import Options
+
+        named = {}
+        for item in inputs:
+            name, equals, text = item.partition("=")
+            if not equals:
+                raise click.UsageError(f"--input {item!r}: expected NAME=SHAPE:DTYPE, for example x=8,3,224,224:fp32")
+            named[name] = text
+        request = Request(batch, seq, kv, named, trust_remote_code)
+        low = dtype or weights_dtype
+        graphs = trace_target(target, phases, request, Options(optimizer=optimizer, dtype=low), tell)
+    return {phase: reprice(graph, dtype, weights_dtype, kv_dtype) for phase, graph in graphs.items()}
+
+
+def _chips(names: Sequence[str]) -> list[Chip]:
+    from rooftrace.hardware.chipfile import load_chip
+
+    if not names:
+        raise click.UsageError("--chip: expected at least one chip")
+    return [load_chip(name) for name in names]
+
+
+def _executions(names: Sequence[str], tf32: bool) -> list[ExecutionModel]:
+    from rooftrace.costmodels.execution import execution_model
+
+    if not names:
+        raise click.UsageError("--execution: expected at least one execution model")
+    return [execution_model(name, **({"tf32": True} if tf32 else {})) for name in names]
+
+
+def _load_rules(paths: Sequence[str]) -> None:
+    import runpy
+
+    for path in paths:
+        if not Path(path).is_file():
+            raise click.UsageError(f"--rules {path!r}: there is no such file")
+        runpy.run_path(path)
+
+
+def _to_stdout(result: Any, form: str) -> None:
+    if form == "json":
+        click.echo(json.dumps(result.to_dict(), indent=1, allow_nan=False))
+    elif form == "csv":
+        click.echo(result.to_frame().to_csv(index=False, lineterminator="\n"), nl=False)
+    else:
+        from rooftrace.reporting.markdown import markdown
+
+        click.echo(markdown(result, ()), nl=False)
+
+
+def _console() -> Any:
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(width=100, highlight=False)
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[str], None]]:
+    """A spinner on stderr that says what is being done, where stderr is a terminal."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda _: None
+        return
+    with console.status("starting") as status:
+        yield lambda text: status.update(text)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line; every wrong request ends in one clear message and exit code 2."""
+    try:
+        cli.main(args=list(arguments) if arguments is not None else None, prog_name="rooftrace",
+                 standalone_mode=False)
+    except click.exceptions.Exit as stop:
+        sys.exit(stop.exit_code)
+    except click.Abort:
+        sys.exit(130)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(2)
+    except BrokenPipeError:
+        # The reader of our output has gone (| head): nothing is wrong.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
+    except (ValueError, LookupError, RuntimeError, OSError) as error:
+        if not (isinstance(error, OSError) or type(error).__module__.startswith("rooftrace.")):
+            raise
+        sys.stderr.write(f"rooftrace: {_message(error)}\n")
+        sys.exit(2)
+
+
+def _message(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.strerror and not type(error).__module__.startswith("rooftrace."):
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    if isinstance(error, LookupError) and error.args:
+        return str(error.args[0])
+    return str(error)

@@ -1,0 +1,111 @@
+"""The tracer's front door: a module or a target in, operator graphs out."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from rooftrace.tracer.graph import OpGraph
+from rooftrace.tracer.graphfile import load_graphs, looks_saved, save_graphs
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from rooftrace.tracer.target import Request
+    from rooftrace.tracer.workload import Loss, Options
+
+
+def trace(model: nn.Module, *args: Any, phase: str | None = None, loss: Loss | None = None,
+          optimizer: str = "adamw", dtype: str | None = None,
+          branches: Mapping[int, bool] | None = None, **kwargs: Any) -> OpGraph:
+    """Capture one step of `model` called with these arguments.
+
+    Tensors among the arguments are only looked at for their size, and for their value where they are
+    small (ids, masks, lengths).  phase: forward (default), training (adds loss, backward and the
+    optimizer step), prefill or decode (one token after a prompt of `input_ids`).  loss: maps the
+    output to a scalar; without it the model's own loss, or a unit gradient into each floating output.
+    dtype: the precision that the step will be priced in, if not the model's own (`reprice`).
+
+    Raises TraceError where the model's code fails, RequestError where the phase makes no sense for it.
+    """
+    from rooftrace.tracer.workload import Options, call_inputs, trace_phases
+
+    wanted = phase or "forward"
+    inputs = call_inputs(model, args, kwargs, wanted)
+    options = Options(loss=loss, optimizer=optimizer, dtype=dtype, branches=dict(branches or {}))
+    with collector_paused():
+        return trace_phases(model, inputs, (wanted,), options)[wanted]
+
+
+def trace_target(target: str | os.PathLike[str], phases: Sequence[str] | None = None,
+                 request: Request | None = None, options: Options | None = None,
+                 progress: Callable[[str], None] | None = None) -> dict[str, OpGraph]:
+    """The graphs by phase of whatever `target` names: Python code, a Hugging Face config, a saved graph.
+
+    phases: None takes what fits the model (prefill, decode and training if it keeps a cache, else
+    forward and training), or everything in a saved file.
+    """
+    name = os.fspath(target)
+    if looks_saved(name):
+        return _select(load_graphs(name), phases, name)
+    from rooftrace.tracer.target import load_target
+    from rooftrace.tracer.workload import trace_phases
+
+    tell = progress or (lambda _: None)
+    with collector_paused():
+        tell("building the model")
+        loaded = load_target(name, request)
+        return trace_phases(loaded.module, loaded.inputs, phases, options, progress, name)
+
+
+def save(graph: OpGraph | Mapping[str, OpGraph], path: str | os.PathLike[str]) -> None:
+    """Write one graph, or graphs by phase, to a JSON file (gzip if the name ends in .gz)."""
+    save_graphs({graph.phase: graph} if isinstance(graph, OpGraph) else graph, path)
+
+
+def load(path: str | os.PathLike[str], phase: str | None = None) -> OpGraph:
+    """Read one graph from a file: the only one in it, or that of `phase`."""
+    from rooftrace.tracer.graphfile import GraphFileError
+
+    graphs = load_graphs(path)
+    if phase is None and len(graphs) == 1:
+        return next(iter(graphs.values()))
+    if phase is None or phase not in graphs:
+        asked = "which phase is wanted" if phase is None else f"there is no phase {phase!r}"
+        raise GraphFileError(f"{os.fspath(path)}: {asked}; it holds {', '.join(graphs)}")
+    return graphs[phase]
+
+
+def _select(graphs: dict[str, OpGraph], phases: Sequence[str] | None, name: str) -> dict[str, OpGraph]:
+    if phases is None:
+        return graphs
+    from rooftrace.tracer.graphfile import GraphFileError
+
+    for phase in phases:
+        if phase not in graphs:
+            raise GraphFileError(f"{name}: no graph of phase {phase!r}; it holds {', '.join(graphs)}")
+    return {phase: graphs[phase] for phase in phases}
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """No garbage collection inside: tracing makes many objects that all stay, and the collector would
+    look through them again and again."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def floating_input(model: nn.Module, shape: tuple[int, ...]) -> Any:
+    """A meta tensor of this shape in the precision of the model's first floating parameter."""
+    import torch
+
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    return torch.empty(shape, dtype=dtype, device="meta")
