@@ -6,7 +6,7 @@ values and reading a shared one once, which is done by whoever adds costs up (`t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -188,16 +188,21 @@ class OpView:
     def streamed(self) -> Cost:
         """Every input read once, every output written once."""
         traffic: dict[Access, int] = {}
-        for tensor in self.inputs:
+        # The same tensor given twice (x * x) has one slot and is read once; two slices of one storage
+        # are both read, even if they look alike.
+        for index in sorted(set(_slots(tuple(value for _, value in self.arguments)))):
+            tensor = self.inputs[index]
             key = Access(tensor.storage, False)
-            # The same bytes given twice (x * x) are read once; two slices of one storage are both read.
             traffic[key] = traffic.get(key, 0) + tensor.nbytes
-        seen: set[TensorView] = set()
-        for tensor in self.inputs:
-            if tensor in seen:
-                traffic[Access(tensor.storage, False)] -= tensor.nbytes
-            seen.add(tensor)
         for tensor in self.outputs:
             key = Access(tensor.storage, True)
             traffic[key] = traffic.get(key, 0) + tensor.nbytes
         return Cost({}, {key: size for key, size in traffic.items() if size})
+
+
+def _slots(argument: Any) -> Iterator[int]:
+    if isinstance(argument, Slot):
+        yield argument.index
+    elif isinstance(argument, tuple):
+        for item in argument:
+            yield from _slots(item)

@@ -89,26 +89,29 @@ def memory(graph: OpGraph) -> Memory:
     unread = max(0, unread - alive["weights"])
     alive["weights"] += unread
     most = Counter(alive)
-    rest = _others(alive)
-    best, where, snapshot = sum(alive.values()), -1, Counter(alive)
+    others = most_others = sum(n for role, n in alive.items() if role not in _LISTED)
+    total = best = sum(alive.values())
+    where, snapshot = -1, Counter(alive)
     for op in graph.ops:
         for storage in births.get(op.id, ()):
             role = values[storage].role
             alive[role] += size[storage]
-            most[role] = max(most[role], alive[role])
-        total = sum(alive.values())
+            total += size[storage]
+            if role in _LISTED:
+                most[role] = max(most[role], alive[role])
+            else:
+                others += size[storage]
         if total > best:
             best, where, snapshot = total, op.id, Counter(alive)
-        rest = max(rest, _others(alive))
+        most_others = max(most_others, others)
         for storage in deaths.get(op.id, ()):
-            alive[values[storage].role] -= size[storage]
-    return Memory(most["weights"], most["kv"], most["gradients"], most["optimizer"], rest, best,
+            role = values[storage].role
+            alive[role] -= size[storage]
+            total -= size[storage]
+            if role not in _LISTED:
+                others -= size[storage]
+    return Memory(most["weights"], most["kv"], most["gradients"], most["optimizer"], most_others, best,
                   {role: snapshot[role] for role in ROLES}, where)
-
-
-def _others(alive: Mapping[str, int]) -> int:
-    """Bytes of all roles that are not listed by themselves."""
-    return sum(size for role, size in alive.items() if role not in _LISTED)
 
 
 def _replaced_caches(graph: OpGraph) -> dict[int, int]:

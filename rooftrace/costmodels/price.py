@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -21,23 +21,26 @@ def price_ops(graph: OpGraph) -> tuple[tuple[Cost, ...], tuple[bool, ...]]:
     memo: dict[Any, tuple[Cost, bool]] = {}
     costs: list[Cost] = []
     known: list[bool] = []
+    sizes = [(t.shape, t.dtype, t.stride) for t in graph.values]
+    storages = [t.storage for t in graph.values]
     for op in graph.ops:
         if op.kind != "kernel":
             costs.append(NOTHING)
             known.append(True)
             continue
-        key, storages = _signature(graph, op)
+        key, local = _signature(op, sizes, storages)
         found = memo.get(key)
         if found is None:
             found = memo[key] = _price(_view(key))
-        costs.append(found[0].bind(storages) if found[0].traffic else found[0])
+        costs.append(found[0].bind(local) if found[0].traffic else found[0])
         known.append(found[1])
     return tuple(costs), tuple(known)
 
 
 def view_of(graph: OpGraph, op: Op) -> OpView:
     """`op` as its rule sees it."""
-    return _view(_signature(graph, op)[0])
+    sizes = [(t.shape, t.dtype, t.stride) for t in graph.values]
+    return _view(_signature(op, sizes, [t.storage for t in graph.values])[0])
 
 
 def _price(view: OpView) -> tuple[Cost, bool]:
@@ -63,39 +66,42 @@ def _split_masked(cost: Cost, view: OpView) -> Cost:
     return Cost(work, cost.traffic)
 
 
-def _signature(graph: OpGraph, op: Op) -> tuple[tuple[Any, ...], tuple[int, ...]]:
+def _signature(op: Op, sizes: Sequence[tuple[Any, ...]], storages: Sequence[int],
+               ) -> tuple[tuple[Any, ...], tuple[int, ...]]:
     """What a price depends on, hashable, and the storages behind its local indices."""
-    values = graph.values
     local: dict[int, int] = {}
     slots: dict[int, int] = {}
-    inputs = []
+    described: list[Any] = []
     for position, index in enumerate(op.inputs):
-        tensor = values[index]
-        storage = local.setdefault(tensor.storage, len(local))
         slots.setdefault(index, position)
-        inputs.append((tensor.shape, tensor.dtype, tensor.stride, storage))
-    outputs = []
+        described.append(sizes[index])
+        described.append(local.setdefault(storages[index], len(local)))
     for index in op.outputs:
-        tensor = values[index]
-        outputs.append((tensor.shape, tensor.dtype, tensor.stride,
-                        local.setdefault(tensor.storage, len(local))))
-    arguments = tuple((name, _slotted(value, slots)) for name, value in op.arguments.items())
+        described.append(sizes[index])
+        described.append(local.setdefault(storages[index], len(local)))
+    arguments = op.arguments
+    values = [Slot(slots[item.id]) if type(item) is Ref else
+              _slotted(item, slots) if type(item) is tuple else item for item in arguments.values()]
     facts = tuple(op.facts.items()) if op.facts else ()
-    return (op.target, tuple(inputs), tuple(outputs), arguments, facts), tuple(local)
+    # 1, 1.0 and True are equal as keys: their types keep them apart.
+    types = tuple(map(type, values))
+    return ((op.target, len(op.inputs), tuple(described), tuple(arguments), tuple(values), types, facts),
+            tuple(local))
 
 
 def _slotted(item: Argument, slots: Mapping[int, int]) -> Any:
     if type(item) is Ref:
         return Slot(slots[item.id])
     if type(item) is tuple:
-        return tuple(_slotted(x, slots) for x in item)
+        return tuple([_slotted(x, slots) for x in item])
     return item
 
 
 def _view(key: tuple[Any, ...]) -> OpView:
-    target, inputs, outputs, arguments, facts = key
-    return OpView(target, tuple(_tensor(*t) for t in inputs), tuple(_tensor(*t) for t in outputs),
-                  arguments, facts)
+    target, count, described, names, values, _, facts = key
+    tensors = [_tensor(*described[i], described[i + 1]) for i in range(0, len(described), 2)]
+    return OpView(target, tuple(tensors[:count]), tuple(tensors[count:]),
+                  tuple(zip(names, values, strict=True)), facts)
 
 
 @lru_cache(maxsize=65536)

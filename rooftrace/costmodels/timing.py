@@ -37,7 +37,10 @@ class Timing:
     @property
     def regime(self) -> str:
         """The largest term; launch where the gap alone is larger than the work."""
-        return ranked(self.terms)[0]
+        longest = max(self.t_comp, self.t_hbm, self.t_net, self.gap)
+        if longest == self.t_comp:
+            return "compute"
+        return "hbm" if longest == self.t_hbm else "network" if longest == self.t_net else "launch"
 
     @property
     def margin(self) -> float:
@@ -179,7 +182,9 @@ def step_times(timings: Iterable[Timing], t_est: float) -> StepTimes:
     seconds = dict.fromkeys(REGIMES, 0.0)
     for t in timings:
         seconds["launch"] += t.gap
-        seconds[max(("compute", "hbm", "network"), key=t.terms.__getitem__)] += t.t_device - t.gap
+        longest = max(t.t_comp, t.t_hbm, t.t_net)
+        regime = "compute" if longest == t.t_comp else "hbm" if longest == t.t_hbm else "network"
+        seconds[regime] += longest
     t_est = max(t_est, t_serial)  # equal but for rounding when the host is never late
     seconds["launch"] += t_est - t_serial
     return StepTimes(t_comp, t_hbm, t_net, max(t_comp, t_hbm, t_net), t_serial, t_est, seconds)

@@ -183,7 +183,7 @@ def _draw(
 ) -> None:
     scale: dict[str, float] = {}
     for bar in bars:
-        reach = max(bar.length, min(bar.mark or 0.0, bar.length * 3))
+        reach = max(bar.length, bar.mark if _near(bar) and bar.mark else 0.0)
         scale[bar.group] = max(scale.get(bar.group, 0.0), reach)
     y, group = 0.0, None
     for bar in bars:
@@ -212,7 +212,9 @@ def _bar(
         width = amount / scale
         colour = tones.get(name, style.GREY)
         axes.barh(y, width, left=left, height=0.74, color=colour, edgecolor="white", linewidth=0.8)
-        start, room = _clear_part(left, left + width, bar.mark / scale if bar.mark else None)
+        start, room = _clear_part(
+            left, left + width, bar.mark / scale if bar.mark and _near(bar) else None
+        )
         for text in (
             f"{name} {wording(amount)}",
             wording(amount),
@@ -231,18 +233,17 @@ def _bar(
                 break
         left += width
     end = left
-    if bar.mark is not None:
+    if bar.mark is not None and _near(bar):
         at = bar.mark / scale
-        if at <= 1.001:
-            axes.plot(
-                [at, at],
-                [y - 0.48, y + 0.48],
-                color=style.INK,
-                linewidth=2.2,
-                clip_on=False,
-                solid_capstyle="butt",
-            )
-            end = max(end, at)
+        axes.plot(
+            [at, at],
+            [y - 0.48, y + 0.48],
+            color=style.INK,
+            linewidth=2.2,
+            clip_on=False,
+            solid_capstyle="butt",
+        )
+        end = max(end, at)
     axes.text(
         end + 0.008, y, bar.total, fontsize=10, fontweight="bold", va="center", color=style.INK
     )
@@ -270,6 +271,11 @@ def _bar(
     )
 
 
+def _near(bar: Bar) -> bool:
+    """Whether the mark of a bar is within its reach; a far one would squeeze the bar."""
+    return bar.mark is not None and bar.mark <= 3 * bar.length
+
+
 def _clear_part(start: float, end: float, mark: float | None) -> tuple[float, float]:
     """Start and width of the larger piece of a part that the mark leaves free for its label."""
     if mark is None or not start < mark < end:
@@ -285,7 +291,7 @@ def _legend(
 
     used = [part for part in tones if any(part in bar.parts for bar in bars)]
     handles: list[Patch | Line2D] = [Patch(color=tones[part], label=part) for part in used]
-    if mark:
+    if mark and any(_near(bar) for bar in bars):
         handles.append(
             Line2D(
                 [],

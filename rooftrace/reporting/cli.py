@@ -96,6 +96,7 @@ def report(target: str, chips: tuple[str, ...], executions: tuple[str, ...], out
     """Cost of each phase of TARGET: one screen, and a folder of files with --out."""
     from rooftrace.reporting.files import check_folder
     from rooftrace.reporting.report import FORMATS, build_report
+    from rooftrace.tracer.api import collector_paused
 
     for name in formats or ():
         if name not in FORMATS:
@@ -106,10 +107,14 @@ def report(target: str, chips: tuple[str, ...], executions: tuple[str, ...], out
     _load_rules(rules)
     if out is not None and out != "-":
         check_folder(Path(out))
-    with _progress() as tell:
+    with _progress() as tell, collector_paused():
         graphs = _graphs(target, tell, **request)
         result = build_report(graphs, loaded, models, progress=tell)
-        written = result.write(Path(out), formats or FORMATS) if out is not None and out != "-" else []
+    written: Sequence[Path] = ()
+    if out is not None and out != "-":
+        with _progress() as tell:
+            tell("writing the report")
+            written = result.write(Path(out), formats or FORMATS)
     if out == "-":
         _to_stdout(result, (formats or ("json",))[0])
         return

@@ -149,6 +149,15 @@ def build_report(
             raise ValueError(f"build_report({name}=...): expected at least one, got none")
     targets = [load_chip(chip) for chip in chips]
     models = [execution_model(execution) for execution in executions]
+    for name, known in (
+        ("chips", [chip.name for chip in targets]),
+        ("executions", [model.name for model in models]),
+    ):
+        for key in known:
+            if known.count(key) > 1:
+                raise ValueError(
+                    f"build_report({name}=...): {key!r} is there twice; names tell them apart"
+                )
     estimates: dict[str, dict[str, dict[str, Estimate]]] = {}
     for phase, graph in graphs.items():
         estimates[phase] = {}

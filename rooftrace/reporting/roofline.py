@@ -29,6 +29,8 @@ def roofs(report: Report) -> list[Roof]:
         for phase in report.phases:
             for execution in report.executions:
                 used.update(_rates(report.estimate(phase, execution, chip.name)))
+        if not used:  # nothing was computed
+            used = {f"{peak.engine} {peak.precision}": peak.rate.value for peak in chip.peaks}
         ceilings = tuple(sorted(used.items(), key=lambda entry: (-entry[1], entry[0])))
         result.append(Roof(chip, ceilings, style.CHIPS[position % len(style.CHIPS)]))
     return result
@@ -51,13 +53,17 @@ def _rates(one: Estimate) -> dict[str, float]:
 
 
 def phase_points(report: Report) -> list[Point]:
-    """One point per phase, execution and chip; what computes or moves nothing has no point."""
+    """One point per phase and execution on the first chip, and per phase on the others.
+
+    What computes or moves nothing has no point.
+    """
     tones = style.colours(report.phases, style.PHASES)
     points = []
+    shown = _shown(report, _others(report))
     for roof, marker in zip(roofs(report), _markers(report), strict=True):
         for phase in report.phases:
-            # Only the first chip shows every execution: more points than a page has room for.
-            for execution in report.executions if roof.chip is report.chips[0] else [report.main]:
+            # More points than these leave no room for their names.
+            for execution in shown if roof.chip is report.chips[0] else [report.main]:
                 one = report.estimate(phase, execution, roof.chip.name)
                 if not one.ai_hbm or not one.t_est:
                     continue
@@ -76,12 +82,14 @@ def phase_points(report: Report) -> list[Point]:
 
 
 def family_points(report: Report, phase: str) -> tuple[list[Point], str]:
-    """One point per family of a phase on the first chip, for every execution; and a line that names
-    the families that have no point since they compute nothing."""
+    """One point per family of a phase on the first chip, for the main execution and one other.
+
+    The text names the families that have no point since they compute nothing.
+    """
     names = [entry.key for entry in tally(report.estimate(phase).rows, lambda row: row.family)]
     tones = style.colours(names)
     points, idle = [], []
-    for execution in report.executions:
+    for execution in _shown(report, 1):
         one = report.estimate(phase, execution)
         main = execution == report.main
         entries = tally(one.rows, lambda row: row.family)
@@ -115,10 +123,10 @@ def roofline(report: Report) -> Figure:
     """The roofline of every phase and execution on every chip."""
     first = report.estimate(report.phases[0])
     shapes = [
-        f"{SHAPES[marker]} {chip.title}"
+        f"{SHAPES[marker]} {chip.name}"
         for marker, chip in zip(_markers(report), report.chips, strict=True)
     ]
-    legend = [_legend_words(report), *(shapes if len(shapes) > 1 else [])]
+    legend = [_legend_words(report, _others(report)), *(shapes if len(shapes) > 1 else [])]
     return draw(
         roofs(report),
         phase_points(report),
@@ -135,11 +143,22 @@ def family_roofline(report: Report, phase: str) -> Figure:
         roofs(report)[:1],
         points,
         title=f"{phase.capitalize()} by family on {one.chip.title}",
-        subtitle=f"{_legend_words(report)}; area is the share of {format_time(one.t_est)}",
+        subtitle=f"{_legend_words(report, 1)}; area is the share of {format_time(one.t_est)}",
         footer=idle,
     )
 
 
-def _legend_words(report: Report) -> str:
-    others = [name for name in report.executions if name != report.main]
-    return f"filled {report.main}" + (f", hollow {words.listed(others)}" if others else "")
+def _others(report: Report) -> int:
+    """How many executions beside the main one the points of all phases leave room for."""
+    return 2 if len(report.chips) == 1 else 1
+
+
+def _shown(report: Report, others: int) -> list[str]:
+    """The main execution and the first few of the others, in their order."""
+    rest = [name for name in report.executions if name != report.main][:others]
+    return [name for name in report.executions if name == report.main or name in rest]
+
+
+def _legend_words(report: Report, others: int) -> str:
+    names = [name for name in _shown(report, others) if name != report.main]
+    return f"filled {report.main}" + (f", hollow {words.listed(names)}" if names else "")

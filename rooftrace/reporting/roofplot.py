@@ -67,7 +67,7 @@ def draw(
 ) -> Figure:
     """Roofs and points on log-log axes, every label clear of the others."""
     figure = style.sheet(7.4, title, subtitle)
-    axes = figure.add_axes((0.088, 0.100, 0.898, 0.765))
+    axes = figure.add_axes((0.088, 0.100, 0.888, 0.765))
     axes.set_xscale("log")
     axes.set_yscale("log")
     left, right, low, high = _limits(chips, points)
@@ -221,8 +221,9 @@ def _notes(chips: Sequence[Roof], points: Sequence[Point], right: float, low: fl
                 text = f"ridge {format_intensity(ridge)}"
                 notes.append(_Note(ridge, rate, text, roof.colour, 8.5, first=True, leader=True))
     ridge = chips[0].top / chips[0].bandwidth
+    where = f" on {chips[0].chip.name}" if len(chips) > 1 else ""
     for x, text in ((ridge, "memory-bound"), (right, "compute-bound")):
-        notes.append(_Note(x, low, f"{text}  ", style.FAINT, 9.5, slide=SLIDE, first=True))
+        notes.append(_Note(x, low, f"{text}{where}  ", style.FAINT, 9.5, slide=SLIDE, first=True))
     return notes
 
 
@@ -230,6 +231,9 @@ def _write(
     figure: Figure, axes: Axes, chips: Sequence[Roof], points: Sequence[Point], right: float
 ) -> None:
     """Place every text of the plot clear of the others, of the points and of the roofs."""
+    from matplotlib.patheffects import withStroke
+
+    halo = [withStroke(linewidth=2.5, foreground="white", alpha=0.85)]
     frame = _box(axes.get_window_extent())
     to_pixels = axes.transData.transform
     renderer = figure.canvas.get_renderer()  # type: ignore[attr-defined]
@@ -239,6 +243,7 @@ def _write(
         text = figure.text(
             0, 0, note.text, fontsize=note.size, color=note.colour, fontweight=note.weight,
             transform=None, zorder=7, linespacing=1.15, va="bottom", ha="left",
+            path_effects=halo,
         )  # fmt: skip
         extent = text.get_window_extent(renderer)
         x, y = to_pixels((note.x, note.y))

@@ -92,14 +92,15 @@ def _select(graphs: dict[str, OpGraph], phases: Sequence[str] | None, name: str)
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """No garbage collection inside: tracing makes many objects that all stay, and the collector would
-    look through them again and again."""
+    """No garbage collection inside: tracing and pricing make many objects that all stay, and the
+    collector would look through them again and again, and afterwards too if they were not set aside."""
     enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if enabled:
+            gc.freeze()
             gc.enable()
 
 

@@ -57,6 +57,7 @@ def view_of(
 ) -> OpView:
     """One recorded call as a rule sees it."""
     storages: dict[int, int] = {}
+    slots: dict[int, int] = {}
     inputs: list[TensorView] = []
 
     def view(t: torch.Tensor) -> TensorView:
@@ -73,13 +74,13 @@ def view_of(
             t.numel(),
             unique,
             unique * t.element_size(),
-            dtype.kind == "float",
+            dtype.kind in ("float", "complex"),
         )
 
     def argument(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             inputs.append(view(value))
-            return Slot(len(inputs) - 1)
+            return Slot(slots.setdefault(id(value), len(inputs) - 1))
         if isinstance(value, (list, tuple)):
             return tuple(argument(item) for item in value)
         return value

@@ -98,6 +98,16 @@ def test_a_mask_that_nobody_classified_hides_nothing():
     assert found.flops(MATRIX, ["masked"]) == 0
 
 
+def test_a_mask_without_a_pattern_hides_pairs_that_are_computed_all_the_same():
+    q, k, v = qkv(1, 1, 1, 8, 8, 16, 16)
+    mask = meta(8, 8, dtype=torch.bool)
+    found = cost(forward(q, k, v, mask), visible_pairs=20, mask="full")
+    window = cost(forward(q, k, v, mask), visible_pairs=20, mask="sliding-window")
+    assert found.flops(MATRIX, ["masked_executed"]) == window.flops(MATRIX, ["masked"])
+    assert found.flops(MATRIX) == window.flops(MATRIX)
+    assert found.flops(["vector"]) - window.flops(["vector"]) == 5 * (64 - 20)
+
+
 def test_attention_moves_no_scores():
     q, k, v = qkv(2, 8, 2, 128, 256, 64, 32)
     found = cost(forward(q, k, v))
@@ -191,3 +201,16 @@ def test_softmax_is_vector_work_on_visible_pairs():
     q, k, v = qkv(1, 1, 1, 4, 4, 8, 8)
     found = cost(forward(q, k, v, causal=True))
     assert found.flops(["vector"]) == 5 * (1 + 2 + 3 + 4) + 4 * 8
+
+
+@given(st.integers(1, 12), st.integers(1, 12))
+@settings(max_examples=30, deadline=None)
+def test_masks_from_either_corner_are_counted_one_by_one(queries, length):
+    q, k = meta(2, queries, 3, 8, dtype=BF16), meta(2, length, 3, 8, dtype=BF16)
+    for kind, diagonal in ((1, 0), (2, max(length - queries, 0))):
+        visible = int(torch.ones(queries, length, dtype=torch.bool).tril(diagonal).sum())
+        call = lambda kind=kind: torch.ops.aten._efficient_attention_forward(  # noqa: E731
+            q, k, k, None, None, None, None, None, 0.0, kind, False
+        )
+        useful = cost(call, "_efficient_attention_forward").flops(MATRIX, ["useful"])
+        assert useful == 2 * 3 * visible * 2 * (8 + 8)

@@ -120,7 +120,7 @@ def experts(phase: str, execution: str) -> list[Kernel]:
              4 * tokens * hidden, stream(tokens, 4 * fat, 0)),
             ("grouped_mm", f"{moe}.experts", "moe", part, 58, times * 2 * tokens * 8 * expert, 0,
              {**stream(tokens, 20, touched * expert), "gradients": (times - 1) * touched * expert}),
-            ("topk", f"{moe}.gate", "moe", part, 58, 0, tokens * 256, {"activations": tokens << 11}),
+            ("topk", f"{moe}.gate", "moe", part, 58, 0, tokens * 256, {"activations": 8 * tokens}),
             product("lm_head", "dense", part, 1, times, tokens, head),
         ]  # fmt: skip
     if phase == "training":

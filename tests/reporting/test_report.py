@@ -11,11 +11,13 @@ from pathlib import Path
 import jsonschema
 import pytest
 
+from rooftrace.costmodels.estimate import estimate
 from rooftrace.reporting import files
+from rooftrace.reporting.document import _times
 from rooftrace.reporting.files import ReportFolderError, check_folder
 from rooftrace.reporting.report import FORMATS, Report, build_report
 from rooftrace.tracer.graph import ROLES
-from tests.reporting.report_support import ROPE, made_report
+from tests.reporting.report_support import ROPE, made_plan, made_report, sized_memory
 
 
 @pytest.fixture(scope="module")
@@ -112,15 +114,11 @@ def test_realizable_flops_are_compute_time_at_the_headline_peak(document):
         assert entry["flops_realizable"] == pytest.approx(entry["t_comp"] * entry["peak"]), name
 
 
-def test_no_regime_margin_is_null_not_infinite():
-    alone = [("mm", "fc", "dense", "forward", 1, 10**15, 0, {})]
-    from rooftrace.costmodels.estimate import estimate
-    from rooftrace.reporting.document import finite
-    from tests.reporting.report_support import made_plan
-
-    one = estimate(made_plan("forward", alone), "h200-sxm")
-    assert one.times.regime == "compute"
-    assert finite(float("inf")) is None
+def test_a_margin_over_nothing_is_null():
+    step = made_report("tiny", phases=("forward",), executions=("efficient",))
+    assert step.to_dict()["phases"]["forward"]["efficient"]["regime_margin"] > 1
+    idle = estimate(made_plan("forward", []), "h200-sxm")
+    assert _times(idle)["regime_margin"] is None
 
 
 def test_coverage_sums_the_phases_of_the_main_execution(document, report):
@@ -162,6 +160,26 @@ def test_nothing_to_report_is_refused(name):
     empty = {} if name == "graphs" else []
     with pytest.raises(ValueError, match=name):
         build_report(**{**given, name: empty})
+
+
+@pytest.mark.parametrize("name", ["chips", "executions"])
+def test_two_of_one_name_are_refused(name):
+    given = {"graphs": {"forward": None}, "chips": ["h200-sxm"], "executions": ["naive"]}
+    with pytest.raises(ValueError, match="is there twice"):
+        build_report(**{**given, name: given[name] * 2})
+
+
+def test_a_step_without_kernels_is_reported(tmp_path, schema):
+    plan = made_plan("forward", [])
+    one = estimate(plan, "h200-sxm")
+    nothing = Report(
+        {"forward": {"efficient": {"h200-sxm": one}}},
+        {"forward": sized_memory(0, 0, 0, 0, 0)},
+        {"forward": plan.graph},
+    )
+    nothing.write(tmp_path / "out")
+    jsonschema.validate(json.loads((tmp_path / "out" / "report.json").read_text()), schema)
+    assert "0 of 0 ops have a rule" in str(nothing)
 
 
 # -- the folder -------------------------------------------------------------------------------
@@ -281,7 +299,7 @@ def test_page_says_what_a_reader_needs(report):
 
 
 def test_summary_is_short(report):
-    from rooftrace.reporting.markdown import summary
+    from rooftrace.reporting.sections.summary import summary
 
     assert len(summary(report)) <= 6
 

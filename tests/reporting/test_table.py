@@ -67,7 +67,7 @@ def test_coverage_is_always_said():
         if execution == "efficient"
     )
     assert f"coverage: {ops:,} of {ops:,} ops have a rule, 100 % of bytes" in complete
-    assert "assumptions: 2 balanced-routing, 1 loss" in complete
+    assert "assumptions: 1 balanced-routing, 1 loss;" in complete
 
 
 def test_an_op_without_a_rule_is_named_with_its_stub():

@@ -1,8 +1,9 @@
 """Scaled dot-product attention as one kernel that never writes its score matrix.
 
 FLOPs are those of the dense score matrix, split into pairs that a query may see ("useful") and the
-rest ("masked"), which a kernel that knows the mask skips.  Which kernel runs, and the materialised
-form, are the execution model's business.  Block granularity of the skipping is not modelled.
+rest: "masked" where the mask has a pattern (causal, window, padding) that a kernel skips by,
+"masked_executed" where it has none.  Which kernel runs, and the materialised form, are for the
+execution model.  Block granularity of the skipping is not modelled.
 
 Bytes are compulsory: query, key, value, mask once; key and value at their own number of heads
 (grouped queries share them).  Kernels read key and value again per tile of queries; that comes from
@@ -27,6 +28,8 @@ from rooftrace.costmodels.rules.common import (
     write_all,
 )
 
+BOTTOM_RIGHT = 2
+"""`custom_mask_type` of _efficient_attention_forward: 1 is causal from the top left corner."""
 SOFTMAX = 5
 """Flop per visible pair: scale, compare with the running maximum, subtract it, exp, add to the sum.
 
@@ -35,23 +38,35 @@ add, are counted apart or not at all: the former depends on the tile size.
 """
 
 
+QKV = ("query", "key", "value")
+UNSTRUCTURED = "full"
+"""The tracer's word for a mask without a pattern that a kernel could skip by."""
+
+
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """heads: query heads over the whole batch.  pairs, dense: visible and all (query, key) pairs of
-    one head.  keys: keys that some query sees.  rows: queries that share one tile of keys."""
+    """heads: query heads over the whole batch.  visible, dense: (query, key) pairs of one head that
+    the mask lets through, and all of them.  skips: whether the kernel leaves the others out.  keys:
+    keys that some query sees.  rows: queries that share one tile of keys."""
 
     heads: int
     e: int  # width of query and key
     ev: int  # width of value
     queries: int
     length: int
-    pairs: int
+    visible: int
     keys: int
     rows: int
+    skips: bool
 
     @property
     def dense(self) -> int:
         return self.queries * self.length
+
+    @property
+    def computed(self) -> int:
+        """Pairs that the kernel computes."""
+        return self.visible if self.skips else self.dense
 
 
 def causal_pairs(queries: int, length: int) -> int:
@@ -72,32 +87,37 @@ def _sizes(op: OpView, heads_first: bool = True) -> Sizes:
         queries, length = query.shape[-2], key.shape[-2]
         q_heads = query.shape[-3] if query.dim > 2 else 1
         k_heads = key.shape[-3] if key.dim > 2 else 1
-        batch = max(math.prod(query.shape[:-3]), math.prod(key.shape[:-3]))
+        batch = math.prod(map(max, query.shape[:-3], key.shape[:-3]))
     else:
         offsets = given(op, "cum_seq_q", "cu_seqlens_q")
         parts = 1 if offsets is None else max(offsets.elements - 1, 1)
         queries, length = query.shape[-3] // parts, key.shape[-3] // parts
         q_heads, k_heads = query.shape[-2], key.shape[-2]
         batch = parts * math.prod(query.shape[:-3])
-    causal = bool(op.attribute("is_causal", False)) or op.attribute("custom_mask_type", 0) != 0
+    corner = int(op.attribute("custom_mask_type", op.attribute("is_causal", False)))
     keys = length
     pairs = queries * length
-    if causal:
+    if corner == BOTTOM_RIGHT:
+        ahead = max(length - queries, 0)
+        pairs = queries * ahead + causal_pairs(queries, length - ahead)
+    elif corner:
         pairs = causal_pairs(queries, length)
         keys = min(queries, length)
     visible = op.fact("visible_pairs")
+    skips = op.fact("mask") != UNSTRUCTURED
     if visible is not None:
         pairs = min(int(visible), queries * length)
-        keys = min(length, pairs)
+        keys = min(length, pairs) if skips else length
     rows = queries * max(q_heads // max(k_heads, 1), 1)
-    return Sizes(int(batch) * q_heads, e, ev, queries, length, pairs, keys, rows)
+    return Sizes(int(batch) * q_heads, e, ev, queries, length, pairs, keys, rows, skips)
 
 
 def _products(s: Sizes, flop_per_pair: int, precision: str) -> Cost:
     """`flop_per_pair` of matrix work over the dense score matrix, split by visibility."""
-    return (Cost.of(matmul=s.heads * s.pairs * flop_per_pair, precision=precision, rows=s.rows)
-            + Cost.of(matmul=s.heads * (s.dense - s.pairs) * flop_per_pair, precision=precision,
-                      rows=s.rows, count="masked"))
+    hidden = "masked" if s.skips else "masked_executed"
+    return (Cost.of(matmul=s.heads * s.visible * flop_per_pair, precision=precision, rows=s.rows)
+            + Cost.of(matmul=s.heads * (s.dense - s.visible) * flop_per_pair, precision=precision,
+                      rows=s.rows, count=hidden))
 
 
 def _keys_read(op: OpView, s: Sizes, tensor: TensorView) -> Cost:
@@ -118,12 +138,11 @@ def _per_pair_extras(op: OpView) -> int:
 
 def _forward(op: OpView, s: Sizes) -> Cost:
     query, key, value = needed(op, "query"), needed(op, "key"), needed(op, "value")
-    softmax = (SOFTMAX + _per_pair_extras(op)) * s.heads * s.pairs + s.heads * s.queries * s.ev
-    known = ("query", "key", "value")
+    softmax = (SOFTMAX + _per_pair_extras(op)) * s.heads * s.computed + s.heads * s.queries * s.ev
     return (_products(s, 2 * s.e + 2 * s.ev, product_precision(query, key, value))
             + vector(op, softmax)
             + op.read(query) + _keys_read(op, s, key) + _keys_read(op, s, value)
-            + read_all(op, (t for name, t in operands(op) if name not in known))
+            + read_all(op, (t for _, t in operands(op, but=QKV)))
             + write_all(op, op.outputs))
 
 
@@ -131,14 +150,13 @@ def _backward(op: OpView, s: Sizes) -> Cost:
     query, key, value = needed(op, "query"), needed(op, "key"), needed(op, "value")
     precision = product_precision(query, key, value)
     per_pair = 3 + _per_pair_extras(op)
-    again = Cost.of(matmul=2 * s.heads * s.pairs * s.e, precision=precision, rows=s.rows,
+    again = Cost.of(matmul=2 * s.heads * s.computed * s.e, precision=precision, rows=s.rows,
                     count="recompute")
-    known = ("query", "key", "value")
     return (_products(s, 4 * s.e + 4 * s.ev, precision) + again
-            + vector(op, 3 * s.heads * s.pairs, count="recompute")
-            + vector(op, per_pair * s.heads * s.pairs + 2 * s.heads * s.queries * s.ev)
+            + vector(op, 3 * s.heads * s.computed, count="recompute")
+            + vector(op, per_pair * s.heads * s.computed + 2 * s.heads * s.queries * s.ev)
             + op.read(query) + _keys_read(op, s, key) + _keys_read(op, s, value)
-            + read_all(op, (t for name, t in operands(op) if name not in known))
+            + read_all(op, (t for _, t in operands(op, but=QKV)))
             + write_all(op, op.outputs))
 
 

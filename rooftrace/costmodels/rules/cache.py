@@ -8,7 +8,7 @@ from rooftrace.costmodels.registry import builtin
 
 @builtin("rooftrace.cache_append")
 def cache_append(op: OpView) -> Cost:
-    """cache[L, D] <- new[n, D] at row L: reads the new rows and writes them; the old rows stay where they are."""
+    """cache[L, D] <- new[n, D] at row L: new rows are read and written, the others stay."""
     new = op.tensors("new")
     size = sum(t.nbytes for t in new)
     return sum((op.read(t) for t in new), NOTHING) + op.write(op.outputs[0], size)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 from rooftrace.costmodels.cost import NOTHING, Access, Cost, OpView, Slot, TensorView
@@ -17,7 +17,7 @@ def is_complex(tensor: TensorView) -> bool:
 
 def has_arithmetic(op: OpView) -> bool:
     """Whether the op touches a floating or complex tensor; integer and index work is bytes only."""
-    return any(t.floating or is_complex(t) for t in (*op.inputs, *op.outputs))
+    return any(t.floating for t in (*op.inputs, *op.outputs))
 
 
 def vector_precision(op: OpView) -> str:
@@ -43,11 +43,21 @@ def is_matrix_type(tensor: TensorView) -> bool:
     return precision(tensor.dtype).kind in ("float", "complex")
 
 
-def operands(op: OpView) -> Iterator[tuple[str, TensorView]]:
-    """Every tensor argument with its schema name; members of a list have the name of the list."""
+def operands(op: OpView, only: Collection[str] | None = None,
+             but: Collection[str] = ()) -> Iterator[tuple[str, TensorView]]:
+    """Tensor arguments with their schema names; members of a list have the name of the list.
+
+    A tensor given twice, as in x * x, comes once.  Two slices of one storage come both, even if
+    they look alike: what tells them apart is their place, not their sizes.
+    """
+    seen = set()
     for name, value in op.arguments:
+        if name in but or (only is not None and name not in only):
+            continue
         for slot in _slots(value):
-            yield name, op.inputs[slot.index]
+            if slot.index not in seen:
+                seen.add(slot.index)
+                yield name, op.inputs[slot.index]
 
 
 def _slots(value: Any) -> Iterator[Slot]:
@@ -85,13 +95,10 @@ def written(op: OpView) -> tuple[TensorView, ...]:
 
 
 def read_all(op: OpView, tensors: Iterable[TensorView | None]) -> Cost:
-    """Each distinct tensor read once: bytes given twice, as in x * x, move once."""
+    """Each of these read once (what is not there costs nothing)."""
     cost = NOTHING
-    seen = set()
     for tensor in tensors:
-        if tensor is not None and tensor not in seen:
-            seen.add(tensor)
-            cost += op.read(tensor)
+        cost += op.read(tensor)
     return cost
 
 
@@ -103,24 +110,22 @@ def write_all(op: OpView, tensors: Iterable[TensorView | None]) -> Cost:
     return cost
 
 
-def streamed(op: OpView, unread: Iterable[str] = ()) -> Cost:
+def streamed(op: OpView, unread: Collection[str] = ()) -> Cost:
     """Every input read once, everything written once.
 
     Not read: the arguments named in `unread`, and the buffers of an out= overload.
     """
-    skip = set(unread)
     overload = op.target.rsplit(".", 1)[-1]
     into_buffers = overload == "out" or overload.endswith("_out")
-    storages = {t.storage for t in op.outputs} if into_buffers else set()
-    inputs = [t for name, t in operands(op)
-              if name not in skip and not (t.storage in storages and name not in ("self", "input"))]
+    buffers = {t.storage for t in op.outputs} if into_buffers else set()
+    inputs = (t for name, t in operands(op, but=unread)
+              if t.storage not in buffers or name in ("self", "input"))
     return read_all(op, inputs) + write_all(op, written(op))
 
 
 def reading(op: OpView, *names: str) -> Cost:
     """These arguments read once, everything written once."""
-    wanted = (t for name, t in operands(op) if name in names)
-    return read_all(op, wanted) + write_all(op, written(op))
+    return read_all(op, (t for _, t in operands(op, only=names))) + write_all(op, written(op))
 
 
 def total(tensors: Iterable[TensorView]) -> int:

@@ -34,7 +34,7 @@ def _part(tensor: TensorView, elements: int) -> int:
 
 def _others(op: OpView, *names: str) -> Cost:
     """All operands but these, read once."""
-    return read_all(op, (t for name, t in operands(op) if name not in names))
+    return read_all(op, (t for _, t in operands(op, but=names)))
 
 
 # -- embeddings ------------------------------------------------------------------------------------

@@ -1,0 +1,126 @@
+"""What the numbers rest on: assumptions, coverage, and the facts of the chips."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rooftrace.hardware.units import (
+    format_bandwidth,
+    format_flop_rate,
+    format_intensity,
+    format_share,
+    format_traffic,
+)
+from rooftrace.reporting import words
+from rooftrace.reporting.document import unsupported_ops
+from rooftrace.reporting.sections.pipes import table
+from rooftrace.tracer.graph import pattern_of
+
+if TYPE_CHECKING:
+    from rooftrace.reporting.report import Report
+
+
+ASSUMPTIONS_SHOWN = 40
+
+
+def assumptions_section(report: Report) -> list[str]:
+    """Each assumption once, with the phases that make it and every place in starred form."""
+    merged: dict[tuple[str, str, str], tuple[dict[str, None], dict[str, None]]] = {}
+    for phase, item in report.assumptions:
+        key = (item.kind, item.text, "" if item.value is None else str(item.value))
+        phases, places = merged.setdefault(key, ({}, {}))
+        phases[phase] = None
+        places[f"`{pattern_of(item.where) or '(root)'}`"] = None
+    if not merged:
+        return ["None: nothing had to be assumed."]
+    rows = [
+        [str(number), kind, ", ".join(phases), _few(list(places)), text, value]
+        for number, ((kind, text, value), (phases, places)) in enumerate(merged.items(), 1)
+    ]
+    lines = table(
+        ["#", "Kind", "Phases", "Where", "What was assumed", "Value"],
+        rows[:ASSUMPTIONS_SHOWN],
+        left=6,
+    )
+    if len(rows) > ASSUMPTIONS_SHOWN:
+        lines += ["", f"{len(rows) - ASSUMPTIONS_SHOWN:,} more are in report.json."]
+    return lines
+
+
+def _few(names: Sequence[str], most: int = 3) -> str:
+    shown = ", ".join(names[:most])
+    return f"{shown} and {len(names) - most:,} more" if len(names) > most else shown
+
+
+def coverage_section(report: Report) -> list[str]:
+    rows = []
+    for phase, execution, one in report.of_first_chip():
+        coverage = one.coverage
+        rows.append(
+            [
+                phase,
+                execution,
+                f"{coverage.ops:,}",
+                f"{coverage.ops_with_rule:,}",
+                "100 %"
+                if coverage.bytes == coverage.bytes_with_rule
+                else format_share(coverage.bytes_with_rule_share),
+            ]
+        )
+    lines = table(["Phase", "Execution", "Ops", "With a rule", "Bytes with a rule"], rows, left=2)
+    missing = unsupported_ops(report)
+    if not missing:
+        return lines
+    lines += ["", "Of these ops only the bytes of inputs and outputs are counted, no FLOP:", ""]
+    lines += table(
+        ["Op", "Phase", "Where", "Operands", "Calls", "Bytes"],
+        [
+            [
+                f"`{entry.target}`",
+                phase,
+                _few([f"`{module or '(root)'}`" for module in entry.modules]),
+                f"`{entry.shapes}`",
+                f"{entry.count:,}",
+                format_traffic(entry.bytes),
+            ]
+            for phase, entry in missing
+        ],
+        left=4,
+    )
+    stubs = dict.fromkeys(entry.stub for _, entry in missing)
+    return [
+        *lines,
+        "",
+        "To fill in, and to pass with `--rules FILE.py`:",
+        "",
+        "```python",
+        "import rooftrace",
+        *(f"\n\n{stub}" for stub in stubs),
+        "```",
+    ]
+
+
+def chips_section(report: Report) -> list[str]:
+    lines = []
+    for chip in report.chips:
+        rows = [[name, fact.text, fact.kind, fact.source, fact.note] for name, fact in chip.facts()]
+        lines += [
+            "",
+            f"### {chip.title} (`{chip.name}`)",
+            "",
+            *table(["Fact", "Value", "Kind", "Source", "Note"], rows, left=5),
+        ]
+        used = {
+            (words.peak_name(one), one.peak, one.ridge)
+            for one in (report.estimate(phase, chip=chip.name) for phase in report.phases)
+        }
+        lines += [
+            "",
+            *(
+                f"Bandwidth {format_bandwidth(chip.memory_bandwidth.value)} and "
+                f"{format_flop_rate(peak)} {precision} meet at {format_intensity(ridge)}."
+                for precision, peak, ridge in sorted(used)
+            ),
+        ]
+    return lines[1:]
