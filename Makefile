@@ -61,7 +61,8 @@ types: $(INSTALLED) ## mypy, strict
 
 golden: $(INSTALLED) ## rewrite the golden files; the diff is part of the review
 	@$(PYTEST) --update-golden
-	@git --no-pager diff --stat -- tests/golden
+	@$(BIN)/python tests/update_readme.py
+	@git --no-pager diff --stat -- tests/golden README.md
 
 bench: $(INSTALLED) ## time rooftrace itself (benchmarks/)
 	@if [ -d benchmarks ]; then $(BIN)/python -m pytest benchmarks --benchmark-only; \

@@ -60,5 +60,12 @@ def __getattr__(name: str) -> Any:
     return value
 
 
+def _render(estimates: list[Estimate]) -> str:
+    """The table that print(estimate) shows; costmodels may not import reporting itself."""
+    from rooftrace.reporting.table import render_estimates
+
+    return render_estimates(estimates)
+
+
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__, "__version__"})

@@ -161,8 +161,9 @@ class OpGraph:
 
     @cached_property
     def external(self) -> tuple[int, ...]:
-        """Ids of values that no op makes: inputs, weights, constants, states."""
-        return tuple(i for i in range(len(self.values)) if i not in self.producers)
+        """Ids of values that no op makes: inputs, weights, constants, states (and views of those)."""
+        made = self.producers
+        return tuple(i for i, t in enumerate(self.values) if i not in made and t.storage not in made)
 
     @cached_property
     def flops_torch(self) -> int:

@@ -390,11 +390,6 @@ def _measure_cpu(bench: Bench) -> Chip:
         ],
         largest=4096,
     )
-    # torch runs fp32 convolutions as TF32 where there is TF32; a CPU runs them as fp32.
-    for peak in [peak for peak in peaks if peak.precision == "fp32"]:
-        note = "a CPU has no TF32: work asked for in it runs in fp32"
-        rate = replace(peak.rate, kind="derived", note=note)
-        peaks.append(Peak("matrix", "tf32", rate))
     bandwidths = _bandwidths(bench, cache.value if cache else 0.0, capacity.value, 0.14)
     compiled = _dispatch_compiled(bench, 0.05)
     return Chip(

@@ -9,23 +9,27 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from rooftrace.tracer.graph import Assumption
 
-aten = torch.ops.aten
+META = torch.device("meta")
 
 MAX_INTEGERS = 1 << 22
 """Integer and boolean tensors up to this many elements are carried along."""
 MAX_FLOATS = 1 << 16
 """Floating tensors up to this many elements: they seldom decide anything."""
 
-_KNOWN = "_rooftrace_known"
+MAX_SAME_BRANCH = 256
+"""How often in a row one place may be told that an unknown condition is False: loops must end."""
+
+KNOWN = "_rooftrace_known"
+"""Attribute of a meta tensor whose value one running capture knows."""
 REAL_VALUE = "_rooftrace_value"
 """Attribute of a meta tensor made from a small real one: its value, for a capture to learn."""
 
@@ -34,6 +38,8 @@ RANDOM = frozenset({
     "aten.native_dropout", "aten.multinomial", "aten.randint", "aten.randperm", "aten.rand_like",
     "aten.randn_like", "aten.randint_like", "aten.exponential_", "aten.random_", "aten.normal",
     "aten.cauchy_", "aten.geometric_", "aten.log_normal_", "aten.poisson", "aten.binomial"})
+DRAWN = frozenset({"aten.randint", "aten.randperm"})
+"""The random ops that make integers from nothing."""
 UNINITIALISED = frozenset({"aten.empty", "aten.empty_like", "aten.new_empty", "aten.empty_strided",
                            "aten.new_empty_strided", "aten.empty_permuted"})
 
@@ -63,13 +69,21 @@ def small(tensor: Tensor) -> bool:
 
 
 class Values:
-    """What is known of the meta tensors of one capture.  `where` gives the current module path."""
+    """What is known of the meta tensors of one capture.
+
+    where: gives the current module path.  branches: answers to unknown conditions by number.
+    density: share of an unknown mask that is taken as true.  draws: random integers are drawn with a
+    fixed seed (while a user's function makes inputs) instead of being unknown.
+    """
 
     def __init__(self, where: Callable[[], str] = lambda: "",
-                 branches: Mapping[int, bool] | None = None, density: float = 0.5) -> None:
+                 branches: Mapping[int, bool] | None = None, density: float = 0.5,
+                 draws: bool = False) -> None:
         self.where = where
         self.branches = dict(branches or {})
         self.density = density
+        self._generator = torch.Generator().manual_seed(0) if draws else None
+        self._same_branch: Counter[tuple[str, str]] = Counter()
         self.assumptions: list[Assumption] = []
         self.decisions = 0
         self._epochs: dict[int, int] = {}
@@ -81,12 +95,12 @@ class Values:
 
     def learn(self, tensor: Tensor, value: Tensor, taint: frozenset[int] = frozenset()) -> None:
         """Remember that `tensor` holds `value` (a CPU tensor of its shape)."""
-        tensor.__dict__[_KNOWN] = Known(value, taint, self._epochs.get(_key(tensor), 0))
+        tensor.__dict__[KNOWN] = Known(value, taint, self._epochs.get(_key(tensor), 0))
         self._alive[id(tensor)] = tensor
 
     def known(self, tensor: Tensor) -> Known | None:
         """The value of `tensor` if it is known and its storage was not overwritten since."""
-        entry: Known | None = tensor.__dict__.get(_KNOWN)
+        entry: Known | None = tensor.__dict__.get(KNOWN)
         if entry is None:
             return None
         if entry.epoch != self._epochs.get(_key(tensor), 0):
@@ -95,17 +109,21 @@ class Values:
 
     def forget(self, tensor: Tensor) -> None:
         """`tensor` was overwritten with something unknown: it and its views are unknown now."""
-        tensor.__dict__.pop(_KNOWN, None)
+        tensor.__dict__.pop(KNOWN, None)
         key = _key(tensor)
         self._epochs[key] = self._epochs.get(key, 0) + 1
 
-    def publish(self) -> None:
-        """Leave the value of every live known tensor on it as `REAL_VALUE`."""
+    def close(self) -> None:
+        """Take what is known off the tensors that outlive this capture.
+
+        What rests on no assumption stays as a `REAL_VALUE`, for a later capture to learn.
+        """
         for tensor in list(self._alive.values()):
             entry = self.known(tensor)
             if entry is not None and not entry.taint:
                 tensor.__dict__[REAL_VALUE] = entry.value
-            tensor.__dict__.pop(_KNOWN, None)
+            tensor.__dict__.pop(KNOWN, None)
+        self._alive.clear()
 
     # -- assuming --------------------------------------------------------------------------------
 
@@ -131,10 +149,7 @@ class Values:
             return tensor.detach(), frozenset()
         shape = tuple(tensor.shape)
         if tensor.dtype == torch.bool and tensor.numel() == 1:
-            index, self.decisions = self.decisions, self.decisions + 1
-            taken = self.branches.get(index, False)
-            taint = self.assume("branch", f"{why} of an unknown condition is taken as {taken}", taken)
-            return torch.full(shape, taken), frozenset([taint])
+            return self._branch(shape, why)
         if tensor.numel() > MAX_INTEGERS:
             raise UnknownValueError(
                 f"{why} needs the value of a {_label(tensor)}, which depends on weights or activations")
@@ -147,6 +162,17 @@ class Values:
             return flat.reshape(shape), frozenset([taint])
         taint = self.assume("value", f"{why}: an unknown {_label(tensor)} is taken as ones", 1)
         return torch.ones(shape, dtype=tensor.dtype), frozenset([taint])
+
+    def _branch(self, shape: tuple[int, ...], why: str) -> tuple[Tensor, frozenset[int]]:
+        """An unknown condition is False, unless its number is in `branches`, or a loop waits for it."""
+        index, self.decisions = self.decisions, self.decisions + 1
+        place = (self.where(), why)
+        endless = self._same_branch[place] >= MAX_SAME_BRANCH
+        taken = self.branches.get(index, endless)
+        self._same_branch[place] = 0 if taken else self._same_branch[place] + 1
+        text = f"{why} of an unknown condition is taken as {taken}"
+        taint = self.assume("branch", f"{text} after {MAX_SAME_BRANCH} times" if endless else text, taken)
+        return torch.full(shape, taken), frozenset([taint])
 
     def route(self, name: str, source: Tensor, index: Tensor, dimension: int) -> int | None:
         """Give the index output of topk, argmax, sort ... on unknown floats balanced values.
@@ -190,7 +216,8 @@ class Values:
                     self.forget(changed)
                 return None
             entries.append(entry)
-        if name in RANDOM or not all(small(o) for o in outputs):
+        drawn = name in DRAWN and self._generator is not None
+        if (name in RANDOM and not drawn) or not all(small(o) for o in outputs):
             for changed in mutated:
                 self.forget(changed)
             return None
@@ -231,6 +258,9 @@ class Values:
         if name == "aten.histc":
             # CUDA counts integers, the CPU kernel only floats; the counts are the same.
             new_args[0], dtype = new_args[0].double(), new_args[0].dtype
+        if name in DRAWN:
+            key, func = None, getattr(torch, name.removeprefix("aten."))
+            new_kwargs = {**new_kwargs, "generator": self._generator, "device": "cpu"}
         try:
             result = func(*new_args, **new_kwargs)
             if name == "aten.histc":
@@ -270,7 +300,3 @@ def _flat(items: Iterable[Any]) -> list[Any]:
             flat.append(item)
     return flat
 
-
-def to_device(tree: Any, device: torch.device) -> Any:
-    """Every tensor of a nested structure as an empty one of the same kind on `device`."""
-    return tree_map_only(Tensor, lambda t: torch.empty_like(t, device=device), tree)

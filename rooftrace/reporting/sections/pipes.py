@@ -24,8 +24,10 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> 
 
 
 def share(part: float, whole: float) -> str:
+    """A part of a whole in percent; a dash where there is no whole."""
     return format_share(part / whole) if whole else MISSING
 
 
 def image(name: str, figures: Sequence[str]) -> list[str]:
+    """A figure where it was written, else nothing."""
     return ["", f"![{name.removesuffix('.png')}]({name})"] if name in figures else []

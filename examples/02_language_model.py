@@ -1,0 +1,18 @@
+"""Prefill and decode of GPT-2 from its config file, on three chips.  No weights, no GPU."""
+
+from pathlib import Path
+
+import rooftrace as rt
+from rooftrace.tracer.target import Request
+
+config = Path(__file__).parent / "configs" / "gpt2.json"
+graphs = rt.trace_target(config, ["prefill", "decode"], Request(batch=8, seq=255))
+
+print(f"{'':24} {'prefill':>12} {'decode':>12}   limited by (decode)")
+for chip in ("h200-sxm", "l4", "rtx-4090"):
+    for execution in ("eager", "efficient"):
+        prefill, decode = (
+            rt.estimate(rt.reprice(graph, "bf16"), chip, execution) for graph in graphs.values()
+        )
+        print(f"{chip:12} {execution:11} {prefill.t_est * 1e3:9.3f} ms {decode.t_est * 1e3:9.3f} ms"
+              f"   {decode.times.regime} {decode.times.regime_shares[decode.times.regime]:.0%}")

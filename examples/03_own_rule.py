@@ -1,0 +1,37 @@
+"""An op that rooftrace does not know: it is listed, its bytes are counted, and a rule is one function."""
+
+import torch
+from torch import nn
+
+import rooftrace as rt
+
+library = torch.library.Library("mylib", "DEF")
+library.define("swish_sum(Tensor x, Tensor y) -> Tensor")
+library.impl("swish_sum", lambda x, y: torch.empty_like(x), "Meta")
+
+
+class Block(nn.Module):
+    """A linear layer and somebody's fused kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(1024, 1024)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.mylib.swish_sum(self.up(x), x)
+
+
+graph = rt.trace(Block(), torch.empty(4096, 1024))
+for op in rt.estimate(graph).unsupported_ops():
+    print(f"no rule: {op.target} x{op.count}, {op.bytes / 1e6:.1f} MB, {op.shapes}")
+    print(op.stub)
+
+
+@rt.rule("mylib::swish_sum", fusion="pointwise")
+def swish_sum(op: rt.OpView) -> rt.Cost:
+    """out = x * sigmoid(x) + y.  Sigmoid is 4 flop, the product and the sum are one each."""
+    return rt.Cost.of(vector=6 * op.outputs[0].elements) + op.streamed()
+
+
+estimate = rt.estimate(graph)
+print(f"with the rule: {estimate.coverage.bytes_with_rule_share:.0%} of bytes have a rule")

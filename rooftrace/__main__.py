@@ -1,0 +1,5 @@
+"""`python -m rooftrace`."""
+
+from rooftrace.reporting.cli import main
+
+main()

@@ -1,0 +1,87 @@
+"""Meta twins of modules and inputs: same sizes, no data, nothing shared with the original."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedTensorMixin
+from torch.utils._pytree import tree_map_only
+
+from rooftrace.tracer.origin import TraceError
+from rooftrace.tracer.trees import tensors_in
+from rooftrace.tracer.values import META, REAL_VALUE, small
+
+
+def twin(tensor: Tensor) -> Tensor:
+    """A fresh meta tensor of the same size and strides; a small value is kept under REAL_VALUE."""
+    empty = torch.empty_like(tensor, device=META)
+    empty.requires_grad_(tensor.requires_grad and tensor.dtype.is_floating_point)
+    if tensor.device.type == "cpu" and small(tensor) and type(tensor) is Tensor:
+        empty.__dict__[REAL_VALUE] = tensor.detach().clone()
+    elif REAL_VALUE in tensor.__dict__:
+        empty.__dict__[REAL_VALUE] = tensor.__dict__[REAL_VALUE]
+    return empty
+
+
+def on_meta(module: nn.Module) -> nn.Module:
+    """The module itself if all its tensors are on meta, else a copy with meta tensors.
+
+    The copy shares no state with the original, and no weight is copied.  Raises TraceError for a
+    module that cannot be copied.
+    """
+    memo: dict[int, Any] = {}
+    for owner in module.modules():
+        for tensor in own_tensors(owner):
+            if tensor.device.type != "meta" and id(tensor) not in memo:
+                memo[id(tensor)] = _parameter_twin(tensor)
+    if not memo:
+        return module
+    try:
+        return copy.deepcopy(module, memo)
+    except (TypeError, RuntimeError, ValueError, AttributeError) as error:
+        raise TraceError(
+            f"{type(module).__name__} cannot be copied to the meta device ({error}): build it under "
+            "`with torch.device('meta'):` and pass that") from error
+
+
+def own_tensors(module: nn.Module) -> Iterable[Tensor]:
+    """Parameters, buffers and plain tensor attributes of one module, without its children's."""
+    for tensor in (*module._parameters.values(), *module._buffers.values()):
+        if tensor is not None:
+            yield tensor
+    for value in vars(module).values():
+        if isinstance(value, Tensor):
+            yield value
+
+
+def _parameter_twin(tensor: Tensor) -> Tensor:
+    if isinstance(tensor, UninitializedTensorMixin):
+        kind: Any = type(tensor)
+        return kind(requires_grad=tensor.requires_grad, device=META, dtype=tensor.dtype)  # type: ignore[no-any-return]
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(torch.empty_like(tensor, device=META), requires_grad=tensor.requires_grad)
+    return twin(tensor)
+
+
+def is_lazy(module: nn.Module) -> bool:
+    """Whether some parameter has no shape before the first call (nn.LazyLinear)."""
+    return any(isinstance(tensor, UninitializedTensorMixin)
+               for owner in module.modules() for tensor in own_tensors(owner))
+
+
+def inputs_on_meta(tree: Any) -> Any:
+    """A copy of nested arguments with a twin for every tensor, the user's own left as they are."""
+    return replaced(tree, twin)
+
+
+def replaced(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """A copy of nested Python values with every tensor in it changed, each once."""
+    memo = {id(tensor): change(tensor) for tensor in tensors_in(tree)}
+    try:
+        return copy.deepcopy(tree, dict(memo))
+    except (TypeError, RuntimeError):  # a generator, a lock ...: only the containers are copied
+        return tree_map_only(Tensor, lambda tensor: memo[id(tensor)], tree)

@@ -1,0 +1,58 @@
+"""Tensors inside nested Python values: containers, mappings, dataclasses, cache objects."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+_DEPTH = 6
+"""How deep objects inside objects are looked into."""
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    """The tensors reachable in `tree`, each once, in the order they are met."""
+    found: list[Tensor] = []
+    _search(tree, _DEPTH, set(), found)
+    return found
+
+
+def _search(tree: Any, depth: int, seen: set[int], found: list[Tensor]) -> None:
+    if tree is None or isinstance(tree, (str, bytes, int, float, nn.Module, type)):
+        return
+    if id(tree) in seen:
+        return
+    seen.add(id(tree))
+    if isinstance(tree, Tensor):
+        found.append(tree)
+    elif depth:
+        for item in _children(tree):
+            _search(item, depth - 1, seen, found)
+
+
+def _children(tree: Any) -> Iterable[Any]:
+    if isinstance(tree, Mapping):
+        return tree.values()
+    if isinstance(tree, (list, tuple, set, frozenset)):
+        return tree
+    if callable(tree):
+        return ()
+    slots = (getattr(tree, name, None) for name in getattr(type(tree), "__slots__", ()))
+    return (*vars(tree).values(), *slots) if hasattr(tree, "__dict__") else tuple(slots)
+
+
+def arguments_in(items: Iterable[Any], found: list[Tensor]) -> None:
+    """Append the tensors among an op's arguments (lists and tuples only) to `found`."""
+    for item in items:
+        if isinstance(item, Tensor):
+            found.append(item)
+        elif isinstance(item, (list, tuple)):
+            arguments_in(item, found)
+
+
+def listed(item: Any) -> list[Tensor]:
+    """The tensors of one argument: itself, or those in a list of it."""
+    found: list[Tensor] = []
+    arguments_in((item,), found)
+    return found

@@ -1,0 +1,268 @@
+"""The command line from end to end: what it prints, what it writes, how it refuses."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from rooftrace.reporting.cli import main
+
+GPT2 = "examples/configs/gpt2.json"
+CONTROL_FLOW = "examples/models/control_flow.py:build"
+RESNET = "examples/models/resnet.py:build"
+
+
+class Ran(NamedTuple):
+    """Exit code, stdout, stderr."""
+
+    code: int
+    out: str
+    err: str
+
+
+Run = Callable[..., Ran]
+
+
+@pytest.fixture
+def run(root: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
+    """Runs the command line in this process, from the root of the repository."""
+    monkeypatch.chdir(root)
+
+    def call(*arguments: str | Path) -> Ran:
+        capfd.readouterr()
+        code = 0
+        try:
+            main([str(a) for a in arguments])
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+        out, err = capfd.readouterr()
+        return Ran(code, out, err)
+    return call
+
+
+def test_report_prints_one_screen_and_writes_a_folder(run: Run, tmp_path: Path) -> None:
+    out = tmp_path / "a" / "report"
+    ran = run("report", CONTROL_FLOW, "--chip", "l4,h100-sxm", "--out", out)
+    assert ran.code == 0
+    assert "coverage: " in ran.out and "t_est" in ran.out
+    names = {path.name for path in out.iterdir()}
+    assert {"report.md", "report.json", "ops.csv", "roofline.png"} <= names
+    assert all(name in ran.out for name in names)
+    assert [path.name for path in tmp_path.iterdir()] == ["a"], "nothing temporary is left"
+
+
+def test_report_as_json_on_stdout_is_valid_json(run: Run) -> None:
+    ran = run("report", CONTROL_FLOW, "--phase", "forward", "--out", "-", "--format", "json")
+    report = json.loads(ran.out)
+    assert report["schema"] == "rooftrace.report/1"
+    assert list(report["phases"]) == ["forward"]
+
+
+def test_two_runs_write_the_same_bytes(run: Run, tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        run("report", CONTROL_FLOW, "--out", tmp_path / name, "--format", "json,md,csv")
+        run("trace", CONTROL_FLOW, "-o", tmp_path / f"{name}.json.gz")
+    for name in ("report.json", "report.md", "ops.csv"):
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
+    assert (tmp_path / "one.json.gz").read_bytes() == (tmp_path / "two.json.gz").read_bytes()
+
+
+def test_a_saved_graph_reports_like_its_target(run: Run, tmp_path: Path) -> None:
+    graph = tmp_path / "graph.json.gz"
+    assert run("trace", CONTROL_FLOW, "-o", graph).code == 0
+    assert gzip.decompress(graph.read_bytes()).startswith(b'{"schema":"rooftrace.graph/1"')
+    direct = run("report", CONTROL_FLOW, "--out", "-", "--format", "csv")
+    saved = run("report", graph, "--out", "-", "--format", "csv")
+    assert direct.out == saved.out
+
+
+def test_language_model_has_prefill_decode_and_training(run: Run) -> None:
+    ran = run("report", GPT2, "--batch", "2", "--seq", "32", "--out", "-", "--format", "json")
+    report = json.loads(ran.out)
+    assert list(report["phases"]) == ["prefill", "decode", "training"]
+    assert report["workload"]["batch"] == 2
+    assert report["memory"]["decode"]["kv"] > 0 == report["memory"]["training"]["kv"]
+
+
+def test_diff_fails_on_growth(run: Run, tmp_path: Path) -> None:
+    for name, steps in (("before", 2), ("after", 3)):
+        (tmp_path / f"{name}.py").write_text(
+            "import torch\n"
+            "def build():\n"
+            f"    layers = [torch.nn.Linear(64, 64) for _ in range({steps})]\n"
+            "    return torch.nn.Sequential(*layers), (torch.empty(8, 64),)\n"
+        )
+    before, after = (f"{tmp_path / name}.py:build" for name in ("before", "after"))
+    same = run("diff", before, before, "--fail-on", "flops>0%")
+    assert same.code == 0 and "no change" in same.out
+    grown = run("diff", before, after, "--fail-on", "flops>5%", "--phase", "forward")
+    assert grown.code == 1
+    assert "forward: flops grew by +50.00%" in grown.err
+    text = run("diff", before, after, "--format", "json", "--phase", "forward").out
+    (added,) = json.loads(text)["phases"]["forward"]["modules"]
+    assert (added["path"], added["status"]) == ("2", "added")
+    assert added["flops"]["delta"] == 2 * 8 * 64 * 64 + 8 * 64  # the product and its bias
+
+
+def test_diff_writes_markdown_to_a_file(run: Run, tmp_path: Path) -> None:
+    page = tmp_path / "diff.md"
+    ran = run("diff", CONTROL_FLOW, RESNET, "--phase", "forward", "--format", "md", "--out", page)
+    assert ran.code == 0
+    assert page.read_text().startswith("## Cost of")
+
+
+MODEL_WITH_AN_OP_OF_ITS_OWN = """
+import torch
+library = torch.library.Library("NAME", "DEF")
+library.define("mix(Tensor x) -> Tensor")
+library.impl("mix", lambda x: torch.empty_like(x), "Meta")
+class Model(torch.nn.Module):
+    def forward(self, x):
+        return torch.ops.NAME.mix(x)
+def build():
+    return Model(), (torch.empty(16),)
+"""
+RULE = """
+import rooftrace
+@rooftrace.rule("NAME::mix")
+def mix(op):
+    return rooftrace.Cost.of(vector=7) + op.streamed()
+"""
+
+
+def test_an_op_without_a_rule_is_named(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "m.py").write_text(MODEL_WITH_AN_OP_OF_ITS_OWN.replace("NAME", "clitest_unknown"))
+    ran = run("report", f"{tmp_path}/m.py:build", "--phase", "forward", "--out", "-",
+              "--format", "json")
+    (unknown,) = json.loads(ran.out)["coverage"]["unsupported"]
+    assert unknown["target"] == "clitest_unknown.mix.default"
+    assert unknown["bytes"] == 16 * 4 + 16 * 4  # read and written
+
+
+def test_rules_come_from_a_file(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "m.py").write_text(MODEL_WITH_AN_OP_OF_ITS_OWN.replace("NAME", "clitest_ruled"))
+    (tmp_path / "rules.py").write_text(RULE.replace("NAME", "clitest_ruled"))
+    ran = run("report", f"{tmp_path}/m.py:build", "--phase", "forward", "--out", "-",
+              "--format", "json", "--rules", tmp_path / "rules.py")
+    report = json.loads(ran.out)
+    assert report["coverage"]["unsupported"] == []
+    assert report["phases"]["forward"]["efficient"]["flops"] == 7
+
+
+def test_chips(run: Run) -> None:
+    assert "h200-sxm" in run("chips", "list").out
+    shown = run("chips", "show", "h200").out
+    assert "datasheet" in shown and "memory_bandwidth" in shown
+    assert run("chips", "lint").code == 0
+
+
+BAD_REQUESTS = {
+    "unknown chip": (("report", RESNET, "--chip", "h2000"), ["h2000", "h200-sxm"]),
+    "precision that the chip lacks": (
+        ("report", RESNET, "--chip", "a100", "--dtype", "fp8"), ["a100", "fp8", "bf16"]),
+    "unknown precision": (("report", RESNET, "--dtype", "fp9"), ["fp9", "fp8"]),
+    "missing file": (("report", "nowhere.py:build"), ["nowhere.py"]),
+    "missing config": (("report", "nowhere.json"), ["nowhere.json"]),
+    "missing attribute": (("report", "examples/models/resnet.py:buidl"), ["buidl", "build"]),
+    "no module": (("report", "math:pi"), ["math:pi", "Module", "float"]),
+    "no target at all": (("report", "resnet"), ["resnet", "package.module:attr"]),
+    "decode of a CNN": (("report", RESNET, "--phase", "decode"), ["decode", "ResNet", "cache"]),
+    "unknown phase": (("report", RESNET, "--phase", "inference"), ["inference", "forward"]),
+    "unknown execution": (("report", RESNET, "--execution", "efficent"), ["efficent", "efficient"]),
+    "unknown optimizer": (("report", RESNET, "--optimizer", "adamx"), ["adamx", "adamw"]),
+    "unknown format": (("report", RESNET, "--out", "-", "--format", "pdf"), ["pdf", "json"]),
+    "batch of zero": (("report", RESNET, "--batch", "0"), ["--batch", "0"]),
+    "sequence of a CNN": (("report", RESNET, "--seq", "8"), ["--seq", "8"]),
+    "too long for its table": (("report", GPT2, "--seq", "5000"), ["5000", "1024"]),
+    "input without a shape": (("report", RESNET, "--input", "x"), ["--input", "NAME=SHAPE"]),
+    "input that is no shape": (("report", GPT2, "--input", "input_ids=axb:int64"), ["axb"]),
+    "condition": (("diff", RESNET, RESNET, "--fail-on", "speed>5%"), ["speed>5%", "time"]),
+    "rules file": (("report", RESNET, "--rules", "none.py"), ["none.py"]),
+    "flag": (("report", RESNET, "--chipp", "h200"), ["--chipp"]),
+    "measuring everything": (("measure",), ["--chip-only"]),
+}
+
+
+@pytest.mark.parametrize(("arguments", "words"), BAD_REQUESTS.values(), ids=BAD_REQUESTS)
+def test_a_wrong_request_gets_one_clear_message(
+    run: Run, tmp_path: Path, arguments: tuple[str, ...], words: list[str]
+) -> None:
+    ran = run(*arguments)
+    assert ran.code == 2
+    assert "Traceback" not in ran.err
+    for word in words:
+        assert word in ran.err
+    assert ran.out == ""
+
+
+def test_an_unwritable_folder_is_refused_before_any_work(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    ran = run("report", "nowhere.py:build", "--out", tmp_path / "file" / "report")
+    assert ran.code == 2
+    assert str(tmp_path / "file") in ran.err, "the folder is named, though the target is missing too"
+
+
+def test_a_config_of_an_unknown_kind(run: Run, tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text('{"model_type": "perpetuum"}')
+    ran = run("report", config)
+    assert ran.code == 2 and "perpetuum" in ran.err
+    config.write_text("{")
+    assert run("report", config).code == 2
+
+
+def test_a_failing_forward_shows_the_users_own_lines(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text(
+        "import torch\n"
+        "class Inner(torch.nn.Module):\n"
+        "    def forward(self, x):\n"
+        "        return x @ torch.ones(3, 3)\n"
+        "class Outer(torch.nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.inner = Inner()\n"
+        "    def forward(self, x):\n"
+        "        return self.inner(x)\n"
+        "def build():\n"
+        "    return Outer(), (torch.empty(2, 5),)\n"
+    )
+    ran = run("report", f"{tmp_path}/broken.py:build", "--out", tmp_path / "out")
+    assert ran.code == 2
+    assert "'inner' (Inner)" in ran.err and "broken.py\", line 4" in ran.err
+    assert "capture.py" not in ran.err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.subprocess
+def test_help_does_not_load_torch(root: Path) -> None:
+    code = (
+        "import sys\n"
+        "from rooftrace.reporting.cli import main\n"
+        "try:\n"
+        "    main(['report', '--help'])\n"
+        "except SystemExit:\n"
+        "    pass\n"
+        "heavy = {'torch', 'numpy', 'pandas', 'matplotlib', 'rich', 'transformers'} & set(sys.modules)\n"
+        "sys.exit(f'loaded {heavy}' if heavy else 0)\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    assert "TARGET" in ran.stdout
+
+
+@pytest.mark.subprocess
+def test_a_closed_pipe_is_no_error(root: Path) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    ran = subprocess.run([sys.executable, "-m", "rooftrace", "chips", "show", "h200-sxm"], cwd=root,
+                         stdout=write, stderr=subprocess.PIPE, text=True)
+    os.close(write)
+    assert ran.returncode in (0, 1, 120) and "Traceback" not in ran.stderr
