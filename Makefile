@@ -64,9 +64,8 @@ golden: $(INSTALLED) ## rewrite the golden files; the diff is part of the review
 	@$(BIN)/python tests/update_readme.py
 	@git --no-pager diff --stat -- tests/golden README.md
 
-bench: $(INSTALLED) ## time rooftrace itself (benchmarks/)
-	@if [ -d benchmarks ]; then $(BIN)/python -m pytest benchmarks --benchmark-only; \
-	else echo "make: no benchmarks/ yet, nothing to time"; fi
+bench: $(INSTALLED) ## time rooftrace itself: ratios side by side, of one run
+	@$(BIN)/python -m pytest benchmarks --benchmark-only
 
 clean: ## remove caches, builds and out/; .venv stays
 	@rm -rf out build dist *.egg-info .benchmarks .coverage .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,7 +1,7 @@
-"""What one op costs, independent of any chip: work by operation and precision, bytes by whose bytes move.
+"""What one op costs on any chip: work by operation and precision, bytes by whose bytes move.
 
-A :class:`Cost` is additive.  It knows no chip, no knob and no fusion: fusing means dropping internal
-values and reading a shared one once, which is done by whoever adds costs up (`traffic`).
+A :class:`Cost` is additive.  It knows no chip, no knob and no fusion: fusing means dropping
+internal values and reading a shared one once, which is done by whoever adds costs up (`traffic`).
 """
 
 from __future__ import annotations
@@ -10,8 +10,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from rooftrace.hardware.precision import widest
+
 OPERATIONS = ("matmul", "convolution", "vector")
-COUNTS = ("useful", "masked", "masked_executed", "recompute")
+MATRIX = ("matmul", "convolution")
+"""The operations that a matrix engine can run."""
+COMPUTED = ("useful", "masked_executed", "recompute")
+"""The counts that take time; "masked" is what a kernel skips."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,10 +25,11 @@ class Work:
 
     operation: matmul, convolution (both can use the matrix engine) or vector.
     precision: what it computes in.
-    rows: M_eff, the rows of the (per-group) matrix product that share one weight tile; None for vector.
+    rows: M_eff, the rows of the (per-group) matrix product that share one weight tile; None for
+    vector.
     count: useful; masked (in the dense count, skipped by a kernel that knows the mask);
-    masked_executed (the same, but this kernel computes it anyway); recompute (done again in backward:
-    takes time, is not part of the model's FLOPs).
+    masked_executed (the same, but this kernel computes it anyway); recompute (done again in
+    backward: takes time, is not part of the model's FLOPs).
     """
 
     operation: str
@@ -56,10 +62,12 @@ class Cost:
            rows: int | None = None, count: str = "useful") -> Cost:
         """Work of one kind; zero amounts leave no entry."""
         work = {}
-        for operation, flop in (("matmul", matmul), ("convolution", convolution), ("vector", vector)):
-            if flop:
-                key = Work(operation, precision, None if operation == "vector" else rows, count)
-                work[key] = flop
+        if matmul:
+            work[Work("matmul", precision, rows, count)] = matmul
+        if convolution:
+            work[Work("convolution", precision, rows, count)] = convolution
+        if vector:
+            work[Work("vector", precision, None, count)] = vector
         return Cost(work)
 
     def __add__(self, other: Cost) -> Cost:
@@ -93,13 +101,22 @@ class Cost:
             traffic[key] = traffic.get(key, 0) + size
         return Cost(self.work, traffic)
 
+    def recomputed(self) -> Cost:
+        """The same, done a second time: all that is computed counts as recompute."""
+        work: dict[Work, int] = {}
+        for key, flop in self.work.items():
+            if key.count != "masked":
+                again = Work(key.operation, key.precision, key.rows, "recompute")
+                work[again] = work.get(again, 0) + flop
+        return Cost(work, self.traffic)
+
 
 NOTHING = Cost()
 
 
 @dataclass(frozen=True, slots=True)
 class TensorView:
-    """A tensor as a rule sees it: sizes only, and a local storage index (views share their base's)."""
+    """A tensor as a rule sees it: sizes only, and a local storage index, shared with its views."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -163,9 +180,7 @@ class OpView:
 
     @property
     def precision(self) -> str:
-        """What the op computes in: the widest of its floating inputs (of its outputs if it has none)."""
-        from rooftrace.hardware.precision import widest
-
+        """The widest precision of its floating inputs (of inputs and outputs if it has none)."""
         names = [t.dtype for t in self.inputs if t.floating]
         if not names:
             names = [t.dtype for t in (*self.inputs, *self.outputs)]
@@ -188,8 +203,8 @@ class OpView:
     def streamed(self) -> Cost:
         """Every input read once, every output written once."""
         traffic: dict[Access, int] = {}
-        # The same tensor given twice (x * x) has one slot and is read once; two slices of one storage
-        # are both read, even if they look alike.
+        # The same tensor given twice (x * x) has one slot and is read once; two slices of one
+        # storage are both read, even if they look alike.
         for index in sorted(set(_slots(tuple(value for _, value in self.arguments)))):
             tensor = self.inputs[index]
             key = Access(tensor.storage, False)

@@ -1,22 +1,34 @@
-"""What changed between two revisions: totals, modules matched by path, and the ops behind a change."""
+"""What changed between two revisions: totals, modules matched by path, ops behind a change."""
 
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rooftrace.costmodels.estimate import Estimate
 from rooftrace.costmodels.memory import memory
-from rooftrace.hardware.units import UnitError, parse
+from rooftrace.hardware.units import (
+    UnitError,
+    format_capacity,
+    format_count,
+    format_flops,
+    format_time,
+    format_traffic,
+    parse,
+)
 from rooftrace.tracer.graph import Op, OpGraph, pattern_of
 
 METRICS = ("time", "flops", "bytes", "memory", "params", "kernels")
 _UNITS = {"time": "second", "flops": "count", "bytes": "byte", "memory": "byte", "params": "count",
           "kernels": "count"}
+_FORMATS: Mapping[str, Callable[[float], str]] = {
+    "time": format_time, "flops": format_flops, "bytes": format_traffic,
+    "memory": format_capacity, "params": format_count, "kernels": format_count}
 
 
 class FailOnError(ValueError):
@@ -47,8 +59,9 @@ class Change:
 class ModuleChange:
     """A module, or `count` equal modules whose paths differ only in indices.
 
-    status: added, removed or changed.  ops_added, ops_removed: operator names with their number, over
-    one of the modules; this is the cause.  Quantities are over all of them.
+    status: added, removed or changed.  ops_added, ops_removed: operator names with their number,
+    over one of the modules; this is the cause.  resized: operators whose sizes or precisions
+    changed.  Quantities are over all of the modules.
     """
 
     path: str
@@ -85,8 +98,10 @@ class Diff:
 
     @property
     def unchanged(self) -> bool:
-        """True where no total and no module differs."""
-        return all(not p.modules and all(c.before == c.after for c in p.totals.values()) for p in self.phases)
+        """True where no phase, no total and no module differs."""
+        return not self.only_before and not self.only_after and all(
+            not p.modules and all(c.before == c.after for c in p.totals.values())
+            for p in self.phases)
 
     def violations(self, conditions: Sequence[str]) -> list[str]:
         """A sentence for each condition ("time>5%", "memory>1 GiB") that some phase breaks.
@@ -97,23 +112,21 @@ class Diff:
         for metric, limit, relative, text in map(parse_condition, conditions):
             for phase in self.phases:
                 change = phase.totals[metric]
+                growth = change.delta
                 if relative:
-                    growth = change.relative if change.relative is not None else float("inf")
-                    broken = growth > limit
-                    amount = f"{growth:+.2%}"
-                else:
-                    broken = change.delta > limit
-                    amount = f"{change.delta:+.4g}"
-                if broken:
-                    found.append(f"{phase.phase}: {metric} grew by {amount}, more than {text!r} allows")
+                    growth = math.inf if change.relative is None else change.relative
+                if growth > limit:
+                    amount = f"{growth:+.2%}" if relative else f"+{_FORMATS[metric](growth)}"
+                    found.append(f"{phase.phase}: {metric} grew by {amount}, "
+                                 f"more than {text!r} allows")
         return found
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data: SI numbers, relative changes as fractions."""
         return {
-            "schema": "rooftrace.diff/1", "before": self.names[0], "after": self.names[1], "chip": self.chip,
-            "execution": self.execution, "only_before": list(self.only_before),
-            "only_after": list(self.only_after),
+            "schema": "rooftrace.diff/1", "before": self.names[0], "after": self.names[1],
+            "chip": self.chip, "execution": self.execution,
+            "only_before": list(self.only_before), "only_after": list(self.only_after),
             "phases": {p.phase: {
                 "totals": {name: _change(c) for name, c in p.totals.items()},
                 "modules": [{
@@ -124,7 +137,8 @@ class Diff:
 
 
 def _change(change: Change) -> dict[str, Any]:
-    return {"before": change.before, "after": change.after, "delta": change.delta, "relative": change.relative}
+    return {"before": change.before, "after": change.after, "delta": change.delta,
+            "relative": change.relative}
 
 
 _CONDITION = re.compile(r"\s*([a-z]+)\s*>\s*([0-9.eE+-]+)\s*(.*?)\s*")
@@ -134,8 +148,9 @@ def parse_condition(text: str) -> tuple[str, float, bool, str]:
     """("time", 0.05, True, text) for "time>5%"; an absolute limit takes a unit ("memory>1 GiB")."""
     match = _CONDITION.fullmatch(text)
     if match is None or match[1] not in METRICS:
-        raise FailOnError(f'--fail-on {text!r}: expected METRIC>LIMIT with METRIC one of {", ".join(METRICS)}, '
-                          'for example "time>5%" or "memory>1 GiB"')
+        raise FailOnError(
+            f"--fail-on {text!r}: expected METRIC>LIMIT with METRIC one of {', '.join(METRICS)}, "
+            'for example "time>5%" or "memory>1 GiB"')
     metric, number, unit = match.groups()
     try:
         if unit == "%":
@@ -149,12 +164,17 @@ def parse_condition(text: str) -> tuple[str, float, bool, str]:
 
 def diff_estimates(before: Mapping[str, Estimate], after: Mapping[str, Estimate],
                    names: tuple[str, str] = ("before", "after")) -> Diff:
-    """Compare estimates by phase; both sides on the same chip under the same execution model.
+    """Compare estimates by phase.  Phases that only one side has are listed, not compared.
 
-    Phases that only one side has are listed, not compared.
+    Raises ValueError unless all are on the same chip under the same execution model.
     """
     shared = [phase for phase in before if phase in after]
-    some = next(iter({**before, **after}.values()))
+    everything = (*before.values(), *after.values())
+    priced = {(one.chip.name, one.execution): None for one in everything}
+    if len(priced) != 1:
+        listed = ", ".join(f"{model.name} on {chip}" for chip, model in priced) or "no estimates"
+        raise ValueError(f"expected estimates on one chip under one execution model, got {listed}")
+    some = everything[0]
     return Diff(
         names, some.chip.name, some.execution.name,
         tuple(_phase(phase, before[phase], after[phase]) for phase in shared),
@@ -165,7 +185,8 @@ def _phase(phase: str, before: Estimate, after: Estimate) -> PhaseDiff:
     def totals(estimate: Estimate) -> dict[str, float]:
         return {"time": estimate.t_est, "flops": estimate.flops, "bytes": estimate.bytes_hbm,
                 "memory": memory(estimate.plan.source).peak,
-                "params": int(estimate.graph.model.get("params", 0)), "kernels": estimate.kernels}
+                "params": int(estimate.graph.model.get("params", 0)),
+                "kernels": estimate.kernels}
     first, second = totals(before), totals(after)
     return PhaseDiff(phase, {name: Change(first[name], second[name]) for name in METRICS},
                      _modules(before, after))
@@ -192,32 +213,31 @@ def _modules(before: Estimate, after: Estimate) -> tuple[ModuleChange, ...]:
             continue
         status = "added" if path not in ops[0] else "removed" if path not in ops[1] else "changed"
         kinds = after.graph.modules if status != "removed" else before.graph.modules
-        single.append(ModuleChange(path, 1, status, kinds.get(path, ""), Change(a.flops, b.flops),
-                                   Change(a.bytes, b.bytes), Change(a.time, b.time), added, removed, resized))
-    return tuple(sorted(_collapsed(single), key=lambda m: (-abs(m.time.delta), -abs(m.bytes.delta), m.path)))
+        single.append(ModuleChange(
+            path, 1, status, kinds.get(path, ""), Change(a.flops, b.flops),
+            Change(a.bytes, b.bytes), Change(a.time, b.time), added, removed, resized))
+    return tuple(sorted(_collapsed(single), key=lambda m: (
+        -abs(m.time.delta), -abs(m.bytes.delta), m.path)))
 
 
 def _collapsed(changes: Sequence[ModuleChange]) -> list[ModuleChange]:
     """Equal changes of modules whose paths differ only in indices, as one."""
     groups: dict[Any, list[ModuleChange]] = defaultdict(list)
     for change in changes:
-        key = (pattern_of(change.path), change.status, change.kind, change.flops.delta, change.bytes.delta,
-               tuple(change.ops_added.items()), tuple(change.ops_removed.items()), tuple(change.resized))
+        key = (pattern_of(change.path), change.status, change.kind, change.flops.delta,
+               change.bytes.delta, tuple(change.ops_added.items()),
+               tuple(change.ops_removed.items()), tuple(change.resized))
         groups[key].append(change)
-    result = []
-    for key, members in groups.items():
-        first = members[0]
-        if len(members) == 1:
-            result.append(first)
-            continue
+    return [members[0] if len(members) == 1 else _together(key[0], members)
+            for key, members in groups.items()]
 
-        def total(name: str, members: Sequence[ModuleChange] = members) -> Change:
-            parts = [getattr(m, name) for m in members]
-            return Change(sum(p.before for p in parts), sum(p.after for p in parts))
-        result.append(ModuleChange(
-            key[0], len(members), first.status, first.kind, total("flops"), total("bytes"), total("time"),
-            first.ops_added, first.ops_removed, first.resized))
-    return result
+
+def _together(path: str, members: Sequence[ModuleChange]) -> ModuleChange:
+    def total(name: str) -> Change:
+        parts = [getattr(m, name) for m in members]
+        return Change(sum(p.before for p in parts), sum(p.after for p in parts))
+    return replace(members[0], path=path, count=len(members), flops=total("flops"),
+                   bytes=total("bytes"), time=total("time"))
 
 
 def _sums(estimate: Estimate) -> dict[str, _Sums]:
@@ -242,7 +262,8 @@ def _ops_by_module(graph: OpGraph) -> dict[str, list[tuple[str, str]]]:
 
 
 def _sizes(graph: OpGraph, op: Op) -> str:
-    return " ".join(f"{graph.values[i].dtype}{list(graph.values[i].shape)}" for i in (*op.inputs[:3], *op.outputs[:1]))
+    tensors = (graph.values[i] for i in (*op.inputs[:3], *op.outputs[:1]))
+    return " ".join(f"{t.dtype}{list(t.shape)}" for t in tensors)
 
 
 def _op_changes(before: Sequence[tuple[str, str]], after: Sequence[tuple[str, str]],
@@ -262,4 +283,5 @@ def _op_changes(before: Sequence[tuple[str, str]], after: Sequence[tuple[str, st
         else:
             removed.update(names[0][i1:i2])
             added.update(names[1][j1:j2])
-    return dict(sorted((added - removed).items())), dict(sorted((removed - added).items())), tuple(resized)
+    return (dict(sorted((added - removed).items())), dict(sorted((removed - added).items())),
+            tuple(resized))

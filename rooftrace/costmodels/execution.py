@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
@@ -19,7 +20,7 @@ class ExecutionError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class WeightResidency:
-    """Weight bytes are divided by these (the seed's WRF).  1 means every weight crosses HBM once a use.
+    """Weight bytes are divided by these (the seed's WRF).  1: every weight crosses HBM once a use.
 
     Above 1 the model promises fewer bytes than the weights have; estimates below the compulsory
     bytes say so.
@@ -80,20 +81,18 @@ class ExecutionModel:
                 raise ExecutionError(f"{name}={value!r}: expected one of {', '.join(allowed)}")
         for name in ("activation_fusion", "elementwise"):
             value = getattr(self, name)
-            if not 0 < value <= 1:
+            if not _positive(value) or value > 1:
                 raise ExecutionError(f"{name}={value!r}: expected a factor above 0 and at most 1")
             if value != 1 and self.fusion != "factor":
                 raise ExecutionError(
-                    f"{name}={value!r} with fusion={self.fusion!r}: the factors and detected groups describe "
-                    "the same effect; use fusion='factor' or leave the factor at 1")
-        for family in ("attention", "dense", "moe"):
-            value = getattr(self.weight_residency, family)
-            if not value > 0:
-                raise ExecutionError(f"weight_residency.{family}={value!r}: expected a number above 0")
-        for name in ("b_sat", "eta_scalar"):
-            value = getattr(self.utilization, name)
-            if value is not None and not value > 0:
-                raise ExecutionError(f"utilization.{name}={value!r}: expected a number above 0, or None")
+                    f"{name}={value!r} with fusion={self.fusion!r}: the factors and detected "
+                    "groups describe the same effect; use fusion='factor' or leave the factor at 1")
+        for owner in ("weight_residency", "utilization"):
+            for name, value in asdict(getattr(self, owner)).items():
+                optional = owner == "utilization"
+                if not _positive(value) and not (optional and value is None):
+                    raise ExecutionError(f"{owner}.{name}={value!r}: expected a number above 0"
+                                         f"{', or None' if optional else ''}")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dict for the report; `from_dict` reads it back."""
@@ -102,16 +101,26 @@ class ExecutionModel:
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> ExecutionModel:
         """The inverse of `to_dict`.  Raises ExecutionError naming an unknown knob."""
-        known = {f.name for f in fields(ExecutionModel)}
-        for key in data:
-            if key not in known:
-                raise ExecutionError(f"{key!r} is no execution knob; the knobs are {', '.join(sorted(known))}")
-        values = dict(data)
-        if isinstance(values.get("weight_residency"), Mapping):
-            values["weight_residency"] = WeightResidency(**values["weight_residency"])
-        if isinstance(values.get("utilization"), Mapping):
-            values["utilization"] = Utilization(**values["utilization"])
+        values = _known(ExecutionModel, data)
+        for name, kind in (("weight_residency", WeightResidency), ("utilization", Utilization)):
+            if isinstance(values.get(name), Mapping):
+                values[name] = kind(**_known(kind, values[name], f"{name}."))
         return ExecutionModel(**values)
+
+
+def _positive(value: Any) -> bool:
+    """A finite number above 0 (what a JSON file or a command line may not hold)."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return number and 0 < value < math.inf
+
+
+def _known(kind: type, data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    names = sorted(f.name for f in fields(kind))
+    for key in data:
+        if key not in names:
+            raise ExecutionError(
+                f"{prefix + key!r} is no execution knob; the knobs are {', '.join(names)}")
+    return dict(data)
 
 
 _SEED = Utilization(b_sat=64, eta_scalar=0.35)
@@ -138,7 +147,11 @@ SUMMARIES: Mapping[str, str] = {
 
 
 def execution_model(name: str | ExecutionModel, **changes: Any) -> ExecutionModel:
-    """A preset by name (or a model as it is) with some knobs changed."""
+    """A preset by name (or a model as it is) with some knobs changed.
+
+    Raises ExecutionError for a preset or a knob that does not exist.
+    """
+    changes = _known(ExecutionModel, changes)
     if isinstance(name, ExecutionModel):
         return replace(name, **changes) if changes else name
     preset = PRESETS.get(name)

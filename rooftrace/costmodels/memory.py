@@ -1,18 +1,20 @@
 """How many bytes are alive at once, from the graph: who allocates when, and who reads last.
 
-Storages of weights, caches, gradients and optimizer states live as long as training needs them;
-everything else lives from the op that makes it to its last reader.  The peak is a lower bound of what an
-allocator reserves: fragmentation, workspaces and the framework's own context come on top.
+Weights, inputs, caches, gradients, optimizer states and results stay to the end of the step;
+everything else lives from the op that makes it to the last one that touches it.  The peak is a
+lower bound of what an allocator reserves: fragmentation, workspaces, Python variables that outlive
+their use, and the framework's own context come on top.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rooftrace.costmodels.traffic import storage_sizes
 from rooftrace.hardware.chip import Chip
 from rooftrace.tracer.graph import ROLES, OpGraph
 
@@ -23,10 +25,10 @@ _LISTED = ("weights", "kv", "gradients", "optimizer")
 class Memory:
     """Bytes alive over a step.
 
-    weights, kv, gradients, optimizer: the most that is alive of each.  activations_peak: the most of
-    everything else (activations, inputs, temporaries, constants).  peak: the most of all together,
-    which is not their sum where they do not peak at the same time.  at_peak: by role at that moment.
-    where: index of the op at which the peak is (-1: before the first).
+    weights, kv, gradients, optimizer: the most that is alive of each.  activations_peak: the most
+    of everything else (activations, inputs, temporaries, constants).  peak: the most of all
+    together, which is not their sum where they do not peak at the same time.  at_peak: by role at
+    that moment.  where: index of the op at which the peak is (-1: before the first).
     """
 
     weights: int
@@ -55,67 +57,82 @@ class Memory:
 
 def memory(graph: OpGraph) -> Memory:
     """Liveness of `graph` in its captured order (eager, attention as one kernel)."""
-    values = graph.values
-    size = [0] * len(values)
-    for tensor in values:
-        # A storage is as large as its largest view.
-        size[tensor.storage] = max(size[tensor.storage], tensor.nbytes)
-    outside = {values[i].storage for i in graph.external}
-    forever = {values[i].storage for i in graph.outputs} | outside
-    born: dict[int, int] = dict.fromkeys(outside, -1)
-    last: dict[int, int] = {}
-    for op in graph.ops:
-        for index in op.inputs:
-            last[values[index].storage] = op.id
-        for index in op.outputs:
-            storage = values[index].storage
-            born.setdefault(storage, op.id)
-            last[storage] = op.id
-    end = len(graph.ops)
-    for storage in forever:
-        last[storage] = end
-    replaced = _replaced_caches(graph)
+    sizes = storage_sizes(graph)
+    births, deaths = _lifetimes(graph)
     alive: Counter[str] = Counter()
-    deaths: dict[int, list[int]] = {}
-    births: dict[int, list[int]] = {}
-    for storage, when in born.items():
-        births.setdefault(when, []).append(storage)
-        final = replaced.get(storage, last.get(storage, when))
-        if final < end:
-            deaths.setdefault(final, []).append(storage)
     for storage in births.get(-1, ()):
-        alive[values[storage].role] += size[storage]
-    unread = int(graph.model.get("bytes_parameters", 0)) + int(graph.model.get("bytes_buffers", 0))
-    unread = max(0, unread - alive["weights"])
-    alive["weights"] += unread
-    most = Counter(alive)
-    others = most_others = sum(n for role, n in alive.items() if role not in _LISTED)
-    total = best = sum(alive.values())
-    where, snapshot = -1, Counter(alive)
+        alive[graph.values[storage].role] += sizes[storage]
+    # Weights that this step does not read (experts without tokens) are there all the same.
+    stored = int(graph.model.get("bytes_parameters", 0)) + int(graph.model.get("bytes_buffers", 0))
+    alive["weights"] = max(alive["weights"], stored)
+    tally = _Tally(alive)
     for op in graph.ops:
         for storage in births.get(op.id, ()):
-            role = values[storage].role
-            alive[role] += size[storage]
-            total += size[storage]
-            if role in _LISTED:
-                most[role] = max(most[role], alive[role])
-            else:
-                others += size[storage]
-        if total > best:
-            best, where, snapshot = total, op.id, Counter(alive)
-        most_others = max(most_others, others)
+            tally.change(graph.values[storage].role, sizes[storage])
+        tally.look(op.id)
         for storage in deaths.get(op.id, ()):
-            role = values[storage].role
-            alive[role] -= size[storage]
-            total -= size[storage]
-            if role not in _LISTED:
-                others -= size[storage]
-    return Memory(most["weights"], most["kv"], most["gradients"], most["optimizer"], most_others, best,
-                  {role: snapshot[role] for role in ROLES}, where)
+            tally.change(graph.values[storage].role, -sizes[storage])
+    return tally.result()
 
 
-def _replaced_caches(graph: OpGraph) -> dict[int, int]:
-    """Caches that a `cat` replaces: the old one dies there, though it came from outside."""
+class _Tally:
+    """Bytes alive now, and the most that was alive at once."""
+
+    def __init__(self, alive: Counter[str]) -> None:
+        self.alive = alive
+        self.total = sum(alive.values())
+        self.others = sum(size for role, size in alive.items() if role not in _LISTED)
+        self.most, self.most_others = Counter(alive), self.others
+        self.peak, self.where, self.at_peak = self.total, -1, Counter(alive)
+
+    def change(self, role: str, size: int) -> None:
+        """`size` bytes of this role come, or go if it is negative."""
+        self.alive[role] += size
+        self.total += size
+        if role in _LISTED:
+            self.most[role] = max(self.most[role], self.alive[role])
+        else:
+            self.others += size
+
+    def look(self, op: int) -> None:
+        """Remember this moment if it is the fullest so far."""
+        self.most_others = max(self.most_others, self.others)
+        if self.total > self.peak:
+            self.peak, self.where, self.at_peak = self.total, op, Counter(self.alive)
+
+    def result(self) -> Memory:
+        """The record for the report."""
+        most = self.most
+        return Memory(most["weights"], most["kv"], most["gradients"], most["optimizer"],
+                      self.most_others, self.peak, {role: self.at_peak[role] for role in ROLES},
+                      self.where)
+
+
+def _lifetimes(graph: OpGraph) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
+    """Storages by the op that makes them (-1: from outside), and by the op that ends their life."""
     values = graph.values
-    return {values[i].storage: op.id for op in graph.ops if op.name == "aten.cat" and op.outputs
+    last: dict[int, int] = {}
+    for op in graph.ops:
+        for index in (*op.inputs, *op.outputs):
+            last[values[index].storage] = op.id
+    used = {*last, *(values[i].storage for i in (*graph.inputs, *graph.outputs))}
+    outside = {values[i].storage for i in graph.external} & used
+    born = dict.fromkeys(sorted(outside), -1)
+    for op in graph.ops:
+        for index in op.outputs:
+            born.setdefault(values[index].storage, op.id)
+    stays = (outside - _replaced_caches(graph)) | {values[i].storage for i in graph.outputs}
+    births: dict[int, list[int]] = defaultdict(list)
+    deaths: dict[int, list[int]] = defaultdict(list)
+    for storage, when in born.items():
+        births[when].append(storage)
+        if storage not in stays and values[storage].role != "gradients":
+            deaths[last.get(storage, when)].append(storage)
+    return births, deaths
+
+
+def _replaced_caches(graph: OpGraph) -> set[int]:
+    """Caches that a `cat` replaces: the old one goes, though it came from outside."""
+    values = graph.values
+    return {values[i].storage for op in graph.ops if op.name == "aten.cat" and op.outputs
             and values[op.outputs[0]].role == "kv" for i in op.inputs if values[i].role == "kv"}

@@ -15,8 +15,9 @@ from rooftrace.tracer.graph import Argument, Op, OpGraph, Ref, Tensor
 def price_ops(graph: OpGraph) -> tuple[tuple[Cost, ...], tuple[bool, ...]]:
     """The cost of each op, bound to storages, and whether it has a rule.
 
-    An op without a rule is priced at the bytes of its inputs and outputs: a lower bound of its traffic.
-    Views and waits cost nothing here.  Equal ops (sizes, precisions, attributes) are priced once.
+    An op without a rule is priced at the bytes of its inputs and outputs: a lower bound of its
+    traffic.  Views and waits cost nothing here.  What runs a second time in backward (checkpoints)
+    counts as recompute.  Equal ops (sizes, precisions, attributes) are priced once.
     """
     memo: dict[Any, tuple[Cost, bool]] = {}
     costs: list[Cost] = []
@@ -32,15 +33,10 @@ def price_ops(graph: OpGraph) -> tuple[tuple[Cost, ...], tuple[bool, ...]]:
         found = memo.get(key)
         if found is None:
             found = memo[key] = _price(_view(key))
-        costs.append(found[0].bind(local) if found[0].traffic else found[0])
+        cost = found[0].bind(local) if found[0].traffic else found[0]
+        costs.append(cost.recomputed() if op.part == "recompute" else cost)
         known.append(found[1])
     return tuple(costs), tuple(known)
-
-
-def view_of(graph: OpGraph, op: Op) -> OpView:
-    """`op` as its rule sees it."""
-    sizes = [(t.shape, t.dtype, t.stride) for t in graph.values]
-    return _view(_signature(op, sizes, [t.storage for t in graph.values])[0])
 
 
 def _price(view: OpView) -> tuple[Cost, bool]:
@@ -60,7 +56,8 @@ def _split_masked(cost: Cost, view: OpView) -> Cost:
         if key.operation == "matmul" and key.count == "useful":
             useful = flop * visible // pairs
             work[key] = useful
-            work[Work(key.operation, key.precision, key.rows, "masked_executed")] = flop - useful
+            hidden = Work(key.operation, key.precision, key.rows, "masked_executed")
+            work[hidden] = flop - useful
         else:
             work[key] = flop
     return Cost(work, cost.traffic)
@@ -85,8 +82,8 @@ def _signature(op: Op, sizes: Sequence[tuple[Any, ...]], storages: Sequence[int]
     facts = tuple(op.facts.items()) if op.facts else ()
     # 1, 1.0 and True are equal as keys: their types keep them apart.
     types = tuple(map(type, values))
-    return ((op.target, len(op.inputs), tuple(described), tuple(arguments), tuple(values), types, facts),
-            tuple(local))
+    return (op.target, len(op.inputs), tuple(described), tuple(arguments), tuple(values), types,
+            facts), tuple(local)
 
 
 def _slotted(item: Argument, slots: Mapping[int, int]) -> Any:
@@ -105,8 +102,10 @@ def _view(key: tuple[Any, ...]) -> OpView:
 
 
 @lru_cache(maxsize=65536)
-def _tensor(shape: tuple[int, ...], dtype: str, stride: tuple[int, ...], storage: int) -> TensorView:
+def _tensor(shape: tuple[int, ...], dtype: str, stride: tuple[int, ...], storage: int,
+            ) -> TensorView:
     tensor = Tensor(shape, dtype, stride, "activations", 0)
     unique = tensor.unique_elements
-    return TensorView(shape, dtype, stride, storage, tensor.elements, unique, storage_bytes(dtype, unique),
-                      precision(dtype).kind in ("float", "complex"))
+    floating = precision(dtype).kind in ("float", "complex")
+    return TensorView(shape, dtype, stride, storage, tensor.elements, unique,
+                      storage_bytes(dtype, unique), floating)

@@ -1,4 +1,4 @@
-"""Which function prices which op.  The file that walks a graph has no op name in it; this one has no loop.
+"""Which function prices which op.
 
 `@rule("aten.mm")` registers a rule by op name without overload (all overloads) or with it
 ("aten.add.Tensor"); the more specific one wins.  `ns::op` is accepted for `ns.op`.
@@ -17,9 +17,9 @@ RuleFunction = Callable[[OpView], Cost]
 FusionClass = Literal["opaque", "pointwise", "reduction", "gather", "free"]
 """How a compiler may fuse the op.
 
-opaque: its own kernel (matrix products, sorts, scatters).  pointwise: output[i] needs inputs[i] (after
-broadcasting), copies and casts included.  reduction: reads rows, may write rows back (norms, softmax).
-gather: pointwise with indirect reads (embedding, index).  free: no kernel at all.
+opaque: its own kernel (matrix products, sorts, scatters).  pointwise: output[i] needs inputs[i]
+(after broadcasting), copies and casts included.  reduction: reads rows, may write rows back (norms,
+softmax).  gather: pointwise with indirect reads (embedding, index).  free: no kernel at all.
 """
 
 
@@ -45,18 +45,21 @@ def rule(*names: str, fusion: FusionClass = "opaque", source: str = "user",
          override: bool = False) -> Callable[[RuleFunction], RuleFunction]:
     """Register the decorated function `price(op: OpView) -> Cost` for these ops.
 
-    A second rule for one op raises DuplicateRuleError naming both owners, unless override=True.
+    A second rule for one op raises DuplicateRuleError naming both owners, unless override=True; a
+    name without a namespace raises ValueError.
     """
     def register(function: RuleFunction) -> RuleFunction:
         if source == "user":
             _load()
         for name in names:
             key = name.replace("::", ".")
+            if "." not in key:
+                raise ValueError(f'rule({name!r}): expected "namespace::{name}"')
             old = _RULES.get(key)
             if old is not None and not override:
                 raise DuplicateRuleError(
-                    f"{name!r} already has a rule, {_owner(old.price)}; {_owner(function)} would be a "
-                    "second one: pass override=True to replace it")
+                    f"{name!r} already has a rule, {_owner(old.price)}; {_owner(function)} would "
+                    "be a second one: pass override=True to replace it")
             _RULES[key] = Rule(key, function, fusion, source)
         return function
     return register

@@ -3,7 +3,7 @@
 Per kernel group  t_device = max(t_comp, t_hbm, t_net) + kernel gap.
 Per step          t_bound  = max of the model totals (a lower bound: perfect overlap),
                   t_serial = sum of t_device,
-                  t_est    = end of a two-track queue: the host enqueues in order, the device runs in order.
+                  t_est    = end of a two-track queue: host enqueues in order, device runs in order.
 So t_bound <= t_serial <= t_est, and t_launch = t_est - t_serial.
 """
 
@@ -12,9 +12,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from rooftrace.costmodels.cost import Cost, Work
+from rooftrace.costmodels.cost import COMPUTED, Cost, Work
 from rooftrace.costmodels.execution import ExecutionModel
 from rooftrace.hardware.chip import Chip
+from rooftrace.hardware.precision import compute_family
 
 REGIMES = ("compute", "hbm", "network", "launch")
 
@@ -36,11 +37,9 @@ class Timing:
 
     @property
     def regime(self) -> str:
-        """The largest term; launch where the gap alone is larger than the work."""
-        longest = max(self.t_comp, self.t_hbm, self.t_net, self.gap)
-        if longest == self.t_comp:
-            return "compute"
-        return "hbm" if longest == self.t_hbm else "network" if longest == self.t_net else "launch"
+        """The largest term (the first of equal ones); launch where that is the gap."""
+        terms = self.terms
+        return max(terms, key=terms.__getitem__)
 
     @property
     def margin(self) -> float:
@@ -50,12 +49,14 @@ class Timing:
     @property
     def terms(self) -> dict[str, float]:
         """Seconds by regime."""
-        return {"compute": self.t_comp, "hbm": self.t_hbm, "network": self.t_net, "launch": self.gap}
+        return {"compute": self.t_comp, "hbm": self.t_hbm, "network": self.t_net,
+                "launch": self.gap}
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """What the host does for one group: `dispatches` enqueues before it, and whether it then waits."""
+    """What the host does next: `dispatches` enqueues, of which the last is one kernel group if
+    `on_device`; then it waits for the device if `sync`."""
 
     dispatches: int
     on_device: bool
@@ -117,63 +118,69 @@ def engine_of(work: Work, chip: Chip, execution: ExecutionModel) -> tuple[str, s
     """The (engine, precision) that runs this work.
 
     fp32 matmul runs on the vector engine and fp32 convolution on TF32, as torch's defaults are on a
-    chip that has TF32; `tf32` sends matmul there too.  fp64 products use the matrix engine where the
-    chip has an fp64 rate for it.
+    chip that has TF32; `tf32` sends matmul there too.  Complex products run as those of their
+    parts.  fp64 products use the matrix engine where the chip has an fp64 rate for it.
     """
     if work.operation == "vector":
         return "vector", work.precision
-    if work.precision == "fp32":
+    family = compute_family(work.precision)
+    if family == "fp32":
         wants_tf32 = work.operation == "convolution" or execution.tf32
         if wants_tf32 and chip.has_peak("matrix", "tf32"):
             return "matrix", "tf32"
         return "vector", "fp32"
-    if work.precision == "fp64" and not chip.has_peak("matrix", "fp64"):
+    if family == "fp64" and not chip.has_peak("matrix", "fp64"):
         return "vector", "fp64"
     return "matrix", work.precision
 
 
 def compute_seconds(cost: Cost, chip: Chip, execution: ExecutionModel, headline: float) -> float:
-    """Seconds of the work of one group.  Matrix and vector work of one kernel are added: engines are
-    not assumed to overlap inside it.  Raises MissingPeakError where the chip lacks a rate."""
+    """Seconds of the work of one group.
+
+    Matrix and vector work of one kernel are added: engines are not assumed to overlap inside it.
+    Raises MissingPeakError where the chip lacks a rate.
+    """
     seconds = 0.0
-    eta_scalar = execution.utilization.eta_scalar
+    utilization = execution.utilization
     for work, flop in cost.work.items():
-        if work.count == "masked":
+        if work.count not in COMPUTED:
             continue
-        engine, precision = engine_of(work, chip, execution)
-        if engine == "vector" and work.operation == "vector" and eta_scalar is not None:
-            rate = eta_scalar * headline
+        if work.operation == "vector" and utilization.eta_scalar is not None:
+            rate = utilization.eta_scalar * headline
         else:
-            rate = chip.peak(engine, precision)
-            if work.operation != "vector":
-                rate *= execution.utilization.eta(work.rows)
+            # eta() is 1 for vector work: it has no rows.
+            rate = chip.peak(*engine_of(work, chip, execution)) * utilization.eta(work.rows)
         seconds += flop / rate
     return seconds
 
 
-def schedule(timings: Sequence[Timing | None], launches: Sequence[Launch], dispatch: float,
+def schedule(durations: Sequence[float], launches: Sequence[Launch], dispatch: float,
              ) -> tuple[list[float], float]:
     """Start of each group on the device, and when the step ends.
 
-    The host enqueues `dispatches` times (`dispatch` seconds each) before a group; the device starts it
-    when it is enqueued and the one before has ended; after a sync the host starts again only when the
-    device is idle.
+    The host enqueues `dispatches` times (`dispatch` seconds each); the device starts a group when
+    it is enqueued and the one before has ended, and is busy for its duration; after a sync the host
+    goes on only when the device is idle.
     """
     host = device = 0.0
-    starts = []
-    for timing, launch in zip(timings, launches, strict=True):
+    starts: list[float] = []
+    for launch in launches:
         host += launch.dispatches * dispatch
-        start = max(host, device)
-        starts.append(start)
-        if timing is not None:
-            device = start + timing.t_device
+        if launch.on_device:
+            starts.append(max(host, device))
+            device = starts[-1] + durations[len(starts) - 1]
         if launch.sync:
             host = max(host, device)
+    if len(starts) != len(durations):
+        raise ValueError(f"{len(durations)} durations for {len(starts)} groups on the device")
     return starts, max(host, device)
 
 
 def step_times(timings: Iterable[Timing], t_est: float) -> StepTimes:
-    """Totals and regime seconds of a step that ends at `t_est`."""
+    """Totals and regime seconds of a step that ends at `t_est`.
+
+    The work of a group belongs to its largest term, all gaps and waiting to launch.
+    """
     timings = list(timings)
     t_comp = sum(t.t_comp for t in timings)
     t_hbm = sum(t.t_hbm for t in timings)
@@ -182,9 +189,9 @@ def step_times(timings: Iterable[Timing], t_est: float) -> StepTimes:
     seconds = dict.fromkeys(REGIMES, 0.0)
     for t in timings:
         seconds["launch"] += t.gap
-        longest = max(t.t_comp, t.t_hbm, t.t_net)
-        regime = "compute" if longest == t.t_comp else "hbm" if longest == t.t_hbm else "network"
-        seconds[regime] += longest
+        work = max(t.t_comp, t.t_hbm, t.t_net)
+        regime = "compute" if work == t.t_comp else "hbm" if work == t.t_hbm else "network"
+        seconds[regime] += work
     t_est = max(t_est, t_serial)  # equal but for rounding when the host is never late
     seconds["launch"] += t_est - t_serial
     return StepTimes(t_comp, t_hbm, t_net, max(t_comp, t_hbm, t_net), t_serial, t_est, seconds)

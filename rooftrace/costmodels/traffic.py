@@ -7,61 +7,111 @@ read is read once.  The compulsory floor is what any execution has to move.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from rooftrace.costmodels.cost import Access, Cost, Work
 from rooftrace.costmodels.execution import ExecutionModel
 from rooftrace.costmodels.fuse import FusionGroup
-from rooftrace.tracer.graph import ROLES, OpGraph
+from rooftrace.tracer.graph import ROLES, Op, OpGraph
 
 
 def group_costs(graph: OpGraph, groups: Sequence[FusionGroup], op_costs: Sequence[Cost],
                 execution: ExecutionModel) -> tuple[Cost, ...]:
     """One cost per group: work added up, traffic without internal values, factors applied."""
-    readers: dict[int, set[int]] = defaultdict(set)
-    for index, group in enumerate(groups):
-        for op in group.ops:
-            for access in op_costs[op].traffic:
-                if not access.write:
-                    readers[access.storage].add(index)
-    kept = {graph.values[i].storage for i in graph.outputs}
-    kept.update(graph.values[i].storage for i in graph.external)
+    merger = _Merger(graph, groups, op_costs)
     scale = _Factors(graph, execution)
     results = []
     for index, group in enumerate(groups):
-        if len(group.ops) == 1:
-            cost = op_costs[group.ops[0]]
-        else:
-            cost = _merged(graph, [op_costs[op] for op in group.ops], readers, kept, index)
+        cost = op_costs[group.ops[0]] if len(group.ops) == 1 else merger.merged(index)
         results.append(scale(cost, group, op_costs))
     return tuple(results)
 
 
-def _merged(graph: OpGraph, costs: Sequence[Cost], readers: Mapping[int, set[int]], kept: set[int],
-            group: int) -> Cost:
-    work: dict[Work, int] = defaultdict(int)
-    read: dict[Access, list[int]] = defaultdict(list)
-    written: dict[Access, int] = {}
-    for cost in costs:
-        for key, flop in cost.work.items():
-            work[key] += flop
+class _Merger:
+    """Adds up the ops of a group, knowing which storages later groups and the caller read."""
+
+    def __init__(self, graph: OpGraph, groups: Sequence[FusionGroup],
+                 op_costs: Sequence[Cost]) -> None:
+        self.graph, self.groups, self.op_costs = graph, groups, op_costs
+        self.sizes = storage_sizes(graph)
+        self.last_reader: dict[int, int] = {}
+        for index, group in enumerate(groups):
+            for op in group.ops:
+                for access in op_costs[op].traffic:
+                    if not access.write:
+                        self.last_reader[access.storage] = index
+        values = graph.values
+        self.kept = {values[i].storage for i in (*graph.outputs, *graph.external)}
+        # The host reads from memory, too.
+        self.kept.update(values[i].storage for op in graph.ops if op.kind == "sync"
+                         for i in op.inputs)
+
+    def merged(self, index: int) -> Cost:
+        """The cost of one group of several ops."""
+        work: dict[Work, int] = defaultdict(int)
+        parts = _Parts(self.graph, self.sizes)
+        for number in self.groups[index].ops:
+            cost = self.op_costs[number]
+            for key, flop in cost.work.items():
+                work[key] += flop
+            parts.add(self.graph.ops[number], cost)
+        traffic = {}
+        for access, size in parts.totals():
+            leaves = access.storage in self.kept or self.last_reader.get(access.storage, -1) > index
+            if leaves or not access.write:
+                traffic[access] = size
+        return Cost(dict(work), traffic)
+
+
+class _Parts:
+    """Which bytes of which storage a group reads from outside, and which it writes.
+
+    Ops that touch the same value touch the same bytes, which move once; other views of a storage
+    are taken as other bytes of it, all together at most the whole.
+    """
+
+    def __init__(self, graph: OpGraph, sizes: Sequence[int]) -> None:
+        self.graph, self.sizes = graph, sizes
+        self.moved: dict[Access, dict[tuple[int, ...], int]] = {}
+        self.same: dict[int, int] = {}
+
+    def add(self, op: Op, cost: Cost) -> None:
+        """One more op of the group, in execution order."""
+        before = {access.storage: self._total(access) for access in self.moved if access.write}
         for access, size in cost.traffic.items():
-            # What an earlier op of the group wrote is still on the chip.
-            if not access.write and Access(access.storage, True, access.wire) not in written:
-                read[access].append(size)
-        for access, size in cost.traffic.items():
-            if access.write:
-                written[access] = max(written.get(access, 0), size)
-    traffic: dict[Access, int] = {}
-    for access, sizes in read.items():
-        # Ops that read the same bytes share them; ops that read different slices read both.
-        whole = graph.owner(access.storage).nbytes
-        traffic[access] = max(max(sizes), min(sum(sizes), whole))
-    for access, size in written.items():
-        outside = readers.get(access.storage, set()) - {group}
-        if outside or access.storage in kept:
-            traffic[access] = size
-    return Cost(dict(work), traffic)
+            if not access.write:
+                # What an earlier op of the group wrote is still on the chip.
+                size = max(0, size - before.get(access.storage, 0))
+            if size:
+                parts = self.moved.setdefault(access, {})
+                touched = self._touched(op, access)
+                parts[touched] = max(parts.get(touched, 0), size)
+
+    def _touched(self, op: Op, access: Access) -> tuple[int, ...]:
+        """The values through which an op touches a storage; an in-place result is its operand."""
+        values = self.graph.values
+        inputs = [self.same.get(i, i) for i in op.inputs
+                  if values[i].storage == access.storage]
+        if not access.write:
+            return tuple(sorted(set(inputs)))
+        outputs = []
+        for i in op.outputs:
+            if values[i].storage == access.storage:
+                form = (values[i].shape, values[i].stride)
+                self.same[i] = next((o for o in inputs
+                                     if (values[o].shape, values[o].stride) == form), i)
+                outputs.append(self.same[i])
+        return tuple(sorted(set(outputs)))
+
+    def _total(self, access: Access) -> int:
+        sizes = self.moved[access].values()
+        if access.wire != "hbm":
+            return sum(sizes)
+        return max(max(sizes), min(sum(sizes), self.sizes[access.storage]))
+
+    def totals(self) -> list[tuple[Access, int]]:
+        """Bytes by access."""
+        return [(access, self._total(access)) for access in self.moved]
 
 
 class _Factors:
@@ -91,6 +141,16 @@ class _Factors:
         return Cost(cost.work, traffic)
 
 
+def storage_sizes(graph: OpGraph) -> list[int]:
+    """Bytes by value id of an owner: a storage is as large as its largest view."""
+    sizes = [0] * len(graph.values)
+    for tensor in graph.values:
+        size = tensor.nbytes
+        if size > sizes[tensor.storage]:
+            sizes[tensor.storage] = size
+    return sizes
+
+
 def bytes_by_role(graph: OpGraph, cost: Cost) -> dict[str, int]:
     """HBM bytes of a bound cost by the role of the storage; every role is there."""
     sums = dict.fromkeys(ROLES, 0)
@@ -101,19 +161,23 @@ def bytes_by_role(graph: OpGraph, cost: Cost) -> dict[str, int]:
 
 
 def compulsory_bytes(graph: OpGraph, op_costs: Sequence[Cost]) -> int:
-    """Unique bytes that any execution moves: what the step reads from outside (weights, states, inputs)
-    and what it leaves behind (outputs, states), each counted once."""
+    """Bytes that any execution moves, each counted once.
+
+    Those are what the step reads from outside (weights, states, inputs) before it overwrites it,
+    and what it leaves behind (outputs, states).
+    """
     outside = {graph.values[i].storage for i in graph.external}
-    results = {graph.values[i].storage for i in graph.outputs}
+    results = outside | {graph.values[i].storage for i in graph.outputs}
     reads: dict[int, int] = defaultdict(int)
     writes: dict[int, int] = defaultdict(int)
+    overwritten: dict[int, int] = defaultdict(int)
     for cost in op_costs:
         for access, size in cost.traffic.items():
-            if access.wire != "hbm":
-                continue
-            if access.write:
-                if access.storage in results or access.storage in outside:
-                    writes[access.storage] = max(writes[access.storage], size)
-            elif access.storage in outside:
-                reads[access.storage] = max(reads[access.storage], size)
+            if access.wire == "hbm" and not access.write and access.storage in outside:
+                fresh = size - overwritten[access.storage]
+                reads[access.storage] = max(reads[access.storage], fresh)
+        for access, size in cost.traffic.items():
+            if access.wire == "hbm" and access.write and access.storage in results:
+                writes[access.storage] = max(writes[access.storage], size)
+                overwritten[access.storage] += size
     return sum(reads.values()) + sum(writes.values())

@@ -79,7 +79,8 @@ def _render(
     parts: list[RenderableType] = [_head(estimates)]
     if memory:
         fits, sentence = words.fit_words(memory, first.chip)
-        parts.append(Text(sentence, style="" if fits else "bold red"))
+        # What does not fit is said before anything else.
+        parts.insert(1 if fits else 0, Text(sentence, style="" if fits else "bold red"))
     parts += [Text(), _steps(estimates), Text()]
     broken_down = [one for one in estimates if one.execution.name == main] or list(estimates)
     parts.append(_kernels(broken_down))

@@ -1,1 +1,1 @@
-"""Structure: modules become operator graphs.  The only package that imports torch, and it does so lazily."""
+"""Structure: modules become operator graphs.  The only package that imports torch, and lazily."""

@@ -14,8 +14,7 @@ from rooftrace.tracer.graphfile import load_graphs, looks_saved, save_graphs
 if TYPE_CHECKING:
     from torch import nn
 
-    from rooftrace.tracer.target import Request
-    from rooftrace.tracer.workload import Loss, Options
+    from rooftrace.tracer.request import Loss, Options, Request
 
 
 def trace(model: nn.Module, *args: Any, phase: str | None = None, loss: Loss | None = None,
@@ -23,19 +22,24 @@ def trace(model: nn.Module, *args: Any, phase: str | None = None, loss: Loss | N
           branches: Mapping[int, bool] | None = None, **kwargs: Any) -> OpGraph:
     """Capture one step of `model` called with these arguments.
 
-    Tensors among the arguments are only looked at for their size, and for their value where they are
-    small (ids, masks, lengths).  phase: forward (default), training (adds loss, backward and the
-    optimizer step), prefill or decode (one token after a prompt of `input_ids`).  loss: maps the
-    output to a scalar; without it the model's own loss, or a unit gradient into each floating output.
+    Tensors among the arguments are only looked at for their size, and for their value where they
+    are small (ids, masks, lengths).  phase: forward (default), training (adds loss, backward and
+    the optimizer step), prefill or decode (one token after a prompt of `input_ids`).  loss: maps
+    the output to a scalar; without it the model's own loss, or a unit gradient into each floating
+    output.  optimizer: none, or the name of a class in torch.optim, in any case.
     dtype: the precision that the step will be priced in, if not the model's own (`reprice`).
+    branches: which way unknown conditions go, by their number in the order they are met.
 
-    Raises TraceError where the model's code fails, RequestError where the phase makes no sense for it.
+    Raises TraceError where the model's code fails, RequestError where the phase makes no sense.
     """
-    from rooftrace.tracer.workload import Options, call_inputs, trace_phases
+    from rooftrace.tracer.inputs import call_inputs
+    from rooftrace.tracer.request import Options
+    from rooftrace.tracer.workload import check_request, trace_phases
 
     wanted = phase or "forward"
-    inputs = call_inputs(model, args, kwargs, wanted)
     options = Options(loss=loss, optimizer=optimizer, dtype=dtype, branches=dict(branches or {}))
+    check_request(model, (wanted,), options)
+    inputs = call_inputs(model, args, kwargs)
     with collector_paused():
         return trace_phases(model, inputs, (wanted,), options)[wanted]
 
@@ -43,7 +47,7 @@ def trace(model: nn.Module, *args: Any, phase: str | None = None, loss: Loss | N
 def trace_target(target: str | os.PathLike[str], phases: Sequence[str] | None = None,
                  request: Request | None = None, options: Options | None = None,
                  progress: Callable[[str], None] | None = None) -> dict[str, OpGraph]:
-    """The graphs by phase of whatever `target` names: Python code, a Hugging Face config, a saved graph.
+    """The graphs by phase of whatever `target` names: code, a Hugging Face config, a saved graph.
 
     phases: None takes what fits the model (prefill, decode and training if it keeps a cache, else
     forward and training), or everything in a saved file.
@@ -79,21 +83,26 @@ def load(path: str | os.PathLike[str], phase: str | None = None) -> OpGraph:
     return graphs[phase]
 
 
-def _select(graphs: dict[str, OpGraph], phases: Sequence[str] | None, name: str) -> dict[str, OpGraph]:
+def _select(graphs: dict[str, OpGraph], phases: Sequence[str] | None,
+            name: str) -> dict[str, OpGraph]:
     if phases is None:
         return graphs
     from rooftrace.tracer.graphfile import GraphFileError
 
     for phase in phases:
         if phase not in graphs:
-            raise GraphFileError(f"{name}: no graph of phase {phase!r}; it holds {', '.join(graphs)}")
+            raise GraphFileError(
+                f"{name}: no graph of phase {phase!r}; it holds {', '.join(graphs)}")
     return {phase: graphs[phase] for phase in phases}
 
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """No garbage collection inside: tracing and pricing make many objects that all stay, and the
-    collector would look through them again and again, and afterwards too if they were not set aside."""
+    """No garbage collection inside: tracing and pricing make many objects that all stay.
+
+    The collector would look through them again and again, and afterwards too if they were not set
+    aside.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,9 +1,9 @@
 """Which family an op belongs to, from the structure of the graph; no model or module name decides.
 
-attention: everything under the module that calls an attention kernel (or a softmax between two batched
-products).  moe: everything under the smallest module that holds both routing and the experts' products.
-Others by their op: norm, embedding, convolution, rnn, loss, optimizer; dense for matrix products, head
-for the product that makes the output, elementwise for the rest.
+attention: everything under the module that calls an attention kernel (or a softmax between two
+batched products).  moe: everything under the smallest module that holds both routing and the
+experts' products.  Others by their op: norm, embedding, convolution, rnn, loss, optimizer; dense
+for matrix products, head for the product that makes the output, elementwise for the rest.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from dataclasses import replace
 
 from rooftrace.tracer.graph import Op, OpGraph
 
-FAMILIES = ("attention", "moe", "dense", "head", "convolution", "rnn", "norm", "embedding", "elementwise",
-            "loss", "optimizer", "communication")
+FAMILIES = ("attention", "moe", "dense", "head", "convolution", "rnn", "norm", "embedding",
+            "elementwise", "loss", "optimizer", "communication")
 
 _ATTENTION = ("rooftrace.attention", "rooftrace.attention_backward", "aten._scaled_dot_product",
               "aten.scaled_dot_product", "aten._flash_attention", "aten._efficient_attention",
@@ -25,12 +25,13 @@ _ROUTING = ("aten.topk",)
 _MATMUL = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten._scaled_mm", "aten._int_mm",
            "aten.addbmm", "aten.addmv", "aten.mv", "aten.dot", "aten._weight_int4pack_mm",
            "aten._weight_int8pack_mm", *_GROUPED)
-_NORMS = ("aten.native_layer_norm", "aten.native_batch_norm", "aten.native_group_norm", "aten.cudnn_batch_norm",
-          "aten._native_batch_norm", "aten.batch_norm", "aten._batch_norm", "aten._fused_rms_norm",
-          "aten.rms_norm", "aten.instance_norm", "aten._fused_layer_norm")
+_NORMS = ("aten.native_layer_norm", "aten.native_batch_norm", "aten.native_group_norm",
+          "aten.cudnn_batch_norm", "aten._native_batch_norm", "aten.batch_norm", "aten._batch_norm",
+          "aten._fused_rms_norm", "aten.rms_norm", "aten.instance_norm", "aten._fused_layer_norm")
+_RNNS = ("rooftrace.rnn", "aten.lstm", "aten.gru", "aten._cudnn_rnn", "aten.mkldnn_rnn")
 _LOSSES = ("aten.nll_loss", "aten._log_softmax", "aten.mse_loss", "aten.binary_cross_entropy",
            "aten.smooth_l1_loss", "aten.huber_loss", "aten.kl_div", "aten.cross_entropy_loss")
-_AFTER_HEAD = (*_LOSSES, "aten._to_copy", "aten.clone", "aten.sum", "aten.mean", "aten.div", "aten.add")
+_STEPS_AFTER_HEAD = 16
 _SOFTMAX = ("aten._softmax", "aten._safe_softmax")
 
 
@@ -68,7 +69,7 @@ def _by_op(op: Op, heads: frozenset[int]) -> str:
         return "dense"
     if "convolution" in name or name.startswith("aten.conv"):
         return "convolution"
-    if name.startswith(("rooftrace.rnn", "aten.lstm", "aten.gru", "aten._cudnn_rnn", "aten.mkldnn_rnn")):
+    if name.startswith(_RNNS):
         return "rnn"
     if name.startswith(_NORMS):
         return "norm"
@@ -79,7 +80,8 @@ def _by_op(op: Op, heads: frozenset[int]) -> str:
     return "elementwise"
 
 
-def _inside(path: str, attention: frozenset[str], moe: frozenset[str], norms: frozenset[str]) -> str:
+def _inside(path: str, attention: frozenset[str], moe: frozenset[str],
+            norms: frozenset[str]) -> str:
     for prefix in _ancestors(path):
         if prefix in attention:
             return "attention"
@@ -100,7 +102,7 @@ def _attention_modules(graph: OpGraph) -> frozenset[str]:
     found = {op.module for op in graph.ops if op.module and op.name.startswith(_ATTENTION)}
     batched: dict[str, list[str]] = defaultdict(list)
     for op in graph.ops:
-        if op.part == "forward" and (op.name in _SOFTMAX or op.name in ("aten.bmm", "aten.baddbmm")):
+        if op.part == "forward" and op.name in (*_SOFTMAX, "aten.bmm", "aten.baddbmm"):
             batched[op.module].append("softmax" if op.name in _SOFTMAX else "bmm")
     for path, sequence in batched.items():
         if path and "softmax" in sequence and "bmm" in sequence[:sequence.index("softmax")] \
@@ -117,7 +119,8 @@ def _innermost(paths: Iterable[str]) -> set[str]:
 
 def _moe_modules(graph: OpGraph, attention: frozenset[str]) -> frozenset[str]:
     """Smallest modules that hold a top-k and the expert products it feeds."""
-    routing = {op.module for op in graph.ops if op.part == "forward" and op.name in _ROUTING and op.module}
+    routing = {op.module for op in graph.ops
+               if op.part == "forward" and op.name in _ROUTING and op.module}
     products: dict[str, int] = defaultdict(int)
     for op in graph.ops:
         if op.part == "forward" and op.name in _MATMUL:
@@ -135,31 +138,35 @@ def _moe_modules(graph: OpGraph, attention: frozenset[str]) -> frozenset[str]:
 
 
 def _hand_written_norms(graph: OpGraph) -> frozenset[str]:
-    """Modules whose own ops take a mean (or sum of squares) and a reciprocal root and no product."""
+    """Modules whose own ops take a mean (or sum of squares), a reciprocal root and no product."""
     names: Mapping[str, set[str]] = defaultdict(set)
     for op in graph.ops:
         if op.part == "forward" and op.module:
             names[op.module].add(op.name)
+
     def normalises(ops: set[str]) -> bool:
-        root = bool(ops & {"aten.rsqrt", "aten.sqrt"})
-        return root and bool(ops & {"aten.mean", "aten.var", "aten.var_mean"}) and not ops & set(_MATMUL)
+        root = not ops.isdisjoint({"aten.rsqrt", "aten.sqrt"})
+        moment = not ops.isdisjoint({"aten.mean", "aten.var", "aten.var_mean"})
+        return root and moment and ops.isdisjoint(_MATMUL)
     return frozenset(path for path, ops in names.items() if normalises(ops))
 
 
 def _heads(graph: OpGraph) -> frozenset[int]:
-    """Matrix products whose result is, through views, casts and a loss, an output of the graph."""
+    """Matrix products whose result is, through views, elementwise ops and a loss, an output."""
     producers = graph.producers
     heads: set[int] = set()
     for value in graph.outputs:
+        if graph.owner(value).role == "kv":
+            continue
         index = producers.get(value)
-        for _ in range(16):
+        for _ in range(_STEPS_AFTER_HEAD):
             if index is None:
                 break
             op = graph.ops[index]
             if op.name in _MATMUL:
                 heads.add(op.id)
                 break
-            if op.kind != "view" and not op.name.startswith(_AFTER_HEAD):
+            if op.kind != "view" and _by_op(op, frozenset()) not in ("elementwise", "loss"):
                 break
             index = producers.get(op.inputs[0]) if op.inputs else None
     return frozenset(heads)

@@ -1,9 +1,9 @@
 """Operators that stay whole on meta tensors: attention and recurrent networks.
 
 On the meta device PyTorch decomposes `scaled_dot_product_attention` into some thirty ops with a
-materialised score matrix, and unrolls `nn.LSTM` over time, while a GPU runs one kernel.  Here they are
-custom ops of our own namespace, with autograd; `kept_whole()` makes aten's entry points call them for
-meta tensors.  The CPU implementations exist so that a captured graph can be run on real tensors.
+materialised score matrix, and unrolls `nn.LSTM` over time, while a GPU runs one kernel.  Here they
+are custom ops of our own namespace, with autograd; `kept_whole()` makes aten's entry points call
+them for meta tensors.  The CPU implementations let a captured graph run on real tensors.
 """
 
 from __future__ import annotations
@@ -17,28 +17,32 @@ import torch
 from torch import Tensor
 
 _SCHEMAS = (
-    "attention(Tensor query, Tensor key, Tensor value, Tensor? mask, float dropout_p, bool is_causal, "
-    "float scale) -> (Tensor, Tensor)",
+    "attention(Tensor query, Tensor key, Tensor value, Tensor? mask, float dropout_p, "
+    "bool is_causal, float scale) -> (Tensor, Tensor)",
     "attention_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor? mask, "
     "Tensor out, Tensor logsumexp, float dropout_p, bool is_causal, float scale) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
     "rnn(Tensor input, Tensor[] hx, Tensor[] params, str mode, bool has_biases, int num_layers, "
     "bool bidirectional, bool batch_first) -> (Tensor, Tensor, Tensor)",
-    "rnn_backward(Tensor?[] grads, Tensor input, Tensor[] hx, Tensor[] params, Tensor output, str mode, "
-    "bool has_biases, int num_layers, bool bidirectional, bool batch_first) -> Tensor[]",
+    "rnn_backward(Tensor?[] grads, Tensor input, Tensor[] hx, Tensor[] params, Tensor output, "
+    "str mode, bool has_biases, int num_layers, bool bidirectional, bool batch_first) -> Tensor[]",
 )
 
-_library = torch.library.Library("rooftrace", "DEF")
+_Library: Any = torch.library.Library
+_library = _Library("rooftrace", "DEF")
 for _schema in _SCHEMAS:
     _library.define(_schema)
 _ops: Any = torch.ops.rooftrace
 
 
-# -- attention ------------------------------------------------------------------------------------
+# -- attention -----------------------------------------------------------------------------------
 
-def _attention_meta(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float,
-                    is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    batch = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3])
+_broadcast: Any = torch.broadcast_shapes
+
+
+def _attention_meta(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
+                    dropout_p: float, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    batch = _broadcast(query.shape[:-3], key.shape[:-3])
     heads = query.shape[-3:-2]
     rows = query.shape[-2]
     if query.dim() == 4:
@@ -49,25 +53,24 @@ def _attention_meta(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | No
     return out, query.new_empty((*batch, *heads, rows), dtype=torch.float32)
 
 
-def _expanded(query: Tensor, other: Tensor) -> Tensor:
-    """Key or value heads repeated to the number of query heads (grouped-query attention)."""
-    if query.dim() < 3 or query.shape[-3] == other.shape[-3]:
-        return other
-    return other.repeat_interleave(query.shape[-3] // other.shape[-3], dim=-3)
+def _grouped(query: Tensor, key: Tensor) -> bool:
+    return query.dim() >= 3 and query.shape[-3] != key.shape[-3]
 
 
 def _attention_cpu(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float,
                    is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    grouped = query.dim() >= 3 and query.shape[-3] != key.shape[-3]
-    out = torch.nn.functional.scaled_dot_product_attention(
-        query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=grouped)
+    result = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=_grouped(query, key))
+    # The strides that the graph was captured with: CPU kernels choose others, by their case.
+    out, logsumexp = _attention_meta(query, key, value, mask, dropout_p, is_causal, scale)
     # Nothing but our own backward reads the log-sum-exp, and that recomputes what it needs.
-    return out, query.new_zeros(out.shape[:-1], dtype=torch.float32)
+    return out.copy_(result), logsumexp.zero_()
 
 
 def _attention_backward_meta(grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor,
-                             mask: Tensor | None, out: Tensor, logsumexp: Tensor, dropout_p: float,
-                             is_causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+                             mask: Tensor | None, out: Tensor, logsumexp: Tensor,
+                             dropout_p: float, is_causal: bool, scale: float,
+                             ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     grad_mask = (torch.empty_like(mask) if mask is not None and mask.is_floating_point()
                  else query.new_empty(0))
     return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), grad_mask
@@ -80,13 +83,15 @@ def _attention_backward_cpu(grad_out: Tensor, query: Tensor, key: Tensor, value:
         leaves = [t.detach().requires_grad_() for t in (query, key, value)]
         float_mask = mask is not None and mask.is_floating_point()
         bias = mask.detach().requires_grad_() if mask is not None and float_mask else mask
-        grouped = query.dim() >= 3 and query.shape[-3] != key.shape[-3]
         again = torch.nn.functional.scaled_dot_product_attention(
-            leaves[0], leaves[1], leaves[2], bias, dropout_p, is_causal, scale=scale, enable_gqa=grouped)
+            leaves[0], leaves[1], leaves[2], bias, dropout_p, is_causal, scale=scale,
+            enable_gqa=_grouped(query, key))
         wanted = [*leaves, bias] if float_mask and bias is not None else leaves
         grads = torch.autograd.grad(again, wanted, grad_out)
     grad_mask = grads[3] if float_mask else query.new_empty(0)
-    return grads[0], grads[1], grads[2], grad_mask
+    # As on meta, gradients have their input's strides.
+    given = [torch.empty_like(t).copy_(g) for t, g in zip((query, key, value), grads, strict=False)]
+    return given[0], given[1], given[2], grad_mask
 
 
 class _Attention(torch.autograd.Function):
@@ -104,7 +109,8 @@ class _Attention(torch.autograd.Function):
         grad_query, grad_key, grad_value, grad_mask = _ops.attention_backward(
             grads[0], query, key, value, mask, out, logsumexp, *ctx.options)
         wants_mask = mask is not None and mask.requires_grad
-        return grad_query, grad_key, grad_value, grad_mask if wants_mask else None, None, None, None
+        return (grad_query, grad_key, grad_value, grad_mask if wants_mask else None, None, None,
+                None)
 
 
 def _scaled_dot_product_attention(query: Tensor, key: Tensor, value: Tensor,
@@ -112,7 +118,8 @@ def _scaled_dot_product_attention(query: Tensor, key: Tensor, value: Tensor,
                                   is_causal: bool = False, *, scale: float | None = None,
                                   enable_gqa: bool = False) -> Tensor:
     """What aten's entry point calls for meta tensors while `kept_whole` is on."""
-    whole = (query.is_floating_point() and query.dim() >= 2 and query.dim() == key.dim() == value.dim()
+    whole = (query.is_floating_point() and query.dim() >= 2
+             and query.dim() == key.dim() == value.dim()
              and (query.dim() < 3 or query.shape[-3] % max(key.shape[-3], 1) == 0))
     if not whole:
         return torch.ops.aten._scaled_dot_product_attention_math(  # type: ignore[no-any-return]
@@ -122,17 +129,23 @@ def _scaled_dot_product_attention(query: Tensor, key: Tensor, value: Tensor,
     flat = query.dim() == 2
     if flat:
         query, key, value = query[None], key[None], value[None]
-    out = _Attention.apply(query, key, value, attn_mask, float(dropout_p), bool(is_causal), factor)
-    return out[0] if flat else out  # type: ignore[no-any-return,no-untyped-call]
+    run: Any = _Attention.apply
+    out: Tensor = run(query, key, value, attn_mask, float(dropout_p), bool(is_causal), factor)
+    return out[0] if flat else out
 
 
-# -- recurrent networks -----------------------------------------------------------------------------
+# -- recurrent networks --------------------------------------------------------------------------
 
 def _rnn_meta(input: Tensor, hx: Sequence[Tensor], params: Sequence[Tensor], mode: str,
               has_biases: bool, num_layers: int, bidirectional: bool, batch_first: bool,
               ) -> tuple[Tensor, Tensor, Tensor]:
-    directions = 2 if bidirectional else 1
-    output = input.new_empty((*input.shape[:-1], hx[0].shape[-1] * directions))
+    width = hx[0].shape[-1] * (2 if bidirectional else 1)
+    if batch_first and input.dim() == 3:
+        # cuDNN and the CPU work time-major and return a transposed view.
+        batch, steps = input.shape[:2]
+        output = input.new_empty((steps, batch, width)).transpose(0, 1)
+    else:
+        output = input.new_empty((*input.shape[:-1], width))
     cell = torch.empty_like(hx[1]) if mode == "lstm" else input.new_empty(0)
     return output, torch.empty_like(hx[0]), cell
 
@@ -154,7 +167,8 @@ def _rnn_backward_meta(grads: Sequence[Tensor | None], input: Tensor, hx: Sequen
 
 
 def _rnn_backward_cpu(grads: Sequence[Tensor | None], input: Tensor, hx: Sequence[Tensor],
-                      params: Sequence[Tensor], output: Tensor, mode: str, *options: Any) -> list[Tensor]:
+                      params: Sequence[Tensor], output: Tensor, mode: str, *options: Any,
+                      ) -> list[Tensor]:
     with torch.enable_grad():
         leaves = [t.detach().requires_grad_() for t in (input, *hx, *params)]
         states = 1 + len(hx)
@@ -165,7 +179,8 @@ def _rnn_backward_cpu(grads: Sequence[Tensor | None], input: Tensor, hx: Sequenc
 
 class _Rnn(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, options: tuple[Any, ...], states: int, input: Tensor, *tensors: Tensor) -> Any:
+    def forward(ctx: Any, options: tuple[Any, ...], states: int, input: Tensor,
+                *tensors: Tensor) -> Any:
         hx, params = tensors[:states], tensors[states:]
         outputs = _ops.rnn(input, list(hx), list(params), *options)
         ctx.save_for_backward(input, outputs[0], *tensors)
@@ -181,11 +196,13 @@ class _Rnn(torch.autograd.Function):
 
 
 def _entry(mode: str) -> Callable[..., Any]:
+    run: Any = _Rnn.apply
+
     def call(input: Tensor, hx: Any, params: Sequence[Tensor], has_biases: bool, num_layers: int,
              dropout: float, train: bool, bidirectional: bool, batch_first: bool) -> Any:
         states = list(hx) if mode == "lstm" else [hx]
         options = (mode, has_biases, num_layers, bidirectional, batch_first)
-        outputs = _Rnn.apply(options, len(states), input, *states, *params)  # type: ignore[no-untyped-call]
+        outputs = run(options, len(states), input, *states, *params)
         return outputs if mode == "lstm" else outputs[:2]
     return call
 
@@ -208,11 +225,11 @@ _ENTRIES: dict[str, Callable[..., Any]] = {
 @contextlib.contextmanager
 def kept_whole() -> Iterator[None]:
     """While active, attention and recurrent networks on meta tensors are one op each."""
-    library = torch.library.Library("aten", "IMPL")
+    library = _Library("aten", "IMPL")
     for name, function in _ENTRIES.items():
         for key in ("Meta", "AutogradMeta"):
-            # Library.impl refuses ops with a composite implementation; the binding below it does not.
-            library.m.impl(name, key, function)  # type: ignore[union-attr]
+            # Library.impl refuses ops with a composite implementation; the binding does not.
+            library.m.impl(name, key, function)
     try:
         yield
     finally:

@@ -1,7 +1,8 @@
 """The operator graph: plain records of what a step runs, with sizes; no torch, no costs, no chips.
 
-A captured step is an :class:`OpGraph`: values (tensors) by id, and ops in execution order that read
-and write them.  Everything later (costs, fusion, memory, reports) is a pure function of these records.
+A captured step is an :class:`OpGraph`: values (tensors) by id, and ops in execution order that
+read and write them.  Everything later (costs, fusion, memory, reports) is a pure function of these
+records.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ ROLES = ("weights", "activations", "kv", "gradients", "optimizer", "temporary", 
 """Whose bytes a tensor is.
 
 weights: parameters and persistent buffers.  activations: inputs and what forward makes of them.
-kv: state that one call hands to the next (key/value cache, recurrent state).  gradients: gradients of
-parameters.  optimizer: optimizer states and master weights.  temporary: gradients of activations,
-materialised attention scores and other values that no later step needs.  constants: values that
-depend on neither weights nor floating inputs (positions, masks, tables).
+kv: state that one call hands to the next (key/value cache, recurrent state).  gradients: gradients
+of parameters.  optimizer: optimizer states and master weights.  temporary: gradients of
+activations, materialised attention scores and other values that no later step needs.  constants:
+values that depend on neither weights nor floating inputs (positions, masks, tables).
 """
 
 PARTS = ("forward", "backward", "recompute", "optimizer")
 KINDS = ("kernel", "view", "sync")
-"""kernel: runs on the device.  view: metadata or an allocation, host time only.  sync: the host waits."""
+"""kernel: the device works.  view: metadata or an allocation, host only.  sync: the host waits."""
 
 
 class GraphError(ValueError):
@@ -43,7 +44,7 @@ class Ref:
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """One value.  `storage` is the id of the value that owns the bytes (its own id unless a view)."""
+    """One value.  `storage` is the id of the value that owns the bytes: its own unless a view."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -80,12 +81,13 @@ class Op:
     """One operator call.
 
     target: the full aten name ("aten.mm.default").  arguments: by schema name, defaults left out;
-    tensors stand as `Ref`.  inputs, outputs: value ids.  module: path of the module whose code called
-    it ("" is the root); a backward op has the path of the forward op that it differentiates.  call:
-    how many times that module had been called before.  function: the torch-level name (linear, or the
-    autograd node in backward).  source: "file.py:12" of the caller.  flops_torch: what torch's own FLOP
-    registry says, None where it has no formula.  facts: small things known only while tracing
-    (rows_touched, groups_touched, mask ...).  assumptions: ids of the assumptions it rests on.
+    tensors stand as `Ref`.  inputs, outputs: value ids.  module: path of the module whose code
+    called it ("" is the root); a backward op has the path of the forward op that it differentiates.
+    call: how many times that module had been called before.  function: the torch-level name
+    (linear, or the autograd node in backward).  source: "file.py:12" of the caller.  flops_torch:
+    what torch's own FLOP registry says, None where it has no formula.  facts: small things known
+    only while tracing (rows_touched, groups_touched, mask ...).  assumptions: ids of the
+    assumptions it rests on.
     """
 
     id: int
@@ -129,8 +131,9 @@ class Assumption:
 class OpGraph:
     """A captured step: values by id, ops in execution order, inputs and outputs by value id.
 
-    modules maps each module path to its class name.  model, workload and provenance are plain dicts
-    for the report: name and parameter counts; batch, sequence and so on; versions.
+    modules maps each module path to its class name.  constants: the bytes (as hexadecimal text) of
+    small values that the module's code wrote down, by name.  model, workload and provenance are
+    plain dicts for the report: name and parameter counts; batch, sequence and so on; versions.
     """
 
     phase: str
@@ -140,6 +143,7 @@ class OpGraph:
     outputs: tuple[int, ...]
     modules: Mapping[str, str] = field(default_factory=dict)
     assumptions: tuple[Assumption, ...] = ()
+    constants: Mapping[str, str] = field(default_factory=dict)
     model: Mapping[str, Any] = field(default_factory=dict)
     workload: Mapping[str, Any] = field(default_factory=dict)
     provenance: Mapping[str, Any] = field(default_factory=dict)
@@ -161,9 +165,10 @@ class OpGraph:
 
     @cached_property
     def external(self) -> tuple[int, ...]:
-        """Ids of values that no op makes: inputs, weights, constants, states (and views of those)."""
+        """Ids of values that no op makes: inputs, weights, constants, states, views of these."""
         made = self.producers
-        return tuple(i for i, t in enumerate(self.values) if i not in made and t.storage not in made)
+        return tuple(i for i, t in enumerate(self.values)
+                     if i not in made and t.storage not in made)
 
     @cached_property
     def flops_torch(self) -> int:
@@ -181,38 +186,47 @@ class OpGraph:
 
         Raises GraphError naming the first op or value that breaks a rule.
         """
-        count = len(self.values)
-        for i, tensor in enumerate(self.values):
-            if tensor.role not in ROLES:
-                raise GraphError(f"value {i} has role {tensor.role!r}; roles are {', '.join(ROLES)}")
-            if not 0 <= tensor.storage < count:
-                raise GraphError(f"value {i} says storage {tensor.storage}; there are {count} values")
-            if self.values[tensor.storage].storage != tensor.storage:
-                raise GraphError(f"value {i} says storage {tensor.storage}, which is itself a view")
-            if len(tensor.stride) != len(tensor.shape):
-                raise GraphError(f"value {i}: stride {tensor.stride} does not fit shape {tensor.shape}")
+        for index, tensor in enumerate(self.values):
+            self._verify_value(index, tensor)
         made: set[int] = set()
-        producers = self.producers
         for index, op in enumerate(self.ops):
             if op.id != index:
                 raise GraphError(f"op at position {index} has id {op.id}")
-            if op.part not in PARTS or op.kind not in KINDS:
-                raise GraphError(f"op {index} ({op.target}) has part {op.part!r}, kind {op.kind!r}")
-            for value in op.inputs:
-                if not 0 <= value < count:
-                    raise GraphError(f"op {index} ({op.target}) reads value {value}, which is not there")
-                if value in producers and value not in made:
-                    raise GraphError(f"op {index} ({op.target}) reads value {value} before it is made")
-            if tuple(refs(op.arguments)) != op.inputs:
-                raise GraphError(f"op {index} ({op.target}): inputs differ from its arguments")
-            for value in op.outputs:
-                if not 0 <= value < count or value in made:
-                    raise GraphError(f"op {index} ({op.target}) makes value {value} twice or not at all")
-                made.add(value)
+            self._verify_op(f"op {index} ({op.target})", op, made)
+            made.update(op.outputs)
         for value in (*self.inputs, *self.outputs):
-            if not 0 <= value < count:
+            if not 0 <= value < len(self.values):
                 raise GraphError(f"graph input or output {value} is not there")
         return self
+
+    def _verify_value(self, index: int, tensor: Tensor) -> None:
+        if tensor.role not in ROLES:
+            raise GraphError(
+                f"value {index} has role {tensor.role!r}; roles are {', '.join(ROLES)}")
+        if not 0 <= tensor.storage < len(self.values):
+            raise GraphError(f"value {index} says storage {tensor.storage}; "
+                             f"there are {len(self.values)} values")
+        if self.values[tensor.storage].storage != tensor.storage:
+            raise GraphError(
+                f"value {index} says storage {tensor.storage}, which is itself a view")
+        if len(tensor.stride) != len(tensor.shape):
+            raise GraphError(
+                f"value {index}: stride {tensor.stride} does not fit shape {tensor.shape}")
+
+    def _verify_op(self, name: str, op: Op, made: set[int]) -> None:
+        count = len(self.values)
+        if op.part not in PARTS or op.kind not in KINDS:
+            raise GraphError(f"{name} has part {op.part!r}, kind {op.kind!r}")
+        for value in op.inputs:
+            if not 0 <= value < count:
+                raise GraphError(f"{name} reads value {value}, which is not there")
+            if value in self.producers and value not in made:
+                raise GraphError(f"{name} reads value {value} before it is made")
+        if tuple(refs(op.arguments)) != op.inputs:
+            raise GraphError(f"{name}: inputs differ from its arguments")
+        for value in op.outputs:
+            if not 0 <= value < count or value in made:
+                raise GraphError(f"{name} makes value {value} twice or not at all")
 
 
 def refs(argument: Argument) -> Iterator[int]:

@@ -11,13 +11,14 @@ import json
 import os
 import tempfile
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from rooftrace.tracer.graph import Argument, Assumption, GraphError, Op, OpGraph, Ref, Tensor, refs
 
 SCHEMA = "rooftrace.graph/1"
+_GZIP = b"\x1f\x8b"
 
 
 class GraphFileError(GraphError):
@@ -41,12 +42,13 @@ def graphs_bytes(graphs: Mapping[str, OpGraph], compress: bool) -> bytes:
 def load_graphs(path: str | os.PathLike[str]) -> dict[str, OpGraph]:
     """The graphs of a file by phase, each verified.
 
-    Raises FileNotFoundError, or GraphFileError for a file that is truncated, of another kind or version.
+    Raises FileNotFoundError, or GraphFileError for a file that is truncated, of another kind or
+    version.
     """
     path = Path(path)
     raw = path.read_bytes()
     try:
-        text = gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw
+        text = gzip.decompress(raw) if raw[:2] == _GZIP else raw
         data = json.loads(text)
     except (OSError, EOFError, zlib.error, json.JSONDecodeError, UnicodeDecodeError) as error:
         raise GraphFileError(f"{path}: not a readable saved graph ({error})") from None
@@ -56,27 +58,28 @@ def load_graphs(path: str | os.PathLike[str]) -> dict[str, OpGraph]:
                              "make it with `rooftrace trace TARGET -o FILE`")
     try:
         return {phase: _decode(entry).verify() for phase, entry in data["graphs"].items()}
-    except (KeyError, TypeError, IndexError, AttributeError) as error:
+    except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
         raise GraphFileError(f"{path}: a damaged graph ({type(error).__name__}: {error})") from None
 
 
 def looks_saved(path: str | os.PathLike[str]) -> bool:
-    """Whether `path` is an existing file that claims to hold saved graphs (reads its first bytes only)."""
+    """Whether `path` is an existing file that claims to hold saved graphs (by its first bytes)."""
     path = Path(path)
     if not path.is_file():
         return False
     with path.open("rb") as file:
-        head = file.read(2)
-    opened = gzip.open(path, "rb") if head == b"\x1f\x8b" else path.open("rb")
-    try:
-        with opened as file:
-            return SCHEMA.encode() in file.read(200)
-    except (OSError, EOFError, zlib.error):
-        return False
+        head = file.read(200)
+    if head[:2] == _GZIP:
+        try:
+            with gzip.open(path, "rb") as file:
+                head = file.read(200)
+        except (OSError, EOFError, zlib.error):
+            return False
+    return SCHEMA.encode() in head
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Write to a temporary file in the same folder, then rename: the old file or the whole new one."""
+    """Write to a temporary file beside `path`, then rename: the old file or the whole new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
@@ -95,19 +98,21 @@ def _umask() -> int:
     return current
 
 
-# -- encoding -------------------------------------------------------------------------------------
+# -- encoding ------------------------------------------------------------------------------------
 
 def _encode(graph: OpGraph) -> dict[str, Any]:
     words = _Words()
     values = [[list(t.shape), words(t.dtype), list(t.stride), words(t.role), t.storage, t.name]
               for t in graph.values]
-    ops = [[words(op.target), {k: _encode_argument(v) for k, v in op.arguments.items()}, list(op.outputs),
-            words(op.module), op.call, words(op.part), words(op.kind), words(op.family),
-            words(op.function), words(op.source), op.flops_torch, dict(op.facts), list(op.assumptions)]
+    ops = [[words(op.target), {k: _encode_argument(v) for k, v in op.arguments.items()},
+            list(op.outputs), words(op.module), op.call, words(op.part), words(op.kind),
+            words(op.family), words(op.function), words(op.source), op.flops_torch, dict(op.facts),
+            list(op.assumptions)]
            for op in graph.ops]
     return {
         "phase": graph.phase, "model": dict(graph.model), "workload": dict(graph.workload),
         "provenance": dict(graph.provenance), "modules": dict(graph.modules),
+        "constants": dict(graph.constants),
         "assumptions": [[a.id, a.kind, a.where, a.text, a.value] for a in graph.assumptions],
         "inputs": list(graph.inputs), "outputs": list(graph.outputs), "words": words.list,
         "values": values, "ops": ops}
@@ -119,16 +124,18 @@ def _decode(data: Mapping[str, Any]) -> OpGraph:
                    for shape, dtype, stride, role, storage, name in data["values"])
     ops = []
     for index, entry in enumerate(data["ops"]):
-        (target, arguments, outputs, module, call, part, kind, family, function, source, flops, facts,
-         assumptions) = entry
+        (target, arguments, outputs, module, call, part, kind, family, function, source, flops,
+         facts, assumptions) = entry
         decoded = {k: _decode_argument(v) for k, v in arguments.items()}
-        ops.append(Op(index, words[target], decoded, tuple(refs(decoded)), tuple(outputs), words[module], call,
-                      words[part], words[kind], words[family], words[function], words[source], flops, facts,
-                      tuple(assumptions)))
+        ops.append(Op(
+            index, words[target], decoded, tuple(refs(decoded)), tuple(outputs), words[module],
+            call, words[part], words[kind], words[family], words[function], words[source], flops,
+            facts, tuple(assumptions)))
     return OpGraph(
         phase=data["phase"], values=values, ops=tuple(ops), inputs=tuple(data["inputs"]),
         outputs=tuple(data["outputs"]), modules=data["modules"],
-        assumptions=tuple(Assumption(*a) for a in data["assumptions"]), model=data["model"],
+        assumptions=tuple(Assumption(*a) for a in data["assumptions"]),
+        constants=data.get("constants", {}), model=data["model"],
         workload=data["workload"], provenance=data["provenance"])
 
 
@@ -151,11 +158,9 @@ def _decode_argument(item: Any) -> Argument:
 class _Words:
     """Strings that repeat are stored once."""
 
-    def __init__(self, known: Iterable[str] = ()) -> None:
+    def __init__(self) -> None:
         self.list: list[str] = []
         self._index: dict[str, int] = {}
-        for word in known:
-            self(word)
 
     def __call__(self, word: str) -> int:
         index = self._index.get(word)

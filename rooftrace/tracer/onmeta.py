@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils._pytree import tree_map_only
 
 from rooftrace.tracer.origin import TraceError
 from rooftrace.tracer.trees import tensors_in
 from rooftrace.tracer.values import META, REAL_VALUE, small
+
+_LAZY = (UninitializedParameter, UninitializedBuffer)
 
 
 def twin(tensor: Tensor) -> Tensor:
@@ -30,8 +32,8 @@ def twin(tensor: Tensor) -> Tensor:
 def on_meta(module: nn.Module) -> nn.Module:
     """The module itself if all its tensors are on meta, else a copy with meta tensors.
 
-    The copy shares no state with the original, and no weight is copied.  Raises TraceError for a
-    module that cannot be copied.
+    The copy shares no state with the original, and no weight is copied.  Raises TraceError for
+    a module that cannot be copied.
     """
     memo: dict[int, Any] = {}
     for owner in module.modules():
@@ -44,8 +46,8 @@ def on_meta(module: nn.Module) -> nn.Module:
         return copy.deepcopy(module, memo)
     except (TypeError, RuntimeError, ValueError, AttributeError) as error:
         raise TraceError(
-            f"{type(module).__name__} cannot be copied to the meta device ({error}): build it under "
-            "`with torch.device('meta'):` and pass that") from error
+            f"{type(module).__name__} cannot be copied to the meta device ({error}): build it "
+            "under `with torch.device('meta'):` and pass that") from error
 
 
 def own_tensors(module: nn.Module) -> Iterable[Tensor]:
@@ -59,17 +61,18 @@ def own_tensors(module: nn.Module) -> Iterable[Tensor]:
 
 
 def _parameter_twin(tensor: Tensor) -> Tensor:
-    if isinstance(tensor, UninitializedTensorMixin):
+    if isinstance(tensor, _LAZY):
         kind: Any = type(tensor)
-        return kind(requires_grad=tensor.requires_grad, device=META, dtype=tensor.dtype)  # type: ignore[no-any-return]
+        empty: Tensor = kind(tensor.requires_grad, device=META, dtype=tensor.dtype)
+        return empty
     if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(torch.empty_like(tensor, device=META), requires_grad=tensor.requires_grad)
+        return nn.Parameter(torch.empty_like(tensor, device=META), tensor.requires_grad)
     return twin(tensor)
 
 
 def is_lazy(module: nn.Module) -> bool:
     """Whether some parameter has no shape before the first call (nn.LazyLinear)."""
-    return any(isinstance(tensor, UninitializedTensorMixin)
+    return any(isinstance(tensor, _LAZY)
                for owner in module.modules() for tensor in own_tensors(owner))
 
 

@@ -17,8 +17,8 @@ class TraceError(RuntimeError):
 
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
-_BOUNDARIES = frozenset({"run_backward", "run_optimizer"})
-"""Functions of ours below which no user's code is the caller."""
+_BOUNDARIES = frozenset({"_call", "run_backward"})
+"""Functions of ours that call user's code: what called them is not the origin of an op."""
 
 _INNER, _OURS, _USERS = range(3)
 _KINDS: dict[CodeType, int] = {}

@@ -10,13 +10,14 @@ from __future__ import annotations
 import math
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from rooftrace.tracer.graph import Assumption
+from rooftrace.tracer.trees import listed
 
 META = torch.device("meta")
 
@@ -51,7 +52,7 @@ ROUTING: Mapping[str, int] = {
 
 
 class Known(NamedTuple):
-    """The value of a meta tensor: a CPU tensor, the assumptions it rests on, and its storage's epoch."""
+    """The value of a meta tensor (on the CPU), the assumptions it rests on, its storage's epoch."""
 
     value: Tensor
     taint: frozenset[int]
@@ -64,16 +65,16 @@ class UnknownValueError(RuntimeError):
 
 def small(tensor: Tensor) -> bool:
     """Whether a tensor of this size is worth carrying."""
-    limit = MAX_FLOATS if tensor.dtype.is_floating_point or tensor.dtype.is_complex else MAX_INTEGERS
-    return tensor.numel() <= limit
+    inexact = tensor.dtype.is_floating_point or tensor.dtype.is_complex
+    return tensor.numel() <= (MAX_FLOATS if inexact else MAX_INTEGERS)
 
 
 class Values:
     """What is known of the meta tensors of one capture.
 
     where: gives the current module path.  branches: answers to unknown conditions by number.
-    density: share of an unknown mask that is taken as true.  draws: random integers are drawn with a
-    fixed seed (while a user's function makes inputs) instead of being unknown.
+    density: share of an unknown mask that is taken as true.  draws: random integers are drawn with
+    a fixed seed (while a user's function makes inputs) instead of being unknown.
     """
 
     def __init__(self, where: Callable[[], str] = lambda: "",
@@ -88,6 +89,7 @@ class Values:
         self.decisions = 0
         self._epochs: dict[int, int] = {}
         self._memo: dict[Any, Any] = {}
+        self._shared: set[int] = set()  # storages of values that several tensors hold
         self._index: dict[tuple[Any, ...], int] = {}
         self._alive: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
 
@@ -113,14 +115,14 @@ class Values:
         key = _key(tensor)
         self._epochs[key] = self._epochs.get(key, 0) + 1
 
-    def close(self) -> None:
+    def close(self, keep: bool = False) -> None:
         """Take what is known off the tensors that outlive this capture.
 
-        What rests on no assumption stays as a `REAL_VALUE`, for a later capture to learn.
+        keep: what rests on no assumption stays as a `REAL_VALUE`, for a later capture to learn.
         """
         for tensor in list(self._alive.values()):
             entry = self.known(tensor)
-            if entry is not None and not entry.taint:
+            if keep and entry is not None and not entry.taint:
                 tensor.__dict__[REAL_VALUE] = entry.value
             tensor.__dict__.pop(KNOWN, None)
         self._alive.clear()
@@ -152,7 +154,8 @@ class Values:
             return self._branch(shape, why)
         if tensor.numel() > MAX_INTEGERS:
             raise UnknownValueError(
-                f"{why} needs the value of a {_label(tensor)}, which depends on weights or activations")
+                f"{why} needs the value of a {_label(tensor)}, "
+                "which depends on weights or activations")
         if tensor.dtype == torch.bool:
             count = max(1, math.ceil(tensor.numel() * self.density))
             flat = torch.zeros(tensor.numel(), dtype=torch.bool)
@@ -164,15 +167,16 @@ class Values:
         return torch.ones(shape, dtype=tensor.dtype), frozenset([taint])
 
     def _branch(self, shape: tuple[int, ...], why: str) -> tuple[Tensor, frozenset[int]]:
-        """An unknown condition is False, unless its number is in `branches`, or a loop waits for it."""
+        """An unknown condition is False, unless `branches` says so or a loop waits for it."""
         index, self.decisions = self.decisions, self.decisions + 1
         place = (self.where(), why)
         endless = self._same_branch[place] >= MAX_SAME_BRANCH
         taken = self.branches.get(index, endless)
         self._same_branch[place] = 0 if taken else self._same_branch[place] + 1
         text = f"{why} of an unknown condition is taken as {taken}"
-        taint = self.assume("branch", f"{text} after {MAX_SAME_BRANCH} times" if endless else text, taken)
-        return torch.full(shape, taken), frozenset([taint])
+        if endless:
+            text += f" after {MAX_SAME_BRANCH} times"
+        return torch.full(shape, taken), frozenset([self.assume("branch", text, taken)])
 
     def route(self, name: str, source: Tensor, index: Tensor, dimension: int) -> int | None:
         """Give the index output of topk, argmax, sort ... on unknown floats balanced values.
@@ -194,8 +198,10 @@ class Values:
             else:
                 value = (torch.arange(index.numel()) % max(classes, 1)).reshape(shape)
             value = self._memo[key] = value.to(index.dtype)
-        taint = self.assume("balanced-routing", f"{name} over {classes} classes on unknown scores chooses "
-                                                f"each equally often", classes)
+            self._shared.add(_key(value))
+        taint = self.assume(
+            "balanced-routing",
+            f"{name} over {classes} classes on unknown scores chooses each equally often", classes)
         self.learn(index, value, frozenset([taint]))
         return taint
 
@@ -204,99 +210,107 @@ class Values:
     def propagate(self, name: str, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any],
                   tensors: Sequence[Tensor], outputs: Sequence[Tensor], mutated: Sequence[Tensor],
                   ) -> frozenset[int] | None:
-        """Compute `func` on known values too, and learn its outputs.  Returns the taint, None if unknown."""
-        entries = []
+        """Compute `func` on known values too, and learn its outputs.
+
+        Returns the assumptions that they rest on; None if they are unknown.
+        """
+        if name in RANDOM and not (self._generator is not None and name in DRAWN):
+            self._forget_all(mutated)
+            return None
+        entries: dict[int, Known] = {}
         for tensor in tensors:
             entry = self.known(tensor)
             if entry is None:
-                if tensor.device.type == "cpu" and small(tensor):
-                    entries.append(Known(tensor, frozenset(), 0))
-                    continue
-                for changed in mutated:
-                    self.forget(changed)
-                return None
-            entries.append(entry)
-        drawn = name in DRAWN and self._generator is not None
-        if (name in RANDOM and not drawn) or not all(small(o) for o in outputs):
-            for changed in mutated:
-                self.forget(changed)
+                if tensor.device.type != "cpu" or not small(tensor):
+                    self._forget_all(mutated)
+                    return None
+                entry = Known(tensor, frozenset(), 0)
+            entries[id(tensor)] = entry
+        if not all(small(output) for output in outputs):
+            self._forget_all(mutated)
             return None
-        taint: frozenset[int] = frozenset().union(*(e.taint for e in entries))
-        by_id = {id(t): e.value for t, e in zip(tensors, entries, strict=True)}
+        for tensor in mutated:
+            if _key(entries[id(tensor)].value) in self._shared:
+                entries[id(tensor)] = self._unshared(tensor, entries[id(tensor)])
+        by_id = {key: entry.value for key, entry in entries.items()}
         result = self._compute(name, func, args, kwargs, by_id, bool(mutated))
         if result is None:
-            for changed in mutated:
-                self.forget(changed)
+            self._forget_all(mutated)
             return None
-        values = _tensors(result)
-        for output, value in zip(outputs, values, strict=False):
+        taint: frozenset[int] = frozenset().union(*(entry.taint for entry in entries.values()))
+        for output, value in zip(outputs, listed(result), strict=False):
             self.learn(output, value, taint)
         return taint
 
+    def _forget_all(self, mutated: Sequence[Tensor]) -> None:
+        for tensor in mutated:
+            self.forget(tensor)
+
+    def _unshared(self, tensor: Tensor, entry: Known) -> Known:
+        """A value of its own for a tensor that is about to be written; its views become unknown."""
+        self.forget(tensor)
+        self.learn(tensor, entry.value.clone(), entry.taint)
+        return Known(tensor.__dict__[KNOWN].value, entry.taint, entry.epoch)
+
     def _compute(self, name: str, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any],
                  by_id: Mapping[int, Tensor], mutates: bool) -> Any:
+        """The result of `func` on the CPU with known values for meta tensors; None if it fails.
+
+        Equal calls are computed once: layers make the same masks over and over.
+        """
         def swap(item: Any) -> Any:
             if isinstance(item, Tensor):
                 return by_id[id(item)]
             if isinstance(item, (list, tuple)):
                 return [swap(x) for x in item]
-            if isinstance(item, torch.device):
-                return torch.device("cpu")
-            return item
+            return _CPU if isinstance(item, torch.device) else item
 
-        new_args = [swap(a) for a in args]
-        new_kwargs = {k: swap(v) for k, v in kwargs.items()}
+        new_args = [swap(item) for item in args]
+        new_kwargs = {name: swap(item) for name, item in kwargs.items()}
         key = None
         if not mutates and by_id:
-            inputs = tuple(by_id.values())
-            key = (func, tuple((id(t), t._version) for t in inputs),
-                   repr([a if not isinstance(a, Tensor) else None for a in _flat(new_args)]),
-                   repr({k: v if not isinstance(v, Tensor) else None for k, v in new_kwargs.items()}))
+            key = (func, repr(_fingerprint((*new_args, *new_kwargs.items()))))
             hit = self._memo.get(key)
-            if hit is not None and all(t._version == v for t, v in hit[1]):
+            if hit is not None and all(t._version == version for t, version in hit[1]):
+                own = {_key(value) for value in by_id.values()}  # a view is shared on purpose
+                self._shared.update({_key(t) for t, _ in hit[1]} - own)
                 return hit[0]
-        if name == "aten.histc":
-            # CUDA counts integers, the CPU kernel only floats; the counts are the same.
-            new_args[0], dtype = new_args[0].double(), new_args[0].dtype
-        if name in DRAWN:
-            key, func = None, getattr(torch, name.removeprefix("aten."))
-            new_kwargs = {**new_kwargs, "generator": self._generator, "device": "cpu"}
         try:
-            result = func(*new_args, **new_kwargs)
-            if name == "aten.histc":
-                result = result.to(dtype)
+            result = _run(name, func, new_args, new_kwargs, self._generator)
         except (RuntimeError, NotImplementedError, TypeError, IndexError, ValueError):
             return None  # a value that cannot be computed is an unknown value
-        if name in UNINITIALISED:
-            result.zero_()
         if key is not None:
             # The inputs are kept so that their ids stay theirs.
-            self._memo[key] = (result, [(t, t._version) for t in _tensors(result)], inputs)
+            self._memo[key] = (result, [(t, t._version) for t in listed(result)], by_id)
         return result
 
 
+_CPU = torch.device("cpu")
+
+
+def _run(name: str, func: Any, args: list[Any], kwargs: dict[str, Any],
+         generator: torch.Generator | None) -> Any:
+    if name == "aten.histc":  # CUDA counts integers too, the CPU kernel only floats
+        return func(args[0].double(), *args[1:], **kwargs).to(args[0].dtype)
+    if name in DRAWN:
+        drawer = getattr(torch, name.removeprefix("aten."))
+        return drawer(*args, **{**kwargs, "generator": generator, "device": _CPU})
+    result = func(*args, **kwargs)
+    if name in UNINITIALISED:
+        result.zero_()
+    return result
+
+
+def _fingerprint(items: Sequence[Any]) -> list[Any]:
+    """Arguments as something whose repr is equal only for equal calls."""
+    return [("tensor", id(item), item._version) if isinstance(item, Tensor)
+            else _fingerprint(item) if isinstance(item, (list, tuple)) else item for item in items]
+
+
 def _key(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _label(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} tensor"
-
-
-def _tensors(result: Any) -> list[Tensor]:
-    if isinstance(result, Tensor):
-        return [result]
-    if isinstance(result, (list, tuple)):
-        return [t for item in result for t in _tensors(item)]
-    return []
-
-
-def _flat(items: Iterable[Any]) -> list[Any]:
-    flat: list[Any] = []
-    for item in items:
-        if isinstance(item, (list, tuple)):
-            flat.extend(_flat(item))
-        else:
-            flat.append(item)
-    return flat
 

@@ -236,7 +236,7 @@ def test_a_failing_forward_shows_the_users_own_lines(run: Run, tmp_path: Path) -
     )
     ran = run("report", f"{tmp_path}/broken.py:build", "--out", tmp_path / "out")
     assert ran.code == 2
-    assert "'inner' (Inner)" in ran.err and "broken.py\", line 4" in ran.err
+    assert "'inner' (Inner)" in ran.err and "broken.py:4 in forward" in ran.err
     assert "capture.py" not in ran.err
     assert not (tmp_path / "out").exists()
 

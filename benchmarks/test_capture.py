@@ -1,0 +1,71 @@
+"""What tracing costs beside what it traces: compare the rows of one run, never across runs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import rooftrace as rt
+from rooftrace.tracer.target import Request, load_target
+
+CONFIGS = Path(__file__).parents[1] / "examples" / "configs"
+MODELS = ("gpt2", "llama-3.1-8b", "deepseek-v3")
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(request: pytest.FixtureRequest) -> Any:
+    """A language model on meta, with 8 x 255 tokens."""
+    return load_target(str(CONFIGS / f"{request.param}.json"), Request(batch=8, seq=255))
+
+
+@pytest.mark.benchmark(group="forward", max_time=5)
+def test_plain_meta_forward(benchmark: Any, model: Any) -> None:
+    """The floor: the module on meta tensors, values supplied where its code needs them."""
+    positions = torch.arange(255)[None]
+    mask = torch.ones(1, 1, 255, 255, dtype=torch.bool).tril().to("meta")
+
+    def forward() -> None:
+        with torch.no_grad():
+            model.module(input_ids=model.inputs.kwargs["input_ids"], attention_mask=mask,
+                         position_ids=positions.to("meta"), use_cache=False)
+    benchmark(forward)
+
+
+@pytest.mark.benchmark(group="forward", max_time=5)
+@pytest.mark.parametrize("phase", ["prefill", "training"])
+def test_trace(benchmark: Any, model: Any, phase: str) -> None:
+    """Capture and lowering of one phase."""
+    from rooftrace.tracer.workload import trace_phases
+
+    benchmark(trace_phases, model.module, model.inputs, (phase,))
+
+
+@pytest.mark.benchmark(group="price", max_time=5)
+@pytest.mark.parametrize("execution", ["naive", "efficient"])
+def test_price(benchmark: Any, model: Any, execution: str) -> None:
+    """Pricing of a prefill graph."""
+    from rooftrace.tracer.workload import trace_phases
+
+    graph = trace_phases(model.module, model.inputs, ("prefill",))["prefill"]
+    benchmark(rt.estimate, graph, "h200-sxm", execution)
+
+
+@pytest.mark.benchmark(group="process", min_rounds=3, max_time=5)
+@pytest.mark.parametrize("arguments", [["-c", "pass"], ["-c", "import rooftrace"], ["-m", "rooftrace", "--help"],
+                                       ["-c", "import torch"]], ids=" ".join)
+def test_start(benchmark: Any, arguments: list[str]) -> None:
+    """A process from start to exit, beside an empty one and one that imports torch."""
+    benchmark(subprocess.run, [sys.executable, *arguments], capture_output=True, check=True)
+
+
+@pytest.mark.benchmark(group="process", min_rounds=1, max_time=1)
+def test_deepseek_report(benchmark: Any, tmp_path: Path) -> None:
+    """The whole DeepSeek-V3 report: three phases, two executions, all files."""
+    command = [sys.executable, "-m", "rooftrace", "report", str(CONFIGS / "deepseek-v3.json"), "--batch", "8",
+               "--seq", "255", "--dtype", "fp8", "--out", str(tmp_path / "report")]
+    benchmark.pedantic(subprocess.run, (command,), {"capture_output": True, "check": True}, rounds=2)

@@ -1,0 +1,64 @@
+"""What the structure of a graph says about how a step could be cheaper.  Knows no model's name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from rooftrace.costmodels.cost import MATRIX, Cost
+from rooftrace.costmodels.registry import find_rule
+from rooftrace.hardware.units import format_flops
+from rooftrace.tracer.graph import Op, OpGraph, pattern_of
+
+
+def cache_products(graph: OpGraph, op_costs: Sequence[Cost]) -> tuple[str, ...]:
+    """A sentence about matrix products of the whole cache with weights, none where there are none.
+
+    They do again for every token what was done for it when it was cached; as the product is linear,
+    the weights can be multiplied into the query instead.
+    """
+    cached = _made_of(graph, "kv")
+    if not cached:
+        return ()
+    weights = _made_of(graph, "weights", alone=True)
+    found = [op for op in graph.ops if op.part == "forward" and op_costs[op.id].flops(MATRIX)
+             and _multiplies(graph, op, cached, weights)]
+    if not found:
+        return ()
+    again = sum(op_costs[op.id].flops(MATRIX) for op in found)
+    total = sum(cost.flops(MATRIX) for cost in op_costs)
+    modules = ", ".join(dict.fromkeys(pattern_of(op.module) or "the model" for op in found))
+    return (f"{len(found)} matrix products multiply the whole cache with weights ({modules}): "
+            f"{format_flops(again)} of {format_flops(total)}; absorbing those weights into the "
+            "query would avoid that",)
+
+
+def _multiplies(graph: OpGraph, op: Op, cached: Mapping[int, int],
+                weights: Mapping[int, int]) -> bool:
+    """Whether the op multiplies weights with as many elements as the cache has, or more."""
+    by_weights = any(i in weights for i in op.inputs)
+    return by_weights and any(
+        i in cached and graph.values[i].elements >= cached[i] for i in op.inputs)
+
+
+def _made_of(graph: OpGraph, role: str, alone: bool = False) -> dict[int, int]:
+    """Values from outside of this role, and what views and element-by-element ops make of them.
+
+    With each, how many elements the value from outside has.  alone: of nothing else.
+    """
+    values = graph.values
+    found = {i: values[i].elements for i in graph.external
+             if values[i].role == role and values[i].elements}
+    for op in graph.ops:
+        sources = [found[i] for i in op.inputs if i in found]
+        if not sources or (alone and len(sources) < len(op.inputs)):
+            continue
+        # Appending to a cache makes a cache, however that is done.
+        grows = any(values[i].role == "kv" for i in op.outputs)
+        if op.kind == "view" or grows or _is_pointwise(op):
+            found.update(dict.fromkeys(op.outputs, max(sources)))
+    return found
+
+
+def _is_pointwise(op: Op) -> bool:
+    rule = find_rule(op.target)
+    return rule is not None and rule.fusion == "pointwise"

@@ -1,0 +1,206 @@
+"""From an op graph to a plan: price every op, group, add up traffic; still without a chip.
+
+A plan is made once per execution model; `estimate` puts it on chips.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from rooftrace.costmodels.advice import cache_products
+from rooftrace.costmodels.cost import MATRIX, Cost
+from rooftrace.costmodels.execution import ExecutionModel, execution_model
+from rooftrace.costmodels.fuse import FusionGroup, fuse
+from rooftrace.costmodels.price import price_ops
+from rooftrace.costmodels.rewrite import rewrite
+from rooftrace.costmodels.timing import Launch
+from rooftrace.costmodels.traffic import bytes_by_role, compulsory_bytes, group_costs
+from rooftrace.tracer.graph import ROLES, OpGraph, pattern_of
+
+
+@dataclass(frozen=True, slots=True)
+class Bytes:
+    """Bytes through HBM in one step, by role (see rooftrace.tracer.graph.ROLES)."""
+
+    weights: int = 0
+    activations: int = 0
+    kv: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    temporary: int = 0
+    constants: int = 0
+
+    @property
+    def total(self) -> int:
+        """All roles together: bytes_hbm."""
+        return sum(self.to_dict().values())
+
+    def to_dict(self) -> dict[str, int]:
+        """Bytes by role name."""
+        return {role: getattr(self, role) for role in ROLES}
+
+
+@dataclass(frozen=True, slots=True)
+class Unsupported:
+    """An op without a rule: only the bytes of its inputs and outputs are counted."""
+
+    target: str
+    count: int
+    bytes: int
+    shapes: str
+    modules: tuple[str, ...]
+
+    @property
+    def stub(self) -> str:
+        """A rule to paste and fill in."""
+        name = self.target.rsplit(".", 1)[0]
+        function = name.replace(".", "_").strip("_")
+        return (f'@rooftrace.rule("{name}")\ndef {function}(op):\n'
+                f"    return rooftrace.Cost.of(vector=...) + op.streamed()")
+
+
+@dataclass(frozen=True, slots=True)
+class Coverage:
+    """How much of a total rests on explicit rules."""
+
+    ops: int
+    ops_with_rule: int
+    bytes: int
+    bytes_with_rule: int
+    unsupported: tuple[Unsupported, ...]
+
+    @property
+    def bytes_with_rule_share(self) -> float:
+        """Share of the priced bytes that a rule accounts for (1 when nothing moves)."""
+        return self.bytes_with_rule / self.bytes if self.bytes else 1.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A graph priced under one execution model; still without a chip.
+
+    source: the graph as captured.  graph: after rewriting (naive attention stands as its matrix
+    products).  op_costs: one per op, bound to storages.  groups and costs: kernels in launch order
+    and what each costs.  launches: what the host does.  compulsory: bytes that any execution moves.
+    notes: what was rewritten, and what about the structure is worth knowing, a sentence each.
+    """
+
+    source: OpGraph
+    graph: OpGraph
+    execution: ExecutionModel
+    op_costs: tuple[Cost, ...]
+    groups: tuple[FusionGroup, ...]
+    costs: tuple[Cost, ...]
+    launches: tuple[Launch, ...]
+    coverage: Coverage
+    compulsory: int
+    notes: tuple[str, ...] = ()
+
+    @cached_property
+    def total(self) -> Cost:
+        """Work and traffic of all groups."""
+        work: Counter[Any] = Counter()
+        traffic: Counter[Any] = Counter()
+        for cost in self.costs:
+            work.update(cost.work)
+            traffic.update(cost.traffic)
+        return Cost(work, traffic)
+
+    @cached_property
+    def bytes(self) -> Bytes:
+        """HBM bytes by role."""
+        return Bytes(**bytes_by_role(self.graph, self.total))
+
+    @cached_property
+    def precision(self) -> str:
+        """The precision that most matrix FLOPs compute in ("fp32" where there are none)."""
+        flops: Counter[str] = Counter()
+        for work, flop in self.total.work.items():
+            if work.operation in MATRIX:
+                flops[work.precision] += flop
+        return flops.most_common(1)[0][0] if flops else "fp32"
+
+
+def plan(graph: OpGraph, execution: str | ExecutionModel = "efficient") -> Plan:
+    """Price `graph` under an execution model: rewrite, price each op, fuse, add up traffic.
+
+    Raises ExecutionError for a preset that does not exist.
+    """
+    model = execution_model(execution)
+    rewritten, notes = rewrite(graph, model)
+    op_costs, known = price_ops(rewritten)
+    groups = fuse(rewritten, model)
+    costs = group_costs(rewritten, groups, op_costs, model)
+    return Plan(graph, rewritten, model, op_costs, groups, costs,
+                _launches(rewritten, groups, model), _coverage(rewritten, op_costs, known),
+                compulsory_bytes(rewritten, op_costs),
+                (*notes, *cache_products(rewritten, op_costs)))
+
+
+def _launches(graph: OpGraph, groups: Sequence[FusionGroup],
+              execution: ExecutionModel) -> tuple[Launch, ...]:
+    """What the host does, in order: it enqueues groups, and waits at syncs.
+
+    eager: every op of the graph is dispatched, views too.  compiled: every group.  graph:
+    everything up to the next wait at once.  A wait stands before the first group with an op that
+    comes after it.
+    """
+    eager, compiled = execution.dispatch == "eager", execution.dispatch == "compiled"
+    syncs = deque(op.id for op in graph.ops if op.kind == "sync")
+    launches: list[Launch] = []
+    done = 0  # ops dispatched so far
+
+    def dispatch(last: int) -> int:
+        nonlocal done
+        before, done = done, max(done, last + 1)
+        if eager:
+            return done - before
+        fresh = not launches or launches[-1].sync
+        return 1 if compiled or fresh else 0
+
+    def wait() -> None:
+        sync = syncs.popleft()
+        launches.append(Launch(dispatch(sync) if eager else 0, on_device=False, sync=True))
+
+    for group in groups:
+        while syncs and syncs[0] < group.ops[-1]:
+            wait()
+        launches.append(Launch(dispatch(group.ops[-1]), on_device=True))
+    while syncs:
+        wait()
+    if eager and done < len(graph.ops):
+        launches.append(Launch(len(graph.ops) - done, on_device=False))
+    return tuple(launches)
+
+
+def _coverage(graph: OpGraph, costs: Sequence[Cost], known: Sequence[bool]) -> Coverage:
+    counts: Counter[str] = Counter()
+    sizes: Counter[str] = Counter()
+    where: dict[str, dict[str, None]] = defaultdict(dict)
+    shapes: dict[str, str] = {}
+    ops = total = 0
+    for op, cost, has_rule in zip(graph.ops, costs, known, strict=True):
+        if op.kind != "kernel":
+            continue
+        size = cost.bytes() + cost.bytes("link")
+        ops += 1
+        total += size
+        if not has_rule:
+            counts[op.target] += 1
+            sizes[op.target] += size
+            where[op.target][pattern_of(op.module)] = None
+            shapes.setdefault(op.target, _shapes(graph, op.inputs[:3]))
+    unsupported = tuple(
+        Unsupported(target, counts[target], sizes[target], shapes[target], tuple(where[target]))
+        for target in sorted(counts, key=lambda t: (-sizes[t], t)))
+    return Coverage(ops, ops - counts.total(), total, total - sizes.total(), unsupported)
+
+
+def _shapes(graph: OpGraph, inputs: Sequence[int]) -> str:
+    """"bf16[8, 2048], int64[8]"."""
+    tensors = (graph.values[i] for i in inputs)
+    return ", ".join(f"{t.dtype}[{', '.join(map(str, t.shape))}]" for t in tensors)

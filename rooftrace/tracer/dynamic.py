@@ -1,0 +1,317 @@
+"""Ops that a run on meta tensors alone cannot do: they depend on values, or have no meta kernel.
+
+Values come from `values` (exact where known, else by a named policy that is put on record); an op
+without a meta kernel goes down a ladder of substitutes, each on record too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from rooftrace.tracer.trees import listed
+from rooftrace.tracer.values import META, Values, small
+
+if TYPE_CHECKING:
+    from rooftrace.tracer.capture import OpInfo, Recorder
+
+_MASKED_INDEX = frozenset({
+    "aten.index", "aten.index_put", "aten.index_put_", "aten._index_put_impl_"})
+_COUNTED_OUTPUT = frozenset({
+    "aten.nonzero", "aten.masked_select", "aten._unique2", "aten.unique_dim",
+    "aten.unique_consecutive", "aten.bincount", "aten.repeat_interleave",
+    "aten.unique_dim_consecutive", "aten.nonzero_static"})
+_GROUPED_PRODUCTS = frozenset({"aten._grouped_mm", "aten._scaled_grouped_mm"})
+_MASKED = -1e4
+"""An additive attention mask below this hides its position."""
+_MAX_ZEROS = 1 << 24
+"""The largest inputs (elements) that are made for real to learn an op's output shape."""
+_REFUSED = (NotImplementedError, RuntimeError, TypeError)
+
+
+# -- ops whose result depends on values ----------------------------------------------------------
+
+def by_value(recorder: Recorder, func: Any, info: OpInfo, args: Any,
+             kwargs: Mapping[str, Any]) -> Any:
+    """Run and record an op whose result depends on values; NotImplemented for all others."""
+    name = info.name
+    if name == "aten._local_scalar_dense":
+        value, taint = recorder.values.value_of(args[0], "item()")
+        recorder.record(func, args, kwargs, [], sync=True, taint=taint)
+        return value.reshape(-1)[0].item()
+    if name == "aten.equal":
+        return _equal(recorder, func, args, kwargs)
+    if name in _MASKED_INDEX:
+        if any(isinstance(i, Tensor) and _is_mask(i) for i in args[1]):
+            return _masked_index(recorder, func, info, args, kwargs)
+    elif name in _COUNTED_OUTPUT:
+        if name != "aten.repeat_interleave" or len(args) == 1 or isinstance(args[1], Tensor):
+            return _counted(recorder, func, name, args, kwargs)
+    elif name == "aten._to_copy":
+        device = kwargs.get("device")
+        if device is not None and torch.device(device).type == "cpu":
+            return _to_host(recorder, func, args, kwargs)
+    elif name == "aten.copy_":
+        if args[0].device.type == "cpu":
+            entry = recorder.values.known(args[1])
+            return args[0].copy_(entry.value) if entry is not None else args[0]
+    elif name == "torchvision.nms":
+        return _suppressed(recorder, func, args, kwargs)
+    return NotImplemented
+
+
+def _is_mask(index: Tensor) -> bool:
+    return index.dtype in (torch.bool, torch.uint8)
+
+
+def _equal(recorder: Recorder, func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
+    values = recorder.values
+    first, second = values.known(args[0]), values.known(args[1])
+    if first is not None and second is not None:
+        recorder.record(func, args, kwargs, [], sync=True, taint=first.taint | second.taint)
+        return bool(torch.equal(first.value, second.value))
+    taint = values.assume("branch", "equal() of unknown tensors is taken as: shapes are equal")
+    recorder.record(func, args, kwargs, [], sync=True, taint=frozenset([taint]))
+    return tuple(args[0].shape) == tuple(args[1].shape)
+
+
+def _masked_index(recorder: Recorder, func: Any, info: OpInfo, args: Any,
+                  kwargs: Mapping[str, Any]) -> Any:
+    """Run a boolean index as the integer indices of its true elements; record it as it was."""
+    values = recorder.values
+    indices: list[Tensor | None] = []
+    taint: frozenset[int] = frozenset()
+    for item in args[1]:
+        if isinstance(item, Tensor) and _is_mask(item):
+            value, why = values.value_of(item, "a boolean index")
+            taint |= why
+            indices += [_lifted(values, column.contiguous(), why)
+                        for column in value.nonzero().unbind(1)]
+        else:
+            indices.append(item)
+    count = next((i.numel() for i in indices if i is not None), 0)
+    rest = list(args[2:])
+    if info.name != "aten.index" and rest and isinstance(rest[0], Tensor):
+        given = rest[0]
+        if given.dim() and given.shape[0] not in (1, count) and count:
+            rest[0] = given[:1].expand(count, *given.shape[1:])
+            taint |= {values.assume("shape", f"index_put of {given.shape[0]} values where {count} "
+                                             "positions are assumed")}
+    run = (args[0], indices, *rest)
+    out = func(*run, **kwargs)
+    if info.mutated:
+        values.forget(args[0])
+    else:
+        values.propagate(info.name, func, run, kwargs, listed(run), [out], [])
+    recorder.record(func, args, kwargs, [out], single=True, taint=taint)
+    return out
+
+
+def _lifted(values: Values, value: Tensor, taint: frozenset[int]) -> Tensor:
+    """A meta tensor of this value."""
+    out = torch.empty(value.shape, dtype=value.dtype, device=META)
+    values.learn(out, value, taint)
+    return out
+
+
+def _counted(recorder: Recorder, func: Any, name: str, args: Any,
+             kwargs: Mapping[str, Any]) -> Any:
+    """nonzero, unique, bincount ...: the output's size is a value."""
+    values = recorder.values
+    taint: frozenset[int] = frozenset()
+    plain = []
+    unknown = False
+    for position, item in enumerate(args):
+        if not isinstance(item, Tensor):
+            plain.append(item)
+        elif name == "aten.masked_select" and position == 0 and values.known(item) is None:
+            unknown = True
+            plain.append(torch.zeros(tuple(item.shape), dtype=item.dtype))
+        else:
+            value, why = values.value_of(item, name.removeprefix("aten."))
+            taint |= why
+            plain.append(value)
+
+    def lift(value: Tensor) -> Tensor:
+        if unknown:
+            return torch.empty(value.shape, dtype=value.dtype, device=META)
+        return _lifted(values, value, taint)
+    out = tree_map_only(Tensor, lift, func(*plain, **kwargs))
+    recorder.record(func, args, kwargs, listed(out), single=isinstance(out, Tensor), taint=taint)
+    return out
+
+
+def _to_host(recorder: Recorder, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Tensor:
+    """`.cpu()`: the real value where known, else the tensor stays on meta, and that is said."""
+    entry = recorder.values.known(args[0])
+    taint = entry.taint if entry is not None else frozenset()
+    recorder.record(func, args, kwargs, [], sync=True, taint=taint)
+    if entry is not None:
+        return entry.value.to(kwargs.get("dtype") or entry.value.dtype).clone()
+    recorder.values.assume("host-copy", "a copy to the host of an unknown value is not followed")
+    out: Tensor = func(*args, **{**kwargs, "device": META})
+    if out.dtype == args[0].dtype:
+        recorder.same_as(out, args[0])
+    return out
+
+
+def _suppressed(recorder: Recorder, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Tensor:
+    count = max(1, args[0].shape[0] // 2)
+    taint = frozenset([recorder.values.assume(
+        "nms", "non-maximum suppression keeps half of the boxes", count)])
+    out = _lifted(recorder.values, torch.arange(count), taint)
+    recorder.record(func, args, kwargs, [out], single=True, taint=taint)
+    return out
+
+
+def route(values: Values, func: Any, name: str, args: Any, kwargs: Mapping[str, Any],
+          source: Tensor, index: Tensor) -> frozenset[int]:
+    """Balanced values for the indices that topk, argmax, sort ... make of unknown scores."""
+    if index.dtype.is_floating_point:
+        return frozenset()
+    schema = [a.name for a in func._schema.arguments]
+    if "dim" not in schema and name in ("aten.max", "aten.min"):
+        return frozenset()  # the whole-tensor form returns a value, no index
+    dimension = None
+    if "dim" in schema:
+        position = schema.index("dim")
+        dimension = kwargs.get("dim", args[position] if position < len(args) else None)
+    routed = values.route(name, source, index, -1 if dimension is None else int(dimension))
+    return frozenset() if routed is None else frozenset([routed])
+
+
+# -- counts that a cost rule needs and only known values give ------------------------------------
+
+def learn_facts(values: Values, name: str, args: Any, tensors: list[Tensor],
+                facts: dict[str, Any]) -> frozenset[int]:
+    """Add rows_touched, groups_touched, mask ... to `facts`; returns what they rest on."""
+    if name == "aten.embedding":
+        entry = values.known(args[1])
+        if entry is not None:
+            facts["rows_touched"] = int(torch.unique(entry.value).numel())
+    elif name in _GROUPED_PRODUCTS:
+        offsets = next((t for t in tensors if t.dtype == torch.int32 and t.dim() == 1), None)
+        entry = values.known(offsets) if offsets is not None else None
+        if entry is not None:
+            sizes = torch.diff(entry.value, prepend=entry.value.new_zeros(1))
+            facts["groups_touched"] = int((sizes > 0).sum())
+            facts["rows_largest"] = int(sizes.max()) if sizes.numel() else 0
+    elif name == "rooftrace.attention" and args[3] is not None:
+        entry = values.known(args[3])
+        if entry is None or entry.value.dim() < 2:
+            return frozenset()
+        visible = entry.value if entry.value.dtype == torch.bool else entry.value > _MASKED
+        leading = visible.shape[:-2]
+        pairs = int(visible.expand(*leading, args[0].shape[-2], args[1].shape[-2]).sum())
+        facts["visible_pairs"] = pairs // max(1, leading.numel())
+        facts["mask"] = classify(visible)
+    else:
+        return frozenset()
+    return entry.taint if entry is not None else frozenset()
+
+
+def classify(visible: Tensor) -> str:
+    """What a boolean mask [..., S, L] hides: none, causal, sliding-window, padding or full."""
+    if bool(visible.all()):
+        return "none"
+    plane = visible.reshape(-1, *visible.shape[-2:])[0]
+    rows, columns = plane.shape
+    shift = columns - rows
+    causal = torch.ones(rows, columns, dtype=torch.bool).tril(shift)
+    if torch.equal(plane, causal):
+        return "causal"
+    if bool((plane & ~causal).any()):
+        same = bool((plane == plane[:1]).all())
+        return "padding" if same else "full"
+    window = int(plane.sum(1).max())
+    band = causal & ~torch.ones(rows, columns, dtype=torch.bool).tril(shift - window)
+    return "sliding-window" if torch.equal(plane, band) else "full"
+
+
+# -- ops that meta cannot run --------------------------------------------------------------------
+
+def without_meta_kernel(recorder: Recorder, func: Any, info: OpInfo, args: Any,
+                        kwargs: Mapping[str, Any], tensors: list[Tensor],
+                        error: Exception) -> Any:
+    """The outputs of an op that meta refused.
+
+    In order: stray CPU tensors to meta, a precision that meta knows, a decomposition, a run on CPU
+    zeros, "writes in place", "like its first input".  Raises `error` where it was the user's.
+    """
+    if {"cpu", "meta"} <= {t.device.type for t in tensors}:
+        moved = tree_map_only(Tensor, lambda t: _off_host(recorder, t), (args, dict(kwargs)))
+        with contextlib.suppress(*_REFUSED):
+            return func(*moved[0], **moved[1])
+    if info.name in _GROUPED_PRODUCTS:
+        with contextlib.suppress(*_REFUSED):
+            return _in_bf16(func, args, kwargs)
+    if not isinstance(error, NotImplementedError):
+        raise error
+    with contextlib.suppress(*_REFUSED):
+        result = func.decompose(*args, **kwargs)
+        if result is not NotImplemented:
+            return result
+    values = recorder.values
+    if info.mutated:
+        values.assume("shape", f"{info.name} has no meta kernel: taken as writing in place")
+        written = info.written(args, kwargs)
+        return written[0] if func._schema.returns and written else None
+    if sum(t.numel() for t in tensors) <= _MAX_ZEROS:
+        zeros = tree_map_only(
+            Tensor, lambda t: torch.zeros(tuple(t.shape), dtype=t.dtype), (args, dict(kwargs)))
+        with contextlib.suppress(*_REFUSED):
+            result = func(*zeros[0], **zeros[1])
+            values.assume("shape", f"{info.name} has no meta kernel: its output shape is that of "
+                                   "a run on zeros")
+            return tree_map_only(Tensor, lambda t: torch.empty_like(t, device=META), result)
+    if not tensors:
+        raise error
+    values.assume("shape", f"{info.name} has no meta kernel: its outputs are taken to be like its "
+                           "first input")
+    results = tuple(torch.empty_like(tensors[0], device=META) for _ in func._schema.returns)
+    return results[0] if len(results) == 1 else results
+
+
+def _off_host(recorder: Recorder, tensor: Tensor) -> Tensor:
+    """A meta tensor for a CPU tensor that met meta tensors; the graph reads it as a constant."""
+    if tensor.device.type != "cpu":
+        return tensor
+    moved = torch.empty_like(tensor, device=META)
+    if recorder.recording:
+        recorder.node_of(tensor)
+        recorder.same_as(moved, tensor)
+    if small(tensor):
+        recorder.values.learn(moved, tensor.detach())
+    return moved
+
+
+def _in_bf16(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Tensor:
+    """A grouped product of another precision: devices run it, its meta kernel knows bf16 only."""
+    narrow = tree_map_only(
+        Tensor, lambda t: torch.empty_like(t, dtype=torch.bfloat16) if t.is_floating_point() else t,
+        (args, dict(kwargs)))
+    return torch.empty_like(func(*narrow[0], **narrow[1]), dtype=args[0].dtype)
+
+
+def higher_order(recorder: Recorder, func: Any, args: Any, kwargs: Any) -> Any:
+    """cond and while_loop take one path; others run as they are."""
+    name = func.name() if callable(getattr(func, "name", None)) else str(func)
+    if name == "cond":
+        condition, when_true, when_false, operands = args[:4]
+        if isinstance(condition, Tensor):
+            value, _ = recorder.values.value_of(condition, "cond")
+            condition = bool(value.reshape(-1)[0])
+        with recorder.again():
+            return (when_true if condition else when_false)(*operands)
+    if name == "while_loop":
+        recorder.values.assume("branch", "while_loop runs its body once", 1)
+        _, body, carried = args[:3]
+        with recorder.again():
+            return body(*carried, *(args[3] if len(args) > 3 else ()))
+    with recorder.again():
+        return func(*args, **kwargs)

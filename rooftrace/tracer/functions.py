@@ -1,0 +1,118 @@
+"""Torch-level calls: their names, and the few that leave the dispatcher for Python or a device.
+
+`.tolist()`, `.numpy()`, f-strings and `torch.tensor([...])` never reach a dispatch mode; a device
+that is not there must not be asked for: everything but the CPU is the meta device while tracing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from rooftrace.tracer.values import META, Values, small
+
+if TYPE_CHECKING:
+    from rooftrace.tracer.capture import Recorder
+
+_TO_PYTHON = frozenset({Tensor.tolist, Tensor.numpy})
+_CONSTRUCTORS = frozenset({torch.tensor, torch.as_tensor, torch.asarray})
+_UNNAMED = frozenset({"__get__", "__set__", "backward"})
+"""Attribute access is no function of its own, and a backward is not what its ops are for."""
+
+
+class Functions(TorchFunctionMode):
+    """Tells the recorder which torch function runs, and answers the calls that need values."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        recorder = self.recorder
+        if func in _TO_PYTHON:
+            if args[0].device.type == "meta":
+                return recorder.to_python(args[0], func.__name__)
+        elif func is Tensor.__format__:
+            if args[0].device.type == "meta" and args[0].dim() == 0:
+                return format(args[0].item(), args[1])
+        elif func in _CONSTRUCTORS:
+            made = self._construct(func, args, kwargs)
+            if made is not None:
+                return made
+        elif func is Tensor.cuda:
+            func, args, kwargs = Tensor.to, (args[0], META), {}
+        elif func is Tensor.to:
+            args = tuple([_placed(item) for item in args])
+        if "device" in kwargs:
+            kwargs = {**kwargs, "device": _placed(kwargs["device"])}
+        outer = recorder.function
+        if not outer:
+            name = getattr(func, "__name__", "")
+            recorder.function = "" if name in _UNNAMED else name
+        try:
+            return func(*args, **kwargs)
+        finally:
+            recorder.function = outer
+
+    def _construct(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Tensor | None:
+        """torch.tensor([...]) for meta: a meta tensor whose value is known."""
+        data = args[0] if args else kwargs.get("data", kwargs.get("obj"))
+        device = kwargs.get("device")
+        target = torch.device(device) if device is not None else torch.get_default_device()
+        if target.type == "cpu" or isinstance(data, Tensor):
+            return None
+        on_cpu = {**kwargs, "device": "cpu"}
+        needs_gradient = bool(on_cpu.pop("requires_grad", False))
+        value = func(*args, **on_cpu)
+        with self.recorder.paused():
+            made = torch.empty(value.shape, dtype=value.dtype, device=META)
+        made.requires_grad_(needs_gradient)
+        if small(value):
+            self.recorder.values.learn(made, value)
+        return made
+
+
+def _placed(device: Any) -> Any:
+    """META for a device that is neither the CPU nor meta; anything else as it is."""
+    if isinstance(device, int) and not isinstance(device, bool):
+        return META  # the number of an accelerator
+    if isinstance(device, str):
+        with contextlib.suppress(RuntimeError):  # Tensor.to may be given anything
+            device = torch.device(device)
+    if isinstance(device, torch.device) and device.type not in ("cpu", "meta"):
+        return META
+    return device
+
+
+@contextlib.contextmanager
+def autocast_noted(values: Values) -> Iterator[None]:
+    """Inside, `torch.autocast` changes nothing and leaves an assumption.
+
+    Autocast is a dispatch key per device, and meta has none: ops run in the precision of their
+    tensors.
+    """
+    kind: Any = torch.autocast
+    original = kind.__init__
+
+    def note() -> None:
+        values.assume("autocast", "autocast is not followed: ops are recorded in the precision of "
+                                  "their tensors; price the graph with another dtype instead")
+
+    def init(self: Any, device_type: str, dtype: Any = None, enabled: bool = True,
+             cache_enabled: bool | None = None) -> None:
+        if enabled:
+            note()
+        original(self, "cpu", dtype=torch.bfloat16, enabled=False, cache_enabled=cache_enabled)
+    if any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda")):
+        note()
+    kind.__init__ = init
+    try:
+        yield
+    finally:
+        kind.__init__ = original

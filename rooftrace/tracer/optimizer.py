@@ -1,0 +1,98 @@
+"""One optimizer step, in the state that the optimizer has after many steps."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rooftrace.hardware.precision import bytes_per_element
+from rooftrace.tracer.capture import Recorder
+from rooftrace.tracer.request import RequestError
+
+_LEARNING_RATE = 1e-3
+"""Any: a step costs the same."""
+
+
+def run_optimizer(recorder: Recorder, parameters: Sequence[nn.Parameter], name: str,
+                  dtype: str | None) -> None:
+    """Record one step of the optimizer `name` on `parameters`, which have gradients.
+
+    A first step, not recorded, makes the states.  Weights below fp32 (as they are, or as `dtype`
+    will price them) get fp32 masters: gradients are cast up, the step is taken on the masters, and
+    the result is cast back.  Raises RequestError for an unknown name.
+    """
+    if name == "none":
+        return
+    kind = optimizer_class(name)
+    recorder.part, recorder.function = "optimizer", kind.__name__
+    with torch.no_grad():
+        with recorder.paused():
+            stepped = [_master(p) if _is_low(p, dtype) else p for p in parameters]
+            optimizer = _made(kind, stepped)
+            optimizer.step()
+        low = [(p, s) for p, s in zip(parameters, stepped, strict=True) if p is not s]
+        for parameter, tensor in zip(parameters, stepped, strict=True):
+            owner = recorder.name_of(parameter)
+            if tensor is not parameter:
+                recorder.enter(tensor, "optimizer", f"{owner}.master")
+            for state, value in optimizer.state.get(tensor, {}).items():
+                if isinstance(value, Tensor):
+                    recorder.enter(value, "optimizer", f"{owner}.{state}")
+        if low:
+            _cast_gradients(low)
+        optimizer.step()
+        if low:
+            torch._foreach_copy_([p for p, _ in low], [master for _, master in low])
+    recorder.function = ""
+
+
+def optimizer_class(name: str) -> Any:
+    """The class in torch.optim of this name, in any case.  Raises RequestError."""
+    kinds = {n.lower(): c for n, c in vars(torch.optim).items()
+             if inspect.isclass(c) and issubclass(c, torch.optim.Optimizer)
+             and c is not torch.optim.Optimizer and _steps_alone(c)}
+    if name.lower() not in kinds:
+        names = ", ".join(sorted(kinds))
+        raise RequestError(f"optimizer {name!r}: expected none or one of {names}")
+    return kinds[name.lower()]
+
+
+def _steps_alone(kind: Any) -> bool:
+    """Whether a step needs no closure that runs the model again (LBFGS does)."""
+    closure = inspect.signature(kind.step).parameters.get("closure")
+    return closure is None or closure.default is None
+
+
+def _is_low(parameter: nn.Parameter, dtype: str | None) -> bool:
+    if not parameter.dtype.is_floating_point:
+        return False
+    return parameter.element_size() < 4 or (dtype is not None and bytes_per_element(dtype) < 4)
+
+
+def _master(parameter: nn.Parameter) -> Tensor:
+    master = torch.empty_like(parameter, dtype=torch.float32, requires_grad=False)
+    master.grad = torch.empty_like(master)
+    return master
+
+
+def _made(kind: Any, parameters: Sequence[Tensor]) -> torch.optim.Optimizer:
+    accepts = inspect.signature(kind.__init__).parameters
+    settings: dict[str, Any] = {}
+    if "foreach" in accepts:
+        settings["foreach"] = True  # what torch chooses on a GPU
+    if "lr" in accepts:
+        settings["lr"] = _LEARNING_RATE
+    made: torch.optim.Optimizer = kind(parameters, **settings)
+    return made
+
+
+def _cast_gradients(low: Sequence[tuple[nn.Parameter, Tensor]]) -> None:
+    """Give each fp32 master the gradient of its weight, cast up."""
+    wide = [torch.empty_like(master) for _, master in low]
+    torch._foreach_copy_(wide, [p.grad for p, _ in low if p.grad is not None])
+    for (_, master), gradient in zip(low, wide, strict=True):
+        master.grad = gradient

@@ -1,0 +1,140 @@
+"""Graphs on disk: whole, reproducible, and refused where they are not what they say."""
+
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import rooftrace as rt
+from rooftrace.tracer.api import trace_target
+from rooftrace.tracer.graphfile import SCHEMA, GraphFileError, load_graphs, looks_saved
+
+
+@pytest.fixture
+def graph(model: Callable[..., Any]) -> rt.OpGraph:
+    case = model("control_flow")
+    return rt.trace(case.module, phase="training", **case.kwargs)
+
+
+@pytest.mark.parametrize("name", ["graph.json", "graph.json.gz"])
+def test_a_saved_graph_comes_back_equal(name: str, graph: rt.OpGraph, tmp_path: Path) -> None:
+    rt.save(graph, tmp_path / name)
+    assert rt.load(tmp_path / name) == graph
+    assert looks_saved(tmp_path / name)
+    assert list(tmp_path.iterdir()) == [tmp_path / name]
+
+
+@pytest.mark.parametrize("name", ["deepseek", "t5", "lstm"])
+def test_every_argument_of_an_op_comes_back(
+    name: str, model: Callable[..., Any], tmp_path: Path
+) -> None:
+    case = model(name)
+    made = rt.trace(case.module, *case.args, **case.kwargs)
+    rt.save(made, tmp_path / "graph.json.gz")
+    assert rt.load(tmp_path / "graph.json.gz").ops == made.ops
+
+
+def test_constants_of_the_code_come_back(
+    module: Callable[..., nn.Module], tmp_path: Path
+) -> None:
+    graph = rt.trace(module(lambda self, x: self.lin(x) + torch.tensor([0.5] * 8)),
+                     torch.ones(1, 8))
+    rt.save(graph, tmp_path / "graph.json")
+    assert list(rt.load(tmp_path / "graph.json").constants.values()) == ["0000003f" * 8]
+
+
+@pytest.mark.parametrize("name", ["one.json", "one.json.gz"])
+def test_two_traces_of_one_target_give_the_same_bytes(name: str, tmp_path: Path) -> None:
+    contents = []
+    for folder in ("first", "second"):
+        graphs = trace_target("examples/models/lstm_tagger.py:build")
+        rt.save(graphs, tmp_path / folder / name)
+        contents.append((tmp_path / folder / name).read_bytes())
+    assert contents[0] == contents[1]
+
+
+def test_a_file_with_several_phases_asks_which(model: Callable[..., Any], tmp_path: Path) -> None:
+    case = model("perceptron")
+    graphs = {phase: rt.trace(case.module, *case.args, phase=phase)
+              for phase in ("forward", "training")}
+    path = tmp_path / "both.json"
+    rt.save(graphs, path)
+    assert rt.load(path, "training") == graphs["training"]
+    assert trace_target(path, ["forward"]) == {"forward": graphs["forward"]}
+    with pytest.raises(GraphFileError, match="which phase is wanted; it holds forward, training"):
+        rt.load(path)
+    with pytest.raises(GraphFileError, match="there is no phase 'decode'"):
+        rt.load(path, "decode")
+    with pytest.raises(GraphFileError, match="no graph of phase 'decode'; it holds forward"):
+        trace_target(path, ["decode"])
+
+
+def _cut(content: bytes) -> bytes:
+    return content[: len(content) // 2]
+
+
+def _without_ops(content: bytes) -> bytes:
+    data = json.loads(gzip.decompress(content))
+    del data["graphs"]["training"]["ops"]
+    return json.dumps(data).encode()
+
+
+def _of_a_later_version(content: bytes) -> bytes:
+    return gzip.decompress(content).replace(SCHEMA.encode(), b"rooftrace.graph/99")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (_cut, "not a readable saved graph"),
+        (lambda content: _cut(gzip.decompress(content)), "not a readable saved graph"),
+        (lambda content: b"\x93NUMPY", "not a readable saved graph"),
+        (lambda content: b"[1, 2]", "schema is None, expected 'rooftrace.graph/1'"),
+        (_of_a_later_version, "schema is 'rooftrace.graph/99'"),
+        (_without_ops, r"a damaged graph \(KeyError: 'ops'\)"),
+    ],
+)
+def test_a_damaged_file_is_refused_by_name(
+    damage: Callable[[bytes], bytes], message: str, graph: rt.OpGraph, tmp_path: Path
+) -> None:
+    path = tmp_path / "graph.json.gz"
+    rt.save(graph, path)
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(GraphFileError, match=message) as caught:
+        load_graphs(path)
+    assert str(path) in str(caught.value)
+
+
+def test_a_graph_that_breaks_its_own_rules_is_refused(graph: rt.OpGraph, tmp_path: Path) -> None:
+    path = tmp_path / "graph.json"
+    rt.save(graph.replace(outputs=(len(graph.values),)), path)
+    with pytest.raises(ValueError, match="graph input or output .* is not there"):
+        load_graphs(path)
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"\x1f\x8b", b"\x1f\x8bnot gzip"])
+def test_other_files_do_not_look_saved(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(content)
+    assert not looks_saved(tmp_path / "file")
+    assert not looks_saved(tmp_path / "nowhere")
+
+
+def test_an_interrupted_write_leaves_the_old_file(
+    graph: rt.OpGraph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "graph.json"
+    path.write_text("old")
+
+    def interrupted(*names: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("os.replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        rt.save(graph, path)
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]

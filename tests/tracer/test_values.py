@@ -1,0 +1,235 @@
+"""What is known while tracing is exact; what is not is assumed by a named policy and on record."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import rooftrace as rt
+from rooftrace.tracer.dynamic import classify
+from rooftrace.tracer.values import MAX_SAME_BRANCH
+
+
+def at(rows: list[list[int]]) -> Tensor:
+    return torch.tensor(rows)
+
+
+def written_through_a_view() -> int:
+    z = torch.zeros(4, dtype=torch.long)
+    view = z.view(2, 2)
+    view[0, 1] = 5
+    z.add_(1)
+    return int(view[0, 1].item()) * 10 + int(z[0].item())
+
+
+def one_of_two_equal_results_changed() -> list[int]:
+    start = torch.arange(3)
+    first, second = start + 1, start + 1
+    first.add_(10)
+    return second.tolist()  # type: ignore[no-any-return]
+
+
+def swapped_arguments() -> list[int]:
+    a, b = torch.tensor([1, 0]).bool(), torch.tensor([0, 1]).bool()
+    return [*torch.where(a, a, b).tolist(), *torch.where(a, b, a).tolist()]
+
+
+@pytest.mark.parametrize(
+    ("computed", "expected"),
+    [
+        (lambda: torch.arange(5).sum().item(), 10),
+        (lambda: torch.linspace(0, 1, 5)[1].item(), 0.25),
+        (lambda: torch.tensor([[1, 2], [3, 4]]).max().item(), 4),
+        (lambda: torch.arange(3)[torch.tensor([True, False, True])].tolist(), [0, 2]),
+        (lambda: at([[1, 2], [3, 4]])[at([[1, 0], [0, 1]]).bool()].tolist(), [1, 4]),
+        (lambda: torch.arange(4).nonzero().tolist(), [[1], [2], [3]]),
+        (lambda: f"{torch.tensor(3)}-{torch.tensor(0.5):.2f}", "3-0.50"),
+        (lambda: (torch.ones(3) * 2).numpy().tolist(), [2.0, 2.0, 2.0]),
+        (lambda: [int(v) for v in torch.arange(3)], [0, 1, 2]),
+        (lambda: bool(torch.arange(4).gt(2).any()), True),
+        (lambda: torch.equal(torch.arange(3), torch.tensor([0, 1, 2])), True),
+        (lambda: torch.tensor([3, 1, 3]).unique().tolist(), [1, 3]),
+        (lambda: torch.tensor([0, 2, 2]).bincount().tolist(), [1, 0, 2]),
+        (lambda: torch.arange(2).repeat_interleave(torch.tensor([1, 3])).tolist(), [0, 1, 1, 1]),
+        (lambda: torch.arange(4).cpu().tolist(), [0, 1, 2, 3]),
+        (lambda: torch.full((2,), 7).add_(1).tolist(), [8, 8]),
+        (written_through_a_view, 61),
+        (one_of_two_equal_results_changed, [1, 2, 3]),
+        (swapped_arguments, [1, 1, 0, 0]),
+    ],
+)
+def test_small_values_are_computed_exactly(
+    computed: Callable[[], Any], expected: Any, module: Callable[..., nn.Module]
+) -> None:
+    seen = []
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        seen.append(computed())
+        return self.lin(x)
+
+    graph = rt.trace(module(forward), torch.ones(1, 8))
+    assert seen == [expected]
+    assert not graph.assumptions
+
+
+def test_the_values_of_inputs_and_buffers_are_known(module: Callable[..., nn.Module]) -> None:
+    seen = []
+
+    def forward(self: Any, x: Tensor, lengths: Tensor) -> Tensor:
+        seen.append((lengths.max().item(), self.table[1].item(), self.plain.tolist()))
+        return self.lin(x)
+
+    written = module(forward, plain=torch.tensor([4]))
+    written.register_buffer("table", torch.tensor([1, 9]))
+    graph = rt.trace(written, torch.ones(1, 8), torch.tensor([3, 5]))
+    assert seen == [(5, 9, [4])]
+    assert not graph.assumptions
+
+
+def test_a_constructor_may_ask_for_a_value(tmp_path: Any) -> None:
+    (tmp_path / "made.py").write_text(
+        "import torch\nfrom torch import nn\n"
+        "def build():\n"
+        "    rates = [r.item() for r in torch.linspace(0, 0.4, 3)]\n"
+        "    return nn.Sequential(nn.Linear(8, 8), nn.Dropout(rates[2])), (torch.ones(2, 8),)\n")
+    graph = rt.trace_target(f"{tmp_path}/made.py:build", ["training"])["training"]
+    dropout = next(op for op in graph.ops if op.name == "aten.native_dropout")
+    assert dropout.arguments["p"] == pytest.approx(0.4)
+
+
+# -- assumptions -----------------------------------------------------------------------------------
+
+def test_an_unknown_condition_is_taken_as_false_and_said(model: Callable[..., Any]) -> None:
+    case = model("control_flow")  # if x.abs().amax() > 1e3: x = x * gate
+    graph = rt.trace(case.module, **case.kwargs)
+    assert [(a.kind, a.value) for a in graph.assumptions] == [("branch", False)]
+    assert not any(op.name == "aten.sigmoid" for op in graph.ops)
+    asked = [op for op in graph.ops if op.kind == "sync"]
+    assert [op.assumptions for op in asked] == [(graph.assumptions[0].id,)]
+
+
+def test_the_user_can_say_which_way_a_condition_goes(model: Callable[..., Any]) -> None:
+    case = model("control_flow")
+    graph = rt.trace(case.module, branches={0: True}, **case.kwargs)
+    assert [a.value for a in graph.assumptions] == [True]
+    assert any(op.name == "aten.sigmoid" for op in graph.ops)
+
+
+def test_a_branch_that_fails_is_tried_the_other_way(module: Callable[..., nn.Module]) -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        if not (x.sum() > 0):
+            raise ValueError("the sum must be positive")
+        return self.lin(x)
+
+    graph = rt.trace(module(forward), torch.ones(1, 8))
+    assert [(a.kind, a.value) for a in graph.assumptions] == [("branch", True)]
+
+
+def test_a_loop_that_waits_for_an_unknown_condition_ends(
+    module: Callable[..., nn.Module]
+) -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        while not x.norm() < 1:
+            x = x / 2
+        return self.lin(x)
+
+    graph = rt.trace(module(forward), torch.ones(1, 8))
+    assert sum(op.name == "aten.div" for op in graph.ops) == MAX_SAME_BRANCH
+    assert [a.value for a in graph.assumptions] == [False, True]
+
+
+def test_half_of_an_unknown_mask_is_taken_as_true(module: Callable[..., nn.Module]) -> None:
+    graph = rt.trace(module(lambda self, x: self.lin(x[x.sum(1) > 0])), torch.ones(6, 8))
+    assert graph.values[graph.outputs[0]].shape == (3, 8)
+    assert [(a.kind, a.value) for a in graph.assumptions] == [("density", 0.5)]
+
+
+def test_an_unknown_number_is_taken_as_one(module: Callable[..., nn.Module]) -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return self.lin(x).repeat(int(x.sum().long().item()) + 1, 1)
+
+    graph = rt.trace(module(forward), torch.ones(3, 8))
+    assert graph.values[graph.outputs[0]].shape == (6, 8)
+    assert [a.kind for a in graph.assumptions] == ["value"]
+
+
+def test_unknown_scores_choose_every_class_equally_often(
+    module: Callable[..., nn.Module]
+) -> None:
+    counts = []
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        _, chosen = self.lin(x).topk(2, dim=-1)
+        counts.extend(torch.bincount(chosen.flatten(), minlength=8).tolist())
+        return x
+
+    graph = rt.trace(module(forward), torch.ones(12, 8))
+    assert counts == [12 * 2 // 8] * 8
+    assert [(a.kind, a.value) for a in graph.assumptions] == [("balanced-routing", 8)]
+
+
+@pytest.mark.parametrize("name", ["mixtral", "deepseek"])
+def test_what_follows_from_routing_says_that_it_rests_on_it(
+    name: str, model: Callable[..., Any]
+) -> None:
+    case = model(name, "grouped_mm")
+    graph = rt.trace(case.module, **case.kwargs)
+    routing = {a.id for a in graph.assumptions if a.kind == "balanced-routing"}
+    grouped = [op for op in graph.ops if op.name == "aten._grouped_mm"]
+    experts = {"mixtral": 4, "deepseek": 8}[name]
+    assert {op.facts["groups_touched"] for op in grouped} == {experts}
+    assert all(set(op.assumptions) & routing for op in grouped)
+
+
+def test_autocast_is_not_followed_and_that_is_said(module: Callable[..., nn.Module]) -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, dtype=torch.bfloat16):
+            x = self.lin(x)
+        with torch.autocast("cuda", enabled=False):
+            return self.lin(x)
+
+    graph = rt.trace(module(forward), torch.ones(1, 8))
+    assert {t.dtype for t in graph.values} == {"fp32"}
+    assert [a.kind for a in graph.assumptions] == ["autocast"]
+
+
+# -- facts -----------------------------------------------------------------------------------------
+
+def test_an_embedding_knows_how_many_rows_it_reads() -> None:
+    graph = rt.trace(nn.Embedding(100, 8), torch.tensor([[5, 7, 5], [7, 9, 5]]))
+    assert graph.ops[0].facts == {"rows_touched": 3}
+
+
+def _mask(rows: int, columns: int, visible: Callable[[int, int], bool]) -> Tensor:
+    return torch.tensor([[visible(row, column) for column in range(columns)]
+                         for row in range(rows)])
+
+
+@pytest.mark.parametrize(
+    ("mask", "kind"),
+    [
+        (_mask(4, 4, lambda r, c: True), "none"),
+        (_mask(4, 4, lambda r, c: c <= r), "causal"),
+        (_mask(2, 5, lambda r, c: c <= r + 3), "causal"),
+        (_mask(6, 6, lambda r, c: r - 2 < c <= r), "sliding-window"),
+        (_mask(4, 4, lambda r, c: c < 3), "padding"),
+        (_mask(4, 4, lambda r, c: (r + c) % 2 == 0), "full"),
+    ],
+)
+def test_attention_masks_are_classified(mask: Tensor, kind: str) -> None:
+    assert classify(mask) == kind
+
+
+def test_attention_counts_the_pairs_that_its_mask_leaves(
+    module: Callable[..., nn.Module]
+) -> None:
+    mask = _mask(4, 4, lambda r, c: c <= r)
+
+    def forward(self: Any, q: Tensor) -> Tensor:
+        return nn.functional.scaled_dot_product_attention(q, q, q, attn_mask=mask)
+
+    graph = rt.trace(module(forward), torch.ones(2, 3, 4, 8))
+    attention = next(op for op in graph.ops if op.name == "rooftrace.attention")
+    assert (attention.facts["mask"], attention.facts["visible_pairs"]) == ("causal", 1 + 2 + 3 + 4)
