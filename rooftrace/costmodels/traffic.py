@@ -77,15 +77,24 @@ class _Parts:
 
     def add(self, op: Op, cost: Cost) -> None:
         """One more op of the group, in execution order."""
-        before = {access.storage: self._total(access) for access in self.moved if access.write}
-        for access, size in cost.traffic.items():
+        # Reads first: what an op writes is not there yet when it reads.
+        for access, size in sorted(cost.traffic.items(), key=lambda item: item[0].write):
+            touched = self._touched(op, access)
             if not access.write:
-                # What an earlier op of the group wrote is still on the chip.
-                size = max(0, size - before.get(access.storage, 0))
+                size = self._from_outside(access, touched, size)
             if size:
                 parts = self.moved.setdefault(access, {})
-                touched = self._touched(op, access)
                 parts[touched] = max(parts.get(touched, 0), size)
+
+    def _from_outside(self, read: Access, touched: tuple[int, ...], size: int) -> int:
+        """Bytes of a read that no earlier op of the group wrote: those are still on the chip."""
+        write = Access(read.storage, True, read.wire)
+        written = self.moved.get(write)
+        if written is None:
+            return size
+        if touched in written:
+            return max(0, size - written[touched])
+        return min(size, max(0, self.sizes[read.storage] - self._total(write)))
 
     def _touched(self, op: Op, access: Access) -> tuple[int, ...]:
         """The values through which an op touches a storage; an in-place result is its operand."""

@@ -1,4 +1,4 @@
-"""Operators that stay whole on meta tensors: attention and recurrent networks.
+"""Operators that stay whole on meta tensors: attention, recurrent networks, dropout.
 
 On the meta device PyTorch decomposes `scaled_dot_product_attention` into some thirty ops with a
 materialised score matrix, and unrolls `nn.LSTM` over time, while a GPU runs one kernel.  Here they
@@ -207,6 +207,15 @@ def _entry(mode: str) -> Callable[..., Any]:
     return call
 
 
+# -- dropout -------------------------------------------------------------------------------------
+
+def _dropout(input: Tensor, p: float, train: bool) -> Tensor:
+    """One kernel, as on a GPU; elsewhere PyTorch makes the noise, scales it and multiplies."""
+    if not train or p == 0 or input.numel() == 0:
+        return input
+    return torch.native_dropout(input, p, train)[0]
+
+
 _library.impl("attention", _attention_meta, "Meta")
 _library.impl("attention", _attention_cpu, "CPU")
 _library.impl("attention_backward", _attention_backward_meta, "Meta")
@@ -218,13 +227,14 @@ _library.impl("rnn_backward", _rnn_backward_cpu, "CPU")
 
 _ENTRIES: dict[str, Callable[..., Any]] = {
     "scaled_dot_product_attention": _scaled_dot_product_attention,
+    "dropout": _dropout,
     **{f"{mode}.input": _entry(mode) for mode in ("lstm", "gru", "rnn_tanh", "rnn_relu")},
 }
 
 
 @contextlib.contextmanager
 def kept_whole() -> Iterator[None]:
-    """While active, attention and recurrent networks on meta tensors are one op each."""
+    """While active, attention, recurrent networks and dropout on meta tensors are one op each."""
     library = _Library("aten", "IMPL")
     for name, function in _ENTRIES.items():
         for key in ("Meta", "AutogradMeta"):

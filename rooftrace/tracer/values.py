@@ -59,6 +59,9 @@ class Known(NamedTuple):
     epoch: int
 
 
+_NO_TAINT: frozenset[int] = frozenset()
+
+
 class UnknownValueError(RuntimeError):
     """Code asked for a value that is neither known nor small enough to assume."""
 
@@ -101,9 +104,14 @@ class Values:
         self._alive[id(tensor)] = tensor
 
     def known(self, tensor: Tensor) -> Known | None:
-        """The value of `tensor` if it is known and its storage was not overwritten since."""
+        """The value of `tensor` if it is known and its storage was not overwritten since.
+
+        A CPU tensor is its own value.
+        """
         entry: Known | None = tensor.__dict__.get(KNOWN)
         if entry is None:
+            if tensor.device.type == "cpu":
+                return Known(tensor.detach(), _NO_TAINT, 0)
             return None
         if entry.epoch != self._epochs.get(_key(tensor), 0):
             return None
@@ -147,8 +155,6 @@ class Values:
         entry = self.known(tensor)
         if entry is not None:
             return entry.value, entry.taint
-        if tensor.device.type == "cpu":
-            return tensor.detach(), frozenset()
         shape = tuple(tensor.shape)
         if tensor.dtype == torch.bool and tensor.numel() == 1:
             return self._branch(shape, why)
@@ -220,11 +226,9 @@ class Values:
         entries: dict[int, Known] = {}
         for tensor in tensors:
             entry = self.known(tensor)
-            if entry is None:
-                if tensor.device.type != "cpu" or not small(tensor):
-                    self._forget_all(mutated)
-                    return None
-                entry = Known(tensor, frozenset(), 0)
+            if entry is None or not small(tensor):
+                self._forget_all(mutated)
+                return None
             entries[id(tensor)] = entry
         if not all(small(output) for output in outputs):
             self._forget_all(mutated)

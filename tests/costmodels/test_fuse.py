@@ -1,0 +1,181 @@
+"""Groups: a partition in an order that every dependency allows, and what belongs together."""
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+import networkx
+import pytest
+from hypothesis import given, settings
+
+from rooftrace.costmodels.execution import execution_model
+from rooftrace.costmodels.fuse import LONGEST_ROW, MAX_GROUP, FusionGroup, fuse
+from rooftrace.costmodels.plan import plan
+from rooftrace.costmodels.registry import find_rule
+from rooftrace.costmodels.rewrite import rewrite
+from rooftrace.tracer.graph import Op, OpGraph, Ref
+from tests.costmodels.graph_support import Builder
+from tests.costmodels.random_graphs import programs
+
+EFFICIENT = execution_model("efficient")
+TRACED = [
+    ("gpt2", "forward"), ("gpt2", "training"), ("gpt2", "decode"), ("llama", "training"),
+    ("llama", "decode"), ("deepseek", "training"), ("deepseek", "decode"), ("resnet", "training"),
+    ("lstm", "forward"), ("lstm", "training"),
+]  # fmt: skip
+
+
+def groups_of(graph: OpGraph) -> list[tuple[int, ...]]:
+    return [group.ops for group in fuse(graph, EFFICIENT)]
+
+
+def is_launched(op: Op) -> bool:
+    rule = find_rule(op.target)
+    return op.kind == "kernel" and (rule is None or rule.fusion != "free")
+
+
+def hazards(graph: OpGraph) -> Iterator[tuple[int, int]]:
+    """Every pair of ops of which the first has to run before the second, by brute force.
+
+    Read after write, write after read and write after write, on whole storages.
+    """
+    storage = [t.storage for t in graph.values]
+    seen: list[tuple[int, set[int], set[int]]] = []
+    for op in graph.ops:
+        if op.kind == "view" or (op.kind == "kernel" and not is_launched(op)):
+            continue
+        reads = {storage[i] for i in op.inputs}
+        writes = {storage[i] for i in op.outputs} if op.kind == "kernel" else set()
+        for earlier, was_read, was_written in seen:
+            if was_written & (reads | writes) or was_read & writes:
+                yield earlier, op.id
+        seen.append((op.id, reads, writes))
+
+
+def check(graph: OpGraph, groups: Sequence[FusionGroup]) -> None:
+    """What every execution model promises about its kernels."""
+    placed = sorted(op for group in groups for op in group.ops)
+    assert placed == [op.id for op in graph.ops if is_launched(op)]
+    position = {op: index for index, group in enumerate(groups) for op in group.ops}
+    contracted = networkx.DiGraph()
+    for first, second in hazards(graph):
+        if first in position and second in position:
+            assert position[first] <= position[second], (first, second)
+            if position[first] != position[second]:
+                contracted.add_edge(position[first], position[second])
+    assert networkx.is_directed_acyclic_graph(contracted)
+    assert all(list(group.ops) == sorted(group.ops) for group in groups)
+
+
+@settings(deadline=None, max_examples=150)
+@given(programs())
+def test_groups_of_random_programs_are_a_partition_in_an_order_that_works(program):
+    graph, _ = program
+    check(graph, fuse(graph, EFFICIENT))
+    check(graph, fuse(graph, execution_model("eager")))
+
+
+@pytest.mark.parametrize("model, phase", TRACED)
+def test_groups_of_real_models_are_a_partition_in_an_order_that_works(traced, model, phase):
+    for name in ("naive", "efficient"):
+        execution = execution_model(name)
+        graph, _ = rewrite(traced(model, phase), execution)
+        check(graph, fuse(graph, execution))
+
+
+@settings(deadline=None, max_examples=150)
+@given(programs())
+def test_a_wait_stands_after_what_it_needs_and_before_what_follows(program):
+    graph, _ = program
+    planned = plan(graph, "efficient")
+    position = {op: i for i, group in enumerate(planned.groups) for op in group.ops}
+    waits = [i for i, launch in enumerate(planned.launches) if launch.sync]
+    syncs = [op.id for op in planned.graph.ops if op.kind == "sync"]
+    assert len(waits) == len(syncs)
+    launched = [sum(x.on_device for x in planned.launches[:wait]) for wait in waits]
+    for sync, before in zip(syncs, launched, strict=True):
+        for first, second in hazards(planned.graph):
+            if second == sync and first in position:
+                assert position[first] < before
+        assert all(max(group.ops) < sync for group in planned.groups[:before])
+
+
+def test_a_chain_between_products_is_one_kernel():
+    b = Builder()
+    x, w = b.input(64, 64), b.weight(64, 64)
+    y = b.binary("add", b.unary("relu", b.mm(x, w)), x)
+    z = b.mm(y, w)
+    assert groups_of(b.graph(z)) == [(0,), (1, 2), (3,)]
+
+
+def test_a_softmax_takes_its_scale_and_what_follows():
+    b = Builder()
+    x = b.input(64, 64)
+    y = b.unary("exp", b.softmax(b.binary("mul", x, 0.5)))
+    assert groups_of(b.graph(y)) == [(0, 1, 2)]
+
+
+def test_an_op_without_a_rule_is_a_kernel_of_its_own():
+    b = Builder()
+    x = b.unary("relu", b.input(64, 64))
+    y = b.value((64, 64))
+    b.op("nobody.knows", {"x": Ref(x)}, [y])
+    graph = b.graph(b.unary("relu", y))
+    assert [g.ops for g in fuse(graph, EFFICIENT)] == [(0,), (1,), (2,)]
+    assert [g.known for g in fuse(graph, EFFICIENT)] == [True, False, True]
+
+
+def test_what_overwrites_a_tensor_waits_for_those_who_read_it():
+    b = Builder()
+    x, w = b.input(64, 64), b.weight(64, 64)
+    y = b.unary("exp", x)  # a compiler would like to do this last
+    b.op("aten.sort", {"self": Ref(x)}, [b.value((64, 64)), b.value((64, 64), dtype="int64")])
+    b.copy_into(x, w)  # but here x goes
+    z = b.mm(w, x)
+    position = {op: i for i, ops in enumerate(groups_of(b.graph(y, z))) for op in ops}
+    assert position[0] <= position[2] and position[1] <= position[2] <= position[3]
+
+
+def test_what_a_long_reduction_leaves_is_used_by_the_next_kernel():
+    b = Builder()
+    x = b.input(4, LONGEST_ROW)
+    total = b.unary("sqrt", b.sum(b.unary("exp", x)))
+    y = b.binary("div", x, total)
+    assert groups_of(b.graph(y)) == [(0, 1, 2, 3)]
+    b = Builder()
+    x = b.input(4, 2 * LONGEST_ROW)
+    total = b.unary("sqrt", b.sum(b.unary("exp", x)))
+    y = b.binary("div", x, total)
+    assert groups_of(b.graph(y)) == [(0, 1, 2), (3,)]
+
+
+def test_after_a_wait_a_new_kernel_begins():
+    def chain(wait: bool) -> OpGraph:
+        b = Builder()
+        x = b.unary("exp", b.input(64, 64))
+        if wait:
+            b.item(x)
+        return b.graph(b.unary("relu", x))
+
+    assert groups_of(chain(wait=False)) == [(0, 1)]
+    assert groups_of(chain(wait=True)) == [(0,), (2,)]
+
+
+def test_no_group_is_larger_than_inductors():
+    b = Builder()
+    x = b.input(64, 64)
+    for _ in range(3 * MAX_GROUP):
+        x = b.unary("exp", x)
+    sizes = [len(ops) for ops in groups_of(b.graph(x))]
+    assert max(sizes) == MAX_GROUP and len(sizes) == 3
+
+
+def test_groups_stay_when_nothing_is_detected(traced):
+    graph = traced("gpt2", "forward")
+    groups = fuse(graph, execution_model("eager"))
+    assert [g.ops for g in groups] == [(op.id,) for op in graph.ops if is_launched(op)]
+    assert all(a.ops < b.ops for a, b in pairwise(groups))
+
+
+def test_names_of_groups(traced):
+    names = {row.name for row in fuse(traced("llama", "forward"), EFFICIENT)}
+    assert {"flash attention", "aten.mm", "rms norm (fused)", "gated activation (fused)"} <= names
