@@ -27,7 +27,8 @@ def cache_products(graph: OpGraph, op_costs: Sequence[Cost]) -> tuple[str, ...]:
     again = sum(op_costs[op.id].flops(MATRIX) for op in found)
     total = sum(cost.flops(MATRIX) for cost in op_costs)
     modules = ", ".join(dict.fromkeys(pattern_of(op.module) or "the model" for op in found))
-    return (f"{len(found)} matrix products multiply the whole cache with weights ({modules}): "
+    verb = "product multiplies" if len(found) == 1 else "products multiply"
+    return (f"{len(found)} matrix {verb} the whole cache with weights ({modules}): "
             f"{format_flops(again)} of {format_flops(total)}; absorbing those weights into the "
             "query would avoid that",)
 

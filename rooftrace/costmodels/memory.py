@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,18 +109,23 @@ class _Tally:
 
 
 def _lifetimes(graph: OpGraph) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
-    """Storages by the op that makes them (-1: from outside), and by the op that ends their life."""
+    """Storages by the op that makes them (-1: from outside), and by the op that ends their life.
+
+    What an autograd node receives (saved tensors, gradients) lives until the node has ended.
+    """
     values = graph.values
-    last: dict[int, int] = {}
-    for op in graph.ops:
-        for index in (*op.inputs, *op.outputs):
-            last[values[index].storage] = op.id
-    used = {*last, *(values[i].storage for i in (*graph.inputs, *graph.outputs))}
+    touched = {values[i].storage for op in graph.ops for i in (*op.inputs, *op.outputs)}
+    used = touched | {values[i].storage for i in (*graph.inputs, *graph.outputs)}
     outside = {values[i].storage for i in graph.external} & used
     born = dict.fromkeys(sorted(outside), -1)
-    for op in graph.ops:
-        for index in op.outputs:
-            born.setdefault(values[index].storage, op.id)
+    last: dict[int, int] = {}
+    for first, end in _nodes(graph):
+        for op in graph.ops[first:end]:
+            for index in op.outputs:
+                born.setdefault(values[index].storage, op.id)
+            for index in (*op.inputs, *op.outputs):
+                storage = values[index].storage
+                last[storage] = end - 1 if born.get(storage, -1) < first else op.id
     stays = (outside - _replaced_caches(graph)) | {values[i].storage for i in graph.outputs}
     births: dict[int, list[int]] = defaultdict(list)
     deaths: dict[int, list[int]] = defaultdict(list)
@@ -129,6 +134,20 @@ def _lifetimes(graph: OpGraph) -> tuple[dict[int, list[int]], dict[int, list[int
         if storage not in stays and values[storage].role != "gradients":
             deaths[last.get(storage, when)].append(storage)
     return births, deaths
+
+
+def _nodes(graph: OpGraph) -> Iterator[tuple[int, int]]:
+    """Ranges of ops that run as one autograd node; outside backward every op is one of its own."""
+    first = 0
+    previous: tuple[str, str, int] | None = None
+    for op in graph.ops:
+        node = (op.function, op.module, op.call) if op.part == "backward" else None
+        if op.id > first and (node is None or node != previous):
+            yield first, op.id
+            first = op.id
+        previous = node
+    if graph.ops:
+        yield first, len(graph.ops)
 
 
 def _replaced_caches(graph: OpGraph) -> set[int]:

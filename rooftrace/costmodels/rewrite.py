@@ -21,21 +21,22 @@ def rewrite(graph: OpGraph, execution: ExecutionModel) -> tuple[OpGraph, tuple[s
     """`graph` as this execution model runs it, and what was changed, one sentence each."""
     detected = execution.fusion == "detected"
     passes = (
-        (execution.attention == "materialised", materialise_attention,
-         "{} attention calls run as matrix products with their score matrix in HBM"),
+        (execution.attention == "materialised", materialise_attention, "attention call", "run",
+         "as matrix products with the score matrix in HBM"),
         (execution.attention == "flash" and detected, flash_from_products,
-         "{} hand-written attentions (product, softmax, product) run as flash attention"),
-        (execution.kv_append == "in-place", append_in_place,
-         "{} cache appends are priced in place: only the new rows are written"),
-        (detected, without_dead_ops,
-         "{} ops whose result is never used are left out, as a compiler would"),
+         "hand-written attention", "run", "as flash attention"),
+        (execution.kv_append == "in-place", append_in_place, "cache append", "write",
+         "the new rows only, into a cache that has room"),
+        (detected, without_dead_ops, "op", "disappear",
+         "because nothing uses the result, as in a compiler"),
     )
     notes = []
-    for wanted, change, note in passes:
+    for wanted, change, noun, verb, rest in passes:
         if wanted:
             graph, count = change(graph)
             if count:
-                notes.append(note.format(count))
+                noun, verb = (noun, f"{verb}s") if count == 1 else (f"{noun}s", verb)
+                notes.append(f"{count} {noun} {verb} {rest}")
     return graph, tuple(notes)
 
 

@@ -162,6 +162,9 @@ def schedule(durations: Sequence[float], launches: Sequence[Launch], dispatch: f
     it is enqueued and the one before has ended, and is busy for its duration; after a sync the host
     goes on only when the device is idle.
     """
+    placed = sum(launch.on_device for launch in launches)
+    if placed != len(durations):
+        raise ValueError(f"{len(durations)} durations for {placed} groups on the device")
     host = device = 0.0
     starts: list[float] = []
     for launch in launches:
@@ -171,8 +174,6 @@ def schedule(durations: Sequence[float], launches: Sequence[Launch], dispatch: f
             device = starts[-1] + durations[len(starts) - 1]
         if launch.sync:
             host = max(host, device)
-    if len(starts) != len(durations):
-        raise ValueError(f"{len(durations)} durations for {len(starts)} groups on the device")
     return starts, max(host, device)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Any
 
 from rooftrace.costmodels.cost import Access, Cost, Work
 from rooftrace.costmodels.execution import ExecutionModel
@@ -72,21 +73,43 @@ class _Parts:
 
     def __init__(self, graph: OpGraph, sizes: Sequence[int]) -> None:
         self.graph, self.sizes = graph, sizes
-        self.moved: dict[Access, dict[tuple[int, ...], int]] = {}
+        self.moved: dict[Access, dict[frozenset[int], int]] = {}
         self.same: dict[int, int] = {}
 
     def add(self, op: Op, cost: Cost) -> None:
         """One more op of the group, in execution order."""
+        read, written = self._touched(op)
         # Reads first: what an op writes is not there yet when it reads.
         for access, size in sorted(cost.traffic.items(), key=lambda item: item[0].write):
-            touched = self._touched(op, access)
+            touched = frozenset((written if access.write else read).get(access.storage, ()))
             if not access.write:
                 size = self._from_outside(access, touched, size)
             if size:
                 parts = self.moved.setdefault(access, {})
                 parts[touched] = max(parts.get(touched, 0), size)
 
-    def _from_outside(self, read: Access, touched: tuple[int, ...], size: int) -> int:
+    def _touched(self, op: Op) -> tuple[dict[int, set[int]], dict[int, set[int]]]:
+        """The values through which an op reads and writes each storage.
+
+        An in-place result stands as the operand that it overwrites.
+        """
+        values = self.graph.values
+        read: dict[int, set[int]] = defaultdict(set)
+        written: dict[int, set[int]] = defaultdict(set)
+        overwritten: dict[tuple[Any, ...], int] = {}
+        for i in op.inputs:
+            first = self.same.get(i, i)
+            value = values[i]
+            read[value.storage].add(first)
+            overwritten.setdefault((value.storage, value.shape, value.stride), first)
+        for i in op.outputs:
+            value = values[i]
+            first = overwritten.get((value.storage, value.shape, value.stride), i)
+            self.same[i] = first
+            written[value.storage].add(first)
+        return read, written
+
+    def _from_outside(self, read: Access, touched: frozenset[int], size: int) -> int:
         """Bytes of a read that no earlier op of the group wrote: those are still on the chip."""
         write = Access(read.storage, True, read.wire)
         written = self.moved.get(write)
@@ -95,22 +118,6 @@ class _Parts:
         if touched in written:
             return max(0, size - written[touched])
         return min(size, max(0, self.sizes[read.storage] - self._total(write)))
-
-    def _touched(self, op: Op, access: Access) -> tuple[int, ...]:
-        """The values through which an op touches a storage; an in-place result is its operand."""
-        values = self.graph.values
-        inputs = [self.same.get(i, i) for i in op.inputs
-                  if values[i].storage == access.storage]
-        if not access.write:
-            return tuple(sorted(set(inputs)))
-        outputs = []
-        for i in op.outputs:
-            if values[i].storage == access.storage:
-                form = (values[i].shape, values[i].stride)
-                self.same[i] = next((o for o in inputs
-                                     if (values[o].shape, values[o].stride) == form), i)
-                outputs.append(self.same[i])
-        return tuple(sorted(set(outputs)))
 
     def _total(self, access: Access) -> int:
         sizes = self.moved[access].values()
@@ -153,8 +160,12 @@ class _Factors:
 def storage_sizes(graph: OpGraph) -> list[int]:
     """Bytes by value id of an owner: a storage is as large as its largest view."""
     sizes = [0] * len(graph.values)
+    known: dict[tuple[Any, ...], int] = {}  # few sizes, many values
     for tensor in graph.values:
-        size = tensor.nbytes
+        form = (tensor.shape, tensor.stride, tensor.dtype)
+        size = known.get(form)
+        if size is None:
+            size = known[form] = tensor.nbytes
         if size > sizes[tensor.storage]:
             sizes[tensor.storage] = size
     return sizes

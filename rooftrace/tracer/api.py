@@ -97,11 +97,11 @@ def _select(graphs: dict[str, OpGraph], phases: Sequence[str] | None,
 
 
 @contextmanager
-def collector_paused() -> Iterator[None]:
+def collector_paused(keep: bool = False) -> Iterator[None]:
     """No garbage collection inside: tracing and pricing make many objects that all stay.
 
-    The collector would look through them again and again, and afterwards too if they were not set
-    aside.
+    keep: set everything aside for good, so that the collector never looks through it again.  That
+    is for a program that ends soon: garbage made inside is never freed.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -109,7 +109,8 @@ def collector_paused() -> Iterator[None]:
         yield
     finally:
         if enabled:
-            gc.freeze()
+            if keep:
+                gc.freeze()
             gc.enable()
 
 

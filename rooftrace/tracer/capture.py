@@ -27,7 +27,8 @@ from rooftrace.tracer.functions import Functions, autocast_noted
 from rooftrace.tracer.fused_ops import kept_whole
 from rooftrace.tracer.onmeta import own_tensors
 from rooftrace.tracer.origin import source_line
-from rooftrace.tracer.trees import arguments_in, listed
+from rooftrace.tracer.sizes import SizeCache
+from rooftrace.tracer.trees import arguments_in, bytes_of, listed
 from rooftrace.tracer.values import KNOWN, ROUTING, Values
 
 META_KEY = "rooftrace"
@@ -151,6 +152,7 @@ class Recorder(TorchDispatchMode):
         self._paths: dict[int, str] = {}
         self._transparent: set[int] = set()
         self._calls: dict[str, int] = {}
+        self._sizes = SizeCache()
         self._by_sequence: dict[int, Origin] = {}
         self._by_source: dict[tuple[str, str], tuple[str, int]] = {}
         self._storages = 0
@@ -269,14 +271,14 @@ class Recorder(TorchDispatchMode):
         if info.may_alias:
             tensors: list[Tensor] = []
             arguments_in((*args, *kwargs.values()), tensors)
-            owners = {_bytes_of(t): t.__dict__[self._key].storage for t in tensors}
+            owners = {bytes_of(t): t.__dict__[self._key].storage for t in tensors}
         written = info.written(args, kwargs) if info.mutated else []
         returned = bool(outputs)
         if not returned:
             outputs = written  # void in-place ops (_foreach_add_): what they write is their output
         specs = []
         for index, output in enumerate(outputs):
-            storage = owners.get(_bytes_of(output)) if owners else None
+            storage = owners.get(bytes_of(output)) if owners else None
             if storage is None:
                 self._storages += 1
                 storage = self._storages
@@ -305,7 +307,7 @@ class Recorder(TorchDispatchMode):
             if not torch.is_grad_enabled():
                 return self._origin_in_backward()
             part = "recompute"  # a checkpoint runs its forward again
-        source = source_line(4)
+        source = source_line(5)
         if self.stack:
             path, call = self.stack[-1]
         elif part == "recompute":
@@ -339,6 +341,11 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if isinstance(func, HigherOrderOperator):
             return dynamic.higher_order(self, func, args, kwargs)
+        with torch._C.DisableTorchFunction():  # what is called from here on is nobody's call
+            return self._run(func, args, kwargs)
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run one op, follow its values, record it."""
         info = _info(func)
         name = info.name
         if name in _UNRECORDED or name.startswith("profiler."):
@@ -356,7 +363,7 @@ class Recorder(TorchDispatchMode):
             return special
         facts: dict[str, Any] = {}
         try:
-            out = func(*args, **kwargs)
+            out = func(*args, **kwargs) if info.may_alias else self._sizes.run(func, args, kwargs)
         except (NotImplementedError, RuntimeError, TypeError) as error:
             out = dynamic.without_meta_kernel(self, func, info, args, kwargs, tensors, error)
             facts["fallback"] = type(error).__name__
@@ -489,11 +496,6 @@ def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
         stride.append(step)
         step *= max(size, 1)
     return tuple(reversed(stride))
-
-
-def _bytes_of(tensor: Tensor) -> int:
-    """Identity of the bytes of a tensor while it lives."""
-    return int(tensor.untyped_storage()._cdata)
 
 
 def _identifier(name: str) -> str:

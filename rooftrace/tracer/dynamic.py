@@ -26,6 +26,7 @@ _COUNTED_OUTPUT = frozenset({
     "aten.nonzero", "aten.masked_select", "aten._unique2", "aten.unique_dim",
     "aten.unique_consecutive", "aten.bincount", "aten.repeat_interleave",
     "aten.unique_dim_consecutive", "aten.nonzero_static"})
+_COMPARISONS = frozenset({"aten.equal", "aten.allclose"})
 _GROUPED_PRODUCTS = frozenset({"aten._grouped_mm", "aten._scaled_grouped_mm"})
 _MASKED = -1e4
 """An additive attention mask below this hides its position."""
@@ -44,8 +45,8 @@ def by_value(recorder: Recorder, func: Any, info: OpInfo, args: Any,
         value, taint = recorder.values.value_of(args[0], "item()")
         recorder.record(func, args, kwargs, [], sync=True, taint=taint)
         return value.reshape(-1)[0].item()
-    if name == "aten.equal":
-        return _equal(recorder, func, args, kwargs)
+    if name in _COMPARISONS:
+        return _compared(recorder, func, info, args, kwargs)
     if name in _MASKED_INDEX:
         if any(isinstance(i, Tensor) and _is_mask(i) for i in args[1]):
             return _masked_index(recorder, func, info, args, kwargs)
@@ -69,13 +70,16 @@ def _is_mask(index: Tensor) -> bool:
     return index.dtype in (torch.bool, torch.uint8)
 
 
-def _equal(recorder: Recorder, func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
+def _compared(recorder: Recorder, func: Any, info: OpInfo, args: Any,
+              kwargs: Mapping[str, Any]) -> bool:
+    """equal and allclose answer with a Python bool."""
     values = recorder.values
     first, second = values.known(args[0]), values.known(args[1])
     if first is not None and second is not None:
         recorder.record(func, args, kwargs, [], sync=True, taint=first.taint | second.taint)
-        return bool(torch.equal(first.value, second.value))
-    taint = values.assume("branch", "equal() of unknown tensors is taken as: shapes are equal")
+        return bool(func(first.value, second.value, *args[2:], **kwargs))
+    taint = values.assume("branch", f"{info.name.removeprefix('aten.')}() of unknown tensors is "
+                                    "taken as: shapes are equal")
     recorder.record(func, args, kwargs, [], sync=True, taint=frozenset([taint]))
     return tuple(args[0].shape) == tuple(args[1].shape)
 

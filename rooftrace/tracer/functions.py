@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 _TO_PYTHON = frozenset({Tensor.tolist, Tensor.numpy})
 _CONSTRUCTORS = frozenset({torch.tensor, torch.as_tensor, torch.asarray})
+_PACK = torch._VF._pack_padded_sequence
 _UNNAMED = frozenset({"__get__", "__set__", "backward"})
 """Attribute access is no function of its own, and a backward is not what its ops are for."""
 
@@ -49,6 +50,9 @@ class Functions(TorchFunctionMode):
             func, args, kwargs = Tensor.to, (args[0], META), {}
         elif func is Tensor.to:
             args = tuple([_placed(item) for item in args])
+        elif func is _PACK:
+            entry = recorder.values.known(args[1])  # the lengths must be on the host
+            args = (args[0], args[1] if entry is None else entry.value, *args[2:])
         if "device" in kwargs:
             kwargs = {**kwargs, "device": _placed(kwargs["device"])}
         outer = recorder.function

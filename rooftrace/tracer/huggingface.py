@@ -49,8 +49,9 @@ def from_file(path: Path, request: Request) -> Loaded:
             "file.py:attr")
     try:
         config = transformers.CONFIG_MAPPING[kind].from_dict(data)
-    except (TypeError, ValueError, KeyError, AttributeError) as error:
-        raise TargetError(f"target {target!r}: transformers refuses it: {error}") from None
+    except Exception as error:  # its validation raises errors of its own
+        reason = " ".join(str(error).split())
+        raise TargetError(f"target {target!r}: transformers refuses it: {reason}") from None
     return _loaded(config, path.stem if path.stem != "config" else path.resolve().parent.name,
                    target, request)
 
@@ -103,8 +104,8 @@ def _loaded(config: Any, name: str, target: str, request: Request) -> Loaded:
     try:
         with torch.device(META):
             module = kind._from_config(config, dtype=dtype)
-    except (ImportError, TypeError, ValueError, KeyError, AttributeError, RuntimeError) as error:
-        reason = str(error).strip().splitlines()[0]
+    except Exception as error:  # whatever the code of a model may raise
+        reason = " ".join(str(error).split())
         raise TargetError(
             f"target {target!r}: {kind.__name__} cannot be built from it: {reason}") from error
     module.config.name_or_path = module.config.name_or_path or name

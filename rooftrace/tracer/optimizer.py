@@ -29,7 +29,7 @@ def run_optimizer(recorder: Recorder, parameters: Sequence[nn.Parameter], name: 
         return
     kind = optimizer_class(name)
     recorder.part, recorder.function = "optimizer", kind.__name__
-    with torch.no_grad():
+    with torch.no_grad(), torch._C.DisableTorchFunction():
         with recorder.paused():
             stepped = [_master(p) if _is_low(p, dtype) else p for p in parameters]
             optimizer = _made(kind, stepped)

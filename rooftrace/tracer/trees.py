@@ -1,10 +1,11 @@
-"""Tensors inside nested Python values: containers, mappings, dataclasses, cache objects."""
+"""Tensors in nested Python values (containers, dataclasses, cache objects), and their bytes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 _DEPTH = 6
@@ -49,6 +50,13 @@ def arguments_in(items: Iterable[Any], found: list[Tensor]) -> None:
             found.append(item)
         elif isinstance(item, (list, tuple)):
             arguments_in(item, found)
+
+
+def bytes_of(tensor: Tensor) -> int:
+    """Identity of the bytes of a tensor while it lives: the same for all its views."""
+    if tensor.layout is not torch.strided:
+        return id(tensor)
+    return int(tensor.untyped_storage()._cdata)
 
 
 def listed(item: Any) -> list[Tensor]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from rooftrace.tracer.graph import Assumption
-from rooftrace.tracer.trees import listed
+from rooftrace.tracer.trees import bytes_of, listed
 
 META = torch.device("meta")
 
@@ -100,7 +100,7 @@ class Values:
 
     def learn(self, tensor: Tensor, value: Tensor, taint: frozenset[int] = frozenset()) -> None:
         """Remember that `tensor` holds `value` (a CPU tensor of its shape)."""
-        tensor.__dict__[KNOWN] = Known(value, taint, self._epochs.get(_key(tensor), 0))
+        tensor.__dict__[KNOWN] = Known(value, taint, self._epochs.get(bytes_of(tensor), 0))
         self._alive[id(tensor)] = tensor
 
     def known(self, tensor: Tensor) -> Known | None:
@@ -113,14 +113,14 @@ class Values:
             if tensor.device.type == "cpu":
                 return Known(tensor.detach(), _NO_TAINT, 0)
             return None
-        if entry.epoch != self._epochs.get(_key(tensor), 0):
+        if entry.epoch != self._epochs.get(bytes_of(tensor), 0):
             return None
         return entry
 
     def forget(self, tensor: Tensor) -> None:
         """`tensor` was overwritten with something unknown: it and its views are unknown now."""
         tensor.__dict__.pop(KNOWN, None)
-        key = _key(tensor)
+        key = bytes_of(tensor)
         self._epochs[key] = self._epochs.get(key, 0) + 1
 
     def close(self, keep: bool = False) -> None:
@@ -204,7 +204,7 @@ class Values:
             else:
                 value = (torch.arange(index.numel()) % max(classes, 1)).reshape(shape)
             value = self._memo[key] = value.to(index.dtype)
-            self._shared.add(_key(value))
+            self._shared.add(bytes_of(value))
         taint = self.assume(
             "balanced-routing",
             f"{name} over {classes} classes on unknown scores chooses each equally often", classes)
@@ -234,7 +234,7 @@ class Values:
             self._forget_all(mutated)
             return None
         for tensor in mutated:
-            if _key(entries[id(tensor)].value) in self._shared:
+            if bytes_of(entries[id(tensor)].value) in self._shared:
                 entries[id(tensor)] = self._unshared(tensor, entries[id(tensor)])
         by_id = {key: entry.value for key, entry in entries.items()}
         result = self._compute(name, func, args, kwargs, by_id, bool(mutated))
@@ -276,8 +276,8 @@ class Values:
             key = (func, repr(_fingerprint((*new_args, *new_kwargs.items()))))
             hit = self._memo.get(key)
             if hit is not None and all(t._version == version for t, version in hit[1]):
-                own = {_key(value) for value in by_id.values()}  # a view is shared on purpose
-                self._shared.update({_key(t) for t, _ in hit[1]} - own)
+                own = {bytes_of(value) for value in by_id.values()}  # a view is shared on purpose
+                self._shared.update({bytes_of(t) for t, _ in hit[1]} - own)
                 return hit[0]
         try:
             result = _run(name, func, new_args, new_kwargs, self._generator)
@@ -309,10 +309,6 @@ def _fingerprint(items: Sequence[Any]) -> list[Any]:
     """Arguments as something whose repr is equal only for equal calls."""
     return [("tensor", id(item), item._version) if isinstance(item, Tensor)
             else _fingerprint(item) if isinstance(item, (list, tuple)) else item for item in items]
-
-
-def _key(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 def _label(tensor: Tensor) -> str:

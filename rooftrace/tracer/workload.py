@@ -67,6 +67,9 @@ def check_request(module: Any, phases: Sequence[str] | None, options: Options) -
     if not isinstance(module, nn.Module):
         raise RequestError(f"expected a torch.nn.Module to trace, "
                            f"got {type(module).__name__}: {module!r:.80}")
+    if any(isinstance(part, torch.jit.ScriptModule) for part in module.modules()):
+        raise RequestError(f"{type(module).__name__} is, or holds, TorchScript, which hides its "
+                           "modules; pass the Python module that it was made from")
     for phase in phases or ():
         if phase not in PHASES:
             raise RequestError(f"phase {phase!r}: expected one of {', '.join(PHASES)}")
@@ -219,10 +222,12 @@ class _Run:
         recorder.part = "backward"
         with torch.no_grad():
             seeds = [torch.ones_like(t) for t in losses]
-        # What torch.autograd.backward ends in; that one would switch the function mode off.
+        # What torch.autograd.backward ends in; that one would switch function modes off, which
+        # the forward of a checkpoint needs again.
         engine: Any = torch.autograd.graph
-        engine._engine_run_backward(tuple(losses), tuple(seeds), False, False, (),
-                                    allow_unreachable=True, accumulate_grad=True)
+        with torch.device(META):
+            engine._engine_run_backward(tuple(losses), tuple(seeds), False, False, (),
+                                        allow_unreachable=True, accumulate_grad=True)
 
     # -- running -----------------------------------------------------------------------------------
 

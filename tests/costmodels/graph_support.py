@@ -3,20 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from rooftrace.tracer.graph import Op, OpGraph, Ref, Tensor, refs
-
-
-@dataclass
-class Touched:
-    """Which elements of which storage an op reads and writes."""
-
-    reads: set[tuple[int, int]] = field(default_factory=set)
-    writes: set[tuple[int, int]] = field(default_factory=set)
 
 
 class Builder:
@@ -28,7 +19,7 @@ class Builder:
         self.places: list[np.ndarray] = []
         self.ops: list[Op] = []
         self.inputs: list[int] = []
-        self.touched: dict[int, Touched] = {}
+        self.unread: dict[int, tuple[int, ...]] = {}
 
     # -- values ------------------------------------------------------------------------------------
 
@@ -78,11 +69,15 @@ class Builder:
         self.ops.append(
             Op(index, named, dict(arguments), inputs, tuple(outputs), kind=kind, **fields)
         )
-        if kind != "view":
-            self.touched[index] = Touched(
-                {e for i in inputs if i not in unread for e in self.elements(i)},
-                {e for i in outputs for e in self.elements(i)},
-            )
+        self.unread[index] = tuple(unread)
+
+    def reads(self, op: int) -> set[tuple[int, int]]:
+        """(storage, element) pairs that an op reads."""
+        inputs = [i for i in self.ops[op].inputs if i not in self.unread[op]]
+        return {e for i in inputs for e in self.elements(i)}
+
+    def writes(self, op: int) -> set[tuple[int, int]]:
+        return {e for i in self.ops[op].outputs for e in self.elements(i)}
 
     def elements(self, index: int) -> set[tuple[int, int]]:
         storage = self.values[index].storage

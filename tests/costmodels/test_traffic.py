@@ -30,8 +30,8 @@ def moved_by_hand(graph: OpGraph, groups: Sequence[FusionGroup], builder: Builde
     A group reads what it has not written itself, and writes what a later group or the caller reads.
     """
     kept = {e for i in (*graph.outputs, *graph.external) for e in builder.elements(i)}
-    needed = [{e for op in group.ops for e in builder.touched[op].reads} for group in groups]
-    waits = {e for op in graph.ops if op.kind == "sync" for e in builder.touched[op.id].reads}
+    needed = [{e for op in group.ops for e in builder.reads(op)} for group in groups]
+    waits = {e for op in graph.ops if op.kind == "sync" for e in builder.reads(op.id)}
 
     def size(elements: set[tuple[int, int]]) -> int:
         return sum(8 if graph.values[storage].dtype == "int64" else 2 for storage, _ in elements)
@@ -41,8 +41,8 @@ def moved_by_hand(graph: OpGraph, groups: Sequence[FusionGroup], builder: Builde
         written: set[tuple[int, int]] = set()
         read: set[tuple[int, int]] = set()
         for op in group.ops:
-            read |= builder.touched[op].reads - written
-            written |= builder.touched[op].writes
+            read |= builder.reads(op) - written
+            written |= builder.writes(op)
         later = set().union(kept, waits, *needed[index + 1 :])
         moved += size(read) + size(written & later)
     return moved

@@ -49,10 +49,12 @@ def test_constants_of_the_code_come_back(
 
 
 @pytest.mark.parametrize("name", ["one.json", "one.json.gz"])
-def test_two_traces_of_one_target_give_the_same_bytes(name: str, tmp_path: Path) -> None:
+def test_two_traces_of_one_target_give_the_same_bytes(
+    name: str, tmp_path: Path, root: Path
+) -> None:
     contents = []
     for folder in ("first", "second"):
-        graphs = trace_target("examples/models/lstm_tagger.py:build")
+        graphs = trace_target(f"{root}/examples/models/lstm_tagger.py:build")
         rt.save(graphs, tmp_path / folder / name)
         contents.append((tmp_path / folder / name).read_bytes())
     assert contents[0] == contents[1]
@@ -113,7 +115,7 @@ def test_a_damaged_file_is_refused_by_name(
 def test_a_graph_that_breaks_its_own_rules_is_refused(graph: rt.OpGraph, tmp_path: Path) -> None:
     path = tmp_path / "graph.json"
     rt.save(graph.replace(outputs=(len(graph.values),)), path)
-    with pytest.raises(ValueError, match="graph input or output .* is not there"):
+    with pytest.raises(ValueError, match=r"graph input or output \d+ is not there"):
         load_graphs(path)
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import rooftrace as rt
 from rooftrace.tracer.onmeta import inputs_on_meta, on_meta
+from rooftrace.tracer.origin import TraceError
 from rooftrace.tracer.trees import tensors_in
 
 
@@ -60,7 +61,7 @@ def test_a_module_is_afterwards_what_it_was(phase: str, train: bool, fail: bool)
     x = torch.randn(4, 8)
     before, given = picture(module), x.clone()
     if fail:
-        with pytest.raises(rt.TraceError, match="as asked"):
+        with pytest.raises(TraceError, match="as asked"):
             rt.trace(module, x, fail=True, phase=phase)
     else:
         rt.trace(module, x, phase=phase)
@@ -90,7 +91,7 @@ def test_modes_and_kernels_are_afterwards_what_they_were() -> None:
     attend = torch.nn.functional.scaled_dot_product_attention
     assert attend(q, q, q).shape == (1, 2, 3, 8)
     original = torch.autocast.__init__
-    with pytest.raises(rt.TraceError):
+    with pytest.raises(TraceError):
         rt.trace(nn.Linear(8, 8), torch.ones(1, 9))
     assert torch.autocast.__init__ is original
     assert not torch.nn.modules.module._global_forward_hooks
@@ -132,7 +133,7 @@ def test_ties_survive_the_copy(model: Callable[..., Any]) -> None:
 def test_a_module_that_cannot_be_copied_says_what_to_do() -> None:
     module = nn.Linear(8, 8)
     module.stream = (item for item in ())  # type: ignore[assignment]
-    with pytest.raises(rt.TraceError, match=r"Linear cannot be copied .*with torch.device"):
+    with pytest.raises(TraceError, match=r"Linear cannot be copied .*with torch.device"):
         rt.trace(module, torch.ones(1, 8))
 
 

@@ -50,6 +50,7 @@ def swapped_arguments() -> list[int]:
         (lambda: [int(v) for v in torch.arange(3)], [0, 1, 2]),
         (lambda: bool(torch.arange(4).gt(2).any()), True),
         (lambda: torch.equal(torch.arange(3), torch.tensor([0, 1, 2])), True),
+        (lambda: torch.allclose(torch.ones(2), torch.ones(2) + 1e-3), False),
         (lambda: torch.tensor([3, 1, 3]).unique().tolist(), [1, 3]),
         (lambda: torch.tensor([0, 2, 2]).bincount().tolist(), [1, 0, 2]),
         (lambda: torch.arange(2).repeat_interleave(torch.tensor([1, 3])).tolist(), [0, 1, 1, 1]),

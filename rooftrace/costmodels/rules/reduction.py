@@ -54,7 +54,8 @@ _reduction("aminmax", "_aminmax", flop=lambda n: 2 * (n - 1), why="n - 1 compari
 _reduction("count_nonzero", flop=lambda n: n, why="n comparisons; counting is integer work.")
 
 
-@builtin("aten.all", "aten.any", "aten.equal", "aten.is_nonzero", fusion="reduction")
+@builtin("aten.all", "aten.any", "aten.equal", "aten.is_nonzero", "aten._is_all_true",
+         "aten._is_any_true", fusion="reduction")
 def truth(op: OpView) -> Cost:
     """Bytes only: what is reduced are truth values."""
     return streamed(op)

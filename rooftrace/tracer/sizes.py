@@ -1,0 +1,105 @@
+"""Output sizes of ops that ran before: most of a model's ops repeat with equal sizes.
+
+PyTorch's meta kernels are Python for many ops and take ten times as long as a look-up.  Only ops that
+neither write nor return their inputs' memory are remembered, so every output is a fresh tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_empty_strided = torch.ops.aten.empty_strided.default
+_META = torch.device("meta")
+_NEVER = object()
+
+
+class SizeCache:
+    """Runs functional ops on meta tensors, each with the same sizes once."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, Any] = {}
+
+    def run(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """What `func(*args, **kwargs)` returns: from the sizes of an equal call if there was one.
+
+        For ops without aliasing or mutation only, on strided meta tensors.
+        """
+        key: list[Any] = [func, torch.get_default_dtype()]
+        if not (_describe(args, key) and (not kwargs or _describe_named(kwargs, key))):
+            return func(*args, **kwargs)
+        signature = tuple(key)
+        try:
+            made = self._known.get(signature)
+        except TypeError:  # an argument that cannot be hashed (a symbolic size, a generator)
+            return func(*args, **kwargs)
+        if made is None:
+            result = func(*args, **kwargs)
+            self._known[signature] = _recipe(result, args, kwargs)
+            return result
+        if made is _NEVER:
+            return func(*args, **kwargs)
+        single, outputs = made
+        tensors = [None if spec is None else _empty_strided(spec[0], spec[1], dtype=spec[2], device=_META)
+                   for spec in outputs]
+        return tensors[0] if single else tuple(tensors)
+
+
+def _describe(items: Sequence[Any], key: list[Any]) -> bool:
+    """Append what the sizes of an op's outputs depend on; False where that cannot be said."""
+    for item in items:
+        if isinstance(item, Tensor):
+            if item.layout is not torch.strided or item.device.type != "meta" or item.dtype.is_complex:
+                return False
+            key.append((item.shape, item.stride(), item.dtype))
+        elif isinstance(item, (list, tuple)):
+            key.append(len(item))
+            if not _describe(item, key):
+                return False
+        else:
+            # 1, 1.0 and True are equal as keys, and promote differently.
+            key.append(type(item))
+            key.append(item)
+    return True
+
+
+def _describe_named(kwargs: dict[str, Any], key: list[Any]) -> bool:
+    for name, item in kwargs.items():
+        key.append(name)
+        if not _describe((item,), key):
+            return False
+    return True
+
+
+def _recipe(result: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """(one tensor?, size of each output) of a call, or _NEVER where outputs are not fresh tensors."""
+    single = isinstance(result, Tensor)
+    if not single and not isinstance(result, tuple):
+        return _NEVER
+    outputs = (result,) if single else result
+    storages = set()
+    specs: list[Any] = []
+    for output in outputs:
+        if output is None:
+            specs.append(None)
+            continue
+        plain = isinstance(output, Tensor) and output.layout is torch.strided
+        if not plain or output.device.type != "meta" or output.storage_offset():
+            return _NEVER
+        storages.add(output.untyped_storage()._cdata)
+        specs.append((tuple(output.shape), output.stride(), output.dtype))
+    fresh = len(storages) == sum(spec is not None for spec in specs)
+    return (single, tuple(specs)) if fresh and not storages & _storages((args, kwargs.values())) else _NEVER
+
+
+def _storages(items: Any) -> set[int]:
+    found: set[int] = set()
+    for item in items:
+        if isinstance(item, Tensor):
+            found.add(item.untyped_storage()._cdata)
+        elif not isinstance(item, (str, bytes)) and hasattr(item, "__iter__"):
+            found |= _storages(item)
+    return found
