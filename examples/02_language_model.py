@@ -3,10 +3,9 @@
 from pathlib import Path
 
 import rooftrace as rt
-from rooftrace.tracer.target import Request
 
 config = Path(__file__).parent / "configs" / "gpt2.json"
-graphs = rt.trace_target(config, ["prefill", "decode"], Request(batch=8, seq=255))
+graphs = rt.trace_target(config, ["prefill", "decode"], rt.Request(batch=8, seq=255))
 
 print(f"{'':24} {'prefill':>12} {'decode':>12}   limited by (decode)")
 for chip in ("h200-sxm", "l4", "rtx-4090"):

@@ -3,10 +3,9 @@
 from pathlib import Path
 
 import rooftrace as rt
-from rooftrace.tracer.target import Request
 
 config = Path(__file__).parent / "configs" / "llama-3.1-8b.json"
-(graph,) = rt.trace_target(config, ["decode"], Request(batch=16, seq=128, kv=4096)).values()
+(graph,) = rt.trace_target(config, ["decode"], rt.Request(batch=16, seq=128, kv=4096)).values()
 
 print(f"{'weights':>8} {'cache':>8} {'weight bytes':>14} {'cache bytes':>12} {'tokens/s':>9}")
 for weights, cache in ((None, None), ("fp8", None), ("fp8", "fp8"), ("nvfp4", "fp8")):

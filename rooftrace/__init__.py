@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from rooftrace.reporting.api import diff, profile, report, summary
     from rooftrace.tracer.api import load, save, trace, trace_target
     from rooftrace.tracer.graph import OpGraph
+    from rooftrace.tracer.origin import TraceError
+    from rooftrace.tracer.request import Request, RequestError, TargetError
 
 _WHERE = {
     "Access": "costmodels.cost", "Cost": "costmodels.cost", "OpView": "costmodels.cost",
@@ -37,11 +39,13 @@ _WHERE = {
     "Chip": "hardware.chip", "available_chips": "hardware.chipfile", "load_chip": "hardware.chipfile",
     "OpGraph": "tracer.graph", "diff": "reporting.api", "profile": "reporting.api",
     "report": "reporting.api", "summary": "reporting.api", "load": "tracer.api", "save": "tracer.api",
-    "trace": "tracer.api", "trace_target": "tracer.api",
+    "trace": "tracer.api", "trace_target": "tracer.api", "Request": "tracer.request",
+    "RequestError": "tracer.request", "TargetError": "tracer.request", "TraceError": "tracer.origin",
 }
 
 __all__ = [
-    "Access", "Chip", "Cost", "Estimate", "ExecutionModel", "OpGraph", "OpView", "Plan", "Work",
+    "Access", "Chip", "Cost", "Estimate", "ExecutionModel", "OpGraph", "OpView", "Plan",
+    "Request", "RequestError", "TargetError", "TraceError", "Work",
     "available_chips", "diff", "estimate", "execution_model", "load", "load_chip", "memory", "plan",
     "profile", "report", "reprice", "rule", "save", "summary", "trace", "trace_target",
 ]

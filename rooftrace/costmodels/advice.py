@@ -9,6 +9,8 @@ from rooftrace.costmodels.registry import find_rule
 from rooftrace.hardware.units import format_flops
 from rooftrace.tracer.graph import Op, OpGraph, pattern_of
 
+PRODUCT = ("matmul",)  # a convolution over a window of the state is no such thing
+
 
 def cache_products(graph: OpGraph, op_costs: Sequence[Cost]) -> tuple[str, ...]:
     """A sentence about matrix products of the whole cache with weights, none where there are none.
@@ -20,11 +22,11 @@ def cache_products(graph: OpGraph, op_costs: Sequence[Cost]) -> tuple[str, ...]:
     if not cached:
         return ()
     weights = _made_of(graph, "weights", alone=True)
-    found = [op for op in graph.ops if op.part == "forward" and op_costs[op.id].flops(MATRIX)
+    found = [op for op in graph.ops if op.part == "forward" and op_costs[op.id].flops(PRODUCT)
              and _multiplies(graph, op, cached, weights)]
     if not found:
         return ()
-    again = sum(op_costs[op.id].flops(MATRIX) for op in found)
+    again = sum(op_costs[op.id].flops(PRODUCT) for op in found)
     total = sum(cost.flops(MATRIX) for cost in op_costs)
     modules = ", ".join(dict.fromkeys(pattern_of(op.module) or "the model" for op in found))
     verb = "product multiplies" if len(found) == 1 else "products multiply"

@@ -24,7 +24,7 @@ _TARGET_HELP = """TARGET is package.module:attr or path/file.py:attr (a module, 
 (module, inputs)), the path of a Hugging Face config.json, hf:ORG/NAME, or a saved graph."""
 
 
-class _Commas(click.ParamType):
+class _Commas(click.ParamType):  # type: ignore[type-arg]  # generic in newer clicks only
     """A comma-separated list."""
 
     name = "LIST"
@@ -107,7 +107,7 @@ def report(target: str, chips: tuple[str, ...], executions: tuple[str, ...], out
     _load_rules(rules)
     if out is not None and out != "-":
         check_folder(Path(out))
-    with _progress() as tell, collector_paused():
+    with _progress() as tell, collector_paused(keep=True):
         graphs = _graphs(target, tell, **request)
         result = build_report(graphs, loaded, models, progress=tell)
     written: Sequence[Path] = ()
@@ -267,8 +267,7 @@ def _graphs(target: str, tell: Callable[[str], None], phases: tuple[str, ...] | 
             raise click.UsageError(f"{target}: a saved graph has its sizes; leave out --batch, --seq, --kv, --input")
         graphs = trace_target(target, phases)
     else:
-        from rooftrace.tracer.target import Request
-        from rooftrace.tracer.workload import Options
+        from rooftrace.tracer.request import Options, Request
 
         named = {}
         for item in inputs:

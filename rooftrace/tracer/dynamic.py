@@ -191,6 +191,10 @@ def route(values: Values, func: Any, name: str, args: Any, kwargs: Mapping[str, 
 
 # -- counts that a cost rule needs and only known values give ------------------------------------
 
+_MASK_POSITION = {"rooftrace.attention": 3, "rooftrace.attention_backward": 4}
+"""Where attention has its mask; query and key stand three and two places before it."""
+
+
 def learn_facts(values: Values, name: str, args: Any, tensors: list[Tensor],
                 facts: dict[str, Any]) -> frozenset[int]:
     """Add rows_touched, groups_touched, mask ... to `facts`; returns what they rest on."""
@@ -205,18 +209,26 @@ def learn_facts(values: Values, name: str, args: Any, tensors: list[Tensor],
             sizes = torch.diff(entry.value, prepend=entry.value.new_zeros(1))
             facts["groups_touched"] = int((sizes > 0).sum())
             facts["rows_largest"] = int(sizes.max()) if sizes.numel() else 0
-    elif name == "rooftrace.attention" and args[3] is not None:
-        entry = values.known(args[3])
+    elif name in _MASK_POSITION and args[_MASK_POSITION[name]] is not None:
+        position = _MASK_POSITION[name]
+        query, key, mask = args[position - 3], args[position - 2], args[position]
+        entry = values.known(mask)
         if entry is None or entry.value.dim() < 2:
             return frozenset()
-        visible = entry.value if entry.value.dtype == torch.bool else entry.value > _MASKED
-        leading = visible.shape[:-2]
-        pairs = int(visible.expand(*leading, args[0].shape[-2], args[1].shape[-2]).sum())
-        facts["visible_pairs"] = pairs // max(1, leading.numel())
-        facts["mask"] = classify(visible)
+        rows, columns = query.shape[-2], key.shape[-2]
+        facts.update(values.once(entry.value, (rows, columns),
+                                 lambda mask: _mask_facts(mask, rows, columns)))
     else:
         return frozenset()
     return entry.taint if entry is not None else frozenset()
+
+
+def _mask_facts(mask: Tensor, rows: int, columns: int) -> dict[str, Any]:
+    """How many (query, key) pairs of one head a mask leaves visible, and what kind of mask it is."""
+    visible = mask if mask.dtype == torch.bool else mask > _MASKED
+    leading = visible.shape[:-2]
+    pairs = int(visible.expand(*leading, rows, columns).sum())
+    return {"visible_pairs": pairs // max(1, leading.numel()), "mask": classify(visible)}
 
 
 def classify(visible: Tensor) -> str:

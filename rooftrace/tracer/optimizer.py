@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from rooftrace.hardware.precision import bytes_per_element
 from rooftrace.tracer.capture import Recorder
@@ -18,22 +19,25 @@ _LEARNING_RATE = 1e-3
 
 
 def run_optimizer(recorder: Recorder, parameters: Sequence[nn.Parameter], name: str,
-                  dtype: str | None) -> None:
+                  dtype: str | None) -> dict[int, str]:
     """Record one step of the optimizer `name` on `parameters`, which have gradients.
+
+    Returns the names of the gradients that it makes itself, by storage.
 
     A first step, not recorded, makes the states.  Weights below fp32 (as they are, or as `dtype`
     will price them) get fp32 masters: gradients are cast up, the step is taken on the masters, and
     the result is cast back.  Raises RequestError for an unknown name.
     """
     if name == "none":
-        return
+        return {}
     kind = optimizer_class(name)
     recorder.part, recorder.function = "optimizer", kind.__name__
     with torch.no_grad(), torch._C.DisableTorchFunction():
         with recorder.paused():
             stepped = [_master(p) if _is_low(p, dtype) else p for p in parameters]
             optimizer = _made(kind, stepped)
-            optimizer.step()
+            with _disable_current_modes():
+                optimizer.step()
         low = [(p, s) for p, s in zip(parameters, stepped, strict=True) if p is not s]
         for parameter, tensor in zip(parameters, stepped, strict=True):
             owner = recorder.name_of(parameter)
@@ -42,12 +46,12 @@ def run_optimizer(recorder: Recorder, parameters: Sequence[nn.Parameter], name: 
             for state, value in optimizer.state.get(tensor, {}).items():
                 if isinstance(value, Tensor):
                     recorder.enter(value, "optimizer", f"{owner}.{state}")
-        if low:
-            _cast_gradients(low)
+        wide = _cast_gradients(recorder, low) if low else {}
         optimizer.step()
         if low:
             torch._foreach_copy_([p for p, _ in low], [master for _, master in low])
     recorder.function = ""
+    return wide
 
 
 def optimizer_class(name: str) -> Any:
@@ -90,9 +94,15 @@ def _made(kind: Any, parameters: Sequence[Tensor]) -> torch.optim.Optimizer:
     return made
 
 
-def _cast_gradients(low: Sequence[tuple[nn.Parameter, Tensor]]) -> None:
-    """Give each fp32 master the gradient of its weight, cast up."""
+def _cast_gradients(recorder: Recorder,
+                    low: Sequence[tuple[nn.Parameter, Tensor]]) -> dict[int, str]:
+    """Give each fp32 master the gradient of its weight, cast up; returns their names by storage."""
     wide = [torch.empty_like(master) for _, master in low]
     torch._foreach_copy_(wide, [p.grad for p, _ in low if p.grad is not None])
-    for (_, master), gradient in zip(low, wide, strict=True):
+    names = {}
+    for (parameter, master), gradient in zip(low, wide, strict=True):
         master.grad = gradient
+        storage = recorder.storage_of(gradient)
+        if storage is not None:
+            names[storage] = f"{recorder.name_of(parameter)}.master.grad"
+    return names

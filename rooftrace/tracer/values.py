@@ -135,6 +135,14 @@ class Values:
             tensor.__dict__.pop(KNOWN, None)
         self._alive.clear()
 
+    def once(self, value: Tensor, what: Any, compute: Callable[[Tensor], Any]) -> Any:
+        """`compute(value)`, done once for each known value and `what` (layers share their mask)."""
+        key = ("once", id(value), value._version, what)
+        found = self._memo.get(key)
+        if found is None:
+            found = self._memo[key] = (compute(value), value)
+        return found[0]
+
     # -- assuming --------------------------------------------------------------------------------
 
     def assume(self, kind: str, text: str, value: Any = None) -> int:

@@ -199,7 +199,7 @@ class _Run:
             storage = recorder.storage_of(parameter.grad) if parameter.grad is not None else None
             if storage is not None:
                 gradients[storage] = f"{recorder.name_of(parameter)}.grad"
-        run_optimizer(recorder, trained, self.options.optimizer, self.options.dtype)
+        gradients |= run_optimizer(recorder, trained, self.options.optimizer, self.options.dtype)
         return _Step(tensors_in(output)[:1], gradients=gradients)
 
     def run_backward(self, recorder: Recorder, output: Any) -> None:

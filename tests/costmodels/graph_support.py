@@ -1,4 +1,4 @@
-"""Hand-made graphs: values are numpy arrays of element numbers, so that views know what they share."""
+"""Hand-made graphs: values are arrays of element numbers, so that views know what they share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random small programs: products, pointwise ops, rows, views, in-place ops, waits, several outputs."""
+"""Random small programs: products, rows, views, in-place ops, waits, several outputs."""
 
 from __future__ import annotations
 

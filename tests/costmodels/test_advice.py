@@ -15,7 +15,7 @@ def notes(graph: OpGraph) -> tuple[str, ...]:
 
 
 def latent(rows: int = KV, role: str = "weights") -> OpGraph:
-    """A cache of latents grows by a row and, seen through a view and a cast, goes into a product."""
+    """A cache of latents grows by a row; seen through a view and a cast, it is multiplied."""
     b = Builder()
     old, row = b.input(KV - 1, LATENT, role="kv"), b.input(1, LATENT)
     whole = b.value((KV, LATENT), "kv")
@@ -47,6 +47,18 @@ def test_a_query_scaled_by_weights_is_no_weight():
     cache = b.input(WIDTH, KV, role="kv")
     query = b.binary("mul", b.input(4, WIDTH), b.weight(WIDTH))
     out = b.mm(query, cache)
+    assert notes(b.graph(out)) == ()
+
+
+def test_a_convolution_over_a_window_of_the_state_is_not():
+    b = Builder()
+    window, weight = b.input(2, WIDTH, 4, role="kv"), b.weight(WIDTH, 1, 4)
+    out = b.value((2, WIDTH, 1))
+    b.op("aten.convolution", {
+        "input": Ref(window), "weight": Ref(weight), "bias": None, "stride": (1,),
+        "padding": (0,), "dilation": (1,), "transposed": False, "output_padding": (0,),
+        "groups": WIDTH,
+    }, [out])  # fmt: skip
     assert notes(b.graph(out)) == ()
 
 

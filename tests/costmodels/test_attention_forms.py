@@ -190,7 +190,7 @@ def test_dropout_writes_its_mask():
     more = sum(c.bytes() for c in price_ops(dropped)[0]) - sum(
         c.bytes() for c in price_ops(plain)[0]
     )
-    # Forward: reads P, writes P' and a mask of a byte each; backward reads dP' and the mask, writes dP.
+    # Forward reads P, writes P' and a mask of a byte each; backward reads dP' and it, writes dP.
     assert more == 2 * (2 * FP32 + 1) * scores
 
 
@@ -220,7 +220,8 @@ class HandWritten(nn.Module):
             scores = scores.div_(math.sqrt(E // H)).masked_fill_(mask, float("-inf"))
             weights = scores.softmax(-1)
         elif self.style == "cast":
-            weights = (scores / math.sqrt(E // H) + mask).softmax(-1, dtype=torch.float64).to(x.dtype)
+            scores = scores / math.sqrt(E // H) + mask
+            weights = scores.softmax(-1, dtype=torch.float64).to(x.dtype)
         elif self.style == "two masks":
             weights = (scores + mask + 2 * mask).softmax(-1)
         elif self.style == "over queries":

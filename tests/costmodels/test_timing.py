@@ -88,7 +88,7 @@ def test_totals_of_a_step_on_paper():
     assert step.t_bound == 9  # of the totals
     assert step.t_serial == (4 + 1) + (6 + 1) + (3 + 1)
     assert step.t_launch == 20 - 16
-    # hbm has the second kernel, compute the first, network the third, launch 3 gaps and 4 of waiting.
+    # compute has the first, hbm the second, network the third, launch 3 gaps and 4 of waiting.
     assert step.regime_seconds == {"compute": 4, "hbm": 6, "network": 3, "launch": 7}
     assert (step.regime, step.next_regime) == ("launch", "hbm")
     assert step.margin == 7 / 6

@@ -12,7 +12,7 @@ from rooftrace.costmodels.fuse import FusionGroup, fuse
 from rooftrace.costmodels.plan import plan
 from rooftrace.costmodels.price import price_ops
 from rooftrace.costmodels.traffic import bytes_by_role, compulsory_bytes, group_costs
-from rooftrace.tracer.graph import ROLES, OpGraph, Ref
+from rooftrace.tracer.graph import ROLES, OpGraph
 from tests.costmodels.graph_support import Builder
 from tests.costmodels.random_graphs import programs
 

@@ -92,7 +92,9 @@ def test_weights_below_fp32_have_fp32_states_and_masters() -> None:
     states = {t.name: t.dtype for t in entries(graph, "optimizer")}
     assert states == {f"{name}.{state}": "fp32" for name in ("weight", "bias")
                       for state in ("master", "exp_avg", "exp_avg_sq")}
-    assert {g.dtype for g in owners(graph, "gradients")} == {"bf16"}
+    gradients = {g.name: g.dtype for g in owners(graph, "gradients")}
+    assert gradients == {"weight.grad": "bf16", "bias.grad": "bf16",
+                         "weight.master.grad": "fp32", "bias.master.grad": "fp32"}
 
 
 def test_fp32_weights_that_will_be_priced_lower_get_masters_too() -> None:
