@@ -245,10 +245,12 @@ class Estimate:
         for row in self.rows:
             name = key(row)
             entry = sums.setdefault(name, {
-                "key": name, "calls": 0, "flops": 0, "bytes": 0, "t_comp": 0.0, "t_hbm": 0.0,
-                "t_net": 0.0, "t_device": 0.0, "regimes": Counter()})
+                "key": name, "calls": 0, "flops": 0, "flops_recompute": 0, "bytes": 0,
+                "t_comp": 0.0, "t_hbm": 0.0, "t_net": 0.0, "t_device": 0.0,
+                "regimes": Counter()})
             entry["calls"] += 1
             entry["flops"] += row.flops
+            entry["flops_recompute"] += row.flops_recompute
             entry["bytes"] += row.bytes
             timing = row.timing
             entry["t_comp"] += timing.t_comp

@@ -6,6 +6,7 @@ import inspect
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from rooftrace.tracer.inputs import check_names, is_tokens, last_token, parsed_inputs, random_tokens
+from rooftrace.tracer.quantization import weights_precision
 from rooftrace.tracer.request import Inputs, Loaded, Request, RequestError, TargetError
 from rooftrace.tracer.values import META
 from rooftrace.tracer.workload import cache_arguments
@@ -109,7 +111,21 @@ def _loaded(config: Any, name: str, target: str, request: Request) -> Loaded:
         raise TargetError(
             f"target {target!r}: {kind.__name__} cannot be built from it: {reason}") from error
     module.config.name_or_path = module.config.name_or_path or name
-    return Loaded(module, model_inputs(module, request), name)
+    return Loaded(module, _with_quantization(model_inputs(module, request), config), name)
+
+
+def _with_quantization(inputs: Inputs, config: Any) -> Inputs:
+    """The weights' precision that the config declares, for `reprice`, as an assumption."""
+    declared, problem = weights_precision(config)
+    if declared is not None:
+        text = (f"its quantization_config: weights are stored as {declared}, embeddings and head "
+                "too; the module itself is traced unquantised")
+        return replace(inputs, workload={**inputs.workload, "declared_weights_dtype": declared},
+                       assumptions=(*inputs.assumptions, ("quantization", text)))
+    if problem is not None:
+        text = f"{problem} is not understood: weights are priced unquantised; pass --weights-dtype"
+        return replace(inputs, assumptions=(*inputs.assumptions, ("quantization", text)))
+    return inputs
 
 
 # -- inputs --------------------------------------------------------------------------------------

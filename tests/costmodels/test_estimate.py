@@ -163,6 +163,9 @@ def test_recomputation_is_in_hfu_and_in_time_but_not_in_the_models_flops():
     assert est.hfu == 2 * est.mfu
     assert est.times.t_comp == 2 * flop / H200.peak("matrix", "bf16")
     assert [row.flops_recompute for row in est.rows] == [0, flop]
+    parts = est.by_part()
+    assert (parts["forward"]["flops"], parts["recompute"]["flops"]) == (flop, 0)
+    assert parts["recompute"]["flops_recompute"] == flop
 
 
 def test_checkpointing_recomputes_forward():
