@@ -295,19 +295,24 @@ def flash_from_products(graph: OpGraph) -> tuple[OpGraph, int]:
     comes out is for pricing: a scale that is a tensor, and what a mask fills in, are not kept.
     """
     finder = _Finder(graph)
-    found = [chain for op in graph.ops if op.name == "aten.bmm" and op.part == "forward"
-             and (chain := finder.chain(op)) is not None]
-    if not found:
+    inner: set[int] = set()
+    last: dict[int, _Chain] = {}
+    for op in graph.ops:
+        # What ends one attention does not begin another.
+        if op.name == "aten.bmm" and op.part == "forward" and op.id not in last:
+            chain = finder.chain(op)
+            if chain is not None:
+                inner |= chain.inner
+                last[chain.last.id] = chain
+    if not last:
         return graph, 0
     edit = _Editor(graph)
-    inner = {op for chain in found for op in chain.inner}
-    last = {chain.last.id: chain for chain in found}
     for op in graph.ops:
         if op.id in last:
             _emit_flash(edit, last[op.id])
         elif op.id not in inner:
             edit.ops.append(op)
-    return edit.done(), len(found)
+    return edit.done(), len(last)
 
 
 @dataclass(frozen=True, slots=True)

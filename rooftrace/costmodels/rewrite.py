@@ -118,11 +118,11 @@ def reprice(graph: OpGraph, dtype: str | None = None, weights_dtype: str | None 
     dtype: for every float in the model's own precision (`graph.model["dtype"]`).  Explicit islands
     in another precision (fp32 norms, routers, logits) stay, and are counted in
     `model["islands"]`; so do integers, optimizer states, and what the optimizer makes for itself.
-    weights_dtype, kv_dtype: instead of it, for tensors of that role; where neither is given, weights
-    take the precision that the model's quantization_config declares.
+    weights_dtype, kv_dtype: instead of it, for tensors of that role.  Where nothing is said about
+    weights, now or before, they take the precision that the model's quantization_config declares.
     Raises PrecisionError for a name that does not exist, or that values cannot have.
     """
-    if dtype is None and weights_dtype is None:
+    if dtype is None and weights_dtype is None and "priced_dtype" not in graph.model:
         weights_dtype = graph.workload.get("declared_weights_dtype")
     if dtype is None and weights_dtype is None and kv_dtype is None:
         return graph

@@ -263,6 +263,20 @@ def test_what_only_looks_like_attention_stays(style):
     assert flash_from_products(graph) == (graph, 0)
 
 
+def test_what_ends_one_attention_does_not_begin_another():
+    class Chained(nn.Module):
+        def forward(self, q, k, v, w):
+            return ((q @ k).softmax(-1) @ v).softmax(-1) @ w
+
+    graph = rt.trace(Chained(), *(torch.randn(2, S, S) for _ in range(4)))
+    flash, count = flash_from_products(graph)
+    assert count == 1
+    assert [op.name for op in flash.kernels()] == [
+        "rooftrace.attention", "aten._softmax", "aten.bmm"
+    ]  # fmt: skip
+    assert flops(flash) == flops(graph)
+
+
 def test_scores_that_are_returned_or_that_backward_needs_stay():
     for graph in (written(returns_scores=True), written(phase="training")):
         assert flash_from_products(graph) == (graph, 0)

@@ -211,6 +211,18 @@ def test_pricing_twice_is_pricing_once():
     assert twice.workload == once.workload
 
 
+def test_a_declared_weight_precision_holds_until_another_is_asked_for():
+    _, graph = small()
+    declared = graph.replace(workload={"declared_weights_dtype": "fp8"})
+    weight = 1
+    assert reprice(declared).values[weight].dtype == "fp8"
+    assert reprice(declared, kv_dtype="fp8").values[weight].dtype == "fp8"
+    assert reprice(declared, weights_dtype="int4").values[weight].dtype == "int4"
+    assert reprice(declared, dtype="fp16").values[weight].dtype == "fp16"
+    again = reprice(reprice(declared, dtype="fp16"), kv_dtype="fp8")
+    assert again.values[weight].dtype == "fp16"
+
+
 def test_nothing_asked_is_the_graph_itself():
     _, graph = small()
     assert reprice(graph) is graph
