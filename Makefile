@@ -55,6 +55,7 @@ check: lint types ## lint, types and the quick tests: about a minute
 
 lint: $(INSTALLED) ## ruff
 	@$(BIN)/ruff check --quiet .
+	@$(BIN)/ruff format --quiet --check .
 
 types: $(INSTALLED) ## mypy, strict
 	@$(BIN)/mypy

@@ -31,8 +31,13 @@ def test_plain_meta_forward(benchmark: Any, model: Any) -> None:
 
     def forward() -> None:
         with torch.no_grad():
-            model.module(input_ids=model.inputs.kwargs["input_ids"], attention_mask=mask,
-                         position_ids=positions.to("meta"), use_cache=False)
+            model.module(
+                input_ids=model.inputs.kwargs["input_ids"],
+                attention_mask=mask,
+                position_ids=positions.to("meta"),
+                use_cache=False,
+            )
+
     benchmark(forward)
 
 
@@ -56,8 +61,16 @@ def test_price(benchmark: Any, model: Any, execution: str) -> None:
 
 
 @pytest.mark.benchmark(group="process", min_rounds=3, max_time=5)
-@pytest.mark.parametrize("arguments", [["-c", "pass"], ["-c", "import rooftrace"], ["-m", "rooftrace", "--help"],
-                                       ["-c", "import torch"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["-c", "pass"],
+        ["-c", "import rooftrace"],
+        ["-m", "rooftrace", "--help"],
+        ["-c", "import torch"],
+    ],
+    ids=" ".join,
+)
 def test_start(benchmark: Any, arguments: list[str]) -> None:
     """A process from start to exit, beside an empty one and one that imports torch."""
     benchmark(subprocess.run, [sys.executable, *arguments], capture_output=True, check=True)
@@ -66,6 +79,21 @@ def test_start(benchmark: Any, arguments: list[str]) -> None:
 @pytest.mark.benchmark(group="process", min_rounds=1, max_time=1)
 def test_deepseek_report(benchmark: Any, tmp_path: Path) -> None:
     """The whole DeepSeek-V3 report: three phases, two executions, all files."""
-    command = [sys.executable, "-m", "rooftrace", "report", str(CONFIGS / "deepseek-v3.json"), "--batch", "8",
-               "--seq", "255", "--dtype", "fp8", "--out", str(tmp_path / "report")]
-    benchmark.pedantic(subprocess.run, (command,), {"capture_output": True, "check": True}, rounds=2)
+    command = [
+        sys.executable,
+        "-m",
+        "rooftrace",
+        "report",
+        str(CONFIGS / "deepseek-v3.json"),
+        "--batch",
+        "8",
+        "--seq",
+        "255",
+        "--dtype",
+        "fp8",
+        "--out",
+        str(tmp_path / "report"),
+    ]
+    benchmark.pedantic(
+        subprocess.run, (command,), {"capture_output": True, "check": True}, rounds=2
+    )

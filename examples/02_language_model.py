@@ -13,5 +13,7 @@ for chip in ("h200-sxm", "l4", "rtx-4090"):
         prefill, decode = (
             rt.estimate(rt.reprice(graph, "bf16"), chip, execution) for graph in graphs.values()
         )
-        print(f"{chip:12} {execution:11} {prefill.t_est * 1e3:9.3f} ms {decode.t_est * 1e3:9.3f} ms"
-              f"   {decode.times.regime} {decode.times.regime_shares[decode.times.regime]:.0%}")
+        print(
+            f"{chip:12} {execution:11} {prefill.t_est * 1e3:9.3f} ms {decode.t_est * 1e3:9.3f} ms"
+            f"   {decode.times.regime} {decode.times.regime_shares[decode.times.regime]:.0%}"
+        )

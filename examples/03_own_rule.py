@@ -1,4 +1,4 @@
-"""An op that rooftrace does not know: it is listed, its bytes are counted, and a rule is one function."""
+"""An op that rooftrace does not know: it is listed, its bytes count, and a rule is one function."""
 
 import torch
 from torch import nn

@@ -10,5 +10,7 @@ config = Path(__file__).parent / "configs" / "llama-3.1-8b.json"
 print(f"{'weights':>8} {'cache':>8} {'weight bytes':>14} {'cache bytes':>12} {'tokens/s':>9}")
 for weights, cache in ((None, None), ("fp8", None), ("fp8", "fp8"), ("nvfp4", "fp8")):
     estimate = rt.estimate(rt.reprice(graph, weights_dtype=weights, kv_dtype=cache), "h100-sxm")
-    print(f"{weights or 'bf16':>8} {cache or 'bf16':>8} {estimate.bytes.weights / 1e9:11.2f} GB"
-          f" {estimate.bytes.kv / 1e9:9.2f} GB {estimate.items_per_s:9.0f}")
+    print(
+        f"{weights or 'bf16':>8} {cache or 'bf16':>8} {estimate.bytes.weights / 1e9:11.2f} GB"
+        f" {estimate.bytes.kv / 1e9:9.2f} GB {estimate.items_per_s:9.0f}"
+    )

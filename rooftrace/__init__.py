@@ -1,4 +1,4 @@
-"""What a training, prefill or decode step of any nn.Module costs on a chip, in FLOPs, bytes and time.
+"""What a step of any nn.Module costs on a chip, in FLOPs, bytes and time.
 
     import rooftrace as rt
 
@@ -6,8 +6,8 @@
     print(rt.estimate(graph, chip="h200-sxm"))     # the table
     rt.report(model, x, chip="h200-sxm", out="report/")
 
-Importing this package imports neither torch nor anything else that is slow to load: names are looked
-up when they are first used.
+Importing this package imports neither torch nor anything else that is slow to load: names are
+looked up when they are first used.
 """
 
 from __future__ import annotations
@@ -31,23 +31,67 @@ if TYPE_CHECKING:
     from rooftrace.tracer.request import Request, RequestError, TargetError
 
 _WHERE = {
-    "Access": "costmodels.cost", "Cost": "costmodels.cost", "OpView": "costmodels.cost",
-    "Work": "costmodels.cost", "Estimate": "costmodels.estimate", "Plan": "costmodels.estimate",
-    "estimate": "costmodels.estimate", "plan": "costmodels.estimate",
-    "ExecutionModel": "costmodels.execution", "execution_model": "costmodels.execution",
-    "memory": "costmodels.memory", "rule": "costmodels.registry", "reprice": "costmodels.rewrite",
-    "Chip": "hardware.chip", "available_chips": "hardware.chipfile", "load_chip": "hardware.chipfile",
-    "OpGraph": "tracer.graph", "diff": "reporting.api", "profile": "reporting.api",
-    "report": "reporting.api", "summary": "reporting.api", "load": "tracer.api", "save": "tracer.api",
-    "trace": "tracer.api", "trace_target": "tracer.api", "Request": "tracer.request",
-    "RequestError": "tracer.request", "TargetError": "tracer.request", "TraceError": "tracer.origin",
+    "Access": "costmodels.cost",
+    "Cost": "costmodels.cost",
+    "OpView": "costmodels.cost",
+    "Work": "costmodels.cost",
+    "Estimate": "costmodels.estimate",
+    "Plan": "costmodels.estimate",
+    "estimate": "costmodels.estimate",
+    "plan": "costmodels.estimate",
+    "ExecutionModel": "costmodels.execution",
+    "execution_model": "costmodels.execution",
+    "memory": "costmodels.memory",
+    "rule": "costmodels.registry",
+    "reprice": "costmodels.rewrite",
+    "Chip": "hardware.chip",
+    "available_chips": "hardware.chipfile",
+    "load_chip": "hardware.chipfile",
+    "OpGraph": "tracer.graph",
+    "diff": "reporting.api",
+    "profile": "reporting.api",
+    "report": "reporting.api",
+    "summary": "reporting.api",
+    "load": "tracer.api",
+    "save": "tracer.api",
+    "trace": "tracer.api",
+    "trace_target": "tracer.api",
+    "Request": "tracer.request",
+    "RequestError": "tracer.request",
+    "TargetError": "tracer.request",
+    "TraceError": "tracer.origin",
 }
 
 __all__ = [
-    "Access", "Chip", "Cost", "Estimate", "ExecutionModel", "OpGraph", "OpView", "Plan",
-    "Request", "RequestError", "TargetError", "TraceError", "Work",
-    "available_chips", "diff", "estimate", "execution_model", "load", "load_chip", "memory", "plan",
-    "profile", "report", "reprice", "rule", "save", "summary", "trace", "trace_target",
+    "Access",
+    "Chip",
+    "Cost",
+    "Estimate",
+    "ExecutionModel",
+    "OpGraph",
+    "OpView",
+    "Plan",
+    "Request",
+    "RequestError",
+    "TargetError",
+    "TraceError",
+    "Work",
+    "available_chips",
+    "diff",
+    "estimate",
+    "execution_model",
+    "load",
+    "load_chip",
+    "memory",
+    "plan",
+    "profile",
+    "report",
+    "reprice",
+    "rule",
+    "save",
+    "summary",
+    "trace",
+    "trace_target",
 ]
 
 

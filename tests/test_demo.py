@@ -42,9 +42,9 @@ def check_the_floors(report: dict[str, object]) -> None:
     # FlopCounterMode on the same model with experts as batched products.
     assert prefill["efficient"]["flops_matrix"] == 152_027_857_551_360
     assert prefill["naive"]["flops_matrix"] == 152_027_857_551_360
-    # Of the embedding (129280 x 7168, one byte each) a lookup of 2040 tokens reads at most 2040 rows.
+    # A lookup of 2040 tokens reads at most 2040 rows of the embedding (129280 x 7168, a byte each).
     unread = (129_280 - 2_040) * 7_168
     read = prefill["naive"]["bytes"]["weights"]
     assert abs(read - (parameters - unread)) <= 0.005 * parameters
-    # The cache is latent and expanded again at every step: eight times what an absorbed decode does.
+    # The cache is latent and expanded again at every step: eight times an absorbed decode.
     assert 4.7e12 < phases["decode"]["efficient"]["flops"] < 4.8e12

@@ -16,6 +16,7 @@ def main() -> None:
     def fill(match: re.Match[str]) -> str:
         golden = (ROOT / "tests" / "golden" / match[2]).read_text(encoding="utf-8")
         return f"{match[1]}{golden}```"
+
     readme.write_text(BLOCK.sub(fill, readme.read_text(encoding="utf-8")), encoding="utf-8")
 
 

@@ -22,25 +22,34 @@ def cache_products(graph: OpGraph, op_costs: Sequence[Cost]) -> tuple[str, ...]:
     if not cached:
         return ()
     weights = _made_of(graph, "weights", alone=True)
-    found = [op for op in graph.ops if op.part == "forward" and op_costs[op.id].flops(PRODUCT)
-             and _multiplies(graph, op, cached, weights)]
+    found = [
+        op
+        for op in graph.ops
+        if op.part == "forward"
+        and op_costs[op.id].flops(PRODUCT)
+        and _multiplies(graph, op, cached, weights)
+    ]
     if not found:
         return ()
     again = sum(op_costs[op.id].flops(PRODUCT) for op in found)
     total = sum(cost.flops(MATRIX) for cost in op_costs)
     modules = ", ".join(dict.fromkeys(pattern_of(op.module) or "the model" for op in found))
     verb = "product multiplies" if len(found) == 1 else "products multiply"
-    return (f"{len(found)} matrix {verb} the whole cache with weights ({modules}): "
-            f"{format_flops(again)} of {format_flops(total)}; absorbing those weights into the "
-            "query would avoid that",)
+    return (
+        f"{len(found)} matrix {verb} the whole cache with weights ({modules}): "
+        f"{format_flops(again)} of {format_flops(total)}; absorbing those weights into the "
+        "query would avoid that",
+    )
 
 
-def _multiplies(graph: OpGraph, op: Op, cached: Mapping[int, int],
-                weights: Mapping[int, int]) -> bool:
+def _multiplies(
+    graph: OpGraph, op: Op, cached: Mapping[int, int], weights: Mapping[int, int]
+) -> bool:
     """Whether the op multiplies weights with as many elements as the cache has, or more."""
     by_weights = any(i in weights for i in op.inputs)
     return by_weights and any(
-        i in cached and graph.values[i].elements >= cached[i] for i in op.inputs)
+        i in cached and graph.values[i].elements >= cached[i] for i in op.inputs
+    )
 
 
 def _made_of(graph: OpGraph, role: str, alone: bool = False) -> dict[int, int]:
@@ -49,8 +58,11 @@ def _made_of(graph: OpGraph, role: str, alone: bool = False) -> dict[int, int]:
     With each, how many elements the value from outside has.  alone: of nothing else.
     """
     values = graph.values
-    found = {i: values[i].elements for i in graph.external
-             if values[i].role == role and values[i].elements}
+    found = {
+        i: values[i].elements
+        for i in graph.external
+        if values[i].role == role and values[i].elements
+    }
     for op in graph.ops:
         sources = [found[i] for i in op.inputs if i in found]
         if not sources or (alone and len(sources) < len(op.inputs)):

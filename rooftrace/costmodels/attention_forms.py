@@ -19,6 +19,7 @@ ATTENTION_BACKWARD = "rooftrace.attention_backward.default"
 
 # -- one kernel to products ------------------------------------------------------------------------
 
+
 def materialise_attention(graph: OpGraph) -> tuple[OpGraph, int]:
     """Every attention op as q k^T, scale, mask, softmax, dropout, p v, each a kernel of its own.
 
@@ -55,8 +56,14 @@ class _Editor:
         self.ops: list[Op] = []
         self._causal: dict[tuple[int, int], int] = {}
 
-    def value(self, shape: tuple[int, ...], dtype: str, role: str, storage: int | None = None,
-              name: str = "") -> int:
+    def value(
+        self,
+        shape: tuple[int, ...],
+        dtype: str,
+        role: str,
+        storage: int | None = None,
+        name: str = "",
+    ) -> int:
         """A new contiguous value; with `storage`, another view of those bytes."""
         index = len(self.values)
         stride, step = [], 1
@@ -67,26 +74,43 @@ class _Editor:
         self.values.append(Tensor(shape, dtype, tuple(reversed(stride)), role, owner, name))
         return index
 
-    def emit(self, like: Op, target: str, arguments: Mapping[str, Argument],
-             outputs: tuple[int, ...], kind: str = "kernel",
-             facts: Mapping[str, Any] | None = None) -> None:
+    def emit(
+        self,
+        like: Op,
+        target: str,
+        arguments: Mapping[str, Argument],
+        outputs: tuple[int, ...],
+        kind: str = "kernel",
+        facts: Mapping[str, Any] | None = None,
+    ) -> None:
         """An op in the place of `like`: same module, part and family."""
-        self.ops.append(replace(
-            like, target=target, arguments=dict(arguments), inputs=tuple(refs(arguments)),
-            outputs=outputs, kind=kind, facts=dict(facts or {}), flops_torch=None))
+        self.ops.append(
+            replace(
+                like,
+                target=target,
+                arguments=dict(arguments),
+                inputs=tuple(refs(arguments)),
+                outputs=outputs,
+                kind=kind,
+                facts=dict(facts or {}),
+                flops_torch=None,
+            )
+        )
 
     def causal_mask(self, queries: int, length: int) -> int:
         """A constant bool[S, L], the same one for every attention of this size."""
         found = self._causal.get((queries, length))
         if found is None:
             found = self._causal[queries, length] = self.value(
-                (queries, length), "bool", "constants", name=f"causal_mask_{queries}x{length}")
+                (queries, length), "bool", "constants", name=f"causal_mask_{queries}x{length}"
+            )
         return found
 
     def done(self) -> OpGraph:
         """The new graph, verified."""
-        ops = tuple(op if op.id == index else replace(op, id=index)
-                    for index, op in enumerate(self.ops))
+        ops = tuple(
+            op if op.id == index else replace(op, id=index) for index, op in enumerate(self.ops)
+        )
         return self.graph.replace(values=tuple(self.values), ops=ops).verify()
 
 
@@ -123,16 +147,21 @@ class _Attention:
         scaled = self._scores()
         self._kernel("aten.mul.Tensor", {"self": Ref(scores), "other": self.scale}, scaled)
         probabilities = self._scores()
-        self._kernel("aten._softmax.default",
-                     {"self": Ref(self._masked(scaled)), "dim": -1, "half_to_float": False},
-                     probabilities)
+        self._kernel(
+            "aten._softmax.default",
+            {"self": Ref(self._masked(scaled)), "dim": -1, "half_to_float": False},
+            probabilities,
+        )
         dropped, mask = probabilities, None
         if self.dropout > 0:
             dropped = self._scores()
             mask = self.edit.value((self.heads, self.queries, self.length), "bool", "activations")
-            self._kernel("aten.native_dropout.default",
-                         {"input": Ref(probabilities), "p": self.dropout, "train": True},
-                         dropped, mask)
+            self._kernel(
+                "aten.native_dropout.default",
+                {"input": Ref(probabilities), "p": self.dropout, "train": True},
+                dropped,
+                mask,
+            )
         self._into(self.op.outputs[0], lambda out: self._product(dropped, v, out))
         return _Saved(probabilities, dropped, mask)
 
@@ -149,13 +178,26 @@ class _Attention:
         self._product(grad, self._transposed(v), grad_p)
         if saved.mask is not None:
             dropped, grad_p = grad_p, self._scores()
-            self._kernel("aten.native_dropout_backward.default",
-                         {"grad_output": Ref(dropped), "mask": Ref(saved.mask),
-                          "scale": 1 / (1 - self.dropout) if self.dropout < 1 else 0.0}, grad_p)
+            self._kernel(
+                "aten.native_dropout_backward.default",
+                {
+                    "grad_output": Ref(dropped),
+                    "mask": Ref(saved.mask),
+                    "scale": 1 / (1 - self.dropout) if self.dropout < 1 else 0.0,
+                },
+                grad_p,
+            )
         grad_s = self._scores()
-        self._kernel("aten._softmax_backward_data.default",
-                     {"grad_output": Ref(grad_p), "output": Ref(saved.probabilities), "dim": -1,
-                      "input_dtype": f"dtype:{self.dtype}"}, grad_s)
+        self._kernel(
+            "aten._softmax_backward_data.default",
+            {
+                "grad_output": Ref(grad_p),
+                "output": Ref(saved.probabilities),
+                "dim": -1,
+                "input_dtype": f"dtype:{self.dtype}",
+            },
+            grad_s,
+        )
         scaled = self._scores()
         self._kernel("aten.mul.Tensor", {"self": Ref(grad_s), "other": self.scale}, scaled)
         self._into(grad_q, lambda out: self._product(scaled, k, out))
@@ -165,8 +207,13 @@ class _Attention:
 
     # -- pieces ------------------------------------------------------------------------------------
 
-    def _kernel(self, target: str, arguments: Mapping[str, Argument], *outputs: int,
-                facts: Mapping[str, Any] | None = None) -> None:
+    def _kernel(
+        self,
+        target: str,
+        arguments: Mapping[str, Argument],
+        *outputs: int,
+        facts: Mapping[str, Any] | None = None,
+    ) -> None:
         self.edit.emit(self.op, target, arguments, outputs, facts=facts)
 
     def _product(self, a: int, b: int, out: int) -> None:
@@ -195,12 +242,18 @@ class _Attention:
         masked = self._scores()
         out = self.edit.value(self.edit.values[wide].shape, self.dtype, "temporary", masked)
         if self.edit.values[mask.id].dtype == "bool":
-            self._kernel("aten.where.ScalarOther",
-                         {"condition": mask, "self": Ref(wide), "other": float("-inf")}, out)
+            self._kernel(
+                "aten.where.ScalarOther",
+                {"condition": mask, "self": Ref(wide), "other": float("-inf")},
+                out,
+            )
         else:
             self._kernel("aten.add.Tensor", {"self": Ref(wide), "other": mask}, out)
-        self._view("aten.reshape.default",
-                   {"self": Ref(out), "shape": self.edit.values[masked].shape}, masked)
+        self._view(
+            "aten.reshape.default",
+            {"self": Ref(out), "shape": self.edit.values[masked].shape},
+            masked,
+        )
         return masked
 
     def _view(self, target: str, arguments: Mapping[str, Argument], out: int) -> None:
@@ -226,8 +279,11 @@ class _Attention:
             return narrow
         source = self.edit.values[narrow]
         wide = self.edit.value((self.heads, *source.shape[1:]), source.dtype, "temporary")
-        self._kernel("aten.repeat_interleave.self_int",
-                     {"self": Ref(narrow), "repeats": self.heads // self.key_heads, "dim": 0}, wide)
+        self._kernel(
+            "aten.repeat_interleave.self_int",
+            {"self": Ref(narrow), "repeats": self.heads // self.key_heads, "dim": 0},
+            wide,
+        )
         return wide
 
     def _transposed(self, index: int) -> int:
@@ -235,16 +291,21 @@ class _Attention:
         source = self.edit.values[index]
         (heads, a, b), (outer, rows, columns) = source.shape, source.stride
         out = len(self.edit.values)
-        self.edit.values.append(Tensor((heads, b, a), source.dtype, (outer, columns, rows),
-                                       source.role, source.storage))
+        self.edit.values.append(
+            Tensor((heads, b, a), source.dtype, (outer, columns, rows), source.role, source.storage)
+        )
         self._view("aten.transpose.int", {"self": Ref(index), "dim0": 1, "dim1": 2}, out)
         return out
 
     def _into(self, target: int, make: Callable[[int], None]) -> None:
         """Let `make` write the value `target` of the original graph, as [heads, rows, width]."""
         wanted = self.edit.values[target]
-        flat = self.edit.value((math.prod(wanted.shape[:-2]), *wanted.shape[-2:]), wanted.dtype,
-                               wanted.role, wanted.storage)
+        flat = self.edit.value(
+            (math.prod(wanted.shape[:-2]), *wanted.shape[-2:]),
+            wanted.dtype,
+            wanted.role,
+            wanted.storage,
+        )
         make(flat)
         self._view("aten.reshape.default", {"self": Ref(flat), "shape": wanted.shape}, target)
 
@@ -257,9 +318,14 @@ class _Attention:
         wide = self.edit.value((self.heads, self.length, width), self.dtype, "temporary")
         self._product(a, b, wide)
         grouped = self._reshaped(
-            wide, (self.key_heads, self.heads // self.key_heads, self.length, width))
-        self._into(target, lambda out: self._kernel(
-            "aten.sum.dim_IntList", {"self": Ref(grouped), "dim": (1,)}, out))
+            wide, (self.key_heads, self.heads // self.key_heads, self.length, width)
+        )
+        self._into(
+            target,
+            lambda out: self._kernel(
+                "aten.sum.dim_IntList", {"self": Ref(grouped), "dim": (1,)}, out
+            ),
+        )
 
     def _mask_gradient(self, scores: int, target: int) -> None:
         """The gradient of an additive mask: that of the scores, added up where it is shared."""
@@ -269,8 +335,9 @@ class _Attention:
         dims = tuple(d for d, (n, m) in enumerate(zip(full, padded, strict=True)) if n != m)
         out = self.edit.value(padded, wanted.dtype, wanted.role, wanted.storage)
         if dims:
-            self._kernel("aten.sum.dim_IntList",
-                         {"self": Ref(wide), "dim": dims, "keepdim": True}, out)
+            self._kernel(
+                "aten.sum.dim_IntList", {"self": Ref(wide), "dim": dims, "keepdim": True}, out
+            )
         else:
             self._kernel("aten.clone.default", {"self": Ref(wide)}, out)
         self._view("aten.reshape.default", {"self": Ref(out), "shape": wanted.shape}, target)
@@ -280,8 +347,7 @@ class _Attention:
 
 _SOFTMAX = frozenset({"aten._softmax", "aten._safe_softmax"})
 _SCALES = frozenset({"aten.mul", "aten.div", "aten.mul_", "aten.div_"})
-_MASKS = frozenset({"aten.add", "aten.add_", "aten.masked_fill", "aten.masked_fill_",
-                    "aten.where"})
+_MASKS = frozenset({"aten.add", "aten.add_", "aten.masked_fill", "aten.masked_fill_", "aten.where"})
 _COPIES = frozenset({"aten._to_copy", "aten.clone"})
 _DROPOUT = "aten.native_dropout"
 _LONGEST_CHAIN = 12
@@ -334,15 +400,28 @@ def _emit_flash(edit: _Editor, chain: _Chain) -> None:
     source = edit.values[turned]
     (_, e, length), (outer, rows, columns) = source.shape, source.stride
     key = len(edit.values)
-    edit.values.append(Tensor((heads, length, e), source.dtype, (outer, columns, rows), source.role,
-                              source.storage))
-    edit.emit(chain.first, "aten.transpose.int", {"self": Ref(turned), "dim0": 1, "dim1": 2},
-              (key,), kind="view")
+    edit.values.append(
+        Tensor(
+            (heads, length, e), source.dtype, (outer, columns, rows), source.role, source.storage
+        )
+    )
+    edit.emit(
+        chain.first,
+        "aten.transpose.int",
+        {"self": Ref(turned), "dim0": 1, "dim1": 2},
+        (key,),
+        kind="view",
+    )
     logsumexp = edit.value((heads, queries), "fp32", "activations")
     arguments: dict[str, Argument] = {
-        "query": Ref(query), "key": Ref(key), "value": Ref(_ref(chain.last, "mat2")),
+        "query": Ref(query),
+        "key": Ref(key),
+        "value": Ref(_ref(chain.last, "mat2")),
         "mask": None if chain.mask is None else Ref(chain.mask),
-        "dropout_p": chain.dropout, "is_causal": False, "scale": chain.scale}
+        "dropout_p": chain.dropout,
+        "is_causal": False,
+        "scale": chain.scale,
+    }
     edit.emit(chain.last, ATTENTION, arguments, (chain.last.outputs[0], logsumexp))
 
 
@@ -396,8 +475,9 @@ class _Finder:
         """The one kernel that reads what `op` made (views on the way join `inner`)."""
         ops, values = self.graph.ops, self.graph.values
         made = [values[i].storage for i in op.outputs]
-        if any(storage in self.results for storage in made) or \
-                any(self.users.get(storage) for storage in made[1:]):
+        if any(storage in self.results for storage in made) or any(
+            self.users.get(storage) for storage in made[1:]
+        ):
             return None
         following = [u for u in self.users.get(made[0], ()) if u > op.id]
         kernels = [ops[u] for u in following if ops[u].kind != "view"]
@@ -407,26 +487,35 @@ class _Finder:
         overwritten = bool(first.outputs) and values[first.outputs[0]].storage == made[0]
         if len(kernels) > 1 and not overwritten:
             return None
-        inner.update(u for u in following if ops[u].kind == "view"
-                     and (not overwritten or u < first.id))
+        inner.update(
+            u for u in following if ops[u].kind == "view" and (not overwritten or u < first.id)
+        )
         return first
 
     def _is_scores(self, index: int, storage: int, scores: Tensor) -> bool:
         """Whether a value is all of the scores, heads and rows in their order."""
         value = self.graph.values[index]
-        return value.storage == storage and value.shape == scores.shape and \
-            value.stride == scores.stride
+        return (
+            value.storage == storage
+            and value.shape == scores.shape
+            and value.stride == scores.stride
+        )
 
     def _along_keys(self, op: Op, scores: Tensor) -> bool:
         """Whether a softmax goes over the last dimension, and that is the keys'."""
         value = self.graph.values[op.inputs[0]]
-        return op.arguments.get("dim", -1) in (-1, len(value.shape) - 1) and \
-            (value.shape[-1], value.stride[-1]) == (scores.shape[-1], scores.stride[-1])
+        return op.arguments.get("dim", -1) in (-1, len(value.shape) - 1) and (
+            value.shape[-1],
+            value.stride[-1],
+        ) == (scores.shape[-1], scores.stride[-1])
 
     def _masks(self, op: Op, storage: int, others: Iterable[int]) -> bool:
         """Whether the scores are what is masked, not the mask."""
-        name = {"aten.where": "condition", "aten.masked_fill": "mask",
-                "aten.masked_fill_": "mask"}.get(op.name)
+        name = {
+            "aten.where": "condition",
+            "aten.masked_fill": "mask",
+            "aten.masked_fill_": "mask",
+        }.get(op.name)
         return name is None or _ref(op, name) in others
 
 

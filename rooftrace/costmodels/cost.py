@@ -58,8 +58,15 @@ class Cost:
     traffic: Mapping[Access, int] = field(default_factory=dict)
 
     @staticmethod
-    def of(*, matmul: int = 0, convolution: int = 0, vector: int = 0, precision: str = "fp32",
-           rows: int | None = None, count: str = "useful") -> Cost:
+    def of(
+        *,
+        matmul: int = 0,
+        convolution: int = 0,
+        vector: int = 0,
+        precision: str = "fp32",
+        rows: int | None = None,
+        count: str = "useful",
+    ) -> Cost:
         """Work of one kind; zero amounts leave no entry."""
         work = {}
         if matmul:
@@ -82,12 +89,18 @@ class Cost:
             traffic[access] = traffic.get(access, 0) + size
         return Cost(work, traffic)
 
-    def flops(self, operations: Iterable[str] = OPERATIONS,
-              counts: Iterable[str] = ("useful", "masked", "masked_executed")) -> int:
+    def flops(
+        self,
+        operations: Iterable[str] = OPERATIONS,
+        counts: Iterable[str] = ("useful", "masked", "masked_executed"),
+    ) -> int:
         """FLOPs of these operations; by default the dense count without recomputation."""
         operations, counts = tuple(operations), tuple(counts)
-        return sum(flop for work, flop in self.work.items()
-                   if work.operation in operations and work.count in counts)
+        return sum(
+            flop
+            for work, flop in self.work.items()
+            if work.operation in operations and work.count in counts
+        )
 
     def bytes(self, wire: str = "hbm") -> int:
         """Bytes over one wire, read and written."""

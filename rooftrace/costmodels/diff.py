@@ -24,11 +24,22 @@ from rooftrace.hardware.units import (
 from rooftrace.tracer.graph import Op, OpGraph, pattern_of
 
 METRICS = ("time", "flops", "bytes", "memory", "params", "kernels")
-_UNITS = {"time": "second", "flops": "count", "bytes": "byte", "memory": "byte", "params": "count",
-          "kernels": "count"}
+_UNITS = {
+    "time": "second",
+    "flops": "count",
+    "bytes": "byte",
+    "memory": "byte",
+    "params": "count",
+    "kernels": "count",
+}
 _FORMATS: Mapping[str, Callable[[float], str]] = {
-    "time": format_time, "flops": format_flops, "bytes": format_traffic,
-    "memory": format_capacity, "params": format_count, "kernels": format_count}
+    "time": format_time,
+    "flops": format_flops,
+    "bytes": format_traffic,
+    "memory": format_capacity,
+    "params": format_count,
+    "kernels": format_count,
+}
 
 
 class FailOnError(ValueError):
@@ -99,9 +110,14 @@ class Diff:
     @property
     def unchanged(self) -> bool:
         """True where no phase, no total and no module differs."""
-        return not self.only_before and not self.only_after and all(
-            not p.modules and all(c.before == c.after for c in p.totals.values())
-            for p in self.phases)
+        return (
+            not self.only_before
+            and not self.only_after
+            and all(
+                not p.modules and all(c.before == c.after for c in p.totals.values())
+                for p in self.phases
+            )
+        )
 
     def violations(self, conditions: Sequence[str]) -> list[str]:
         """A sentence for each condition ("time>5%", "memory>1 GiB") that some phase breaks.
@@ -117,28 +133,52 @@ class Diff:
                     growth = math.inf if change.relative is None else change.relative
                 if growth > limit:
                     amount = f"{growth:+.2%}" if relative else f"+{_FORMATS[metric](growth)}"
-                    found.append(f"{phase.phase}: {metric} grew by {amount}, "
-                                 f"more than {text!r} allows")
+                    found.append(
+                        f"{phase.phase}: {metric} grew by {amount}, more than {text!r} allows"
+                    )
         return found
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data: SI numbers, relative changes as fractions."""
         return {
-            "schema": "rooftrace.diff/1", "before": self.names[0], "after": self.names[1],
-            "chip": self.chip, "execution": self.execution,
-            "only_before": list(self.only_before), "only_after": list(self.only_after),
-            "phases": {p.phase: {
-                "totals": {name: _change(c) for name, c in p.totals.items()},
-                "modules": [{
-                    "path": m.path, "count": m.count, "status": m.status, "class": m.kind,
-                    "flops": _change(m.flops), "bytes": _change(m.bytes), "time": _change(m.time),
-                    "ops_added": dict(m.ops_added), "ops_removed": dict(m.ops_removed),
-                    "resized": list(m.resized)} for m in p.modules]} for p in self.phases}}
+            "schema": "rooftrace.diff/1",
+            "before": self.names[0],
+            "after": self.names[1],
+            "chip": self.chip,
+            "execution": self.execution,
+            "only_before": list(self.only_before),
+            "only_after": list(self.only_after),
+            "phases": {
+                p.phase: {
+                    "totals": {name: _change(c) for name, c in p.totals.items()},
+                    "modules": [
+                        {
+                            "path": m.path,
+                            "count": m.count,
+                            "status": m.status,
+                            "class": m.kind,
+                            "flops": _change(m.flops),
+                            "bytes": _change(m.bytes),
+                            "time": _change(m.time),
+                            "ops_added": dict(m.ops_added),
+                            "ops_removed": dict(m.ops_removed),
+                            "resized": list(m.resized),
+                        }
+                        for m in p.modules
+                    ],
+                }
+                for p in self.phases
+            },
+        }
 
 
 def _change(change: Change) -> dict[str, Any]:
-    return {"before": change.before, "after": change.after, "delta": change.delta,
-            "relative": change.relative}
+    return {
+        "before": change.before,
+        "after": change.after,
+        "delta": change.delta,
+        "relative": change.relative,
+    }
 
 
 _CONDITION = re.compile(r"\s*([a-z]+)\s*>\s*([0-9.eE+-]+)\s*(.*?)\s*")
@@ -150,7 +190,8 @@ def parse_condition(text: str) -> tuple[str, float, bool, str]:
     if match is None or match[1] not in METRICS:
         raise FailOnError(
             f"--fail-on {text!r}: expected METRIC>LIMIT with METRIC one of {', '.join(METRICS)}, "
-            'for example "time>5%" or "memory>1 GiB"')
+            'for example "time>5%" or "memory>1 GiB"'
+        )
     metric, number, unit = match.groups()
     try:
         if unit == "%":
@@ -162,8 +203,11 @@ def parse_condition(text: str) -> tuple[str, float, bool, str]:
         raise FailOnError(f"--fail-on {text!r}: {error}") from None
 
 
-def diff_estimates(before: Mapping[str, Estimate], after: Mapping[str, Estimate],
-                   names: tuple[str, str] = ("before", "after")) -> Diff:
+def diff_estimates(
+    before: Mapping[str, Estimate],
+    after: Mapping[str, Estimate],
+    names: tuple[str, str] = ("before", "after"),
+) -> Diff:
     """Compare estimates by phase.  Phases that only one side has are listed, not compared.
 
     Raises ValueError unless all are on the same chip under the same execution model.
@@ -176,20 +220,32 @@ def diff_estimates(before: Mapping[str, Estimate], after: Mapping[str, Estimate]
         raise ValueError(f"expected estimates on one chip under one execution model, got {listed}")
     some = everything[0]
     return Diff(
-        names, some.chip.name, some.execution.name,
+        names,
+        some.chip.name,
+        some.execution.name,
         tuple(_phase(phase, before[phase], after[phase]) for phase in shared),
-        tuple(p for p in before if p not in after), tuple(p for p in after if p not in before))
+        tuple(p for p in before if p not in after),
+        tuple(p for p in after if p not in before),
+    )
 
 
 def _phase(phase: str, before: Estimate, after: Estimate) -> PhaseDiff:
     def totals(estimate: Estimate) -> dict[str, float]:
-        return {"time": estimate.t_est, "flops": estimate.flops, "bytes": estimate.bytes_hbm,
-                "memory": memory(estimate.plan.source).peak,
-                "params": int(estimate.graph.model.get("params", 0)),
-                "kernels": estimate.kernels}
+        return {
+            "time": estimate.t_est,
+            "flops": estimate.flops,
+            "bytes": estimate.bytes_hbm,
+            "memory": memory(estimate.plan.source).peak,
+            "params": int(estimate.graph.model.get("params", 0)),
+            "kernels": estimate.kernels,
+        }
+
     first, second = totals(before), totals(after)
-    return PhaseDiff(phase, {name: Change(first[name], second[name]) for name in METRICS},
-                     _modules(before, after))
+    return PhaseDiff(
+        phase,
+        {name: Change(first[name], second[name]) for name in METRICS},
+        _modules(before, after),
+    )
 
 
 @dataclass
@@ -213,31 +269,59 @@ def _modules(before: Estimate, after: Estimate) -> tuple[ModuleChange, ...]:
             continue
         status = "added" if path not in ops[0] else "removed" if path not in ops[1] else "changed"
         kinds = after.graph.modules if status != "removed" else before.graph.modules
-        single.append(ModuleChange(
-            path, 1, status, kinds.get(path, ""), Change(a.flops, b.flops),
-            Change(a.bytes, b.bytes), Change(a.time, b.time), added, removed, resized))
-    return tuple(sorted(_collapsed(single), key=lambda m: (
-        -abs(m.time.delta), -abs(m.bytes.delta), m.path)))
+        single.append(
+            ModuleChange(
+                path,
+                1,
+                status,
+                kinds.get(path, ""),
+                Change(a.flops, b.flops),
+                Change(a.bytes, b.bytes),
+                Change(a.time, b.time),
+                added,
+                removed,
+                resized,
+            )
+        )
+    return tuple(
+        sorted(_collapsed(single), key=lambda m: (-abs(m.time.delta), -abs(m.bytes.delta), m.path))
+    )
 
 
 def _collapsed(changes: Sequence[ModuleChange]) -> list[ModuleChange]:
     """Equal changes of modules whose paths differ only in indices, as one."""
     groups: dict[Any, list[ModuleChange]] = defaultdict(list)
     for change in changes:
-        key = (pattern_of(change.path), change.status, change.kind, change.flops.delta,
-               change.bytes.delta, tuple(change.ops_added.items()),
-               tuple(change.ops_removed.items()), tuple(change.resized))
+        key = (
+            pattern_of(change.path),
+            change.status,
+            change.kind,
+            change.flops.delta,
+            change.bytes.delta,
+            tuple(change.ops_added.items()),
+            tuple(change.ops_removed.items()),
+            tuple(change.resized),
+        )
         groups[key].append(change)
-    return [members[0] if len(members) == 1 else _together(key[0], members)
-            for key, members in groups.items()]
+    return [
+        members[0] if len(members) == 1 else _together(key[0], members)
+        for key, members in groups.items()
+    ]
 
 
 def _together(path: str, members: Sequence[ModuleChange]) -> ModuleChange:
     def total(name: str) -> Change:
         parts = [getattr(m, name) for m in members]
         return Change(sum(p.before for p in parts), sum(p.after for p in parts))
-    return replace(members[0], path=path, count=len(members), flops=total("flops"),
-                   bytes=total("bytes"), time=total("time"))
+
+    return replace(
+        members[0],
+        path=path,
+        count=len(members),
+        flops=total("flops"),
+        bytes=total("bytes"),
+        time=total("time"),
+    )
 
 
 def _sums(estimate: Estimate) -> dict[str, _Sums]:
@@ -266,8 +350,10 @@ def _sizes(graph: OpGraph, op: Op) -> str:
     return " ".join(f"{t.dtype}{list(t.shape)}" for t in tensors)
 
 
-def _op_changes(before: Sequence[tuple[str, str]], after: Sequence[tuple[str, str]],
-                ) -> tuple[dict[str, int], dict[str, int], tuple[str, ...]]:
+def _op_changes(
+    before: Sequence[tuple[str, str]],
+    after: Sequence[tuple[str, str]],
+) -> tuple[dict[str, int], dict[str, int], tuple[str, ...]]:
     """Ops added, ops removed, and names of ops whose sizes or precisions changed in place."""
     if before == after:
         return {}, {}, ()
@@ -283,5 +369,8 @@ def _op_changes(before: Sequence[tuple[str, str]], after: Sequence[tuple[str, st
         else:
             removed.update(names[0][i1:i2])
             added.update(names[1][j1:j2])
-    return (dict(sorted((added - removed).items())), dict(sorted((removed - added).items())),
-            tuple(resized))
+    return (
+        dict(sorted((added - removed).items())),
+        dict(sorted((removed - added).items())),
+        tuple(resized),
+    )

@@ -28,8 +28,17 @@ from rooftrace.tracer.graph import ROLES, Op, OpGraph, pattern_of
 if TYPE_CHECKING:
     import pandas
 
-__all__ = ["MATRIX", "Bytes", "Coverage", "Estimate", "Plan", "Row", "Unsupported", "estimate",
-           "plan"]
+__all__ = [
+    "MATRIX",
+    "Bytes",
+    "Coverage",
+    "Estimate",
+    "Plan",
+    "Row",
+    "Unsupported",
+    "estimate",
+    "plan",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,8 +235,10 @@ class Estimate:
 
     def by_module(self, depth: int | None = None) -> list[dict[str, Any]]:
         """The same by module path, `depth` components deep (None: the full path)."""
+
         def key(row: Row) -> str:
             return row.module if depth is None else ".".join(row.module.split(".")[:depth])
+
         return self._group(key)
 
     def by_pattern(self) -> list[dict[str, Any]]:
@@ -244,10 +255,21 @@ class Estimate:
         sums: dict[str, dict[str, Any]] = {}
         for row in self.rows:
             name = key(row)
-            entry = sums.setdefault(name, {
-                "key": name, "calls": 0, "flops": 0, "flops_recompute": 0, "bytes": 0,
-                "t_comp": 0.0, "t_hbm": 0.0, "t_net": 0.0, "t_device": 0.0,
-                "regimes": Counter()})
+            entry = sums.setdefault(
+                name,
+                {
+                    "key": name,
+                    "calls": 0,
+                    "flops": 0,
+                    "flops_recompute": 0,
+                    "bytes": 0,
+                    "t_comp": 0.0,
+                    "t_hbm": 0.0,
+                    "t_net": 0.0,
+                    "t_device": 0.0,
+                    "regimes": Counter(),
+                },
+            )
             entry["calls"] += 1
             entry["flops"] += row.flops
             entry["flops_recompute"] += row.flops_recompute
@@ -273,15 +295,31 @@ class Estimate:
         records = []
         for row in self.rows:
             timing = row.timing
-            records.append({
-                "kernel": row.index, "name": row.name, "pattern": row.pattern, "ops": len(row.ops),
-                "module": row.module, "family": row.family, "part": row.part,
-                "precision": row.precision, "flops": row.flops, "flops_causal": row.flops_causal,
-                "bytes": row.bytes,
-                **{f"bytes_{role}": row.bytes_by_role.get(role, 0) for role in ROLES},
-                "bytes_net": row.bytes_net, "t_comp": timing.t_comp, "t_hbm": timing.t_hbm,
-                "t_net": timing.t_net, "t_device": timing.t_device, "start": timing.start,
-                "regime": timing.regime, "margin": timing.margin, "has_rule": row.known})
+            records.append(
+                {
+                    "kernel": row.index,
+                    "name": row.name,
+                    "pattern": row.pattern,
+                    "ops": len(row.ops),
+                    "module": row.module,
+                    "family": row.family,
+                    "part": row.part,
+                    "precision": row.precision,
+                    "flops": row.flops,
+                    "flops_causal": row.flops_causal,
+                    "bytes": row.bytes,
+                    **{f"bytes_{role}": row.bytes_by_role.get(role, 0) for role in ROLES},
+                    "bytes_net": row.bytes_net,
+                    "t_comp": timing.t_comp,
+                    "t_hbm": timing.t_hbm,
+                    "t_net": timing.t_net,
+                    "t_device": timing.t_device,
+                    "start": timing.start,
+                    "regime": timing.regime,
+                    "margin": timing.margin,
+                    "has_rule": row.known,
+                }
+            )
         return pandas.DataFrame.from_records(records)
 
     def __str__(self) -> str:
@@ -290,8 +328,11 @@ class Estimate:
         return str(_render([self]))
 
 
-def estimate(graph: OpGraph | Plan, chip: str | Chip = "h200-sxm",
-             execution: str | ExecutionModel = "efficient") -> Estimate:
+def estimate(
+    graph: OpGraph | Plan,
+    chip: str | Chip = "h200-sxm",
+    execution: str | ExecutionModel = "efficient",
+) -> Estimate:
     """What the captured step costs on `chip` when run as `execution` says (a Plan has its own).
 
     Raises UnknownChipError, ExecutionError, and MissingPeakError where the chip has no rate for a
@@ -301,12 +342,19 @@ def estimate(graph: OpGraph | Plan, chip: str | Chip = "h200-sxm",
     target = load_chip(chip)
     headline = _headline(planned, target)
     unplaced = _timings(planned, target, headline)
-    starts, end = schedule([t.t_device for t in unplaced], planned.launches,
-                           _dispatch(planned.execution, target))
-    timings = [Timing(t.t_comp, t.t_hbm, t.t_net, t.gap, start)
-               for t, start in zip(unplaced, starts, strict=True)]
-    rows = tuple(_row(planned, index, group, cost, timing) for index, (group, cost, timing)
-                 in enumerate(zip(planned.groups, planned.costs, timings, strict=True)))
+    starts, end = schedule(
+        [t.t_device for t in unplaced], planned.launches, _dispatch(planned.execution, target)
+    )
+    timings = [
+        Timing(t.t_comp, t.t_hbm, t.t_net, t.gap, start)
+        for t, start in zip(unplaced, starts, strict=True)
+    ]
+    rows = tuple(
+        _row(planned, index, group, cost, timing)
+        for index, (group, cost, timing) in enumerate(
+            zip(planned.groups, planned.costs, timings, strict=True)
+        )
+    )
     return Estimate(planned, target, rows, step_times(timings, end), headline)
 
 
@@ -327,8 +375,11 @@ def _timings(planned: Plan, chip: Chip, headline: float) -> list[Timing]:
 
 def _dispatch(execution: ExecutionModel, chip: Chip) -> float:
     """Host seconds for one thing that is enqueued: an op, a kernel or a whole graph."""
-    return {"eager": chip.dispatch_eager, "compiled": chip.dispatch_compiled,
-            "graph": chip.graph_launch}[execution.dispatch].value
+    return {
+        "eager": chip.dispatch_eager,
+        "compiled": chip.dispatch_compiled,
+        "graph": chip.graph_launch,
+    }[execution.dispatch].value
 
 
 def _headline(planned: Plan, chip: Chip) -> float:
@@ -343,10 +394,24 @@ def _headline(planned: Plan, chip: Chip) -> float:
 
 def _row(planned: Plan, index: int, group: FusionGroup, cost: Cost, timing: Timing) -> Row:
     lead = _lead(planned, group)
-    return Row(index, group.name, group.pattern, group.ops, lead.module, lead.family, lead.part,
-               cost.flops(), cost.flops(counts=("useful",)), cost.flops(counts=("recompute",)),
-               cost.bytes(), bytes_by_role(planned.graph, cost), cost.bytes("link"),
-               _precision(cost), group.known, timing)
+    return Row(
+        index,
+        group.name,
+        group.pattern,
+        group.ops,
+        lead.module,
+        lead.family,
+        lead.part,
+        cost.flops(),
+        cost.flops(counts=("useful",)),
+        cost.flops(counts=("recompute",)),
+        cost.bytes(),
+        bytes_by_role(planned.graph, cost),
+        cost.bytes("link"),
+        _precision(cost),
+        group.known,
+        timing,
+    )
 
 
 def _precision(cost: Cost) -> str:

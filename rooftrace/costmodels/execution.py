@@ -74,8 +74,12 @@ class ExecutionModel:
     tf32: bool = False
 
     def __post_init__(self) -> None:
-        for name, allowed in (("attention", ATTENTION), ("fusion", FUSION),
-                              ("dispatch", DISPATCH), ("kv_append", KV_APPEND)):
+        for name, allowed in (
+            ("attention", ATTENTION),
+            ("fusion", FUSION),
+            ("dispatch", DISPATCH),
+            ("kv_append", KV_APPEND),
+        ):
             value = getattr(self, name)
             if value not in allowed:
                 raise ExecutionError(f"{name}={value!r}: expected one of {', '.join(allowed)}")
@@ -86,13 +90,16 @@ class ExecutionModel:
             if value != 1 and self.fusion != "factor":
                 raise ExecutionError(
                     f"{name}={value!r} with fusion={self.fusion!r}: the factors and detected "
-                    "groups describe the same effect; use fusion='factor' or leave the factor at 1")
+                    "groups describe the same effect; use fusion='factor' or leave the factor at 1"
+                )
         for owner in ("weight_residency", "utilization"):
             for name, value in asdict(getattr(self, owner)).items():
                 optional = owner == "utilization"
                 if not _positive(value) and not (optional and value is None):
-                    raise ExecutionError(f"{owner}.{name}={value!r}: expected a number above 0"
-                                         f"{', or None' if optional else ''}")
+                    raise ExecutionError(
+                        f"{owner}.{name}={value!r}: expected a number above 0"
+                        f"{', or None' if optional else ''}"
+                    )
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dict for the report; `from_dict` reads it back."""
@@ -119,22 +126,33 @@ def _known(kind: type, data: Mapping[str, Any], prefix: str = "") -> dict[str, A
     for key in data:
         if key not in names:
             raise ExecutionError(
-                f"{prefix + key!r} is no execution knob; the knobs are {', '.join(names)}")
+                f"{prefix + key!r} is no execution knob; the knobs are {', '.join(names)}"
+            )
     return dict(data)
 
 
 _SEED = Utilization(b_sat=64, eta_scalar=0.35)
 
-PRESETS: Mapping[str, ExecutionModel] = {preset.name: preset for preset in (
-    ExecutionModel("naive", attention="materialised"),
-    ExecutionModel("eager"),
-    ExecutionModel("compiled", fusion="detected", dispatch="compiled", kv_append="in-place"),
-    ExecutionModel("efficient", fusion="detected", dispatch="graph", kv_append="in-place"),
-    ExecutionModel("seed-naive", attention="materialised", utilization=_SEED),
-    ExecutionModel("seed-efficient", fusion="factor", dispatch="graph", kv_append="in-place",
-                   weight_residency=WeightResidency(4.0, 4.0, 2.0), activation_fusion=0.5,
-                   elementwise=0.7, utilization=_SEED),
-)}
+PRESETS: Mapping[str, ExecutionModel] = {
+    preset.name: preset
+    for preset in (
+        ExecutionModel("naive", attention="materialised"),
+        ExecutionModel("eager"),
+        ExecutionModel("compiled", fusion="detected", dispatch="compiled", kv_append="in-place"),
+        ExecutionModel("efficient", fusion="detected", dispatch="graph", kv_append="in-place"),
+        ExecutionModel("seed-naive", attention="materialised", utilization=_SEED),
+        ExecutionModel(
+            "seed-efficient",
+            fusion="factor",
+            dispatch="graph",
+            kv_append="in-place",
+            weight_residency=WeightResidency(4.0, 4.0, 2.0),
+            activation_fusion=0.5,
+            elementwise=0.7,
+            utilization=_SEED,
+        ),
+    )
+}
 
 SUMMARIES: Mapping[str, str] = {
     "naive": "attention scores through HBM, no fusion, one host dispatch per op",

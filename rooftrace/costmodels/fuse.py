@@ -178,8 +178,11 @@ class _Grower:
         reads = {self.graph.values[i].storage for i in op.inputs}
         candidates = [g for g in producers if g.rank == floor]
         # Siblings: groups of this flush that read the same tensor (halves of a rotary embedding).
-        candidates += [g for g in reversed(self.recent)
-                       if g.rank > floor and g.size == size and g.reads & reads]
+        candidates += [
+            g
+            for g in reversed(self.recent)
+            if g.rank > floor and g.size == size and g.reads & reads
+        ]
         for group in candidates:
             if group.rank < self.closed or len(group.members) >= MAX_GROUP:
                 continue
@@ -195,8 +198,12 @@ class _Grower:
     def _start(self, op: Op, size: int, reduced: int | None, fusable: bool) -> None:
         group = _Open(len(self.groups), size, reduced, fusable, [])
         self.groups.append(group)
-        self._add(op, group, {self.graph.values[i].storage for i in op.inputs},
-                  late=self._is_long(op, reduced))
+        self._add(
+            op,
+            group,
+            {self.graph.values[i].storage for i in op.inputs},
+            late=self._is_long(op, reduced),
+        )
         if fusable:
             self.recent.append(group)
 
@@ -219,16 +226,24 @@ class _Grower:
 
 def _may_merge(group: _Open, target: _Open) -> bool:
     """Whether a group can move into its only consumer."""
-    if not group.fusable or not target.fusable or \
-            len(target.members) + len(group.members) > MAX_GROUP:
+    if (
+        not group.fusable
+        or not target.fusable
+        or len(target.members) + len(group.members) > MAX_GROUP
+    ):
         return False
     if group.late and target.size != group.reduced:
         return False
-    if group.size <= SMALL and group.reduced is None and group.size and \
-            target.size % group.size == 0:
+    if (
+        group.size <= SMALL
+        and group.reduced is None
+        and group.size
+        and target.size % group.size == 0
+    ):
         return True
     return target.size == group.size and (
-        target.reduced is None or group.reduced is None or target.reduced == group.reduced)
+        target.reduced is None or group.reduced is None or target.reduced == group.reduced
+    )
 
 
 def _joined(group: _Open, size: int, reduced: int | None) -> tuple[int, int | None] | None:

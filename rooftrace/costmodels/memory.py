@@ -50,9 +50,16 @@ class Memory:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dict for the report."""
-        return {"weights": self.weights, "kv": self.kv, "gradients": self.gradients,
-                "optimizer": self.optimizer, "activations_peak": self.activations_peak,
-                "peak": self.peak, "at_peak": dict(self.at_peak), "where": self.where}
+        return {
+            "weights": self.weights,
+            "kv": self.kv,
+            "gradients": self.gradients,
+            "optimizer": self.optimizer,
+            "activations_peak": self.activations_peak,
+            "peak": self.peak,
+            "at_peak": dict(self.at_peak),
+            "where": self.where,
+        }
 
 
 def memory(graph: OpGraph) -> Memory:
@@ -103,9 +110,16 @@ class _Tally:
     def result(self) -> Memory:
         """The record for the report."""
         most = self.most
-        return Memory(most["weights"], most["kv"], most["gradients"], most["optimizer"],
-                      self.most_others, self.peak, {role: self.at_peak[role] for role in ROLES},
-                      self.where)
+        return Memory(
+            most["weights"],
+            most["kv"],
+            most["gradients"],
+            most["optimizer"],
+            self.most_others,
+            self.peak,
+            {role: self.at_peak[role] for role in ROLES},
+            self.where,
+        )
 
 
 def _lifetimes(graph: OpGraph) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
@@ -153,5 +167,10 @@ def _nodes(graph: OpGraph) -> Iterator[tuple[int, int]]:
 def _replaced_caches(graph: OpGraph) -> set[int]:
     """Caches that a `cat` replaces: the old one goes, though it came from outside."""
     values = graph.values
-    return {values[i].storage for op in graph.ops if op.name == "aten.cat" and op.outputs
-            and values[op.outputs[0]].role == "kv" for i in op.inputs if values[i].role == "kv"}
+    return {
+        values[i].storage
+        for op in graph.ops
+        if op.name == "aten.cat" and op.outputs and values[op.outputs[0]].role == "kv"
+        for i in op.inputs
+        if values[i].role == "kv"
+    }

@@ -25,26 +25,55 @@ def _any(*names: str) -> frozenset[str]:
 
 
 _ROOT = _any("rsqrt", "sqrt", "reciprocal")
-_SILU = _any("silu", "gelu", "relu", "tanh", "sigmoid", "hardswish", "leaky_relu", "elu",
-             "softplus", "mish")
-_SILU_BACKWARD = _any("silu_backward", "gelu_backward", "threshold_backward", "tanh_backward",
-                      "sigmoid_backward", "hardswish_backward")
+_SILU = _any(
+    "silu", "gelu", "relu", "tanh", "sigmoid", "hardswish", "leaky_relu", "elu", "softplus", "mish"
+)
+_SILU_BACKWARD = _any(
+    "silu_backward",
+    "gelu_backward",
+    "threshold_backward",
+    "tanh_backward",
+    "sigmoid_backward",
+    "hardswish_backward",
+)
 
 PATTERNS = (
-    Pattern("optimizer step", (_any("_foreach_addcdiv_", "_foreach_addcmul_", "_foreach_lerp_",
-                                    "_foreach_addcdiv", "_foreach_sqrt"),)),
-    Pattern("cross entropy", (_any("_log_softmax", "nll_loss_forward",
-                                   "_log_softmax_backward_data"),)),
+    Pattern(
+        "optimizer step",
+        (
+            _any(
+                "_foreach_addcdiv_",
+                "_foreach_addcmul_",
+                "_foreach_lerp_",
+                "_foreach_addcdiv",
+                "_foreach_sqrt",
+            ),
+        ),
+    ),
+    Pattern(
+        "cross entropy", (_any("_log_softmax", "nll_loss_forward", "_log_softmax_backward_data"),)
+    ),
     Pattern("softmax", (_any("_softmax", "_safe_softmax"),)),
     Pattern("softmax backward", (_any("_softmax_backward_data"),)),
     Pattern("layer norm", (_any("native_layer_norm"),)),
     Pattern("layer norm backward", (_any("native_layer_norm_backward"),)),
     Pattern("group norm", (_any("native_group_norm"),)),
-    Pattern("batch norm", (_any("native_batch_norm", "_native_batch_norm_legit", "cudnn_batch_norm",
-                                "_native_batch_norm_legit_no_training",
-                                "_batch_norm_with_update"),)),
-    Pattern("batch norm backward", (_any("native_batch_norm_backward", "cudnn_batch_norm_backward",
-                                         "batch_norm_backward"),)),
+    Pattern(
+        "batch norm",
+        (
+            _any(
+                "native_batch_norm",
+                "_native_batch_norm_legit",
+                "cudnn_batch_norm",
+                "_native_batch_norm_legit_no_training",
+                "_batch_norm_with_update",
+            ),
+        ),
+    ),
+    Pattern(
+        "batch norm backward",
+        (_any("native_batch_norm_backward", "cudnn_batch_norm_backward", "batch_norm_backward"),),
+    ),
     Pattern("rms norm", (_any("pow", "square", "mul"), _any("mean"), _ROOT)),
     Pattern("rms norm", (_any("_fused_rms_norm", "rms_norm"),)),
     Pattern("rotary embedding", (_any("cat"), _any("mul"), _any("add"), _any("neg", "sub"))),
@@ -55,8 +84,27 @@ PATTERNS = (
     Pattern("dropout", (_any("native_dropout", "bernoulli_"),)),
     Pattern("embedding", (_any("embedding"),)),
     Pattern("gather", (_any("index", "gather", "index_select"),)),
-    Pattern("reduction", (_any("sum", "mean", "amax", "amin", "any", "all", "max", "min", "argmax",
-                               "norm", "linalg_vector_norm", "var", "var_mean", "prod"),)),
+    Pattern(
+        "reduction",
+        (
+            _any(
+                "sum",
+                "mean",
+                "amax",
+                "amin",
+                "any",
+                "all",
+                "max",
+                "min",
+                "argmax",
+                "norm",
+                "linalg_vector_norm",
+                "var",
+                "var_mean",
+                "prod",
+            ),
+        ),
+    ),
     Pattern("concatenation", (_any("cat", "stack"),)),
     Pattern("cast", (_any("_to_copy"),)),
 )

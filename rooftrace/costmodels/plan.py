@@ -59,8 +59,10 @@ class Unsupported:
         """A rule to paste and fill in."""
         name = self.target.rsplit(".", 1)[0]
         function = name.replace(".", "_").strip("_")
-        return (f'@rooftrace.rule("{name}")\ndef {function}(op):\n'
-                f"    return rooftrace.Cost.of(vector=...) + op.streamed()")
+        return (
+            f'@rooftrace.rule("{name}")\ndef {function}(op):\n'
+            f"    return rooftrace.Cost.of(vector=...) + op.streamed()"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,14 +137,23 @@ def plan(graph: OpGraph, execution: str | ExecutionModel = "efficient") -> Plan:
     op_costs, known = price_ops(rewritten)
     groups = fuse(rewritten, model)
     costs = group_costs(rewritten, groups, op_costs, model)
-    return Plan(graph, rewritten, model, op_costs, groups, costs,
-                _launches(rewritten, groups, model), _coverage(rewritten, op_costs, known),
-                compulsory_bytes(rewritten, op_costs),
-                (*notes, *cache_products(rewritten, op_costs)))
+    return Plan(
+        graph,
+        rewritten,
+        model,
+        op_costs,
+        groups,
+        costs,
+        _launches(rewritten, groups, model),
+        _coverage(rewritten, op_costs, known),
+        compulsory_bytes(rewritten, op_costs),
+        (*notes, *cache_products(rewritten, op_costs)),
+    )
 
 
-def _launches(graph: OpGraph, groups: Sequence[FusionGroup],
-              execution: ExecutionModel) -> tuple[Launch, ...]:
+def _launches(
+    graph: OpGraph, groups: Sequence[FusionGroup], execution: ExecutionModel
+) -> tuple[Launch, ...]:
     """What the host does, in order: it enqueues groups, and waits at syncs.
 
     eager: every op of the graph is dispatched, views too.  compiled: every group.  graph:
@@ -196,11 +207,12 @@ def _coverage(graph: OpGraph, costs: Sequence[Cost], known: Sequence[bool]) -> C
             shapes.setdefault(op.target, _shapes(graph, op.inputs[:3]))
     unsupported = tuple(
         Unsupported(target, counts[target], sizes[target], shapes[target], tuple(where[target]))
-        for target in sorted(counts, key=lambda t: (-sizes[t], t)))
+        for target in sorted(counts, key=lambda t: (-sizes[t], t))
+    )
     return Coverage(ops, ops - counts.total(), total, total - sizes.total(), unsupported)
 
 
 def _shapes(graph: OpGraph, inputs: Sequence[int]) -> str:
-    """"bf16[8, 2048], int64[8]"."""
+    """ "bf16[8, 2048], int64[8]"."""
     tensors = (graph.values[i] for i in inputs)
     return ", ".join(f"{t.dtype}[{', '.join(map(str, t.shape))}]" for t in tensors)

@@ -63,8 +63,11 @@ def _split_masked(cost: Cost, view: OpView) -> Cost:
     return Cost(work, cost.traffic)
 
 
-def _signature(op: Op, sizes: Sequence[tuple[Any, ...]], storages: Sequence[int],
-               ) -> tuple[tuple[Any, ...], tuple[int, ...]]:
+def _signature(
+    op: Op,
+    sizes: Sequence[tuple[Any, ...]],
+    storages: Sequence[int],
+) -> tuple[tuple[Any, ...], tuple[int, ...]]:
     """What a price depends on, hashable, and the storages behind its local indices."""
     local: dict[int, int] = {}
     slots: dict[int, int] = {}
@@ -77,13 +80,26 @@ def _signature(op: Op, sizes: Sequence[tuple[Any, ...]], storages: Sequence[int]
         described.append(sizes[index])
         described.append(local.setdefault(storages[index], len(local)))
     arguments = op.arguments
-    values = [Slot(slots[item.id]) if type(item) is Ref else
-              _slotted(item, slots) if type(item) is tuple else item for item in arguments.values()]
+    values = [
+        Slot(slots[item.id])
+        if type(item) is Ref
+        else _slotted(item, slots)
+        if type(item) is tuple
+        else item
+        for item in arguments.values()
+    ]
     facts = tuple(op.facts.items()) if op.facts else ()
     # 1, 1.0 and True are equal as keys: their types keep them apart.
     types = tuple(map(type, values))
-    return (op.target, len(op.inputs), tuple(described), tuple(arguments), tuple(values), types,
-            facts), tuple(local)
+    return (
+        op.target,
+        len(op.inputs),
+        tuple(described),
+        tuple(arguments),
+        tuple(values),
+        types,
+        facts,
+    ), tuple(local)
 
 
 def _slotted(item: Argument, slots: Mapping[int, int]) -> Any:
@@ -97,15 +113,32 @@ def _slotted(item: Argument, slots: Mapping[int, int]) -> Any:
 def _view(key: tuple[Any, ...]) -> OpView:
     target, count, described, names, values, _, facts = key
     tensors = [_tensor(*described[i], described[i + 1]) for i in range(0, len(described), 2)]
-    return OpView(target, tuple(tensors[:count]), tuple(tensors[count:]),
-                  tuple(zip(names, values, strict=True)), facts)
+    return OpView(
+        target,
+        tuple(tensors[:count]),
+        tuple(tensors[count:]),
+        tuple(zip(names, values, strict=True)),
+        facts,
+    )
 
 
 @lru_cache(maxsize=65536)
-def _tensor(shape: tuple[int, ...], dtype: str, stride: tuple[int, ...], storage: int,
-            ) -> TensorView:
+def _tensor(
+    shape: tuple[int, ...],
+    dtype: str,
+    stride: tuple[int, ...],
+    storage: int,
+) -> TensorView:
     tensor = Tensor(shape, dtype, stride, "activations", 0)
     unique = tensor.unique_elements
     floating = precision(dtype).kind in ("float", "complex")
-    return TensorView(shape, dtype, stride, storage, tensor.elements, unique,
-                      storage_bytes(dtype, unique), floating)
+    return TensorView(
+        shape,
+        dtype,
+        stride,
+        storage,
+        tensor.elements,
+        unique,
+        storage_bytes(dtype, unique),
+        floating,
+    )

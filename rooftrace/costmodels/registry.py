@@ -41,13 +41,15 @@ _RULES: dict[str, Rule] = {}
 _loaded = False
 
 
-def rule(*names: str, fusion: FusionClass = "opaque", source: str = "user",
-         override: bool = False) -> Callable[[RuleFunction], RuleFunction]:
+def rule(
+    *names: str, fusion: FusionClass = "opaque", source: str = "user", override: bool = False
+) -> Callable[[RuleFunction], RuleFunction]:
     """Register the decorated function `price(op: OpView) -> Cost` for these ops.
 
     A second rule for one op raises DuplicateRuleError naming both owners, unless override=True; a
     name without a namespace raises ValueError.
     """
+
     def register(function: RuleFunction) -> RuleFunction:
         if source == "user":
             _load()
@@ -59,9 +61,11 @@ def rule(*names: str, fusion: FusionClass = "opaque", source: str = "user",
             if old is not None and not override:
                 raise DuplicateRuleError(
                     f"{name!r} already has a rule, {_owner(old.price)}; {_owner(function)} would "
-                    "be a second one: pass override=True to replace it")
+                    "be a second one: pass override=True to replace it"
+                )
             _RULES[key] = Rule(key, function, fusion, source)
         return function
+
     return register
 
 

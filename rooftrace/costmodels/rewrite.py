@@ -21,14 +21,34 @@ def rewrite(graph: OpGraph, execution: ExecutionModel) -> tuple[OpGraph, tuple[s
     """`graph` as this execution model runs it, and what was changed, one sentence each."""
     detected = execution.fusion == "detected"
     passes = (
-        (execution.attention == "materialised", materialise_attention, "attention call", "run",
-         "as matrix products with the score matrix in HBM"),
-        (execution.attention == "flash" and detected, flash_from_products,
-         "hand-written attention", "run", "as flash attention"),
-        (execution.kv_append == "in-place", append_in_place, "cache append", "write",
-         "the new rows only, into a cache that has room"),
-        (detected, without_dead_ops, "op", "disappear",
-         "because nothing uses the result, as in a compiler"),
+        (
+            execution.attention == "materialised",
+            materialise_attention,
+            "attention call",
+            "run",
+            "as matrix products with the score matrix in HBM",
+        ),
+        (
+            execution.attention == "flash" and detected,
+            flash_from_products,
+            "hand-written attention",
+            "run",
+            "as flash attention",
+        ),
+        (
+            execution.kv_append == "in-place",
+            append_in_place,
+            "cache append",
+            "write",
+            "the new rows only, into a cache that has room",
+        ),
+        (
+            detected,
+            without_dead_ops,
+            "op",
+            "disappear",
+            "because nothing uses the result, as in a compiler",
+        ),
     )
     notes = []
     for wanted, change, noun, verb, rest in passes:
@@ -41,6 +61,7 @@ def rewrite(graph: OpGraph, execution: ExecutionModel) -> tuple[OpGraph, tuple[s
 
 
 # -- caches and dead code --------------------------------------------------------------------------
+
 
 def append_in_place(graph: OpGraph) -> tuple[OpGraph, int]:
     """`cat` of a cache with new rows becomes a write of the new rows into a cache that has room.
@@ -59,15 +80,19 @@ def append_in_place(graph: OpGraph) -> tuple[OpGraph, int]:
                 grown.add(old)
                 moved[values[op.outputs[0]].storage] = cache
                 arguments: dict[str, Argument] = {
-                    "cache": Ref(old), "new": tuple(Ref(i) for i in new),
-                    "dim": op.arguments.get("dim", 0)}
-                op = replace(op, target=CACHE_APPEND, arguments=arguments,
-                             inputs=tuple(refs(arguments)))
+                    "cache": Ref(old),
+                    "new": tuple(Ref(i) for i in new),
+                    "dim": op.arguments.get("dim", 0),
+                }
+                op = replace(
+                    op, target=CACHE_APPEND, arguments=arguments, inputs=tuple(refs(arguments))
+                )
         ops.append(op)
     if not moved:
         return graph, 0
-    shared = tuple(replace(t, storage=moved[t.storage]) if t.storage in moved else t
-                   for t in values)
+    shared = tuple(
+        replace(t, storage=moved[t.storage]) if t.storage in moved else t for t in values
+    )
     return graph.replace(values=shared, ops=tuple(ops)).verify(), len(moved)
 
 
@@ -92,6 +117,7 @@ def without_dead_ops(graph: OpGraph) -> tuple[OpGraph, int]:
 
 # -- precisions ------------------------------------------------------------------------------------
 
+
 def check_precisions(dtype: str | None, *others: str | None) -> None:
     """Raise PrecisionError unless `dtype` is a float, the others floats or integers up to 8 bits.
 
@@ -99,11 +125,15 @@ def check_precisions(dtype: str | None, *others: str | None) -> None:
     """
     for name in (dtype, *others):
         if name is not None and not _can_hold(name, integers=True):
-            raise PrecisionError(f'precision "{name}": expected a float, or an integer of at most '
-                                 "8 bits, for example bf16 or int4")
+            raise PrecisionError(
+                f'precision "{name}": expected a float, or an integer of at most '
+                "8 bits, for example bf16 or int4"
+            )
     if dtype is not None and not _can_hold(dtype, integers=False):
-        raise PrecisionError(f'precision "{dtype}": expected a float, for example fp8; integers '
-                             "are for weights or caches alone")
+        raise PrecisionError(
+            f'precision "{dtype}": expected a float, for example fp8; integers '
+            "are for weights or caches alone"
+        )
 
 
 def _can_hold(name: str, integers: bool) -> bool:
@@ -111,8 +141,12 @@ def _can_hold(name: str, integers: bool) -> bool:
     return known.kind == "float" or (integers and known.kind == "int" and known.bits <= 8)
 
 
-def reprice(graph: OpGraph, dtype: str | None = None, weights_dtype: str | None = None,
-            kv_dtype: str | None = None) -> OpGraph:
+def reprice(
+    graph: OpGraph,
+    dtype: str | None = None,
+    weights_dtype: str | None = None,
+    kv_dtype: str | None = None,
+) -> OpGraph:
     """The same ops with other storage precisions.
 
     dtype: for every float in the model's own precision (`graph.model["dtype"]`).  Explicit islands
@@ -138,15 +172,25 @@ def reprice(graph: OpGraph, dtype: str | None = None, weights_dtype: str | None 
         if tensor.dtype == own and not stays:
             values.append(replace(tensor, dtype=precision(wanted or own).name))
             continue
-        if tensor.dtype != own and tensor.storage == index and not stays \
-                and precision(tensor.dtype).kind == "float":
+        if (
+            tensor.dtype != own
+            and tensor.storage == index
+            and not stays
+            and precision(tensor.dtype).kind == "float"
+        ):
             islands[tensor.dtype] += 1
         values.append(tensor)
-    model = {**graph.model, "priced_dtype": dtype or own, "islands": dict(islands),
-             "bytes_parameters": _parameter_bytes(graph, values)}
+    model = {
+        **graph.model,
+        "priced_dtype": dtype or own,
+        "islands": dict(islands),
+        "bytes_parameters": _parameter_bytes(graph, values),
+    }
     asked = {"dtype": dtype, "weights_dtype": weights_dtype, "kv_dtype": kv_dtype}
-    workload = {**graph.workload,
-                **{name: given or graph.workload.get(name) for name, given in asked.items()}}
+    workload = {
+        **graph.workload,
+        **{name: given or graph.workload.get(name) for name, given in asked.items()},
+    }
     return graph.replace(values=tuple(values), model=model, workload=workload)
 
 
@@ -156,8 +200,11 @@ def _optimizers_own(graph: OpGraph) -> frozenset[int]:
     Among the latter are its fp32 copies of low-precision gradients.
     """
     made = {i for op in graph.ops if op.part == "optimizer" for i in op.outputs}
-    return frozenset(index for index, tensor in enumerate(graph.values) if tensor.storage == index
-                     and (tensor.role == "optimizer" or index in made))
+    return frozenset(
+        index
+        for index, tensor in enumerate(graph.values)
+        if tensor.storage == index and (tensor.role == "optimizer" or index in made)
+    )
 
 
 def _parameter_bytes(graph: OpGraph, values: list[Tensor]) -> int:

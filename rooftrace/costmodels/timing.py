@@ -49,8 +49,12 @@ class Timing:
     @property
     def terms(self) -> dict[str, float]:
         """Seconds by regime."""
-        return {"compute": self.t_comp, "hbm": self.t_hbm, "network": self.t_net,
-                "launch": self.gap}
+        return {
+            "compute": self.t_comp,
+            "hbm": self.t_hbm,
+            "network": self.t_net,
+            "launch": self.gap,
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +88,10 @@ class StepTimes:
     def regime_shares(self) -> dict[str, float]:
         """Share of t_est by regime; launch holds kernel gaps and waiting."""
         total = sum(self.regime_seconds.values())
-        return {name: (seconds / total if total else 0.0)
-                for name, seconds in self.regime_seconds.items()}
+        return {
+            name: (seconds / total if total else 0.0)
+            for name, seconds in self.regime_seconds.items()
+        }
 
     @property
     def regime(self) -> str:
@@ -154,8 +160,11 @@ def compute_seconds(cost: Cost, chip: Chip, execution: ExecutionModel, headline:
     return seconds
 
 
-def schedule(durations: Sequence[float], launches: Sequence[Launch], dispatch: float,
-             ) -> tuple[list[float], float]:
+def schedule(
+    durations: Sequence[float],
+    launches: Sequence[Launch],
+    dispatch: float,
+) -> tuple[list[float], float]:
     """Start of each group on the device, and when the step ends.
 
     The host enqueues `dispatches` times (`dispatch` seconds each); the device starts a group when

@@ -16,8 +16,12 @@ from rooftrace.costmodels.fuse import FusionGroup
 from rooftrace.tracer.graph import ROLES, Op, OpGraph
 
 
-def group_costs(graph: OpGraph, groups: Sequence[FusionGroup], op_costs: Sequence[Cost],
-                execution: ExecutionModel) -> tuple[Cost, ...]:
+def group_costs(
+    graph: OpGraph,
+    groups: Sequence[FusionGroup],
+    op_costs: Sequence[Cost],
+    execution: ExecutionModel,
+) -> tuple[Cost, ...]:
     """One cost per group: work added up, traffic without internal values, factors applied."""
     merger = _Merger(graph, groups, op_costs)
     scale = _Factors(graph, execution)
@@ -31,8 +35,9 @@ def group_costs(graph: OpGraph, groups: Sequence[FusionGroup], op_costs: Sequenc
 class _Merger:
     """Adds up the ops of a group, knowing which storages later groups and the caller read."""
 
-    def __init__(self, graph: OpGraph, groups: Sequence[FusionGroup],
-                 op_costs: Sequence[Cost]) -> None:
+    def __init__(
+        self, graph: OpGraph, groups: Sequence[FusionGroup], op_costs: Sequence[Cost]
+    ) -> None:
         self.graph, self.groups, self.op_costs = graph, groups, op_costs
         self.sizes = storage_sizes(graph)
         self.last_reader: dict[int, int] = {}
@@ -44,8 +49,9 @@ class _Merger:
         values = graph.values
         self.kept = {values[i].storage for i in (*graph.outputs, *graph.external)}
         # The host reads from memory, too.
-        self.kept.update(values[i].storage for op in graph.ops if op.kind == "sync"
-                         for i in op.inputs)
+        self.kept.update(
+            values[i].storage for op in graph.ops if op.kind == "sync" for i in op.inputs
+        )
 
     def merged(self, index: int) -> Cost:
         """The cost of one group of several ops."""
@@ -137,7 +143,8 @@ class _Factors:
         residency = execution.weight_residency
         self.graph, self.execution = graph, execution
         self.active = execution.fusion == "factor" or any(
-            getattr(residency, family) != 1 for family in ("attention", "dense", "moe"))
+            getattr(residency, family) != 1 for family in ("attention", "dense", "moe")
+        )
 
     def __call__(self, cost: Cost, group: FusionGroup, op_costs: Sequence[Cost]) -> Cost:
         if not self.active:

@@ -24,42 +24,69 @@ Source = Any
 """A module, an OpGraph, graphs by phase, or a target (a string or path)."""
 
 
-def report(model: Source, *args: Any, chip: str | Chip | Sequence[str | Chip] = "h200-sxm",
-           execution: Sequence[str | ExecutionModel] = ("naive", "efficient"),
-           phases: Sequence[str] | None = None, dtype: str | None = None,
-           weights_dtype: str | None = None, kv_dtype: str | None = None,
-           out: str | os.PathLike[str] | None = None, formats: Sequence[str] = FORMATS,
-           **kwargs: Any) -> Report:
+def report(
+    model: Source,
+    *args: Any,
+    chip: str | Chip | Sequence[str | Chip] = "h200-sxm",
+    execution: Sequence[str | ExecutionModel] = ("naive", "efficient"),
+    phases: Sequence[str] | None = None,
+    dtype: str | None = None,
+    weights_dtype: str | None = None,
+    kv_dtype: str | None = None,
+    out: str | os.PathLike[str] | None = None,
+    formats: Sequence[str] = FORMATS,
+    **kwargs: Any,
+) -> Report:
     """Trace `model` called with these arguments and price it.
 
-    model: a module with its arguments, or anything that `graphs_of` takes.  phases: default forward and
-    training.  chip: one or several names, chips or TOML paths.  dtype, weights_dtype, kv_dtype: storage
-    precisions to price in.  out: a folder for report.md, report.json, ops.csv and figures.
+    model: a module with its arguments, or anything that `graphs_of` takes.  phases: default forward
+    and training.  chip: one or several names, chips or TOML paths.  dtype, weights_dtype, kv_dtype:
+    storage precisions to price in.  out: a folder for report.md, report.json, ops.csv and figures.
     Returns the Report; print it for one screen.
     """
     chips = [chip] if isinstance(chip, (str, Chip, os.PathLike)) else list(chip)
     graphs = graphs_of(model, *args, phases=phases, dtype=dtype, **kwargs)
-    priced = {name: reprice(graph, dtype, weights_dtype, kv_dtype) for name, graph in graphs.items()}
+    priced = {
+        name: reprice(graph, dtype, weights_dtype, kv_dtype) for name, graph in graphs.items()
+    }
     result = build_report(priced, chips, execution)
     if out is not None:
         result.write(Path(out), formats)
     return result
 
 
-def diff(before: Source, after: Source, *args: Any, chip: str | Chip = "h200-sxm",
-         execution: str | ExecutionModel = "efficient", phases: Sequence[str] | None = None,
-         names: tuple[str, str] = ("before", "after"), **kwargs: Any) -> Diff:
-    """What changed in cost from `before` to `after`: modules (called with the same arguments), graphs,
-    graphs by phase, or targets."""
-    sides = [{phase: estimate(graph, chip, execution)
-              for phase, graph in graphs_of(side, *args, phases=phases, **kwargs).items()}
-             for side in (before, after)]
+def diff(
+    before: Source,
+    after: Source,
+    *args: Any,
+    chip: str | Chip = "h200-sxm",
+    execution: str | ExecutionModel = "efficient",
+    phases: Sequence[str] | None = None,
+    names: tuple[str, str] = ("before", "after"),
+    **kwargs: Any,
+) -> Diff:
+    """What changed in cost from `before` to `after`.
+
+    Each is a module (called with the same arguments), a graph, graphs by phase, or a target.
+    """
+    sides = [
+        {
+            phase: estimate(graph, chip, execution)
+            for phase, graph in graphs_of(side, *args, phases=phases, **kwargs).items()
+        }
+        for side in (before, after)
+    ]
     return diff_estimates(sides[0], sides[1], names)
 
 
-def graphs_of(source: Source, *args: Any, phases: Sequence[str] | None = None, dtype: str | None = None,
-              **kwargs: Any) -> dict[str, OpGraph]:
-    """Graphs by phase of a module (default forward and training), a graph, a mapping or a target."""
+def graphs_of(
+    source: Source,
+    *args: Any,
+    phases: Sequence[str] | None = None,
+    dtype: str | None = None,
+    **kwargs: Any,
+) -> dict[str, OpGraph]:
+    """Graphs by phase of a module (forward and training), a graph, a mapping or a target."""
     if isinstance(source, OpGraph):
         return {source.phase: source}
     if isinstance(source, Mapping):
@@ -72,7 +99,7 @@ def graphs_of(source: Source, *args: Any, phases: Sequence[str] | None = None, d
 
 @dataclass(frozen=True)
 class Profile:
-    """Counts of one forward pass.  Unpacks as `macs, params` (thop's order); the names say which is which.
+    """Counts of one forward pass.  Unpacks as `macs, params`, which is thop's order.
 
     flops counts a multiply-add as 2 and includes vector work; macs are those of matrix products and
     convolutions.  unsupported: names of ops without a rule.
@@ -91,24 +118,37 @@ class Profile:
 def profile(model: Module, inputs: Sequence[Any] = (), **kwargs: Any) -> Profile:
     """FLOPs, MACs and parameters of one forward pass of `model(*inputs, **kwargs)`."""
     result = estimate(trace(model, *inputs, **kwargs), execution="eager")
-    return Profile(result.macs, int(result.graph.model["params"]), result.flops,
-                   tuple(u.target for u in result.unsupported_ops()), result)
+    return Profile(
+        result.macs,
+        int(result.graph.model["params"]),
+        result.flops,
+        tuple(u.target for u in result.unsupported_ops()),
+        result,
+    )
 
 
-def summary(model: Module, input_size: Sequence[int] | None = None, *, input_data: Any = None,
-            chip: str | Chip = "h200-sxm", execution: str | ExecutionModel = "eager",
-            **kwargs: Any) -> Estimate:
+def summary(
+    model: Module,
+    input_size: Sequence[int] | None = None,
+    *,
+    input_data: Any = None,
+    chip: str | Chip = "h200-sxm",
+    execution: str | ExecutionModel = "eager",
+    **kwargs: Any,
+) -> Estimate:
     """An estimate of one forward pass, for the habit: print it for the table.
 
-    Give `input_size` (one float tensor in the model's precision) or `input_data` (a tensor, a tuple, or
-    a dict of keyword arguments).
+    Give `input_size` (one float tensor in the model's precision) or `input_data` (a tensor, a
+    tuple, or a dict of keyword arguments).
     """
     if (input_size is None) == (input_data is None):
         raise ValueError("summary: give either input_size=(8, 3, 224, 224) or input_data=")
     if input_size is not None:
         from rooftrace.tracer.api import floating_input
 
-        return estimate(trace(model, floating_input(model, tuple(input_size)), **kwargs), chip, execution)
+        return estimate(
+            trace(model, floating_input(model, tuple(input_size)), **kwargs), chip, execution
+        )
     if isinstance(input_data, Mapping):
         return estimate(trace(model, **input_data, **kwargs), chip, execution)
     args = tuple(input_data) if isinstance(input_data, (tuple, list)) else (input_data,)

@@ -6,7 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 from rooftrace.hardware.chip import Chip
 from rooftrace.hardware.chipfile import available_chips, load_chip
-from rooftrace.hardware.units import format_bandwidth, format_capacity, format_flop_rate, format_intensity
+from rooftrace.hardware.units import (
+    format_bandwidth,
+    format_capacity,
+    format_flop_rate,
+    format_intensity,
+)
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -26,10 +31,26 @@ def render_chip_list() -> RenderableType:
         chip = load_chip(name)
 
         def rate(engine: str, precision: str, chip: Chip = chip) -> str:
-            return format_flop_rate(chip.peak(engine, precision)) if chip.has_peak(engine, precision) else "–"
-        ridge = (format_intensity(chip.ridge("matrix", "bf16")) if chip.has_peak("matrix", "bf16") else "–")
-        table.add_row(name, rate("matrix", "bf16"), rate("matrix", "fp8"), rate("vector", "fp32"),
-                      format_capacity(chip.memory_capacity.value), format_bandwidth(chip.memory_bandwidth.value), ridge)
+            return (
+                format_flop_rate(chip.peak(engine, precision))
+                if chip.has_peak(engine, precision)
+                else "–"
+            )
+
+        ridge = (
+            format_intensity(chip.ridge("matrix", "bf16"))
+            if chip.has_peak("matrix", "bf16")
+            else "–"
+        )
+        table.add_row(
+            name,
+            rate("matrix", "bf16"),
+            rate("matrix", "fp8"),
+            rate("vector", "fp32"),
+            format_capacity(chip.memory_capacity.value),
+            format_bandwidth(chip.memory_bandwidth.value),
+            ridge,
+        )
     return table
 
 

@@ -1,4 +1,4 @@
-"""The command line.  Exit codes: 0 good, 1 a check failed, 2 the request was wrong (one line says how).
+"""The command line.  Exit codes: 0 good, 1 a check failed, 2 a wrong request (one line says how).
 
 Only click is imported up front, so that `--help` answers at once.
 """
@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     from rooftrace.hardware.chip import Chip
     from rooftrace.tracer.graph import OpGraph
 
-_TARGET_HELP = """TARGET is package.module:attr or path/file.py:attr (a module, or a function returning a module or
-(module, inputs)), the path of a Hugging Face config.json, hf:ORG/NAME, or a saved graph."""
+_TARGET_HELP = """TARGET is package.module:attr or path/file.py:attr (a module, or a function
+returning a module or (module, inputs)), the path of a Hugging Face config.json, hf:ORG/NAME, or a
+saved graph."""
 
 
 class _Commas(click.ParamType):  # type: ignore[type-arg]  # generic in newer clicks only
@@ -29,7 +30,9 @@ class _Commas(click.ParamType):  # type: ignore[type-arg]  # generic in newer cl
 
     name = "LIST"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[str, ...]:
         if isinstance(value, tuple):
             return value
         return tuple(part.strip() for part in str(value).split(",") if part.strip())
@@ -38,20 +41,40 @@ class _Commas(click.ParamType):  # type: ignore[type-arg]  # generic in newer cl
 def _workload_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """--batch, --seq, --phase, --dtype ...: what is run."""
     options = (
-        click.option("--phase", "phases", type=_Commas(),
-                     help="forward, training, prefill, decode; default: those that fit the model."),
-        click.option("--batch", type=int, help="Batch size; default 1, or that of the given inputs."),
+        click.option(
+            "--phase",
+            "phases",
+            type=_Commas(),
+            help="forward, training, prefill, decode; default: those that fit the model.",
+        ),
+        click.option(
+            "--batch", type=int, help="Batch size; default 1, or that of the given inputs."
+        ),
         click.option("--seq", type=int, help="Sequence (prompt) length in tokens."),
         click.option("--kv", type=int, help="Cached length before a decode step; default: --seq."),
-        click.option("--input", "inputs", multiple=True, metavar="NAME=SHAPE:DTYPE",
-                     help="An input by name, for example pixels=8,3,224,224:fp32.  Repeatable."),
-        click.option("--dtype", help="Price the model's own floats in this precision (fp8, bf16, int4 ...)."),
+        click.option(
+            "--input",
+            "inputs",
+            multiple=True,
+            metavar="NAME=SHAPE:DTYPE",
+            help="An input by name, for example pixels=8,3,224,224:fp32.  Repeatable.",
+        ),
+        click.option(
+            "--dtype", help="Price the model's own floats in this precision (fp8, bf16, int4 ...)."
+        ),
         click.option("--weights-dtype", help="Price weights in this precision."),
         click.option("--kv-dtype", help="Price the KV cache in this precision."),
-        click.option("--optimizer", default="adamw", show_default=True,
-                     help="Optimizer of a training step: none, or any of torch.optim."),
-        click.option("--trust-remote-code", is_flag=True,
-                     help="Let a Hugging Face repository run its own code."),
+        click.option(
+            "--optimizer",
+            default="adamw",
+            show_default=True,
+            help="Optimizer of a training step: none, or any of torch.optim.",
+        ),
+        click.option(
+            "--trust-remote-code",
+            is_flag=True,
+            help="Let a Hugging Face repository run its own code.",
+        ),
     )
     for option in reversed(options):
         command = option(command)
@@ -62,8 +85,12 @@ def _pricing_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """--tf32, --rules: how it is priced."""
     options = (
         click.option("--tf32", is_flag=True, help="Run fp32 matrix products on the matrix engine."),
-        click.option("--rules", multiple=True, metavar="FILE.py",
-                     help="Python file with @rooftrace.rule functions.  Repeatable."),
+        click.option(
+            "--rules",
+            multiple=True,
+            metavar="FILE.py",
+            help="Python file with @rooftrace.rule functions.  Repeatable.",
+        ),
     )
     for option in reversed(options):
         command = option(command)
@@ -85,14 +112,40 @@ def cli() -> None:
 @click.argument("target")
 @_workload_options
 @_pricing_options
-@click.option("--chip", "chips", type=_Commas(), default="h200-sxm", show_default=True,
-              help="Chips by name or TOML path; times are those of the first.")
-@click.option("--execution", "executions", type=_Commas(), default="naive,efficient", show_default=True,
-              help="naive, eager, compiled, efficient, seed-naive, seed-efficient.")
-@click.option("--out", metavar="DIR", help="Folder for report.md, report.json, ops.csv and figures; - is stdout.")
-@click.option("--format", "formats", type=_Commas(), help="Which files: md, json, csv, png; default all.")
-def report(target: str, chips: tuple[str, ...], executions: tuple[str, ...], out: str | None,
-           formats: tuple[str, ...] | None, tf32: bool, rules: tuple[str, ...], **request: Any) -> None:
+@click.option(
+    "--chip",
+    "chips",
+    type=_Commas(),
+    default="h200-sxm",
+    show_default=True,
+    help="Chips by name or TOML path; times are those of the first.",
+)
+@click.option(
+    "--execution",
+    "executions",
+    type=_Commas(),
+    default="naive,efficient",
+    show_default=True,
+    help="naive, eager, compiled, efficient, seed-naive, seed-efficient.",
+)
+@click.option(
+    "--out",
+    metavar="DIR",
+    help="Folder for report.md, report.json, ops.csv and figures; - is stdout.",
+)
+@click.option(
+    "--format", "formats", type=_Commas(), help="Which files: md, json, csv, png; default all."
+)
+def report(
+    target: str,
+    chips: tuple[str, ...],
+    executions: tuple[str, ...],
+    out: str | None,
+    formats: tuple[str, ...] | None,
+    tf32: bool,
+    rules: tuple[str, ...],
+    **request: Any,
+) -> None:
     """Cost of each phase of TARGET: one screen, and a folder of files with --out."""
     from rooftrace.reporting.files import check_folder
     from rooftrace.reporting.report import FORMATS, build_report
@@ -120,13 +173,17 @@ def report(target: str, chips: tuple[str, ...], executions: tuple[str, ...], out
         return
     _console().print(result)
     if written:
-        click.echo(f"\nwritten to {Path(out or '.')}{os.sep}: {', '.join(path.name for path in written)}")
+        click.echo(
+            f"\nwritten to {Path(out or '.')}{os.sep}: {', '.join(path.name for path in written)}"
+        )
 
 
 @cli.command(epilog=_TARGET_HELP)
 @click.argument("target")
 @_workload_options
-@click.option("-o", "--out", required=True, metavar="FILE", help="graph.json or graph.json.gz; - is stdout.")
+@click.option(
+    "-o", "--out", required=True, metavar="FILE", help="graph.json or graph.json.gz; - is stdout."
+)
 def trace(target: str, out: str, **request: Any) -> None:
     """Capture TARGET and save its operator graphs, one per phase."""
     from rooftrace.tracer.graphfile import graphs_bytes, write_bytes
@@ -146,17 +203,48 @@ def trace(target: str, out: str, **request: Any) -> None:
 @click.argument("after")
 @_workload_options
 @_pricing_options
-@click.option("--names", nargs=2, default=None, metavar="BEFORE AFTER", help="What to call the two in the output.")
+@click.option(
+    "--names",
+    nargs=2,
+    default=None,
+    metavar="BEFORE AFTER",
+    help="What to call the two in the output.",
+)
 @click.option("--chip", default="h200-sxm", show_default=True, help="A chip by name or TOML path.")
-@click.option("--execution", default="efficient", show_default=True, help="The execution model to compare under.")
-@click.option("--format", "form", type=click.Choice(["terminal", "md", "json"]), default="terminal",
-              show_default=True)
+@click.option(
+    "--execution",
+    default="efficient",
+    show_default=True,
+    help="The execution model to compare under.",
+)
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["terminal", "md", "json"]),
+    default="terminal",
+    show_default=True,
+)
 @click.option("--out", metavar="FILE", help="Write there instead of the terminal; - is stdout.")
-@click.option("--fail-on", multiple=True, metavar="METRIC>LIMIT",
-              help='Exit 1 when a metric grows beyond it: "time>5%", "memory>1 GiB".  Metrics: time, flops, bytes, '
-                   "memory, params, kernels.  Repeatable.")
-def diff(before: str, after: str, names: tuple[str, str] | None, chip: str, execution: str, form: str,
-         out: str | None, fail_on: tuple[str, ...], tf32: bool, rules: tuple[str, ...], **request: Any) -> None:
+@click.option(
+    "--fail-on",
+    multiple=True,
+    metavar="METRIC>LIMIT",
+    help='Exit 1 when a metric grows beyond it: "time>5%", "memory>1 GiB".  Metrics: time, '
+    "flops, bytes, memory, params, kernels.  Repeatable.",
+)
+def diff(
+    before: str,
+    after: str,
+    names: tuple[str, str] | None,
+    chip: str,
+    execution: str,
+    form: str,
+    out: str | None,
+    fail_on: tuple[str, ...],
+    tf32: bool,
+    rules: tuple[str, ...],
+    **request: Any,
+) -> None:
     """What changed in cost from BEFORE to AFTER: targets or saved graphs."""
     from rooftrace.costmodels.diff import diff_estimates, parse_condition
     from rooftrace.costmodels.estimate import estimate
@@ -168,13 +256,22 @@ def diff(before: str, after: str, names: tuple[str, str] | None, chip: str, exec
     (loaded,), (model,) = _chips((chip,)), _executions((execution,), tf32)
     _load_rules(rules)
     with _progress() as tell:
-        sides = [{phase: estimate(graph, loaded, model) for phase, graph in _graphs(t, tell, **request).items()}
-                 for t in (before, after)]
+        sides = [
+            {
+                phase: estimate(graph, loaded, model)
+                for phase, graph in _graphs(t, tell, **request).items()
+            }
+            for t in (before, after)
+        ]
     result = diff_estimates(sides[0], sides[1], names or (before, after))
     if form == "terminal" and out in (None, "-"):
         _console().print(render_diff(result))
     else:
-        text = (json.dumps(result.to_dict(), indent=1) + "\n" if form == "json" else diff_markdown(result))
+        text = (
+            json.dumps(result.to_dict(), indent=1) + "\n"
+            if form == "json"
+            else diff_markdown(result)
+        )
         if out in (None, "-"):
             click.echo(text, nl=False)
         else:
@@ -228,14 +325,18 @@ def chips_lint(paths: tuple[str, ...]) -> None:
 
 
 @cli.command()
-@click.option("--chip-only", is_flag=True, help="Measure this machine's rates and write them as a chip.")
+@click.option(
+    "--chip-only", is_flag=True, help="Measure this machine's rates and write them as a chip."
+)
 @click.option("--device", default=None, help="cpu or cuda; default: cuda where there is one.")
 @click.option("--budget", type=float, default=20.0, show_default=True, help="Seconds to spend.")
 @click.option("-o", "--out", metavar="FILE.toml", help="Where to write the chip; default: stdout.")
 def measure(chip_only: bool, device: str | None, budget: float, out: str | None) -> None:
     """Measure this machine; the result is a TOML file for --chip."""
     if not chip_only:
-        raise click.UsageError("measure: only --chip-only is there so far; add it to measure this machine's rates")
+        raise click.UsageError(
+            "measure: only --chip-only is there so far; add it to measure this machine's rates"
+        )
     from rooftrace.hardware.chipfile import dump_chip, write_chip
     from rooftrace.reporting.chiptext import render_chip
     from rooftrace.tracer.measure_chip import default_device, measure_chip
@@ -250,11 +351,23 @@ def measure(chip_only: bool, device: str | None, budget: float, out: str | None)
     click.echo(f"\nwritten to {out}; use it as --chip {out}")
 
 
-# -- what commands share ----------------------------------------------------------------------------
+# -- what commands share --------------------------------------------------------------------------
 
-def _graphs(target: str, tell: Callable[[str], None], phases: tuple[str, ...] | None, batch: int | None,
-            seq: int | None, kv: int | None, inputs: Sequence[str], dtype: str | None, weights_dtype: str | None,
-            kv_dtype: str | None, optimizer: str, trust_remote_code: bool) -> Mapping[str, OpGraph]:
+
+def _graphs(
+    target: str,
+    tell: Callable[[str], None],
+    phases: tuple[str, ...] | None,
+    batch: int | None,
+    seq: int | None,
+    kv: int | None,
+    inputs: Sequence[str],
+    dtype: str | None,
+    weights_dtype: str | None,
+    kv_dtype: str | None,
+    optimizer: str,
+    trust_remote_code: bool,
+) -> Mapping[str, OpGraph]:
     """Trace (or load) a target and re-price it."""
     from rooftrace.costmodels.rewrite import check_precisions, reprice
     from rooftrace.tracer.graphfile import looks_saved
@@ -262,9 +375,12 @@ def _graphs(target: str, tell: Callable[[str], None], phases: tuple[str, ...] | 
     check_precisions(dtype, weights_dtype, kv_dtype)
     graphs: Mapping[str, OpGraph]
     from rooftrace.tracer.api import trace_target
+
     if looks_saved(target):
         if any(v is not None for v in (batch, seq, kv)) or inputs:
-            raise click.UsageError(f"{target}: a saved graph has its sizes; leave out --batch, --seq, --kv, --input")
+            raise click.UsageError(
+                f"{target}: a saved graph has its sizes; leave out --batch, --seq, --kv, --input"
+            )
         graphs = trace_target(target, phases)
     else:
         from rooftrace.tracer.request import Options, Request
@@ -273,12 +389,18 @@ def _graphs(target: str, tell: Callable[[str], None], phases: tuple[str, ...] | 
         for item in inputs:
             name, equals, text = item.partition("=")
             if not equals:
-                raise click.UsageError(f"--input {item!r}: expected NAME=SHAPE:DTYPE, for example x=8,3,224,224:fp32")
+                raise click.UsageError(
+                    f"--input {item!r}: expected NAME=SHAPE:DTYPE, for example x=8,3,224,224:fp32"
+                )
             named[name] = text
         request = Request(batch, seq, kv, named, trust_remote_code)
         low = dtype or weights_dtype
-        graphs = trace_target(target, phases, request, Options(optimizer=optimizer, dtype=low), tell)
-    return {phase: reprice(graph, dtype, weights_dtype, kv_dtype) for phase, graph in graphs.items()}
+        graphs = trace_target(
+            target, phases, request, Options(optimizer=optimizer, dtype=low), tell
+        )
+    return {
+        phase: reprice(graph, dtype, weights_dtype, kv_dtype) for phase, graph in graphs.items()
+    }
 
 
 def _chips(names: Sequence[str]) -> list[Chip]:
@@ -340,8 +462,11 @@ def _progress() -> Iterator[Callable[[str], None]]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line; every wrong request ends in one clear message and exit code 2."""
     try:
-        cli.main(args=list(arguments) if arguments is not None else None, prog_name="rooftrace",
-                 standalone_mode=False)
+        cli.main(
+            args=list(arguments) if arguments is not None else None,
+            prog_name="rooftrace",
+            standalone_mode=False,
+        )
     except click.exceptions.Exit as stop:
         sys.exit(stop.exit_code)
     except click.Abort:
@@ -361,7 +486,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _message(error: BaseException) -> str:
-    if isinstance(error, OSError) and error.strerror and not type(error).__module__.startswith("rooftrace."):
+    if (
+        isinstance(error, OSError)
+        and error.strerror
+        and not type(error).__module__.startswith("rooftrace.")
+    ):
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     if isinstance(error, LookupError) and error.args:
         return str(error.args[0])

@@ -18,10 +18,21 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 _FORMATS: dict[str, Callable[[float], str]] = {
-    "time": format_time, "flops": format_flops, "bytes": format_traffic, "memory": format_capacity,
-    "params": format_count, "kernels": lambda n: f"{n:,.0f}"}
-_LABELS = {"time": "t_est", "flops": "FLOPs", "bytes": "HBM bytes", "memory": "peak memory",
-           "params": "parameters", "kernels": "kernels"}
+    "time": format_time,
+    "flops": format_flops,
+    "bytes": format_traffic,
+    "memory": format_capacity,
+    "params": format_count,
+    "kernels": lambda n: f"{n:,.0f}",
+}
+_LABELS = {
+    "time": "t_est",
+    "flops": "FLOPs",
+    "bytes": "HBM bytes",
+    "memory": "peak memory",
+    "params": "parameters",
+    "kernels": "kernels",
+}
 SHOWN = 15
 
 
@@ -65,21 +76,38 @@ def render_diff(result: Diff) -> RenderableType:
     from rich.table import Table
     from rich.text import Text
 
-    parts: list[Any] = [Text.assemble(
-        ("diff  ", "bold"), f"{result.names[0]} -> {result.names[1]}   on {result.chip}, {result.execution}")]
+    parts: list[Any] = [
+        Text.assemble(
+            ("diff  ", "bold"),
+            f"{result.names[0]} -> {result.names[1]}   on {result.chip}, {result.execution}",
+        )
+    ]
     for line in _one_sided(result):
         parts.append(Text(line, style="yellow"))
     if result.unchanged:
         parts.append(Text("no change in any phase", style="green"))
         return Group(*parts)
     for phase in result.phases:
-        table = Table(title=phase.phase, title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0))
+        table = Table(
+            title=phase.phase,
+            title_justify="left",
+            title_style="bold",
+            box=None,
+            padding=(0, 2, 0, 0),
+        )
         for column in ("", result.names[0], result.names[1], "change", ""):
-            table.add_column(column, justify="left" if column == "" and not table.columns else "right")
+            table.add_column(
+                column, justify="left" if column == "" and not table.columns else "right"
+            )
         for metric, change in phase.totals.items():
             style = "red" if change.delta > 0 else "green" if change.delta < 0 else "dim"
-            table.add_row(_LABELS[metric], _FORMATS[metric](change.before), _FORMATS[metric](change.after),
-                          Text(signed(metric, change.delta), style), Text(percent(change), style))
+            table.add_row(
+                _LABELS[metric],
+                _FORMATS[metric](change.before),
+                _FORMATS[metric](change.after),
+                Text(signed(metric, change.delta), style),
+                Text(percent(change), style),
+            )
         parts.append(table)
         if not phase.modules:
             continue
@@ -92,38 +120,72 @@ def render_diff(result: Diff) -> RenderableType:
         marks = {"added": ("+", "green"), "removed": ("-", "red"), "changed": ("~", "yellow")}
         for module in phase.modules[:SHOWN]:
             mark, style = marks[module.status]
-            modules.add_row(Text(mark, style), _label(module), signed("time", module.time.delta),
-                            signed("bytes", module.bytes.delta), signed("flops", module.flops.delta), cause(module))
+            modules.add_row(
+                Text(mark, style),
+                _label(module),
+                signed("time", module.time.delta),
+                signed("bytes", module.bytes.delta),
+                signed("flops", module.flops.delta),
+                cause(module),
+            )
         parts.append(modules)
         if len(phase.modules) > SHOWN:
-            parts.append(Text(f"... and {len(phase.modules) - SHOWN} more modules (--format json has all)", style="dim"))
+            parts.append(
+                Text(
+                    f"... and {len(phase.modules) - SHOWN} more modules (--format json has all)",
+                    style="dim",
+                )
+            )
     return Group(*parts)
 
 
 def diff_markdown(result: Diff) -> str:
     """GitHub-flavoured markdown, for a pull request."""
     before, after = result.names
-    lines = [f"## Cost of `{before}` -> `{after}`", "", f"On {result.chip}, execution {result.execution}.", ""]
+    lines = [
+        f"## Cost of `{before}` -> `{after}`",
+        "",
+        f"On {result.chip}, execution {result.execution}.",
+        "",
+    ]
     lines += [f"- {line}" for line in _one_sided(result)]
     if result.unchanged:
         return "\n".join([*lines, "No change in any phase.", ""])
     for phase in result.phases:
-        lines += [f"### {phase.phase}", "", f"| | {before} | {after} | change | |", "|---|---:|---:|---:|---:|"]
+        lines += [
+            f"### {phase.phase}",
+            "",
+            f"| | {before} | {after} | change | |",
+            "|---|---:|---:|---:|---:|",
+        ]
         for metric, change in phase.totals.items():
-            lines.append(f"| {_LABELS[metric]} | {_FORMATS[metric](change.before)} | {_FORMATS[metric](change.after)} "
-                         f"| {signed(metric, change.delta)} | {percent(change)} |")
+            lines.append(
+                f"| {_LABELS[metric]} | {_FORMATS[metric](change.before)} "
+                f"| {_FORMATS[metric](change.after)} "
+                f"| {signed(metric, change.delta)} | {percent(change)} |"
+            )
         if phase.modules:
-            lines += ["", "| | module | time | bytes | FLOPs | cause |", "|---|---|---:|---:|---:|---|"]
-            lines += [f"| {m.status} | `{_label(m)}` | {signed('time', m.time.delta)} | "
-                      f"{signed('bytes', m.bytes.delta)} | {signed('flops', m.flops.delta)} | {cause(m)} |"
-                      for m in phase.modules]
+            lines += [
+                "",
+                "| | module | time | bytes | FLOPs | cause |",
+                "|---|---|---:|---:|---:|---|",
+            ]
+            lines += [
+                f"| {m.status} | `{_label(m)}` | {signed('time', m.time.delta)} | "
+                f"{signed('bytes', m.bytes.delta)} | {signed('flops', m.flops.delta)} | "
+                f"{cause(m)} |"
+                for m in phase.modules
+            ]
         lines.append("")
     return "\n".join(lines)
 
 
 def _one_sided(result: Diff) -> list[str]:
     lines = []
-    for phases, name in ((result.only_before, result.names[0]), (result.only_after, result.names[1])):
+    for phases, name in (
+        (result.only_before, result.names[0]),
+        (result.only_after, result.names[1]),
+    ):
         if phases:
             lines.append(f"only {name} has {', '.join(phases)}: not compared")
     return lines

@@ -17,9 +17,16 @@ if TYPE_CHECKING:
     from rooftrace.tracer.request import Loss, Options, Request
 
 
-def trace(model: nn.Module, *args: Any, phase: str | None = None, loss: Loss | None = None,
-          optimizer: str = "adamw", dtype: str | None = None,
-          branches: Mapping[int, bool] | None = None, **kwargs: Any) -> OpGraph:
+def trace(
+    model: nn.Module,
+    *args: Any,
+    phase: str | None = None,
+    loss: Loss | None = None,
+    optimizer: str = "adamw",
+    dtype: str | None = None,
+    branches: Mapping[int, bool] | None = None,
+    **kwargs: Any,
+) -> OpGraph:
     """Capture one step of `model` called with these arguments.
 
     Tensors among the arguments are only looked at for their size, and for their value where they
@@ -44,9 +51,13 @@ def trace(model: nn.Module, *args: Any, phase: str | None = None, loss: Loss | N
         return trace_phases(model, inputs, (wanted,), options)[wanted]
 
 
-def trace_target(target: str | os.PathLike[str], phases: Sequence[str] | None = None,
-                 request: Request | None = None, options: Options | None = None,
-                 progress: Callable[[str], None] | None = None) -> dict[str, OpGraph]:
+def trace_target(
+    target: str | os.PathLike[str],
+    phases: Sequence[str] | None = None,
+    request: Request | None = None,
+    options: Options | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> dict[str, OpGraph]:
     """The graphs by phase of whatever `target` names: code, a Hugging Face config, a saved graph.
 
     phases: None takes what fits the model (prefill, decode and training if it keeps a cache, else
@@ -83,8 +94,9 @@ def load(path: str | os.PathLike[str], phase: str | None = None) -> OpGraph:
     return graphs[phase]
 
 
-def _select(graphs: dict[str, OpGraph], phases: Sequence[str] | None,
-            name: str) -> dict[str, OpGraph]:
+def _select(
+    graphs: dict[str, OpGraph], phases: Sequence[str] | None, name: str
+) -> dict[str, OpGraph]:
     if phases is None:
         return graphs
     from rooftrace.tracer.graphfile import GraphFileError
@@ -92,7 +104,8 @@ def _select(graphs: dict[str, OpGraph], phases: Sequence[str] | None,
     for phase in phases:
         if phase not in graphs:
             raise GraphFileError(
-                f"{name}: no graph of phase {phase!r}; it holds {', '.join(graphs)}")
+                f"{name}: no graph of phase {phase!r}; it holds {', '.join(graphs)}"
+            )
     return {phase: graphs[phase] for phase in phases}
 
 

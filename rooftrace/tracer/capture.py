@@ -118,12 +118,15 @@ def _info(func: Any) -> OpInfo:
     if info is None:
         schema = func._schema
         name = f"{func.namespace}.{func._opname}"
-        mutated = tuple((i, a.name) for i, a in enumerate(schema.arguments)
-                        if a.alias_info is not None and a.alias_info.is_write)
-        aliasing = (name in _HIDDEN_VIEWS
-                    or any(r.alias_info is not None for r in schema.returns))
-        info = _INFO[func] = OpInfo(name, mutated, aliasing or bool(mutated),
-                                    aliasing and not mutated)
+        mutated = tuple(
+            (i, a.name)
+            for i, a in enumerate(schema.arguments)
+            if a.alias_info is not None and a.alias_info.is_write
+        )
+        aliasing = name in _HIDDEN_VIEWS or any(r.alias_info is not None for r in schema.returns)
+        info = _INFO[func] = OpInfo(
+            name, mutated, aliasing or bool(mutated), aliasing and not mutated
+        )
     return info
 
 
@@ -178,8 +181,12 @@ class Recorder(TorchDispatchMode):
             self._name_tensors(module, f"{path}." if path else "")
 
     def _name_tensors(self, module: nn.Module, prefix: str) -> None:
-        names = {id(t): name for group in (vars(module), module._buffers, module._parameters)
-                 for name, t in group.items() if isinstance(t, Tensor)}
+        names = {
+            id(t): name
+            for group in (vars(module), module._buffers, module._parameters)
+            for name, t in group.items()
+            if isinstance(t, Tensor)
+        }
         transient = getattr(module, "_non_persistent_buffers_set", ())
         for tensor in own_tensors(module):
             name = names[id(tensor)]
@@ -238,8 +245,9 @@ class Recorder(TorchDispatchMode):
         tag: _Tag | None = tensor.__dict__.get(self._key)
         if tag is None:
             name = f"constant_{self._storages}"
-            tag = self._entry(tensor, self.graph.create_node("get_attr", name, name=name),
-                              "constant", name)
+            tag = self._entry(
+                tensor, self.graph.create_node("get_attr", name, name=name), "constant", name
+            )
         if tag.index is None:
             return tag.node
         item = self.graph.call_function(operator.getitem, (tag.node, tag.index))
@@ -257,16 +265,29 @@ class Recorder(TorchDispatchMode):
 
     # -- recording ---------------------------------------------------------------------------------
 
-    def record(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any],
-               outputs: Sequence[Tensor], *, single: bool = False, sync: bool = False,
-               facts: Mapping[str, Any] | None = None, taint: frozenset[int] = _NO_TAINT) -> None:
+    def record(
+        self,
+        func: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        outputs: Sequence[Tensor],
+        *,
+        single: bool = False,
+        sync: bool = False,
+        facts: Mapping[str, Any] | None = None,
+        taint: frozenset[int] = _NO_TAINT,
+    ) -> None:
         """Add one call to the graph, if recording.  single: it returns a tensor, not a list."""
         if not self.recording:
             return
         info = _info(func)
         node = self.graph.create_node(
-            "call_function", func, tuple([self._argument(item) for item in args]),
-            {name: self._argument(item) for name, item in kwargs.items()}, info.name)
+            "call_function",
+            func,
+            tuple([self._argument(item) for item in args]),
+            {name: self._argument(item) for name, item in kwargs.items()},
+            info.name,
+        )
         owners: dict[int, int] = {}
         if info.may_alias:
             tensors: list[Tensor] = []
@@ -288,8 +309,9 @@ class Recorder(TorchDispatchMode):
         if single:
             for tensor in written:
                 tensor.__dict__[self._key] = _Tag(node, None, tensor.__dict__[self._key].storage)
-        node.meta[META_KEY] = Recorded(tuple(specs), self._origin(info.name), info.view, sync,
-                                       facts or {}, taint)
+        node.meta[META_KEY] = Recorded(
+            tuple(specs), self._origin(info.name), info.view, sync, facts or {}, taint
+        )
 
     def _argument(self, item: Any) -> Any:
         if isinstance(item, Tensor):
@@ -383,8 +405,15 @@ class Recorder(TorchDispatchMode):
             self.values.learn(out, entry.value, entry.taint)
         return out
 
-    def _propagate(self, func: Any, info: OpInfo, args: Any, kwargs: Mapping[str, Any],
-                   tensors: list[Tensor], outputs: list[Tensor]) -> frozenset[int]:
+    def _propagate(
+        self,
+        func: Any,
+        info: OpInfo,
+        args: Any,
+        kwargs: Mapping[str, Any],
+        tensors: list[Tensor],
+        outputs: list[Tensor],
+    ) -> frozenset[int]:
         """Follow known values through one op; returns the assumptions that its outputs rest on."""
         values = self.values
         known = True
@@ -392,8 +421,11 @@ class Recorder(TorchDispatchMode):
             if KNOWN not in tensor.__dict__ and tensor.device.type != "cpu":
                 known = False
                 break
-        if known and (outputs or info.mutated) and (
-                not outputs or outputs[0].device.type == "meta"):
+        if (
+            known
+            and (outputs or info.mutated)
+            and (not outputs or outputs[0].device.type == "meta")
+        ):
             written = info.written(args, kwargs)
             taint = values.propagate(info.name, func, args, kwargs, tensors, outputs, written)
             if taint is not None:
@@ -403,15 +435,23 @@ class Recorder(TorchDispatchMode):
                 values.forget(tensor)
         position = ROUTING.get(info.name)
         if position is not None and tensors and len(outputs) > position:
-            return dynamic.route(values, func, info.name, args, kwargs, tensors[0],
-                                 outputs[position])
+            return dynamic.route(
+                values, func, info.name, args, kwargs, tensors[0], outputs[position]
+            )
         return _NO_TAINT
 
     def to_python(self, tensor: Tensor, method: str) -> Any:
         """`tensor.tolist()` or `.numpy()` of a meta tensor: the host waits for its value."""
         value, taint = self.values.value_of(tensor, f"{method}()")
-        self.record(torch.ops.aten._local_scalar_dense.default, (tensor,), {}, [], sync=True,
-                    facts={"elements": tensor.numel()}, taint=taint)
+        self.record(
+            torch.ops.aten._local_scalar_dense.default,
+            (tensor,),
+            {},
+            [],
+            sync=True,
+            facts={"elements": tensor.numel()},
+            taint=taint,
+        )
         return getattr(value.clone(), method)()
 
     @contextlib.contextmanager
@@ -454,8 +494,10 @@ class Recorder(TorchDispatchMode):
         enter(autocast_noted(self.values))
         enter(torch.compiler.set_stance("force_eager"))
         enter(torch.autograd.set_multithreading_enabled(False))
-        for handle in (nn_module.register_module_forward_pre_hook(self._before),
-                       nn_module.register_module_forward_hook(self._after, always_call=True)):
+        for handle in (
+            nn_module.register_module_forward_pre_hook(self._before),
+            nn_module.register_module_forward_hook(self._after, always_call=True),
+        ):
             self._exit.callback(handle.remove)
         enter(Functions(self))
         super().__enter__()  # type: ignore[no-untyped-call]

@@ -20,12 +20,22 @@ from rooftrace.tracer.values import META, Values, small
 if TYPE_CHECKING:
     from rooftrace.tracer.capture import OpInfo, Recorder
 
-_MASKED_INDEX = frozenset({
-    "aten.index", "aten.index_put", "aten.index_put_", "aten._index_put_impl_"})
-_COUNTED_OUTPUT = frozenset({
-    "aten.nonzero", "aten.masked_select", "aten._unique2", "aten.unique_dim",
-    "aten.unique_consecutive", "aten.bincount", "aten.repeat_interleave",
-    "aten.unique_dim_consecutive", "aten.nonzero_static"})
+_MASKED_INDEX = frozenset(
+    {"aten.index", "aten.index_put", "aten.index_put_", "aten._index_put_impl_"}
+)
+_COUNTED_OUTPUT = frozenset(
+    {
+        "aten.nonzero",
+        "aten.masked_select",
+        "aten._unique2",
+        "aten.unique_dim",
+        "aten.unique_consecutive",
+        "aten.bincount",
+        "aten.repeat_interleave",
+        "aten.unique_dim_consecutive",
+        "aten.nonzero_static",
+    }
+)
 _COMPARISONS = frozenset({"aten.equal", "aten.allclose"})
 _GROUPED_PRODUCTS = frozenset({"aten._grouped_mm", "aten._scaled_grouped_mm"})
 _MASKED = -1e4
@@ -37,8 +47,10 @@ _REFUSED = (NotImplementedError, RuntimeError, TypeError)
 
 # -- ops whose result depends on values ----------------------------------------------------------
 
-def by_value(recorder: Recorder, func: Any, info: OpInfo, args: Any,
-             kwargs: Mapping[str, Any]) -> Any:
+
+def by_value(
+    recorder: Recorder, func: Any, info: OpInfo, args: Any, kwargs: Mapping[str, Any]
+) -> Any:
     """Run and record an op whose result depends on values; NotImplemented for all others."""
     name = info.name
     if name == "aten._local_scalar_dense":
@@ -70,22 +82,26 @@ def _is_mask(index: Tensor) -> bool:
     return index.dtype in (torch.bool, torch.uint8)
 
 
-def _compared(recorder: Recorder, func: Any, info: OpInfo, args: Any,
-              kwargs: Mapping[str, Any]) -> bool:
+def _compared(
+    recorder: Recorder, func: Any, info: OpInfo, args: Any, kwargs: Mapping[str, Any]
+) -> bool:
     """equal and allclose answer with a Python bool."""
     values = recorder.values
     first, second = values.known(args[0]), values.known(args[1])
     if first is not None and second is not None:
         recorder.record(func, args, kwargs, [], sync=True, taint=first.taint | second.taint)
         return bool(func(first.value, second.value, *args[2:], **kwargs))
-    taint = values.assume("branch", f"{info.name.removeprefix('aten.')}() of unknown tensors is "
-                                    "taken as: shapes are equal")
+    taint = values.assume(
+        "branch",
+        f"{info.name.removeprefix('aten.')}() of unknown tensors is taken as: shapes are equal",
+    )
     recorder.record(func, args, kwargs, [], sync=True, taint=frozenset([taint]))
     return tuple(args[0].shape) == tuple(args[1].shape)
 
 
-def _masked_index(recorder: Recorder, func: Any, info: OpInfo, args: Any,
-                  kwargs: Mapping[str, Any]) -> Any:
+def _masked_index(
+    recorder: Recorder, func: Any, info: OpInfo, args: Any, kwargs: Mapping[str, Any]
+) -> Any:
     """Run a boolean index as the integer indices of its true elements; record it as it was."""
     values = recorder.values
     indices: list[Tensor | None] = []
@@ -94,8 +110,9 @@ def _masked_index(recorder: Recorder, func: Any, info: OpInfo, args: Any,
         if isinstance(item, Tensor) and _is_mask(item):
             value, why = values.value_of(item, "a boolean index")
             taint |= why
-            indices += [_lifted(values, column.contiguous(), why)
-                        for column in value.nonzero().unbind(1)]
+            indices += [
+                _lifted(values, column.contiguous(), why) for column in value.nonzero().unbind(1)
+            ]
         else:
             indices.append(item)
     count = next((i.numel() for i in indices if i is not None), 0)
@@ -104,8 +121,12 @@ def _masked_index(recorder: Recorder, func: Any, info: OpInfo, args: Any,
         given = rest[0]
         if given.dim() and given.shape[0] not in (1, count) and count:
             rest[0] = given[:1].expand(count, *given.shape[1:])
-            taint |= {values.assume("shape", f"index_put of {given.shape[0]} values where {count} "
-                                             "positions are assumed")}
+            taint |= {
+                values.assume(
+                    "shape",
+                    f"index_put of {given.shape[0]} values where {count} positions are assumed",
+                )
+            }
     run = (args[0], indices, *rest)
     out = func(*run, **kwargs)
     if info.mutated:
@@ -123,8 +144,7 @@ def _lifted(values: Values, value: Tensor, taint: frozenset[int]) -> Tensor:
     return out
 
 
-def _counted(recorder: Recorder, func: Any, name: str, args: Any,
-             kwargs: Mapping[str, Any]) -> Any:
+def _counted(recorder: Recorder, func: Any, name: str, args: Any, kwargs: Mapping[str, Any]) -> Any:
     """nonzero, unique, bincount ...: the output's size is a value."""
     values = recorder.values
     taint: frozenset[int] = frozenset()
@@ -145,6 +165,7 @@ def _counted(recorder: Recorder, func: Any, name: str, args: Any,
         if unknown:
             return torch.empty(value.shape, dtype=value.dtype, device=META)
         return _lifted(values, value, taint)
+
     out = tree_map_only(Tensor, lift, func(*plain, **kwargs))
     recorder.record(func, args, kwargs, listed(out), single=isinstance(out, Tensor), taint=taint)
     return out
@@ -166,15 +187,23 @@ def _to_host(recorder: Recorder, func: Any, args: Any, kwargs: Mapping[str, Any]
 
 def _suppressed(recorder: Recorder, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Tensor:
     count = max(1, args[0].shape[0] // 2)
-    taint = frozenset([recorder.values.assume(
-        "nms", "non-maximum suppression keeps half of the boxes", count)])
+    taint = frozenset(
+        [recorder.values.assume("nms", "non-maximum suppression keeps half of the boxes", count)]
+    )
     out = _lifted(recorder.values, torch.arange(count), taint)
     recorder.record(func, args, kwargs, [out], single=True, taint=taint)
     return out
 
 
-def route(values: Values, func: Any, name: str, args: Any, kwargs: Mapping[str, Any],
-          source: Tensor, index: Tensor) -> frozenset[int]:
+def route(
+    values: Values,
+    func: Any,
+    name: str,
+    args: Any,
+    kwargs: Mapping[str, Any],
+    source: Tensor,
+    index: Tensor,
+) -> frozenset[int]:
     """Balanced values for the indices that topk, argmax, sort ... make of unknown scores."""
     if index.dtype.is_floating_point:
         return frozenset()
@@ -195,8 +224,9 @@ _MASK_POSITION = {"rooftrace.attention": 3, "rooftrace.attention_backward": 4}
 """Where attention has its mask; query and key stand three and two places before it."""
 
 
-def learn_facts(values: Values, name: str, args: Any, tensors: list[Tensor],
-                facts: dict[str, Any]) -> frozenset[int]:
+def learn_facts(
+    values: Values, name: str, args: Any, tensors: list[Tensor], facts: dict[str, Any]
+) -> frozenset[int]:
     """Add rows_touched, groups_touched, mask ... to `facts`; returns what they rest on."""
     if name == "aten.embedding":
         entry = values.known(args[1])
@@ -216,15 +246,16 @@ def learn_facts(values: Values, name: str, args: Any, tensors: list[Tensor],
         if entry is None or entry.value.dim() < 2:
             return frozenset()
         rows, columns = query.shape[-2], key.shape[-2]
-        facts.update(values.once(entry.value, (rows, columns),
-                                 lambda mask: _mask_facts(mask, rows, columns)))
+        facts.update(
+            values.once(entry.value, (rows, columns), lambda mask: _mask_facts(mask, rows, columns))
+        )
     else:
         return frozenset()
     return entry.taint if entry is not None else frozenset()
 
 
 def _mask_facts(mask: Tensor, rows: int, columns: int) -> dict[str, Any]:
-    """How many (query, key) pairs of one head a mask leaves visible, and what kind of mask it is."""
+    """How many (query, key) pairs of one head a mask leaves visible, and its kind."""
     visible = mask if mask.dtype == torch.bool else mask > _MASKED
     leading = visible.shape[:-2]
     pairs = int(visible.expand(*leading, rows, columns).sum())
@@ -251,9 +282,16 @@ def classify(visible: Tensor) -> str:
 
 # -- ops that meta cannot run --------------------------------------------------------------------
 
-def without_meta_kernel(recorder: Recorder, func: Any, info: OpInfo, args: Any,
-                        kwargs: Mapping[str, Any], tensors: list[Tensor],
-                        error: Exception) -> Any:
+
+def without_meta_kernel(
+    recorder: Recorder,
+    func: Any,
+    info: OpInfo,
+    args: Any,
+    kwargs: Mapping[str, Any],
+    tensors: list[Tensor],
+    error: Exception,
+) -> Any:
     """The outputs of an op that meta refused.
 
     In order: stray CPU tensors to meta, a precision that meta knows, a decomposition, a run on CPU
@@ -279,16 +317,20 @@ def without_meta_kernel(recorder: Recorder, func: Any, info: OpInfo, args: Any,
         return written[0] if func._schema.returns and written else None
     if sum(t.numel() for t in tensors) <= _MAX_ZEROS:
         zeros = tree_map_only(
-            Tensor, lambda t: torch.zeros(tuple(t.shape), dtype=t.dtype), (args, dict(kwargs)))
+            Tensor, lambda t: torch.zeros(tuple(t.shape), dtype=t.dtype), (args, dict(kwargs))
+        )
         with contextlib.suppress(*_REFUSED):
             result = func(*zeros[0], **zeros[1])
-            values.assume("shape", f"{info.name} has no meta kernel: its output shape is that of "
-                                   "a run on zeros")
+            values.assume(
+                "shape",
+                f"{info.name} has no meta kernel: its output shape is that of a run on zeros",
+            )
             return tree_map_only(Tensor, lambda t: torch.empty_like(t, device=META), result)
     if not tensors:
         raise error
-    values.assume("shape", f"{info.name} has no meta kernel: its outputs are taken to be like its "
-                           "first input")
+    values.assume(
+        "shape", f"{info.name} has no meta kernel: its outputs are taken to be like its first input"
+    )
     results = tuple(torch.empty_like(tensors[0], device=META) for _ in func._schema.returns)
     return results[0] if len(results) == 1 else results
 
@@ -309,8 +351,10 @@ def _off_host(recorder: Recorder, tensor: Tensor) -> Tensor:
 def _in_bf16(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Tensor:
     """A grouped product of another precision: devices run it, its meta kernel knows bf16 only."""
     narrow = tree_map_only(
-        Tensor, lambda t: torch.empty_like(t, dtype=torch.bfloat16) if t.is_floating_point() else t,
-        (args, dict(kwargs)))
+        Tensor,
+        lambda t: torch.empty_like(t, dtype=torch.bfloat16) if t.is_floating_point() else t,
+        (args, dict(kwargs)),
+    )
     return torch.empty_like(func(*narrow[0], **narrow[1]), dtype=args[0].dtype)
 
 

@@ -14,23 +14,71 @@ from dataclasses import replace
 
 from rooftrace.tracer.graph import Op, OpGraph
 
-FAMILIES = ("attention", "moe", "dense", "head", "convolution", "rnn", "norm", "embedding",
-            "elementwise", "loss", "optimizer", "communication")
+FAMILIES = (
+    "attention",
+    "moe",
+    "dense",
+    "head",
+    "convolution",
+    "rnn",
+    "norm",
+    "embedding",
+    "elementwise",
+    "loss",
+    "optimizer",
+    "communication",
+)
 
-_ATTENTION = ("rooftrace.attention", "rooftrace.attention_backward", "aten._scaled_dot_product",
-              "aten.scaled_dot_product", "aten._flash_attention", "aten._efficient_attention",
-              "rooftrace.flex_attention")
+_ATTENTION = (
+    "rooftrace.attention",
+    "rooftrace.attention_backward",
+    "aten._scaled_dot_product",
+    "aten.scaled_dot_product",
+    "aten._flash_attention",
+    "aten._efficient_attention",
+    "rooftrace.flex_attention",
+)
 _GROUPED = ("aten._grouped_mm", "aten._scaled_grouped_mm")
 _ROUTING = ("aten.topk",)
-_MATMUL = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten._scaled_mm", "aten._int_mm",
-           "aten.addbmm", "aten.addmv", "aten.mv", "aten.dot", "aten._weight_int4pack_mm",
-           "aten._weight_int8pack_mm", *_GROUPED)
-_NORMS = ("aten.native_layer_norm", "aten.native_batch_norm", "aten.native_group_norm",
-          "aten.cudnn_batch_norm", "aten._native_batch_norm", "aten.batch_norm", "aten._batch_norm",
-          "aten._fused_rms_norm", "aten.rms_norm", "aten.instance_norm", "aten._fused_layer_norm")
+_MATMUL = (
+    "aten.mm",
+    "aten.addmm",
+    "aten.bmm",
+    "aten.baddbmm",
+    "aten._scaled_mm",
+    "aten._int_mm",
+    "aten.addbmm",
+    "aten.addmv",
+    "aten.mv",
+    "aten.dot",
+    "aten._weight_int4pack_mm",
+    "aten._weight_int8pack_mm",
+    *_GROUPED,
+)
+_NORMS = (
+    "aten.native_layer_norm",
+    "aten.native_batch_norm",
+    "aten.native_group_norm",
+    "aten.cudnn_batch_norm",
+    "aten._native_batch_norm",
+    "aten.batch_norm",
+    "aten._batch_norm",
+    "aten._fused_rms_norm",
+    "aten.rms_norm",
+    "aten.instance_norm",
+    "aten._fused_layer_norm",
+)
 _RNNS = ("rooftrace.rnn", "aten.lstm", "aten.gru", "aten._cudnn_rnn", "aten.mkldnn_rnn")
-_LOSSES = ("aten.nll_loss", "aten._log_softmax", "aten.mse_loss", "aten.binary_cross_entropy",
-           "aten.smooth_l1_loss", "aten.huber_loss", "aten.kl_div", "aten.cross_entropy_loss")
+_LOSSES = (
+    "aten.nll_loss",
+    "aten._log_softmax",
+    "aten.mse_loss",
+    "aten.binary_cross_entropy",
+    "aten.smooth_l1_loss",
+    "aten.huber_loss",
+    "aten.kl_div",
+    "aten.cross_entropy_loss",
+)
 _STEPS_AFTER_HEAD = 16
 _SOFTMAX = ("aten._softmax", "aten._safe_softmax")
 
@@ -80,8 +128,9 @@ def _by_op(op: Op, heads: frozenset[int]) -> str:
     return "elementwise"
 
 
-def _inside(path: str, attention: frozenset[str], moe: frozenset[str],
-            norms: frozenset[str]) -> str:
+def _inside(
+    path: str, attention: frozenset[str], moe: frozenset[str], norms: frozenset[str]
+) -> str:
     for prefix in _ancestors(path):
         if prefix in attention:
             return "attention"
@@ -105,8 +154,12 @@ def _attention_modules(graph: OpGraph) -> frozenset[str]:
         if op.part == "forward" and op.name in (*_SOFTMAX, "aten.bmm", "aten.baddbmm"):
             batched[op.module].append("softmax" if op.name in _SOFTMAX else "bmm")
     for path, sequence in batched.items():
-        if path and "softmax" in sequence and "bmm" in sequence[:sequence.index("softmax")] \
-                and "bmm" in sequence[sequence.index("softmax"):]:
+        if (
+            path
+            and "softmax" in sequence
+            and "bmm" in sequence[: sequence.index("softmax")]
+            and "bmm" in sequence[sequence.index("softmax") :]
+        ):
             found.add(path)
     return frozenset(_innermost(found))
 
@@ -119,8 +172,9 @@ def _innermost(paths: Iterable[str]) -> set[str]:
 
 def _moe_modules(graph: OpGraph, attention: frozenset[str]) -> frozenset[str]:
     """Smallest modules that hold a top-k and the expert products it feeds."""
-    routing = {op.module for op in graph.ops
-               if op.part == "forward" and op.name in _ROUTING and op.module}
+    routing = {
+        op.module for op in graph.ops if op.part == "forward" and op.name in _ROUTING and op.module
+    }
     products: dict[str, int] = defaultdict(int)
     for op in graph.ops:
         if op.part == "forward" and op.name in _MATMUL:
@@ -148,6 +202,7 @@ def _hand_written_norms(graph: OpGraph) -> frozenset[str]:
         root = not ops.isdisjoint({"aten.rsqrt", "aten.sqrt"})
         moment = not ops.isdisjoint({"aten.mean", "aten.var", "aten.var_mean"})
         return root and moment and ops.isdisjoint(_MATMUL)
+
     return frozenset(path for path, ops in names.items() if normalises(ops))
 
 

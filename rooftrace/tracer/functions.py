@@ -105,14 +105,23 @@ def autocast_noted(values: Values) -> Iterator[None]:
     original = kind.__init__
 
     def note() -> None:
-        values.assume("autocast", "autocast is not followed: ops are recorded in the precision of "
-                                  "their tensors; price the graph with another dtype instead")
+        values.assume(
+            "autocast",
+            "autocast is not followed: ops are recorded in the precision of "
+            "their tensors; price the graph with another dtype instead",
+        )
 
-    def init(self: Any, device_type: str, dtype: Any = None, enabled: bool = True,
-             cache_enabled: bool | None = None) -> None:
+    def init(
+        self: Any,
+        device_type: str,
+        dtype: Any = None,
+        enabled: bool = True,
+        cache_enabled: bool | None = None,
+    ) -> None:
         if enabled:
             note()
         original(self, "cpu", dtype=torch.bfloat16, enabled=False, cache_enabled=cache_enabled)
+
     if any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda")):
         note()
     kind.__init__ = init

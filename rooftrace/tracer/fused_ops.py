@@ -40,8 +40,15 @@ _ops: Any = torch.ops.rooftrace
 _broadcast: Any = torch.broadcast_shapes
 
 
-def _attention_meta(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
-                    dropout_p: float, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def _attention_meta(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
     batch = _broadcast(query.shape[:-3], key.shape[:-3])
     heads = query.shape[-3:-2]
     rows = query.shape[-2]
@@ -57,35 +64,70 @@ def _grouped(query: Tensor, key: Tensor) -> bool:
     return query.dim() >= 3 and query.shape[-3] != key.shape[-3]
 
 
-def _attention_cpu(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float,
-                   is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def _attention_cpu(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
     result = torch.nn.functional.scaled_dot_product_attention(
-        query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=_grouped(query, key))
+        query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=_grouped(query, key)
+    )
     # The strides that the graph was captured with: CPU kernels choose others, by their case.
     out, logsumexp = _attention_meta(query, key, value, mask, dropout_p, is_causal, scale)
     # Nothing but our own backward reads the log-sum-exp, and that recomputes what it needs.
     return out.copy_(result), logsumexp.zero_()
 
 
-def _attention_backward_meta(grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor,
-                             mask: Tensor | None, out: Tensor, logsumexp: Tensor,
-                             dropout_p: float, is_causal: bool, scale: float,
-                             ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    grad_mask = (torch.empty_like(mask) if mask is not None and mask.is_floating_point()
-                 else query.new_empty(0))
+def _attention_backward_meta(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    out: Tensor,
+    logsumexp: Tensor,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    grad_mask = (
+        torch.empty_like(mask)
+        if mask is not None and mask.is_floating_point()
+        else query.new_empty(0)
+    )
     return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), grad_mask
 
 
-def _attention_backward_cpu(grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor,
-                            mask: Tensor | None, out: Tensor, logsumexp: Tensor, dropout_p: float,
-                            is_causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _attention_backward_cpu(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    out: Tensor,
+    logsumexp: Tensor,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     with torch.enable_grad():
         leaves = [t.detach().requires_grad_() for t in (query, key, value)]
         float_mask = mask is not None and mask.is_floating_point()
         bias = mask.detach().requires_grad_() if mask is not None and float_mask else mask
         again = torch.nn.functional.scaled_dot_product_attention(
-            leaves[0], leaves[1], leaves[2], bias, dropout_p, is_causal, scale=scale,
-            enable_gqa=_grouped(query, key))
+            leaves[0],
+            leaves[1],
+            leaves[2],
+            bias,
+            dropout_p,
+            is_causal,
+            scale=scale,
+            enable_gqa=_grouped(query, key),
+        )
         wanted = [*leaves, bias] if float_mask and bias is not None else leaves
         grads = torch.autograd.grad(again, wanted, grad_out)
     grad_mask = grads[3] if float_mask else query.new_empty(0)
@@ -96,8 +138,16 @@ def _attention_backward_cpu(grad_out: Tensor, query: Tensor, key: Tensor, value:
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
-                dropout_p: float, is_causal: bool, scale: float) -> Tensor:
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        dropout_p: float,
+        is_causal: bool,
+        scale: float,
+    ) -> Tensor:
         out, logsumexp = _ops.attention(query, key, value, mask, dropout_p, is_causal, scale)
         ctx.save_for_backward(query, key, value, mask, out, logsumexp)
         ctx.options = (dropout_p, is_causal, scale)
@@ -107,24 +157,50 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         query, key, value, mask, out, logsumexp = ctx.saved_tensors
         grad_query, grad_key, grad_value, grad_mask = _ops.attention_backward(
-            grads[0], query, key, value, mask, out, logsumexp, *ctx.options)
+            grads[0], query, key, value, mask, out, logsumexp, *ctx.options
+        )
         wants_mask = mask is not None and mask.requires_grad
-        return (grad_query, grad_key, grad_value, grad_mask if wants_mask else None, None, None,
-                None)
+        return (
+            grad_query,
+            grad_key,
+            grad_value,
+            grad_mask if wants_mask else None,
+            None,
+            None,
+            None,
+        )
 
 
-def _scaled_dot_product_attention(query: Tensor, key: Tensor, value: Tensor,
-                                  attn_mask: Tensor | None = None, dropout_p: float = 0.0,
-                                  is_causal: bool = False, *, scale: float | None = None,
-                                  enable_gqa: bool = False) -> Tensor:
+def _scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
     """What aten's entry point calls for meta tensors while `kept_whole` is on."""
-    whole = (query.is_floating_point() and query.dim() >= 2
-             and query.dim() == key.dim() == value.dim()
-             and (query.dim() < 3 or query.shape[-3] % max(key.shape[-3], 1) == 0))
+    whole = (
+        query.is_floating_point()
+        and query.dim() >= 2
+        and query.dim() == key.dim() == value.dim()
+        and (query.dim() < 3 or query.shape[-3] % max(key.shape[-3], 1) == 0)
+    )
     if not whole:
         return torch.ops.aten._scaled_dot_product_attention_math(  # type: ignore[no-any-return]
-            query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale,
-            enable_gqa=enable_gqa)[0]
+            query,
+            key,
+            value,
+            attn_mask,
+            dropout_p,
+            is_causal,
+            None,
+            scale=scale,
+            enable_gqa=enable_gqa,
+        )[0]
     factor = 1.0 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
     flat = query.dim() == 2
     if flat:
@@ -136,9 +212,17 @@ def _scaled_dot_product_attention(query: Tensor, key: Tensor, value: Tensor,
 
 # -- recurrent networks --------------------------------------------------------------------------
 
-def _rnn_meta(input: Tensor, hx: Sequence[Tensor], params: Sequence[Tensor], mode: str,
-              has_biases: bool, num_layers: int, bidirectional: bool, batch_first: bool,
-              ) -> tuple[Tensor, Tensor, Tensor]:
+
+def _rnn_meta(
+    input: Tensor,
+    hx: Sequence[Tensor],
+    params: Sequence[Tensor],
+    mode: str,
+    has_biases: bool,
+    num_layers: int,
+    bidirectional: bool,
+    batch_first: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     width = hx[0].shape[-1] * (2 if bidirectional else 1)
     if batch_first and input.dim() == 3:
         # cuDNN and the CPU work time-major and return a transposed view.
@@ -150,9 +234,16 @@ def _rnn_meta(input: Tensor, hx: Sequence[Tensor], params: Sequence[Tensor], mod
     return output, torch.empty_like(hx[0]), cell
 
 
-def _rnn_run(input: Tensor, hx: Sequence[Tensor], params: Sequence[Tensor], mode: str,
-             has_biases: bool, num_layers: int, bidirectional: bool, batch_first: bool,
-             ) -> tuple[Tensor, Tensor, Tensor]:
+def _rnn_run(
+    input: Tensor,
+    hx: Sequence[Tensor],
+    params: Sequence[Tensor],
+    mode: str,
+    has_biases: bool,
+    num_layers: int,
+    bidirectional: bool,
+    batch_first: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     kernels: Any = torch.ops.aten
     rest = (has_biases, num_layers, 0.0, False, bidirectional, batch_first)
     if mode == "lstm":
@@ -161,14 +252,25 @@ def _rnn_run(input: Tensor, hx: Sequence[Tensor], params: Sequence[Tensor], mode
     return output, state, input.new_empty(0)
 
 
-def _rnn_backward_meta(grads: Sequence[Tensor | None], input: Tensor, hx: Sequence[Tensor],
-                       params: Sequence[Tensor], *options: Any) -> list[Tensor]:
+def _rnn_backward_meta(
+    grads: Sequence[Tensor | None],
+    input: Tensor,
+    hx: Sequence[Tensor],
+    params: Sequence[Tensor],
+    *options: Any,
+) -> list[Tensor]:
     return [torch.empty_like(t) for t in (input, *hx, *params)]
 
 
-def _rnn_backward_cpu(grads: Sequence[Tensor | None], input: Tensor, hx: Sequence[Tensor],
-                      params: Sequence[Tensor], output: Tensor, mode: str, *options: Any,
-                      ) -> list[Tensor]:
+def _rnn_backward_cpu(
+    grads: Sequence[Tensor | None],
+    input: Tensor,
+    hx: Sequence[Tensor],
+    params: Sequence[Tensor],
+    output: Tensor,
+    mode: str,
+    *options: Any,
+) -> list[Tensor]:
     with torch.enable_grad():
         leaves = [t.detach().requires_grad_() for t in (input, *hx, *params)]
         states = 1 + len(hx)
@@ -179,8 +281,9 @@ def _rnn_backward_cpu(grads: Sequence[Tensor | None], input: Tensor, hx: Sequenc
 
 class _Rnn(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, options: tuple[Any, ...], states: int, input: Tensor,
-                *tensors: Tensor) -> Any:
+    def forward(
+        ctx: Any, options: tuple[Any, ...], states: int, input: Tensor, *tensors: Tensor
+    ) -> Any:
         hx, params = tensors[:states], tensors[states:]
         outputs = _ops.rnn(input, list(hx), list(params), *options)
         ctx.save_for_backward(input, outputs[0], *tensors)
@@ -190,7 +293,7 @@ class _Rnn(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         input, output, *tensors = ctx.saved_tensors
-        hx, params = tensors[:ctx.states], tensors[ctx.states:]
+        hx, params = tensors[: ctx.states], tensors[ctx.states :]
         result = _ops.rnn_backward(list(grads), input, hx, params, output, *ctx.options)
         return None, None, *result
 
@@ -198,16 +301,27 @@ class _Rnn(torch.autograd.Function):
 def _entry(mode: str) -> Callable[..., Any]:
     run: Any = _Rnn.apply
 
-    def call(input: Tensor, hx: Any, params: Sequence[Tensor], has_biases: bool, num_layers: int,
-             dropout: float, train: bool, bidirectional: bool, batch_first: bool) -> Any:
+    def call(
+        input: Tensor,
+        hx: Any,
+        params: Sequence[Tensor],
+        has_biases: bool,
+        num_layers: int,
+        dropout: float,
+        train: bool,
+        bidirectional: bool,
+        batch_first: bool,
+    ) -> Any:
         states = list(hx) if mode == "lstm" else [hx]
         options = (mode, has_biases, num_layers, bidirectional, batch_first)
         outputs = run(options, len(states), input, *states, *params)
         return outputs if mode == "lstm" else outputs[:2]
+
     return call
 
 
 # -- dropout -------------------------------------------------------------------------------------
+
 
 def _dropout(input: Tensor, p: float, train: bool) -> Tensor:
     """One kernel, as on a GPU; elsewhere PyTorch makes the noise, scales it and multiplies."""

@@ -63,8 +63,9 @@ class Tensor:
         """Number of distinct elements: dimensions of stride 0 (expanded) count once."""
         if 0 not in self.stride:
             return math.prod(self.shape)
-        return math.prod(n if step or n == 0 else 1
-                         for n, step in zip(self.shape, self.stride, strict=True))
+        return math.prod(
+            n if step or n == 0 else 1 for n, step in zip(self.shape, self.stride, strict=True)
+        )
 
     @property
     def nbytes(self) -> int:
@@ -167,8 +168,9 @@ class OpGraph:
     def external(self) -> tuple[int, ...]:
         """Ids of values that no op makes: inputs, weights, constants, states, views of these."""
         made = self.producers
-        return tuple(i for i, t in enumerate(self.values)
-                     if i not in made and t.storage not in made)
+        return tuple(
+            i for i, t in enumerate(self.values) if i not in made and t.storage not in made
+        )
 
     @cached_property
     def flops_torch(self) -> int:
@@ -202,16 +204,18 @@ class OpGraph:
     def _verify_value(self, index: int, tensor: Tensor) -> None:
         if tensor.role not in ROLES:
             raise GraphError(
-                f"value {index} has role {tensor.role!r}; roles are {', '.join(ROLES)}")
+                f"value {index} has role {tensor.role!r}; roles are {', '.join(ROLES)}"
+            )
         if not 0 <= tensor.storage < len(self.values):
-            raise GraphError(f"value {index} says storage {tensor.storage}; "
-                             f"there are {len(self.values)} values")
-        if self.values[tensor.storage].storage != tensor.storage:
             raise GraphError(
-                f"value {index} says storage {tensor.storage}, which is itself a view")
+                f"value {index} says storage {tensor.storage}; there are {len(self.values)} values"
+            )
+        if self.values[tensor.storage].storage != tensor.storage:
+            raise GraphError(f"value {index} says storage {tensor.storage}, which is itself a view")
         if len(tensor.stride) != len(tensor.shape):
             raise GraphError(
-                f"value {index}: stride {tensor.stride} does not fit shape {tensor.shape}")
+                f"value {index}: stride {tensor.stride} does not fit shape {tensor.shape}"
+            )
 
     def _verify_op(self, name: str, op: Op, made: set[int]) -> None:
         count = len(self.values)

@@ -54,8 +54,10 @@ def load_graphs(path: str | os.PathLike[str]) -> dict[str, OpGraph]:
         raise GraphFileError(f"{path}: not a readable saved graph ({error})") from None
     schema = data.get("schema") if isinstance(data, dict) else None
     if schema != SCHEMA:
-        raise GraphFileError(f"{path}: schema is {schema!r}, expected {SCHEMA!r}; "
-                             "make it with `rooftrace trace TARGET -o FILE`")
+        raise GraphFileError(
+            f"{path}: schema is {schema!r}, expected {SCHEMA!r}; "
+            "make it with `rooftrace trace TARGET -o FILE`"
+        )
     try:
         return {phase: _decode(entry).verify() for phase, entry in data["graphs"].items()}
     except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
@@ -100,43 +102,103 @@ def _umask() -> int:
 
 # -- encoding ------------------------------------------------------------------------------------
 
+
 def _encode(graph: OpGraph) -> dict[str, Any]:
     words = _Words()
-    values = [[list(t.shape), words(t.dtype), list(t.stride), words(t.role), t.storage, t.name]
-              for t in graph.values]
-    ops = [[words(op.target), {k: _encode_argument(v) for k, v in op.arguments.items()},
-            list(op.outputs), words(op.module), op.call, words(op.part), words(op.kind),
-            words(op.family), words(op.function), words(op.source), op.flops_torch, dict(op.facts),
-            list(op.assumptions)]
-           for op in graph.ops]
+    values = [
+        [list(t.shape), words(t.dtype), list(t.stride), words(t.role), t.storage, t.name]
+        for t in graph.values
+    ]
+    ops = [
+        [
+            words(op.target),
+            {k: _encode_argument(v) for k, v in op.arguments.items()},
+            list(op.outputs),
+            words(op.module),
+            op.call,
+            words(op.part),
+            words(op.kind),
+            words(op.family),
+            words(op.function),
+            words(op.source),
+            op.flops_torch,
+            dict(op.facts),
+            list(op.assumptions),
+        ]
+        for op in graph.ops
+    ]
     return {
-        "phase": graph.phase, "model": dict(graph.model), "workload": dict(graph.workload),
-        "provenance": dict(graph.provenance), "modules": dict(graph.modules),
+        "phase": graph.phase,
+        "model": dict(graph.model),
+        "workload": dict(graph.workload),
+        "provenance": dict(graph.provenance),
+        "modules": dict(graph.modules),
         "constants": dict(graph.constants),
         "assumptions": [[a.id, a.kind, a.where, a.text, a.value] for a in graph.assumptions],
-        "inputs": list(graph.inputs), "outputs": list(graph.outputs), "words": words.list,
-        "values": values, "ops": ops}
+        "inputs": list(graph.inputs),
+        "outputs": list(graph.outputs),
+        "words": words.list,
+        "values": values,
+        "ops": ops,
+    }
 
 
 def _decode(data: Mapping[str, Any]) -> OpGraph:
     words: list[str] = data["words"]
-    values = tuple(Tensor(tuple(shape), words[dtype], tuple(stride), words[role], storage, name)
-                   for shape, dtype, stride, role, storage, name in data["values"])
+    values = tuple(
+        Tensor(tuple(shape), words[dtype], tuple(stride), words[role], storage, name)
+        for shape, dtype, stride, role, storage, name in data["values"]
+    )
     ops = []
     for index, entry in enumerate(data["ops"]):
-        (target, arguments, outputs, module, call, part, kind, family, function, source, flops,
-         facts, assumptions) = entry
+        (
+            target,
+            arguments,
+            outputs,
+            module,
+            call,
+            part,
+            kind,
+            family,
+            function,
+            source,
+            flops,
+            facts,
+            assumptions,
+        ) = entry
         decoded = {k: _decode_argument(v) for k, v in arguments.items()}
-        ops.append(Op(
-            index, words[target], decoded, tuple(refs(decoded)), tuple(outputs), words[module],
-            call, words[part], words[kind], words[family], words[function], words[source], flops,
-            facts, tuple(assumptions)))
+        ops.append(
+            Op(
+                index,
+                words[target],
+                decoded,
+                tuple(refs(decoded)),
+                tuple(outputs),
+                words[module],
+                call,
+                words[part],
+                words[kind],
+                words[family],
+                words[function],
+                words[source],
+                flops,
+                facts,
+                tuple(assumptions),
+            )
+        )
     return OpGraph(
-        phase=data["phase"], values=values, ops=tuple(ops), inputs=tuple(data["inputs"]),
-        outputs=tuple(data["outputs"]), modules=data["modules"],
+        phase=data["phase"],
+        values=values,
+        ops=tuple(ops),
+        inputs=tuple(data["inputs"]),
+        outputs=tuple(data["outputs"]),
+        modules=data["modules"],
         assumptions=tuple(Assumption(*a) for a in data["assumptions"]),
-        constants=data.get("constants", {}), model=data["model"],
-        workload=data["workload"], provenance=data["provenance"])
+        constants=data.get("constants", {}),
+        model=data["model"],
+        workload=data["workload"],
+        provenance=data["provenance"],
+    )
 
 
 def _encode_argument(item: Argument) -> Any:

@@ -22,12 +22,15 @@ from rooftrace.tracer.workload import cache_arguments
 DEFAULT_LENGTH = 2048
 """Sequence length where none is asked for and the model allows it."""
 
-_ENCODER_DECODER = ("MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING",
-                    "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING")
+_ENCODER_DECODER = ("MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING", "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING")
 _ENCODER = ("MODEL_FOR_MASKED_LM_MAPPING",)
-_OTHERS = ("MODEL_FOR_CAUSAL_LM_MAPPING", "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING",
-           "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING", "MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING",
-           "MODEL_MAPPING")
+_OTHERS = (
+    "MODEL_FOR_CAUSAL_LM_MAPPING",
+    "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING",
+    "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING",
+    "MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING",
+    "MODEL_MAPPING",
+)
 
 
 def from_file(path: Path, request: Request) -> Loaded:
@@ -42,20 +45,23 @@ def from_file(path: Path, request: Request) -> Loaded:
     kind = data.get("model_type") if isinstance(data, dict) else None
     if not kind:
         raise TargetError(
-            f"target {target!r}: a Hugging Face config has a model_type; this one has none")
+            f"target {target!r}: a Hugging Face config has a model_type; this one has none"
+        )
     transformers = _transformers()
     if kind not in transformers.CONFIG_MAPPING:
         raise TargetError(
             f"target {target!r}: model_type {kind!r} is unknown to transformers "
             f"{transformers.__version__}; upgrade transformers, or pass the module itself as "
-            "file.py:attr")
+            "file.py:attr"
+        )
     try:
         config = transformers.CONFIG_MAPPING[kind].from_dict(data)
     except Exception as error:  # its validation raises errors of its own
         reason = " ".join(str(error).split())
         raise TargetError(f"target {target!r}: transformers refuses it: {reason}") from None
-    return _loaded(config, path.stem if path.stem != "config" else path.resolve().parent.name,
-                   target, request)
+    return _loaded(
+        config, path.stem if path.stem != "config" else path.resolve().parent.name, target, request
+    )
 
 
 def from_hub(target: str, request: Request) -> Loaded:
@@ -63,7 +69,8 @@ def from_hub(target: str, request: Request) -> Loaded:
     name = target.removeprefix("hf:")
     try:
         config = _transformers().AutoConfig.from_pretrained(
-            name, trust_remote_code=request.trust_remote_code)
+            name, trust_remote_code=request.trust_remote_code
+        )
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise TargetError(f"target {target!r}: {reason}") from None
@@ -76,7 +83,8 @@ def _transformers() -> Any:
         import transformers
     except ImportError:
         raise TargetError(
-            "Hugging Face targets need transformers: pip install 'rooftrace[hf]'") from None
+            "Hugging Face targets need transformers: pip install 'rooftrace[hf]'"
+        ) from None
     return transformers
 
 
@@ -87,15 +95,19 @@ def _model_class(config: Any, target: str) -> Any:
         if hasattr(transformers, name):
             return getattr(transformers, name)
     # An encoder has a causal head too, for use as a decoder; its config says if it is one.
-    heads = (*(_ENCODER_DECODER if getattr(config, "is_encoder_decoder", False) else ()),
-             *(() if getattr(config, "is_decoder", False) else _ENCODER), *_OTHERS)
+    heads = (
+        *(_ENCODER_DECODER if getattr(config, "is_encoder_decoder", False) else ()),
+        *(() if getattr(config, "is_decoder", False) else _ENCODER),
+        *_OTHERS,
+    )
     for mapping in heads:
         found = getattr(transformers, mapping, {})
         if type(config) in found:
             kind = found[type(config)]
             return kind[0] if isinstance(kind, (list, tuple)) else kind
     raise TargetError(
-        f"target {target!r}: transformers has no model class for {type(config).__name__}")
+        f"target {target!r}: transformers has no model class for {type(config).__name__}"
+    )
 
 
 def _loaded(config: Any, name: str, target: str, request: Request) -> Loaded:
@@ -109,7 +121,8 @@ def _loaded(config: Any, name: str, target: str, request: Request) -> Loaded:
     except Exception as error:  # whatever the code of a model may raise
         reason = " ".join(str(error).split())
         raise TargetError(
-            f"target {target!r}: {kind.__name__} cannot be built from it: {reason}") from error
+            f"target {target!r}: {kind.__name__} cannot be built from it: {reason}"
+        ) from error
     module.config.name_or_path = module.config.name_or_path or name
     return Loaded(module, _with_quantization(model_inputs(module, request), config), name)
 
@@ -118,10 +131,15 @@ def _with_quantization(inputs: Inputs, config: Any) -> Inputs:
     """The weights' precision that the config declares, for `reprice`, as an assumption."""
     declared, problem = weights_precision(config)
     if declared is not None:
-        text = (f"its quantization_config: weights are stored as {declared}, embeddings and head "
-                "too; the module itself is traced unquantised")
-        return replace(inputs, workload={**inputs.workload, "declared_weights_dtype": declared},
-                       assumptions=(*inputs.assumptions, ("quantization", text)))
+        text = (
+            f"its quantization_config: weights are stored as {declared}, embeddings and head "
+            "too; the module itself is traced unquantised"
+        )
+        return replace(
+            inputs,
+            workload={**inputs.workload, "declared_weights_dtype": declared},
+            assumptions=(*inputs.assumptions, ("quantization", text)),
+        )
     if problem is not None:
         text = f"{problem} is not understood: weights are priced unquantised; pass --weights-dtype"
         return replace(inputs, assumptions=(*inputs.assumptions, ("quantization", text)))
@@ -129,6 +147,7 @@ def _with_quantization(inputs: Inputs, config: Any) -> Inputs:
 
 
 # -- inputs --------------------------------------------------------------------------------------
+
 
 def model_inputs(module: nn.Module, request: Request) -> Inputs:
     """Inputs by the kind of the model's main input: tokens, images, or whatever --input gives.
@@ -146,7 +165,8 @@ def model_inputs(module: nn.Module, request: Request) -> Inputs:
         elif main != "input_ids":
             raise RequestError(
                 f"{type(module).__name__}: its main input is {main!r}, which cannot be guessed; "
-                f"pass --input {main}=SHAPE:DTYPE, for example --input {main}=1,80,3000:fp32")
+                f"pass --input {main}=SHAPE:DTYPE, for example --input {main}=1,80,3000:fp32"
+            )
     batch = next((int(t.shape[0]) for t in given.values() if t.dim()), request.batch or 1)
     if request.batch not in (None, batch):
         raise RequestError(f"--batch {request.batch}: the inputs that were given have {batch}")
@@ -154,10 +174,18 @@ def model_inputs(module: nn.Module, request: Request) -> Inputs:
         return _Text(module, config, request, batch).inputs(given)
     for flag in ("seq", "kv"):
         if getattr(request, flag) is not None:
-            raise RequestError(f"--{flag} {getattr(request, flag)}: {type(module).__name__} takes "
-                               f"{main}, which has no such length; leave it out")
-    return Inputs((), given, workload={"batch": batch, "inputs": {
-        name: list(tensor.shape) for name, tensor in given.items()}})
+            raise RequestError(
+                f"--{flag} {getattr(request, flag)}: {type(module).__name__} takes "
+                f"{main}, which has no such length; leave it out"
+            )
+    return Inputs(
+        (),
+        given,
+        workload={
+            "batch": batch,
+            "inputs": {name: list(tensor.shape) for name, tensor in given.items()},
+        },
+    )
 
 
 def _image(module: nn.Module, config: Any, batch: int) -> Tensor:
@@ -179,7 +207,8 @@ class _Text:
         self.limit = _limit(text)
         self.parameters = inspect.signature(module.forward).parameters
         keeps = bool(cache_arguments(module)) and bool(
-            getattr(module, "can_generate", lambda: False)())
+            getattr(module, "can_generate", lambda: False)()
+        )
         self.prompt = "input_ids"
         if "decoder_input_ids" in self.parameters:
             self.prompt = "decoder_input_ids"
@@ -200,11 +229,19 @@ class _Text:
         if "use_cache" in self.parameters:
             labels["use_cache"] = False
         return Inputs(
-            (), kwargs, labels=labels, decode={self.prompt: step} if self.keeps else None,
-            cached={"use_cache": True}, cached_kwargs=cached, items=self.batch * seq, item="token",
+            (),
+            kwargs,
+            labels=labels,
+            decode={self.prompt: step} if self.keeps else None,
+            cached={"use_cache": True},
+            cached_kwargs=cached,
+            items=self.batch * seq,
+            item="token",
             workload={"batch": self.batch, "seq": seq, **({"kv": kv} if self.keeps else {})},
             assumptions=(
-                ("inputs", "token ids are drawn uniformly from the vocabulary, seed fixed"),))
+                ("inputs", "token ids are drawn uniformly from the vocabulary, seed fixed"),
+            ),
+        )
 
     def _tokens(self, length: int) -> Tensor:
         return random_tokens(self.batch, length, self.vocabulary)
@@ -215,19 +252,24 @@ class _Text:
         tokens = given.get(self.prompt)
         if tokens is not None and is_tokens(tokens):
             if request.seq not in (None, tokens.shape[1]):
-                raise RequestError(f"--seq {request.seq}: --input {self.prompt} has "
-                                   f"{tokens.shape[1]}; leave one of them out")
+                raise RequestError(
+                    f"--seq {request.seq}: --input {self.prompt} has "
+                    f"{tokens.shape[1]}; leave one of them out"
+                )
             seq = int(tokens.shape[1])
         else:
             seq = request.seq or min(DEFAULT_LENGTH, self.limit or DEFAULT_LENGTH)
         if request.kv is not None and not self.keeps:
-            raise RequestError(f"--kv {request.kv}: {type(self.module).__name__} keeps no cache; "
-                               "leave it out")
+            raise RequestError(
+                f"--kv {request.kv}: {type(self.module).__name__} keeps no cache; leave it out"
+            )
         kv = request.kv or seq
         for flag, length in (("seq", seq), ("kv", kv)):
             if self.limit and length > self.limit and _has_table(self.module, self.limit):
-                raise RequestError(f"--{flag} {length}: {type(self.module).__name__} has a "
-                                   f"position table of {self.limit} entries")
+                raise RequestError(
+                    f"--{flag} {length}: {type(self.module).__name__} has a "
+                    f"position table of {self.limit} entries"
+                )
         return seq, kv
 
 
@@ -242,5 +284,7 @@ def _limit(config: Any) -> int | None:
 
 def _has_table(module: nn.Module, limit: int) -> bool:
     """Whether some embedding has about `limit` rows: learned positions cannot be extended."""
-    return any(isinstance(m, nn.Embedding) and limit <= m.num_embeddings <= limit + 8
-               for m in module.modules())
+    return any(
+        isinstance(m, nn.Embedding) and limit <= m.num_embeddings <= limit + 8
+        for m in module.modules()
+    )

@@ -29,8 +29,11 @@ def call_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     args, kwargs = moved
     found = tensors_in((args, kwargs))
     batch = int(found[0].shape[0]) if found and found[0].dim() else 1
-    names = [n for n, p in inspect.signature(module.forward).parameters.items()
-             if p.kind is p.POSITIONAL_OR_KEYWORD]
+    names = [
+        n
+        for n, p in inspect.signature(module.forward).parameters.items()
+        if p.kind is p.POSITIONAL_OR_KEYWORD
+    ]
     named = {**dict(zip(names, args, strict=False)), **kwargs}
     key = next((k for k in _PROMPTS if is_tokens(named.get(k))), None)
     if key is None and not (found and is_tokens(found[0])):
@@ -42,8 +45,15 @@ def call_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     if key is not None and cache_arguments(module):
         workload["kv"] = length
         decode = {key: last_token(tokens)}
-    return Inputs(args, kwargs, decode=decode, cached={"use_cache": True}, items=tokens.numel(),
-                  item="token", workload=workload)
+    return Inputs(
+        args,
+        kwargs,
+        decode=decode,
+        cached={"use_cache": True},
+        items=tokens.numel(),
+        item="token",
+        workload=workload,
+    )
 
 
 def is_tokens(item: Any) -> bool:
@@ -84,6 +94,7 @@ def with_batch(tree: Any, batch: int) -> Any:
         if value is not None and old:
             return twin(value[torch.arange(batch) % old])
         return torch.empty((batch, *tensor.shape[1:]), dtype=tensor.dtype, device=META)
+
     return replaced(tree, resized)
 
 
@@ -99,8 +110,9 @@ def _parsed(name: str, text: str) -> Tensor:
         if any(n < 0 for n in shape):
             raise ValueError(shape)
     except ValueError:
-        raise RequestError(f"--input {name}={text}: expected SHAPE:DTYPE, "
-                           f"for example {name}=8,3,224,224:fp32") from None
+        raise RequestError(
+            f"--input {name}={text}: expected SHAPE:DTYPE, for example {name}=8,3,224,224:fp32"
+        ) from None
     try:
         dtype = torch_dtype(dtype_text or "fp32")
     except GraphError as error:
@@ -118,5 +130,7 @@ def check_names(module: nn.Module, given: Mapping[str, Any]) -> None:
         return
     for name in given:
         if name not in parameters:
-            raise RequestError(f"--input {name}: {type(module).__name__}.forward takes "
-                               f"{', '.join(parameters) or 'no arguments'}")
+            raise RequestError(
+                f"--input {name}: {type(module).__name__}.forward takes "
+                f"{', '.join(parameters) or 'no arguments'}"
+            )

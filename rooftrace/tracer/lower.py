@@ -20,19 +20,33 @@ from rooftrace.tracer.graph import Argument, Assumption, Op, OpGraph, Ref, Tenso
 from rooftrace.tracer.precisions import dtype_name
 from rooftrace.tracer.values import UNINITIALISED
 
-_ENTRY_ROLES = {"parameter": "weights", "buffer": "weights", "table": "constants",
-                "input": "activations", "constant": "constants", "kv": "kv",
-                "optimizer": "optimizer", "gradient": "gradients"}
+_ENTRY_ROLES = {
+    "parameter": "weights",
+    "buffer": "weights",
+    "table": "constants",
+    "input": "activations",
+    "constant": "constants",
+    "kv": "kv",
+    "optimizer": "optimizer",
+    "gradient": "gradients",
+}
 MAX_CONSTANT = 4096
 """Constants of up to this many bytes are kept in the graph, so that it can be run."""
 _RANDOM_HINTS = ("rand", "bernoulli", "dropout", "normal_", "uniform_", "exponential_")
 
 
-def lower(recorder: Recorder, outputs: Sequence[TorchTensor], *, phase: str,
-          kv_storages: Collection[int] = (), gradients: Mapping[int, str] | None = None,
-          assumptions: Sequence[Assumption] = (), model: Mapping[str, Any] | None = None,
-          workload: Mapping[str, Any] | None = None,
-          provenance: Mapping[str, Any] | None = None) -> OpGraph:
+def lower(
+    recorder: Recorder,
+    outputs: Sequence[TorchTensor],
+    *,
+    phase: str,
+    kv_storages: Collection[int] = (),
+    gradients: Mapping[int, str] | None = None,
+    assumptions: Sequence[Assumption] = (),
+    model: Mapping[str, Any] | None = None,
+    workload: Mapping[str, Any] | None = None,
+    provenance: Mapping[str, Any] | None = None,
+) -> OpGraph:
     """The OpGraph of everything that `recorder` recorded, verified.
 
     outputs: the tensors that the step returns.  kv_storages: storages that are handed to the next
@@ -43,18 +57,27 @@ def lower(recorder: Recorder, outputs: Sequence[TorchTensor], *, phase: str,
     for node in recorder.graph.nodes:
         builder.add(node)
     return OpGraph(
-        phase=phase, values=tuple(builder.values), ops=tuple(builder.ops),
-        inputs=tuple(builder.inputs), outputs=tuple(builder.value_of(node) for node in results),
-        modules=dict(recorder.modules), assumptions=tuple(assumptions),
-        constants=_constants(recorder.constants), model=dict(model or {}),
-        workload=dict(workload or {}), provenance=dict(provenance or {})).verify()
+        phase=phase,
+        values=tuple(builder.values),
+        ops=tuple(builder.ops),
+        inputs=tuple(builder.inputs),
+        outputs=tuple(builder.value_of(node) for node in results),
+        modules=dict(recorder.modules),
+        assumptions=tuple(assumptions),
+        constants=_constants(recorder.constants),
+        model=dict(model or {}),
+        workload=dict(workload or {}),
+        provenance=dict(provenance or {}),
+    ).verify()
 
 
 def _constants(constants: Mapping[str, TorchTensor]) -> dict[str, str]:
     """The bytes of small constants, as hexadecimal text."""
-    return {name: bytes(value.contiguous().reshape(-1).view(torch.uint8).tolist()).hex()
-            for name, value in constants.items()
-            if value.device.type == "cpu" and value.numel() * value.element_size() <= MAX_CONSTANT}
+    return {
+        name: bytes(value.contiguous().reshape(-1).view(torch.uint8).tolist()).hex()
+        for name, value in constants.items()
+        if value.device.type == "cpu" and value.numel() * value.element_size() <= MAX_CONSTANT
+    }
 
 
 class _Builder:
@@ -100,7 +123,8 @@ class _Builder:
         if owner != index:
             role = self.values[owner].role
         self.values.append(
-            Tensor(spec.shape, dtype_name(spec.dtype), spec.stride, role, owner, name))
+            Tensor(spec.shape, dtype_name(spec.dtype), spec.stride, role, owner, name)
+        )
         return index
 
     def _op(self, node: fx.Node, recorded: Recorded) -> None:
@@ -117,14 +141,34 @@ class _Builder:
             self._single[node] = outputs[0]
         self._multiple[node] = outputs
         allocates = target.rpartition(".")[0] in UNINITIALISED
-        kind = ("sync" if recorded.sync else
-                "view" if outputs and (recorded.view or allocates) else "kernel")
+        kind = (
+            "sync"
+            if recorded.sync
+            else "view"
+            if outputs and (recorded.view or allocates)
+            else "kernel"
+        )
         origin = recorded.origin
         flops = self._flops(node.target, node.args, node.kwargs, self._tensor, recorded.specs)
-        self.ops.append(Op(
-            len(self.ops), target, arguments, inputs, outputs, origin.module, origin.call,
-            origin.part, kind, "other", origin.function, origin.source, flops,
-            dict(recorded.facts), tuple(sorted(recorded.taint))))
+        self.ops.append(
+            Op(
+                len(self.ops),
+                target,
+                arguments,
+                inputs,
+                outputs,
+                origin.module,
+                origin.call,
+                origin.part,
+                kind,
+                "other",
+                origin.function,
+                origin.source,
+                flops,
+                dict(recorded.facts),
+                tuple(sorted(recorded.taint)),
+            )
+        )
 
     def _output(self, spec: Spec, role: str) -> int:
         """The value of one output; a storage that is kept past the step has its own role."""
@@ -179,8 +223,14 @@ class _TorchFlops:
     def __init__(self) -> None:
         self._known: dict[Any, int | None] = {}
 
-    def __call__(self, target: Any, args: Any, kwargs: Any, tensor_of: Callable[[fx.Node], Tensor],
-                 specs: Sequence[Spec]) -> int | None:
+    def __call__(
+        self,
+        target: Any,
+        args: Any,
+        kwargs: Any,
+        tensor_of: Callable[[fx.Node], Tensor],
+        specs: Sequence[Spec],
+    ) -> int | None:
         formula: Callable[..., int] | None = flop_registry.get(target.overloadpacket)
         if formula is None:
             return None
@@ -196,15 +246,23 @@ class _TorchFlops:
                 tensor = tensor_of(item)
                 return torch.empty_strided(tensor.shape, tensor.stride, device="meta")
             return [stub(x) for x in item] if isinstance(item, (list, tuple)) else item
+
         made = tuple(spec.shape for spec in specs)
         key = (target, repr(sizes(args)), repr([(k, sizes(v)) for k, v in kwargs.items()]), made)
         if key not in self._known:
             outputs = [torch.empty(shape, device="meta") for shape in made]
             result: Any = outputs[0] if len(outputs) == 1 else tuple(outputs)
             try:
-                self._known[key] = int(formula(
-                    *stub(args), **{k: stub(v) for k, v in kwargs.items()}, out_val=result))
-            except (AssertionError, TypeError, ValueError, IndexError, AttributeError,
-                    RuntimeError):
+                self._known[key] = int(
+                    formula(*stub(args), **{k: stub(v) for k, v in kwargs.items()}, out_val=result)
+                )
+            except (
+                AssertionError,
+                TypeError,
+                ValueError,
+                IndexError,
+                AttributeError,
+                RuntimeError,
+            ):
                 self._known[key] = None  # torch's own formula refuses these shapes
         return self._known[key]

@@ -47,7 +47,8 @@ def on_meta(module: nn.Module) -> nn.Module:
     except (TypeError, RuntimeError, ValueError, AttributeError) as error:
         raise TraceError(
             f"{type(module).__name__} cannot be copied to the meta device ({error}): build it "
-            "under `with torch.device('meta'):` and pass that") from error
+            "under `with torch.device('meta'):` and pass that"
+        ) from error
 
 
 def own_tensors(module: nn.Module) -> Iterable[Tensor]:
@@ -72,8 +73,9 @@ def _parameter_twin(tensor: Tensor) -> Tensor:
 
 def is_lazy(module: nn.Module) -> bool:
     """Whether some parameter has no shape before the first call (nn.LazyLinear)."""
-    return any(isinstance(tensor, _LAZY)
-               for owner in module.modules() for tensor in own_tensors(owner))
+    return any(
+        isinstance(tensor, _LAZY) for owner in module.modules() for tensor in own_tensors(owner)
+    )
 
 
 def inputs_on_meta(tree: Any) -> Any:

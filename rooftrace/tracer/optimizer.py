@@ -18,8 +18,9 @@ _LEARNING_RATE = 1e-3
 """Any: a step costs the same."""
 
 
-def run_optimizer(recorder: Recorder, parameters: Sequence[nn.Parameter], name: str,
-                  dtype: str | None) -> dict[int, str]:
+def run_optimizer(
+    recorder: Recorder, parameters: Sequence[nn.Parameter], name: str, dtype: str | None
+) -> dict[int, str]:
     """Record one step of the optimizer `name` on `parameters`, which have gradients.
 
     Returns the names of the gradients that it makes itself, by storage.
@@ -56,9 +57,14 @@ def run_optimizer(recorder: Recorder, parameters: Sequence[nn.Parameter], name: 
 
 def optimizer_class(name: str) -> Any:
     """The class in torch.optim of this name, in any case.  Raises RequestError."""
-    kinds = {n.lower(): c for n, c in vars(torch.optim).items()
-             if inspect.isclass(c) and issubclass(c, torch.optim.Optimizer)
-             and c is not torch.optim.Optimizer and _steps_alone(c)}
+    kinds = {
+        n.lower(): c
+        for n, c in vars(torch.optim).items()
+        if inspect.isclass(c)
+        and issubclass(c, torch.optim.Optimizer)
+        and c is not torch.optim.Optimizer
+        and _steps_alone(c)
+    }
     if name.lower() not in kinds:
         names = ", ".join(sorted(kinds))
         raise RequestError(f"optimizer {name!r}: expected none or one of {names}")
@@ -94,8 +100,9 @@ def _made(kind: Any, parameters: Sequence[Tensor]) -> torch.optim.Optimizer:
     return made
 
 
-def _cast_gradients(recorder: Recorder,
-                    low: Sequence[tuple[nn.Parameter, Tensor]]) -> dict[int, str]:
+def _cast_gradients(
+    recorder: Recorder, low: Sequence[tuple[nn.Parameter, Tensor]]
+) -> dict[int, str]:
     """Give each fp32 master the gradient of its weight, cast up; returns their names by storage."""
     wide = [torch.empty_like(master) for _, master in low]
     torch._foreach_copy_(wide, [p.grad for p, _ in low if p.grad is not None])

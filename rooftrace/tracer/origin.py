@@ -64,7 +64,7 @@ def _relative(path: str) -> str:
         prefix = os.path.abspath(root) + os.sep
         if path.startswith(prefix) and len(prefix) > len(best):
             best = prefix
-    return path[len(best):] if best else os.path.basename(path)
+    return path[len(best) :] if best else os.path.basename(path)
 
 
 def users_traceback(error: BaseException, frames: int = 4) -> str:
@@ -72,9 +72,14 @@ def users_traceback(error: BaseException, frames: int = 4) -> str:
 
     "" where the error was raised without passing through anybody else's code.
     """
-    users = [frame for frame in traceback.extract_tb(error.__traceback__)
-             if _kind(frame.filename) == _USERS and "importlib" not in frame.filename]
+    users = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if _kind(frame.filename) == _USERS and "importlib" not in frame.filename
+    ]
     if isinstance(error, SyntaxError) and error.filename:
         users.append(traceback.FrameSummary(error.filename, error.lineno or 0, "<module>"))
-    return "\n".join(f"  {_relative(frame.filename)}:{frame.lineno} in {frame.name}: {frame.line}"
-                     for frame in users[-frames:])
+    return "\n".join(
+        f"  {_relative(frame.filename)}:{frame.lineno} in {frame.name}: {frame.line}"
+        for frame in users[-frames:]
+    )

@@ -9,8 +9,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-_BY_METHOD = {"fp8": "fp8", "fbgemm_fp8": "fp8", "finegrained_fp8": "fp8", "mxfp4": "mxfp4",
-              "nvfp4": "nvfp4", "bitnet": "int2", "quanto": None, "compressed-tensors": None}
+_BY_METHOD = {
+    "fp8": "fp8",
+    "fbgemm_fp8": "fp8",
+    "finegrained_fp8": "fp8",
+    "mxfp4": "mxfp4",
+    "nvfp4": "nvfp4",
+    "bitnet": "int2",
+    "quanto": None,
+    "compressed-tensors": None,
+}
 
 
 def weights_precision(config: Any) -> tuple[str | None, str | None]:
@@ -32,8 +40,15 @@ def weights_precision(config: Any) -> tuple[str | None, str | None]:
         bits = settings.get("bits") or settings.get("nbits") or (8 if method == "eetq" else None)
         found = {2: "int2", 4: "int4", 8: "int8"}.get(int(bits)) if bits else None
     if found is None and method == "bitsandbytes":
-        found = "fp4" if settings.get("load_in_4bit") else "int8" if settings.get("load_in_8bit") else None
+        found = (
+            "fp4"
+            if settings.get("load_in_4bit")
+            else "int8"
+            if settings.get("load_in_8bit")
+            else None
+        )
     if found is None and method == "quanto":
         found = {"int2": "int2", "int4": "int4", "int8": "int8", "float8": "fp8"}.get(
-            str(settings.get("weights")))
+            str(settings.get("weights"))
+        )
     return (found, None) if found else (None, f"quantization method {method!r}")

@@ -45,8 +45,7 @@ def to_fx(graph: OpGraph, state: Mapping[str, TorchTensor] | None = None) -> fx.
     return fx.GraphModule(root, result)
 
 
-def _stored(graph: OpGraph, index: int, name: str,
-            state: Mapping[str, TorchTensor]) -> TorchTensor:
+def _stored(graph: OpGraph, index: int, name: str, state: Mapping[str, TorchTensor]) -> TorchTensor:
     tensor = graph.values[index]
     if name in state:
         return state[name]
@@ -85,8 +84,11 @@ def _positions(op: Op) -> list[int]:
 
 def _written(target: Any, arguments: Mapping[str, Argument]) -> list[int]:
     """The values that a call writes in place, in order."""
-    names = [a.name for a in target._schema.arguments
-             if a.alias_info is not None and a.alias_info.is_write]
+    names = [
+        a.name
+        for a in target._schema.arguments
+        if a.alias_info is not None and a.alias_info.is_write
+    ]
     return [value for name in names for value in refs(arguments.get(name))]
 
 
@@ -99,12 +101,15 @@ def _overload(target: str) -> Any:
     try:
         return getattr(getattr(getattr(torch.ops, namespace), name), overload)
     except AttributeError:
-        raise GraphError(f"{target} is not registered in this process: import the package that "
-                         "defines it before running the graph") from None
+        raise GraphError(
+            f"{target} is not registered in this process: import the package that "
+            "defines it before running the graph"
+        ) from None
 
 
-def _call(target: Any, arguments: Mapping[str, Argument],
-          nodes: Mapping[int, fx.Node]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _call(
+    target: Any, arguments: Mapping[str, Argument], nodes: Mapping[int, fx.Node]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
     positional = True

@@ -1,7 +1,7 @@
 """Output sizes of ops that ran before: most of a model's ops repeat with equal sizes.
 
-PyTorch's meta kernels are Python for many ops and take ten times as long as a look-up.  Only ops that
-neither write nor return their inputs' memory are remembered, so every output is a fresh tensor.
+PyTorch's meta kernels are Python for many ops and take ten times as long as a look-up.  Only ops
+that neither write nor return their inputs' memory are remembered: each output is a fresh tensor.
 """
 
 from __future__ import annotations
@@ -43,8 +43,10 @@ class SizeCache:
         if made is _NEVER:
             return func(*args, **kwargs)
         single, outputs = made
-        tensors = [None if spec is None else _empty_strided(spec[0], spec[1], dtype=spec[2], device=_META)
-                   for spec in outputs]
+        tensors = [
+            None if spec is None else _empty_strided(spec[0], spec[1], dtype=spec[2], device=_META)
+            for spec in outputs
+        ]
         return tensors[0] if single else tuple(tensors)
 
 
@@ -52,7 +54,11 @@ def _describe(items: Sequence[Any], key: list[Any]) -> bool:
     """Append what the sizes of an op's outputs depend on; False where that cannot be said."""
     for item in items:
         if isinstance(item, Tensor):
-            if item.layout is not torch.strided or item.device.type != "meta" or item.dtype.is_complex:
+            if (
+                item.layout is not torch.strided
+                or item.device.type != "meta"
+                or item.dtype.is_complex
+            ):
                 return False
             key.append((item.shape, item.stride(), item.dtype))
         elif isinstance(item, (list, tuple)):
@@ -75,7 +81,7 @@ def _describe_named(kwargs: dict[str, Any], key: list[Any]) -> bool:
 
 
 def _recipe(result: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """(one tensor?, size of each output) of a call, or _NEVER where outputs are not fresh tensors."""
+    """(one tensor?, size of each output) of a call; _NEVER where outputs are not fresh."""
     single = isinstance(result, Tensor)
     if not single and not isinstance(result, tuple):
         return _NEVER
@@ -92,7 +98,11 @@ def _recipe(result: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         storages.add(output.untyped_storage()._cdata)
         specs.append((tuple(output.shape), output.stride(), output.dtype))
     fresh = len(storages) == sum(spec is not None for spec in specs)
-    return (single, tuple(specs)) if fresh and not storages & _storages((args, kwargs.values())) else _NEVER
+    return (
+        (single, tuple(specs))
+        if fresh and not storages & _storages((args, kwargs.values()))
+        else _NEVER
+    )
 
 
 def _storages(items: Any) -> set[int]:

@@ -46,7 +46,8 @@ def load_target(target: str, request: Request | None = None) -> Loaded:
         return _from_attribute(target, request)
     raise TargetError(
         f"target {target!r}: expected package.module:attr, path/file.py:attr, a Hugging Face "
-        "config.json, hf:ORG/NAME or a saved graph (.json.gz)")
+        "config.json, hf:ORG/NAME or a saved graph (.json.gz)"
+    )
 
 
 def _from_attribute(target: str, request: Request) -> Loaded:
@@ -61,20 +62,23 @@ def _from_attribute(target: str, request: Request) -> Loaded:
     elif not args and not kwargs and not given:
         raise RequestError(
             f"{target}: no inputs; let {attribute} return (module, inputs), or pass "
-            "--input NAME=SHAPE:DTYPE, for example --input x=8,3,224,224:fp32")
+            "--input NAME=SHAPE:DTYPE, for example --input x=8,3,224,224:fp32"
+        )
     else:
         made = _fixed_inputs(module, args, {**kwargs, **given}, target, request)
     return Loaded(module, made, attribute if where.endswith(".py") else target)
 
 
-def _fixed_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], target: str,
-                  request: Request) -> Inputs:
+def _fixed_inputs(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], target: str, request: Request
+) -> Inputs:
     """Inputs that the target's own code, or --input, gave: only their batch can be changed."""
     for flag in ("seq", "kv"):
         if getattr(request, flag) is not None:
             raise RequestError(
                 f"--{flag} {getattr(request, flag)}: {target} makes its own inputs; change their "
-                "length there, or pass --input NAME=SHAPE:DTYPE")
+                "length there, or pass --input NAME=SHAPE:DTYPE"
+            )
     if request.batch is not None:
         args, kwargs = with_batch((args, kwargs), request.batch)
     inputs = call_inputs(module, args, kwargs)
@@ -82,6 +86,7 @@ def _fixed_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 # -- importing and building ------------------------------------------------------------------------
+
 
 def _import_file(where: str, target: str) -> ModuleType:
     path = Path(where)
@@ -121,10 +126,15 @@ def _attribute(source: ModuleType, attribute: str, target: str) -> Any:
     found: Any = source
     for part in attribute.split("."):
         if not hasattr(found, part):
-            names = [n for n, value in vars(source).items()
-                     if not n.startswith("_") and not isinstance(value, ModuleType)]
-            raise TargetError(f"target {target!r}: there is no {attribute!r}; "
-                              f"there are {', '.join(names[:12]) or 'no names at all'}")
+            names = [
+                n
+                for n, value in vars(source).items()
+                if not n.startswith("_") and not isinstance(value, ModuleType)
+            ]
+            raise TargetError(
+                f"target {target!r}: there is no {attribute!r}; "
+                f"there are {', '.join(names[:12]) or 'no names at all'}"
+            )
         found = getattr(found, part)
     return found
 
@@ -134,14 +144,18 @@ def _module_and_inputs(made: Any, target: str) -> tuple[nn.Module, Any]:
     inputs: Any = None
     if not isinstance(made, nn.Module):
         if not callable(made):
-            raise TargetError(f"target {target!r}: expected a torch.nn.Module or a function that "
-                              f"returns one, got {type(made).__name__}")
+            raise TargetError(
+                f"target {target!r}: expected a torch.nn.Module or a function that "
+                f"returns one, got {type(made).__name__}"
+            )
         made = _build(made, target)
         if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module):
             made, inputs = made
     if not isinstance(made, nn.Module):
-        raise TargetError(f"target {target!r}: expected a torch.nn.Module or (module, inputs), "
-                          f"got {type(made).__name__}")
+        raise TargetError(
+            f"target {target!r}: expected a torch.nn.Module or (module, inputs), "
+            f"got {type(made).__name__}"
+        )
     return made, inputs
 
 
@@ -152,8 +166,10 @@ def _build(function: Callable[..., Any], target: str) -> Any:
     """
     required = _required(function)
     if required:
-        raise TargetError(f"target {target!r}: expected a function without required arguments; "
-                          f"it requires {', '.join(required)}")
+        raise TargetError(
+            f"target {target!r}: expected a function without required arguments; "
+            f"it requires {', '.join(required)}"
+        )
     recorder = Recorder(Values(draws=True), record=False)
     try:
         with torch.device(META), recorder:
@@ -170,15 +186,20 @@ def _required(function: Callable[..., Any]) -> list[str]:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # a callable written in C does not say
         return []
-    return [p.name for p in parameters
-            if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    return [
+        p.name
+        for p in parameters
+        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]
 
 
 def _failed(doing: str, target: str, error: BaseException) -> TargetError:
     """The user's own traceback, shortened to their code."""
     reason = str(error) or "no message"
-    lines = [f"target {target!r}: {doing} failed: {type(error).__name__}: {reason}",
-             users_traceback(error)]
+    lines = [
+        f"target {target!r}: {doing} failed: {type(error).__name__}: {reason}",
+        users_traceback(error),
+    ]
     return TargetError("\n".join(line for line in lines if line))
 
 
@@ -195,8 +216,12 @@ def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 def _described(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, str]:
     """Each argument in a few characters: "fp32[8, 3, 224, 224]"."""
     named = {**{str(i): item for i, item in enumerate(args)}, **kwargs}
-    return {name: f"{dtype_name(item.dtype)}[{', '.join(map(str, item.shape))}]"
-            if isinstance(item, Tensor) else repr(item)[:60] for name, item in named.items()}
+    return {
+        name: f"{dtype_name(item.dtype)}[{', '.join(map(str, item.shape))}]"
+        if isinstance(item, Tensor)
+        else repr(item)[:60]
+        for name, item in named.items()
+    }
 
 
 __all__ = ["Loaded", "Request", "RequestError", "TargetError", "load_target"]

@@ -34,20 +34,59 @@ KNOWN = "_rooftrace_known"
 REAL_VALUE = "_rooftrace_value"
 """Attribute of a meta tensor made from a small real one: its value, for a capture to learn."""
 
-RANDOM = frozenset({
-    "aten.bernoulli", "aten.bernoulli_", "aten.uniform_", "aten.normal_", "aten.rand", "aten.randn",
-    "aten.native_dropout", "aten.multinomial", "aten.randint", "aten.randperm", "aten.rand_like",
-    "aten.randn_like", "aten.randint_like", "aten.exponential_", "aten.random_", "aten.normal",
-    "aten.cauchy_", "aten.geometric_", "aten.log_normal_", "aten.poisson", "aten.binomial"})
+RANDOM = frozenset(
+    {
+        "aten.bernoulli",
+        "aten.bernoulli_",
+        "aten.uniform_",
+        "aten.normal_",
+        "aten.rand",
+        "aten.randn",
+        "aten.native_dropout",
+        "aten.multinomial",
+        "aten.randint",
+        "aten.randperm",
+        "aten.rand_like",
+        "aten.randn_like",
+        "aten.randint_like",
+        "aten.exponential_",
+        "aten.random_",
+        "aten.normal",
+        "aten.cauchy_",
+        "aten.geometric_",
+        "aten.log_normal_",
+        "aten.poisson",
+        "aten.binomial",
+    }
+)
 DRAWN = frozenset({"aten.randint", "aten.randperm"})
 """The random ops that make integers from nothing."""
-UNINITIALISED = frozenset({"aten.empty", "aten.empty_like", "aten.new_empty", "aten.empty_strided",
-                           "aten.new_empty_strided", "aten.empty_permuted"})
+UNINITIALISED = frozenset(
+    {
+        "aten.empty",
+        "aten.empty_like",
+        "aten.new_empty",
+        "aten.empty_strided",
+        "aten.new_empty_strided",
+        "aten.empty_permuted",
+    }
+)
 
 ROUTING: Mapping[str, int] = {
-    "aten.topk": 1, "aten.argmax": 0, "aten.argmin": 0, "aten.sort": 1, "aten.argsort": 0,
-    "aten.multinomial": 0, "aten.max": 1, "aten.min": 1, "aten.kthvalue": 1, "aten.bucketize": 0,
-    "aten.searchsorted": 0, "aten.cummax": 1, "aten.cummin": 1}
+    "aten.topk": 1,
+    "aten.argmax": 0,
+    "aten.argmin": 0,
+    "aten.sort": 1,
+    "aten.argsort": 0,
+    "aten.multinomial": 0,
+    "aten.max": 1,
+    "aten.min": 1,
+    "aten.kthvalue": 1,
+    "aten.bucketize": 0,
+    "aten.searchsorted": 0,
+    "aten.cummax": 1,
+    "aten.cummin": 1,
+}
 """Ops that turn floats into indices, with the position of the index output."""
 
 
@@ -80,9 +119,13 @@ class Values:
     a fixed seed (while a user's function makes inputs) instead of being unknown.
     """
 
-    def __init__(self, where: Callable[[], str] = lambda: "",
-                 branches: Mapping[int, bool] | None = None, density: float = 0.5,
-                 draws: bool = False) -> None:
+    def __init__(
+        self,
+        where: Callable[[], str] = lambda: "",
+        branches: Mapping[int, bool] | None = None,
+        density: float = 0.5,
+        draws: bool = False,
+    ) -> None:
         self.where = where
         self.branches = dict(branches or {})
         self.density = density
@@ -169,13 +212,17 @@ class Values:
         if tensor.numel() > MAX_INTEGERS:
             raise UnknownValueError(
                 f"{why} needs the value of a {_label(tensor)}, "
-                "which depends on weights or activations")
+                "which depends on weights or activations"
+            )
         if tensor.dtype == torch.bool:
             count = max(1, math.ceil(tensor.numel() * self.density))
             flat = torch.zeros(tensor.numel(), dtype=torch.bool)
             flat[:count] = True
-            taint = self.assume("density", f"{why}: {self.density:.0%} of an unknown mask "
-                                           f"{list(shape)} is taken as true", self.density)
+            taint = self.assume(
+                "density",
+                f"{why}: {self.density:.0%} of an unknown mask {list(shape)} is taken as true",
+                self.density,
+            )
             return flat.reshape(shape), frozenset([taint])
         taint = self.assume("value", f"{why}: an unknown {_label(tensor)} is taken as ones", 1)
         return torch.ones(shape, dtype=tensor.dtype), frozenset([taint])
@@ -215,15 +262,24 @@ class Values:
             self._shared.add(bytes_of(value))
         taint = self.assume(
             "balanced-routing",
-            f"{name} over {classes} classes on unknown scores chooses each equally often", classes)
+            f"{name} over {classes} classes on unknown scores chooses each equally often",
+            classes,
+        )
         self.learn(index, value, frozenset([taint]))
         return taint
 
     # -- propagating -----------------------------------------------------------------------------
 
-    def propagate(self, name: str, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any],
-                  tensors: Sequence[Tensor], outputs: Sequence[Tensor], mutated: Sequence[Tensor],
-                  ) -> frozenset[int] | None:
+    def propagate(
+        self,
+        name: str,
+        func: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        tensors: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        mutated: Sequence[Tensor],
+    ) -> frozenset[int] | None:
         """Compute `func` on known values too, and learn its outputs.
 
         Returns the assumptions that they rest on; None if they are unknown.
@@ -264,12 +320,20 @@ class Values:
         self.learn(tensor, entry.value.clone(), entry.taint)
         return Known(tensor.__dict__[KNOWN].value, entry.taint, entry.epoch)
 
-    def _compute(self, name: str, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any],
-                 by_id: Mapping[int, Tensor], mutates: bool) -> Any:
+    def _compute(
+        self,
+        name: str,
+        func: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        by_id: Mapping[int, Tensor],
+        mutates: bool,
+    ) -> Any:
         """The result of `func` on the CPU with known values for meta tensors; None if it fails.
 
         Equal calls are computed once: layers make the same masks over and over.
         """
+
         def swap(item: Any) -> Any:
             if isinstance(item, Tensor):
                 return by_id[id(item)]
@@ -300,8 +364,9 @@ class Values:
 _CPU = torch.device("cpu")
 
 
-def _run(name: str, func: Any, args: list[Any], kwargs: dict[str, Any],
-         generator: torch.Generator | None) -> Any:
+def _run(
+    name: str, func: Any, args: list[Any], kwargs: dict[str, Any], generator: torch.Generator | None
+) -> Any:
     if name == "aten.histc":  # CUDA counts integers too, the CPU kernel only floats
         return func(args[0].double(), *args[1:], **kwargs).to(args[0].dtype)
     if name in DRAWN:
@@ -315,10 +380,15 @@ def _run(name: str, func: Any, args: list[Any], kwargs: dict[str, Any],
 
 def _fingerprint(items: Sequence[Any]) -> list[Any]:
     """Arguments as something whose repr is equal only for equal calls."""
-    return [("tensor", id(item), item._version) if isinstance(item, Tensor)
-            else _fingerprint(item) if isinstance(item, (list, tuple)) else item for item in items]
+    return [
+        ("tensor", id(item), item._version)
+        if isinstance(item, Tensor)
+        else _fingerprint(item)
+        if isinstance(item, (list, tuple))
+        else item
+        for item in items
+    ]
 
 
 def _label(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} tensor"
-

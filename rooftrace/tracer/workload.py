@@ -36,9 +36,14 @@ class NoCacheError(RequestError):
     """A phase that continues from a cache was asked of a module that returned none."""
 
 
-def trace_phases(module: nn.Module, inputs: Inputs, phases: Sequence[str] | None = None,
-                 options: Options | None = None, progress: Progress | None = None,
-                 target: str = "") -> dict[str, OpGraph]:
+def trace_phases(
+    module: nn.Module,
+    inputs: Inputs,
+    phases: Sequence[str] | None = None,
+    options: Options | None = None,
+    progress: Progress | None = None,
+    target: str = "",
+) -> dict[str, OpGraph]:
     """Capture `phases` of `module` (default: by whether it returns a cache) as one OpGraph each.
 
     The module is not run on real data and not changed: a module with real parameters is copied to
@@ -65,11 +70,14 @@ def trace_phases(module: nn.Module, inputs: Inputs, phases: Sequence[str] | None
 def check_request(module: Any, phases: Sequence[str] | None, options: Options) -> None:
     """Raise RequestError for what no module could do."""
     if not isinstance(module, nn.Module):
-        raise RequestError(f"expected a torch.nn.Module to trace, "
-                           f"got {type(module).__name__}: {module!r:.80}")
+        raise RequestError(
+            f"expected a torch.nn.Module to trace, got {type(module).__name__}: {module!r:.80}"
+        )
     if any(isinstance(part, torch.jit.ScriptModule) for part in module.modules()):
-        raise RequestError(f"{type(module).__name__} is, or holds, TorchScript, which hides its "
-                           "modules; pass the Python module that it was made from")
+        raise RequestError(
+            f"{type(module).__name__} is, or holds, TorchScript, which hides its "
+            "modules; pass the Python module that it was made from"
+        )
     for phase in phases or ():
         if phase not in PHASES:
             raise RequestError(f"phase {phase!r}: expected one of {', '.join(PHASES)}")
@@ -127,8 +135,10 @@ class _Run:
         name = type(self.module).__name__
         if cache_arguments(self.module):
             return f"{phase} of {name}: pass the prompt as token ids, for example input_ids=ids"
-        return (f"{phase} of {name}: its forward takes and returns no cache; "
-                "use --phase forward or training")
+        return (
+            f"{phase} of {name}: its forward takes and returns no cache; "
+            "use --phase forward or training"
+        )
 
     def materialise(self) -> None:
         """Give lazy parameters their shapes by one call that is not recorded."""
@@ -150,8 +160,10 @@ class _Run:
         with torch.no_grad():
             output, state = self._prompted(self.inputs.kwargs)
         if not state:
-            raise NoCacheError(f"prefill of {type(self.module).__name__}: it returned no cache; "
-                               "use --phase forward or training")
+            raise NoCacheError(
+                f"prefill of {type(self.module).__name__}: it returned no cache; "
+                "use --phase forward or training"
+            )
         if self.inputs.cached_kwargs is None:
             for tensor in tensors_in(state):
                 entry = recorder.values.known(tensor)
@@ -170,8 +182,10 @@ class _Run:
                 with recorder.paused():
                     _, state = self._prompted(self.inputs.kwargs if prompt is None else prompt)
             if not state:
-                raise NoCacheError(f"decode of {type(self.module).__name__}: its prefill returned "
-                                   "no cache; use --phase forward or training")
+                raise NoCacheError(
+                    f"decode of {type(self.module).__name__}: its prefill returned "
+                    "no cache; use --phase forward or training"
+                )
             recorder.reset_calls()
             encoded = state.get("encoder_outputs")
             for tensor in tensors_in(encoded):
@@ -187,7 +201,8 @@ class _Run:
         parameters = [p for p in self.module.parameters() if p.requires_grad]
         if not parameters:
             raise RequestError(
-                f"training of {type(self.module).__name__}: no parameter requires a gradient")
+                f"training of {type(self.module).__name__}: no parameter requires a gradient"
+            )
         for parameter in parameters:
             parameter.grad = None
         with torch.enable_grad():
@@ -213,12 +228,16 @@ class _Run:
             losses = [t for t in tensors_in(output) if t.requires_grad]
             if not isinstance(output, Tensor) or output.dim():
                 recorder.values.assume(
-                    "loss", "no loss was given: a unit gradient enters each of the "
-                            f"{len(losses)} floating outputs", len(losses))
+                    "loss",
+                    "no loss was given: a unit gradient enters each of the "
+                    f"{len(losses)} floating outputs",
+                    len(losses),
+                )
         losses = [t for t in losses if isinstance(t, Tensor) and t.requires_grad]
         if not losses:
             raise RequestError(
-                f"training of {type(self.module).__name__}: no output needs a gradient; pass loss=")
+                f"training of {type(self.module).__name__}: no output needs a gradient; pass loss="
+            )
         recorder.part = "backward"
         with torch.no_grad():
             seeds = [torch.ones_like(t) for t in losses]
@@ -226,13 +245,24 @@ class _Run:
         # the forward of a checkpoint needs again.
         engine: Any = torch.autograd.graph
         with torch.device(META):
-            engine._engine_run_backward(tuple(losses), tuple(seeds), False, False, (),
-                                        allow_unreachable=True, accumulate_grad=True)
+            engine._engine_run_backward(
+                tuple(losses),
+                tuple(seeds),
+                False,
+                False,
+                (),
+                allow_unreachable=True,
+                accumulate_grad=True,
+            )
 
     # -- running -----------------------------------------------------------------------------------
 
-    def _call(self, args: Sequence[Any], kwargs: Mapping[str, Any],
-              extras: Mapping[str, Any] | None = None) -> Any:
+    def _call(
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        extras: Mapping[str, Any] | None = None,
+    ) -> Any:
         """Call the module; of `extras` (use_cache, labels) only what its forward takes."""
         parameters = inspect.signature(self.module.forward).parameters
         open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
@@ -249,8 +279,11 @@ class _Run:
         if not isinstance(output, Mapping):
             return {}
         names = inspect.signature(self.module.forward).parameters
-        state = {key: value for key, value in output.items()
-                 if key in names and key not in self.inputs.kwargs and tensors_in(value)}
+        state = {
+            key: value
+            for key, value in output.items()
+            if key in names and key not in self.inputs.kwargs and tensors_in(value)
+        }
         hidden = output.get("encoder_last_hidden_state")
         if state and hidden is not None and "encoder_outputs" in names:
             state["encoder_outputs"] = (hidden,)
@@ -284,10 +317,14 @@ class _Run:
     def _enter_inputs(self, recorder: Recorder, phase: str) -> None:
         """Make weights and inputs values of the graph, and what is known of them known."""
         inputs = self.inputs
-        used = ((), inputs.decode or {}) if phase == "decode" else (
-            inputs.args, {**inputs.kwargs, **(inputs.labels if phase == "training" else {})})
-        known = tensors_in((inputs.args, inputs.kwargs, inputs.labels, inputs.decode,
-                            inputs.cached_kwargs))
+        used = (
+            ((), inputs.decode or {})
+            if phase == "decode"
+            else (inputs.args, {**inputs.kwargs, **(inputs.labels if phase == "training" else {})})
+        )
+        known = tensors_in(
+            (inputs.args, inputs.kwargs, inputs.labels, inputs.decode, inputs.cached_kwargs)
+        )
         for tensor in (*known, *(t for m in self.module.modules() for t in own_tensors(m))):
             _learn(recorder.values, tensor)
         recorder.name_modules(self.module)
@@ -303,14 +340,26 @@ class _Run:
         kv = {recorder.storage_of(tensor) for tensor in kept}
         inputs = self.inputs
         items = inputs.items if step.items is None else step.items
-        workload = {**inputs.workload, "item": inputs.item,
-                    "items": _first_size((inputs.args, inputs.kwargs)) if items is None else items,
-                    "optimizer": self.options.optimizer if phase == "training" else None}
+        workload = {
+            **inputs.workload,
+            "item": inputs.item,
+            "items": _first_size((inputs.args, inputs.kwargs)) if items is None else items,
+            "optimizer": self.options.optimizer if phase == "training" else None,
+        }
         outputs = [t for t in tensors_in(step.output) if t.device.type == "meta"]
-        return with_families(lower(
-            recorder, outputs, phase=phase, kv_storages={s for s in kv if s is not None},
-            gradients=step.gradients, assumptions=recorder.values.assumptions,
-            model=describe(self.module), workload=workload, provenance=provenance(self.target)))
+        return with_families(
+            lower(
+                recorder,
+                outputs,
+                phase=phase,
+                kv_storages={s for s in kv if s is not None},
+                gradients=step.gradients,
+                assumptions=recorder.values.assumptions,
+                model=describe(self.module),
+                workload=workload,
+                provenance=provenance(self.target),
+            )
+        )
 
 
 def _learn(values: Values, tensor: Tensor) -> None:
@@ -351,11 +400,15 @@ def provenance(target: str) -> dict[str, Any]:
     return {"target": target, "versions": found, "python": platform.python_version()}
 
 
-def _named_inputs(module: nn.Module, args: Sequence[Any],
-                  kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    names = [n for n, p in inspect.signature(module.forward).parameters.items()
-             if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    labels = [*names[:len(args)], *(f"input_{i}" for i in range(len(names), len(args)))]
+def _named_inputs(
+    module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Iterator[tuple[str, Tensor]]:
+    names = [
+        n
+        for n, p in inspect.signature(module.forward).parameters.items()
+        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
+    labels = [*names[: len(args)], *(f"input_{i}" for i in range(len(names), len(args)))]
     for label, item in (*zip(labels, args, strict=True), *kwargs.items()):
         found = tensors_in(item)
         for index, tensor in enumerate(found):
@@ -372,13 +425,27 @@ def _explained(error: Exception, recorder: Recorder, module: nn.Module, phase: s
     """The user's own traceback, shortened to their code, and the module that it happened in."""
     path, kind = recorder.failed_in or ("", type(module).__name__)
     where = f"module {path!r} ({kind})" if path else f"module {kind}"
-    lines = [f"{phase} of {type(module).__name__} failed in {where}: "
-             f"{type(error).__name__}: {error}", users_traceback(error)]
+    lines = [
+        f"{phase} of {type(module).__name__} failed in {where}: {type(error).__name__}: {error}",
+        users_traceback(error),
+    ]
     if isinstance(error, UnknownValueError):
-        lines.append("Its code needs a value that only real weights give; pass inputs that avoid "
-                     "that path.")
+        lines.append(
+            "Its code needs a value that only real weights give; pass inputs that avoid that path."
+        )
     return TraceError("\n".join(line for line in lines if line))
 
 
-__all__ = ["PHASES", "Inputs", "NoCacheError", "Options", "RequestError", "TraceError",
-           "cache_arguments", "check_request", "describe", "provenance", "trace_phases"]
+__all__ = [
+    "PHASES",
+    "Inputs",
+    "NoCacheError",
+    "Options",
+    "RequestError",
+    "TraceError",
+    "cache_arguments",
+    "check_request",
+    "describe",
+    "provenance",
+    "trace_phases",
+]

@@ -251,9 +251,7 @@ def test_hand_written_attention_becomes_flash(style):
     assert attention.arguments["scale"] == pytest.approx(1 / math.sqrt(E // H))
     assert flash.values[attention.arguments["key"].id].shape == (B * H, S, E // H)
     assert flops(flash) == flops(graph)
-    assert sum(c.bytes() for c in price_ops(flash)[0]) < sum(
-        c.bytes() for c in price_ops(graph)[0]
-    )
+    assert sum(c.bytes() for c in price_ops(flash)[0]) < sum(c.bytes() for c in price_ops(graph)[0])
     assert plan(graph, "efficient").bytes.total < plan(graph, "eager").bytes.total
 
 
@@ -287,7 +285,5 @@ def test_materialising_and_finding_again_gives_the_same_kernel():
     products, _ = materialise_attention(graph)
     again, count = flash_from_products(products)
     assert count == 1 and flops(again) == flops(graph)
-    moved = [
-        sum(c.bytes() for c in price_ops(one)[0]) for one in (graph, again)
-    ]
+    moved = [sum(c.bytes() for c in price_ops(one)[0]) for one in (graph, again)]
     assert moved[0] == moved[1]

@@ -220,9 +220,7 @@ def test_the_floor_does_not_hold_what_the_step_writes_before_it_reads_it():
 
 def test_the_floor_of_decode_holds_the_cache(traced):
     graph = traced("llama", "decode")
-    cache = sum(
-        graph.values[i].nbytes for i in graph.external if graph.values[i].role == "kv"
-    )
+    cache = sum(graph.values[i].nbytes for i in graph.external if graph.values[i].role == "kv")
     weights = sum(
         graph.values[i].nbytes for i in graph.external
         if graph.values[i].role == "weights" and len(graph.values[i].shape) == 2

@@ -45,6 +45,7 @@ def run(root: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixtur
             code = int(stop.code or 0)
         out, err = capfd.readouterr()
         return Ran(code, out, err)
+
     return call
 
 
@@ -140,8 +141,9 @@ def mix(op):
 
 def test_an_op_without_a_rule_is_named(run: Run, tmp_path: Path) -> None:
     (tmp_path / "m.py").write_text(MODEL_WITH_AN_OP_OF_ITS_OWN.replace("NAME", "clitest_unknown"))
-    ran = run("report", f"{tmp_path}/m.py:build", "--phase", "forward", "--out", "-",
-              "--format", "json")
+    ran = run(
+        "report", f"{tmp_path}/m.py:build", "--phase", "forward", "--out", "-", "--format", "json"
+    )
     (unknown,) = json.loads(ran.out)["coverage"]["unsupported"]
     assert unknown["target"] == "clitest_unknown.mix.default"
     assert unknown["bytes"] == 16 * 4 + 16 * 4  # read and written
@@ -150,8 +152,18 @@ def test_an_op_without_a_rule_is_named(run: Run, tmp_path: Path) -> None:
 def test_rules_come_from_a_file(run: Run, tmp_path: Path) -> None:
     (tmp_path / "m.py").write_text(MODEL_WITH_AN_OP_OF_ITS_OWN.replace("NAME", "clitest_ruled"))
     (tmp_path / "rules.py").write_text(RULE.replace("NAME", "clitest_ruled"))
-    ran = run("report", f"{tmp_path}/m.py:build", "--phase", "forward", "--out", "-",
-              "--format", "json", "--rules", tmp_path / "rules.py")
+    ran = run(
+        "report",
+        f"{tmp_path}/m.py:build",
+        "--phase",
+        "forward",
+        "--out",
+        "-",
+        "--format",
+        "json",
+        "--rules",
+        tmp_path / "rules.py",
+    )
     report = json.loads(ran.out)
     assert report["coverage"]["unsupported"] == []
     assert report["phases"]["forward"]["efficient"]["flops"] == 7
@@ -167,7 +179,9 @@ def test_chips(run: Run) -> None:
 BAD_REQUESTS = {
     "unknown chip": (("report", RESNET, "--chip", "h2000"), ["h2000", "h200-sxm"]),
     "precision that the chip lacks": (
-        ("report", RESNET, "--chip", "a100", "--dtype", "fp8"), ["a100", "fp8", "bf16"]),
+        ("report", RESNET, "--chip", "a100", "--dtype", "fp8"),
+        ["a100", "fp8", "bf16"],
+    ),
     "unknown precision": (("report", RESNET, "--dtype", "fp9"), ["fp9", "fp8"]),
     "missing file": (("report", "nowhere.py:build"), ["nowhere.py"]),
     "missing config": (("report", "nowhere.json"), ["nowhere.json"]),
@@ -207,7 +221,9 @@ def test_an_unwritable_folder_is_refused_before_any_work(run: Run, tmp_path: Pat
     (tmp_path / "file").write_text("")
     ran = run("report", "nowhere.py:build", "--out", tmp_path / "file" / "report")
     assert ran.code == 2
-    assert str(tmp_path / "file") in ran.err, "the folder is named, though the target is missing too"
+    assert str(tmp_path / "file") in ran.err, (
+        "the folder is named, though the target is missing too"
+    )
 
 
 def test_a_config_of_an_unknown_kind(run: Run, tmp_path: Path) -> None:
@@ -250,7 +266,8 @@ def test_help_does_not_load_torch(root: Path) -> None:
         "    main(['report', '--help'])\n"
         "except SystemExit:\n"
         "    pass\n"
-        "heavy = {'torch', 'numpy', 'pandas', 'matplotlib', 'rich', 'transformers'} & set(sys.modules)\n"
+        "slow = {'torch', 'numpy', 'pandas', 'matplotlib', 'rich', 'transformers'}\n"
+        "heavy = slow & set(sys.modules)\n"
         "sys.exit(f'loaded {heavy}' if heavy else 0)\n"
     )
     ran = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
@@ -262,7 +279,12 @@ def test_help_does_not_load_torch(root: Path) -> None:
 def test_a_closed_pipe_is_no_error(root: Path) -> None:
     read, write = os.pipe()
     os.close(read)
-    ran = subprocess.run([sys.executable, "-m", "rooftrace", "chips", "show", "h200-sxm"], cwd=root,
-                         stdout=write, stderr=subprocess.PIPE, text=True)
+    ran = subprocess.run(
+        [sys.executable, "-m", "rooftrace", "chips", "show", "h200-sxm"],
+        cwd=root,
+        stdout=write,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     os.close(write)
     assert ran.returncode in (0, 1, 120) and "Traceback" not in ran.stderr

@@ -35,10 +35,25 @@ def config(kind: str, **settings: Any) -> Any:
 WIDTHS = dict(hidden_size=32, intermediate_size=48, num_attention_heads=4, num_hidden_layers=2)
 TEXT = dict(**WIDTHS, vocab_size=64)
 DEEPSEEK = dict(
-    vocab_size=64, num_hidden_layers=2, first_k_dense_replace=1, hidden_size=32,
-    intermediate_size=48, moe_intermediate_size=16, num_attention_heads=4, num_key_value_heads=4,
-    n_routed_experts=8, num_experts_per_tok=2, n_group=2, topk_group=1, n_shared_experts=1,
-    q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=12)
+    vocab_size=64,
+    num_hidden_layers=2,
+    first_k_dense_replace=1,
+    hidden_size=32,
+    intermediate_size=48,
+    moe_intermediate_size=16,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    n_routed_experts=8,
+    num_experts_per_tok=2,
+    n_group=2,
+    topk_group=1,
+    n_shared_experts=1,
+    q_lora_rank=16,
+    kv_lora_rank=16,
+    qk_rope_head_dim=8,
+    qk_nope_head_dim=8,
+    v_head_dim=12,
+)
 
 
 def built(name: str, config: Any, **settings: Any) -> nn.Module:
@@ -52,9 +67,19 @@ def text_model(name: str, config: Any, length: int = 9, **settings: Any) -> Case
 
 
 def gpt2() -> Case:
-    return text_model("GPT2LMHeadModel", config(
-        "GPT2Config", vocab_size=64, n_positions=32, n_embd=32, n_layer=2, n_head=4, bos_token_id=0,
-        eos_token_id=0))
+    return text_model(
+        "GPT2LMHeadModel",
+        config(
+            "GPT2Config",
+            vocab_size=64,
+            n_positions=32,
+            n_embd=32,
+            n_layer=2,
+            n_head=4,
+            bos_token_id=0,
+            eos_token_id=0,
+        ),
+    )
 
 
 def llama() -> Case:
@@ -66,8 +91,10 @@ def bert() -> Case:
 
 
 def t5() -> Case:
-    case = text_model("T5ForConditionalGeneration", config(
-        "T5Config", vocab_size=64, num_layers=2, d_model=32, d_ff=48, num_heads=4, d_kv=8))
+    case = text_model(
+        "T5ForConditionalGeneration",
+        config("T5Config", vocab_size=64, num_layers=2, d_model=32, d_ff=48, num_heads=4, d_kv=8),
+    )
     return Case(case.module, (), {**case.kwargs, "decoder_input_ids": tokens(2, 7)})
 
 
@@ -83,8 +110,9 @@ def deepseek(experts: str = "batched_mm") -> Case:
 
 def vit() -> Case:
     shape = config("ViTConfig", **WIDTHS, image_size=32, patch_size=8)
-    return Case(built("ViTForImageClassification", shape), (),
-                {"pixel_values": torch.randn(2, 3, 32, 32)})
+    return Case(
+        built("ViTForImageClassification", shape), (), {"pixel_values": torch.randn(2, 3, 32, 32)}
+    )
 
 
 def example(file: str) -> Any:
@@ -126,9 +154,23 @@ def perceptron() -> Case:
 
 
 MODELS: dict[str, Callable[[], Case]] = {
-    made.__name__: made for made in (
-        gpt2, llama, bert, t5, mixtral, deepseek, vit, resnet, vit_example, lstm, control_flow,
-        transformer, perceptron)}
+    made.__name__: made
+    for made in (
+        gpt2,
+        llama,
+        bert,
+        t5,
+        mixtral,
+        deepseek,
+        vit,
+        resnet,
+        vit_example,
+        lstm,
+        control_flow,
+        transformer,
+        perceptron,
+    )
+}
 
 
 @pytest.fixture

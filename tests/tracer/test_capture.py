@@ -27,13 +27,18 @@ def matmul_flops(graph: rt.OpGraph, *counts: str) -> int:
 
 # -- paths -----------------------------------------------------------------------------------------
 
+
 def test_a_module_called_twice_has_two_calls_and_one_weight() -> None:
     twice = nn.Linear(8, 8)
     graph = rt.trace(nn.Sequential(twice, nn.ReLU(), twice), X)
     assert [(op.module, op.call) for op in graph.ops if op.name == "aten.addmm"] == [
-        ("0", 0), ("0", 1)]
+        ("0", 0),
+        ("0", 1),
+    ]
     assert [t.name for t in graph.values if t.role == "weights" and t.name] == [
-        "0.weight", "0.bias"]
+        "0.weight",
+        "0.bias",
+    ]
 
 
 def test_a_module_made_in_forward_stands_under_its_maker(module: Callable[..., nn.Module]) -> None:
@@ -66,12 +71,13 @@ def test_a_backward_product_stands_where_its_forward_product_stands(
     forward, backward = places["forward"], places["backward"]
     # A product has a gradient for each operand, or for its weight only.
     assert {path for path, flop in backward.items() if flop} == {
-        path for path, flop in forward.items() if flop}
+        path for path, flop in forward.items() if flop
+    }
     assert all(backward[path] >= flop for path, flop in forward.items())
 
 
 def test_an_op_without_a_gradient_leaves_its_neighbours_origin_alone(
-    module: Callable[..., nn.Module]
+    module: Callable[..., nn.Module],
 ) -> None:
     def forward(self: Any, x: Tensor) -> Tensor:
         return self.lin(x) * torch.arange(8).float()  # integers take no part in autograd
@@ -85,14 +91,17 @@ def test_a_compiled_module_is_traced_as_it_is_written() -> None:
     wrapped = nn.Sequential(nn.Linear(8, 8), torch.compile(nn.Linear(8, 8)))
     graph = rt.trace(wrapped, X)
     assert [(op.module, op.call) for op in graph.ops if op.name == "aten.addmm"] == [
-        ("0", 0), ("1", 0)]
+        ("0", 0),
+        ("1", 0),
+    ]
     assert graph.modules == {"": "Sequential", "0": "Linear", "1": "Linear"}
 
 
 # -- functions and lines ---------------------------------------------------------------------------
 
+
 def test_an_op_says_which_function_and_which_line_called_it(
-    module: Callable[..., nn.Module]
+    module: Callable[..., nn.Module],
 ) -> None:
     graph = rt.trace(module(lambda self, x: torch.softmax(self.lin(x), -1)), X)
     softmax = graph.ops[-1]
@@ -108,6 +117,7 @@ def test_a_module_that_is_all_torch_has_no_line() -> None:
 
 
 # -- recomputation and custom functions ------------------------------------------------------------
+
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_checkpoint_runs_its_forward_again_in_backward(
@@ -146,15 +156,21 @@ def test_a_custom_function_is_seen_in_both_directions() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return Cube.apply(x, 2.0)  # type: ignore[no-any-return]
 
-    graph = rt.trace(nn.Sequential(nn.Linear(8, 8), Cubing()), X, phase="training",
-                     optimizer="none")
+    graph = rt.trace(
+        nn.Sequential(nn.Linear(8, 8), Cubing()), X, phase="training", optimizer="none"
+    )
     inside = [(op.name, op.part) for op in graph.ops if op.module == "1"]
     assert inside[:3] == [("aten.mul", "forward")] * 3
-    assert inside[3:] == [("aten.mul", "backward"), ("aten.pow", "backward"),
-                          ("aten.mul", "backward"), ("aten.mul", "backward")]
+    assert inside[3:] == [
+        ("aten.mul", "backward"),
+        ("aten.pow", "backward"),
+        ("aten.mul", "backward"),
+        ("aten.mul", "backward"),
+    ]
 
 
 # -- code of unusual shapes ------------------------------------------------------------------------
+
 
 @dataclass
 class Answer:
@@ -224,8 +240,9 @@ def test_attention_is_one_op_each_way() -> None:
 
 
 def test_dropout_is_one_kernel_each_way() -> None:
-    graph = rt.trace(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)), X, phase="training",
-                     optimizer="none")
+    graph = rt.trace(
+        nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)), X, phase="training", optimizer="none"
+    )
     inside = [op.name for op in graph.ops if op.module == "1"]
     assert inside == ["aten.native_dropout", "aten.native_dropout_backward"]
 
@@ -248,8 +265,9 @@ def test_packed_sequences_run_as_many_steps_as_they_are_long() -> None:
 
 
 def test_a_sparse_gradient_is_followed() -> None:
-    graph = rt.trace(nn.Embedding(10, 8, sparse=True), torch.tensor([[1, 2]]), phase="training",
-                     optimizer="none")
+    graph = rt.trace(
+        nn.Embedding(10, 8, sparse=True), torch.tensor([[1, 2]]), phase="training", optimizer="none"
+    )
     gradient = [t for t in graph.values if t.name == "weight.grad"]
     assert [(t.role, t.shape) for t in gradient] == [("gradients", (10, 8))]
 
@@ -282,9 +300,12 @@ def test_small_floats_have_names_and_sizes() -> None:
     graph = rt.trace(Odd(), X)
     sizes = {t.name: (t.dtype, t.nbytes) for t in graph.values if t.role == "weights" and t.name}
     assert sizes == {
-        "float8_e4m3fn": ("fp8_e4m3", 64), "float8_e5m2": ("fp8_e5m2", 64),
-        "float8_e4m3fnuz": ("fp8_e4m3", 64), "float8_e8m0fnu": ("fp8_e8m0", 64),
-        "packed": ("fp4_x2", 32)}
+        "float8_e4m3fn": ("fp8_e4m3", 64),
+        "float8_e5m2": ("fp8_e5m2", 64),
+        "float8_e4m3fnuz": ("fp8_e4m3", 64),
+        "float8_e8m0fnu": ("fp8_e8m0", 64),
+        "packed": ("fp4_x2", 32),
+    }
 
 
 def test_a_tensor_subclass_is_traced_as_its_shape() -> None:

@@ -37,16 +37,20 @@ def test_a_failure_names_the_module_and_the_users_line() -> None:
     first, *frames = str(caught.value).splitlines()
     assert first == (
         "forward of Outer failed in module 'blocks.1' (Inner): RuntimeError: a and b must have "
-        "same reduction dim, but got [2, 8] X [3, 3].")
+        "same reduction dim, but got [2, 8] X [3, 3]."
+    )
     assert len(frames) == 2  # Outer.forward and Inner.forward; nothing of torch's or of ours
-    line = next(number for number, text in enumerate(Path(__file__).read_text().splitlines(), 1)
-                if "the line that fails" in text)
+    line = next(
+        number
+        for number, text in enumerate(Path(__file__).read_text().splitlines(), 1)
+        if "the line that fails" in text
+    )
     assert f"test_errors.py:{line} in forward" in frames[-1]
     assert "torch.zeros(3, 3)" in frames[-1]
 
 
 def test_a_failure_after_a_retried_branch_is_the_first_one(
-    module: Callable[..., nn.Module]
+    module: Callable[..., nn.Module],
 ) -> None:
     def forward(self: Any, x: Tensor) -> Tensor:
         if self.lin(x).sum() > 0:
@@ -61,8 +65,11 @@ def test_a_value_too_large_to_assume_says_so(module: Callable[..., nn.Module]) -
     def forward(self: Any, x: Tensor) -> Tensor:
         return torch.nonzero(self.lin(x) @ torch.zeros(8, 1 << 20))
 
-    with pytest.raises(TraceError, match=r"(?s)nonzero needs the value of a float32\[8, 1048576\] "
-                                         r"tensor.*pass inputs that avoid that path"):
+    with pytest.raises(
+        TraceError,
+        match=r"(?s)nonzero needs the value of a float32\[8, 1048576\] "
+        r"tensor.*pass inputs that avoid that path",
+    ):
         rt.trace(module(forward), torch.ones(8, 8))
 
 
@@ -72,8 +79,10 @@ def test_a_value_too_large_to_assume_says_so(module: Callable[..., nn.Module]) -
         (lambda: rt.trace(nn.Linear(8, 8)), "missing 1 required positional argument: 'input'"),
         (lambda: rt.trace(nn.Linear(8, 8), X, scale=3), "unexpected keyword argument 'scale'"),
         (lambda: rt.trace(nn.Linear(8, 8), torch.ones(2, 9)), r"got \[2, 9\] X \[8, 8\]"),
-        (lambda: rt.trace(nn.Linear(8, 8), X, phase="training", optimizer="sparseadam"),
-         "SparseAdam does not support dense gradients"),
+        (
+            lambda: rt.trace(nn.Linear(8, 8), X, phase="training", optimizer="sparseadam"),
+            "SparseAdam does not support dense gradients",
+        ),
     ],
 )
 def test_a_call_that_fails_is_a_trace_error(call: Callable[[], Any], message: str) -> None:
@@ -85,25 +94,47 @@ def test_a_call_that_fails_is_a_trace_error(call: Callable[[], Any], message: st
     ("call", "message"),
     [
         (lambda: rt.trace(len, X), "expected a torch.nn.Module to trace, got builtin_function"),
-        (lambda: rt.trace(nn.Linear(8, 8), X, phase="train"),
-         "phase 'train': expected one of forward, training, prefill, decode"),
-        (lambda: rt.trace(nn.Sequential(torch.jit.script(nn.ReLU())), X),
-         "Sequential is, or holds, TorchScript, which hides its modules; pass the Python module"),
-        (lambda: rt.trace(nn.ReLU(), X, phase="training"),
-         "training of ReLU: no parameter requires a gradient"),
-        (lambda: rt.trace(nn.Embedding(4, 8).requires_grad_(False), X.long(), phase="training"),
-         "training of Embedding: no parameter requires a gradient"),
-        (lambda: rt.trace(nn.Sequential(nn.Linear(8, 8), nn.Flatten()), X, phase="training",
-                          loss=lambda y: y.detach().sum()),
-         "training of Sequential: no output needs a gradient; pass loss="),
-        (lambda: rt.trace(nn.Conv2d(3, 8, 3), torch.ones(1, 3, 8, 8), phase="decode"),
-         "decode of Conv2d: its forward takes and returns no cache; use --phase forward"),
-        (lambda: rt.trace(nn.Conv2d(3, 8, 3), torch.ones(1, 3, 8, 8), phase="prefill"),
-         "prefill of Conv2d: its forward takes and returns no cache"),
-        (lambda: rt.trace(nn.Linear(8, 8), X, phase="training", optimizer="adamm"),
-         "optimizer 'adamm': expected none or one of adadelta, adafactor, adagrad, adam,"),
-        (lambda: rt.trace(nn.Linear(8, 8), X, phase="training", optimizer="lbfgs"),
-         "optimizer 'lbfgs': expected none or one of"),
+        (
+            lambda: rt.trace(nn.Linear(8, 8), X, phase="train"),
+            "phase 'train': expected one of forward, training, prefill, decode",
+        ),
+        (
+            lambda: rt.trace(nn.Sequential(torch.jit.script(nn.ReLU())), X),
+            "Sequential is, or holds, TorchScript, which hides its modules; pass the Python module",
+        ),
+        (
+            lambda: rt.trace(nn.ReLU(), X, phase="training"),
+            "training of ReLU: no parameter requires a gradient",
+        ),
+        (
+            lambda: rt.trace(nn.Embedding(4, 8).requires_grad_(False), X.long(), phase="training"),
+            "training of Embedding: no parameter requires a gradient",
+        ),
+        (
+            lambda: rt.trace(
+                nn.Sequential(nn.Linear(8, 8), nn.Flatten()),
+                X,
+                phase="training",
+                loss=lambda y: y.detach().sum(),
+            ),
+            "training of Sequential: no output needs a gradient; pass loss=",
+        ),
+        (
+            lambda: rt.trace(nn.Conv2d(3, 8, 3), torch.ones(1, 3, 8, 8), phase="decode"),
+            "decode of Conv2d: its forward takes and returns no cache; use --phase forward",
+        ),
+        (
+            lambda: rt.trace(nn.Conv2d(3, 8, 3), torch.ones(1, 3, 8, 8), phase="prefill"),
+            "prefill of Conv2d: its forward takes and returns no cache",
+        ),
+        (
+            lambda: rt.trace(nn.Linear(8, 8), X, phase="training", optimizer="adamm"),
+            "optimizer 'adamm': expected none or one of adadelta, adafactor, adagrad, adam,",
+        ),
+        (
+            lambda: rt.trace(nn.Linear(8, 8), X, phase="training", optimizer="lbfgs"),
+            "optimizer 'lbfgs': expected none or one of",
+        ),
     ],
 )
 def test_a_request_that_makes_no_sense_is_refused(call: Callable[[], Any], message: str) -> None:
@@ -113,8 +144,10 @@ def test_a_request_that_makes_no_sense_is_refused(call: Callable[[], Any], messa
 
 def test_decode_without_token_ids_asks_for_them(model: Callable[..., Any]) -> None:
     module = model("llama").module
-    with pytest.raises(RequestError, match="decode of LlamaForCausalLM: pass the prompt as token "
-                                           "ids, for example input_ids=ids"):
+    with pytest.raises(
+        RequestError,
+        match="decode of LlamaForCausalLM: pass the prompt as token ids, for example input_ids=ids",
+    ):
         rt.trace(module, inputs_embeds=torch.ones(1, 4, 32), phase="decode")
 
 

@@ -24,24 +24,50 @@ def products(graph: rt.OpGraph) -> dict[str, set[str]]:
 @pytest.mark.parametrize(
     ("name", "settings", "expected"),
     [
-        ("llama", (), {"attention": {"q_proj", "k_proj", "v_proj", "o_proj", "self_attn"},
-                       "dense": {"gate_proj", "up_proj", "down_proj"}, "head": {"lm_head"}}),
-        ("bert", (), {"attention": {"query", "key", "value", "self"},
-                      "dense": {"dense"}, "head": {"decoder"}}),
-        ("vit", (), {"attention": {"q_proj", "k_proj", "v_proj", "o_proj", "attention"},
-                     "dense": {"fc1", "fc2"}, "convolution": {"projection"},
-                     "head": {"classifier"}}),
+        (
+            "llama",
+            (),
+            {
+                "attention": {"q_proj", "k_proj", "v_proj", "o_proj", "self_attn"},
+                "dense": {"gate_proj", "up_proj", "down_proj"},
+                "head": {"lm_head"},
+            },
+        ),
+        (
+            "bert",
+            (),
+            {
+                "attention": {"query", "key", "value", "self"},
+                "dense": {"dense"},
+                "head": {"decoder"},
+            },
+        ),
+        (
+            "vit",
+            (),
+            {
+                "attention": {"q_proj", "k_proj", "v_proj", "o_proj", "attention"},
+                "dense": {"fc1", "fc2"},
+                "convolution": {"projection"},
+                "head": {"classifier"},
+            },
+        ),
         ("mixtral", ("grouped_mm",), {"moe": {"gate", "experts"}, "head": {"lm_head"}}),
-        ("deepseek", ("grouped_mm",), {
-            "moe": {"gate", "experts", "gate_proj", "up_proj", "down_proj"},
-            "dense": {"gate_proj", "up_proj", "down_proj"}, "head": {"lm_head"}}),
+        (
+            "deepseek",
+            ("grouped_mm",),
+            {
+                "moe": {"gate", "experts", "gate_proj", "up_proj", "down_proj"},
+                "dense": {"gate_proj", "up_proj", "down_proj"},
+                "head": {"lm_head"},
+            },
+        ),
         ("resnet", (), {"head": {"head"}}),
         ("lstm", (), {"rnn": {"lstm"}, "head": {"scores"}}),
     ],
 )
 def test_products_have_the_family_of_what_they_are_for(
-    name: str, settings: tuple[str, ...], expected: dict[str, set[str]],
-    model: Callable[..., Any]
+    name: str, settings: tuple[str, ...], expected: dict[str, set[str]], model: Callable[..., Any]
 ) -> None:
     case = model(name, *settings)
     found = products(rt.trace(case.module, *case.args, **case.kwargs))
@@ -108,8 +134,13 @@ def test_names_decide_nothing() -> None:
     for op in graph.ops:
         if op.kind == "kernel" and op.part == "forward" and op.module:
             families.setdefault(op.module.partition(".")[0], set()).add(op.family)
-    assert families == {"a": {"norm"}, "b": {"attention"}, "c": {"moe"}, "d": {"dense"},
-                        "e": {"head"}}
+    assert families == {
+        "a": {"norm"},
+        "b": {"attention"},
+        "c": {"moe"},
+        "d": {"dense"},
+        "e": {"head"},
+    }
 
 
 @pytest.mark.parametrize("name", ["llama", "deepseek", "resnet", "lstm", "t5"])
@@ -120,10 +151,16 @@ def test_every_op_has_a_family_and_a_backward_that_of_its_forward(
     graph = rt.trace(case.module, *case.args, phase="training", **case.kwargs)
     assert {op.family for op in graph.ops} <= set(FAMILIES)
     assert all((op.family == "optimizer") == (op.part == "optimizer") for op in graph.ops)
-    inside = {op.module: op.family for op in graph.ops
-              if op.part == "forward" and op.family in ("attention", "moe")}
-    assert all(op.family == inside[op.module] for op in graph.ops
-               if op.part == "backward" and op.module in inside)
+    inside = {
+        op.module: op.family
+        for op in graph.ops
+        if op.part == "forward" and op.family in ("attention", "moe")
+    }
+    assert all(
+        op.family == inside[op.module]
+        for op in graph.ops
+        if op.part == "backward" and op.module in inside
+    )
 
 
 def test_what_makes_the_cache_is_no_head(model: Callable[..., Any]) -> None:

@@ -12,8 +12,20 @@ from torch.utils.flop_counter import FlopCounterMode
 import rooftrace as rt
 from rooftrace.tracer.trees import tensors_in
 
-EVERY = ("gpt2", "llama", "bert", "t5", "vit", "resnet", "vit_example", "control_flow",
-         "transformer", "perceptron", "mixtral", "deepseek")
+EVERY = (
+    "gpt2",
+    "llama",
+    "bert",
+    "t5",
+    "vit",
+    "resnet",
+    "vit_example",
+    "control_flow",
+    "transformer",
+    "perceptron",
+    "mixtral",
+    "deepseek",
+)
 
 
 def ours(case: Any, phase: str) -> int:
@@ -31,8 +43,11 @@ def counted_by_torch(module: nn.Module, case: Any, phase: str) -> int:
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter, \
-                torch.set_grad_enabled(training):
+        with (
+            sdpa_kernel(SDPBackend.MATH),
+            FlopCounterMode(display=False) as counter,
+            torch.set_grad_enabled(training),
+        ):
             output = module(*case.args, **case.kwargs)
             if training:
                 losses = [t for t in tensors_in(output) if t.requires_grad]

@@ -17,8 +17,13 @@ def op(index: int, inputs: tuple[int, ...], outputs: tuple[int, ...], **changes:
     return replace(Op(index, "aten.relu.default", arguments, inputs, outputs), **changes)
 
 
-GOOD = OpGraph("forward", tuple(value(i) for i in range(3)), (op(0, (0,), (1,)), op(1, (1,), (2,))),
-               inputs=(0,), outputs=(2,))
+GOOD = OpGraph(
+    "forward",
+    tuple(value(i) for i in range(3)),
+    (op(0, (0,), (1,)), op(1, (1,), (2,))),
+    inputs=(0,),
+    outputs=(2,),
+)
 
 
 def test_a_good_graph_is_returned_as_it_is() -> None:
@@ -62,8 +67,13 @@ def test_values_are_found_in_nested_arguments_in_order() -> None:
 
 @pytest.mark.parametrize(
     ("path", "pattern"),
-    [("layers.3.mlp", "layers.*.mlp"), ("0", "*"), ("h.11.attn.2", "h.*.attn.*"),
-     ("conv2d.fc1", "conv2d.fc1"), ("", "")],
+    [
+        ("layers.3.mlp", "layers.*.mlp"),
+        ("0", "*"),
+        ("h.11.attn.2", "h.*.attn.*"),
+        ("conv2d.fc1", "conv2d.fc1"),
+        ("", ""),
+    ],
 )
 def test_the_indices_of_a_module_path_become_stars(path: str, pattern: str) -> None:
     assert pattern_of(path) == pattern

@@ -39,11 +39,10 @@ def test_every_argument_of_an_op_comes_back(
     assert rt.load(tmp_path / "graph.json.gz").ops == made.ops
 
 
-def test_constants_of_the_code_come_back(
-    module: Callable[..., nn.Module], tmp_path: Path
-) -> None:
-    graph = rt.trace(module(lambda self, x: self.lin(x) + torch.tensor([0.5] * 8)),
-                     torch.ones(1, 8))
+def test_constants_of_the_code_come_back(module: Callable[..., nn.Module], tmp_path: Path) -> None:
+    graph = rt.trace(
+        module(lambda self, x: self.lin(x) + torch.tensor([0.5] * 8)), torch.ones(1, 8)
+    )
     rt.save(graph, tmp_path / "graph.json")
     assert list(rt.load(tmp_path / "graph.json").constants.values()) == ["0000003f" * 8]
 
@@ -62,8 +61,9 @@ def test_two_traces_of_one_target_give_the_same_bytes(
 
 def test_a_file_with_several_phases_asks_which(model: Callable[..., Any], tmp_path: Path) -> None:
     case = model("perceptron")
-    graphs = {phase: rt.trace(case.module, *case.args, phase=phase)
-              for phase in ("forward", "training")}
+    graphs = {
+        phase: rt.trace(case.module, *case.args, phase=phase) for phase in ("forward", "training")
+    }
     path = tmp_path / "both.json"
     rt.save(graphs, path)
     assert rt.load(path, "training") == graphs["training"]

@@ -14,15 +14,30 @@ from rooftrace.tracer.graph import GraphError
 from rooftrace.tracer.rebuild import to_fx
 from rooftrace.tracer.trees import tensors_in
 
-IN_EVAL = ("gpt2", "llama", "bert", "t5", "mixtral", "deepseek", "vit", "vit_example", "resnet",
-           "lstm", "control_flow", "transformer", "perceptron")
+IN_EVAL = (
+    "gpt2",
+    "llama",
+    "bert",
+    "t5",
+    "mixtral",
+    "deepseek",
+    "vit",
+    "vit_example",
+    "resnet",
+    "lstm",
+    "control_flow",
+    "transformer",
+    "perceptron",
+)
 TRAINED = ("perceptron", "gpt2", "llama", "bert", "t5", "resnet", "vit_example", "lstm")
 
 
 def state_of(module: nn.Module) -> dict[str, Tensor]:
     """Copies of everything that a graph reads by name."""
-    named = {**dict(module.named_buffers(remove_duplicate=False)),
-             **dict(module.named_parameters(remove_duplicate=False))}
+    named = {
+        **dict(module.named_buffers(remove_duplicate=False)),
+        **dict(module.named_parameters(remove_duplicate=False)),
+    }
     return {name: tensor.detach().clone() for name, tensor in named.items()}
 
 
@@ -99,7 +114,7 @@ def test_a_training_graph_has_the_ops_of_a_real_run(name: str, model: Callable[.
 
 
 def test_a_rebuilt_graph_knows_the_constants_that_the_code_wrote_down(
-    module: Callable[..., nn.Module]
+    module: Callable[..., nn.Module],
 ) -> None:
     written = module(lambda self, x: self.lin(x) + torch.tensor([1.0, 2.0] * 4))
     x = torch.randn(2, 8)
@@ -108,7 +123,7 @@ def test_a_rebuilt_graph_knows_the_constants_that_the_code_wrote_down(
 
 
 def test_a_boolean_mask_that_is_known_keeps_its_place_in_the_graph(
-    module: Callable[..., nn.Module]
+    module: Callable[..., nn.Module],
 ) -> None:
     masked = module(lambda self, x, mask: self.lin(x[mask]))
     x, mask = torch.randn(4, 8), torch.tensor([True, False, True, True])

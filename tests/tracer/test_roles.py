@@ -23,6 +23,7 @@ def entries(graph: rt.OpGraph, role: str) -> list[Value]:
 
 # -- the cache -------------------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize(
     ("name", "shapes"),
     [
@@ -70,6 +71,7 @@ def test_a_forward_without_a_cache_has_none(model: Callable[..., Any]) -> None:
 
 # -- training --------------------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize("name", ["perceptron", "gpt2", "resnet"])
 def test_every_parameter_has_one_gradient_and_two_adamw_states(
     name: str, model: Callable[..., Any]
@@ -80,21 +82,33 @@ def test_every_parameter_has_one_gradient_and_two_adamw_states(
     gradients = owners(graph, "gradients")
     assert len(gradients) == len(parameters)
     assert {g.name: g.elements for g in gradients} == {
-        f"{n}.grad": p.numel() for n, p in parameters.items()}
+        f"{n}.grad": p.numel() for n, p in parameters.items()
+    }
     states = entries(graph, "optimizer")
     assert {s.name for s in states} == {
-        f"{n}.{state}" for n in parameters for state in ("exp_avg", "exp_avg_sq")}
+        f"{n}.{state}" for n in parameters for state in ("exp_avg", "exp_avg_sq")
+    }
 
 
 def test_weights_below_fp32_have_fp32_states_and_masters() -> None:
-    graph = rt.trace(nn.Linear(8, 4, dtype=torch.bfloat16), torch.ones(2, 8, dtype=torch.bfloat16),
-                     phase="training")
+    graph = rt.trace(
+        nn.Linear(8, 4, dtype=torch.bfloat16),
+        torch.ones(2, 8, dtype=torch.bfloat16),
+        phase="training",
+    )
     states = {t.name: t.dtype for t in entries(graph, "optimizer")}
-    assert states == {f"{name}.{state}": "fp32" for name in ("weight", "bias")
-                      for state in ("master", "exp_avg", "exp_avg_sq")}
+    assert states == {
+        f"{name}.{state}": "fp32"
+        for name in ("weight", "bias")
+        for state in ("master", "exp_avg", "exp_avg_sq")
+    }
     gradients = {g.name: g.dtype for g in owners(graph, "gradients")}
-    assert gradients == {"weight.grad": "bf16", "bias.grad": "bf16",
-                         "weight.master.grad": "fp32", "bias.master.grad": "fp32"}
+    assert gradients == {
+        "weight.grad": "bf16",
+        "bias.grad": "bf16",
+        "weight.master.grad": "fp32",
+        "bias.master.grad": "fp32",
+    }
 
 
 def test_fp32_weights_that_will_be_priced_lower_get_masters_too() -> None:
@@ -104,8 +118,9 @@ def test_fp32_weights_that_will_be_priced_lower_get_masters_too() -> None:
     assert len(entries(priced, "optimizer")) == 2 * 3
 
 
-@pytest.mark.parametrize(("optimizer", "states"), [("none", 0), ("sgd", 0), ("adam", 2),
-                                                   ("rmsprop", 1), ("Adadelta", 2)])
+@pytest.mark.parametrize(
+    ("optimizer", "states"), [("none", 0), ("sgd", 0), ("adam", 2), ("rmsprop", 1), ("Adadelta", 2)]
+)
 def test_an_optimizer_has_its_own_states(optimizer: str, states: int) -> None:
     graph = rt.trace(nn.Linear(8, 4), torch.ones(2, 8), phase="training", optimizer=optimizer)
     assert len(entries(graph, "optimizer")) == 2 * states
@@ -121,6 +136,7 @@ def test_a_frozen_parameter_has_no_gradient_and_no_state() -> None:
 
 
 # -- weights, constants, views ---------------------------------------------------------------------
+
 
 def test_tied_weights_are_one_tensor(model: Callable[..., Any]) -> None:
     case = model("gpt2")  # the head is the embedding
@@ -147,7 +163,11 @@ class Tables(nn.Module):
 def test_what_a_checkpoint_holds_is_weights_and_what_code_makes_is_constant() -> None:
     graph = rt.trace(Tables(), torch.ones(2, 8))
     assert {t.name: t.role for t in graph.values if t.name} == {
-        "scale": "weights", "positions": "constants", "shift": "constants", "x": "activations"}
+        "scale": "weights",
+        "positions": "constants",
+        "shift": "constants",
+        "x": "activations",
+    }
 
 
 def test_what_depends_on_no_data_is_constant(module: Callable[..., nn.Module]) -> None:
@@ -168,12 +188,11 @@ def test_a_cast_of_weights_is_temporary(module: Callable[..., nn.Module]) -> Non
 
 
 @pytest.mark.parametrize("name", ["llama", "vit_example", "t5"])
-def test_views_own_no_bytes_and_other_ops_own_theirs(
-    name: str, model: Callable[..., Any]
-) -> None:
+def test_views_own_no_bytes_and_other_ops_own_theirs(name: str, model: Callable[..., Any]) -> None:
     case = model(name)
-    graph = rt.trace(case.module, **case.kwargs) if case.kwargs else rt.trace(
-        case.module, *case.args)
+    graph = (
+        rt.trace(case.module, **case.kwargs) if case.kwargs else rt.trace(case.module, *case.args)
+    )
     for op in graph.ops:
         reading = {graph.values[i].storage for i in op.inputs}
         for output in op.outputs:

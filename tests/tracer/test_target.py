@@ -32,6 +32,7 @@ def function(body: str) -> str:
 
 # -- what is found ---------------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize(
     ("code", "names"),
     [
@@ -39,8 +40,10 @@ def function(body: str) -> str:
         (function(f"return {LINEAR}, (torch.ones(2, 8),)"), ["input"]),
         (function(f"return {LINEAR}, {{'input': torch.ones(2, 8)}}"), ["input"]),
         (function(f"return {LINEAR}.cuda(), torch.ones(2, 8, device='cuda')"), ["input"]),
-        ("class build(nn.Linear):\n    def __init__(self):\n        super().__init__(8, 8)\n",
-         ["input"]),
+        (
+            "class build(nn.Linear):\n    def __init__(self):\n        super().__init__(8, 8)\n",
+            ["input"],
+        ),
         (f"build = {LINEAR}\n", ["input"]),
     ],
 )
@@ -63,7 +66,8 @@ def test_an_attribute_of_an_installed_module_is_a_target() -> None:
 def test_a_file_may_import_its_neighbours(target: Callable[..., str], tmp_path: Path) -> None:
     (tmp_path / "neighbour_of_user.py").write_text("WIDTH = 8\n")
     code = "from neighbour_of_user import WIDTH\n" + function(
-        "return nn.Linear(WIDTH, 2), torch.ones(1, WIDTH)")
+        "return nn.Linear(WIDTH, 2), torch.ones(1, WIDTH)"
+    )
     assert load_target(target(code)).module.in_features == 8
 
 
@@ -80,27 +84,30 @@ def test_phases_follow_from_the_module(target: Callable[..., str]) -> None:
 
 def test_a_hugging_face_model_brings_its_inputs(target: Callable[..., str]) -> None:
     pytest.importorskip("transformers")
-    code = ("from transformers import LlamaConfig, LlamaForCausalLM\n" + function(
+    code = "from transformers import LlamaConfig, LlamaForCausalLM\n" + function(
         "return LlamaForCausalLM(LlamaConfig(hidden_size=16, intermediate_size=16, vocab_size=32, "
-        "num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1))"))
+        "num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1))"
+    )
     graphs = trace_target(target(code), request=Request(batch=3, seq=5, kv=7))
     assert list(graphs) == ["prefill", "decode", "training"]
     prefill, decode = graphs["prefill"], graphs["decode"]
     assert prefill.values[prefill.inputs[0]].shape == (3, 5)
-    assert {decode.values[i].shape[2] for i in decode.external
-            if decode.values[i].role == "kv"} == {7}
+    assert {
+        decode.values[i].shape[2] for i in decode.external if decode.values[i].role == "kv"
+    } == {7}
 
 
 # -- sizes -----------------------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize(
-    "inputs", ["(torch.ones(2, 8),)", "{'input': torch.ones(2, 8)}", "torch.ones(2, 8)"])
-def test_the_batch_of_given_inputs_can_be_changed(
-    inputs: str, target: Callable[..., str]
-) -> None:
+    "inputs", ["(torch.ones(2, 8),)", "{'input': torch.ones(2, 8)}", "torch.ones(2, 8)"]
+)
+def test_the_batch_of_given_inputs_can_be_changed(inputs: str, target: Callable[..., str]) -> None:
     loaded = load_target(target(function(f"return {LINEAR}, {inputs}")), Request(batch=5))
-    graph = trace_target(target(function(f"return {LINEAR}, {inputs}")), ["forward"],
-                         Request(batch=5))["forward"]
+    graph = trace_target(
+        target(function(f"return {LINEAR}, {inputs}")), ["forward"], Request(batch=5)
+    )["forward"]
     assert loaded.inputs.workload["batch"] == 5
     assert graph.values[graph.outputs[0]].shape == (5, 8)
     assert graph.workload["items"] == 5
@@ -113,15 +120,23 @@ def test_known_values_are_repeated_for_a_larger_batch(target: Callable[..., str]
 
 
 def test_only_tensors_of_the_batch_are_resized(target: Callable[..., str]) -> None:
-    code = ("class Scaled(nn.Module):\n    def forward(self, x, weights, factor):\n"
-            "        return x * weights * factor\n" + function(
-                "return Scaled(), {'x': torch.ones(2, 8), 'weights': torch.ones(8), 'factor': 3}"))
+    code = (
+        "class Scaled(nn.Module):\n    def forward(self, x, weights, factor):\n"
+        "        return x * weights * factor\n"
+        + function(
+            "return Scaled(), {'x': torch.ones(2, 8), 'weights': torch.ones(8), 'factor': 3}"
+        )
+    )
     loaded = load_target(target(code), Request(batch=7))
     assert loaded.inputs.workload["inputs"] == {
-        "x": "fp32[7, 8]", "weights": "fp32[8]", "factor": "3"}
+        "x": "fp32[7, 8]",
+        "weights": "fp32[8]",
+        "factor": "3",
+    }
 
 
 # -- mistakes --------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize(
     ("name", "message"),
@@ -131,8 +146,10 @@ def test_only_tensors_of_the_batch_are_resized(target: Callable[..., str]) -> No
         ("no_such_package.part:build", "there is no module 'no_such_package'"),
         ("torch.nn.no_such_part:build", "there is no module 'torch.nn.no_such_part'"),
         ("torch.nn:NoSuchLayer", "target 'torch.nn:NoSuchLayer': there is no 'NoSuchLayer'"),
-        ("torch.nn:Linear", "expected a function without required arguments; it requires "
-                            "in_features, out_features"),
+        (
+            "torch.nn:Linear",
+            "expected a function without required arguments; it requires in_features, out_features",
+        ),
         ("math:pi", "expected a torch.nn.Module or a function that returns one, got float"),
         ("builtins:dict", r"expected a torch.nn.Module or \(module, inputs\), got dict"),
     ],
@@ -172,8 +189,10 @@ def test_code_of_the_user_that_raises_is_quoted(
         ({}, r"no inputs; let build return \(module, inputs\), or pass --input NAME=SHAPE:DTYPE"),
         ({"inputs": {"input": "2,many"}}, "--input input=2,many: expected SHAPE:DTYPE, for exam"),
         ({"inputs": {"input": "2,-8"}}, "--input input=2,-8: expected SHAPE:DTYPE"),
-        ({"inputs": {"input": "2,8:fp33"}}, "--input input=2,8:fp33: 'fp33' has no torch dtype; "
-                                            "these have: bf16, bool"),
+        (
+            {"inputs": {"input": "2,8:fp33"}},
+            "--input input=2,8:fp33: 'fp33' has no torch dtype; these have: bf16, bool",
+        ),
         ({"inputs": {"x": "2,8"}}, "--input x: Linear.forward takes input"),
         ({"inputs": {"input": "2,8"}, "seq": 4}, "--seq 4: .* makes its own inputs"),
         ({"inputs": {"input": "2,8"}, "kv": 4}, "--kv 4: .* makes its own inputs"),

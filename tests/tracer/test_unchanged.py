@@ -35,19 +35,25 @@ class Stateful(nn.Module):
 
 def picture(module: nn.Module) -> dict[str, Any]:
     """All that a user could see of a module: identities, values, flags, gradients, attributes."""
-    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers()),
-               "seen": module.seen}
+    tensors = {
+        **dict(module.named_parameters()),
+        **dict(module.named_buffers()),
+        "seen": module.seen,
+    }
     return {
         "identity": {name: id(t) for name, t in tensors.items()},
         "value": {name: t.detach().clone().tolist() for name, t in tensors.items()},
         "version": {name: t._version for name, t in tensors.items()},
         "marks": {name: sorted(t.__dict__) for name, t in tensors.items()},
-        "gradient": {name: None if t.grad is None else t.grad.tolist()
-                     for name, t in tensors.items()},
+        "gradient": {
+            name: None if t.grad is None else t.grad.tolist() for name, t in tensors.items()
+        },
         "training": {path: part.training for path, part in module.named_modules()},
-        "attributes": sorted(vars(module)), "calls": module.calls,
-        "hooks": [len(part._forward_hooks) + len(part._forward_pre_hooks)
-                  for part in module.modules()],
+        "attributes": sorted(vars(module)),
+        "calls": module.calls,
+        "hooks": [
+            len(part._forward_hooks) + len(part._forward_pre_hooks) for part in module.modules()
+        ],
     }
 
 
@@ -99,8 +105,11 @@ def test_modes_and_kernels_are_afterwards_what_they_were() -> None:
 
 
 def storages(module: nn.Module) -> set[int]:
-    return {t.untyped_storage().data_ptr() for t in tensors_in(
-        (*module.state_dict().values(), getattr(module, "seen", None))) if t.device.type == "cpu"}
+    return {
+        t.untyped_storage().data_ptr()
+        for t in tensors_in((*module.state_dict().values(), getattr(module, "seen", None)))
+        if t.device.type == "cpu"
+    }
 
 
 def test_a_copy_on_meta_holds_no_weight() -> None:
@@ -110,8 +119,11 @@ def test_a_copy_on_meta_holds_no_weight() -> None:
     assert moved.seen.device.type == "meta"
     assert type(moved) is Stateful
     assert moved.lin is not module.lin
-    kept = [value for t in (*moved.buffers(), *moved.parameters(), moved.seen)
-            for value in vars(t).values()]
+    kept = [
+        value
+        for t in (*moved.buffers(), *moved.parameters(), moved.seen)
+        for value in vars(t).values()
+    ]
     assert kept  # small buffers keep their values ...
     assert not {t.untyped_storage().data_ptr() for t in kept} & storages(module)  # ... as copies
     assert not any(vars(parameter) for parameter in moved.parameters())

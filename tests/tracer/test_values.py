@@ -94,13 +94,15 @@ def test_a_constructor_may_ask_for_a_value(tmp_path: Any) -> None:
         "import torch\nfrom torch import nn\n"
         "def build():\n"
         "    rates = [r.item() for r in torch.linspace(0, 0.4, 3)]\n"
-        "    return nn.Sequential(nn.Linear(8, 8), nn.Dropout(rates[2])), (torch.ones(2, 8),)\n")
+        "    return nn.Sequential(nn.Linear(8, 8), nn.Dropout(rates[2])), (torch.ones(2, 8),)\n"
+    )
     graph = rt.trace_target(f"{tmp_path}/made.py:build", ["training"])["training"]
     dropout = next(op for op in graph.ops if op.name == "aten.native_dropout")
     assert dropout.arguments["p"] == pytest.approx(0.4)
 
 
 # -- assumptions -----------------------------------------------------------------------------------
+
 
 def test_an_unknown_condition_is_taken_as_false_and_said(model: Callable[..., Any]) -> None:
     case = model("control_flow")  # if x.abs().amax() > 1e3: x = x * gate
@@ -128,9 +130,7 @@ def test_a_branch_that_fails_is_tried_the_other_way(module: Callable[..., nn.Mod
     assert [(a.kind, a.value) for a in graph.assumptions] == [("branch", True)]
 
 
-def test_a_loop_that_waits_for_an_unknown_condition_ends(
-    module: Callable[..., nn.Module]
-) -> None:
+def test_a_loop_that_waits_for_an_unknown_condition_ends(module: Callable[..., nn.Module]) -> None:
     def forward(self: Any, x: Tensor) -> Tensor:
         x = self.lin(x)
         while not x.norm() < 1:
@@ -157,9 +157,7 @@ def test_an_unknown_number_is_taken_as_one(module: Callable[..., nn.Module]) -> 
     assert [a.kind for a in graph.assumptions] == ["value"]
 
 
-def test_unknown_scores_choose_every_class_equally_often(
-    module: Callable[..., nn.Module]
-) -> None:
+def test_unknown_scores_choose_every_class_equally_often(module: Callable[..., nn.Module]) -> None:
     counts = []
 
     def forward(self: Any, x: Tensor) -> Tensor:
@@ -199,14 +197,16 @@ def test_autocast_is_not_followed_and_that_is_said(module: Callable[..., nn.Modu
 
 # -- facts -----------------------------------------------------------------------------------------
 
+
 def test_an_embedding_knows_how_many_rows_it_reads() -> None:
     graph = rt.trace(nn.Embedding(100, 8), torch.tensor([[5, 7, 5], [7, 9, 5]]))
     assert graph.ops[0].facts == {"rows_touched": 3}
 
 
 def _mask(rows: int, columns: int, visible: Callable[[int, int], bool]) -> Tensor:
-    return torch.tensor([[visible(row, column) for column in range(columns)]
-                         for row in range(rows)])
+    return torch.tensor(
+        [[visible(row, column) for column in range(columns)] for row in range(rows)]
+    )
 
 
 @pytest.mark.parametrize(
@@ -224,9 +224,7 @@ def test_attention_masks_are_classified(mask: Tensor, kind: str) -> None:
     assert classify(mask) == kind
 
 
-def test_attention_counts_the_pairs_that_its_mask_leaves(
-    module: Callable[..., nn.Module]
-) -> None:
+def test_attention_counts_the_pairs_that_its_mask_leaves(module: Callable[..., nn.Module]) -> None:
     mask = _mask(4, 4, lambda r, c: c <= r)
 
     def forward(self: Any, q: Tensor) -> Tensor:
