@@ -85,12 +85,16 @@ class Recorded:
 
 @dataclass(frozen=True, slots=True)
 class OpInfo:
-    """What the schema of an op says, looked up once.  mutated: positions and names it writes."""
+    """What the schema of an op says, looked up once.
+
+    mutated: positions and names it writes.  answers: it returns Python values, not tensors.
+    """
 
     name: str
     mutated: tuple[tuple[int, str], ...]
     may_alias: bool
     view: bool
+    answers: bool
 
     def written(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
         """The arguments that a call writes in place."""
@@ -124,8 +128,9 @@ def _info(func: Any) -> OpInfo:
             if a.alias_info is not None and a.alias_info.is_write
         )
         aliasing = name in _HIDDEN_VIEWS or any(r.alias_info is not None for r in schema.returns)
+        answers = bool(schema.returns) and not any("Tensor" in str(r.type) for r in schema.returns)
         info = _INFO[func] = OpInfo(
-            name, mutated, aliasing or bool(mutated), aliasing and not mutated
+            name, mutated, aliasing or bool(mutated), aliasing and not mutated, answers
         )
     return info
 

@@ -59,6 +59,8 @@ def by_value(
         return value.reshape(-1)[0].item()
     if name in _COMPARISONS:
         return _compared(recorder, func, info, args, kwargs)
+    if info.answers and not info.mutated:
+        return _answered(recorder, func, name, args, kwargs)
     if name in _MASKED_INDEX:
         if any(isinstance(i, Tensor) and _is_mask(i) for i in args[1]):
             return _masked_index(recorder, func, info, args, kwargs)
@@ -97,6 +99,34 @@ def _compared(
     )
     recorder.record(func, args, kwargs, [], sync=True, taint=frozenset([taint]))
     return tuple(args[0].shape) == tuple(args[1].shape)
+
+
+def _answered(
+    recorder: Recorder, func: Any, name: str, args: Any, kwargs: Mapping[str, Any]
+) -> Any:
+    """An op that answers with a Python value: of known values, with zeros for those that are not."""
+    values = recorder.values
+    taint: frozenset[int] = frozenset()
+    unknown: list[Tensor] = []
+
+    def value(tensor: Tensor) -> Tensor:
+        nonlocal taint
+        entry = values.known(tensor)
+        if entry is None:
+            unknown.append(tensor)
+            return torch.zeros(tuple(tensor.shape), dtype=tensor.dtype)
+        taint |= entry.taint
+        return entry.value
+
+    given, named = tree_map_only(Tensor, value, (tuple(args), dict(kwargs)))
+    answer = func(*given, **named)
+    if unknown:
+        short = name.removeprefix("aten.")
+        taint |= {
+            values.assume("value", f"{short}() is asked with zeros for what is unknown", answer)
+        }
+    recorder.record(func, args, kwargs, [], sync=True, taint=taint)
+    return answer
 
 
 def _masked_index(

@@ -233,3 +233,18 @@ def test_attention_counts_the_pairs_that_its_mask_leaves(module: Callable[..., n
     graph = rt.trace(module(forward), torch.ones(2, 3, 4, 8))
     attention = next(op for op in graph.ops if op.name == "rooftrace.attention")
     assert (attention.facts["mask"], attention.facts["visible_pairs"]) == ("causal", 1 + 2 + 3 + 4)
+
+
+def test_an_op_that_answers_with_a_python_value_is_asked_with_known_values() -> None:
+    class Aligned(nn.Module):
+        def forward(self, x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+            if torch._nested_tensor_from_mask_left_aligned(x, keep):
+                return x.sum()
+            return x
+
+    x, left = torch.ones(2, 4, 3, device="meta"), torch.arange(4) < torch.tensor([[2], [3]])
+    for keep, ops in ((left, ["aten.sum"]), (left.flip(1), [])):
+        graph = rt.trace(Aligned(), x, keep)
+        assert [op.name for op in graph.kernels()] == ops
+        assert [op.kind for op in graph.ops][0] == "sync"
+        assert [a.kind for a in graph.assumptions] == ["value"], "x is not known"
