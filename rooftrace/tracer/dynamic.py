@@ -104,7 +104,7 @@ def _compared(
 def _answered(
     recorder: Recorder, func: Any, name: str, args: Any, kwargs: Mapping[str, Any]
 ) -> Any:
-    """An op that answers with a Python value: of known values, with zeros for those that are not."""
+    """An op that answers with a Python value: of known values, with zeros for unknown ones."""
     values = recorder.values
     taint: frozenset[int] = frozenset()
     unknown: list[Tensor] = []

@@ -246,5 +246,5 @@ def test_an_op_that_answers_with_a_python_value_is_asked_with_known_values() -> 
     for keep, ops in ((left, ["aten.sum"]), (left.flip(1), [])):
         graph = rt.trace(Aligned(), x, keep)
         assert [op.name for op in graph.kernels()] == ops
-        assert [op.kind for op in graph.ops][0] == "sync"
+        assert graph.ops[0].kind == "sync"
         assert [a.kind for a in graph.assumptions] == ["value"], "x is not known"
