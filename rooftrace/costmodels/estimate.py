@@ -6,6 +6,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from rooftrace.costmodels.cost import COMPUTED, MATRIX, Cost
@@ -110,6 +111,19 @@ class Estimate:
     def unsupported_ops(self) -> tuple[Unsupported, ...]:
         """Ops without a rule, most bytes first."""
         return self.coverage.unsupported
+
+    @cached_property
+    def assumption_seconds(self) -> Mapping[int, float]:
+        """Device seconds of the kernels that rest on each assumption, by its id.
+
+        Kernels whose own sizes, values or facts came from it; what follows from them is not traced.
+        """
+        seconds: dict[int, float] = defaultdict(float)
+        for row in self.rows:
+            resting = {a for op in row.ops for a in self.graph.ops[op].assumptions}
+            for assumption in resting:
+                seconds[assumption] += row.timing.t_device
+        return dict(seconds)
 
     # -- totals ---------------------------------------------------------------------------------
 

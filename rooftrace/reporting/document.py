@@ -39,7 +39,11 @@ def document(report: Report) -> dict[str, Any]:
         "main_execution": report.main,
         "coverage": _coverage(report),
         "assumptions": [
-            {"phase": phase, **_plain(asdict(assumption))}
+            {
+                "phase": phase,
+                **_plain(asdict(assumption)),
+                "time_share": report.resting_share(phase, assumption.id),
+            }
             for phase, assumption in report.assumptions
         ],
         "phases": {

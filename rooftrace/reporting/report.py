@@ -78,6 +78,11 @@ class Report:
             for assumption in graph.assumptions
         )
 
+    def resting_share(self, phase: str, assumption: int) -> float:
+        """Share of t_est in kernels that rest on an assumption, main execution, first chip."""
+        one = self.estimate(phase)
+        return one.assumption_seconds.get(assumption, 0.0) / one.t_est if one.t_est else 0.0
+
     def estimate(
         self, phase: str, execution: str | None = None, chip: str | None = None
     ) -> Estimate:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from rooftrace.hardware.units import (
@@ -26,26 +26,38 @@ ASSUMPTIONS_SHOWN = 40
 
 def assumptions_section(report: Report) -> list[str]:
     """Each assumption once, with the phases that make it and every place in starred form."""
-    merged: dict[tuple[str, str, str], tuple[dict[str, None], dict[str, None]]] = {}
+    merged: dict[tuple[str, str, str], tuple[dict[str, float], dict[str, None]]] = {}
     for phase, item in report.assumptions:
         key = (item.kind, item.text, "" if item.value is None else str(item.value))
         phases, places = merged.setdefault(key, ({}, {}))
-        phases[phase] = None
+        phases[phase] = phases.get(phase, 0.0) + report.resting_share(phase, item.id)
         places[f"`{pattern_of(item.where) or '(root)'}`"] = None
     if not merged:
         return ["None: nothing had to be assumed."]
     rows = [
-        [str(number), kind, ", ".join(phases), _few(list(places)), text, value]
+        [str(number), kind, ", ".join(phases), _few(list(places)), text, value, _shares(phases)]
         for number, ((kind, text, value), (phases, places)) in enumerate(merged.items(), 1)
     ]
     lines = table(
-        ["#", "Kind", "Phases", "Where", "What was assumed", "Value"],
+        ["#", "Kind", "Phases", "Where", "What was assumed", "Value", "Time resting on it"],
         rows[:ASSUMPTIONS_SHOWN],
         left=6,
     )
+    lines += [
+        "",
+        "Time resting on it: share of t_est in kernels whose sizes or values came from it.",
+    ]
     if len(rows) > ASSUMPTIONS_SHOWN:
         lines += ["", f"{len(rows) - ASSUMPTIONS_SHOWN:,} more are in report.json."]
     return lines
+
+
+def _shares(phases: Mapping[str, float]) -> str:
+    """ "71 %" of the phase, or by phase where they differ; a dash where no kernel rests on it."""
+    shown = {phase: format_share(share) if share else "–" for phase, share in phases.items()}
+    if len(set(shown.values())) == 1:
+        return next(iter(shown.values()))
+    return ", ".join(f"{phase} {share}" for phase, share in shown.items())
 
 
 def _few(names: Sequence[str], most: int = 3) -> str:
