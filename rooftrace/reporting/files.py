@@ -40,7 +40,9 @@ def write_report(report: Report, out: Path, formats: Sequence[str]) -> list[Path
             names += write_figures(report, folder)
         figures = tuple(names)
         if "csv" in formats:
-            report.to_frame().to_csv(folder / "ops.csv", index=False, lineterminator="\n")
+            with (folder / "ops.csv").open("w", encoding="utf-8", newline="") as file:
+                for number, frame in enumerate(report.frames()):
+                    frame.to_csv(file, index=False, header=number == 0, lineterminator="\n")
             names.append("ops.csv")
         if "json" in formats:
             text = json.dumps(report.to_dict(), indent=1, allow_nan=False, ensure_ascii=False)

@@ -106,15 +106,17 @@ class Report:
         """One row per kernel of each phase and execution on the first chip."""
         import pandas
 
-        frames = []
+        return pandas.concat(list(self.frames()), ignore_index=True)
+
+    def frames(self) -> Iterator[pandas.DataFrame]:
+        """The parts of `to_frame`, one for each phase and execution."""
         for phase, execution, one in self.of_first_chip():
             frame = one.to_frame()
             for position, (name, value) in enumerate(
                 (("phase", phase), ("execution", execution), ("chip", one.chip.name))
             ):
                 frame.insert(position, name, value)
-            frames.append(frame)
-        return pandas.concat(frames, ignore_index=True)
+            yield frame
 
     def write(self, out: str | Path, formats: Sequence[str] = FORMATS) -> list[Path]:
         """Write report.md, report.json, ops.csv and figures into the folder `out`; their paths.
