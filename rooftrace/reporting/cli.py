@@ -5,7 +5,9 @@ Only click is imported up front, so that `--help` answers at once.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import gc
 import json
 import os
 import sys
@@ -160,6 +162,7 @@ def report(
     _load_rules(rules)
     if out is not None and out != "-":
         check_folder(Path(out))
+    atexit.register(gc.unfreeze)  # what `keep` sets aside is still taken down at the end
     with _progress() as tell, collector_paused(keep=True):
         graphs = _graphs(target, tell, **request)
         result = build_report(graphs, loaded, models, progress=tell)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rooftrace.costmodels.estimate import Coverage, Estimate, Unsupported
 from rooftrace.costmodels.execution import SUMMARIES
+from rooftrace.costmodels.islands import islands
 
 if TYPE_CHECKING:
     from rooftrace.reporting.report import Report
@@ -45,6 +46,11 @@ def document(report: Report) -> dict[str, Any]:
                 "time_share": report.resting_share(phase, assumption.id),
             }
             for phase, assumption in report.assumptions
+        ],
+        "islands": [
+            {"phase": phase, **asdict(island)}
+            for phase, graph in report.graphs.items()
+            for island in islands(graph)
         ],
         "phases": {
             phase: {execution: _phase(by_chip) for execution, by_chip in executions.items()}

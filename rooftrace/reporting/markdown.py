@@ -10,7 +10,12 @@ from rooftrace.reporting.glossary import HOW_TO_READ
 from rooftrace.reporting.sections.costs import fit_section, steps_section
 from rooftrace.reporting.sections.phase import phase_section
 from rooftrace.reporting.sections.summary import summary
-from rooftrace.reporting.sections.trust import assumptions_section, chips_section, coverage_section
+from rooftrace.reporting.sections.trust import (
+    assumptions_section,
+    chips_section,
+    coverage_section,
+    islands_section,
+)
 
 if TYPE_CHECKING:
     from rooftrace.costmodels.estimate import Estimate
@@ -32,6 +37,7 @@ def markdown(report: Report, figures: Sequence[str] = ()) -> str:
         ("What a step costs", steps_section(report, figures)),
         *((phase.capitalize(), phase_section(report, phase, figures)) for phase in report.phases),
         ("Assumptions", assumptions_section(report)),
+        ("Islands of another precision", islands_section(report)),
         ("Coverage", coverage_section(report)),
         ("Chips", chips_section(report)),
         ("How to read this report", [HOW_TO_READ.strip()]),

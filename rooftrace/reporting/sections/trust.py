@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from rooftrace.costmodels.islands import Island, islands
 from rooftrace.hardware.units import (
     format_bandwidth,
     format_flop_rate,
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 
 ASSUMPTIONS_SHOWN = 40
+ISLANDS_SHOWN = 20
 
 
 def assumptions_section(report: Report) -> list[str]:
@@ -63,6 +65,33 @@ def _shares(phases: Mapping[str, float]) -> str:
 def _few(names: Sequence[str], most: int = 3) -> str:
     shown = ", ".join(names[:most])
     return f"{shown} and {len(names) - most:,} more" if len(names) > most else shown
+
+
+def islands_section(report: Report) -> list[str]:
+    """What stays in another floating precision than the one that the step is priced in."""
+    merged: dict[tuple[str, str], dict[str, Island]] = {}
+    for phase, graph in report.graphs.items():
+        for island in islands(graph):
+            merged.setdefault((island.where, island.precision), {})[phase] = island
+    if not merged:
+        return []
+    phases = list(report.graphs)
+    rows = [
+        [f"`{where or '(root)'}`", name]
+        + [
+            f"{format_traffic(by_phase[p].bytes)} in {by_phase[p].tensors:,}"
+            if p in by_phase
+            else "–"
+            for p in phases
+        ]
+        for (where, name), by_phase in merged.items()
+    ]
+    own = report.model.get("priced_dtype") or report.model.get("dtype")
+    lines = [f"Priced in {own}; these tensors are explicitly in another precision and stay so.", ""]
+    lines += table(["Where", "Precision", *phases], rows[:ISLANDS_SHOWN], left=2)
+    if len(rows) > ISLANDS_SHOWN:
+        lines += ["", f"{len(rows) - ISLANDS_SHOWN:,} more are in report.json."]
+    return lines
 
 
 def coverage_section(report: Report) -> list[str]:
