@@ -22,8 +22,9 @@ from rooftrace.costmodels.timing import (
     step_times,
 )
 from rooftrace.costmodels.traffic import bytes_by_role
-from rooftrace.hardware.chip import Chip
+from rooftrace.hardware.chip import Chip, MissingPeakError
 from rooftrace.hardware.chipfile import load_chip
+from rooftrace.hardware.units import format_traffic
 from rooftrace.tracer.graph import ROLES, Op, OpGraph, pattern_of
 
 if TYPE_CHECKING:
@@ -375,6 +376,12 @@ def estimate(
 def _timings(planned: Plan, chip: Chip, headline: float) -> list[Timing]:
     """What each kernel takes; groups with equal work are computed once."""
     bandwidth, gap = chip.memory_bandwidth.value, chip.kernel_gap.value
+    moved = planned.total.bytes("link")
+    if moved and not chip.links:
+        raise MissingPeakError(
+            f"{chip.name} has no link, and the step moves {format_traffic(moved)} over one: "
+            "add a [[link]] to its TOML file"
+        )
     link = max((link.bandwidth.value for link in chip.links), default=math.inf)
     memo: dict[tuple[Any, ...], float] = {}
     timings = []

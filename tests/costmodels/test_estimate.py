@@ -14,6 +14,7 @@ from rooftrace.costmodels.cost import Cost
 from rooftrace.costmodels.execution import PRESETS, ExecutionModel
 from rooftrace.hardware.chip import MissingPeakError
 from rooftrace.hardware.chipfile import load_chip
+from rooftrace.tracer.graph import Op, OpGraph, Ref, Tensor
 from rooftrace.tracer.graphfile import load_graphs, save_graphs
 from tests.costmodels.graph_support import Builder
 from tests.costmodels.random_graphs import programs
@@ -370,3 +371,13 @@ def test_printing_shows_a_table(traced):
 def test_factor_and_detection_together_are_refused(traced):
     with pytest.raises(ValueError, match="same effect"):
         rt.plan(traced("llama", "forward"), ExecutionModel(fusion="detected", elementwise=0.5))
+
+
+def test_bytes_over_a_link_that_the_chip_lacks_are_refused_not_free():
+    reduce = Op(0, "_c10d_functional.all_reduce.default", {"input": Ref(0)}, (0,), (1,))
+    values = tuple(Tensor((1024,), "fp32", (1,), "activations", i) for i in range(2))
+    graph = OpGraph("forward", values, (reduce,), (0,), (1,))
+    chip = load_chip("h200-sxm")
+    assert rt.estimate(graph, chip).times.t_net > 0
+    with pytest.raises(MissingPeakError, match="h200-sxm has no link"):
+        rt.estimate(graph, dataclasses.replace(chip, links=()))
