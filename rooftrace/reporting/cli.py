@@ -252,12 +252,14 @@ def diff(
     from rooftrace.costmodels.diff import diff_estimates, parse_condition
     from rooftrace.costmodels.estimate import estimate
     from rooftrace.reporting.difftext import diff_markdown, render_diff
-    from rooftrace.tracer.graphfile import write_bytes
+    from rooftrace.tracer.graphfile import looks_saved, write_bytes
 
     for condition in fail_on:
         parse_condition(condition)
     (loaded,), (model,) = _chips((chip,)), _executions((execution,), tf32)
     _load_rules(rules)
+    if looks_saved(before) != looks_saved(after):
+        request["only_unsaved"] = True  # sizes are for the side that is still to be traced
     with _progress() as tell:
         sides = [
             {
@@ -370,8 +372,12 @@ def _graphs(
     kv_dtype: str | None,
     optimizer: str,
     trust_remote_code: bool,
+    only_unsaved: bool = False,
 ) -> Mapping[str, OpGraph]:
-    """Trace (or load) a target and re-price it."""
+    """Trace (or load) a target and re-price it.
+
+    A saved graph has its sizes: --batch and its like are refused, or left to others (only_unsaved).
+    """
     from rooftrace.costmodels.rewrite import check_precisions, reprice
     from rooftrace.tracer.graphfile import looks_saved
 
@@ -380,7 +386,8 @@ def _graphs(
     from rooftrace.tracer.api import trace_target
 
     if looks_saved(target):
-        if any(v is not None for v in (batch, seq, kv)) or inputs:
+        sized = any(v is not None for v in (batch, seq, kv)) or inputs
+        if sized and not only_unsaved:
             raise click.UsageError(
                 f"{target}: a saved graph has its sizes; leave out --batch, --seq, --kv, --input"
             )

@@ -34,6 +34,7 @@ _LABELS = {
     "kernels": "kernels",
 }
 SHOWN = 15
+LONGEST_NAME = 20
 
 
 def signed(metric: str, value: float) -> str:
@@ -63,6 +64,13 @@ def cause(module: ModuleChange) -> str:
 
 def _short(name: str) -> str:
     return name.removeprefix("aten.").removeprefix("rooftrace.")
+
+
+def columns(result: Diff) -> tuple[str, str]:
+    """Column heads: the two names, or before and after where a name is too long for one."""
+    if max(map(len, result.names)) > LONGEST_NAME or result.names[0] == result.names[1]:
+        return "before", "after"
+    return result.names
 
 
 def _label(module: ModuleChange) -> str:
@@ -95,7 +103,7 @@ def render_diff(result: Diff) -> RenderableType:
             box=None,
             padding=(0, 2, 0, 0),
         )
-        for column in ("", result.names[0], result.names[1], "change", ""):
+        for column in ("", *columns(result), "change", ""):
             table.add_column(
                 column, justify="left" if column == "" and not table.columns else "right"
             )
@@ -141,9 +149,9 @@ def render_diff(result: Diff) -> RenderableType:
 
 def diff_markdown(result: Diff) -> str:
     """GitHub-flavoured markdown, for a pull request."""
-    before, after = result.names
+    before, after = columns(result)
     lines = [
-        f"## Cost of `{before}` -> `{after}`",
+        f"## Cost of `{result.names[0]}` -> `{result.names[1]}`",
         "",
         f"On {result.chip}, execution {result.execution}.",
         "",

@@ -288,3 +288,19 @@ def test_a_closed_pipe_is_no_error(root: Path) -> None:
     )
     os.close(write)
     assert ran.returncode in (0, 1, 120) and "Traceback" not in ran.stderr
+
+
+def test_diff_of_a_saved_graph_and_a_target_takes_the_targets_sizes(
+    run: Run, tmp_path: Path
+) -> None:
+    graph = tmp_path / "a-file-with-quite-a-long-name.json"
+    sizes = ("--batch", "2", "--seq", "16", "--phase", "prefill")
+    run("trace", GPT2, *sizes, "-o", graph)
+    same = run("diff", graph, GPT2, *sizes)
+    assert same.code == 0 and "no change" in same.out, same.err
+    longer = ("--batch", "2", "--seq", "32", "--phase", "prefill")
+    assert "before" in run("diff", graph, GPT2, *longer).out, "a path is no column head"
+    told = json.loads(run("diff", graph, GPT2, *longer, "--format", "json").out)
+    flops = told["phases"]["prefill"]["totals"]["flops"]
+    assert flops["after"] > 2 * flops["before"], "attention grows with the square of the length"
+    assert run("diff", graph, graph, *sizes).code == 2
