@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rooftrace.hardware.chip import Chip
     from rooftrace.hardware.chipfile import available_chips, load_chip
     from rooftrace.reporting.api import diff, profile, report, summary
-    from rooftrace.tracer.api import load, save, trace, trace_target
+    from rooftrace.tracer.api import capture, load, save, trace, trace_target
     from rooftrace.tracer.graph import OpGraph
     from rooftrace.tracer.origin import TraceError
     from rooftrace.tracer.request import Request, RequestError, TargetError
@@ -54,6 +54,7 @@ _WHERE = {
     "summary": "reporting.api",
     "load": "tracer.api",
     "save": "tracer.api",
+    "capture": "tracer.api",
     "trace": "tracer.api",
     "trace_target": "tracer.api",
     "Request": "tracer.request",
@@ -77,6 +78,7 @@ __all__ = [
     "TraceError",
     "Work",
     "available_chips",
+    "capture",
     "diff",
     "estimate",
     "execution_model",

@@ -73,6 +73,14 @@ def _workload_options(command: Callable[..., Any]) -> Callable[..., Any]:
             help="Optimizer of a training step: none, or any of torch.optim.",
         ),
         click.option(
+            "--assume",
+            "assumed",
+            multiple=True,
+            metavar="KIND[@MODULE]=VALUE",
+            help="Decide what a trace cannot know, for example branch=true or "
+            "balanced-routing@*.gate=uniform.  Repeatable.",
+        ),
+        click.option(
             "--trust-remote-code",
             is_flag=True,
             help="Let a Hugging Face repository run its own code.",
@@ -371,6 +379,7 @@ def _graphs(
     weights_dtype: str | None,
     kv_dtype: str | None,
     optimizer: str,
+    assumed: Sequence[str],
     trust_remote_code: bool,
     only_unsaved: bool = False,
 ) -> Mapping[str, OpGraph]:
@@ -393,7 +402,7 @@ def _graphs(
             )
         graphs = trace_target(target, phases)
     else:
-        from rooftrace.tracer.request import Options, Request
+        from rooftrace.tracer.request import Options, Request, parse_assumption
 
         named = {}
         for item in inputs:
@@ -405,9 +414,9 @@ def _graphs(
             named[name] = text
         request = Request(batch, seq, kv, named, trust_remote_code)
         low = dtype or weights_dtype
-        graphs = trace_target(
-            target, phases, request, Options(optimizer=optimizer, dtype=low), tell
-        )
+        assume = dict(map(parse_assumption, assumed))
+        options = Options(optimizer=optimizer, dtype=low, assume=assume)
+        graphs = trace_target(target, phases, request, options, tell)
     return {
         phase: reprice(graph, dtype, weights_dtype, kv_dtype) for phase, graph in graphs.items()
     }

@@ -15,16 +15,18 @@ if TYPE_CHECKING:
     from torch import nn
 
     from rooftrace.tracer.request import Loss, Options, Request
+    from rooftrace.tracer.steps import Capture
 
 
 def trace(
-    model: nn.Module,
+    model: nn.Module | Callable[..., Any],
     *args: Any,
     phase: str | None = None,
     loss: Loss | None = None,
     optimizer: str = "adamw",
     dtype: str | None = None,
     branches: Mapping[int, bool] | None = None,
+    assume: Mapping[str, Any] | None = None,
     **kwargs: Any,
 ) -> OpGraph:
     """Capture one step of `model` called with these arguments.
@@ -36,19 +38,55 @@ def trace(
     output.  optimizer: none, or the name of a class in torch.optim, in any case.
     dtype: the precision that the step will be priced in, if not the model's own (`reprice`).
     branches: which way unknown conditions go, by their number in the order they are met.
+    assume: what is taken for unknown values, by kind or kind@module: {"density": 0.1,
+    "branch@layers.*.gate": True, "value": 3, "balanced-routing": "uniform"}.
+
+    model may also be a function of yours whose first argument is a module: a whole step.  Ops of
+    autograd and of torch.optim in it are its backward and its optimizer; phase, loss, optimizer
+    and dtype are then what it runs.
 
     Raises TraceError where the model's code fails, RequestError where the phase makes no sense.
     """
+    from torch import nn
+
     from rooftrace.tracer.inputs import call_inputs
-    from rooftrace.tracer.request import Options
+    from rooftrace.tracer.request import Options, RequestError
+    from rooftrace.tracer.steps import trace_step
     from rooftrace.tracer.workload import check_request, trace_phases
 
     wanted = phase or "forward"
-    options = Options(loss=loss, optimizer=optimizer, dtype=dtype, branches=dict(branches or {}))
+    options = Options(loss, optimizer, dtype, dict(branches or {}), dict(assume or {}))
+    own_step = callable(model) and not isinstance(model, nn.Module)
+    if own_step and args and isinstance(args[0], nn.Module):
+        usual = {"phase": None, "loss": None, "optimizer": "adamw", "dtype": None}
+        asked = {"phase": phase, "loss": loss, "optimizer": optimizer, "dtype": dtype}
+        for name, given in asked.items():
+            if given != usual[name]:
+                raise RequestError(f"{name}={given!r}: a step of your own runs what it runs")
+        with collector_paused():
+            return trace_step(model, args, kwargs, options)
     check_request(model, (wanted,), options)
+    assert isinstance(model, nn.Module)
     inputs = call_inputs(model, args, kwargs)
     with collector_paused():
         return trace_phases(model, inputs, (wanted,), options)[wanted]
+
+
+def capture(*modules: nn.Module, assume: Mapping[str, Any] | None = None) -> Capture:
+    """Record any code that uses `modules`, which were built on the meta device.
+
+        with capture(model) as captured:
+            loss = step(model, batch)
+        captured.graph  # phase "training" if a backward ran inside, else "forward"
+
+    Several modules stand in the graph under the names of their classes.  Tensors made inside are on
+    meta; meta tensors from outside are inputs.  Raises RequestError for a module with real weights:
+    `trace` copies those.
+    """
+    from rooftrace.tracer.request import Options
+    from rooftrace.tracer.steps import Capture
+
+    return Capture(modules, Options(assume=dict(assume or {})))
 
 
 def trace_target(

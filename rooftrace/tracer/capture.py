@@ -23,12 +23,13 @@ from torch.nn.modules import module as nn_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rooftrace.tracer import dynamic
-from rooftrace.tracer.functions import Functions, autocast_noted
-from rooftrace.tracer.fused_ops import kept_whole
+from rooftrace.tracer.flex import flex_whole
+from rooftrace.tracer.functions import Functions, autocast_noted, device_calls_quiet
+from rooftrace.tracer.fused_ops import kept_whole, whole_entry
 from rooftrace.tracer.onmeta import own_tensors
 from rooftrace.tracer.origin import source_line
 from rooftrace.tracer.sizes import SizeCache
-from rooftrace.tracer.trees import arguments_in, bytes_of, listed
+from rooftrace.tracer.trees import arguments_in, bytes_of, is_wrapper, listed, parts_of
 from rooftrace.tracer.values import KNOWN, ROUTING, Values
 
 META_KEY = "rooftrace"
@@ -37,6 +38,10 @@ META_KEY = "rooftrace"
 _IDENTITY = frozenset({"aten.detach", "aten.alias", "aten.lift_fresh", "aten.lift"})
 _UNRECORDED = frozenset({"prim.device", "aten.is_same_size", "aten._version", "aten.sym_size"})
 _HIDDEN_VIEWS = frozenset({"aten._unsafe_view", "aten._reshape_alias"})
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+_NOT_OURS = ("Using .torch.compile.module.. when there are", "Sparse (invariant|CSR)")
+"""Warnings about the user's code that torch would give with a line of ours."""
+_SPARSE = "a sparse tensor is recorded, and priced, as a dense one of its shape"
 _NO_TAINT: frozenset[int] = frozenset()
 _SERIAL = itertools.count()
 
@@ -113,6 +118,9 @@ class _Tag:
     index: int | None
     storage: int
 
+    def __deepcopy__(self, memo: Any) -> _Tag:
+        return self  # a tensor that the code copies deeply stands for the same value
+
 
 _INFO: dict[Any, OpInfo] = {}
 
@@ -138,18 +146,33 @@ def _info(func: Any) -> OpInfo:
 class Recorder(TorchDispatchMode):
     """Records the ops of whatever runs inside `with recorder:` on meta tensors.
 
-    record=False keeps only the value propagation (to build modules).  After use, `close` takes our
-    tags off tensors that outlive the capture.
+    record=False keeps only the value propagation (to build modules).  own_step: the code is a whole
+    step of the user's, so the parts that ops belong to are found out while it runs, and tensors
+    that nothing made are its inputs.  After use, `close` takes our tags off tensors that outlive
+    the capture.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, values: Values | None = None, record: bool = True) -> None:
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No guard around every op: nothing is compiled while we record (see `__enter__`).
+
+        torch.utils._python_dispatch asks this when the class is made.
+        """
+        return False
+
+    def __init__(
+        self, values: Values | None = None, record: bool = True, own_step: bool = False
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.values = values or Values()
         self.values.where = lambda: self.stack[-1][0] if self.stack else ""
         self.graph = fx.Graph()
         self.recording = record
+        self.own_step = own_step
+        self.differentiable = False
+        self.after_backward = False
         self.part = "forward"
         self.function = ""
         self.stack: list[tuple[str, int]] = []
@@ -164,6 +187,8 @@ class Recorder(TorchDispatchMode):
         self._by_sequence: dict[int, Origin] = {}
         self._by_source: dict[tuple[str, str], tuple[str, int]] = {}
         self._storages = 0
+        self._inside = 0
+        self.inputs: list[Tensor] = []
         self._entered: list[Tensor] = []
         self._parameters: dict[int, str] = {}
         self._exit = contextlib.ExitStack()
@@ -176,7 +201,7 @@ class Recorder(TorchDispatchMode):
         A wrapper made by torch.compile is not shown: its module stands in its place.
         """
         for path, module in root.named_modules(remove_duplicate=False):
-            shown = _shown(path)
+            shown = shown_path(path)
             if "_orig_mod" in module._modules:
                 self._transparent.add(id(module))
             else:
@@ -209,9 +234,14 @@ class Recorder(TorchDispatchMode):
         return self._parameters.get(id(parameter), "")
 
     def enter(self, tensor: Tensor, kind: str, name: str) -> None:
-        """Make `tensor` a value of the graph that no op made (once)."""
-        if not self.recording or self._key in tensor.__dict__ or tensor.device.type == "cpu":
+        """Make `tensor`, or what it wraps, a value of the graph that no op made (once)."""
+        if not self.recording:
             return
+        for part, suffix in parts_of(tensor):
+            if self._key not in part.__dict__ and part.device.type != "cpu":
+                self._enter(part, kind, name + suffix)
+
+    def _enter(self, tensor: Tensor, kind: str, name: str) -> None:
         if kind == "input":
             node = self.graph.placeholder(_identifier(name))
         else:
@@ -236,7 +266,7 @@ class Recorder(TorchDispatchMode):
 
     def storage_of(self, tensor: Tensor) -> int | None:
         """The storage number of a tensor that the graph knows."""
-        tag: _Tag | None = tensor.__dict__.get(self._key)
+        tag: _Tag | None = parts_of(tensor)[0][0].__dict__.get(self._key)
         return tag.storage if tag else None
 
     def same_as(self, tensor: Tensor, other: Tensor) -> None:
@@ -248,6 +278,10 @@ class Recorder(TorchDispatchMode):
     def node_of(self, tensor: Tensor) -> fx.Node:
         """The fx node of `tensor`; an unknown tensor becomes a constant of the graph."""
         tag: _Tag | None = tensor.__dict__.get(self._key)
+        if tag is None and self.own_step and self.values.known(tensor) is None:
+            self.inputs.append(tensor)
+            self.enter(tensor, "input", f"input_{len(self.inputs)}")
+            tag = tensor.__dict__[self._key]
         if tag is None:
             name = f"constant_{self._storages}"
             tag = self._entry(
@@ -304,6 +338,8 @@ class Recorder(TorchDispatchMode):
             outputs = written  # void in-place ops (_foreach_add_): what they write is their output
         specs = []
         for index, output in enumerate(outputs):
+            if output.layout is not torch.strided:
+                taint = taint | {self.values.assume("sparse", _SPARSE)}
             storage = owners.get(bytes_of(output)) if owners else None
             if storage is None:
                 self._storages += 1
@@ -327,11 +363,11 @@ class Recorder(TorchDispatchMode):
 
     def _origin(self, name: str) -> Origin:
         """Where the op that is being run comes from."""
-        part = self.part
+        part = self._part_of_own_step() if self.own_step else self.part
         if part == "optimizer":
             return Origin("", 0, part, self.function)
         if part == "backward":
-            if not torch.is_grad_enabled():
+            if not torch.is_grad_enabled() or self.differentiable or self._before_engine():
                 return self._origin_in_backward()
             part = "recompute"  # a checkpoint runs its forward again
         source = source_line(5)
@@ -349,6 +385,20 @@ class Recorder(TorchDispatchMode):
         self._by_sequence.setdefault(torch._C._autograd._get_sequence_nr() - 1, origin)
         return origin
 
+    def _before_engine(self) -> bool:
+        """Whether a user's `backward()` makes its first gradients, which autograd does not see."""
+        return self.own_step and torch._C._current_autograd_node() is None
+
+    def _part_of_own_step(self) -> str:
+        """The part that the op being run belongs to, where nobody announces the parts."""
+        if self.part != "forward":
+            return self.part
+        if torch._C._current_autograd_node() is not None:
+            return "backward"
+        # Clipping, scaling and averaging stand between backward and step, outside of modules.
+        updates = self.after_backward and not self.stack and not torch.is_grad_enabled()
+        return "optimizer" if updates else "forward"
+
     def _origin_in_backward(self) -> Origin:
         """The origin of the forward op that the running autograd node differentiates."""
         node: Any = torch._C._current_autograd_node()
@@ -360,12 +410,14 @@ class Recorder(TorchDispatchMode):
             return Origin(origin.module, origin.call, "backward", name, origin.source)
         variable = getattr(node, "variable", None)
         owner = "" if variable is None else self.name_of(variable).rpartition(".")[0]
-        return Origin(_shown(owner), 0, "backward", name)
+        return Origin(shown_path(owner), 0, "backward", name)
 
     # -- running one op ----------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if types and any(is_wrapper(kind) for kind in types):
+            return NotImplemented  # what the wrapper does with the tensors inside is recorded
         if isinstance(func, HigherOrderOperator):
             return dynamic.higher_order(self, func, args, kwargs)
         with torch._C.DisableTorchFunction():  # what is called from here on is nobody's call
@@ -375,6 +427,10 @@ class Recorder(TorchDispatchMode):
         """Run one op, follow its values, record it."""
         info = _info(func)
         name = info.name
+        if self._inside and func.has_kernel_for_dispatch_key(_COMPOSITE):
+            with self.again():  # PyTorch has taken such ops apart before a mode sees them, but here
+                whole = whole_entry(func)
+                return (whole or func.decompose)(*args, **kwargs)
         if name in _UNRECORDED or name.startswith("profiler."):
             return func(*args, **kwargs)
         tensors: list[Tensor] = []
@@ -464,9 +520,11 @@ class Recorder(TorchDispatchMode):
         """The dispatch mode is off while it handles an op; this turns it on again."""
         mode: Any = TorchDispatchMode
         mode.__enter__(self)
+        self._inside += 1
         try:
             yield
         finally:
+            self._inside -= 1
             mode.__exit__(self, None, None, None)
 
     # -- modules -----------------------------------------------------------------------------------
@@ -482,6 +540,7 @@ class Recorder(TorchDispatchMode):
             self.modules.setdefault(path, kind)
         call = self._calls.get(path, 0)
         self._calls[path] = call + 1
+        self.after_backward = False
         self.stack.append((path, call))
 
     def _after(self, module: nn.Module, inputs: Any, output: Any) -> None:
@@ -494,8 +553,11 @@ class Recorder(TorchDispatchMode):
     def __enter__(self) -> Recorder:
         enter = self._exit.enter_context
         enter(warnings.catch_warnings())
-        warnings.filterwarnings("ignore", message="Using .torch.compile.module.. when there are")
+        for message in _NOT_OURS:
+            warnings.filterwarnings("ignore", message=message)
         enter(kept_whole())
+        enter(flex_whole(self))
+        enter(device_calls_quiet())
         enter(autocast_noted(self.values))
         enter(torch.compiler.set_stance("force_eager"))
         enter(torch.autograd.set_multithreading_enabled(False))
@@ -549,7 +611,7 @@ def _identifier(name: str) -> str:
     return name.replace(".", "_") or "value"
 
 
-def _shown(path: str) -> str:
+def shown_path(path: str) -> str:
     """A module path without the steps that torch.compile puts in."""
     if "_orig_mod" not in path:
         return path

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch._higher_order_ops.scan import generic_scan
 from torch.utils._pytree import tree_map_only
 
 from rooftrace.tracer.trees import listed
@@ -42,6 +43,10 @@ _MASKED = -1e4
 """An additive attention mask below this hides its position."""
 _MAX_ZEROS = 1 << 24
 """The largest inputs (elements) that are made for real to learn an op's output shape."""
+_NO_FAKE = "no fake impl registered"
+"""What torch says of a custom op of Python that does not know its shapes."""
+_MAX_LOOPS = 4096
+"""How often a while_loop may go round."""
 _REFUSED = (NotImplementedError, RuntimeError, TypeError)
 
 
@@ -93,12 +98,14 @@ def _compared(
     if first is not None and second is not None:
         recorder.record(func, args, kwargs, [], sync=True, taint=first.taint | second.taint)
         return bool(func(first.value, second.value, *args[2:], **kwargs))
+    decided = values.decision("branch")
+    taken = tuple(args[0].shape) == tuple(args[1].shape) if decided is None else bool(decided)
+    shown = "shapes are equal" if decided is None else f"{taken}, as given"
     taint = values.assume(
-        "branch",
-        f"{info.name.removeprefix('aten.')}() of unknown tensors is taken as: shapes are equal",
+        "branch", f"{info.name.removeprefix('aten.')}() of unknown tensors is taken as: {shown}"
     )
     recorder.record(func, args, kwargs, [], sync=True, taint=frozenset([taint]))
-    return tuple(args[0].shape) == tuple(args[1].shape)
+    return taken
 
 
 def _answered(
@@ -106,6 +113,8 @@ def _answered(
 ) -> Any:
     """An op that answers with a Python value: of known values, with zeros for unknown ones."""
     values = recorder.values
+    decided = values.decision("value")
+    value_for_unknown = 0 if decided is None else decided
     taint: frozenset[int] = frozenset()
     unknown: list[Tensor] = []
 
@@ -114,7 +123,7 @@ def _answered(
         entry = values.known(tensor)
         if entry is None:
             unknown.append(tensor)
-            return torch.zeros(tuple(tensor.shape), dtype=tensor.dtype)
+            return torch.full(tuple(tensor.shape), value_for_unknown, dtype=tensor.dtype)
         taint |= entry.taint
         return entry.value
 
@@ -123,7 +132,11 @@ def _answered(
     if unknown:
         short = name.removeprefix("aten.")
         taint |= {
-            values.assume("value", f"{short}() is asked with zeros for what is unknown", answer)
+            values.assume(
+                "value",
+                f"{short}() is asked with {value_for_unknown or 'zeros'} for what is unknown",
+                answer,
+            )
         }
     recorder.record(func, args, kwargs, [], sync=True, taint=taint)
     return answer
@@ -250,6 +263,7 @@ def route(
 
 # -- counts that a cost rule needs and only known values give ------------------------------------
 
+_FLEX = frozenset({"rooftrace.flex_attention", "rooftrace.flex_attention_backward"})
 _MASK_POSITION = {"rooftrace.attention": 3, "rooftrace.attention_backward": 4}
 """Where attention has its mask; query and key stand three and two places before it."""
 
@@ -269,6 +283,10 @@ def learn_facts(
             sizes = torch.diff(entry.value, prepend=entry.value.new_zeros(1))
             facts["groups_touched"] = int((sizes > 0).sum())
             facts["rows_largest"] = int(sizes.max()) if sizes.numel() else 0
+    elif name in _FLEX:
+        pairs, mask = args[-2:]
+        facts.update({"mask": mask} if pairs is None else {"mask": mask, "visible_pairs": pairs})
+        return frozenset()
     elif name in _MASK_POSITION and args[_MASK_POSITION[name]] is not None:
         position = _MASK_POSITION[name]
         query, key, mask = args[position - 3], args[position - 2], args[position]
@@ -288,7 +306,8 @@ def _mask_facts(mask: Tensor, rows: int, columns: int) -> dict[str, Any]:
     """How many (query, key) pairs of one head a mask leaves visible, and its kind."""
     visible = mask if mask.dtype == torch.bool else mask > _MASKED
     leading = visible.shape[:-2]
-    pairs = int(visible.expand(*leading, rows, columns).sum())
+    shown_rows, shown_columns = visible.shape[-2:]  # 1 where it is the same for all
+    pairs = int(visible.sum()) * (rows // shown_rows) * (columns // shown_columns)
     return {"visible_pairs": pairs // max(1, leading.numel()), "mask": classify(visible)}
 
 
@@ -334,7 +353,7 @@ def without_meta_kernel(
     if info.name in _GROUPED_PRODUCTS:
         with contextlib.suppress(*_REFUSED):
             return _in_bf16(func, args, kwargs)
-    if not isinstance(error, NotImplementedError):
+    if not isinstance(error, NotImplementedError) and _NO_FAKE not in str(error):
         raise error
     with contextlib.suppress(*_REFUSED):
         result = func.decompose(*args, **kwargs)
@@ -389,19 +408,35 @@ def _in_bf16(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Tensor:
 
 
 def higher_order(recorder: Recorder, func: Any, args: Any, kwargs: Any) -> Any:
-    """cond and while_loop take one path; others run as they are."""
+    """cond takes one path, loops go round while they are known to; others are not looked into."""
     name = func.name() if callable(getattr(func, "name", None)) else str(func)
-    if name == "cond":
-        condition, when_true, when_false, operands = args[:4]
-        if isinstance(condition, Tensor):
-            value, _ = recorder.values.value_of(condition, "cond")
-            condition = bool(value.reshape(-1)[0])
-        with recorder.again():
-            return (when_true if condition else when_false)(*operands)
-    if name == "while_loop":
-        recorder.values.assume("branch", "while_loop runs its body once", 1)
-        _, body, carried = args[:3]
-        with recorder.again():
-            return body(*carried, *(args[3] if len(args) > 3 else ()))
     with recorder.again():
-        return func(*args, **kwargs)
+        if name == "cond":
+            condition, when_true, when_false, operands = args[:4]
+            if isinstance(condition, Tensor):
+                condition = bool(condition.item())
+            return (when_true if condition else when_false)(*operands)
+        if name == "while_loop":
+            return _looped(recorder, *args)
+        if name == "scan":
+            combine, start, rows, *more = args
+            run: Any = generic_scan
+            return run(combine, start, rows, additional_inputs=tuple(*more))
+        if name == "invoke_subgraph":
+            return args[0](*args[2:])
+    recorder.values.assume("higher-order", f"what {name} runs inside is not recorded")
+    return func(*args, **kwargs)
+
+
+def _looped(recorder: Recorder, condition: Any, body: Any, carried: Any, more: Any = ()) -> Any:
+    """Where the condition rests on unknown values the body runs once."""
+    for turn in range(_MAX_LOOPS):
+        go_on = condition(*carried, *more)
+        entry = recorder.values.known(go_on) if isinstance(go_on, Tensor) else None
+        if isinstance(go_on, Tensor) and entry is None:
+            recorder.values.assume("branch", "while_loop runs its body once", 1)
+            return body(*carried, *more) if turn == 0 else carried
+        if not (go_on if entry is None else bool(entry.value)):
+            break
+        carried = body(*carried, *more)
+    return carried

@@ -24,6 +24,7 @@ _CONSTRUCTORS = frozenset({torch.tensor, torch.as_tensor, torch.asarray})
 _PACK = torch._VF._pack_padded_sequence
 _UNNAMED = frozenset({"__get__", "__set__", "backward"})
 """Attribute access is no function of its own, and a backward is not what its ops are for."""
+_BACKWARD = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.grad})
 
 
 class Functions(TorchFunctionMode):
@@ -53,6 +54,9 @@ class Functions(TorchFunctionMode):
         elif func is _PACK:
             entry = recorder.values.known(args[1])  # the lengths must be on the host
             args = (args[0], args[1] if entry is None else entry.value, *args[2:])
+        elif recorder.own_step and func in _BACKWARD:
+            with self._in_backward(bool(kwargs.get("create_graph"))):
+                return func(*args, **kwargs)
         if "device" in kwargs:
             kwargs = {**kwargs, "device": _placed(kwargs["device"])}
         outer = recorder.function
@@ -63,6 +67,29 @@ class Functions(TorchFunctionMode):
             return func(*args, **kwargs)
         finally:
             recorder.function = outer
+
+    @contextlib.contextmanager
+    def _in_backward(self, differentiable: bool) -> Iterator[None]:
+        """The user's step runs autograd: its ops are backward, and this mode stays on in it.
+
+        A function mode is off while it handles a call, and what a checkpoint runs again needs it.
+        """
+        recorder = self.recorder
+        engine: Any = torch.autograd
+        original, before = engine._engine_run_backward, (recorder.part, recorder.differentiable)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return original(*args, **kwargs)
+
+        recorder.part, recorder.differentiable = "backward", differentiable
+        engine._engine_run_backward = run
+        try:
+            yield
+        finally:
+            engine._engine_run_backward = original
+            recorder.part, recorder.differentiable = before
+            recorder.after_backward = True
 
     def _construct(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Tensor | None:
         """torch.tensor([...]) for meta: a meta tensor whose value is known."""
@@ -129,3 +156,58 @@ def autocast_noted(values: Values) -> Iterator[None]:
         yield
     finally:
         kind.__init__ = original
+
+
+class _NoDevice:
+    """Stands for streams, events and contexts of a GPU that is not there: does nothing."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def __call__(self, *args: Any, **kwargs: Any) -> _NoDevice:
+        return self
+
+    def __getattr__(self, name: str) -> _NoDevice:
+        return self
+
+    def __enter__(self) -> _NoDevice:
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        pass
+
+
+_DEVICE_CALLS = {
+    "torch.cuda": (
+        "synchronize",
+        "Stream",
+        "Event",
+        "stream",
+        "current_stream",
+        "default_stream",
+        "device",
+        "set_device",
+    ),
+    "torch.cuda.nvtx": ("range_push", "range_pop", "mark"),
+}
+
+
+@contextlib.contextmanager
+def device_calls_quiet() -> Iterator[None]:
+    """Inside, without a GPU, waiting for one or choosing its streams does nothing.
+
+    No device runs what is traced; these calls would fail for want of one.
+    """
+    originals: list[tuple[Any, str, Any]] = []
+    if not torch.cuda.is_available():
+        for home in (torch.cuda, torch.cuda.nvtx):
+            for name in _DEVICE_CALLS[home.__name__]:
+                originals.append((home, name, getattr(home, name)))
+                setattr(home, name, _NoDevice())
+        originals.append((torch.cuda, "current_device", torch.cuda.current_device))
+        torch.cuda.current_device = lambda: 0
+    try:
+        yield
+    finally:
+        for home, name, original in originals:
+            setattr(home, name, original)

@@ -35,6 +35,13 @@ for _schema in _SCHEMAS:
 _ops: Any = torch.ops.rooftrace
 
 
+def define(schema: str, **kernels: Callable[..., Any]) -> None:
+    """Add an operator of ours, with its kernels by device ("Meta", "CPU")."""
+    _library.define(schema)
+    for device, kernel in kernels.items():
+        _library.impl(schema.partition("(")[0], kernel, device)
+
+
 # -- attention -----------------------------------------------------------------------------------
 
 _broadcast: Any = torch.broadcast_shapes
@@ -344,6 +351,12 @@ _ENTRIES: dict[str, Callable[..., Any]] = {
     "dropout": _dropout,
     **{f"{mode}.input": _entry(mode) for mode in ("lstm", "gru", "rnn_tanh", "rnn_relu")},
 }
+
+
+def whole_entry(func: Any) -> Callable[..., Any] | None:
+    """What stands for an entry point of aten that stays whole."""
+    overload = "" if func._overloadname == "default" else f".{func._overloadname}"
+    return _ENTRIES.get(f"{func._opname}{overload}") if func.namespace == "aten" else None
 
 
 @contextlib.contextmanager

@@ -59,7 +59,7 @@ def from_file(path: Path, request: Request) -> Loaded:
     except Exception as error:  # its validation raises errors of its own
         reason = " ".join(str(error).split())
         raise TargetError(f"target {target!r}: transformers refuses it: {reason}") from None
-    return _loaded(
+    return from_config(
         config, path.stem if path.stem != "config" else path.resolve().parent.name, target, request
     )
 
@@ -74,7 +74,7 @@ def from_hub(target: str, request: Request) -> Loaded:
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise TargetError(f"target {target!r}: {reason}") from None
-    return _loaded(config, name, target, request)
+    return from_config(config, name, target, request)
 
 
 def _transformers() -> Any:
@@ -110,21 +110,27 @@ def _model_class(config: Any, target: str) -> Any:
     )
 
 
-def _loaded(config: Any, name: str, target: str, request: Request) -> Loaded:
+def from_config(config: Any, name: str, target: str, request: Request) -> Loaded:
+    """The model of a config object, built on meta, and inputs for it.  Raises TargetError."""
+    module = built_from(config, target)
+    module.config.name_or_path = module.config.name_or_path or name
+    return Loaded(module, _with_quantization(model_inputs(module, request), config), name)
+
+
+def built_from(config: Any, target: str) -> Any:
+    """The model of a config object, on meta.  Raises TargetError."""
     kind = _model_class(config, target)
     dtype = getattr(config, "dtype", None) or torch.float32
     if isinstance(dtype, str):
         dtype = getattr(torch, dtype)
     try:
         with torch.device(META):
-            module = kind._from_config(config, dtype=dtype)
+            return kind._from_config(config, dtype=dtype)
     except Exception as error:  # whatever the code of a model may raise
         reason = " ".join(str(error).split())
         raise TargetError(
             f"target {target!r}: {kind.__name__} cannot be built from it: {reason}"
         ) from error
-    module.config.name_or_path = module.config.name_or_path or name
-    return Loaded(module, _with_quantization(model_inputs(module, request), config), name)
 
 
 def _with_quantization(inputs: Inputs, config: Any) -> Inputs:

@@ -39,7 +39,7 @@ def on_meta(module: nn.Module) -> nn.Module:
     for owner in module.modules():
         for tensor in own_tensors(owner):
             if tensor.device.type != "meta" and id(tensor) not in memo:
-                memo[id(tensor)] = _parameter_twin(tensor)
+                memo[id(tensor)] = parameter_twin(tensor)
     if not memo:
         return module
     try:
@@ -61,7 +61,8 @@ def own_tensors(module: nn.Module) -> Iterable[Tensor]:
             yield value
 
 
-def _parameter_twin(tensor: Tensor) -> Tensor:
+def parameter_twin(tensor: Tensor) -> Tensor:
+    """A meta tensor for one that a module owns: a parameter stays one."""
     if isinstance(tensor, _LAZY):
         kind: Any = type(tensor)
         empty: Tensor = kind(tensor.requires_grad, device=META, dtype=tensor.dtype)

@@ -148,7 +148,7 @@ def _module_and_inputs(made: Any, target: str) -> tuple[nn.Module, Any]:
                 f"target {target!r}: expected a torch.nn.Module or a function that "
                 f"returns one, got {type(made).__name__}"
             )
-        made = _build(made, target)
+        made = built(made, target)
         if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module):
             made, inputs = made
     if not isinstance(made, nn.Module):
@@ -159,7 +159,7 @@ def _module_and_inputs(made: Any, target: str) -> tuple[nn.Module, Any]:
     return made, inputs
 
 
-def _build(function: Callable[..., Any], target: str) -> Any:
+def built(function: Callable[..., Any], target: str) -> Any:
     """Call a user's factory on meta.
 
     Small values are followed there, so that `linspace(...).item()` works in a constructor.

@@ -64,3 +64,23 @@ def listed(item: Any) -> list[Tensor]:
     found: list[Tensor] = []
     arguments_in((item,), found)
     return found
+
+
+def is_wrapper(kind: type) -> bool:
+    """Whether tensors of this class are made of others (DTensor, nested, quantized)."""
+    return hasattr(kind, "__tensor_flatten__")
+
+
+def parts_of(tensor: Tensor) -> list[tuple[Tensor, str]]:
+    """The plain tensors that hold the bytes of a tensor, each with a suffix for its name."""
+    if not is_wrapper(type(tensor)):
+        return [(tensor, "")]
+    flat: Any = tensor
+    names: list[str] = flat.__tensor_flatten__()[0]
+    inside = [(name, getattr(tensor, name)) for name in names]
+    found = [(name, part) for name, part in inside if isinstance(part, Tensor)]
+    return [
+        (part, ("" if len(found) == 1 else f".{name}") + suffix)
+        for name, inner in found
+        for part, suffix in parts_of(inner)
+    ]

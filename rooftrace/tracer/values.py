@@ -17,17 +17,23 @@ import torch
 from torch import Tensor
 
 from rooftrace.tracer.graph import Assumption
+from rooftrace.tracer.request import assumed
 from rooftrace.tracer.trees import bytes_of, listed
 
 META = torch.device("meta")
 
 MAX_INTEGERS = 1 << 22
 """Integer and boolean tensors up to this many elements are carried along."""
+MAX_ASSUMED = 1 << 24
+"""Unknown tensors up to this many elements are given a value where the code needs one."""
 MAX_FLOATS = 1 << 16
 """Floating tensors up to this many elements: they seldom decide anything."""
 
 MAX_SAME_BRANCH = 256
-"""How often in a row one place may be told that an unknown condition is False: loops must end."""
+"""How often in a row one place may get the same answer to an unknown condition: loops must end."""
+
+DENSITY = 0.5
+"""The share of an unknown mask that is taken as true."""
 
 KNOWN = "_rooftrace_known"
 """Attribute of a meta tensor whose value one running capture knows."""
@@ -115,24 +121,25 @@ class Values:
     """What is known of the meta tensors of one capture.
 
     where: gives the current module path.  branches: answers to unknown conditions by number.
-    density: share of an unknown mask that is taken as true.  draws: random integers are drawn with
-    a fixed seed (while a user's function makes inputs) instead of being unknown.
+    assume: what the user decided for unknown values, by kind and module.  draws: random integers
+    are drawn with a fixed seed (while a user's function makes inputs) instead of being unknown.
     """
 
     def __init__(
         self,
         where: Callable[[], str] = lambda: "",
         branches: Mapping[int, bool] | None = None,
-        density: float = 0.5,
+        assume: Mapping[str, Any] | None = None,
         draws: bool = False,
     ) -> None:
         self.where = where
         self.branches = dict(branches or {})
-        self.density = density
+        self.given = dict(assume or {})
         self._generator = torch.Generator().manual_seed(0) if draws else None
         self._same_branch: Counter[tuple[str, str]] = Counter()
         self.assumptions: list[Assumption] = []
         self.decisions = 0
+        self.decided = False  # the last of these decisions was the user's
         self._epochs: dict[int, int] = {}
         self._memo: dict[Any, Any] = {}
         self._shared: set[int] = set()  # storages of values that several tensors hold
@@ -209,32 +216,48 @@ class Values:
         shape = tuple(tensor.shape)
         if tensor.dtype == torch.bool and tensor.numel() == 1:
             return self._branch(shape, why)
-        if tensor.numel() > MAX_INTEGERS:
+        if tensor.numel() > MAX_ASSUMED:
             raise UnknownValueError(
                 f"{why} needs the value of a {_label(tensor)}, "
                 "which depends on weights or activations"
             )
         if tensor.dtype == torch.bool:
-            count = max(1, math.ceil(tensor.numel() * self.density))
-            flat = torch.zeros(tensor.numel(), dtype=torch.bool)
-            flat[:count] = True
-            taint = self.assume(
-                "density",
-                f"{why}: {self.density:.0%} of an unknown mask {list(shape)} is taken as true",
-                self.density,
-            )
-            return flat.reshape(shape), frozenset([taint])
-        taint = self.assume("value", f"{why}: an unknown {_label(tensor)} is taken as ones", 1)
-        return torch.ones(shape, dtype=tensor.dtype), frozenset([taint])
+            return self._mask(shape, why)
+        return self._ones(tensor, why)
+
+    def decision(self, kind: str) -> Any:
+        """What the user decided for this kind of assumption, here; None where nothing."""
+        return assumed(self.given, kind, self.where()) if self.given else None
+
+    def _mask(self, shape: tuple[int, ...], why: str) -> tuple[Tensor, frozenset[int]]:
+        """An unknown mask begins with its true elements; at least one, unless the user says 0."""
+        decided = self.decision("density")
+        density = DENSITY if decided is None else float(decided)
+        flat = torch.zeros(math.prod(shape), dtype=torch.bool)
+        flat[: max(1 if density else 0, math.ceil(flat.numel() * density))] = True
+        text = f"{why}: {100 * density:.3g}% of an unknown mask {list(shape)} is taken as true"
+        taint = self.assume("density", _as_given(text, decided), density)
+        return flat.reshape(shape), frozenset([taint])
+
+    def _ones(self, tensor: Tensor, why: str) -> tuple[Tensor, frozenset[int]]:
+        decided = self.decision("value")
+        value = 1 if decided is None else decided
+        shown = "ones" if decided is None else str(value)
+        text = f"{why}: an unknown {_label(tensor)} is taken as {shown}"
+        taint = self.assume("value", _as_given(text, decided), value)
+        return torch.full(tuple(tensor.shape), value, dtype=tensor.dtype), frozenset([taint])
 
     def _branch(self, shape: tuple[int, ...], why: str) -> tuple[Tensor, frozenset[int]]:
-        """An unknown condition is False, unless `branches` says so or a loop waits for it."""
+        """An unknown condition is False, unless the user says so or a loop waits for it."""
         index, self.decisions = self.decisions, self.decisions + 1
         place = (self.where(), why)
+        decided = self.decision("branch")
+        usual = bool(decided)
         endless = self._same_branch[place] >= MAX_SAME_BRANCH
-        taken = self.branches.get(index, endless)
-        self._same_branch[place] = 0 if taken else self._same_branch[place] + 1
-        text = f"{why} of an unknown condition is taken as {taken}"
+        taken = self.branches.get(index, usual != endless)
+        self.decided = index in self.branches or decided is not None
+        self._same_branch[place] = self._same_branch[place] + 1 if taken == usual else 0
+        text = _as_given(f"{why} of an unknown condition is taken as {taken}", decided)
         if endless:
             text += f" after {MAX_SAME_BRANCH} times"
         return torch.full(shape, taken), frozenset([self.assume("branch", text, taken)])
@@ -242,27 +265,32 @@ class Values:
     def route(self, name: str, source: Tensor, index: Tensor, dimension: int) -> int | None:
         """Give the index output of topk, argmax, sort ... on unknown floats balanced values.
 
-        Every class is chosen equally often (round robin); a full sort keeps the order.  Returns the
-        id of the assumption.
+        Every class is chosen equally often (round robin), or by lot where the user wants that; a
+        full sort keeps the order.  Returns the id of the assumption.
         """
         if not 0 < index.numel() <= MAX_INTEGERS:
             return None
         classes = source.shape[dimension] if source.dim() else 1
         shape = tuple(index.shape)
         full = shape == tuple(source.shape) and "sort" in name
-        key = ("route", full, shape, classes, index.dtype, dimension)
+        by_lot = not full and self.decision("balanced-routing") == "uniform"
+        key = ("route", full, by_lot, shape, classes, index.dtype, dimension)
         value = self._memo.get(key)
         if value is None:
             if full:
                 spread = [-1 if i == dimension % source.dim() else 1 for i in range(source.dim())]
                 value = torch.arange(classes).reshape(spread).expand(shape).contiguous()
+            elif by_lot:
+                keeps = index.dim() == source.dim()  # argmax may drop the dimension
+                value = drawn(shape, max(classes, 1), dimension if keeps else None)
             else:
                 value = (torch.arange(index.numel()) % max(classes, 1)).reshape(shape)
             value = self._memo[key] = value.to(index.dtype)
             self._shared.add(bytes_of(value))
+        how = "by lot, as given" if by_lot else "equally often"
         taint = self.assume(
-            "balanced-routing",
-            f"{name} over {classes} classes on unknown scores chooses each equally often",
+            "uniform-routing" if by_lot else "balanced-routing",
+            f"{name} over {classes} classes on unknown scores chooses each {how}",
             classes,
         )
         self.learn(index, value, frozenset([taint]))
@@ -362,6 +390,9 @@ class Values:
 
 
 _CPU = torch.device("cpu")
+_MAX_DRAWN = 1 << 22
+"""Random numbers that are drawn at a time."""
+_DRAWS = 32
 
 
 def _run(
@@ -392,3 +423,47 @@ def _fingerprint(items: Sequence[Any]) -> list[Any]:
 
 def _label(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} tensor"
+
+
+def _as_given(text: str, decided: Any) -> str:
+    return text if decided is None else f"{text}, as given"
+
+
+def drawn(shape: tuple[int, ...], classes: int, dimension: int | None) -> Tensor:
+    """Indices of this shape into `classes`, each as likely, distinct along `dimension` (if any).
+
+    The number of different classes hit by chance varies: of some draws by fixed seeds this is the
+    one that is nearest to the expected number.
+    """
+    k = 1 if dimension is None else shape[dimension]
+    if k > classes:  # drawn with replacement
+        k, dimension = 1, None
+    rows = math.prod(shape) // max(k, 1)
+    expected = classes * (1 - (1 - k / classes) ** rows)
+    best, distance = torch.zeros(rows, k, dtype=torch.long), math.inf
+    for seed in range(_DRAWS):
+        chosen = _chosen(rows, k, classes, torch.Generator().manual_seed(seed))
+        off = abs(int((torch.bincount(chosen.flatten()) > 0).sum()) - expected)
+        if off < distance:
+            best, distance = chosen, off
+        if distance <= 0.5 or rows * classes > _MAX_DRAWN:
+            break
+    if dimension is None:
+        return best.reshape(shape)
+    along = dimension % len(shape)
+    others = [n for i, n in enumerate(shape) if i != along]
+    return best.reshape(*others, k).movedim(-1, along).contiguous()
+
+
+def _chosen(rows: int, k: int, classes: int, generator: torch.Generator) -> Tensor:
+    """k distinct classes in each row."""
+    if k == 1:
+        return torch.randint(classes, (rows, 1), generator=generator)
+    step = max(1, _MAX_DRAWN // classes)
+    return torch.cat(
+        [
+            torch.rand(min(step, rows - first), classes, generator=generator).topk(k).indices
+            for first in range(0, rows, step)
+        ]
+        or [torch.zeros(0, k, dtype=torch.long)]
+    )

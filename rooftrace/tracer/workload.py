@@ -7,13 +7,13 @@ import inspect
 import itertools
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from rooftrace.tracer.capture import Recorder
+from rooftrace.tracer.capture import Recorder, shown_path
 from rooftrace.tracer.family import with_families
 from rooftrace.tracer.graph import OpGraph
 from rooftrace.tracer.lower import lower
@@ -21,8 +21,8 @@ from rooftrace.tracer.onmeta import is_lazy, on_meta, own_tensors
 from rooftrace.tracer.optimizer import optimizer_class, run_optimizer
 from rooftrace.tracer.origin import TraceError, users_traceback
 from rooftrace.tracer.precisions import dtype_name
-from rooftrace.tracer.request import PHASES, Inputs, Options, RequestError
-from rooftrace.tracer.trees import tensors_in
+from rooftrace.tracer.request import PHASES, Inputs, Options, RequestError, check_modules
+from rooftrace.tracer.trees import parts_of, tensors_in
 from rooftrace.tracer.values import META, REAL_VALUE, UnknownValueError, Values
 
 MAX_BRANCH_RETRIES = 6
@@ -50,6 +50,7 @@ def trace_phases(
     meta first.  Raises TraceError where its code fails, RequestError for a phase that it has not.
     """
     options = options or Options()
+    module, inputs = _unwrapped(module, inputs)
     check_request(module, phases, options)
     tell = progress or (lambda _: None)
     run = _Run(on_meta(module), inputs, options, target)
@@ -57,7 +58,7 @@ def trace_phases(
     for phase in phases or ():
         if phase in ("prefill", "decode") and not keeps:
             raise NoCacheError(run.without_cache(phase))
-    with _as_before(run.module):
+    with as_before(run.module):
         run.materialise()
         if phases is not None:
             return run.phases(phases, tell)
@@ -65,6 +66,19 @@ def trace_phases(
             with contextlib.suppress(NoCacheError):
                 return run.phases(("prefill", "decode", "training"), tell)
         return run.phases(("forward", "training"), tell)
+
+
+def _unwrapped(module: Any, inputs: Inputs) -> tuple[Any, Inputs]:
+    """The module inside a wrapper that runs it on several devices, with what that leaves out."""
+    wrappers = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+    while isinstance(module, wrappers):
+        text = (
+            f"{type(module).__name__} is taken off: one device's share is traced, and the "
+            "exchange of gradients is not counted"
+        )
+        inputs = replace(inputs, assumptions=(*inputs.assumptions, ("communication", text)))
+        module = module.module
+    return module, inputs
 
 
 def check_request(module: Any, phases: Sequence[str] | None, options: Options) -> None:
@@ -83,6 +97,9 @@ def check_request(module: Any, phases: Sequence[str] | None, options: Options) -
             raise RequestError(f"phase {phase!r}: expected one of {', '.join(PHASES)}")
     if options.optimizer != "none":
         optimizer_class(options.optimizer)
+    if options.assume:
+        paths = [shown_path(path) for path, _ in module.named_modules(remove_duplicate=False)]
+        check_modules(options.assume, paths, type(module).__name__)
 
 
 def cache_arguments(module: nn.Module) -> set[str]:
@@ -91,7 +108,7 @@ def cache_arguments(module: nn.Module) -> set[str]:
 
 
 @contextlib.contextmanager
-def _as_before(module: nn.Module) -> Iterator[None]:
+def as_before(module: nn.Module) -> Iterator[None]:
     """Training flags and gradients are afterwards what they were."""
     modes = [(part, part.training) for part in module.modules()]
     gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
@@ -105,7 +122,7 @@ def _as_before(module: nn.Module) -> Iterator[None]:
 
 
 @dataclass
-class _Step:
+class Step:
     """What one run of a phase leaves: outputs, cache, gradients by storage, and how many items."""
 
     output: Any
@@ -150,12 +167,12 @@ class _Run:
 
     # -- phases ------------------------------------------------------------------------------------
 
-    def _forward(self, recorder: Recorder) -> _Step:
+    def _forward(self, recorder: Recorder) -> Step:
         """Eval mode, no gradients."""
         with torch.no_grad():
-            return _Step(self._call(self.inputs.args, self.inputs.kwargs))
+            return Step(self._call(self.inputs.args, self.inputs.kwargs))
 
-    def _prefill(self, recorder: Recorder) -> _Step:
+    def _prefill(self, recorder: Recorder) -> Step:
         """Forward that returns a cache; what of it the next call receives has role kv."""
         with torch.no_grad():
             output, state = self._prompted(self.inputs.kwargs)
@@ -170,9 +187,9 @@ class _Run:
                 if entry is not None and not entry.taint:
                     tensor.__dict__[REAL_VALUE] = entry.value
             self._prefilled = state
-        return _Step(output, state)
+        return Step(output, state)
 
-    def _decode(self, recorder: Recorder) -> _Step:
+    def _decode(self, recorder: Recorder) -> Step:
         """One more token with the cache that a prefill of the cached length returned."""
         # The step changes the cache, so a prefill's cache serves once.
         state, self._prefilled = self._prefilled, None
@@ -191,12 +208,12 @@ class _Run:
             for tensor in tensors_in(encoded):
                 recorder.enter(tensor, "input", "encoder_outputs")
             for index, tensor in enumerate(tensors_in(state)):
-                _learn(recorder.values, tensor)
+                learn(recorder.values, tensor)
                 recorder.enter(tensor, "kv", f"cache_{index}")
             output = self._call((), {**(self.inputs.decode or {}), **state}, self.inputs.cached)
-        return _Step(output, self._state(output), items=self.inputs.workload.get("batch"))
+        return Step(output, self._state(output), items=self.inputs.workload.get("batch"))
 
-    def _training(self, recorder: Recorder) -> _Step:
+    def _training(self, recorder: Recorder) -> Step:
         """Train mode: forward, loss, backward, optimizer step."""
         parameters = [p for p in self.module.parameters() if p.requires_grad]
         if not parameters:
@@ -209,13 +226,20 @@ class _Run:
             output = self._call(self.inputs.args, self.inputs.kwargs, self.inputs.labels)
             self.run_backward(recorder, output)
         trained = [p for p in parameters if p.grad is not None]
+        if not trained:
+            raise RequestError(
+                f"training of {type(self.module).__name__}: no parameter got a gradient; its "
+                "output does not depend on them, or an op between has no backward"
+            )
         gradients = {}
         for parameter in trained:
             storage = recorder.storage_of(parameter.grad) if parameter.grad is not None else None
             if storage is not None:
                 gradients[storage] = f"{recorder.name_of(parameter)}.grad"
         gradients |= run_optimizer(recorder, trained, self.options.optimizer, self.options.dtype)
-        return _Step(tensors_in(output)[:1], gradients=gradients)
+        # Gradients stay until somebody sets them to None: they are results of the step too.
+        results = [*tensors_in(output)[:1], *(p.grad for p in trained)]
+        return Step(results, gradients=gradients)
 
     def run_backward(self, recorder: Recorder, output: Any) -> None:
         """Gradients of the loss: the user's, the module's own, or a unit one into each output."""
@@ -289,30 +313,18 @@ class _Run:
             state["encoder_outputs"] = (hidden,)
         return state
 
-    def _captured(self, phase: str, body: Callable[[Recorder], _Step]) -> OpGraph:
-        """Run `body` under a recorder, with branch retries, and lower what was recorded."""
-        branches = dict(self.options.branches)
-        first: TraceError | None = None
-        for attempt in itertools.count():
-            values = Values(branches=branches)
-            recorder = Recorder(values)
-            try:
-                self._enter_inputs(recorder, phase)
-                with recorder:
-                    step = body(recorder)
-                return self._lowered(recorder, phase, step)
-            except RequestError:
-                raise
-            except Exception as error:  # whatever a user's module may raise
-                first = first or _explained(error, recorder, self.module, phase)
-                first.__cause__ = first.__cause__ or error
-                last = values.decisions - 1
-                if last < 0 or last in branches or attempt == MAX_BRANCH_RETRIES:
-                    raise first from first.__cause__
-                branches[last] = True
-            finally:
-                recorder.close()
-        raise AssertionError("the last attempt returns or raises")
+    def _captured(self, phase: str, body: Callable[[Recorder], Step]) -> OpGraph:
+        """Run `body` under a recorder, and lower what was recorded."""
+
+        def run(recorder: Recorder) -> OpGraph:
+            self._enter_inputs(recorder, phase)
+            with recorder:
+                step = body(recorder)
+            optimizer = self.options.optimizer if phase == "training" else None
+            return graph_of(recorder, phase, step, self.module, self.inputs, optimizer, self.target)
+
+        kind = type(self.module).__name__
+        return attempted(run, self.options, f"{phase} of {kind}", kind)
 
     def _enter_inputs(self, recorder: Recorder, phase: str) -> None:
         """Make weights and inputs values of the graph, and what is known of them known."""
@@ -326,43 +338,80 @@ class _Run:
             (inputs.args, inputs.kwargs, inputs.labels, inputs.decode, inputs.cached_kwargs)
         )
         for tensor in (*known, *(t for m in self.module.modules() for t in own_tensors(m))):
-            _learn(recorder.values, tensor)
+            learn(recorder.values, tensor)
         recorder.name_modules(self.module)
         for name, tensor in _named_inputs(self.module, *used):
             recorder.enter(tensor, "input", name)
         for kind, text in inputs.assumptions:
             recorder.values.assume(kind, text)
 
-    def _lowered(self, recorder: Recorder, phase: str, step: _Step) -> OpGraph:
-        kept = tensors_in({k: v for k, v in step.state.items() if k != "encoder_outputs"})
-        for tensor in kept:
-            recorder.node_of(tensor)  # also one that no op has read yet
-        kv = {recorder.storage_of(tensor) for tensor in kept}
-        inputs = self.inputs
-        items = inputs.items if step.items is None else step.items
-        workload = {
-            **inputs.workload,
-            "item": inputs.item,
-            "items": _first_size((inputs.args, inputs.kwargs)) if items is None else items,
-            "optimizer": self.options.optimizer if phase == "training" else None,
-        }
-        outputs = [t for t in tensors_in(step.output) if t.device.type == "meta"]
-        return with_families(
-            lower(
-                recorder,
-                outputs,
-                phase=phase,
-                kv_storages={s for s in kv if s is not None},
-                gradients=step.gradients,
-                assumptions=recorder.values.assumptions,
-                model=describe(self.module),
-                workload=workload,
-                provenance=provenance(self.target),
-            )
+
+def attempted(
+    run: Callable[[Recorder], OpGraph], options: Options, what: str, root: str
+) -> OpGraph:
+    """`run` under a recorder; again, where it fails, with its last unknown condition turned.
+
+    what, root: what is run and the class of its module, for the message of the TraceError.
+    """
+    branches = dict(options.branches)
+    first: TraceError | None = None
+    for attempt in itertools.count():
+        values = Values(branches=branches, assume=options.assume)
+        recorder = Recorder(values)
+        try:
+            return run(recorder)
+        except RequestError:
+            raise
+        except Exception as error:  # whatever a user's module may raise
+            first = first or _explained(error, recorder, what, root)
+            first.__cause__ = first.__cause__ or error
+            last = values.decisions - 1
+            if last < 0 or values.decided or attempt == MAX_BRANCH_RETRIES:
+                raise first from first.__cause__
+            branches[last] = True
+        finally:
+            recorder.close()
+    raise AssertionError("the last attempt returns or raises")
+
+
+def graph_of(
+    recorder: Recorder,
+    phase: str,
+    step: Step,
+    module: nn.Module,
+    inputs: Inputs,
+    optimizer: str | None,
+    target: str = "",
+) -> OpGraph:
+    """The OpGraph of what was recorded of one step of `module`."""
+    kept = tensors_in({k: v for k, v in step.state.items() if k != "encoder_outputs"})
+    for tensor in kept:
+        recorder.node_of(tensor)  # also one that no op has read yet
+    kv = {recorder.storage_of(tensor) for tensor in kept}
+    items = inputs.items if step.items is None else step.items
+    workload = {
+        **inputs.workload,
+        "item": inputs.item,
+        "items": _first_size((inputs.args, inputs.kwargs)) if items is None else items,
+        "optimizer": optimizer,
+    }
+    outputs = [part for tensor in tensors_in(step.output) for part, _ in parts_of(tensor)]
+    return with_families(
+        lower(
+            recorder,
+            [tensor for tensor in outputs if tensor.device.type == "meta"],
+            phase=phase,
+            kv_storages={s for s in kv if s is not None},
+            gradients=step.gradients,
+            assumptions=recorder.values.assumptions,
+            model=describe(module),
+            workload=workload,
+            provenance=provenance(target),
         )
+    )
 
 
-def _learn(values: Values, tensor: Tensor) -> None:
+def learn(values: Values, tensor: Tensor) -> None:
     value = tensor.__dict__.get(REAL_VALUE)
     if value is not None:
         values.learn(tensor, value.clone())
@@ -421,12 +470,12 @@ def _first_size(tree: Any) -> int:
     return int(found[0].shape[0]) if found and found[0].dim() else 1
 
 
-def _explained(error: Exception, recorder: Recorder, module: nn.Module, phase: str) -> TraceError:
+def _explained(error: Exception, recorder: Recorder, what: str, root: str) -> TraceError:
     """The user's own traceback, shortened to their code, and the module that it happened in."""
-    path, kind = recorder.failed_in or ("", type(module).__name__)
+    path, kind = recorder.failed_in or ("", root)
     where = f"module {path!r} ({kind})" if path else f"module {kind}"
     lines = [
-        f"{phase} of {type(module).__name__} failed in {where}: {type(error).__name__}: {error}",
+        f"{what} failed in {where}: {type(error).__name__}: {error}",
         users_traceback(error),
     ]
     if isinstance(error, UnknownValueError):

@@ -285,3 +285,13 @@ def test_gradients_that_the_optimizer_copies_stay_fp32():
     assert {name: priced.values[i].dtype for name, i in named.items()} == {
         "gradient": "bf16", "copy": "fp32", "halved": "bf16", "master": "fp32"
     }  # fmt: skip
+
+
+def test_backward_is_not_dead_without_an_optimizer():
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
+    graph = rt.trace(model, torch.empty(2, 8), phase="training", optimizer="none")
+    eager, compiled = (rt.estimate(graph, execution=e) for e in ("eager", "compiled"))
+    assert compiled.flops_matrix == eager.flops_matrix > 0
+    gradients = {i for i, t in enumerate(graph.values) if t.role == "gradients" and t.name}
+    assert len(gradients) == 4, "two weights and two biases"
+    assert {graph.values[i].storage for i in graph.outputs} >= gradients

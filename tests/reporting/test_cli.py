@@ -192,6 +192,7 @@ BAD_REQUESTS = {
     "unknown phase": (("report", RESNET, "--phase", "inference"), ["inference", "forward"]),
     "unknown execution": (("report", RESNET, "--execution", "efficent"), ["efficent", "efficient"]),
     "unknown optimizer": (("report", RESNET, "--optimizer", "adamx"), ["adamx", "adamw"]),
+    "unknown assumption": (("report", RESNET, "--assume", "brunch=true"), ["brunch", "branch"]),
     "unknown format": (("report", RESNET, "--out", "-", "--format", "pdf"), ["pdf", "json"]),
     "batch of zero": (("report", RESNET, "--batch", "0"), ["--batch", "0"]),
     "sequence of a CNN": (("report", RESNET, "--seq", "8"), ["--seq", "8"]),

@@ -1,5 +1,6 @@
 """What is known while tracing is exact; what is not is assumed by a named policy and on record."""
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 
 import rooftrace as rt
 from rooftrace.tracer.dynamic import classify
-from rooftrace.tracer.values import MAX_SAME_BRANCH
+from rooftrace.tracer.values import MAX_SAME_BRANCH, drawn
 
 
 def at(rows: list[list[int]]) -> Tensor:
@@ -235,6 +236,19 @@ def test_attention_counts_the_pairs_that_its_mask_leaves(module: Callable[..., n
     assert (attention.facts["mask"], attention.facts["visible_pairs"]) == ("causal", 1 + 2 + 3 + 4)
 
 
+def test_a_mask_that_is_the_same_for_all_rows_counts_for_each(
+    module: Callable[..., nn.Module],
+) -> None:
+    keep = torch.arange(40_000) % 4 > 0  # over a billion pairs: never written out
+
+    def forward(self: Any, q: Tensor) -> Tensor:
+        return nn.functional.scaled_dot_product_attention(q, q, q, attn_mask=keep[None, None, None])
+
+    graph = rt.trace(module(forward), torch.empty(1, 1, 40_000, 8, device="meta"))
+    attention = next(op for op in graph.ops if op.name == "rooftrace.attention")
+    assert attention.facts["visible_pairs"] == 40_000 * 30_000
+
+
 def test_an_op_that_answers_with_a_python_value_is_asked_with_known_values() -> None:
     class Aligned(nn.Module):
         def forward(self, x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
@@ -248,3 +262,111 @@ def test_an_op_that_answers_with_a_python_value_is_asked_with_known_values() -> 
         assert [op.name for op in graph.kernels()] == ops
         assert graph.ops[0].kind == "sync"
         assert [a.kind for a in graph.assumptions] == ["value"], "x is not known"
+
+
+# -- what the user decides -------------------------------------------------------------------------
+
+
+def _asks(self: Any, x: Tensor) -> Tensor:
+    """A branch, a mask and a number that only real weights would decide."""
+    y = self.lin(x)
+    if y.sum() > 0:
+        y = y.relu()
+    return y[y[:, 0] > 0].repeat(int(y.sum().long().item()), 1)
+
+
+def test_the_user_can_say_what_is_taken(module: Callable[..., nn.Module]) -> None:
+    taken = {"branch": True, "density": 0.75, "value": 4}
+    graph = rt.trace(module(_asks), torch.ones(8, 8), assume=taken)
+    assert graph.values[graph.outputs[0]].shape == (8 * 3 // 4 * 4, 8)
+    assert any(op.name == "aten.relu" for op in graph.ops)
+    assert {a.kind: a.value for a in graph.assumptions} == taken
+    assert all(a.text.endswith(", as given") for a in graph.assumptions)
+
+
+def test_nothing_of_a_mask_may_be_taken_as_true(module: Callable[..., nn.Module]) -> None:
+    graph = rt.trace(module(_asks), torch.ones(8, 8), assume={"density": 0})
+    assert graph.values[graph.outputs[0]].shape == (0, 8)
+
+
+@pytest.mark.parametrize(
+    ("assume", "shapes"),
+    [
+        ({"density@0": 0.25}, [(2, 8), (1, 8)]),  # a quarter of 8, then half of that
+        ({"density@1": 1.0}, [(4, 8), (4, 8)]),
+        ({"density@*": 1.0}, [(8, 8), (8, 8)]),
+        ({"density@*": 1.0, "density@1": 0.5}, [(8, 8), (4, 8)]),  # the last that fits
+        ({"density@1": 0.5, "density": 1.0}, [(8, 8), (4, 8)]),  # a module's own before all
+    ],
+)
+def test_what_is_taken_can_differ_by_module(
+    assume: dict[str, Any], shapes: list[tuple[int, int]]
+) -> None:
+    class Select(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x[x.sum(1) > 0]
+
+    x = torch.empty(8, 8, device="meta")  # unknown
+    graph = rt.trace(nn.Sequential(Select(), Select()), x, assume=assume)
+    selected = [op.outputs[0] for op in graph.ops if op.name == "aten.index"]
+    assert [graph.values[i].shape for i in selected] == shapes
+
+
+def test_a_branch_that_the_user_decided_is_not_tried_the_other_way(
+    module: Callable[..., nn.Module],
+) -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        if not (self.lin(x).sum() > 0):
+            raise ValueError("the sum must be positive")
+        return self.lin(x)
+
+    with pytest.raises(rt.TraceError, match="the sum must be positive"):
+        rt.trace(module(forward), torch.ones(1, 8), assume={"branch": False})
+
+
+def test_a_loop_whose_condition_the_user_holds_true_ends(module: Callable[..., nn.Module]) -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        x = self.lin(x)
+        while x.norm() > 1:
+            x = x / 2
+        return x
+
+    graph = rt.trace(module(forward), torch.ones(1, 8), assume={"branch": True})
+    assert sum(op.name == "aten.div" for op in graph.ops) == MAX_SAME_BRANCH
+
+
+@pytest.mark.parametrize("name", ["mixtral", "deepseek"])
+def test_routing_by_lot_is_on_record(name: str, model: Callable[..., Any]) -> None:
+    case = model(name, "grouped_mm")
+    graph = rt.trace(case.module, **case.kwargs, assume={"balanced-routing": "uniform"})
+    kinds = {a.kind for a in graph.assumptions}
+    assert "uniform-routing" in kinds and "balanced-routing" not in kinds
+
+
+@pytest.mark.parametrize(
+    ("rows", "k", "classes"), [(1, 2, 8), (4, 2, 16), (8, 8, 256), (64, 8, 256), (3, 1, 4)]
+)
+def test_choices_by_lot_hit_as_many_classes_as_chance_does(rows: int, k: int, classes: int) -> None:
+    chosen = drawn((rows, k), classes, -1)
+    assert all(len(set(row)) == k for row in chosen.tolist()), "distinct in each row"
+    lots = random.Random(0)
+    tries = [
+        len({c for _ in range(rows) for c in lots.sample(range(classes), k)}) for _ in range(2000)
+    ]
+    mean = sum(tries) / len(tries)
+    assert abs(chosen.unique().numel() - mean) <= 0.6
+    assert torch.equal(chosen, drawn((rows, k), classes, -1)), "the same every time"
+
+
+@pytest.mark.parametrize(
+    ("shape", "dimension"), [((4, 3, 5), 1), ((3, 5), 0), ((4, 5), None), ((), None)]
+)
+def test_choices_by_lot_have_the_shape_that_is_asked_for(
+    shape: tuple[int, ...], dimension: int | None
+) -> None:
+    chosen = drawn(shape, 7, dimension)
+    assert tuple(chosen.shape) == shape
+    assert int(chosen.min()) >= 0 and int(chosen.max()) < 7
+    if dimension is not None:
+        ordered = chosen.sort(dimension).values
+        assert bool((ordered.diff(dim=dimension) > 0).all()), "distinct along the dimension"

@@ -1,0 +1,204 @@
+"""A step that the user wrote gives the graph that the same step gives when we run its parts."""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import rooftrace as rt
+from rooftrace.tracer.api import capture
+from rooftrace.tracer.graph import OpGraph
+from rooftrace.tracer.origin import TraceError
+from rooftrace.tracer.request import RequestError
+
+X = torch.ones(3, 8)
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
+
+
+def loss_of(output: Tensor) -> Tensor:
+    return output.square().mean()
+
+
+def train(model: nn.Module, x: Tensor, optimizer: Any) -> Tensor:
+    optimizer.zero_grad()
+    loss = loss_of(model(x))
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+def seen(graph: OpGraph) -> list[Any]:
+    """What an op is, reads and makes, without where in which file it was called."""
+    return [
+        (
+            op.target,
+            op.module,
+            op.part,
+            op.kind,
+            [graph.values[i].role for i in op.inputs],
+            [(graph.values[i].shape, graph.values[i].role) for i in op.outputs],
+        )
+        for op in graph.ops
+    ]
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "RMSprop"])
+def test_a_users_step_is_the_step_that_we_would_run(name: str) -> None:
+    ours = rt.trace(net(), X, phase="training", loss=loss_of, optimizer=name)
+    model = net()
+    optimizer = getattr(torch.optim, name)(model.parameters(), lr=1e-3)
+    theirs = rt.trace(train, model, X, optimizer)
+    assert seen(theirs) == seen(ours)
+    assert theirs.phase == "training"
+    assert theirs.workload == ours.workload | {"optimizer": name.lower()}
+    assert [a.kind for a in theirs.assumptions] == []
+
+
+def test_a_traced_step_leaves_the_users_objects_as_they_are() -> None:
+    model = net().eval()
+    optimizer = torch.optim.AdamW(model.parameters())
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    rt.trace(train, model, X, optimizer)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert not optimizer.state and not model.training
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_code_inside_a_capture_is_recorded() -> None:
+    with torch.device("meta"):
+        model, x = net(), torch.ones(3, 8)
+    with torch.no_grad(), capture(model) as captured:
+        model(x)
+    # An op in the block itself has a line of its own; the module's ops are those of a trace.
+    assert seen(captured.graph) == seen(rt.trace(net(), X))
+    assert captured.graph.phase == "forward"
+    (x_in_graph,) = captured.graph.inputs
+    assert captured.graph.values[x_in_graph].shape == (3, 8)
+
+
+def test_a_capture_with_a_backward_is_training() -> None:
+    with torch.device("meta"):
+        model, x = net(), torch.ones(3, 8)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with capture(model) as captured:
+        train(model, x, optimizer)
+    ours = rt.trace(net(), X, phase="training", loss=loss_of)
+    assert seen(captured.graph) == seen(ours)
+    assert captured.graph.phase == "training"
+
+
+def test_clipping_between_backward_and_step_belongs_to_the_optimizer() -> None:
+    def step(model: nn.Module, x: Tensor) -> None:
+        loss_of(model(x)).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+    graph = rt.trace(step, net(), X)
+    clipping = [op.name for op in graph.ops if op.part == "optimizer"]
+    # One list kernel for the norms of all gradients and one to scale them, as on a GPU.
+    assert Counter(clipping)["aten._foreach_norm"] == 1
+    assert Counter(clipping)["aten._foreach_mul_"] == 1
+    assert {op.part for op in graph.ops} == {"forward", "backward", "optimizer"}
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_what_a_checkpoint_runs_again_in_a_users_backward_is_recompute(reentrant: bool) -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(8, 8)
+            self.second = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
+
+        def forward(self, x: Tensor) -> Any:
+            return checkpoint(self.second, self.first(x), use_reentrant=reentrant)
+
+    def step(model: nn.Module, x: Tensor) -> None:
+        loss_of(model(x)).backward()
+
+    graph = rt.trace(step, Checkpointed(), X)
+    ours = rt.trace(Checkpointed(), X, phase="training", loss=loss_of, optimizer="none")
+    again = [(op.name, op.module) for op in graph.ops if op.part == "recompute"]
+    assert again == [(op.name, op.module) for op in ours.ops if op.part == "recompute"]
+    assert ("aten.addmm", "second.0") in again
+
+
+def test_gradients_of_gradients_are_backward() -> None:
+    def penalty(model: nn.Module, x: Tensor) -> None:
+        x.requires_grad_()
+        (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        gradient.square().sum().backward()
+
+    parts = Counter(op.part for op in rt.trace(penalty, net(), X).ops)
+    assert parts["backward"] > parts["forward"] > 0
+    assert set(parts) == {"forward", "backward"}
+
+
+def test_several_modules_are_named_by_their_classes() -> None:
+    def translate(first: nn.Module, second: nn.Module, x: Tensor) -> Any:
+        return second(first(x))
+
+    graph = rt.trace(translate, nn.Linear(8, 8), nn.Linear(8, 4), X)
+    products = [op.module for op in graph.ops if op.name == "aten.addmm"]
+    assert products == ["Linear", "Linear_1"]
+    assert graph.model["name"] == "Linear + Linear_1"
+    assert graph.model["params"] == (8 * 8 + 8) + (8 * 4 + 4)
+    assert [graph.values[i].shape for i in graph.outputs] == [(3, 4)]
+
+
+def test_a_step_that_fails_names_the_module_and_the_users_line() -> None:
+    def step(model: nn.Module, x: Tensor) -> None:
+        model(x[:, :5]).sum().backward()
+
+    with pytest.raises(TraceError) as caught:
+        rt.trace(step, net(), X)
+    first, *frames = str(caught.value).splitlines()
+    assert first.startswith("step step failed in module '0' (Linear): RuntimeError")
+    assert "test_steps.py" in frames[-1] and "model(x[:, :5])" in frames[-1]
+
+
+def _real() -> None:
+    with capture(net()):
+        pass
+
+
+def _early() -> None:
+    with torch.device("meta"):
+        model = net()
+    with capture(model) as captured:
+        print(captured.graph)
+
+
+def _strangers_optimizer() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # holds the real weights, not a copy's
+    rt.trace(lambda model, x: train(model, x, optimizer), model, X)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (_real, r"Sequential has real tensors on cpu \(in '0'\): build it under .*rooftrace.trace"),
+        (_early, "the graph of a capture is there after its block has ended"),
+        (_strangers_optimizer, r"SGD steps on a parameter \[16, 8\] that is none of the captured"),
+        (lambda: capture(), "no module was given to capture"),
+        (lambda: capture(len), "expected modules to capture, got builtin_function"),  # type: ignore[arg-type]
+        (
+            lambda: rt.trace(train, net(), X, phase="training"),
+            "phase='training': a step of your own runs what it runs",
+        ),
+        (
+            lambda: rt.trace(train, net(), X, optimizer="sgd"),
+            "optimizer='sgd': a step of your own runs what it runs",
+        ),
+        (lambda: rt.trace(train, X), "expected a torch.nn.Module to trace, got function"),
+    ],
+)
+def test_a_request_that_makes_no_sense_is_refused(call: Callable[[], Any], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        call()

@@ -1,0 +1,151 @@
+"""Modules and tensors inside wrappers: what runs on one device is recorded, the rest is said."""
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import rooftrace as rt
+
+DEVICES = 4
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    """A process group of four that talks to nobody."""
+    fake = pytest.importorskip("torch.testing._internal.distributed.fake_pg")
+    dist.init_process_group("fake", store=fake.FakeStore(), rank=0, world_size=DEVICES)
+    yield
+    dist.destroy_process_group()
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+
+
+def test_a_tensor_parallel_module_is_one_devices_share(group: None) -> None:
+    with torch.device("meta"):
+        module = net()
+    halves = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    parallelize_module(module, init_device_mesh("cpu", (DEVICES,)), halves)
+    x = torch.empty(8, 64, device="meta")
+    graph = rt.trace(module, x)
+    products = [op for op in graph.ops if op.name == "aten.addmm"]
+    assert [graph.values[op.outputs[0]].shape for op in products] == [(8, 64 // DEVICES), (8, 64)]
+    weights = {t.name: t.shape for t in graph.values if t.role == "weights" and t.name}
+    assert weights == {
+        "0.weight": (64 // DEVICES, 64),
+        "0.bias": (64 // DEVICES,),
+        "2.weight": (64, 64 // DEVICES),
+        "2.bias": (64,),
+    }
+    assert [op.name for op in graph.ops if "all_reduce" in op.name] == [
+        "_c10d_functional.all_reduce"
+    ]
+    training = rt.trace(module, x, phase="training")
+    gradients = {t.name: t.elements for t in training.values if t.name.endswith(".grad")}
+    assert gradients == {f"{name}.grad": math.prod(shape) for name, shape in weights.items()}
+
+
+def test_data_parallel_wrappers_are_taken_off_and_that_is_said(group: None) -> None:
+    wrapped = nn.parallel.DistributedDataParallel(net())
+    x = torch.ones(8, 64)
+    for phase in ("forward", "training"):
+        graph, bare = (rt.trace(m, x, phase=phase) for m in (wrapped, net()))
+        assert [(op.target, op.module) for op in graph.ops] == [
+            (op.target, op.module) for op in bare.ops
+        ]
+        added = {a.kind for a in graph.assumptions} - {a.kind for a in bare.assumptions}
+        assert added == {"communication"}
+
+
+def test_a_sparse_tensor_counts_as_a_dense_one_and_that_is_said(
+    module: Callable[..., nn.Module],
+) -> None:
+    def forward(self: Any, x: Tensor, places: Tensor) -> Tensor:
+        ones = torch.ones(places.shape[1], device=x.device)
+        return torch.sparse.mm(torch.sparse_coo_tensor(places, ones, (4, 8)), self.lin(x))
+
+    graph = rt.trace(module(forward), torch.ones(8, 8), torch.arange(4).expand(2, 4))
+    assert graph.values[graph.outputs[0]].shape == (4, 8)
+    assert "sparse" in {a.kind for a in graph.assumptions}
+
+
+def test_waiting_for_a_gpu_is_no_error(module: Callable[..., nn.Module]) -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        torch.cuda.nvtx.range_push("layer")
+        y = self.lin(x)
+        torch.cuda.nvtx.range_pop()
+        with torch.cuda.device(torch.cuda.current_device()), torch.cuda.stream(torch.cuda.Stream()):
+            torch.cuda.current_stream().wait_stream(torch.cuda.Stream())
+        torch.cuda.synchronize()
+        return y  # type: ignore[no-any-return]
+
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU to wait for")
+    before = torch.cuda.synchronize
+    graph = rt.trace(module(forward), torch.ones(2, 8))
+    assert [op.name for op in graph.kernels()] == ["aten.addmm"]
+    assert torch.cuda.synchronize is before
+
+
+def doubled_sum(x: Tensor) -> Tensor:
+    return x.sum(-1, keepdim=True) * 2
+
+
+def test_a_custom_op_that_does_not_know_its_shapes_is_run_on_zeros(
+    module: Callable[..., nn.Module],
+) -> None:
+    op = torch.library.custom_op("rooftrace_tests::unshaped", doubled_sum, mutates_args=())
+    graph = rt.trace(module(lambda self, x: op(self.lin(x))), torch.ones(2, 8))
+    assert graph.values[graph.outputs[0]].shape == (2, 1)
+    assert [(a.kind, a.text) for a in graph.assumptions] == [
+        (
+            "shape",
+            "rooftrace_tests.unshaped has no meta kernel: its output shape is that of a run on "
+            "zeros",
+        )
+    ]
+    assert [u.target for u in rt.plan(graph, "eager").coverage.unsupported] == [
+        "rooftrace_tests.unshaped.default"
+    ]
+
+
+def test_a_while_loop_goes_round_as_often_as_its_known_condition_says(
+    module: Callable[..., nn.Module],
+) -> None:
+    def forward(self: Any, x: Tensor, turns: int | None) -> Any:
+        start = torch.tensor(0, device=x.device) if turns is not None else x.sum().long()
+        last = 3 if turns is None else turns
+        loop: Any = torch._higher_order_ops.while_loop
+        return loop(lambda i, y: i < last, lambda i, y: (i + 1, self.lin(y)), (start, x))
+
+    for turns in (0, 3):
+        graph = rt.trace(module(forward), torch.ones(2, 8), turns)
+        assert sum(op.name == "aten.addmm" for op in graph.ops) == turns
+        assert not graph.assumptions
+    graph = rt.trace(module(forward), torch.empty(2, 8, device="meta"), None)
+    assert sum(op.name == "aten.addmm" for op in graph.ops) == 1
+    assert [a.kind for a in graph.assumptions] == ["branch"]
+
+
+def test_a_scan_records_what_its_function_runs(module: Callable[..., nn.Module]) -> None:
+    def forward(self: Any, x: Tensor) -> Any:
+        scan: Any = torch._higher_order_ops.scan
+        return scan(lambda carry, row: (carry + row, carry * row), torch.zeros_like(x[0]), x)
+
+    graph = rt.trace(module(forward), torch.empty(5, 8, device="meta"))
+    assert sum(op.name == "aten.add" for op in graph.ops) >= 5
+
+
+def test_a_deep_copy_inside_forward_is_the_same_value(module: Callable[..., nn.Module]) -> None:
+    graph = rt.trace(module(lambda self, x: self.lin(copy.deepcopy(x))), torch.ones(2, 8))
+    product = next(op for op in graph.ops if op.name == "aten.addmm")
+    assert graph.inputs[0] in product.inputs

@@ -1,0 +1,263 @@
+"""Which models the installed packages have, how each is built on meta, and what it is called with.
+
+Sizes of inputs are read off configs and signatures by the names of parameters; where that fails the
+entry counts as "inputs", not as a failure of the tracer.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rooftrace.tracer import huggingface
+from rooftrace.tracer.inputs import call_inputs, random_tokens
+from rooftrace.tracer.request import Inputs, Request, RequestError
+from rooftrace.tracer.target import built, load_target
+
+BATCH, LENGTH = 1, 64
+_DEPTHS = re.compile(
+    r"(num|n|encoder|decoder)_?(hidden|encoder|decoder)?_?layers?|depth|num_blocks"
+)
+_VIDEO = re.compile(r"r3d|mc3|r2plus1d|s3d|swin3d|mvit")
+_DETECTION = re.compile(r"rcnn|retinanet|fcos|ssd")
+_DIFFUSERS = re.compile(r"^(UNet|Autoencoder|ControlNet|VQModel|Prior)|Transformer\w*Model$|DiT")
+
+
+def floats(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+# -- names -----------------------------------------------------------------------------------------
+
+
+def names(group: str) -> Iterator[str]:
+    """The entries of a group, "GROUP/MODEL"; none, and a word, where it cannot be imported."""
+    try:
+        found = sorted(_LISTS[group]())
+    except Exception as error:  # not installed, or not for this torch
+        print(f"{group}: left out: {type(error).__name__}: {error}", file=sys.stderr)
+        return
+    yield from (f"{group}/{name}" for name in found)
+
+
+def _hf_names() -> list[str]:
+    from transformers import CONFIG_MAPPING
+
+    return list(CONFIG_MAPPING)
+
+
+def _timm_names() -> list[str]:
+    """The first model of each architecture file: there are over a thousand in all."""
+    import timm
+
+    return [timm.list_models(module=module)[0] for module in timm.list_modules()]
+
+
+def _torchvision_names() -> list[str]:
+    from torchvision.models import list_models
+
+    return [name for name in list_models() if not name.startswith("quantized")]
+
+
+def _diffusers_names() -> list[str]:
+    from diffusers import models
+
+    return [name for name in dir(models) if _DIFFUSERS.search(name)]
+
+
+_LISTS: dict[str, Callable[[], list[str]]] = {
+    "hf": _hf_names,
+    "timm": _timm_names,
+    "torchvision": _torchvision_names,
+    "diffusers": _diffusers_names,
+}
+GROUPS = tuple(_LISTS)
+
+
+def of_folder(folder: Path) -> Iterator[str]:
+    """`path/file.py:build...` for every such function of the Python files of a folder."""
+    for path in sorted(folder.rglob("*.py")):
+        for name in re.findall(r"^def (build\w*)\(", path.read_text(encoding="utf-8"), re.M):
+            yield f"{path}:{name}"
+
+
+# -- building --------------------------------------------------------------------------------------
+
+
+@dataclass
+class Entry:
+    """A module on meta, and what it may be called with: the first inputs that it accepts count."""
+
+    module: nn.Module
+    inputs: list[Inputs]
+
+
+def load(name: str, depth: int | None = None) -> Entry:
+    """The module of an entry, and inputs for it.  Raises RequestError where nothing fits."""
+    group, _, model = name.partition("/")
+    if group not in _LOADERS or ":" in name:
+        loaded = load_target(name)
+        return Entry(loaded.module, [loaded.inputs])
+    return _LOADERS[group](model, depth)
+
+
+def _hf(name: str, depth: int | None) -> Entry:
+    from transformers import CONFIG_MAPPING
+
+    config = CONFIG_MAPPING[name]()
+    if depth is not None:
+        shallow(config, depth)
+    module = huggingface.built_from(config, name)
+    try:
+        inputs = huggingface.model_inputs(module, Request(BATCH))
+        if inputs.decode is not None:
+            inputs = huggingface.model_inputs(module, Request(BATCH, LENGTH))
+    except RequestError:
+        return Entry(module, _by_name(module, config))
+    return Entry(module, [inputs])
+
+
+def shallow(config: Any, depth: int) -> None:
+    """At most `depth` layers, also in the configs inside."""
+    for name, value in list(vars(config).items()):
+        if isinstance(value, int) and _DEPTHS.fullmatch(name):
+            setattr(config, name, min(value, depth))
+        elif name == "layer_types" and isinstance(value, list):
+            config.layer_types = value[:depth]
+        elif hasattr(value, "model_type"):
+            shallow(value, depth)
+
+
+def _timm(name: str, depth: int | None) -> Entry:
+    import timm
+
+    module = built(lambda: timm.create_model(name), name)
+    size = module.default_cfg.get("input_size", (3, 224, 224))
+    return _called(module, floats(BATCH, *size))
+
+
+def _torchvision(name: str, depth: int | None) -> Entry:
+    from torchvision.models import get_model, get_model_builder
+
+    backbone = "weights_backbone" in inspect.signature(get_model_builder(name)).parameters
+    weights = {"weights": None, **({"weights_backbone": None} if backbone else {})}
+    module = built(lambda: get_model(name, **weights), name)
+    if _VIDEO.search(name):
+        side = 224 if name.startswith(("mvit", "swin3d")) else 112
+        return _called(module, floats(BATCH, 3, 16, side, side))
+    if _DETECTION.search(name):
+        return _called(module, [floats(3, 320, 320)])
+    side = {"inception_v3": 299, "raft_large": 256, "raft_small": 256}.get(name, 224)
+    image = floats(2, 3, side, side)
+    return _called(module, *([image, image] if name.startswith("raft") else [image]))
+
+
+def _diffusers(name: str, depth: int | None) -> Entry:
+    from diffusers import models
+
+    module = built(getattr(models, name), name)
+    return Entry(module, _by_name(module, module.config))
+
+
+_LOADERS: dict[str, Callable[[str, int | None], Entry]] = {
+    "hf": _hf,
+    "timm": _timm,
+    "torchvision": _torchvision,
+    "diffusers": _diffusers,
+}
+
+
+def _called(module: nn.Module, *args: Any) -> Entry:
+    return Entry(module, [call_inputs(module, args, {})])
+
+
+# -- inputs by the names of parameters -------------------------------------------------------------
+
+
+def _by_name(module: Any, config: Any) -> list[Inputs]:
+    """Every required parameter of forward, and the main input, by what its name says.
+
+    One for each layout that images and sounds may have.
+    """
+    parameters = inspect.signature(module.forward).parameters
+    main = getattr(module, "main_input_name", None)
+    wanted = [
+        name
+        for name, p in parameters.items()
+        if name == main
+        or (p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD))
+    ]
+    if "decoder_input_ids" in parameters:
+        wanted.append("decoder_input_ids")
+    wanted = list(dict.fromkeys(wanted))
+    dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
+    found: list[Inputs] = []
+    for layout in range(_LAYOUTS):
+        known = _known_inputs(config, layout)
+        missing = [name for name in wanted if name not in known]
+        if missing or not wanted:
+            what = ", ".join(missing) or "its inputs"
+            raise RequestError(f"{type(module).__name__}: nothing is known of {what}")
+        given = {name: known[name] for name in wanted}
+        for name, value in given.items():
+            if isinstance(value, Tensor) and value.is_meta and value.is_floating_point():
+                given[name] = value.to(dtype)
+        found.append(call_inputs(module, (), given))
+    return found
+
+
+_LAYOUTS = 3
+
+
+def _known_inputs(config: Any, layout: int) -> dict[str, Any]:
+    def size(*fields: str, default: int) -> int:
+        inner = ("vision_config", "audio_config", "text_config", "encoder", "backbone_config")
+        for part in (config, *(getattr(config, name, None) for name in inner)):
+            for name in fields:
+                value = getattr(part, name, None)
+                value = value[0] if isinstance(value, (list, tuple)) and value else value
+                if isinstance(value, int) and value > 0:
+                    return value
+        return default
+
+    channels = size("in_channels", "num_channels", default=3)
+    side = size("sample_size", "image_size", default=64)
+    width = size("hidden_size", "d_model", default=64)
+    bands = size("num_mel_bins", "feature_size", "input_feat_per_channel", default=80)
+    frames = 2 * size("max_source_positions", default=1500)
+    vocabulary = size("vocab_size", default=1000)
+    context = size(
+        "joint_attention_dim", "cross_attention_dim", "caption_channels", "text_dim", default=768
+    )
+    tokens = random_tokens(BATCH, LENGTH, vocabulary)
+    # Images: plain, video, a sequence of patches.  Sounds: frames last or first, one channel.
+    image = (
+        floats(BATCH, channels, side, side),
+        floats(BATCH, channels, 5, 32, 32),
+        floats(BATCH, 1024, channels),
+    )[layout]
+    sound = (floats(BATCH, bands, frames), floats(BATCH, 300, bands), floats(BATCH, 304, 160))
+    wave = (floats(BATCH, 16000), floats(BATCH, 1, 16000), floats(BATCH, 1, 15360))
+    return {
+        "input_ids": tokens,
+        "decoder_input_ids": tokens,
+        "pixel_values": image,
+        "sample": image,
+        "x": image,
+        "hidden_states": image,
+        "input_values": wave[layout],
+        "input_features": sound[layout],
+        "inputs_embeds": floats(BATCH, LENGTH, width),
+        "timestep": torch.tensor([1] * BATCH),
+        "encoder_hidden_states": floats(BATCH, 77, context),
+        "controlnet_cond": floats(BATCH, 3, 8 * side, 8 * side),
+        "conditioning_scale": 1.0,
+    }

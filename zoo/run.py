@@ -1,0 +1,274 @@
+"""Trace every model of the installed packages, or of a folder, and say which fail and why.
+
+    make zoo [ZOO=folder] [GROUP=hf,timm] [N=50]
+
+Each model is traced in a worker process with a time limit, forward and training.  This is a tool to
+run by hand: it is no part of the package, nor of its tests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import random
+import re
+import sys
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # `models`, when a worker imports this
+
+Result = dict[str, Any]
+"""name, failure ("" or its class), error, seconds, and by phase ops, assumptions, unsupported."""
+PHASES = ("forward", "training")
+
+
+# -- one model -------------------------------------------------------------------------------------
+
+
+def trace_one(name: str, depth: int | None = None) -> Result:
+    """Forward and training of one entry; `failure` is the class of the first thing that failed.
+
+    build: the package's own code.  no model: a config of something smaller.  inputs: nothing is
+    known of them.  forward, training: the trace.  internal: an error that is neither the model's
+    nor a request's.
+    """
+    from models import load
+
+    from rooftrace.tracer.request import RequestError, TargetError
+
+    started = time.perf_counter()
+    result: Result = {"name": name, "failure": "", "error": "", "phases": {}}
+    try:
+        entry = load(name, depth)
+    except RequestError as error:
+        result |= {"failure": "inputs", "error": str(error)}
+    except TargetError as error:
+        part = "has no model class" in str(error)  # a config of a part of a model
+        result |= {"failure": "no model" if part else "build", "error": str(error)}
+    except Exception as error:  # whatever a package raises
+        result |= {"failure": "build", "error": f"{type(error).__name__}: {error}"}
+    else:
+        failures = []
+        for inputs in entry.inputs:
+            phases: dict[str, Any] = {}
+            failure = _phases(entry.module, inputs, phases)
+            if phases or not failure:
+                result |= {"phases": phases, **failure}
+                break
+            failures.append(failure)
+        else:
+            result |= failures[0]
+    return {**result, "seconds": round(time.perf_counter() - started, 2)}
+
+
+def _phases(module: Any, inputs: Any, phases: dict[str, Any]) -> Result:
+    """Fill in `phases`, up to the first that fails; returns that failure."""
+    for phase in PHASES:
+        failure = _phase(module, inputs, phase, phases)
+        if failure:
+            return failure
+    return {}
+
+
+def _phase(module: Any, inputs: Any, phase: str, phases: dict[str, Any]) -> Result:
+    from rooftrace.costmodels.estimate import plan
+    from rooftrace.tracer.api import collector_paused
+    from rooftrace.tracer.origin import TraceError
+    from rooftrace.tracer.request import RequestError
+    from rooftrace.tracer.workload import trace_phases
+
+    started = time.perf_counter()
+    try:
+        with collector_paused():
+            graph = trace_phases(module, inputs, (phase,))[phase]
+        missing = plan(graph, "eager").coverage.unsupported
+    except RequestError as error:  # a module without parameters, or without a differentiable output
+        phases[phase] = {"refused": str(error)}
+        return {}
+    except TraceError as error:
+        return {"failure": phase, "error": str(error)}
+    except Exception as error:  # a bug of ours
+        return {"failure": "internal", "error": f"{phase}: {type(error).__name__}: {error}"}
+    phases[phase] = {
+        "ops": len(graph.ops),
+        "seconds": round(time.perf_counter() - started, 2),
+        "assumptions": dict(Counter(a.kind for a in graph.assumptions)),
+        "unsupported": {one.target: one.count for one in missing},
+    }
+    return {}
+
+
+# -- many models -----------------------------------------------------------------------------------
+
+
+def _work(pipe: Connection, depth: int | None) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    while (name := pipe.recv()) is not None:
+        pipe.send(trace_one(name, depth))
+
+
+class _Worker:
+    """A process that traces one model after the other, and can be killed while it does."""
+
+    def __init__(self, depth: int | None) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=_work, args=(theirs, depth), daemon=True)
+        self.process.start()
+        theirs.close()
+        self.name, self.started = "", 0.0
+
+    def give(self, name: str) -> None:
+        self.name, self.started = name, time.perf_counter()
+        self.pipe.send(name)
+
+    def lost(self, failure: str, error: str) -> Result:
+        """End the process; what it was doing has failed."""
+        self.process.kill()
+        self.process.join()
+        seconds = round(time.perf_counter() - self.started, 2)
+        failed = {"name": self.name, "failure": failure, "error": error, "phases": {}}
+        return {**failed, "seconds": seconds}
+
+
+def trace_all(
+    names: Sequence[str],
+    tell: Callable[[Result], None],
+    *,
+    workers: int = 1,
+    limit: float = 90.0,  # seconds per model
+    depth: int | None = None,
+) -> list[Result]:
+    """Every entry's result, in the order in which they end; `tell` hears of each."""
+    left = list(reversed(names))
+    busy = [_Worker(depth) for _ in range(min(workers, len(left)))]
+    for worker in busy:
+        worker.give(left.pop())
+    results: list[Result] = []
+    while busy:
+        ready = wait([worker.pipe for worker in busy], timeout=1.0)
+        for index, worker in reversed(list(enumerate(busy))):
+            if worker.pipe in ready:
+                try:
+                    result = worker.pipe.recv()
+                except EOFError:
+                    worker.process.join()
+                    result = worker.lost("crash", f"exit code {worker.process.exitcode}")
+            elif time.perf_counter() - worker.started > limit:
+                result = worker.lost("timeout", f"more than {limit:g} s")
+            else:
+                continue
+            results.append(result)
+            tell(result)
+            if not left:
+                worker.process.kill()
+                del busy[index]
+                continue
+            if not worker.process.is_alive():
+                busy[index] = worker = _Worker(depth)
+            worker.give(left.pop())
+    return results
+
+
+# -- the summary -----------------------------------------------------------------------------------
+
+
+def summary(results: Sequence[Result]) -> str:
+    """Coverage by group, failures by class, assumptions, ops without a rule, times."""
+    groups: dict[str, list[Result]] = defaultdict(list)
+    for result in results:
+        name = result["name"]
+        groups["folder" if ":" in name else name.partition("/")[0]].append(result)
+    lines = ["group         models  forward  training  refused"]
+    for group, members in [*groups.items(), ("all", list(results))]:
+        done = [sum("ops" in r["phases"].get(p, {}) for r in members) for p in PHASES]
+        refused = sum("refused" in r["phases"].get("training", {}) for r in members)
+        lines.append(f"{group:<12} {len(members):>7} {done[0]:>8} {done[1]:>9} {refused:>8}")
+    failed = [r for r in results if r["failure"]]
+    for kind, count in Counter(r["failure"] for r in failed).most_common():
+        lines += ["", f"{kind}: {count}"]
+        lines += [
+            f"  {r['name']}: {' '.join(r['error'].split())[:200]}"
+            for r in failed
+            if r["failure"] == kind
+        ]
+    traced = [phase for r in results for phase in r["phases"].values() if "ops" in phase]
+    kinds = Counter(kind for phase in traced for kind in phase["assumptions"])
+    lines += ["", "traces with an assumption: " + _counted(kinds.most_common())]
+    missing: Counter[str] = Counter()
+    for phase in traced:
+        missing.update(phase["unsupported"])
+    lines.append("ops without a rule: " + _counted(missing.most_common()))
+    seconds = sorted(r["seconds"] for r in results)
+    if seconds:
+        at = {f"p{p}": seconds[min(len(seconds) * p // 100, len(seconds) - 1)] for p in (50, 90)}
+        lines.append(
+            "seconds per model: "
+            + ", ".join(f"{name} {value:g}" for name, value in {**at, "max": seconds[-1]}.items())
+        )
+    return "\n".join(lines)
+
+
+def _counted(items: Iterable[tuple[str, int]]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in items) or "none"
+
+
+# -- command line ----------------------------------------------------------------------------------
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    from models import GROUPS, names, of_folder
+
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    add = parser.add_argument
+    add("--zoo", type=Path, help="trace the build* functions of this folder's files instead")
+    add("--group", default=",".join(GROUPS), help="packages, by commas (default: %(default)s)")
+    add("--filter", default="", help="only names that match this regular expression")
+    add("--n", type=int, help="a sample of so many models, always the same")
+    add("--depth", type=int, help="at most so many layers (hf)")
+    add("--limit", type=float, default=90.0, help="seconds per model (default: %(default)s)")
+    add("--workers", type=int, default=1)
+    add("--out", type=Path, default=Path("out/zoo.jsonl"), help="results (default: %(default)s)")
+    add("--list", action="store_true", help="only say which models there are")
+    given = parser.parse_args(arguments)
+    unknown = sorted(set(given.group.split(",")) - set(GROUPS))
+    if unknown:
+        parser.error(f"--group {','.join(unknown)}: expected some of {', '.join(GROUPS)}")
+    if given.zoo:
+        entries = list(of_folder(given.zoo))
+    else:
+        entries = [name for group in given.group.split(",") for name in names(group)]
+    entries = [name for name in entries if re.search(given.filter, name)]
+    if given.n is not None and given.n < len(entries):
+        entries = sorted(random.Random(0).sample(entries, given.n))
+    if given.list:
+        print("\n".join(entries))
+        return 0
+    given.out.parent.mkdir(parents=True, exist_ok=True)
+    with given.out.open("w", encoding="utf-8") as file:
+
+        def tell(result: Result) -> None:
+            print(json.dumps(result), file=file, flush=True)
+            print(
+                f"{result['seconds']:>7.2f} s  {result['name']}  {result['failure'] or 'ok'}",
+                file=sys.stderr,
+            )
+
+        results = trace_all(
+            entries, tell, workers=given.workers, limit=given.limit, depth=given.depth
+        )
+    print(summary(results))
+    print(f"\n{given.out}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
