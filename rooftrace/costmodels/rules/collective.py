@@ -65,7 +65,7 @@ def broadcast(op: OpView) -> Cost:
     return sum((over_link(t, t.nbytes) for t in op.inputs), NOTHING) + streamed(op)
 
 
-@builtin("_c10d_functional.wait_tensor", fusion="free")
+@builtin("_c10d_functional.wait_tensor", "_c10d_functional._wrap_tensor_autograd", fusion="free")
 def wait(op: OpView) -> Cost:
     """Waiting moves nothing."""
     return NOTHING
