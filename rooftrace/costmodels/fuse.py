@@ -10,22 +10,40 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from rooftrace.costmodels.execution import ExecutionModel
 from rooftrace.costmodels.patterns import group_name
 from rooftrace.costmodels.registry import FusionClass, find_rule
-from rooftrace.tracer.graph import Op, OpGraph
+from rooftrace.tracer.graph import Op, OpGraph, Ref
 
 MAX_GROUP = 64
 """No more ops than this in one group (Inductor's own limit, config.max_fusion_size)."""
 
 SMALL = 4096
-"""A producer of at most this many elements is recomputed inside its consumer, whatever its size."""
+"""A producer of at most this many elements is computed inside its consumer, whatever its size."""
+
+FEW_READS = 4
+"""So is a larger one that is broadcast and reads no more than this (realize_reads_threshold).
+
+Inductor computes it again in every consumer; here it stands in the first, which writes it.
+"""
+
+NEAR = 64
+"""Kernels further apart in launch order are not merged for a tensor that both read (as Inductor's
+scheduler leaves nodes alone that are that far apart)."""
+
+UNROLLED = 8
+"""A reduction of fewer elements is written out as pointwise code (unroll_reductions_threshold)."""
 
 LONGEST_ROW = 1 << 18
 """Rows up to this length stay near the SM that reduces them, so that the same kernel can go over
 them again.  What a longer reduction leaves (the norm of all gradients) is there when it has ended.
 """
+
+SPLIT_ROW, FEW_ROWS = 8192, 264
+"""Longer rows than this are split over SMs when there are fewer of them than two per SM (of 132, an
+H100's): a second kernel then takes what the first has left (Inductor's split reductions)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +65,10 @@ class _Open:
     """A group while it grows.
 
     size: elements of its iteration space.  reduced: elements after its reduction, None without
-    one.  late: members whose results are there only when the kernel has ended.
+    one.  floor: the highest rank of a group that it needs.  epoch: how many groups stood before the
+    last wait.  stored: whether a library kernel or the caller reads a result of it.  split: whether
+    it takes up what a split reduction left, and so finds its inputs in HBM.  reads, made: storages.
+    late: members whose results are there only when the kernel has ended.
     """
 
     rank: int
@@ -55,7 +76,12 @@ class _Open:
     reduced: int | None
     fusable: bool
     members: list[int]
+    floor: int = -1
+    stored: bool = False
+    epoch: int = 0
+    split: bool = False
     reads: set[int] = field(default_factory=set)
+    made: set[int] = field(default_factory=set)
     late: set[int] = field(default_factory=set)
 
 
@@ -99,6 +125,10 @@ class _Grower:
     formed right before its use.  Groups have ranks in launch order; an op joins only a group whose
     rank is at least that of every group it depends on, so every edge between groups goes to a
     higher rank and no cycle can arise.  A wait closes every group before it.
+
+    In the end a group that its consumer can compute as it goes moves into the first one, and groups
+    over the same space that share a tensor become one.  `benchmarks/inductor` compares the result
+    with Inductor's own.
     """
 
     def __init__(self, graph: OpGraph, classes: Sequence[FusionClass | None]) -> None:
@@ -107,6 +137,8 @@ class _Grower:
         self.group_of: dict[int, _Open] = {}
         self.waiting: dict[int, None] = {}
         self.needs = _dependencies(graph, classes)
+        self.needed_by = _reversed(self.needs)
+        self.stored = _stored(graph, classes, self.needs)
         self.recent: list[_Open] = []
         self.closed = 0
 
@@ -126,13 +158,15 @@ class _Grower:
             else:
                 self.waiting[op.id] = None
         self._flush(list(self.waiting))
-        self._merge_into_only_consumer()
+        self._merge_into_first_consumer()
+        self._merge_readers()
         return [group for group in self.groups if group.members]
 
-    def _merge_into_only_consumer(self) -> None:
-        """A group that only one other group needs moves into it where their iteration spaces agree.
+    def _merge_into_first_consumer(self) -> None:
+        """A group moves into the first group that needs it where their iteration spaces agree.
 
-        That keeps the order: all that the first needs is launched before it, so before the second.
+        That keeps the order: all that the group needs is launched before it, so before its
+        consumers, and every other consumer comes later than the first.
         """
         consumers: dict[int, set[int]] = defaultdict(set)
         for op, before in enumerate(self.needs):
@@ -145,15 +179,53 @@ class _Grower:
         into = list(range(len(self.groups)))
         for group in reversed(self.groups):
             targets = {into[rank] if rank >= 0 else -1 for rank in consumers[group.rank]}
-            if len(targets) != 1 or -1 in targets:
+            if not targets or -1 in targets or not group.members:
                 continue
-            target = self.groups[targets.pop()]
+            target = self.groups[min(targets)]
             if _may_merge(group, target):
-                target.members.extend(group.members)
-                target.reads |= group.reads
-                target.reduced = target.reduced if group.reduced is None else group.reduced
+                self._merge(group, target)
                 into[group.rank] = target.rank
-                group.members = []
+
+    def _merge_readers(self) -> None:
+        """Groups over the same space that share a tensor become one, the earlier of them.
+
+        That keeps the order where all that the later one needs is launched before the earlier one.
+        """
+        last: dict[tuple[int, int | None, int], _Open] = {}
+        for group in self.groups:
+            if not group.members or not group.fusable:
+                continue
+            others = (self.group_of.get(n) for op in group.members for n in self.needs[op])
+            group.floor = max((g.rank for g in others if g and g is not group), default=-1)
+            for storage in group.reads - group.made:
+                other = last.get((group.size, group.reduced, storage))
+                if (
+                    other is not None
+                    and (group.floor < other.rank or (group.floor == other.rank and not other.late))
+                    and group.rank - other.rank <= NEAR
+                    and group.epoch == other.epoch
+                    and not group.split
+                    and _may_merge(group, other)
+                ):
+                    self._merge(group, other)
+                    group = other
+                    break
+            for storage in group.reads | group.made:
+                last[group.size, group.reduced, storage] = group
+
+    def _merge(self, group: _Open, target: _Open) -> None:
+        target.members.extend(group.members)
+        target.reads |= group.reads
+        target.made |= group.made
+        target.late |= group.late
+        target.stored |= group.stored
+        target.split |= group.split
+        target.size = max(target.size, group.size)
+        target.reduced = target.reduced if group.reduced is None else group.reduced
+        target.floor = max(target.floor, group.floor if group.floor != target.rank else -1)
+        for op in group.members:
+            self.group_of[op] = target
+        group.members = []
 
     def _flush(self, roots: Sequence[int]) -> None:
         """Place the waiting ops that `roots` depend on, in execution order."""
@@ -171,19 +243,24 @@ class _Grower:
             self._place(self.graph.ops[op])
 
     def _place(self, op: Op) -> None:
-        size, reduced = _iteration(self.graph, op, self.classes[op.id])
+        kind = self.classes[op.id]
+        size, reduced = _iteration(self.graph, op, kind)
         needs = self.needs[op.id]
-        producers = [self.group_of[n] for n in needs if n in self.group_of]
-        floor = max((g.rank for g in producers), default=-1)
+        producers = self._gathered(needs, size)
+        floor = producers[-1].rank if producers else -1
         reads = {self.graph.values[i].storage for i in op.inputs}
-        candidates = [g for g in producers if g.rank == floor]
+        if _writes_split_rows(self.graph, op, size, reduced):
+            # One kernel reduces, the next writes the rows, and takes what comes after it.
+            self._start(op, size, None, True)
+            self.group_of[op.id].split = True
+            return
         # Siblings: groups of this flush that read the same tensor (halves of a rotary embedding).
-        candidates += [
+        siblings = [
             g
-            for g in reversed(self.recent)
-            if g.rank > floor and g.size == size and g.reads & reads
+            for g in takewhile(lambda g: g.rank > floor, reversed(self.recent))
+            if g.size == size and g.members and not g.reads.isdisjoint(reads)
         ]
-        for group in candidates:
+        for group in [*producers[-1:], *siblings]:
             if group.rank < self.closed or len(group.members) >= MAX_GROUP:
                 continue
             joined = _joined(group, size, reduced)
@@ -191,25 +268,84 @@ class _Grower:
             if joined is None or (after and size != group.reduced):
                 continue
             group.size, group.reduced = joined
-            self._add(op, group, reads, late=after or self._is_long(op, reduced))
+            self._add(op, group, late=after or self._is_long(op, reduced))
             return
         self._start(op, size, reduced, True)
+        if reduced is not None:
+            for producer in reversed(producers):
+                self._take_from(producer, op, size)
+
+    def _gathered(self, needs: Sequence[int], size: int) -> list[_Open]:
+        """The groups that made these, by rank; those that may are put into an earlier one of them.
+
+        So the scale of a norm, made from its weight between the norm and its use, joins the norm.
+        """
+        groups = {id(g): g for n in needs if (g := self.group_of.get(n)) is not None}
+        producers = sorted(groups.values(), key=lambda g: g.rank)
+        while len(producers) > 1:
+            last, before = producers[-1], producers[-2]
+            if (
+                last.floor > before.rank
+                or before.rank < self.closed
+                or size not in (before.size, before.reduced)
+                or (last.floor == before.rank and before.late)
+                or not _may_merge(last, before)
+            ):
+                break
+            self._merge(last, before)
+            producers.pop()
+        return producers
+
+    def _take_from(self, group: _Open, op: Op, size: int) -> None:
+        """Move what only this reduction needs so far out of the group that made it, to its own.
+
+        A residual sum and its square belong to the norm that follows, not to the reduction before.
+        """
+        if not group.fusable or group.rank < self.closed:
+            return
+        own, members = self.group_of[op.id], set(group.members)
+        found: set[int] = set()
+        stack = [n for n in self.needs[op.id] if n in members]
+        while stack:
+            number = stack.pop()
+            if number in found or len(found) + 1 >= MAX_GROUP or number in group.late:
+                continue
+            kind = self.classes[number]
+            if (
+                kind == "reduction"
+                or _iteration(self.graph, self.graph.ops[number], kind)[0] != size
+            ):
+                continue
+            found.add(number)
+            stack.extend(n for n in self.needs[number] if n in members)
+        for number in sorted(found, reverse=True):
+            if any(
+                user in self.group_of and self.group_of[user] is not own and user not in found
+                for user in self.needed_by[number]
+            ):
+                found.discard(number)
+        if not found or len(found) == len(members):
+            return
+        group.members = [number for number in group.members if number not in found]
+        for number in sorted(found):
+            self._add(self.graph.ops[number], own, late=False)
 
     def _start(self, op: Op, size: int, reduced: int | None, fusable: bool) -> None:
-        group = _Open(len(self.groups), size, reduced, fusable, [])
+        group = _Open(len(self.groups), size, reduced, fusable, [], epoch=self.closed)
         self.groups.append(group)
-        self._add(
-            op,
-            group,
-            {self.graph.values[i].storage for i in op.inputs},
-            late=self._is_long(op, reduced),
-        )
+        self._add(op, group, late=self._is_long(op, reduced))
         if fusable:
             self.recent.append(group)
 
-    def _add(self, op: Op, group: _Open, reads: set[int], late: bool) -> None:
+    def _add(self, op: Op, group: _Open, late: bool) -> None:
         group.members.append(op.id)
-        group.reads |= reads
+        group.reads.update(self.graph.values[i].storage for i in op.inputs)
+        group.made.update(self.graph.values[i].storage for i in op.outputs)
+        group.stored = group.stored or op.id in self.stored
+        for number in self.needs[op.id]:
+            other = self.group_of.get(number)
+            if other is not None and other is not group:
+                group.floor = max(group.floor, other.rank)
         if late:
             group.late.add(op.id)
         self.group_of[op.id] = group
@@ -221,28 +357,53 @@ class _Grower:
         values = self.graph.values
         row = max((values[i].elements for i in op.inputs), default=0)
         left = max((values[i].elements for i in op.outputs), default=0)
-        return left <= reduced and row > LONGEST_ROW * max(reduced, 1)
+        return left <= reduced and _is_split(row, max(reduced, 1))
+
+
+def _is_split(size: int, rows: int) -> bool:
+    """Whether rows are so long, or so long and few, that one kernel cannot go over them again."""
+    return size > LONGEST_ROW * rows or (rows < FEW_ROWS and size > SPLIT_ROW * rows)
+
+
+def _writes_split_rows(graph: OpGraph, op: Op, size: int, reduced: int | None) -> bool:
+    """Whether the op reduces rows that are split over SMs, and writes whole rows (a group norm)."""
+    if not reduced or not _is_split(size, reduced):
+        return False
+    return max((graph.values[i].elements for i in op.outputs), default=0) == size
 
 
 def _may_merge(group: _Open, target: _Open) -> bool:
-    """Whether a group can move into its only consumer."""
+    """Whether a group can move into one that needs it, or that its consumer needs."""
     if (
         not group.fusable
         or not target.fusable
+        or target.split
         or len(target.members) + len(group.members) > MAX_GROUP
     ):
         return False
     if group.late and target.size != group.reduced:
         return False
-    if (
-        group.size <= SMALL
-        and group.reduced is None
-        and group.size
-        and target.size % group.size == 0
-    ):
+    if _is_inlined(group, target.size):
         return True
     return target.size == group.size and (
         target.reduced is None or group.reduced is None or target.reduced == group.reduced
+    )
+
+
+def _is_inlined(group: _Open, size: int) -> bool:
+    """Whether a kernel over `size` elements computes this broadcast group as it goes."""
+    if group.reduced is not None or not group.size or size % group.size:
+        return False
+    return group.size <= SMALL or (len(group.reads - group.made) <= FEW_READS and not group.stored)
+
+
+def _is_cut(group: _Open, size: int) -> bool:
+    """Whether what the group makes is inlined into a consumer of a part (halves, unrolled sums)."""
+    return (
+        group.reduced is None
+        and not group.stored
+        and 0 < size < group.size < UNROLLED * size
+        and len(group.reads - group.made) <= FEW_READS
     )
 
 
@@ -254,34 +415,31 @@ def _joined(group: _Open, size: int, reduced: int | None) -> tuple[int, int | No
         if size in (group.size, group.reduced):
             return group.size, group.reduced
         if group.reduced is None:
-            big, small = max(size, group.size), min(size, group.size)
-            if small and big % small == 0 and (big // small <= 4 or small <= SMALL):
-                return big, None
-            return None
+            return (size, None) if _is_inlined(group, size) or _is_cut(group, size) else None
         inlined = size and size <= SMALL and group.size % size == 0
         return (group.size, group.reduced) if inlined else None
     if group.reduced is not None:
-        if size == group.size and reduced == group.reduced:
-            return group.size, group.reduced
-        # A reduction of what a reduction left, down to next to nothing (a mean of losses).
-        again = size == group.reduced and reduced <= 1
-        return (group.size, group.reduced) if again else None
-    if size == group.size or (group.size <= SMALL and group.size and size % group.size == 0):
-        return size, reduced
-    return None
+        return (size, reduced) if (size, reduced) == (group.size, group.reduced) else None
+    return (size, reduced) if size == group.size or _is_inlined(group, size) else None
 
 
 def _iteration(graph: OpGraph, op: Op, kind: FusionClass | None) -> tuple[int, int | None]:
     """(elements iterated over, elements after the reduction or None)."""
     outputs = [graph.values[i].elements for i in op.outputs]
-    if kind != "reduction":
+    # A batch norm in evaluation knows its mean and variance: nothing is left to reduce.
+    if kind != "reduction" or op.arguments.get("training") is False:
         # A list of outputs that are not alike (_foreach_add) is iterated over as a whole.
         lists = op.name.startswith("aten._foreach")
         return sum(outputs) if lists else max(outputs, default=0), None
+    target = op.arguments.get("target")
+    if op.name.startswith("aten.nll_loss") and isinstance(target, Ref):
+        return graph.values[target.id].elements, 1  # one logarithm per target is read
     inputs = [graph.values[i].elements for i in op.inputs]
     size = max([*inputs, *outputs], default=0)
     smallest = min((n for n in outputs if n), default=1)
     if smallest < size:
+        if size < UNROLLED * smallest and max(outputs) == smallest:
+            return smallest, None
         return size, smallest
     # Writes whole rows back (softmax): the reduction runs along `dim`, or along the last dimension.
     shape = graph.values[op.inputs[0]].shape if op.inputs else ()
@@ -289,6 +447,29 @@ def _iteration(graph: OpGraph, op: Op, kind: FusionClass | None) -> tuple[int, i
     axis = dimension if isinstance(dimension, int) and -len(shape) <= dimension < len(shape) else -1
     length = shape[axis] if shape else 1
     return size, size // max(length, 1)
+
+
+def _reversed(needs: Sequence[Sequence[int]]) -> list[list[int]]:
+    """For each op the ones that need it."""
+    users: list[list[int]] = [[] for _ in needs]
+    for op, before in enumerate(needs):
+        for other in before:
+            users[other].append(op)
+    return users
+
+
+def _stored(
+    graph: OpGraph, classes: Sequence[FusionClass | None], needs: Sequence[Sequence[int]]
+) -> set[int]:
+    """Ops whose results a library kernel, a wait or the caller reads: they are written to HBM."""
+    outputs = {graph.values[i].storage for i in graph.outputs}
+    stored: set[int] = set()
+    for op in graph.ops:
+        if op.kind == "sync" or classes[op.id] == "opaque":
+            stored.update(needs[op.id])
+        if any(graph.values[i].storage in outputs for i in op.outputs):
+            stored.add(op.id)
+    return stored
 
 
 def _dependencies(graph: OpGraph, classes: Sequence[FusionClass | None]) -> list[list[int]]:

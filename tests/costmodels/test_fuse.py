@@ -7,8 +7,17 @@ import networkx
 import pytest
 from hypothesis import given, settings
 
+from rooftrace.costmodels import fuse as fusing
 from rooftrace.costmodels.execution import execution_model
-from rooftrace.costmodels.fuse import LONGEST_ROW, MAX_GROUP, FusionGroup, fuse
+from rooftrace.costmodels.fuse import (
+    FEW_ROWS,
+    LONGEST_ROW,
+    MAX_GROUP,
+    SMALL,
+    SPLIT_ROW,
+    FusionGroup,
+    fuse,
+)
 from rooftrace.costmodels.plan import plan
 from rooftrace.costmodels.registry import find_rule
 from rooftrace.costmodels.rewrite import rewrite
@@ -74,6 +83,19 @@ def test_groups_of_random_programs_are_a_partition_in_an_order_that_works(progra
     check(graph, fuse(graph, execution_model("eager")))
 
 
+@settings(deadline=None, max_examples=150)
+@given(programs())
+def test_so_they_are_where_every_limit_is_reached(program):
+    graph, _ = program
+    limits = {"MAX_GROUP": 4, "SMALL": 4, "UNROLLED": 3, "SPLIT_ROW": 4, "FEW_ROWS": 6, "NEAR": 2}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in limits.items():
+            patch.setattr(fusing, name, value)
+        check(graph, fuse(graph, EFFICIENT))
+        planned = plan(graph, EFFICIENT)
+    assert planned.bytes.total >= planned.compulsory
+
+
 @pytest.mark.parametrize("model, phase", TRACED)
 def test_groups_of_real_models_are_a_partition_in_an_order_that_works(traced, model, phase):
     for name in ("naive", "efficient"):
@@ -136,16 +158,79 @@ def test_what_overwrites_a_tensor_waits_for_those_who_read_it():
 
 
 def test_what_a_long_reduction_leaves_is_used_by_the_next_kernel():
+    def groups(rows: int, row: int) -> list[tuple[int, ...]]:
+        b = Builder()
+        x = b.input(rows, row)
+        total = b.unary("sqrt", b.sum(b.unary("exp", x)))
+        return groups_of(b.graph(b.binary("div", x, total)))
+
+    assert groups(FEW_ROWS, LONGEST_ROW) == [(0, 1, 2, 3)]
+    assert groups(FEW_ROWS, 2 * LONGEST_ROW) == [(0, 1, 2), (3,)]
+    assert groups(FEW_ROWS - 1, SPLIT_ROW) == [(0, 1, 2, 3)]
+    assert groups(FEW_ROWS - 1, 2 * SPLIT_ROW) == [(0, 1, 2), (3,)]
+
+
+def test_a_norm_of_few_long_rows_is_a_kernel_after_the_one_that_makes_them():
+    def groups(rows: int) -> list[tuple[int, ...]]:
+        b = Builder()
+        x = b.unary("exp", b.input(rows, 2 * SPLIT_ROW))
+        return groups_of(b.graph(b.unary("silu", b.softmax(x))))
+
+    assert groups(FEW_ROWS) == [(0, 1, 2)]
+    assert groups(1) == [(0,), (1, 2)]
+
+
+def test_a_table_is_made_in_the_first_kernel_that_uses_it():
     b = Builder()
-    x = b.input(4, LONGEST_ROW)
-    total = b.unary("sqrt", b.sum(b.unary("exp", x)))
-    y = b.binary("div", x, total)
-    assert groups_of(b.graph(y)) == [(0, 1, 2, 3)]
+    table = b.unary("cos", b.input(2 * SMALL))
+    x, y, w = b.input(64, 2 * SMALL), b.input(32, 2 * SMALL), b.weight(2 * SMALL, 64)
+    first = b.mm(b.binary("mul", x, table), w)
+    second = b.mm(b.binary("mul", y, table), w)
+    assert groups_of(b.graph(first, second)) == [(0, 1), (2,), (3,), (4,)]
+
+
+def test_a_gain_made_from_weights_joins_the_norm_that_it_scales():
     b = Builder()
-    x = b.input(4, 2 * LONGEST_ROW)
-    total = b.unary("sqrt", b.sum(b.unary("exp", x)))
-    y = b.binary("div", x, total)
-    assert groups_of(b.graph(y)) == [(0, 1, 2), (3,)]
+    y = b.softmax(b.input(64, 8192))
+    gain = b.binary("add", b.weight(8192), 1.0)
+    assert groups_of(b.graph(b.binary("mul", y, gain))) == [(0, 1, 2)]
+
+
+def test_kernels_over_the_same_space_that_read_the_same_tensor_are_one():
+    b = Builder()
+    x, w = b.input(64, 64), b.weight(64, 64)
+    y, z = b.mm(x, w), b.mm(w, x)
+    first, second = b.binary("mul", y, x), b.binary("mul", z, x)
+    assert groups_of(b.graph(b.mm(first, w), b.mm(second, w))) == [(0,), (1,), (2, 3), (4,), (5,)]
+
+
+def test_a_sum_of_few_is_pointwise_and_goes_into_the_reduction_after_it():
+    b = Builder()
+    x = b.sum(b.unary("exp", b.input(64, 4, 512)))
+    y = b.value((64, 512), like=x)
+    b.op("aten.squeeze", {"self": Ref(x)}, [y], kind="view")
+    assert groups_of(b.graph(b.softmax(b.unary("silu", y)))) == [(0, 1, 3, 4)]
+
+
+def test_what_follows_a_reduction_goes_with_the_next_one_if_that_needs_it():
+    b = Builder()
+    x = b.sum(b.unary("exp", b.input(64, 16, 512)))
+    y = b.value((64, 512), like=x)
+    b.op("aten.squeeze", {"self": Ref(x)}, [y], kind="view")
+    assert groups_of(b.graph(b.softmax(b.unary("silu", y)))) == [(0, 1), (3, 4)]
+
+
+def test_a_batch_norm_in_evaluation_is_pointwise():
+    def groups(training: bool) -> list[tuple[int, ...]]:
+        b = Builder()
+        x = b.unary("exp", b.input(8, 64, 64, 64))
+        y, *saved = [b.value(shape) for shape in ((8, 64, 64, 64), (64,), (64,))]
+        arguments = {"input": Ref(x), "training": training, "momentum": 0.1, "eps": 1e-5}
+        b.op("aten.native_batch_norm", arguments, [y, *saved])
+        return groups_of(b.graph(b.unary("relu", y)))
+
+    assert groups(training=False) == [(0, 1, 2)]
+    assert groups(training=True) == [(0,), (1, 2)]
 
 
 def test_after_a_wait_a_new_kernel_begins():

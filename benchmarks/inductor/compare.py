@@ -1,0 +1,82 @@
+"""Our fusion groups beside Inductor's: `python benchmarks/inductor/compare.py [MODEL ...]`.
+
+Views, and ops that a library kernel runs in Inductor, are left out on both sides.  An op that
+Inductor computes again in several kernels stands in the one that writes its result, or else in the
+first.  F1: of pairs of ops in one kernel.  ARI: adjusted Rand index.  MB: through HBM by the fused
+kernels, gathers counted by rows; Inductor's also move the biases of convolutions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import warnings
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+import inductor
+import models
+from agreement import agreement, compiled_graph, is_kernel, our_groups
+
+from rooftrace.tracer.graph import OpGraph
+
+GOLDEN = Path(__file__).parents[2] / "tests" / "golden" / "inductor"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print a line per model."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", nargs="*", help=f"of {', '.join(models.MODELS)}; default: all")
+    parser.add_argument("--groups", action="store_true", help="print both kernels of every op")
+    parser.add_argument("--golden", action="store_true", help=f"write {GOLDEN.name}/MODEL.json")
+    options = parser.parse_args(argv)
+    warnings.simplefilter("ignore")
+    inductor.pretend_cuda()
+    print(
+        f"{'model':13} {'ops':>4} {'kernels':>8} {'precision':>9} {'recall':>6} {'F1':>5} "
+        f"{'ARI':>5} {'MB':>15} {'ratio':>5}"
+    )
+    for name in options.model or models.MODELS:
+        graph = compiled_graph(models.MODELS[name]())
+        kernels = inductor.kernels_of(graph)
+        groups, sizes = our_groups(graph)
+        theirs = {op: i for i, k in enumerate(kernels) for op in k.home if is_kernel(graph, op)}
+        score = agreement(groups, theirs)
+        fused = {groups[op] for op in theirs}
+        ours, inductors = sum(sizes[i] for i in fused), sum(k.bytes for k in kernels)
+        counts = f"{len(fused)}/{sum(not k.extern for k in kernels)}"
+        print(
+            f"{name:13} {len(theirs):4} {counts:>8} {score.precision:9.2f} {score.recall:6.2f} "
+            f"{score.f1:5.2f} {score.rand:5.2f} {ours / 1e6:7.1f}/{inductors / 1e6:<7.1f} "
+            f"{ours / max(inductors, 1):5.2f}",
+            flush=True,
+        )
+        if options.groups:
+            for op in sorted(theirs):
+                print(f"  {groups[op]:4} {theirs[op]:4}  {_label(graph, op)}")
+        if options.golden:
+            _write(name, graph, theirs)
+
+
+def _label(graph: OpGraph, number: int) -> str:
+    op = graph.ops[number]
+    shapes = [list(graph.values[i].shape) for i in op.outputs[:1]]
+    return f"{number} {op.name} {shapes} {op.module}"
+
+
+def _write(name: str, graph: OpGraph, theirs: Mapping[int, int]) -> None:
+    """Inductor's kernels as lists of "ID NAME", for a test that needs no Inductor."""
+    kernels: dict[int, list[str]] = {}
+    for op in sorted(theirs):
+        kernels.setdefault(theirs[op], []).append(f"{op} {graph.ops[op].name}")
+    content = {
+        "versions": {package: version(package) for package in ("torch", "transformers")},
+        "kernels": [kernels[number] for number in sorted(kernels)],
+    }
+    GOLDEN.mkdir(parents=True, exist_ok=True)
+    (GOLDEN / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,289 @@
+"""What Inductor would launch for a graph of ours on a CUDA device, on a machine without one.
+
+A graph goes back to torch.fx (`rooftrace.to_fx`), through Inductor's decompositions on fake CUDA
+tensors, and through its lowering and scheduler; no code is generated.  Every node remembers the op
+of ours that it came from.  Needs the triton wheel, no GPU.
+"""
+
+from __future__ import annotations
+
+import math
+import types
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+import torch._inductor.config as inductor_config
+from torch import fx
+from torch._dynamo import device_interface
+from torch._inductor import decomposition, ir
+from torch._inductor.debug import DebugContext
+from torch._inductor.dependencies import StarDep, WeakDep
+from torch._inductor.fx_passes.post_grad import remove_noop_ops, view_to_reshape
+from torch._inductor.graph import GraphLowering
+from torch._inductor.ops_handler import OpCounterCSE
+from torch._inductor.scheduler import NopKernelSchedulerNode, Scheduler
+from torch._inductor.virtualized import V
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import traceback
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from rooftrace.tracer.graph import OpGraph
+from rooftrace.tracer.precisions import torch_dtype
+from rooftrace.tracer.rebuild import to_fx
+
+CUDA = torch.device("cuda", 0)
+
+H100 = types.SimpleNamespace(
+    type="cuda",
+    index=0,
+    multi_processor_count=132,
+    cc=90,
+    major=9,
+    minor=0,
+    name="NVIDIA H100",
+    total_memory=80 << 30,
+    regs_per_multiprocessor=65536,
+    max_threads_per_multi_processor=2048,
+    max_threads_per_block=1024,
+    warp_size=32,
+    gcnArchName="",
+    L2_cache_size=50 << 20,
+    shared_memory_per_multiprocessor=233472,
+    shared_memory_per_block=49152,
+    shared_memory_per_block_optin=232448,
+    is_integrated=0,
+)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One node of Inductor's schedule.
+
+    ops: ids of our ops that it computes at least a part of.  home: those of them whose result it
+    writes (or, if nobody writes it, is the first to compute).  bytes: through HBM.  extern: a
+    library kernel.
+    """
+
+    ops: tuple[int, ...]
+    home: tuple[int, ...]
+    bytes: int
+    extern: bool
+
+
+def pretend_cuda() -> None:
+    """Answer every question about the device as an H100 would."""
+    answers: dict[str, Callable[..., Any]] = {
+        "get_device_properties": lambda device=None: H100,
+        "get_device_capability": lambda device=None: (9, 0),
+        "current_device": lambda: 0,
+        "device_count": lambda: 1,
+    }
+    for name, answer in answers.items():
+        setattr(torch.cuda, name, answer)
+    interface = device_interface.CudaInterface
+    answers = {
+        "get_device_properties": lambda device=None: H100,
+        "get_compute_capability": lambda device=None: 90,
+        "is_available": lambda: True,
+        "current_device": lambda: 0,
+        "is_triton_capable": lambda device=None: True,
+        "raise_if_triton_unavailable": lambda device=None: None,
+        "is_bf16_supported": lambda *args, **kwargs: True,
+    }
+    for name, answer in answers.items():
+        setattr(interface, name, staticmethod(answer))
+    interface.Worker.get_device_properties = staticmethod(lambda device=None: H100)
+    interface.Worker.current_device = staticmethod(lambda: 0)
+    inductor_config.fx_graph_cache = False
+    inductor_config.force_disable_caches = True
+
+
+class _OnCuda(fx.Interpreter):
+    """Runs a rebuilt graph with every device argument turned into the fake GPU."""
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if any(argument.name == "device" for argument in _schema(target)):
+            kwargs = {**kwargs, "device": CUDA}
+        return super().call_function(target, args, kwargs)
+
+
+def _schema(target: Any) -> Any:
+    return getattr(getattr(target, "_schema", None), "arguments", ())
+
+
+def kernels_of(graph: OpGraph) -> list[Kernel]:
+    """Inductor's kernels for `graph`, in launch order."""
+    module = to_fx(graph)
+    ids = iter(op.id for op in graph.ops)
+    for node in module.graph.nodes:
+        if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
+            node.meta["custom"] = {"op": next(ids)}
+    module.graph.eliminate_dead_code()
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    state = dict(module.named_buffers())
+
+    def on_cuda(shape: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty_strided(shape, stride, dtype=dtype, device=CUDA)
+
+    with fake:
+        inputs = [
+            on_cuda(
+                graph.values[i].shape, graph.values[i].stride, torch_dtype(graph.values[i].dtype)
+            )
+            for i in graph.inputs
+        ]
+        stored = [on_cuda(t.shape, t.stride(), t.dtype) for t in state.values()]
+
+    def run(*tensors: torch.Tensor) -> Any:
+        for name, tensor in zip(state, tensors[len(inputs) :], strict=True):
+            module._buffers[name] = tensor
+        with traceback.preserve_node_meta():
+            return _OnCuda(module).run(*tensors[: len(inputs)])
+
+    with torch.no_grad(), fake:
+        lowered = make_fx(
+            _functional(run, graph), decomposition_table=decomposition.select_decomp_table()
+        )(*inputs, *stored)
+    lowered.graph.eliminate_dead_code()
+    with fake, V.set_fake_mode(fake), torch.no_grad():
+        remove_noop_ops(lowered.graph)
+        view_to_reshape(lowered)
+        lowered.graph.eliminate_dead_code()
+        lowered.recompile()
+        lowering = GraphLowering(lowered, example_inputs=[*inputs, *stored], is_inference=True)
+        watch = _Watch()
+        with watch.install(), V.set_graph_handler(lowering), V.set_debug_handler(DebugContext()):
+            lowering.run(*inputs, *stored)
+            return _read(Scheduler(lowering.operations), lowering, watch)
+
+
+def _functional(run: Callable[..., Any], graph: OpGraph) -> Callable[..., Any]:
+    writes = any(op.name.endswith("_") for op in graph.ops)
+    return torch.func.functionalize(run, remove="mutations") if writes else run
+
+
+class _Watch:
+    """Which of our ops each loop body computes, and which of them library kernels run.
+
+    Inductor's own `origins` name everything upstream of a layout copy.  Here every loop body is
+    wrapped when it is made, and tells its op each time it is evaluated, inlined ones included.
+    """
+
+    def __init__(self) -> None:
+        self.seen: set[fx.Node] = set()
+        self.extern: set[int] = set()
+
+    def install(self) -> ExitStack:
+        """Watch until the stack is closed."""
+        watch, plain, register = self, ir.Loops.__post_init__, GraphLowering.register_operation
+
+        def wrapped(loops: Any) -> None:
+            plain(loops)
+            node, body = watch.current(), loops.inner_fn
+            if _op_of(node) is not None:
+
+                def inner(*args: Any, **kwargs: Any) -> Any:
+                    watch.seen.add(node)
+                    return body(*args, **kwargs)
+
+                object.__setattr__(loops, "inner_fn", inner)
+
+        def registered(graph: Any, operation: Any) -> str:
+            name: str = register(graph, operation)
+            op = _op_of(watch.current())
+            if op is not None and isinstance(operation, ir.ExternKernel):
+                watch.extern.add(op)
+            return name
+
+        stack = ExitStack()
+        stack.enter_context(mock.patch.object(ir.Loops, "__post_init__", wrapped))
+        stack.enter_context(mock.patch.object(GraphLowering, "register_operation", registered))
+        return stack
+
+    def current(self) -> Any:
+        """The node that is being lowered."""
+        return V.graph.current_node if isinstance(V.graph, GraphLowering) else None
+
+    def computes(self, buffer: Any) -> set[fx.Node]:
+        """Nodes in one buffer's loop body."""
+        data = getattr(buffer, "data", None)
+        if not isinstance(data, ir.Loops):
+            return set()
+        self.seen = set()
+        counter = OpCounterCSE(V.MockHandler())
+        allow = mock.patch.object(ir.FlexibleLayout, "allow_indexing", True)
+        with V.set_ops_handler(counter), allow:
+            data.inner_fn(*data.inner_fn_args())
+        return self.seen
+
+
+def _op_of(node: Any) -> int | None:
+    custom = node.meta.get("custom") if node is not None else None
+    return custom.get("op") if custom else None
+
+
+def _read(scheduler: Any, lowering: Any, watch: _Watch) -> list[Kernel]:
+    order = {node: index for index, node in enumerate(lowering.module.graph.nodes)}
+    written: dict[fx.Node, int] = {}
+    first: dict[fx.Node, int] = {}
+    found: list[tuple[set[int], int, bool]] = []
+    outputs = set(lowering.get_output_names())
+    for scheduled in scheduler.nodes:
+        if isinstance(scheduled, NopKernelSchedulerNode):
+            continue
+        nodes: set[fx.Node] = set()
+        for part in scheduled.get_nodes():
+            nodes |= {n for n in watch.computes(part.node) if _op_of(n) not in watch.extern}
+            origin = getattr(part.node, "origin_node", None)
+            if origin in nodes:
+                written[origin] = len(found)
+        for node in nodes:
+            first.setdefault(node, len(found))
+        size = 0 if scheduled.is_extern() else _bytes(scheduled, outputs)
+        found.append(({_op_of(n) for n in nodes}, size, scheduled.is_extern()))  # type: ignore[misc]
+    home: dict[int, int] = {}
+    for node in sorted(first, key=lambda n: order[n]):  # the last node of an op is its result
+        home[_op_of(node)] = written.get(node, first[node])  # type: ignore[index]
+    return [
+        Kernel(tuple(sorted(ops)), tuple(sorted(op for op in ops if home[op] == i)), size, extern)
+        for i, (ops, size, extern) in enumerate(found)
+    ]
+
+
+def _bytes(node: Any, outputs: set[str]) -> int:
+    """Bytes that a fused kernel moves: distinct elements read from outside, results written.
+
+    Indirect reads (gathers) count the rows they touch.
+    """
+    own = {name for part in node.get_nodes() for name in part.get_buffer_names()}
+    reads: dict[str, dict[Any, int]] = {}
+    total = 0
+    for dep in node.read_writes.reads:
+        if dep.name in own or isinstance(dep, WeakDep):
+            continue
+        if isinstance(dep, StarDep):
+            reads.setdefault(dep.name, {})[None] = int(V.graph.get_numel(dep.name))
+            continue
+        index = dep.index
+        symbols = index.free_symbols
+        sizes = [
+            int(n)
+            for v, n in zip(dep.var_names, dep.size, strict=True)
+            if dep.is_indirect() or v in symbols
+        ]
+        reads.setdefault(dep.name, {})[(index, tuple(sizes))] = math.prod(sizes)
+    for name, places in reads.items():
+        whole = int(V.graph.get_numel(name))
+        total += min(sum(places.values()), whole) * V.graph.get_dtype(name).itemsize
+    inside = {part.get_name() for part in node.get_nodes()}
+    for part in node.get_nodes():
+        for buffer in part.get_outputs():
+            name = buffer.get_name()
+            users = {user.node.get_name() for user in buffer.users}
+            if name in outputs or users - inside:
+                total += int(V.graph.get_numel(name)) * V.graph.get_dtype(name).itemsize
+    return total

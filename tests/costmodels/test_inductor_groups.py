@@ -1,0 +1,59 @@
+"""Our groups beside those of Inductor's scheduler, which `benchmarks/inductor` wrote down."""
+
+import importlib.util
+import json
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+GOLDEN = ROOT / "tests" / "golden" / "inductor"
+# A little below what was measured: F1 of pairs in one kernel, and the adjusted Rand index.
+FLOORS = {
+    "gpt2": (0.99, 0.99),
+    "llama": (0.99, 0.99),
+    "gemma2": (0.99, 0.99),
+    "mixtral": (0.98, 0.98),
+    "deepseek-v3": (0.92, 0.91),
+    "resnet-50": (0.99, 0.99),
+    "diffusion": (0.94, 0.94),
+    "classifier": (0.85, 0.80),
+}
+
+
+def benchmark(name: str) -> ModuleType:
+    file = ROOT / "benchmarks" / "inductor" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"inductor_{name}", file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_golden_is_compared():
+    assert {file.stem for file in GOLDEN.glob("*.json")} == set(FLOORS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FLOORS)
+def test_our_groups_are_those_of_inductor(name):
+    pytest.importorskip("transformers")
+    golden = json.loads((GOLDEN / f"{name}.json").read_text())
+    if any(version(package) != wanted for package, wanted in golden["versions"].items()):
+        pytest.skip("the groups were written down with other versions of torch or transformers")
+    agreement = benchmark("agreement")
+    graph = agreement.compiled_graph(benchmark("models").MODELS[name]())
+    kernels = [[line.split() for line in kernel] for kernel in golden["kernels"]]
+    theirs = {int(op): i for i, kernel in enumerate(kernels) for op, _ in kernel}
+    names = {int(op): name for kernel in kernels for op, name in kernel}
+    assert {op: graph.ops[op].name for op in names} == names, (
+        "the graph is another one: run benchmarks/inductor/compare.py --golden"
+    )
+    ours, _ = agreement.our_groups(graph)
+    score = agreement.agreement(ours, theirs)
+    f1, rand = FLOORS[name]
+    assert score.f1 >= f1 and score.rand >= rand, score
