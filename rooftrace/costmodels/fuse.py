@@ -195,8 +195,7 @@ class _Grower:
         for group in self.groups:
             if not group.members or not group.fusable:
                 continue
-            others = (self.group_of.get(n) for op in group.members for n in self.needs[op])
-            group.floor = max((g.rank for g in others if g and g is not group), default=-1)
+            group.floor = self._floor(group)
             for storage in group.reads - group.made:
                 other = last.get((group.size, group.reduced, storage))
                 if (
@@ -222,10 +221,15 @@ class _Grower:
         target.split |= group.split
         target.size = max(target.size, group.size)
         target.reduced = target.reduced if group.reduced is None else group.reduced
-        target.floor = max(target.floor, group.floor if group.floor != target.rank else -1)
         for op in group.members:
             self.group_of[op] = target
         group.members = []
+        target.floor = self._floor(target)
+
+    def _floor(self, group: _Open) -> int:
+        """The highest rank among the other groups that this one needs."""
+        others = (self.group_of.get(n) for op in group.members for n in self.needs[op])
+        return max((g.rank for g in others if g is not None and g is not group), default=-1)
 
     def _flush(self, roots: Sequence[int]) -> None:
         """Place the waiting ops that `roots` depend on, in execution order."""

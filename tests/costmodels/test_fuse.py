@@ -264,3 +264,29 @@ def test_groups_stay_when_nothing_is_detected(traced):
 def test_names_of_groups(traced):
     names = {row.name for row in fuse(traced("llama", "forward"), EFFICIENT)}
     assert {"flash attention", "aten.mm", "rms norm (fused)", "gated activation (fused)"} <= names
+
+
+def test_a_group_that_moves_keeps_what_else_it_waits_for():
+    """Found by the random programs, once in some ten thousand: the last kernel, moved twice towards
+    the first, forgot the product between them."""
+    build = Builder()
+    x, counts, weights = build.input(6, 8), build.input(6, 1), build.weight(8, 8)
+
+    def count(value: int) -> None:
+        both = (value, counts)
+        outputs = [build.value(build.places[i], like=i) for i in both]
+        arguments = {"self": tuple(map(Ref, both)), "scalar": 1.0}
+        build.op("aten._foreach_add_.Scalar", arguments, outputs)
+
+    shifted = build.binary("add", x, counts)
+    kept = build.unary("relu", x)
+    product = build.mm(x, weights)
+    count(product)
+    second = build.mm(product, weights)
+    count(second)
+    build.binary("add", kept, second)
+    rest = build.unary("relu", shifted)
+    changed = build.value(build.places[kept], like=kept)
+    build.op("aten.add_.Tensor", {"self": Ref(kept), "other": Ref(rest)}, [changed])
+    graph = build.graph()
+    check(graph, fuse(graph, EFFICIENT))
