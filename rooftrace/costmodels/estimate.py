@@ -24,6 +24,7 @@ from rooftrace.costmodels.timing import (
 from rooftrace.costmodels.traffic import bytes_by_role
 from rooftrace.hardware.chip import Chip, MissingPeakError
 from rooftrace.hardware.chipfile import load_chip
+from rooftrace.hardware.precision import compute_family
 from rooftrace.hardware.units import format_traffic
 from rooftrace.tracer.graph import ROLES, Op, OpGraph, pattern_of
 
@@ -73,7 +74,9 @@ class Row:
 class Estimate:
     """What a step costs on a chip.  Quantities: FLOP, byte, second, FLOP/byte.
 
-    print() shows the table; `to_frame()` is a pandas frame with one row per kernel.
+    print() shows the table; `to_frame()` is a pandas frame with one row per kernel.  peak,
+    peak_precision: the dense rate of the engine that runs most of the matrix FLOPs, and what it
+    computes in ("tf32" where fp32 convolutions run there).
     """
 
     plan: Plan
@@ -81,6 +84,7 @@ class Estimate:
     rows: tuple[Row, ...]
     times: StepTimes
     peak: float
+    peak_precision: str
 
     # -- what was estimated ---------------------------------------------------------------------
 
@@ -355,7 +359,8 @@ def estimate(
     """
     planned = graph if isinstance(graph, Plan) else plan(graph, execution)
     target = load_chip(chip)
-    headline = _headline(planned, target)
+    engine, precision = _headline(planned, target)
+    headline = target.peak(engine, precision)
     unplaced = _timings(planned, target, headline)
     starts, end = schedule(
         [t.t_device for t in unplaced], planned.launches, _dispatch(planned.execution, target)
@@ -370,7 +375,8 @@ def estimate(
             zip(planned.groups, planned.costs, timings, strict=True)
         )
     )
-    return Estimate(planned, target, rows, step_times(timings, end), headline)
+    times = step_times(timings, end)
+    return Estimate(planned, target, rows, times, headline, compute_family(precision))
 
 
 def _timings(planned: Plan, chip: Chip, headline: float) -> list[Timing]:
@@ -403,14 +409,13 @@ def _dispatch(execution: ExecutionModel, chip: Chip) -> float:
     }[execution.dispatch].value
 
 
-def _headline(planned: Plan, chip: Chip) -> float:
-    """The dense peak of the engine and precision that run most of the matrix FLOPs, FLOP/s."""
+def _headline(planned: Plan, chip: Chip) -> tuple[str, str]:
+    """The engine and precision that run most of the matrix FLOPs; theirs is the headline peak."""
     flops: Counter[tuple[str, str]] = Counter()
     for work, flop in planned.total.work.items():
         if work.operation in MATRIX:
             flops[engine_of(work, chip, planned.execution)] += flop
-    engine, precision = flops.most_common(1)[0][0] if flops else ("vector", "fp32")
-    return chip.peak(engine, precision)
+    return flops.most_common(1)[0][0] if flops else ("vector", "fp32")
 
 
 def _row(planned: Plan, index: int, group: FusionGroup, cost: Cost, timing: Timing) -> Row:

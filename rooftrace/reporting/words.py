@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rooftrace.costmodels.timing import ranked
-from rooftrace.hardware.precision import compute_family
 from rooftrace.hardware.units import (
     MISSING,
     format_bandwidth,
@@ -110,13 +109,6 @@ def workload_words(phase: str, workload: Mapping[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def peak_name(estimate: Estimate) -> str:
-    """The precision of the headline peak: "tf32" where fp32 convolutions run on that engine."""
-    names = [peak.precision for peak in estimate.chip.peaks if peak.rate.value == estimate.peak]
-    family = compute_family(estimate.plan.precision)
-    return family if family in names or not names else names[0]
-
-
 def kernel_name(name: str) -> str:
     """The name of a kernel without the namespace that nearly all share."""
     return name.removeprefix("aten.")
@@ -128,7 +120,7 @@ def chip_words(estimate: Estimate) -> str:
     return ", ".join(
         (
             chip.title,
-            f"{format_flop_rate(estimate.peak)} {peak_name(estimate)} dense",
+            f"{format_flop_rate(estimate.peak)} {estimate.peak_precision} dense",
             format_bandwidth(chip.memory_bandwidth.value),
             f"ridge {format_intensity(estimate.ridge)}",
             format_capacity(chip.memory_capacity.value),

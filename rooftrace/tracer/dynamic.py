@@ -123,7 +123,9 @@ def _answered(
         entry = values.known(tensor)
         if entry is None:
             unknown.append(tensor)
-            return torch.full(tuple(tensor.shape), value_for_unknown, dtype=tensor.dtype)
+            # One element seen everywhere: an unknown activation can be larger than this machine.
+            fill = torch.full((), value_for_unknown, dtype=tensor.dtype)
+            return fill.expand(tuple(tensor.shape))
         taint |= entry.taint
         return entry.value
 

@@ -370,3 +370,14 @@ def test_choices_by_lot_have_the_shape_that_is_asked_for(
     if dimension is not None:
         ordered = chosen.sort(dimension).values
         assert bool((ordered.diff(dim=dimension) > 0).all()), "distinct along the dimension"
+
+
+def test_a_question_about_an_unknown_tensor_does_not_make_it() -> None:
+    class Asks(nn.Module):
+        def forward(self, x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+            torch._nested_tensor_from_mask_left_aligned(x, keep)
+            return keep
+
+    huge = torch.empty(2, 4, 1 << 38, device="meta")  # 8 TiB
+    graph = rt.trace(Asks(), huge, torch.arange(4) < torch.tensor([[2], [3]]))
+    assert [a.kind for a in graph.assumptions] == ["value"]

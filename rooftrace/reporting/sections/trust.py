@@ -13,7 +13,6 @@ from rooftrace.hardware.units import (
     format_share,
     format_traffic,
 )
-from rooftrace.reporting import words
 from rooftrace.reporting.document import unsupported_ops
 from rooftrace.reporting.sections.pipes import table
 from rooftrace.tracer.graph import pattern_of
@@ -153,7 +152,7 @@ def chips_section(report: Report) -> list[str]:
             *table(["Fact", "Value", "Kind", "Source", "Note"], rows, left=5),
         ]
         used = {
-            (words.peak_name(one), one.peak, one.ridge)
+            (one.peak_precision, one.peak, one.ridge)
             for one in (report.estimate(phase, chip=chip.name) for phase in report.phases)
         }
         lines += [
