@@ -10,7 +10,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from rooftrace.tracer import huggingface
-from rooftrace.tracer.inputs import call_inputs, random_tokens
+from rooftrace.tracer.inputs import call_inputs
+from rooftrace.tracer.modalities import Sizes, required
 from rooftrace.tracer.request import Inputs, Request, RequestError
 from rooftrace.tracer.target import built, load_target
 
@@ -31,8 +32,8 @@ _DETECTION = re.compile(r"rcnn|retinanet|fcos|ssd")
 _DIFFUSERS = re.compile(r"^(UNet|Autoencoder|ControlNet|VQModel|Prior)|Transformer\w*Model$|DiT")
 
 
-def floats(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
+def floats(*shape: int) -> Tensor:
+    return torch.empty(shape, device="meta")
 
 
 # -- names -----------------------------------------------------------------------------------------
@@ -116,12 +117,9 @@ def _hf(name: str, depth: int | None) -> Entry:
     if depth is not None:
         shallow(config, depth)
     module = huggingface.built_from(config, name)
-    try:
-        inputs = huggingface.model_inputs(module, Request(BATCH))
-        if inputs.decode is not None:
-            inputs = huggingface.model_inputs(module, Request(BATCH, LENGTH))
-    except RequestError:
-        return Entry(module, _by_name(module, config))
+    inputs = huggingface.model_inputs(module, Request(BATCH))
+    if "seq" in inputs.workload:
+        inputs = huggingface.model_inputs(module, Request(BATCH, LENGTH))
     return Entry(module, [inputs])
 
 
@@ -154,10 +152,21 @@ def _torchvision(name: str, depth: int | None) -> Entry:
         side = 224 if name.startswith(("mvit", "swin3d")) else 112
         return _called(module, floats(BATCH, 3, 16, side, side))
     if _DETECTION.search(name):
-        return _called(module, [floats(3, 320, 320)])
+        inputs = call_inputs(module, ([floats(3, 320, 320)],), {})
+        return Entry(module, [replace(inputs, labels={"targets": [_found(2, 320)]})])
     side = {"inception_v3": 299, "raft_large": 256, "raft_small": 256}.get(name, 224)
     image = floats(2, 3, side, side)
     return _called(module, *([image, image] if name.startswith("raft") else [image]))
+
+
+def _found(count: int, side: int) -> dict[str, Tensor]:
+    """What there is to find in an image: boxes, classes, masks and keypoints of some objects."""
+    return {
+        "boxes": torch.tensor([[8.0, 8.0, 64.0, 64.0]]).repeat(count, 1),
+        "labels": torch.ones(count, dtype=torch.long),
+        "masks": torch.zeros(count, side, side, dtype=torch.uint8),
+        "keypoints": torch.ones(count, 17, 3),
+    }
 
 
 def _diffusers(name: str, depth: int | None) -> Entry:
@@ -183,22 +192,8 @@ def _called(module: nn.Module, *args: Any) -> Entry:
 
 
 def _by_name(module: Any, config: Any) -> list[Inputs]:
-    """Every required parameter of forward, and the main input, by what its name says.
-
-    One for each layout that images and sounds may have.
-    """
-    parameters = inspect.signature(module.forward).parameters
-    main = getattr(module, "main_input_name", None)
-    wanted = [
-        name
-        for name, p in parameters.items()
-        if name == main
-        or (p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD))
-    ]
-    if "decoder_input_ids" in parameters:
-        wanted.append("decoder_input_ids")
-    wanted = list(dict.fromkeys(wanted))
-    dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
+    """Every required parameter of forward by what its name says, once for each layout of images."""
+    wanted = required(module)
     found: list[Inputs] = []
     for layout in range(_LAYOUTS):
         known = _known_inputs(config, layout)
@@ -206,11 +201,7 @@ def _by_name(module: Any, config: Any) -> list[Inputs]:
         if missing or not wanted:
             what = ", ".join(missing) or "its inputs"
             raise RequestError(f"{type(module).__name__}: nothing is known of {what}")
-        given = {name: known[name] for name in wanted}
-        for name, value in given.items():
-            if isinstance(value, Tensor) and value.is_meta and value.is_floating_point():
-                given[name] = value.to(dtype)
-        found.append(call_inputs(module, (), given))
+        found.append(call_inputs(module, (), {name: known[name] for name in wanted}))
     return found
 
 
@@ -218,44 +209,21 @@ _LAYOUTS = 3
 
 
 def _known_inputs(config: Any, layout: int) -> dict[str, Any]:
-    def size(*fields: str, default: int) -> int:
-        inner = ("vision_config", "audio_config", "text_config", "encoder", "backbone_config")
-        for part in (config, *(getattr(config, name, None) for name in inner)):
-            for name in fields:
-                value = getattr(part, name, None)
-                value = value[0] if isinstance(value, (list, tuple)) and value else value
-                if isinstance(value, int) and value > 0:
-                    return value
-        return default
-
+    size = Sizes(config, BATCH).number
     channels = size("in_channels", "num_channels", default=3)
     side = size("sample_size", "image_size", default=64)
-    width = size("hidden_size", "d_model", default=64)
-    bands = size("num_mel_bins", "feature_size", "input_feat_per_channel", default=80)
-    frames = 2 * size("max_source_positions", default=1500)
-    vocabulary = size("vocab_size", default=1000)
     context = size(
         "joint_attention_dim", "cross_attention_dim", "caption_channels", "text_dim", default=768
     )
-    tokens = random_tokens(BATCH, LENGTH, vocabulary)
-    # Images: plain, video, a sequence of patches.  Sounds: frames last or first, one channel.
-    image = (
+    image = (  # plain, video, a sequence of patches
         floats(BATCH, channels, side, side),
         floats(BATCH, channels, 5, 32, 32),
         floats(BATCH, 1024, channels),
     )[layout]
-    sound = (floats(BATCH, bands, frames), floats(BATCH, 300, bands), floats(BATCH, 304, 160))
-    wave = (floats(BATCH, 16000), floats(BATCH, 1, 16000), floats(BATCH, 1, 15360))
     return {
-        "input_ids": tokens,
-        "decoder_input_ids": tokens,
-        "pixel_values": image,
         "sample": image,
         "x": image,
         "hidden_states": image,
-        "input_values": wave[layout],
-        "input_features": sound[layout],
-        "inputs_embeds": floats(BATCH, LENGTH, width),
         "timestep": torch.tensor([1] * BATCH),
         "encoder_hidden_states": floats(BATCH, 77, context),
         "controlnet_cond": floats(BATCH, 3, 8 * side, 8 * side),

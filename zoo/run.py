@@ -2,8 +2,8 @@
 
     make zoo [ZOO=folder] [GROUP=hf,timm] [N=50]
 
-Each model is traced in a worker process with a time limit, forward and training.  This is a tool to
-run by hand: it is no part of the package, nor of its tests.
+Each model is traced in a worker process with a time limit: forward, decode where it keeps a cache,
+and training.  This is a tool to run by hand: it is no part of the package, nor of its tests.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # `models`, when a wor
 
 Result = dict[str, Any]
 """name, failure ("" or its class), error, seconds, and by phase ops, assumptions, unsupported."""
-PHASES = ("forward", "training")
+PHASES = ("forward", "decode", "training")
 
 
 # -- one model -------------------------------------------------------------------------------------
 
 
 def trace_one(name: str, depth: int | None = None) -> Result:
-    """Forward and training of one entry; `failure` is the class of the first thing that failed.
+    """Every phase of one entry; `failure` is the class of the first thing that failed.
 
     build: the package's own code.  no model: a config of something smaller.  inputs: nothing is
-    known of them.  forward, training: the trace.  internal: an error that is neither the model's
-    nor a request's.
+    known of them.  forward, decode, training: the trace.  internal: an error that is neither the
+    model's nor a request's.
     """
     from models import load
 
@@ -70,6 +70,8 @@ def trace_one(name: str, depth: int | None = None) -> Result:
 def _phases(module: Any, inputs: Any, phases: dict[str, Any]) -> Result:
     """Fill in `phases`, up to the first that fails; returns that failure."""
     for phase in PHASES:
+        if phase == "decode" and inputs.decode is None:
+            continue
         failure = _phase(module, inputs, phase, phases)
         if failure:
             return failure
@@ -88,7 +90,7 @@ def _phase(module: Any, inputs: Any, phase: str, phases: dict[str, Any]) -> Resu
         with collector_paused():
             graph = trace_phases(module, inputs, (phase,))[phase]
         missing = plan(graph, "eager").coverage.unsupported
-    except RequestError as error:  # a module without parameters, or without a differentiable output
+    except RequestError as error:  # no parameter, no differentiable output, no cache after all
         phases[phase] = {"refused": str(error)}
         return {}
     except TraceError as error:
@@ -187,11 +189,12 @@ def summary(results: Sequence[Result]) -> str:
     for result in results:
         name = result["name"]
         groups["folder" if ":" in name else name.partition("/")[0]].append(result)
-    lines = ["group         models  forward  training  refused"]
+    lines = ["group         models  forward  decode  training  refused"]
     for group, members in [*groups.items(), ("all", list(results))]:
         done = [sum("ops" in r["phases"].get(p, {}) for r in members) for p in PHASES]
         refused = sum("refused" in r["phases"].get("training", {}) for r in members)
-        lines.append(f"{group:<12} {len(members):>7} {done[0]:>8} {done[1]:>9} {refused:>8}")
+        counts = zip((len(members), *done, refused), (7, 8, 7, 9, 8), strict=True)
+        lines.append(f"{group:<12} " + " ".join(f"{count:>{width}}" for count, width in counts))
     failed = [r for r in results if r["failure"]]
     for kind, count in Counter(r["failure"] for r in failed).most_common():
         lines += ["", f"{kind}: {count}"]

@@ -39,7 +39,7 @@ def compiled_graph(case: tuple) -> OpGraph:
     What a module asks of its data stays outside a compiled graph, and so does what leads there.
     """
     model, args, kwargs = case
-    graph = rt.trace(model, *args, phase="forward", **kwargs)
+    graph = rt.trace(model, *args, phase="forward", **kwargs).expand()
     kept = [op for op in graph.ops if op.kind != "sync"]
     graph = graph.replace(ops=tuple(replace(op, id=i) for i, op in enumerate(kept)))
     return rewrite(graph, execution_model("efficient"))[0]

@@ -31,12 +31,15 @@ def cache_products(graph: OpGraph, op_costs: Sequence[Cost]) -> tuple[str, ...]:
     ]
     if not found:
         return ()
-    again = sum(op_costs[op.id].flops(PRODUCT) for op in found)
-    total = sum(cost.flops(MATRIX) for cost in op_costs)
+    count = sum(graph.times(op) for op in found)
+    again = sum(graph.times(op) * op_costs[op.id].flops(PRODUCT) for op in found)
+    total = sum(
+        graph.times(op) * cost.flops(MATRIX) for op, cost in zip(graph.ops, op_costs, strict=True)
+    )
     modules = ", ".join(dict.fromkeys(pattern_of(op.module) or "the model" for op in found))
-    verb = "product multiplies" if len(found) == 1 else "products multiply"
+    verb = "product multiplies" if count == 1 else "products multiply"
     return (
-        f"{len(found)} matrix {verb} the whole cache with weights ({modules}): "
+        f"{count} matrix {verb} the whole cache with weights ({modules}): "
         f"{format_flops(again)} of {format_flops(total)}; absorbing those weights into the "
         "query would avoid that",
     )

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rooftrace.tracer.graph import Argument, Op, OpGraph, Ref, Tensor, refs
+from rooftrace.tracer.graph import Argument, Op, OpGraph, Ref, Tensor, references, refs
 
 ATTENTION = "rooftrace.attention.default"
 ATTENTION_BACKWARD = "rooftrace.attention_backward.default"
@@ -35,15 +35,15 @@ def materialise_attention(graph: OpGraph) -> tuple[OpGraph, int]:
             edit.ops.append(op)
         elif op.target == ATTENTION:
             saved[graph.values[op.outputs[0]].storage] = _Attention(edit, op).forward()
-            count += 1
+            count += graph.times(op)
         else:
-            out = graph.values[_ref(op, "out")].storage
+            out = graph.values[_ref(op, "out").id].storage
             _Attention(edit, op).backward(saved.get(out))
     return (edit.done(), count) if len(edit.values) > len(graph.values) else (graph, 0)
 
 
 def _batches_broadcast(graph: OpGraph, op: Op) -> bool:
-    shapes = {graph.values[_ref(op, name)].shape[:-3] for name in ("query", "key", "value")}
+    shapes = {graph.values[_ref(op, name).id].shape[:-3] for name in ("query", "key", "value")}
     return len(shapes) > 1
 
 
@@ -61,17 +61,26 @@ class _Editor:
         shape: tuple[int, ...],
         dtype: str,
         role: str,
-        storage: int | None = None,
+        repeats: tuple[int, ...],
         name: str = "",
     ) -> int:
-        """A new contiguous value; with `storage`, another view of those bytes."""
+        """A new contiguous value."""
         index = len(self.values)
-        stride, step = [], 1
-        for size in reversed(shape):
-            stride.append(step)
-            step *= max(size, 1)
-        owner = index if storage is None else storage
-        self.values.append(Tensor(shape, dtype, tuple(reversed(stride)), role, owner, name))
+        stride = _contiguous(shape)
+        self.values.append(Tensor(shape, dtype, stride, role, index, name, repeats))
+        return index
+
+    def view(
+        self, of: Ref, shape: tuple[int, ...], stride: tuple[int, ...], repeats: tuple[int, ...]
+    ) -> int:
+        """A value that has the bytes of another, contiguous or with these strides."""
+        index, source = len(self.values), self.values[of.id]
+        then = source.then if source.then and source.then.repeat in repeats else None
+        if of.then is not None:
+            then = replace(of.then, value=self.values[of.then.value].storage)
+        self.values.append(
+            replace(source, shape=shape, stride=stride, name="", repeats=repeats, then=then)
+        )
         return index
 
     def emit(
@@ -102,7 +111,7 @@ class _Editor:
         found = self._causal.get((queries, length))
         if found is None:
             found = self._causal[queries, length] = self.value(
-                (queries, length), "bool", "constants", name=f"causal_mask_{queries}x{length}"
+                (queries, length), "bool", "constants", (), f"causal_mask_{queries}x{length}"
             )
         return found
 
@@ -129,7 +138,7 @@ class _Attention:
     def __init__(self, edit: _Editor, op: Op) -> None:
         self.edit, self.op = edit, op
         self.query, self.key, self.value = (_ref(op, n) for n in ("query", "key", "value"))
-        query, key = edit.values[self.query], edit.values[self.key]
+        query, key = edit.values[self.query.id], edit.values[self.key.id]
         self.dtype = query.dtype
         self.lead = query.shape[:-2]
         self.heads, self.key_heads = math.prod(self.lead), math.prod(key.shape[:-2])
@@ -155,14 +164,14 @@ class _Attention:
         dropped, mask = probabilities, None
         if self.dropout > 0:
             dropped = self._scores()
-            mask = self.edit.value((self.heads, self.queries, self.length), "bool", "activations")
+            mask = self._new((self.heads, self.queries, self.length), "bool", "activations")
             self._kernel(
                 "aten.native_dropout.default",
                 {"input": Ref(probabilities), "p": self.dropout, "train": True},
                 dropped,
                 mask,
             )
-        self._into(self.op.outputs[0], lambda out: self._product(dropped, v, out))
+        self._into(self.op.outputs[0], lambda out: self._product(Ref(dropped), v, out))
         return _Saved(probabilities, dropped, mask)
 
     def backward(self, saved: _Saved | None) -> None:
@@ -173,7 +182,7 @@ class _Attention:
         q, k, v = self._rows(self.query), self._shared(self.key), self._shared(self.value)
         grad = self._rows(_ref(self.op, "grad_out"))
         grad_q, grad_k, grad_v, *grad_mask = self.op.outputs
-        self._into_shared(grad_v, self._transposed(saved.dropped), grad)
+        self._into_shared(grad_v, self._transposed(Ref(saved.dropped)), grad)
         grad_p = self._scores()
         self._product(grad, self._transposed(v), grad_p)
         if saved.mask is not None:
@@ -200,8 +209,8 @@ class _Attention:
         )
         scaled = self._scores()
         self._kernel("aten.mul.Tensor", {"self": Ref(grad_s), "other": self.scale}, scaled)
-        self._into(grad_q, lambda out: self._product(scaled, k, out))
-        self._into_shared(grad_k, self._transposed(scaled), q)
+        self._into(grad_q, lambda out: self._product(Ref(scaled), k, out))
+        self._into_shared(grad_k, self._transposed(Ref(scaled)), q)
         if grad_mask and self.edit.values[grad_mask[0]].elements:
             self._mask_gradient(grad_s, grad_mask[0])
 
@@ -216,7 +225,11 @@ class _Attention:
     ) -> None:
         self.edit.emit(self.op, target, arguments, outputs, facts=facts)
 
-    def _product(self, a: int, b: int, out: int) -> None:
+    def _new(self, shape: tuple[int, ...], dtype: str, role: str = "temporary") -> int:
+        """A new value, in the repeats that the attention is in."""
+        return self.edit.value(shape, dtype, role, self.op.repeats)
+
+    def _product(self, a: Ref, b: Ref, out: int) -> None:
         """out[H, .., ..] = a b.  Products compute all pairs; facts say how many the mask shows."""
         visible = self.op.facts.get("visible_pairs")
         if visible is None:
@@ -225,11 +238,11 @@ class _Attention:
                 rows = min(self.queries, self.length)
                 visible = rows * (rows + 1) // 2 + (self.queries - rows) * self.length
         facts = {"useful_pairs": int(visible), "all_pairs": self.queries * self.length}
-        self._kernel("aten.bmm.default", {"self": Ref(a), "mat2": Ref(b)}, out, facts=facts)
+        self._kernel("aten.bmm.default", {"self": a, "mat2": b}, out, facts=facts)
 
     def _scores(self) -> int:
         """A new [H, S, L] value."""
-        return self.edit.value((self.heads, self.queries, self.length), self.dtype, "temporary")
+        return self._new((self.heads, self.queries, self.length), self.dtype)
 
     def _masked(self, scores: int) -> int:
         """The scores with the mask on: -inf where it is False, or added to it."""
@@ -238,17 +251,17 @@ class _Attention:
             if not self.op.arguments.get("is_causal", False):
                 return scores
             mask = Ref(self.edit.causal_mask(self.queries, self.length))
-        wide = self._reshaped(scores, (*self.lead, self.queries, self.length))
+        wide = self._reshaped(Ref(scores), (*self.lead, self.queries, self.length))
         masked = self._scores()
-        out = self.edit.value(self.edit.values[wide].shape, self.dtype, "temporary", masked)
+        out = self._as(masked, self.edit.values[wide.id].shape)
         if self.edit.values[mask.id].dtype == "bool":
             self._kernel(
                 "aten.where.ScalarOther",
-                {"condition": mask, "self": Ref(wide), "other": float("-inf")},
+                {"condition": mask, "self": wide, "other": float("-inf")},
                 out,
             )
         else:
-            self._kernel("aten.add.Tensor", {"self": Ref(wide), "other": mask}, out)
+            self._kernel("aten.add.Tensor", {"self": wide, "other": mask}, out)
         self._view(
             "aten.reshape.default",
             {"self": Ref(out), "shape": self.edit.values[masked].shape},
@@ -259,87 +272,74 @@ class _Attention:
     def _view(self, target: str, arguments: Mapping[str, Argument], out: int) -> None:
         self.edit.emit(self.op, target, arguments, (out,), kind="view")
 
-    def _reshaped(self, index: int, shape: tuple[int, ...]) -> int:
-        source = self.edit.values[index]
-        if source.shape == shape:
-            return index
-        out = self.edit.value(shape, source.dtype, source.role, source.storage)
-        self._view("aten.reshape.default", {"self": Ref(index), "shape": shape}, out)
-        return out
+    def _as(self, index: int, shape: tuple[int, ...]) -> int:
+        """Another view of a value that is made here."""
+        return self.edit.view(Ref(index), shape, _contiguous(shape), self.op.repeats)
 
-    def _rows(self, index: int) -> int:
+    def _reshaped(self, item: Ref, shape: tuple[int, ...]) -> Ref:
+        if self.edit.values[item.id].shape == shape:
+            return item
+        out = self.edit.view(item, shape, _contiguous(shape), self.op.repeats)
+        self._view("aten.reshape.default", {"self": item, "shape": shape}, out)
+        return Ref(out)
+
+    def _rows(self, item: Ref) -> Ref:
         """A value as [heads, rows, width]."""
-        shape = self.edit.values[index].shape
-        return self._reshaped(index, (math.prod(shape[:-2]), *shape[-2:]))
+        shape = self.edit.values[item.id].shape
+        return self._reshaped(item, (math.prod(shape[:-2]), *shape[-2:]))
 
-    def _shared(self, index: int) -> int:
+    def _shared(self, item: Ref) -> Ref:
         """Keys or values as [H, L, width]; shared heads are copied, as unfused code does."""
-        narrow = self._rows(index)
+        narrow = self._rows(item)
         if self.heads == self.key_heads:
             return narrow
-        source = self.edit.values[narrow]
-        wide = self.edit.value((self.heads, *source.shape[1:]), source.dtype, "temporary")
+        source = self.edit.values[narrow.id]
+        wide = self._new((self.heads, *source.shape[1:]), source.dtype)
         self._kernel(
             "aten.repeat_interleave.self_int",
-            {"self": Ref(narrow), "repeats": self.heads // self.key_heads, "dim": 0},
+            {"self": narrow, "repeats": self.heads // self.key_heads, "dim": 0},
             wide,
         )
-        return wide
+        return Ref(wide)
 
-    def _transposed(self, index: int) -> int:
+    def _transposed(self, item: Ref) -> Ref:
         """The [H, b, a] view of an [H, a, b] value."""
-        source = self.edit.values[index]
-        (heads, a, b), (outer, rows, columns) = source.shape, source.stride
-        out = len(self.edit.values)
-        self.edit.values.append(
-            Tensor((heads, b, a), source.dtype, (outer, columns, rows), source.role, source.storage)
-        )
-        self._view("aten.transpose.int", {"self": Ref(index), "dim0": 1, "dim1": 2}, out)
-        return out
+        return _turned(self.edit, self.op, item)
 
     def _into(self, target: int, make: Callable[[int], None]) -> None:
         """Let `make` write the value `target` of the original graph, as [heads, rows, width]."""
         wanted = self.edit.values[target]
-        flat = self.edit.value(
-            (math.prod(wanted.shape[:-2]), *wanted.shape[-2:]),
-            wanted.dtype,
-            wanted.role,
-            wanted.storage,
-        )
+        flat = self._as(target, (math.prod(wanted.shape[:-2]), *wanted.shape[-2:]))
         make(flat)
         self._view("aten.reshape.default", {"self": Ref(flat), "shape": wanted.shape}, target)
 
-    def _into_shared(self, target: int, a: int, b: int) -> None:
+    def _into_shared(self, target: int, a: Ref, b: Ref) -> None:
         """The gradient a b of keys or values; what shared heads give is added up."""
         if self.heads == self.key_heads:
             self._into(target, lambda out: self._product(a, b, out))
             return
-        width = self.edit.values[b].shape[-1]
-        wide = self.edit.value((self.heads, self.length, width), self.dtype, "temporary")
+        width = self.edit.values[b.id].shape[-1]
+        wide = self._new((self.heads, self.length, width), self.dtype)
         self._product(a, b, wide)
         grouped = self._reshaped(
-            wide, (self.key_heads, self.heads // self.key_heads, self.length, width)
+            Ref(wide), (self.key_heads, self.heads // self.key_heads, self.length, width)
         )
         self._into(
             target,
-            lambda out: self._kernel(
-                "aten.sum.dim_IntList", {"self": Ref(grouped), "dim": (1,)}, out
-            ),
+            lambda out: self._kernel("aten.sum.dim_IntList", {"self": grouped, "dim": (1,)}, out),
         )
 
     def _mask_gradient(self, scores: int, target: int) -> None:
         """The gradient of an additive mask: that of the scores, added up where it is shared."""
-        wide = self._reshaped(scores, (*self.lead, self.queries, self.length))
-        full, wanted = self.edit.values[wide].shape, self.edit.values[target]
+        wide = self._reshaped(Ref(scores), (*self.lead, self.queries, self.length))
+        full, wanted = self.edit.values[wide.id].shape, self.edit.values[target]
         padded = (1,) * (len(full) - len(wanted.shape)) + wanted.shape
         dims = tuple(d for d, (n, m) in enumerate(zip(full, padded, strict=True)) if n != m)
-        out = self.edit.value(padded, wanted.dtype, wanted.role, wanted.storage)
+        out = self._as(target, padded)
         if dims:
-            self._kernel(
-                "aten.sum.dim_IntList", {"self": Ref(wide), "dim": dims, "keepdim": True}, out
-            )
+            self._kernel("aten.sum.dim_IntList", {"self": wide, "dim": dims, "keepdim": True}, out)
         else:
-            self._kernel("aten.clone.default", {"self": Ref(wide)}, out)
+            self._kernel("aten.clone.default", {"self": wide}, out)
         self._view("aten.reshape.default", {"self": Ref(out), "shape": wanted.shape}, target)
 
 
@@ -378,7 +378,7 @@ def flash_from_products(graph: OpGraph) -> tuple[OpGraph, int]:
             _emit_flash(edit, last[op.id])
         elif op.id not in inner:
             edit.ops.append(op)
-    return edit.done(), len(last)
+    return edit.done(), sum(graph.times(chain.last) for chain in last.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -389,40 +389,36 @@ class _Chain:
     first: Op
     last: Op
     inner: frozenset[int]
-    mask: int | None
+    mask: Ref | None
     scale: float
     dropout: float
 
 
 def _emit_flash(edit: _Editor, chain: _Chain) -> None:
-    query, turned = _ref(chain.first, "self"), _ref(chain.first, "mat2")
-    heads, queries, _ = edit.values[query].shape
-    source = edit.values[turned]
-    (_, e, length), (outer, rows, columns) = source.shape, source.stride
-    key = len(edit.values)
-    edit.values.append(
-        Tensor(
-            (heads, length, e), source.dtype, (outer, columns, rows), source.role, source.storage
-        )
-    )
-    edit.emit(
-        chain.first,
-        "aten.transpose.int",
-        {"self": Ref(turned), "dim0": 1, "dim1": 2},
-        (key,),
-        kind="view",
-    )
-    logsumexp = edit.value((heads, queries), "fp32", "activations")
+    first = chain.first
+    query, key = _ref(first, "self"), _turned(edit, first, _ref(first, "mat2"))
+    heads, queries, _ = edit.values[query.id].shape
+    logsumexp = edit.value((heads, queries), "fp32", "activations", chain.last.repeats)
     arguments: dict[str, Argument] = {
-        "query": Ref(query),
-        "key": Ref(key),
-        "value": Ref(_ref(chain.last, "mat2")),
-        "mask": None if chain.mask is None else Ref(chain.mask),
+        "query": query,
+        "key": key,
+        "value": _ref(chain.last, "mat2"),
+        "mask": chain.mask,
         "dropout_p": chain.dropout,
         "is_causal": False,
         "scale": chain.scale,
     }
     edit.emit(chain.last, ATTENTION, arguments, (chain.last.outputs[0], logsumexp))
+
+
+def _turned(edit: _Editor, like: Op, item: Ref) -> Ref:
+    """The [H, b, a] view of an [H, a, b] value."""
+    source = edit.values[item.id]
+    (heads, a, b), (outer, rows, columns) = source.shape, source.stride
+    out = edit.view(item, (heads, b, a), (outer, columns, rows), like.repeats)
+    turn = {"self": item, "dim0": 1, "dim1": 2}
+    edit.emit(like, "aten.transpose.int", turn, (out,), kind="view")
+    return Ref(out)
 
 
 class _Finder:
@@ -434,21 +430,25 @@ class _Finder:
         for op in graph.ops:
             for storage in {graph.values[i].storage for i in op.inputs}:
                 self.users[storage].append(op.id)
-        self.results = {graph.values[i].storage for i in graph.outputs}
+        # What iterations hand on, or all of them leave for an op outside, is no inner value.
+        handed = [r for op in graph.ops for r in references(op.arguments)] if graph.repeats else []
+        handed_on = [r.id for r in handed if r.every] + [r.then.value for r in handed if r.then]
+        self.results = {graph.values[i].storage for i in (*graph.outputs, *handed_on)}
 
     def chain(self, first: Op) -> _Chain | None:
         """The attention whose first product this is, if it is one and nothing inside is read."""
         values = self.graph.values
         inner = {first.id}
-        current, softmax, mask, scale, dropout = first, False, None, 1.0, 0.0
+        current, softmax, scale, dropout = first, False, 1.0, 0.0
+        mask: Ref | None = None
         scores = values[first.outputs[0]]
         for _ in range(_LONGEST_CHAIN):
             storage = values[current.outputs[0]].storage
             op = self._only_user(current, inner)
-            if op is None:
+            if op is None or op.repeats != first.repeats:
                 return None
             if op.name == "aten.bmm":
-                ends = softmax and self._is_scores(_ref(op, "self"), storage, scores)
+                ends = softmax and self._is_scores(_ref(op, "self").id, storage, scores)
                 return _Chain(first, op, frozenset(inner), mask, scale, dropout) if ends else None
             others = [i for i in op.inputs if values[i].storage != storage]
             alone = all(values[i].elements == 1 for i in others)
@@ -457,7 +457,11 @@ class _Finder:
             elif op.name in _SCALES and not softmax and alone:
                 scale *= _factor(op)
             elif op.name in _MASKS and not softmax and self._masks(op, storage, others):
-                wide = [i for i in others if values[i].elements > 1]
+                wide = [
+                    r
+                    for r in references(op.arguments)
+                    if r.id in others and values[r.id].elements > 1
+                ]
                 if wide and mask is not None:
                     return None
                 mask = wide[0] if wide else mask
@@ -516,7 +520,7 @@ class _Finder:
             "aten.masked_fill": "mask",
             "aten.masked_fill_": "mask",
         }.get(op.name)
-        return name is None or _ref(op, name) in others
+        return name is None or _ref(op, name).id in others
 
 
 def _factor(op: Op) -> float:
@@ -526,8 +530,17 @@ def _factor(op: Op) -> float:
     return 1 / other if op.name.startswith("aten.div") else float(other)
 
 
-def _ref(op: Op, name: str) -> int:
+def _ref(op: Op, name: str) -> Ref:
     item = op.arguments[name]
     if not isinstance(item, Ref):
         raise ValueError(f"op {op.id} ({op.target}): expected a tensor as {name!r}, got {item!r}")
-    return item.id
+    return item
+
+
+def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor."""
+    stride, step = [], 1
+    for size in reversed(shape):
+        stride.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(stride))

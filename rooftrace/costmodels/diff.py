@@ -12,6 +12,7 @@ from typing import Any
 
 from rooftrace.costmodels.estimate import Estimate
 from rooftrace.costmodels.memory import memory
+from rooftrace.costmodels.runs import kernel_modules
 from rooftrace.hardware.units import (
     UnitError,
     format_capacity,
@@ -329,20 +330,33 @@ def _sums(estimate: Estimate) -> dict[str, _Sums]:
     sums: dict[str, _Sums] = defaultdict(_Sums)
     for op, cost in zip(estimate.graph.ops, estimate.plan.op_costs, strict=True):
         if cost.work:
-            sums[op.module].flops += cost.flops()
+            for path, times in _calls(estimate.graph, op).items():
+                sums[path].flops += times * cost.flops()
     for row in estimate.rows:
-        entry = sums[row.module]
-        entry.bytes += row.bytes
-        entry.time += row.timing.t_device
+        for path in row.modules:
+            entry = sums[path]
+            entry.bytes += row.bytes // len(row.modules)
+            entry.time += row.timing.t_device / len(row.modules)
     return sums
 
 
-def _ops_by_module(graph: OpGraph) -> dict[str, list[tuple[str, str]]]:
-    """(name, sizes) of each module's kernels in order."""
-    found: dict[str, list[tuple[str, str]]] = defaultdict(list)
+_Kernel = tuple[str, str, int]
+"""Name, sizes, how many of them one after the other."""
+
+
+def _ops_by_module(graph: OpGraph) -> dict[str, list[_Kernel]]:
+    """Each module's kernels in order."""
+    found: dict[str, list[_Kernel]] = defaultdict(list)
     for op in graph.kernels():
-        found[op.module].append((op.name, _sizes(graph, op)))
+        for path, times in _calls(graph, op).items():
+            found[path].append((op.name, _sizes(graph, op), times))
     return found
+
+
+def _calls(graph: OpGraph, op: Op) -> dict[str, int]:
+    """How often an op runs in each module."""
+    paths = kernel_modules(graph, (op.id,), op)
+    return dict.fromkeys(paths, graph.times(op) // len(paths))
 
 
 def _sizes(graph: OpGraph, op: Op) -> str:
@@ -351,24 +365,29 @@ def _sizes(graph: OpGraph, op: Op) -> str:
 
 
 def _op_changes(
-    before: Sequence[tuple[str, str]],
-    after: Sequence[tuple[str, str]],
+    before: Sequence[_Kernel],
+    after: Sequence[_Kernel],
 ) -> tuple[dict[str, int], dict[str, int], tuple[str, ...]]:
     """Ops added, ops removed, and names of ops whose sizes or precisions changed in place."""
     if before == after:
         return {}, {}, ()
-    names = [n for n, _ in before], [n for n, _ in after]
+    names = [kernel[0] for kernel in before], [kernel[0] for kernel in after]
     added, removed = Counter[str](), Counter[str]()
     resized: dict[str, None] = {}
     matcher = difflib.SequenceMatcher(None, names[0], names[1], autojunk=False)
     for tag, i1, i2, j1, j2 in matcher.get_opcodes():
         if tag == "equal":
-            for (name, sizes), (_, others) in zip(before[i1:i2], after[j1:j2], strict=True):
-                if sizes != others:
+            pairs = zip(before[i1:i2], after[j1:j2], strict=True)
+            for (name, sizes, times), (_, other_sizes, other_times) in pairs:
+                if sizes != other_sizes:
                     resized[name] = None
+                removed[name] += max(times - other_times, 0)
+                added[name] += max(other_times - times, 0)
         else:
-            removed.update(names[0][i1:i2])
-            added.update(names[1][j1:j2])
+            for name, _, times in before[i1:i2]:
+                removed[name] += times
+            for name, _, times in after[j1:j2]:
+                added[name] += times
     return (
         dict(sorted((added - removed).items())),
         dict(sorted((removed - added).items())),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -13,6 +13,7 @@ from rooftrace.costmodels.cost import COMPUTED, MATRIX, Cost
 from rooftrace.costmodels.execution import ExecutionModel
 from rooftrace.costmodels.fuse import FusionGroup
 from rooftrace.costmodels.plan import Bytes, Coverage, Plan, Unsupported, plan
+from rooftrace.costmodels.runs import kernel_modules, resting_shares
 from rooftrace.costmodels.timing import (
     StepTimes,
     Timing,
@@ -46,10 +47,11 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One kernel group on one chip.
+    """One kernel group on one chip.  Quantities are totals over the kernels that it stands for.
 
     name: pattern name for a fused group, else the op's.  ops: indices into `graph.ops`.  module,
-    family, part: those of the op that computes most (or moves most, where none computes).
+    family, part: those of the op that computes most (or moves most, where none computes).  count:
+    how many kernels.  modules: where they run, as many in each; `module` is the first.
     """
 
     index: int
@@ -68,6 +70,24 @@ class Row:
     precision: str
     known: bool
     timing: Timing
+    count: int = 1
+    modules: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.modules:
+            object.__setattr__(self, "modules", (self.module,))
+
+
+_NO_SUMS: Mapping[str, Any] = {
+    "calls": 0,
+    "flops": 0,
+    "flops_recompute": 0,
+    "bytes": 0,
+    "t_comp": 0.0,
+    "t_hbm": 0.0,
+    "t_net": 0.0,
+    "t_device": 0.0,
+}
 
 
 @dataclass(frozen=True)
@@ -125,9 +145,8 @@ class Estimate:
         """
         seconds: dict[int, float] = defaultdict(float)
         for row in self.rows:
-            resting = {a for op in row.ops for a in self.graph.ops[op].assumptions}
-            for assumption in resting:
-                seconds[assumption] += row.timing.t_device
+            for assumption, share in resting_shares(self.graph, row.ops).items():
+                seconds[assumption] += share * row.timing.t_device
         return dict(seconds)
 
     # -- totals ---------------------------------------------------------------------------------
@@ -205,7 +224,7 @@ class Estimate:
     @property
     def kernels(self) -> int:
         """Kernels launched."""
-        return len(self.rows)
+        return sum(row.count for row in self.rows)
 
     @property
     def t_est(self) -> float:
@@ -242,63 +261,55 @@ class Estimate:
 
     def by_operator(self) -> list[dict[str, Any]]:
         """Calls, FLOP, bytes, seconds and share of t_serial by kernel name, most time first."""
-        return self._group(lambda row: row.name)
+        return self._group(lambda row: (row.name,))
 
     def by_family(self) -> dict[str, dict[str, Any]]:
         """The same by family (attention, dense, moe, norm ...)."""
-        return {entry.pop("key"): entry for entry in self._group(lambda row: row.family)}
+        return {entry.pop("key"): entry for entry in self._group(lambda row: (row.family,))}
 
     def by_part(self) -> dict[str, dict[str, Any]]:
         """The same by part (forward, backward, recompute, optimizer)."""
-        return {entry.pop("key"): entry for entry in self._group(lambda row: row.part)}
+        return {entry.pop("key"): entry for entry in self._group(lambda row: (row.part,))}
 
     def by_module(self, depth: int | None = None) -> list[dict[str, Any]]:
         """The same by module path, `depth` components deep (None: the full path)."""
 
-        def key(row: Row) -> str:
-            return row.module if depth is None else ".".join(row.module.split(".")[:depth])
+        def keys(row: Row) -> Sequence[str]:
+            if depth is None:
+                return row.modules
+            return [".".join(path.split(".")[:depth]) for path in row.modules]
 
-        return self._group(key)
+        return self._group(keys)
 
     def by_pattern(self) -> list[dict[str, Any]]:
         """The same by module path with starred indices; `instances` is the number of paths."""
-        groups = self._group(lambda row: pattern_of(row.module))
+        groups = self._group(lambda row: (pattern_of(row.module),))
         paths: dict[str, set[str]] = defaultdict(set)
         for row in self.rows:
-            paths[pattern_of(row.module)].add(row.module)
+            paths[pattern_of(row.module)].update(row.modules)
         for entry in groups:
             entry["instances"] = len(paths[entry["key"]])
         return groups
 
-    def _group(self, key: Callable[[Row], str]) -> list[dict[str, Any]]:
+    def _group(self, keys: Callable[[Row], Sequence[str]]) -> list[dict[str, Any]]:
+        """Sums by key; the kernels of a row belong to its keys in equal parts."""
         sums: dict[str, dict[str, Any]] = {}
         for row in self.rows:
-            name = key(row)
-            entry = sums.setdefault(
-                name,
-                {
-                    "key": name,
-                    "calls": 0,
-                    "flops": 0,
-                    "flops_recompute": 0,
-                    "bytes": 0,
-                    "t_comp": 0.0,
-                    "t_hbm": 0.0,
-                    "t_net": 0.0,
-                    "t_device": 0.0,
-                    "regimes": Counter(),
-                },
-            )
-            entry["calls"] += 1
-            entry["flops"] += row.flops
-            entry["flops_recompute"] += row.flops_recompute
-            entry["bytes"] += row.bytes
-            timing = row.timing
-            entry["t_comp"] += timing.t_comp
-            entry["t_hbm"] += timing.t_hbm
-            entry["t_net"] += timing.t_net
-            entry["t_device"] += timing.t_device
-            entry["regimes"][timing.regime] += timing.t_device
+            timing, regime, names = row.timing, row.timing.regime, keys(row)
+            parts = len(names)
+            for name in names:
+                entry = sums.get(name)
+                if entry is None:
+                    entry = sums[name] = {"key": name, **_NO_SUMS, "regimes": Counter()}
+                entry["calls"] += row.count // parts
+                entry["flops"] += row.flops // parts
+                entry["flops_recompute"] += row.flops_recompute // parts
+                entry["bytes"] += row.bytes // parts
+                entry["t_comp"] += timing.t_comp / parts
+                entry["t_hbm"] += timing.t_hbm / parts
+                entry["t_net"] += timing.t_net / parts
+                entry["t_device"] += timing.t_device / parts
+                entry["regimes"][regime] += timing.t_device / parts
         total = self.times.t_serial
         result = sorted(sums.values(), key=lambda entry: (-entry["t_device"], entry["key"]))
         for entry in result:
@@ -308,7 +319,8 @@ class Estimate:
         return result
 
     def to_frame(self) -> pandas.DataFrame:
-        """One row per kernel, in launch order."""
+        """One row per kernel, in launch order; `count` equal ones, of `module` up to `module_last`,
+        are one row with the sums of them all."""
         import pandas
 
         records = []
@@ -319,8 +331,10 @@ class Estimate:
                     "kernel": row.index,
                     "name": row.name,
                     "pattern": row.pattern,
+                    "count": row.count,
                     "ops": len(row.ops),
                     "module": row.module,
+                    "module_last": row.modules[-1],
                     "family": row.family,
                     "part": row.part,
                     "precision": row.precision,
@@ -363,11 +377,14 @@ def estimate(
     headline = target.peak(engine, precision)
     unplaced = _timings(planned, target, headline)
     starts, end = schedule(
-        [t.t_device for t in unplaced], planned.launches, _dispatch(planned.execution, target)
+        [t.t_device for t in unplaced],
+        planned.launches,
+        _dispatch(planned.execution, target),
+        [repeat.count for repeat in planned.graph.repeats],
     )
     timings = [
-        Timing(t.t_comp, t.t_hbm, t.t_net, t.gap, start)
-        for t, start in zip(unplaced, starts, strict=True)
+        Timing(n * t.t_comp, n * t.t_hbm, n * t.t_net, n * t.gap, start)
+        for n, t, start in zip((g.times for g in planned.groups), unplaced, starts, strict=True)
     ]
     rows = tuple(
         _row(planned, index, group, cost, timing)
@@ -380,7 +397,7 @@ def estimate(
 
 
 def _timings(planned: Plan, chip: Chip, headline: float) -> list[Timing]:
-    """What each kernel takes; groups with equal work are computed once."""
+    """What one kernel of each group takes; groups with equal work are computed once."""
     bandwidth, gap = chip.memory_bandwidth.value, chip.kernel_gap.value
     moved = planned.total.bytes("link")
     if moved and not chip.links:
@@ -419,24 +436,27 @@ def _headline(planned: Plan, chip: Chip) -> tuple[str, str]:
 
 
 def _row(planned: Plan, index: int, group: FusionGroup, cost: Cost, timing: Timing) -> Row:
-    lead = _lead(planned, group)
+    lead, n = _lead(planned, group), group.times
+    modules = kernel_modules(planned.graph, group.ops, lead)
     return Row(
         index,
         group.name,
         group.pattern,
         group.ops,
-        lead.module,
+        modules[0],
         lead.family,
         lead.part,
-        cost.flops(),
-        cost.flops(counts=("useful",)),
-        cost.flops(counts=("recompute",)),
-        cost.bytes(),
-        bytes_by_role(planned.graph, cost),
-        cost.bytes("link"),
+        n * cost.flops(),
+        n * cost.flops(counts=("useful",)),
+        n * cost.flops(counts=("recompute",)),
+        n * cost.bytes(),
+        {role: n * size for role, size in bytes_by_role(planned.graph, cost).items()},
+        n * cost.bytes("link"),
         _precision(cost),
         group.known,
         timing,
+        n,
+        modules,
     )
 
 

@@ -3,18 +3,25 @@
 `fuse` partitions the kernels of a graph: every kernel op is in exactly one group, and contracting
 the groups leaves no cycle.  Which ops may fuse comes from their rules (pointwise, reduction,
 gather); how groups grow is here; what a group is called comes from the table in `patterns`.
+
+Of a repeat one iteration stands in the graph, between two equal ones.  What joins those to it joins
+every two; a kernel never goes on through more than two (see `Neighbourhood`), where Inductor, of a
+loop written out, would put as many turns into one as MAX_GROUP has room for.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+import math
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import takewhile
 
 from rooftrace.costmodels.execution import ExecutionModel
 from rooftrace.costmodels.patterns import group_name
 from rooftrace.costmodels.registry import FusionClass, find_rule
+from rooftrace.costmodels.runs import Neighbourhood, copies, listed
 from rooftrace.tracer.graph import Op, OpGraph, Ref
 
 MAX_GROUP = 64
@@ -51,13 +58,19 @@ class FusionGroup:
     """One kernel: indices of its ops in execution order, and what to call it.
 
     pattern: the name of a fused group, "op" for a single one.  name: that, or the op's name.
-    known: whether every op has a rule.
+    known: whether every op has a rule.  times: how many kernels it stands for, those of its first
+    op.  repeats: in whose iterations it is launched.
+
+    What joins the end of an iteration to the beginning of the next stands there twice: once for the
+    first iteration, and once for all others.
     """
 
     ops: tuple[int, ...]
     pattern: str
     name: str
     known: bool = True
+    times: int = 1
+    repeats: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
@@ -68,7 +81,8 @@ class _Open:
     one.  floor: the highest rank of a group that it needs.  epoch: how many groups stood before the
     last wait.  stored: whether a library kernel or the caller reads a result of it.  split: whether
     it takes up what a split reduction left, and so finds its inputs in HBM.  reads, made: storages.
-    late: members whose results are there only when the kernel has ended.
+    late: members whose results are there only when the kernel has ended.  repeats: in whose
+    iterations it is launched.
     """
 
     rank: int
@@ -83,23 +97,48 @@ class _Open:
     reads: set[int] = field(default_factory=set)
     made: set[int] = field(default_factory=set)
     late: set[int] = field(default_factory=set)
+    repeats: tuple[int, ...] = ()
 
 
 def fuse(graph: OpGraph, execution: ExecutionModel) -> tuple[FusionGroup, ...]:
     """The kernels of `graph` in launch order under this execution model."""
     classes = _classes(graph)
     if execution.fusion == "detected":
-        groups = [sorted(group.members) for group in _Grower(graph, classes).run()]
+        found = _grown(graph, classes)
+        groups = [sorted(group.members) for group in found]
+        repeats = [group.repeats for group in found]
     else:
         groups = [[op.id] for op in graph.ops if classes[op.id] not in (None, "free")]
-    return tuple(_named(graph, members) for members in groups)
+        repeats = [graph.ops[members[0]].repeats for members in groups]
+    named = tuple(map(partial(_named, graph), groups, repeats))
+    return named if _adds_up(graph, named) else tuple(map(partial(_named, graph), groups))
 
 
-def _named(graph: OpGraph, members: Sequence[int]) -> FusionGroup:
+def _named(
+    graph: OpGraph, members: Sequence[int], repeats: tuple[int, ...] | None = None
+) -> FusionGroup:
     ops = [graph.ops[i] for i in members]
     known = all(find_rule(op.target) is not None for op in ops)
     name = group_name(ops)
-    return FusionGroup(tuple(members), name if len(ops) > 1 else "op", name, known)
+    return FusionGroup(
+        tuple(members),
+        name if len(ops) > 1 else "op",
+        name,
+        known,
+        graph.times(ops[0]),
+        ops[0].repeats if repeats is None else repeats,
+    )
+
+
+def _adds_up(graph: OpGraph, groups: Sequence[FusionGroup]) -> bool:
+    """Whether as many kernels of each kind are launched as there are."""
+    if not graph.repeats:
+        return True
+    left: Counter[tuple[str, ...]] = Counter()
+    for group in groups:
+        launched = math.prod(graph.repeats[r].count for r in group.repeats)
+        left[tuple(graph.ops[i].target for i in group.ops)] += group.times - launched
+    return not any(left.values())
 
 
 def _classes(graph: OpGraph) -> list[FusionClass | None]:
@@ -118,6 +157,15 @@ def _classes(graph: OpGraph) -> list[FusionClass | None]:
     return found
 
 
+def _grown(graph: OpGraph, classes: Sequence[FusionClass | None]) -> list[_Open]:
+    """Groups by rank, alike between every two iterations of a repeat."""
+    around = Neighbourhood(graph)
+    while True:
+        groups = _Grower(graph, classes, around).run()
+        if not around.sites or not around.bar_uneven([group.members for group in groups]):
+            return groups
+
+
 class _Grower:
     """Grows groups greedily.
 
@@ -131,8 +179,14 @@ class _Grower:
     with Inductor's own.
     """
 
-    def __init__(self, graph: OpGraph, classes: Sequence[FusionClass | None]) -> None:
-        self.graph, self.classes = graph, classes
+    def __init__(
+        self,
+        graph: OpGraph,
+        classes: Sequence[FusionClass | None],
+        around: Neighbourhood,
+    ) -> None:
+        self.graph, self.classes, self.around = graph, classes, around
+        self.listed = listed(graph)
         self.groups: list[_Open] = []
         self.group_of: dict[int, _Open] = {}
         self.waiting: dict[int, None] = {}
@@ -140,6 +194,7 @@ class _Grower:
         self.needed_by = _reversed(self.needs)
         self.stored = _stored(graph, classes, self.needs)
         self.recent: list[_Open] = []
+        self.user: Op | None = None
         self.closed = 0
 
     def run(self) -> list[_Open]:
@@ -147,13 +202,13 @@ class _Grower:
         for op in self.graph.ops:
             kind = self.classes[op.id]
             if op.kind == "sync":
-                self._flush(self.needs[op.id])
+                self._flush(self.needs[op.id], op)
                 self.closed = len(self.groups)
                 continue
             if kind is None or kind == "free":
                 continue
             if kind == "opaque":
-                self._flush(self.needs[op.id])
+                self._flush(self.needs[op.id], op)
                 self._start(op, 0, None, False)
             else:
                 self.waiting[op.id] = None
@@ -182,7 +237,7 @@ class _Grower:
             if not targets or -1 in targets or not group.members:
                 continue
             target = self.groups[min(targets)]
-            if _may_merge(group, target):
+            if self._may_merge(group, target):
                 self._merge(group, target)
                 into[group.rank] = target.rank
 
@@ -204,7 +259,7 @@ class _Grower:
                     and group.rank - other.rank <= NEAR
                     and group.epoch == other.epoch
                     and not group.split
-                    and _may_merge(group, other)
+                    and self._may_merge(group, other)
                 ):
                     self._merge(group, other)
                     group = other
@@ -231,8 +286,18 @@ class _Grower:
         others = (self.group_of.get(n) for op in group.members for n in self.needs[op])
         return max((g.rank for g in others if g is not None and g is not group), default=-1)
 
-    def _flush(self, roots: Sequence[int]) -> None:
-        """Place the waiting ops that `roots` depend on, in execution order."""
+    def _may_merge(self, group: _Open, target: _Open) -> bool:
+        return _may_merge(group, target) and self._may_share(group.members, target)
+
+    def _may_share(self, members: Sequence[int], group: _Open) -> bool:
+        """Whether that would not join iterations of a repeat in an uneven way."""
+        return not self.around.sites or self.around.may_share([*members, *group.members])
+
+    def _flush(self, roots: Sequence[int], user: Op | None = None) -> None:
+        """Place the waiting ops that `roots` depend on, in execution order.
+
+        They are launched where their `user` is.
+        """
         found: set[int] = set()
         stack = [r for r in roots if r in self.waiting]
         while stack:
@@ -241,7 +306,7 @@ class _Grower:
                 continue
             found.add(op)
             stack.extend(n for n in self.needs[op] if n in self.waiting)
-        self.recent = []
+        self.recent, self.user = [], user
         for op in sorted(found):
             del self.waiting[op]
             self._place(self.graph.ops[op])
@@ -252,7 +317,7 @@ class _Grower:
         needs = self.needs[op.id]
         producers = self._gathered(needs, size)
         floor = producers[-1].rank if producers else -1
-        reads = {self.graph.values[i].storage for i in op.inputs}
+        reads = self._storages(op, op.inputs)
         if _writes_split_rows(self.graph, op, size, reduced):
             # One kernel reduces, the next writes the rows, and takes what comes after it.
             self._start(op, size, None, True)
@@ -270,6 +335,8 @@ class _Grower:
             joined = _joined(group, size, reduced)
             after = not group.late.isdisjoint(needs)
             if joined is None or (after and size != group.reduced):
+                continue
+            if not self._may_share([op.id], group):
                 continue
             group.size, group.reduced = joined
             self._add(op, group, late=after or self._is_long(op, reduced))
@@ -293,7 +360,7 @@ class _Grower:
                 or before.rank < self.closed
                 or size not in (before.size, before.reduced)
                 or (last.floor == before.rank and before.late)
-                or not _may_merge(last, before)
+                or not self._may_merge(last, before)
             ):
                 break
             self._merge(last, before)
@@ -328,7 +395,7 @@ class _Grower:
                 for user in self.needed_by[number]
             ):
                 found.discard(number)
-        if not found or len(found) == len(members):
+        if not found or len(found) == len(members) or not self._may_share(sorted(found), own):
             return
         group.members = [number for number in group.members if number not in found]
         for number in sorted(found):
@@ -336,6 +403,8 @@ class _Grower:
 
     def _start(self, op: Op, size: int, reduced: int | None, fusable: bool) -> None:
         group = _Open(len(self.groups), size, reduced, fusable, [], epoch=self.closed)
+        beside = fusable and self.user is not None and self.around.beside(self.user, op)
+        group.repeats = self.user.repeats if beside and self.user else op.repeats
         self.groups.append(group)
         self._add(op, group, late=self._is_long(op, reduced))
         if fusable:
@@ -343,8 +412,8 @@ class _Grower:
 
     def _add(self, op: Op, group: _Open, late: bool) -> None:
         group.members.append(op.id)
-        group.reads.update(self.graph.values[i].storage for i in op.inputs)
-        group.made.update(self.graph.values[i].storage for i in op.outputs)
+        group.reads |= self._storages(op, op.inputs)
+        group.made |= self._storages(op, op.outputs)
         group.stored = group.stored or op.id in self.stored
         for number in self.needs[op.id]:
             other = self.group_of.get(number)
@@ -353,6 +422,19 @@ class _Grower:
         if late:
             group.late.add(op.id)
         self.group_of[op.id] = group
+
+    def _storages(self, op: Op, values: Sequence[int]) -> set[int]:
+        """Storages of an op's inputs or outputs.
+
+        Where it takes or makes all copies of one, there is a negative number for each further copy;
+        of these no more than FEW_READS make a difference.
+        """
+        found = {self.graph.values[i].storage for i in values}
+        for storage, count in self.listed.get(op.id, {}).items():
+            if storage in found:
+                more = range(min(count - 1, FEW_READS))
+                found.update(-1 - storage * FEW_READS - copy for copy in more)
+        return found
 
     def _is_long(self, op: Op, reduced: int | None) -> bool:
         """Whether the op reduces rows too long to stay on the SM, and writes only the result."""
@@ -433,8 +515,9 @@ def _iteration(graph: OpGraph, op: Op, kind: FusionClass | None) -> tuple[int, i
     # A batch norm in evaluation knows its mean and variance: nothing is left to reduce.
     if kind != "reduction" or op.arguments.get("training") is False:
         # A list of outputs that are not alike (_foreach_add) is iterated over as a whole.
-        lists = op.name.startswith("aten._foreach")
-        return sum(outputs) if lists else max(outputs, default=0), None
+        if op.name.startswith("aten._foreach"):
+            return sum(copies(graph, op, i) * graph.values[i].elements for i in op.outputs), None
+        return max(outputs, default=0), None
     target = op.arguments.get("target")
     if op.name.startswith("aten.nll_loss") and isinstance(target, Ref):
         return graph.values[target.id].elements, 1  # one logarithm per target is read

@@ -32,8 +32,8 @@ def islands(graph: OpGraph) -> tuple[Island, ...]:
         if tensor.dtype in expected or precision(tensor.dtype).kind != "float":
             continue
         entry = found.setdefault((tensor.dtype, pattern_of(where)), [0, 0])
-        entry[0] += 1
-        entry[1] += tensor.nbytes
+        entry[0] += graph.times(tensor)
+        entry[1] += graph.times(tensor) * tensor.nbytes
     made = (Island(name, where, *counts) for (name, where), counts in found.items())
     return tuple(sorted(made, key=lambda i: (-i.bytes, i.where, i.precision)))
 

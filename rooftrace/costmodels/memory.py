@@ -4,19 +4,26 @@ Weights, inputs, caches, gradients, optimizer states and results stay to the end
 everything else lives from the op that makes it to the last one that touches it.  The peak is a
 lower bound of what an allocator reserves: fragmentation, workspaces, Python variables that outlive
 their use, and the framework's own context come on top.
+
+Of many equal iterations a few are gone through.  What an iteration leaves behind or takes away is
+the same for all in the middle, so bytes grow or fall in a straight line there, and the most is at
+one of its ends.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, chain, product
 from typing import Any
 
+from rooftrace.costmodels.runs import REVERSED, segments
 from rooftrace.costmodels.traffic import storage_sizes
 from rooftrace.hardware.chip import Chip
-from rooftrace.tracer.graph import ROLES, OpGraph
+from rooftrace.tracer.graph import ROLES, Neighbour, Op, OpGraph, Tensor, references
 
 _LISTED = ("weights", "kv", "gradients", "optimizer")
 
@@ -64,21 +71,27 @@ class Memory:
 
 def memory(graph: OpGraph) -> Memory:
     """Liveness of `graph` in its captured order (eager, attention as one kernel)."""
+    steps = _Steps(graph)
     sizes = storage_sizes(graph)
-    births, deaths = _lifetimes(graph)
+    births, deaths = _lifetimes(steps)
     alive: Counter[str] = Counter()
-    for storage in births.get(-1, ()):
-        alive[graph.values[storage].role] += sizes[storage]
+    for storage, times in births.get(-1, ()):
+        alive[graph.values[storage].role] += times * sizes[storage]
     # Weights that this step does not read (experts without tokens) are there all the same.
     stored = int(graph.model.get("bytes_parameters", 0)) + int(graph.model.get("bytes_buffers", 0))
     alive["weights"] = max(alive["weights"], stored)
     tally = _Tally(alive)
-    for op in graph.ops:
-        for storage in births.get(op.id, ()):
-            tally.change(graph.values[storage].role, sizes[storage])
-        tally.look(op.id)
-        for storage in deaths.get(op.id, ()):
-            tally.change(graph.values[storage].role, -sizes[storage])
+    before: list[Counter[str]] = []
+    for moment, step in enumerate(steps.steps):
+        if step.begins:
+            before += [Counter(tally.alive)] * step.begins
+        for storage, times in births.get(moment, ()):
+            tally.change(graph.values[storage].role, times * sizes[storage])
+        tally.look(step.op.id)
+        for storage, times in deaths.get(moment, ()):
+            tally.change(graph.values[storage].role, -times * sizes[storage])
+        for left_out in step.ends:
+            tally.again(before.pop(), left_out)
     return tally.result()
 
 
@@ -101,6 +114,11 @@ class _Tally:
         else:
             self.others += size
 
+    def again(self, before: Mapping[str, int], times: int) -> None:
+        """What has changed since `before` changes as much another `times`."""
+        for role in ROLES:
+            self.change(role, times * (self.alive[role] - before[role]))
+
     def look(self, op: int) -> None:
         """Remember this moment if it is the fullest so far."""
         self.most_others = max(self.most_others, self.others)
@@ -122,46 +140,216 @@ class _Tally:
         )
 
 
-def _lifetimes(graph: OpGraph) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
-    """Storages by the op that makes them (-1: from outside), and by the op that ends their life.
+_At = Mapping[int, int]
+"""Which iteration of each repeat."""
+
+
+@dataclass(slots=True)
+class _Step:
+    """An op in one of the iterations that are gone through.
+
+    begins: how many iterations that stand for others begin here.  ends: for those that end here,
+    how many others they stand for.
+    """
+
+    op: Op
+    at: _At
+    begins: int = 0
+    ends: tuple[int, ...] = ()
+
+
+_EDGE = 3
+"""Iterations at either end of a repeat that are gone through: an iteration reads what the one
+beside it made, which may be a view of what the one beside that made."""
+
+
+_VARIES = -1
+
+
+class _Steps:
+    """The ops in order, of repeats the first and last iterations and one for all between.
+
+    Storages have a number for each of these iterations.
+    """
+
+    def __init__(self, graph: OpGraph) -> None:
+        self.graph = graph
+        self.counts = [min(repeat.count, 2 * _EDGE + 1) for repeat in graph.repeats]
+        self.left_out = [
+            repeat.count - count for repeat, count in zip(graph.repeats, self.counts, strict=True)
+        ]
+        copies = (math.prod(self.counts[r] for r in tensor.repeats) for tensor in graph.values)
+        self.first = list(accumulate(copies, initial=0))
+        # Most values have one storage, wherever they are used.
+        self.alone = [
+            _VARIES if tensor.repeats or self._varies(tensor) else self.first[tensor.storage]
+            for tensor in graph.values
+        ]
+        self.varying = {op.id for op in graph.ops if self._any_varies(op)}
+        self.places = [op.repeats for op in graph.ops]
+        self.steps: list[_Step] = []
+        self._write(range(len(graph.ops)), 0, {})
+
+    def _varies(self, tensor: Tensor) -> bool:
+        return tensor.then is not None or bool(self.graph.values[tensor.storage].repeats)
+
+    def _any_varies(self, op: Op) -> bool:
+        if not self.graph.repeats:
+            return False
+        return any(self.alone[i] == _VARIES for i in (*op.inputs, *op.outputs)) or any(
+            ref.then is not None for ref in references(op.arguments)
+        )
+
+    def _write(self, part: range, depth: int, at: _At) -> None:
+        ops = self.graph.ops
+        for repeat, inside in segments(self.places, part, depth):
+            if repeat is None:
+                self.steps += [_Step(op, at) for op in ops[inside.start : inside.stop]]
+                continue
+            order = range(self.counts[repeat])
+            for iteration in reversed(order) if ops[inside.start].part in REVERSED else order:
+                first = len(self.steps)
+                self._write(inside, depth + 1, {**at, repeat: iteration})
+                if iteration == _EDGE and self.left_out[repeat]:
+                    self.steps[first].begins += 1
+                    self.steps[-1].ends += (self.left_out[repeat],)
+
+    # -- storages ----------------------------------------------------------------------------------
+
+    def touched(self, step: _Step) -> list[int]:
+        """Numbers of the storages that an op reads or writes there."""
+        op = step.op
+        if op.id not in self.varying:
+            return [self.alone[value] for value in (*op.inputs, *op.outputs)]
+        found: list[int] = []
+        for ref in references(op.arguments):
+            if ref.every:
+                found += self.copies(ref.id, step.at)
+            else:
+                found.append(self._number(ref.id, ref.then, step.at))
+        return found + self.made(step)
+
+    def made(self, step: _Step) -> list[int]:
+        """Numbers of the storages of its outputs."""
+        op = step.op
+        if op.id not in self.varying:
+            return [self.alone[value] for value in op.outputs]
+        return [number for value in op.outputs for number in self.copies(value, step.at)]
+
+    def copies(self, value: int, at: _At) -> Iterator[int]:
+        """Numbers of the storages of a value in all iterations of what `at` does not say."""
+        repeats = [r for r in self.graph.values[value].repeats if r not in at]
+        for place in product(*(range(self.counts[r]) for r in repeats)):
+            yield self._number(value, None, {**at, **dict(zip(repeats, place, strict=True))})
+
+    def _number(self, value: int, then: Neighbour | None, at: _At) -> int:
+        beside = self._beside(then, at)
+        if then is not None and beside is not None:
+            value, at = then.value, beside
+        tensor = self.graph.values[value]
+        outside = [r for r in tensor.repeats if r not in at]
+        if outside:
+            at = {**at, **{r: self._ran_last(value, r) for r in outside}}
+        beside = self._beside(tensor.then, at)
+        if tensor.then is not None and beside is not None:
+            return self._place(tensor.then.value, beside)
+        return self._place(tensor.storage, at)
+
+    def _beside(self, then: Neighbour | None, at: _At) -> _At | None:
+        """The iteration that a Neighbour is in, None where there is no such iteration."""
+        if then is None or then.repeat not in at:
+            return None
+        iteration = at[then.repeat] + then.shift
+        if not 0 <= iteration < self.counts[then.repeat]:
+            return None
+        return {**at, then.repeat: iteration}
+
+    def _place(self, storage: int, at: _At) -> int:
+        offset = 0
+        for repeat in self.graph.values[storage].repeats:
+            iteration = at[repeat] if repeat in at else self._ran_last(storage, repeat)
+            offset = offset * self.counts[repeat] + iteration
+        return self.first[storage] + offset
+
+    def _ran_last(self, value: int, repeat: int) -> int:
+        maker = self.graph.producers.get(value)
+        back = maker is not None and self.graph.ops[maker].part in REVERSED
+        return 0 if back else self.counts[repeat] - 1
+
+    def storage(self, number: int) -> int:
+        """Whose number this is."""
+        return bisect_right(self.first, number) - 1 if self.graph.repeats else number
+
+    def times(self, number: int, storage: int, at: _At) -> int:
+        """How many copies come or go together with this one, in this iteration."""
+        repeats = self.graph.values[storage].repeats
+        if not repeats:
+            return 1
+        offset, times = number - self.first[storage], 1
+        for repeat in reversed(repeats):
+            offset, iteration = divmod(offset, self.counts[repeat])
+            # Others go in their own iterations, unless it is far away that this one goes.
+            far = repeat not in at or abs(at[repeat] - _EDGE) == _EDGE
+            if iteration == _EDGE and far:
+                times *= 1 + self.left_out[repeat]
+        return times
+
+
+Lives = Mapping[int, Sequence[tuple[int, int]]]
+"""(storage, how many) by step."""
+
+
+def _lifetimes(steps: _Steps) -> tuple[Lives, Lives]:
+    """Storages by the step that makes them (-1: from outside), and by the one that ends their life.
 
     What an autograd node receives (saved tensors, gradients) lives until the node has ended.
     """
+    graph = steps.graph
     values = graph.values
-    touched = {values[i].storage for op in graph.ops for i in (*op.inputs, *op.outputs)}
-    used = touched | {values[i].storage for i in (*graph.inputs, *graph.outputs)}
+    touched = [steps.touched(step) for step in steps.steps]
+    kept = {number for value in graph.outputs for number in steps.copies(value, {})}
+    given = {number for value in graph.inputs for number in steps.copies(value, {})}
+    used = {steps.storage(number) for number in kept | given | set(chain.from_iterable(touched))}
     outside = {values[i].storage for i in graph.external} & used
-    born = dict.fromkeys(sorted(outside), -1)
+    born = {number: -1 for s in sorted(outside) for number in steps.copies(s, {})}
     last: dict[int, int] = {}
-    for first, end in _nodes(graph):
-        for op in graph.ops[first:end]:
-            for index in op.outputs:
-                born.setdefault(values[index].storage, op.id)
-            for index in (*op.inputs, *op.outputs):
-                storage = values[index].storage
-                last[storage] = end - 1 if born.get(storage, -1) < first else op.id
-    stays = (outside - _replaced_caches(graph)) | {values[i].storage for i in graph.outputs}
-    births: dict[int, list[int]] = defaultdict(list)
-    deaths: dict[int, list[int]] = defaultdict(list)
-    for storage, when in born.items():
-        births[when].append(storage)
-        if storage not in stays and values[storage].role != "gradients":
-            deaths[last.get(storage, when)].append(storage)
+    for first, end in _nodes(graph, steps.steps):
+        for moment in range(first, end):
+            for number in steps.made(steps.steps[moment]):
+                born.setdefault(number, moment)
+            for number in touched[moment]:
+                last[number] = end - 1 if born.get(number, -1) < first else moment
+    replaced = _replaced_caches(graph)
+    births: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    deaths: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    for number, moment in born.items():
+        storage = steps.storage(number)
+        at = steps.steps[moment].at if moment >= 0 else {}
+        births[moment].append((storage, steps.times(number, storage, at)))
+        stays = number in kept or (storage in outside and storage not in replaced)
+        if not stays and values[storage].role != "gradients":
+            moment = last.get(number, moment)
+            at = steps.steps[moment].at if moment >= 0 else {}
+            deaths[moment].append((storage, steps.times(number, storage, at)))
     return births, deaths
 
 
-def _nodes(graph: OpGraph) -> Iterator[tuple[int, int]]:
-    """Ranges of ops that run as one autograd node; outside backward every op is one of its own."""
+def _nodes(graph: OpGraph, steps: Sequence[_Step]) -> Iterator[tuple[int, int]]:
+    """Ranges of steps that are one autograd node; outside backward every op is one of its own."""
     first = 0
-    previous: tuple[str, str, int] | None = None
-    for op in graph.ops:
-        node = (op.function, op.module, op.call) if op.part == "backward" else None
-        if op.id > first and (node is None or node != previous):
-            yield first, op.id
-            first = op.id
+    previous: tuple[Any, ...] | None = None
+    for moment, step in enumerate(steps):
+        op = step.op
+        node: tuple[Any, ...] | None = None
+        if op.part == "backward":
+            layers = [step.at[r] for r in op.repeats if graph.repeats[r].container is not None]
+            node = (op.function, op.module, op.call, *layers)
+        if moment > first and (node is None or node != previous):
+            yield first, moment
+            first = moment
         previous = node
-    if graph.ops:
-        yield first, len(graph.ops)
+    if steps:
+        yield first, len(steps)
 
 
 def _replaced_caches(graph: OpGraph) -> set[int]:

@@ -9,6 +9,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from typing import Any
 
 from rooftrace.costmodels.advice import cache_products
@@ -87,8 +88,9 @@ class Plan:
 
     source: the graph as captured.  graph: after rewriting (naive attention stands as its matrix
     products).  op_costs: one per op, bound to storages.  groups and costs: kernels in launch order
-    and what each costs.  launches: what the host does.  compulsory: bytes that any execution moves.
-    notes: what was rewritten, and what about the structure is worth knowing, a sentence each.
+    and what each costs, once.  launches: what the host does.  compulsory: bytes that any execution
+    moves.  notes: what was rewritten, and what about the structure is worth knowing, a sentence
+    each.
     """
 
     source: OpGraph
@@ -107,9 +109,10 @@ class Plan:
         """Work and traffic of all groups."""
         work: Counter[Any] = Counter()
         traffic: Counter[Any] = Counter()
-        for cost in self.costs:
-            work.update(cost.work)
-            traffic.update(cost.traffic)
+        for group, cost in zip(self.groups, self.costs, strict=True):
+            for sums, amounts in ((work, cost.work), (traffic, cost.traffic)):
+                for key, amount in amounts.items():
+                    sums[key] += group.times * amount
         return Cost(work, traffic)
 
     @cached_property
@@ -160,31 +163,41 @@ def _launches(
     everything up to the next wait at once.  A wait stands before the first group with an op that
     comes after it.
     """
-    eager, compiled = execution.dispatch == "eager", execution.dispatch == "compiled"
-    syncs = deque(op.id for op in graph.ops if op.kind == "sync")
+    dispatch = execution.dispatch
+    syncs = deque(op for op in graph.ops if op.kind == "sync")
     launches: list[Launch] = []
     done = 0  # ops dispatched so far
 
-    def dispatch(last: int) -> int:
+    def enqueue(last: int, repeats: tuple[int, ...] | None) -> int:
+        """Dispatches for what is next; those in other repeats are launches of their own."""
         nonlocal done
-        before, done = done, max(done, last + 1)
-        if eager:
-            return done - before
-        fresh = not launches or launches[-1].sync
-        return 1 if compiled or fresh else 0
+        if dispatch == "graph":
+            if repeats and not launches:
+                launches.append(Launch(1, on_device=False))
+            return 1 if not launches or launches[-1].sync else 0
+        if dispatch == "compiled":
+            return 1
+        ops, done = graph.ops[done : last + 1], max(done, last + 1)
+        for inside, members in groupby(ops, lambda op: op.repeats):
+            launches.append(Launch(len(list(members)), on_device=False, repeats=inside))
+        if ops and ops[-1].repeats == repeats:
+            return launches.pop().dispatches
+        return 0
 
     def wait() -> None:
         sync = syncs.popleft()
-        launches.append(Launch(dispatch(sync) if eager else 0, on_device=False, sync=True))
+        count = enqueue(sync.id, sync.repeats) if dispatch == "eager" else 0
+        launches.append(Launch(count, on_device=False, sync=True, repeats=sync.repeats))
 
     for group in groups:
-        while syncs and syncs[0] < group.ops[-1]:
+        while syncs and syncs[0].id < group.ops[-1]:
             wait()
-        launches.append(Launch(dispatch(group.ops[-1]), on_device=True))
+        count = enqueue(group.ops[-1], group.repeats)
+        launches.append(Launch(count, on_device=True, repeats=group.repeats))
     while syncs:
         wait()
-    if eager and done < len(graph.ops):
-        launches.append(Launch(len(graph.ops) - done, on_device=False))
+    if dispatch == "eager" and done < len(graph.ops):
+        enqueue(len(graph.ops) - 1, None)
     return tuple(launches)
 
 
@@ -197,11 +210,12 @@ def _coverage(graph: OpGraph, costs: Sequence[Cost], known: Sequence[bool]) -> C
     for op, cost, has_rule in zip(graph.ops, costs, known, strict=True):
         if op.kind != "kernel":
             continue
-        size = cost.bytes() + cost.bytes("link")
-        ops += 1
+        times = graph.times(op)
+        size = times * (cost.bytes() + cost.bytes("link"))
+        ops += times
         total += size
         if not has_rule:
-            counts[op.target] += 1
+            counts[op.target] += times
             sizes[op.target] += size
             where[op.target][pattern_of(op.module)] = None
             shapes.setdefault(op.target, _shapes(graph, op.inputs[:3]))

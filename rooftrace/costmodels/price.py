@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
+from itertools import groupby, product
 from typing import Any
 
 from rooftrace.costmodels.cost import NOTHING, Cost, OpView, Slot, TensorView, Work
 from rooftrace.costmodels.registry import find_rule
+from rooftrace.costmodels.runs import missing
 from rooftrace.hardware.precision import precision, storage_bytes
 from rooftrace.tracer.graph import Argument, Op, OpGraph, Ref, Tensor
 
 
 def price_ops(graph: OpGraph) -> tuple[tuple[Cost, ...], tuple[bool, ...]]:
-    """The cost of each op, bound to storages, and whether it has a rule.
+    """The cost of each op, once, bound to storages, and whether it has a rule.
 
     An op without a rule is priced at the bytes of its inputs and outputs: a lower bound of its
     traffic.  Views and waits cost nothing here.  What runs a second time in backward (checkpoints)
@@ -24,16 +27,17 @@ def price_ops(graph: OpGraph) -> tuple[tuple[Cost, ...], tuple[bool, ...]]:
     known: list[bool] = []
     sizes = [(t.shape, t.dtype, t.stride) for t in graph.values]
     storages = [t.storage for t in graph.values]
+    copies = _Copies(graph, sizes, storages)
     for op in graph.ops:
         if op.kind != "kernel":
             costs.append(NOTHING)
             known.append(True)
             continue
-        key, local = _signature(op, sizes, storages)
+        key, local = _signature(copies.written_out(op), sizes, storages)
         found = memo.get(key)
         if found is None:
             found = memo[key] = _price(_view(key))
-        cost = found[0].bind(local) if found[0].traffic else found[0]
+        cost = found[0].bind(copies.owners(local)) if found[0].traffic else found[0]
         costs.append(cost.recomputed() if op.part == "recompute" else cost)
         known.append(found[1])
     return tuple(costs), tuple(known)
@@ -61,6 +65,82 @@ def _split_masked(cost: Cost, view: OpView) -> Cost:
         else:
             work[key] = flop
     return Cost(work, cost.traffic)
+
+
+class _Copies:
+    """Lists of all copies of a value, as an op outside of their repeat takes or makes them.
+
+    Every copy gets a number behind those of the values, a size and a storage of its own.
+    """
+
+    def __init__(self, graph: OpGraph, sizes: list[tuple[Any, ...]], storages: list[int]) -> None:
+        self.graph, self.sizes, self.storages = graph, sizes, storages
+        self.known: dict[tuple[int, tuple[int, ...]], list[int]] = {}
+        self.stored: dict[tuple[int, tuple[int, ...]], int] = {}
+        self.owner: dict[int, int] = {}
+
+    def written_out(self, op: Op) -> Op:
+        """The op with its lists at their full length."""
+        if not self.graph.repeats:
+            return op
+        values = self.graph.values
+        if all(values[v].repeats in ((), op.repeats) for v in (*op.inputs, *op.outputs)):
+            return op
+        arguments = {name: self._argument(op, item) for name, item in op.arguments.items()}
+        inputs = tuple(_numbers(arguments.values()))
+        outputs = tuple(self._listed(op, op.outputs))
+        return replace(op, arguments=arguments, inputs=inputs, outputs=outputs)
+
+    def owners(self, local: tuple[int, ...]) -> tuple[int, ...]:
+        """Storages as the graph knows them."""
+        return tuple([self.owner.get(s, s) for s in local]) if self.owner else local
+
+    def _argument(self, op: Op, item: Argument) -> Argument:
+        if type(item) is not tuple:
+            return item
+        result: list[Argument] = []
+        for every, group in groupby(item, lambda x: type(x) is Ref and x.every):
+            if every:
+                result += map(Ref, self._listed(op, [ref.id for ref in group]))
+            else:
+                result += (self._argument(op, x) for x in group)
+        return tuple(result)
+
+    def _listed(self, op: Op, values: Sequence[int]) -> Iterator[int]:
+        """Copy by copy, where several values stand side by side."""
+        for outside, group in groupby(values, lambda v: missing(self.graph, op, v)):
+            copies = [self._copies(v, outside) if outside else [v] for v in group]
+            for side_by_side in zip(*copies, strict=True):
+                yield from side_by_side
+
+    def _copies(self, value: int, repeats: tuple[int, ...]) -> list[int]:
+        """Numbers for the copies of a value in these repeats."""
+        found = self.known.get((value, repeats))
+        if found is None:
+            found = self.known[value, repeats] = []
+            storage = self.graph.values[value].storage
+            own = [r in self.graph.values[storage].repeats for r in repeats]
+            for place in product(*(range(self.graph.repeats[r].count) for r in repeats)):
+                found.append(len(self.sizes))
+                self.sizes.append(self.sizes[value])
+                part = tuple(q for q, is_own in zip(place, own, strict=True) if is_own)
+                self.storages.append(self._storage(storage, part))
+        return found
+
+    def _storage(self, storage: int, place: tuple[int, ...]) -> int:
+        if not place:
+            return storage
+        found = self.stored.setdefault((storage, place), -1 - len(self.stored))
+        self.owner[found] = storage
+        return found
+
+
+def _numbers(argument: Any) -> Iterator[int]:
+    for item in argument:
+        if type(item) is Ref:
+            yield item.id
+        elif type(item) is tuple:
+            yield from _numbers(item)
 
 
 def _signature(

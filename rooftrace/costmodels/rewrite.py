@@ -12,7 +12,7 @@ from dataclasses import replace
 from rooftrace.costmodels.attention_forms import flash_from_products, materialise_attention
 from rooftrace.costmodels.execution import ExecutionModel
 from rooftrace.hardware.precision import PrecisionError, precision
-from rooftrace.tracer.graph import Argument, OpGraph, Ref, Tensor, refs
+from rooftrace.tracer.graph import Argument, OpGraph, Tensor, references, refs
 
 CACHE_APPEND = "rooftrace.cache_append.default"
 
@@ -72,16 +72,20 @@ def append_in_place(graph: OpGraph) -> tuple[OpGraph, int]:
     values, ops = graph.values, []
     moved: dict[int, int] = {}
     grown: set[int] = set()
+    count = 0
     for op in graph.ops:
         if op.name == "aten.cat" and op.outputs and values[op.outputs[0]].role == "kv":
-            old, *new = op.inputs
+            whole, *new = references(op.arguments)
+            old = whole.id
             cache = moved.get(values[old].storage, values[old].storage)
-            if values[old].role == "kv" and values[old].elements and new and old not in grown:
+            is_cache = values[old].role == "kv" and values[old].elements and not whole.every
+            if is_cache and new and old not in grown:
                 grown.add(old)
                 moved[values[op.outputs[0]].storage] = cache
+                count += graph.times(op)
                 arguments: dict[str, Argument] = {
-                    "cache": Ref(old),
-                    "new": tuple(Ref(i) for i in new),
+                    "cache": whole,
+                    "new": tuple(new),
                     "dim": op.arguments.get("dim", 0),
                 }
                 op = replace(
@@ -93,7 +97,7 @@ def append_in_place(graph: OpGraph) -> tuple[OpGraph, int]:
     shared = tuple(
         replace(t, storage=moved[t.storage]) if t.storage in moved else t for t in values
     )
-    return graph.replace(values=shared, ops=tuple(ops)).verify(), len(moved)
+    return graph.replace(values=shared, ops=tuple(ops)).verify(), count
 
 
 def without_dead_ops(graph: OpGraph) -> tuple[OpGraph, int]:
@@ -103,16 +107,40 @@ def without_dead_ops(graph: OpGraph) -> tuple[OpGraph, int]:
     """
     storage = [t.storage for t in graph.values]
     live = {storage[i] for i in (*graph.outputs, *graph.external)}
-    kept = []
-    for op in reversed(graph.ops):
-        if op.kind == "sync" or not op.outputs or any(storage[i] in live for i in op.outputs):
-            kept.append(op)
-            live.update(storage[i] for i in op.inputs)
+    carried = _carried(graph)
+    before = -1
+    # What an iteration reads of the one before it, that one makes: once more with what was found.
+    while before != len(live):
+        before, kept = len(live), []
+        for op in reversed(graph.ops):
+            if op.kind == "sync" or not op.outputs or any(storage[i] in live for i in op.outputs):
+                kept.append(op)
+                live.update(storage[i] for i in op.inputs)
+                live.update(carried.get(op.id, ()))
+        if not carried:
+            break
     if len(kept) == len(graph.ops):
         return graph, 0
     ops = tuple(replace(op, id=index) for index, op in enumerate(reversed(kept)))
     smaller = graph.replace(ops=ops).verify()
-    return smaller, len(list(graph.kernels())) - len(list(smaller.kernels()))
+    return smaller, _launched(graph) - _launched(smaller)
+
+
+def _carried(graph: OpGraph) -> dict[int, set[int]]:
+    """By op: storages that it reads or writes of the iteration beside its own."""
+    values = graph.values
+    found: dict[int, set[int]] = {}
+    for op in graph.ops if graph.repeats else ():
+        beside = [ref.then for ref in references(op.arguments)]
+        beside += [values[i].then for i in (*op.inputs, *op.outputs)]
+        storages = {values[then.value].storage for then in beside if then is not None}
+        if storages:
+            found[op.id] = storages
+    return found
+
+
+def _launched(graph: OpGraph) -> int:
+    return sum(graph.times(op) for op in graph.kernels())
 
 
 # -- precisions ------------------------------------------------------------------------------------
@@ -178,7 +206,7 @@ def reprice(
             and not stays
             and precision(tensor.dtype).kind == "float"
         ):
-            islands[tensor.dtype] += 1
+            islands[tensor.dtype] += graph.times(tensor)
         values.append(tensor)
     model = {
         **graph.model,
@@ -212,7 +240,8 @@ def _parameter_bytes(graph: OpGraph, values: list[Tensor]) -> int:
     own = new = 0
     for index in graph.external:
         if graph.values[index].role == "weights" and graph.values[index].storage == index:
-            own += graph.values[index].nbytes
-            new += values[index].nbytes
+            copies = graph.times(graph.values[index])
+            own += copies * graph.values[index].nbytes
+            new += copies * values[index].nbytes
     total = int(graph.model.get("bytes_parameters", own))
     return round(total * new / own) if own else total

@@ -9,11 +9,13 @@ So t_bound <= t_serial <= t_est, and t_launch = t_est - t_serial.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rooftrace.costmodels.cost import COMPUTED, Cost, Work
 from rooftrace.costmodels.execution import ExecutionModel
+from rooftrace.costmodels.runs import segments
 from rooftrace.hardware.chip import Chip
 from rooftrace.hardware.precision import compute_family
 
@@ -22,7 +24,10 @@ REGIMES = ("compute", "hbm", "network", "launch")
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds of one kernel group: the three terms, the gap after the kernel, and its start."""
+    """Seconds of a kernel group, over all kernels that it stands for: three terms, and the gaps.
+
+    start: when the first of them starts.
+    """
 
     t_comp: float
     t_hbm: float
@@ -32,7 +37,7 @@ class Timing:
 
     @property
     def t_device(self) -> float:
-        """How long the device is busy with the group, gap included."""
+        """How long the device is busy with the group, gaps included."""
         return max(self.t_comp, self.t_hbm, self.t_net) + self.gap
 
     @property
@@ -60,11 +65,12 @@ class Timing:
 @dataclass(frozen=True, slots=True)
 class Launch:
     """What the host does next: `dispatches` enqueues, of which the last is one kernel group if
-    `on_device`; then it waits for the device if `sync`."""
+    `on_device`; then it waits for the device if `sync`.  Once in every iteration of `repeats`."""
 
     dispatches: int
     on_device: bool
     sync: bool = False
+    repeats: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,26 +170,109 @@ def schedule(
     durations: Sequence[float],
     launches: Sequence[Launch],
     dispatch: float,
+    counts: Sequence[int] = (),
 ) -> tuple[list[float], float]:
-    """Start of each group on the device, and when the step ends.
+    """Start of each group on the device (the first time), and when the step ends.
 
     The host enqueues `dispatches` times (`dispatch` seconds each); the device starts a group when
     it is enqueued and the one before has ended, and is busy for its duration; after a sync the host
-    goes on only when the device is idle.
+    goes on only when the device is idle.  counts: how many iterations each repeat has.
     """
     placed = sum(launch.on_device for launch in launches)
     if placed != len(durations):
         raise ValueError(f"{len(durations)} durations for {placed} groups on the device")
-    host = device = 0.0
-    starts: list[float] = []
-    for launch in launches:
-        host += launch.dispatches * dispatch
-        if launch.on_device:
-            starts.append(max(host, device))
-            device = starts[-1] + durations[len(starts) - 1]
-        if launch.sync:
-            host = max(host, device)
-    return starts, max(host, device)
+    times = iter(durations)
+    steps = [
+        _Step(one.dispatches * dispatch, next(times) if one.on_device else None, one.sync)
+        for one in launches
+    ]
+    queue = _Queue(steps, [launch.repeats for launch in launches], counts)
+    host, device = queue.run(range(len(steps)), 0, (0.0, 0.0))
+    return queue.starts, max(host, device)
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A launch in seconds: of the host, and of the device (None where it has nothing to do)."""
+
+    host: float
+    device: float | None
+    sync: bool
+
+
+_Clocks = tuple[float, float]
+"""When the host and the device are done with what was enqueued so far."""
+_Shift = tuple[float, float, float, float]
+"""What an iteration does to the clocks (h, d): (max(h + a, d + b), max(h + c, d + e))."""
+_NEVER = -math.inf
+
+
+class _Queue:
+    """The two tracks.  Launches shift and join two clocks, and so do all iterations of a repeat."""
+
+    def __init__(
+        self, steps: Sequence[_Step], repeats: Sequence[tuple[int, ...]], counts: Sequence[int]
+    ) -> None:
+        self.steps, self.repeats, self.counts = steps, repeats, counts
+        self.starts: list[float] = []
+
+    def run(self, part: range, depth: int, clocks: _Clocks) -> _Clocks:
+        """Run these launches once, first iterations one by one; remember when groups start."""
+        for repeat, inside in segments(self.repeats, part, depth):
+            if repeat is None:
+                host, device = clocks
+                for step in self.steps[inside.start : inside.stop]:
+                    host += step.host
+                    if step.device is not None:
+                        start = max(host, device)
+                        self.starts.append(start)
+                        device = start + step.device
+                    if step.sync:
+                        host = max(host, device)
+                clocks = host, device
+            else:
+                host, device = self.run(inside, depth + 1, clocks)
+                a, b, c, e = _power(self._shift(inside, depth + 1), self.counts[repeat] - 1)
+                clocks = max(host + a, device + b), max(host + c, device + e)
+        return clocks
+
+    def _shift(self, part: range, depth: int) -> _Shift:
+        """What these launches do to any clocks."""
+        total = _NO_SHIFT
+        for repeat, inside in segments(self.repeats, part, depth):
+            if repeat is not None:
+                inner = self._shift(inside, depth + 1)
+                total = _after(total, _power(inner, self.counts[repeat]))
+                continue
+            for step in self.steps[inside.start : inside.stop]:
+                busy = step.device
+                shift: _Shift = (step.host, _NEVER, _NEVER, 0.0)
+                if busy is not None:
+                    shift = (step.host, _NEVER, step.host + busy, busy)
+                if step.sync:
+                    shift = (max(shift[0], shift[2]), shift[3], shift[2], shift[3])
+                total = _after(total, shift)
+        return total
+
+
+_NO_SHIFT: _Shift = (0.0, _NEVER, _NEVER, 0.0)
+
+
+def _after(first: _Shift, then: _Shift) -> _Shift:
+    """One shift after the other: a product of matrices whose sum is max and whose product is +."""
+    a, b, c, e = first
+    p, q, r, s = then
+    return max(p + a, q + c), max(p + b, q + e), max(r + a, s + c), max(r + b, s + e)
+
+
+def _power(shift: _Shift, count: int) -> _Shift:
+    """The same shift `count` times."""
+    result = _NO_SHIFT
+    while count:
+        if count & 1:
+            result = _after(result, shift)
+        shift, count = _after(shift, shift), count >> 1
+    return result
 
 
 def step_times(timings: Iterable[Timing], t_est: float) -> StepTimes:

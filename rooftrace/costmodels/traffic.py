@@ -7,12 +7,13 @@ read is read once.  The compulsory floor is what any execution has to move.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rooftrace.costmodels.cost import Access, Cost, Work
 from rooftrace.costmodels.execution import ExecutionModel
 from rooftrace.costmodels.fuse import FusionGroup
+from rooftrace.costmodels.runs import listed
 from rooftrace.tracer.graph import ROLES, Op, OpGraph
 
 
@@ -22,7 +23,7 @@ def group_costs(
     op_costs: Sequence[Cost],
     execution: ExecutionModel,
 ) -> tuple[Cost, ...]:
-    """One cost per group: work added up, traffic without internal values, factors applied."""
+    """One cost per group, run once: work added up, traffic without internal values, factors."""
     merger = _Merger(graph, groups, op_costs)
     scale = _Factors(graph, execution)
     results = []
@@ -39,7 +40,7 @@ class _Merger:
         self, graph: OpGraph, groups: Sequence[FusionGroup], op_costs: Sequence[Cost]
     ) -> None:
         self.graph, self.groups, self.op_costs = graph, groups, op_costs
-        self.sizes = storage_sizes(graph)
+        self.sizes, self.listed = storage_sizes(graph), listed(graph)
         self.last_reader: dict[int, int] = {}
         for index, group in enumerate(groups):
             for op in group.ops:
@@ -56,7 +57,7 @@ class _Merger:
     def merged(self, index: int) -> Cost:
         """The cost of one group of several ops."""
         work: dict[Work, int] = defaultdict(int)
-        parts = _Parts(self.graph, self.sizes)
+        parts = _Parts(self.graph, self.sizes, self.listed)
         for number in self.groups[index].ops:
             cost = self.op_costs[number]
             for key, flop in cost.work.items():
@@ -77,14 +78,18 @@ class _Parts:
     are taken as other bytes of it, all together at most the whole.
     """
 
-    def __init__(self, graph: OpGraph, sizes: Sequence[int]) -> None:
-        self.graph, self.sizes = graph, sizes
+    def __init__(
+        self, graph: OpGraph, sizes: Sequence[int], copies: Mapping[int, Mapping[int, int]]
+    ) -> None:
+        self.graph, self.sizes, self.listed = graph, sizes, copies
         self.moved: dict[Access, dict[frozenset[int], int]] = {}
         self.same: dict[int, int] = {}
+        self.copies: dict[int, int] = {}  # how many an op takes of a storage, where it takes all
 
     def add(self, op: Op, cost: Cost) -> None:
         """One more op of the group, in execution order."""
         read, written = self._touched(op)
+        self.copies.update(self.listed.get(op.id, {}))
         # Reads first: what an op writes is not there yet when it reads.
         for access, size in sorted(cost.traffic.items(), key=lambda item: item[0].write):
             touched = frozenset((written if access.write else read).get(access.storage, ()))
@@ -123,13 +128,16 @@ class _Parts:
             return size
         if touched in written:
             return max(0, size - written[touched])
-        return min(size, max(0, self.sizes[read.storage] - self._total(write)))
+        return min(size, max(0, self._size(read.storage) - self._total(write)))
+
+    def _size(self, storage: int) -> int:
+        return self.sizes[storage] * self.copies.get(storage, 1)
 
     def _total(self, access: Access) -> int:
         sizes = self.moved[access].values()
         if access.wire != "hbm":
             return sum(sizes)
-        return max(max(sizes), min(sum(sizes), self.sizes[access.storage]))
+        return max(max(sizes), min(sum(sizes), self._size(access.storage)))
 
     def totals(self) -> list[tuple[Access, int]]:
         """Bytes by access."""
@@ -141,7 +149,7 @@ class _Factors:
 
     def __init__(self, graph: OpGraph, execution: ExecutionModel) -> None:
         residency = execution.weight_residency
-        self.graph, self.execution = graph, execution
+        self.graph, self.execution, self.listed = graph, execution, listed(graph)
         self.active = execution.fusion == "factor" or any(
             getattr(residency, family) != 1 for family in ("attention", "dense", "moe")
         )
@@ -151,15 +159,18 @@ class _Factors:
             return cost
         lead = max(group.ops, key=lambda op: op_costs[op].bytes())
         residency = self.execution.weight_residency.of(self.graph.ops[lead].family)
+        copies: dict[int, int] = {}
+        for op in group.ops:
+            copies.update(self.listed.get(op, {}))
         traffic = {}
         for access, size in cost.traffic.items():
-            role = self.graph.values[access.storage].role
+            role, count = self.graph.values[access.storage].role, copies.get(access.storage, 1)
             if role == "weights" and not access.write:
-                size = round(size / residency)
+                size = count * round(size / count / residency)
             elif role == "activations":
-                size = round(size * self.execution.activation_fusion)
+                size = count * round(size / count * self.execution.activation_fusion)
             elif role == "temporary":
-                size = round(size * self.execution.elementwise)
+                size = count * round(size / count * self.execution.elementwise)
             traffic[access] = size
         return Cost(cost.work, traffic)
 
@@ -195,16 +206,70 @@ def compulsory_bytes(graph: OpGraph, op_costs: Sequence[Cost]) -> int:
     """
     outside = {graph.values[i].storage for i in graph.external}
     results = outside | {graph.values[i].storage for i in graph.outputs}
-    reads: dict[int, int] = defaultdict(int)
-    writes: dict[int, int] = defaultdict(int)
-    overwritten: dict[int, int] = defaultdict(int)
-    for cost in op_costs:
+    floor = _Floor(graph)
+    for op, cost in zip(graph.ops, op_costs, strict=True):
+        floor.enter(op)
         for access, size in cost.traffic.items():
             if access.wire == "hbm" and not access.write and access.storage in outside:
-                fresh = size - overwritten[access.storage]
-                reads[access.storage] = max(reads[access.storage], fresh)
+                floor.read(op, access.storage, size)
         for access, size in cost.traffic.items():
             if access.wire == "hbm" and access.write and access.storage in results:
-                writes[access.storage] = max(writes[access.storage], size)
-                overwritten[access.storage] += size
-    return sum(reads.values()) + sum(writes.values())
+                floor.write(op, access.storage, size)
+    return floor.total()
+
+
+class _Floor:
+    """The most that one op reads and writes of each storage, per copy, and what is overwritten.
+
+    A storage that all iterations share is overwritten by one after the other: the first one of them
+    reads the most of it.
+    """
+
+    def __init__(self, graph: OpGraph) -> None:
+        self.graph, self.listed = graph, listed(graph)
+        self.reads: dict[int, int] = defaultdict(int)
+        self.writes: dict[int, int] = defaultdict(int)
+        self.overwritten: dict[int, int] = defaultdict(int)
+        self.inside: tuple[int, ...] = ()
+        self.later: list[dict[int, int]] = []
+
+    def enter(self, op: Op) -> None:
+        """Go on to this op: what is left of the iterations before it has run."""
+        shared = 0
+        while op.repeats[shared : shared + 1] == self.inside[shared : shared + 1] != ():
+            shared += 1
+        while len(self.later) > shared:
+            count = self.graph.repeats[self.inside[len(self.later) - 1]].count
+            for storage, size in self.later.pop().items():
+                own = self.inside[len(self.later)] in self.graph.values[storage].repeats
+                more = 0 if own else (count - 1) * size
+                self.overwritten[storage] += more
+                if self.later:
+                    self.later[-1][storage] = self.later[-1].get(storage, 0) + size + more
+        self.later += [{} for _ in op.repeats[len(self.later) :]]
+        self.inside = op.repeats
+
+    def read(self, op: Op, storage: int, size: int) -> None:
+        """An op reads `size` bytes of a storage, or of all its copies together."""
+        fresh = self._each(op, storage, size) - self.overwritten[storage]
+        self.reads[storage] = max(self.reads[storage], fresh)
+
+    def write(self, op: Op, storage: int, size: int) -> None:
+        """An op writes that much."""
+        size = self._each(op, storage, size)
+        self.writes[storage] = max(self.writes[storage], size)
+        self.overwritten[storage] += size
+        if self.later:
+            self.later[-1][storage] = self.later[-1].get(storage, 0) + size
+
+    def _each(self, op: Op, storage: int, size: int) -> int:
+        copies = self.listed.get(op.id)
+        return size // copies.get(storage, 1) if copies else size
+
+    def total(self) -> int:
+        """All reads and writes, of all copies."""
+        return sum(
+            self.graph.times(self.graph.values[storage]) * size
+            for moved in (self.reads, self.writes)
+            for storage, size in moved.items()
+        )

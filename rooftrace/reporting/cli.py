@@ -205,7 +205,8 @@ def trace(target: str, out: str, **request: Any) -> None:
         sys.stdout.buffer.write(graphs_bytes(graphs, compress=False))
         return
     write_bytes(Path(out), graphs_bytes(graphs, compress=out.endswith(".gz")))
-    counts = ", ".join(f"{phase} {len(graph.ops)} ops" for phase, graph in graphs.items())
+    ops = {phase: sum(map(graph.times, graph.ops)) for phase, graph in graphs.items()}
+    counts = ", ".join(f"{phase} {count} ops" for phase, count in ops.items())
     click.echo(f"{out}: {counts}")
 
 

@@ -103,7 +103,7 @@ class Report:
         return document(self)
 
     def to_frame(self) -> pandas.DataFrame:
-        """One row per kernel of each phase and execution on the first chip."""
+        """Rows of kernels of each phase and execution on the first chip, as `Estimate.to_frame`."""
         import pandas
 
         return pandas.concat(list(self.frames()), ignore_index=True)

@@ -38,7 +38,7 @@ def tally(rows: Iterable[Row], key: Callable[[Row], Key]) -> list[Tally[Key]]:
     sums: dict[Key, list[float]] = {}
     for row in rows:
         entry = sums.setdefault(key(row), [0, 0, 0, 0, 0.0])
-        entry[0] += 1
+        entry[0] += row.count
         entry[1] += row.flops
         entry[2] += row.flops_causal
         entry[3] += row.bytes

@@ -13,7 +13,7 @@ import operator
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,9 +23,12 @@ from torch.nn.modules import module as nn_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rooftrace.tracer import dynamic
+from rooftrace.tracer.autocast import followed
+from rooftrace.tracer.calls import Block, Calls, RepeatedCall, repeated
 from rooftrace.tracer.flex import flex_whole
-from rooftrace.tracer.functions import Functions, autocast_noted, device_calls_quiet
+from rooftrace.tracer.functions import Functions, device_calls_quiet
 from rooftrace.tracer.fused_ops import kept_whole, whole_entry
+from rooftrace.tracer.loops import Loop, Rolling
 from rooftrace.tracer.onmeta import own_tensors
 from rooftrace.tracer.origin import source_line
 from rooftrace.tracer.sizes import SizeCache
@@ -67,13 +70,17 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Which code an op came from: module path and call, part of the step, function, source line."""
+    """Which code an op came from: module path and call, part of the step, function, source line.
+
+    loop: the serial number of a loop, and which of its turns; of note if `Recorder.loops` has it.
+    """
 
     module: str = ""
     call: int = 0
     part: str = "forward"
     function: str = ""
     source: str = ""
+    loop: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,8 +155,10 @@ class Recorder(TorchDispatchMode):
 
     record=False keeps only the value propagation (to build modules).  own_step: the code is a whole
     step of the user's, so the parts that ops belong to are found out while it runs, and tensors
-    that nothing made are its inputs.  After use, `close` takes our tags off tensors that outlive
-    the capture.
+    that nothing made are its inputs.  roll_loops: of scans (see `loops`) a few turns are run, and
+    `loops` has them by serial number.  repeat_calls: of calls of modules that are alike (see
+    `calls`) the first is run.  After use, `close` takes our tags off tensors that outlive the
+    capture.
     """
 
     supports_higher_order_operators = True
@@ -163,7 +172,12 @@ class Recorder(TorchDispatchMode):
         return False
 
     def __init__(
-        self, values: Values | None = None, record: bool = True, own_step: bool = False
+        self,
+        values: Values | None = None,
+        record: bool = True,
+        own_step: bool = False,
+        roll_loops: bool = True,
+        repeat_calls: bool = True,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.values = values or Values()
@@ -171,6 +185,7 @@ class Recorder(TorchDispatchMode):
         self.graph = fx.Graph()
         self.recording = record
         self.own_step = own_step
+        self.repeat_calls = repeat_calls
         self.differentiable = False
         self.after_backward = False
         self.part = "forward"
@@ -179,6 +194,9 @@ class Recorder(TorchDispatchMode):
         self.modules: dict[str, str] = {}
         self.constants: dict[str, Tensor] = {}
         self.failed_in: tuple[str, str] | None = None
+        self.loops: dict[int, Loop] = {}
+        self._rolling = Rolling(self, enabled=record and roll_loops)
+        self._module_calls = Calls(self, enabled=record and repeat_calls)
         self._key = f"_rooftrace_tag_{next(_SERIAL)}"
         self._paths: dict[int, str] = {}
         self._transparent: set[int] = set()
@@ -186,7 +204,7 @@ class Recorder(TorchDispatchMode):
         self._sizes = SizeCache()
         self._by_sequence: dict[int, Origin] = {}
         self._by_source: dict[tuple[str, str], tuple[str, int]] = {}
-        self._storages = 0
+        self.storages = 0
         self._inside = 0
         self.inputs: list[Tensor] = []
         self._entered: list[Tensor] = []
@@ -200,6 +218,8 @@ class Recorder(TorchDispatchMode):
 
         A wrapper made by torch.compile is not shown: its module stands in its place.
         """
+        self._rolling.watch(root)
+        self._module_calls.watch(root)
         for path, module in root.named_modules(remove_duplicate=False):
             shown = shown_path(path)
             if "_orig_mod" in module._modules:
@@ -249,9 +269,9 @@ class Recorder(TorchDispatchMode):
         self._entry(tensor, node, kind, name)
 
     def _entry(self, tensor: Tensor, node: fx.Node, kind: str, name: str) -> _Tag:
-        self._storages += 1
-        node.meta[META_KEY] = Entry(kind, name, _spec(tensor, self._storages))
-        tag = tensor.__dict__[self._key] = _Tag(node, None, self._storages)
+        self.storages += 1
+        node.meta[META_KEY] = Entry(kind, name, _spec(tensor, self.storages))
+        tag = tensor.__dict__[self._key] = _Tag(node, None, self.storages)
         self._entered.append(tensor)
         entry = self.values.known(tensor)
         if tensor.device.type == "cpu":
@@ -283,7 +303,7 @@ class Recorder(TorchDispatchMode):
             self.enter(tensor, "input", f"input_{len(self.inputs)}")
             tag = tensor.__dict__[self._key]
         if tag is None:
-            name = f"constant_{self._storages}"
+            name = f"constant_{self.storages}"
             tag = self._entry(
                 tensor, self.graph.create_node("get_attr", name, name=name), "constant", name
             )
@@ -302,6 +322,70 @@ class Recorder(TorchDispatchMode):
         finally:
             self.recording = before
 
+    # -- calls that repeat others (see `calls`) ---------------------------------------------------
+
+    def path_of(self, module: nn.Module) -> str:
+        """The dotted path of a module."""
+        return self._paths.get(id(module), "")
+
+    def calls_of(self, module: nn.Module) -> int:
+        """How often a module was called."""
+        return self._calls.get(self.path_of(module), 0)
+
+    def calls(self) -> dict[str, int]:
+        """How often each module was called, by path."""
+        return dict(self._calls)
+
+    def tagged_node(self, tensor: Tensor) -> fx.Node | None:
+        """The fx node of a tensor that the graph knows."""
+        return self.node_of(tensor) if self._key in tensor.__dict__ else None
+
+    def made_by(self, tensor: Tensor) -> tuple[fx.Node, int | None, Spec] | None:
+        """The node that made a tensor, which of its outputs it is, and how it looks."""
+        tag: _Tag | None = tensor.__dict__.get(self._key)
+        return None if tag is None else (tag.node, tag.index, _spec(tensor, tag.storage))
+
+    def writes_outside(self, nodes: Sequence[fx.Node], first_storage: int) -> bool:
+        """Whether some node writes what was there before storage `first_storage`, or a constant."""
+        for node in nodes:
+            info = _info(node.target) if isinstance(node.target, torch._ops.OpOverload) else None
+            for written in _written(info, node) if info and info.mutated else ():
+                base: Any = written.args[0] if written.target is operator.getitem else written
+                found = base.meta[META_KEY]
+                if not isinstance(found, Recorded):
+                    return True
+                if any(spec.storage <= first_storage for spec in found.specs):
+                    return True
+        return False
+
+    def taint_of(self, nodes: Sequence[fx.Node]) -> frozenset[int]:
+        """The assumptions that these nodes rest on."""
+        found: set[int] = set()
+        for node in nodes:
+            recorded = node.meta.get(META_KEY)
+            if isinstance(recorded, Recorded):
+                found |= recorded.taint
+            elif isinstance(recorded, RepeatedCall):
+                found.update(recorded.assumptions.get(a, a) for a in recorded.block.assumptions)
+        return frozenset(found)
+
+    def repeat_node(self, inputs: Sequence[fx.Node], call: RepeatedCall) -> fx.Node:
+        """A node for a call that repeats a block."""
+        node = self.graph.create_node("call_function", repeated, name="repeated")
+        node.args = tuple(inputs)
+        node.meta[META_KEY] = call
+        return node
+
+    def tag(self, tensor: Tensor, node: fx.Node, index: int, storage: int) -> None:
+        """`tensor` is an output of `node`."""
+        tensor.__dict__[self._key] = _Tag(node, index, storage)
+
+    def called_again(self, block: Block, path: str) -> None:
+        """Count what the calls inside of a block would have."""
+        self.storages += block.storages
+        for inner, count in block.calls.items():
+            self._calls[path + inner] = self._calls.get(path + inner, 0) + count
+
     # -- recording ---------------------------------------------------------------------------------
 
     def record(
@@ -317,16 +401,17 @@ class Recorder(TorchDispatchMode):
         taint: frozenset[int] = _NO_TAINT,
     ) -> None:
         """Add one call to the graph, if recording.  single: it returns a tensor, not a list."""
-        if not self.recording:
-            return
         info = _info(func)
-        node = self.graph.create_node(
-            "call_function",
-            func,
-            tuple([self._argument(item) for item in args]),
-            {name: self._argument(item) for name, item in kwargs.items()},
-            info.name,
-        )
+        if sync:
+            self._rolling.depends()
+        if not self._rolling.saw(func, info, args, kwargs, outputs) or not self.recording:
+            return
+        arguments = tuple([self._argument(item) for item in args])
+        # fx looks through the arguments of a new node for symbolic sizes, which none of ours is.
+        node = self.graph.create_node("call_function", func, name=info.name)
+        node.args = arguments
+        if kwargs:
+            node.kwargs = {name: self._argument(item) for name, item in kwargs.items()}
         owners: dict[int, int] = {}
         if info.may_alias:
             tensors: list[Tensor] = []
@@ -342,8 +427,8 @@ class Recorder(TorchDispatchMode):
                 taint = taint | {self.values.assume("sparse", _SPARSE)}
             storage = owners.get(bytes_of(output)) if owners else None
             if storage is None:
-                self._storages += 1
-                storage = self._storages
+                self.storages += 1
+                storage = self.storages
             specs.append(_spec(output, storage))
             if returned:
                 output.__dict__[self._key] = _Tag(node, None if single else index, storage)
@@ -377,7 +462,7 @@ class Recorder(TorchDispatchMode):
             path, call = self._by_source.get((source, name), ("", 0))
         else:
             path, call = "", 0
-        origin = Origin(path, call, part, self.function, source)
+        origin = Origin(path, call, part, self.function, source, self._rolling.label)
         if part == "forward":
             self._by_source[source, name] = (path, call)
         # The autograd node of an op exists before the op runs and has the last number given out.
@@ -405,9 +490,12 @@ class Recorder(TorchDispatchMode):
         if node is None:
             return Origin("", 0, "backward", self.function)
         name = node.name()
-        origin = self._by_sequence.get(node._sequence_nr())
+        number = node._sequence_nr()
+        if name.endswith("CopySlices"):
+            number -= 1  # wraps the node of the op that wrote into a view, made just before it
+        origin = self._by_sequence.get(number)
         if origin is not None:
-            return Origin(origin.module, origin.call, "backward", name, origin.source)
+            return replace(origin, part="backward", function=name)
         variable = getattr(node, "variable", None)
         owner = "" if variable is None else self.name_of(variable).rpartition(".")[0]
         return Origin(shown_path(owner), 0, "backward", name)
@@ -438,6 +526,7 @@ class Recorder(TorchDispatchMode):
         if kwargs:
             arguments_in(kwargs.values(), tensors)
         if _on_host(tensors, kwargs.get("device")):
+            self._rolling.depends()
             return func(*args, **kwargs)
         if name in _IDENTITY and tensors:
             return self._identity(func, args, kwargs, tensors[0])
@@ -558,7 +647,7 @@ class Recorder(TorchDispatchMode):
         enter(kept_whole())
         enter(flex_whole(self))
         enter(device_calls_quiet())
-        enter(autocast_noted(self.values))
+        enter(followed())
         enter(torch.compiler.set_stance("force_eager"))
         enter(torch.autograd.set_multithreading_enabled(False))
         for handle in (
@@ -566,6 +655,8 @@ class Recorder(TorchDispatchMode):
             nn_module.register_module_forward_hook(self._after, always_call=True),
         ):
             self._exit.callback(handle.remove)
+        enter(self._rolling.injected())
+        enter(self._module_calls.injected())
         enter(Functions(self))
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -580,6 +671,16 @@ class Recorder(TorchDispatchMode):
             tensor.__dict__.pop(self._key, None)
         self._entered.clear()
         self.values.close()
+
+
+def _written(info: OpInfo, node: fx.Node) -> list[fx.Node]:
+    """The nodes whose tensors an op writes in place."""
+    found: list[fx.Node] = []
+    for position, name in info.mutated:
+        given = node.args[position] if position < len(node.args) else node.kwargs.get(name)
+        items = given if isinstance(given, (list, tuple)) else [given]
+        found += [item for item in items if isinstance(item, fx.Node)]
+    return found
 
 
 def _on_host(tensors: list[Tensor], device: Any) -> bool:

@@ -82,6 +82,8 @@ def by_value(
             return args[0].copy_(entry.value) if entry is not None else args[0]
     elif name == "torchvision.nms":
         return _suppressed(recorder, func, args, kwargs)
+    elif name == "aten._amp_foreach_non_finite_check_and_unscale_":
+        return _unscaled(recorder, func, args, kwargs)
     return NotImplemented
 
 
@@ -238,6 +240,18 @@ def _suppressed(recorder: Recorder, func: Any, args: Any, kwargs: Mapping[str, A
     out = _lifted(recorder.values, torch.arange(count), taint)
     recorder.record(func, args, kwargs, [out], single=True, taint=taint)
     return out
+
+
+def _unscaled(recorder: Recorder, func: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
+    """A loss scaler's look for infinite gradients finds none, so that its step is taken."""
+    func(*args, **kwargs)
+    for gradient in args[0]:
+        recorder.values.forget(gradient)
+    text = "all gradients are finite: the scaled step is taken"
+    taint = frozenset([recorder.values.assume("value", text, 0)])
+    recorder.record(func, args, kwargs, [], taint=taint)
+    recorder.values.forget(args[1])
+    recorder.values.learn(args[1], torch.zeros(tuple(args[1].shape)), taint)
 
 
 def route(

@@ -207,7 +207,10 @@ def _hand_written_norms(graph: OpGraph) -> frozenset[str]:
 
 
 def _heads(graph: OpGraph) -> frozenset[int]:
-    """Matrix products whose result is, through views, elementwise ops and a loss, an output."""
+    """Matrix products whose result is an output, through views, elementwise ops and a loss.
+
+    Not through a residual connection: what it adds to is no head.
+    """
     producers = graph.producers
     heads: set[int] = set()
     for value in graph.outputs:
@@ -221,7 +224,15 @@ def _heads(graph: OpGraph) -> frozenset[int]:
             if op.name in _MATMUL:
                 heads.add(op.id)
                 break
-            if op.kind != "view" and _by_op(op, frozenset()) not in ("elementwise", "loss"):
+            family = _by_op(op, frozenset())
+            if op.kind != "view" and family not in ("elementwise", "loss"):
+                break
+            if family == "elementwise" and _joins(graph, op):
                 break
             index = producers.get(op.inputs[0]) if op.inputs else None
     return frozenset(heads)
+
+
+def _joins(graph: OpGraph, op: Op) -> bool:
+    """Whether an op brings several activations together, as a residual connection does."""
+    return sum(graph.owner(value).role == "activations" for value in op.inputs) > 1

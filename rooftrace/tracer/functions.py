@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from rooftrace.tracer.values import META, Values, small
+from rooftrace.tracer.trees import listed
+from rooftrace.tracer.values import META, small
 
 if TYPE_CHECKING:
     from rooftrace.tracer.capture import Recorder
@@ -96,8 +97,14 @@ class Functions(TorchFunctionMode):
         data = args[0] if args else kwargs.get("data", kwargs.get("obj"))
         device = kwargs.get("device")
         target = torch.device(device) if device is not None else torch.get_default_device()
-        if target.type == "cpu" or isinstance(data, Tensor):
+        if isinstance(data, (list, tuple)) and any(t.is_meta for t in listed(data)):
+            args = (_numbers(data), *args[1:])
+            kwargs = {name: item for name, item in kwargs.items() if name not in ("data", "obj")}
+        elif target.type == "cpu" or isinstance(data, Tensor):
             return None
+        if target.type == "cpu":
+            made: Tensor = func(*args, **kwargs)
+            return made
         on_cpu = {**kwargs, "device": "cpu"}
         needs_gradient = bool(on_cpu.pop("requires_grad", False))
         value = func(*args, **on_cpu)
@@ -107,6 +114,13 @@ class Functions(TorchFunctionMode):
         if small(value):
             self.recorder.values.learn(made, value)
         return made
+
+
+def _numbers(item: Any) -> Any:
+    """Nested lists with numbers in place of the meta tensors of one element in them."""
+    if isinstance(item, (list, tuple)):
+        return [_numbers(x) for x in item]
+    return item.item() if isinstance(item, Tensor) and item.is_meta else item
 
 
 def _placed(device: Any) -> Any:
@@ -119,43 +133,6 @@ def _placed(device: Any) -> Any:
     if isinstance(device, torch.device) and device.type not in ("cpu", "meta"):
         return META
     return device
-
-
-@contextlib.contextmanager
-def autocast_noted(values: Values) -> Iterator[None]:
-    """Inside, `torch.autocast` changes nothing and leaves an assumption.
-
-    Autocast is a dispatch key per device, and meta has none: ops run in the precision of their
-    tensors.
-    """
-    kind: Any = torch.autocast
-    original = kind.__init__
-
-    def note() -> None:
-        values.assume(
-            "autocast",
-            "autocast is not followed: ops are recorded in the precision of "
-            "their tensors; price the graph with another dtype instead",
-        )
-
-    def init(
-        self: Any,
-        device_type: str,
-        dtype: Any = None,
-        enabled: bool = True,
-        cache_enabled: bool | None = None,
-    ) -> None:
-        if enabled:
-            note()
-        original(self, "cpu", dtype=torch.bfloat16, enabled=False, cache_enabled=cache_enabled)
-
-    if any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda")):
-        note()
-    kind.__init__ = init
-    try:
-        yield
-    finally:
-        kind.__init__ = original
 
 
 class _NoDevice:

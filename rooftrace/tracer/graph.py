@@ -36,15 +36,39 @@ class GraphError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
+class Neighbour:
+    """What an iteration reads of the iteration beside it.
+
+    Iteration i of `repeat` reads iteration ``i + shift`` of `value`.  What stands in the graph
+    beside a Neighbour is what the iteration at the edge reads, which has no such neighbour.
+    """
+
+    repeat: int
+    value: int
+    shift: int
+
+
+@dataclass(frozen=True, slots=True)
 class Ref:
-    """A value used as an argument: ``Ref(7)`` is the value with id 7."""
+    """A value used as an argument: ``Ref(7)`` is the value with id 7.
+
+    In a repeat, iteration i reads iteration i of a value that has iterations too; `then` says
+    otherwise.  Outside of the repeat it is what the iteration that ran last made, or, where
+    `every` is set, one item of a list for each iteration.
+    """
 
     id: int
+    then: Neighbour | None = None
+    every: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """One value.  `storage` is the id of the value that owns the bytes: its own unless a view."""
+    """One value.  `storage` is the id of the value that owns the bytes: its own unless a view.
+
+    repeats: ids of the repeats in which every iteration has its own, outermost first.  then: the
+    storage in iterations that view what the one beside them made.
+    """
 
     shape: tuple[int, ...]
     dtype: str
@@ -52,6 +76,8 @@ class Tensor:
     role: str
     storage: int
     name: str = ""
+    repeats: tuple[int, ...] = ()
+    then: Neighbour | None = None
 
     @property
     def elements(self) -> int:
@@ -88,7 +114,9 @@ class Op:
     (linear, or the autograd node in backward).  source: "file.py:12" of the caller.  flops_torch:
     what torch's own FLOP registry says, None where it has no formula.  facts: small things known
     only while tracing (rows_touched, groups_touched, mask ...).  assumptions: ids of the
-    assumptions it rests on.
+    assumptions it rests on.  repeats: ids of the repeats that it is in, outermost first: it runs
+    once in every iteration.  steps: whole-number arguments that grow by so much from one iteration
+    of the innermost repeat to the next.
     """
 
     id: int
@@ -106,6 +134,8 @@ class Op:
     flops_torch: int | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
     assumptions: tuple[int, ...] = ()
+    repeats: tuple[int, ...] = ()
+    steps: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -128,9 +158,63 @@ class Assumption:
     value: Any = None
 
 
+@dataclass(frozen=True, slots=True)
+class Repeat:
+    """Equal iterations, of which one stands in the graph: layers of a stack, steps of a loop.
+
+    count: how many iterations it stands for.  container, first, step: iteration q stands for the
+    modules "container.(i + q step)", where the graph shows "container.i" with i from `first` on;
+    None for a loop, all of whose steps run in the same modules.  source: where a loop stands.
+    names: names of values that do not follow from the module path, by value, for each iteration;
+    assumptions: ids of the assumptions of each iteration, by the id that the graph shows.
+
+    Ops of one repeat may stand in several places: forward, backward.  Backward and recomputation
+    run the iterations in reverse.
+    """
+
+    id: int
+    count: int
+    container: str | None = None
+    first: int = 0
+    step: int = 1
+    source: str = ""
+    names: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    assumptions: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+
+    def path(self, path: str, iteration: int) -> str:
+        """The module path (or dotted name) in this iteration, from the one that the graph shows."""
+        found = None if self.container is None else split(path, self.container)
+        if found is None or not iteration:
+            return path
+        return _under(self.container or "", f"{found[0] + iteration * self.step}{found[1]}")
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The path of the (first) module of each iteration; nothing for a loop."""
+        if self.container is None:
+            return ()
+        first = _under(self.container, str(self.first))
+        return tuple(self.path(first, iteration) for iteration in range(self.count))
+
+
+def split(path: str, container: str) -> tuple[int, str] | None:
+    """(3, ".mlp") for "layers.3.mlp" in "layers"; None for what is not in the container."""
+    prefix = _under(container, "")
+    if not path.startswith(prefix):
+        return None
+    index, dot, rest = path[len(prefix) :].partition(".")
+    return (int(index), dot + rest) if index.isdigit() else None
+
+
+def _under(container: str, name: str) -> str:
+    return f"{container}.{name}" if container else name
+
+
 @dataclass(frozen=True)
 class OpGraph:
     """A captured step: values by id, ops in execution order, inputs and outputs by value id.
+
+    Equal iterations stand once: see `repeats`; `expand()` writes them all out.
 
     modules maps each module path to its class name.  constants: the bytes (as hexadecimal text) of
     small values that the module's code wrote down, by name.  model, workload and provenance are
@@ -144,6 +228,7 @@ class OpGraph:
     outputs: tuple[int, ...]
     modules: Mapping[str, str] = field(default_factory=dict)
     assumptions: tuple[Assumption, ...] = ()
+    repeats: tuple[Repeat, ...] = ()
     constants: Mapping[str, str] = field(default_factory=dict)
     model: Mapping[str, Any] = field(default_factory=dict)
     workload: Mapping[str, Any] = field(default_factory=dict)
@@ -154,6 +239,16 @@ class OpGraph:
     def kernels(self) -> Iterator[Op]:
         """The ops that run on the device, in order."""
         return (op for op in self.ops if op.kind == "kernel")
+
+    def times(self, item: Op | Tensor) -> int:
+        """How many ops or values `item` stands for: 1 outside of repeats."""
+        return math.prod(self.repeats[r].count for r in item.repeats) if item.repeats else 1
+
+    def expand(self) -> OpGraph:
+        """The same step with every iteration of every repeat written out."""
+        from rooftrace.tracer.expand import expand
+
+        return expand(self)
 
     def owner(self, value: int) -> Tensor:
         """The tensor that owns the bytes of `value`."""
@@ -175,7 +270,7 @@ class OpGraph:
     @cached_property
     def flops_torch(self) -> int:
         """Sum of torch's own FLOP counts over the ops that it has formulas for."""
-        return sum(op.flops_torch or 0 for op in self.ops)
+        return sum((op.flops_torch or 0) * self.times(op) for op in self.ops)
 
     def replace(self, **changes: Any) -> OpGraph:
         """A copy with some fields changed."""
@@ -188,6 +283,9 @@ class OpGraph:
 
         Raises GraphError naming the first op or value that breaks a rule.
         """
+        for index, repeat in enumerate(self.repeats):
+            if repeat.id != index or repeat.count < 2:
+                raise GraphError(f"repeat at position {index} has id {repeat.id}: {repeat}")
         for index, tensor in enumerate(self.values):
             self._verify_value(index, tensor)
         made: set[int] = set()
@@ -217,6 +315,18 @@ class OpGraph:
                 f"value {index}: stride {tensor.stride} does not fit shape {tensor.shape}"
             )
 
+        if not set(tensor.repeats) <= set(range(len(self.repeats))):
+            raise GraphError(f"value {index} is in repeats {tensor.repeats}, which are not there")
+        self._verify_neighbour(f"value {index}", tensor.then)
+
+    def _verify_neighbour(self, name: str, then: Neighbour | None) -> None:
+        if then is None:
+            return
+        if not 0 <= then.value < len(self.values) or not 0 <= then.repeat < len(self.repeats):
+            raise GraphError(f"{name} has a neighbour that is not there: {then}")
+        if then.repeat not in self.values[then.value].repeats or then.shift not in (1, -1):
+            raise GraphError(f"{name} has a neighbour outside of its repeat: {then}")
+
     def _verify_op(self, name: str, op: Op, made: set[int]) -> None:
         count = len(self.values)
         if op.part not in PARTS or op.kind not in KINDS:
@@ -226,23 +336,33 @@ class OpGraph:
                 raise GraphError(f"{name} reads value {value}, which is not there")
             if value in self.producers and value not in made:
                 raise GraphError(f"{name} reads value {value} before it is made")
-        if tuple(refs(op.arguments)) != op.inputs:
+        if not set(op.repeats) <= set(range(len(self.repeats))):
+            raise GraphError(f"{name} is in repeats {op.repeats}, which are not there")
+        found = tuple(references(op.arguments))
+        if tuple(ref.id for ref in found) != op.inputs:
             raise GraphError(f"{name}: inputs differ from its arguments")
+        for ref in found:
+            self._verify_neighbour(name, ref.then)
         for value in op.outputs:
             if not 0 <= value < count or value in made:
                 raise GraphError(f"{name} makes value {value} twice or not at all")
 
 
-def refs(argument: Argument) -> Iterator[int]:
-    """The value ids in an argument (or in a mapping of arguments), in order."""
+def references(argument: Argument) -> Iterator[Ref]:
+    """The Refs in an argument (or in a mapping of arguments), in order."""
     if type(argument) is Ref:
-        yield argument.id
+        yield argument
     elif type(argument) is tuple:
         for item in argument:
-            yield from refs(item)
+            yield from references(item)
     elif isinstance(argument, Mapping):
         for item in argument.values():
-            yield from refs(item)
+            yield from references(item)
+
+
+def refs(argument: Argument) -> Iterator[int]:
+    """The value ids in an argument (or in a mapping of arguments), in order."""
+    return (ref.id for ref in references(argument))
 
 
 _INDEX = re.compile(r"(?<![^.])\d+(?![^.])")

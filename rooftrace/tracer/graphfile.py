@@ -15,9 +15,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rooftrace.tracer.graph import Argument, Assumption, GraphError, Op, OpGraph, Ref, Tensor, refs
+from rooftrace.tracer.graph import (
+    Argument,
+    Assumption,
+    GraphError,
+    Neighbour,
+    Op,
+    OpGraph,
+    Ref,
+    Repeat,
+    Tensor,
+    refs,
+)
 
-SCHEMA = "rooftrace.graph/1"
+SCHEMA = "rooftrace.graph/2"
 _GZIP = b"\x1f\x8b"
 
 
@@ -106,7 +117,16 @@ def _umask() -> int:
 def _encode(graph: OpGraph) -> dict[str, Any]:
     words = _Words()
     values = [
-        [list(t.shape), words(t.dtype), list(t.stride), words(t.role), t.storage, t.name]
+        [
+            list(t.shape),
+            words(t.dtype),
+            list(t.stride),
+            words(t.role),
+            t.storage,
+            t.name,
+            list(t.repeats),
+            _encode_neighbour(t.then),
+        ]
         for t in graph.values
     ]
     ops = [
@@ -124,6 +144,8 @@ def _encode(graph: OpGraph) -> dict[str, Any]:
             op.flops_torch,
             dict(op.facts),
             list(op.assumptions),
+            list(op.repeats),
+            dict(op.steps),
         ]
         for op in graph.ops
     ]
@@ -137,6 +159,7 @@ def _encode(graph: OpGraph) -> dict[str, Any]:
         "assumptions": [[a.id, a.kind, a.where, a.text, a.value] for a in graph.assumptions],
         "inputs": list(graph.inputs),
         "outputs": list(graph.outputs),
+        "repeats": [_encode_repeat(repeat) for repeat in graph.repeats],
         "words": words.list,
         "values": values,
         "ops": ops,
@@ -146,8 +169,17 @@ def _encode(graph: OpGraph) -> dict[str, Any]:
 def _decode(data: Mapping[str, Any]) -> OpGraph:
     words: list[str] = data["words"]
     values = tuple(
-        Tensor(tuple(shape), words[dtype], tuple(stride), words[role], storage, name)
-        for shape, dtype, stride, role, storage, name in data["values"]
+        Tensor(
+            tuple(shape),
+            words[dtype],
+            tuple(stride),
+            words[role],
+            storage,
+            name,
+            tuple(repeats),
+            _decode_neighbour(then),
+        )
+        for shape, dtype, stride, role, storage, name, repeats, then in data["values"]
     )
     ops = []
     for index, entry in enumerate(data["ops"]):
@@ -165,6 +197,8 @@ def _decode(data: Mapping[str, Any]) -> OpGraph:
             flops,
             facts,
             assumptions,
+            repeats,
+            steps,
         ) = entry
         decoded = {k: _decode_argument(v) for k, v in arguments.items()}
         ops.append(
@@ -184,6 +218,8 @@ def _decode(data: Mapping[str, Any]) -> OpGraph:
                 flops,
                 facts,
                 tuple(assumptions),
+                tuple(repeats),
+                steps,
             )
         )
     return OpGraph(
@@ -194,6 +230,7 @@ def _decode(data: Mapping[str, Any]) -> OpGraph:
         outputs=tuple(data["outputs"]),
         modules=data["modules"],
         assumptions=tuple(Assumption(*a) for a in data["assumptions"]),
+        repeats=tuple(_decode_repeat(*repeat) for repeat in data["repeats"]),
         constants=data.get("constants", {}),
         model=data["model"],
         workload=data["workload"],
@@ -201,9 +238,57 @@ def _decode(data: Mapping[str, Any]) -> OpGraph:
     )
 
 
+def _encode_repeat(repeat: Repeat) -> list[Any]:
+    return [
+        repeat.id,
+        repeat.count,
+        repeat.container,
+        repeat.first,
+        repeat.step,
+        repeat.source,
+        [[value, list(names)] for value, names in repeat.names.items()],
+        [[number, list(others)] for number, others in repeat.assumptions.items()],
+    ]
+
+
+def _decode_repeat(
+    number: int,
+    count: int,
+    container: str,
+    first: int,
+    step: int,
+    source: str,
+    names: list[Any],
+    assumptions: list[Any],
+) -> Repeat:
+    return Repeat(
+        number,
+        count,
+        container,
+        first,
+        step,
+        source,
+        {value: tuple(found) for value, found in names},
+        {number: tuple(others) for number, others in assumptions},
+    )
+
+
+def _encode_neighbour(then: Neighbour | None) -> list[int] | None:
+    return None if then is None else [then.repeat, then.value, then.shift]
+
+
+def _decode_neighbour(item: list[int] | None) -> Neighbour | None:
+    return None if item is None else Neighbour(*item)
+
+
 def _encode_argument(item: Argument) -> Any:
     if type(item) is Ref:
-        return {"ref": item.id}
+        encoded: dict[str, Any] = {"ref": item.id}
+        if item.then is not None:
+            encoded["then"] = _encode_neighbour(item.then)
+        if item.every:
+            encoded["every"] = True
+        return encoded
     if isinstance(item, tuple):
         return [_encode_argument(x) for x in item]
     return item
@@ -211,7 +296,7 @@ def _encode_argument(item: Argument) -> Any:
 
 def _decode_argument(item: Any) -> Argument:
     if isinstance(item, dict):
-        return Ref(item["ref"])
+        return Ref(item["ref"], _decode_neighbour(item.get("then")), item.get("every", False))
     if isinstance(item, list):
         return tuple(_decode_argument(x) for x in item)
     return item

@@ -19,7 +19,8 @@ from rooftrace.tracer.workload import cache_arguments
 
 _SEED = 0
 _PROMPTS = ("decoder_input_ids", "input_ids")
-"""Arguments that a decode step takes one more token of, the first that is given."""
+"""Arguments that a decode step takes one more token of, the first that is given; else the first
+argument, where it looks like token ids."""
 
 
 def call_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
@@ -35,25 +36,37 @@ def call_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         if p.kind is p.POSITIONAL_OR_KEYWORD
     ]
     named = {**dict(zip(names, args, strict=False)), **kwargs}
-    key = next((k for k in _PROMPTS if is_tokens(named.get(k))), None)
-    if key is None and not (found and is_tokens(found[0])):
+    key = _prompt(named, found)
+    if key is None:
         return Inputs(args, kwargs, workload={"batch": batch})
-    tokens: Tensor = found[0] if key is None else named[key]
+    tokens: Tensor = named[key]
     length = int(tokens.shape[1])
     workload = {"batch": batch, "seq": length}
     decode = None
-    if key is not None and cache_arguments(module):
+    if cache_arguments(module):
         workload["kv"] = length
         decode = {key: last_token(tokens)}
     return Inputs(
         args,
         kwargs,
         decode=decode,
-        cached={"use_cache": True},
+        cached=cache_switch(module),
         items=tokens.numel(),
         item="token",
         workload=workload,
     )
+
+
+def _prompt(named: Mapping[str, Any], found: list[Tensor]) -> str | None:
+    """The name of the argument that holds the prompt, if it is one of those or the first of all."""
+    first = [name for name, item in named.items() if found and item is found[0]]
+    return next((name for name in (*_PROMPTS, *first) if is_tokens(named.get(name))), None)
+
+
+def cache_switch(module: nn.Module) -> dict[str, Any]:
+    """The argument that asks a module for its cache, where it has one."""
+    named = "use_cache" in inspect.signature(module.forward).parameters
+    return {"use_cache": True} if named or hasattr(module, "can_generate") else {}
 
 
 def is_tokens(item: Any) -> bool:

@@ -6,8 +6,10 @@ an OpGraph that verifies.
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,9 +17,14 @@ from torch import Tensor as TorchTensor
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
+from rooftrace.tracer.blocks import NotAlikeError
+from rooftrace.tracer.calls import Block, RepeatedCall, repeated
 from rooftrace.tracer.capture import META_KEY, Entry, Recorded, Recorder, Spec
 from rooftrace.tracer.graph import Argument, Assumption, Op, OpGraph, Ref, Tensor, refs
+from rooftrace.tracer.inline import REPEATED, Template, fold, inline, template
 from rooftrace.tracer.precisions import dtype_name
+from rooftrace.tracer.repeats import roll, roll_loops
+from rooftrace.tracer.roles import made_role
 from rooftrace.tracer.values import UNINITIALISED
 
 _ENTRY_ROLES = {
@@ -32,7 +39,6 @@ _ENTRY_ROLES = {
 }
 MAX_CONSTANT = 4096
 """Constants of up to this many bytes are kept in the graph, so that it can be run."""
-_RANDOM_HINTS = ("rand", "bernoulli", "dropout", "normal_", "uniform_", "exponential_")
 
 
 def lower(
@@ -46,17 +52,19 @@ def lower(
     model: Mapping[str, Any] | None = None,
     workload: Mapping[str, Any] | None = None,
     provenance: Mapping[str, Any] | None = None,
+    repeats: bool = True,
 ) -> OpGraph:
     """The OpGraph of everything that `recorder` recorded, verified.
 
     outputs: the tensors that the step returns.  kv_storages: storages that are handed to the next
-    call.  gradients: names of gradients of parameters by storage.
+    call.  gradients: names of gradients of parameters by storage.  repeats: whether modules that
+    are alike stand once.  Raises NotAlikeError where the turns of a loop differ after all.
     """
     results = [recorder.node_of(tensor) for tensor in outputs]
     builder = _Builder(frozenset(kv_storages), gradients or {})
     for node in recorder.graph.nodes:
         builder.add(node)
-    return OpGraph(
+    flat = OpGraph(
         phase=phase,
         values=tuple(builder.values),
         ops=tuple(builder.ops),
@@ -68,7 +76,13 @@ def lower(
         model=dict(model or {}),
         workload=dict(workload or {}),
         provenance=dict(provenance or {}),
-    ).verify()
+    )
+    whole, ids = roll_loops(flat, builder.turns, recorder.loops)
+    templates = [builder.template(whole, ids, block) for block in builder.blocks]
+    if repeats:
+        with contextlib.suppress(NotAlikeError):
+            return inline(roll(fold(whole, templates)), templates).verify()
+    return inline(whole, templates).verify()
 
 
 def _constants(constants: Mapping[str, TorchTensor]) -> dict[str, str]:
@@ -87,6 +101,9 @@ class _Builder:
         self.values: list[Tensor] = []
         self.ops: list[Op] = []
         self.inputs: list[int] = []
+        self.turns: list[tuple[int, int] | None] = []
+        self.blocks: list[Block] = []
+        self._numbers: dict[fx.Node, int] = {}
         self._owners: dict[int, int] = {}
         self._single: dict[fx.Node, int] = {}
         self._multiple: dict[fx.Node, tuple[int, ...]] = {}
@@ -107,12 +124,68 @@ class _Builder:
             if node.op == "placeholder":
                 self.inputs.append(value)
         elif node.op == "call_function":
-            if node.target is operator.getitem:
+            if node.target is not operator.getitem:
+                self._numbers[node] = len(self.ops)
+            if node.target is repeated:
+                self._repeated(node, node.meta[META_KEY])
+            elif node.target is operator.getitem:
                 base, index = node.args
                 assert isinstance(base, fx.Node) and isinstance(index, int)
                 self._single[node] = self._multiple[base][index]
             else:
                 self._op(node, node.meta[META_KEY])
+
+    def _repeated(self, node: fx.Node, call: RepeatedCall) -> None:
+        """One op for a call that repeats a block; `inline` writes it out."""
+        block = call.block
+        if all(block is not other for other in self.blocks):
+            self.blocks.append(block)
+        arguments: dict[str, Argument] = {
+            "block": next(i for i, other in enumerate(self.blocks) if other is block),
+            "inputs": tuple(self._argument(item) for item in node.args),
+        }
+        specs = [
+            replace(spec, storage=call.first_storage + spec.storage) for _, _, spec in block.results
+        ]
+        roles = [self.values[value].role for value in self._results(block)]
+        outputs = tuple(map(self._output, specs, roles))
+        self._multiple[node] = outputs
+        self.turns.append(None)
+        self.ops.append(
+            Op(
+                len(self.ops),
+                REPEATED,
+                arguments,
+                tuple(refs(arguments)),
+                outputs,
+                call.path,
+                block.call,
+                assumptions=tuple(call.assumptions.get(a, a) for a in block.assumptions),
+            )
+        )
+
+    def _results(self, block: Block) -> list[int]:
+        """The values that the recorded call of a block returned."""
+        return [
+            self._single[node] if index is None else self._multiple[node][index]
+            for node, index, _ in block.results
+        ]
+
+    def template(self, graph: OpGraph, ids: Mapping[int, int], block: Block) -> Template:
+        """The ops that a block recorded, in `graph`.  ids: what became of the ids of this builder.
+
+        `graph` has the ops of this builder one by one.
+        """
+        numbers = [self._numbers[node] for node in block.nodes if node in self._numbers]
+        return template(
+            graph,
+            block.path,
+            block.call,
+            range(numbers[0], numbers[-1] + 1),
+            [ids[self._single[node]] for node in block.inputs],
+            [ids[value] for value in self._results(block)],
+            block.assumptions,
+        )
 
     def _entry_role(self, entry: Entry) -> str:
         return "kv" if entry.spec.storage in self._kv else _ENTRY_ROLES[entry.kind]
@@ -135,7 +208,8 @@ class _Builder:
         for key, item in node.kwargs.items():
             arguments[key] = self._argument(item)
         inputs = tuple(refs(arguments))
-        role = self._role(recorded, inputs, target)
+        roles = {self.values[i].role for i in inputs}
+        role = made_role(target, recorded.origin.part, roles)
         outputs = tuple(self._output(spec, role) for spec in recorded.specs)
         if len(outputs) == 1:
             self._single[node] = outputs[0]
@@ -149,6 +223,7 @@ class _Builder:
             else "kernel"
         )
         origin = recorded.origin
+        self.turns.append(origin.loop)
         flops = self._flops(node.target, node.args, node.kwargs, self._tensor, recorded.specs)
         self.ops.append(
             Op(
@@ -181,19 +256,6 @@ class _Builder:
 
     def _tensor(self, node: fx.Node) -> Tensor:
         return self.values[self._single[node]]
-
-    def _role(self, recorded: Recorded, inputs: Sequence[int], target: str) -> str:
-        """The role of a new storage that this op makes."""
-        if recorded.origin.part in ("backward", "optimizer"):
-            return "temporary"
-        if any(hint in target for hint in _RANDOM_HINTS):
-            return "activations"
-        roles = {self.values[i].role for i in inputs}
-        if roles <= {"constants"}:
-            return "constants"
-        if roles <= {"constants", "weights"}:
-            return "temporary"  # a cast or rearranged copy of weights, made anew every step
-        return "activations"
 
     def _schema(self, func: Any) -> tuple[str, tuple[str, ...]]:
         found = self._names.get(func)

@@ -21,10 +21,12 @@ class GraphState(torch.nn.Module):
 def to_fx(graph: OpGraph, state: Mapping[str, TorchTensor] | None = None) -> fx.GraphModule:
     """A `torch.fx.GraphModule` that runs the ops of `graph` on real tensors.
 
-    Its inputs are the graph's inputs in order.  state: tensors by name for what no op makes
-    (parameters, buffers); constants that the graph knows are filled in, what is missing stays on
-    meta.  Raises GraphError for an op that is not registered, or a precision that torch has not.
+    Its inputs are the graph's inputs in order; repeats are written out.  state: tensors by name
+    for what no op makes (parameters, buffers); constants that the graph knows are filled in, what
+    is missing stays on meta.  Raises GraphError for an op that is not registered, or a precision
+    that torch has not.
     """
+    graph = graph.expand()
     result = fx.Graph()
     nodes: dict[int, fx.Node] = {}
     root = GraphState()

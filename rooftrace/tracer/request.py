@@ -50,8 +50,9 @@ class Options:
     floating output.  optimizer: adamw, adam, sgd, none, or the name of any torch.optim class that
     steps without a closure.  dtype: the precision that the step will be priced in (low precision
     weights get fp32 masters).  branches: decisions for unknown conditions, by number.  assume: what
-    is taken for unknown values, by "KIND" or "KIND@MODULE" (see `ASSUMABLE`).  Raises RequestError
-    for an assumption that cannot be made.
+    is taken for unknown values, by "KIND" or "KIND@MODULE" (see `ASSUMABLE`).  repeats: whether
+    equal layers and loop steps stand once in the graph.  Raises RequestError for an assumption that
+    cannot be made.
     """
 
     loss: Loss | None = None
@@ -59,6 +60,7 @@ class Options:
     dtype: str | None = None
     branches: Mapping[int, bool] = field(default_factory=dict)
     assume: Mapping[str, Any] = field(default_factory=dict)
+    repeats: bool = True
 
     def __post_init__(self) -> None:
         for key, value in self.assume.items():

@@ -46,7 +46,12 @@ class Capture:
         self._root = _root(modules)
         check_request(self._root, (), options)
         _check_on_meta(modules)
-        self._recorder = Recorder(Values(assume=options.assume), own_step=True)
+        self._recorder = Recorder(
+            Values(assume=options.assume),
+            own_step=True,
+            roll_loops=False,
+            repeat_calls=options.repeats,
+        )
         self._exit = contextlib.ExitStack()
         self._graph: OpGraph | None = None
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from rooftrace.tracer import huggingface
+from rooftrace.tracer.autocast import followed
 from rooftrace.tracer.capture import Recorder
 from rooftrace.tracer.inputs import call_inputs, check_names, parsed_inputs, with_batch
 from rooftrace.tracer.onmeta import inputs_on_meta
@@ -102,7 +103,8 @@ def _import_file(where: str, target: str) -> ModuleType:
     if folder not in sys.path:
         sys.path.insert(0, folder)  # so that it can import its neighbours, as when it is run
     try:
-        spec.loader.exec_module(module)
+        with followed():  # `@torch.autocast("cuda")` is decided where it stands
+            spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # whatever a user's file may raise
         del sys.modules[name]
         raise _failed(f"importing {where!r}", target, error) from error

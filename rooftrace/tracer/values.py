@@ -123,6 +123,7 @@ class Values:
     where: gives the current module path.  branches: answers to unknown conditions by number.
     assume: what the user decided for unknown values, by kind and module.  draws: random integers
     are drawn with a fixed seed (while a user's function makes inputs) instead of being unknown.
+    number: what an unknown number is taken as.
     """
 
     def __init__(
@@ -131,10 +132,12 @@ class Values:
         branches: Mapping[int, bool] | None = None,
         assume: Mapping[str, Any] | None = None,
         draws: bool = False,
+        number: int = 1,
     ) -> None:
         self.where = where
         self.branches = dict(branches or {})
         self.given = dict(assume or {})
+        self.number = number
         self._generator = torch.Generator().manual_seed(0) if draws else None
         self._same_branch: Counter[tuple[str, str]] = Counter()
         self.assumptions: list[Assumption] = []
@@ -197,7 +200,15 @@ class Values:
 
     def assume(self, kind: str, text: str, value: Any = None) -> int:
         """Record an assumption (once per kind, module and text) and return its id."""
-        where = self.where()
+        return self._assume(kind, self.where(), text, value)
+
+    def assume_again(self, number: int, path: str, other: str) -> int:
+        """The id of an assumption made below one module path, for the module at another."""
+        found = self.assumptions[number]
+        where = other + found.where[len(path) :] if found.where.startswith(path) else found.where
+        return self._assume(found.kind, where, found.text, found.value)
+
+    def _assume(self, kind: str, where: str, text: str, value: Any) -> int:
         key = (kind, where, text, repr(value))
         index = self._index.get(key)
         if index is None:
@@ -241,8 +252,8 @@ class Values:
 
     def _ones(self, tensor: Tensor, why: str) -> tuple[Tensor, frozenset[int]]:
         decided = self.decision("value")
-        value = 1 if decided is None else decided
-        shown = "ones" if decided is None else str(value)
+        value = self.number if decided is None else decided
+        shown = str(value) if decided is not None else "ones" if value else "zeros"
         text = f"{why}: an unknown {_label(tensor)} is taken as {shown}"
         taint = self.assume("value", _as_given(text, decided), value)
         return torch.full(tuple(tensor.shape), value, dtype=tensor.dtype), frozenset([taint])

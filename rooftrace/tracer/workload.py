@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import inspect
-import itertools
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rooftrace.tracer.blocks import NotAlikeError
 from rooftrace.tracer.capture import Recorder, shown_path
 from rooftrace.tracer.family import with_families
 from rooftrace.tracer.graph import OpGraph
 from rooftrace.tracer.lower import lower
-from rooftrace.tracer.onmeta import is_lazy, on_meta, own_tensors
+from rooftrace.tracer.onmeta import is_lazy, on_meta, own_tensors, replaced
 from rooftrace.tracer.optimizer import optimizer_class, run_optimizer
 from rooftrace.tracer.origin import TraceError, users_traceback
 from rooftrace.tracer.precisions import dtype_name
@@ -26,8 +27,8 @@ from rooftrace.tracer.trees import parts_of, tensors_in
 from rooftrace.tracer.values import META, REAL_VALUE, UnknownValueError, Values
 
 MAX_BRANCH_RETRIES = 6
-CACHES = ("past_key_values", "cache_params")
-"""Arguments of forward by which a cache goes from one call to the next."""
+UNKNOWN_NUMBERS = (1, 0)
+"""What unknown numbers are taken as, one after the other while the code fails with it."""
 
 Progress = Callable[[str], None]
 
@@ -62,10 +63,7 @@ def trace_phases(
         run.materialise()
         if phases is not None:
             return run.phases(phases, tell)
-        if keeps:
-            with contextlib.suppress(NoCacheError):
-                return run.phases(("prefill", "decode", "training"), tell)
-        return run.phases(("forward", "training"), tell)
+        return run.usual_phases(tell) if keeps else run.phases(("forward", "training"), tell)
 
 
 def _unwrapped(module: Any, inputs: Inputs) -> tuple[Any, Inputs]:
@@ -103,8 +101,12 @@ def check_request(module: Any, phases: Sequence[str] | None, options: Options) -
 
 
 def cache_arguments(module: nn.Module) -> set[str]:
-    """Names of the arguments by which the module takes a cache; empty where it has none."""
-    return set(inspect.signature(module.forward).parameters) & set(CACHES)
+    """Names of the arguments by which a module could take a cache: the first call has none yet.
+
+    Whether it does, a run says: what it returns under such a name is for the next call.
+    """
+    parameters = inspect.signature(module.forward).parameters.values()
+    return {parameter.name for parameter in parameters if parameter.default is None}
 
 
 @contextlib.contextmanager
@@ -121,14 +123,27 @@ def as_before(module: nn.Module) -> Iterator[None]:
             parameter.grad = gradient
 
 
+class EncoderOutputs(tuple[Any, ...]):
+    """What an encoder returned, for decoders that take it by place or by name; the rest is None."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return self[0] if name == "last_hidden_state" else None
+
+
 @dataclass
 class Step:
-    """What one run of a phase leaves: outputs, cache, gradients by storage, and how many items."""
+    """What one run of a phase leaves: outputs, cache, gradients by storage, and how many items.
+
+    phase: which one it was, where that was not known before.
+    """
 
     output: Any
     state: Mapping[str, Any] = field(default_factory=dict)
     gradients: Mapping[int, str] = field(default_factory=dict)
     items: int | None = None
+    phase: str = ""
 
 
 class _Run:
@@ -147,11 +162,23 @@ class _Run:
             graphs[phase] = self._captured(phase, getattr(self, f"_{phase}"))
         return graphs
 
+    def usual_phases(self, tell: Progress) -> dict[str, OpGraph]:
+        """Prefill, decode and training; forward and training where no cache comes back."""
+        tell(f"tracing {'prefill' if self.inputs.cached else 'forward'}")
+        self.module.train(False)
+        first = self._captured("forward", self._prompt)
+        rest = ("decode", "training") if first.phase == "prefill" else ("training",)
+        return {first.phase: first, **self.phases(rest, tell)}
+
     def without_cache(self, phase: str) -> str:
         """The message for a phase that needs a cache."""
         name = type(self.module).__name__
-        if cache_arguments(self.module):
-            return f"{phase} of {name}: pass the prompt as token ids, for example input_ids=ids"
+        generates = getattr(self.module, "can_generate", lambda: cache_arguments(self.module))
+        if self.inputs.decode is None and generates():
+            return (
+                f"{phase} of {name}: pass the prompt as token ids, for example input_ids=ids; "
+                "what keeps no cache has --phase forward and training"
+            )
         return (
             f"{phase} of {name}: its forward takes and returns no cache; "
             "use --phase forward or training"
@@ -174,20 +201,24 @@ class _Run:
 
     def _prefill(self, recorder: Recorder) -> Step:
         """Forward that returns a cache; what of it the next call receives has role kv."""
+        step = self._prompt(recorder)
+        if not step.state:
+            raise NoCacheError(self.without_cache("prefill"))
+        return step
+
+    def _prompt(self, recorder: Recorder) -> Step:
+        """A call with the prompt: a prefill where it returns a cache, else a forward."""
         with torch.no_grad():
             output, state = self._prompted(self.inputs.kwargs)
         if not state:
-            raise NoCacheError(
-                f"prefill of {type(self.module).__name__}: it returned no cache; "
-                "use --phase forward or training"
-            )
+            return Step(output, phase="forward")
         if self.inputs.cached_kwargs is None:
             for tensor in tensors_in(state):
                 entry = recorder.values.known(tensor)
                 if entry is not None and not entry.taint:
                     tensor.__dict__[REAL_VALUE] = entry.value
             self._prefilled = state
-        return Step(output, state)
+        return Step(output, state, phase="prefill")
 
     def _decode(self, recorder: Recorder) -> Step:
         """One more token with the cache that a prefill of the cached length returned."""
@@ -199,10 +230,7 @@ class _Run:
                 with recorder.paused():
                     _, state = self._prompted(self.inputs.kwargs if prompt is None else prompt)
             if not state:
-                raise NoCacheError(
-                    f"decode of {type(self.module).__name__}: its prefill returned "
-                    "no cache; use --phase forward or training"
-                )
+                raise NoCacheError(self.without_cache("decode"))
             recorder.reset_calls()
             encoded = state.get("encoder_outputs")
             for tensor in tensors_in(encoded):
@@ -211,7 +239,7 @@ class _Run:
                 learn(recorder.values, tensor)
                 recorder.enter(tensor, "kv", f"cache_{index}")
             output = self._call((), {**(self.inputs.decode or {}), **state}, self.inputs.cached)
-        return Step(output, self._state(output), items=self.inputs.workload.get("batch"))
+        return Step(output, self._state(output, {}, {}), items=self.inputs.workload.get("batch"))
 
     def _training(self, recorder: Recorder) -> Step:
         """Train mode: forward, loss, backward, optimizer step."""
@@ -249,7 +277,12 @@ class _Run:
         elif isinstance(own, Tensor) and own.requires_grad:
             losses = [own]
         else:
-            losses = [t for t in tensors_in(output) if t.requires_grad]
+            state = self._state(output, self.inputs.kwargs, {})
+            state.pop("encoder_outputs", None)
+            kept = {id(t) for t in tensors_in(state)}
+            found = [t for t in tensors_in(output) if t.requires_grad]
+            # A cache is for the next call, not for a loss; unless there is nothing else.
+            losses = [t for t in found if id(t) not in kept] or found
             if not isinstance(output, Tensor) or output.dim():
                 recorder.values.assume(
                     "loss",
@@ -263,8 +296,8 @@ class _Run:
                 f"training of {type(self.module).__name__}: no output needs a gradient; pass loss="
             )
         recorder.part = "backward"
-        with torch.no_grad():
-            seeds = [torch.ones_like(t) for t in losses]
+        with torch.no_grad():  # in the order in which backward takes them up
+            seeds = [torch.ones_like(t) for t in reversed(losses)][::-1]
         # What torch.autograd.backward ends in; that one would switch function modes off, which
         # the forward of a checkpoint needs again.
         engine: Any = torch.autograd.graph
@@ -295,22 +328,39 @@ class _Run:
             return self.module(*args, **{**kwargs, **more})
 
     def _prompted(self, prompt: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+        prompt = {name: _unshared(item) for name, item in prompt.items()}
+        objects = {name: item for name, item in prompt.items() if _may_be_filled(item)}
+        before = {id(tensor) for tensor in tensors_in(objects)}
         output = self._call(self.inputs.args, prompt, self.inputs.cached)
-        return output, self._state(output)
+        filled = {
+            name: item
+            for name, item in objects.items()
+            if any(id(tensor) not in before for tensor in tensors_in(item))
+        }
+        return output, self._state(output, prompt, filled)
 
-    def _state(self, output: Any) -> dict[str, Any]:
-        """What of the output the next call takes: entries named like parameters of forward."""
-        if not isinstance(output, Mapping):
-            return {}
-        names = inspect.signature(self.module.forward).parameters
+    def _state(
+        self, output: Any, given: Mapping[str, Any], filled: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """What of the output the next call takes: entries named like parameters of forward.
+
+        given: the arguments of the call.  filled: those that it wrote tensors into.
+        """
+        names = list(inspect.signature(self.module.forward).parameters)
+        taken = {*names[: len(self.inputs.args)], *(self.inputs.decode or {})}
+        named = _named_outputs(output)
         state = {
             key: value
-            for key, value in output.items()
-            if key in names and key not in self.inputs.kwargs and tensors_in(value)
+            for key, value in named.items()
+            if key in names
+            and key not in taken
+            and not isinstance(given.get(key), Tensor)
+            and tensors_in(value)
         }
-        hidden = output.get("encoder_last_hidden_state")
+        state |= {key: item for key, item in filled.items() if key not in {*state, *taken}}
+        hidden = named.get("encoder_last_hidden_state")
         if state and hidden is not None and "encoder_outputs" in names:
-            state["encoder_outputs"] = (hidden,)
+            state["encoder_outputs"] = EncoderOutputs((hidden,))
         return state
 
     def _captured(self, phase: str, body: Callable[[Recorder], Step]) -> OpGraph:
@@ -321,7 +371,8 @@ class _Run:
             with recorder:
                 step = body(recorder)
             optimizer = self.options.optimizer if phase == "training" else None
-            return graph_of(recorder, phase, step, self.module, self.inputs, optimizer, self.target)
+            named = step.phase or phase
+            return graph_of(recorder, named, step, self.module, self.inputs, optimizer, self.target)
 
         kind = type(self.module).__name__
         return attempted(run, self.options, f"{phase} of {kind}", kind)
@@ -351,27 +402,36 @@ def attempted(
 ) -> OpGraph:
     """`run` under a recorder; again, where it fails, with its last unknown condition turned.
 
+    Where that does not help and a number was unknown, once more with it taken as zero.
     what, root: what is run and the class of its module, for the message of the TraceError.
     """
-    branches = dict(options.branches)
     first: TraceError | None = None
-    for attempt in itertools.count():
-        values = Values(branches=branches, assume=options.assume)
-        recorder = Recorder(values)
-        try:
-            return run(recorder)
-        except RequestError:
-            raise
-        except Exception as error:  # whatever a user's module may raise
-            first = first or _explained(error, recorder, what, root)
-            first.__cause__ = first.__cause__ or error
-            last = values.decisions - 1
-            if last < 0 or values.decided or attempt == MAX_BRANCH_RETRIES:
-                raise first from first.__cause__
-            branches[last] = True
-        finally:
-            recorder.close()
-    raise AssertionError("the last attempt returns or raises")
+    repeats = options.repeats
+    for number in UNKNOWN_NUMBERS:
+        branches = dict(options.branches)
+        for _ in range(MAX_BRANCH_RETRIES + 2):
+            values = Values(branches=branches, assume=options.assume, number=number)
+            recorder = Recorder(values, roll_loops=repeats, repeat_calls=repeats)
+            try:
+                return run(recorder)
+            except RequestError:
+                raise
+            except NotAlikeError as error:  # what was left out has to be run after all
+                assert repeats, error
+                repeats = False
+            except Exception as error:  # whatever a user's module may raise
+                first = first or _explained(error, recorder, what, root)
+                first.__cause__ = first.__cause__ or error
+                last = values.decisions - 1
+                if last < 0 or values.decided:
+                    break
+                branches[last] = True
+            finally:
+                recorder.close()
+        if "value" in options.assume or all(a.kind != "value" for a in values.assumptions):
+            break
+    assert first is not None
+    raise first from first.__cause__
 
 
 def graph_of(
@@ -389,26 +449,29 @@ def graph_of(
         recorder.node_of(tensor)  # also one that no op has read yet
     kv = {recorder.storage_of(tensor) for tensor in kept}
     items = inputs.items if step.items is None else step.items
+    sizes = dict(inputs.workload)
+    if phase not in ("prefill", "decode"):
+        sizes.pop("kv", None)  # no cache is there
     workload = {
-        **inputs.workload,
+        **sizes,
         "item": inputs.item,
         "items": _first_size((inputs.args, inputs.kwargs)) if items is None else items,
         "optimizer": optimizer,
     }
     outputs = [part for tensor in tensors_in(step.output) for part, _ in parts_of(tensor)]
-    return with_families(
-        lower(
-            recorder,
-            [tensor for tensor in outputs if tensor.device.type == "meta"],
-            phase=phase,
-            kv_storages={s for s in kv if s is not None},
-            gradients=step.gradients,
-            assumptions=recorder.values.assumptions,
-            model=describe(module),
-            workload=workload,
-            provenance=provenance(target),
-        )
+    graph = lower(
+        recorder,
+        [tensor for tensor in outputs if tensor.device.type == "meta"],
+        phase=phase,
+        kv_storages={s for s in kv if s is not None},
+        gradients=step.gradients,
+        assumptions=recorder.values.assumptions,
+        model=describe(module),
+        workload=workload,
+        provenance=provenance(target),
+        repeats=recorder.repeat_calls,
     )
+    return with_families(graph)
 
 
 def learn(values: Values, tensor: Tensor) -> None:
@@ -462,6 +525,28 @@ def _named_inputs(
         found = tensors_in(item)
         for index, tensor in enumerate(found):
             yield (label if len(found) == 1 else f"{label}_{index}"), tensor
+
+
+def _named_outputs(output: Any) -> dict[str, Any]:
+    """The parts of what a module returned by their names; none of a tensor or a plain tuple."""
+    if isinstance(output, Mapping):
+        return dict(output)
+    if dataclasses.is_dataclass(output) and not isinstance(output, type):
+        return {f.name: getattr(output, f.name) for f in dataclasses.fields(output)}
+    if isinstance(output, tuple) and hasattr(output, "_asdict"):
+        return dict(output._asdict())
+    return {}
+
+
+def _may_be_filled(item: Any) -> bool:
+    """Whether an argument is an object that a call may write into, as into a cache."""
+    plain = (Tensor, nn.Module, Mapping, str, bytes, int, float, list, tuple, set, type(None))
+    return not isinstance(item, plain) and not callable(item) and hasattr(item, "__dict__")
+
+
+def _unshared(item: Any) -> Any:
+    """A copy of such an object around the same tensors."""
+    return replaced(item, lambda tensor: tensor) if _may_be_filled(item) else item
 
 
 def _first_size(tree: Any) -> int:

@@ -23,12 +23,12 @@ def test_what_a_trace_made_can_be_freed(model: Callable[..., Any]) -> None:
         copies.extend(weakref.ref(o) for o in gc.get_objects() if type(o) is Watched)
         return output.sum()
 
-    module = Watched(8, 8)
+    module, frozen = Watched(8, 8), gc.get_freeze_count()
     rt.trace(module, torch.ones(1, 8), phase="training", loss=loss)
     gc.collect()
     assert len(copies) == 2  # the user's module and its copy on meta
     assert [ref() for ref in copies if ref() is not None] == [module]
-    assert gc.get_freeze_count() == 0
+    assert gc.get_freeze_count() <= frozen  # what an earlier program set aside stays so
 
 
 @pytest.mark.parametrize("enabled", [True, False])

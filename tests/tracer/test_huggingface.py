@@ -9,8 +9,11 @@ import pytest
 
 from rooftrace.tracer.api import trace_target
 from rooftrace.tracer.graph import OpGraph
+from rooftrace.tracer.huggingface import model_inputs
 from rooftrace.tracer.request import Request, RequestError, TargetError
 from rooftrace.tracer.target import load_target
+from rooftrace.tracer.values import REAL_VALUE
+from rooftrace.tracer.workload import trace_phases
 
 pytest.importorskip("transformers")
 
@@ -136,19 +139,51 @@ def test_a_cache_may_be_longer_than_the_prompt(config: Callable[..., str]) -> No
     assert decode.workload["items"] == 2
 
 
+def test_a_cache_leaves_room_for_the_token_behind_it(config: Callable[..., str]) -> None:
+    graphs = trace_target(config("gpt2"), ["prefill", "decode"])
+    assert graphs["prefill"].workload["seq"] == 32  # all that the table of positions has
+    assert graphs["decode"].workload["kv"] == 32 - 1
+
+
+def test_whole_numbers_of_a_built_model_are_known(config: Callable[..., str]) -> None:
+    module = load_target(config("bert"), Request(seq=4)).module
+    known = {n: t.__dict__.get(REAL_VALUE) for n, t in module.named_buffers()}
+    positions = known["bert.embeddings.position_ids"]
+    assert positions is not None and positions.tolist() == [list(range(512))]
+
+
 # -- inputs that are given -------------------------------------------------------------------------
 
 
 def test_features_that_cannot_be_guessed_are_asked_for(config: Callable[..., str]) -> None:
+    loaded = load_target(config("vit"))
+
+    def forward(smells: Any, strengths: Any = None) -> Any:
+        raise AssertionError("never called")
+
+    loaded.module.forward = forward
     with pytest.raises(
         RequestError,
         match=(
-            "WhisperForConditionalGeneration: its main input is 'input_features', which cannot be "
-            "guessed; pass --input input_features=SHAPE:DTYPE, for example --input "
-            "input_features=1,80,3000:fp32"
+            "ViTForImageClassification: its input 'smells' cannot be guessed; pass --input "
+            "smells=SHAPE:DTYPE, for example --input smells=1,80,3000:fp32"
         ),
     ):
-        load_target(config("whisper"))
+        model_inputs(loaded.module, Request())
+
+
+def test_a_guess_that_is_refused_is_told_with_the_reason(config: Callable[..., str]) -> None:
+    loaded = load_target(config("vit"))
+
+    def forward(pixel_values: Any) -> Any:
+        raise ValueError("not\nlike this")
+
+    loaded.module.forward = forward
+    with pytest.raises(
+        RequestError,
+        match=r"'pixel_values' cannot be guessed \(to a guess it says ValueError: not like this\)",
+    ):
+        model_inputs(loaded.module, Request())
 
 
 def test_features_that_are_given_are_used(config: Callable[..., str]) -> None:
@@ -172,6 +207,121 @@ def test_given_token_ids_can_be_decoded(config: Callable[..., str]) -> None:
     assert decode.workload["kv"] == 7
 
 
+# -- inputs of other kinds -------------------------------------------------------------------------
+
+CONV = dict(conv_dim=[8, 8], conv_kernel=[10, 8], conv_stride=[8, 8], num_feat_extract_layers=2)
+SIDE = dict(image_size=32, patch_size=8)
+OTHERS: dict[str, dict[str, Any]] = {
+    "wav2vec2": dict(WIDTHS, vocab_size=32, num_conv_pos_embedding_groups=4, **CONV),
+    "vivit": dict(WIDTHS, image_size=32, num_frames=4, tubelet_size=[2, 8, 8]),
+    "clip": dict(
+        architectures=["CLIPModel"],
+        projection_dim=16,
+        text_config=dict(WIDTHS, vocab_size=64, max_position_embeddings=12),
+        vision_config=dict(WIDTHS, **SIDE),
+    ),
+    "audio-spectrogram-transformer": dict(WIDTHS, max_length=64, num_mel_bins=16),
+    "patchtst": dict(d_model=16, num_hidden_layers=1, context_length=32, num_input_channels=3),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "inputs"),
+    [
+        ("wav2vec2", {"input_values": (2, 160 * 1000 - 160 * 1000 % 1920)}),
+        ("vivit", {"pixel_values": (2, 4, 3, 32, 32)}),
+        ("clip", {"input_ids": (2, 12), "pixel_values": (2, 3, 32, 32)}),
+        ("audio-spectrogram-transformer", {"input_values": (2, 64, 16)}),
+        ("patchtst", {"past_values": (2, 32, 3), "past_observed_mask": (2, 32, 3)}),
+        ("whisper", {"input_features": (2, 80, 60), "decoder_input_ids": (2, 20)}),
+    ],
+)
+def test_inputs_are_of_the_layout_that_the_model_accepts(
+    kind: str, inputs: dict[str, tuple[int, ...]], config: Callable[..., str]
+) -> None:
+    loaded = load_target(config(kind, **OTHERS.get(kind, {})), Request(batch=2))
+    given = loaded.inputs.kwargs
+    assert {name: tuple(tensor.shape) for name, tensor in given.items()} == inputs
+
+
+LLAVA = dict(
+    image_token_index=60,
+    image_token_id=60,
+    text_config=dict(WIDTHS, model_type="llama", vocab_size=64),
+    vision_config=dict(WIDTHS, **SIDE, model_type="clip_vision_model"),
+)
+
+
+def test_a_model_of_text_and_images_is_given_text(config: Callable[..., str]) -> None:
+    loaded = load_target(config("llava", **LLAVA), Request(seq=30))
+    assert list(loaded.inputs.kwargs) == ["input_ids"]
+
+
+def test_an_image_has_its_places_in_the_prompt(config: Callable[..., str]) -> None:
+    image = {"pixel_values": "1,3,32,32:fp32"}
+    path = config("llava", **LLAVA)
+    graphs = trace_target(path, ["prefill", "decode"], Request(seq=30, inputs=image))
+    assert shapes(graphs["prefill"]) == {"pixel_values": (1, 3, 32, 32), "input_ids": (1, 30)}
+    convolutions = [op for op in graphs["prefill"].ops if op.name == "aten.convolution"]
+    assert len(convolutions) == 1
+    assert not any(op.name == "aten.convolution" for op in graphs["decode"].ops)
+    patches = (32 // 8) ** 2
+    with pytest.raises(RequestError, match=f"{patches} tokens of the prompt, which has 9; pass a"):
+        load_target(path, Request(seq=9, inputs=image))
+
+
+def test_an_image_that_a_model_cannot_read_is_told_why(config: Callable[..., str]) -> None:
+    request = Request(seq=30, inputs={"pixel_values": "1,4,32,32:fp32"})
+    with pytest.raises(
+        RequestError,
+        match=r"LlavaForConditionalGeneration: it makes no image features of the inputs that were "
+        "given .*; its get_image_features takes pixel_values, ",
+    ):
+        load_target(config("llava", **LLAVA), request)
+
+
+def test_a_model_that_writes_about_a_given_image_has_a_prompt(config: Callable[..., str]) -> None:
+    text = dict(WIDTHS, vocab_size=64, max_position_embeddings=16, encoder_hidden_size=32)
+    vision = dict(WIDTHS, **SIDE)
+    path = config(
+        "blip",
+        architectures=["BlipForConditionalGeneration"],
+        text_config=text,
+        vision_config=vision,
+    )
+    given = load_target(path, Request(inputs={"pixel_values": "2,3,32,32:fp32"})).inputs.kwargs
+    assert set(given) == {"pixel_values", "input_ids"}
+
+
+QWEN = dict(
+    image_token_id=60,
+    text_config=dict(
+        WIDTHS,
+        vocab_size=64,
+        num_key_value_heads=2,
+        rope_parameters={"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 1e4},
+    ),
+    vision_config=dict(depth=1, embed_dim=16, hidden_size=32, num_heads=2, patch_size=4),
+)
+
+
+def test_patches_come_from_a_grid(config: Callable[..., str]) -> None:
+    rows, width = 4 * 6, 3 * 2 * 4 * 4  # of two frames
+    request = Request(seq=20, inputs={"pixel_values": f"{rows},{width}:fp32"})
+    loaded = load_target(config("qwen2_vl", **QWEN), request)
+    given = {n: t.__dict__.get(REAL_VALUE) for n, t in loaded.inputs.kwargs.items()}
+    assert given["image_grid_thw"].tolist() == [[1, 4, 6]]
+    assert int((given["input_ids"] == 60).sum()) == rows // 4  # four patches make a token
+    assert trace_phases(loaded.module, loaded.inputs, ["prefill"])
+
+
+def test_a_class_for_a_part_of_a_config_is_given_that_part(config: Callable[..., str]) -> None:
+    path = config("llava", **LLAVA, architectures=["LlamaForCausalLM"])
+    loaded = load_target(path, Request(seq=4))
+    assert type(loaded.module).__name__ == "LlamaForCausalLM"
+    assert loaded.module.config.vocab_size == 64
+
+
 # -- mistakes --------------------------------------------------------------------------------------
 
 
@@ -187,6 +337,7 @@ def test_given_token_ids_can_be_decoded(config: Callable[..., str]) -> None:
         ("resnet", {"kv": 8}, "--kv 8: ResNetForImageClassification takes pixel_values"),
         ("bert", {"kv": 8}, "--kv 8: BertForMaskedLM keeps no cache; leave it out"),
         ("gpt2", {"seq": 64}, "--seq 64: GPT2LMHeadModel has a position table of 32 entries"),
+        ("gpt2", {"kv": 32, "seq": 8}, "--kv 32: GPT2LMHeadModel has a position table of 32"),
         ("gpt2", {"kv": 33, "seq": 8}, "--kv 33: GPT2LMHeadModel has a position table of 32"),
         (
             "bert",

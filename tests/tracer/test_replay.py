@@ -1,5 +1,6 @@
 """A captured graph, run op by op on real tensors, computes what the model computes."""
 
+import inspect
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -42,8 +43,11 @@ def state_of(module: nn.Module) -> dict[str, Tensor]:
 
 
 def unit_gradients(module: nn.Module, case: Any) -> Mapping[str, Tensor | None]:
-    """The gradients by name after a unit gradient into every output."""
+    """The gradients by name after a unit gradient into every output but the cache."""
     output = module.train()(*case.args, **case.kwargs)
+    if isinstance(output, Mapping):
+        taken = inspect.signature(module.forward).parameters
+        output = {name: item for name, item in output.items() if name not in taken}
     losses = [t for t in tensors_in(output) if t.requires_grad]
     torch.autograd.backward(losses, [torch.ones_like(t) for t in losses])
     return {name: parameter.grad for name, parameter in module.named_parameters()}

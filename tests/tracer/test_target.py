@@ -211,3 +211,18 @@ def test_inputs_that_make_no_sense_are_refused(
 def test_a_size_below_one_is_refused(flag: str) -> None:
     with pytest.raises(RequestError, match=f"--{flag} 0: expected a whole number of at least 1"):
         Request(**{flag: 0})
+
+
+def test_a_decorator_for_a_gpu_counts_without_one(tmp_path: Path) -> None:
+    path = tmp_path / "cast.py"
+    path.write_text(
+        "import torch\n"
+        "class Net(torch.nn.Linear):\n"
+        "    @torch.autocast('cuda', dtype=torch.bfloat16)\n"
+        "    def forward(self, x):\n"
+        "        return super().forward(x)\n"
+        "def build():\n"
+        "    return Net(8, 8), (torch.ones(2, 8),)\n"
+    )
+    graph = trace_target(f"{path}:build", ["forward"])["forward"]
+    assert graph.values[graph.outputs[0]].dtype == "bf16"

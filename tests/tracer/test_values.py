@@ -184,16 +184,32 @@ def test_what_follows_from_routing_says_that_it_rests_on_it(
     assert all(set(op.assumptions) & routing for op in grouped)
 
 
-def test_autocast_is_not_followed_and_that_is_said(module: Callable[..., nn.Module]) -> None:
-    def forward(self: Any, x: Tensor) -> Tensor:
-        with torch.autocast(x.device.type, dtype=torch.bfloat16):
-            x = self.lin(x)
-        with torch.autocast("cuda", enabled=False):
-            return self.lin(x)
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_tensor_is_made_of_tensors_of_one_element(
+    device: str, module: Callable[..., nn.Module]
+) -> None:
+    def forward(self: Any, x: Tensor, lengths: Tensor) -> Any:
+        made = torch.tensor([0, *lengths.cumsum(0)], device=device)
+        return [self.lin(x[made[i] : made[i + 1]]) for i in range(2)]
 
-    graph = rt.trace(module(forward), torch.ones(1, 8))
-    assert {t.dtype for t in graph.values} == {"fp32"}
-    assert [a.kind for a in graph.assumptions] == ["autocast"]
+    graph = rt.trace(module(forward), torch.empty(5, 8, device="meta"), torch.tensor([2, 3]))
+    assert [graph.values[i].shape for i in graph.outputs] == [(2, 8), (3, 8)]
+    assert not graph.assumptions
+
+
+def test_an_unknown_number_is_zero_where_the_code_fails_with_one(
+    module: Callable[..., nn.Module],
+) -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return self.lin(x).reshape(-1, 8 + int(x.sum()))  # type: ignore[no-any-return]
+
+    graph = rt.trace(module(forward), torch.empty(1, 8, device="meta"))
+    assert graph.values[graph.outputs[0]].shape == (1, 8)
+    (assumption,) = graph.assumptions
+    assert (assumption.kind, assumption.value) == ("value", 0)
+    assert assumption.text.endswith("is taken as zeros")
+    with pytest.raises(rt.TraceError):
+        rt.trace(module(forward), torch.empty(1, 8, device="meta"), assume={"value": 2})
 
 
 # -- facts -----------------------------------------------------------------------------------------

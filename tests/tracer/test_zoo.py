@@ -55,8 +55,8 @@ def test_a_folder_of_models(run: Any, tmp_path: Path, capsys: pytest.CaptureFixt
     assert linear["phases"]["training"]["assumptions"] == {"loss": 1}
     shown = capsys.readouterr().out.splitlines()
     assert shown[:2] == [
-        "group         models  forward  training  refused",
-        "folder             3        1         1        0",
+        "group         models  forward  decode  training  refused",
+        "folder             3        1       0         1        0",
     ]
     assert "ops without a rule: none" in shown
 

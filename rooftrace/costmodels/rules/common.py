@@ -96,18 +96,21 @@ def written(op: OpView) -> tuple[TensorView, ...]:
 
 def read_all(op: OpView, tensors: Iterable[TensorView | None]) -> Cost:
     """Each of these read once (what is not there costs nothing)."""
-    cost = NOTHING
-    for tensor in tensors:
-        cost += op.read(tensor)
-    return cost
+    return _moved(tensors, write=False)
 
 
 def write_all(op: OpView, tensors: Iterable[TensorView | None]) -> Cost:
     """Each tensor written once."""
-    cost = NOTHING
+    return _moved(tensors, write=True)
+
+
+def _moved(tensors: Iterable[TensorView | None], write: bool) -> Cost:
+    traffic: dict[Access, int] = {}
     for tensor in tensors:
-        cost += op.write(tensor)
-    return cost
+        if tensor is not None and tensor.nbytes:
+            key = Access(tensor.storage, write)
+            traffic[key] = traffic.get(key, 0) + tensor.nbytes
+    return Cost({}, traffic) if traffic else NOTHING
 
 
 def streamed(op: OpView, unread: Collection[str] = ()) -> Cost:

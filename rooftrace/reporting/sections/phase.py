@@ -198,7 +198,7 @@ def _parameters(one: Estimate) -> dict[str, int]:
         tensor = one.graph.values[index]
         if tensor.role == "weights" and tensor.storage == index and tensor.name:
             key = pattern_of(tensor.name.rpartition(".")[0])
-            found[key] = found.get(key, 0) + tensor.elements
+            found[key] = found.get(key, 0) + one.graph.times(tensor) * tensor.elements
     return found
 
 

@@ -1,0 +1,278 @@
+"""Equal iterations that stand once cost what they cost written out.  `expand` is the oracle."""
+
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import rooftrace as rt
+from rooftrace.costmodels.diff import diff_estimates
+from rooftrace.costmodels.estimate import Estimate, estimate
+from rooftrace.costmodels.execution import PRESETS, ExecutionModel
+from rooftrace.costmodels.islands import islands
+from rooftrace.costmodels.memory import memory
+from rooftrace.costmodels.plan import plan
+from rooftrace.costmodels.timing import Launch, schedule
+from rooftrace.tracer.graph import OpGraph, pattern_of
+from rooftrace.tracer.repeats import roll
+from tests.costmodels.conftest import DEEPSEEK, TEXT, language_model
+from tests.costmodels.graph_support import Builder
+from tests.costmodels.repeat_support import kernels, nests, stacks, totals
+
+UNFUSED = ("naive", "eager", "seed-naive", "seed-efficient")
+FUSED = ("compiled", "efficient")
+
+
+def assert_same(short: OpGraph, flat: OpGraph, execution: str | ExecutionModel) -> None:
+    """Every number of a short graph is that of the flat one."""
+    plans = plan(short, execution), plan(flat, execution)
+    one, other = map(estimate, plans)
+    assert totals(plans[0]) == totals(plans[1])
+    assert kernels(plans[0]) == kernels(plans[1])
+    assert one.kernels == other.kernels
+    assert one.t_est == pytest.approx(other.t_est, rel=1e-9)
+    assert one.times.t_serial == pytest.approx(other.times.t_serial, rel=1e-9)
+    assert_same_breakdowns(one, other)
+
+
+def assert_same_breakdowns(one: Estimate, other: Estimate) -> None:
+    for breakdown in ("by_module", "by_operator", "by_pattern"):
+        entries, others = (
+            {entry["key"]: entry for entry in getattr(e, breakdown)()} for e in (one, other)
+        )
+        assert entries.keys() == others.keys()
+        for key, entry in entries.items():
+            for name, amount in entry.items():
+                same = (
+                    pytest.approx(others[key][name], rel=1e-9, abs=1e-18)
+                    if isinstance(amount, float)
+                    else others[key][name]
+                )
+                if name != "regime":  # of two equal ones, rounding may choose
+                    assert amount == same, (breakdown, key, name)
+    assert one.assumption_seconds == pytest.approx(other.assumption_seconds, rel=1e-9)
+
+
+def assert_same_memory(short: OpGraph, flat: OpGraph) -> None:
+    found, expected = memory(short).to_dict(), memory(flat).to_dict()
+    assert {**found, "where": 0} == {**expected, "where": 0}
+
+
+# -- made up ---------------------------------------------------------------------------------------
+
+
+@settings(max_examples=150, deadline=None)
+@given(nests())
+def test_random_nests(graph: OpGraph) -> None:
+    flat = graph.expand().verify()
+    assert_same_memory(graph, flat)
+    for execution in ("naive", "eager", ExecutionModel(dispatch="compiled")):
+        assert_same(graph, flat, execution)
+    # Launched as one graph, an iteration begins as the one before it ends: here there may be none.
+    assert totals(plan(graph, "seed-efficient")) == totals(plan(flat, "seed-efficient"))
+
+
+@settings(max_examples=60, deadline=None)
+@given(stacks())
+def test_random_stacks(graph: OpGraph) -> None:
+    short = roll(graph)
+    assert_same_memory(short, graph)
+    for execution in UNFUSED:
+        assert_same(short, graph, execution)
+    fused, flat = plan(short, "efficient"), plan(graph, "efficient")
+    # A chain that goes on through all iterations is cut between them.
+    assert fused.total.work == flat.total.work
+    assert fused.bytes.total >= flat.bytes.total
+    assert fused.coverage == flat.coverage and fused.compulsory == flat.compulsory
+
+
+# -- the queue -------------------------------------------------------------------------------------
+
+SECONDS = st.sampled_from((0.0, 0.5, 1.0, 2.0, 7.0))
+LAUNCHES = st.recursive(
+    st.tuples(st.integers(0, 3), st.none() | SECONDS, st.booleans()),
+    lambda inner: st.tuples(st.integers(2, 9), st.lists(inner, min_size=1, max_size=4)),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(LAUNCHES, min_size=1, max_size=4), SECONDS)
+def test_many_turns_of_the_queue_are_gone_through_at_once(parts: list, dispatch: float) -> None:
+    counts: list[int] = []
+    short: list[tuple[Launch, float | None]] = []
+    flat: list[tuple[Launch, float | None]] = []
+    first: list[int] = []  # where the first of each short launch is among the flat ones
+
+    def write(parts: list, repeats: tuple[int, ...], is_first: bool) -> None:
+        for part in parts:
+            if len(part) == 2:
+                turns, inner = part
+                number = len(counts)
+                if is_first:
+                    counts.append(turns)
+                for turn in range(turns):
+                    write(inner, (*repeats, number), is_first and turn == 0)
+                continue
+            dispatches, seconds, sync = part
+            if is_first:
+                first.append(len(flat))
+                launch = Launch(dispatches, seconds is not None, sync, repeats)
+                short.append((launch, seconds))
+            flat.append((Launch(dispatches, seconds is not None, sync), seconds))
+
+    write(parts, (), True)
+
+    def run(launches: list[tuple[Launch, float | None]]) -> tuple[list[float], float]:
+        seconds = [s for _, s in launches if s is not None]
+        return schedule(seconds, [launch for launch, _ in launches], dispatch, counts)
+
+    starts, end = run(short)
+    all_starts, expected = run(flat)
+    started = iter(all_starts)
+    by_launch = [next(started) if launch.on_device else None for launch, _ in flat]
+    assert end == pytest.approx(expected, rel=1e-12)
+    assert starts == [by_launch[i] for i in first if by_launch[i] is not None]
+
+
+def test_a_long_loop_in_many_layers_takes_no_time_to_schedule() -> None:
+    # Enqueued every second; 64 x 4096 kernels of 2 s each keep the device busy from 1 s on.
+    launches = [Launch(1, True, repeats=(0, 1)), Launch(1, True)]
+    _, end = schedule([2.0, 3.0], launches, 1.0, (64, 4096))
+    assert end == 1 + 64 * 4096 * 2 + 3
+
+
+# -- traced ----------------------------------------------------------------------------------------
+
+LAYERS = 8
+
+
+@pytest.fixture(scope="module")
+def stack() -> Callable[[str, str], OpGraph]:
+    """`stack("Llama", "training")`: eight layers, written out; each is traced once per phase."""
+    known: dict[tuple[str, str], OpGraph] = {}
+    tokens = torch.randint(0, 96, (2, 40))
+    text = {**TEXT, "num_hidden_layers": LAYERS, "num_key_value_heads": 2}
+    settings = {
+        "GPT2": dict(vocab_size=96, n_positions=64, n_embd=32, n_layer=LAYERS, n_head=4,
+                     bos_token_id=0, eos_token_id=0),
+        "Llama": text,
+        "Mixtral": {**text, "num_local_experts": 4},
+        "DeepseekV3": {**DEEPSEEK, "num_hidden_layers": LAYERS},
+    }  # fmt: skip
+
+    def graph(family: str, phase: str) -> OpGraph:
+        if (family, phase) not in known:
+            model = language_model(family, **settings[family])
+            options = {"use_cache": False} if phase == "training" else {}
+            found = rt.trace(model, input_ids=tokens, phase=phase, **options)
+            known[family, phase] = found.expand()
+        return known[family, phase]
+
+    return graph
+
+
+@pytest.mark.parametrize("phase", ["forward", "prefill", "decode", "training"])
+@pytest.mark.parametrize("family", ["GPT2", "Llama", "Mixtral", "DeepseekV3"])
+def test_stacks_of_layers(stack: Callable[[str, str], OpGraph], family: str, phase: str) -> None:
+    flat = stack(family, phase)
+    short = roll(flat)
+    assert short.repeats and len(short.ops) < len(flat.ops)
+    assert_same_memory(short, flat)
+    for execution in PRESETS:
+        assert_same(short, flat, execution)
+
+
+def test_groups_of_layers_are_translates(stack: Callable[[str, str], OpGraph]) -> None:
+    """What joins two layers in the short graph joins every two, and nothing else does."""
+    flat = stack("Llama", "forward")
+    short = roll(flat)
+    (repeat,) = short.repeats
+
+    def joins(graph: OpGraph) -> Counter[tuple[str, ...]]:
+        found: Counter[tuple[str, ...]] = Counter()
+        for group in plan(graph, "efficient").groups:
+            ops = [graph.ops[i] for i in group.ops]
+            found[tuple(f"{pattern_of(o.module)} {o.target}" for o in ops)] += group.times
+        return found
+
+    assert joins(short) == joins(flat)
+    groups = plan(short, "efficient").groups
+    crossing = [g for g in groups if len({short.ops[i].repeats for i in g.ops}) > 1]
+    assert [g.times for g in crossing] == [1, repeat.count]
+
+
+def test_reprice_islands_and_notes_count_every_layer(stack: Callable[[str, str], OpGraph]) -> None:
+    flat = stack("Llama", "decode")
+    short = roll(flat)
+    for change in (
+        lambda g: rt.reprice(g, "fp8"),
+        lambda g: rt.reprice(g, weights_dtype="int4", kv_dtype="fp8"),
+    ):
+        one, other = change(short), change(flat)
+        assert one.model == other.model and one.workload == other.workload
+        assert islands(one) == islands(other)
+        assert_same(one, other, "efficient")
+    assert f"{LAYERS} attention calls run" in plan(short, "naive").notes[0]
+    assert f"{2 * LAYERS} cache appends write" in plan(short, "efficient").notes[0]
+
+
+def test_a_short_graph_is_no_change(stack: Callable[[str, str], OpGraph]) -> None:
+    for phase in ("decode", "training"):
+        flat = stack("Mixtral", phase)
+        one, other = estimate(roll(flat)), estimate(flat)
+        for a, b in ((one, other), (other, one)):
+            (found,) = diff_estimates({phase: a}, {phase: b}).phases
+            assert not found.modules
+            for name, change in found.totals.items():
+                assert change.after == pytest.approx(change.before, rel=1e-9), name
+
+
+def test_a_frame_has_a_row_for_equal_kernels(stack: Callable[[str, str], OpGraph]) -> None:
+    flat = stack("GPT2", "forward")
+    frame, full = estimate(roll(flat)).to_frame(), estimate(flat).to_frame()
+    assert len(frame) < len(full) == full["count"].sum() == frame["count"].sum()
+    for column in ("flops", "bytes", "bytes_weights", "t_device"):
+        assert frame[column].sum() == pytest.approx(full[column].sum(), rel=1e-9)
+    many = frame[frame["count"] > 1]
+    assert {*many["module"], *many["module_last"]} <= set(full["module"])
+    assert (full["module"] == full["module_last"]).all()
+    assert (many["module"] != many["module_last"]).all()
+
+
+def test_a_chain_through_all_layers_is_cut_between_them() -> None:
+    # Written out it would be one kernel, of as many layers as fit: how many those are would depend
+    # on where counting starts.
+    b = Builder()
+    x = b.input(64, 64)
+    for layer in range(LAYERS):
+        x = b.unary("exp", b.unary("relu", x, module=f"layers.{layer}"), module=f"layers.{layer}")
+    flat = b.graph(x)
+    short = roll(flat)
+    (repeat,) = short.repeats
+    fused = plan(short, "efficient")
+    # One for the layers before, one for each of the equal ones, one for those after.
+    assert [group.times for group in fused.groups] == [1, repeat.count, 1]
+    assert estimate(fused).kernels == repeat.count + 2 and estimate(flat).kernels == 1
+    assert fused.total.work == plan(flat, "efficient").total.work
+    assert fused.bytes.total == (repeat.count + 2) * 2 * (64 * 64 * 2)  # read + write
+
+
+@pytest.mark.parametrize("execution", ["naive", "efficient"])
+def test_a_diff_of_short_graphs_is_that_of_flat_ones(
+    stack: Callable[[str, str], OpGraph], execution: str
+) -> None:
+    def changes(before: OpGraph, after: OpGraph) -> set[str]:
+        sides = ({"decode": estimate(g, execution=execution)} for g in (before, after))
+        (found,) = diff_estimates(*sides).phases
+        return {
+            f"{m.path} x{m.count} {m.status} {m.flops} {m.bytes} {m.ops_added} {m.ops_removed} "
+            f"{m.resized}"
+            for m in found.modules
+        }
+
+    before, after = stack("Llama", "decode"), stack("Mixtral", "decode")
+    assert changes(roll(before), roll(after)) == changes(before, after) != set()
