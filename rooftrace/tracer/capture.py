@@ -31,7 +31,7 @@ from rooftrace.tracer.fused_ops import kept_whole, whole_entry
 from rooftrace.tracer.loops import Loop, Rolling
 from rooftrace.tracer.onmeta import own_tensors
 from rooftrace.tracer.origin import source_line
-from rooftrace.tracer.sizes import SizeCache
+from rooftrace.tracer.sizes import SizeCache, writes_lists
 from rooftrace.tracer.trees import arguments_in, bytes_of, is_wrapper, listed, parts_of
 from rooftrace.tracer.values import KNOWN, ROUTING, Values
 
@@ -535,7 +535,7 @@ class Recorder(TorchDispatchMode):
             return special
         facts: dict[str, Any] = {}
         try:
-            out = func(*args, **kwargs) if info.may_alias else self._sizes.run(func, args, kwargs)
+            out = self._computed(func, info, args, kwargs)
         except (NotImplementedError, RuntimeError, TypeError) as error:
             out = dynamic.without_meta_kernel(self, func, info, args, kwargs, tensors, error)
             facts["fallback"] = type(error).__name__
@@ -545,6 +545,12 @@ class Recorder(TorchDispatchMode):
         taint |= dynamic.learn_facts(self.values, name, args, tensors, facts)
         self.record(func, args, kwargs, outputs, single=single, facts=facts, taint=taint)
         return out
+
+    def _computed(self, func: Any, info: OpInfo, args: Any, kwargs: Any) -> Any:
+        """What an op returns on meta."""
+        if not info.may_alias:
+            return self._sizes.run(func, args, kwargs)
+        return None if writes_lists(info.name, args) else func(*args, **kwargs)
 
     def _identity(self, func: Any, args: Any, kwargs: Any, tensor: Tensor) -> Tensor:
         """detach and its like: a new Python object for the same value."""

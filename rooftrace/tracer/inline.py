@@ -62,6 +62,8 @@ def fold(graph: OpGraph, templates: Sequence[Template]) -> OpGraph:
 
     The graph is that which the templates were taken from.
     """
+    if not templates:
+        return graph
     inside: dict[int, int] = {}
     owners: dict[int, int] = {}
     for number, block in reversed(list(enumerate(templates))):  # an inner block ends before

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from rooftrace.hardware.precision import bytes_per_element
 from rooftrace.tracer.capture import Recorder
@@ -37,8 +36,7 @@ def run_optimizer(
         with recorder.paused():
             stepped = [_master(p) if _is_low(p, dtype) else p for p in parameters]
             optimizer = _made(kind, stepped)
-            with _disable_current_modes():
-                optimizer.step()
+            optimizer.step()
         low = [(p, s) for p, s in zip(parameters, stepped, strict=True) if p is not s]
         for parameter, tensor in zip(parameters, stepped, strict=True):
             owner = recorder.name_of(parameter)

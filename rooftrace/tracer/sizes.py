@@ -42,12 +42,28 @@ class SizeCache:
             return result
         if made is _NEVER:
             return func(*args, **kwargs)
-        single, outputs = made
+        kind, outputs = made
         tensors = [
             None if spec is None else _empty_strided(spec[0], spec[1], dtype=spec[2], device=_META)
             for spec in outputs
         ]
-        return tensors[0] if single else tuple(tensors)
+        return tensors[0] if kind is Tensor else kind(tensors)
+
+
+def writes_lists(name: str, args: Sequence[Any]) -> bool:
+    """Whether an op writes tensors of a list in place, each from others of its size.
+
+    On meta such a call does nothing, and takes as long as one op for each tensor.
+    """
+    if not name.startswith("aten._foreach_") or not name.endswith("_"):
+        return False
+    lists = [item for item in args if isinstance(item, (list, tuple)) and item]
+    lists = [item for item in lists if isinstance(item[0], Tensor)]
+    return bool(lists) and all(
+        len(item) == len(lists[0])
+        and all(a.shape == b.shape for a, b in zip(item, lists[0], strict=True))
+        for item in lists[1:]
+    )
 
 
 def _describe(items: Sequence[Any], key: list[Any]) -> bool:
@@ -81,11 +97,11 @@ def _describe_named(kwargs: dict[str, Any], key: list[Any]) -> bool:
 
 
 def _recipe(result: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """(one tensor?, size of each output) of a call; _NEVER where outputs are not fresh."""
-    single = isinstance(result, Tensor)
-    if not single and not isinstance(result, tuple):
+    """(type, size of each output) of a call; _NEVER where outputs are not fresh tensors."""
+    kind = Tensor if isinstance(result, Tensor) else type(result)
+    if kind not in (Tensor, tuple, list):
         return _NEVER
-    outputs = (result,) if single else result
+    outputs = (result,) if kind is Tensor else result
     storages = set()
     specs: list[Any] = []
     for output in outputs:
@@ -99,7 +115,7 @@ def _recipe(result: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         specs.append((tuple(output.shape), output.stride(), output.dtype))
     fresh = len(storages) == sum(spec is not None for spec in specs)
     return (
-        (single, tuple(specs))
+        (kind, tuple(specs))
         if fresh and not storages & _storages((args, kwargs.values()))
         else _NEVER
     )
