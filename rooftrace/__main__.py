@@ -1,5 +1,5 @@
 """`python -m rooftrace`."""
 
-from rooftrace.reporting.cli import main
+from rooftrace.reporting.cli import run
 
-main()
+run()

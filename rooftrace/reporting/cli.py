@@ -505,6 +505,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(2)
 
 
+def run() -> None:
+    """The installed command: as `main`, and over at once.
+
+    Python takes down object by object what the end of the process frees anyway, and needs seconds
+    for a large model.
+    """
+    code: Any = 0
+    try:
+        main()
+    except SystemExit as stop:
+        code = stop.code
+    if code is not None and not isinstance(code, int):
+        sys.stderr.write(f"{code}\n")
+        code = 1
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code or 0)
+
+
 def _message(error: BaseException) -> str:
     if (
         isinstance(error, OSError)

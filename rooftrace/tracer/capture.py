@@ -678,6 +678,21 @@ class Recorder(TorchDispatchMode):
         self._entered.clear()
         self.values.close()
 
+    def forget(self) -> None:
+        """Give the memory of the graph back, once it is lowered.
+
+        Its nodes refer to each other, and the collector of cycles is off while a model is traced.
+        """
+        graph, self.graph = self.graph, fx.Graph()
+        for node in (*graph.nodes, graph._root):
+            node.meta.clear()
+            node.users.clear()
+            node._input_nodes.clear()
+            for name, nothing in (("_args", ()), ("_kwargs", {}), ("_prev", None), ("_next", None)):
+                object.__setattr__(node, name, nothing)
+        graph._graph_namespace._obj_to_name.clear()
+        graph._find_nodes_lookup_table.table.clear()
+
 
 def _written(info: OpInfo, node: fx.Node) -> list[fx.Node]:
     """The nodes whose tensors an op writes in place."""

@@ -297,27 +297,19 @@ class _TorchFlops:
         if formula is None:
             return None
 
-        def sizes(item: Any) -> Any:
-            if isinstance(item, fx.Node):
-                tensor = tensor_of(item)
-                return tensor.shape, tensor.stride
-            return [sizes(x) for x in item] if isinstance(item, (list, tuple)) else item
-
-        def stub(item: Any) -> Any:
-            if isinstance(item, fx.Node):
-                tensor = tensor_of(item)
-                return torch.empty_strided(tensor.shape, tensor.stride, device="meta")
-            return [stub(x) for x in item] if isinstance(item, (list, tuple)) else item
-
         made = tuple(spec.shape for spec in specs)
-        key = (target, repr(sizes(args)), repr([(k, sizes(v)) for k, v in kwargs.items()]), made)
+        given = (
+            _with(args, tensor_of, _size),
+            [(k, _with(v, tensor_of, _size)) for k, v in kwargs.items()],
+        )
+        key = (target, repr(given), made)
         if key not in self._known:
             outputs = [torch.empty(shape, device="meta") for shape in made]
             result: Any = outputs[0] if len(outputs) == 1 else tuple(outputs)
             try:
-                self._known[key] = int(
-                    formula(*stub(args), **{k: stub(v) for k, v in kwargs.items()}, out_val=result)
-                )
+                arguments = _with(args, tensor_of, _stub)
+                named = {k: _with(v, tensor_of, _stub) for k, v in kwargs.items()}
+                self._known[key] = int(formula(*arguments, **named, out_val=result))
             except (
                 AssertionError,
                 TypeError,
@@ -328,3 +320,22 @@ class _TorchFlops:
             ):
                 self._known[key] = None  # torch's own formula refuses these shapes
         return self._known[key]
+
+
+def _with(
+    item: Any, tensor_of: Callable[[fx.Node], Tensor], change: Callable[[Tensor], Any]
+) -> Any:
+    """Arguments with something else in place of their nodes."""
+    if isinstance(item, fx.Node):
+        return change(tensor_of(item))
+    if isinstance(item, (list, tuple)):
+        return [_with(x, tensor_of, change) for x in item]
+    return item
+
+
+def _size(tensor: Tensor) -> Any:
+    return tensor.shape, tensor.stride
+
+
+def _stub(tensor: Tensor) -> TorchTensor:
+    return torch.empty_strided(tensor.shape, tensor.stride, device="meta")

@@ -428,6 +428,7 @@ def attempted(
                 branches[last] = True
             finally:
                 recorder.close()
+                recorder.forget()
         if "value" in options.assume or all(a.kind != "value" for a in values.assumptions):
             break
     assert first is not None
