@@ -63,7 +63,7 @@ def _add(op: Op, result: fx.Graph, nodes: dict[int, fx.Node]) -> None:
     """Append one op to an fx graph."""
     target = _overload(op.target)
     args, kwargs = _call(target, op.arguments, nodes)
-    node = result.call_function(target, args, kwargs)
+    node = result.call_function(_RUNS_AS.get(target, target), args, kwargs)
     node.meta["module"] = op.module
     returned = len(target._schema.returns)
     if len(op.outputs) == 1 and returned == 1 and not _returns_list(target):
@@ -74,6 +74,17 @@ def _add(op: Op, result: fx.Graph, nodes: dict[int, fx.Node]) -> None:
     else:  # a void in-place op writes its list arguments, whose nodes stay what they are
         for value, written in zip(op.outputs, _written(target, op.arguments), strict=True):
             nodes[value] = nodes[written]
+
+
+def histc(values: TorchTensor, bins: int = 100, min: float = 0, max: float = 0) -> TorchTensor:
+    """`torch.histc`, also of whole numbers on a CPU, where PyTorch counts floats only."""
+    if values.device.type != "cpu" or values.is_floating_point():
+        return torch.histc(values, bins, min=min, max=max)
+    return torch.histc(values.double(), bins, min=min, max=max).to(values.dtype)
+
+
+_RUNS_AS = {torch.ops.aten.histc.default: histc}
+"""What is run in place of an op that not every device has a kernel for."""
 
 
 def _positions(op: Op) -> list[int]:

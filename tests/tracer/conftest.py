@@ -108,6 +108,80 @@ def deepseek(experts: str = "batched_mm") -> Case:
     return text_model("DeepseekV3ForCausalLM", shape, 8, experts_implementation=experts)
 
 
+def mamba() -> Case:
+    shape = config("MambaConfig", vocab_size=64, hidden_size=32, num_hidden_layers=2, state_size=16)
+    return text_model("MambaForCausalLM", shape, 12)
+
+
+def mamba2() -> Case:
+    shape = config(
+        "Mamba2Config",
+        vocab_size=64,
+        hidden_size=32,
+        num_hidden_layers=2,
+        state_size=16,
+        head_dim=8,
+        num_heads=8,
+        n_groups=1,
+        chunk_size=4,
+    )
+    return text_model("Mamba2ForCausalLM", shape, 8)
+
+
+class Residual(nn.Module):
+    """A convolution block of a diffusion model, with the time step added in the middle."""
+
+    def __init__(self, width: int, out: int, time: int) -> None:
+        super().__init__()
+        self.first = nn.Sequential(
+            nn.GroupNorm(4, width), nn.SiLU(), nn.Conv2d(width, out, 3, 1, 1)
+        )
+        self.time = nn.Linear(time, out)
+        self.second = nn.Sequential(nn.GroupNorm(4, out), nn.SiLU(), nn.Conv2d(out, out, 3, 1, 1))
+        self.skip = nn.Conv2d(width, out, 1)
+
+    def forward(self, x: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
+        y = self.first(x) + self.time(time)[:, :, None, None]
+        found: torch.Tensor = self.skip(x) + self.second(y)
+        return found
+
+
+class UNet(nn.Module):
+    """A small diffusion model: down, attention in the middle, up with skip connections."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.width = width
+        self.inside = nn.Conv2d(4, width, 3, 1, 1)
+        self.down = nn.ModuleList([Residual(width, width, width), Residual(width, width, width)])
+        self.attention = nn.MultiheadAttention(width, 2, batch_first=True)
+        self.up = nn.ModuleList([Residual(2 * width, width, width) for _ in range(2)])
+        self.outside = nn.Conv2d(width, 4, 3, 1, 1)
+
+    def forward(self, x: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
+        rates = torch.exp(-torch.arange(self.width // 2, device=x.device) / self.width)
+        angle = step[:, None] * rates
+        time = torch.cat([angle.sin(), angle.cos()], dim=-1)
+        x = self.inside(x)
+        skips = []
+        for block in self.down:
+            x = block(x, time)
+            skips.append(x)
+            x = nn.functional.avg_pool2d(x, 2)
+        flat = x.flatten(2).transpose(1, 2)
+        flat = flat + self.attention(flat, flat, flat, need_weights=False)[0]
+        x = flat.transpose(1, 2).reshape(x.shape)
+        for block in self.up:
+            x = nn.functional.interpolate(x, scale_factor=2, mode="nearest")
+            x = block(torch.cat([x, skips.pop()], dim=1), time)
+        found: torch.Tensor = self.outside(x)
+        return found
+
+
+def unet() -> Case:
+    return Case(UNet().eval(), (torch.randn(2, 4, 16, 16), torch.tensor([3.0, 7.0])))
+
+
 def vit() -> Case:
     shape = config("ViTConfig", **WIDTHS, image_size=32, patch_size=8)
     return Case(
@@ -162,6 +236,9 @@ MODELS: dict[str, Callable[[], Case]] = {
         t5,
         mixtral,
         deepseek,
+        mamba,
+        mamba2,
+        unet,
         vit,
         resnet,
         vit_example,

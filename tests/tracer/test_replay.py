@@ -20,8 +20,9 @@ IN_EVAL = (
     "llama",
     "bert",
     "t5",
-    "mixtral",
-    "deepseek",
+    "mamba",
+    "mamba2",
+    "unet",
     "vit",
     "vit_example",
     "resnet",
@@ -30,7 +31,8 @@ IN_EVAL = (
     "transformer",
     "perceptron",
 )
-TRAINED = ("perceptron", "gpt2", "llama", "bert", "t5", "resnet", "vit_example", "lstm")
+TRAINED = ("perceptron", "gpt2", "llama", "bert", "t5", "resnet", "vit_example", "lstm", "unet")
+EXPERTS = ("eager", "batched_mm", "grouped_mm")
 
 
 def state_of(module: nn.Module) -> dict[str, Tensor]:
@@ -62,11 +64,17 @@ def no_fast_path() -> Any:
     torch.backends.mha.set_fastpath_enabled(before)
 
 
-@pytest.mark.parametrize("name", IN_EVAL)
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        *((name, ()) for name in IN_EVAL),
+        *((name, (experts,)) for name in ("mixtral", "deepseek") for experts in EXPERTS),
+    ],
+)
 def test_a_forward_graph_reproduces_the_model_bit_for_bit(
-    name: str, model: Callable[..., Any], no_fast_path: None
+    name: str, settings: tuple[str, ...], model: Callable[..., Any], no_fast_path: None
 ) -> None:
-    case = model(name)
+    case = model(name, *settings)
     graph = rt.trace(case.module, *case.args, **case.kwargs)
     replay = to_fx(graph, state_of(case.module))
     with torch.no_grad():
