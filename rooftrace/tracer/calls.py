@@ -42,6 +42,7 @@ from rooftrace.tracer.alike import (
     state_of,
 )
 from rooftrace.tracer.onmeta import own_tensors
+from rooftrace.tracer.origin import source_line
 from rooftrace.tracer.trees import bytes_of
 
 if TYPE_CHECKING:
@@ -52,14 +53,16 @@ if TYPE_CHECKING:
 class Block:
     """What one call recorded: its nodes, the nodes that it reads from outside, and what it returns.
 
-    passed: which argument each returned leaf is, None for others.  results: of the other tensors
-    the node, the index there, and what they are, with storages counted from `first_storage`.
-    storages: how many it made.  calls: how often it called each module inside, by the path below
-    its own.  assumptions: ids of those that something inside rests on.
+    source: the line that called, which is also that of ops in modules of torch inside.  passed:
+    which argument each returned leaf is, None for others.  results: of the other tensors the node,
+    the index there, and what they are, with storages counted from `first_storage`.  storages: how
+    many it made.  calls: how often it called each module inside, by the path below its own.
+    assumptions: ids of those that something inside rests on.
     """
 
     path: str
     call: int
+    source: str
     nodes: tuple[fx.Node, ...]
     inputs: tuple[fx.Node, ...]
     passed: tuple[int | None, ...]
@@ -76,6 +79,7 @@ class RepeatedCall:
 
     block: Block
     path: str
+    source: str
     first_storage: int
     assumptions: Mapping[int, int]
 
@@ -259,7 +263,7 @@ class Calls:
         for number in block.assumptions:
             if number not in assumptions:
                 assumptions[number] = values.assume_again(number, block.path, path)
-        call = RepeatedCall(block, path, recorder.storages, assumptions)
+        call = RepeatedCall(block, path, source_line(4), recorder.storages, assumptions)
         node = None
         if recorder.recording:
             given = [recorder.tagged_node(tensor) for tensor in tensors]
@@ -307,6 +311,7 @@ class _Start:
         self.assumptions = len(recorder.values.assumptions)
         self.decisions, self.random = recorder.values.decisions, random.getstate()
         self.calls = recorder.calls()
+        self.source = source_line(4)
 
     def unchanged(self, recorder: Recorder) -> bool:
         """Whether nothing outside of the graph was drawn or decided since."""
@@ -345,6 +350,7 @@ class _Start:
         return Block(
             path,
             recorder.calls_of(module) - 1,
+            self.source,
             tuple(nodes),
             tuple(_read_from_outside(nodes)),
             tuple(passed),

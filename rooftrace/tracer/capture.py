@@ -385,6 +385,7 @@ class Recorder(TorchDispatchMode):
         self.storages += block.storages
         for inner, count in block.calls.items():
             self._calls[path + inner] = self._calls.get(path + inner, 0) + count
+            self.modules.setdefault(path + inner, self.modules[block.path + inner])
 
     # -- recording ---------------------------------------------------------------------------------
 

@@ -26,6 +26,7 @@ class Template:
 
     module: str
     call: int
+    source: str
     ops: tuple[Op, ...]
     inputs: tuple[tuple[int, int], ...]
     values: Mapping[int, Tensor]
@@ -38,6 +39,7 @@ def template(
     graph: OpGraph,
     module: str,
     call: int,
+    source: str,
     numbers: range,
     inputs: Sequence[int],
     results: Sequence[int],
@@ -48,6 +50,7 @@ def template(
     return Template(
         module,
         call,
+        source,
         ops,
         tuple((value, graph.values[value].storage) for value in inputs),
         {value: graph.values[value] for op in ops for value in op.outputs},
@@ -167,6 +170,7 @@ def _whole(block: Template, others: Sequence[Template]) -> Template:
     return Template(
         block.module,
         block.call,
+        block.source,
         tuple(done.ops),
         tuple((done.ids[value], done.ids[owner]) for value, owner in block.inputs),
         {value: done.values[value] for op in done.ops for value in op.outputs},
@@ -331,6 +335,7 @@ class _Instance:
             inputs=tuple(refs(arguments)),
             outputs=tuple(self._ids[v] for v in op.outputs),
             module=self._path(op.module),
+            source=self._call.source if op.source == self._block.source else op.source,
             assumptions=tuple(sorted(self._assumptions[a] for a in op.assumptions)),
             repeats=(*self._call.repeats, *op.repeats),
         )

@@ -160,6 +160,7 @@ class _Builder:
                 outputs,
                 call.path,
                 block.call,
+                source=call.source,
                 assumptions=tuple(call.assumptions.get(a, a) for a in block.assumptions),
             )
         )
@@ -181,6 +182,7 @@ class _Builder:
             graph,
             block.path,
             block.call,
+            block.source,
             range(numbers[0], numbers[-1] + 1),
             [ids[self._single[node]] for node in block.inputs],
             [ids[value] for value in self._results(block)],

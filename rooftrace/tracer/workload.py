@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import inspect
 import platform
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -31,6 +33,7 @@ UNKNOWN_NUMBERS = (1, 0)
 """What unknown numbers are taken as, one after the other while the code fails with it."""
 
 Progress = Callable[[str], None]
+_CONTAINERS = (dict, OrderedDict, list, set)
 
 
 class NoCacheError(RequestError):
@@ -59,8 +62,8 @@ def trace_phases(
     for phase in phases or ():
         if phase in ("prefill", "decode") and not keeps:
             raise NoCacheError(run.without_cache(phase))
+    run.materialise()
     with as_before(run.module):
-        run.materialise()
         if phases is not None:
             return run.phases(phases, tell)
         return run.usual_phases(tell) if keeps else run.phases(("forward", "training"), tell)
@@ -111,16 +114,35 @@ def cache_arguments(module: nn.Module) -> set[str]:
 
 @contextlib.contextmanager
 def as_before(module: nn.Module) -> Iterator[None]:
-    """Training flags and gradients are afterwards what they were."""
-    modes = [(part, part.training) for part in module.modules()]
+    """Attributes (training flags, caches of tables) and gradients are afterwards what they were."""
+    attributes = [(vars(part), _copied(vars(part))) for part in module.modules()]
     gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
     try:
         yield
     finally:
-        for part, training in modes:
-            part.training = training
+        for now, before in attributes:
+            now.clear()
+            for name, (value, content) in before.items():
+                now[name] = value
+                _restore(value, content)
         for parameter, gradient in gradients:
             parameter.grad = gradient
+
+
+def _copied(attributes: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Each attribute, and what a container among them holds."""
+    return {
+        name: (value, copy.copy(value) if type(value) in _CONTAINERS else None)
+        for name, value in attributes.items()
+    }
+
+
+def _restore(container: Any, content: Any) -> None:
+    if type(container) is list:
+        container[:] = content
+    elif content is not None:
+        container.clear()
+        container.update(content)
 
 
 class EncoderOutputs(tuple[Any, ...]):
