@@ -26,7 +26,7 @@ from rooftrace.tracer import dynamic
 from rooftrace.tracer.autocast import followed
 from rooftrace.tracer.calls import Block, Calls, RepeatedCall, repeated
 from rooftrace.tracer.flex import flex_whole
-from rooftrace.tracer.functions import Functions, device_calls_quiet
+from rooftrace.tracer.functions import Functions, device_calls_quiet, draws_repeated
 from rooftrace.tracer.fused_ops import kept_whole, whole_entry
 from rooftrace.tracer.loops import Loop, Rolling
 from rooftrace.tracer.onmeta import own_tensors
@@ -654,6 +654,7 @@ class Recorder(TorchDispatchMode):
         enter(kept_whole())
         enter(flex_whole(self))
         enter(device_calls_quiet())
+        enter(draws_repeated())
         enter(followed())
         enter(torch.compiler.set_stance("force_eager"))
         enter(torch.autograd.set_multithreading_enabled(False))

@@ -7,6 +7,8 @@ that is not there must not be asked for: everything but the CPU is the meta devi
 from __future__ import annotations
 
 import contextlib
+import random
+import sys
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 _TO_PYTHON = frozenset({Tensor.tolist, Tensor.numpy})
 _CONSTRUCTORS = frozenset({torch.tensor, torch.as_tensor, torch.asarray})
 _PACK = torch._VF._pack_padded_sequence
+_SEED = 0
 _UNNAMED = frozenset({"__get__", "__set__", "backward"})
 """Attribute access is no function of its own, and a backward is not what its ops are for."""
 _BACKWARD = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.grad})
@@ -188,3 +191,24 @@ def device_calls_quiet() -> Iterator[None]:
     finally:
         for home, name, original in originals:
             setattr(home, name, original)
+
+
+@contextlib.contextmanager
+def draws_repeated() -> Iterator[None]:
+    """Inside, random numbers that the code draws on the host are the same every time.
+
+    What was drawn before goes on afterwards as if nothing had been drawn inside.
+    """
+    numpy = sys.modules.get("numpy.random")
+    states = random.getstate(), torch.get_rng_state(), numpy and numpy.get_state()
+    random.seed(_SEED)
+    torch.default_generator.manual_seed(_SEED)
+    if numpy is not None:
+        numpy.seed(_SEED)
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        torch.set_rng_state(states[1])
+        if numpy is not None:
+            numpy.set_state(states[2])

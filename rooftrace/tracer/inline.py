@@ -102,7 +102,15 @@ def fold(graph: OpGraph, templates: Sequence[Template]) -> OpGraph:
             }
             outputs = tuple(ids[value] for value in block.results)
             op = Op(
-                0, REPEATED, {}, (), (), block.module, block.call, assumptions=block.assumptions
+                0,
+                REPEATED,
+                {},
+                (),
+                (),
+                block.module,
+                block.call,
+                source=block.source,
+                assumptions=block.assumptions,
             )
         else:
             continue

@@ -1,9 +1,11 @@
 """Tracing leaves the user's module and tensors as they were."""
 
 import copy
+import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -165,3 +167,39 @@ def test_tracing_twice_gives_the_same_graph(model: Callable[..., Any]) -> None:
     first = rt.trace(case.module, phase="training", **case.kwargs)
     again = rt.trace(copy.deepcopy(case.module), phase="training", **case.kwargs)
     assert first == again
+
+
+def test_numbers_drawn_on_the_host_are_the_same_in_every_trace(
+    module: Callable[..., nn.Module],
+) -> None:
+    def masked(self: Any, x: torch.Tensor) -> Any:
+        rows = [
+            random.randrange(1, 100),
+            int(numpy.random.randint(1, 100)),
+            int(torch.randint(1, 100, (), device="cpu")),
+        ]
+        return [self.lin(x.expand(n, 8)) for n in rows]
+
+    random.seed(5)
+    before = random.getstate()
+    first, second = (rt.trace(module(masked), torch.randn(1, 8)) for _ in range(2))
+    assert first == second
+    assert random.getstate() == before
+
+
+def test_tables_that_a_module_makes_when_it_runs_are_made_again(
+    module: Callable[..., nn.Module],
+) -> None:
+    def cached(self: Any, x: torch.Tensor) -> torch.Tensor:
+        if "table" not in self.tables:
+            self.tables["table"] = torch.arange(8, device=x.device) * 2.0
+            self.made = True
+        found: torch.Tensor = self.lin(x) + self.tables["table"]
+        return found
+
+    traced = module(cached, tables={}).to("meta")
+    first, second = (rt.trace(traced, torch.randn(2, 8)) for _ in range(2))
+    assert first == second
+    assert "arange" in str([op.target for op in first.ops])
+    assert traced.tables == {}
+    assert not hasattr(traced, "made")
