@@ -11,7 +11,10 @@ import pytest
 import torch
 
 import rooftrace as rt
+from rooftrace.tracer.api import collector_paused
+from rooftrace.tracer.request import Inputs
 from rooftrace.tracer.target import Request, load_target
+from rooftrace.tracer.workload import trace_phases
 
 CONFIGS = Path(__file__).parents[1] / "examples" / "configs"
 MODELS = ("gpt2", "llama-3.1-8b", "deepseek-v3")
@@ -42,20 +45,48 @@ def test_plain_meta_forward(benchmark: Any, model: Any) -> None:
 
 
 @pytest.mark.benchmark(group="forward", max_time=5)
-@pytest.mark.parametrize("phase", ["prefill", "training"])
+@pytest.mark.parametrize("phase", ["forward", "prefill", "decode", "training"])
 def test_trace(benchmark: Any, model: Any, phase: str) -> None:
-    """Capture and lowering of one phase."""
-    from rooftrace.tracer.workload import trace_phases
+    """Capture and lowering of one phase, as `trace` does it; "forward" is without a cache."""
+    inputs = model.inputs
+    if phase == "forward":
+        ids = {"input_ids": inputs.kwargs["input_ids"], "use_cache": False}
+        inputs = Inputs(kwargs=ids)
 
-    benchmark(trace_phases, model.module, model.inputs, (phase,))
+    def trace() -> None:
+        with collector_paused():
+            trace_phases(model.module, inputs, (phase,))
+
+    benchmark(trace)
+
+
+@pytest.mark.benchmark(group="large", min_rounds=1, max_time=1)
+@pytest.mark.parametrize("case", ["deepseek-v3, eager experts", "mamba, 64 layers, 4096 tokens"])
+def test_trace_what_runs_python_often(benchmark: Any, case: str) -> None:
+    """Expert loops and scans: their Python runs for one layer, and for a few turns."""
+    if case.startswith("mamba"):
+        transformers = pytest.importorskip("transformers")
+        with torch.device("meta"):
+            module = transformers.MambaForCausalLM(transformers.MambaConfig(num_hidden_layers=64))
+        ids = torch.ones(1, 4096, dtype=torch.long, device="meta")
+    else:
+        target = load_target(str(CONFIGS / "deepseek-v3.json"), Request(batch=8, seq=255))
+        module, ids = target.module, target.inputs.kwargs["input_ids"]
+        module.set_experts_implementation("eager")
+
+    def trace() -> None:
+        with collector_paused():
+            trace_phases(
+                module, Inputs(kwargs={"input_ids": ids, "use_cache": False}), ("forward",)
+            )
+
+    benchmark.pedantic(trace, rounds=2)
 
 
 @pytest.mark.benchmark(group="price", max_time=5)
 @pytest.mark.parametrize("execution", ["naive", "efficient"])
 def test_price(benchmark: Any, model: Any, execution: str) -> None:
     """Pricing of a prefill graph."""
-    from rooftrace.tracer.workload import trace_phases
-
     graph = trace_phases(model.module, model.inputs, ("prefill",))["prefill"]
     benchmark(rt.estimate, graph, "h200-sxm", execution)
 
