@@ -43,6 +43,10 @@ _FORMATS: Mapping[str, Callable[[float], str]] = {
 }
 
 
+_ROUNDING = 1e-12
+"""Seconds are sums of floats; repeats are added up in another order than layer by layer."""
+
+
 class FailOnError(ValueError):
     """A --fail-on condition that cannot be read."""
 
@@ -56,8 +60,9 @@ class Change:
 
     @property
     def delta(self) -> float:
-        """after - before."""
-        return self.after - self.before
+        """after - before; 0 where sums of the same parts differ by rounding only."""
+        delta = self.after - self.before
+        return 0.0 if abs(delta) <= _ROUNDING * abs(self.before) else delta
 
     @property
     def relative(self) -> float | None:
@@ -115,7 +120,7 @@ class Diff:
             not self.only_before
             and not self.only_after
             and all(
-                not p.modules and all(c.before == c.after for c in p.totals.values())
+                not p.modules and not any(c.delta for c in p.totals.values())
                 for p in self.phases
             )
         )

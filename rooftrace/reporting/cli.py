@@ -81,6 +81,12 @@ def _workload_options(command: Callable[..., Any]) -> Callable[..., Any]:
             "balanced-routing@*.gate=uniform.  Repeatable.",
         ),
         click.option(
+            "--repeats/--no-repeats",
+            default=True,
+            show_default=True,
+            help="Run layers that are alike once, and list them once.",
+        ),
+        click.option(
             "--trust-remote-code",
             is_flag=True,
             help="Let a Hugging Face repository run its own code.",
@@ -381,6 +387,7 @@ def _graphs(
     kv_dtype: str | None,
     optimizer: str,
     assumed: Sequence[str],
+    repeats: bool,
     trust_remote_code: bool,
     only_unsaved: bool = False,
 ) -> Mapping[str, OpGraph]:
@@ -416,7 +423,7 @@ def _graphs(
         request = Request(batch, seq, kv, named, trust_remote_code)
         low = dtype or weights_dtype
         assume = dict(map(parse_assumption, assumed))
-        options = Options(optimizer=optimizer, dtype=low, assume=assume)
+        options = Options(optimizer=optimizer, dtype=low, assume=assume, repeats=repeats)
         graphs = trace_target(target, phases, request, options, tell)
     return {
         phase: reprice(graph, dtype, weights_dtype, kv_dtype) for phase, graph in graphs.items()

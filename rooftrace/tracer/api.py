@@ -27,6 +27,7 @@ def trace(
     dtype: str | None = None,
     branches: Mapping[int, bool] | None = None,
     assume: Mapping[str, Any] | None = None,
+    repeats: bool = True,
     **kwargs: Any,
 ) -> OpGraph:
     """Capture one step of `model` called with these arguments.
@@ -40,6 +41,8 @@ def trace(
     branches: which way unknown conditions go, by their number in the order they are met.
     assume: what is taken for unknown values, by kind or kind@module: {"density": 0.1,
     "branch@layers.*.gate": True, "value": 3, "balanced-routing": "uniform"}.
+    repeats: layers that are alike stand once in the graph, and their Python runs once where nothing
+    else could come of it; False runs and lists everything.
 
     model may also be a function of yours whose first argument is a module: a whole step.  Ops of
     autograd and of torch.optim in it are its backward and its optimizer; phase, loss, optimizer
@@ -55,7 +58,7 @@ def trace(
     from rooftrace.tracer.workload import check_request, trace_phases
 
     wanted = phase or "forward"
-    options = Options(loss, optimizer, dtype, dict(branches or {}), dict(assume or {}))
+    options = Options(loss, optimizer, dtype, dict(branches or {}), dict(assume or {}), repeats)
     own_step = callable(model) and not isinstance(model, nn.Module)
     if own_step and args and isinstance(args[0], nn.Module):
         usual = {"phase": None, "loss": None, "optimizer": "adamw", "dtype": None}

@@ -49,6 +49,20 @@ def run(root: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixtur
     return call
 
 
+def test_layers_that_are_alike_can_be_run_and_listed_one_by_one(run: Run, tmp_path: Path) -> None:
+    short, long = tmp_path / "short.json", tmp_path / "long.json"
+    sizes = ("--batch", "2", "--seq", "16", "--phase", "prefill")
+    counts = [
+        run("trace", GPT2, *sizes, "-o", short).out.split(": ")[1],
+        run("trace", GPT2, *sizes, "--no-repeats", "-o", long).out.split(": ")[1],
+    ]
+    assert counts[0] == counts[1]
+    assert short.stat().st_size < long.stat().st_size / 2
+    ran = run("diff", short, long, "--fail-on", "time>0%")
+    assert ran.code == 0
+    assert "no change in any phase" in ran.out  # also none that is only rounding
+
+
 def test_report_prints_one_screen_and_writes_a_folder(run: Run, tmp_path: Path) -> None:
     out = tmp_path / "a" / "report"
     ran = run("report", CONTROL_FLOW, "--chip", "l4,h100-sxm", "--out", out)
