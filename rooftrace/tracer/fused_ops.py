@@ -23,9 +23,10 @@ _SCHEMAS = (
     "Tensor out, Tensor logsumexp, float dropout_p, bool is_causal, float scale) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
     "rnn(Tensor input, Tensor[] hx, Tensor[] params, str mode, bool has_biases, int num_layers, "
-    "bool bidirectional, bool batch_first) -> (Tensor, Tensor, Tensor)",
+    "bool bidirectional, bool batch_first, int[]? batch_sizes=None) -> (Tensor, Tensor, Tensor)",
     "rnn_backward(Tensor?[] grads, Tensor input, Tensor[] hx, Tensor[] params, Tensor output, "
-    "str mode, bool has_biases, int num_layers, bool bidirectional, bool batch_first) -> Tensor[]",
+    "str mode, bool has_biases, int num_layers, bool bidirectional, bool batch_first, "
+    "int[]? batch_sizes=None) -> Tensor[]",
 )
 
 _Library: Any = torch.library.Library
@@ -229,6 +230,7 @@ def _rnn_meta(
     num_layers: int,
     bidirectional: bool,
     batch_first: bool,
+    batch_sizes: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     width = hx[0].shape[-1] * (2 if bidirectional else 1)
     if batch_first and input.dim() == 3:
@@ -250,13 +252,16 @@ def _rnn_run(
     num_layers: int,
     bidirectional: bool,
     batch_first: bool,
+    batch_sizes: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    kernels: Any = torch.ops.aten
-    rest = (has_biases, num_layers, 0.0, False, bidirectional, batch_first)
-    if mode == "lstm":
-        return kernels.lstm.input(input, list(hx), list(params), *rest)  # type: ignore[no-any-return]
-    output, state = getattr(kernels, mode).input(input, hx[0], list(params), *rest)
-    return output, state, input.new_empty(0)
+    kernel: Any = getattr(torch.ops.aten, mode)
+    states: Any = list(hx) if mode == "lstm" else hx[0]
+    options = (list(params), has_biases, num_layers, 0.0, False, bidirectional)
+    if batch_sizes is None:
+        result = kernel.input(input, states, *options, batch_first)
+    else:
+        result = kernel.data(input, torch.tensor(batch_sizes), states, *options)
+    return (*result, input.new_empty(0))[:3]
 
 
 def _rnn_backward_meta(
@@ -327,6 +332,29 @@ def _entry(mode: str) -> Callable[..., Any]:
     return call
 
 
+def _packed_entry(mode: str) -> Callable[..., Any]:
+    """Sequences of unequal length: the rows of all time steps, and how many each step has."""
+    run: Any = _Rnn.apply
+
+    def call(
+        data: Tensor,
+        batch_sizes: Tensor,
+        hx: Any,
+        params: Sequence[Tensor],
+        has_biases: bool,
+        num_layers: int,
+        dropout: float,
+        train: bool,
+        bidirectional: bool,
+    ) -> Any:
+        states = list(hx) if mode == "lstm" else [hx]
+        options = (mode, has_biases, num_layers, bidirectional, False, batch_sizes.tolist())
+        outputs = run(options, len(states), data, *states, *params)
+        return outputs if mode == "lstm" else outputs[:2]
+
+    return call
+
+
 # -- dropout -------------------------------------------------------------------------------------
 
 
@@ -350,6 +378,7 @@ _ENTRIES: dict[str, Callable[..., Any]] = {
     "scaled_dot_product_attention": _scaled_dot_product_attention,
     "dropout": _dropout,
     **{f"{mode}.input": _entry(mode) for mode in ("lstm", "gru", "rnn_tanh", "rnn_relu")},
+    **{f"{mode}.data": _packed_entry(mode) for mode in ("lstm", "gru", "rnn_tanh", "rnn_relu")},
 }
 
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 
 class Case(NamedTuple):
@@ -212,6 +213,24 @@ def lstm() -> Case:
     return Case(example("lstm_tagger").LSTMTagger(50, 5, 8, 16).eval(), (tokens(2, 6, 50),))
 
 
+class Packed(nn.Module):
+    """A recurrent network over sequences of unequal length."""
+
+    def __init__(self, kind: Any) -> None:
+        super().__init__()
+        self.rnn = kind(8, 16, 2, batch_first=True, bidirectional=True)
+        self.head = nn.Linear(32, 4)
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        found: torch.Tensor = self.head(pad_packed_sequence(self.rnn(packed)[0])[0])
+        return found
+
+
+def packed(kind: Any = nn.LSTM) -> Case:
+    return Case(Packed(kind).eval(), (torch.randn(3, 7, 8), torch.tensor([7, 3, 5])))
+
+
 def control_flow() -> Case:
     inputs = {"x": torch.randn(2, 8, 16), "steps": 3, "context": torch.randn(2, 4, 16)}
     return Case(example("control_flow").Refiner(16).eval(), (), inputs)
@@ -243,6 +262,7 @@ MODELS: dict[str, Callable[[], Case]] = {
         resnet,
         vit_example,
         lstm,
+        packed,
         control_flow,
         transformer,
         perceptron,

@@ -31,7 +31,18 @@ IN_EVAL = (
     "transformer",
     "perceptron",
 )
-TRAINED = ("perceptron", "gpt2", "llama", "bert", "t5", "resnet", "vit_example", "lstm", "unet")
+TRAINED = (
+    "perceptron",
+    "gpt2",
+    "llama",
+    "bert",
+    "t5",
+    "resnet",
+    "vit_example",
+    "lstm",
+    "packed",
+    "unet",
+)
 EXPERTS = ("eager", "batched_mm", "grouped_mm")
 
 
@@ -69,10 +80,11 @@ def no_fast_path() -> Any:
     [
         *((name, ()) for name in IN_EVAL),
         *((name, (experts,)) for name in ("mixtral", "deepseek") for experts in EXPERTS),
+        *(("packed", (kind,)) for kind in (nn.LSTM, nn.GRU, nn.RNN)),
     ],
 )
 def test_a_forward_graph_reproduces_the_model_bit_for_bit(
-    name: str, settings: tuple[str, ...], model: Callable[..., Any], no_fast_path: None
+    name: str, settings: tuple[Any, ...], model: Callable[..., Any], no_fast_path: None
 ) -> None:
     case = model(name, *settings)
     graph = rt.trace(case.module, *case.args, **case.kwargs)
