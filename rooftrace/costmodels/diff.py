@@ -120,8 +120,7 @@ class Diff:
             not self.only_before
             and not self.only_after
             and all(
-                not p.modules and not any(c.delta for c in p.totals.values())
-                for p in self.phases
+                not p.modules and not any(c.delta for c in p.totals.values()) for p in self.phases
             )
         )
 

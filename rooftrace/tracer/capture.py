@@ -226,7 +226,8 @@ class Recorder(TorchDispatchMode):
                 self._transparent.add(id(module))
             else:
                 self._paths.setdefault(id(module), shown)
-                self.modules.setdefault(shown, type(module).__name__)
+                kind = getattr(module, "original_name", type(module).__name__)
+                self.modules.setdefault(shown, kind)
         for path, module in root.named_modules(remove_duplicate=False):
             self._name_tensors(module, f"{path}." if path else "")
 
@@ -240,7 +241,7 @@ class Recorder(TorchDispatchMode):
         transient = getattr(module, "_non_persistent_buffers_set", ())
         for tensor in own_tensors(module):
             name = names[id(tensor)]
-            if isinstance(tensor, nn.Parameter):
+            if name in module._parameters:
                 kind = "parameter"
                 self._parameters.setdefault(id(tensor), prefix + name)
             elif name in module._buffers:
@@ -657,6 +658,8 @@ class Recorder(TorchDispatchMode):
         enter(draws_repeated())
         enter(followed())
         enter(torch.compiler.set_stance("force_eager"))
+        script: Any = torch.jit
+        enter(script.optimized_execution(False))  # op by op, as it is written
         enter(torch.autograd.set_multithreading_enabled(False))
         for handle in (
             nn_module.register_module_forward_pre_hook(self._before),

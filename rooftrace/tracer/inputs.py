@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from rooftrace.tracer.graph import GraphError
-from rooftrace.tracer.onmeta import inputs_on_meta, replaced, twin
+from rooftrace.tracer.onmeta import inputs_on_meta, parameters_of, replaced, twin
 from rooftrace.tracer.precisions import torch_dtype
 from rooftrace.tracer.request import Inputs, RequestError
 from rooftrace.tracer.trees import tensors_in
@@ -30,11 +29,7 @@ def call_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     args, kwargs = moved
     found = tensors_in((args, kwargs))
     batch = int(found[0].shape[0]) if found and found[0].dim() else 1
-    names = [
-        n
-        for n, p in inspect.signature(module.forward).parameters.items()
-        if p.kind is p.POSITIONAL_OR_KEYWORD
-    ]
+    names = [n for n, p in parameters_of(module).items() if p.kind is p.POSITIONAL_OR_KEYWORD]
     named = {**dict(zip(names, args, strict=False)), **kwargs}
     key = _prompt(named, found)
     if key is None:
@@ -65,7 +60,7 @@ def _prompt(named: Mapping[str, Any], found: list[Tensor]) -> str | None:
 
 def cache_switch(module: nn.Module) -> dict[str, Any]:
     """The argument that asks a module for its cache, where it has one."""
-    named = "use_cache" in inspect.signature(module.forward).parameters
+    named = "use_cache" in parameters_of(module)
     return {"use_cache": True} if named or hasattr(module, "can_generate") else {}
 
 
@@ -138,7 +133,7 @@ def _parsed(name: str, text: str) -> Tensor:
 
 def check_names(module: nn.Module, given: Mapping[str, Any]) -> None:
     """Raise RequestError for an input that the module's forward does not take."""
-    parameters = inspect.signature(module.forward).parameters
+    parameters = parameters_of(module)
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return
     for name in given:

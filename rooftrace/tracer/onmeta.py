@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+import inspect
+import io
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -36,8 +38,13 @@ def on_meta(module: nn.Module) -> nn.Module:
     a module that cannot be copied.
     """
     memo: dict[int, Any] = {}
+    scripted = _scripted(module)
+    inside = {id(part) for script in scripted for part in script.modules()}
+    for script in scripted:
+        if any(t.device.type != "meta" for t in (*script.parameters(), *script.buffers())):
+            memo[id(script)] = _loaded_on_meta(script)
     for owner in module.modules():
-        for tensor in own_tensors(owner):
+        for tensor in () if id(owner) in inside else own_tensors(owner):
             if tensor.device.type != "meta" and id(tensor) not in memo:
                 memo[id(tensor)] = parameter_twin(tensor)
     if not memo:
@@ -49,6 +56,34 @@ def on_meta(module: nn.Module) -> nn.Module:
             f"{type(module).__name__} cannot be copied to the meta device ({error}): build it "
             "under `with torch.device('meta'):` and pass that"
         ) from error
+
+
+def _scripted(module: nn.Module) -> list[torch.jit.ScriptModule]:
+    """The outermost modules that TorchScript compiled."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return [module]
+    return [found for child in module.children() for found in _scripted(child)]
+
+
+def _loaded_on_meta(script: torch.jit.ScriptModule) -> nn.Module:
+    """A copy on meta, by way of TorchScript's own file: it moves in no other way."""
+    file = io.BytesIO()
+    torch.jit.save(script, file)
+    file.seek(0)
+    loaded: nn.Module = torch.jit.load(file, map_location=META)  # type: ignore[no-untyped-call]
+    for mine, theirs in zip(script.modules(), loaded.modules(), strict=True):
+        theirs.training = mine.training
+    return loaded
+
+
+def parameters_of(module: nn.Module) -> Mapping[str, inspect.Parameter]:
+    """The parameters of a module's forward, by name; of TorchScript's as its schema has them."""
+    forward: Any = module.forward
+    if not isinstance(module, torch.jit.ScriptModule):
+        return inspect.signature(forward).parameters
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    names = [argument.name for argument in forward.schema.arguments[1:]]
+    return {name: inspect.Parameter(name, kind) for name in names}
 
 
 def own_tensors(module: nn.Module) -> Iterable[Tensor]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import inspect
 import platform
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +19,7 @@ from rooftrace.tracer.capture import Recorder, shown_path
 from rooftrace.tracer.family import with_families
 from rooftrace.tracer.graph import OpGraph
 from rooftrace.tracer.lower import lower
-from rooftrace.tracer.onmeta import is_lazy, on_meta, own_tensors, replaced
+from rooftrace.tracer.onmeta import is_lazy, on_meta, own_tensors, parameters_of, replaced
 from rooftrace.tracer.optimizer import optimizer_class, run_optimizer
 from rooftrace.tracer.origin import TraceError, users_traceback
 from rooftrace.tracer.precisions import dtype_name
@@ -88,11 +87,6 @@ def check_request(module: Any, phases: Sequence[str] | None, options: Options) -
         raise RequestError(
             f"expected a torch.nn.Module to trace, got {type(module).__name__}: {module!r:.80}"
         )
-    if any(isinstance(part, torch.jit.ScriptModule) for part in module.modules()):
-        raise RequestError(
-            f"{type(module).__name__} is, or holds, TorchScript, which hides its "
-            "modules; pass the Python module that it was made from"
-        )
     for phase in phases or ():
         if phase not in PHASES:
             raise RequestError(f"phase {phase!r}: expected one of {', '.join(PHASES)}")
@@ -108,7 +102,7 @@ def cache_arguments(module: nn.Module) -> set[str]:
 
     Whether it does, a run says: what it returns under such a name is for the next call.
     """
-    parameters = inspect.signature(module.forward).parameters.values()
+    parameters = parameters_of(module).values()
     return {parameter.name for parameter in parameters if parameter.default is None}
 
 
@@ -116,10 +110,13 @@ def cache_arguments(module: nn.Module) -> set[str]:
 def as_before(module: nn.Module) -> Iterator[None]:
     """Attributes (training flags, caches of tables) and gradients are afterwards what they were."""
     attributes = [(vars(part), _copied(vars(part))) for part in module.modules()]
+    modes = [(part, part.training) for part in module.modules()]
     gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
     try:
         yield
     finally:
+        for part, training in modes:
+            part.training = training
         for now, before in attributes:
             now.clear()
             for name, (value, content) in before.items():
@@ -343,7 +340,7 @@ class _Run:
         extras: Mapping[str, Any] | None = None,
     ) -> Any:
         """Call the module; of `extras` (use_cache, labels) only what its forward takes."""
-        parameters = inspect.signature(self.module.forward).parameters
+        parameters = parameters_of(self.module)
         open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         more = {k: v for k, v in (extras or {}).items() if k in parameters or open_ended}
         with torch.device(META):
@@ -368,7 +365,7 @@ class _Run:
 
         given: the arguments of the call.  filled: those that it wrote tensors into.
         """
-        names = list(inspect.signature(self.module.forward).parameters)
+        names = list(parameters_of(self.module))
         taken = {*names[: len(self.inputs.args)], *(self.inputs.decode or {})}
         named = _named_outputs(output)
         state = {
@@ -540,7 +537,7 @@ def _named_inputs(
 ) -> Iterator[tuple[str, Tensor]]:
     names = [
         n
-        for n, p in inspect.signature(module.forward).parameters.items()
+        for n, p in parameters_of(module).items()
         if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
     ]
     labels = [*names[: len(args)], *(f"input_{i}" for i in range(len(names), len(args)))]

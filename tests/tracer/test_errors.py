@@ -99,10 +99,6 @@ def test_a_call_that_fails_is_a_trace_error(call: Callable[[], Any], message: st
             "phase 'train': expected one of forward, training, prefill, decode",
         ),
         (
-            lambda: rt.trace(nn.Sequential(torch.jit.script(nn.ReLU())), X),
-            "Sequential is, or holds, TorchScript, which hides its modules; pass the Python module",
-        ),
-        (
             lambda: rt.trace(nn.ReLU(), X, phase="training"),
             "training of ReLU: no parameter requires a gradient",
         ),

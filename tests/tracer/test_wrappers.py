@@ -2,6 +2,7 @@
 
 import copy
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -149,3 +150,38 @@ def test_a_deep_copy_inside_forward_is_the_same_value(module: Callable[..., nn.M
     graph = rt.trace(module(lambda self, x: self.lin(copy.deepcopy(x))), torch.ones(2, 8))
     product = next(op for op in graph.ops if op.name == "aten.addmm")
     assert graph.inputs[0] in product.inputs
+
+
+class Gate(nn.Module):
+    """Control flow that TorchScript keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[0] > 1:
+            x = torch.relu(self.lin(x))
+        return x
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("phase", ["forward", "training"])
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_scripted_module_runs_op_by_op(phase: str, inside: bool) -> None:
+    plain: nn.Module = Gate()
+    scripted: nn.Module = torch.jit.script(plain)
+    if inside:
+        plain, scripted = (
+            nn.Sequential(nn.Linear(8, 8), plain),
+            nn.Sequential(nn.Linear(8, 8), scripted),
+        )
+    x = torch.randn(4, 8)
+    mine, theirs = (rt.trace(module, x, phase=phase) for module in (scripted, plain))
+    assert mine.flops_torch == theirs.flops_torch
+    names = {t.name for t in theirs.values if t.role == "weights"} - {""}
+    assert {t.name for t in mine.values if t.role == "weights"} - {""} == names
+    kernels = Counter(op.target for op in theirs.kernels())
+    assert Counter(op.target for op in mine.kernels()) == kernels
+    assert mine.modules["1" if inside else ""] == "Gate"
+    assert all(p.device.type == "cpu" for p in scripted.parameters())
