@@ -508,10 +508,15 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if types and any(is_wrapper(kind) for kind in types):
             return NotImplemented  # what the wrapper does with the tensors inside is recorded
-        if isinstance(func, HigherOrderOperator):
-            return dynamic.higher_order(self, func, args, kwargs)
-        with torch._C.DisableTorchFunction():  # what is called from here on is nobody's call
-            return self._run(func, args, kwargs)
+        whole = isinstance(func, HigherOrderOperator)
+        outer, self.values.op = self.values.op, func.name() if whole else _info(func).name
+        try:
+            if whole:
+                return dynamic.higher_order(self, func, args, kwargs)
+            with torch._C.DisableTorchFunction():  # what is called from here on is nobody's call
+                return self._run(func, args, kwargs)
+        finally:
+            self.values.op = outer
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run one op, follow its values, record it."""
@@ -600,7 +605,9 @@ class Recorder(TorchDispatchMode):
 
     def to_python(self, tensor: Tensor, method: str) -> Any:
         """`tensor.tolist()` or `.numpy()` of a meta tensor: the host waits for its value."""
+        self.values.op = method
         value, taint = self.values.value_of(tensor, f"{method}()")
+        self.values.op = ""
         self.record(
             torch.ops.aten._local_scalar_dense.default,
             (tensor,),

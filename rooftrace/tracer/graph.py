@@ -148,7 +148,8 @@ class Assumption:
     """Something the trace could not know and took for granted.
 
     kind: name of the policy (balanced-routing, branch, density, value, shape, loss, optimizer ...).
-    where: module path.  text: one sentence for the reader.  value: what was taken.
+    where: module path.  text: one sentence for the reader.  value: what was taken.  op: the op that
+    needed it, "" where none did.  The ops that rest on it name it in `Op.assumptions`.
     """
 
     id: int
@@ -156,6 +157,7 @@ class Assumption:
     where: str
     text: str
     value: Any = None
+    op: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -156,7 +156,7 @@ def _encode(graph: OpGraph) -> dict[str, Any]:
         "provenance": dict(graph.provenance),
         "modules": dict(graph.modules),
         "constants": dict(graph.constants),
-        "assumptions": [[a.id, a.kind, a.where, a.text, a.value] for a in graph.assumptions],
+        "assumptions": [[a.id, a.kind, a.where, a.text, a.value, a.op] for a in graph.assumptions],
         "inputs": list(graph.inputs),
         "outputs": list(graph.outputs),
         "repeats": [_encode_repeat(repeat) for repeat in graph.repeats],

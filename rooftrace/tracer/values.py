@@ -135,6 +135,7 @@ class Values:
         number: int = 1,
     ) -> None:
         self.where = where
+        self.op = ""  # the one that is being run
         self.branches = dict(branches or {})
         self.given = dict(assume or {})
         self.number = number
@@ -200,20 +201,20 @@ class Values:
 
     def assume(self, kind: str, text: str, value: Any = None) -> int:
         """Record an assumption (once per kind, module and text) and return its id."""
-        return self._assume(kind, self.where(), text, value)
+        return self._assume(kind, self.where(), text, value, self.op)
 
     def assume_again(self, number: int, path: str, other: str) -> int:
         """The id of an assumption made below one module path, for the module at another."""
         found = self.assumptions[number]
         where = other + found.where[len(path) :] if found.where.startswith(path) else found.where
-        return self._assume(found.kind, where, found.text, found.value)
+        return self._assume(found.kind, where, found.text, found.value, found.op)
 
-    def _assume(self, kind: str, where: str, text: str, value: Any) -> int:
+    def _assume(self, kind: str, where: str, text: str, value: Any, op: str) -> int:
         key = (kind, where, text, repr(value))
         index = self._index.get(key)
         if index is None:
             index = self._index[key] = len(self.assumptions)
-            self.assumptions.append(Assumption(index, kind, where, text, value))
+            self.assumptions.append(Assumption(index, kind, where, text, value, op))
         return index
 
     def value_of(self, tensor: Tensor, why: str) -> tuple[Tensor, frozenset[int]]:

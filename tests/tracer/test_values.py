@@ -397,3 +397,13 @@ def test_a_question_about_an_unknown_tensor_does_not_make_it() -> None:
     huge = torch.empty(2, 4, 1 << 38, device="meta")  # 8 TiB
     graph = rt.trace(Asks(), huge, torch.arange(4) < torch.tensor([[2], [3]]))
     assert [a.kind for a in graph.assumptions] == ["value"]
+
+
+def test_an_assumption_names_the_op_that_needed_it(module: Callable[..., nn.Module]) -> None:
+    def chosen(self: Any, x: Tensor) -> Any:
+        best = self.lin(x).topk(2).indices
+        return x[best[0].tolist()] if self.lin(x).sum() > 0 else x
+
+    graph = rt.trace(module(chosen), torch.randn(8, 8))
+    needed = {assumption.kind: assumption.op for assumption in graph.assumptions}
+    assert needed == {"balanced-routing": "aten.topk", "branch": "aten._local_scalar_dense"}
