@@ -98,7 +98,7 @@ def _phase(module: Any, inputs: Any, phase: str, phases: dict[str, Any]) -> Resu
     except Exception as error:  # a bug of ours
         return {"failure": "internal", "error": f"{phase}: {type(error).__name__}: {error}"}
     phases[phase] = {
-        "ops": len(graph.ops),
+        "ops": sum(map(graph.times, graph.ops)),
         "seconds": round(time.perf_counter() - started, 2),
         "assumptions": dict(Counter(a.kind for a in graph.assumptions)),
         "unsupported": {one.target: one.count for one in missing},
