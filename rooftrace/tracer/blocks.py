@@ -238,7 +238,7 @@ def _passes(marks: Sequence[tuple[int, bool] | None]) -> list[dict[int, Block]]:
             last = index + 1
             if not starts or starts[-1][0] != mark:
                 starts.append((mark, index))
-    stops = [start for _, start in starts[1:]] + [last]
+    stops = [start for _, start in starts[1:]] + [last] * min(len(starts), 1)
     runs: list[dict[int, Block]] = []
     before: tuple[int, bool] | None = None
     for (mark, start), stop in zip(starts, stops, strict=True):

@@ -6,30 +6,38 @@ that stand in its place.  Done only where the later call could not have recorded
 
 1. Both modules are built alike: classes, names, sizes of parameters and buffers, training flags, no
    hooks.  All their attributes are alike, but for those that the recorded call did not read
-   (`Watch` sees reads of attributes in which the modules differ, as a layer's number).
-2. The arguments look alike: trees of plain values and tensors; tensors in sizes, strides,
-   precision, in what shares memory, and in their known values.  A call with any other object (a
-   cache) is run.
-3. The recorded call wrote to nothing that it did not make, changed no attribute of the modules,
-   decided no unknown condition, drew no random number in Python, and returned plain values, inputs,
-   or new tensors.
-4. Gradients are off: autograd has to see every op.
+   (`Watch` sees reads of attributes in which the modules differ, as a layer's number), and those of
+   the recorded one are still what they were.
+2. The arguments, and the module's own tensors, look alike: trees of plain values and tensors;
+   tensors in sizes, strides, precision, in what is the same or shares memory, and in their known
+   values.  A call with any other object (a cache) is run.
+3. The recorded call wrote to nothing that it did not make, changed no attribute of the modules and
+   no container that it was given, called no module but those inside, decided no unknown condition,
+   drew no random number in Python, made no constant, read no tensor that was computed elsewhere,
+   and returned plain values, inputs, or new tensors.
+4. Both stand under the same modes: precision, autocast, kernels of attention.
+5. Gradients are off: autograd has to see every op.
 
-What is left out is code that reads a global variable which changes between the calls.
+What is left out is code that keeps or reads what no module holds (a global variable, a generator of
+random numbers of its own) and that changes between the calls, and code that asks a module for its
+`__dict__` or its identity.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import operator
 import random
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn.modules import module as nn_module
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -38,6 +46,9 @@ from rooftrace.tracer.alike import (
     Watch,
     build_of,
     differences,
+    has_hooks,
+    note,
+    parts_of,
     same_state,
     state_of,
 )
@@ -46,7 +57,7 @@ from rooftrace.tracer.origin import source_line
 from rooftrace.tracer.trees import bytes_of
 
 if TYPE_CHECKING:
-    from rooftrace.tracer.capture import Recorder, Spec
+    from rooftrace.tracer.capture import Origin, Recorder, Spec
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +68,8 @@ class Block:
     which argument each returned leaf is, None for others.  results: of the other tensors the node,
     the index there, and what they are, with storages counted from `first_storage`.  storages: how
     many it made.  calls: how often it called each module inside, by the path below its own.
-    assumptions: ids of those that something inside rests on.
+    assumptions: ids of those that something inside rests on.  origin: where the first op comes
+    from, None where there is none.
     """
 
     path: str
@@ -71,6 +83,7 @@ class Block:
     storages: int
     calls: Mapping[str, int]
     assumptions: tuple[int, ...]
+    origin: Origin | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,21 +102,31 @@ def repeated(*inputs: Any) -> Any:
     raise NotImplementedError("a repeated block has to be lowered before it can be run")
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Recording:
     """A recorded call that later ones can repeat.
 
-    read: attributes it read of those in which modules differ.  nodes, taints: of its arguments.
+    state: of the module, before the call.  watched: attributes in which modules differ; read: those
+    of them that it read.  earlier: how often each module that it called was called before, by the
+    path below its own.  nodes: of its arguments and the module's own tensors, in order; taints: of
+    the arguments.  returned: copies of what it returned, and what is known of them.
     """
 
     module: nn.Module
     block: Block
+    state: list[Any]
+    watched: frozenset[tuple[str, str]]
     read: frozenset[tuple[str, str]]
+    earlier: Mapping[str, int]
     nodes: list[fx.Node | None]
     taints: list[list[int]]
     returned: list[Any]
+    values: list[tuple[Tensor, frozenset[int]] | None]
     structure: Any
-    alike: dict[int, bool] = field(default_factory=dict)
+
+
+_ATTEMPTS = 3
+"""How many calls that look alike are recorded before we give up: the first may fill a cache."""
 
 
 class Calls:
@@ -112,7 +135,9 @@ class Calls:
     def __init__(self, recorder: Recorder, enabled: bool) -> None:
         self._recorder, self._enabled = recorder, enabled
         self._groups: dict[int, list[nn.Module]] = {}
-        self._known: dict[Any, _Recording | None] = {}
+        self._known: dict[Any, _Recording] = {}
+        self._failures: Counter[Any] = Counter()
+        self._watchers = (0, 0)
 
     def watch(self, root: nn.Module) -> None:
         """Find the modules of `root` that are built alike."""
@@ -137,6 +162,7 @@ class Calls:
             return
         kind: Any = nn.Module
         original = kind.__call__
+        self._watchers = _global_hooks()
 
         def called(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             return self._answer(original, module, args, kwargs)
@@ -152,83 +178,67 @@ class Calls:
     ) -> Any:
         recorder = self._recorder
         group = self._groups.get(id(module))
-        if group is None or torch.is_grad_enabled() or recorder.part != "forward":
+        if (
+            group is None
+            or torch.is_grad_enabled()
+            or recorder.part != "forward"
+            or torch._C._current_autograd_node() is not None
+            or _global_hooks() != self._watchers
+            or torch._C._functorch.peek_interpreter_stack() is not None
+        ):
             return original(module, *args, **kwargs)
-        look, tensors = self._look(args, kwargs)
-        if look is None:
+        call = _Call(recorder, module, args, kwargs)
+        if call.look is None:
             return original(module, *args, **kwargs)
-        key = (id(group[0]), look, recorder.recording, torch.get_default_dtype())
-        if key not in self._known:
-            return self._recorded(original, module, args, kwargs, key, tensors)
-        known = self._known[key]
-        if known is None or not self._may_stand_for(known, module):
+        key = (id(group[0]), call.look, recorder.recording, *_modes())
+        known = self._known.get(key)
+        if known is not None:
+            done, output = False, None
+            if self._may_stand_for(known, module):
+                done, output = self._repeated(known, module, call)
+            return output if done else original(module, *args, **kwargs)
+        if self._failures[key] == _ATTEMPTS:
             return original(module, *args, **kwargs)
-        done, output = self._repeated(known, module, tensors)
-        return output if done else original(module, *args, **kwargs)
-
-    # -- what a call looks like --------------------------------------------------------------------
-
-    def _look(self, args: Any, kwargs: Any) -> tuple[Any, list[Tensor]]:
-        """What the arguments look like (None where that cannot be said), and their tensors."""
-        leaves, structure = tree_flatten((args, kwargs))
-        looks: list[Any] = []
-        tensors: list[Tensor] = []
-        memory: dict[int, int] = {}
-        for leaf in leaves:
-            if isinstance(leaf, Tensor):
-                if type(leaf) not in (Tensor, nn.Parameter) or leaf.layout is not torch.strided:
-                    return None, []
-                tensors.append(leaf)
-                looks.append(
-                    (
-                        tuple(leaf.shape),
-                        leaf.stride(),
-                        leaf.storage_offset(),
-                        leaf.dtype,
-                        leaf.device,
-                        memory.setdefault(bytes_of(leaf), len(memory)),
-                        self._value(leaf),
-                    )
-                )
-            elif type(leaf) in PLAIN:
-                looks.append((type(leaf), leaf))
-            else:
-                return None, []
-        return (tuple(looks), structure), tensors
-
-    def _value(self, tensor: Tensor) -> Any:
-        entry = self._recorder.values.known(tensor)
-        if entry is not None:
-            return self._recorder.values.once(entry.value, "content", _content)
-        return _content(tensor) if tensor.device.type == "cpu" else None
+        output, found = self._recorded(original, module, args, kwargs, call)
+        if found is None:
+            self._failures[key] += 1
+        else:
+            self._known[key] = found
+        return output
 
     # -- recording ---------------------------------------------------------------------------------
 
     def _recorded(
-        self,
-        original: Callable[..., Any],
-        module: nn.Module,
-        args: Any,
-        kwargs: Any,
-        key: Any,
-        tensors: list[Tensor],
-    ) -> Any:
-        """Run the call, and keep what it recorded if later calls can repeat it."""
-        recorder, values = self._recorder, self._recorder.values
-        self._known[key] = None
-        nodes = [recorder.tagged_node(tensor) for tensor in tensors]
-        state, start = state_of(module), _Start(recorder)
-        with Watch(module, self._differing(module)) as watch:
+        self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any, call: _Call
+    ) -> tuple[Any, _Recording | None]:
+        """Run the call, and what it recorded if later calls can repeat it."""
+        recorder = self._recorder
+        nodes = call.nodes()
+        state, start = state_of(module), _Start(recorder, call)
+        watched = self._differing(module)
+        with Watch(module, watched) as watch:
             output = original(module, *args, **kwargs)
         returned, structure = tree_flatten(output)
-        if start.unchanged(recorder) and same_state(state, state_of(module)):
-            block = start.block(recorder, module, returned, tensors)
-            if block is not None and (None not in nodes or not recorder.recording):
-                taints = [_taint(values.known(tensor)) for tensor in tensors]
-                self._known[key] = _Recording(
-                    module, block, frozenset(watch.read), nodes, taints, returned, structure
-                )
-        return output
+        same = same_state(state, state_of(module)) and call.same_arguments(args, kwargs)
+        if not same or has_hooks(module) or not start.unchanged():
+            return output, None
+        block = start.block(module, returned, nodes)
+        if block is None or (recorder.recording and None in nodes[: len(call.tensors)]):
+            return output, None
+        copies, values = _copies(returned, recorder.values.known)
+        return output, _Recording(
+            module,
+            block,
+            state,
+            frozenset(watched),
+            frozenset(watch.read),
+            {inner: start.calls.get(block.path + inner, 0) for inner in block.calls},
+            nodes,
+            call.taints(),
+            copies,
+            values,
+            structure,
+        )
 
     def _differing(self, module: nn.Module) -> set[tuple[str, str]]:
         """Attributes in which the modules of a group differ."""
@@ -242,61 +252,147 @@ class Calls:
 
     def _may_stand_for(self, known: _Recording, module: nn.Module) -> bool:
         """Whether nothing that the recorded call read is different in this module."""
-        found = known.alike.get(id(module))
-        if found is None:
-            places = differences(known.module, module)
-            found = known.alike[id(module)] = places is not None and not (places & known.read)
-        return found and self._recorder.calls_of(module) == known.block.call
+        recorder, counts = self._recorder, self._recorder.calls()
+        path = recorder.path_of(module)
+        if any(counts.get(path + inner, 0) != count for inner, count in known.earlier.items()):
+            return False
+        if _paths(recorder, known.module) != _paths(recorder, module):
+            return False
+        places = differences(known.module, module)
+        return (
+            places is not None
+            and places <= known.watched
+            and not places & known.read
+            and same_state(known.state, state_of(known.module))
+        )
 
-    def _repeated(
-        self, known: _Recording, module: nn.Module, tensors: list[Tensor]
-    ) -> tuple[bool, Any]:
+    def _repeated(self, known: _Recording, module: nn.Module, call: _Call) -> tuple[bool, Any]:
         """What the call returns, with its block in the graph; (False, None) where it has to run."""
         recorder, values, block = self._recorder, self._recorder.values, known.block
         assumptions: dict[int, int] = {}
-        for before, tensor in zip(known.taints, tensors, strict=True):
-            taint = _taint(values.known(tensor))
+        for before, taint in zip(known.taints, call.taints(), strict=True):
             if len(taint) != len(before):
                 return False, None
-            assumptions |= zip(before, taint, strict=True)
+            for old, new in zip(before, taint, strict=True):
+                if assumptions.setdefault(old, new) != new:
+                    return False, None
+        given = call.nodes()
+        if [node is None for node in given] != [node is None for node in known.nodes]:
+            return False, None
         path = recorder.path_of(module)
         for number in block.assumptions:
             if number not in assumptions:
                 assumptions[number] = values.assume_again(number, block.path, path)
-        call = RepeatedCall(block, path, source_line(4), recorder.storages, assumptions)
+        again = RepeatedCall(block, path, source_line(4), recorder.storages, assumptions)
         node = None
-        if recorder.recording:
-            given = [recorder.tagged_node(tensor) for tensor in tensors]
-            if None in given:
-                return False, None
-            places: dict[Any, Any] = dict(_counterparts(recorder, known.module, module))
-            places |= zip(known.nodes, given, strict=True)
-            inputs = tuple(places.get(item, item) for item in block.inputs)
-            node = recorder.repeat_node(inputs, call)
+        if recorder.recording and block.nodes:
+            places = dict(zip(known.nodes, given, strict=True))
+            inputs = [places.get(item) or item for item in block.inputs]
+            node = recorder.repeat_node(inputs, again)
+        for place, name in known.read:
+            note(module.get_submodule(place), name)
         recorder.called_again(block, path)
-        return True, self._returned(known, tensors, node, call)
+        recorder.after_backward = False
+        return True, self._returned(known, call.tensors, node, again)
 
     def _returned(
         self, known: _Recording, tensors: list[Tensor], node: fx.Node | None, call: RepeatedCall
     ) -> Any:
         recorder, values = self._recorder, self._recorder.values
-        leaves: list[Any] = []
-        index = 0
-        for leaf, argument in zip(known.returned, known.block.passed, strict=True):
+        leaves, contents = _copies(known.returned, None, known.values)
+        made: set[int] = set()
+        for place, (leaf, content) in enumerate(zip(leaves, contents, strict=True)):
+            argument = known.block.passed[place]
             if argument is not None:
-                leaf = tensors[argument]
-            elif isinstance(leaf, Tensor):
-                made = _like(leaf)
+                leaves[place] = tensors[argument]
+            elif isinstance(leaf, Tensor) and id(leaf) not in made:
                 if node is not None:
+                    index = len(made)
                     storage = known.block.results[index][2].storage + call.first_storage
-                    recorder.tag(made, node, index, storage)
-                entry = values.known(leaf)
-                if entry is not None:
-                    taint = frozenset(call.assumptions.get(a, a) for a in entry.taint)
-                    values.learn(made, entry.value, taint)
-                leaf, index = made, index + 1
-            leaves.append(leaf)
+                    recorder.tag(leaf, node, index, storage)
+                made.add(id(leaf))
+                if content is not None:
+                    taint = frozenset(call.assumptions.get(a, a) for a in content[1])
+                    values.learn(leaf, content[0], taint)
         return tree_unflatten(leaves, known.structure)
+
+
+class _Call:
+    """The arguments of a call and the module's own tensors.
+
+    look: None where it cannot be said how they look.
+    """
+
+    def __init__(self, recorder: Recorder, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._recorder = recorder
+        self._leaves, self._structure = tree_flatten((args, kwargs))
+        self.tensors = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
+        self.own = [tensor for _, part, _ in parts_of(module) for tensor in own_tensors(part)]
+        self.look = self._look()
+
+    def _look(self) -> Any:
+        plain = [leaf for leaf in self._leaves if not isinstance(leaf, Tensor)]
+        if not all(type(leaf) in PLAIN for leaf in plain):
+            return None
+        everything = (*self.tensors, *self.own)
+        for tensor in everything:
+            if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
+                return None
+        kinds = [type(leaf) for leaf in self._leaves]
+        objects: dict[int, int] = {}
+        memory: dict[int, int] = {}
+        nodes: dict[Any, int] = {}
+        looks = []
+        for tensor in everything:
+            made = self._recorder.made_by(tensor)
+            looks.append(
+                (
+                    tuple(tensor.shape),
+                    tensor.stride(),
+                    tensor.storage_offset(),
+                    tensor.dtype,
+                    tensor.device,
+                    tensor.requires_grad,
+                    objects.setdefault(id(tensor), len(objects)),
+                    memory.setdefault(bytes_of(tensor), len(memory)),
+                    made and nodes.setdefault(made[:2], len(nodes)),
+                    self._value(tensor),
+                    self._cast_before(made and made[0]),
+                )
+            )
+        return tuple(plain), tuple(kinds), tuple(looks), self._structure
+
+    def _value(self, tensor: Tensor) -> Any:
+        entry = self._recorder.values.known(tensor)
+        if entry is None:
+            return None
+        value = tensor if tensor.device.type == "cpu" else entry.value
+        return self._recorder.values.once(value, "content", _content)
+
+    @staticmethod
+    def _cast_before(node: fx.Node | None) -> bool:
+        """Whether autocast may have cast this weight: it does so once."""
+        return node is not None and torch.is_autocast_enabled("cuda") and bool(node.users)
+
+    def nodes(self) -> list[fx.Node | None]:
+        """The nodes of the arguments and of the module's own tensors."""
+        if not self._recorder.recording:
+            return []
+        return [self._recorder.tagged_node(tensor) for tensor in (*self.tensors, *self.own)]
+
+    def taints(self) -> list[list[int]]:
+        """The assumptions that the arguments rest on."""
+        entries = map(self._recorder.values.known, self.tensors)
+        return [[] if entry is None else sorted(entry.taint) for entry in entries]
+
+    def versions(self) -> list[int]:
+        """How often each tensor was written to."""
+        return [0 if t.is_inference() else t._version for t in (*self.tensors, *self.own)]
+
+    def same_arguments(self, args: Any, kwargs: Any) -> bool:
+        """Whether the containers among the arguments hold what they held."""
+        leaves, structure = tree_flatten((args, kwargs))
+        return structure == self._structure and same_state(self._leaves, leaves)
 
 
 # -- a call that is being recorded -----------------------------------------------------------------
@@ -305,37 +401,41 @@ class Calls:
 class _Start:
     """Where the recorder stood when a call began."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Recorder, call: _Call) -> None:
+        self._recorder, self._call = recorder, call
         self.node = next(reversed(recorder.graph.nodes), None)
         self.storages = recorder.storages
         self.assumptions = len(recorder.values.assumptions)
-        self.decisions, self.random = recorder.values.decisions, random.getstate()
         self.calls = recorder.calls()
         self.source = source_line(4)
+        self._outside = self._now()
 
-    def unchanged(self, recorder: Recorder) -> bool:
-        """Whether nothing outside of the graph was drawn or decided since."""
-        decided = recorder.values.decisions != self.decisions
-        return not decided and random.getstate() == self.random
+    def _now(self) -> Any:
+        recorder = self._recorder
+        versions = self._call.versions()
+        return recorder.values.decisions, versions, _random_states()
+
+    def unchanged(self) -> bool:
+        """Whether nothing outside of the graph was drawn, decided or written since."""
+        return bool(self._now() == self._outside)
 
     def block(
-        self,
-        recorder: Recorder,
-        module: nn.Module,
-        returned: Sequence[Any],
-        tensors: Sequence[Tensor],
+        self, module: nn.Module, returned: Sequence[Any], given: Sequence[fx.Node | None]
     ) -> Block | None:
         """What was recorded since; None where a later call could not repeat it."""
+        recorder, tensors = self._recorder, self._call.tensors
         nodes = list(self._nodes(recorder))
         positions = {id(tensor): place for place, tensor in enumerate(tensors)}
         passed: list[int | None] = []
         results: list[tuple[fx.Node, int | None, Spec]] = []
+        seen: set[int] = set()
         for leaf in returned:
             passed.append(positions.get(id(leaf)) if isinstance(leaf, Tensor) else None)
             if isinstance(leaf, Tensor) and passed[-1] is None:
                 if type(leaf) is not Tensor or leaf.layout is not torch.strided:
                     return None
-                if recorder.recording:
+                if recorder.recording and id(leaf) not in seen:
+                    seen.add(id(leaf))
                     found = recorder.made_by(leaf)
                     if found is None or found[2].storage <= self.storages:
                         return None
@@ -343,28 +443,35 @@ class _Start:
                     results.append((*found[:2], replace(found[2], storage=storage)))
             elif not isinstance(leaf, Tensor) and type(leaf) not in PLAIN:
                 return None
-        if recorder.writes_outside(nodes, self.storages):
+        inputs = _read_from_outside(nodes)
+        if recorder.writes_outside(nodes, self.storages) or any(
+            node.op == "call_function" and node not in given for node in inputs
+        ):
+            return None
+        if any(node.op != "call_function" for node in nodes):
             return None
         path = recorder.path_of(module)
+        calls = {
+            inner: count - self.calls.get(inner, 0)
+            for inner, count in recorder.calls().items()
+            if count != self.calls.get(inner, 0)
+        }
+        if any(inner != path and not inner.startswith(f"{path}.") for inner in calls):
+            return None
         new = range(self.assumptions, len(recorder.values.assumptions))
         return Block(
             path,
             recorder.calls_of(module) - 1,
             self.source,
             tuple(nodes),
-            tuple(_read_from_outside(nodes)),
+            tuple(inputs),
             tuple(passed),
             tuple(results),
             self.storages,
             recorder.storages - self.storages,
-            Counter(
-                {
-                    inner[len(path) :]: count - self.calls.get(inner, 0)
-                    for inner, count in recorder.calls().items()
-                    if count != self.calls.get(inner, 0)
-                }
-            ),
+            {inner[len(path) :]: count for inner, count in calls.items()},
             tuple(sorted(recorder.taint_of(nodes).union(new))),
+            recorder.first_origin(nodes),
         )
 
     def _nodes(self, recorder: Recorder) -> Iterator[fx.Node]:
@@ -389,30 +496,74 @@ def _read_from_outside(nodes: Sequence[fx.Node]) -> dict[fx.Node, None]:
     }
 
 
-def _counterparts(
-    recorder: Recorder, module: nn.Module, other: nn.Module
-) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Nodes of the weights of one module, with those of the other."""
-    for part, twin in zip(module.modules(), other.modules(), strict=True):
-        for mine, theirs in zip(own_tensors(part), own_tensors(twin), strict=True):
-            pair = recorder.tagged_node(mine), recorder.tagged_node(theirs)
-            if pair[0] is not None and pair[1] is not None:
-                yield pair[0], pair[1]
+def _paths(recorder: Recorder, module: nn.Module) -> list[str]:
+    """The paths of the modules inside, as seen from the module; whole where they are elsewhere."""
+    path = recorder.path_of(module)
+    found = [recorder.path_of(part) for part in module.modules()]
+    return [inner[len(path) :] if inner.startswith(f"{path}.") else inner for inner in found[1:]]
 
 
-def _taint(entry: Any) -> list[int]:
-    return [] if entry is None else sorted(entry.taint)
+def _modes() -> tuple[Any, ...]:
+    """What torch is set to that changes which ops a module runs."""
+    backends: Any = torch.backends.cuda
+    return (
+        torch.get_default_dtype(),
+        torch.is_inference_mode_enabled(),
+        torch.is_autocast_enabled("cuda"),
+        torch.get_autocast_dtype("cuda"),
+        backends.flash_sdp_enabled(),
+        backends.mem_efficient_sdp_enabled(),
+        backends.math_sdp_enabled(),
+        backends.cudnn_sdp_enabled(),
+    )
 
 
-def _like(tensor: Tensor) -> Tensor:
-    """A new tensor of the same look."""
-    with _disable_current_modes():
-        return torch.empty_strided(
-            tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
-        )
+def _global_hooks() -> tuple[int, int]:
+    """How many hooks watch the calls of all modules."""
+    hooks: Any = nn_module
+    return len(hooks._global_forward_pre_hooks), len(hooks._global_forward_hooks)
+
+
+def _random_states() -> tuple[Any, ...]:
+    """Where the generators of random numbers stand that Python code draws from."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        drawn = torch.default_generator.get_state().numpy().tobytes()
+    numpy = sys.modules.get("numpy.random")
+    state = numpy.get_state() if numpy else None
+    return random.getstate(), drawn, state and (state[1].tobytes(), *state[2:])
+
+
+def _copies(
+    leaves: Sequence[Any],
+    known: Callable[[Tensor], Any] | None,
+    contents: Sequence[tuple[Tensor, frozenset[int]] | None] = (),
+) -> tuple[list[Any], list[tuple[Tensor, frozenset[int]] | None]]:
+    """New tensors for those among the leaves, and for what is known of them (or of `contents`).
+
+    They share memory, and are the same, where the old ones do and are.
+    """
+    made: dict[int, Tensor] = {}
+    memory: dict[int, Any] = {}
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    if known is not None:
+        entries = [known(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves]
+        contents = [None if entry is None else entry[:2] for entry in entries]
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        for tensor in tensors:
+            if id(tensor) not in made:
+                key, device = bytes_of(tensor), tensor.device
+                if key not in memory:
+                    size = tensor.untyped_storage().nbytes()
+                    bare = torch.empty(size, dtype=torch.uint8, device=device)
+                    memory[key] = bare.untyped_storage()
+                place = tensor.storage_offset(), tensor.shape, tensor.stride()
+                empty = torch.empty(0, dtype=tensor.dtype, device=device)
+                made[id(tensor)] = empty.set_(memory[key], *place)
+        copied = copy.deepcopy(list(contents), {})
+    return [made.get(id(leaf), leaf) for leaf in leaves], copied
 
 
 def _content(tensor: Tensor) -> Any:
     with _disable_current_modes():
-        plain = tensor.detach().contiguous()
+        plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
         return hash(bytes(plain.reshape(-1).view(torch.uint8).numpy()))

@@ -208,6 +208,7 @@ class Recorder(TorchDispatchMode):
         self._inside = 0
         self.inputs: list[Tensor] = []
         self._entered: list[Tensor] = []
+        self._constants = itertools.count()
         self._parameters: dict[int, str] = {}
         self._exit = contextlib.ExitStack()
 
@@ -304,7 +305,7 @@ class Recorder(TorchDispatchMode):
             self.enter(tensor, "input", f"input_{len(self.inputs)}")
             tag = tensor.__dict__[self._key]
         if tag is None:
-            name = f"constant_{self.storages}"
+            name = f"constant_{next(self._constants)}"
             tag = self._entry(
                 tensor, self.graph.create_node("get_attr", name, name=name), "constant", name
             )
@@ -370,6 +371,17 @@ class Recorder(TorchDispatchMode):
                 found.update(recorded.assumptions.get(a, a) for a in recorded.block.assumptions)
         return frozenset(found)
 
+    def first_origin(self, nodes: Sequence[fx.Node]) -> Origin | None:
+        """Where the first op among these nodes comes from."""
+        for node in nodes:
+            recorded = node.meta.get(META_KEY)
+            if isinstance(recorded, Recorded):
+                return recorded.origin
+            if isinstance(recorded, RepeatedCall) and recorded.block.origin is not None:
+                origin, old = recorded.block.origin, recorded.block.path
+                return replace(origin, module=recorded.path + origin.module[len(old) :])
+        return None
+
     def repeat_node(self, inputs: Sequence[fx.Node], call: RepeatedCall) -> fx.Node:
         """A node for a call that repeats a block."""
         node = self.graph.create_node("call_function", repeated, name="repeated")
@@ -384,6 +396,9 @@ class Recorder(TorchDispatchMode):
     def called_again(self, block: Block, path: str) -> None:
         """Count what the calls inside of a block would have."""
         self.storages += block.storages
+        if block.origin is not None:  # a sum of gradients names the op that was recorded last
+            origin = replace(block.origin, module=path + block.origin.module[len(block.path) :])
+            self._by_sequence.setdefault(torch._C._autograd._get_sequence_nr() - 1, origin)
         for inner, count in block.calls.items():
             self._calls[path + inner] = self._calls.get(path + inner, 0) + count
             self.modules.setdefault(path + inner, self.modules[block.path + inner])

@@ -6,7 +6,7 @@ was recorded too: equal layers are found and rolled without writing their blocks
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rooftrace.tracer.blocks import NotAlikeError
@@ -203,7 +203,9 @@ class _Inlined:
         self.ops: list[Op] = []
         for op in ops:
             if op.target == REPEATED:
-                instance = _Instance(self._template(op), self._renumbered(op), self._inner[op.id])
+                call = self._renumbered(op)
+                kept = {self.ids[v] for v in op.outputs if values[v].role == "kv"}
+                instance = _Instance(self._template(op), call, self._inner[op.id], kept)
                 self.ops += instance.write(made, len(self.ops))
             else:
                 self.ops.append(replace(self._renumbered(op), id=len(self.ops)))
@@ -283,10 +285,20 @@ def _owner(values: Sequence[Tensor | None], value: int) -> int:
 
 
 class _Instance:
-    """One block in place of one call.  ids: new ids of the values that the block makes."""
+    """One block in place of one call.  ids: new ids of the values that the block makes.
 
-    def __init__(self, block: Template, call: Op, ids: Mapping[int, int]) -> None:
+    kept: those of the call's results that outlive the step, as a cache.
+    """
+
+    def __init__(
+        self, block: Template, call: Op, ids: Mapping[int, int], kept: Collection[int]
+    ) -> None:
         self._block, self._call, self._ids = block, call, ids
+        self._kept = {
+            block.values[value].storage
+            for value, output in zip(block.results, call.outputs, strict=True)
+            if output in kept
+        }
         self._given: dict[int, Ref] = {}
         self._bytes: dict[int, Ref] = {}
         for (value, owner), ref in zip(block.inputs, call.arguments["inputs"], strict=True):
@@ -315,11 +327,12 @@ class _Instance:
                 raise NotAlikeError
             then = then or beside
         owner = values[storage] if tensor.storage != value else None
-        kept = tensor.role if tensor.role in ("kv", "gradients") else role
+        if tensor.storage in self._kept:
+            role = "kv"
         return replace(
             tensor,
             name=self._path(tensor.name),
-            role=kept if owner is None else owner.role,
+            role=role if owner is None else owner.role,
             storage=storage,
             repeats=(*self._call.repeats, *tensor.repeats),
             then=then,

@@ -148,6 +148,7 @@ class _Builder:
             replace(spec, storage=call.first_storage + spec.storage) for _, _, spec in block.results
         ]
         roles = [self.values[value].role for value in self._results(block)]
+        roles = ["activations" if role == "kv" else role for role in roles]  # unless kept, too
         outputs = tuple(map(self._output, specs, roles))
         self._multiple[node] = outputs
         self.turns.append(None)

@@ -206,7 +206,8 @@ class Values:
     def assume_again(self, number: int, path: str, other: str) -> int:
         """The id of an assumption made below one module path, for the module at another."""
         found = self.assumptions[number]
-        where = other + found.where[len(path) :] if found.where.startswith(path) else found.where
+        inside = found.where == path or found.where.startswith(f"{path}.")
+        where = other + found.where[len(path) :] if inside else found.where
         return self._assume(found.kind, where, found.text, found.value, found.op)
 
     def _assume(self, kind: str, where: str, text: str, value: Any, op: str) -> int:
