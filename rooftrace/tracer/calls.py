@@ -187,16 +187,16 @@ class Calls:
             or torch._C._functorch.peek_interpreter_stack() is not None
         ):
             return original(module, *args, **kwargs)
-        call = _Call(recorder, module, args, kwargs)
-        if call.look is None:
-            return original(module, *args, **kwargs)
-        key = (id(group[0]), call.look, recorder.recording, *_modes())
-        known = self._known.get(key)
-        if known is not None:
-            done, output = False, None
-            if self._may_stand_for(known, module):
+        with torch._C.DisableTorchFunction():  # to look at a tensor is no call of its own
+            call = _Call(recorder, module, args, kwargs)
+            key = (id(group[0]), call.look, recorder.recording, *_modes())
+            known = None if call.look is None else self._known.get(key)
+            if known is not None and self._may_stand_for(known, module):
                 done, output = self._repeated(known, module, call)
-            return output if done else original(module, *args, **kwargs)
+                if done:
+                    return output
+        if known is not None or call.look is None:
+            return original(module, *args, **kwargs)
         if self._failures[key] == _ATTEMPTS:
             return original(module, *args, **kwargs)
         output, found = self._recorded(original, module, args, kwargs, call)
@@ -212,28 +212,36 @@ class Calls:
         self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any, call: _Call
     ) -> tuple[Any, _Recording | None]:
         """Run the call, and what it recorded if later calls can repeat it."""
-        recorder = self._recorder
-        nodes = call.nodes()
-        state, start = state_of(module), _Start(recorder, call)
-        watched = self._differing(module)
+        with torch._C.DisableTorchFunction():
+            start, watched = _Start(self._recorder, module, call), self._differing(module)
         with Watch(module, watched) as watch:
             output = original(module, *args, **kwargs)
+        with torch._C.DisableTorchFunction():
+            unchanged = call.same_arguments(args, kwargs) and start.unchanged()
+            return output, self._kept(start, watched, watch.read, output) if unchanged else None
+
+    def _kept(
+        self,
+        start: _Start,
+        watched: set[tuple[str, str]],
+        read: set[tuple[str, str]],
+        output: Any,
+    ) -> _Recording | None:
+        """What a call recorded; None where later ones could not repeat it."""
+        recorder, call = self._recorder, start.call
         returned, structure = tree_flatten(output)
-        same = same_state(state, state_of(module)) and call.same_arguments(args, kwargs)
-        if not same or has_hooks(module) or not start.unchanged():
-            return output, None
-        block = start.block(module, returned, nodes)
-        if block is None or (recorder.recording and None in nodes[: len(call.tensors)]):
-            return output, None
+        block = start.block(returned)
+        if block is None or (recorder.recording and None in start.nodes[: len(call.tensors)]):
+            return None
         copies, values = _copies(returned, recorder.values.known)
-        return output, _Recording(
-            module,
+        return _Recording(
+            start.module,
             block,
-            state,
+            start.state,
             frozenset(watched),
-            frozenset(watch.read),
+            frozenset(read),
             {inner: start.calls.get(block.path + inner, 0) for inner in block.calls},
-            nodes,
+            start.nodes,
             call.taints(),
             copies,
             values,
@@ -401,8 +409,9 @@ class _Call:
 class _Start:
     """Where the recorder stood when a call began."""
 
-    def __init__(self, recorder: Recorder, call: _Call) -> None:
-        self._recorder, self._call = recorder, call
+    def __init__(self, recorder: Recorder, module: nn.Module, call: _Call) -> None:
+        self._recorder, self.module, self.call = recorder, module, call
+        self.nodes, self.state = call.nodes(), state_of(module)
         self.node = next(reversed(recorder.graph.nodes), None)
         self.storages = recorder.storages
         self.assumptions = len(recorder.values.assumptions)
@@ -412,18 +421,17 @@ class _Start:
 
     def _now(self) -> Any:
         recorder = self._recorder
-        versions = self._call.versions()
+        versions = self.call.versions()
         return recorder.values.decisions, versions, _random_states()
 
     def unchanged(self) -> bool:
         """Whether nothing outside of the graph was drawn, decided or written since."""
-        return bool(self._now() == self._outside)
+        same = same_state(self.state, state_of(self.module)) and not has_hooks(self.module)
+        return same and bool(self._now() == self._outside)
 
-    def block(
-        self, module: nn.Module, returned: Sequence[Any], given: Sequence[fx.Node | None]
-    ) -> Block | None:
+    def block(self, returned: Sequence[Any]) -> Block | None:
         """What was recorded since; None where a later call could not repeat it."""
-        recorder, tensors = self._recorder, self._call.tensors
+        recorder, module, tensors = self._recorder, self.module, self.call.tensors
         nodes = list(self._nodes(recorder))
         positions = {id(tensor): place for place, tensor in enumerate(tensors)}
         passed: list[int | None] = []
@@ -445,7 +453,7 @@ class _Start:
                 return None
         inputs = _read_from_outside(nodes)
         if recorder.writes_outside(nodes, self.storages) or any(
-            node.op == "call_function" and node not in given for node in inputs
+            node.op == "call_function" and node not in self.nodes for node in inputs
         ):
             return None
         if any(node.op != "call_function" for node in nodes):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import platform
 from collections import OrderedDict
@@ -129,7 +128,7 @@ def as_before(module: nn.Module) -> Iterator[None]:
 def _copied(attributes: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Each attribute, and what a container among them holds."""
     return {
-        name: (value, copy.copy(value) if type(value) in _CONTAINERS else None)
+        name: (value, type(value)(value) if type(value) in _CONTAINERS else None)
         for name, value in attributes.items()
     }
 
