@@ -194,6 +194,7 @@ class Recorder(TorchDispatchMode):
         self.modules: dict[str, str] = {}
         self.constants: dict[str, Tensor] = {}
         self.failed_in: tuple[str, str] | None = None
+        self.failed_op: tuple[Exception, str] | None = None
         self.loops: dict[int, Loop] = {}
         self._rolling = Rolling(self, enabled=record and roll_loops)
         self._module_calls = Calls(self, enabled=record and repeat_calls)
@@ -530,6 +531,10 @@ class Recorder(TorchDispatchMode):
                 return dynamic.higher_order(self, func, args, kwargs)
             with torch._C.DisableTorchFunction():  # what is called from here on is nobody's call
                 return self._run(func, args, kwargs)
+        except Exception as error:
+            if self.failed_op is None or self.failed_op[0] is not error:
+                self.failed_op = error, self.values.op
+            raise
         finally:
             self.values.op = outer
 

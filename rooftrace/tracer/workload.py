@@ -578,6 +578,9 @@ def _explained(error: Exception, recorder: Recorder, what: str, root: str) -> Tr
     """The user's own traceback, shortened to their code, and the module that it happened in."""
     path, kind = recorder.failed_in or ("", root)
     where = f"module {path!r} ({kind})" if path else f"module {kind}"
+    failed = recorder.failed_op
+    if failed is not None and failed[0] is error:
+        where += f" at {failed[1]}"
     lines = [
         f"{what} failed in {where}: {type(error).__name__}: {error}",
         users_traceback(error),
@@ -585,6 +588,11 @@ def _explained(error: Exception, recorder: Recorder, what: str, root: str) -> Tr
     if isinstance(error, UnknownValueError):
         lines.append(
             "Its code needs a value that only real weights give; pass inputs that avoid that path."
+        )
+    else:
+        lines.append(
+            "If it runs on real tensors of these sizes, this is a gap of ours: please report it. "
+            "Else pass inputs that it takes (in code, or with --input NAME=SHAPE:DTYPE)."
         )
     return TraceError("\n".join(line for line in lines if line))
 

@@ -34,10 +34,10 @@ class Outer(nn.Module):
 def test_a_failure_names_the_module_and_the_users_line() -> None:
     with pytest.raises(TraceError) as caught:
         rt.trace(Outer(), X)
-    first, *frames = str(caught.value).splitlines()
+    first, *frames, advice = str(caught.value).splitlines()
     assert first == (
-        "forward of Outer failed in module 'blocks.1' (Inner): RuntimeError: a and b must have "
-        "same reduction dim, but got [2, 8] X [3, 3]."
+        "forward of Outer failed in module 'blocks.1' (Inner) at aten.mm: RuntimeError: a and b "
+        "must have same reduction dim, but got [2, 8] X [3, 3]."
     )
     assert len(frames) == 2  # Outer.forward and Inner.forward; nothing of torch's or of ours
     line = next(
@@ -47,6 +47,7 @@ def test_a_failure_names_the_module_and_the_users_line() -> None:
     )
     assert f"test_errors.py:{line} in forward" in frames[-1]
     assert "torch.zeros(3, 3)" in frames[-1]
+    assert "--input NAME=SHAPE:DTYPE" in advice
 
 
 def test_a_failure_after_a_retried_branch_is_the_first_one(
