@@ -446,7 +446,8 @@ def attempted(
                 branches[last] = True
             finally:
                 recorder.close()
-                recorder.forget()
+                with contextlib.suppress(AttributeError):  # what is private may go away
+                    recorder.forget()
         if "value" in options.assume or all(a.kind != "value" for a in values.assumptions):
             break
     assert first is not None
