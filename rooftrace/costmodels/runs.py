@@ -12,10 +12,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
+from rooftrace.tracer.expand import REVERSED
 from rooftrace.tracer.graph import Op, OpGraph, references
-
-REVERSED = frozenset({"backward", "recompute"})
-"""Parts of a step that go through the iterations from the last to the first."""
 
 
 @dataclass(frozen=True, slots=True)
