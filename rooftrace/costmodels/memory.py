@@ -20,9 +20,10 @@ from dataclasses import dataclass
 from itertools import accumulate, chain, product
 from typing import Any
 
-from rooftrace.costmodels.runs import REVERSED, segments
+from rooftrace.costmodels.runs import segments
 from rooftrace.costmodels.traffic import storage_sizes
 from rooftrace.hardware.chip import Chip
+from rooftrace.tracer.expand import REVERSED
 from rooftrace.tracer.graph import ROLES, Neighbour, Op, OpGraph, Tensor, references
 
 _LISTED = ("weights", "kv", "gradients", "optimizer")
