@@ -11,7 +11,16 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rooftrace.tracer.graph import Argument, Op, OpGraph, Ref, Tensor, references, refs
+from rooftrace.tracer.graph import (
+    Argument,
+    Op,
+    OpGraph,
+    Ref,
+    Tensor,
+    contiguous,
+    references,
+    refs,
+)
 
 ATTENTION = "rooftrace.attention.default"
 ATTENTION_BACKWARD = "rooftrace.attention_backward.default"
@@ -66,7 +75,7 @@ class _Editor:
     ) -> int:
         """A new contiguous value."""
         index = len(self.values)
-        stride = _contiguous(shape)
+        stride = contiguous(shape)
         self.values.append(Tensor(shape, dtype, stride, role, index, name, repeats))
         return index
 
@@ -274,12 +283,12 @@ class _Attention:
 
     def _as(self, index: int, shape: tuple[int, ...]) -> int:
         """Another view of a value that is made here."""
-        return self.edit.view(Ref(index), shape, _contiguous(shape), self.op.repeats)
+        return self.edit.view(Ref(index), shape, contiguous(shape), self.op.repeats)
 
     def _reshaped(self, item: Ref, shape: tuple[int, ...]) -> Ref:
         if self.edit.values[item.id].shape == shape:
             return item
-        out = self.edit.view(item, shape, _contiguous(shape), self.op.repeats)
+        out = self.edit.view(item, shape, contiguous(shape), self.op.repeats)
         self._view("aten.reshape.default", {"self": item, "shape": shape}, out)
         return Ref(out)
 
@@ -535,12 +544,3 @@ def _ref(op: Op, name: str) -> Ref:
     if not isinstance(item, Ref):
         raise ValueError(f"op {op.id} ({op.target}): expected a tensor as {name!r}, got {item!r}")
     return item
-
-
-def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of a contiguous tensor."""
-    stride, step = [], 1
-    for size in reversed(shape):
-        stride.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(stride))

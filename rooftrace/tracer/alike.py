@@ -9,19 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-PLAIN = (
-    int,
-    float,
-    bool,
-    complex,
-    str,
-    type(None),
-    torch.dtype,
-    torch.device,
-    torch.Size,
-    torch.layout,
-    torch.memory_format,
-)
+from rooftrace.tracer import trees
+
+PLAIN = (*trees.PLAIN, torch.Size)
 _HOOKS = (
     "_forward_hooks",
     "_forward_pre_hooks",

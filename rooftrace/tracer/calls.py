@@ -260,9 +260,9 @@ class Calls:
 
     def _may_stand_for(self, known: _Recording, module: nn.Module) -> bool:
         """Whether nothing that the recorded call read is different in this module."""
-        recorder, counts = self._recorder, self._recorder.calls()
+        recorder = self._recorder
         path = recorder.path_of(module)
-        if any(counts.get(path + inner, 0) != count for inner, count in known.earlier.items()):
+        if any(recorder.calls_at(path + inner) != count for inner, count in known.earlier.items()):
             return False
         if _paths(recorder, known.module) != _paths(recorder, module):
             return False

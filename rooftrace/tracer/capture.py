@@ -28,6 +28,7 @@ from rooftrace.tracer.calls import Block, Calls, RepeatedCall, repeated
 from rooftrace.tracer.flex import flex_whole
 from rooftrace.tracer.functions import Functions, device_calls_quiet, draws_repeated
 from rooftrace.tracer.fused_ops import kept_whole, whole_entry
+from rooftrace.tracer.graph import contiguous
 from rooftrace.tracer.loops import Loop, Rolling
 from rooftrace.tracer.onmeta import own_tensors
 from rooftrace.tracer.origin import source_line
@@ -333,7 +334,11 @@ class Recorder(TorchDispatchMode):
 
     def calls_of(self, module: nn.Module) -> int:
         """How often a module was called."""
-        return self._calls.get(self.path_of(module), 0)
+        return self.calls_at(self.path_of(module))
+
+    def calls_at(self, path: str) -> int:
+        """How often the module at this path was called."""
+        return self._calls.get(path, 0)
 
     def calls(self) -> dict[str, int]:
         """How often each module was called, by path."""
@@ -749,16 +754,8 @@ def _on_host(tensors: list[Tensor], device: Any) -> bool:
 def _spec(tensor: Tensor, storage: int) -> Spec:
     shape = tuple(tensor.shape)
     if tensor.layout is not torch.strided:
-        return Spec(shape, tensor.dtype, _contiguous(shape), storage)
+        return Spec(shape, tensor.dtype, contiguous(shape), storage)
     return Spec(shape, tensor.dtype, tensor.stride(), storage)
-
-
-def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    stride, step = [], 1
-    for size in reversed(shape):
-        stride.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(stride))
 
 
 def _identifier(name: str) -> str:

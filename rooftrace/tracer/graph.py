@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -365,6 +365,33 @@ def references(argument: Argument) -> Iterator[Ref]:
 def refs(argument: Argument) -> Iterator[int]:
     """The value ids in an argument (or in a mapping of arguments), in order."""
     return (ref.id for ref in references(argument))
+
+
+def renumbered(op: Op, ids: Mapping[int, int]) -> Op:
+    """The same op on values that have other ids."""
+    arguments = {name: _renumbered(item, ids) for name, item in op.arguments.items()}
+    outputs = tuple([ids[value] for value in op.outputs])
+    return replace(op, arguments=arguments, inputs=tuple(refs(arguments)), outputs=outputs)
+
+
+def _renumbered(item: Argument, ids: Mapping[int, int]) -> Argument:
+    if type(item) is Ref:
+        return Ref(ids[item.id], moved(item.then, ids), item.every)
+    return tuple([_renumbered(x, ids) for x in item]) if type(item) is tuple else item
+
+
+def moved(then: Neighbour | None, ids: Mapping[int, int]) -> Neighbour | None:
+    """A Neighbour of values that have other ids."""
+    return then and replace(then, value=ids[then.value])
+
+
+def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor."""
+    stride, step = [], 1
+    for size in reversed(shape):
+        stride.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(stride))
 
 
 _INDEX = re.compile(r"(?<![^.])\d+(?![^.])")

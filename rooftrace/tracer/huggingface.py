@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -23,7 +22,7 @@ from rooftrace.tracer.modalities import (
     placeholders,
     required,
 )
-from rooftrace.tracer.onmeta import own_tensors, twin
+from rooftrace.tracer.onmeta import own_tensors, parameters_of, twin
 from rooftrace.tracer.quantization import weights_precision
 from rooftrace.tracer.request import Inputs, Loaded, Request, RequestError, TargetError
 from rooftrace.tracer.values import META, REAL_VALUE, Values
@@ -215,7 +214,7 @@ def model_inputs(module: nn.Module, request: Request) -> Inputs:
 
 def _main_input(module: nn.Module) -> str:
     """The argument that the model is about; the first where it names none that it takes."""
-    parameters = list(inspect.signature(module.forward).parameters)
+    parameters = list(parameters_of(module))
     named: str = getattr(module, "main_input_name", "input_ids")
     return named if named in parameters or not parameters else parameters[0]
 
@@ -227,7 +226,7 @@ def _chosen(
 
     A model that writes text is given text; of the layouts of others the first that they accept.
     """
-    parameters = inspect.signature(module.forward).parameters
+    parameters = parameters_of(module)
     needed = [n for n in dict.fromkeys((main, *required(module))) if n not in given]
     ids_needed = [name for name in needed if name.endswith("input_ids")]
     possible = list(dict.fromkeys([*(name for name in TOKENS if name in parameters), *ids_needed]))
@@ -277,7 +276,7 @@ class _Text:
         self.config = config
         self.vocabulary = _vocabulary(config)
         self.limit = _limit(_text(config))
-        self.parameters = inspect.signature(module.forward).parameters
+        self.parameters = parameters_of(module)
         self.writes = bool(getattr(module, "can_generate", lambda: False)())
         self.prompt = "input_ids"
         if "decoder_input_ids" in self.parameters:

@@ -10,7 +10,17 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rooftrace.tracer.blocks import NotAlikeError
-from rooftrace.tracer.graph import Argument, Neighbour, Op, OpGraph, Ref, Tensor, refs
+from rooftrace.tracer.graph import (
+    Argument,
+    Neighbour,
+    Op,
+    OpGraph,
+    Ref,
+    Tensor,
+    moved,
+    refs,
+    renumbered,
+)
 from rooftrace.tracer.roles import made_role
 
 REPEATED = "rooftrace.repeated.default"
@@ -60,6 +70,31 @@ def template(
     )
 
 
+def repeated_call(
+    number: int,
+    block: int,
+    inputs: tuple[Argument, ...],
+    outputs: tuple[int, ...],
+    module: str,
+    call: int,
+    source: str,
+    assumptions: tuple[int, ...],
+) -> Op:
+    """The op that stands for a call which repeats a block, by its number among the templates."""
+    arguments: dict[str, Argument] = {"block": block, "inputs": inputs}
+    return Op(
+        number,
+        REPEATED,
+        arguments,
+        tuple(refs(arguments)),
+        outputs,
+        module,
+        call,
+        source=source,
+        assumptions=assumptions,
+    )
+
+
 def fold(graph: OpGraph, templates: Sequence[Template]) -> OpGraph:
     """The graph with one op for the recorded call of each block, where only its results are used.
 
@@ -80,49 +115,24 @@ def fold(graph: OpGraph, templates: Sequence[Template]) -> OpGraph:
     ids = {value: index for index, value in enumerate(kept)}
     ids |= {value: ids[owner] for value, owner in owners.items() if owner in ids}
 
-    def moved(then: Neighbour | None) -> Neighbour | None:
-        return then and replace(then, value=ids[then.value])
-
-    def argument(item: Argument) -> Argument:
-        if type(item) is Ref:
-            return Ref(ids[item.id], moved(item.then), item.every)
-        return tuple(argument(x) for x in item) if type(item) is tuple else item
-
     ops: list[Op] = []
     for op in graph.ops:
         found = inside.get(op.id)
         if found is None:
-            given = {name: argument(item) for name, item in op.arguments.items()}
-            outputs = tuple(ids[value] for value in op.outputs)
+            ops.append(replace(renumbered(op, ids), id=len(ops)))
         elif op.id == templates[found].first:
             block = templates[found]
-            given = {
-                "block": found,
-                "inputs": tuple(Ref(ids[value]) for value, _ in block.inputs),
-            }
+            inputs = tuple(Ref(ids[value]) for value, _ in block.inputs)
             outputs = tuple(ids[value] for value in block.results)
-            op = Op(
-                0,
-                REPEATED,
-                {},
-                (),
-                (),
-                block.module,
-                block.call,
-                source=block.source,
-                assumptions=block.assumptions,
-            )
-        else:
-            continue
-        ops.append(
-            replace(op, id=len(ops), arguments=given, inputs=tuple(refs(given)), outputs=outputs)
-        )
+            taken = block.assumptions
+            where = block.module, block.call, block.source
+            ops.append(repeated_call(len(ops), found, inputs, outputs, *where, taken))
     return graph.replace(
         values=tuple(
             replace(
                 graph.values[value],
                 storage=ids[graph.values[value].storage],
-                then=moved(graph.values[value].then),
+                then=moved(graph.values[value].then, ids),
             )
             for value in kept
         ),
@@ -198,17 +208,17 @@ class _Inlined:
         made: list[Tensor | None] = [None] * count
         for value, tensor in enumerate(values):
             made[self.ids[value]] = replace(
-                tensor, storage=self.ids[tensor.storage], then=self._moved(tensor.then)
+                tensor, storage=self.ids[tensor.storage], then=moved(tensor.then, self.ids)
             )
         self.ops: list[Op] = []
         for op in ops:
             if op.target == REPEATED:
-                call = self._renumbered(op)
+                call = renumbered(op, self.ids)
                 kept = {self.ids[v] for v in op.outputs if values[v].role == "kv"}
                 instance = _Instance(self._template(op), call, self._inner[op.id], kept)
                 self.ops += instance.write(made, len(self.ops))
             else:
-                self.ops.append(replace(self._renumbered(op), id=len(self.ops)))
+                self.ops.append(replace(renumbered(op, self.ids), id=len(self.ops)))
         self.values = [_owned(made, tensor) for tensor in made if tensor is not None]
 
     def graph(self, graph: OpGraph) -> OpGraph:
@@ -248,19 +258,6 @@ class _Inlined:
                 ids[value] = count
                 count += 1
         return ids, inner, count
-
-    def _renumbered(self, op: Op) -> Op:
-        arguments = {k: self._argument(v) for k, v in op.arguments.items()}
-        outputs = tuple(self.ids[v] for v in op.outputs)
-        return replace(op, arguments=arguments, inputs=tuple(refs(arguments)), outputs=outputs)
-
-    def _argument(self, item: Argument) -> Argument:
-        if type(item) is Ref:
-            return Ref(self.ids[item.id], self._moved(item.then), item.every)
-        return tuple(self._argument(x) for x in item) if type(item) is tuple else item
-
-    def _moved(self, then: Neighbour | None) -> Neighbour | None:
-        return then and replace(then, value=self.ids[then.value])
 
 
 def _owned(values: Sequence[Tensor | None], tensor: Tensor) -> Tensor:
@@ -318,7 +315,7 @@ class _Instance:
     def _tensor(self, value: int, role: str, values: Sequence[Tensor | None]) -> Tensor:
         """A value that the block makes.  role: that of a new storage which nothing keeps."""
         tensor = self._block.values[value]
-        then = tensor.then and replace(tensor.then, value=self._ids[tensor.then.value])
+        then = moved(tensor.then, self._ids)
         if tensor.storage in self._ids:
             storage = self._ids[tensor.storage]
         else:
@@ -366,7 +363,7 @@ class _Instance:
             return tuple(self._argument(x) for x in item)
         if type(item) is not Ref:
             return item
-        then = item.then and replace(item.then, value=self._ids[item.then.value])
+        then = moved(item.then, self._ids)
         if item.id in self._ids:
             return Ref(self._ids[item.id], then, item.every)
         given = self._given[item.id]

@@ -20,19 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import get_testing_overrides
 
-PLAIN = (
-    int,
-    float,
-    bool,
-    complex,
-    str,
-    type(None),
-    type(...),
-    torch.dtype,
-    torch.device,
-    torch.layout,
-    torch.memory_format,
-)
+from rooftrace.tracer import trees
+
+PLAIN = (*trees.PLAIN, type(...))
 _HIDDEN = frozenset(
     {
         "apply_",

@@ -21,7 +21,7 @@ from rooftrace.tracer.blocks import NotAlikeError
 from rooftrace.tracer.calls import Block, RepeatedCall, repeated
 from rooftrace.tracer.capture import META_KEY, Entry, Recorded, Recorder, Spec
 from rooftrace.tracer.graph import Argument, Assumption, Op, OpGraph, Ref, Tensor, refs
-from rooftrace.tracer.inline import REPEATED, Template, fold, inline, template
+from rooftrace.tracer.inline import Template, fold, inline, repeated_call, template
 from rooftrace.tracer.precisions import dtype_name
 from rooftrace.tracer.repeats import roll, roll_loops
 from rooftrace.tracer.roles import made_role
@@ -103,6 +103,7 @@ class _Builder:
         self.inputs: list[int] = []
         self.turns: list[tuple[int, int] | None] = []
         self.blocks: list[Block] = []
+        self._blocks: dict[int, int] = {}
         self._numbers: dict[fx.Node, int] = {}
         self._owners: dict[int, int] = {}
         self._single: dict[fx.Node, int] = {}
@@ -138,12 +139,9 @@ class _Builder:
     def _repeated(self, node: fx.Node, call: RepeatedCall) -> None:
         """One op for a call that repeats a block; `inline` writes it out."""
         block = call.block
-        if all(block is not other for other in self.blocks):
+        number = self._blocks.setdefault(id(block), len(self.blocks))
+        if number == len(self.blocks):
             self.blocks.append(block)
-        arguments: dict[str, Argument] = {
-            "block": next(i for i, other in enumerate(self.blocks) if other is block),
-            "inputs": tuple(self._argument(item) for item in node.args),
-        }
         specs = [
             replace(spec, storage=call.first_storage + spec.storage) for _, _, spec in block.results
         ]
@@ -152,19 +150,10 @@ class _Builder:
         outputs = tuple(map(self._output, specs, roles))
         self._multiple[node] = outputs
         self.turns.append(None)
-        self.ops.append(
-            Op(
-                len(self.ops),
-                REPEATED,
-                arguments,
-                tuple(refs(arguments)),
-                outputs,
-                call.path,
-                block.call,
-                source=call.source,
-                assumptions=tuple(call.assumptions.get(a, a) for a in block.assumptions),
-            )
-        )
+        inputs = tuple(self._argument(item) for item in node.args)
+        taken = tuple(call.assumptions.get(a, a) for a in block.assumptions)
+        where = call.path, block.call, call.source
+        self.ops.append(repeated_call(len(self.ops), number, inputs, outputs, *where, taken))
 
     def _results(self, block: Block) -> list[int]:
         """The values that the recorded call of a block returned."""

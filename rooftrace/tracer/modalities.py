@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from rooftrace.tracer.capture import Recorder
-from rooftrace.tracer.onmeta import own_tensors, twin
+from rooftrace.tracer.onmeta import own_tensors, parameters_of, twin
 from rooftrace.tracer.request import RequestError
 from rooftrace.tracer.trees import tensors_in
 from rooftrace.tracer.values import META, REAL_VALUE
@@ -223,14 +223,14 @@ def required(module: nn.Module) -> list[str]:
     """Names of the arguments that a module cannot do without."""
     return [
         name
-        for name, p in inspect.signature(module.forward).parameters.items()
+        for name, p in parameters_of(module).items()
         if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
     ]
 
 
 def other_than_text(module: nn.Module) -> set[str]:
     """The parameters that take something known which is no token ids."""
-    return set(inspect.signature(module.forward).parameters) & set(_LAYOUTS)
+    return set(parameters_of(module)) & set(_LAYOUTS)
 
 
 def guessed(
@@ -271,7 +271,7 @@ def _candidates(
     They are the main one and those it requires, then one more, then all that are known.  What goes
     with an input is passed only where forward takes it.
     """
-    parameters = inspect.signature(module.forward).parameters
+    parameters = parameters_of(module)
     sizes = Sizes(config, batch)
     dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
     known: dict[str, Layouts] = {name: [{name: ids}] for name, ids in tokens.items()}
@@ -322,7 +322,7 @@ _GRIDS = {"pixel_values": "image_grid_thw", "pixel_values_videos": "video_grid_t
 
 def grids(module: nn.Module, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The grid that the rows of given patches come from, where forward asks for it: one image."""
-    parameters = inspect.signature(module.forward).parameters
+    parameters = parameters_of(module)
     return {
         grid: _whole(torch.tensor([[1, *_rectangle(given[name].shape[0])]]))
         for name, grid in _GRIDS.items()

@@ -8,6 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+PLAIN = (
+    int,
+    float,
+    bool,
+    complex,
+    str,
+    type(None),
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+)
+"""Types of values that hold nothing else and never change."""
 _DEPTH = 6
 """How deep objects inside objects are looked into."""
 
