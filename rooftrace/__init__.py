@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rooftrace.costmodels.rewrite import reprice
     from rooftrace.hardware.chip import Chip
     from rooftrace.hardware.chipfile import available_chips, load_chip
-    from rooftrace.reporting.api import diff, profile, report, summary
+    from rooftrace.reporting.api import compare, diff, profile, report, summary
     from rooftrace.tracer.api import capture, load, save, trace, trace_target
     from rooftrace.tracer.graph import OpGraph
     from rooftrace.tracer.origin import TraceError
@@ -48,6 +48,7 @@ _WHERE = {
     "available_chips": "hardware.chipfile",
     "load_chip": "hardware.chipfile",
     "OpGraph": "tracer.graph",
+    "compare": "reporting.api",
     "diff": "reporting.api",
     "profile": "reporting.api",
     "report": "reporting.api",
@@ -79,6 +80,7 @@ __all__ = [
     "Work",
     "available_chips",
     "capture",
+    "compare",
     "diff",
     "estimate",
     "execution_model",

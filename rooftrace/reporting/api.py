@@ -1,4 +1,4 @@
-"""The calls that end in something to read: report, diff, and the habits summary and profile."""
+"""Calls that end in something to read: report, diff, compare; the habits summary and profile."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rooftrace.costmodels.compare import Comparison
+from rooftrace.costmodels.compare import compare as compare_counts
 from rooftrace.costmodels.diff import Diff, diff_estimates
 from rooftrace.costmodels.estimate import Estimate, estimate
 from rooftrace.costmodels.execution import ExecutionModel
@@ -77,6 +79,34 @@ def diff(
         for side in (before, after)
     ]
     return diff_estimates(sides[0], sides[1], names)
+
+
+def compare(
+    model: Source,
+    *args: Any,
+    peers: Sequence[str] = ("flopcounter", "fvcore"),
+    phases: Sequence[str] | None = None,
+    **kwargs: Any,
+) -> list[Comparison]:
+    """Our matrix FLOPs beside those of other counters, with every difference by module and op.
+
+    model: a module, called with these arguments, or a target (a string or path).  peers:
+    flopcounter (torch.utils.flop_counter) and fvcore.  phases: default forward and training; of a
+    target those that fit the model.  Raises RequestError for an unknown peer, TargetError,
+    TraceError.
+    """
+    from rooftrace.tracer.inputs import call_inputs
+    from rooftrace.tracer.peers import count_phases
+    from rooftrace.tracer.target import load_target
+
+    if isinstance(model, (str, os.PathLike)):
+        loaded = load_target(os.fspath(model))
+        module, inputs = loaded.module, loaded.inputs
+    else:
+        module, inputs = model, call_inputs(model, args, kwargs)
+        phases = phases or ("forward", "training")
+    counted = count_phases(module, inputs, peers, phases)
+    return [compare_counts(graph, peer) for graph, peer in counted]
 
 
 def graphs_of(

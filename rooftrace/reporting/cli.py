@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from rooftrace.costmodels.execution import ExecutionModel
     from rooftrace.hardware.chip import Chip
     from rooftrace.tracer.graph import OpGraph
+    from rooftrace.tracer.request import Options, Request
 
 _TARGET_HELP = """TARGET is package.module:attr or path/file.py:attr (a module, or a function
 returning a module or (module, inputs)), the path of a Hugging Face config.json, hf:ORG/NAME, or a
@@ -111,6 +112,21 @@ def _pricing_options(command: Callable[..., Any]) -> Callable[..., Any]:
     for option in reversed(options):
         command = option(command)
     return command
+
+
+def _output_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """--format, --out: one text, to the terminal or a file."""
+    form = click.option(
+        "--format",
+        "form",
+        type=click.Choice(["terminal", "md", "json"]),
+        default="terminal",
+        show_default=True,
+    )
+    out = click.option(
+        "--out", metavar="FILE", help="Write there instead of the terminal; - is stdout."
+    )
+    return form(out(command))
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -235,14 +251,7 @@ def trace(target: str, out: str, **request: Any) -> None:
     show_default=True,
     help="The execution model to compare under.",
 )
-@click.option(
-    "--format",
-    "form",
-    type=click.Choice(["terminal", "md", "json"]),
-    default="terminal",
-    show_default=True,
-)
-@click.option("--out", metavar="FILE", help="Write there instead of the terminal; - is stdout.")
+@_output_options
 @click.option(
     "--fail-on",
     multiple=True,
@@ -267,7 +276,7 @@ def diff(
     from rooftrace.costmodels.diff import diff_estimates, parse_condition
     from rooftrace.costmodels.estimate import estimate
     from rooftrace.reporting.difftext import diff_markdown, render_diff
-    from rooftrace.tracer.graphfile import looks_saved, write_bytes
+    from rooftrace.tracer.graphfile import looks_saved
 
     for condition in fail_on:
         parse_condition(condition)
@@ -284,23 +293,71 @@ def diff(
             for t in (before, after)
         ]
     result = diff_estimates(sides[0], sides[1], names or (before, after))
-    if form == "terminal" and out in (None, "-"):
-        _console().print(render_diff(result))
-    else:
-        text = (
-            json.dumps(result.to_dict(), indent=1) + "\n"
-            if form == "json"
-            else diff_markdown(result)
-        )
-        if out in (None, "-"):
-            click.echo(text, nl=False)
-        else:
-            write_bytes(Path(str(out)), text.encode())
+    _write_text(
+        form, out, lambda: render_diff(result), lambda: diff_markdown(result), result.to_dict
+    )
     broken = result.violations(fail_on)
     for sentence in broken:
         click.echo(f"rooftrace: {sentence}", err=True)
     if broken:
         sys.exit(1)
+
+
+@cli.command(epilog=_TARGET_HELP)
+@click.argument("target")
+@_workload_options
+@click.option(
+    "--with",
+    "peers",
+    type=_Commas(),
+    default="flopcounter,fvcore",
+    show_default=True,
+    help="Other counters: flopcounter (PyTorch's own FlopCounterMode), fvcore.",
+)
+@click.option(
+    "--rules", multiple=True, metavar="FILE.py", help="Python file with @rooftrace.rule functions."
+)
+@_output_options
+def compare(
+    target: str,
+    peers: tuple[str, ...],
+    rules: tuple[str, ...],
+    form: str,
+    out: str | None,
+    **request: Any,
+) -> None:
+    """Count the FLOPs of TARGET with other counters too, and itemise every difference.
+
+    They run the same module on the same inputs; what they do not count stands with its module, its
+    op and the reason.
+    """
+    from rooftrace.costmodels.compare import compare as compare_counts
+    from rooftrace.reporting.comparetext import comparisons_markdown, render_comparisons
+    from rooftrace.tracer.graphfile import looks_saved
+    from rooftrace.tracer.peers import check_peers, count_phases
+    from rooftrace.tracer.target import load_target
+
+    check_peers(peers)
+    if looks_saved(target):
+        raise click.UsageError(
+            f"{target}: other counters have to run the module; pass the target it was traced from"
+        )
+    _load_rules(rules)
+    phases, sizes, options = _request(**request)
+    with _progress() as tell:
+        tell("building the model")
+        loaded = load_target(target, sizes)
+        counted = count_phases(
+            loaded.module, loaded.inputs, peers, phases, options, tell, loaded.name
+        )
+        found = [compare_counts(graph, peer) for graph, peer in counted]
+    _write_text(
+        form,
+        out,
+        lambda: render_comparisons(target, found),
+        lambda: comparisons_markdown(target, found),
+        lambda: {"target": target, "comparisons": [one.to_dict() for one in found]},
+    )
 
 
 @cli.group()
@@ -377,57 +434,67 @@ def measure(chip_only: bool, device: str | None, budget: float, out: str | None)
 def _graphs(
     target: str,
     tell: Callable[[str], None],
-    phases: tuple[str, ...] | None,
-    batch: int | None,
-    seq: int | None,
-    kv: int | None,
-    inputs: Sequence[str],
     dtype: str | None,
     weights_dtype: str | None,
     kv_dtype: str | None,
-    optimizer: str,
-    assumed: Sequence[str],
-    repeats: bool,
-    trust_remote_code: bool,
     only_unsaved: bool = False,
+    **request: Any,
 ) -> Mapping[str, OpGraph]:
     """Trace (or load) a target and re-price it.
 
     A saved graph has its sizes: --batch and its like are refused, or left to others (only_unsaved).
     """
     from rooftrace.costmodels.rewrite import check_precisions, reprice
+    from rooftrace.tracer.api import trace_target
     from rooftrace.tracer.graphfile import looks_saved
 
     check_precisions(dtype, weights_dtype, kv_dtype)
     graphs: Mapping[str, OpGraph]
-    from rooftrace.tracer.api import trace_target
-
     if looks_saved(target):
-        sized = any(v is not None for v in (batch, seq, kv)) or inputs
-        if sized and not only_unsaved:
+        sized = any(request[name] is not None for name in ("batch", "seq", "kv"))
+        if (sized or request["inputs"]) and not only_unsaved:
             raise click.UsageError(
                 f"{target}: a saved graph has its sizes; leave out --batch, --seq, --kv, --input"
             )
-        graphs = trace_target(target, phases)
+        graphs = trace_target(target, request["phases"])
     else:
-        from rooftrace.tracer.request import Options, Request, parse_assumption
-
-        named = {}
-        for item in inputs:
-            name, equals, text = item.partition("=")
-            if not equals:
-                raise click.UsageError(
-                    f"--input {item!r}: expected NAME=SHAPE:DTYPE, for example x=8,3,224,224:fp32"
-                )
-            named[name] = text
-        request = Request(batch, seq, kv, named, trust_remote_code)
-        low = dtype or weights_dtype
-        assume = dict(map(parse_assumption, assumed))
-        options = Options(optimizer=optimizer, dtype=low, assume=assume, repeats=repeats)
-        graphs = trace_target(target, phases, request, options, tell)
+        phases, sizes, options = _request(dtype=dtype, weights_dtype=weights_dtype, **request)
+        graphs = trace_target(target, phases, sizes, options, tell)
     return {
         phase: reprice(graph, dtype, weights_dtype, kv_dtype) for phase, graph in graphs.items()
     }
+
+
+def _request(
+    phases: tuple[str, ...] | None,
+    batch: int | None,
+    seq: int | None,
+    kv: int | None,
+    inputs: Sequence[str],
+    optimizer: str,
+    assumed: Sequence[str],
+    repeats: bool,
+    trust_remote_code: bool,
+    dtype: str | None = None,
+    weights_dtype: str | None = None,
+    kv_dtype: str | None = None,
+) -> tuple[tuple[str, ...] | None, Request, Options]:
+    """The workload options as the tracer takes them: phases, sizes, how to trace."""
+    from rooftrace.tracer.request import Options, Request, parse_assumption
+
+    named = {}
+    for item in inputs:
+        name, equals, text = item.partition("=")
+        if not equals:
+            raise click.UsageError(
+                f"--input {item!r}: expected NAME=SHAPE:DTYPE, for example x=8,3,224,224:fp32"
+            )
+        named[name] = text
+    assume = dict(map(parse_assumption, assumed))
+    options = Options(
+        optimizer=optimizer, dtype=dtype or weights_dtype, assume=assume, repeats=repeats
+    )
+    return phases, Request(batch, seq, kv, named, trust_remote_code), options
 
 
 def _chips(names: Sequence[str]) -> list[Chip]:
@@ -464,6 +531,26 @@ def _to_stdout(result: Any, form: str) -> None:
         from rooftrace.reporting.markdown import markdown
 
         click.echo(markdown(result, ()), nl=False)
+
+
+def _write_text(
+    form: str,
+    out: str | None,
+    rendered: Callable[[], Any],
+    markdown: Callable[[], str],
+    document: Callable[[], Any],
+) -> None:
+    """A result to the terminal, or as markdown or JSON to stdout or a file."""
+    from rooftrace.tracer.graphfile import write_bytes
+
+    if form == "terminal" and out in (None, "-"):
+        _console().print(rendered())
+        return
+    text = json.dumps(document(), indent=1) + "\n" if form == "json" else markdown()
+    if out in (None, "-"):
+        click.echo(text, nl=False)
+    else:
+        write_bytes(Path(str(out)), text.encode())
 
 
 def _console() -> Any:

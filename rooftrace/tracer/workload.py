@@ -55,7 +55,7 @@ def trace_phases(
     module, inputs = _unwrapped(module, inputs)
     check_request(module, phases, options)
     tell = progress or (lambda _: None)
-    run = _Run(on_meta(module), inputs, options, target)
+    run = Run(on_meta(module), inputs, options, target)
     keeps = inputs.decode is not None
     for phase in phases or ():
         if phase in ("prefill", "decode") and not keeps:
@@ -164,11 +164,42 @@ class Step:
     phase: str = ""
 
 
-class _Run:
+@dataclass(frozen=True)
+class PlainCall:
+    """A call of a module as a phase makes it, with nothing recorded.
+
+    losses: what backward starts from, given the output; None leaves backward out.
+    """
+
+    module: nn.Module
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    device: str
+    losses: Callable[[Any], tuple[list[Tensor], bool]] | None
+
+    def __call__(self) -> Any:
+        """Forward, and backward where there is one; the output of forward."""
+        with torch.device(self.device), torch.set_grad_enabled(self.losses is not None):
+            output = self.module(*self.args, **self.kwargs)
+            if self.losses is not None:
+                losses, _ = self.losses(output)
+                torch.autograd.backward(losses, [torch.ones_like(loss) for loss in losses])
+        return output
+
+
+class Run:
     """One module and its inputs; each phase method captures and lowers one graph."""
 
-    def __init__(self, module: nn.Module, inputs: Inputs, options: Options, target: str) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        inputs: Inputs,
+        options: Options,
+        target: str = "",
+        device: str = META.type,
+    ) -> None:
         self.module, self.inputs, self.options, self.target = module, inputs, options, target
+        self.device = device
         self._prefilled: dict[str, Any] | None = None
 
     def phases(self, phases: Sequence[str], tell: Progress) -> dict[str, OpGraph]:
@@ -187,6 +218,27 @@ class _Run:
         first = self._captured("forward", self._prompt)
         rest = ("decode", "training") if first.phase == "prefill" else ("training",)
         return {first.phase: first, **self.phases(rest, tell)}
+
+    def plain_call(self, phase: str) -> PlainCall:
+        """What a phase calls, without a recorder.  What comes before it (the prompt of a decode
+        step) runs here.  Raises NoCacheError, and whatever the module raises."""
+        training, inputs = phase == "training", self.inputs
+        self.module.train(training)
+        if training:
+            kwargs = {**inputs.kwargs, **self._taken(inputs.labels)}
+            return PlainCall(self.module, inputs.args, kwargs, self.device, self.losses)
+        extras = {} if phase == "forward" else self._taken(inputs.cached)
+        if phase != "decode":
+            return PlainCall(
+                self.module, inputs.args, {**inputs.kwargs, **extras}, self.device, None
+            )
+        prompt = inputs.kwargs if inputs.cached_kwargs is None else inputs.cached_kwargs
+        with torch.no_grad():
+            _, state = self._prompted(prompt)
+        if not state:
+            raise NoCacheError(self.without_cache(phase))
+        kwargs = {**(inputs.decode or {}), **state, **extras}
+        return PlainCall(self.module, (), kwargs, self.device, None)
 
     def without_cache(self, phase: str) -> str:
         """The message for a phase that needs a cache."""
@@ -287,8 +339,9 @@ class _Run:
         results = [*tensors_in(output)[:1], *(p.grad for p in trained)]
         return Step(results, gradients=gradients)
 
-    def run_backward(self, recorder: Recorder, output: Any) -> None:
-        """Gradients of the loss: the user's, the module's own, or a unit one into each output."""
+    def losses(self, output: Any) -> tuple[list[Tensor], bool]:
+        """What backward starts from, and whether that is a loss: the user's, the module's own, else
+        every floating output.  Raises RequestError where none needs a gradient."""
         own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
         if self.options.loss is not None:
             losses = [self.options.loss(output)]
@@ -301,17 +354,24 @@ class _Run:
             found = [t for t in tensors_in(output) if t.requires_grad]
             # A cache is for the next call, not for a loss; unless there is nothing else.
             losses = [t for t in found if id(t) not in kept] or found
-            if not isinstance(output, Tensor) or output.dim():
-                recorder.values.assume(
-                    "loss",
-                    "no loss was given: a unit gradient enters each of the "
-                    f"{len(losses)} floating outputs",
-                    len(losses),
-                )
         losses = [t for t in losses if isinstance(t, Tensor) and t.requires_grad]
         if not losses:
             raise RequestError(
                 f"training of {type(self.module).__name__}: no output needs a gradient; pass loss="
+            )
+        scalar = isinstance(output, Tensor) and not output.dim()
+        given = self.options.loss is not None or losses[0] is own or scalar
+        return losses, given
+
+    def run_backward(self, recorder: Recorder, output: Any) -> None:
+        """Gradients of the loss, or of each output from a unit one."""
+        losses, given = self.losses(output)
+        if not given:
+            recorder.values.assume(
+                "loss",
+                "no loss was given: a unit gradient enters each of the "
+                f"{len(losses)} floating outputs",
+                len(losses),
             )
         recorder.part = "backward"
         with torch.no_grad():  # in the order in which backward takes them up
@@ -339,11 +399,14 @@ class _Run:
         extras: Mapping[str, Any] | None = None,
     ) -> Any:
         """Call the module; of `extras` (use_cache, labels) only what its forward takes."""
+        with torch.device(self.device):
+            return self.module(*args, **{**kwargs, **self._taken(extras or {})})
+
+    def _taken(self, extras: Mapping[str, Any]) -> dict[str, Any]:
+        """Of these arguments those that forward takes."""
         parameters = parameters_of(self.module)
         open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-        more = {k: v for k, v in (extras or {}).items() if k in parameters or open_ended}
-        with torch.device(META):
-            return self.module(*args, **{**kwargs, **more})
+        return {k: v for k, v in extras.items() if k in parameters or open_ended}
 
     def _prompted(self, prompt: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
         prompt = {name: _unshared(item) for name, item in prompt.items()}

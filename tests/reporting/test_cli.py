@@ -127,6 +127,28 @@ def test_diff_fails_on_growth(run: Run, tmp_path: Path) -> None:
     assert added["flops"]["delta"] == 2 * 8 * 64 * 64 + 8 * 64  # the product and its bias
 
 
+def test_compare_counts_with_others_and_says_why_they_differ(run: Run, tmp_path: Path) -> None:
+    sizes = ("--batch", "1", "--seq", "16", "--phase", "prefill")
+    shown = run("compare", GPT2, *sizes)
+    assert shown.code == 0
+    assert "flopcounter" in shown.out and "equal: " in shown.out
+    assert "no formula for aten::scaled_dot_product_attention" in shown.out
+    found = json.loads(run("compare", GPT2, *sizes, "--format", "json").out)["comparisons"]
+    for one in found:
+        delta = sum(d["delta"] for d in one["differences"])
+        assert delta == one["flops_matrix"] - one["peer_matrix"]
+    page = tmp_path / "compare.md"
+    assert run("compare", GPT2, *sizes, "--format", "md", "--out", page).code == 0
+    assert "| `transformer.h.*.attn x12` |" in page.read_text()
+
+
+def test_compare_needs_the_module_itself(run: Run, tmp_path: Path) -> None:
+    saved = tmp_path / "graph.json"
+    run("trace", CONTROL_FLOW, "--phase", "forward", "-o", saved)
+    refused = run("compare", saved)
+    assert refused.code == 2 and "pass the target it was traced from" in refused.err
+
+
 def test_diff_writes_markdown_to_a_file(run: Run, tmp_path: Path) -> None:
     page = tmp_path / "diff.md"
     ran = run("diff", CONTROL_FLOW, RESNET, "--phase", "forward", "--format", "md", "--out", page)
@@ -191,6 +213,7 @@ def test_chips(run: Run) -> None:
 
 
 BAD_REQUESTS = {
+    "unknown counter": (("compare", GPT2, "--with", "thop"), ["'thop'", "flopcounter, fvcore"]),
     "unknown chip": (("report", RESNET, "--chip", "h2000"), ["h2000", "h200-sxm"]),
     "precision that the chip lacks": (
         ("report", RESNET, "--chip", "a100", "--dtype", "fp8"),
