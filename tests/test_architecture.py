@@ -26,6 +26,7 @@ FACE = "the public face"  # rooftrace/__init__.py: stands above every layer
 LIBRARIES = {
     "torch": {"tracer"},
     "transformers": {"tracer"},
+    "fvcore": {"tracer"},
     "rich": {"reporting"},
     "click": {"reporting"},
     "jinja2": {"reporting"},
@@ -35,7 +36,7 @@ LIBRARIES = {
     "scipy": {"tracer", "costmodels"},
     "tomli": {"hardware", "tracer", "costmodels", "reporting"},
 }
-SLOW_TO_LOAD = {"transformers", "matplotlib", "pandas", "scipy"}
+SLOW_TO_LOAD = {"transformers", "fvcore", "matplotlib", "pandas", "scipy"}
 
 # Imports against the direction, each with its reason. One that is gone must go from here too.
 AGAINST_THE_DIRECTION = {
@@ -189,7 +190,8 @@ def test_every_library_is_known_and_declared() -> None:
     foreign = {one.library for one in all_imports()} - set(sys.stdlib_module_names) - {"rooftrace"}
     assert foreign <= set(LIBRARIES), "say in LIBRARIES which layers may import it"
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    lines = [*project["dependencies"], *project["optional-dependencies"]["hf"]]
+    extras = project["optional-dependencies"]
+    lines = [*project["dependencies"], *extras["hf"], *extras["compare"]]
     declared = {re.split(r"[^\w.-]", line, maxsplit=1)[0] for line in lines}
     assert foreign <= declared, "say in pyproject.toml that it is needed"
 

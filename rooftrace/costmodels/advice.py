@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from rooftrace.costmodels.cost import MATRIX, Cost
@@ -10,6 +11,17 @@ from rooftrace.hardware.units import format_flops
 from rooftrace.tracer.graph import Op, OpGraph, pattern_of
 
 PRODUCT = ("matmul",)  # a convolution over a window of the state is no such thing
+
+
+def given_formulas(graph: OpGraph) -> tuple[str, ...]:
+    """A sentence about FLOPs that are not by our rules, none where all are."""
+    calls: Counter[str] = Counter()
+    for op in graph.ops:
+        found = find_rule(op.target)
+        if "flops_given" in op.facts and not (found and found.source == "user"):
+            calls[op.name] += graph.times(op)
+    named = ", ".join(f"{name} x{count}" for name, count in calls.items())
+    return (f"FLOPs by a formula registered with torch: {named}",) if named else ()
 
 
 def cache_products(graph: OpGraph, op_costs: Sequence[Cost]) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from functools import cached_property
 from itertools import groupby
 from typing import Any
 
-from rooftrace.costmodels.advice import cache_products
+from rooftrace.costmodels.advice import cache_products, given_formulas
 from rooftrace.costmodels.cost import MATRIX, Cost
 from rooftrace.costmodels.execution import ExecutionModel, execution_model
 from rooftrace.costmodels.fuse import FusionGroup, fuse
@@ -150,7 +150,7 @@ def plan(graph: OpGraph, execution: str | ExecutionModel = "efficient") -> Plan:
         _launches(rewritten, groups, model),
         _coverage(rewritten, op_costs, known),
         compulsory_bytes(rewritten, op_costs),
-        (*notes, *cache_products(rewritten, op_costs)),
+        (*notes, *given_formulas(rewritten), *cache_products(rewritten, op_costs)),
     )
 
 

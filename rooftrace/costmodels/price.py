@@ -45,9 +45,26 @@ def price_ops(graph: OpGraph) -> tuple[tuple[Cost, ...], tuple[bool, ...]]:
 
 def _price(view: OpView) -> tuple[Cost, bool]:
     found = find_rule(view.target)
+    given = None if found and found.source == "user" else view.fact("flops_given")
+    cost = found.price(view) if found else view.streamed()
+    if given is not None:
+        cost = _given(cost, given, view)
     if found is None:
-        return view.streamed(), False
-    return _split_masked(found.price(view), view), True
+        return cost, given is not None
+    return _split_masked(cost, view), True
+
+
+def _given(cost: Cost, flops: int, view: OpView) -> Cost:
+    """The cost with `flops` instead of its own work: those of a formula registered with torch.
+
+    They are of the kind that the rule has most of.  Without a rule they are a matrix product's,
+    which is what torch's counter counts, in the widest precision of the inputs.
+    """
+    if cost.work:
+        key = max(cost.work, key=lambda k: (k.operation != "vector", cost.work[k]))
+    else:
+        key = Work("matmul", view.precision)
+    return Cost({key: flops} if flops else {}, cost.traffic)
 
 
 def _split_masked(cost: Cost, view: OpView) -> Cost:

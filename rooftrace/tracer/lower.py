@@ -7,6 +7,7 @@ an OpGraph that verifies.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
@@ -232,7 +233,7 @@ class _Builder:
                 origin.function,
                 origin.source,
                 flops,
-                dict(recorded.facts),
+                {**recorded.facts, **_given(node.target, flops)},
                 tuple(sorted(recorded.taint)),
             )
         )
@@ -312,6 +313,15 @@ class _TorchFlops:
             ):
                 self._known[key] = None  # torch's own formula refuses these shapes
         return self._known[key]
+
+
+def _given(target: Any, flops: int | None) -> dict[str, Any]:
+    """The count of a formula that somebody registered with torch, which stands above any rule."""
+    formula = flop_registry.get(target.overloadpacket)
+    if formula is None or flops is None:
+        return {}
+    owner = inspect.unwrap(formula).__module__
+    return {} if owner.partition(".")[0] == "torch" else {"flops_given": flops}
 
 
 def _with(

@@ -229,7 +229,7 @@ def _fvcore(call: PlainCall) -> PeerCount:
     try:
         from fvcore.nn import FlopCountAnalysis
     except ImportError:
-        raise _CannotCount("fvcore is not installed: pip install fvcore") from None
+        raise _CannotCount("fvcore is not installed: pip install 'rooftrace[compare]'") from None
     from importlib.metadata import version
 
     wrapped = _Positional(call)
