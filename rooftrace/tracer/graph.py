@@ -114,9 +114,9 @@ class Op:
     (linear, or the autograd node in backward).  source: "file.py:12" of the caller.  flops_torch:
     what torch's own FLOP registry says, None where it has no formula.  facts: small things known
     only while tracing (rows_touched, groups_touched, mask, flops_given ...).  assumptions: ids of
-    the assumptions it rests on.  repeats: ids of the repeats that it is in, outermost first: it runs
-    once in every iteration.  steps: whole-number arguments that grow by so much from one iteration
-    of the innermost repeat to the next.
+    the assumptions it rests on.  repeats: ids of the repeats that it is in, outermost first: it
+    runs once in every iteration.  steps: whole-number arguments that grow by so much from one
+    iteration of the innermost repeat to the next.
     """
 
     id: int
