@@ -7,7 +7,7 @@ internal values and reading a shared one once, which is done by whoever adds cos
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rooftrace.hardware.precision import widest
@@ -26,7 +26,7 @@ class Work:
     operation: matmul, convolution (both can use the matrix engine) or vector.
     precision: what it computes in.
     rows: M_eff, the rows of the (per-group) matrix product that share one weight tile; None for
-    vector.
+    vector.  columns, inner: its N and K; None where it is no plain product (attention).
     count: useful; masked (in the dense count, skipped by a kernel that knows the mask);
     masked_executed (the same, but this kernel computes it anyway); recompute (done again in
     backward: takes time, is not part of the model's FLOPs).
@@ -36,6 +36,15 @@ class Work:
     precision: str
     rows: int | None = None
     count: str = "useful"
+    columns: int | None = None
+    inner: int | None = None
+
+    @property
+    def shape(self) -> tuple[int, int, int] | None:
+        """M, N, K of one product; None where they are not all known."""
+        if self.rows is None or self.columns is None or self.inner is None:
+            return None
+        return self.rows, self.columns, self.inner
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +74,16 @@ class Cost:
         vector: int = 0,
         precision: str = "fp32",
         rows: int | None = None,
+        columns: int | None = None,
+        inner: int | None = None,
         count: str = "useful",
     ) -> Cost:
         """Work of one kind; zero amounts leave no entry."""
         work = {}
         if matmul:
-            work[Work("matmul", precision, rows, count)] = matmul
+            work[Work("matmul", precision, rows, count, columns, inner)] = matmul
         if convolution:
-            work[Work("convolution", precision, rows, count)] = convolution
+            work[Work("convolution", precision, rows, count, columns, inner)] = convolution
         if vector:
             work[Work("vector", precision, None, count)] = vector
         return Cost(work)
@@ -119,7 +130,7 @@ class Cost:
         work: dict[Work, int] = {}
         for key, flop in self.work.items():
             if key.count != "masked":
-                again = Work(key.operation, key.precision, key.rows, "recompute")
+                again = replace(key, count="recompute")
                 work[again] = work.get(again, 0) + flop
         return Cost(work, self.traffic)
 

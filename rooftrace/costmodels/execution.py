@@ -38,10 +38,13 @@ class WeightResidency:
 @dataclass(frozen=True, slots=True)
 class Utilization:
     """Engines below their peak: eta_tc = min(1, M_eff / b_sat); vector work at eta_scalar of the
-    headline matrix peak.  None leaves that engine at its own peak."""
+    headline matrix peak.  None leaves that engine at its own peak.  tiles: products take whole
+    tiles in whole waves, where the chip's SM count is known (`rooftrace.costmodels.utilization`).
+    """
 
     b_sat: float | None = None
     eta_scalar: float | None = None
+    tiles: bool = True
 
     def eta(self, rows: int | None) -> float:
         """Share of the matrix peak that a product with this many rows reaches."""
@@ -92,8 +95,14 @@ class ExecutionModel:
                     f"{name}={value!r} with fusion={self.fusion!r}: the factors and detected "
                     "groups describe the same effect; use fusion='factor' or leave the factor at 1"
                 )
+        if not isinstance(self.utilization.tiles, bool):
+            raise ExecutionError(
+                f"utilization.tiles={self.utilization.tiles!r}: expected true or false"
+            )
         for owner in ("weight_residency", "utilization"):
             for name, value in asdict(getattr(self, owner)).items():
+                if name == "tiles":
+                    continue
                 optional = owner == "utilization"
                 if not _positive(value) and not (optional and value is None):
                     raise ExecutionError(
@@ -131,7 +140,7 @@ def _known(kind: type, data: Mapping[str, Any], prefix: str = "") -> dict[str, A
     return dict(data)
 
 
-_SEED = Utilization(b_sat=64, eta_scalar=0.35)
+_SEED = Utilization(b_sat=64, eta_scalar=0.35, tiles=False)
 
 PRESETS: Mapping[str, ExecutionModel] = {
     preset.name: preset

@@ -77,7 +77,7 @@ def _split_masked(cost: Cost, view: OpView) -> Cost:
         if key.operation == "matmul" and key.count == "useful":
             useful = flop * visible // pairs
             work[key] = useful
-            hidden = Work(key.operation, key.precision, key.rows, "masked_executed")
+            hidden = replace(key, count="masked_executed")
             work[hidden] = flop - useful
         else:
             work[key] = flop

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from rooftrace.costmodels.cost import COMPUTED, Cost, Work
 from rooftrace.costmodels.execution import ExecutionModel
 from rooftrace.costmodels.runs import segments
+from rooftrace.costmodels.utilization import matrix_engine, tile_efficiency
 from rooftrace.hardware.chip import Chip
-from rooftrace.hardware.precision import compute_family
+from rooftrace.hardware.precision import compute_family, precision
 
 REGIMES = ("compute", "hbm", "network", "launch")
 
@@ -162,8 +163,20 @@ def compute_seconds(cost: Cost, chip: Chip, execution: ExecutionModel, headline:
         else:
             # eta() is 1 for vector work: it has no rows.
             rate = chip.peak(*engine_of(work, chip, execution)) * utilization.eta(work.rows)
+            if utilization.tiles:
+                rate *= _tile_share(work, flop, chip, rate)
         seconds += flop / rate
     return seconds
+
+
+def _tile_share(work: Work, flop: int, chip: Chip, rate: float) -> float:
+    """Share of the rate that whole tiles in whole waves leave to these products; 1 if not known."""
+    engine, shape = matrix_engine(chip, rate), work.shape
+    if engine is None or shape is None or 0 in shape:
+        return 1.0
+    products = max(1, round(flop / (2 * math.prod(shape))))
+    size = float(precision(work.precision).bits / 8)
+    return tile_efficiency(*shape, products, size, engine)
 
 
 def schedule(

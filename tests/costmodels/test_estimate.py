@@ -11,7 +11,7 @@ from torch import nn
 import rooftrace as rt
 from rooftrace.costmodels import registry
 from rooftrace.costmodels.cost import Cost
-from rooftrace.costmodels.execution import PRESETS, ExecutionModel
+from rooftrace.costmodels.execution import PRESETS, ExecutionModel, Utilization
 from rooftrace.hardware.chip import MissingPeakError
 from rooftrace.hardware.chipfile import load_chip
 from rooftrace.tracer.graph import Op, OpGraph, Ref, Tensor
@@ -20,6 +20,8 @@ from tests.costmodels.graph_support import Builder
 from tests.costmodels.random_graphs import programs
 
 H200 = load_chip("h200-sxm")
+IDEAL = ExecutionModel(utilization=Utilization(tiles=False))
+"""Eager, every product at the peak."""
 BF16, FP32 = 2, 4  # bytes
 STEPS = [
     ("gpt2", "training"), ("llama", "forward"), ("llama", "decode"), ("deepseek", "training"),
@@ -102,11 +104,14 @@ def test_one_product_on_paper():
     work = flop / H200.peak("matrix", "bf16")
     gap = H200.kernel_gap.value
     assert (est.flops, est.bytes_hbm, est.kernels) == (flop, moved, 1)
-    assert est.times.t_comp == work and est.times.t_hbm == moved / H200.memory_bandwidth.value
-    assert est.times.t_serial == work + gap
-    assert est.t_est == pytest.approx(H200.graph_launch.value + work + gap)
+    # 16 x 32 tiles of 256 x 128 are 3.9 waves on 132 SMs: the fourth is not full.
+    waves = work * 4 * 132 / (16 * 32)
+    assert est.times.t_comp == pytest.approx(waves)
+    assert est.times.t_hbm == moved / H200.memory_bandwidth.value
+    assert est.times.t_serial == pytest.approx(waves + gap)
+    assert est.t_est == pytest.approx(H200.graph_launch.value + waves + gap)
     assert est.mfu == pytest.approx(work / est.t_est)
-    assert est.flops_realizable == pytest.approx(flop)
+    assert est.flops_realizable == pytest.approx(flop * waves / work)
     assert est.ai_hbm == est.ai_total == flop / moved
     assert est.ridge == H200.ridge("matrix", "bf16")
     assert (est.times.regime, est.items_per_s) == ("compute", n / est.t_est)
@@ -158,7 +163,7 @@ def test_recomputation_is_in_hfu_and_in_time_but_not_in_the_models_flops():
     x, w = b.input(512, 512), b.weight(512, 512)
     y = b.mm(x, w)
     again = b.mm(x, w, part="recompute")
-    est = rt.estimate(b.graph(y, again), H200, "eager")
+    est = rt.estimate(b.graph(y, again), H200, IDEAL)
     flop = 2 * 512**3
     assert (est.flops, est.flops_matrix, est.flops_recompute) == (flop, flop, flop)
     assert est.hfu == 2 * est.mfu
@@ -210,11 +215,11 @@ def test_fp32_convolutions_run_on_tf32_and_fp32_products_on_the_vector_engine():
     conv = 2 * 2 * 8 * 8 * 9 * 16 * 16
     fc = 2 * 2 * 8 * 8
     vector, tf32 = H200.peak("vector", "fp32"), H200.peak("matrix", "tf32")
-    default = rt.estimate(graph, H200, "eager")
+    default = rt.estimate(graph, H200, IDEAL)
     other = default.flops - conv - fc
     assert default.times.t_comp == pytest.approx(conv / tf32 + (fc + other) / vector)
     assert default.peak == tf32
-    with_tf32 = rt.estimate(graph, H200, rt.execution_model("eager", tf32=True))
+    with_tf32 = rt.estimate(graph, H200, dataclasses.replace(IDEAL, tf32=True))
     assert with_tf32.times.t_comp == pytest.approx((conv + fc) / tf32 + other / vector)
 
 

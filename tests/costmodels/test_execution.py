@@ -36,7 +36,7 @@ def test_the_seeds_factors():
     seed = PRESETS["seed-efficient"]
     assert seed.weight_residency == WeightResidency(attention=4, dense=4, moe=2)
     assert (seed.activation_fusion, seed.elementwise) == (0.5, 0.7)
-    assert seed.utilization == PRESETS["seed-naive"].utilization == Utilization(64, 0.35)
+    assert seed.utilization == PRESETS["seed-naive"].utilization == Utilization(64, 0.35, False)
 
 
 def test_weight_residency_by_family():

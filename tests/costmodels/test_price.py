@@ -15,7 +15,11 @@ def test_equal_ops_cost_the_same_on_their_own_storages():
     first, second = b.input(4, 8), b.input(4, 8)
     outs = [b.mm(x, w) for x in (first, second)]
     costs, known = price_ops(b.graph(*outs))
-    assert costs[0].work == costs[1].work == {Work("matmul", "bf16", 4): 2 * 4 * 8 * 8}
+    assert (
+        costs[0].work
+        == costs[1].work
+        == {Work("matmul", "bf16", 4, columns=8, inner=8): 2 * 4 * 8 * 8}
+    )
     assert costs[0].traffic == {
         Access(first, False): BF16 * 32, Access(w, False): BF16 * 64,
         Access(outs[0], True): BF16 * 32,

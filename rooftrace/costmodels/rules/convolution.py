@@ -38,9 +38,20 @@ def _forward(op: OpView, x: TensorView, weight: TensorView, transposed: bool) ->
     batch = x.shape[0]
     epilogue = sum(op.tensor(name) is not None for name in ("bias", "z"))
     epilogue += "relu" in op.target.rsplit(".", 1)[0]
+    columns, inner = _sides(op, weight, transposed)
     return (Cost.of(convolution=convolution_flop(batch, positions, weight),
-                    precision=product_precision(x, weight), rows=batch * positions)
+                    precision=product_precision(x, weight), rows=batch * positions,
+                    columns=columns, inner=inner)
             + (vector(op, epilogue * out.elements) if epilogue else NOTHING) + streamed(op))
+
+
+def _sides(op: OpView, weight: TensorView, transposed: bool) -> tuple[int, int]:
+    """N and K of a group's product: output channels, and the values that each of them sums."""
+    groups = max(int(op.attribute("groups", 1)), 1)
+    first, second, window = weight.shape[0], weight.shape[1], math.prod(weight.shape[2:])
+    if transposed:
+        return second * window, first // groups
+    return first // groups, second * window
 
 
 @builtin(
@@ -81,14 +92,17 @@ def convolution_backward(op: OpView) -> Cost:
     wants_x, wants_weight, wants_bias = op.attribute("output_mask", (True, True, True))
     transposed = bool(op.attribute("transposed", False))
     positions = math.prod((x if transposed else grad).shape[2:])
-    batch, groups = x.shape[0], max(int(op.attribute("groups", 1)), 1)
+    batch = x.shape[0]
     flop = convolution_flop(batch, positions, weight)
     precision = product_precision(grad, x, weight)
     cost = NOTHING
+    columns, inner = _sides(op, weight, transposed)
     if wants_x:
-        cost += Cost.of(convolution=flop, precision=precision, rows=batch * positions)
+        cost += Cost.of(convolution=flop, precision=precision, rows=batch * positions,
+                        columns=inner, inner=columns)
     if wants_weight:
-        cost += Cost.of(convolution=flop, precision=precision, rows=grad.shape[1] // groups)
+        cost += Cost.of(convolution=flop, precision=precision, rows=columns,
+                        columns=inner, inner=batch * positions)
     if wants_bias:
         cost += vector(op, grad.elements - grad.shape[1])
     read = [grad, weight if wants_x else None, x if wants_weight else None]

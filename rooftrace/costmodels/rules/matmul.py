@@ -29,7 +29,7 @@ def product(batch: int, m: int, k: int, n: int, a: TensorView, b: TensorView,
         return NOTHING
     parts = 4 if is_complex(a) and is_complex(b) else 2 if is_complex(a) or is_complex(b) else 1
     return Cost.of(matmul=2 * batch * m * k * n * parts, precision=product_precision(a, b),
-                   rows=m if rows is None else rows)
+                   rows=m if rows is None else rows, columns=n, inner=k)
 
 
 def epilogue(op: OpView, elements: int) -> Cost:
@@ -177,7 +177,8 @@ def int_mm(op: OpView) -> Cost:
     """C[M, N] = A[M, K] B[K, N] of int8 with int32 sums, on the matrix engine: 2 M K N flop."""
     a, b = needed(op, "self"), needed(op, "mat2")
     (m, k), n = a.shape, b.shape[1]
-    return Cost.of(matmul=2 * m * k * n, precision=product_precision(a, b), rows=m) + streamed(op)
+    return Cost.of(matmul=2 * m * k * n, precision=product_precision(a, b), rows=m,
+                   columns=n, inner=k) + streamed(op)
 
 
 @builtin("aten._scaled_mm", "aten._scaled_mm_v2")
@@ -205,5 +206,6 @@ def weight_only_mm(op: OpView) -> Cost:
     m, k = a.shape
     n = op.outputs[0].shape[1]
     unpack = 1 if "int8" in op.target else 2
-    return (Cost.of(matmul=2 * m * k * n, precision=product_precision(a), rows=m)
+    return (Cost.of(matmul=2 * m * k * n, precision=product_precision(a), rows=m,
+                    columns=n, inner=k)
             + vector(op, unpack * k * n) + streamed(op))

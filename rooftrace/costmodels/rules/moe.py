@@ -37,19 +37,22 @@ def grouped_mm(op: OpView) -> Cost:
     if a.dim == 2 and b.dim == 3:
         t, groups, weights = a.shape[0], b.shape[0], b
         flop, touched = 2 * t * k * n, _touched(op, groups, t)
-        rows = t // max(touched, 1)
+        rows, columns, inner = t // max(touched, 1), n, k
     elif a.dim == 3 and b.dim == 2:
         t, groups, weights = n, a.shape[0], a
         flop, touched = 2 * a.shape[1] * k * t, _touched(op, groups, t)
-        rows = t // max(touched, 1)
+        rows, columns, inner = t // max(touched, 1), a.shape[1], k
     elif a.dim == 2:
         groups = offsets.shape[0] if offsets is not None else out.shape[0]
         flop, touched, rows = 2 * a.shape[0] * k * n, groups, a.shape[0]
+        columns, inner = n, k // max(groups, 1)
     else:
         groups = a.shape[0]
         flop, touched, rows = 2 * groups * a.shape[1] * k * n, groups, a.shape[1]
+        columns, inner = n, k
     others = [t for t in (a, b) if t is not weights]
-    cost = (Cost.of(matmul=flop, precision=product_precision(a, b), rows=max(rows, 1))
+    cost = (Cost.of(matmul=flop, precision=product_precision(a, b), rows=max(rows, 1),
+                    columns=columns, inner=inner)
             + read_all(op, (*others, offsets, op.tensor("bias"), *scales)) + write_all(op, (out,)))
     if weights is not None:
         cost += op.read(weights, share(weights, touched, groups))

@@ -50,9 +50,10 @@ def _products(op: OpView, params: tuple[TensorView, ...], group: int, steps: int
         a, b = weight.shape
         first = position % group == 0
         flop = 2 * steps * a * b
-        cost += Cost.of(matmul=flop, precision=precision, rows=steps if first else batch)
+        cost += Cost.of(matmul=flop, precision=precision, rows=steps if first else batch,
+                        columns=a, inner=b)
         if backward:
-            cost += Cost.of(matmul=flop, precision=precision, rows=a)
+            cost += Cost.of(matmul=flop, precision=precision, rows=a, columns=b, inner=steps)
     return cost
 
 

@@ -1,0 +1,106 @@
+"""Tiles and waves: against blocks placed one by one, and against what quantisation must do."""
+
+import heapq
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import rooftrace as rt
+from rooftrace.costmodels.execution import ExecutionError, ExecutionModel, Utilization
+from rooftrace.costmodels.utilization import (
+    SPLITS,
+    TILES,
+    MatrixEngine,
+    matrix_engine,
+    tile_efficiency,
+)
+from rooftrace.hardware.chipfile import load_chip
+
+FREE = MatrixEngine(132, 0.0, 0.0)  # tiles are fed, and partial results written, at no cost
+SIZES = st.integers(1, 3000)
+
+
+def h100() -> MatrixEngine:
+    chip = load_chip("h100-sxm")
+    found = matrix_engine(chip, chip.peak("matrix", "bf16"))
+    assert found is not None
+    return found
+
+
+def placed(rows: int, columns: int, inner: int, units: int) -> float:
+    """FLOP time of the fastest tile and split: every block goes to the SM that is free first."""
+    best = float("inf")
+    for a, b in TILES:
+        blocks = -(-rows // a) * -(-columns // b)
+        for split in SPLITS:
+            if split > 1 and split * 32 > inner:
+                break
+            depth = -(-inner // (split * 32)) * 32 if split > 1 else inner
+            free = [0] * units
+            for _ in range(blocks * split):
+                heapq.heappushpop(free, free[0] + a * b * depth)
+            best = min(best, max(free))
+    return best
+
+
+@pytest.mark.parametrize(
+    "shape", [(256, 512, 512), (1, 300, 64), (700, 130, 1000), (1500, 900, 96)]
+)
+def test_waves_are_those_of_blocks_placed_one_by_one(shape: tuple[int, int, int]) -> None:
+    rows, columns, inner = shape
+    useful = rows * columns * inner / FREE.units
+    expected = useful / placed(rows, columns, inner, FREE.units)
+    assert tile_efficiency(*shape, 1, 2, FREE) == pytest.approx(min(1, expected))
+
+
+@given(SIZES, SIZES, SIZES, st.integers(1, 64), st.sampled_from([0.5, 1, 2, 4]))
+def test_it_is_a_share(rows: int, columns: int, inner: int, products: int, size: float) -> None:
+    found = tile_efficiency(rows, columns, inner, products, size, h100())
+    assert 0 < found <= 1
+    assert found <= tile_efficiency(rows, columns, inner, products, size, FREE)
+
+
+def test_whole_tiles_in_whole_waves_lose_nothing() -> None:
+    assert tile_efficiency(12 * 256, 11 * 128, 4096, 1, 2, FREE) == 1
+    assert tile_efficiency(8192, 8192, 8192, 1, 2, h100()) > 0.95
+
+
+def test_one_row_uses_a_sixteenth_of_a_tile_at_most() -> None:
+    assert tile_efficiency(1, 4096, 4096, 1, 2, h100()) <= 1 / 16
+
+
+def test_many_small_products_fill_the_chip_where_one_cannot() -> None:
+    one = tile_efficiency(128, 128, 64, 1, 2, h100())
+    many = tile_efficiency(128, 128, 64, 1320, 2, h100())
+    assert one < 0.2 < many
+
+
+def test_it_never_beats_the_peak_and_can_be_left_out() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(1000, 777), nn.Linear(777, 513)).to(torch.bfloat16)
+        graph = rt.trace(model, torch.empty(321, 1000, dtype=torch.bfloat16))
+    whole = rt.estimate(graph, "h100-sxm", "eager")
+    ideal = ExecutionModel(utilization=Utilization(tiles=False))
+    without = rt.estimate(graph, "h100-sxm", ideal)
+    assert whole.times.t_comp > without.times.t_comp
+    assert whole.flops == without.flops and whole.bytes_hbm == without.bytes_hbm
+    vector = without.flops - without.flops_matrix
+    rate = without.chip.peak("vector", "fp32")
+    assert without.times.t_comp == pytest.approx(
+        without.flops_matrix / without.peak + vector / rate
+    )
+
+
+def test_a_chip_without_an_sm_count_has_no_tiles() -> None:
+    chip = load_chip("h100-sxm")
+    assert matrix_engine(replace(chip, sm_count=None), 1e15) is None
+    assert matrix_engine(replace(chip, kind="cpu"), 1e15) is None
+
+
+def test_the_knob_is_checked() -> None:
+    with pytest.raises(ExecutionError, match=r"utilization\.tiles='yes': expected true or false"):
+        ExecutionModel(utilization=Utilization(tiles="yes"))  # type: ignore[arg-type]
