@@ -50,7 +50,7 @@ def trace(
 
     Raises TraceError where the model's code fails, RequestError where the phase makes no sense.
     """
-    from torch import nn
+    from torch import inference_mode, nn
 
     from rooftrace.tracer.inputs import call_inputs
     from rooftrace.tracer.request import Options, RequestError
@@ -66,12 +66,12 @@ def trace(
         for name, given in asked.items():
             if given != usual[name]:
                 raise RequestError(f"{name}={given!r}: a step of your own runs what it runs")
-        with collector_paused():
+        with collector_paused(), inference_mode(False):
             return trace_step(model, args, kwargs, options)
     check_request(model, (wanted,), options)
     assert isinstance(model, nn.Module)
-    inputs = call_inputs(model, args, kwargs)
-    with collector_paused():
+    with collector_paused(), inference_mode(False):
+        inputs = call_inputs(model, args, kwargs)
         return trace_phases(model, inputs, (wanted,), options)[wanted]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -285,12 +286,14 @@ def _named(analysis: Any, path: str) -> nn.Module:
 
 @contextlib.contextmanager
 def _quiet(logger: str) -> Iterator[None]:
-    """Without the warnings of a library."""
+    """Without the warnings of a library, and those that Python gives about it."""
     found = logging.getLogger(logger)
     level = found.level
     found.setLevel(logging.ERROR)
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
     finally:
         found.setLevel(level)
 

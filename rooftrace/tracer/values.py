@@ -191,6 +191,8 @@ class Values:
 
     def once(self, value: Tensor, what: Any, compute: Callable[[Tensor], Any]) -> Any:
         """`compute(value)`, done once for each known value and `what` (layers share their mask)."""
+        if value.is_inference():
+            return compute(value)
         key = ("once", id(value), value._version, what)
         found = self._memo.get(key)
         if found is None:
@@ -385,7 +387,11 @@ class Values:
         new_args = [swap(item) for item in args]
         new_kwargs = {name: swap(item) for name, item in kwargs.items()}
         key = None
-        if not mutates and by_id:
+        # What inference mode makes has no version by which a change would be seen.
+        untracked = torch.is_inference_mode_enabled() or any(
+            value.is_inference() for value in by_id.values()
+        )
+        if not mutates and by_id and not untracked:
             key = (func, repr(_fingerprint((*new_args, *new_kwargs.items()))))
             hit = self._memo.get(key)
             if hit is not None and all(t._version == version for t, version in hit[1]):
