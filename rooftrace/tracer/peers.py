@@ -177,7 +177,8 @@ def _flopcounter(call: PlainCall) -> PeerCount:
     uncounted: Counter[tuple[str, str]] = Counter()
     for (name, op), calls in seen.calls.items():
         uncounted[_own_path(name, root), op] += calls
-    return PeerCount("", torch.__version__, flops=_exclusive(inclusive), uncounted=uncounted)
+    version = torch.__version__.partition("+")[0]
+    return PeerCount("", version, flops=_exclusive(inclusive), uncounted=uncounted)
 
 
 class _Uncounted(TorchDispatchMode):
