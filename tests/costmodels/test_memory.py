@@ -72,16 +72,28 @@ def test_a_cache_that_grows_by_a_copy_is_there_twice_and_then_once():
     assert found.peak == SIZE // 64 + grown + 3 * SIZE  # later: the row, the new one, y's chain
 
 
-def test_what_an_autograd_node_receives_stays_to_its_end():
-    def peak(*nodes: str) -> int:
+def test_what_an_op_holds_is_there_as_it_runs():
+    def peak(*held: int) -> int:
         b = Builder()
-        grad, saved = (b.unary("exp", b.value((64, 64))) for _ in range(2))
-        first = b.binary("mul", grad, saved, part="backward", function=nodes[0])
-        second = b.binary("mul", grad, 2.0, part="backward", function=nodes[1])
-        return memory(b.graph(first, second)).activations_peak
+        x = b.unary("exp", b.value((64, 64)))
+        y = b.unary("exp", x)
+        z = b.unary("exp", b.unary("exp", y), holds=tuple(map(Ref, held)))
+        return memory(b.graph(z)).peak
 
-    # The node's inputs and both results; as nodes of their own, `saved` is gone for the second.
-    assert peak("MulBackward0", "MulBackward0") - peak("MulBackward0", "NegBackward0") == SIZE
+    assert peak() == 3 * SIZE  # the input that stays, and two links of the chain
+    assert peak(1) == 4 * SIZE  # x, too, which nothing reads any more
+
+
+def test_autograd_adds_a_gradient_to_the_one_before_in_its_place():
+    def peak(part: str) -> int:
+        b = Builder()
+        x = b.input(64, 64)
+        first = b.unary("exp", x, part=part, function="ExpBackward0")
+        second = b.unary("neg", x, part=part, function="NegBackward0")
+        return memory(b.graph(b.binary("add", first, second, part=part))).peak
+
+    assert peak("forward") == 4 * SIZE
+    assert peak("backward") == 3 * SIZE  # the sum has the bytes of the first
 
 
 def test_fitting_a_chip():
@@ -116,9 +128,10 @@ def test_training_an_mlp_by_hand():
     assert found.optimizer == 2 * WEIGHTS  # two moments; the step counts are on the host
     assert found.kv == 0
     x, out, hidden = 4 * BATCH * IN, 4 * BATCH * OUT, 4 * BATCH * HIDDEN
-    # At the fullest moment backward makes the gradient before the relu: the input, the output, what
-    # relu saved, the gradient after it and the one before; the second linear's are there already.
-    at_once = x + out + 3 * hidden
+    # At the fullest moment backward makes the gradient before the relu: the input, the output and
+    # the unit gradient that entered it, what relu saved, the gradient after it and the one before;
+    # the second linear's are there already.
+    at_once = x + 2 * out + 3 * hidden
     second = 4 * (HIDDEN * OUT + OUT)
     assert found.peak == WEIGHTS + found.optimizer + second + at_once
 

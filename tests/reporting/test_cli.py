@@ -93,7 +93,7 @@ def test_two_runs_write_the_same_bytes(run: Run, tmp_path: Path) -> None:
 def test_a_saved_graph_reports_like_its_target(run: Run, tmp_path: Path) -> None:
     graph = tmp_path / "graph.json.gz"
     assert run("trace", CONTROL_FLOW, "-o", graph).code == 0
-    assert gzip.decompress(graph.read_bytes()).startswith(b'{"schema":"rooftrace.graph/2"')
+    assert gzip.decompress(graph.read_bytes()).startswith(b'{"schema":"rooftrace.graph/3"')
     direct = run("report", CONTROL_FLOW, "--out", "-", "--format", "csv")
     saved = run("report", graph, "--out", "-", "--format", "csv")
     assert direct.out == saved.out
