@@ -223,9 +223,8 @@ def lifetimes(steps: Steps) -> Lives:
         stays = number in kept or (storage in outside and storage not in caches)
         if not stays and values[storage].role != "gradients":
             end = last.get(number, moment)
-            step = steps.steps[end] if end >= 0 else None
-            times = steps.times(number, storage, step.at if step else {})
-            summed = step is not None and step.op.id in sums and touched[end][0] == number
+            times = steps.times(number, storage, steps.steps[end].at if end >= 0 else {})
+            summed = end >= 0 and steps.steps[end].op.id in sums and touched[end][0] == number
             _add(found.replaced if summed else found.deaths, end, storage, times)
     return found
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from rooftrace.costmodels.liveness import Lives, Step, Steps, lifetimes
@@ -49,8 +49,8 @@ class Held:
     shape: tuple[int, ...]
     dtype: str
     saved: bool
-    count: int
-    bytes: int
+    count: int = 1
+    bytes: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dict for the report."""
@@ -171,6 +171,10 @@ class Memory:
         """Bytes and number of tensors at the peak by module path (indices starred), most first."""
         return _grouped(self.tensors, lambda held: held.module)
 
+    def by_block(self) -> list[dict[str, Any]]:
+        """The same by part of a layer: "model.layers.*.mlp" with all the modules inside."""
+        return _grouped(self.tensors, lambda held: _block(held.module))
+
     def to_frame(self) -> pandas.DataFrame:
         """What the peak is made of: one row for tensors that are alike, most bytes first."""
         import pandas
@@ -190,7 +194,7 @@ class Memory:
             "saved_at_peak": self.saved,
             "where": self.where,
             "tensors": [held.to_dict() for held in self.tensors[:most]],
-            "modules": self.by_module()[:most],
+            "modules": self.by_block()[:most],
         }
 
 
@@ -358,6 +362,9 @@ def _alive(steps: Sequence[Step], lives: Lives, last: int) -> Counter[int]:
     return Counter({storage: count for storage, count in alive.items() if count > 0})
 
 
+UNREAD = "(not read in this step)"
+
+
 def _held(
     graph: OpGraph,
     alive: Mapping[int, int],
@@ -366,20 +373,21 @@ def _held(
     unread: int,
 ) -> tuple[Held, ...]:
     """These storages, those alike together; and weights that the step does not read."""
-    counts: Counter[tuple[Any, ...]] = Counter()
-    total: Counter[tuple[Any, ...]] = Counter()
+    counts: Counter[Held] = Counter()
+    total: Counter[Held] = Counter()
     for storage, count in alive.items():
-        key = _key(graph, storage, kinds[storage])
+        key = _one(graph, storage, kinds[storage] == SAVED)
         counts[key] += count
         total[key] += count * sizes[storage]
     if unread > 0:
-        key = ("weights", "", "", "", "(not read in this step)", (), "", False)
+        key = Held("weights", "", "", "", UNREAD, (), "", False)
         counts[key], total[key] = 1, unread
-    found = (Held(*key, counts[key], size) for key, size in total.items() if size)
+    found = [replace(key, count=counts[key], bytes=size) for key, size in total.items() if size]
     return tuple(sorted(found, key=lambda held: (-held.bytes, *map(str, held.to_dict().values()))))
 
 
-def _key(graph: OpGraph, storage: int, kind: str) -> tuple[Any, ...]:
+def _one(graph: OpGraph, storage: int, saved: bool) -> Held:
+    """One tensor of a storage, its bytes left out."""
     tensor = graph.values[storage]
     maker = graph.producers.get(storage)
     if maker is None or tensor.name:
@@ -387,7 +395,7 @@ def _key(graph: OpGraph, storage: int, kind: str) -> tuple[Any, ...]:
     else:
         module = graph.ops[maker].module
     op = graph.ops[maker] if maker is not None else None
-    return (
+    return Held(
         tensor.role,
         pattern_of(module),
         op.name if op else "",
@@ -395,7 +403,7 @@ def _key(graph: OpGraph, storage: int, kind: str) -> tuple[Any, ...]:
         pattern_of(tensor.name),
         tensor.shape,
         tensor.dtype,
-        kind == SAVED,
+        saved,
     )
 
 
@@ -408,6 +416,12 @@ def _owner(tensor: Tensor) -> str:
     steps = tensor.name.removesuffix(".master.grad").split(".")
     behind = 1 if tensor.name.endswith(".master.grad") else _SUFFIXES.get(tensor.role, len(steps))
     return ".".join(steps[:-behind])
+
+
+def _block(path: str) -> str:
+    """A path up to the step behind its first index."""
+    steps = path.split(".")
+    return ".".join(steps[: steps.index("*") + 2]) if "*" in steps else path
 
 
 def _grouped(tensors: Iterable[Held], key: Callable[[Held], str]) -> list[dict[str, Any]]:

@@ -12,6 +12,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +20,10 @@ import click
 
 if TYPE_CHECKING:
     from rooftrace.costmodels.execution import ExecutionModel
+    from rooftrace.costmodels.largest import LargestBatch
     from rooftrace.hardware.chip import Chip
     from rooftrace.tracer.graph import OpGraph
+    from rooftrace.tracer.request import Options, Request
 
 _TARGET_HELP = """TARGET is package.module:attr or path/file.py:attr (a module, or a function
 returning a module or (module, inputs)), the path of a Hugging Face config.json, hf:ORG/NAME, or a
@@ -152,12 +155,18 @@ def cli() -> None:
 @click.option(
     "--format", "formats", type=_Commas(), help="Which files: md, json, csv, png; default all."
 )
+@click.option(
+    "--max-batch",
+    is_flag=True,
+    help="Find the largest batch that fits each chip, by tracing at other batches.",
+)
 def report(
     target: str,
     chips: tuple[str, ...],
     executions: tuple[str, ...],
     out: str | None,
     formats: tuple[str, ...] | None,
+    max_batch: bool,
     tf32: bool,
     rules: tuple[str, ...],
     **request: Any,
@@ -180,6 +189,10 @@ def report(
     with _progress() as tell, collector_paused(keep=True):
         graphs = _graphs(target, tell, **request)
         result = build_report(graphs, loaded, models, progress=tell)
+        if max_batch:
+            phases = tuple(graphs)
+            found = _largest_batch(target, loaded, tell, **{**request, "phases": phases})
+            result = replace(result, largest=found)
     written: Sequence[Path] = ()
     if out is not None and out != "-":
         with _progress() as tell:
@@ -410,24 +423,72 @@ def _graphs(
             )
         graphs = trace_target(target, phases)
     else:
-        from rooftrace.tracer.request import Options, Request, parse_assumption
-
-        named = {}
-        for item in inputs:
-            name, equals, text = item.partition("=")
-            if not equals:
-                raise click.UsageError(
-                    f"--input {item!r}: expected NAME=SHAPE:DTYPE, for example x=8,3,224,224:fp32"
-                )
-            named[name] = text
-        request = Request(batch, seq, kv, named, trust_remote_code)
-        low = dtype or weights_dtype
-        assume = dict(map(parse_assumption, assumed))
-        options = Options(optimizer=optimizer, dtype=low, assume=assume, repeats=repeats)
+        request = _request(batch, seq, kv, inputs, trust_remote_code)
+        options = _options(optimizer, dtype or weights_dtype, assumed, repeats)
         graphs = trace_target(target, phases, request, options, tell)
     return {
         phase: reprice(graph, dtype, weights_dtype, kv_dtype) for phase, graph in graphs.items()
     }
+
+
+def _request(
+    batch: int | None,
+    seq: int | None,
+    kv: int | None,
+    inputs: Sequence[str],
+    trust_remote_code: bool,
+) -> Request:
+    from rooftrace.tracer.request import Request
+
+    named = {}
+    for item in inputs:
+        name, equals, text = item.partition("=")
+        if not equals:
+            raise click.UsageError(
+                f"--input {item!r}: expected NAME=SHAPE:DTYPE, for example x=8,3,224,224:fp32"
+            )
+        named[name] = text
+    return Request(batch, seq, kv, named, trust_remote_code)
+
+
+def _options(optimizer: str, dtype: str | None, assumed: Sequence[str], repeats: bool) -> Options:
+    from rooftrace.tracer.request import Options, parse_assumption
+
+    assume = dict(map(parse_assumption, assumed))
+    return Options(optimizer=optimizer, dtype=dtype, assume=assume, repeats=repeats)
+
+
+def _largest_batch(
+    target: str,
+    chips: Sequence[Chip],
+    tell: Callable[[str], None],
+    phases: tuple[str, ...],
+    batch: int | None,
+    seq: int | None,
+    kv: int | None,
+    inputs: Sequence[str],
+    dtype: str | None,
+    weights_dtype: str | None,
+    kv_dtype: str | None,
+    optimizer: str,
+    assumed: Sequence[str],
+    repeats: bool,
+    trust_remote_code: bool,
+) -> Mapping[str, Mapping[str, LargestBatch]]:
+    """The largest batch that fits each chip, by phase."""
+    from rooftrace.reporting.api import largest_batch
+
+    return largest_batch(
+        target,
+        chip=chips,
+        phases=phases,
+        request=_request(None, seq, kv, inputs, trust_remote_code),
+        options=_options(optimizer, dtype or weights_dtype, assumed, repeats),
+        dtype=dtype,
+        weights_dtype=weights_dtype,
+        kv_dtype=kv_dtype,
+        progress=tell,
+    )
 
 
 def _chips(names: Sequence[str]) -> list[Chip]:
