@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate, chain, product
 
@@ -193,9 +193,9 @@ class Lives:
     Step -1: what is there from outside.
     """
 
-    births: Mapping[int, Sequence[tuple[int, int]]]
-    deaths: Mapping[int, Sequence[tuple[int, int]]]
-    replaced: Mapping[int, Sequence[tuple[int, int]]]
+    births: Mapping[int, list[tuple[int, int]]]
+    deaths: Mapping[int, list[tuple[int, int]]]
+    replaced: Mapping[int, list[tuple[int, int]]]
 
 
 def lifetimes(steps: Steps) -> Lives:
@@ -219,20 +219,14 @@ def lifetimes(steps: Steps) -> Lives:
     for number, moment in born.items():
         storage = steps.storage(number)
         at = steps.steps[moment].at if moment >= 0 else {}
-        _add(found.births, moment, storage, steps.times(number, storage, at))
+        found.births[moment].append((storage, steps.times(number, storage, at)))
         stays = number in kept or (storage in outside and storage not in caches)
         if not stays and values[storage].role != "gradients":
             end = last.get(number, moment)
             times = steps.times(number, storage, steps.steps[end].at if end >= 0 else {})
             summed = end >= 0 and steps.steps[end].op.id in sums and touched[end][0] == number
-            _add(found.replaced if summed else found.deaths, end, storage, times)
+            (found.replaced if summed else found.deaths)[end].append((storage, times))
     return found
-
-
-def _add(lives: Mapping[int, Sequence[tuple[int, int]]], at: int, storage: int, times: int) -> None:
-    found = lives[at]
-    assert isinstance(found, list)
-    found.append((storage, times))
 
 
 def _sums_in_place(graph: OpGraph) -> set[int]:

@@ -751,6 +751,8 @@ class Recorder(TorchDispatchMode):
 
         Its nodes refer to each other, and the collector of cycles is off while a model is traced.
         """
+        self.last_held.clear()
+        self._last = None
         graph, self.graph = self.graph, fx.Graph()
         for node in (*graph.nodes, graph._root):
             node.meta.clear()

@@ -4,7 +4,7 @@
 run of them the first and the last stay as they are, so that what happens between neighbours still
 stands in the graph; the second one stands for all others.  `roll_loops` does the same for loops of
 which the recorder left turns out.  Nothing is rolled that `expand` would not restore, value for
-value and op for op.
+value and op for op; what ops hold is that of the iteration that stands.
 """
 
 from __future__ import annotations
