@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rooftrace.costmodels.memory import KINDS, SAVED, Moment
 from rooftrace.hardware.units import format_capacity
@@ -20,6 +20,7 @@ MOMENTS = 1200  # about as many as the figure has pixels for
 HEIGHT, TOP, BOTTOM = 5.2, 1.15, 0.62  # inches: the sheet, above and below the axes
 LEFT, SPAN = 0.085, 0.895  # of the page
 ROOMY = 0.07  # of the step: a part that its name fits above
+PAPER: dict[str, Any] = {"facecolor": "white", "edgecolor": "none", "pad": 1.5}
 NAMES = {SAVED: "saved for backward", "kv": "KV"}
 ORDER = ("weights", "optimizer", "kv", "gradients", "constants", SAVED, "activations", "temporary")
 """From the bottom up: what stays first, what comes and goes last."""
@@ -90,17 +91,19 @@ def _frame(axes: Axes, need: Memory, moments: Sequence[Moment], capacity: float)
     axes.xaxis.set_major_formatter(lambda time, _: f"{time:,.0f}")
     axes.set_xlabel("ops run", fontsize=10, color=style.FAINT)
     if near:
+        axes.axhline(capacity, color="white", linewidth=3.6)  # stands out from any area
         axes.axhline(capacity, color=style.INK, linewidth=1.6, linestyle=(0, (5, 3)))
         left = _fullest(moments).time > 0.5 * moments[-1].time
         axes.annotate(
             "capacity of one chip",
             (0 if left else 1, capacity),
             xycoords=("axes fraction", "data"),
-            xytext=(6 if left else -6, 4),
+            xytext=(6 if left else -6, 5),
             textcoords="offset points",
             fontsize=9,
             ha="left" if left else "right",
             color=style.INK,
+            bbox={**PAPER, "alpha": 0.85},
         )
 
 
@@ -153,5 +156,5 @@ def _peak(axes: Axes, need: Memory, moments: Sequence[Moment]) -> None:
         ha="right" if right else "left",
         va="bottom",
         color=style.INK,
-        bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.5},
+        bbox=PAPER,
     )
