@@ -222,7 +222,10 @@ def memory(graph: OpGraph) -> Memory:
 
 
 def _kinds(graph: OpGraph) -> list[str]:
-    """The kind of each storage: its role, or `SAVED`."""
+    """The kind of each storage: its role, or `SAVED`.
+
+    What backward holds counts as read: kernels keep what no op of the graph names.
+    """
     values = graph.values
     made = {values[i].storage for op in graph.ops if op.part == "forward" for i in op.outputs} - {
         values[i].storage for i in graph.external
@@ -230,7 +233,7 @@ def _kinds(graph: OpGraph) -> list[str]:
     read: set[int] = set()
     for op in graph.ops:
         if op.part in ("backward", "recompute"):
-            for ref in references(op.arguments):
+            for ref in (*references(op.arguments), *op.holds):
                 for i in (ref.id, ref.then.value if ref.then else ref.id):
                     then = values[i].then
                     read |= {values[i].storage, values[then.value].storage if then else i}

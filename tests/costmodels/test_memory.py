@@ -295,3 +295,32 @@ def test_weights_that_are_not_read_have_a_line():
     found = memory(b.graph(y, model={"bytes_parameters": 3 * SIZE}))
     lines = {one.name: one.bytes for one in found.tensors if one.role == "weights"}
     assert lines == {"fc.weight": SIZE, "(not read in this step)": 2 * SIZE}
+
+
+class Tagger(nn.Module):
+    """A recurrent network that stays one op."""
+
+    def __init__(self, kind: str, layers: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(512, 128)
+        self.inner = getattr(nn, kind)(128, 256, layers, batch_first=True)
+        self.head = nn.Linear(256, 50)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.inner(self.embed(x))[0])
+
+
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
+@pytest.mark.parametrize("layers", [1, 2])
+def test_a_recurrent_network_keeps_its_gates_for_backward(kind: str, layers: int) -> None:
+    """Not more than the CPU's cells, which keep what a fused one computes again, and not much less;
+    oneDNN's own kernel keeps more."""
+    model, inputs = Tagger(kind, layers), {"x": torch.randint(0, 512, (16, 128))}
+    found = memory(rt.trace(model, **inputs, phase="training", loss=loss_of))
+    with torch.backends.mkldnn.flags(enabled=False):
+        real = allocated_peak(model.train(), inputs, "training")
+    assert 0.7 * real < found.peak <= 1.01 * real
+    forward = memory(rt.trace(model, **inputs))
+    assert forward.peak < 0.6 * found.peak and forward.saved == 0
+    gates = {"LSTM": 5, "GRU": 5, "RNN": 0}[kind]
+    assert found.timeline.to_frame()["saved"].max() >= gates * layers * 4 * (16 * 128 * 256)
