@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rooftrace.costmodels.rewrite import reprice
     from rooftrace.hardware.chip import Chip
     from rooftrace.hardware.chipfile import available_chips, load_chip
-    from rooftrace.reporting.api import compare, diff, profile, report, summary
+    from rooftrace.reporting.api import compare, diff, largest_batch, profile, report, summary
     from rooftrace.tracer.api import capture, load, save, trace, trace_target
     from rooftrace.tracer.graph import OpGraph
     from rooftrace.tracer.origin import TraceError
@@ -50,6 +50,7 @@ _WHERE = {
     "OpGraph": "tracer.graph",
     "compare": "reporting.api",
     "diff": "reporting.api",
+    "largest_batch": "reporting.api",
     "profile": "reporting.api",
     "report": "reporting.api",
     "summary": "reporting.api",
@@ -84,6 +85,7 @@ __all__ = [
     "diff",
     "estimate",
     "execution_model",
+    "largest_batch",
     "load",
     "load_chip",
     "memory",

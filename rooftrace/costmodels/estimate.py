@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 from rooftrace.costmodels.cost import COMPUTED, MATRIX, Cost
 from rooftrace.costmodels.execution import ExecutionModel
 from rooftrace.costmodels.fuse import FusionGroup
+from rooftrace.costmodels.memory import Memory
+from rooftrace.costmodels.memory import memory as liveness_of
 from rooftrace.costmodels.plan import Bytes, Coverage, Plan, Unsupported, plan
 from rooftrace.costmodels.runs import kernel_modules, resting_shares
 from rooftrace.costmodels.timing import (
@@ -148,6 +150,11 @@ class Estimate:
             for assumption, share in resting_shares(self.graph, row.ops).items():
                 seconds[assumption] += share * row.timing.t_device
         return dict(seconds)
+
+    @cached_property
+    def memory(self) -> Memory:
+        """Bytes alive over the step as captured: the peak, what it is made of, the timeline."""
+        return liveness_of(self.plan.source)
 
     # -- totals ---------------------------------------------------------------------------------
 

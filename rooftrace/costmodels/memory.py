@@ -1,32 +1,138 @@
-"""How many bytes are alive at once, from the graph: who allocates when, and who reads last.
+"""How many bytes are alive over a step, what the most of them are, and how they come and go.
 
-Weights, inputs, caches, gradients, optimizer states and results stay to the end of the step;
-everything else lives from the op that makes it to the last one that touches it.  The peak is a
-lower bound of what an allocator reserves: fragmentation, workspaces, Python variables that outlive
-their use, and the framework's own context come on top.
+The peak is what the tensors of an eager run take (attention as one kernel).  What an allocator adds
+comes on top: fragmentation, workspaces inside of kernels, the framework's own context.
 
-Of many equal iterations a few are gone through.  What an iteration leaves behind or takes away is
-the same for all in the middle, so bytes grow or fall in a straight line there, and the most is at
-one of its ends.
+Bytes grow or fall in a straight line over the iterations in the middle of a repeat, so the most is
+at one of their ends.
 """
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import accumulate, chain, product
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
-from rooftrace.costmodels.runs import segments
+from rooftrace.costmodels.liveness import Lives, Step, Steps, lifetimes
 from rooftrace.costmodels.traffic import storage_sizes
 from rooftrace.hardware.chip import Chip
-from rooftrace.tracer.expand import REVERSED
-from rooftrace.tracer.graph import ROLES, Neighbour, Op, OpGraph, Tensor, references
+from rooftrace.tracer.graph import PARTS, ROLES, Op, OpGraph, Tensor, pattern_of, references
+
+if TYPE_CHECKING:
+    import pandas
 
 _LISTED = ("weights", "kv", "gradients", "optimizer")
+SAVED = "saved"
+KINDS = (*_LISTED, SAVED, "activations", "temporary", "constants")
+"""The roles, and of activations those apart that forward makes and backward reads."""
+
+_WRITTEN_OUT = 2048
+"""Moments that the middle of a repeat is drawn with at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Tensors alike that are alive at the peak.
+
+    module: the path of the module whose weight it is, or which made it, indices starred.  op: the
+    operator that made it, "" for what was there before.  name: that of a weight, a state or an
+    input, starred.  saved: forward made it and backward reads it.  bytes: of all `count` together.
+    """
+
+    role: str
+    module: str
+    op: str
+    part: str
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    saved: bool
+    count: int = 1
+    bytes: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain dict for the report."""
+        return {
+            "role": self.role,
+            "module": self.module,
+            "op": self.op,
+            "part": self.part,
+            "name": self.name,
+            "shape": list(self.shape),
+            "dtype": self.dtype,
+            "saved": self.saved,
+            "count": self.count,
+            "bytes": self.bytes,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """Bytes alive by kind (in the order of KINDS) as an op runs.
+
+    time: how many ops have run before, every iteration counted.  op: its index in the graph.
+    """
+
+    time: int
+    op: int
+    part: str
+    sizes: tuple[int, ...]
+
+    @property
+    def total(self) -> int:
+        """Bytes of every kind."""
+        return sum(self.sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """Bytes alive over a step; between two moments they change in a straight line.
+
+    Of many equal iterations some in the middle are left out.
+    """
+
+    moments: tuple[Moment, ...] = ()
+
+    def coarse(self, count: int) -> Timeline:
+        """At most `count` moments: the fullest of each of as many equal spans of the step."""
+        if len(self.moments) <= count:
+            return self
+        end = self.moments[-1].time + 1
+        spans: dict[int, Moment] = {}
+        for moment in self.moments:
+            span = moment.time * count // end
+            if span not in spans or moment.total > spans[span].total:
+                spans[span] = moment
+        return Timeline(tuple(spans.values()))
+
+    def parts(self) -> list[tuple[str, int, int]]:
+        """Forward, backward, optimizer in order, each with the times at which it begins and ends.
+
+        Recomputation is part of backward, and so is all that runs between two ops of it.
+        """
+        starts: dict[str, int] = {}
+        for moment in self.moments:
+            starts.setdefault("backward" if moment.part == PARTS[2] else moment.part, moment.time)
+        bounds = [*starts.values(), self.moments[-1].time + 1 if self.moments else 0]
+        return list(zip(starts, bounds, bounds[1:], strict=False))
+
+    def to_frame(self) -> pandas.DataFrame:
+        """One row for each moment: time, op, part, bytes of each kind, total."""
+        import pandas
+
+        records = [
+            {
+                "time": moment.time,
+                "op": moment.op,
+                "part": moment.part,
+                **dict(zip(KINDS, moment.sizes, strict=True)),
+                "total": moment.total,
+            }
+            for moment in self.moments
+        ]
+        return pandas.DataFrame.from_records(records)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +142,9 @@ class Memory:
     weights, kv, gradients, optimizer: the most that is alive of each.  activations_peak: the most
     of everything else (activations, inputs, temporaries, constants).  peak: the most of all
     together, which is not their sum where they do not peak at the same time.  at_peak: by role at
-    that moment.  where: index of the op at which the peak is (-1: before the first).
+    that moment.  where: index of the op at which the peak is (-1: before the first).  saved: of the
+    activations at the peak, what forward made and backward reads.  tensors: what the peak is made
+    of, most bytes first.
     """
 
     weights: int
@@ -47,6 +155,9 @@ class Memory:
     peak: int
     at_peak: Mapping[str, int]
     where: int
+    saved: int = 0
+    tensors: tuple[Held, ...] = ()
+    timeline: Timeline = field(default_factory=Timeline)
 
     def fits(self, chip: Chip) -> bool:
         """Whether the peak is within the chip's memory."""
@@ -56,8 +167,22 @@ class Memory:
         """How many of these chips hold the peak if it could be split evenly."""
         return max(1, math.ceil(self.peak / chip.memory_capacity.value))
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain dict for the report."""
+    def by_module(self) -> list[dict[str, Any]]:
+        """Bytes and number of tensors at the peak by module path (indices starred), most first."""
+        return _grouped(self.tensors, lambda held: held.module)
+
+    def by_block(self) -> list[dict[str, Any]]:
+        """The same by part of a layer: "model.layers.*.mlp" with all the modules inside."""
+        return _grouped(self.tensors, lambda held: _block(held.module))
+
+    def to_frame(self) -> pandas.DataFrame:
+        """What the peak is made of: one row for tensors that are alike, most bytes first."""
+        import pandas
+
+        return pandas.DataFrame.from_records([held.to_dict() for held in self.tensors])
+
+    def to_dict(self, most: int = 10) -> dict[str, Any]:
+        """Plain dict for the report; of what the peak is made of the first `most`."""
         return {
             "weights": self.weights,
             "kv": self.kv,
@@ -66,69 +191,129 @@ class Memory:
             "activations_peak": self.activations_peak,
             "peak": self.peak,
             "at_peak": dict(self.at_peak),
+            "saved_at_peak": self.saved,
             "where": self.where,
+            "tensors": [held.to_dict() for held in self.tensors[:most]],
+            "modules": self.by_block()[:most],
         }
 
 
 def memory(graph: OpGraph) -> Memory:
     """Liveness of `graph` in its captured order (eager, attention as one kernel)."""
-    steps = _Steps(graph)
-    sizes = storage_sizes(graph)
-    births, deaths = _lifetimes(steps)
+    steps = Steps(graph)
+    lives = lifetimes(steps)
+    sizes, kinds = storage_sizes(graph), _kinds(graph)
+    tally = _Tally(_from_outside(graph, lives, sizes, kinds))
+    for number, step in enumerate(steps.steps):
+        tally.begin(step.begins)
+        for storage, times in lives.replaced.get(number, ()):
+            tally.change(kinds[storage], -times * sizes[storage])
+        for storage, times in lives.births.get(number, ()):
+            tally.change(kinds[storage], times * sizes[storage])
+        tally.look(number, step.op)
+        for storage, times in lives.deaths.get(number, ()):
+            tally.change(kinds[storage], -times * sizes[storage])
+        tally.end(step.ends)
+    there = _alive(steps.steps, lives, tally.step)
+    unread = tally.at_peak["weights"] - sum(
+        count * sizes[storage] for storage, count in there.items() if kinds[storage] == "weights"
+    )
+    return tally.result(_held(graph, there, sizes, kinds, unread))
+
+
+def _kinds(graph: OpGraph) -> list[str]:
+    """The kind of each storage: its role, or `SAVED`.
+
+    What backward holds counts as read: kernels keep what no op of the graph names.
+    """
+    values = graph.values
+    made = {values[i].storage for op in graph.ops if op.part == "forward" for i in op.outputs} - {
+        values[i].storage for i in graph.external
+    }
+    read: set[int] = set()
+    for op in graph.ops:
+        if op.part in ("backward", "recompute"):
+            for ref in (*references(op.arguments), *op.holds):
+                for i in (ref.id, ref.then.value if ref.then else ref.id):
+                    then = values[i].then
+                    read |= {values[i].storage, values[then.value].storage if then else i}
+    saved = made & read
+    return [
+        SAVED if tensor.role == "activations" and i in saved else tensor.role
+        for i, tensor in enumerate(values)
+    ]
+
+
+def _from_outside(
+    graph: OpGraph, lives: Lives, sizes: Sequence[int], kinds: Sequence[str]
+) -> Counter[str]:
+    """Bytes by kind before the first op."""
     alive: Counter[str] = Counter()
-    for storage, times in births.get(-1, ()):
-        alive[graph.values[storage].role] += times * sizes[storage]
+    for storage, times in lives.births.get(-1, ()):
+        alive[kinds[storage]] += times * sizes[storage]
     # Weights that this step does not read (experts without tokens) are there all the same.
     stored = int(graph.model.get("bytes_parameters", 0)) + int(graph.model.get("bytes_buffers", 0))
     alive["weights"] = max(alive["weights"], stored)
-    tally = _Tally(alive)
-    before: list[Counter[str]] = []
-    for moment, step in enumerate(steps.steps):
-        if step.begins:
-            before += [Counter(tally.alive)] * step.begins
-        for storage, times in births.get(moment, ()):
-            tally.change(graph.values[storage].role, times * sizes[storage])
-        tally.look(step.op.id)
-        for storage, times in deaths.get(moment, ()):
-            tally.change(graph.values[storage].role, -times * sizes[storage])
-        for left_out in step.ends:
-            tally.again(before.pop(), left_out)
-    return tally.result()
+    return alive
 
 
 class _Tally:
-    """Bytes alive now, and the most that was alive at once."""
+    """Bytes alive now, the most that was alive at once, and all moments."""
 
     def __init__(self, alive: Counter[str]) -> None:
         self.alive = alive
         self.total = sum(alive.values())
-        self.others = sum(size for role, size in alive.items() if role not in _LISTED)
+        self.others = sum(size for kind, size in alive.items() if kind not in _LISTED)
         self.most, self.most_others = Counter(alive), self.others
-        self.peak, self.where, self.at_peak = self.total, -1, Counter(alive)
+        self.peak, self.where, self.step, self.at_peak = self.total, -1, -1, Counter(alive)
+        self.time = 0
+        self.moments: list[Moment] = []
+        self._before: list[tuple[Counter[str], int, int]] = []
 
-    def change(self, role: str, size: int) -> None:
-        """`size` bytes of this role come, or go if it is negative."""
-        self.alive[role] += size
+    def change(self, kind: str, size: int) -> None:
+        """`size` bytes of this kind come, or go if it is negative."""
+        self.alive[kind] += size
         self.total += size
-        if role in _LISTED:
-            self.most[role] = max(self.most[role], self.alive[role])
+        if kind in _LISTED:
+            self.most[kind] = max(self.most[kind], self.alive[kind])
         else:
             self.others += size
 
-    def again(self, before: Mapping[str, int], times: int) -> None:
-        """What has changed since `before` changes as much another `times`."""
-        for role in ROLES:
-            self.change(role, times * (self.alive[role] - before[role]))
-
-    def look(self, op: int) -> None:
-        """Remember this moment if it is the fullest so far."""
+    def look(self, step: int, op: Op) -> None:
+        """Remember this moment, and whether it is the fullest so far."""
+        alive = self.alive
+        self.moments.append(
+            Moment(self.time, op.id, op.part, tuple([alive[kind] for kind in KINDS]))
+        )
+        self.time += 1
         self.most_others = max(self.most_others, self.others)
         if self.total > self.peak:
-            self.peak, self.where, self.at_peak = self.total, op, Counter(self.alive)
+            self.peak, self.where, self.step = self.total, op.id, step
+            self.at_peak = Counter(alive)
 
-    def result(self) -> Memory:
+    def begin(self, iterations: int) -> None:
+        """So many iterations that stand for others begin here."""
+        self._before += [(Counter(self.alive), self.time, len(self.moments))] * iterations
+
+    def end(self, left_out: Iterable[int]) -> None:
+        """They end here; of each as many others are left out."""
+        for times in left_out:
+            before, time, first = self._before.pop()
+            grown = [self.alive[kind] - before[kind] for kind in KINDS]
+            length, pattern = self.time - time, self.moments[first:]
+            shown = max(1, min(times, _WRITTEN_OUT // len(pattern)))
+            for place in range(shown):
+                turn = 1 + place * times // shown
+                self.moments += [_later(m, turn * length, grown, turn) for m in pattern]
+            self.time += times * length
+            for kind, size in zip(KINDS, grown, strict=True):
+                self.change(kind, times * size)
+
+    def result(self, tensors: tuple[Held, ...]) -> Memory:
         """The record for the report."""
-        most = self.most
+        most, at_peak = self.most, Counter(self.at_peak)
+        saved = at_peak.pop(SAVED, 0)
+        at_peak["activations"] += saved
         return Memory(
             most["weights"],
             most["kv"],
@@ -136,230 +321,127 @@ class _Tally:
             most["optimizer"],
             self.most_others,
             self.peak,
-            {role: self.at_peak[role] for role in ROLES},
+            {role: at_peak[role] for role in ROLES},
             self.where,
+            saved,
+            tensors,
+            Timeline(tuple(self.moments)),
         )
 
 
-_At = Mapping[int, int]
-"""Which iteration of each repeat."""
+def _later(moment: Moment, time: int, grown: Sequence[int], times: int) -> Moment:
+    """The same op in a later iteration."""
+    sizes = tuple([a + times * b for a, b in zip(moment.sizes, grown, strict=True)])
+    return Moment(moment.time + time, moment.op, moment.part, sizes)
 
 
-@dataclass(slots=True)
-class _Step:
-    """An op in one of the iterations that are gone through.
-
-    begins: how many iterations that stand for others begin here.  ends: for those that end here,
-    how many others they stand for.
-    """
-
-    op: Op
-    at: _At
-    begins: int = 0
-    ends: tuple[int, ...] = ()
+# -- what the peak is made of ----------------------------------------------------------------------
 
 
-_EDGE = 3
-"""Iterations at either end of a repeat that are gone through: an iteration reads what the one
-beside it made, which may be a view of what the one beside that made."""
+def _alive(steps: Sequence[Step], lives: Lives, last: int) -> Counter[int]:
+    """How many tensors of each storage are alive as step `last` runs (-1: before the first)."""
+    alive: Counter[int] = Counter()
+    inside: list[Counter[int]] = []
+
+    def change(lived: Iterable[tuple[int, int]], sign: int) -> None:
+        for storage, times in lived:
+            alive[storage] += sign * times
+            if inside:
+                inside[-1][storage] += sign * times
+
+    change(lives.births.get(-1, ()), 1)
+    for number, step in enumerate(steps[: last + 1]):
+        inside += [Counter() for _ in range(step.begins)]
+        change(lives.replaced.get(number, ()), -1)
+        change(lives.births.get(number, ()), 1)
+        if number == last:
+            break
+        change(lives.deaths.get(number, ()), -1)
+        for left_out in step.ends:
+            changed = inside.pop()
+            if inside:
+                inside[-1].update(changed)
+            change([(storage, left_out * times) for storage, times in changed.items()], 1)
+    return Counter({storage: count for storage, count in alive.items() if count > 0})
 
 
-_VARIES = -1
+UNREAD = "(not read in this step)"
 
 
-class _Steps:
-    """The ops in order, of repeats the first and last iterations and one for all between.
-
-    Storages have a number for each of these iterations.
-    """
-
-    def __init__(self, graph: OpGraph) -> None:
-        self.graph = graph
-        self.counts = [min(repeat.count, 2 * _EDGE + 1) for repeat in graph.repeats]
-        self.left_out = [
-            repeat.count - count for repeat, count in zip(graph.repeats, self.counts, strict=True)
-        ]
-        copies = (math.prod(self.counts[r] for r in tensor.repeats) for tensor in graph.values)
-        self.first = list(accumulate(copies, initial=0))
-        # Most values have one storage, wherever they are used.
-        self.alone = [
-            _VARIES if tensor.repeats or self._varies(tensor) else self.first[tensor.storage]
-            for tensor in graph.values
-        ]
-        self.varying = {op.id for op in graph.ops if self._any_varies(op)}
-        self.places = [op.repeats for op in graph.ops]
-        self.steps: list[_Step] = []
-        self._write(range(len(graph.ops)), 0, {})
-
-    def _varies(self, tensor: Tensor) -> bool:
-        return tensor.then is not None or bool(self.graph.values[tensor.storage].repeats)
-
-    def _any_varies(self, op: Op) -> bool:
-        if not self.graph.repeats:
-            return False
-        return any(self.alone[i] == _VARIES for i in (*op.inputs, *op.outputs)) or any(
-            ref.then is not None for ref in references(op.arguments)
-        )
-
-    def _write(self, part: range, depth: int, at: _At) -> None:
-        ops = self.graph.ops
-        for repeat, inside in segments(self.places, part, depth):
-            if repeat is None:
-                self.steps += [_Step(op, at) for op in ops[inside.start : inside.stop]]
-                continue
-            order = range(self.counts[repeat])
-            for iteration in reversed(order) if ops[inside.start].part in REVERSED else order:
-                first = len(self.steps)
-                self._write(inside, depth + 1, {**at, repeat: iteration})
-                if iteration == _EDGE and self.left_out[repeat]:
-                    self.steps[first].begins += 1
-                    self.steps[-1].ends += (self.left_out[repeat],)
-
-    # -- storages ----------------------------------------------------------------------------------
-
-    def touched(self, step: _Step) -> list[int]:
-        """Numbers of the storages that an op reads or writes there."""
-        op = step.op
-        if op.id not in self.varying:
-            return [self.alone[value] for value in (*op.inputs, *op.outputs)]
-        found: list[int] = []
-        for ref in references(op.arguments):
-            if ref.every:
-                found += self.copies(ref.id, step.at)
-            else:
-                found.append(self._number(ref.id, ref.then, step.at))
-        return found + self.made(step)
-
-    def made(self, step: _Step) -> list[int]:
-        """Numbers of the storages of its outputs."""
-        op = step.op
-        if op.id not in self.varying:
-            return [self.alone[value] for value in op.outputs]
-        return [number for value in op.outputs for number in self.copies(value, step.at)]
-
-    def copies(self, value: int, at: _At) -> Iterator[int]:
-        """Numbers of the storages of a value in all iterations of what `at` does not say."""
-        repeats = [r for r in self.graph.values[value].repeats if r not in at]
-        for place in product(*(range(self.counts[r]) for r in repeats)):
-            yield self._number(value, None, {**at, **dict(zip(repeats, place, strict=True))})
-
-    def _number(self, value: int, then: Neighbour | None, at: _At) -> int:
-        beside = self._beside(then, at)
-        if then is not None and beside is not None:
-            value, at = then.value, beside
-        tensor = self.graph.values[value]
-        outside = [r for r in tensor.repeats if r not in at]
-        if outside:
-            at = {**at, **{r: self._ran_last(value, r) for r in outside}}
-        beside = self._beside(tensor.then, at)
-        if tensor.then is not None and beside is not None:
-            return self._place(tensor.then.value, beside)
-        return self._place(tensor.storage, at)
-
-    def _beside(self, then: Neighbour | None, at: _At) -> _At | None:
-        """The iteration that a Neighbour is in, None where there is no such iteration."""
-        if then is None or then.repeat not in at:
-            return None
-        iteration = at[then.repeat] + then.shift
-        if not 0 <= iteration < self.counts[then.repeat]:
-            return None
-        return {**at, then.repeat: iteration}
-
-    def _place(self, storage: int, at: _At) -> int:
-        offset = 0
-        for repeat in self.graph.values[storage].repeats:
-            iteration = at[repeat] if repeat in at else self._ran_last(storage, repeat)
-            offset = offset * self.counts[repeat] + iteration
-        return self.first[storage] + offset
-
-    def _ran_last(self, value: int, repeat: int) -> int:
-        maker = self.graph.producers.get(value)
-        back = maker is not None and self.graph.ops[maker].part in REVERSED
-        return 0 if back else self.counts[repeat] - 1
-
-    def storage(self, number: int) -> int:
-        """Whose number this is."""
-        return bisect_right(self.first, number) - 1 if self.graph.repeats else number
-
-    def times(self, number: int, storage: int, at: _At) -> int:
-        """How many copies come or go together with this one, in this iteration."""
-        repeats = self.graph.values[storage].repeats
-        if not repeats:
-            return 1
-        offset, times = number - self.first[storage], 1
-        for repeat in reversed(repeats):
-            offset, iteration = divmod(offset, self.counts[repeat])
-            # Others go in their own iterations, unless it is far away that this one goes.
-            far = repeat not in at or abs(at[repeat] - _EDGE) == _EDGE
-            if iteration == _EDGE and far:
-                times *= 1 + self.left_out[repeat]
-        return times
+def _held(
+    graph: OpGraph,
+    alive: Mapping[int, int],
+    sizes: Sequence[int],
+    kinds: Sequence[str],
+    unread: int,
+) -> tuple[Held, ...]:
+    """These storages, those alike together; and weights that the step does not read."""
+    counts: Counter[Held] = Counter()
+    total: Counter[Held] = Counter()
+    for storage, count in alive.items():
+        key = _one(graph, storage, kinds[storage] == SAVED)
+        counts[key] += count
+        total[key] += count * sizes[storage]
+    if unread > 0:
+        key = Held("weights", "", "", "", UNREAD, (), "", False)
+        counts[key], total[key] = 1, unread
+    found = [replace(key, count=counts[key], bytes=size) for key, size in total.items() if size]
+    return tuple(sorted(found, key=lambda held: (-held.bytes, *map(str, held.to_dict().values()))))
 
 
-Lives = Mapping[int, Sequence[tuple[int, int]]]
-"""(storage, how many) by step."""
+def _one(graph: OpGraph, storage: int, saved: bool) -> Held:
+    """One tensor of a storage, its bytes left out."""
+    tensor = graph.values[storage]
+    maker = graph.producers.get(storage)
+    if maker is None or tensor.name:
+        module = _owner(tensor)
+    else:
+        module = graph.ops[maker].module
+    op = graph.ops[maker] if maker is not None else None
+    return Held(
+        tensor.role,
+        pattern_of(module),
+        op.name if op else "",
+        op.part if op else "",
+        pattern_of(tensor.name),
+        tensor.shape,
+        tensor.dtype,
+        saved,
+    )
 
 
-def _lifetimes(steps: _Steps) -> tuple[Lives, Lives]:
-    """Storages by the step that makes them (-1: from outside), and by the one that ends their life.
-
-    What an autograd node receives (saved tensors, gradients) lives until the node has ended.
-    """
-    graph = steps.graph
-    values = graph.values
-    touched = [steps.touched(step) for step in steps.steps]
-    kept = {number for value in graph.outputs for number in steps.copies(value, {})}
-    given = {number for value in graph.inputs for number in steps.copies(value, {})}
-    used = {steps.storage(number) for number in kept | given | set(chain.from_iterable(touched))}
-    outside = {values[i].storage for i in graph.external} & used
-    born = {number: -1 for s in sorted(outside) for number in steps.copies(s, {})}
-    last: dict[int, int] = {}
-    for first, end in _nodes(graph, steps.steps):
-        for moment in range(first, end):
-            for number in steps.made(steps.steps[moment]):
-                born.setdefault(number, moment)
-            for number in touched[moment]:
-                last[number] = end - 1 if born.get(number, -1) < first else moment
-    replaced = _replaced_caches(graph)
-    births: dict[int, list[tuple[int, int]]] = defaultdict(list)
-    deaths: dict[int, list[tuple[int, int]]] = defaultdict(list)
-    for number, moment in born.items():
-        storage = steps.storage(number)
-        at = steps.steps[moment].at if moment >= 0 else {}
-        births[moment].append((storage, steps.times(number, storage, at)))
-        stays = number in kept or (storage in outside and storage not in replaced)
-        if not stays and values[storage].role != "gradients":
-            moment = last.get(number, moment)
-            at = steps.steps[moment].at if moment >= 0 else {}
-            deaths[moment].append((storage, steps.times(number, storage, at)))
-    return births, deaths
+_SUFFIXES = {"weights": 1, "gradients": 2, "optimizer": 2}
+"""Steps of a name behind the module's path: "layers.0.fc.weight", "layers.0.fc.weight.grad"."""
 
 
-def _nodes(graph: OpGraph, steps: Sequence[_Step]) -> Iterator[tuple[int, int]]:
-    """Ranges of steps that are one autograd node; outside backward every op is one of its own."""
-    first = 0
-    previous: tuple[Any, ...] | None = None
-    for moment, step in enumerate(steps):
-        op = step.op
-        node: tuple[Any, ...] | None = None
-        if op.part == "backward":
-            layers = [step.at[r] for r in op.repeats if graph.repeats[r].container is not None]
-            node = (op.function, op.module, op.call, *layers)
-        if moment > first and (node is None or node != previous):
-            yield first, moment
-            first = moment
-        previous = node
-    if steps:
-        yield first, len(steps)
+def _owner(tensor: Tensor) -> str:
+    """The path of the module that a weight, its gradient or its state belongs to."""
+    steps = tensor.name.removesuffix(".master.grad").split(".")
+    behind = 1 if tensor.name.endswith(".master.grad") else _SUFFIXES.get(tensor.role, len(steps))
+    return ".".join(steps[:-behind])
 
 
-def _replaced_caches(graph: OpGraph) -> set[int]:
-    """Caches that a `cat` replaces: the old one goes, though it came from outside."""
-    values = graph.values
-    return {
-        values[i].storage
-        for op in graph.ops
-        if op.name == "aten.cat" and op.outputs and values[op.outputs[0]].role == "kv"
-        for i in op.inputs
-        if values[i].role == "kv"
-    }
+def _block(path: str) -> str:
+    """A path up to the step behind its first index."""
+    steps = path.split(".")
+    return ".".join(steps[: steps.index("*") + 2]) if "*" in steps else path
+
+
+def _grouped(tensors: Iterable[Held], key: Callable[[Held], str]) -> list[dict[str, Any]]:
+    bytes_of: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
+    roles: dict[str, Counter[str]] = defaultdict(Counter)
+    for held in tensors:
+        name = key(held)
+        bytes_of[name] += held.bytes
+        counts[name] += held.count
+        roles[name][held.role] += held.bytes
+    return [
+        {
+            "module": name,
+            "bytes": size,
+            "tensors": counts[name],
+            "roles": {role: roles[name][role] for role in ROLES if roles[name][role]},
+        }
+        for name, size in sorted(bytes_of.items(), key=lambda item: (-item[1], item[0]))
+    ]

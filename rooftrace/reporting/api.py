@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,21 @@ from rooftrace.costmodels.compare import compare as compare_counts
 from rooftrace.costmodels.diff import Diff, diff_estimates
 from rooftrace.costmodels.estimate import Estimate, estimate
 from rooftrace.costmodels.execution import ExecutionModel
+from rooftrace.costmodels.largest import LargestBatch, largest
+from rooftrace.costmodels.memory import memory
 from rooftrace.costmodels.rewrite import reprice
 from rooftrace.hardware.chip import Chip
+from rooftrace.hardware.chipfile import load_chip
 from rooftrace.reporting.report import FORMATS, Report, build_report
-from rooftrace.tracer.api import trace, trace_target
+from rooftrace.tracer.api import at_batches, trace, trace_target
 from rooftrace.tracer.graph import OpGraph
+from rooftrace.tracer.request import Options, Request
 
 Module = Any
 """A torch.Module (this package does not import torch)."""
+
+_OPTIONS = ("loss", "optimizer", "branches", "assume", "repeats")
+"""Arguments of `trace` that say how, which are not the model's."""
 
 Source = Any
 """A module, an OpGraph, graphs by phase, or a target (a string or path)."""
@@ -37,6 +45,7 @@ def report(
     kv_dtype: str | None = None,
     out: str | os.PathLike[str] | None = None,
     formats: Sequence[str] = FORMATS,
+    max_batch: bool = False,
     **kwargs: Any,
 ) -> Report:
     """Trace `model` called with these arguments and price it.
@@ -44,6 +53,7 @@ def report(
     model: a module with its arguments, or anything that `graphs_of` takes.  phases: default forward
     and training.  chip: one or several names, chips or TOML paths.  dtype, weights_dtype, kv_dtype:
     storage precisions to price in.  out: a folder for report.md, report.json, ops.csv and figures.
+    max_batch: also look for the largest batch that fits each chip (`largest_batch`).
     Returns the Report; print it for one screen.
     """
     chips = [chip] if isinstance(chip, (str, Chip, os.PathLike)) else list(chip)
@@ -52,9 +62,70 @@ def report(
         name: reprice(graph, dtype, weights_dtype, kv_dtype) for name, graph in graphs.items()
     }
     result = build_report(priced, chips, execution)
+    if max_batch:
+        own = {name: kwargs.pop(name) for name in _OPTIONS if name in kwargs}
+        largest_found = largest_batch(
+            model,
+            *args,
+            chip=chips,
+            phases=result.phases,
+            options=Options(dtype=dtype or weights_dtype, **own),
+            dtype=dtype,
+            weights_dtype=weights_dtype,
+            kv_dtype=kv_dtype,
+            **kwargs,
+        )
+        result = replace(result, largest=largest_found)
     if out is not None:
         result.write(Path(out), formats)
     return result
+
+
+def largest_batch(
+    model: Source,
+    *args: Any,
+    chip: str | Chip | Sequence[str | Chip] = "h200-sxm",
+    phases: Sequence[str] | None = None,
+    request: Request | None = None,
+    options: Options | None = None,
+    dtype: str | None = None,
+    weights_dtype: str | None = None,
+    kv_dtype: str | None = None,
+    progress: Callable[[str], None] | None = None,
+    **kwargs: Any,
+) -> dict[str, dict[str, LargestBatch]]:
+    """The largest batch that fits each chip, by phase and name of the chip.
+
+    model: a module with its arguments, or a target (with a Request for its other sizes).  The batch
+    is the first dimension of the inputs; every answer is traced, and so is the batch after it.
+    options: loss, optimizer and the like, as for tracing.  dtype, weights_dtype, kv_dtype: storage
+    precisions to price in.  Raises RequestError for a graph,
+    and for a module that runs at no other batch.
+    """
+    chips = [chip] if isinstance(chip, (str, Chip, os.PathLike)) else list(chip)
+    if options is None:
+        options = Options(dtype=dtype or weights_dtype)
+    names, trace_at = at_batches(
+        model, *args, phases=phases, request=request, options=options, progress=progress, **kwargs
+    )
+    peaks: dict[tuple[str, int], int] = {}
+
+    def peak_of(phase: str, batch: int) -> int:
+        if (phase, batch) not in peaks:
+            graph = reprice(trace_at(phase, batch), dtype, weights_dtype, kv_dtype)
+            peaks[phase, batch] = memory(graph).peak
+        return peaks[phase, batch]
+
+    found: dict[str, dict[str, LargestBatch]] = {}
+    for phase in names:
+        weights = memory(reprice(trace_at(phase, 1), dtype, weights_dtype, kv_dtype)).weights
+        found[phase] = {}
+        for one in map(load_chip, chips):
+            capacity = one.memory_capacity.value
+            batch, open_ended = largest(partial(peak_of, phase), capacity)
+            peak = peak_of(phase, max(1, batch))
+            found[phase][one.name] = LargestBatch(batch, peak, weights, capacity, open_ended)
+    return found
 
 
 def diff(

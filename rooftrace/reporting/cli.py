@@ -12,6 +12,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ import click
 
 if TYPE_CHECKING:
     from rooftrace.costmodels.execution import ExecutionModel
+    from rooftrace.costmodels.largest import LargestBatch
     from rooftrace.hardware.chip import Chip
     from rooftrace.tracer.graph import OpGraph
     from rooftrace.tracer.request import Options, Request
@@ -168,12 +170,18 @@ def cli() -> None:
 @click.option(
     "--format", "formats", type=_Commas(), help="Which files: md, json, csv, png; default all."
 )
+@click.option(
+    "--max-batch",
+    is_flag=True,
+    help="Find the largest batch that fits each chip, by tracing at other batches.",
+)
 def report(
     target: str,
     chips: tuple[str, ...],
     executions: tuple[str, ...],
     out: str | None,
     formats: tuple[str, ...] | None,
+    max_batch: bool,
     tf32: bool,
     rules: tuple[str, ...],
     **request: Any,
@@ -196,6 +204,10 @@ def report(
     with _progress() as tell, collector_paused(keep=True):
         graphs = _graphs(target, tell, **request)
         result = build_report(graphs, loaded, models, progress=tell)
+        if max_batch:
+            phases = tuple(graphs)
+            found = _largest_batch(target, loaded, tell, **{**request, "phases": phases})
+            result = replace(result, largest=found)
     written: Sequence[Path] = ()
     if out is not None and out != "-":
         with _progress() as tell:
@@ -495,6 +507,33 @@ def _request(
         optimizer=optimizer, dtype=dtype or weights_dtype, assume=assume, repeats=repeats
     )
     return phases, Request(batch, seq, kv, named, trust_remote_code), options
+
+
+def _largest_batch(
+    target: str,
+    chips: Sequence[Chip],
+    tell: Callable[[str], None],
+    dtype: str | None,
+    weights_dtype: str | None,
+    kv_dtype: str | None,
+    **request: Any,
+) -> Mapping[str, Mapping[str, LargestBatch]]:
+    """The largest batch that fits each chip, by phase."""
+    from rooftrace.reporting.api import largest_batch
+
+    request["batch"] = None
+    phases, sizes, options = _request(dtype=dtype, weights_dtype=weights_dtype, **request)
+    return largest_batch(
+        target,
+        chip=chips,
+        phases=phases,
+        request=sizes,
+        options=options,
+        dtype=dtype,
+        weights_dtype=weights_dtype,
+        kv_dtype=kv_dtype,
+        progress=tell,
+    )
 
 
 def _chips(names: Sequence[str]) -> list[Chip]:

@@ -124,12 +124,21 @@ def _memory(report: Report) -> dict[str, Any]:
             **_plain(need.to_dict()),
             "fits": need.fits(first),
             "chips": {
-                chip.name: {"fits": need.fits(chip), "chips_needed": need.chips_needed(chip)}
+                chip.name: {
+                    "fits": need.fits(chip),
+                    "chips_needed": need.chips_needed(chip),
+                    "max_batch": _max_batch(report, phase, chip.name),
+                }
                 for chip in report.chips
             },
         }
         for phase, need in report.memory.items()
     }
+
+
+def _max_batch(report: Report, phase: str, chip: str) -> dict[str, Any] | None:
+    found = report.largest.get(phase, {}).get(chip)
+    return found.to_dict() if found else None
 
 
 def _coverage(report: Report) -> dict[str, Any]:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 def figures(report: Report) -> Iterator[tuple[str, Callable[[], Figure]]]:
     """(file name, how to draw it) in the order of the report."""
-    from rooftrace.reporting import breakdown, roofline
+    from rooftrace.reporting import breakdown, roofline, timeline
 
     yield "roofline.png", lambda: roofline.roofline(report)
     for phase in report.phases:
@@ -23,6 +23,9 @@ def figures(report: Report) -> Iterator[tuple[str, Callable[[], Figure]]]:
     yield "bytes.png", lambda: breakdown.byte_figure(report)
     if report.memory:
         yield "memory.png", lambda: breakdown.memory_figure(report)
+    for phase, need in report.memory.items():
+        if need.timeline.moments:
+            yield f"memory-{phase}.png", lambda phase=phase: timeline.timeline_figure(report, phase)  # type: ignore[misc]
 
 
 def write_figures(report: Report, folder: Path) -> list[str]:

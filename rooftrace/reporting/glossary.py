@@ -24,5 +24,6 @@ One multiply-add is 2 FLOP. Traffic and bandwidth are decimal (1 GB = 10^9 byte)
 | role | whose bytes: weights, activations, kv, gradients, optimizer, temporary, constants |
 | kind of a fact | datasheet, measured, derived or guess |
 
-t_bound <= t_serial <= t_est. Memory is what is alive at the peak of the step, not what moves.
+t_bound <= t_serial <= t_est. Memory is what is alive at the peak of the step, not what moves:
+the tensors of an eager run. Saved for backward: activations that forward makes and backward reads.
 """

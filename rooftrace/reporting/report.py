@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rooftrace.costmodels.estimate import Estimate, estimate, plan
 from rooftrace.costmodels.execution import ExecutionModel, execution_model
+from rooftrace.costmodels.largest import LargestBatch
 from rooftrace.costmodels.memory import Memory, memory
 from rooftrace.hardware.chip import Chip
 from rooftrace.hardware.chipfile import load_chip
@@ -25,12 +26,14 @@ class Report:
     """Estimates by phase, execution and chip name, in the order they were asked for.
 
     print() shows one screen; `to_dict()` is report.json; `write()` makes a folder.  The first chip
-    is the one that tables show; `main` is the execution that they break down.
+    is the one that tables show; `main` is the execution that they break down.  largest: the largest
+    batch that fits, by phase and chip, where that was asked for.
     """
 
     estimates: Mapping[str, Mapping[str, Mapping[str, Estimate]]]
     memory: Mapping[str, Memory]
     graphs: Mapping[str, OpGraph]
+    largest: Mapping[str, Mapping[str, LargestBatch]] = field(default_factory=dict)
 
     @property
     def phases(self) -> tuple[str, ...]:

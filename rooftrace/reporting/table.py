@@ -42,7 +42,11 @@ REGIME_STYLES: Mapping[str, str] = {
 def render_report(report: Report) -> RenderableType:
     """A report on its first chip: fit, a line per phase and execution, top kernels, coverage."""
     shown = [one for _, _, one in report.of_first_chip()]
-    return _render(shown, report.main, report.memory, report.assumptions)
+    largest = {
+        phase: words.batch_words(found[report.chips[0].name])
+        for phase, found in report.largest.items()
+    }
+    return _render(shown, report.main, report.memory, report.assumptions, largest)
 
 
 def render_estimates(estimates: Sequence[Estimate]) -> str:
@@ -71,6 +75,7 @@ def _render(
     main: str,
     memory: Mapping[str, Memory],
     assumptions: Sequence[tuple[str, Assumption]],
+    largest: Mapping[str, str] | None = None,
 ) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
@@ -86,7 +91,7 @@ def _render(
     parts.append(_kernels(broken_down))
     parts.append(Text())
     if memory:
-        parts.append(_memory(memory, first.chip))
+        parts.append(_memory(memory, first.chip, largest or {}))
     parts += _trust(broken_down, estimates, assumptions)
     return Group(*parts)
 
@@ -217,8 +222,11 @@ def _kernel_cells(entry: Tally[tuple[str, str, str]], total: float) -> list[str 
 # -- memory, and how far the totals can be trusted -----------------------------------------------
 
 
-def _memory(memory: Mapping[str, Memory], chip: Chip) -> Grid:
-    """What is alive at the peak of each phase; kinds of which no phase holds any have no column."""
+def _memory(memory: Mapping[str, Memory], chip: Chip, largest: Mapping[str, str]) -> Grid:
+    """What is alive at the peak of each phase; kinds of which no phase holds any have no column.
+
+    largest: the largest batch that fits, where it was looked for.
+    """
     sizes = {phase: words.alive(need) for phase, need in memory.items()}
     parts = [name for name in next(iter(sizes.values())) if any(s[name] for s in sizes.values())]
     columns = [
@@ -227,6 +235,7 @@ def _memory(memory: Mapping[str, Memory], chip: Chip) -> Grid:
         Column("= peak"),
         Column(f"of {format_capacity(chip.memory_capacity.value)}"),
         Column("chips", drop=1),
+        *([Column("largest batch")] if largest else []),
     ]
     rows: list[Sequence[str | Text]] = []
     for phase, need in memory.items():
@@ -237,6 +246,7 @@ def _memory(memory: Mapping[str, Memory], chip: Chip) -> Grid:
             format_capacity(need.peak),
             words.percent(need.peak / chip.memory_capacity.value),
             f"{need.chips_needed(chip):,}",
+            *([largest.get(phase, "")] if largest else []),
         ]
         rows.append([_styled(cell, style) for cell in cells])
     return grid(columns, rows)

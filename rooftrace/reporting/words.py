@@ -23,7 +23,8 @@ from rooftrace.tracer.graph import pattern_of
 
 if TYPE_CHECKING:
     from rooftrace.costmodels.estimate import Coverage, Estimate
-    from rooftrace.costmodels.memory import Memory
+    from rooftrace.costmodels.largest import LargestBatch
+    from rooftrace.costmodels.memory import Held, Memory
     from rooftrace.costmodels.timing import StepTimes
     from rooftrace.hardware.chip import Chip
     from rooftrace.tracer.graph import Assumption
@@ -167,6 +168,25 @@ def fit_words(memory: Mapping[str, Memory], chip: Chip) -> tuple[bool, str]:
         f"{cause[0].upper()}{cause[1:]}: by capacity alone, {needs}. "
         "Times are those of one chip if it held them."
     )
+
+
+def held_words(held: Held) -> str:
+    """ "weight", "weight.exp_avg", "mm, backward", "input_ids": what a tensor at the peak is."""
+    if held.op and not held.name:
+        return f"{kernel_name(held.op)}, {held.part}"
+    name = held.name
+    if held.module and name.startswith(f"{held.module}."):
+        name = name[len(held.module) + 1 :]
+    return name or held.role
+
+
+def batch_words(found: LargestBatch) -> str:
+    """ "12", "65,536 or more", "0: weights alone do not fit", "0: one sample takes 150.2 GiB"."""
+    if found.batch:
+        return f"{found.batch:,} or more" if found.open_ended else f"{found.batch:,}"
+    if not found.weights_fit:
+        return "0: weights alone do not fit"
+    return f"0: one sample takes {format_capacity(found.peak)}"
 
 
 def alive(memory: Memory) -> dict[str, int]:

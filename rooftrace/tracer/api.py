@@ -6,6 +6,7 @@ import gc
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rooftrace.tracer.graph import OpGraph
@@ -115,6 +116,82 @@ def trace_target(
         tell("building the model")
         loaded = load_target(name, request)
         return trace_phases(loaded.module, loaded.inputs, phases, options, progress, name)
+
+
+BatchTrace = Callable[[str, int], OpGraph]
+"""Traces a phase at a batch size."""
+
+
+def at_batches(
+    source: nn.Module | str | os.PathLike[str],
+    *args: Any,
+    phases: Sequence[str] | None = None,
+    request: Request | None = None,
+    options: Options | None = None,
+    progress: Callable[[str], None] | None = None,
+    **kwargs: Any,
+) -> tuple[tuple[str, ...], BatchTrace]:
+    """The phases of a module called with these arguments, or of a target, and what traces one of
+    them at another batch size (the first dimension of the inputs).  Each trace is kept.
+
+    Raises RequestError for a graph, which has its sizes, and for what cannot run at another batch.
+    """
+    from rooftrace.tracer.request import Options, Request, RequestError
+
+    options, tell = options or Options(), progress or (lambda _: None)
+    if isinstance(source, (str, os.PathLike)) and not looks_saved(os.fspath(source)):
+        run = _target_at(os.fspath(source), request or Request(), options)
+    elif isinstance(source, (str, os.PathLike, OpGraph, Mapping)):
+        raise RequestError(
+            "another batch cannot be traced from a graph, which has its sizes: give the module or "
+            "the target that it was made from"
+        )
+    else:
+        run = _module_at(source, args, kwargs, options)
+    known = {(phase, 1): graph for phase, graph in run(phases, 1).items()}
+
+    def trace_at(phase: str, batch: int) -> OpGraph:
+        if (phase, batch) not in known:
+            tell(f"{phase} at batch {batch:,}")
+            try:
+                known[phase, batch] = run((phase,), batch)[phase]
+            except RuntimeError as error:  # a TraceError, or torch's own
+                raise RequestError(
+                    f"{phase} runs with batch 1 and not with {batch}, so the first dimension of "
+                    f"its inputs is not their batch: {str(error).splitlines()[0]}"
+                ) from error
+        return known[phase, batch]
+
+    return tuple(phase for phase, _ in known), trace_at
+
+
+_RunAt = Callable[[Sequence[str] | None, int], dict[str, OpGraph]]
+"""Traces some phases at a batch size."""
+
+
+def _target_at(target: str, request: Request, options: Options) -> _RunAt:
+    def run(phases: Sequence[str] | None, batch: int) -> dict[str, OpGraph]:
+        return trace_target(target, phases, replace(request, batch=batch), options)
+
+    return run
+
+
+def _module_at(
+    module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], options: Options
+) -> _RunAt:
+    from rooftrace.tracer.inputs import call_inputs, with_batch
+    from rooftrace.tracer.onmeta import inputs_on_meta
+    from rooftrace.tracer.workload import trace_phases
+
+    given = inputs_on_meta((tuple(args), dict(kwargs)))
+
+    def run(phases: Sequence[str] | None, batch: int) -> dict[str, OpGraph]:
+        positional, named = with_batch(given, batch)
+        with collector_paused():
+            inputs = call_inputs(module, positional, named)
+            return trace_phases(module, inputs, phases, options)
+
+    return run
 
 
 def save(graph: OpGraph | Mapping[str, OpGraph], path: str | os.PathLike[str]) -> None:

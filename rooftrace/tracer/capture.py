@@ -8,10 +8,12 @@ are in `dynamic`.  Nothing is priced here; `lower` turns the fx graph into plain
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import operator
 import sys
 import warnings
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -41,7 +43,15 @@ META_KEY = "rooftrace"
 
 _IDENTITY = frozenset({"aten.detach", "aten.alias", "aten.lift_fresh", "aten.lift"})
 _UNRECORDED = frozenset({"prim.device", "aten.is_same_size", "aten._version", "aten.sym_size"})
-_HIDDEN_VIEWS = frozenset({"aten._unsafe_view", "aten._reshape_alias"})
+_HIDDEN_VIEWS = frozenset(
+    {
+        "aten._reshape_alias",
+        "aten._unsafe_view",
+        "aten.unsafe_split",
+        "aten.unsafe_split_with_sizes",
+    }
+)
+"""Ops that share memory though their schema does not say so."""
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 _NOT_OURS = ("Using .torch.compile.module.. when there are", "Sparse (invariant|CSR)")
 """Warnings about the user's code that torch would give with a line of ours."""
@@ -206,6 +216,9 @@ class Recorder(TorchDispatchMode):
         self._sizes = SizeCache()
         self._by_sequence: dict[int, Origin] = {}
         self._by_source: dict[tuple[str, str], tuple[str, int]] = {}
+        self._alive: dict[int, Any] = {}
+        self.last_held: dict[int, fx.Node] = {}
+        self._last: fx.Node | None = None
         self.storages = 0
         self._inside = 0
         self.inputs: list[Tensor] = []
@@ -393,11 +406,13 @@ class Recorder(TorchDispatchMode):
         node = self.graph.create_node("call_function", repeated, name="repeated")
         node.args = tuple(inputs)
         node.meta[META_KEY] = call
+        self._last = node
         return node
 
     def tag(self, tensor: Tensor, node: fx.Node, index: int, storage: int) -> None:
         """`tensor` is an output of `node`."""
         tensor.__dict__[self._key] = _Tag(node, index, storage)
+        self._watch(tensor, storage)
 
     def called_again(self, block: Block, path: str) -> None:
         """Count what the calls inside of a block would have."""
@@ -452,6 +467,7 @@ class Recorder(TorchDispatchMode):
             if storage is None:
                 self.storages += 1
                 storage = self.storages
+                self._watch(output, storage)
             specs.append(_spec(output, storage))
             if returned:
                 output.__dict__[self._key] = _Tag(node, None if single else index, storage)
@@ -461,6 +477,19 @@ class Recorder(TorchDispatchMode):
         node.meta[META_KEY] = Recorded(
             tuple(specs), self._origin(info.name), info.view, sync, facts or {}, taint
         )
+        self._last = node
+
+    # -- how long bytes are there ------------------------------------------------------------------
+
+    def _watch(self, tensor: Tensor, storage: int) -> None:
+        """Remember at which node the bytes of a new storage go, as those of a real run do."""
+        if tensor.layout is torch.strided:
+            gone = functools.partial(self._gone, storage)
+            self._alive[storage] = weakref.ref(tensor.untyped_storage(), gone)
+
+    def _gone(self, storage: int, _: Any = None) -> None:
+        if self._last is not None and self._alive.pop(storage, None) is not None:
+            self.last_held[storage] = self._last
 
     def _argument(self, item: Any) -> Any:
         if isinstance(item, Tensor):
@@ -707,6 +736,8 @@ class Recorder(TorchDispatchMode):
     def __exit__(self, *exception: Any) -> Any:
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
         self._exit.close()
+        for storage in tuple(self._alive):
+            self._gone(storage)
 
     def close(self) -> None:
         """Take our marks off tensors that outlive the capture."""
@@ -720,6 +751,8 @@ class Recorder(TorchDispatchMode):
 
         Its nodes refer to each other, and the collector of cycles is off while a model is traced.
         """
+        self.last_held.clear()
+        self._last = None
         graph, self.graph = self.graph, fx.Graph()
         for node in (*graph.nodes, graph._root):
             node.meta.clear()

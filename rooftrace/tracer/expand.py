@@ -6,7 +6,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rooftrace.tracer.graph import Argument, Neighbour, Op, OpGraph, Ref, Repeat, Tensor, refs
+from rooftrace.tracer.graph import (
+    Argument,
+    Neighbour,
+    Op,
+    OpGraph,
+    Ref,
+    Repeat,
+    Tensor,
+    in_order,
+    refs,
+)
 
 REVERSED = frozenset({"backward", "recompute"})
 """Parts of a step that go through the iterations in reverse order."""
@@ -107,6 +117,7 @@ class _Written:
             assumptions=self._assumptions(op.assumptions, iteration or 0),
             repeats=repeats,
             steps={} if inside and op.repeats[-1] == self.repeat.id else op.steps,
+            holds=in_order(self._argument(op.holds, iteration)),
         )
 
     def _assumptions(self, assumptions: tuple[int, ...], iteration: int) -> tuple[int, ...]:

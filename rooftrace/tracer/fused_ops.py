@@ -294,11 +294,18 @@ def _rnn_backward_cpu(
 class _Rnn(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, options: tuple[Any, ...], states: int, input: Tensor, *tensors: Tensor
+        ctx: Any,
+        options: tuple[Any, ...],
+        states: int,
+        keeps: bool,
+        input: Tensor,
+        *tensors: Tensor,
     ) -> Any:
         hx, params = tensors[:states], tensors[states:]
         outputs = _ops.rnn(input, list(hx), list(params), *options)
+        reserve = _reserve(outputs[0], *options) if keeps else None
         ctx.save_for_backward(input, outputs[0], *tensors)
+        ctx.reserve = reserve
         ctx.options, ctx.states = options, states
         return outputs
 
@@ -306,8 +313,28 @@ class _Rnn(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         input, output, *tensors = ctx.saved_tensors
         hx, params = tensors[: ctx.states], tensors[ctx.states :]
+        reserve, ctx.reserve = ctx.reserve, None
         result = _ops.rnn_backward(list(grads), input, hx, params, output, *ctx.options)
-        return None, None, *result
+        del reserve  # was there until now
+        return None, None, None, *result
+
+
+_KEPT = {"lstm": 5, "gru": 5, "rnn_tanh": 0, "rnn_relu": 0}
+"""Values that a layer keeps for backward for each element of its output, beside the output: LSTM
+four gates and a cell, GRU five (`_thnn_fused_lstm_cell`, `_thnn_fused_gru_cell`, RNN.cu).  What
+cuDNN keeps it does not say."""
+
+
+def _reserve(
+    output: Tensor,
+    mode: str,
+    has_biases: bool,
+    num_layers: int,
+    bidirectional: bool,
+    *_: Any,
+) -> Tensor:
+    """Room for what training keeps: of each layer its gates, and of those inside the output."""
+    return output.new_empty(((_KEPT[mode] + 1) * num_layers - 1) * output.numel())
 
 
 def _entry(mode: str) -> Callable[..., Any]:
@@ -326,7 +353,8 @@ def _entry(mode: str) -> Callable[..., Any]:
     ) -> Any:
         states = list(hx) if mode == "lstm" else [hx]
         options = (mode, has_biases, num_layers, bidirectional, batch_first)
-        outputs = run(options, len(states), input, *states, *params)
+        keeps = torch.is_grad_enabled()
+        outputs = run(options, len(states), keeps, input, *states, *params)
         return outputs if mode == "lstm" else outputs[:2]
 
     return call
@@ -349,7 +377,8 @@ def _packed_entry(mode: str) -> Callable[..., Any]:
     ) -> Any:
         states = list(hx) if mode == "lstm" else [hx]
         options = (mode, has_biases, num_layers, bidirectional, False, batch_sizes.tolist())
-        outputs = run(options, len(states), data, *states, *params)
+        keeps = torch.is_grad_enabled()
+        outputs = run(options, len(states), keeps, data, *states, *params)
         return outputs if mode == "lstm" else outputs[:2]
 
     return call

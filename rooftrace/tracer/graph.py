@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -116,7 +116,8 @@ class Op:
     only while tracing (rows_touched, groups_touched, mask, flops_given ...).  assumptions: ids of
     the assumptions it rests on.  repeats: ids of the repeats that it is in, outermost first: it
     runs once in every iteration.  steps: whole-number arguments that grow by so much from one
-    iteration of the innermost repeat to the next.
+    iteration of the innermost repeat to the next.  holds: values that no later op reads and that
+    were still there as it ran: a variable names them, or a running autograd node has them.
     """
 
     id: int
@@ -136,6 +137,7 @@ class Op:
     assumptions: tuple[int, ...] = ()
     repeats: tuple[int, ...] = ()
     steps: Mapping[str, int] = field(default_factory=dict)
+    holds: tuple[Ref, ...] = ()
 
     @property
     def name(self) -> str:
@@ -345,6 +347,10 @@ class OpGraph:
             raise GraphError(f"{name}: inputs differ from its arguments")
         for ref in found:
             self._verify_neighbour(name, ref.then)
+        for ref in op.holds:
+            if not 0 <= ref.id < count:
+                raise GraphError(f"{name} holds value {ref.id}, which is not there")
+            self._verify_neighbour(name, ref.then)
         for value in op.outputs:
             if not 0 <= value < count or value in made:
                 raise GraphError(f"{name} makes value {value} twice or not at all")
@@ -367,11 +373,18 @@ def refs(argument: Argument) -> Iterator[int]:
     return (ref.id for ref in references(argument))
 
 
+def in_order(holds: Iterable[Ref]) -> tuple[Ref, ...]:
+    """What an op holds, each once, by id."""
+    return tuple(sorted(dict.fromkeys(holds), key=lambda ref: ref.id))
+
+
 def renumbered(op: Op, ids: Mapping[int, int]) -> Op:
     """The same op on values that have other ids."""
     arguments = {name: _renumbered(item, ids) for name, item in op.arguments.items()}
     outputs = tuple([ids[value] for value in op.outputs])
-    return replace(op, arguments=arguments, inputs=tuple(refs(arguments)), outputs=outputs)
+    holds = in_order(_renumbered(ref, ids) for ref in op.holds if ref.id in ids)
+    inputs = tuple(refs(arguments))
+    return replace(op, arguments=arguments, inputs=inputs, outputs=outputs, holds=holds)
 
 
 def _renumbered(item: Argument, ids: Mapping[int, int]) -> Argument:

@@ -28,7 +28,7 @@ from rooftrace.tracer.graph import (
     refs,
 )
 
-SCHEMA = "rooftrace.graph/2"
+SCHEMA = "rooftrace.graph/3"
 _GZIP = b"\x1f\x8b"
 
 
@@ -146,6 +146,7 @@ def _encode(graph: OpGraph) -> dict[str, Any]:
             list(op.assumptions),
             list(op.repeats),
             dict(op.steps),
+            [_encode_argument(ref) for ref in op.holds],
         ]
         for op in graph.ops
     ]
@@ -199,6 +200,7 @@ def _decode(data: Mapping[str, Any]) -> OpGraph:
             assumptions,
             repeats,
             steps,
+            holds,
         ) = entry
         decoded = {k: _decode_argument(v) for k, v in arguments.items()}
         ops.append(
@@ -220,6 +222,7 @@ def _decode(data: Mapping[str, Any]) -> OpGraph:
                 tuple(assumptions),
                 tuple(repeats),
                 steps,
+                tuple(_decode_argument(ref) for ref in holds),
             )
         )
     return OpGraph(

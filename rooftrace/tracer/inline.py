@@ -6,7 +6,8 @@ was recorded too: equal layers are found and rolled without writing their blocks
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import contextlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rooftrace.tracer.blocks import NotAlikeError
@@ -17,6 +18,7 @@ from rooftrace.tracer.graph import (
     OpGraph,
     Ref,
     Tensor,
+    in_order,
     moved,
     refs,
     renumbered,
@@ -220,6 +222,13 @@ class _Inlined:
             else:
                 self.ops.append(replace(renumbered(op, self.ids), id=len(self.ops)))
         self.values = [_owned(made, tensor) for tensor in made if tensor is not None]
+        self.ops = [self._with_owners(op) if op.holds else op for op in self.ops]
+
+    def _with_owners(self, op: Op) -> Op:
+        """What an op holds as owners of bytes, which those of a call's arguments need not be."""
+        touched = {self.values[i].storage for i in (*op.inputs, *op.outputs)}
+        owners = [replace(ref, id=self.values[ref.id].storage) for ref in op.holds]
+        return replace(op, holds=in_order(ref for ref in owners if ref.id not in touched))
 
     def graph(self, graph: OpGraph) -> OpGraph:
         """`graph` with these values and ops."""
@@ -305,6 +314,7 @@ class _Instance:
     def write(self, values: list[Tensor | None], first: int) -> list[Op]:
         """Put what the block makes into `values`; its ops, numbered from `first` on."""
         ops = [self._op(op, first + place) for place, op in enumerate(self._block.ops)]
+        ops[-1] = replace(ops[-1], holds=in_order((*ops[-1].holds, *self._call.holds)))
         for old, op in zip(self._block.ops, ops, strict=True):
             roles = {found.role for v in op.inputs if (found := values[v]) is not None}
             role = made_role(op.target, op.part, roles)
@@ -356,7 +366,16 @@ class _Instance:
             source=self._call.source if op.source == self._block.source else op.source,
             assumptions=tuple(sorted(self._assumptions[a] for a in op.assumptions)),
             repeats=(*self._call.repeats, *op.repeats),
+            holds=in_order(self._holds(op)),
         )
+
+    def _holds(self, op: Op) -> Iterator[Ref]:
+        for ref in op.holds:
+            if ref.id in self._ids or ref.id in self._given:
+                with contextlib.suppress(NotAlikeError):
+                    yield self._argument(ref)
+            elif ref.id in self._bytes:
+                yield self._bytes[ref.id]
 
     def _argument(self, item: Argument) -> Argument:
         if type(item) is tuple:

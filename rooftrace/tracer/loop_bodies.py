@@ -350,6 +350,14 @@ class Names:
 
     def __init__(self, frame: FrameType) -> None:
         self._places = (frame.f_locals, frame.f_globals, vars(builtins))
+        # Before Python 3.13 the locals of a function are a copy, which stays with the frame.
+        copied = bool(frame.f_code.co_flags & inspect.CO_OPTIMIZED) and type(frame.f_locals) is dict
+        self._copied = copied
+
+    def forget(self) -> None:
+        """Let go of what the names stand for: it lives no longer than without us."""
+        if self._copied:
+            self._places[0].clear()
 
     def get(self, name: str) -> Any:
         for place in self._places:

@@ -152,9 +152,12 @@ class _Shortened:
             return True
         with torch._C.DisableTorchFunction(), contextlib.suppress(Refused):
             names = Names(self.frame)
-            if self.turns[-1].plain and fits(self.body, names):
-                self.states.append(state_of(self.body, names, self.recorder))
-                return number == 1 or self._repeats()
+            try:
+                if self.turns[-1].plain and fits(self.body, names):
+                    self.states.append(state_of(self.body, names, self.recorder))
+                    return number == 1 or self._repeats()
+            finally:
+                names.forget()
         return False
 
     def _repeats(self) -> bool:
@@ -184,6 +187,7 @@ class _Shortened:
             items = names.get(name)
             joined = name in self.body.joined and names.get("torch") is torch
             items += self._like(items[-1], count, joined)
+        names.forget()
 
     def _like(self, tensor: Tensor, count: int, joined: bool) -> list[Tensor]:
         """Stand-ins: one and the same, or others where each needs a gradient of its own."""

@@ -21,7 +21,7 @@ from torch.utils.flop_counter import flop_registry
 from rooftrace.tracer.blocks import NotAlikeError
 from rooftrace.tracer.calls import Block, RepeatedCall, repeated
 from rooftrace.tracer.capture import META_KEY, Entry, Recorded, Recorder, Spec
-from rooftrace.tracer.graph import Argument, Assumption, Op, OpGraph, Ref, Tensor, refs
+from rooftrace.tracer.graph import Argument, Assumption, Op, OpGraph, Ref, Tensor, in_order, refs
 from rooftrace.tracer.inline import Template, fold, inline, repeated_call, template
 from rooftrace.tracer.precisions import dtype_name
 from rooftrace.tracer.repeats import roll, roll_loops
@@ -65,6 +65,7 @@ def lower(
     builder = _Builder(frozenset(kv_storages), gradients or {})
     for node in recorder.graph.nodes:
         builder.add(node)
+    builder.hold(recorder.last_held)
     flat = OpGraph(
         phase=phase,
         values=tuple(builder.values),
@@ -155,6 +156,26 @@ class _Builder:
         taken = tuple(call.assumptions.get(a, a) for a in block.assumptions)
         where = call.path, block.call, call.source
         self.ops.append(repeated_call(len(self.ops), number, inputs, outputs, *where, taken))
+
+    def hold(self, last: Mapping[int, fx.Node]) -> None:
+        """Let ops hold what was there as they ran, where no op reads it then or later.
+
+        last: the last node at which each storage was there.
+        """
+        used: dict[int, int] = {}
+        for op in self.ops:
+            for value in (*op.inputs, *op.outputs):
+                used[self.values[value].storage] = op.id
+        held: dict[int, list[Ref]] = {}
+        for storage, node in last.items():
+            owner, number = self._owners.get(storage), self._numbers.get(node)
+            if owner not in used or number is None:
+                continue
+            # Of a call that repeats a block, some op in the middle may be the last that reads it.
+            if number > used[owner] or (number == used[owner] and node.target is repeated):
+                held.setdefault(number, []).append(Ref(owner))
+        for number, found in held.items():
+            self.ops[number] = replace(self.ops[number], holds=in_order(found))
 
     def _results(self, block: Block) -> list[int]:
         """The values that the recorded call of a block returned."""

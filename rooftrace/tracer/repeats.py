@@ -4,13 +4,14 @@
 run of them the first and the last stay as they are, so that what happens between neighbours still
 stands in the graph; the second one stands for all others.  `roll_loops` does the same for loops of
 which the recorder left turns out.  Nothing is rolled that `expand` would not restore, value for
-value and op for op.
+value and op for op; what ops hold is that of the iteration that stands.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ from rooftrace.tracer.graph import (
     Ref,
     Repeat,
     Tensor,
+    in_order,
     refs,
     split,
 )
@@ -283,6 +285,7 @@ class _Collapse:
                 arguments=arguments,
                 inputs=tuple(refs(arguments)),
                 outputs=tuple(self._together(op.outputs)),
+                holds=in_order(self._held_outside(op.holds, label)),
             )
         steps = {
             name: self.steps[(label, *place, name)]
@@ -299,7 +302,35 @@ class _Collapse:
             outputs=tuple([self.short[v] for v in op.outputs]),
             repeats=(repeat.id, *op.repeats),
             steps=steps or op.steps,
+            holds=in_order(self._held_inside(op.holds, label)),
         )
+
+    def _held_inside(self, holds: Sequence[Ref], label: int) -> Iterator[Ref]:
+        """What an iteration holds; of the iterations before that what the one beside it made."""
+        for ref in holds:
+            place = self.blocks.place.get(ref.id)
+            if self._known(ref) and (place is None or abs(place[1] - label) <= 1):
+                with contextlib.suppress(NotAlikeError):
+                    yield self._argument(ref, label)
+
+    def _held_outside(self, holds: Sequence[Ref], label: int | None) -> Iterator[Ref]:
+        """What an op outside holds; of the values of an iteration those of all, or of the last."""
+        held = {ref.id for ref in holds}
+        for ref in holds:
+            if ref.id in self.copy and self._all_held(ref.id, held):
+                if self._stays(ref.id):
+                    yield Ref(self.short[ref.id], every=True)
+            elif self._known(ref):
+                with contextlib.suppress(NotAlikeError):
+                    yield self._argument(ref, label)
+
+    def _known(self, ref: Ref) -> bool:
+        """Whether a value stands in the short graph, itself or as a copy."""
+        return self.copy.get(ref.id, (ref.id, 0))[0] in self.short
+
+    def _all_held(self, value: int, held: Collection[int]) -> bool:
+        """Whether a value is held in all iterations, if it is in one."""
+        raise NotImplementedError
 
     def _argument(self, item: Argument, label: int | None) -> Argument:
         inside = label in self.repeats
@@ -501,6 +532,10 @@ class _Modules(_Collapse):
         back = self.source.ops[start].part in REVERSED
         return iteration == (0 if back else self.count - 1)
 
+    def _all_held(self, value: int, held: Collection[int]) -> bool:
+        mine = self.copy[value][0]
+        return sum(self.copy.get(other, (-1, 0))[0] == mine for other in held) == self.count
+
     def _described(self) -> Repeat:
         """The repeat, with the names that do not follow from the path, and the assumptions."""
         names: dict[int, list[str]] = {}
@@ -587,6 +622,11 @@ class _Turns(_Collapse):
 
     def _ran_last(self, value: int, iteration: int, label: int | None) -> bool:
         return label is not None and abs(label - self.home[value]) == 1
+
+    def _all_held(self, value: int, held: Collection[int]) -> bool:
+        # Turns 0 and 1 stand for themselves; what is there of turn 1 is there of those after it.
+        place = self.blocks.place.get(value)
+        return place is not None and self.blocks.runs[place[0]][place[1] - 1].made[place[2]] in held
 
     def _once(self, values: Sequence[int], count: int) -> list[int]:
         if any(self.copy[v][1] for v in values):

@@ -20,6 +20,7 @@ from rooftrace.tracer.graph import OpGraph, pattern_of
 from rooftrace.tracer.repeats import roll
 from tests.costmodels.conftest import DEEPSEEK, TEXT, language_model
 from tests.costmodels.graph_support import Builder
+from tests.costmodels.memory_models import built, loss_of
 from tests.costmodels.repeat_support import kernels, nests, stacks, totals
 
 UNFUSED = ("naive", "eager", "seed-naive", "seed-efficient")
@@ -87,6 +88,60 @@ def test_random_stacks(graph: OpGraph) -> None:
     assert fused.total.work == flat.total.work
     assert fused.bytes.total >= flat.bytes.total
     assert fused.coverage == flat.coverage and fused.compulsory == flat.compulsory
+
+
+# -- memory ----------------------------------------------------------------------------------------
+
+
+def drifting(x: torch.Tensor) -> torch.Tensor:
+    """A scan in which neighbouring ops of backward have one name."""
+    state, out = torch.zeros_like(x[:, 0]), []
+    for t in range(1, x.shape[1]):
+        state = torch.tanh(state * 0.5) + x[:, t] - x[:, t - 1]
+        out.append(state)
+    return torch.stack(out, 1)
+
+
+class Drifting(torch.nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(width, width), torch.nn.Linear(width, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.last(drifting(self.first(x)))
+        return out
+
+
+@pytest.mark.parametrize("phase", ["forward", "training"])
+def test_a_loop_has_the_peak_of_all_its_turns(phase: str) -> None:
+    x = torch.empty(8, 60, 64)
+    short = rt.trace(Drifting(64), x, phase=phase)
+    flat = rt.trace(Drifting(64), x, phase=phase, repeats=False)
+    assert short.repeats and not flat.repeats
+    assert_same_memory(short, short.expand())
+    assert memory(short).peak == memory(flat).peak
+
+
+@pytest.mark.parametrize("name", ["llama", "mamba"])
+def test_a_training_step_has_the_peak_of_all_its_layers(name: str) -> None:
+    model, inputs = built(name, "training")
+    short, flat = (
+        rt.trace(model, **inputs, phase="training", loss=loss_of, repeats=repeats)
+        for repeats in (True, False)
+    )
+    assert short.repeats and not flat.repeats
+    assert_same_memory(short, short.expand())
+    assert memory(short).peak == memory(flat).peak
+
+
+@settings(max_examples=60, deadline=None)
+@given(nests())
+def test_the_timeline_of_a_short_graph_is_on_that_of_the_flat_one(graph: OpGraph) -> None:
+    flat = {m.time: sum(m.sizes) for m in memory(graph.expand()).timeline.moments}
+    short = [(m.time, m.total) for m in memory(graph).timeline.moments]
+    assert all(flat[time] == total for time, total in short)
+    assert [time for time, _ in short] == sorted({time for time, _ in short})
+    assert short[0][0] == 0 and short[-1][0] == max(flat)
 
 
 # -- the queue -------------------------------------------------------------------------------------

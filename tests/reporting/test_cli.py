@@ -74,6 +74,23 @@ def test_report_prints_one_screen_and_writes_a_folder(run: Run, tmp_path: Path) 
     assert [path.name for path in tmp_path.iterdir()] == ["a"], "nothing temporary is left"
 
 
+def test_the_largest_batch_is_asked_for(run: Run, tmp_path: Path) -> None:
+    options = ("--phase", "forward,training", "--chip", "l4,h100-sxm", "--max-batch")
+    out = tmp_path / "report"
+    ran = run("report", CONTROL_FLOW, *options, "--out", out, "--format", "json,md")
+    assert ran.code == 0 and "largest batch" in ran.out
+    chips = json.loads((out / "report.json").read_text())["memory"]["training"]["chips"]
+    found = [chips[name]["max_batch"]["batch"] for name in ("l4", "h100-sxm")]
+    assert 0 < found[0] <= found[1]
+    assert f"{found[0]:,}" in ran.out
+    page = " ".join((out / "report.md").read_text().split())
+    assert "| Largest batch | on one l4 | on one h100-sxm |" in page
+    graph = tmp_path / "graph.json.gz"
+    run("trace", CONTROL_FLOW, "-o", graph)
+    refused = run("report", graph, "--max-batch")
+    assert refused.code == 2 and "a graph, which has its sizes" in refused.err
+
+
 def test_report_as_json_on_stdout_is_valid_json(run: Run) -> None:
     ran = run("report", CONTROL_FLOW, "--phase", "forward", "--out", "-", "--format", "json")
     report = json.loads(ran.out)
@@ -93,7 +110,7 @@ def test_two_runs_write_the_same_bytes(run: Run, tmp_path: Path) -> None:
 def test_a_saved_graph_reports_like_its_target(run: Run, tmp_path: Path) -> None:
     graph = tmp_path / "graph.json.gz"
     assert run("trace", CONTROL_FLOW, "-o", graph).code == 0
-    assert gzip.decompress(graph.read_bytes()).startswith(b'{"schema":"rooftrace.graph/2"')
+    assert gzip.decompress(graph.read_bytes()).startswith(b'{"schema":"rooftrace.graph/3"')
     direct = run("report", CONTROL_FLOW, "--out", "-", "--format", "csv")
     saved = run("report", graph, "--out", "-", "--format", "csv")
     assert direct.out == saved.out

@@ -96,7 +96,7 @@ def _of_a_later_version(content: bytes) -> bytes:
         (_cut, "not a readable saved graph"),
         (lambda content: _cut(gzip.decompress(content)), "not a readable saved graph"),
         (lambda content: b"\x93NUMPY", "not a readable saved graph"),
-        (lambda content: b"[1, 2]", "schema is None, expected 'rooftrace.graph/2'"),
+        (lambda content: b"[1, 2]", "schema is None, expected 'rooftrace.graph/3'"),
         (_of_a_later_version, "schema is 'rooftrace.graph/99'"),
         (_without_ops, r"a damaged graph \(KeyError: 'ops'\)"),
     ],

@@ -45,8 +45,23 @@ def fit_section(report: Report, figures: Sequence[str]) -> list[str]:
         "",
         "Alive at the peak of the step; activations are all but the other four. The number of "
         "chips is capacity alone: the peak over what one holds, without what parallelism adds.",
+        *_largest(report),
         *image("memory.png", figures),
     ]
+
+
+def _largest(report: Report) -> list[str]:
+    """The largest batch that fits each chip, where it was looked for."""
+    if not report.largest:
+        return []
+    names = [chip.name for chip in report.chips]
+    rows = [
+        [phase, *(words.batch_words(found[name]) for name in names)]
+        for phase, found in report.largest.items()
+    ]
+    head = ["Largest batch", *(f"on one {name}" for name in names)]
+    note = "Found by tracing: this batch fits, and one more does not."
+    return ["", *table(head, rows), "", note]
 
 
 def steps_section(report: Report, figures: Sequence[str]) -> list[str]:

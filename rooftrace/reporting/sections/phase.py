@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from rooftrace.hardware.units import (
     MISSING,
+    format_capacity,
     format_count,
     format_flops,
     format_intensity,
@@ -20,10 +21,11 @@ from rooftrace.tracer.graph import ROLES, pattern_of
 
 if TYPE_CHECKING:
     from rooftrace.costmodels.estimate import Estimate
+    from rooftrace.costmodels.memory import Memory
     from rooftrace.reporting.report import Report
 
 
-PATTERNS_SHOWN, KERNELS_SHOWN = 25, 15
+PATTERNS_SHOWN, KERNELS_SHOWN, MEMORY_SHOWN = 25, 15, 10
 
 
 def phase_section(report: Report, phase: str, figures: Sequence[str]) -> list[str]:
@@ -36,11 +38,59 @@ def phase_section(report: Report, phase: str, figures: Sequence[str]) -> list[st
     titles += [
         (f"Modules, {main.execution.name}", _modules(main)),
         (f"Kernels, {main.execution.name}", _kernels(main)),
+        ("Memory at the peak", _memory(report.memory.get(phase))),
     ]
+    titles = [(title, body) for title, body in titles if body]
     lines = []
     for title, body in titles:
         lines += ["", f"### {title}", "", *body]
-    return lines[1:] + image(f"roofline-{phase}.png", figures)
+    names = (f"memory-{phase}.png", f"roofline-{phase}.png")
+    return lines[1:] + [line for name in names for line in image(name, figures)]
+
+
+def _memory(need: Memory | None) -> list[str]:
+    """What the peak is made of: by module, and the tensors with most bytes."""
+    if need is None or not need.tensors:
+        return []
+    groups, held = need.by_block(), need.tensors
+    modules = [
+        [
+            f"`{group['module'] or '(root)'}`",
+            ", ".join(f"{role} {format_capacity(size)}" for role, size in group["roles"].items()),
+            f"{group['tensors']:,}",
+            format_capacity(group["bytes"]),
+            share(group["bytes"], need.peak),
+        ]
+        for group in groups[:MEMORY_SHOWN]
+    ]
+    tensors = [
+        [
+            f"`{words.held_words(one)}`",
+            "saved for backward" if one.saved else one.role,
+            f"`{one.module or '(root)'}`",
+            f"{one.dtype}[{', '.join(map(str, one.shape))}]" if one.dtype else "",
+            f"{one.count:,}",
+            format_capacity(one.bytes),
+            share(one.bytes, need.peak),
+        ]
+        for one in held[:MEMORY_SHOWN]
+    ]
+    head = ["Module", "Of which", "Tensors", "Bytes", "Share of the peak"]
+    more = ["Made by", "Role", "Module", "Each", "Tensors", "Bytes", "Share of the peak"]
+    return [
+        *table(head, modules, left=2),
+        *_rest(len(groups), "module", sum(group["bytes"] for group in groups[MEMORY_SHOWN:])),
+        "",
+        *table(more, tensors, left=4),
+        *_rest(len(held), "kind", sum(one.bytes for one in held[MEMORY_SHOWN:])),
+    ]
+
+
+def _rest(count: int, noun: str, size: int) -> list[str]:
+    rest = count - MEMORY_SHOWN
+    if rest <= 0:
+        return []
+    return ["", f"{words.plural(rest, f'more {noun}')}: {format_capacity(size)}."]
 
 
 def _roles(estimates: Sequence[Estimate]) -> list[str]:
