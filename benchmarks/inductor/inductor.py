@@ -118,10 +118,9 @@ def _schema(target: Any) -> Any:
 def kernels_of(graph: OpGraph) -> list[Kernel]:
     """Inductor's kernels for `graph`, in launch order."""
     module = to_fx(graph)
-    ids = iter(op.id for op in graph.ops)
     for node in module.graph.nodes:
-        if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
-            node.meta["custom"] = {"op": next(ids)}
+        if "op" in node.meta:
+            node.meta["custom"] = {"op": node.meta["op"]}
     module.graph.eliminate_dead_code()
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     state = dict(module.named_buffers())
@@ -144,7 +143,7 @@ def kernels_of(graph: OpGraph) -> list[Kernel]:
         with traceback.preserve_node_meta():
             return _OnCuda(module).run(*tensors[: len(inputs)])
 
-    with torch.no_grad(), fake:
+    with torch.no_grad(), fake, _without_guards():
         lowered = make_fx(
             _functional(run, graph), decomposition_table=decomposition.select_decomp_table()
         )(*inputs, *stored)
@@ -159,6 +158,28 @@ def kernels_of(graph: OpGraph) -> list[Kernel]:
         with watch.install(), V.set_graph_handler(lowering), V.set_debug_handler(DebugContext()):
             lowering.run(*inputs, *stored)
             return _read(Scheduler(lowering.operations), lowering, watch)
+
+
+def _without_guards() -> ExitStack:
+    """Methods that decompositions call, without the device guard that needs a CUDA build."""
+    contiguous, getitem = torch.Tensor.contiguous, torch.Tensor.__getitem__
+
+    def copied(x: torch.Tensor, memory_format: Any = torch.contiguous_format) -> torch.Tensor:
+        if x.is_contiguous(memory_format=memory_format):
+            return contiguous(x, memory_format=memory_format)
+        return torch.ops.aten.clone.default(x, memory_format=memory_format)
+
+    def item(x: torch.Tensor, index: Any) -> Any:
+        places = index if isinstance(index, tuple) else (index,)
+        if not any(isinstance(place, torch.Tensor) for place in places):
+            return getitem(x, index)
+        indices = [place if isinstance(place, torch.Tensor) else None for place in places]
+        return torch.ops.aten.index.Tensor(x, indices)
+
+    stack = ExitStack()
+    stack.enter_context(mock.patch.object(torch.Tensor, "contiguous", copied))
+    stack.enter_context(mock.patch.object(torch.Tensor, "__getitem__", item))
+    return stack
 
 
 def _functional(run: Callable[..., Any], graph: OpGraph) -> Callable[..., Any]:
