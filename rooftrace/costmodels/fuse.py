@@ -61,6 +61,11 @@ SPLIT_ROW, FEW_ROWS = 8192, 264
 H100's): a second kernel then takes what the first has left (Inductor's split reductions)."""
 
 
+DOWN = 32
+"""A sum over more rows than this, down the columns, is split over SMs too: its kernel takes
+nothing that others need (Inductor's outer reductions)."""
+
+
 @dataclass(frozen=True, slots=True)
 class FusionGroup:
     """One kernel: indices of its ops in execution order, and what to call it.
@@ -88,8 +93,9 @@ class _Open:
     size: elements of its iteration space.  reduced: elements after its reduction, None without
     one.  floor: the highest rank of a group that it needs.  epoch: how many groups stood before the
     last wait.  stored: whether a library kernel or the caller reads a result of it.  split: whether
-    it takes up what a split reduction left, and so finds its inputs in HBM.  long: whether a result
-    is (see LONG_CHAIN).  reads, made: storages.
+    it takes up what a split reduction left, and so finds its inputs in HBM.  down: whether it
+    reduces columns (see DOWN).  long: whether a result
+    larger than SMALL is one of a LONG_CHAIN.  reads, made: storages.
     late: members whose results are there only when the kernel has ended.  repeats: in whose
     iterations it is launched.
     """
@@ -103,6 +109,7 @@ class _Open:
     stored: bool = False
     epoch: int = 0
     split: bool = False
+    down: bool = False
     long: bool = False
     reads: set[int] = field(default_factory=set)
     made: set[int] = field(default_factory=set)
@@ -248,6 +255,9 @@ class _Grower:
             if not targets or -1 in targets or not group.members:
                 continue
             target = self.groups[min(targets)]
+            alone = len(targets) == 1 and not group.stored
+            if target.down and not alone:
+                continue
             if self._may_merge(group, target) or self._is_placed(group, target):
                 self._merge(group, target)
                 into[group.rank] = target.rank
@@ -269,7 +279,7 @@ class _Grower:
                     and (group.floor < other.rank or (group.floor == other.rank and not other.late))
                     and group.rank - other.rank <= NEAR
                     and group.epoch == other.epoch
-                    and not group.split
+                    and not (group.split or group.down or other.down)
                     and self._may_merge(group, other)
                 ):
                     self._merge(group, other)
@@ -285,6 +295,7 @@ class _Grower:
         target.late |= group.late
         target.stored |= group.stored
         target.split |= group.split
+        target.down |= group.down
         target.size = max(target.size, group.size)
         target.reduced = target.reduced if group.reduced is None else group.reduced
         for op in group.members:
@@ -372,6 +383,13 @@ class _Grower:
             # One kernel reduces, the next writes the rows, and takes what comes after it.
             self._start(op, size, None, True)
             self.group_of[op.id].split = True
+            return
+        if reduced is not None and _goes_down(self.graph, op):
+            self._start(op, size, reduced, True)
+            self.group_of[op.id].down = True
+            self.group_of[op.id].late.add(op.id)
+            for producer in reversed(producers):
+                self._take_from(producer, op, size)
             return
         # Siblings: groups of this flush that read the same tensor (halves of a rotary embedding).
         siblings = [
@@ -472,7 +490,8 @@ class _Grower:
         if late:
             group.late.add(op.id)
         self.group_of[op.id] = group
-        group.long = group.long or op.id in self.long
+        if op.id in self.long:
+            group.long |= any(self.graph.values[i].elements > SMALL for i in op.outputs)
 
     def _storages(self, op: Op, values: Sequence[int]) -> set[int]:
         """Storages of an op's inputs or outputs.
@@ -507,6 +526,21 @@ def _writes_split_rows(graph: OpGraph, op: Op, size: int, reduced: int | None) -
     if not reduced or not _is_split(size, reduced):
         return False
     return max((graph.values[i].elements for i in op.outputs), default=0) == size
+
+
+def _goes_down(graph: OpGraph, op: Op) -> bool:
+    """Whether the op reduces many rows, each column by itself, to one."""
+    dimensions = op.arguments.get("dim")
+    if isinstance(dimensions, int):
+        dimensions = (dimensions,)
+    if not op.inputs or not isinstance(dimensions, tuple) or not dimensions:
+        return False
+    shape = graph.values[op.inputs[0]].shape
+    reduced = {d % len(shape) for d in dimensions} if shape else set()
+    if not shape or len(shape) - 1 in reduced or shape[-1] == 1:
+        return False
+    left = max((graph.values[i].elements for i in op.outputs), default=0)
+    return math.prod(shape[d] for d in reduced) > DOWN and left < math.prod(shape)
 
 
 def _may_merge(group: _Open, target: _Open) -> bool:

@@ -319,3 +319,13 @@ def test_a_long_chain_is_not_computed_again_for_each_part_that_is_read(length, k
     upper, lower = (b.view(x, b.places[x][rows]) for rows in (slice(0, 64), slice(64, 128)))
     graph = b.graph(b.cat(lower, upper))
     assert len(groups_of(graph)) == kernels
+
+
+def test_a_sum_down_the_columns_takes_nothing_that_others_need():
+    b = Builder()
+    x, w = b.input(256, 512), b.weight(512, 512)
+    y = b.unary("exp", x)
+    graph = b.graph(b.mm(y, w), b.sum(y, dim=0))
+    assert groups_of(graph) == [(0,), (1,), (2,)]
+    alone = b.sum(b.unary("relu", y), dim=0)
+    assert groups_of(b.graph(alone))[-1] == (3, 4)
