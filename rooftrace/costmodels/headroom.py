@@ -118,18 +118,17 @@ def headroom(
 ) -> Headroom:
     """What fusion saves in a step on `chip` (an Estimate has its own chip and execution).
 
-    Where the execution model does not find groups, they are found all the same; its factors for
-    bytes, which describe the same effect, are left out.
+    Where the execution model does not find groups, they are found all the same in the graph that it
+    runs; its factors for bytes, which describe the same effect, are left out.
     """
     if isinstance(graph, Estimate):
         graph, chip = graph.plan, graph.chip
     planned = graph if isinstance(graph, Plan) else plan(graph, execution)
-    if planned.execution.fusion != "detected":
-        model = replace(
-            planned.execution, fusion="detected", activation_fusion=1.0, elementwise=1.0
-        )
-        planned = plan(planned.source, model)
-    alone = fuse(planned.graph, replace(planned.execution, fusion="none"))
+    model = planned.execution
+    if model.fusion != "detected":
+        model = replace(model, fusion="detected", activation_fusion=1.0, elementwise=1.0)
+        planned = regrouped(replace(planned, execution=model), fuse(planned.graph, model))
+    alone = fuse(planned.graph, replace(model, fusion="none"))
     return Headroom(
         estimate(regrouped(planned, alone), chip),
         estimate(planned, chip),
@@ -234,10 +233,23 @@ class _Further:
                 yield max(pairs, key=lambda j: self._shared(j, i)), i
 
     def _is_epilogue(self, first: int, second: int) -> bool:
-        return self._is_product(first) and self._classes(second) == {"pointwise"}
+        """Whether the second goes over no more than the elements that the product writes."""
+        if not self._is_product(first) or self._classes(second) != {"pointwise"}:
+            return False
+        elements = [
+            max((self.graph.values[s].elements for s in self.writes[group]), default=0)
+            for group in (first, second)
+        ]
+        return elements[1] <= elements[0] and not self._is_of_lists(second)
 
     def _is_chain(self, first: int, second: int) -> bool:
-        return "opaque" not in self._classes(first) | self._classes(second)
+        opaque = "opaque" in self._classes(first) | self._classes(second)
+        return not (opaque or self._is_of_lists(first) or self._is_of_lists(second))
+
+    def _is_of_lists(self, group: int) -> bool:
+        """Whether it goes over many tensors one after the other (an optimizer's step)."""
+        names = (self.graph.ops[op].name for op in self.found[group].ops)
+        return any(name.startswith("aten._foreach") for name in names)
 
     def _is_product(self, group: int) -> bool:
         return bool(self.costs[group].flops(MATRIX)) and "opaque" in self._classes(group)

@@ -14,6 +14,7 @@ from rooftrace.hardware.units import (
     format_traffic,
 )
 from rooftrace.reporting import words
+from rooftrace.reporting.sections.fusion import fusion_lines
 from rooftrace.reporting.sections.pipes import image, share, table
 from rooftrace.reporting.tally import Tally, tally
 from rooftrace.tracer.graph import ROLES, pattern_of
@@ -36,10 +37,11 @@ def phase_section(report: Report, phase: str, figures: Sequence[str]) -> list[st
     titles += [
         (f"Modules, {main.execution.name}", _modules(main)),
         (f"Kernels, {main.execution.name}", _kernels(main)),
+        (f"What fusing saves, {main.execution.name}", fusion_lines(report.headroom[phase])),
     ]
     lines = []
     for title, body in titles:
-        lines += ["", f"### {title}", "", *body]
+        lines += ["", f"### {title}", "", *body] if body else []
     return lines[1:] + image(f"roofline-{phase}.png", figures)
 
 
