@@ -1,8 +1,8 @@
 """What fusing saves: what the groups found in a graph saved, and what could be saved beyond them.
 
 Both are differences of two estimates of one graph on one chip: of every op a kernel and the groups
-as found, and of those and larger ones that a compiler does not form by itself.  So what the groups
-save adds up to the difference of the totals.
+as found, and of those and larger ones that take more than a compiler's usual rules.  So what the
+groups save adds up to the difference of the totals.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def headroom(
     runs; its factors for bytes, which describe the same effect, are left out.
     """
     if isinstance(graph, Estimate):
-        graph, chip = graph.plan, graph.chip
+        return headroom(graph.plan, graph.chip)
     planned = graph if isinstance(graph, Plan) else plan(graph, execution)
     model = planned.execution
     if model.fusion != "detected":
@@ -149,17 +149,17 @@ def _savings(before: Estimate, after: Estimate) -> tuple[Saving, ...]:
         size = sum(part.bytes // part.count for part in parts) * row.count - row.bytes
         seconds = sum(part.timing.t_device / part.count for part in parts) * row.count
         seconds -= row.timing.t_device
-        names = (ops[op].name for op in row.ops)
+        names = [ops[op].name for op in row.ops]
         key = (row.pattern, row.name, pattern_of(row.module), row.part, *names)
         found[key].append((row, (len(parts) - 1) * row.count, size, seconds))
     savings = []
-    for (pattern, name, module, part, *names), entries in found.items():
+    for (pattern, name, module, part, *members), entries in found.items():
         seconds = sum(entry[3] for entry in entries)
         savings.append(
             Saving(
                 pattern if pattern in (EPILOGUE, ATTENTION, CHAIN) else "fused",
                 name,
-                tuple(names),
+                tuple(members),
                 module,
                 part,
                 sum(entry[0].count for entry in entries),

@@ -37,8 +37,8 @@ def fusion_lines(found: Headroom) -> list[str]:
         lines += [
             "",
             f"Left: at most {format_traffic(size)} and {format_time(seconds)} of the device, with "
-            "kernels that no compiler forms by itself (epilogues of matrix products, attention "
-            "written by hand, groups that only one other reads):",
+            "larger kernels than the groups found (epilogues of matrix products, attention written "
+            "by hand, groups that only one other reads):",
             "",
             *_table(found.left, LEFT_SHOWN, found.after.t_est),
         ]
