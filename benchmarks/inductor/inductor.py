@@ -255,6 +255,16 @@ def _op_of(node: Any) -> int | None:
     return custom.get("op") if custom else None
 
 
+def _is_used(node: fx.Node) -> bool:
+    """Whether another op uses it."""
+    return any(_op_of(user) != _op_of(node) for user in node.users)
+
+
+def _elements(node: fx.Node) -> int:
+    value = node.meta.get("val")
+    return int(value.numel()) if isinstance(value, torch.Tensor) else 0
+
+
 def _read(scheduler: Any, lowering: Any, watch: _Watch) -> list[Kernel]:
     order = {node: index for index, node in enumerate(lowering.module.graph.nodes)}
     written: dict[fx.Node, int] = {}
@@ -280,7 +290,8 @@ def _read(scheduler: Any, lowering: Any, watch: _Watch) -> list[Kernel]:
         ops = {_op_of(n) for n in nodes}
         found.append((ops, size, max(0, around), scheduled.is_extern()))  # type: ignore[arg-type]
     home: dict[int, int] = {}
-    for node in sorted(first, key=lambda n: order[n]):  # the last node of an op is its result
+    # The largest node of an op that others use is its result; sums for weights stand beside it.
+    for node in sorted(first, key=lambda n: (_is_used(n), _elements(n), order[n])):
         home[_op_of(node)] = written.get(node, first[node])  # type: ignore[index]
     return [
         Kernel(tuple(sorted(ops)), tuple(sorted(op for op in ops if home[op] == i)), *others)
