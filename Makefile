@@ -16,7 +16,7 @@ export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test check lint types golden bench zoo clean
+.PHONY: help venv demo test check lint types golden bench inductor zoo clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -67,6 +67,11 @@ golden: $(INSTALLED) ## rewrite the golden files; the diff is part of the review
 
 bench: $(INSTALLED) ## time rooftrace itself: ratios side by side, of one run
 	@$(BIN)/python -m pytest benchmarks --benchmark-only
+
+inductor: $(INSTALLED) ## our kernels beside those of Inductor's scheduler (MODEL="gpt2 resnet-50")
+	@$(BIN)/python -c 'import triton' 2>/dev/null || { \
+		echo "make: Inductor needs the triton wheel, and no GPU: $(BIN)/pip install triton"; exit 1; }
+	@$(BIN)/python benchmarks/inductor/compare.py $(MODEL)
 
 zoo: $(INSTALLED) ## trace every model of the installed packages (ZOO=folder GROUP=hf,timm N=50)
 	@$(BIN)/python zoo/run.py --workers $(JOBS) \

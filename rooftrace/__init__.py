@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from rooftrace.costmodels.cost import Access, Cost, OpView, Work
     from rooftrace.costmodels.estimate import Estimate, Plan, estimate, plan
     from rooftrace.costmodels.execution import ExecutionModel, execution_model
+    from rooftrace.costmodels.headroom import Headroom, Saving, headroom
     from rooftrace.costmodels.memory import memory
     from rooftrace.costmodels.registry import rule
     from rooftrace.costmodels.rewrite import reprice
@@ -41,6 +42,9 @@ _WHERE = {
     "plan": "costmodels.estimate",
     "ExecutionModel": "costmodels.execution",
     "execution_model": "costmodels.execution",
+    "Headroom": "costmodels.headroom",
+    "Saving": "costmodels.headroom",
+    "headroom": "costmodels.headroom",
     "memory": "costmodels.memory",
     "rule": "costmodels.registry",
     "reprice": "costmodels.rewrite",
@@ -71,11 +75,13 @@ __all__ = [
     "Cost",
     "Estimate",
     "ExecutionModel",
+    "Headroom",
     "OpGraph",
     "OpView",
     "Plan",
     "Request",
     "RequestError",
+    "Saving",
     "TargetError",
     "TraceError",
     "Work",
@@ -85,6 +91,7 @@ __all__ = [
     "diff",
     "estimate",
     "execution_model",
+    "headroom",
     "largest_batch",
     "load",
     "load_chip",

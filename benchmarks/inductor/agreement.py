@@ -33,14 +33,14 @@ class Agreement:
         return 2 * self.precision * self.recall / both if both else 0.0
 
 
-def compiled_graph(case: tuple) -> OpGraph:
-    """The forward pass of (model, arguments, keyword arguments) as a compiler sees it.
+def compiled_graph(case: tuple, phase: str = "forward") -> OpGraph:
+    """A pass of (model, arguments, keyword arguments) as a compiler sees it, without an optimizer.
 
     What a module asks of its data stays outside a compiled graph, and so does what leads there.
     """
     model, args, kwargs = case
-    graph = rt.trace(model, *args, phase="forward", **kwargs).expand()
-    kept = [op for op in graph.ops if op.kind != "sync"]
+    graph = rt.trace(model, *args, phase=phase, **kwargs).expand()
+    kept = [op for op in graph.ops if op.kind != "sync" and op.part != "optimizer"]
     graph = graph.replace(ops=tuple(replace(op, id=i) for i, op in enumerate(kept)))
     return rewrite(graph, execution_model("efficient"))[0]
 

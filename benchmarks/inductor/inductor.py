@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -64,13 +64,15 @@ class Kernel:
     """One node of Inductor's schedule.
 
     ops: ids of our ops that it computes at least a part of.  home: those of them whose result it
-    writes (or, if nobody writes it, is the first to compute).  bytes: through HBM.  extern: a
-    library kernel.
+    writes (or, if nobody writes it, is the first to compute).  bytes: through HBM.  around: those
+    for what stands beside a library kernel: copies to other layouts, biases of convolutions.
+    extern: a library kernel.
     """
 
     ops: tuple[int, ...]
     home: tuple[int, ...]
     bytes: int
+    around: int
     extern: bool
 
 
@@ -118,10 +120,9 @@ def _schema(target: Any) -> Any:
 def kernels_of(graph: OpGraph) -> list[Kernel]:
     """Inductor's kernels for `graph`, in launch order."""
     module = to_fx(graph)
-    ids = iter(op.id for op in graph.ops)
     for node in module.graph.nodes:
-        if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
-            node.meta["custom"] = {"op": next(ids)}
+        if "op" in node.meta:
+            node.meta["custom"] = {"op": node.meta["op"]}
     module.graph.eliminate_dead_code()
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     state = dict(module.named_buffers())
@@ -144,7 +145,7 @@ def kernels_of(graph: OpGraph) -> list[Kernel]:
         with traceback.preserve_node_meta():
             return _OnCuda(module).run(*tensors[: len(inputs)])
 
-    with torch.no_grad(), fake:
+    with torch.no_grad(), fake, _without_guards():
         lowered = make_fx(
             _functional(run, graph), decomposition_table=decomposition.select_decomp_table()
         )(*inputs, *stored)
@@ -159,6 +160,34 @@ def kernels_of(graph: OpGraph) -> list[Kernel]:
         with watch.install(), V.set_graph_handler(lowering), V.set_debug_handler(DebugContext()):
             lowering.run(*inputs, *stored)
             return _read(Scheduler(lowering.operations), lowering, watch)
+
+
+def _without_guards() -> ExitStack:
+    """Methods that decompositions call, without the device guard that needs a CUDA build."""
+    contiguous, getitem = torch.Tensor.contiguous, torch.Tensor.__getitem__
+
+    def copied(x: torch.Tensor, memory_format: Any = torch.contiguous_format) -> torch.Tensor:
+        if x.is_contiguous(memory_format=memory_format):
+            return contiguous(x, memory_format=memory_format)
+        return torch.ops.aten.clone.default(x, memory_format=memory_format)
+
+    def item(x: torch.Tensor, index: Any) -> Any:
+        places = index if isinstance(index, tuple) else (index,)
+        if not any(isinstance(place, torch.Tensor) for place in places):
+            return getitem(x, index)
+        indices = [place if isinstance(place, torch.Tensor) else None for place in places]
+        return torch.ops.aten.index.Tensor(x, indices)
+
+    methods: dict[str, Callable[..., Any]] = {
+        "contiguous": copied,
+        "__getitem__": item,
+        "__invert__": lambda x: torch.ops.aten.bitwise_not.default(x),
+        "copy_": lambda x, source, *rest: torch.ops.aten.copy_.default(x, source),
+    }
+    stack = ExitStack()
+    for name, method in methods.items():
+        stack.enter_context(mock.patch.object(torch.Tensor, name, method))
+    return stack
 
 
 def _functional(run: Callable[..., Any], graph: OpGraph) -> Callable[..., Any]:
@@ -226,64 +255,109 @@ def _op_of(node: Any) -> int | None:
     return custom.get("op") if custom else None
 
 
+def _is_used(node: fx.Node) -> bool:
+    """Whether another op uses it."""
+    return any(_op_of(user) != _op_of(node) for user in node.users)
+
+
+def _elements(node: fx.Node) -> int:
+    value = node.meta.get("val")
+    return int(value.numel()) if isinstance(value, torch.Tensor) else 0
+
+
 def _read(scheduler: Any, lowering: Any, watch: _Watch) -> list[Kernel]:
     order = {node: index for index, node in enumerate(lowering.module.graph.nodes)}
     written: dict[fx.Node, int] = {}
     first: dict[fx.Node, int] = {}
-    found: list[tuple[set[int], int, bool]] = []
+    found: list[tuple[set[int], int, int, bool]] = []
     outputs = set(lowering.get_output_names())
     for scheduled in scheduler.nodes:
         if isinstance(scheduled, NopKernelSchedulerNode):
             continue
         nodes: set[fx.Node] = set()
+        own = []
         for part in scheduled.get_nodes():
-            nodes |= {n for n in watch.computes(part.node) if _op_of(n) not in watch.extern}
+            computed = {n for n in watch.computes(part.node) if _op_of(n) not in watch.extern}
             origin = getattr(part.node, "origin_node", None)
-            if origin in nodes:
+            if origin in computed:
                 written[origin] = len(found)
+            own += [part] if computed else []
+            nodes |= computed
         for node in nodes:
             first.setdefault(node, len(found))
-        size = 0 if scheduled.is_extern() else _bytes(scheduled, outputs)
-        found.append(({_op_of(n) for n in nodes}, size, scheduled.is_extern()))  # type: ignore[misc]
+        size = 0 if scheduled.is_extern() else _bytes(scheduled.get_nodes(), outputs)
+        around = size - _bytes(own, outputs) if own else size
+        ops = {_op_of(n) for n in nodes}
+        found.append((ops, size, max(0, around), scheduled.is_extern()))  # type: ignore[arg-type]
     home: dict[int, int] = {}
-    for node in sorted(first, key=lambda n: order[n]):  # the last node of an op is its result
+    # The largest node of an op that others use is its result; sums for weights stand beside it.
+    for node in sorted(first, key=lambda n: (_is_used(n), _elements(n), order[n])):
         home[_op_of(node)] = written.get(node, first[node])  # type: ignore[index]
     return [
-        Kernel(tuple(sorted(ops)), tuple(sorted(op for op in ops if home[op] == i)), size, extern)
-        for i, (ops, size, extern) in enumerate(found)
+        Kernel(tuple(sorted(ops)), tuple(sorted(op for op in ops if home[op] == i)), *others)
+        for i, (ops, *others) in enumerate(found)
     ]
 
 
-def _bytes(node: Any, outputs: set[str]) -> int:
-    """Bytes that a fused kernel moves: distinct elements read from outside, results written.
-
-    Indirect reads (gathers) count the rows they touch.
-    """
-    own = {name for part in node.get_nodes() for name in part.get_buffer_names()}
+def _bytes(parts: Sequence[Any], outputs: set[str]) -> int:
+    """Bytes that these move in one kernel: distinct elements read from outside, results written."""
+    own = {name for part in parts for name in part.get_buffer_names()}
     reads: dict[str, dict[Any, int]] = {}
+    for part in parts:
+        gathered = _gathered(part)
+        for dep in part.read_writes.reads:
+            if dep.name not in own and not isinstance(dep, WeakDep):
+                reads.setdefault(dep.name, {}).update(_places(dep, gathered.get(dep.name, {})))
     total = 0
-    for dep in node.read_writes.reads:
-        if dep.name in own or isinstance(dep, WeakDep):
-            continue
-        if isinstance(dep, StarDep):
-            reads.setdefault(dep.name, {})[None] = int(V.graph.get_numel(dep.name))
-            continue
-        index = dep.index
-        symbols = index.free_symbols
-        sizes = [
-            int(n)
-            for v, n in zip(dep.var_names, dep.size, strict=True)
-            if dep.is_indirect() or v in symbols
-        ]
-        reads.setdefault(dep.name, {})[(index, tuple(sizes))] = math.prod(sizes)
     for name, places in reads.items():
         whole = int(V.graph.get_numel(name))
         total += min(sum(places.values()), whole) * V.graph.get_dtype(name).itemsize
-    inside = {part.get_name() for part in node.get_nodes()}
-    for part in node.get_nodes():
+    inside = {part.get_name() for part in parts}
+    for part in parts:
         for buffer in part.get_outputs():
             name = buffer.get_name()
             users = {user.node.get_name() for user in buffer.users}
             if name in outputs or users - inside:
                 total += int(V.graph.get_numel(name)) * V.graph.get_dtype(name).itemsize
     return total
+
+
+def _places(dep: Any, gathered: Mapping[Any, int]) -> Mapping[Any, int]:
+    """Elements by place of a buffer that a dependency reads; a gather reads the rows it touches."""
+    if isinstance(dep, StarDep):
+        return {None: int(V.graph.get_numel(dep.name))}
+    if dep.is_indirect():
+        return gathered
+    symbols = dep.index.free_symbols
+    sizes = [int(n) for v, n in zip(dep.var_names, dep.size, strict=True) if v in symbols]
+    return {(dep.index, tuple(sizes)): math.prod(sizes)}
+
+
+def _gathered(part: Any) -> dict[str, dict[Any, int]]:
+    """By buffer, the distinct indirect reads of a loop body, and how many elements each touches.
+
+    A dependency does not say: it forgets what the index it reads depends on.
+    """
+    body = getattr(part, "_body", None)
+    found: dict[str, dict[Any, int]] = {}
+    indirect: dict[str, tuple[Any, frozenset[Any]]] = {}
+    known: dict[fx.Node, tuple[Any, frozenset[Any]]] = {}  # what a node computes, from which loops
+    for block in (body.root_block, *body.subblocks.values()) if body is not None else ():
+        for node in block.graph.nodes:
+            inputs = [known[a] for a in node.args if isinstance(a, fx.Node)]
+            loops = frozenset().union(*(loops for _, loops in inputs))
+            terms = [known[a][0] if isinstance(a, fx.Node) else a for a in node.args]
+            if node.target == "get_index":
+                index = body.indexing_exprs[node.args[0]]
+                through = sorted(s.name for s in index.free_symbols if s.name in indirect)
+                terms = [index, *(indirect[name][0] for name in through)]
+                loops = frozenset(s for s in index.free_symbols if s in body.var_ranges)
+                loops = loops.union(*(indirect[name][1] for name in through))
+                node.meta["indirect"] = bool(through)
+            elif str(node.target).startswith("set_indirect"):
+                indirect[str(node.target).removeprefix("set_")] = known[node.args[0]]
+            known[node] = (hash((node.target, *map(str, terms))), loops)
+            if node.target == "load" and node.args[2].meta.get("indirect"):
+                elements = math.prod(int(body.var_ranges[loop]) for loop in known[node.args[2]][1])
+                found.setdefault(node.args[1], {})[known[node.args[2]][0]] = elements
+    return found

@@ -1,9 +1,12 @@
-"""The models whose groups are compared: two layers at real widths, and small ones written here."""
+"""The models whose groups are compared: a few layers at real widths, and small ones written here.
+
+Some come from diffusers, which has to be installed for them.
+"""
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +25,7 @@ def _language(family: str, head: str = "ForCausalLM", **settings: Any) -> Callab
         config = getattr(transformers, f"{family}Config")(**settings)
         with torch.device("meta"):
             model = getattr(transformers, family + head)._from_config(config, dtype=torch.bfloat16)
-        tokens = {"input_ids": torch.zeros(4, 128, dtype=torch.long)}
+        tokens = {"input_ids": torch.arange(512).reshape(4, 128)}  # as many rows as tokens
         return model, (), tokens if head == "Model" else {**tokens, "use_cache": False}
 
     return build
@@ -125,11 +128,128 @@ class Attention(nn.Module):
         return x + y.transpose(1, 2).reshape(batch, width, *image)
 
 
-def _diffusion() -> Case:
-    with torch.device("meta"):
-        model = DiffusionBlock().to(torch.bfloat16)
-        x = torch.empty(2, 4, 64, 64, dtype=torch.bfloat16)
-    return model, (x, torch.empty(2, device="meta")), {}
+class TransformerBlock(nn.Module):
+    """A layer of a diffusion transformer: norms shifted and scaled by the time, gates, an MLP."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.modulation = nn.Linear(width, 6 * width)
+        self.norm1 = nn.LayerNorm(width, elementwise_affine=False, eps=1e-6)
+        self.norm2 = nn.LayerNorm(width, elementwise_affine=False, eps=1e-6)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.back = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.heads = heads
+
+    def forward(self, x: Tensor, time: Tensor) -> Tensor:
+        parts = self.modulation(F.silu(time)).unsqueeze(1).chunk(6, dim=-1)
+        shift1, scale1, gate1, shift2, scale2, gate2 = parts
+        y = self.norm1(x) * (1 + scale1) + shift1
+        q, k, v = (
+            part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for part in self.qkv(y).chunk(3, dim=-1)
+        )
+        y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        x = x + gate1 * self.out(y)
+        y = self.norm2(x) * (1 + scale2) + shift2
+        return x + gate2 * self.back(F.gelu(self.up(y), approximate="tanh"))
+
+
+class DiffusionTransformer(nn.Module):
+    """Patches of an image, layers, and the patches of the noise."""
+
+    def __init__(self, width: int = 1152, heads: int = 16, layers: int = 2) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(4, width, 2, stride=2)
+        self.time = nn.Sequential(nn.Linear(256, width), nn.SiLU(), nn.Linear(width, width))
+        self.layers = nn.ModuleList(TransformerBlock(width, heads) for _ in range(layers))
+        self.norm = nn.LayerNorm(width, elementwise_affine=False, eps=1e-6)
+        self.leave = nn.Linear(width, 2 * 2 * 8)
+
+    def forward(self, x: Tensor, steps: Tensor) -> Tensor:
+        rates = torch.exp(-9.21 * torch.arange(128, device=x.device) / 128)
+        angles = steps[:, None].float() * rates
+        time = self.time(torch.cat([angles.cos(), angles.sin()], dim=-1).to(x.dtype))
+        y = self.patches(x).flatten(2).transpose(1, 2)
+        for layer in self.layers:
+            y = layer(y, time)
+        return self.leave(self.norm(y))
+
+
+class ImageDecoder(nn.Module):
+    """The last two levels of a decoder from latents to an image."""
+
+    def __init__(self, width: int = 256) -> None:
+        super().__init__()
+        self.enter = nn.Conv2d(4, width, 3, padding=1)
+        self.first, self.last = PlainResidual(width, width), PlainResidual(width, width // 2)
+        self.up = nn.Conv2d(width, width, 3, padding=1)
+        self.norm = nn.GroupNorm(32, width // 2)
+        self.leave = nn.Conv2d(width // 2, 3, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(self.enter(x))
+        y = self.last(self.up(F.interpolate(y, scale_factor=2.0, mode="nearest")))
+        return self.leave(F.silu(self.norm(y)))
+
+
+class PlainResidual(nn.Module):
+    """Two normalised convolutions."""
+
+    def __init__(self, width: int, out: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.GroupNorm(32, width), nn.GroupNorm(32, out)
+        self.conv1 = nn.Conv2d(width, out, 3, padding=1)
+        self.conv2 = nn.Conv2d(out, out, 3, padding=1)
+        self.shortcut = nn.Conv2d(width, out, 1) if width != out else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv1(F.silu(self.norm1(x)))
+        return self.shortcut(x) + self.conv2(F.silu(self.norm2(y)))
+
+
+def _latents(model: Callable[[], nn.Module], *shape: int, steps: bool) -> Callable[[], Case]:
+    def build() -> Case:
+        with torch.device("meta"):
+            x = torch.empty(*shape, dtype=torch.bfloat16)
+            times = (torch.empty(shape[0]),) if steps else ()
+            return model().to(torch.bfloat16), (x, *times), {}
+
+    return build
+
+
+def _diffusers(
+    name: str, inputs: Mapping[str, tuple[int, ...]], steps: int, method: str = "", **settings: Any
+) -> Callable[[], Case]:
+    """A model of diffusers on bf16 inputs of these shapes, at `steps` time steps (0: it has none).
+
+    method: what is called, if not the model itself.
+    """
+
+    def build() -> Case:
+        import diffusers
+
+        with torch.device("meta"):
+            model = getattr(diffusers, name)(**settings).to(torch.bfloat16).eval()
+            kwargs = {key: torch.empty(*shape) for key, shape in inputs.items()}
+            for key in kwargs:
+                if not key.endswith("_ids"):
+                    kwargs[key] = kwargs[key].to(torch.bfloat16)
+            if steps:
+                kwargs["timestep"] = torch.empty(steps)
+        return (_Called(model, method) if method else model), (), kwargs
+
+    return build
+
+
+class _Called(nn.Module):
+    """A method of a model as a model."""
+
+    def __init__(self, model: nn.Module, method: str) -> None:
+        super().__init__()
+        self.model, self.method = model, method
+
+    def forward(self, **inputs: Tensor) -> Tensor:
+        return getattr(self.model, self.method)(**inputs).sample
 
 
 class Classifier(nn.Module):
@@ -184,6 +304,38 @@ MODELS: dict[str, Callable[[], Case]] = {
     "resnet-50": _example("resnet"),
     "lstm-tagger": _example("lstm_tagger"),
     "control-flow": _example("control_flow"),
-    "diffusion": _diffusion,
+    "swin": _images("Swin", depths=[1, 1, 2, 1]),
+    "segformer": _images("Segformer", depths=[1, 1, 1, 1]),
+    "mobilenet-v2": _images("MobileNetV2"),
+    "dinov2": _images("Dinov2", num_hidden_layers=2),
+    "diffusion": _latents(DiffusionBlock, 2, 4, 64, 64, steps=True),
+    "dit": _latents(DiffusionTransformer, 8, 4, 32, 32, steps=True),
+    "decoder": _latents(ImageDecoder, 1, 4, 64, 64, steps=False),
+    "sd-unet": _diffusers(
+        "UNet2DConditionModel",
+        {"sample": (2, 4, 64, 64), "encoder_hidden_states": (2, 77, 768)}, 2,
+        block_out_channels=(320, 640), layers_per_block=1, cross_attention_dim=768,
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"), attention_head_dim=8,
+    ),
+    "sd3": _diffusers(
+        "SD3Transformer2DModel",
+        {"hidden_states": (2, 16, 64, 64), "encoder_hidden_states": (2, 154, 4096),
+         "pooled_projections": (2, 2048)}, 2, num_layers=2, sample_size=64,
+    ),
+    "flux": _diffusers(
+        "FluxTransformer2DModel",
+        {"hidden_states": (1, 1024, 64), "encoder_hidden_states": (1, 512, 4096),
+         "pooled_projections": (1, 768), "img_ids": (1024, 3), "txt_ids": (512, 3)}, 1,
+        num_layers=1, num_single_layers=1,
+    ),
+    "vae": _diffusers(
+        "AutoencoderKL", {"z": (1, 4, 64, 64)}, 0, "decode", block_out_channels=(128, 256),
+        up_block_types=("UpDecoderBlock2D",) * 2, down_block_types=("DownEncoderBlock2D",) * 2,
+        layers_per_block=1, latent_channels=4,
+    ),
     "classifier": _classifier,
 }  # fmt: skip
+
+DIFFUSERS = frozenset(("sd-unet", "sd3", "flux", "vae"))
+"""Those that need diffusers."""

@@ -34,6 +34,8 @@ from rooftrace.tracer.graph import ROLES, Op, OpGraph, pattern_of
 if TYPE_CHECKING:
     import pandas
 
+    from rooftrace.costmodels.headroom import Headroom
+
 __all__ = [
     "MATRIX",
     "Bytes",
@@ -263,6 +265,12 @@ class Estimate:
     def items_per_s(self) -> float | None:
         """Items per second of t_est."""
         return _ratio(self.items, self.t_est)
+
+    def headroom(self) -> Headroom:
+        """What fusing saves: by group that was found, and what could be saved beyond them."""
+        from rooftrace.costmodels.headroom import headroom  # which prices by `estimate`
+
+        return headroom(self)
 
     # -- breakdowns -----------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import takewhile
@@ -40,6 +40,14 @@ NEAR = 64
 """Kernels further apart in launch order are not merged for a tensor that both read (as Inductor's
 scheduler leaves nodes alone that are that far apart)."""
 
+LONG_CHAIN = 14
+"""What is used several times and takes at least this many ops for an element is not computed again
+where a part of it is read or where it is broadcast, but written first
+(realize_opcount_threshold, of 30 of Inductor's own smaller ops)."""
+
+PLACED = frozenset(("aten.cat", "aten.stack", "aten.constant_pad_nd"))
+"""What makes an input of these computes it into its place in the result."""
+
 UNROLLED = 8
 """A reduction of fewer elements is written out as pointwise code (unroll_reductions_threshold)."""
 
@@ -51,6 +59,11 @@ them again.  What a longer reduction leaves (the norm of all gradients) is there
 SPLIT_ROW, FEW_ROWS = 8192, 264
 """Longer rows than this are split over SMs when there are fewer of them than two per SM (of 132, an
 H100's): a second kernel then takes what the first has left (Inductor's split reductions)."""
+
+
+DOWN = 32
+"""A sum over more rows than this, down the columns, is split over SMs too: its kernel takes
+nothing that others need (Inductor's outer reductions)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +93,9 @@ class _Open:
     size: elements of its iteration space.  reduced: elements after its reduction, None without
     one.  floor: the highest rank of a group that it needs.  epoch: how many groups stood before the
     last wait.  stored: whether a library kernel or the caller reads a result of it.  split: whether
-    it takes up what a split reduction left, and so finds its inputs in HBM.  reads, made: storages.
+    it takes up what a split reduction left, and so finds its inputs in HBM.  down: whether it
+    reduces columns (see DOWN).  long: whether a result
+    larger than SMALL is one of a LONG_CHAIN.  reads, made: storages.
     late: members whose results are there only when the kernel has ended.  repeats: in whose
     iterations it is launched.
     """
@@ -94,6 +109,8 @@ class _Open:
     stored: bool = False
     epoch: int = 0
     split: bool = False
+    down: bool = False
+    long: bool = False
     reads: set[int] = field(default_factory=set)
     made: set[int] = field(default_factory=set)
     late: set[int] = field(default_factory=set)
@@ -193,6 +210,7 @@ class _Grower:
         self.needs = _dependencies(graph, classes)
         self.needed_by = _reversed(self.needs)
         self.stored = _stored(graph, classes, self.needs)
+        self.long = _long(graph, classes, self.needs)
         self.recent: list[_Open] = []
         self.user: Op | None = None
         self.closed = 0
@@ -237,7 +255,10 @@ class _Grower:
             if not targets or -1 in targets or not group.members:
                 continue
             target = self.groups[min(targets)]
-            if self._may_merge(group, target):
+            alone = len(targets) == 1 and not group.stored
+            if target.down and not alone:
+                continue
+            if self._may_merge(group, target) or self._is_placed(group, target):
                 self._merge(group, target)
                 into[group.rank] = target.rank
 
@@ -258,7 +279,7 @@ class _Grower:
                     and (group.floor < other.rank or (group.floor == other.rank and not other.late))
                     and group.rank - other.rank <= NEAR
                     and group.epoch == other.epoch
-                    and not group.split
+                    and not (group.split or group.down or other.down)
                     and self._may_merge(group, other)
                 ):
                     self._merge(group, other)
@@ -274,12 +295,14 @@ class _Grower:
         target.late |= group.late
         target.stored |= group.stored
         target.split |= group.split
+        target.down |= group.down
         target.size = max(target.size, group.size)
         target.reduced = target.reduced if group.reduced is None else group.reduced
         for op in group.members:
             self.group_of[op] = target
         group.members = []
         target.floor = self._floor(target)
+        target.long |= group.long
 
     def _floor(self, group: _Open) -> int:
         """The highest rank among the other groups that this one needs."""
@@ -287,7 +310,45 @@ class _Grower:
         return max((g.rank for g in others if g is not None and g is not group), default=-1)
 
     def _may_merge(self, group: _Open, target: _Open) -> bool:
-        return _may_merge(group, target) and self._may_share(group.members, target)
+        return (
+            _may_merge(group, target)
+            and not self._reads_part(target.members, group)
+            and not self._reads_part(group.members, target)
+            and self._may_share(group.members, target)
+        )
+
+    def _is_placed(self, group: _Open, target: _Open) -> bool:
+        """Whether all that the group makes is put into a larger tensor there (cat, pad)."""
+        return (
+            group.fusable
+            and target.fusable
+            and group.reduced is None
+            and not group.stored
+            and group.size < target.size
+            and len(target.members) + len(group.members) <= MAX_GROUP
+            and all(
+                self.group_of.get(user) is group
+                or (self.group_of.get(user) is target and self.graph.ops[user].name in PLACED)
+                for op in group.members
+                for user in self.needed_by[op]
+            )
+            and self._may_share(group.members, target)
+        )
+
+    def _reads_part(self, members: Iterable[int], group: _Open) -> bool:
+        """Whether one of these ops reads a part of something long in the group."""
+        if group.reduced is not None:
+            return False
+        values, graph = self.graph.values, self.graph
+        parts = {
+            values[i].storage
+            for op in members
+            for i in graph.ops[op].inputs
+            if values[i].storage in group.made
+            and values[i].elements < values[values[i].storage].elements
+        }
+        long = self.long.intersection(group.members) if parts else ()
+        return any(not parts.isdisjoint(graph.ops[op].outputs) for op in long)
 
     def _may_share(self, members: Sequence[int], group: _Open) -> bool:
         """Whether that would not join iterations of a repeat in an uneven way."""
@@ -323,6 +384,13 @@ class _Grower:
             self._start(op, size, None, True)
             self.group_of[op.id].split = True
             return
+        if reduced is not None and _goes_down(self.graph, op):
+            self._start(op, size, reduced, True)
+            self.group_of[op.id].down = True
+            self.group_of[op.id].late.add(op.id)
+            for producer in reversed(producers):
+                self._take_from(producer, op, size)
+            return
         # Siblings: groups of this flush that read the same tensor (halves of a rotary embedding).
         siblings = [
             g
@@ -336,7 +404,7 @@ class _Grower:
             after = not group.late.isdisjoint(needs)
             if joined is None or (after and size != group.reduced):
                 continue
-            if not self._may_share([op.id], group):
+            if self._reads_part([op.id], group) or not self._may_share([op.id], group):
                 continue
             group.size, group.reduced = joined
             self._add(op, group, late=after or self._is_long(op, reduced))
@@ -422,6 +490,8 @@ class _Grower:
         if late:
             group.late.add(op.id)
         self.group_of[op.id] = group
+        if op.id in self.long:
+            group.long |= any(self.graph.values[i].elements > SMALL for i in op.outputs)
 
     def _storages(self, op: Op, values: Sequence[int]) -> set[int]:
         """Storages of an op's inputs or outputs.
@@ -458,6 +528,21 @@ def _writes_split_rows(graph: OpGraph, op: Op, size: int, reduced: int | None) -
     return max((graph.values[i].elements for i in op.outputs), default=0) == size
 
 
+def _goes_down(graph: OpGraph, op: Op) -> bool:
+    """Whether the op reduces many rows, each column by itself, to one."""
+    dimensions = op.arguments.get("dim")
+    if isinstance(dimensions, int):
+        dimensions = (dimensions,)
+    if not op.inputs or not isinstance(dimensions, tuple) or not dimensions:
+        return False
+    shape = graph.values[op.inputs[0]].shape
+    reduced = {d % len(shape) for d in dimensions} if shape else set()
+    if not shape or len(shape) - 1 in reduced or shape[-1] == 1:
+        return False
+    left = max((graph.values[i].elements for i in op.outputs), default=0)
+    return math.prod(shape[d] for d in reduced) > DOWN and left < math.prod(shape)
+
+
 def _may_merge(group: _Open, target: _Open) -> bool:
     """Whether a group can move into one that needs it, or that its consumer needs."""
     if (
@@ -480,7 +565,9 @@ def _is_inlined(group: _Open, size: int) -> bool:
     """Whether a kernel over `size` elements computes this broadcast group as it goes."""
     if group.reduced is not None or not group.size or size % group.size:
         return False
-    return group.size <= SMALL or (len(group.reads - group.made) <= FEW_READS and not group.stored)
+    if group.size <= SMALL:
+        return True
+    return len(group.reads - group.made) <= FEW_READS and not group.stored and not group.long
 
 
 def _is_cut(group: _Open, size: int) -> bool:
@@ -557,6 +644,26 @@ def _stored(
         if any(graph.values[i].storage in outputs for i in op.outputs):
             stored.add(op.id)
     return stored
+
+
+def _long(
+    graph: OpGraph, classes: Sequence[FusionClass | None], needs: Sequence[Sequence[int]]
+) -> set[int]:
+    """Ops whose result is used several times, and takes LONG_CHAIN pointwise ops or more."""
+    uses = Counter(
+        graph.values[i].storage for op in graph.ops if op.kind != "view" for i in op.inputs
+    )
+    lengths = [0] * len(graph.ops)
+    found: set[int] = set()
+    for op in graph.ops:
+        if classes[op.id] != "pointwise":
+            continue
+        length = 1 + sum(lengths[n] for n in needs[op.id])
+        if length >= LONG_CHAIN and any(uses[graph.values[i].storage] > 1 for i in op.outputs):
+            found.add(op.id)
+            length = 0  # it is written, and read from there
+        lengths[op.id] = min(length, LONG_CHAIN)
+    return found
 
 
 def _dependencies(graph: OpGraph, classes: Sequence[FusionClass | None]) -> list[list[int]]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 from typing import Any
@@ -152,6 +152,14 @@ def plan(graph: OpGraph, execution: str | ExecutionModel = "efficient") -> Plan:
         compulsory_bytes(rewritten, op_costs),
         (*notes, *given_formulas(rewritten), *cache_products(rewritten, op_costs)),
     )
+
+
+def regrouped(planned: Plan, groups: tuple[FusionGroup, ...]) -> Plan:
+    """The same step in other groups, which are in an order that every dependency allows."""
+    graph, model = planned.graph, planned.execution
+    costs = group_costs(graph, groups, planned.op_costs, model)
+    launches = _launches(graph, groups, model)
+    return replace(planned, groups=groups, costs=costs, launches=launches)
 
 
 def _launches(

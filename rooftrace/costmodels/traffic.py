@@ -14,7 +14,8 @@ from rooftrace.costmodels.cost import Access, Cost, Work
 from rooftrace.costmodels.execution import ExecutionModel
 from rooftrace.costmodels.fuse import FusionGroup
 from rooftrace.costmodels.runs import listed
-from rooftrace.tracer.graph import ROLES, Op, OpGraph
+from rooftrace.costmodels.slices import slices, union
+from rooftrace.tracer.graph import ROLES, Op, OpGraph, references
 
 
 def group_costs(
@@ -222,11 +223,15 @@ class _Floor:
     """The most that one op reads and writes of each storage, per copy, and what is overwritten.
 
     A storage that all iterations share is overwritten by one after the other: the first one of them
-    reads the most of it.
+    reads the most of it.  Of one that nothing is written to, disjoint slices add up.
     """
 
     def __init__(self, graph: OpGraph) -> None:
         self.graph, self.listed = graph, listed(graph)
+        self.slices, self.sizes = slices(graph), storage_sizes(graph)
+        kernels = (op for op in graph.ops if op.kind == "kernel")
+        self.written = {graph.values[i].storage for op in kernels for i in op.outputs}
+        self.parts: dict[int, dict[Any, dict[tuple[int, int], int]]] = defaultdict(dict)
         self.reads: dict[int, int] = defaultdict(int)
         self.writes: dict[int, int] = defaultdict(int)
         self.overwritten: dict[int, int] = defaultdict(int)
@@ -253,6 +258,18 @@ class _Floor:
         """An op reads `size` bytes of a storage, or of all its copies together."""
         fresh = self._each(op, storage, size) - self.overwritten[storage]
         self.reads[storage] = max(self.reads[storage], fresh)
+        if storage not in self.written and op.id not in self.listed:
+            self._read_slices(op, storage, size)
+
+    def _read_slices(self, op: Op, storage: int, size: int) -> None:
+        """Remember which slices of a storage an op reads, if it does so through one view of it."""
+        values = {i for i in op.inputs if self.graph.values[i].storage == storage}
+        found = self.slices.get(min(values)) if len(values) == 1 else None
+        if found is None or any(ref.then for ref in references(op.arguments) if ref.id in values):
+            return
+        parts = self.parts[storage].setdefault((found.base, found.dimension), {})
+        for place in found.ranges:
+            parts[place] = max(parts.get(place, 0), size)
 
     def write(self, op: Op, storage: int, size: int) -> None:
         """An op writes that much."""
@@ -268,6 +285,9 @@ class _Floor:
 
     def total(self) -> int:
         """All reads and writes, of all copies."""
+        for storage, bases in self.parts.items():
+            most = min(max(map(union, bases.values())), self.sizes[storage])
+            self.reads[storage] = max(self.reads[storage], most)
         return sum(
             self.graph.times(self.graph.values[storage]) * size
             for moved in (self.reads, self.writes)

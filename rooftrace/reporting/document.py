@@ -12,10 +12,13 @@ from rooftrace.costmodels.execution import SUMMARIES
 from rooftrace.costmodels.islands import islands
 
 if TYPE_CHECKING:
+    from rooftrace.costmodels.headroom import Headroom
     from rooftrace.reporting.report import Report
 
 SCHEMA = "rooftrace.report/1"
 MODEL_KEYS = ("name", "params", "params_trainable")
+SAVINGS = 10
+"""How many savings of each kind stand there, those of most time."""
 WORKLOAD_KEYS = ("batch", "seq", "kv", "dtype", "optimizer")
 
 
@@ -56,6 +59,7 @@ def document(report: Report) -> dict[str, Any]:
             phase: {execution: _phase(by_chip) for execution, by_chip in executions.items()}
             for phase, executions in report.estimates.items()
         },
+        "headroom": {phase: _headroom(found) for phase, found in report.headroom.items()},
         "memory": _memory(report),
         "notes": [
             {"phase": phase, "execution": execution, "text": note}
@@ -114,6 +118,24 @@ def _times(one: Estimate) -> dict[str, Any]:
         "mfu": one.mfu,
         "hfu": one.hfu,
         "items_per_s": one.items_per_s,
+    }
+
+
+def _headroom(found: Headroom) -> dict[str, Any]:
+    steps = (("before", found.before), ("after", found.after), ("beyond", found.beyond))
+    return {
+        "execution": found.after.execution.name,
+        **{
+            name: {
+                "bytes_hbm": one.bytes_hbm,
+                "kernels": one.kernels,
+                "t_serial": one.times.t_serial,
+                "t_est": one.t_est,
+            }
+            for name, one in steps
+        },
+        "fused": [_plain(asdict(saving)) for saving in found.fused[:SAVINGS]],
+        "left": [_plain(asdict(saving)) for saving in found.left[:SAVINGS]],
     }
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rooftrace.costmodels.estimate import Estimate, estimate, plan
 from rooftrace.costmodels.execution import ExecutionModel, execution_model
+from rooftrace.costmodels.headroom import Headroom
 from rooftrace.costmodels.largest import LargestBatch
 from rooftrace.costmodels.memory import Memory, memory
 from rooftrace.hardware.chip import Chip
@@ -92,6 +94,11 @@ class Report:
         """One estimate; by default of the main execution on the first chip."""
         by_chip = self.estimates[phase][execution or self.main]
         return by_chip[chip] if chip else next(iter(by_chip.values()))
+
+    @cached_property
+    def headroom(self) -> Mapping[str, Headroom]:
+        """What fusing saves by phase: main execution, first chip."""
+        return {phase: self.estimate(phase).headroom() for phase in self.phases}
 
     def of_first_chip(self) -> Iterator[tuple[str, str, Estimate]]:
         """(phase, execution, estimate) on the first chip, in order."""

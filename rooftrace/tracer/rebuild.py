@@ -64,7 +64,7 @@ def _add(op: Op, result: fx.Graph, nodes: dict[int, fx.Node]) -> None:
     target = _overload(op.target)
     args, kwargs = _call(target, op.arguments, nodes)
     node = result.call_function(_RUNS_AS.get(target, target), args, kwargs)
-    node.meta["module"] = op.module
+    node.meta.update(op=op.id, module=op.module)
     returned = len(target._schema.returns)
     if len(op.outputs) == 1 and returned == 1 and not _returns_list(target):
         nodes[op.outputs[0]] = node

@@ -137,6 +137,12 @@ class Builder:
         self.op("aten.sum.dim_IntList", arguments, [out], **fields)
         return out
 
+    def cat(self, *xs: int) -> int:
+        shapes = [self.values[x].shape for x in xs]
+        out = self.value((sum(shape[0] for shape in shapes), *shapes[0][1:]))
+        self.op("aten.cat", {"tensors": tuple(map(Ref, xs)), "dim": 0}, [out])
+        return out
+
     def sort(self, x: int) -> int:
         shape = self.values[x].shape
         outputs = [self.value(shape), self.value(shape, dtype="int64")]

@@ -11,6 +11,7 @@ ROWS, WIDTH = 6, 8
 CHOICES = (
     "mm", "relu", "exp", "add", "mul", "scale", "softmax", "layer_norm", "sum", "add_sum", "sort",
     "relu_", "add_", "half", "copy_into_half", "turned", "item", "foreach", "unknown",
+    "cat",
 )  # fmt: skip
 
 
@@ -91,6 +92,11 @@ class Program:
         self.builder.op("aten._foreach_add_.Scalar", arguments, outs)
         self.full.append(outs[0])
         self.sums.append(outs[1])
+
+    def _cat(self) -> None:
+        """Two put into one, of which a half goes on."""
+        both = self.builder.cat(self.pick(), self.pick())
+        self.full.append(self.builder.view(both, self.builder.places[both][:ROWS]))
 
     def _unknown(self) -> None:
         out = self.builder.value((ROWS, WIDTH))

@@ -11,6 +11,7 @@ from rooftrace.costmodels import fuse as fusing
 from rooftrace.costmodels.execution import execution_model
 from rooftrace.costmodels.fuse import (
     FEW_ROWS,
+    LONG_CHAIN,
     LONGEST_ROW,
     MAX_GROUP,
     SMALL,
@@ -290,3 +291,41 @@ def test_a_group_that_moves_keeps_what_else_it_waits_for():
     build.op("aten.add_.Tensor", {"self": Ref(kept), "other": Ref(rest)}, [changed])
     graph = build.graph()
     check(graph, fuse(graph, EFFICIENT))
+
+
+def test_what_a_concatenation_takes_is_computed_into_its_place():
+    b = Builder()
+    x, w = b.input(64, 512), b.weight(512, 512)
+    y = b.unary("exp", b.mm(x, w))
+    graph = b.graph(b.cat(y, b.mm(x, w)))
+    assert groups_of(graph) == [(0,), (2,), (1, 3)]
+    assert plan(graph).costs[2].bytes() == 2 * (2 * 64 * 512 + 2 * 64 * 512)  # both in, all out
+
+
+def test_what_something_else_needs_too_is_not_put_into_a_concatenation_only():
+    b = Builder()
+    x, w = b.input(64, 512), b.weight(512, 512)
+    y = b.unary("exp", x)
+    product = b.mm(y, w)
+    assert groups_of(b.graph(b.cat(y, x), product)) == [(0,), (1,), (2,)]
+
+
+@pytest.mark.parametrize("length, kernels", [(LONG_CHAIN - 2, 1), (LONG_CHAIN, 2)])
+def test_a_long_chain_is_not_computed_again_for_each_part_that_is_read(length, kernels):
+    b = Builder()
+    x = b.input(128, 512)
+    for _ in range(length):
+        x = b.unary("exp", x)
+    upper, lower = (b.view(x, b.places[x][rows]) for rows in (slice(0, 64), slice(64, 128)))
+    graph = b.graph(b.cat(lower, upper))
+    assert len(groups_of(graph)) == kernels
+
+
+def test_a_sum_down_the_columns_takes_nothing_that_others_need():
+    b = Builder()
+    x, w = b.input(256, 512), b.weight(512, 512)
+    y = b.unary("exp", x)
+    graph = b.graph(b.mm(y, w), b.sum(y, dim=0))
+    assert groups_of(graph) == [(0,), (1,), (2,)]
+    alone = b.sum(b.unary("relu", y), dim=0)
+    assert groups_of(b.graph(alone))[-1] == (3, 4)

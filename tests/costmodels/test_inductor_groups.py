@@ -3,7 +3,7 @@
 import importlib.util
 import json
 import sys
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import ModuleType
 
@@ -16,12 +16,21 @@ FLOORS = {
     "gpt2": (0.99, 0.99),
     "llama": (0.99, 0.99),
     "gemma2": (0.99, 0.99),
-    "mixtral": (0.98, 0.98),
-    "deepseek-v3": (0.92, 0.91),
+    "mixtral": (0.99, 0.99),
+    "deepseek-v3": (0.93, 0.92),
     "resnet-50": (0.99, 0.99),
-    "diffusion": (0.94, 0.94),
+    "vit-b": (0.95, 0.95),
+    "convnext": (0.99, 0.99),
+    "swin": (0.97, 0.97),
+    "mobilenet-v2": (0.99, 0.99),
+    "diffusion": (0.95, 0.95),
+    "dit": (0.94, 0.94),
+    "decoder": (0.99, 0.99),
+    "sd3": (0.93, 0.93),
     "classifier": (0.85, 0.80),
 }
+BYTES = (0.9, 1.1)
+"""Our bytes over Inductor's, without what `benchmarks/inductor` says is left out, and why."""
 
 
 def benchmark(name: str) -> ModuleType:
@@ -34,6 +43,13 @@ def benchmark(name: str) -> ModuleType:
     return module
 
 
+def installed(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
 def test_every_golden_is_compared():
     assert {file.stem for file in GOLDEN.glob("*.json")} == set(FLOORS)
 
@@ -43,8 +59,8 @@ def test_every_golden_is_compared():
 def test_our_groups_are_those_of_inductor(name):
     pytest.importorskip("transformers")
     golden = json.loads((GOLDEN / f"{name}.json").read_text())
-    if any(version(package) != wanted for package, wanted in golden["versions"].items()):
-        pytest.skip("the groups were written down with other versions of torch or transformers")
+    if any(installed(package) != wanted for package, wanted in golden["versions"].items()):
+        pytest.skip(f"the groups were written down with {golden['versions']}")
     agreement = benchmark("agreement")
     graph = agreement.compiled_graph(benchmark("models").MODELS[name]())
     kernels = [[line.split() for line in kernel] for kernel in golden["kernels"]]
@@ -53,7 +69,11 @@ def test_our_groups_are_those_of_inductor(name):
     assert {op: graph.ops[op].name for op in names} == names, (
         "the graph is another one: run benchmarks/inductor/compare.py --golden"
     )
-    ours, _ = agreement.our_groups(graph)
+    ours, sizes = agreement.our_groups(graph)
     score = agreement.agreement(ours, theirs)
     f1, rand = FLOORS[name]
     assert score.f1 >= f1 and score.rand >= rand, score
+    moved = golden["bytes"]
+    kept = moved["all"] - moved["around"] - moved["again"]
+    assert BYTES[0] <= sum(sizes[group] for group in {ours[op] for op in theirs}) / kept <= BYTES[1]
+    assert 2 * moved["largest"] < 50 << 20  # is still in the L2 of an H100 when it is read again

@@ -2,9 +2,11 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rooftrace.costmodels.cost import MATRIX, Access, Cost
 from rooftrace.costmodels.execution import PRESETS, ExecutionModel, WeightResidency
@@ -12,7 +14,7 @@ from rooftrace.costmodels.fuse import FusionGroup, fuse
 from rooftrace.costmodels.plan import plan
 from rooftrace.costmodels.price import price_ops
 from rooftrace.costmodels.traffic import bytes_by_role, compulsory_bytes, group_costs
-from rooftrace.tracer.graph import ROLES, OpGraph
+from rooftrace.tracer.graph import ROLES, OpGraph, Ref, Repeat
 from tests.costmodels.graph_support import Builder
 from tests.costmodels.random_graphs import programs
 
@@ -228,3 +230,55 @@ def test_the_floor_of_decode_holds_the_cache(traced):
     )  # fmt: skip
     for name in ("eager", "efficient"):
         assert plan(graph, name).compulsory >= cache + weights
+
+
+def read_of(*cuts: tuple[str, dict[str, int], tuple[int, int]]) -> tuple[OpGraph, Builder]:
+    """Each cut of one input read by an op of its own: (op, its arguments, rows from and to)."""
+    b = Builder()
+    x, outputs = b.input(16, 64), []
+    for name, arguments, (start, stop) in cuts:
+        part = b.value(b.places[x][start:stop], like=x)
+        b.op(name, {"self": Ref(x), **arguments}, [part], kind="view")
+        outputs.append(b.unary("exp", part))
+    return b.graph(*outputs), b
+
+
+def floor_of(graph: OpGraph) -> int:
+    return compulsory_bytes(graph, price_ops(graph)[0])
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.tuples(st.integers(0, 15), st.integers(0, 15)), min_size=1, max_size=6))
+def test_the_floor_is_at_most_the_union_of_the_slices_that_are_read(ends):
+    cuts = [
+        ("aten.slice.Tensor", {"dim": 0, "start": start, "end": stop}, (start, stop))
+        for start, stop in ((min(pair), max(pair) + 1) for pair in ends)
+    ]
+    graph, b = read_of(*cuts)
+    written = sum(graph.values[i].nbytes for i in graph.outputs)
+    touched = BF16 * len(set().union(*(b.reads(op.id) for op in graph.kernels())))
+    largest = max(stop - start for _, _, (start, stop) in cuts)
+    assert BF16 * 64 * largest <= floor_of(graph) - written <= touched
+
+
+def test_disjoint_slices_of_an_input_are_all_in_the_floor():
+    graph, _ = read_of(
+        ("aten.select.int", {"dim": 0, "index": 3}, (3, 4)),
+        ("aten.select.int", {"dim": 0, "index": -1}, (15, 16)),
+        ("aten.slice.Tensor", {"dim": 0, "start": 4, "end": 8}, (4, 8)),
+    )
+    assert floor_of(graph) == BF16 * 2 * 64 * (1 + 1 + 4)  # read and written
+
+
+def test_what_a_loop_takes_turn_by_turn_is_in_the_floor_once_each():
+    b = Builder()
+    x = b.input(100, 64)
+    inside = {"repeats": (0,)}
+    part = b.value(b.places[x][:1], like=x)
+    arguments = {"self": Ref(x), "dim": 0, "index": 0}
+    b.op("aten.select.int", arguments, [part], kind="view", steps={"index": 1}, **inside)
+    y = b.unary("exp", part, **inside)
+    for value in (part, y):
+        b.values[value] = replace(b.values[value], repeats=(0,))
+    graph = b.graph(y, repeats=(Repeat(0, 100),))
+    assert floor_of(graph) == floor_of(graph.expand()) == BF16 * 2 * 100 * 64

@@ -15,8 +15,10 @@ from rooftrace.costmodels.estimate import estimate
 from rooftrace.reporting import files
 from rooftrace.reporting.document import _times
 from rooftrace.reporting.files import ReportFolderError, check_folder
+from rooftrace.reporting.markdown import markdown
 from rooftrace.reporting.report import FORMATS, Report, build_report
 from rooftrace.tracer.graph import ROLES
+from tests.costmodels.graph_support import Builder
 from tests.reporting.report_support import ROPE, made_plan, made_report, sized_memory
 
 
@@ -99,6 +101,28 @@ def test_families_parts_modules_and_operators_sum_to_the_totals(document):
             assert seconds == pytest.approx(entry["t_serial"]), (name, view)
 
 
+def test_savings_of_fusion_stand_in_every_form(schema):
+    b = Builder()
+    x, w = b.input(64, 512), b.weight(512, 512)
+    y = b.unary("relu", b.unary("exp", b.mm(x, w, module="up")))
+    made = build_report({"forward": b.graph(y)})
+    found = made.to_dict()
+    jsonschema.validate(json.loads(json.dumps(found, allow_nan=False)), schema)
+    fusing = found["headroom"]["forward"]
+    size = 2 * 2 * 64 * 512  # written once and read once, 2 bytes each
+    assert [(s["bytes"], s["ops"]) for s in fusing["fused"]] == [(size, ["aten.exp", "aten.relu"])]
+    assert [(s["bytes"], s["kind"]) for s in fusing["left"]] == [(size, "epilogue")]
+    steps = [fusing[name]["bytes_hbm"] for name in ("before", "after", "beyond")]
+    assert steps[0] - steps[1] == steps[1] - steps[2] == size
+    assert fusing["after"]["t_est"] == found["phases"]["forward"]["efficient"]["t_est"]
+    page = markdown(made)
+    assert "### What fusing saves, efficient" in page and "| exp, relu " in page
+
+
+def test_a_report_of_nothing_to_fuse_says_nothing_about_it(report):
+    assert "What fusing saves" not in markdown(report)
+
+
 def test_times_are_ordered_and_those_of_the_first_chip_stand_outside(document):
     for name, entry in each_entry(document):
         for chip in entry["chips"].values():
@@ -152,6 +176,8 @@ def test_below_the_floor_is_said(schema):
     promised = made_report(phases=("decode",), floor=1.2)
     assert promised.to_dict()["phases"]["decode"]["efficient"]["below_floor"] is True
     assert "below the floor" in str(promised)
+    steps = markdown(promised).split("## What a step costs")[1].split("\n## ")[0]
+    assert "(below the floor)" in steps
 
 
 @pytest.mark.parametrize("name", ["graphs", "chips", "executions"])

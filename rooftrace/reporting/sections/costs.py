@@ -110,7 +110,7 @@ def _step_cells(one: Estimate) -> list[str]:
     times = one.times
     return [
         format_flops(one.flops),
-        format_traffic(one.bytes_hbm),
+        format_traffic(one.bytes_hbm) + (" (below the floor)" if one.below_floor else ""),
         words.bare(format_intensity(one.ai_hbm), "FLOP/byte"),
         f"{one.kernels:,}",
         format_time(times.t_comp),

@@ -15,6 +15,7 @@ from rooftrace.hardware.units import (
     format_traffic,
 )
 from rooftrace.reporting import words
+from rooftrace.reporting.sections.fusion import fusion_lines
 from rooftrace.reporting.sections.pipes import image, share, table
 from rooftrace.reporting.tally import Tally, tally
 from rooftrace.tracer.graph import ROLES, pattern_of
@@ -38,6 +39,7 @@ def phase_section(report: Report, phase: str, figures: Sequence[str]) -> list[st
     titles += [
         (f"Modules, {main.execution.name}", _modules(main)),
         (f"Kernels, {main.execution.name}", _kernels(main)),
+        (f"What fusing saves, {main.execution.name}", fusion_lines(report.headroom[phase])),
         ("Memory at the peak", _memory(report.memory.get(phase))),
     ]
     titles = [(title, body) for title, body in titles if body]
