@@ -314,6 +314,10 @@ def learn_facts(
             values.once(entry.value, (rows, columns), lambda mask: _mask_facts(mask, rows, columns))
         )
     else:
+        sparse = next((t for t in tensors if t.layout is not torch.strided), None)
+        if sparse is not None and sparse._nnz():  # meta tensors in CSR layout do not know
+            block = sparse._values() if sparse.layout is torch.sparse_coo else sparse.values()
+            facts["stored"] = block.numel()
         return frozenset()
     return entry.taint if entry is not None else frozenset()
 
