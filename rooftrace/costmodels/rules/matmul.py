@@ -63,10 +63,13 @@ def addmm(op: OpView) -> Cost:
 
 @builtin("aten.bmm")
 def bmm(op: OpView) -> Cost:
-    """C[B, M, N] = A[B, M, K] B[B, K, N]: 2 B M K N flop, M rows per weight tile."""
+    """C[B, M, N] = A[B, M, K] B[B, K, N]: 2 B M K N flop, M rows per weight tile.
+
+    With one column it is A that no other row shares: the experts' weights of one token.
+    """
     a, b = needed(op, "self"), needed(op, "mat2")
     (batch, m, k), n = a.shape, b.shape[2]
-    return product(batch, m, k, n, a, b) + streamed(op)
+    return product(batch, m, k, n, a, b, rows=1 if n == 1 else m) + streamed(op)
 
 
 @builtin("aten.baddbmm", "aten.baddbmm_")
