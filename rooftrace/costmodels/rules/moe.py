@@ -30,7 +30,7 @@ def grouped_mm(op: OpView) -> Cost:
     a, b = needed(op, "self"), needed(op, "mat2")
     offsets = op.tensor("offs")
     out = op.outputs[0]
-    scales = [t for name in ("scale_a", "scale_b") for t in (op.tensor(name), *op.tensors(name))]
+    scales = [t for name in ("scale_a", "scale_b") for t in op.tensors(name)]
     k = a.shape[-1] * (2 if a.dtype == "fp4_x2" else 1)
     n = b.shape[-1]
     weights = None
