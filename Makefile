@@ -72,7 +72,7 @@ zoo: $(INSTALLED) ## trace every model of the installed packages (ZOO=folder GRO
 	@$(BIN)/python zoo/run.py --workers $(JOBS) \
 		$(if $(ZOO),--zoo $(ZOO)) $(if $(GROUP),--group $(GROUP)) $(if $(N),--n $(N))
 
-flops: $(INSTALLED) ## our FLOPs beside torch's over the zoo (ZOO=, GROUP=, N=), or TORCHVISION=file.csv
+flops: $(INSTALLED) ## our FLOPs beside torch's over the zoo (ZOO=, GROUP=, N=), or TORCHVISION=installed
 	@$(BIN)/python $(if $(TORCHVISION),benchmarks/flops/torchvision_ops.py $(TORCHVISION), \
 		benchmarks/flops/zoo_flops.py --workers $(JOBS) --out out/flops.jsonl \
 		$(if $(ZOO),--zoo $(ZOO)) $(if $(GROUP),--group $(GROUP)) $(if $(N),--n $(N)))

@@ -1,11 +1,13 @@
 """Our multiply-adds and parameters beside those that torchvision publishes with its weights.
 
-    make flops TORCHVISION=FILE      a CSV with columns file, weights, entry, ops_gmacs, num_params
+    make flops TORCHVISION=installed     every weights entry of the installed torchvision
+    make flops TORCHVISION=FILE          a CSV with columns weights, entry, ops_gmacs, num_params
 
 torchvision counts products and convolutions of one sample of 512 x 512 (a video: 16 such frames)
 after the transforms of the weights entry, with aux_loss where the weights have it, attention dense,
 and rounds to 0.001 G (`get_ops` in its test/common_extended_utils.py).  No weights are needed:
-builders are called with the entry, which sets sizes and heads, and load nothing.
+builders are called with the entry, which sets sizes and heads, and load nothing.  Figures of
+quantized entries are those of the model before it was quantized, which is what is traced.
 """
 
 from __future__ import annotations
@@ -35,13 +37,20 @@ def builders() -> dict[str, Any]:
     return {get_model_weights(name).__name__: get_model_builder(name) for name in list_models()}
 
 
-def entry_of(builder: Any, weights: str, entry: str) -> Any:
-    """A member of a weights class."""
+def installed() -> list[dict[str, str]]:
+    """A row for every weights entry, as its own metadata has it."""
     from torchvision.models import get_model_weights
 
-    found = get_model_weights(builder)
-    assert found.__name__ == weights, (found, weights)
-    return found[entry]
+    return [
+        {
+            "weights": name,
+            "entry": entry.name,
+            "ops_gmacs": str(entry.meta["_ops"]),
+            "num_params": str(entry.meta["num_params"]),
+        }
+        for name, builder in builders().items()
+        for entry in get_model_weights(builder)
+    ]
 
 
 def module_of(builder: Any, entry: Any) -> nn.Module:
@@ -82,8 +91,11 @@ def found_in_noise(module: nn.Module) -> dict[str, float]:
 
 def measured(builder: Any, row: dict[str, str]) -> tuple[float, int]:
     """G multiply-adds and parameters of a row."""
-    entry = entry_of(builder, row["weights"], row["entry"])
-    kind = row["file"].partition("/")[0] if "/" in row["file"] else ""
+    from torchvision.models import get_model_weights
+
+    entry = get_model_weights(builder)[row["entry"]]
+    entry = entry.meta.get("unquantized", entry)
+    kind = builder.__module__.split(".")[2]  # torchvision.models.KIND.file, or the file
     module = module_of(builder, entry)
     args = tuple(a.to("meta") if isinstance(a, torch.Tensor) else a for a in sample(entry, kind))
     graph = rt.trace(module, *args, phase="forward", assume=found_in_noise(module))
@@ -116,12 +128,15 @@ def compared(rows: Sequence[dict[str, str]]) -> Iterator[str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("file", type=Path, help="the CSV of published figures")
+    parser.add_argument("file", help="the CSV of published figures, or: installed")
     parser.add_argument("--filter", default="", help="only weights whose name contains this")
     given = parser.parse_args(arguments)
-    with given.file.open(encoding="utf-8") as file:
-        rows = [row for row in csv.DictReader(file) if given.filter in row["weights"]]
-    for line in compared(rows):
+    if given.file == "installed":
+        rows = installed()
+    else:
+        with Path(given.file).open(encoding="utf-8") as file:
+            rows = list(csv.DictReader(file))
+    for line in compared([row for row in rows if given.filter in row["weights"]]):
         print(line, flush=True)
     return 0
 
