@@ -296,7 +296,7 @@ def learn_facts(
             facts.update(values.once(entry.value, ("rows",), _distinct))
     elif name == "aten.index" and len(args[1]) == 1 and isinstance(args[1][0], Tensor):
         entry = values.known(args[1][0])
-        if entry is not None:
+        if entry is not None and entry.value.numel() > 1:
             facts.update(values.once(entry.value, ("rows",), _distinct))
     elif name in _GROUPED_PRODUCTS:
         offsets = next((t for t in tensors if t.dtype == torch.int32 and t.dim() == 1), None)
@@ -305,6 +305,7 @@ def learn_facts(
             sizes = torch.diff(entry.value, prepend=entry.value.new_zeros(1))
             facts["groups_touched"] = int((sizes > 0).sum())
             facts["rows_largest"] = int(sizes.max()) if sizes.numel() else 0
+            facts["rows_routed"] = int(sizes.sum())
     elif name in _FLEX:
         pairs, mask = args[-2:]
         facts.update({"mask": mask} if pairs is None else {"mask": mask, "visible_pairs": pairs})

@@ -10,11 +10,9 @@ from rooftrace.costmodels.cost import NOTHING, Cost, OpView, TensorView
 from rooftrace.costmodels.registry import builtin
 from rooftrace.costmodels.rules.attention import SOFTMAX
 from rooftrace.costmodels.rules.common import needed, product_precision, streamed, vector
-from rooftrace.costmodels.rules.elementwise import flop_per_element
+from rooftrace.costmodels.rules.elementwise import GELU, flop_per_element
 from rooftrace.costmodels.rules.matmul import product
 from rooftrace.costmodels.rules.norm import standardise_flop
-
-GELU = "x * (1 + erf(x * C)) * 0.5"
 
 
 def _attention(op: OpView, query: TensorView, key: TensorView, masked: bool) -> Cost:
@@ -53,7 +51,7 @@ def transformer_encoder_layer(op: OpView) -> Cost:
     """
     x, up, down = needed(op, "src"), needed(op, "ffn_weight_1"), needed(op, "ffn_weight_2")
     rows, d, inner = x.elements // x.shape[-1], x.shape[-1], up.shape[0]
-    activation = flop_per_element(GELU) if op.attribute("use_gelu") else 1
+    activation = flop_per_element(GELU["none"]) if op.attribute("use_gelu") else 1
     norms = 2 * (standardise_flop(rows, d) + 2 * x.elements)
     return (_attention(op, x, x, op.tensor("mask") is not None)
             + Cost.of(matmul=2 * 2 * rows * d * inner,

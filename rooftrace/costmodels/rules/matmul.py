@@ -17,6 +17,7 @@ from rooftrace.costmodels.rules.common import (
     streamed,
     vector,
 )
+from rooftrace.costmodels.rules.elementwise import GELU, flop_per_element
 from rooftrace.costmodels.rules.sparse import sparse_product
 
 
@@ -55,10 +56,17 @@ def mm(op: OpView) -> Cost:
 
 @builtin("aten.addmm", "aten.addmm_", "aten._addmm_activation")
 def addmm(op: OpView) -> Cost:
-    """C[M, N] = beta D + alpha A[M, K] B[K, N]: 2 M K N flop, and M N adds on the vector engine."""
+    """C[M, N] = beta D + alpha A[M, K] B[K, N]: 2 M K N flop, and M N adds on the vector engine.
+
+    With an activation, relu or gelu, of every C.
+    """
     a, b = needed(op, "mat1"), needed(op, "mat2")
     (m, k), n = a.shape, b.shape[1]
-    return product(1, m, k, n, a, b) + epilogue(op, m * n) + streamed(op)
+    cost = product(1, m, k, n, a, b) + epilogue(op, m * n) + streamed(op)
+    if "_activation" not in op.target:
+        return cost
+    activation = flop_per_element(GELU["tanh"]) if op.attribute("use_gelu") else 1
+    return cost + vector(op, m * n * activation)
 
 
 @builtin("aten.bmm")
