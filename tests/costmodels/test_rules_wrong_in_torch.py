@@ -38,15 +38,46 @@ def test_the_weight_gradient_of_a_grouped_convolution(groups):
     assert torch_flops(backward) == groups * true
 
 
-def test_flash_kernels_have_their_heads_last():
+HEADS_LAST = {
+    "_flash_attention_forward": (None, None, 128, 128, 0.0, False, False),
+    "_efficient_attention_forward": (None, None, None, None, None, 0.0, 0),
+}
+
+
+@pytest.mark.parametrize("name", HEADS_LAST)
+def test_these_kernels_have_their_heads_last(name):
     """torch reads [B, S, H, E] as [B, H, S, E]: with S = 128 and H = 4 a factor of 32."""
-    query = meta(2, 128, 4, 64)
-    out = (meta(2, 128, 4, 64),)
-    op, args = aten._flash_attention_forward, (query, query, query, None, None, 128, 128)
+    query, op = meta(2, 128, 4, 64), getattr(aten, name)
+    args = (query, query, query, *HEADS_LAST[name])
     true = sum(2 * 2 * 64 for _batch_head in range(2 * 4) for _pair in range(128 * 128))
-    found = price(view_of(op.default, (*args, 0.0, False, False), {}, out))
+    found = price(view_of(op.default, args, {}, (meta(2, 128, 4, 64),)))
     assert found.flops(["matmul"]) == true
-    assert flop_registry[op](*args, 0.0, False, False) * 32 == true
+    assert flop_registry[op](*args) * 32 == true
+
+
+def test_the_gradient_of_such_a_kernel():
+    query, op = meta(2, 128, 4, 64), aten._flash_attention_backward
+    sums = meta(2, 4, 128)
+    args = (*[query] * 5, sums, None, None, 128, 128, 0.0, False, sums, sums)
+    pairs = 2 * 4 * 128 * 128
+    true = sum(2 * 64 for _product in range(4)) * pairs  # of dV, dP, dQ, dK; not of the scores
+    found = price(view_of(op.default, args, {}, [query] * 3))
+    assert found.flops(["matmul"]) == true
+    again = found.flops(["matmul"], ["recompute"])
+    assert again == 2 * 64 * pairs
+    assert flop_registry[op](*args) * 32 == true + again
+
+
+@pytest.mark.skipif(not hasattr(torch, "float4_e2m1fn_x2"), reason="torch has no fp4")
+def test_a_byte_may_hold_two_values():
+    """128 bytes of fp4 are 256 values; torch counts the bytes."""
+    a = meta(64, 128, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    b = meta(32, 128, dtype=torch.uint8).view(torch.float4_e2m1fn_x2).t()
+    args = (a, b, meta(64, 16), meta(32, 16))
+    op, out = aten._scaled_mm, meta(64, 32, dtype=torch.bfloat16)
+    true = 2 * sum(2 * 128 for _row in range(64) for _column in range(32))
+    assert price(view_of(op.default, args, {}, out)).flops(["matmul"]) == true
+    assert flop_registry[op](*args, out_val=out) * 2 == true
 
 
 def test_a_complex_product_is_four_real_ones():
