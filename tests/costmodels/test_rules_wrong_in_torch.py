@@ -118,3 +118,17 @@ def test_gradients_of_gradients_of_a_convolution(transposed):
         shapes = [torch.empty_like(t) for t in (y, x, w)]
         op = view_of(aten._convolution_double_backward.default, args, {}, shapes)
         assert price(op).flops(["convolution"]) == apart > 0
+
+
+def test_a_product_with_an_output_type_of_its_own():
+    """torch's formulas for addmm and bmm fail: the type is taken for the shape of the output."""
+    low = {"dtype": torch.bfloat16}
+    c, a, b = meta(7, 3), meta(7, 5, **low), meta(5, 3, **low)
+    calls = (
+        lambda: torch.addmm(c, a, b, out_dtype=torch.float32),
+        lambda: torch.bmm(a[None], b[None], out_dtype=torch.float32),
+    )
+    for call in calls:
+        with pytest.raises(TypeError, match="out_shape"):
+            torch_flops(call)
+        assert cost(call).flops(["matmul"]) == sum(2 * 5 for _output in range(7 * 3))
