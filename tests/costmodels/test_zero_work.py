@@ -54,7 +54,8 @@ SAMPLES = 24
 def operators():
     """torch's own database of operators with sample inputs.
 
-    Its module wants a package for expected texts, of which nothing here is used.
+    Its module wants a package for expected texts, of which nothing here is used, and forbids the
+    rest of the process to change torch's global flags.
     """
     stub = types.ModuleType("expecttest")
     stub.TestCase, stub.assert_expected_inline = unittest.TestCase, None
@@ -65,6 +66,7 @@ def operators():
     finally:
         if had is None:
             del sys.modules["expecttest"]
+        torch.backends.__allow_nonbracketed_mutation_flag = True
     return [op for op in op_db if torch.float32 in op.dtypes]
 
 
