@@ -10,7 +10,7 @@ import importlib
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -111,7 +111,7 @@ class Entry:
     """A module on meta, and what it may be called with: the first inputs that it accepts count."""
 
     module: nn.Module
-    inputs: list[Inputs]
+    inputs: Iterable[Inputs]
 
 
 def load(name: str, depth: int | None = None) -> Entry:
@@ -130,14 +130,18 @@ def _of_zoo(folder: Path, name: str) -> Entry:
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
     module, calls = importlib.import_module(Path(_ZOO).stem).build(name)
-    inputs = []
-    for args, kwargs in calls:
-        given = tuple(args), dict(kwargs() if callable(kwargs) else kwargs)
-        for tensor in tensors_in(given):
-            if "_value" in tensor.__dict__:
-                tensor.__dict__[REAL_VALUE] = tensor.__dict__["_value"].clone()
-        inputs.append(Inputs(*given))
-    return Entry(module, inputs)
+    # One by one: what makes the arguments of a later call may change the module.
+    return Entry(
+        module, (given(args, kwargs() if callable(kwargs) else kwargs) for args, kwargs in calls)
+    )
+
+
+def given(args: Any, kwargs: Any) -> Inputs:
+    """A call, with what its meta tensors say that they stand for."""
+    for tensor in tensors_in((args, kwargs)):
+        if "_value" in tensor.__dict__:
+            tensor.__dict__[REAL_VALUE] = tensor.__dict__["_value"].clone()
+    return Inputs(tuple(args), dict(kwargs))
 
 
 def _hf(name: str, depth: int | None) -> Entry:

@@ -62,8 +62,8 @@ def ours(graph: OpGraph) -> Counts:
 
     What a checkpoint runs again counts like the rest: FlopCounterMode cannot tell it apart.
     """
-    again = (replace(op, part="forward") if op.part == "recompute" else op for op in graph.ops)
-    planned = plan(graph.replace(ops=tuple(again)), "eager")
+    ops = (replace(op, part="forward") if op.part == "recompute" else op for op in graph.ops)
+    planned = plan(graph.replace(ops=tuple(ops)), "eager")
     differs: dict[str, list[int]] = defaultdict(lambda: [0, 0])
     uncounted: Counter[str] = Counter()
     zero: Counter[str] = Counter()

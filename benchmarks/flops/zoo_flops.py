@@ -69,14 +69,9 @@ def count_call(module: Any, args: Any, kwargs: Any) -> Result:
 
     Meta tensors among the arguments may carry what they stand for in `_value`.
     """
-    from rooftrace.tracer.request import Inputs
-    from rooftrace.tracer.trees import tensors_in
-    from rooftrace.tracer.values import REAL_VALUE
+    from models import given
 
-    for tensor in tensors_in((args, kwargs)):
-        if "_value" in tensor.__dict__:
-            tensor.__dict__[REAL_VALUE] = tensor.__dict__["_value"].clone()
-    result = count_inputs(module, Inputs(tuple(args), dict(kwargs)))
+    result = count_inputs(module, given(args, kwargs))
     if not result["phases"]:
         raise RuntimeError(result["error"])
     return result
