@@ -6,10 +6,11 @@ entry counts as "inputs", not as a failure of the tracer.
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from rooftrace.tracer.inputs import call_inputs
 from rooftrace.tracer.modalities import Sizes, required
 from rooftrace.tracer.request import Inputs, Request, RequestError
 from rooftrace.tracer.target import built, load_target
+from rooftrace.tracer.trees import tensors_in
+from rooftrace.tracer.values import REAL_VALUE
 
 BATCH, LENGTH = 1, 64
 _DEPTHS = re.compile(
@@ -74,6 +77,7 @@ def _diffusers_names() -> list[str]:
     return [name for name in dir(models) if _DIFFUSERS.search(name)]
 
 
+_ZOO = "zoo.py"
 _LISTS: dict[str, Callable[[], list[str]]] = {
     "hf": _hf_names,
     "timm": _timm_names,
@@ -84,7 +88,16 @@ GROUPS = tuple(_LISTS)
 
 
 def of_folder(folder: Path) -> Iterator[str]:
-    """`path/file.py:build...` for every such function of the Python files of a folder."""
+    """`path/file.py:build...` for every such function of the Python files of a folder.
+
+    A folder may be a zoo of its own instead: `zoo.py` with `build(name)`, which returns a module
+    and the calls to try, as (args, kwargs) where kwargs may be a function that makes them, and
+    `dev.txt` with the names.  Meta tensors among them may carry what they stand for in `_value`.
+    """
+    if (folder / _ZOO).exists() and (folder / "dev.txt").exists():
+        names = (folder / "dev.txt").read_text(encoding="utf-8").split()
+        yield from (f"{folder / _ZOO}:{name}" for name in names)
+        return
     for path in sorted(folder.rglob("*.py")):
         for name in re.findall(r"^def (build\w*)\(", path.read_text(encoding="utf-8"), re.M):
             yield f"{path}:{name}"
@@ -98,16 +111,37 @@ class Entry:
     """A module on meta, and what it may be called with: the first inputs that it accepts count."""
 
     module: nn.Module
-    inputs: list[Inputs]
+    inputs: Iterable[Inputs]
 
 
 def load(name: str, depth: int | None = None) -> Entry:
     """The module of an entry, and inputs for it.  Raises RequestError where nothing fits."""
     group, _, model = name.partition("/")
+    file, found, entry = name.partition(f"{_ZOO}:")
+    if found:
+        return _of_zoo(Path(file), entry)
     if group not in _LOADERS or ":" in name:
         loaded = load_target(name)
         return Entry(loaded.module, [loaded.inputs])
     return _LOADERS[group](model, depth)
+
+
+def _of_zoo(folder: Path, name: str) -> Entry:
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+    module, calls = importlib.import_module(Path(_ZOO).stem).build(name)
+    # One by one: what makes the arguments of a later call may change the module.
+    return Entry(
+        module, (given(args, kwargs() if callable(kwargs) else kwargs) for args, kwargs in calls)
+    )
+
+
+def given(args: Any, kwargs: Any) -> Inputs:
+    """A call, with what its meta tensors say that they stand for."""
+    for tensor in tensors_in((args, kwargs)):
+        if "_value" in tensor.__dict__:
+            tensor.__dict__[REAL_VALUE] = tensor.__dict__["_value"].clone()
+    return Inputs(tuple(args), dict(kwargs))
 
 
 def _hf(name: str, depth: int | None) -> Entry:

@@ -9,6 +9,7 @@ and training.  This is a tool to run by hand: it is no part of the package, nor 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import multiprocessing
 import random
@@ -42,7 +43,6 @@ def trace_one(name: str, depth: int | None = None) -> Result:
 
     from rooftrace.tracer.request import RequestError, TargetError
 
-    started = time.perf_counter()
     result: Result = {"name": name, "failure": "", "error": "", "phases": {}}
     try:
         entry = load(name, depth)
@@ -64,7 +64,7 @@ def trace_one(name: str, depth: int | None = None) -> Result:
             failures.append(failure)
         else:
             result |= failures[0]
-    return {**result, "seconds": round(time.perf_counter() - started, 2)}
+    return result
 
 
 def _phases(module: Any, inputs: Any, phases: dict[str, Any]) -> Result:
@@ -99,7 +99,7 @@ def _phase(module: Any, inputs: Any, phase: str, phases: dict[str, Any]) -> Resu
         return {"failure": "internal", "error": f"{phase}: {type(error).__name__}: {error}"}
     phases[phase] = {
         "ops": sum(map(graph.times, graph.ops)),
-        "seconds": round(time.perf_counter() - started, 2),
+        "seconds": _since(started),
         "assumptions": dict(Counter(a.kind for a in graph.assumptions)),
         "unsupported": {one.target: one.count for one in missing},
     }
@@ -109,21 +109,28 @@ def _phase(module: Any, inputs: Any, phase: str, phases: dict[str, Any]) -> Resu
 # -- many models -----------------------------------------------------------------------------------
 
 
-def _work(pipe: Connection, depth: int | None) -> None:
+def _work(pipe: Connection, depth: int | None, task: str) -> None:
     import torch
 
     torch.set_num_threads(1)
+    module, _, function = task.partition(":")
+    run = getattr(importlib.import_module(module), function)
     while (name := pipe.recv()) is not None:
-        pipe.send(trace_one(name, depth))
+        started = time.perf_counter()
+        pipe.send({**run(name, depth), "seconds": _since(started)})
+
+
+def _since(started: float) -> float:
+    return round(time.perf_counter() - started, 2)
 
 
 class _Worker:
     """A process that traces one model after the other, and can be killed while it does."""
 
-    def __init__(self, depth: int | None) -> None:
+    def __init__(self, depth: int | None, task: str) -> None:
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_work, args=(theirs, depth), daemon=True)
+        self.process = context.Process(target=_work, args=(theirs, depth, task), daemon=True)
         self.process.start()
         theirs.close()
         self.name, self.started = "", 0.0
@@ -136,9 +143,8 @@ class _Worker:
         """End the process; what it was doing has failed."""
         self.process.kill()
         self.process.join()
-        seconds = round(time.perf_counter() - self.started, 2)
         failed = {"name": self.name, "failure": failure, "error": error, "phases": {}}
-        return {**failed, "seconds": seconds}
+        return {**failed, "seconds": _since(self.started)}
 
 
 def trace_all(
@@ -148,10 +154,14 @@ def trace_all(
     workers: int = 1,
     limit: float = 90.0,  # seconds per model
     depth: int | None = None,
+    task: str = "run:trace_one",
 ) -> list[Result]:
-    """Every entry's result, in the order in which they end; `tell` hears of each."""
+    """Every entry's result, in the order in which they end; `tell` hears of each.
+
+    task: "module:function" of what a worker does with a name and a depth.
+    """
     left = list(reversed(names))
-    busy = [_Worker(depth) for _ in range(min(workers, len(left)))]
+    busy = [_Worker(depth, task) for _ in range(min(workers, len(left)))]
     for worker in busy:
         worker.give(left.pop())
     results: list[Result] = []
@@ -175,7 +185,7 @@ def trace_all(
                 del busy[index]
                 continue
             if not worker.process.is_alive():
-                busy[index] = worker = _Worker(depth)
+                busy[index] = worker = _Worker(depth, task)
             worker.give(left.pop())
     return results
 
@@ -227,7 +237,11 @@ def _counted(items: Iterable[tuple[str, int]]) -> str:
 # -- command line ----------------------------------------------------------------------------------
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(
+    arguments: Sequence[str] | None = None,
+    task: str = "run:trace_one",
+    summarise: Callable[[Sequence[Result]], str] = summary,
+) -> int:
     from models import GROUPS, names, of_folder
 
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -266,9 +280,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
 
         results = trace_all(
-            entries, tell, workers=given.workers, limit=given.limit, depth=given.depth
+            entries,
+            tell,
+            workers=given.workers,
+            limit=given.limit,
+            depth=given.depth,
+            task=task,
         )
-    print(summary(results))
+    print(summarise(results))
     print(f"\n{given.out}")
     return 0
 

@@ -198,8 +198,10 @@ class OpView:
         return self.inputs[value.index] if isinstance(value, Slot) else None
 
     def tensors(self, name: str) -> tuple[TensorView, ...]:
-        """A tensor-list argument by schema name (absent members left out)."""
+        """A tensor-list argument by schema name (absent members left out), or the one tensor."""
         value = self.attribute(name, ())
+        if value is None or isinstance(value, Slot):
+            value = (value,)
         return tuple(self.inputs[item.index] for item in value if isinstance(item, Slot))
 
     @property

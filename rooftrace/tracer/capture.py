@@ -55,7 +55,10 @@ _HIDDEN_VIEWS = frozenset(
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 _NOT_OURS = ("Using .torch.compile.module.. when there are", "Sparse (invariant|CSR)")
 """Warnings about the user's code that torch would give with a line of ours."""
-_SPARSE = "a sparse tensor is recorded, and priced, as a dense one of its shape"
+_SPARSE = (
+    "a sparse tensor is recorded as a dense one of its shape; products count what it stores, or "
+    "everything where that is not known"
+)
 _NO_TAINT: frozenset[int] = frozenset()
 _SERIAL = itertools.count()
 

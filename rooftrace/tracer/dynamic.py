@@ -280,6 +280,8 @@ def route(
 # -- counts that a cost rule needs and only known values give ------------------------------------
 
 _FLEX = frozenset({"rooftrace.flex_attention", "rooftrace.flex_attention_backward"})
+_GATHERS = {"aten.embedding": 1, "aten.index_select": 2}
+"""Where the indices of gathers by row stand."""
 _MASK_POSITION = {"rooftrace.attention": 3, "rooftrace.attention_backward": 4}
 """Where attention has its mask; query and key stand three and two places before it."""
 
@@ -288,10 +290,14 @@ def learn_facts(
     values: Values, name: str, args: Any, tensors: list[Tensor], facts: dict[str, Any]
 ) -> frozenset[int]:
     """Add rows_touched, groups_touched, mask ... to `facts`; returns what they rest on."""
-    if name == "aten.embedding":
-        entry = values.known(args[1])
+    if name in _GATHERS:
+        entry = values.known(args[_GATHERS[name]])
         if entry is not None:
-            facts["rows_touched"] = int(torch.unique(entry.value).numel())
+            facts.update(values.once(entry.value, ("rows",), _distinct))
+    elif name == "aten.index" and len(args[1]) == 1 and isinstance(args[1][0], Tensor):
+        entry = values.known(args[1][0])
+        if entry is not None and entry.value.numel() > 1:
+            facts.update(values.once(entry.value, ("rows",), _distinct))
     elif name in _GROUPED_PRODUCTS:
         offsets = next((t for t in tensors if t.dtype == torch.int32 and t.dim() == 1), None)
         entry = values.known(offsets) if offsets is not None else None
@@ -299,6 +305,7 @@ def learn_facts(
             sizes = torch.diff(entry.value, prepend=entry.value.new_zeros(1))
             facts["groups_touched"] = int((sizes > 0).sum())
             facts["rows_largest"] = int(sizes.max()) if sizes.numel() else 0
+            facts["rows_routed"] = int(sizes.sum())
     elif name in _FLEX:
         pairs, mask = args[-2:]
         facts.update({"mask": mask} if pairs is None else {"mask": mask, "visible_pairs": pairs})
@@ -314,8 +321,16 @@ def learn_facts(
             values.once(entry.value, (rows, columns), lambda mask: _mask_facts(mask, rows, columns))
         )
     else:
+        sparse = next((t for t in tensors if t.layout is not torch.strided), None)
+        if sparse is not None and sparse._nnz():  # meta tensors in CSR layout do not know
+            block = sparse._values() if sparse.layout is torch.sparse_coo else sparse.values()
+            facts["stored"] = block.numel()
         return frozenset()
     return entry.taint if entry is not None else frozenset()
+
+
+def _distinct(index: Tensor) -> dict[str, Any]:
+    return {"rows_touched": int(torch.unique(index).numel())}
 
 
 def _mask_facts(mask: Tensor, rows: int, columns: int) -> dict[str, Any]:

@@ -319,7 +319,7 @@ class _TorchFlops:
         key = (target, repr(given), made)
         if key not in self._known:
             outputs = [torch.empty(shape, device="meta") for shape in made]
-            result: Any = outputs[0] if len(outputs) == 1 else tuple(outputs)
+            result: Any = _in_place(target, args, outputs)
             try:
                 arguments = _with(args, tensor_of, _stub)
                 named = {k: _with(v, tensor_of, _stub) for k, v in kwargs.items()}
@@ -343,6 +343,16 @@ def _given(target: Any, flops: int | None) -> dict[str, Any]:
         return {}
     owner = inspect.unwrap(formula).__module__
     return {} if owner.partition(".")[0] == "torch" else {"flops_given": flops}
+
+
+def _in_place(target: Any, args: Sequence[Any], outputs: list[TorchTensor]) -> Any:
+    """What an op returned: one tensor, or several with None where its output_mask wants none."""
+    names = [argument.name for argument in target._schema.arguments]
+    place = names.index("output_mask") if "output_mask" in names else len(args)
+    if place < len(args) and sum(args[place]) == len(outputs):
+        left = iter(outputs)
+        return tuple(next(left) if wanted else None for wanted in args[place])
+    return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
 
 def _with(

@@ -61,15 +61,19 @@ def view_of(
     inputs: list[TensorView] = []
 
     def view(t: torch.Tensor) -> TensorView:
-        storage = storages.setdefault(t.untyped_storage()._cdata, len(storages))
+        if t.layout is torch.strided:
+            owner, stride = t.untyped_storage()._cdata, t.stride()
+        else:  # as the tracer records it: like a dense one
+            owner, stride = id(t), torch.empty(t.shape, device="meta").stride()
+        storage = storages.setdefault(owner, len(storages))
         unique = 1
-        for n, step in zip(t.shape, t.stride(), strict=True):
+        for n, step in zip(t.shape, stride, strict=True):
             unique *= n if step or n == 0 else 1
         dtype = precision(str(t.dtype))
         return TensorView(
             tuple(t.shape),
             dtype.name,
-            tuple(t.stride()),
+            tuple(stride),
             storage,
             t.numel(),
             unique,

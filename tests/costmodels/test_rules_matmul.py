@@ -7,6 +7,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
+import rooftrace as rt
 from tests.costmodels.rules_support import cost, meta, view
 
 SIZE = st.integers(1, 12)
@@ -195,6 +196,31 @@ def test_a_grouped_product_is_a_loop_of_products(groups, per, k, n):
     loop = cost(lambda: [meta(per, k, dtype=bf16) @ meta(k, n, dtype=bf16) for _ in range(groups)])
     assert whole.work == loop.work
     assert whole.bytes() == loop.bytes() + 4 * groups  # the offsets
+
+
+def test_rows_behind_the_last_group_do_not_count():
+    """Rows 6 to 9 belong to no group: a loop over the groups never meets them."""
+    x, w = meta(10, 16, dtype=torch.bfloat16), meta(3, 16, 32, dtype=torch.bfloat16)
+    sizes = [4, 0, 2]
+    done = sum(2 * 16 * 32 for size in sizes for _row in range(size))
+
+    class Experts(torch.nn.Module):
+        def forward(self, x, w, offsets):
+            return torch._grouped_mm(x, w, offsets)
+
+    graph = rt.trace(Experts(), x, w, torch.tensor([4, 4, 6], dtype=torch.int32))
+    assert rt.plan(graph, "eager").total.flops() == done
+
+
+def test_an_activation_behind_a_product_is_vector_work():
+    """relu is a comparison; gelu what the op of that name costs."""
+    bias, x, w = meta(3), meta(7, 5), meta(5, 3)
+    plain = cost(lambda: torch.addmm(bias, x, w)).flops(["vector"])
+    fused = lambda gelu: cost(  # noqa: E731
+        lambda: torch._addmm_activation(bias, x, w, use_gelu=gelu), "_addmm_activation"
+    ).flops(["vector"])
+    alone = cost(lambda: F.gelu(meta(7, 3), approximate="tanh")).flops(["vector"])
+    assert (fused(False) - plain, fused(True) - plain) == (7 * 3, alone)
 
 
 def test_groups_without_rows_are_not_read():

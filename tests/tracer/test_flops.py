@@ -1,5 +1,6 @@
 """Our matrix and convolution FLOPs against what torch counts while the model runs."""
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -91,3 +92,30 @@ def test_experts_cost_the_same_however_they_are_called(
     looped = ours(model(name, "eager"), phase)
     assert ours(model(name, "grouped_mm"), phase) == looped
     assert ours(model(name, "batched_mm"), phase) == looped
+
+
+def test_a_gradient_of_a_gradient_costs_what_torch_counts() -> None:
+    """A penalty on the gradient of a convolution: its backward is differentiated again."""
+
+    def step(module: nn.Module, images: torch.Tensor) -> None:
+        images = images.detach().requires_grad_()
+        scores = module(images)
+        (slope,) = torch.autograd.grad(scores.sum(), images, create_graph=True)
+        (slope.pow(2).sum() + scores.pow(2).mean()).backward()
+
+    def critic() -> nn.Module:
+        return nn.Sequential(nn.Conv2d(4, 8, 3), nn.SiLU(), nn.Flatten(), nn.Linear(8 * 49, 1))
+
+    class Whole(contextlib.nullcontext[None]):
+        parents = frozenset({"Global"})  # its own tree of modules cannot follow autograd.grad
+
+    images = torch.ones(2, 4, 9, 9)
+    graph = rt.trace(step, critic(), images)
+    counter = FlopCounterMode(display=False)
+    counter.mod_tracker = Whole()
+    with counter:
+        step(critic(), images)
+    assert rt.plan(graph, "eager").total.flops(("matmul", "convolution")) == (
+        counter.get_total_flops()
+    )
+    assert counter.get_total_flops() > 0

@@ -14,6 +14,7 @@ from rooftrace.costmodels.rules import (
     copying,
     creation,
     elementwise,
+    encoder,
     fourier,
     indexing,
     linalg,
@@ -30,6 +31,7 @@ from rooftrace.costmodels.rules import (
     shape,
     softmax,
     sort,
+    sparse,
     upsample,
     vision,
 )
@@ -42,6 +44,7 @@ __all__ = [
     "copying",
     "creation",
     "elementwise",
+    "encoder",
     "fourier",
     "indexing",
     "linalg",
@@ -58,6 +61,7 @@ __all__ = [
     "shape",
     "softmax",
     "sort",
+    "sparse",
     "upsample",
     "vision",
 ]

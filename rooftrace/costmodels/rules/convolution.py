@@ -107,3 +107,23 @@ def convolution_backward(op: OpView) -> Cost:
         cost += vector(op, grad.elements - grad.shape[1])
     read = [grad, weight if wants_x else None, x if wants_weight else None]
     return cost + read_all(op, read) + write_all(op, op.outputs)
+
+
+@builtin("aten._convolution_double_backward")
+def convolution_double_backward(op: OpView) -> Cost:
+    """Gradients of the three results of `convolution_backward`, each a forward's products.
+
+    dy: w with the gradient of dx, and x with that of dw.  dx: dy with that of dw.  dw: dy with
+    that of dx.
+    """
+    grad, x, weight = needed(op, "gO"), needed(op, "self"), needed(op, "weight")
+    dx, dw = op.tensor("ggI") is not None, op.tensor("ggW") is not None
+    transposed = bool(op.attribute("transposed", False))
+    positions = math.prod((x if transposed else grad).shape[2:])
+    wants_grad, wants_x, wants_weight = op.attribute("output_mask", (True, True, True))
+    times = wants_grad * (dx + dw) + (wants_x and dw) + (wants_weight and dx)
+    flop = times * convolution_flop(x.shape[0], positions, weight)
+    adds = (wants_grad and dx and dw) + (wants_grad and op.tensor("ggb") is not None)
+    return (Cost.of(convolution=flop, precision=product_precision(grad, x, weight),
+                    rows=x.shape[0] * positions)
+            + vector(op, adds * grad.elements) + streamed(op))

@@ -22,12 +22,13 @@ from rooftrace.costmodels.rules.common import (
          "aten.transpose_copy", "aten.t_copy", "aten.squeeze_copy", "aten.unsqueeze_copy",
          "aten.as_strided_copy", "aten.diagonal_copy", "aten.split_copy",
          "aten.split_with_sizes_copy", "aten.unbind_copy", "aten.unfold_copy",
-         "aten._reshape_copy", "aten._pin_memory", "aten.pin_memory", "prims.convert_element_type",
+         "aten._reshape_copy", "aten.narrow_copy", "aten.lu_unpack", "aten.frexp",
+         "aten._pin_memory", "aten.pin_memory", "prims.convert_element_type",
          "prims.device_put", "prims.clone", fusion="pointwise")
 def copied(op: OpView) -> Cost:
     """Distinct elements read once (an expanded input as it is stored), the copy written.
 
-    A cast is a copy: conversion between floating types costs no flop.
+    A cast is a copy: conversion between floating types costs no flop, nor does taking one apart.
     """
     return streamed(op)
 

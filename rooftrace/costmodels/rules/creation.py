@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from rooftrace.costmodels.cost import NOTHING, Cost, OpView
 from rooftrace.costmodels.registry import builtin
-from rooftrace.costmodels.rules.common import reading, write_all, written
+from rooftrace.costmodels.rules.common import reading, vector, write_all, written
+from rooftrace.costmodels.rules.elementwise import flop_per_element
 
 
 @builtin("aten.empty", "aten.empty_like", "aten.empty_permuted", "aten.empty_strided",
@@ -17,17 +18,35 @@ def empty(op: OpView) -> Cost:
 
 @builtin("aten.zeros", "aten.zeros_like", "aten.new_zeros", "aten._efficientzerotensor",
          "aten.ones", "aten.ones_like", "aten.new_ones", "aten.full", "aten.full_like",
-         "aten.new_full", "aten.arange", "aten.range", "aten.linspace", "aten.logspace",
-         "aten.eye", "aten.scalar_tensor", "aten.tril_indices", "aten.triu_indices",
-         "aten.hann_window", "aten.hamming_window", "aten.blackman_window", "aten.bartlett_window",
-         "aten.kaiser_window", "aten.zero", "aten.zero_", "aten._foreach_zero",
+         "aten.new_full", "aten.eye", "aten.scalar_tensor", "aten.tril_indices",
+         "aten.triu_indices", "aten.zero", "aten.zero_", "aten._foreach_zero",
          "aten._foreach_zero_", fusion="pointwise")
 def filled(op: OpView) -> Cost:
-    """Every element written; what was there (or the tensor it is like) is not read.
-
-    The arithmetic of arange and of windows is on indices, and not counted.
-    """
+    """Every element written; what was there (or the tensor it is like) is not read."""
     return write_all(op, written(op))
+
+
+SERIES: dict[str, str] = {  # i: the index of the element
+    "arange": "START + STEP * i", "range": "START + STEP * i", "linspace": "START + STEP * i",
+    "logspace": "pow(BASE, START + STEP * i)",
+    "bartlett_window": "1 - abs(i * C - 1)", "hann_window": "A - B * cos(i * C)",
+    "hamming_window": "A - B * cos(i * C)",
+    "blackman_window": "A - B * cos(x := i * C) + D * cos(2 * x)",
+    "kaiser_window": "i0(BETA * sqrt(1 - (x := i * C - 1) * x)) / D",
+}
+
+
+def _series(name: str, formula: str) -> None:
+    @builtin(f"aten.{name}", fusion="pointwise")
+    def price(op: OpView) -> Cost:
+        flop = flop_per_element(formula) * op.outputs[0].elements
+        return vector(op, flop) + write_all(op, op.outputs)
+
+    price.__doc__ = f"{formula} for every element i; of integers bytes only."
+
+
+for _name, _formula in SERIES.items():
+    _series(_name, _formula)
 
 
 @builtin("aten.fill", "aten.fill_", "aten.fill_diagonal_", fusion="pointwise")

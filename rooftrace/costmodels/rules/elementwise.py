@@ -197,13 +197,13 @@ LOGICAL: tuple[str, ...] = (
     "bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not", "bitwise_left_shift",
     "bitwise_right_shift", "logical_and", "logical_or", "logical_xor", "logical_not",
     "__and__", "__or__", "__xor__", "__lshift__", "__rshift__", "__iand__", "__ior__", "__ixor__",
-    "__ilshift__", "__irshift__", "isreal", "gcd", "lcm", "isin",
+    "__ilshift__", "__irshift__", "isreal", "gcd", "lcm",
 )
 """Bytes only: what they do is not floating arithmetic, whatever they are given."""
 
 
 NO_IN_PLACE: frozenset[str] = frozenset((
-    "angle", "cross", "fmax", "fmin", "glu", "hardshrink", "isfinite", "isin", "isinf", "isnan",
+    "angle", "cross", "fmax", "fmin", "glu", "hardshrink", "isfinite", "isinf", "isnan",
     "isneginf", "isposinf", "isreal", "linalg_cross", "log_sigmoid", "log_sigmoid_forward",
     "logaddexp", "logaddexp2", "maximum", "minimum", "prelu", "_prelu_kernel", "signbit",
     "softplus", "softshrink",
@@ -302,6 +302,23 @@ def glu_backward(op: OpView) -> Cost:
     """Gradients of x and y in x sigmoid(y): both halves of the output from one incoming value."""
     formula = "((s := 1 / (1 + exp(-y))) * g, (1 - s) * s * g * x)"
     return pointwise(op, formula, needed(op, "grad_output").elements)
+
+
+POLYNOMIALS: tuple[str, ...] = (
+    "chebyshev_polynomial_t", "chebyshev_polynomial_u", "chebyshev_polynomial_v",
+    "chebyshev_polynomial_w", "hermite_polynomial_h", "hermite_polynomial_he",
+    "laguerre_polynomial_l", "legendre_polynomial_p", "shifted_chebyshev_polynomial_t",
+    "shifted_chebyshev_polynomial_u", "shifted_chebyshev_polynomial_v",
+    "shifted_chebyshev_polynomial_w",
+)
+
+
+@builtin(*(f"aten.special_{name}" for name in POLYNOMIALS), fusion="pointwise")
+def polynomial(op: OpView) -> Cost:
+    """Each degree from the two before it: p = a x q - b r, 4 flop (of an unknown degree, once)."""
+    degree = op.attribute("n", 1)
+    steps = max(int(degree), 1) if isinstance(degree, (int, float)) else 1
+    return vector(op, 4 * steps * op.outputs[0].elements) + streamed(op)
 
 
 @builtin("aten.polar", fusion="pointwise")

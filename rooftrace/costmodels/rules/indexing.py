@@ -169,14 +169,15 @@ def _scattered(op: OpView, elements: int, touched: int, accumulate: bool,
     return cost
 
 
-@builtin("aten.index_put", "aten.index_put_", "aten._index_put_impl_", "aten._unsafe_index_put")
+@builtin("aten.index_put", "aten.index_put_", "aten._index_put_impl_", "aten._unsafe_index_put",
+         "aten._unsafe_masked_index_put_accumulate")
 def index_put(op: OpView) -> Cost:
     """x[indices] = values, or += with `accumulate`."""
     x, values = needed(op, "self"), needed(op, "values")
     rows, width = _indexed(op, x)
     positions = _positions(op, rows)
     touched = _touched(op, positions, rows)
-    accumulate = bool(op.attribute("accumulate", False))
+    accumulate = "accumulate" in op.target or bool(op.attribute("accumulate", False))
     elements = max(positions * width, values.elements)
     return _scattered(op, elements, touched * width, accumulate)
 

@@ -74,6 +74,23 @@ def solve(op: OpView) -> Cost:
     return vector(op, batch * round(2 * n**3 / 3) + 2 * n * n * _right_sides(op, n)) + streamed(op)
 
 
+@builtin("aten.ormqr")
+def reflected(op: OpView) -> Cost:
+    """k Householder reflections of C[m, n]: 4 m n flop each, less the zeros (section 5.1)."""
+    k, c = needed(op, "input2").shape[-1], needed(op, "input3")
+    m = c.shape[-2] if op.attribute("left", True) else c.shape[-1]
+    return vector(op, 2 * (c.elements // max(m, 1)) * k * (2 * m - k)) + streamed(op)
+
+
+@builtin("aten.linalg_pinv", "aten.pinverse")
+def pseudo_inverse(op: OpView) -> Cost:
+    """The SVD (see `_linalg_svd`), V scaled by 1 / S, and V U^T."""
+    batch, m, n, _ = _matrix(op)
+    m, n = max(m, n), min(m, n)
+    factor = 4 * m**2 * n + 8 * m * n**2 + 9 * n**3
+    return vector(op, batch * (factor + n + n * n + 2 * m * n * n)) + streamed(op)
+
+
 @builtin("aten.linalg_lstsq")
 def least_squares(op: OpView) -> Cost:
     """Householder QR: 2 n^2 (m - n / 3), and 4 m n per right-hand side (section 5.3)."""

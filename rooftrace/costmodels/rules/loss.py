@@ -7,7 +7,14 @@ from __future__ import annotations
 
 from rooftrace.costmodels.cost import Cost, OpView
 from rooftrace.costmodels.registry import builtin
-from rooftrace.costmodels.rules.common import needed, reading, share, streamed, vector
+from rooftrace.costmodels.rules.common import (
+    needed,
+    product_precision,
+    reading,
+    share,
+    streamed,
+    vector,
+)
 from rooftrace.costmodels.rules.elementwise import flop_per_element
 
 FORWARD: dict[str, str] = {
@@ -133,3 +140,21 @@ def cross_entropy(op: OpView) -> Cost:
     classes = x.shape[1] if x.dim > 1 else x.elements
     rows = x.elements // classes if classes else 0
     return vector(op, rows * (5 * classes - 1) + 2 * rows) + streamed(op)
+
+
+@builtin("torch_nn._linear_cross_entropy_batch_chunked",
+         "torch_nn._linear_cross_entropy_batch_chunked_no_reduction")
+def linear_cross_entropy(op: OpView) -> Cost:
+    """Logits[N, C] = x[N, K] W[C, K]^T and their loss, chunk by chunk, never written whole.
+
+    2 N K C flop, and as much for the gradient of x and for that of W, which are made at once.
+    Vector: log-softmax as in `softmax` (5 per logit), and 3 for its gradient.
+    """
+    x, weight = needed(op, "input"), needed(op, "linear_weight")
+    n, (c, k) = x.elements // x.shape[-1], weight.shape
+    wanted = [bool(op.attribute(f"compute_{name}_grad", False))
+              for name in ("input", "linear_weight")]
+    flop = 2 * n * k * c * (1 + sum(wanted))
+    rows = min(int(op.attribute("batch_chunk_size", 0)) or n, n)
+    return (Cost.of(matmul=flop, precision=product_precision(x, weight), rows=rows)
+            + vector(op, n * c * (5 + 3 * any(wanted))) + streamed(op))

@@ -17,6 +17,8 @@ from rooftrace.costmodels.rules.common import (
     streamed,
     vector,
 )
+from rooftrace.costmodels.rules.elementwise import GELU, flop_per_element
+from rooftrace.costmodels.rules.sparse import sparse_product
 
 
 def product(batch: int, m: int, k: int, n: int, a: TensorView, b: TensorView,
@@ -33,33 +35,49 @@ def product(batch: int, m: int, k: int, n: int, a: TensorView, b: TensorView,
 
 
 def epilogue(op: OpView, elements: int) -> Cost:
-    """beta * self + alpha * C: one add per element, and a product for each factor that is not 1."""
-    factors = sum(op.attribute(name, 1) != 1 for name in ("alpha", "beta"))
-    return vector(op, elements * (1 + factors))
+    """beta * self + alpha * C: one add per element, and a product for each factor that is not 1.
+
+    With beta = 0 there is nothing to add, as in BLAS.
+    """
+    alpha, beta = op.attribute("alpha", 1), op.attribute("beta", 1)
+    each = (alpha != 1) + (0 if beta == 0 else 1 + (beta != 1))
+    return vector(op, elements * each) if each else NOTHING
 
 
 @builtin("aten.mm")
 def mm(op: OpView) -> Cost:
-    """C[M, N] = A[M, K] B[K, N]: 2 M K N flop."""
+    """C[M, N] = A[M, K] B[K, N]: 2 M K N flop; of a sparse A only what it stores."""
     a, b = needed(op, "self"), needed(op, "mat2")
     (m, k), n = a.shape, b.shape[1]
+    if op.fact("stored") is not None:
+        return sparse_product(op, "self", n)
     return product(1, m, k, n, a, b) + streamed(op)
 
 
 @builtin("aten.addmm", "aten.addmm_", "aten._addmm_activation")
 def addmm(op: OpView) -> Cost:
-    """C[M, N] = beta D + alpha A[M, K] B[K, N]: 2 M K N flop, and M N adds on the vector engine."""
+    """C[M, N] = beta D + alpha A[M, K] B[K, N]: 2 M K N flop, and M N adds on the vector engine.
+
+    With an activation, relu or gelu, of every C.
+    """
     a, b = needed(op, "mat1"), needed(op, "mat2")
     (m, k), n = a.shape, b.shape[1]
-    return product(1, m, k, n, a, b) + epilogue(op, m * n) + streamed(op)
+    cost = product(1, m, k, n, a, b) + epilogue(op, m * n) + streamed(op)
+    if "_activation" not in op.target:
+        return cost
+    activation = flop_per_element(GELU["tanh"]) if op.attribute("use_gelu") else 1
+    return cost + vector(op, m * n * activation)
 
 
 @builtin("aten.bmm")
 def bmm(op: OpView) -> Cost:
-    """C[B, M, N] = A[B, M, K] B[B, K, N]: 2 B M K N flop, M rows per weight tile."""
+    """C[B, M, N] = A[B, M, K] B[B, K, N]: 2 B M K N flop, M rows per weight tile.
+
+    With one column it is A that no other row shares: the experts' weights of one token.
+    """
     a, b = needed(op, "self"), needed(op, "mat2")
     (batch, m, k), n = a.shape, b.shape[2]
-    return product(batch, m, k, n, a, b) + streamed(op)
+    return product(batch, m, k, n, a, b, rows=1 if n == 1 else m) + streamed(op)
 
 
 @builtin("aten.baddbmm", "aten.baddbmm_")
@@ -128,6 +146,8 @@ def linear_backward(op: OpView) -> Cost:
 def mv(op: OpView) -> Cost:
     """y[M] = A[M, K] x[K]: K products and K-1 adds per row, counted as 2 M K like every product."""
     m, k = needed(op, "self").shape
+    if op.fact("stored") is not None:
+        return sparse_product(op, "self", 1)
     return vector(op, 2 * m * k) + streamed(op)
 
 

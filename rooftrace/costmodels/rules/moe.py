@@ -25,27 +25,29 @@ def grouped_mm(op: OpView) -> Cost:
     3d x 2d: C[M, T] = A[G, M, K] B[K, T]        the same, transposed
     2d x 2d: C[G, M, N] = A[M, T] B[T, N]        the gradient of the weights
     3d x 3d: C[G, M, N] = A[G, M, K] B[G, K, N]  a batched product
-    Each is 2 T K N flop (M for the side that is not grouped), whatever the sizes of the groups.
+    Each is 2 T K N flop (M for the side that is not grouped), whatever the sizes of the groups; T
+    are the rows before the last offset (`rows_routed`), which may leave some of A out.
     """
     a, b = needed(op, "self"), needed(op, "mat2")
     offsets = op.tensor("offs")
     out = op.outputs[0]
-    scales = [t for name in ("scale_a", "scale_b") for t in (op.tensor(name), *op.tensors(name))]
+    scales = [t for name in ("scale_a", "scale_b") for t in op.tensors(name)]
     k = a.shape[-1] * (2 if a.dtype == "fp4_x2" else 1)
     n = b.shape[-1]
     weights = None
     if a.dim == 2 and b.dim == 3:
-        t, groups, weights = a.shape[0], b.shape[0], b
+        t, groups, weights = _routed(op, a.shape[0]), b.shape[0], b
         flop, touched = 2 * t * k * n, _touched(op, groups, t)
         rows, columns, inner = t // max(touched, 1), n, k
     elif a.dim == 3 and b.dim == 2:
-        t, groups, weights = n, a.shape[0], a
+        t, groups, weights = _routed(op, n), a.shape[0], a
         flop, touched = 2 * a.shape[1] * k * t, _touched(op, groups, t)
         rows, columns, inner = t // max(touched, 1), a.shape[1], k
     elif a.dim == 2:
         groups = offsets.shape[0] if offsets is not None else out.shape[0]
-        flop, touched, rows = 2 * a.shape[0] * k * n, groups, a.shape[0]
-        columns, inner = n, k // max(groups, 1)
+        t = _routed(op, k)
+        flop, touched, rows = 2 * a.shape[0] * t * n, groups, a.shape[0]
+        columns, inner = n, t // max(groups, 1)
     else:
         groups = a.shape[0]
         flop, touched, rows = 2 * groups * a.shape[1] * k * n, groups, a.shape[1]
@@ -62,3 +64,7 @@ def grouped_mm(op: OpView) -> Cost:
 
 def _touched(op: OpView, groups: int, rows: int) -> int:
     return min(int(op.fact("groups_touched", min(groups, rows))), groups)
+
+
+def _routed(op: OpView, rows: int) -> int:
+    return min(int(op.fact("rows_routed", rows)), rows)

@@ -107,6 +107,12 @@ def sum_to_size(op: OpView) -> Cost:
     return vector(op, op.inputs[0].elements - op.outputs[0].elements) + streamed(op)
 
 
+@builtin("aten.segment_reduce", "aten._segment_reduce_backward")
+def segment_reduce(op: OpView) -> Cost:
+    """An add (or comparison, or product) per value of the segments."""
+    return vector(op, max(op.inputs[0].elements, op.outputs[0].elements)) + streamed(op)
+
+
 @builtin("aten.median", "aten.nanmedian", "aten.kthvalue", "aten.mode", "aten.nanquantile",
          "aten.quantile")
 def selection(op: OpView) -> Cost:

@@ -1,10 +1,13 @@
-"""Sorting, selecting, searching and counting: work on bits and indices, so bytes only."""
+"""Sorting, selecting, searching and counting.
+
+Sorting and selecting work on the bits of keys (radix), so they are bytes only; searching compares.
+"""
 
 from __future__ import annotations
 
-from rooftrace.costmodels.cost import Cost, OpView
+from rooftrace.costmodels.cost import NOTHING, Cost, OpView
 from rooftrace.costmodels.registry import builtin
-from rooftrace.costmodels.rules.common import axes, extent, needed, reading, streamed
+from rooftrace.costmodels.rules.common import axes, extent, needed, reading, streamed, vector
 
 IN_SHARED_MEMORY = 4096
 """Rows up to this length are sorted on chip, in one pass (aten/src/ATen/native/cuda/Sort.cu)."""
@@ -36,14 +39,39 @@ def topk(op: OpView) -> Cost:
     return streamed(op)
 
 
-@builtin("aten._unique", "aten._unique2", "aten.unique_dim", "aten.unique_consecutive",
-         "aten.searchsorted", "aten.bucketize")
-def searched(op: OpView) -> Cost:
+@builtin("aten._unique", "aten._unique2", "aten.unique_dim", "aten.unique_consecutive")
+def unique(op: OpView) -> Cost:
     """Inputs read once, outputs written once: a lower bound where the kernel sorts first."""
     return streamed(op)
 
 
-@builtin("aten.histc", "aten.bincount", "aten.histogram")
+@builtin("aten.searchsorted", "aten.bucketize")
+def searched(op: OpView) -> Cost:
+    """Binary search of each value among n boundaries: up to log2(n) + 1 comparisons."""
+    boundaries = needed(op, "sorted_sequence", "boundaries")
+    n = boundaries.shape[-1] if boundaries.dim else 1
+    return vector(op, n.bit_length() * op.outputs[0].elements) + streamed(op)
+
+
+@builtin("aten.isin")
+def isin(op: OpView) -> Cost:
+    """Is each of N elements among M?  Sorted, then searched: up to log2(M) + 1 comparisons."""
+    among = op.tensor("test_elements")
+    m = among.elements if among is not None else 1
+    return vector(op, m.bit_length() * op.outputs[0].elements) + streamed(op)
+
+
+@builtin("aten.bincount")
+def bincount(op: OpView) -> Cost:
+    """Values (and weights, an add each) read, counts written: how experts count their tokens."""
+    weights = op.tensor("weights")
+    adds = weights.elements if weights is not None else 0
+    return vector(op, adds) + reading(op, "self", "weights")
+
+
+@builtin("aten.histc", "aten.histogram")
 def histogram(op: OpView) -> Cost:
-    """Values (and weights) read, counts written: how experts count their tokens."""
-    return reading(op, "self", "weights", "weight")
+    """The bin of a value, (x - min) bins / (max - min), is 3 flop; a weight is added to it."""
+    x, weight = needed(op, "self"), op.tensor("weight")
+    flop = 3 * x.elements + (weight.elements if weight is not None else 0)
+    return (vector(op, flop) if x.floating else NOTHING) + reading(op, "self", "weight", "bins")

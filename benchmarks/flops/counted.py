@@ -1,0 +1,186 @@
+"""One step of a module counted twice: by our rules, and by torch's FlopCounterMode as it runs.
+
+The second run has no repeats, no rolled loops and no op kept whole: attention and recurrent
+networks are taken apart into the products that FlopCounterMode has a formula for (flex_attention
+has one).  Both run under the same policy for unknown values, so both take the same branches.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch._higher_order_ops.flex_attention import flex_attention, flex_attention_backward
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
+
+from rooftrace.costmodels.cost import MATRIX
+from rooftrace.costmodels.plan import plan
+from rooftrace.tracer import capture, workload
+from rooftrace.tracer.graph import Op, OpGraph
+from rooftrace.tracer.request import Inputs, Options
+
+Counts = dict[str, Any]
+"""What `compared` says of one phase; all FLOPs are of matrix products and convolutions.
+
+ops, ours: kernels, and their FLOP.  torch: what FlopCounterMode counted in a run of its own, or
+None with `error`.  differs: ops by target whose formula in torch's registry says something else,
+as [ours, torch's].  uncounted: FLOP of ops without such a formula.  unwanted: what one of the two
+counts and the other, rightly, does not: see `unwanted_flops`, and the recomputation inside of flash
+kernels.  rest: what is left of the difference of the totals after these three; 0 is the claim.
+zero: ops on floats priced at no work.  missing: bytes of ops without a rule; bytes: of all.
+"""
+WHOLE = ("rooftrace.attention", "rooftrace.rnn", "rooftrace.flex_attention")
+"""Ops of ours that FlopCounterMode sees taken apart."""
+
+
+def compared(module: Any, inputs: Inputs, phase: str) -> Counts:
+    """Trace one phase and price it; run it again under FlopCounterMode; say where they differ."""
+    options = Options(optimizer="none")
+    graph = workload.trace_phases(module, inputs, (phase,), options)[phase]
+    found = ours(graph)
+    try:
+        found["torch"] = counted_by_torch(module, inputs, phase)
+    except Exception as error:  # whatever its hooks and decompositions run into
+        first = str(error).strip().partition("\n")[0]
+        return {**found, "torch": None, "rest": None, "error": f"{type(error).__name__}: {first}"}
+    explained = (
+        sum(mine - theirs for mine, theirs in found["differs"].values())
+        + sum(found["uncounted"].values())
+        + found["unwanted"]
+    )
+    return {**found, "rest": found["ours"] - explained - found["torch"]}
+
+
+def ours(graph: OpGraph) -> Counts:
+    """The part of `Counts` that needs no second run.
+
+    What a checkpoint runs again counts like the rest: FlopCounterMode cannot tell it apart.
+    """
+    ops = (replace(op, part="forward") if op.part == "recompute" else op for op in graph.ops)
+    planned = plan(graph.replace(ops=tuple(ops)), "eager")
+    differs: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+    uncounted: Counter[str] = Counter()
+    zero: Counter[str] = Counter()
+    missing = {one.target: one.bytes for one in planned.coverage.unsupported}
+    unwanted = 0
+    for op, cost in zip(planned.graph.ops, planned.op_costs, strict=True):
+        times, name = planned.graph.times(op), op.target.rpartition(".")[0]
+        flops, again = cost.flops(MATRIX), cost.flops(MATRIX, ("recompute",))
+        if op.flops_torch is not None or name == "rooftrace.flex_attention_backward":
+            # torch's formulas count what a flash kernel computes a second time; we keep it apart.
+            unwanted -= times * again
+            flops += again
+        if op.flops_torch is not None and flops != op.flops_torch:
+            differs[name][0] += times * flops
+            differs[name][1] += times * op.flops_torch
+        if op.flops_torch is None and flops and not name.startswith(WHOLE):
+            uncounted[name] += times * flops
+        if name == "rooftrace.rnn_backward":
+            unwanted += times * unwanted_flops(planned.graph, op)
+        if op.kind == "kernel" and not cost.work and op.target not in missing:
+            zero[name] += times if on_floats(planned.graph, op) else 0
+    coverage = planned.coverage
+    return {
+        "ops": coverage.ops,
+        "ours": planned.total.flops(MATRIX),
+        "differs": dict(differs),
+        "uncounted": dict(uncounted),
+        "unwanted": unwanted,
+        "zero": {name: count for name, count in zero.items() if count},
+        "missing": missing,
+        "bytes": coverage.bytes,
+        "bytes_with_rule": coverage.bytes_with_rule,
+    }
+
+
+def unwanted_flops(graph: OpGraph, op: Op) -> int:
+    """What a kernel for a whole network makes, and autograd leaves out, step by step.
+
+    By layer and direction the gradient of the first hidden state, 2 B (G H) H, which never needs
+    one here; and that of the input, 2 T B (G H) I, where nothing takes it.
+    """
+    values = graph.values
+    params = [values[ref.id] for ref in op.arguments["params"]]
+    state, given = values[op.arguments["hx"][0].id], values[op.arguments["input"].id]
+    directions = 2 if op.arguments.get("bidirectional") else 1
+    layers = int(op.arguments["num_layers"]) * directions
+    group = len(params) // layers
+    batch = math.prod(state.shape[1:-1])
+    flops = sum(2 * batch * params[layer * group + 1].elements for layer in range(layers))
+    used = {i for other in graph.ops for i in other.inputs} | set(graph.outputs)
+    if op.outputs[0] not in used:
+        rows = given.elements // given.shape[-1]
+        flops += sum(2 * rows * params[way * group].elements for way in range(directions))
+    return flops
+
+
+def on_floats(graph: OpGraph, op: Op) -> bool:
+    """Whether the op touches a floating or complex tensor at all."""
+    kinds = (graph.values[i].dtype for i in (*op.inputs, *op.outputs))
+    return any(kind.startswith(("fp", "bf", "complex")) for kind in kinds)
+
+
+def counted_by_torch(module: Any, inputs: Inputs, phase: str) -> int:
+    """FLOP that FlopCounterMode counts in one step of `module` on meta tensors."""
+    counter = FlopCounterMode(display=False, custom_mapping=flex_flops())
+    counter.mod_tracker = _OneTotal()
+    with run_under(counter):
+        workload.trace_phases(module, inputs, (phase,), Options(optimizer="none", repeats=False))
+    return counter.get_total_flops()
+
+
+def flex_flops() -> dict[Any, Any]:
+    """torch's own formulas for flex_attention, for the op that stands for it on meta tensors."""
+
+    def forward(query: Any, key: Any, value: Any, *args: Any, out_val: Any = None) -> int:
+        return int(flop_registry[flex_attention](query, key, value, out_val=out_val))
+
+    def backward(
+        grad: Any, query: Any, key: Any, value: Any, out: Any, *args: Any, **_: Any
+    ) -> int:
+        return int(flop_registry[flex_attention_backward](query, key, value, out, None, grad))
+
+    forward._get_raw = backward._get_raw = True
+    ops: Any = torch.ops.rooftrace
+    return {ops.flex_attention: forward, ops.flex_attention_backward: backward}
+
+
+class _OneTotal(contextlib.nullcontext[None]):
+    """Instead of FlopCounterMode's module tree, whose hooks fail on some outputs."""
+
+    parents = frozenset({"Global"})
+
+
+@contextlib.contextmanager
+def run_under(counter: FlopCounterMode) -> Iterator[None]:
+    """Steps inside run op by op under `counter`, as PyTorch takes them apart; nothing is lowered.
+
+    Our recorder stays below: it knows the values that data-dependent code asks for.
+    """
+
+    class Counted(capture.Recorder):
+        def __init__(self, values: Any = None, record: bool = True, **options: Any) -> None:
+            super().__init__(values, record, roll_loops=False, repeat_calls=False)
+
+        def __enter__(self) -> Any:
+            super().__enter__()
+            counter.__enter__()
+            return self
+
+        def __exit__(self, *exception: Any) -> Any:
+            counter.__exit__(*exception)  # its mode is on top of ours: it goes first
+            return super().__exit__(*exception)
+
+    with (
+        mock.patch.object(workload, "Recorder", Counted),
+        mock.patch.object(workload, "graph_of", lambda *_: None),
+        mock.patch.object(capture, "kept_whole", contextlib.nullcontext),
+        mock.patch.object(capture, "whole_entry", lambda func: None),
+    ):
+        yield
