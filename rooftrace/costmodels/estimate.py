@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 from rooftrace.costmodels.cost import COMPUTED, MATRIX, Cost
 from rooftrace.costmodels.execution import ExecutionModel
 from rooftrace.costmodels.fuse import FusionGroup
+from rooftrace.costmodels.kernels import copies_layouts, kernel_seconds, kernel_table
+from rooftrace.costmodels.knobs import Knobs
 from rooftrace.costmodels.memory import Memory
 from rooftrace.costmodels.memory import memory as liveness_of
 from rooftrace.costmodels.plan import Bytes, Coverage, Plan, Unsupported, plan
@@ -398,7 +400,7 @@ def estimate(
         [repeat.count for repeat in planned.graph.repeats],
     )
     timings = [
-        Timing(n * t.t_comp, n * t.t_hbm, n * t.t_net, n * t.gap, start)
+        Timing(n * t.t_comp, n * t.t_hbm, n * t.t_net, n * t.gap, start, n * t.more)
         for n, t, start in zip((g.times for g in planned.groups), unplaced, starts, strict=True)
     ]
     rows = tuple(
@@ -421,6 +423,8 @@ def _timings(planned: Plan, chip: Chip, headline: float) -> list[Timing]:
             "add a [[link]] to its TOML file"
         )
     link = max((link.bandwidth.value for link in chip.links), default=math.inf)
+    if planned.execution.knobs:
+        return _calibrated(planned, planned.execution.knobs, chip, link)
     memo: dict[tuple[Any, ...], float] = {}
     timings = []
     for cost in planned.costs:
@@ -432,8 +436,26 @@ def _timings(planned: Plan, chip: Chip, headline: float) -> list[Timing]:
     return timings
 
 
+def _calibrated(planned: Plan, knobs: Knobs, chip: Chip, link: float) -> list[Timing]:
+    """The same by fitted knobs: equal kernels at once, and engines that overlap as was measured."""
+    rows, place = kernel_table(planned, chip)
+    seconds = kernel_seconds(rows, knobs, copies_layouts(planned.execution))
+    gap = chip.kernel_gap.value if knobs.launch is None else knobs.launch
+    compute, memory, device = (
+        part.tolist() for part in (seconds.compute, seconds.memory, seconds.device)
+    )
+    timings = []
+    for row, cost in zip(place, planned.costs, strict=True):
+        t_net = cost.bytes("link") / link
+        more = max(0.0, device[row] - max(compute[row], memory[row]))
+        timings.append(Timing(compute[row], memory[row], t_net, gap, more=more))
+    return timings
+
+
 def _dispatch(execution: ExecutionModel, chip: Chip) -> float:
     """Host seconds for one thing that is enqueued: an op, a kernel or a whole graph."""
+    if execution.knobs and execution.knobs.dispatch is not None and execution.dispatch == "eager":
+        return execution.knobs.dispatch
     return {
         "eager": chip.dispatch_eager,
         "compiled": chip.dispatch_compiled,

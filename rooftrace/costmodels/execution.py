@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
+from rooftrace.costmodels.knobs import Knobs
+
 ATTENTION = ("flash", "materialised")
 FUSION = ("none", "detected", "factor")
 DISPATCH = ("eager", "compiled", "graph")
@@ -60,7 +62,8 @@ class ExecutionModel:
     attention: flash (one kernel) or materialised (scores and probabilities go through HBM).
     fusion: none, detected (groups found in the graph) or factor (activation bytes x
     `activation_fusion`, temporary bytes x `elementwise`).  dispatch: eager (the host enqueues every
-    op), compiled (every group) or graph (one launch for all).  kv_append: a cache append as-run (a
+    op), compiled (every group) or graph (one launch for all).  knobs: what a calibration found, in
+    place of `utilization`.  kv_append: a cache append as-run (a
     `cat` reads L rows and writes L+1) or in-place (writes the new rows only).  tf32: fp32 matrix
     products on the matrix engine.
     """
@@ -75,6 +78,7 @@ class ExecutionModel:
     elementwise: float = 1.0
     utilization: Utilization = field(default_factory=Utilization)
     tf32: bool = False
+    knobs: Knobs | None = None
 
     def __post_init__(self) -> None:
         for name, allowed in (
@@ -112,7 +116,8 @@ class ExecutionModel:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dict for the report; `from_dict` reads it back."""
-        return asdict(self)
+        knobs = self.knobs.to_dict() if self.knobs else None
+        return {**asdict(replace(self, knobs=None)), "knobs": knobs}
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> ExecutionModel:
@@ -121,6 +126,8 @@ class ExecutionModel:
         for name, kind in (("weight_residency", WeightResidency), ("utilization", Utilization)):
             if isinstance(values.get(name), Mapping):
                 values[name] = kind(**_known(kind, values[name], f"{name}."))
+        if isinstance(values.get("knobs"), Mapping):
+            values["knobs"] = Knobs.from_dict(values["knobs"])
         return ExecutionModel(**values)
 
 

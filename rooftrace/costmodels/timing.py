@@ -27,7 +27,7 @@ REGIMES = ("compute", "hbm", "network", "launch")
 class Timing:
     """Seconds of a kernel group, over all kernels that it stands for: three terms, and the gaps.
 
-    start: when the first of them starts.
+    start: when the first of them starts.  more: what imperfect overlap adds to the largest term.
     """
 
     t_comp: float
@@ -35,11 +35,12 @@ class Timing:
     t_net: float
     gap: float
     start: float = 0.0
+    more: float = 0.0
 
     @property
     def t_device(self) -> float:
         """How long the device is busy with the group, gaps included."""
-        return max(self.t_comp, self.t_hbm, self.t_net) + self.gap
+        return max(self.t_comp, self.t_hbm, self.t_net) + self.more + self.gap
 
     @property
     def regime(self) -> str:
@@ -303,7 +304,7 @@ def step_times(timings: Iterable[Timing], t_est: float) -> StepTimes:
         seconds["launch"] += t.gap
         work = max(t.t_comp, t.t_hbm, t.t_net)
         regime = "compute" if work == t.t_comp else "hbm" if work == t.t_hbm else "network"
-        seconds[regime] += work
+        seconds[regime] += work + t.more
     t_est = max(t_est, t_serial)  # equal but for rounding when the host is never late
     seconds["launch"] += t_est - t_serial
     return StepTimes(t_comp, t_hbm, t_net, max(t_comp, t_hbm, t_net), t_serial, t_est, seconds)

@@ -11,10 +11,17 @@ See NVIDIA, "Matrix Multiplication Background User's Guide", sections on tile an
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
+from typing import TYPE_CHECKING, Any
 
 from rooftrace.hardware.chip import Chip
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Array = np.ndarray[Any, np.dtype[np.float64]]
 
 TILES = (
     (256, 128), (128, 256), (128, 128), (256, 64), (64, 256), (128, 64), (64, 128), (64, 64),
@@ -33,15 +40,12 @@ _PARTIAL = 4 + 4
 
 @dataclass(frozen=True, slots=True)
 class MatrixEngine:
-    """A matrix engine as tiles see it.
-
-    units: SMs.  feed: FLOP at peak rate in the time of one byte from L2.  spill: the same for one
-    byte from HBM.
-    """
+    """A matrix engine as tiles see it: SMs, FLOP/s, and bytes a second from L2 and from HBM."""
 
     units: int
-    feed: float
-    spill: float
+    rate: float
+    cache: float
+    memory: float
 
 
 def matrix_engine(chip: Chip, rate: float) -> MatrixEngine | None:
@@ -50,7 +54,75 @@ def matrix_engine(chip: Chip, rate: float) -> MatrixEngine | None:
         return None
     units = int(chip.sm_count.value)
     cache = FEED * units * chip.clock.value
-    return MatrixEngine(units, rate / cache, rate / chip.memory_bandwidth.value)
+    return MatrixEngine(units, rate, cache, chip.memory_bandwidth.value)
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """What a measurement tells about tiles.
+
+    prologue: steps of K that filling and draining a tile's pipeline takes.  split: seconds that a
+    split product takes on top.  feed: share of the L2 bandwidth that tiles get.  busy: HBM
+    bandwidth that the blocks of one wave reach if each SM has one, as a share; above 1 fewer do.
+    """
+
+    prologue: float = 0.0
+    split: float = 0.0
+    feed: float = 1.0
+    busy: float = float("inf")
+
+
+IDEAL = Tiling()
+
+
+@dataclass(frozen=True, slots=True)
+class TileTerms:
+    """What every tile and split takes for some products: arrays [products, tiles x splits].
+
+    flop: of whole waves; infinite where K is too short for the split.  feed: bytes from L2.
+    spill: bytes of partial results through HBM.  busy: share of the HBM bandwidth that the blocks
+    reach.  split: whether K is split.
+    """
+
+    flop: Array
+    feed: Array
+    spill: Array
+    busy: Array
+    split: np.ndarray[Any, np.dtype[np.bool_]]
+
+
+def tile_terms(sizes: Mapping[str, Array], units: int, tiling: Tiling = IDEAL) -> TileTerms:
+    """Every tile and split for products C[rows, columns] = A[rows, inner] B[inner, columns].
+
+    sizes: arrays of one length: rows, columns, inner, products (in one kernel), size (bytes of an
+    element).  units: SMs.
+    """
+    import numpy as np
+
+    a, b, split = _combinations()
+    rows, columns, inner, products, size = (
+        sizes[name][:, None] for name in ("rows", "columns", "inner", "products", "size")
+    )
+    tiles = np.ceil(rows / a) * np.ceil(columns / b) * products
+    is_split = np.broadcast_to(split > 1, tiles.shape)
+    depth = np.where(is_split, np.ceil(inner / (split * _DEPTH)) * _DEPTH, inner)
+    waves = np.ceil(tiles * split / units)
+    flop = waves * units * 2 * a * b * (depth + tiling.prologue)
+    return TileTerms(
+        np.where(is_split & (split * _DEPTH > inner), np.inf, flop),
+        tiles * (a + b) * inner * size,
+        np.where(is_split, split * rows * columns * products * _PARTIAL, 0.0),
+        np.minimum(1.0, tiles * split / units * tiling.busy),
+        is_split,
+    )
+
+
+@cache
+def _combinations() -> tuple[Array, Array, Array]:
+    import numpy as np
+
+    found = np.array([(a, b, s) for a, b in TILES for s in SPLITS], dtype=float)
+    return found[:, 0], found[:, 1], found[:, 2]
 
 
 @lru_cache(maxsize=65536)
@@ -59,21 +131,13 @@ def tile_efficiency(
 ) -> float:
     """Share of the peak that the best tile leaves, in (0, 1].
 
-    C[rows, columns] = A[rows, inner] B[inner, columns], `products` of them in one kernel, of
-    elements of `size` bytes.
+    A tile that L2 cannot feed in the time of its arithmetic takes the time of the feeding.
     """
-    useful = rows * columns * inner * products
-    best = float("inf")
-    for a, b in TILES:
-        tiles = -(-rows // a) * -(-columns // b) * products
-        slow = max(1.0, on.feed * (a + b) * size / (2 * a * b))
-        for split in SPLITS:
-            if split > 1 and split * _DEPTH > inner:
-                break
-            depth = -(-inner // (split * _DEPTH)) * _DEPTH if split > 1 else inner
-            waves = -(-tiles * split // on.units)
-            flop = waves * on.units * a * b * depth * slow
-            if split > 1:
-                flop += split * rows * columns * products * _PARTIAL * on.spill / 2
-            best = min(best, flop)
-    return min(1.0, useful / best) if useful else 1.0
+    import numpy as np
+
+    given = {"rows": rows, "columns": columns, "inner": inner, "products": products, "size": size}
+    arrays = {name: np.array([float(value)]) for name, value in given.items()}
+    terms = tile_terms(arrays, on.units)
+    seconds = np.maximum(terms.flop / on.rate, terms.feed / on.cache) + terms.spill / on.memory
+    useful = 2.0 * rows * columns * inner * products / on.rate
+    return min(1.0, useful / float(seconds.min())) if useful else 1.0

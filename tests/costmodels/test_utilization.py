@@ -20,7 +20,9 @@ from rooftrace.costmodels.utilization import (
 )
 from rooftrace.hardware.chipfile import load_chip
 
-FREE = MatrixEngine(132, 0.0, 0.0)  # tiles are fed, and partial results written, at no cost
+FREE = MatrixEngine(
+    132, 1e15, float("inf"), float("inf")
+)  # tiles are fed, and partial results written, at no cost
 SIZES = st.integers(1, 3000)
 
 

@@ -1,0 +1,194 @@
+"""The calibrated time of kernels, many at once: what a prediction and a fit both compute.
+
+Equal formulas on arrays: a fit evaluates thousands of kernels hundreds of times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rooftrace.costmodels.cost import COMPUTED, MATRIX, Cost
+from rooftrace.costmodels.execution import ExecutionModel
+from rooftrace.costmodels.knobs import Knobs
+from rooftrace.costmodels.opclass import CLASSES, group_class
+from rooftrace.costmodels.timing import engine_of
+from rooftrace.costmodels.utilization import TileTerms, matrix_engine, tile_terms
+from rooftrace.hardware.chip import Chip
+from rooftrace.hardware.precision import precision
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from rooftrace.costmodels.plan import Plan
+
+    Array = np.ndarray[Any, np.dtype[np.float64]]
+
+_COLUMNS = ("count", "bytes", "moved", "vector", "matrix", "flop", "rate", "rows", "columns",
+            "inner", "products", "size")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class KernelTable:
+    """Kernels on one chip, a row each; equal ones stand once.
+
+    kind: position in CLASSES.  data: by column, arrays of one length:
+    count: how many kernels a row stands for.  bytes: through HBM; moved: those of them that are no
+    weights.  vector: seconds of vector work at the peak; matrix: the same of matrix work that is no
+    plain product, or not the largest.  flop, rate, rows, columns, inner, products, size: the
+    largest plain product (0 where there is none), FLOP/s of its engine, bytes of an element.
+    """
+
+    chip: Chip
+    kind: np.ndarray[Any, np.dtype[np.int64]]
+    data: dict[str, Array]
+
+    def __len__(self) -> int:
+        return len(self.kind)
+
+
+@dataclass(frozen=True)
+class KernelSeconds:
+    """Seconds of one kernel of each row; `device` is the whole of it, without a launch."""
+
+    compute: Array
+    memory: Array
+    device: Array
+
+
+def kernel_table(planned: Plan, chip: Chip) -> tuple[KernelTable, list[int]]:
+    """The kernels of a plan on a chip, and the row of each group."""
+    known: dict[Any, int] = {}
+    rows: list[tuple[str, tuple[float, ...]]] = []
+    counts: list[int] = []
+    place: list[int] = []
+    weights = {i for i, t in enumerate(planned.graph.values) if t.role == "weights"}
+    for group, cost in zip(planned.groups, planned.costs, strict=True):
+        kind = group_class(planned.graph, group.ops)
+        moved = sum(
+            size
+            for access, size in cost.traffic.items()
+            if access.wire == "hbm" and access.storage not in weights
+        )
+        row = (kind, _row(cost, moved, chip, planned.execution))
+        index = known.setdefault(row, len(rows))
+        if index == len(rows):
+            rows.append(row)
+            counts.append(0)
+        counts[index] += group.times
+        place.append(index)
+    kinds = [kind for kind, _ in rows]
+    return table(
+        chip, kinds, [(float(n), *r) for n, (_, r) in zip(counts, rows, strict=True)]
+    ), place
+
+
+def table(chip: Chip, kinds: Sequence[str], rows: Iterable[Sequence[float]]) -> KernelTable:
+    """A table of rows whose numbers stand in the order count, bytes, moved, vector, matrix, flop,
+    rate, rows, columns, inner, products, size."""
+    import numpy as np
+
+    columns = np.array(list(rows), dtype=float).reshape(len(kinds), len(_COLUMNS)).T
+    data = dict(zip(_COLUMNS, columns, strict=True))
+    return KernelTable(chip, np.array([CLASSES.index(k) for k in kinds], dtype=np.int64), data)
+
+
+def _row(cost: Cost, moved: int, chip: Chip, execution: ExecutionModel) -> tuple[float, ...]:
+    """What a kernel's time depends on, after its count."""
+    vector = matrix = 0.0
+    products: list[tuple[int, float, tuple[int, int, int], float]] = []
+    for work, flop in cost.work.items():
+        if work.count not in COMPUTED:
+            continue
+        rate = chip.peak(*engine_of(work, chip, execution))
+        if work.operation not in MATRIX:
+            vector += flop / rate
+        elif work.shape is None or 0 in work.shape:
+            matrix += flop / rate
+        else:
+            size = float(precision(work.precision).bits / 8)
+            products.append((flop, rate, work.shape, size))
+    if not products:
+        return (cost.bytes(), moved, vector, matrix, 0, 1, 0, 0, 0, 0, 0)
+    products.sort(key=lambda p: p[0] / p[1])
+    flop, rate, shape, size = products[-1]
+    matrix += sum(p[0] / p[1] for p in products[:-1])
+    count = max(1, round(flop / (2 * shape[0] * shape[1] * shape[2])))
+    return (cost.bytes(), moved, vector, matrix, flop, rate, *shape, count, size)
+
+
+def copies_layouts(execution: ExecutionModel) -> bool:
+    """Whether convolutions copy what they read and write into another layout: channels first in
+    eager mode; a compiler chooses the layout once for all."""
+    return execution.fusion == "none"
+
+
+def products_of(table: KernelTable, knobs: Knobs) -> TileTerms | None:
+    """What tiles take for the rows of the table that have a product; None where its chip's SM count
+    is not known.
+
+    It does not depend on rates and shares, so a fit that keeps `knobs.tiling` needs it once.
+    """
+    engine = matrix_engine(table.chip, 1.0)
+    if engine is None:
+        return None
+    tiled = table.data["flop"] > 0
+    return tile_terms({k: v[tiled] for k, v in table.data.items()}, engine.units, knobs.tiling)
+
+
+def kernel_seconds(
+    table: KernelTable, knobs: Knobs, layouts: bool, terms: TileTerms | None = None
+) -> KernelSeconds:
+    """Seconds of one kernel of each row, by the formula of `rooftrace.costmodels.knobs`.
+
+    layouts: whether convolutions copy their activations into another layout.  terms: those of
+    `products_of`, where they are there already.
+    """
+    import numpy as np
+
+    d, chip = table.data, table.chip
+    shares = [knobs.share(name) for name in CLASSES]
+    compute = knobs.compute * np.array([s.compute for s in shares])[table.kind]
+    memory = knobs.memory * np.array([s.memory for s in shares])[table.kind]
+    layout = np.array([s.layout for s in shares])[table.kind] if layouts else 0.0
+    aside = np.array([s.engine == "vector" for s in shares])[table.kind]
+    bandwidth = chip.memory_bandwidth.value
+
+    t_memory = (d["bytes"] + layout * d["moved"]) / (bandwidth * memory)
+    rest = (d["vector"] + d["matrix"]) / compute
+    product = d["flop"] / (d["rate"] * compute)
+    slow = chip.peak("vector", "fp32") if aside.any() else 1.0
+    product = np.where(aside, d["flop"] / (slow * compute), product)
+    engine = matrix_engine(chip, 1.0)
+    t_compute = rest + product
+    tiled = np.flatnonzero(d["flop"] > 0)
+    if engine is None or not len(tiled):
+        return KernelSeconds(t_compute, t_memory, p_norm(knobs.overlap, t_compute, t_memory))
+    terms = terms or products_of(table, knobs)
+    assert terms is not None
+    work = terms.flop / (d["rate"] * compute)[tiled, None] + rest[tiled, None]
+    feed = terms.feed / (engine.cache * knobs.tiling.feed)
+    spill = terms.spill / (bandwidth * knobs.memory) + terms.split * knobs.tiling.split
+    moved = t_memory[tiled, None] / terms.busy
+    whole = p_norm(knobs.overlap, work, feed, moved) + spill
+    best = (np.arange(len(tiled)), whole.argmin(axis=1))
+    by_tiles = p_norm(knobs.overlap, work[best], feed[best]) + spill[best]
+    device = p_norm(knobs.overlap, t_compute, t_memory)
+    on_matrix = ~aside[tiled]
+    rows = tiled[on_matrix]
+    t_compute[rows], t_memory[rows] = by_tiles[on_matrix], moved[best][on_matrix]
+    device[rows] = whole[best][on_matrix]
+    return KernelSeconds(t_compute, t_memory, device)
+
+
+def p_norm(p: float, *terms: Array) -> Array:
+    """(a^p + b^p + ...)^(1/p); their maximum where p is infinite."""
+    import numpy as np
+
+    if p == float("inf"):
+        largest: Array = np.maximum.reduce(np.broadcast_arrays(*terms))
+        return largest
+    total: Array = sum((np.asarray(term) ** p for term in terms), start=np.zeros(()))
+    root: Array = total ** (1 / p)
+    return root
