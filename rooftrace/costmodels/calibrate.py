@@ -44,12 +44,14 @@ _PRIORS = {
 }  # fmt: skip
 """Standard deviation of the logarithm of a knob around its start, before anything is measured."""
 _NOISE = 0.08
-"""The same of a measurement around a good prediction; robust loss begins there."""
+"""The same of a measurement around a good prediction, as a first guess."""
+_LEAST_NOISE = 0.02
 _UNKNOWN = 0.5
 """A knob is not identified where the fit leaves more than this of its prior deviation."""
 _START = {"launch": 3e-6, "dispatch": 8e-6}
 _MOST_OVERLAP = 20.0
 FOLDS = 5
+_FEWEST_GROUPS = 3
 
 
 class CalibrationError(ValueError):
@@ -105,7 +107,7 @@ class Parameter:
 class Fit:
     """Knobs and how far to trust them.
 
-    errors: on the cases that were fitted.  left_out: on groups that the fit had not seen, of
+    errors: on the cases that were fitted.  left_out: on groups that the fit had not seen, of up to
     `FOLDS` fits (None with too few groups).  correlations: of pairs of kept numbers, beyond 0.8.
     by_class: left-out errors of the cases in which a class takes most of the time.
     """
@@ -298,19 +300,20 @@ class _Space:
             return np.zeros(0), np.zeros(0), np.zeros((0, 0))
         priors = np.array(self.priors)
 
-        def residuals(vector: Array) -> Array:
-            off = np.log(stack.predict(self.knobs(vector)) / stack.measured) / _NOISE
+        def residuals(vector: Array, noise: float) -> Array:
+            off = np.log(stack.predict(self.knobs(vector)) / stack.measured) / noise
             # Cases count by a robust loss, priors in full.
             robust = np.sign(off) * np.sqrt(2 * (np.sqrt(1 + off**2) - 1))
             return np.concatenate([robust, vector / priors])
 
-        found = least_squares(residuals, np.zeros(len(self.names)), bounds=(-5, 5))
-        off = found.fun[: len(stack.measured)]
-        scale = max(1.0, float(np.median(np.abs(off))) * 1.4826)
-        weights = np.concatenate([np.full(len(off), 1 / scale), np.ones(len(priors))])
-        jacobian = found.jac * weights[:, None]
-        covariance = np.linalg.pinv(jacobian.T @ jacobian)
-        return found.x, np.sqrt(np.diag(covariance)), covariance
+        vector, noise = np.zeros(len(self.names)), _NOISE
+        for _ in range(2):  # how far off cases are is known after the first time
+            found = least_squares(residuals, vector, bounds=(-5, 5), args=(noise,))
+            vector = found.x
+            off = np.log(stack.predict(self.knobs(vector)) / stack.measured)
+            noise = max(_LEAST_NOISE, 1.4826 * float(np.median(np.abs(off))))
+        covariance = np.linalg.pinv(found.jac.T @ found.jac)
+        return vector, np.sqrt(np.diag(covariance)), covariance
 
 
 class _Stack:
@@ -359,11 +362,12 @@ def _joined(tables: Sequence[KernelTable]) -> KernelTable:
 def _left_out(cases: Sequence[Case], start: Knobs, free: Sequence[str]) -> list[float] | None:
     """Each case as predicted by a fit that has not seen its group; None with too few groups."""
     groups = sorted({case.group or case.name for case in cases})
-    if len(groups) < FOLDS or len(cases) < len(free) + FOLDS:
+    if len(groups) < _FEWEST_GROUPS or len(cases) < len(free) + _FEWEST_GROUPS:
         return None
-    fold = {group: i % FOLDS for i, group in enumerate(groups)}
+    folds = min(FOLDS, len(groups))
+    fold = {group: i % folds for i, group in enumerate(groups)}
     predicted = [0.0] * len(cases)
-    for part in range(FOLDS):
+    for part in range(folds):
         inside = [c for c in cases if fold[c.group or c.name] != part]
         outside = [i for i, c in enumerate(cases) if fold[c.group or c.name] == part]
         space = _Space(start, free, cases[0].table.chip)

@@ -16,6 +16,7 @@ from rooftrace.costmodels.kernels import copies_layouts, kernel_seconds, kernel_
 from rooftrace.costmodels.knobs import Knobs
 from rooftrace.costmodels.memory import Memory
 from rooftrace.costmodels.memory import memory as liveness_of
+from rooftrace.costmodels.opclass import group_class
 from rooftrace.costmodels.plan import Bytes, Coverage, Plan, Unsupported, plan
 from rooftrace.costmodels.runs import kernel_modules, resting_shares
 from rooftrace.costmodels.timing import (
@@ -84,6 +85,8 @@ class Row:
             object.__setattr__(self, "modules", (self.module,))
 
 
+_NINETY_PERCENT = 1.645
+"""Standard deviations to both sides that hold nine tenths of a normal distribution."""
 _NO_SUMS: Mapping[str, Any] = {
     "calls": 0,
     "flops": 0,
@@ -241,6 +244,24 @@ class Estimate:
     def t_est(self) -> float:
         """Estimated seconds of the step."""
         return self.times.t_est
+
+    @cached_property
+    def t_interval(self) -> tuple[float, float] | None:
+        """Seconds that 90 % of measured steps like this fell between; None without fitted knobs.
+
+        From how far the measurements that the knobs were fitted to were off, by class of kernel.
+        """
+        knobs = self.execution.knobs
+        if knobs is None or not self.times.t_serial:
+            return None
+        variance = 0.0
+        for row in self.rows:
+            spread = knobs.share(group_class(self.graph, row.ops)).spread or knobs.spread
+            variance += row.timing.t_device / self.times.t_serial * spread**2
+        if not variance:
+            return None
+        factor = math.exp(_NINETY_PERCENT * math.sqrt(variance))
+        return self.t_est / factor, self.t_est * factor
 
     @property
     def mfu(self) -> float | None:

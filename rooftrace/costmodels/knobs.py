@@ -8,6 +8,7 @@ compute and memory are what a chip sustains; the shares differ little between ch
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import sys
@@ -161,15 +162,16 @@ def load_knobs(name: str | os.PathLike[str]) -> Knobs:
     else:
         import tomli as tomllib
     path = Path(name)
-    shipped = _SHIPPED / f"{os.fspath(name)}.toml"
-    if not path.suffix and shipped.is_file():
-        path = shipped
+    own = _SHIPPED / f"{os.fspath(name)}.toml"
+    if not path.suffix and own.is_file():
+        path = own
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
+        shipped = "".join(f", or {name}" for name in shipped_knobs())
         raise KnobsError(
             f"knobs {os.fspath(name)!r}: there is no such file; expected a TOML file written by "
-            f"`rooftrace calibrate`, or one of {', '.join(shipped_knobs())}"
+            f"`rooftrace calibrate`{shipped}"
         ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise KnobsError(f"{path}: not TOML: {error}") from None
@@ -204,8 +206,8 @@ def _toml(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
-        escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-        return f'"{escaped}"'
+        # JSON escapes as TOML does, but for one character.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, float):
         return "inf" if value == math.inf else repr(float(f"{value:.6g}"))
     if isinstance(value, int):

@@ -101,8 +101,13 @@ def _workload_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _pricing_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """--tf32, --rules: how it is priced."""
+    """--tf32, --rules, --knobs: how it is priced."""
     options = (
+        click.option(
+            "--knobs",
+            metavar="FILE",
+            help="What a calibration found (a TOML file), in place of datasheet peaks.",
+        ),
         click.option("--tf32", is_flag=True, help="Run fp32 matrix products on the matrix engine."),
         click.option(
             "--rules",
@@ -184,6 +189,7 @@ def report(
     max_batch: bool,
     tf32: bool,
     rules: tuple[str, ...],
+    knobs: str | None,
     **request: Any,
 ) -> None:
     """Cost of each phase of TARGET: one screen, and a folder of files with --out."""
@@ -196,7 +202,7 @@ def report(
             raise click.UsageError(f"--format {name!r}: expected some of {', '.join(FORMATS)}")
     if out == "-" and (formats is None or len(formats) != 1 or formats[0] == "png"):
         raise click.UsageError("--out - writes one format to stdout: add --format json, md or csv")
-    loaded, models = _chips(chips), _executions(executions, tf32)
+    loaded, models = _chips(chips), _executions(executions, tf32, knobs)
     _load_rules(rules)
     if out is not None and out != "-":
         check_folder(Path(out))
@@ -282,6 +288,7 @@ def diff(
     fail_on: tuple[str, ...],
     tf32: bool,
     rules: tuple[str, ...],
+    knobs: str | None,
     **request: Any,
 ) -> None:
     """What changed in cost from BEFORE to AFTER: targets or saved graphs."""
@@ -292,7 +299,7 @@ def diff(
 
     for condition in fail_on:
         parse_condition(condition)
-    (loaded,), (model,) = _chips((chip,)), _executions((execution,), tf32)
+    (loaded,), (model,) = _chips((chip,)), _executions((execution,), tf32, knobs)
     _load_rules(rules)
     if looks_saved(before) != looks_saved(after):
         request["only_unsaved"] = True  # sizes are for the side that is still to be traced
@@ -544,12 +551,16 @@ def _chips(names: Sequence[str]) -> list[Chip]:
     return [load_chip(name) for name in names]
 
 
-def _executions(names: Sequence[str], tf32: bool) -> list[ExecutionModel]:
+def _executions(names: Sequence[str], tf32: bool, knobs: str | None) -> list[ExecutionModel]:
     from rooftrace.costmodels.execution import execution_model
+    from rooftrace.costmodels.knobs import load_knobs
 
     if not names:
         raise click.UsageError("--execution: expected at least one execution model")
-    return [execution_model(name, **({"tf32": True} if tf32 else {})) for name in names]
+    changes: dict[str, Any] = {"tf32": True} if tf32 else {}
+    if knobs is not None:
+        changes["knobs"] = load_knobs(knobs)
+    return [execution_model(name, **changes) for name in names]
 
 
 def _load_rules(paths: Sequence[str]) -> None:

@@ -111,6 +111,7 @@ def _times(one: Estimate) -> dict[str, Any]:
         "t_bound": times.t_bound,
         "t_serial": times.t_serial,
         "t_est": times.t_est,
+        "t_interval": list(one.t_interval) if one.t_interval else None,
         "regime": times.regime,
         "regime_shares": times.regime_shares,
         "regime_next": times.next_regime,

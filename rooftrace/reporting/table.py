@@ -284,7 +284,20 @@ def _trust(
         )
         for one in below
     ]
-    return lines
+    return lines + [_styled(text, "") for text in _knob_lines(everything)]
+
+
+def _knob_lines(everything: Sequence[Estimate]) -> list[str]:
+    """Which knobs the times are by, and what a measured step would be between."""
+    titles = dict.fromkeys(k.title for one in everything if (k := one.execution.knobs) is not None)
+    ranges = [
+        f"{one.phase} {one.execution.name} {format_time(low)} to {format_time(high)}"
+        for one in everything
+        if one.t_interval is not None
+        for low, high in [one.t_interval]
+    ]
+    found = [f"times by knobs: {title}" for title in titles]
+    return [*found, *([f"90 % of measured steps: {', '.join(ranges)}"] if ranges else [])]
 
 
 def _cut(text: str, width: int) -> str:

@@ -230,6 +230,7 @@ def test_chips(run: Run) -> None:
 
 
 BAD_REQUESTS = {
+    "no such knobs": (("report", RESNET, "--knobs", "no.toml"), ["'no.toml'", "calibrate"]),
     "unknown counter": (("compare", GPT2, "--with", "thop"), ["'thop'", "flopcounter, fvcore"]),
     "unknown chip": (("report", RESNET, "--chip", "h2000"), ["h2000", "h200-sxm"]),
     "precision that the chip lacks": (

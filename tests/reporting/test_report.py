@@ -180,6 +180,23 @@ def test_below_the_floor_is_said(schema):
     assert "(below the floor)" in steps
 
 
+def test_fitted_knobs_are_named_and_give_an_interval(schema):
+    from rooftrace.costmodels.execution import execution_model
+    from rooftrace.costmodels.knobs import Knobs
+    from rooftrace.reporting.table import render_estimates
+
+    b = Builder()
+    graph = b.graph(b.mm(b.input(64, 64), b.weight(64, 64)))
+    model = execution_model("eager", knobs=Knobs("of a test", 0.8, spread=0.1))
+    report = build_report({"forward": graph}, ["l4"], [model])
+    document = report.to_dict()
+    jsonschema.validate(document, schema)
+    low, high = document["phases"]["forward"]["eager"]["t_interval"]
+    assert low < document["phases"]["forward"]["eager"]["t_est"] < high
+    text = render_estimates([report.estimate("forward")])
+    assert "times by knobs: of a test" in text and "90 % of measured steps: forward eager" in text
+
+
 @pytest.mark.parametrize("name", ["graphs", "chips", "executions"])
 def test_nothing_to_report_is_refused(name):
     given = {"graphs": {"forward": None}, "chips": ["h200-sxm"], "executions": ["naive"]}

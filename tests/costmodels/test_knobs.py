@@ -1,0 +1,87 @@
+"""Knob files: written, read back, refused."""
+
+import math
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rooftrace.costmodels.execution import ExecutionModel, execution_model
+from rooftrace.costmodels.knobs import (
+    Knobs,
+    KnobsError,
+    Share,
+    dump_knobs,
+    load_knobs,
+    with_shares,
+)
+from rooftrace.costmodels.opclass import CLASSES
+from rooftrace.costmodels.utilization import Tiling
+
+NUMBERS = st.floats(0.01, 100).map(lambda x: float(f"{x:.6g}"))
+SHARES = st.builds(Share, NUMBERS, NUMBERS, st.sampled_from(["matrix", "vector"]), NUMBERS, NUMBERS)
+KNOBS = st.builds(
+    Knobs,
+    st.text(max_size=20),
+    NUMBERS,
+    NUMBERS,
+    st.just(math.inf) | st.floats(1, 20).map(lambda x: float(f"{x:.6g}")),
+    st.none() | NUMBERS,
+    st.none() | NUMBERS,
+    NUMBERS,
+    st.builds(Tiling, NUMBERS, NUMBERS, NUMBERS, st.just(math.inf) | NUMBERS),
+    st.dictionaries(st.sampled_from(CLASSES), SHARES, max_size=4),
+    st.dictionaries(st.text(max_size=8), st.text(max_size=8) | st.integers(0, 9), max_size=3),
+)
+
+
+@given(KNOBS)
+def test_what_is_written_is_read(tmp_path_factory: pytest.TempPathFactory, knobs: Knobs) -> None:
+    path = tmp_path_factory.mktemp("knobs") / "k.toml"
+    path.write_text(dump_knobs(knobs), encoding="utf-8")
+    found = load_knobs(path)
+    assert found == knobs and found.shares == knobs.shares and found.source == knobs.source
+
+
+BAD = {
+    "schema": ('schema = "other"\ntitle = "x"', "schema 'other': expected 'rooftrace.knobs/1'"),
+    "title": ("", "title: expected a text"),
+    "unknown knob": ('title = "x"\nspeed = 3', "'speed' is no knob; there are title, compute"),
+    "unknown class": ('title = "x"\n[share]\nmagic = { compute = 1.0 }', "share 'magic'"),
+    "text for a number": ('title = "x"\ncompute = "fast"', "expected a number"),
+    "not positive": ('title = "x"\nmemory = 0.0', "memory=0.0: expected a number above 0"),
+    "nan": ('title = "x"\nmemory = nan', "memory=nan"),
+    "overlap": ('title = "x"\noverlap = 0.5', "overlap=0.5: expected at least 1"),
+    "share": ('title = "x"\n[share]\nmm = { compute = -1.0 }', "share.mm.compute=-1.0"),
+    "engine": ('title = "x"\n[share]\nmm = { engine = "warp" }', "expected matrix or vector"),
+    "not TOML": ("title = ", "not TOML"),
+}
+
+
+@pytest.mark.parametrize(("text", "words"), BAD.values(), ids=BAD)
+def test_a_bad_file_is_refused_with_its_name(tmp_path: Path, text: str, words: str) -> None:
+    path = tmp_path / "bad.toml"
+    head = "" if text.startswith("schema") else 'schema = "rooftrace.knobs/1"\n'
+    path.write_text(head + text, encoding="utf-8")
+    with pytest.raises(KnobsError) as refused:
+        load_knobs(path)
+    assert words in str(refused.value) and "bad.toml" in str(refused.value)
+
+
+def test_a_file_that_is_not_there() -> None:
+    with pytest.raises(KnobsError, match=r"'nowhere\.toml': there is no such file"):
+        load_knobs("nowhere.toml")
+
+
+def test_an_execution_model_carries_them() -> None:
+    knobs = Knobs("mine", 0.9, shares={"mm": Share(0.8)})
+    model = execution_model("compiled", knobs=knobs)
+    again = ExecutionModel.from_dict(model.to_dict())
+    assert again == model and again.knobs is not None and again.knobs.shares == knobs.shares
+
+
+def test_shares_change_one_by_one() -> None:
+    knobs = with_shares(Knobs("x", shares={"mm": Share(0.5, 0.6)}), memory={"mm": 0.7, "bmm": 0.9})
+    assert knobs.share("mm") == Share(0.5, 0.7) and knobs.share("bmm") == Share(1.0, 0.9)
+    assert knobs.share("conv") == Share()
