@@ -16,7 +16,7 @@ export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test check lint types golden bench inductor zoo flops clean
+.PHONY: help venv demo test check lint types golden bench inductor zoo flops accuracy clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -81,6 +81,10 @@ flops: $(INSTALLED) ## our FLOPs beside torch's over the zoo (ZOO=, GROUP=, N=),
 	@$(BIN)/python $(if $(TORCHVISION),benchmarks/flops/torchvision_ops.py $(TORCHVISION), \
 		benchmarks/flops/zoo_flops.py --workers $(JOBS) --out out/flops.jsonl \
 		$(if $(ZOO),--zoo $(ZOO)) $(if $(GROUP),--group $(GROUP)) $(if $(N),--n $(N)))
+
+accuracy: $(INSTALLED) ## predict step times that others measured (DATA=folder of timm-infer-*.csv; needs timm)
+	@test -n "$(DATA)" || { echo "make accuracy: name the folder of measurements: DATA=folder"; exit 1; }
+	@$(BIN)/python benchmarks/accuracy/timm_steps.py $(DATA) $(if $(N),--every $(N))
 
 clean: ## remove caches, builds and out/; .venv stays
 	@rm -rf out build dist *.egg-info .benchmarks .coverage .mypy_cache .pytest_cache .ruff_cache .hypothesis

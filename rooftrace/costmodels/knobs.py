@@ -21,7 +21,7 @@ from rooftrace.costmodels.opclass import CLASSES
 from rooftrace.costmodels.utilization import Tiling
 
 SCHEMA = "rooftrace.knobs/1"
-_SHIPPED = Path(__file__).parent / "knobs"
+_SHIPPED = Path(__file__).parent / "fitted"
 
 
 class KnobsError(ValueError):

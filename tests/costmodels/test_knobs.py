@@ -14,6 +14,7 @@ from rooftrace.costmodels.knobs import (
     Share,
     dump_knobs,
     load_knobs,
+    shipped_knobs,
     with_shares,
 )
 from rooftrace.costmodels.opclass import CLASSES
@@ -72,6 +73,13 @@ def test_a_bad_file_is_refused_with_its_name(tmp_path: Path, text: str, words: s
 def test_a_file_that_is_not_there() -> None:
     with pytest.raises(KnobsError, match=r"'nowhere\.toml': there is no such file"):
         load_knobs("nowhere.toml")
+
+
+@pytest.mark.parametrize("name", shipped_knobs())
+def test_knobs_that_come_along_are_read_by_name(name: str) -> None:
+    knobs = load_knobs(name)
+    assert knobs.compute == knobs.memory == 1 and knobs.source["from"]
+    assert all(0 < share.compute <= 1 and 0 < share.memory < 1.2 for share in knobs.shares.values())
 
 
 def test_an_execution_model_carries_them() -> None:
