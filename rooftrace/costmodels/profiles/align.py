@@ -39,7 +39,8 @@ _WINDOW = 40_000
 _SAME: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(pattern), name)
     for pattern, name in (
-        (r"aten::_?(scaled_dot_product|flash|efficient|cudnn)\w*attention\w*_backward", "attention_backward"),
+        (r"aten::_?(scaled_dot_product|flash|efficient|cudnn)\w*attention\w*_backward",
+         "attention_backward"),
         (r"aten::_?scaled_dot_product\w*attention\w*", "attention"),
         (r"rooftrace::(flex_)?attention_backward", "attention_backward"),
         (r"rooftrace::(flex_)?attention", "attention"),
@@ -55,14 +56,12 @@ _BY_FIRST_SHAPE = frozenset({"attention", "batch_norm", "batch_norm_backward"})
 _BY_NAME = frozenset({"attention_backward", "rnn", "rnn_backward"})
 
 # What the host does alone: metadata and allocations, whether or not the graph shows them.
-_HOST = frozenset(
-    f"aten::{name}"
-    for name in (
-        "alias as_strided chunk detach empty empty_like empty_strided expand flatten lift_fresh "
-        "narrow permute resize resolve_conj resolve_neg reshape select slice split squeeze t "
-        "transpose unbind unflatten unfold unsqueeze view view_as _reshape_alias _unsafe_view"
-    ).split()
-)
+_VIEWS = """
+alias as_strided chunk detach empty empty_like empty_strided expand flatten lift_fresh narrow
+permute resize resolve_conj resolve_neg reshape select slice split squeeze t transpose unbind
+unflatten unfold unsqueeze view view_as _reshape_alias _unsafe_view
+"""
+_HOST = frozenset(f"aten::{name}" for name in _VIEWS.split())
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,14 +264,13 @@ class _Level:
         if not kernels:
             return []
         seconds = sum(self.profile.kernels.duration[k] for k in kernels)
-        return [_Call(op, key, self.profile.ops.names.items[self.profile.ops.name[op]], seconds, kernels)]  # fmt: skip
+        return [_Call(op, key, self._name(op), seconds, kernels)]
 
     def _whole(self, op: int, key: Key) -> _Call:
         """A call with everything below it."""
-        ops = self.profile.ops
-        name = ops.names.items[ops.name[op]]
+        name = self._name(op)
         if not self.profile.on_device:
-            return _Call(op, key, name, ops.duration[op], (), self._on_host(op, name))
+            return _Call(op, key, name, self.profile.ops.duration[op], (), self._on_host(op))
         kernels = tuple(k for below in self._below(op) for k in self.launches.get(below, ()))
         seconds = sum(self.profile.kernels.duration[k] for k in kernels)
         return _Call(op, key, name, seconds, kernels, not kernels)
@@ -282,17 +280,15 @@ class _Level:
         for called in self.calls.get(op, ()):
             yield from self._below(called)
 
-    def _on_host(self, op: int, name: str) -> bool:
+    def _on_host(self, op: int) -> bool:
         """Whether nothing in this call is work: views, allocations, wrappers of them."""
-        if name in _HOST:
-            return True
-        called = self.calls.get(op, ())
-        names = self.profile.ops.names.items
-        if not called:
-            return not name.startswith("aten::")
-        return not name.startswith("aten::") and all(
-            self._on_host(one, names[self.profile.ops.name[one]]) for one in called
-        )
+        name = self._name(op)
+        if name in _HOST or name.startswith("aten::"):
+            return name in _HOST
+        return all(self._on_host(called) for called in self.calls.get(op, ()))
+
+    def _name(self, op: int) -> str:
+        return str(self.profile.ops.names.items[self.profile.ops.name[op]])
 
 
 # -- by order ------------------------------------------------------------------------------------

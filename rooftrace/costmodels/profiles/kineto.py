@@ -76,9 +76,12 @@ def _opened(path: Path) -> Iterator[IO[bytes]]:
         if not head:
             raise ProfileError(f"{path}: the file is empty; {_HOW}")
         raw.seek(0)
-        file: IO[bytes] = gzip.open(raw) if head == _GZIP else raw  # type: ignore[assignment]
         try:
-            yield file
+            if head == _GZIP:
+                with gzip.open(raw) as file:
+                    yield file  # type: ignore[misc]
+            else:
+                yield raw
         except EOFError:
             raise ProfileError(
                 f"{path}: the gzip file is truncated: it ends before its end marker; "

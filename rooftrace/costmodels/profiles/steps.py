@@ -83,8 +83,10 @@ class _Columns:
     phase: str | None
 
 
-def read_steps(path: str | os.PathLike[str]) -> tuple[StepTime, ...]:
+def read_steps(path: str | os.PathLike[str], skip_empty: bool = False) -> tuple[StepTime, ...]:
     """The steps in a CSV file, in order.
+
+    skip_empty: leave out lines without a time (runs that failed).
 
     Raises FileNotFoundError, or ProfileError naming line and column for a column that is missing
     or there twice, and for a cell that is empty, not a number, negative or not finite.
@@ -97,7 +99,10 @@ def read_steps(path: str | os.PathLike[str]) -> tuple[StepTime, ...]:
     line, header = first
     tabular.check_header(path, line, header)
     columns = _columns(path, line, header)
-    found = tuple(_step(path, n, tabular.cells(path, n, header, row), columns) for n, row in rows)
+    table = ((n, tabular.cells(path, n, header, row)) for n, row in rows)
+    found = tuple(
+        _step(path, n, row, columns) for n, row in table if row[columns.time] or not skip_empty
+    )
     if not found:
         raise ProfileError(f"{path}: no steps after the header in line {line}")
     return found
@@ -127,8 +132,8 @@ def _columns(path: Path, line: int, header: Sequence[str]) -> _Columns:
             )
         return found[0] if found else None
 
-    text = {key: name for key, names in _TEXT.items() if (name := pick(key, names))}
-    whole = {key: name for key, names in _WHOLE.items() if (name := pick(key, names))}
+    text = {key: found for key, names in _TEXT.items() if (found := pick(key, names))}
+    whole = {key: found for key, names in _WHOLE.items() if (found := pick(key, names))}
     if "target" not in text:
         raise ProfileError(
             f"{path}: line {line}: no column for what ran (model, target or name) among "
@@ -160,6 +165,11 @@ def _step(path: Path, line: int, row: Mapping[str, str], columns: _Columns) -> S
             "expected what ran"
         )
     whole = {key: _whole(path, line, name, row[name]) for key, name in columns.whole.items()}
+    if not row[columns.time]:
+        raise ProfileError(
+            f"{path}: line {line}, column {columns.time!r}: the cell is empty; expected a number "
+            "above 0 (read_steps(..., skip_empty=True) leaves out runs that failed)"
+        )
     value = tabular.number(path, line, columns.time, row[columns.time])
     if columns.unit is not None:
         seconds = value * columns.unit
