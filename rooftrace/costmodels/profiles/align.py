@@ -101,8 +101,8 @@ class Alignment:
     how: "annotations" or "order".  measured: by op id of the graph, those that were found.
     coverage: share of the measured seconds that belong to an op.  only_in_trace: calls that the
     graph has not, most seconds first.  only_in_graph: ids of kernels that the trace has not (in
-    none of their iterations).  step: the step of median length, for pictures.  places: the op of
-    the graph by the index of the call.  first_difference: where the two part, in words.
+    none of their iterations).  step: the step of median length, for pictures.  places: (op id,
+    iteration) by the index of the call.  first_difference: where the two part, in words.
     """
 
     profile: Profile
@@ -113,7 +113,7 @@ class Alignment:
     only_in_trace: tuple[Stray, ...]
     only_in_graph: tuple[int, ...]
     step: Step
-    places: Mapping[int, int] = field(default_factory=dict, repr=False)
+    places: Mapping[int, tuple[int, int]] = field(default_factory=dict, repr=False)
     first_difference: str = ""
 
     @property
@@ -450,7 +450,7 @@ class _Sums:
         self.kernels: dict[tuple[int, int], list[int]] = defaultdict(list)
         self.starts: dict[int, list[float]] = defaultdict(list)
         self.strays: dict[tuple[str, Key], list[float]] = {}
-        self.places: dict[int, int] = {}
+        self.places: dict[int, tuple[int, int]] = {}
         self._step: dict[tuple[int, int], list[Any]] = {}
 
     def add(self, step: Step, call: _Call, target: tuple[int, int] | None) -> None:
@@ -466,7 +466,7 @@ class _Sums:
         now[0] += call.seconds
         now[1] += len(call.kernels)
         if call.op != NONE:
-            self.places[call.op] = target[0]
+            self.places[call.op] = target
         if now[2] is None:
             table = self.profile.kernels if call.kernels else self.profile.ops
             first = min(call.kernels, key=table.start.__getitem__) if call.kernels else call.op
