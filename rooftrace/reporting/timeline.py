@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -69,7 +70,7 @@ def timeline(
             "execution": estimate.execution.name,
             "t_est_s": estimate.t_est,
         },
-        "traceEvents": events,
+        "traceEvents": sorted(events, key=_order),
     }
 
 
@@ -111,6 +112,11 @@ def _slice(process: int, track: int, name: str, start: float, end: float, **fact
     if facts:
         event["args"] = facts
     return event
+
+
+def _order(event: Event) -> tuple[float, float]:
+    """Names first, then by start; of slices that start together the outer one is first."""
+    return event.get("ts", -math.inf), -event.get("dur", 0.0)
 
 
 def _micro(seconds: float) -> float:
