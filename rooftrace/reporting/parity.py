@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-LABELLED = 10
+LABELLED = 8
 GROUPS = 9  # colours in the legend; what is left is "other"
 
 
@@ -169,12 +169,10 @@ def _legend(figure: Figure, points: Sequence[ParityPoint], tones: dict[str, str]
 def _footer(points: Sequence[ParityPoint]) -> str:
     errors = [abs(point.error) for point in points]
     inside = sum(1 / (1 + CLOSE) <= 1 + p.error <= 1 + CLOSE for p in points) / len(points)
-    predicted, measured = sum(p.predicted for p in points), sum(p.measured for p in points)
     return (
         f"{plural(len(points), 'point')}, {format_share(inside)} inside the dashed lines "
-        f"(a factor of {1 + CLOSE:g}); median |error| {format_share(statistics.median(errors))}; "
-        f"sum of predicted over sum of measured {predicted / measured:.3g}.  "
-        "Area: seconds of the step."
+        f"(a factor of {1 + CLOSE:g}); median |error| {format_share(statistics.median(errors))} "
+        "of the measured.  Area: seconds of the step."
     )
 
 
