@@ -1,7 +1,7 @@
 """Reading a large trace beside `json.load` of it: seconds and peak memory, both in one run.
 
-The trace is generated: steps of a training run with Python stacks, as with_stack=True writes them.
-Its size is 64 MiB, or what ROOFTRACE_TRACE_MIB says.  Each reader has a process of its own; its peak
+The trace is generated: steps of training with Python stacks, as with_stack=True writes them.  Its
+size is 64 MiB, or what ROOFTRACE_TRACE_MIB says.  Each reader has a process of its own; its peak
 memory is what reading adds to that of its imports (Linux only).
 """
 

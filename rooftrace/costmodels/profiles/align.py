@@ -220,6 +220,7 @@ class _Level:
 
     def __init__(self, profile: Profile, keys: frozenset[Key]) -> None:
         self.profile, self.keys = profile, keys
+        self.names = frozenset(name for name, _ in keys)
         self.calls, self.launches = profile.calls, profile.launches
         self._keys: dict[tuple[int, int], Key] = {}
 
@@ -254,9 +255,10 @@ class _Level:
         if key in self.keys:
             return [self._whole(op, key)]
         below = [call for called in self.calls.get(op, ()) for call in self._cut(called)]
-        if not any(call.key in self.keys for call in below):
-            return [self._whole(op, key)]
-        return [*below, *self._own(op, key)]
+        known = any(call.key in self.keys for call in below)
+        # Nothing matches, but an op of the graph in other sizes is the better name for it.
+        same = key[0] not in self.names and any(call.key[0] in self.names for call in below)
+        return [*below, *self._own(op, key)] if known or same else [self._whole(op, key)]
 
     def _own(self, op: int, key: Key) -> list[_Call]:
         """What a call did itself, beside those that it made."""

@@ -11,8 +11,9 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -145,23 +146,31 @@ class _Reader:
         self.devices: dict[int, str] = {}
         self.origin: float | None = None
         self._inputs: dict[tuple[str, str, str], int] = {}
+        self._takers: dict[str, Callable[[Mapping[str, Any]], None] | None] = {}
 
     def take(self, event: Mapping[str, Any]) -> None:
         """One event of the trace."""
         if event.get("ph") != "X":
             return
-        category = str(event.get("cat", "")).lower()
-        if category in ("cpu_op", "operator"):
-            self._op(event)
-        elif category in _DEVICE_WORK:
-            self._kernel(event, _DEVICE_WORK[category])
-        elif category == "python_function":
-            if event["name"].startswith(_MODULE):
-                self._module(event)
-        elif category == "user_annotation":
-            self._annotation(event)
-        elif category.endswith(("_runtime", "_driver")) or category == "runtime":
-            self._launch(event)
+        category = event.get("cat", "")
+        if category not in self._takers:
+            self._takers[category] = self._taker(str(category).lower())
+        taker = self._takers[category]
+        if taker is not None:
+            taker(event)
+
+    def _taker(self, category: str) -> Callable[[Mapping[str, Any]], None] | None:
+        """What to do with events of a category, None for nothing; old versions write capitals."""
+        if category in _DEVICE_WORK:
+            return partial(self._kernel, _DEVICE_WORK[category])
+        if category.endswith(("_runtime", "_driver")) or category == "runtime":
+            return self._launch
+        return {
+            "cpu_op": self._op,
+            "operator": self._op,
+            "python_function": self._module,
+            "user_annotation": self._annotation,
+        }.get(category)
 
     def _time(self, event: Mapping[str, Any]) -> tuple[float, float]:
         """(start, duration) in seconds."""
@@ -201,7 +210,7 @@ class _Reader:
             found = self._inputs[key] = self.ops.inputs_known.number(record)
         return found
 
-    def _kernel(self, event: Mapping[str, Any], kind: int) -> None:
+    def _kernel(self, kind: int, event: Mapping[str, Any]) -> None:
         kernels, facts = self.kernels, event.get("args", {})
         start, duration = self._time(event)
         kernels.name.append(kernels.names.number(event["name"]))
@@ -227,9 +236,10 @@ class _Reader:
         self.launches.add(correlation, start, self._thread(event), _external(facts))
 
     def _module(self, event: Mapping[str, Any]) -> None:
-        start, duration = self._time(event)
-        name = event["name"].removeprefix(_MODULE)
-        self.modules.add(name, start, duration, self._thread(event))
+        name = event["name"]
+        if name.startswith(_MODULE):  # of Python's own functions there are far too many
+            start, duration = self._time(event)
+            self.modules.add(name.removeprefix(_MODULE), start, duration, self._thread(event))
 
     def _annotation(self, event: Mapping[str, Any]) -> None:
         start, duration = self._time(event)
