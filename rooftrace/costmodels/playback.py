@@ -12,23 +12,26 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rooftrace.costmodels.estimate import Estimate, dispatch_seconds
+from rooftrace.costmodels.estimate import Estimate, Row, dispatch_seconds
 from rooftrace.costmodels.runs import segments
 from rooftrace.costmodels.timing import Launch
 from rooftrace.tracer.expand import REVERSED
+from rooftrace.tracer.graph import OpGraph, pattern_of
 
 
 @dataclass(frozen=True, slots=True)
 class Played:
     """One launch.  Seconds since the step began.
 
-    row: index of the kernel in `Estimate.rows`, None for host work alone.  occurrence: how often
-    that kernel ran before.  turn: which iteration of its repeats this is.  module: where it runs.
-    start, end: on the device, None for host work alone.
+    row: index of the kernel in `Estimate.rows`, None for host work alone.  turn: which iteration of
+    its repeats this is, as they run.  module: where it runs.  start, end: on the device, None for
+    host work alone.
+
+    Of a kernel at the edge of iterations, which stands in two rows, one row may be launched more
+    often than it counts and the other less often; together they are right.
     """
 
     row: int | None
-    occurrence: int
     turn: int
     module: str
     dispatches: int
@@ -95,7 +98,8 @@ class _Player:
         self.places = [launch.repeats for launch in self.launches]
         groups = iter(range(len(estimate.rows)))
         self.rows = [next(groups) if one.on_device else None for one in self.launches]
-        self.seen: Counter[int] = Counter()
+        self.bases = [_shown_module(estimate.graph, row) for row in estimate.rows]
+        self.inside: list[tuple[int, int]] = []  # (repeat, iteration), outermost first
         self.host = self.device = 0.0
         self.played: list[Played] = []
         self.folded: list[Folded] = []
@@ -113,7 +117,9 @@ class _Player:
                 if fold and written and iteration == 1:
                     before = self.host, self.device
                 show = written and not (fold and iteration)
+                self.inside.append((repeat, iteration))
                 self.run(inside, depth + 1, turn * count + iteration, show)
+                self.inside.pop()
             if fold and written and count > 1:
                 self.folded.append(
                     Folded(repeat, count - 1, before[1], self.device, before[0], self.host)
@@ -132,13 +138,11 @@ class _Player:
         if launch.sync:
             self.host = max(self.host, self.device)
         if written:
-            occurrence = self.seen[row] if row is not None else 0
             self.played.append(
                 Played(
                     row,
-                    occurrence,
                     turn,
-                    "" if row is None else self._module(row, occurrence),
+                    "" if row is None else self._module(row),
                     launch.dispatches,
                     launch.sync,
                     begin,
@@ -147,11 +151,19 @@ class _Player:
                     None if start is None else self.device,
                 )
             )
-        if row is not None:
-            self.seen[row] += 1
 
-    def _module(self, row: int, occurrence: int) -> str:
-        """Where the kernel runs this time: its modules in turn, backward the last one first."""
-        kernel = self.estimate.rows[row]
-        place = min(occurrence * len(kernel.modules) // kernel.count, len(kernel.modules) - 1)
-        return kernel.modules[-1 - place if kernel.part in REVERSED else place]
+    def _module(self, row: int) -> str:
+        """Where the kernel runs this time; backward goes through the iterations in reverse."""
+        path = self.bases[row]
+        for index, iteration in self.inside:
+            repeat = self.estimate.graph.repeats[index]
+            back = self.estimate.rows[row].part in REVERSED
+            path = repeat.path(path, repeat.count - 1 - iteration if back else iteration)
+        return path
+
+
+def _shown_module(graph: OpGraph, row: Row) -> str:
+    """The module of a kernel as the graph shows it: in the first iteration."""
+    pattern = pattern_of(row.module)
+    paths = (graph.ops[op].module for op in row.ops)
+    return next((path for path in paths if pattern_of(path) == pattern), row.module)
