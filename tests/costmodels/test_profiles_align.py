@@ -174,3 +174,26 @@ def test_marks_of_another_graph_are_refused(stack: OpGraph, tmp_path: Path) -> N
     trace.step(lambda: trace.op("aten::mm", [(2, 2)], [("gemm", 1.0)], mark="op 4000"))
     with pytest.raises(ProfileError, match='the trace has "op 4000"'):
         align(read_trace(trace.write(tmp_path / "gpu.json")), stack)
+
+
+def test_passes_without_steps_are_told_apart(stack: OpGraph, tmp_path: Path) -> None:
+    trace = GpuTrace()
+    for _ in range(3):
+        trace.run(stack, duration=lambda op: 20.0 + op, marks=True)
+    trace.events = [e for e in trace.events if not e["name"].startswith("ProfilerStep")]
+    found = align(read_trace(trace.write(tmp_path / "gpu.json")), stack)
+    for op in stack.kernels():
+        assert found.measured[op.id].total == pytest.approx((20 + op.id) * US * stack.times(op))
+
+
+def test_marks_may_number_the_ops_of_the_short_graph(stack: OpGraph, tmp_path: Path) -> None:
+    trace = GpuTrace()
+    for _ in range(2):
+        trace.run(stack, duration=lambda op: 20.0 + op, marks=True)
+    order = iter([op for op, _ in written_out(stack)] * 2)
+    for event in trace.events:
+        if event["name"].startswith("op "):
+            event["name"] = f"op {next(order)}"
+    found = align(read_trace(trace.write(tmp_path / "gpu.json")), stack)
+    for op in stack.kernels():
+        assert found.measured[op.id].seconds == pytest.approx([(20 + op.id) * US] * stack.times(op))

@@ -382,60 +382,75 @@ def _marks(profile: Profile) -> list[tuple[int, Annotation]]:
     return [(int(match[1]), one) for match, one in found if match]
 
 
+@dataclass(frozen=True, slots=True)
+class _Marked:
+    """A range around an op: which op and iteration it is, in which pass over the graph."""
+
+    range: Annotation
+    target: tuple[int, int]
+    run: int
+
+
 def _by_annotation(
     profile: Profile, graph: OpGraph, marks: Sequence[tuple[int, Annotation]]
 ) -> Alignment:
     """Ids are those of `graph.expand()`; or of the graph, where one stands for all iterations."""
     order = written_out(graph)
+    last = max(number for number, _ in marks)
+    if last >= len(order):
+        raise ProfileError(
+            f'{profile.source}: the trace has "op {last}", the graph {len(order):,} ops: '
+            "it is a run of another graph"
+        )
+    short = last < len(graph.ops)
     level = _Level(profile, frozenset())
     sums = _Sums(profile, graph)
     for step in profile.steps:
-        last = step.start + step.duration
-        inside = [(i, one) for i, one in marks if step.start <= one.start <= last]
-        times = Counter(number for number, _ in inside)
-        short = max(times, default=0) < len(graph.ops) and any(n > 1 for n in times.values())
-        turns: Counter[int] = Counter()
-        ranges: list[tuple[Annotation, tuple[int, int]]] = []
-        for number, one in inside:
-            if short or not graph.repeats:
-                ranges.append((one, (number, turns[number])))
-                turns[number] += 1
-            elif number < len(order):
-                ranges.append((one, order[number]))
-            else:
-                ranges.append((one, (number, 0)))
-        for _, (op, _turn) in ranges:
-            if op >= len(graph.ops):
-                raise ProfileError(
-                    f'{profile.source}: the trace has "op {op}", the graph {len(order):,} ops: '
-                    "it is a run of another graph"
-                )
-        _add_marked(level, sums, step, ranges)
-        sums.end()
+        end = step.start + step.duration
+        inside = [(number, one) for number, one in marks if step.start <= one.start <= end]
+        _add_marked(level, sums, step, _passes(graph, inside, order, short))
     return sums.alignment("annotations")
 
 
-def _add_marked(
-    level: _Level,
-    sums: _Sums,
-    step: Step,
-    ranges: Sequence[tuple[Annotation, tuple[int, int]]],
-) -> None:
+def _passes(
+    graph: OpGraph,
+    marks: Sequence[tuple[int, Annotation]],
+    order: Sequence[tuple[int, int]],
+    short: bool,
+) -> list[_Marked]:
+    """What each range stands for.  A pass is over when an op comes once more than it runs."""
+    found: list[_Marked] = []
+    seen: Counter[int] = Counter()
+    run = 0
+    for number, one in marks:
+        if seen[number] == (graph.times(graph.ops[number]) if short else 1):
+            seen.clear()
+            run += 1
+        found.append(_Marked(one, (number, seen[number]) if short else order[number], run))
+        seen[number] += 1
+    return found
+
+
+def _add_marked(level: _Level, sums: _Sums, step: Step, marked: Sequence[_Marked]) -> None:
     """The calls of a step go to the range that they begin in, and kernels to that of their call."""
-    starts = [one.start for one, _ in ranges]
-    ops = level.profile.ops
+    starts = [one.range.start for one in marked]
+    ops, kernels = level.profile.ops, level.profile.kernels
+    runs: dict[int, list[tuple[_Call, tuple[int, int] | None]]] = defaultdict(list)
     for call in level.of(step):
-        kernels = level.profile.kernels
-        if call.op != NONE:
-            start, thread = ops.start[call.op], ops.thread[call.op]
-        else:
-            start, thread = kernels.launched[call.kernels[0]], None
+        known = call.op != NONE
+        start = ops.start[call.op] if known else kernels.launched[call.kernels[0]]
         place = bisect_right(starts, start) - 1
-        one, target = ranges[place] if place >= 0 else (None, None)
-        if one is None or start > one.end or thread not in (None, one.thread):
-            target = None
+        one = marked[place] if place >= 0 else None
+        inside = one is not None and start <= one.range.end
+        if one is not None and known:
+            inside = inside and ops.thread[call.op] == one.range.thread
+        target = one.target if one is not None and inside else None
         if target is not None or not call.host:
+            runs[one.run if one is not None else 0].append((call, target))
+    for _, calls in sorted(runs.items()):
+        for call, target in calls:
             sums.add(step, call, target)
+        sums.end()
 
 
 # -- sums ----------------------------------------------------------------------------------------
