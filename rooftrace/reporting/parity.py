@@ -114,9 +114,9 @@ def _limits(points: Sequence[ParityPoint]) -> tuple[float, float]:
 
 
 def _lines(axes: Axes, low: float, high: float) -> None:
-    """The diagonal, and the band of 20 % to either side."""
+    """The diagonal, and where the prediction is 20 % more and less than the measurement."""
     axes.plot([low, high], [low, high], color=style.INK, linewidth=1.4, zorder=2)
-    for factor in (1 + CLOSE, 1 / (1 + CLOSE)):
+    for factor in (1 / (1 - CLOSE), 1 / (1 + CLOSE)):
         axes.plot(
             [low, high],
             [low * factor, high * factor],
@@ -168,10 +168,10 @@ def _legend(figure: Figure, points: Sequence[ParityPoint], tones: dict[str, str]
 
 def _footer(points: Sequence[ParityPoint]) -> str:
     errors = [abs(point.error) for point in points]
-    inside = sum(1 / (1 + CLOSE) <= 1 + p.error <= 1 + CLOSE for p in points) / len(points)
+    inside = sum(error <= CLOSE for error in errors) / len(points)
     return (
         f"{plural(len(points), 'point')}, {format_share(inside)} inside the dashed lines "
-        f"(a factor of {1 + CLOSE:g}); median |error| {format_share(statistics.median(errors))} "
+        f"(\u00b1{format_share(CLOSE)}); median |error| {format_share(statistics.median(errors))} "
         "of the measured.  Area: seconds of the step."
     )
 

@@ -3,6 +3,7 @@
 import gzip
 import json
 import shutil
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -208,3 +209,16 @@ def test_a_damaged_gzip_file(trained: Path, tmp_path: Path) -> None:
 def test_a_missing_file_is_missing(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         read_trace(tmp_path / "nothing.json")
+
+
+def test_memory_does_not_follow_the_size_of_the_file(tmp_path: Path) -> None:
+    trace = two_kernels()
+    for number in range(20_000):  # Python's own functions, of which nothing is kept
+        trace.event("python_function", f"torch/nn/module.py({number}): _call_impl", number, 1.0)
+    path = trace.write(tmp_path / "large.json")
+    read_trace(path)  # imports, and what is made once
+    tracemalloc.start()
+    read_trace(path)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert path.stat().st_size > 2_500_000 and peak < 800_000  # byte
