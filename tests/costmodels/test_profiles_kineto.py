@@ -221,4 +221,4 @@ def test_memory_does_not_follow_the_size_of_the_file(tmp_path: Path) -> None:
     read_trace(path)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert path.stat().st_size > 2_500_000 and peak < 800_000  # byte
+    assert path.stat().st_size > 2_500_000 and peak < 1_000_000  # byte

@@ -34,7 +34,7 @@ _MICROSECOND = 1e-6
 _HOW = "make it with torch.profiler's export_chrome_trace(FILE)"
 _DEVICE_WORK = {"kernel": 0, "gpu_memcpy": 1, "memcpy": 1, "gpu_memset": 2, "memset": 2}
 _MODULE = "nn.Module: "
-_BLOCK = 1 << 18
+_BLOCK = 1 << 16
 """Bytes that are parsed at a time."""
 
 
