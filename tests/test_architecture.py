@@ -34,9 +34,11 @@ LIBRARIES = {
     "pandas": {"costmodels", "reporting"},
     "numpy": {"tracer", "costmodels", "reporting"},
     "scipy": {"tracer", "costmodels"},
+    "ijson": {"costmodels"},
+    "rapidfuzz": {"costmodels"},
     "tomli": {"hardware", "tracer", "costmodels", "reporting"},
 }
-SLOW_TO_LOAD = {"transformers", "fvcore", "matplotlib", "pandas", "scipy"}
+SLOW_TO_LOAD = {"transformers", "fvcore", "matplotlib", "pandas", "scipy", "ijson", "rapidfuzz"}
 
 # Imports against the direction, each with its reason. One that is gone must go from here too.
 AGAINST_THE_DIRECTION = {

@@ -417,7 +417,7 @@ def estimate(
     starts, end = schedule(
         [t.t_device for t in unplaced],
         planned.launches,
-        _dispatch(planned.execution, target),
+        dispatch_seconds(planned.execution, target),
         [repeat.count for repeat in planned.graph.repeats],
     )
     timings = [
@@ -473,7 +473,7 @@ def _calibrated(planned: Plan, knobs: Knobs, chip: Chip, link: float) -> list[Ti
     return timings
 
 
-def _dispatch(execution: ExecutionModel, chip: Chip) -> float:
+def dispatch_seconds(execution: ExecutionModel, chip: Chip) -> float:
     """Host seconds for one thing that is enqueued: an op, a kernel or a whole graph."""
     if execution.knobs and execution.knobs.dispatch is not None and execution.dispatch == "eager":
         return execution.knobs.dispatch

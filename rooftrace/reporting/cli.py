@@ -173,7 +173,10 @@ def cli() -> None:
     help="Folder for report.md, report.json, ops.csv and figures; - is stdout.",
 )
 @click.option(
-    "--format", "formats", type=_Commas(), help="Which files: md, json, csv, png; default all."
+    "--format",
+    "formats",
+    type=_Commas(),
+    help="Which files: md, json, csv, png (default: these four), trace (a timeline for Perfetto).",
 )
 @click.option(
     "--max-batch",
@@ -194,13 +197,13 @@ def report(
 ) -> None:
     """Cost of each phase of TARGET: one screen, and a folder of files with --out."""
     from rooftrace.reporting.files import check_folder
-    from rooftrace.reporting.report import FORMATS, build_report
+    from rooftrace.reporting.report import ALL_FORMATS, FORMATS, build_report
     from rooftrace.tracer.api import collector_paused
 
     for name in formats or ():
-        if name not in FORMATS:
-            raise click.UsageError(f"--format {name!r}: expected some of {', '.join(FORMATS)}")
-    if out == "-" and (formats is None or len(formats) != 1 or formats[0] == "png"):
+        if name not in ALL_FORMATS:
+            raise click.UsageError(f"--format {name!r}: expected some of {', '.join(ALL_FORMATS)}")
+    if out == "-" and (formats is None or len(formats) != 1 or formats[0] in ("png", "trace")):
         raise click.UsageError("--out - writes one format to stdout: add --format json, md or csv")
     loaded, models = _chips(chips), _executions(executions, tf32, knobs)
     _load_rules(rules)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 def figures(report: Report) -> Iterator[tuple[str, Callable[[], Figure]]]:
     """(file name, how to draw it) in the order of the report."""
-    from rooftrace.reporting import breakdown, roofline, timeline
+    from rooftrace.reporting import breakdown, memoryplot, roofline
 
     yield "roofline.png", lambda: roofline.roofline(report)
     for phase in report.phases:
@@ -25,7 +25,7 @@ def figures(report: Report) -> Iterator[tuple[str, Callable[[], Figure]]]:
         yield "memory.png", lambda: breakdown.memory_figure(report)
     for phase, need in report.memory.items():
         if need.timeline.moments:
-            yield f"memory-{phase}.png", lambda phase=phase: timeline.timeline_figure(report, phase)  # type: ignore[misc]
+            yield f"memory-{phase}.png", lambda phase=phase: memoryplot.memory_figure(report, phase)  # type: ignore[misc]
 
 
 def write_figures(report: Report, folder: Path) -> list[str]:

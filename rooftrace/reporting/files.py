@@ -27,11 +27,11 @@ def check_folder(out: Path) -> None:
 
 def write_report(report: Report, out: Path, formats: Sequence[str]) -> list[Path]:
     """Make the files of `formats` and move them into `out`; their final paths, in order."""
-    from rooftrace.reporting.report import FORMATS
+    from rooftrace.reporting.report import ALL_FORMATS
 
     for name in formats:
-        if name not in FORMATS:
-            raise ValueError(f"format {name!r}: expected one of {', '.join(FORMATS)}")
+        if name not in ALL_FORMATS:
+            raise ValueError(f"format {name!r}: expected one of {', '.join(ALL_FORMATS)}")
     with _aside(out) as folder:
         names: list[str] = []
         if "png" in formats:
@@ -48,6 +48,10 @@ def write_report(report: Report, out: Path, formats: Sequence[str]) -> list[Path
             text = json.dumps(report.to_dict(), indent=1, allow_nan=False, ensure_ascii=False)
             (folder / "report.json").write_text(text + "\n", encoding="utf-8")
             names.append("report.json")
+        if "trace" in formats:
+            from rooftrace.reporting.timeline import write_timelines
+
+            names += write_timelines(report, folder)
         if "md" in formats:
             from rooftrace.reporting.markdown import markdown
 

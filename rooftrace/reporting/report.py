@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     import pandas
 
 FORMATS = ("md", "json", "csv", "png")
+"""What a report has unless it is asked for other formats."""
+ALL_FORMATS = (*FORMATS, "trace")
 
 
 @dataclass(frozen=True)
@@ -131,9 +133,11 @@ class Report:
     def write(self, out: str | Path, formats: Sequence[str] = FORMATS) -> list[Path]:
         """Write report.md, report.json, ops.csv and figures into the folder `out`; their paths.
 
+        The format "trace" adds timeline_<phase>.json.gz, for Perfetto.
+
         All files are made beside `out` first and then moved in, so nothing is left half-written.
         Raises ReportFolderError where the folder cannot be written, ValueError for a format not in
-        FORMATS.
+        ALL_FORMATS.
         """
         from rooftrace.reporting.files import write_report
 
