@@ -450,6 +450,69 @@ def measure(chip_only: bool, device: str | None, budget: float, out: str | None)
     click.echo(f"\nwritten to {out}; use it as --chip {out}")
 
 
+@cli.command()
+@click.argument("steps", metavar="STEPS.csv")
+@click.option("--chip", required=True, help="The chip that they were measured on.")
+@click.option(
+    "--execution",
+    default="eager",
+    show_default=True,
+    help="How the steps were run: eager, compiled, efficient (one CUDA graph).",
+)
+@click.option(
+    "--target",
+    default="{target}",
+    show_default=True,
+    metavar="TEMPLATE",
+    help="How a name in the table becomes a target, for example models.py:{target}.",
+)
+@click.option("--start", metavar="FILE", help="Knobs to begin with; default: typical ones.")
+@click.option(
+    "--free",
+    type=_Commas(),
+    default="compute,memory",
+    show_default=True,
+    help="Knobs to fit: compute, memory, overlap, launch, dispatch, layout, or the share of a "
+    'class, such as "mm.compute".',
+)
+@click.option("--title", default="", help="What to call the result.")
+@click.option(
+    "-o", "--out", required=True, metavar="FILE.toml", help="Where to write the knobs; - is stdout."
+)
+def calibrate(
+    steps: str,
+    chip: str,
+    execution: str,
+    target: str,
+    start: str | None,
+    free: tuple[str, ...],
+    title: str,
+    out: str,
+) -> None:
+    """Fit knobs to measured step times, for --knobs of other commands.
+
+    STEPS.csv has a line a step: model,batch,ms, and where they matter seq, kv, phase, dtype,
+    image_size.
+    """
+    from rooftrace.costmodels.knobs import dump_knobs
+    from rooftrace.costmodels.profiles.steps import read_steps
+    from rooftrace.reporting.calibrating import calibrate_steps, render_calibration
+    from rooftrace.tracer.graphfile import write_bytes
+
+    (loaded,), measured = _chips((chip,)), read_steps(steps)
+    with _progress() as tell:
+        found = calibrate_steps(
+            measured, loaded, execution, target, start, free, title, progress=tell
+        )
+    text = dump_knobs(found.fit.knobs)
+    if out == "-":
+        click.echo(text, nl=False)
+        return
+    write_bytes(Path(out), text.encode())
+    _console().print(render_calibration(found))
+    click.echo(f"\nwritten to {out}; use it as --knobs {out}")
+
+
 # -- what commands share --------------------------------------------------------------------------
 
 
