@@ -1,0 +1,89 @@
+"""Matrix products that others measured, predicted by tiles and waves.
+
+    python benchmarks/accuracy/gemm.py FOLDER        # every gemm-*.csv.gz in it
+
+Rows are m, n, k, a number format and a latency in ms.  For each GPU and format 200 rows are fitted
+to and the rest predicted, for five seeds.  Fitted are seven numbers: what the chip sustains of its
+arithmetic and of its bandwidth, the launch, and four about tiles (`Tiling`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import gzip
+import random
+import statistics
+from pathlib import Path
+
+import rooftrace as rt
+from rooftrace.costmodels.calibrate import Case, errors, fit, predict
+from rooftrace.costmodels.kernels import table
+from rooftrace.costmodels.knobs import Knobs
+from rooftrace.costmodels.utilization import Tiling
+from rooftrace.hardware.chip import Chip
+
+FITTED, SEEDS = 200, 5
+CHIPS = {"a100": "a100-sxm-80", "h100": "h100-sxm", "h200": "h200-sxm"}
+FORMATS = {"bfloat16": ("bf16", 2), "fp8": ("fp8", 1)}
+START = Knobs("products", 0.95, 0.85, 4.0, 2.6e-6, tiling=Tiling(250.0, 2e-6, 1.0, 1.3))
+FREE = (
+    "compute", "memory", "launch",
+    "tiling.prologue", "tiling.split", "tiling.feed", "tiling.busy",
+)  # fmt: skip
+
+
+def cases(path: Path, chip: Chip) -> dict[str, list[Case]]:
+    """Measured products by number format, those of formats that this knows."""
+    found: dict[str, list[Case]] = {}
+    with gzip.open(path, "rt", encoding="utf-8", newline="") as file:
+        for row in csv.DictReader(file):
+            if row["gemm_dtype"] not in FORMATS:
+                continue
+            precision, size = FORMATS[row["gemm_dtype"]]
+            m, n, k = int(row["m"]), int(row["n"]), int(row["k"])
+            moved = size * (m * k + n * k) + 2 * m * n
+            rate = chip.peak("matrix", precision)
+            columns = (1, moved, moved, 0, 0, 2 * m * n * k, rate, m, n, k, 1, size)
+            one = Case(f"{m}x{n}x{k}", table(chip, ["mm"], [columns]), float(row["latency"]) * 1e-3)
+            found.setdefault(precision, []).append(one)
+    return found
+
+
+def score(chosen: list[Case], seed: int) -> tuple[float, float, float]:
+    """Mean, median and 90th percentile of the errors on rows that were not fitted."""
+    order = random.Random(seed).sample(range(len(chosen)), len(chosen))
+    inside = [chosen[i] for i in order[:FITTED]]
+    outside = [chosen[i] for i in order[FITTED:]]
+    knobs = fit(inside, START, FREE, check=False).knobs
+    found = errors(
+        [case.name for case in outside],
+        predict(outside, knobs),
+        [case.seconds for case in outside],
+    )
+    return found.mean, found.median, found.p90
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("folder", type=Path)
+    files = sorted(parser.parse_args().folder.glob("gemm-*.csv.gz"))
+    if not files:
+        raise SystemExit("no gemm-*.csv.gz in that folder")
+    print("| GPU | format | rows | mean | median | p90 |\n|---|---|---:|---:|---:|---:|")
+    for path in files:
+        name = next((chip for key, chip in CHIPS.items() if key in path.name), None)
+        if name is None:
+            raise SystemExit(f"{path.name}: no chip that rooftrace has is in its name")
+        for precision, chosen in cases(path, rt.load_chip(name)).items():
+            runs = [score(chosen, seed) for seed in range(SEEDS)]
+            mean, median, p90 = (statistics.fmean(column) for column in zip(*runs, strict=True))
+            print(
+                f"| {name} | {precision} | {len(chosen)} | {mean:.1%} | {median:.1%} | {p90:.1%} |"
+            )
+
+
+if __name__ == "__main__":
+    main()
