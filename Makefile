@@ -16,7 +16,7 @@ export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test check lint types golden bench zoo clean
+.PHONY: help venv demo test check lint types golden bench zoo measure clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -71,6 +71,11 @@ bench: $(INSTALLED) ## time rooftrace itself: ratios side by side, of one run
 zoo: $(INSTALLED) ## trace every model of the installed packages (ZOO=folder GROUP=hf,timm N=50)
 	@$(BIN)/python zoo/run.py --workers $(JOBS) \
 		$(if $(ZOO),--zoo $(ZOO)) $(if $(GROUP),--group $(GROUP)) $(if $(N),--n $(N))
+
+# With the Python and the torch that are there: a GPU's machine often has both, and no network.
+measure: ## measure this device with PYTHON's own torch: installs nothing (BUDGET=480 OUT=file.json.gz)
+	@unset OMP_NUM_THREADS; $(PYTHON) -m rooftrace.tracer.measure \
+		$(if $(BUDGET),--budget $(BUDGET)) $(if $(OUT),--out $(OUT)) $(if $(QUICK),--quick)
 
 clean: ## remove caches, builds and out/; .venv stays
 	@rm -rf out build dist *.egg-info .benchmarks .coverage .mypy_cache .pytest_cache .ruff_cache .hypothesis
