@@ -16,7 +16,7 @@ export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test check lint types golden bench inductor zoo flops accuracy clean
+.PHONY: help venv demo test check lint types golden bench inductor zoo flops accuracy measure clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -86,6 +86,11 @@ accuracy: $(INSTALLED) ## predict what others measured (DATA=folder of gemm-*.cs
 	@test -n "$(DATA)" || { echo "make accuracy: name the folder of measurements: DATA=folder"; exit 1; }
 	@$(BIN)/python benchmarks/accuracy/gemm.py $(DATA)
 	@$(BIN)/python benchmarks/accuracy/timm_steps.py $(DATA) $(if $(N),--every $(N))
+
+# With the Python and the torch that are there: a GPU's machine often has both, and no network.
+measure: ## measure this device with PYTHON's own torch: installs nothing (BUDGET=480 OUT=file.json.gz)
+	@unset OMP_NUM_THREADS; $(PYTHON) -m rooftrace.tracer.measure \
+		$(if $(BUDGET),--budget $(BUDGET)) $(if $(OUT),--out $(OUT)) $(if $(QUICK),--quick)
 
 clean: ## remove caches, builds and out/; .venv stays
 	@rm -rf out build dist *.egg-info .benchmarks .coverage .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -28,8 +28,10 @@ if TYPE_CHECKING:
     from rooftrace.reporting.api import compare, diff, largest_batch, profile, report, summary
     from rooftrace.tracer.api import capture, load, save, trace, trace_target
     from rooftrace.tracer.graph import OpGraph
+    from rooftrace.tracer.measure_step import measure, measuring
     from rooftrace.tracer.origin import TraceError
     from rooftrace.tracer.request import Request, RequestError, TargetError
+    from rooftrace.tracer.runfile import Run, RunFileError, load_run
 
 _WHERE = {
     "Access": "costmodels.cost",
@@ -63,6 +65,11 @@ _WHERE = {
     "capture": "tracer.api",
     "trace": "tracer.api",
     "trace_target": "tracer.api",
+    "measure": "tracer.measure_step",
+    "measuring": "tracer.measure_step",
+    "Run": "tracer.runfile",
+    "RunFileError": "tracer.runfile",
+    "load_run": "tracer.runfile",
     "Request": "tracer.request",
     "RequestError": "tracer.request",
     "TargetError": "tracer.request",
@@ -81,6 +88,8 @@ __all__ = [
     "Plan",
     "Request",
     "RequestError",
+    "Run",
+    "RunFileError",
     "Saving",
     "TargetError",
     "TraceError",
@@ -95,6 +104,9 @@ __all__ = [
     "largest_batch",
     "load",
     "load_chip",
+    "load_run",
+    "measure",
+    "measuring",
     "memory",
     "plan",
     "profile",

@@ -1,18 +1,21 @@
-"""From a table of measured steps to a knob file: traces what ran, fits, says how sure that is."""
+"""From measured steps to a knob file: traces what ran, fits, and says how sure that is."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from rooftrace.costmodels.calibrate import Case, Errors, Fit, fit, step_case
+from rooftrace.costmodels.calibrate import Case, Errors, Fit, errors, fit, predict, step_case
 from rooftrace.costmodels.execution import ExecutionModel, execution_model
 from rooftrace.costmodels.knobs import Knobs, load_knobs
 from rooftrace.costmodels.profiles.steps import StepTime
 from rooftrace.costmodels.rewrite import reprice
 from rooftrace.hardware.chip import Chip
 from rooftrace.hardware.units import format_time
+from rooftrace.tracer.graph import OpGraph
+from rooftrace.tracer.runfile import ModelRow, Run
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -28,14 +31,26 @@ class CalibrateRequestError(ValueError):
 class Calibration:
     """A fit, and the measurements that it could not use.
 
-    failures: why a step was left out, by its line in the table.
+    failures: why a step was left out, by where it stands.  before: errors without any knobs.
     """
 
     fit: Fit
     chip: str
     execution: str
     steps: int
-    failures: Mapping[int, str]
+    failures: Mapping[str, str]
+    before: Errors
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """One measured step: what to call it, where it stands, and how its graph is made."""
+
+    label: str
+    place: str
+    group: str
+    seconds: float
+    graph: Callable[[], OpGraph]
 
 
 def calibrate_steps(
@@ -48,7 +63,7 @@ def calibrate_steps(
     title: str = "",
     progress: Callable[[str], None] | None = None,
 ) -> Calibration:
-    """Fit knobs to measured steps.
+    """Fit knobs to a table of measured steps.
 
     target: how the name in the table becomes a target, for example "models.py:{target}"; {batch},
     {seq}, {kv} and {image_size} stand for those columns.  start: where the fit begins (default: the
@@ -56,20 +71,70 @@ def calibrate_steps(
     trace is left out and reported.  Raises CalibrateRequestError where none is left, and
     CalibrationError where there are fewer than knobs to fit.
     """
+    measured = [
+        _Measured(
+            " ".join(str(v) for v in (step.target, step.phase, step.batch, step.seq) if v),
+            f"line {step.line}",
+            step.target,
+            step.seconds,
+            partial(_graph, step, target),
+        )
+        for step in steps
+    ]
+    return _calibrated(measured, chip, execution, start, free, title, progress)
+
+
+def calibrate_run(
+    run: Run,
+    chip: Chip,
+    execution: str | ExecutionModel = "eager",
+    start: Knobs | str | None = None,
+    free: Sequence[str] = ("compute", "memory"),
+    title: str = "",
+    progress: Callable[[str], None] | None = None,
+) -> Calibration:
+    """The same from the models of a run file: those that ran as `execution` dispatches.
+
+    Raises CalibrateRequestError where there are none.
+    """
+    mode = "eager" if execution_model(execution).dispatch == "eager" else "compiled"
+    measured = [
+        _Measured(row.key, row.model, row.model, row.median, partial(_suite_graph, row))
+        for row in run.models
+        if row.mode == mode
+    ]
+    if not measured:
+        raise CalibrateRequestError(
+            f"the run has no {mode} steps of models, only "
+            f"{', '.join(sorted({row.mode for row in run.models})) or 'operations'}; measure some "
+            "with `rooftrace measure`, or name another --execution"
+        )
+    return _calibrated(measured, chip, execution, start, free, title, progress)
+
+
+def _calibrated(
+    measured: Sequence[_Measured],
+    chip: Chip,
+    execution: str | ExecutionModel,
+    start: Knobs | str | None,
+    free: Sequence[str],
+    title: str,
+    progress: Callable[[str], None] | None,
+) -> Calibration:
     tell = progress or (lambda _: None)
     model = execution_model(execution)
     cases: list[Case] = []
-    failures: dict[int, str] = {}
-    for number, step in enumerate(steps):
-        tell(f"tracing {step.target} ({number + 1} of {len(steps)})")
+    failures: dict[str, str] = {}
+    for number, one in enumerate(measured):
+        tell(f"tracing {one.label} ({number + 1} of {len(measured)})")
         try:
-            cases.append(_case(step, chip, model, target))
+            cases.append(step_case(one.label, one.graph(), chip, model, one.seconds, one.group))
         except (ValueError, LookupError, RuntimeError, OSError) as error:
-            failures[step.line] = f"{step.target}: {str(error).splitlines()[0]}"
+            failures[one.place] = f"{one.group}: {str(error).splitlines()[0]}"
     if not cases:
         first = next(iter(failures.values()), "the table is empty")
         raise CalibrateRequestError(
-            f"none of {len(steps)} measured steps could be traced; the first: {first}"
+            f"none of {len(measured)} measured steps could be traced; the first: {first}"
         )
     tell("fitting")
     found = fit(cases, _start(start, chip, model), free, title or f"{chip.name}, {model.name}")
@@ -82,7 +147,12 @@ def calibrate_steps(
         "not_identified": list(found.unidentified),
     }
     found = replace(found, knobs=replace(found.knobs, source=source))
-    return Calibration(found, chip.name, model.name, len(steps), failures)
+    before = errors(
+        [case.name for case in cases],
+        predict(cases, Knobs("datasheet")),
+        [case.seconds for case in cases],
+    )
+    return Calibration(found, chip.name, model.name, len(measured), failures, before)
 
 
 def _start(start: Knobs | str | None, chip: Chip, model: ExecutionModel) -> Knobs:
@@ -95,7 +165,7 @@ def _start(start: Knobs | str | None, chip: Chip, model: ExecutionModel) -> Knob
     return load_knobs("typical-eager" if model.fusion == "none" else "typical-compiled")
 
 
-def _case(step: StepTime, chip: Chip, model: ExecutionModel, target: str) -> Case:
+def _graph(step: StepTime, target: str) -> OpGraph:
     from rooftrace.tracer.api import trace_target
     from rooftrace.tracer.request import Options, Request
 
@@ -111,12 +181,14 @@ def _case(step: StepTime, chip: Chip, model: ExecutionModel, target: str) -> Cas
         ) from None
     request = Request(step.batch, step.seq, step.kv)
     phases = [step.phase] if step.phase else None
-    graphs = trace_target(name, phases, request, Options(dtype=step.dtype))
-    graph = next(iter(graphs.values()))
-    if step.dtype is not None:
-        graph = reprice(graph, step.dtype)
-    label = " ".join(str(v) for v in (step.target, step.phase, step.batch, step.seq) if v)
-    return step_case(label, graph, chip, model, step.seconds, step.target)
+    graph = next(iter(trace_target(name, phases, request, Options(dtype=step.dtype)).values()))
+    return graph if step.dtype is None else reprice(graph, step.dtype)
+
+
+def _suite_graph(row: ModelRow) -> OpGraph:
+    from rooftrace.tracer.suite_models import traced
+
+    return traced(row)
 
 
 # -- in words --------------------------------------------------------------------------------------
@@ -136,8 +208,8 @@ def render_calibration(found: Calibration) -> RenderableType:
             f"{found.chip}, {found.execution}: {used} of {found.steps} measured steps",
         )
     ]
-    for line, why in list(found.failures.items())[:5]:
-        parts.append(Text(f"  left out, line {line}: {why}", style="yellow"))
+    for place, why in list(found.failures.items())[:5]:
+        parts.append(Text(f"  left out, {place}: {why}", style="yellow"))
     knobs = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for name in ("knob", "start", "fitted", "std. error", ""):
         knobs.add_column(name, justify="left" if name in ("knob", "") else "right")
@@ -153,6 +225,7 @@ def render_calibration(found: Calibration) -> RenderableType:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for name in ("error on", *_NUMBERS, "worst"):
         table.add_column(name, justify="left" if name in ("error on", "worst") else "right")
+    table.add_row("all, without knobs", *_errors(found.before))
     table.add_row("models that were fitted", *_errors(fitted.errors))
     if fitted.left_out is not None:
         table.add_row("models that were left out", *_errors(fitted.left_out))

@@ -424,18 +424,63 @@ def chips_lint(paths: tuple[str, ...]) -> None:
 
 
 @cli.command()
+@click.argument("targets", nargs=-1, metavar="[TARGET]...")
 @click.option(
     "--chip-only", is_flag=True, help="Measure this machine's rates and write them as a chip."
 )
 @click.option("--device", default=None, help="cpu or cuda; default: cuda where there is one.")
-@click.option("--budget", type=float, default=20.0, show_default=True, help="Seconds to spend.")
-@click.option("-o", "--out", metavar="FILE.toml", help="Where to write the chip; default: stdout.")
-def measure(chip_only: bool, device: str | None, budget: float, out: str | None) -> None:
-    """Measure this machine; the result is a TOML file for --chip."""
-    if not chip_only:
-        raise click.UsageError(
-            "measure: only --chip-only is there so far; add it to measure this machine's rates"
-        )
+@click.option(
+    "--budget", type=float, help="Seconds to spend; default 480, --quick 90, --chip-only 20."
+)
+@click.option("--quick", is_flag=True, help="A trial of the whole suite, in about a minute.")
+@click.option("--phase", "phases", type=_Commas(), help="Of a TARGET; default: all it has.")
+@click.option("--batch", type=int, help="Batch size of a TARGET.")
+@click.option("--seq", type=int, help="Sequence (prompt) length of a TARGET.")
+@click.option(
+    "-o",
+    "--out",
+    metavar="FILE",
+    help="The run (default measurements/DEVICE-DATE.json.gz; one that is there is gone on with), "
+    "or with --chip-only the TOML of the chip (default: stdout).",
+)
+def measure(
+    targets: tuple[str, ...],
+    chip_only: bool,
+    device: str | None,
+    budget: float | None,
+    quick: bool,
+    phases: tuple[str, ...] | None,
+    batch: int | None,
+    seq: int | None,
+    out: str | None,
+) -> None:
+    """Measure this device: operations alone, then whole models, into one file.
+
+    TARGET: only these, models of the suite (wildcards too) or any that the other commands take.
+    """
+    if chip_only:
+        _measure_chip(targets, device, 20.0 if budget is None else budget, out)
+        return
+    from rooftrace.tracer.measure import default_out, measure_suite
+    from rooftrace.tracer.measure import summary as measured
+    from rooftrace.tracer.measure_chip import default_device
+    from rooftrace.tracer.session import BUDGET_S, QUICK_S, Plan, start_again
+
+    device = device or default_device()
+    path = Path(out) if out else default_out(device)
+    usual = QUICK_S if quick else BUDGET_S
+    seconds = usual if budget is None else budget
+    plan = Plan(path, device, seconds, quick, targets, phases, batch, seq)
+    with _progress() as tell:
+        run = measure_suite(plan, tell, start_again)
+    click.echo(measured(run, path))
+
+
+def _measure_chip(
+    targets: tuple[str, ...], device: str | None, budget: float, out: str | None
+) -> None:
+    if targets:
+        raise click.UsageError(f"--chip-only measures no model: leave out {' '.join(targets)}")
     from rooftrace.hardware.chipfile import dump_chip, write_chip
     from rooftrace.reporting.chiptext import render_chip
     from rooftrace.tracer.measure_chip import default_device, measure_chip
@@ -451,7 +496,7 @@ def measure(chip_only: bool, device: str | None, budget: float, out: str | None)
 
 
 @cli.command()
-@click.argument("steps", metavar="STEPS.csv")
+@click.argument("steps", metavar="STEPS.csv|RUN.json.gz")
 @click.option("--chip", required=True, help="The chip that they were measured on.")
 @click.option(
     "--execution",
@@ -492,18 +537,26 @@ def calibrate(
     """Fit knobs to measured step times, for --knobs of other commands.
 
     STEPS.csv has a line a step: model,batch,ms, and where they matter seq, kv, phase, dtype,
-    image_size.
+    image_size.  RUN.json.gz is what `rooftrace measure` wrote.
     """
     from rooftrace.costmodels.knobs import dump_knobs
     from rooftrace.costmodels.profiles.steps import read_steps
-    from rooftrace.reporting.calibrating import calibrate_steps, render_calibration
+    from rooftrace.reporting.calibrating import (
+        calibrate_run,
+        calibrate_steps,
+        render_calibration,
+    )
     from rooftrace.tracer.graphfile import write_bytes
+    from rooftrace.tracer.runfile import load_run
 
-    (loaded,), measured = _chips((chip,)), read_steps(steps)
+    (loaded,) = _chips((chip,))
+    is_run = steps.endswith((".json", ".json.gz"))
+    measured: Any = load_run(steps) if is_run else read_steps(steps)
     with _progress() as tell:
-        found = calibrate_steps(
-            measured, loaded, execution, target, start, free, title, progress=tell
-        )
+        if is_run:
+            found = calibrate_run(measured, loaded, execution, start, free, title, tell)
+        else:
+            found = calibrate_steps(measured, loaded, execution, target, start, free, title, tell)
     text = dump_knobs(found.fit.knobs)
     if out == "-":
         click.echo(text, nl=False)

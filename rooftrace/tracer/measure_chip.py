@@ -10,34 +10,26 @@ import contextlib
 import os
 import platform
 import re
-import statistics
-import threading
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-from rooftrace.hardware import units
 from rooftrace.hardware.chip import Chip, Engine, Fact, Peak
+from rooftrace.tracer.bench import (
+    OPS,
+    Bench,
+    MeasureError,
+    Progress,
+    checked_device,
+    default_device,
+    direct_dispatch,
+    eager_dispatch,
+    float32_precision,
+    graph_of_tiny_kernels,
+    pinned_threads,
+)
 
-if TYPE_CHECKING:
-    import torch
-
-__all__ = ["MeasureError", "measure_chip"]
-
-Progress = Callable[[str], None]
-
-
-class MeasureError(RuntimeError):
-    """This machine cannot be measured as asked."""
-
-
-def default_device() -> str:
-    """cuda where torch sees one, else cpu."""
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
+__all__ = ["MeasureError", "default_device", "measure_chip"]
 
 
 def measure_chip(
@@ -52,15 +44,7 @@ def measure_chip(
 
     if not budget_s > 0:
         raise MeasureError(f"budget_s = {budget_s!r}: expected a number of seconds above 0")
-    try:
-        target = torch.device(device)
-    except RuntimeError as problem:
-        raise MeasureError(f'device "{device}": expected "cpu" or "cuda": {problem}') from problem
-    if target.type not in ("cpu", "cuda"):
-        raise MeasureError(f'device "{device}": expected "cpu" or "cuda"')
-    if target.type == "cuda" and (target.index or 0) >= torch.cuda.device_count():
-        seen = f"torch {torch.__version__} sees {torch.cuda.device_count()} CUDA devices here"
-        raise MeasureError(f'device "{device}": {seen}')
+    target = checked_device(device)
     report = progress or (lambda line: None)
     with torch.inference_mode():
         if target.type == "cuda":
@@ -71,111 +55,14 @@ def measure_chip(
             return _measure_cpu(Bench(target, budget_s, report, cores, pinned))
 
 
-# The clock
-
-NOISY = 0.25  # a spread from which the fact says so itself
-
-
-@dataclass(frozen=True)
-class Bench:
-    """Times things on one device and writes down how."""
-
-    device: torch.device
-    budget_s: float
-    progress: Progress
-    cores: int = 1
-    pinned: bool = False
-
-    @property
-    def on_cuda(self) -> bool:
-        return bool(self.device.type == "cuda")
-
-    def conditions(self) -> str:
-        import torch
-
-        if self.on_cuda:
-            return f"torch {torch.__version__}, CUDA {torch.version.cuda}"
-        pinned = " pinned" if self.pinned else ""
-        return f"torch {torch.__version__}, {torch.get_num_threads()}{pinned} threads"
-
-    def synchronize(self) -> None:
-        import torch
-
-        if self.on_cuda:
-            torch.cuda.synchronize(self.device)
-
-    def once(self, run: Callable[[], object]) -> float:
-        """Device seconds of one `run`: between two events on CUDA, on the wall on a CPU."""
-        import torch
-
-        if not self.on_cuda:
-            start = time.perf_counter()
-            run()
-            return time.perf_counter() - start
-        before: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        after: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        before.record()
-        run()
-        after.record()
-        after.synchronize()
-        return float(before.elapsed_time(after)) / 1e3  # torch gives milliseconds
-
-    def repeat(self, time_one: Callable[[], float], share: float) -> list[float]:
-        """Call `time_one` for `share` of the budget: 3 to 25 times, after one warm-up."""
-        time_one()
-        deadline = time.perf_counter() + share * self.budget_s
-        samples: list[float] = []
-        while len(samples) < 3 or (time.perf_counter() < deadline and len(samples) < 25):
-            samples.append(time_one())
-        return samples
-
-    def fact(self, samples: list[float], unit: str, what: str, note: str = "") -> Fact:
-        """The median of `samples` as a measured fact in `unit`; a wide spread is noted."""
-        middle = statistics.median(samples)
-        quarters = statistics.quantiles(samples, n=4)
-        spread = (quarters[2] - quarters[0]) / middle if middle else 0.0
-        source = (
-            f"{what}, median of {len(samples)}, spread {spread * 100:.0f} % (interquartile), "
-            f"{self.conditions()}"
-        )
-        text = units.write(middle, unit)
-        if spread > NOISY:
-            best = max(samples) if unit.endswith("/s") else min(samples)
-            noise = f"noisy, the best was {units.write(best, unit)}: was the machine busy?"
-            note = f"{note}; {noise}" if note else noise
-        self.progress(f"{what}: {text}{f' ({note})' if note else ''}")
-        return Fact.of(text, unit, source, "measured", note)
-
-
-def _random(bench: Bench, *shape: int) -> torch.Tensor:
-    """Random fp32 data: constant data draws less power, and so runs faster, than real data."""
-    import torch
-
-    generator = torch.Generator(bench.device).manual_seed(0)
-    return torch.randn(*shape, generator=generator, device=bench.device)
-
-
 # Compute
-
-
-@contextlib.contextmanager
-def _float32_precision(setting: str) -> Iterator[None]:
-    """ "highest": fp32 products in fp32; "high": in TF32 on CUDA."""
-    import torch
-
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(setting)
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 def _product(bench: Bench, precision: str, size: int) -> Callable[[], object]:
     """A [size, size] @ [size, size] product in `precision`, ready to run."""
     import torch
 
-    left, right = _random(bench, size, size), _random(bench, size, size)
+    left, right = bench.random(size, size), bench.random(size, size)
     if precision == "fp8":
         one = torch.ones((), device=bench.device)
         # The fp8 kernels want the right operand column-major.
@@ -194,7 +81,7 @@ def _product(bench: Bench, precision: str, size: int) -> Callable[[], object]:
 def _matmul_rate(bench: Bench, precision: str, share: float, largest: int) -> Fact | None:
     """FLOP/s of a large square product; None where torch has no such kernel here."""
     size = 256
-    with _float32_precision("high" if precision == "tf32" else "highest"):
+    with float32_precision("high" if precision == "tf32" else "highest"):
         try:
             run = _product(bench, precision, size)
             bench.once(run)
@@ -231,7 +118,7 @@ def _bandwidths(bench: Bench, cache: float, capacity: float, share: float) -> di
     # Four times the cache in each buffer; no more than a sixteenth of the memory.
     wanted = max(4 * cache, 2.0**26 if not bench.on_cuda else 2.0**30)
     elements = int(min(wanted, capacity / 16)) // 4
-    source = _random(bench, elements)
+    source = bench.random(elements)
     target = torch.empty_like(source)
     size = 4 * elements
     megabytes = f"{size / 1e6:.0f} MB"
@@ -253,53 +140,15 @@ def _bandwidths(bench: Bench, cache: float, capacity: float, share: float) -> di
 
 # Host costs
 
-# Few enough for the launch queue of a GPU, which holds 1024: a full queue makes the host wait.
-OPS = 300
-
-
-def _host_seconds(bench: Bench, run: Callable[[], object], calls: int) -> Callable[[], float]:
-    """Host seconds per call in one `run` that makes `calls` of them; the device may lag behind."""
-
-    def once() -> float:
-        bench.synchronize()
-        start = time.perf_counter()
-        run()
-        seconds = (time.perf_counter() - start) / calls
-        bench.synchronize()
-        return seconds
-
-    return once
-
 
 def _dispatch_eager(bench: Bench, share: float) -> Fact:
-    """Seconds per op of a deep stack of tiny modules, whose kernels take next to no time."""
-    import torch
-    from torch import nn
-
-    width = 8
-    layers: list[nn.Module] = []
-    with torch.random.fork_rng(devices=[]):  # the weights' initial values draw random numbers
-        for _ in range(OPS // 3):
-            layers += [nn.Linear(width, width), nn.ReLU(), nn.LayerNorm(width)]
-    model = nn.Sequential(*layers).to(bench.device).eval()
-    example = torch.ones(width, width, device=bench.device)
-    samples = bench.repeat(_host_seconds(bench, lambda: model(example), len(layers)), share)
-    what = f"eager stack of {len(layers)} tiny linear, relu and layer norm modules, per op"
-    return bench.fact(samples, "second", what)
+    sampler, modules = eager_dispatch(bench)
+    what = f"eager stack of {modules} tiny linear, relu and layer norm modules, per op"
+    return bench.fact(bench.repeat(sampler, share), "second", what)
 
 
 def _dispatch_compiled(bench: Bench, share: float) -> Fact:
-    """Seconds per op called without modules and into a ready output, as generated code calls it."""
-    import torch
-
-    left = torch.ones(8, 8, device=bench.device)
-    out = torch.empty_like(left)
-
-    def run() -> None:
-        for _ in range(OPS):
-            torch.mm(left, left, out=out)
-
-    samples = bench.repeat(_host_seconds(bench, run, OPS), share)
+    samples = bench.repeat(direct_dispatch(bench), share)
     note = "as generated code calls its external kernels; torch.compile itself was not run"
     return bench.fact(samples, "second", "8 x 8 matmul into a ready output, per call", note)
 
@@ -307,75 +156,10 @@ def _dispatch_compiled(bench: Bench, share: float) -> Fact:
 # CPU
 
 
-@contextlib.contextmanager
-def pinned_threads() -> Iterator[bool]:
-    """Keep each thread of torch's pool on a core of its own, on Linux; yields whether it did.
-
-    A scheduler may stack two of them on one core for seconds, where each waits for the other's time
-    slice: a copy was seen to take 1.7 ms or 8 ms by that alone. All masks are restored afterwards.
-    """
-    import torch
-
-    tasks = Path("/proc/self/task")
-    if not hasattr(os, "sched_setaffinity") or not tasks.is_dir():
-        yield False
-        return
-    idle = _processor_ticks(tasks)
-    example = torch.ones(2**20)
-    until = time.perf_counter() + 0.1
-    while time.perf_counter() < until:
-        example.add_(1)
-    busy = _processor_ticks(tasks)
-    ours = threading.get_native_id()
-    allowed = os.sched_getaffinity(0)
-    before: dict[int, set[int]] = {}
-    for thread in (int(item.name) for item in tasks.iterdir()):
-        with contextlib.suppress(OSError):  # it may have ended
-            before[thread] = os.sched_getaffinity(thread)
-    cores = _spread_cores(allowed)
-    # The pool's threads are the ones that just worked; others (of a progress bar, say) come last.
-    others = [thread for thread in before if thread != ours]
-    others.sort(key=lambda thread: idle.get(thread, 0) - busy.get(thread, 0))
-    workers = [ours, *others]
-    try:
-        for position, thread in enumerate(workers):
-            with contextlib.suppress(OSError):
-                os.sched_setaffinity(thread, {cores[position % len(cores)]})
-        yield True
-    finally:
-        for thread in (int(item.name) for item in tasks.iterdir()):
-            with contextlib.suppress(OSError):
-                os.sched_setaffinity(thread, before.get(thread, allowed))
-
-
-def _processor_ticks(tasks: Path) -> dict[int, int]:
-    """Processor time that each thread of this process has used so far, in clock ticks."""
-    ticks = {}
-    for item in tasks.iterdir():
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            # man proc_pid_stat: utime and stime are fields 14 and 15; the name (2) may hold spaces
-            after_name = (item / "stat").read_text().rpartition(")")[2].split()
-            ticks[int(item.name)] = int(after_name[11]) + int(after_name[12])
-    return ticks
-
-
-def _spread_cores(allowed: set[int], root: Path = Path("/sys/devices/system/cpu")) -> list[int]:
-    """The allowed CPUs, one of each physical core first, then their hyperthread siblings."""
-    seen: dict[str, int] = {}
-    order = []
-    for cpu in sorted(allowed):
-        siblings = str(cpu)
-        with contextlib.suppress(OSError):
-            siblings = (root / f"cpu{cpu}/topology/thread_siblings_list").read_text().strip()
-        order.append((seen.get(siblings, 0), cpu))
-        seen[siblings] = seen.get(siblings, 0) + 1
-    return [cpu for _, cpu in sorted(order)]
-
-
 def _measure_cpu(bench: Bench) -> Chip:
     import torch
 
-    model = _cpu_model()
+    model = cpu_model()
     capacity = _cpu_memory()
     cache = _cpu_cache(Path("/sys/devices/system/cpu"))
     told = "logical CPUs this process may use, from the OS"
@@ -393,7 +177,7 @@ def _measure_cpu(bench: Bench) -> Chip:
     bandwidths = _bandwidths(bench, cache.value if cache else 0.0, capacity.value, 0.14)
     compiled = _dispatch_compiled(bench, 0.05)
     return Chip(
-        name=_slug(model),
+        name=slug(model),
         title=f"{model}, {torch.get_num_threads()} threads, as measured",
         vendor=_vendor(model),
         kind="cpu",
@@ -421,7 +205,8 @@ def _cores() -> int:
     return os.cpu_count() or 1
 
 
-def _cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """The processor's name."""
     with contextlib.suppress(OSError):
         for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
             key, _, value = line.partition(":")
@@ -495,7 +280,7 @@ def _measure_cuda(bench: Bench) -> Chip:
     bandwidths = _bandwidths(bench, float(cache), capacity.value, 0.1)
     gap, launch = _graph(bench, 0.1)
     return Chip(
-        name=_slug(properties.name),
+        name=slug(properties.name),
         title=f"{properties.name}, as measured",
         vendor=_vendor(properties.name) if torch.version.hip is None else "AMD",
         kind="gpu",
@@ -515,25 +300,16 @@ def _measure_cuda(bench: Bench) -> Chip:
 
 def _graph(bench: Bench, share: float) -> tuple[Fact, Fact]:
     """Device seconds per tiny kernel, and host seconds per launch, of one captured graph."""
-    import torch
-
-    cell = torch.zeros(8, device=bench.device)
-    cell.add_(1)  # loads the kernel before the capture
-    bench.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(OPS):
-            cell.add_(1)
-    graph.replay()
-    periods = [s / OPS for s in bench.repeat(lambda: bench.once(graph.replay), share / 2)]
+    period, launch_once = graph_of_tiny_kernels(bench)
+    periods = bench.repeat(period, share / 2)
     note = "an 8-element kernel's own time is in it: that is what a kernel costs beside its work"
     gap = bench.fact(periods, "second", f"graph of {OPS} dependent tiny kernels, per kernel", note)
-    launches = bench.repeat(_host_seconds(bench, graph.replay, 1), share / 2)
+    launches = bench.repeat(launch_once, share / 2)
     launch = bench.fact(launches, "second", f"launch of a graph of {OPS} kernels, host time")
     return gap, launch
 
 
-def _slug(name: str) -> str:
+def slug(name: str) -> str:
     """A chip name from a device's: "NVIDIA H200" -> "nvidia-h200-measured"."""
     plain = re.sub(r"\((r|tm)\)|®|™", "", name, flags=re.IGNORECASE)
     words = re.sub(r"[^a-z0-9.]+", "-", plain.lower()).strip("-.")

@@ -35,7 +35,7 @@ def run_optimizer(
     with torch.no_grad(), torch._C.DisableTorchFunction():
         with recorder.paused():
             stepped = [_master(p) if _is_low(p, dtype) else p for p in parameters]
-            optimizer = _made(kind, stepped)
+            optimizer = made_optimizer(kind, stepped)
             optimizer.step()
         low = [(p, s) for p, s in zip(parameters, stepped, strict=True) if p is not s]
         for parameter, tensor in zip(parameters, stepped, strict=True):
@@ -87,7 +87,8 @@ def _master(parameter: nn.Parameter) -> Tensor:
     return master
 
 
-def _made(kind: Any, parameters: Sequence[Tensor]) -> torch.optim.Optimizer:
+def made_optimizer(kind: Any, parameters: Sequence[Tensor]) -> torch.optim.Optimizer:
+    """An optimizer of this class as it is on a GPU: many tensors in one kernel, where it can."""
     accepts = inspect.signature(kind.__init__).parameters
     settings: dict[str, Any] = {}
     if "foreach" in accepts:

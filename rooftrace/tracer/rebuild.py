@@ -21,7 +21,8 @@ class GraphState(torch.nn.Module):
 def to_fx(graph: OpGraph, state: Mapping[str, TorchTensor] | None = None) -> fx.GraphModule:
     """A `torch.fx.GraphModule` that runs the ops of `graph` on real tensors.
 
-    Its inputs are the graph's inputs in order; repeats are written out.  state: tensors by name
+    Its inputs are the graph's inputs in order; repeats are written out, and the node of an op has
+    the op's id in `graph.expand()` under meta["op"].  state: tensors by name
     for what no op makes (parameters, buffers); constants that the graph knows are filled in, what
     is missing stays on meta.  Raises GraphError for an op that is not registered, or a precision
     that torch has not.
@@ -72,8 +73,8 @@ def _add(op: Op, result: fx.Graph, nodes: dict[int, fx.Node]) -> None:
         for position, value in zip(_positions(op), op.outputs, strict=True):
             nodes[value] = result.call_function(operator.getitem, (node, position))
     else:  # a void in-place op writes its list arguments, whose nodes stay what they are
-        for value, written in zip(op.outputs, _written(target, op.arguments), strict=True):
-            nodes[value] = nodes[written]
+        for value, other in zip(op.outputs, _written(target, op.arguments), strict=True):
+            nodes[value] = nodes[other]
 
 
 def histc(values: TorchTensor, bins: int = 100, min: float = 0, max: float = 0) -> TorchTensor:
@@ -93,6 +94,11 @@ def _positions(op: Op) -> list[int]:
     if isinstance(mask, tuple) and sum(mask) == len(op.outputs):
         return [position for position, wanted in enumerate(mask) if wanted]
     return list(range(len(op.outputs)))
+
+
+def written(target: str, arguments: Mapping[str, Argument]) -> list[int]:
+    """The values that an op writes in place, in order.  Raises GraphError for an unknown op."""
+    return _written(_overload(target), arguments)
 
 
 def _written(target: Any, arguments: Mapping[str, Argument]) -> list[int]:

@@ -472,7 +472,7 @@ class Run:
         for tensor in (*known, *(t for m in self.module.modules() for t in own_tensors(m))):
             learn(recorder.values, tensor)
         recorder.name_modules(self.module)
-        for name, tensor in _named_inputs(self.module, *used):
+        for name, tensor in named_inputs(self.module, *used):
             recorder.enter(tensor, "input", name)
         for kind, text in inputs.assumptions:
             recorder.values.assume(kind, text)
@@ -595,9 +595,10 @@ def provenance(target: str) -> dict[str, Any]:
     return {"target": target, "versions": found, "python": platform.python_version()}
 
 
-def _named_inputs(
+def named_inputs(
     module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Iterator[tuple[str, Tensor]]:
+    """The tensors among the arguments of a call, by the names that a graph has for them."""
     names = [
         n
         for n, p in parameters_of(module).items()

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import rooftrace as rt
 from rooftrace.costmodels.execution import execution_model
-from rooftrace.costmodels.knobs import load_knobs
+from rooftrace.costmodels.knobs import Knobs, load_knobs
 from rooftrace.costmodels.profiles.steps import StepTime
-from rooftrace.reporting.calibrating import CalibrateRequestError, calibrate_steps
+from rooftrace.reporting.calibrating import (
+    CalibrateRequestError,
+    calibrate_run,
+    calibrate_steps,
+)
 from rooftrace.reporting.cli import main
 from rooftrace.tracer.request import Request
 
@@ -24,8 +29,6 @@ def target(name: str) -> str:
 
 def measured(compute: float, memory: float) -> dict[tuple[str, int], float]:
     """Seconds of a step on an RTX 3090 that sustains these shares."""
-    from dataclasses import replace
-
     knobs = replace(load_knobs("typical-eager"), compute=compute, memory=memory)
     model = execution_model("eager", knobs=knobs)
     found = {}
@@ -79,7 +82,8 @@ def test_a_model_that_does_not_trace_is_left_out_and_named() -> None:
     found = calibrate_steps(
         [*good, StepTime("nothing", 1.0, line=9)], chip, target=target("{target}")
     )
-    assert list(found.failures) == [9] and "there is no file" in found.failures[9]
+    assert list(found.failures) == ["line 9"]
+    assert "there is no file" in found.failures["line 9"]
     assert found.fit.errors.mean < 0.01
 
 
@@ -89,6 +93,18 @@ def test_nothing_that_traces_is_an_error() -> None:
         calibrate_steps([StepTime("nothing", 1.0)], chip)
     with pytest.raises(CalibrateRequestError, match="expected some of"):
         calibrate_steps([StepTime("x", 1.0)], chip, target="{size}")
+
+
+def test_a_run_of_the_suite_is_fitted_to_by_its_models() -> None:
+    run = rt.load_run(next((ROOT / "measurements").glob("*.json.gz")))
+    few = [row for row in run.models if row.model in ("mlp", "lstm", "gpt2")][:6]
+    chip = rt.load_chip("rtx-3090")  # of which a CPU is a small share
+    start = Knobs("a CPU", compute=0.004, memory=0.05)
+    found = calibrate_run(replace(run, models=tuple(few)), chip, start=start)
+    assert not found.failures and found.steps == len(few)
+    assert found.fit.errors.mean < found.before.mean
+    with pytest.raises(CalibrateRequestError, match="no compiled steps of models, only eager"):
+        calibrate_run(replace(run, models=tuple(few)), chip, "compiled")
 
 
 @pytest.mark.parametrize(

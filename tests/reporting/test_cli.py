@@ -257,7 +257,10 @@ BAD_REQUESTS = {
     "condition": (("diff", RESNET, RESNET, "--fail-on", "speed>5%"), ["speed>5%", "time"]),
     "rules file": (("report", RESNET, "--rules", "none.py"), ["none.py"]),
     "flag": (("report", RESNET, "--chipp", "h200"), ["--chipp"]),
-    "measuring everything": (("measure",), ["--chip-only"]),
+    "measuring no model": (("measure", "resnet-51"), ["resnet-51", "resnet-50", "file.py:attr"]),
+    "measuring in no time": (("measure", "--budget", "0"), ["--budget 0", "above 0"]),
+    "measuring nowhere": (("measure", "--device", "abacus"), ["abacus", "cuda"]),
+    "measuring a chip and a model": (("measure", "gpt2", "--chip-only"), ["gpt2", "--chip-only"]),
 }
 
 

@@ -8,6 +8,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from rooftrace.hardware import load_chip, write_chip  # noqa: E402  (after the skip)
+from rooftrace.tracer import bench  # noqa: E402
 from rooftrace.tracer import measure_chip as module  # noqa: E402
 from rooftrace.tracer.measure_chip import MeasureError, measure_chip  # noqa: E402
 
@@ -106,7 +107,7 @@ def test_hyperthread_siblings_come_last(tmp_path):
         folder = tmp_path / f"cpu{cpu}/topology"
         folder.mkdir(parents=True)
         (folder / "thread_siblings_list").write_text(f"{siblings}\n")
-    assert module._spread_cores({0, 1, 2, 3}, tmp_path) == [0, 2, 1, 3]
+    assert bench.spread_cores({0, 1, 2, 3}, tmp_path) == [0, 2, 1, 3]
 
 
 @pytest.mark.parametrize(
@@ -118,7 +119,7 @@ def test_hyperthread_siblings_come_last(tmp_path):
     ],
 )
 def test_a_name_that_can_be_typed(name, slug):
-    assert module._slug(name) == slug
+    assert module.slug(name) == slug
 
 
 def test_importing_it_does_not_import_torch():
