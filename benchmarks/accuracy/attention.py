@@ -6,8 +6,8 @@ Files are attention-context-GPU (a prompt) and attention-generation-GPU (one que
 Rows are sizes and a latency in ms, of FlashAttention in vLLM.  For each GPU, 200 rows of each file
 are fitted to and the rest predicted, for five seeds: nine numbers for both phases together
 (`AttentionKnobs`), eight where nothing is fp8.  Rows of another kernel (FlashAttention 4, which
-serves heads of width 512) are left out unless --all is given.  The last column is the error with
-the numbers that come along (`HOPPER`, `AMPERE`), over all rows.
+serves heads of width 512) are left out unless --all is given.  The last column is the mean error
+with the numbers that come along (`HOPPER`, `AMPERE`), over all rows.
 """
 
 from __future__ import annotations
@@ -127,8 +127,8 @@ def split(cases: Cases, seed: int) -> tuple[Cases, Cases]:
     return cases.take(order[:FITTED]), cases.take(order[FITTED:])
 
 
-def study(gpu: str, folder: Path, every: bool) -> list[AttentionKnobs]:
-    """Prints a line for each phase of a GPU; the numbers fitted, by seed."""
+def study(gpu: str, folder: Path, every: bool) -> tuple[list[str], list[AttentionKnobs]]:
+    """Prints a line for each phase of a GPU; the names of what is fitted, the fits by seed."""
     chip, source, kernel, typical = GPUS[gpu]
     on = attention_engine(rt.load_chip(chip))
     assert on is not None
@@ -153,7 +153,7 @@ def study(gpu: str, folder: Path, every: bool) -> list[AttentionKnobs]:
             f"| {chip} | {phase} | {len(cases.seconds)} "
             f"| {mean:.1%} | {median:.1%} | {p90:.1%} | {plain:.1%} |"
         )
-    return found
+    return free, found
 
 
 def main() -> None:
@@ -167,16 +167,12 @@ def main() -> None:
     gpus = [gpu for gpu in GPUS if all(f"attention-{p}-{gpu}_sxm.csv.gz" in files for p in PHASES)]
     if not gpus:
         raise SystemExit("no attention-context-GPU and attention-generation-GPU in that folder")
-    print(
-        "| GPU | phase | rows | mean | median | p90 | unfitted |\n|---|---|---:|---:|---:|---:|---:|"
-    )
+    print("| GPU | phase | rows | mean | median | p90 | typical |")
+    print("|---|---|---:|---:|---:|---:|---:|")
     fitted = {gpu: study(gpu, given.folder, given.all) for gpu in gpus}
     print("\nFitted (median of the seeds):")
-    for gpu, runs in fitted.items():
-        numbers = {
-            name: statistics.median(getattr(run, name) for run in runs)
-            for name in AttentionKnobs.__dataclass_fields__
-        }
+    for gpu, (free, runs) in fitted.items():
+        numbers = {name: statistics.median(getattr(run, name) for run in runs) for name in free}
         print(gpu, ", ".join(f"{name} {value:.3g}" for name, value in numbers.items()))
 
 

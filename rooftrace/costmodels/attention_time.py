@@ -1,4 +1,4 @@
-"""Seconds of a fused attention kernel over a cache: its blocks, its bytes, and the kernels around it.
+"""Seconds of a fused attention kernel over a cache: its blocks, its bytes, its companions.
 
 A flash attention kernel gives each block some rows of the score matrix, and walks over their keys.
   rows     are whole tiles; the heads of a group share a tile where the kernel packs them,
@@ -8,8 +8,11 @@ A flash attention kernel gives each block some rows of the score matrix, and wal
            keys, and the partial results combined by one more kernel,
   memory   streams key and value while blocks compute; query, output and partial results go
            through it apart, and a kernel before stores the new entries of the cache.
-The sizes of tiles are those of FlashAttention 2 (with a paged cache) and 3: Dao, "FlashAttention-2",
+Sizes of tiles are those of FlashAttention 2 (with a paged cache) and 3: Dao, "FlashAttention-2",
 2023; Shah et al., "FlashAttention-3", 2024; https://github.com/Dao-AILab/flash-attention.
+
+Not here: sliding windows (a block's longest walk is taken to be over all keys), steps that shrink
+for wide heads in bf16, tiles of 192 rows for prompts with heads of 64, sorting of requests, power.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ if TYPE_CHECKING:
 EXPONENTIALS = 16
 """Per SM and clock, sm_80 and sm_90: CUDA C++ Programming Guide, arithmetic throughput."""
 MOST_SPLITS = 32
-"""Parts of one row's keys; what vLLM allows inside CUDA graphs."""
+"""Parts of one row's keys: vLLM's default for CUDA graphs."""
 _PARTIAL = 4 + 4
 """Bytes of an fp32 partial result, written and read again."""
 _WIDE = 2
@@ -107,17 +110,23 @@ class AttentionKnobs:
 
 
 IDEAL = AttentionKnobs()
-HOPPER = AttentionKnobs(1.0, 0.65, 0.83, 3.8, 8.7e-6, 1.6e-6, 1.3e-6, 1.3e-8, 1.5e-6)
-"""FlashAttention 3 in vLLM 0.24 on H100 and H200, whose fits agree within a tenth in all but
-`request` and `combine`: benchmarks/accuracy/attention.py, on measurements published by NVIDIA's
-aiconfigurator (Apache-2.0)."""
-AMPERE = AttentionKnobs(0.68, 0.0, 0.73, 9.2, 8.9e-6, 0.44e-6, 7.3e-6, 1.2e-8, 7.1e-6)
+HOPPER = AttentionKnobs(
+    compute=1.0, convert=0.65, memory=0.83, store=3.8,
+    launch=8.7e-6, start=1.6e-6, prepare=1.3e-6, request=1.3e-8, combine=1.5e-6,
+)  # fmt: skip
+"""FlashAttention 3 in vLLM 0.24 on H100 and H200, by benchmarks/accuracy/attention.py on published
+measurements (aiconfigurator's performance database, Apache-2.0).  The two GPUs' fits agree within
+an eighth, `request` and `combine` within a third."""
+AMPERE = AttentionKnobs(
+    compute=0.68, memory=0.73, store=9.2,
+    launch=8.9e-6, start=0.44e-6, prepare=7.3e-6, request=1.2e-8, combine=7.1e-6,
+)  # fmt: skip
 """FlashAttention 2 in vLLM 0.14 on A100, from the same source; fp8 caches were not measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """Arrays by case. count: blocks of the kernel.  tiles: of rows over one key and value head.
+    """Arrays by case.  count: blocks of the kernel.  tiles: of rows over one key and value head.
     mean, longest: keys that a block walks over, in whole steps.  split: parts of a row's keys."""
 
     count: Array
