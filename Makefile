@@ -82,9 +82,10 @@ flops: $(INSTALLED) ## our FLOPs beside torch's over the zoo (ZOO=, GROUP=, N=),
 		benchmarks/flops/zoo_flops.py --workers $(JOBS) --out out/flops.jsonl \
 		$(if $(ZOO),--zoo $(ZOO)) $(if $(GROUP),--group $(GROUP)) $(if $(N),--n $(N)))
 
-accuracy: $(INSTALLED) ## predict what others measured (DATA=folder of gemm-*.csv.gz, timm-infer-*.csv; needs timm)
+accuracy: $(INSTALLED) ## predict what others measured (DATA=folder of gemm-*, attention-*, timm-infer-*; needs timm)
 	@test -n "$(DATA)" || { echo "make accuracy: name the folder of measurements: DATA=folder"; exit 1; }
 	@$(BIN)/python benchmarks/accuracy/gemm.py $(DATA)
+	@$(BIN)/python benchmarks/accuracy/attention.py $(DATA)
 	@$(BIN)/python benchmarks/accuracy/timm_steps.py $(DATA) $(if $(N),--every $(N))
 
 # With the Python and the torch that are there: a GPU's machine often has both, and no network.
