@@ -8,7 +8,6 @@ has one).  Both run under the same policy for unknown values, so both take the s
 from __future__ import annotations
 
 import contextlib
-import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
@@ -19,6 +18,7 @@ import torch
 from torch._higher_order_ops.flex_attention import flex_attention, flex_attention_backward
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
+from rooftrace.costmodels.compare import unread_gradients
 from rooftrace.costmodels.cost import MATRIX
 from rooftrace.costmodels.plan import plan
 from rooftrace.tracer import capture, workload
@@ -31,8 +31,8 @@ Counts = dict[str, Any]
 ops, ours: kernels, and their FLOP.  torch: what FlopCounterMode counted in a run of its own, or
 None with `error`.  differs: ops by target whose formula in torch's registry says something else,
 as [ours, torch's].  uncounted: FLOP of ops without such a formula.  unwanted: what one of the two
-counts and the other, rightly, does not: see `unwanted_flops`, and the recomputation inside of flash
-kernels.  rest: what is left of the difference of the totals after these three; 0 is the claim.
+counts and the other, rightly, does not: see `unread_gradients`, and the recomputation inside of
+flash kernels.  rest: what is left of the difference of the totals after these three; 0 is the claim.
 zero: ops on floats priced at no work.  missing: bytes of ops without a rule; bytes: of all.
 """
 WHOLE = ("rooftrace.attention", "rooftrace.rnn", "rooftrace.flex_attention")
@@ -82,7 +82,7 @@ def ours(graph: OpGraph) -> Counts:
         if op.flops_torch is None and flops and not name.startswith(WHOLE):
             uncounted[name] += times * flops
         if name == "rooftrace.rnn_backward":
-            unwanted += times * unwanted_flops(planned.graph, op)
+            unwanted += times * unread_gradients(planned.graph, op)
         if op.kind == "kernel" and not cost.work and op.target not in missing:
             zero[name] += times if on_floats(planned.graph, op) else 0
     coverage = planned.coverage
@@ -97,27 +97,6 @@ def ours(graph: OpGraph) -> Counts:
         "bytes": coverage.bytes,
         "bytes_with_rule": coverage.bytes_with_rule,
     }
-
-
-def unwanted_flops(graph: OpGraph, op: Op) -> int:
-    """What a kernel for a whole network makes, and autograd leaves out, step by step.
-
-    By layer and direction the gradient of the first hidden state, 2 B (G H) H, which never needs
-    one here; and that of the input, 2 T B (G H) I, where nothing takes it.
-    """
-    values = graph.values
-    params = [values[ref.id] for ref in op.arguments["params"]]
-    state, given = values[op.arguments["hx"][0].id], values[op.arguments["input"].id]
-    directions = 2 if op.arguments.get("bidirectional") else 1
-    layers = int(op.arguments["num_layers"]) * directions
-    group = len(params) // layers
-    batch = math.prod(state.shape[1:-1])
-    flops = sum(2 * batch * params[layer * group + 1].elements for layer in range(layers))
-    used = {i for other in graph.ops for i in other.inputs} | set(graph.outputs)
-    if op.outputs[0] not in used:
-        rows = given.elements // given.shape[-1]
-        flops += sum(2 * rows * params[way * group].elements for way in range(directions))
-    return flops
 
 
 def on_floats(graph: OpGraph, op: Op) -> bool:

@@ -7,6 +7,7 @@ conventions of their own.  The differences add up to the difference of the total
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from rooftrace.costmodels.cost import COMPUTED, MATRIX
 from rooftrace.costmodels.plan import Plan, plan
 from rooftrace.costmodels.runs import kernel_modules
-from rooftrace.tracer.graph import OpGraph, pattern_of
+from rooftrace.tracer.graph import Op, OpGraph, pattern_of
 
 if TYPE_CHECKING:
     from rooftrace.tracer.peers import PeerCount
@@ -27,6 +28,10 @@ _VECTOR = ("norm", "pool", "upsample", "grid_sampler")
 """In names of ops that a counter has formulas for and that are no matrix work."""
 _MATRIX_WORDS = ("mm", "matmul", "linear", "conv", "attention", "lstm", "gru", "rnn", "einsum")
 """In names of ops that may hold matrix work."""
+
+_RNN_BACKWARD = "rooftrace.rnn_backward"
+_BEYOND = ("computes the scores a second time", "makes gradients that nothing reads")
+"""What kernels for many ops do beyond them: of attention, and of a recurrent network."""
 
 _Counts = Counter[tuple[str, str]]
 """FLOP (or calls) by module path and op."""
@@ -138,8 +143,8 @@ def compare(graph: OpGraph, peer: PeerCount) -> Comparison:
 
 
 def _ours(planned: Plan) -> tuple[_Counts, _Counts, int]:
-    """FLOP of matrix work by module and op; what of it a kernel does again by itself; all vector
-    work.  Without the optimizer."""
+    """FLOP of matrix work by module and op; what of it a kernel does beyond what its ops would one
+    by one; all vector work.  Without the optimizer."""
     graph = planned.graph
     found: _Counts = Counter()
     again: _Counts = Counter()
@@ -152,12 +157,35 @@ def _ours(planned: Plan) -> tuple[_Counts, _Counts, int]:
         matrix = cost.flops(MATRIX, (*COMPUTED, "masked"))
         if not matrix:
             continue
-        recomputed = cost.flops(MATRIX, ("recompute",)) if op.part != "recompute" else 0
+        extra = cost.flops(MATRIX, ("recompute",)) if op.part != "recompute" else 0
+        if op.name == _RNN_BACKWARD:
+            extra += unread_gradients(graph, op)
         modules = kernel_modules(graph, (op.id,), op)
         for module in modules:
             found[module, op.name] += times * matrix // len(modules)
-            again[module, op.name] += times * recomputed // len(modules)
+            again[module, op.name] += times * extra // len(modules)
     return found, again, vector
+
+
+def unread_gradients(graph: OpGraph, op: Op) -> int:
+    """FLOP of gradients that the backward of a whole network makes, and autograd leaves out.
+
+    By layer and direction the gradient of the first hidden state, 2 B (G H) H, which never needs
+    one here; and that of the input, 2 T B (G H) I, where nothing takes it.
+    """
+    values = graph.values
+    params = [values[ref.id] for ref in op.arguments["params"]]
+    state, given = values[op.arguments["hx"][0].id], values[op.arguments["input"].id]
+    directions = 2 if op.arguments.get("bidirectional") else 1
+    layers = int(op.arguments["num_layers"]) * directions
+    group = len(params) // layers
+    batch = math.prod(state.shape[1:-1])
+    flops: int = sum(2 * batch * params[layer * group + 1].elements for layer in range(layers))
+    used = {i for other in graph.ops for i in other.inputs} | set(graph.outputs)
+    if op.outputs[0] not in used:
+        rows = given.elements // given.shape[-1]
+        flops += sum(2 * rows * params[way * group].elements for way in range(directions))
+    return flops
 
 
 def _differences(
@@ -228,8 +256,8 @@ def _reason(
     """What the peer saw in the module and has no formula for, or what its run did not do."""
     delta = sum(ours.values()) - sum(theirs.values())
     if delta == sum(again.get(op, 0) for op in ours) > 0:
-        kernels = ", ".join(op for op in ours if again.get(op))
-        return f"{kernels} computes the scores a second time, which the ops run there did not"
+        kernels = [f"{op} {_BEYOND[op == _RNN_BACKWARD]}" for op in ours if again.get(op)]
+        return f"{', '.join(kernels)}; the ops run there did not"
     names = [op for op in missed if any(word in op for word in _MATRIX_WORDS) or _is_foreign(op)]
     if not names or delta < 0:
         return ""

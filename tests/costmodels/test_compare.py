@@ -111,6 +111,16 @@ def test_backward_is_compared_by_op():
     assert "a second time" in one.reason
 
 
+def test_the_backward_of_a_whole_recurrent_network_makes_more_than_its_steps(x):
+    with torch.device("meta"):
+        model = nn.LSTM(E, 8, batch_first=True)
+    found = rt.compare(model, x, peers=["flopcounter"], phases=["training"])
+    (one,) = found[0].differences
+    # Of the first hidden state, once; and of the input at every step.
+    assert one.delta == 2 * B * 4 * 8 * 8 + 2 * B * S * 4 * 8 * E
+    assert "makes gradients that nothing reads" in one.reason
+
+
 def test_a_gap_without_a_reason_is_not_hidden(x):
     model = on_meta(Blocks)
     graph = rt.trace(model, x)
