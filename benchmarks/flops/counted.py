@@ -32,7 +32,7 @@ ops, ours: kernels, and their FLOP.  torch: what FlopCounterMode counted in a ru
 None with `error`.  differs: ops by target whose formula in torch's registry says something else,
 as [ours, torch's].  uncounted: FLOP of ops without such a formula.  unwanted: what one of the two
 counts and the other, rightly, does not: see `unread_gradients`, and the recomputation inside of
-flash kernels.  rest: what is left of the difference of the totals after these three; 0 is the claim.
+flash kernels.  rest: what is left of the difference of the totals after these; the claim is 0.
 zero: ops on floats priced at no work.  missing: bytes of ops without a rule; bytes: of all.
 """
 WHOLE = ("rooftrace.attention", "rooftrace.rnn", "rooftrace.flex_attention")
