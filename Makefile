@@ -82,11 +82,9 @@ flops: $(INSTALLED) ## our FLOPs beside torch's over the zoo (ZOO=, GROUP=, N=),
 		benchmarks/flops/zoo_flops.py --workers $(JOBS) --out out/flops.jsonl \
 		$(if $(ZOO),--zoo $(ZOO)) $(if $(GROUP),--group $(GROUP)) $(if $(N),--n $(N)))
 
-accuracy: $(INSTALLED) ## predict what others measured (DATA=folder of gemm-*, attention-*, timm-infer-*; needs timm)
-	@test -n "$(DATA)" || { echo "make accuracy: name the folder of measurements: DATA=folder"; exit 1; }
-	@$(BIN)/python benchmarks/accuracy/gemm.py $(DATA)
-	@$(BIN)/python benchmarks/accuracy/attention.py $(DATA)
-	@$(BIN)/python benchmarks/accuracy/timm_steps.py $(DATA) $(if $(N),--every $(N))
+accuracy: $(INSTALLED) ## write docs/accuracy.md; DATA=folder adds measurements of others (see the page; N=8: a sample)
+	@mkdir -p out && $(BIN)/python benchmarks/accuracy/page.py $(DATA) $(if $(N),--every $(N)) > out/accuracy.md
+	@mv out/accuracy.md docs/accuracy.md && echo "written to docs/accuracy.md"
 
 # With the Python and the torch that are there: a GPU's machine often has both, and no network.
 measure: ## measure this device with PYTHON's own torch: installs nothing (BUDGET=480 OUT=file.json.gz)
