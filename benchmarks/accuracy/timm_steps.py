@@ -1,6 +1,6 @@
-"""Step times that others measured, predicted: timm's published inference benchmarks.
+"""Step times that others measured, predicted: timm's published benchmarks.
 
-    python benchmarks/accuracy/timm_steps.py FOLDER            # every timm-infer-*.csv in it
+    python benchmarks/accuracy/timm_steps.py FOLDER            # every timm-*.csv in it
     python benchmarks/accuracy/timm_steps.py FOLDER --every 8  # a sample
     make accuracy DATA=FOLDER
 
@@ -8,7 +8,8 @@ Each file is one GPU and one way to run.  Its rows have a split: of those marked
 (sorted by model and size, every fifth) are fitted to, all marked `dev` are predicted.  The numbers
 that are free are few (`--free`); shares between classes of kernels are those that come with
 rooftrace.  Models are built by timm and traced on meta under autocast to fp16 with norms in fp16,
-which is how the files were made as far as their times tell.  Traces are kept in --cache.
+which is how the files were made as far as their times tell; training with norms as they are, cross
+entropy and SGD with momentum.  Traces are kept in --cache.
 """
 
 from __future__ import annotations
@@ -40,10 +41,12 @@ class Row:
     batch: int
     seconds: float
     split: str
+    phase: str
 
     @property
     def name(self) -> str:
-        return f"{self.model}-{self.size}-{self.batch}"
+        suffix = "-training" if self.phase == "training" else ""
+        return f"{self.model}-{self.size}-{self.batch}{suffix}"
 
 
 @dataclass(frozen=True)
@@ -61,17 +64,19 @@ class Score:
 
 def read(path: Path) -> list[Row]:
     """Rows with a time, sorted by model and size."""
+    kind = "train" if "-train-" in path.name else "infer"
     with path.open(newline="", encoding="utf-8") as file:
         found = [
             Row(
                 line["model"],
-                int(float(line["infer_img_size"])),
-                int(float(line["infer_batch_size"])),
-                float(line["infer_step_time"]) * 1e-3,
+                int(float(line[f"{kind}_img_size"])),
+                int(float(line[f"{kind}_batch_size"])),
+                float(line[f"{kind}_step_time"]) * 1e-3,
                 line["split"],
+                "training" if kind == "train" else "forward",
             )
             for line in csv.DictReader(file)
-            if line["infer_batch_size"] and line["infer_step_time"]
+            if line[f"{kind}_batch_size"] and line[f"{kind}_step_time"]
         ]
     return sorted(found, key=lambda row: (row.model, row.size))
 
@@ -110,7 +115,7 @@ def traced(row: Row, cache: Path) -> rt.OpGraph | None:
         except TypeError:  # takes any size
             return timm.create_model(row.model)
 
-    timm.layers.set_fast_norm(True)
+    timm.layers.set_fast_norm(row.phase == "forward")
     try:
         try:
             with torch.device("meta"):
@@ -119,12 +124,21 @@ def traced(row: Row, cache: Path) -> rt.OpGraph | None:
             model = built()
         channels = model.default_cfg["input_size"][0]
         x = torch.empty(row.batch, channels, row.size, row.size, device="meta")
-        graph = rt.trace(Amp(model.eval()), x)
+        graph = rt.trace(
+            Amp(model.eval()), x, phase=row.phase, loss=_cross_entropy, optimizer="sgd"
+        )
     except Exception as error:  # whatever a library's model may raise
         print(f"{row.name}: {type(error).__name__}: {error}".splitlines()[0], file=sys.stderr)
         return None
     rt.save(graph, path)
     return graph
+
+
+def _cross_entropy(output: Any) -> Any:
+    import torch
+
+    target = torch.zeros(output.shape[0], dtype=torch.long, device=output.device)
+    return torch.nn.functional.cross_entropy(output, target)
 
 
 def case_of(row: Row, chip: Chip, execution: str, cache: Path) -> Case | None:
@@ -158,7 +172,7 @@ def score(
     predicted = predict(held, found.knobs)
     measured = [case.seconds for case in held]
     return Score(
-        path.stem.removeprefix("timm-infer-"),
+        path.stem.removeprefix("timm-"),
         len(dev),
         len(held),
         {p.name: p.value for p in found.parameters},
@@ -197,10 +211,11 @@ def main() -> None:
     )
     parser.add_argument("--every", type=int, default=1, help="predict every n-th row only")
     parser.add_argument("--free", default=",".join(FREE), help="knobs to fit, at most five")
+    parser.add_argument("--files", default="timm-*.csv", help="which files of the folder")
     given = parser.parse_args()
-    files = sorted(given.folder.glob("timm-infer-*.csv"))
+    files = sorted(given.folder.glob(given.files))
     if not files:
-        raise SystemExit(f"{given.folder}: no timm-infer-*.csv in it")
+        raise SystemExit(f"{given.folder}: no {given.files} in it")
     given.cache.mkdir(parents=True, exist_ok=True)
     warnings.filterwarnings("ignore")
     free = given.free.split(",")
