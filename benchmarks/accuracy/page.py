@@ -76,6 +76,14 @@ sustains of its arithmetic and of its bandwidth. Shares between classes of kerne
 those of `typical-eager` and `typical-compiled`, which come from a study of such files,
 these GPUs among them. All other families are predicted from traces.""",
     ),
+    Part(
+        "Training steps of image models",
+        "timm_steps.py",
+        "timm-train-*.csv",
+        """\
+The same for forward, loss, backward and SGD of an old torch (1.12): nothing but the two numbers is
+fitted to training, whose backward kernels have shares of their own.""",
+    ),
 )
 
 
@@ -85,7 +93,7 @@ def table_of(part: Part, folder: Path, every: int) -> str:
         return f"Not measured for this page: the folder has no `{part.pattern}`."
     command = [sys.executable, str(HERE / part.script), str(folder)]
     if part.script == "timm_steps.py":
-        command += ["--every", str(every)]
+        command += ["--every", str(every), "--files", part.pattern]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{part.script} failed with {done.returncode}")
