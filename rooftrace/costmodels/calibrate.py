@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from rooftrace.costmodels.estimate import dispatch_seconds
 from rooftrace.costmodels.execution import ExecutionModel
 from rooftrace.costmodels.kernels import (
     KernelTable,
@@ -63,7 +64,8 @@ class Case:
     """One measured time, and the kernels that took it.
 
     seconds: of a whole step, or of `table`'s kernels alone.  dispatches: what the host enqueued for
-    it, 0 where the host does not matter.  layouts: see `kernel_seconds`.  group: cases of one group
+    it, 0 where the host does not matter; dispatch: seconds each, None where that is the knob of the
+    same name.  layouts: see `kernel_seconds`.  group: cases of one group
     are left out together when the fit is checked (a family of models, a shape).
     """
 
@@ -73,6 +75,7 @@ class Case:
     dispatches: int = 0
     layouts: bool = False
     group: str = ""
+    dispatch: float | None = None
 
 
 @dataclass(frozen=True)
@@ -138,14 +141,13 @@ def step_case(
         raise CalibrationError(f"{name}: {seconds!r} seconds: expected a time above 0")
     planned = graph if isinstance(graph, Plan) else plan(graph, execution)
     table, _ = kernel_table(planned, chip)
-    host = planned.execution.dispatch != "graph"
+    model = planned.execution
     dispatches = sum(
         launch.dispatches * math.prod(planned.graph.repeats[r].count for r in launch.repeats)
         for launch in planned.launches
     )
-    return Case(
-        name, table, seconds, dispatches if host else 0, copies_layouts(planned.execution), group
-    )
+    host = None if model.dispatch == "eager" else dispatch_seconds(model, chip)
+    return Case(name, table, seconds, dispatches, copies_layouts(model), group, host)
 
 
 def predict(cases: Sequence[Case], knobs: Knobs) -> list[float]:
@@ -324,6 +326,7 @@ class _Stack:
 
         self.measured = np.array([case.seconds for case in cases])
         self.dispatches = np.array([case.dispatches for case in cases], dtype=float)
+        self.dispatch = np.array([math.nan if c.dispatch is None else c.dispatch for c in cases])
         self.parts: list[tuple[bool, KernelTable, Any]] = []
         for layouts in (False, True):
             chosen = [(i, case.table) for i, case in enumerate(cases) if case.layouts is layouts]
@@ -346,7 +349,9 @@ class _Stack:
         dispatch = knobs.dispatch
         if dispatch is None and self.parts:
             dispatch = self.parts[0][1].chip.dispatch_eager.value
-        return np.maximum(total, self.dispatches * (dispatch or 0.0))
+        each = np.where(np.isnan(self.dispatch), dispatch or 0.0, self.dispatch)
+        found: Array = np.maximum(total, self.dispatches * each)
+        return found
 
 
 def _joined(tables: Sequence[KernelTable]) -> KernelTable:

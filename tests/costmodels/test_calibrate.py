@@ -190,6 +190,18 @@ def test_the_host_can_be_the_limit() -> None:
     assert found.knobs.dispatch == pytest.approx(40e-6, rel=0.05)
 
 
+def test_compiled_code_and_graphs_have_their_own_dispatch() -> None:
+    tiny = step(256, 1)
+    slow = replace(START, dispatch=1.0)
+    for execution, launches in (("compiled", CHIP.dispatch_compiled), ("efficient", None)):
+        one = step_case("x", tiny, CHIP, execution, 1.0)
+        (seconds,) = predict([one], slow)
+        estimate = rt.estimate(tiny, CHIP, execution_model(execution, knobs=slow))
+        assert seconds <= estimate.t_est < 1e-3
+        if launches is not None:
+            assert seconds >= one.dispatches * launches.value
+
+
 def test_errors_on_paper() -> None:
     found = errors(["a", "b", "c"], [1.1, 0.5, 1.0], [1.0, 1.0, 1.0])
     assert found.bias == pytest.approx(-0.4 / 3) and found.mean == pytest.approx(0.2)
