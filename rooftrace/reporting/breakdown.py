@@ -305,20 +305,7 @@ def _legend(
                 label=mark,
             )
         )
-    axes.legend(
-        handles=handles,
-        loc="lower left",
-        bbox_to_anchor=(-0.01, 1.0),
-        ncols=len(handles),
-        frameon=False,
-        fontsize=9,
-        handlelength=1.0,
-        handleheight=1.0,
-        columnspacing=1.3,
-        handletextpad=0.5,
-        borderaxespad=0.2,
-        labelcolor=style.INK,
-    )
+    style.row_legend(axes, handles, (-0.01, 1.0), 0.2)
     if name:
         place = axes.get_position()
         axes.text(

@@ -348,7 +348,7 @@ def compare(
     out: str | None,
     **request: Any,
 ) -> None:
-    """Count the FLOPs of TARGET with other counters too, and itemise every difference.
+    """FLOPs of TARGET by other counters too, each difference itemised.
 
     They run the same module on the same inputs; what they do not count stands with its module, its
     op and the reason.
@@ -534,10 +534,11 @@ def calibrate(
     title: str,
     out: str,
 ) -> None:
-    """Fit knobs to measured step times, for --knobs of other commands.
+    """Fit knobs to measured step times.
 
-    STEPS.csv has a line a step: model,batch,ms, and where they matter seq, kv, phase, dtype,
-    image_size.  RUN.json.gz is what `rooftrace measure` wrote.
+    The result is for --knobs of the other commands.  STEPS.csv has a line a step: model,batch,ms,
+    and where they matter seq, kv, phase, dtype, image_size.  RUN.json.gz is what `rooftrace
+    measure` wrote.
     """
     from rooftrace.costmodels.knobs import dump_knobs
     from rooftrace.costmodels.profiles.steps import read_steps

@@ -60,20 +60,7 @@ def _areas(axes: Axes, moments: Sequence[Moment]) -> None:
         labels=[NAMES.get(kind, kind) for kind in shown],
         linewidth=0,
     )
-    axes.legend(
-        handles=areas,
-        loc="lower left",
-        bbox_to_anchor=(-0.006, 1.075),
-        ncols=len(shown),
-        frameon=False,
-        fontsize=9,
-        handlelength=1.0,
-        handleheight=1.0,
-        columnspacing=1.3,
-        handletextpad=0.5,
-        borderaxespad=0.0,
-        labelcolor=style.INK,
-    )
+    style.row_legend(axes, areas, (-0.006, 1.075), 0.0)
 
 
 def _frame(axes: Axes, need: Memory, moments: Sequence[Moment], capacity: float) -> None:

@@ -6,9 +6,9 @@ are made with matplotlib's objects alone: nothing global is set, nothing needs a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -90,6 +90,24 @@ def plain_axes(axes: Axes) -> None:
         axes.spines[side].set_color(GREY)
     axes.tick_params(colors=FAINT, labelsize=10)
     axes.set_axisbelow(True)
+
+
+def row_legend(axes: Axes, handles: Sequence[Any], at: tuple[float, float], pad: float) -> None:
+    """One line of keys whose lower left corner is at this place of the axes."""
+    axes.legend(
+        handles=handles,
+        loc="lower left",
+        bbox_to_anchor=at,
+        ncols=len(handles),
+        frameon=False,
+        fontsize=9,
+        handlelength=1.0,
+        handleheight=1.0,
+        columnspacing=1.3,
+        handletextpad=0.5,
+        borderaxespad=pad,
+        labelcolor=INK,
+    )
 
 
 def save(figure: Figure, path: Path) -> None:

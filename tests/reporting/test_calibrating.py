@@ -16,8 +16,8 @@ from rooftrace.reporting.calibrating import (
     calibrate_run,
     calibrate_steps,
 )
-from rooftrace.reporting.cli import main
 from rooftrace.tracer.request import Request
+from tests.reporting.conftest import Run
 
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = ("resnet", "vit", "lstm_tagger")
@@ -47,22 +47,12 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def run(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[int, str, str]:
-    code = 0
-    try:
-        main([str(a) for a in arguments])
-    except SystemExit as stop:
-        code = int(stop.code or 0)
-    out, err = capsys.readouterr()
-    return code, out, err
-
-
 def test_knobs_come_back_from_a_table_and_price_a_report(
-    table: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    table: Path, tmp_path: Path, run: Run
 ) -> None:
     out = tmp_path / "mine.toml"
     code, shown, _ = run(
-        capsys, "calibrate", table, "--chip", "rtx-3090", "--target", target("{target}"), "-o", out
+        "calibrate", table, "--chip", "rtx-3090", "--target", target("{target}"), "-o", out
     )
     assert code == 0 and "6 of 6 measured steps" in shown and "models that were left out" in shown
     knobs = load_knobs(out)
@@ -70,7 +60,7 @@ def test_knobs_come_back_from_a_table_and_price_a_report(
     assert knobs.memory == pytest.approx(0.7, rel=0.05)
     assert knobs.source["chip"] == "rtx-3090" and knobs.source["cases"] == 6
     code, shown, _ = run(
-        capsys, "report", target("resnet"), "--batch", "64", "--phase", "forward",
+        "report", target("resnet"), "--batch", "64", "--phase", "forward",
         "--chip", "rtx-3090", "--execution", "eager", "--knobs", out,
     )  # fmt: skip
     assert code == 0 and "times by knobs: rtx-3090, eager" in shown
@@ -118,12 +108,12 @@ def test_a_run_of_the_suite_is_fitted_to_by_its_models() -> None:
     ids=["no time", "nan", "too few"],
 )
 def test_a_bad_table_gets_one_clear_message(
-    text: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    text: str, words: str, tmp_path: Path, run: Run
 ) -> None:
     path = tmp_path / "steps.csv"
     path.write_text(text)
     out = tmp_path / "k.toml"
     code, _, err = run(
-        capsys, "calibrate", path, "--chip", "rtx-3090", "--target", target("{target}"), "-o", out
+        "calibrate", path, "--chip", "rtx-3090", "--target", target("{target}"), "-o", out
     )
     assert code == 2 and words in err and not out.exists()

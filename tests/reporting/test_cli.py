@@ -7,46 +7,15 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
-from rooftrace.reporting.cli import main
+from tests.reporting.conftest import Run
 
 GPT2 = "examples/configs/gpt2.json"
 CONTROL_FLOW = "examples/models/control_flow.py:build"
 RESNET = "examples/models/resnet.py:build"
-
-
-class Ran(NamedTuple):
-    """Exit code, stdout, stderr."""
-
-    code: int
-    out: str
-    err: str
-
-
-Run = Callable[..., Ran]
-
-
-@pytest.fixture
-def run(root: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
-    """Runs the command line in this process, from the root of the repository."""
-    monkeypatch.chdir(root)
-
-    def call(*arguments: str | Path) -> Ran:
-        capfd.readouterr()
-        code = 0
-        try:
-            main([str(a) for a in arguments])
-        except SystemExit as stop:
-            code = int(stop.code or 0)
-        out, err = capfd.readouterr()
-        return Ran(code, out, err)
-
-    return call
 
 
 def test_layers_that_are_alike_can_be_run_and_listed_one_by_one(run: Run, tmp_path: Path) -> None:
