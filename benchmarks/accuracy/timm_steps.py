@@ -82,12 +82,16 @@ def read(path: Path) -> list[Row]:
 
 
 def setting(path: Path) -> tuple[Chip, str]:
-    """The chip and the execution model that a file name tells: "...-rtx4090-dynamo.csv"."""
+    """The chip and the execution model that a file name tells: "...-rtx4090-dynamo.csv".
+
+    Before torch 2 attention was written out: those files are "naive".
+    """
     name = path.stem
     chip = next((c for c in ("rtx3090", "rtx4090", "rtx5090") if c in name), None)
     if chip is None:
         raise SystemExit(f"{path.name}: no chip that rooftrace has is in its name")
-    execution = "compiled" if "dynamo" in name else "eager"
+    eager = "naive" if "-pt1" in name else "eager"
+    execution = "compiled" if "dynamo" in name else eager
     return rt.load_chip(chip.replace("rtx", "rtx-")), execution
 
 
@@ -167,7 +171,8 @@ def score(
             if one is not None:
                 yield one
 
-    found = fit(list(cases(calib)), load_knobs(f"typical-{execution}"), free, check=False)
+    start = load_knobs("typical-compiled" if execution == "compiled" else "typical-eager")
+    found = fit(list(cases(calib)), start, free, check=False)
     held = list(cases(dev))
     predicted = predict(held, found.knobs)
     measured = [case.seconds for case in held]

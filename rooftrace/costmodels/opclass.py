@@ -42,6 +42,8 @@ CLASSES = (
     "grouped conv",
     "depthwise conv",
     "depthwise conv, large",
+    "depthwise conv backward",
+    "grouped conv backward",
     *(name for name, _ in _BY_NAME),
     "elementwise",
 )
@@ -72,9 +74,11 @@ def _convolution(op: Op, graph: OpGraph) -> str:
     groups, window = op.arguments.get("groups", 1), shape[2:]
     if groups > 1:
         alone = shape[1] == 1 or shape[0] == groups
+        back = " backward" if "backward" in op.name else ""
         if not alone:
-            return "grouped conv"
-        return "depthwise conv, large" if max(window) > LARGE_WINDOW else "depthwise conv"
+            return f"grouped conv{back}"
+        large = max(window) > LARGE_WINDOW
+        return "depthwise conv, large" if large else f"depthwise conv{back}"
     if all(size == 1 for size in window):
         return "conv 1x1"
     return "conv 3d" if len(window) == 3 else "conv"
