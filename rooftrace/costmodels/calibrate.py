@@ -20,6 +20,7 @@ from rooftrace.costmodels.kernels import (
     copies_layouts,
     kernel_seconds,
     kernel_table,
+    launch_seconds,
     products_of,
 )
 from rooftrace.costmodels.knobs import Knobs, with_shares
@@ -343,8 +344,8 @@ class _Stack:
         total = np.zeros(len(self.measured))
         for (layouts, table, owner), known in zip(self.parts, self._terms, strict=True):
             terms = known if knobs.tiling == self._tiling else products_of(table, knobs)
-            launch = table.chip.kernel_gap.value if knobs.launch is None else knobs.launch
-            device = kernel_seconds(table, knobs, layouts, terms).device + launch
+            device = kernel_seconds(table, knobs, layouts, terms).device
+            device = device + launch_seconds(knobs, table.chip)
             total += np.bincount(owner, table.data["count"] * device, len(total))
         dispatch = knobs.dispatch
         if dispatch is None and self.parts:

@@ -12,7 +12,12 @@ from typing import TYPE_CHECKING, Any
 from rooftrace.costmodels.cost import COMPUTED, MATRIX, Cost
 from rooftrace.costmodels.execution import ExecutionModel
 from rooftrace.costmodels.fuse import FusionGroup
-from rooftrace.costmodels.kernels import copies_layouts, kernel_seconds, kernel_table
+from rooftrace.costmodels.kernels import (
+    copies_layouts,
+    kernel_seconds,
+    kernel_table,
+    launch_seconds,
+)
 from rooftrace.costmodels.knobs import Knobs
 from rooftrace.costmodels.memory import Memory
 from rooftrace.costmodels.memory import memory as liveness_of
@@ -461,7 +466,7 @@ def _calibrated(planned: Plan, knobs: Knobs, chip: Chip, link: float) -> list[Ti
     """The same by fitted knobs: equal kernels at once, and engines that overlap as was measured."""
     rows, place = kernel_table(planned, chip)
     seconds = kernel_seconds(rows, knobs, copies_layouts(planned.execution))
-    gap = chip.kernel_gap.value if knobs.launch is None else knobs.launch
+    gap = launch_seconds(knobs, chip)
     compute, memory, device = (
         part.tolist() for part in (seconds.compute, seconds.memory, seconds.device)
     )

@@ -124,6 +124,11 @@ def copies_layouts(execution: ExecutionModel) -> bool:
     return execution.fusion == "none"
 
 
+def launch_seconds(knobs: Knobs, chip: Chip) -> float:
+    """Seconds that a kernel takes on top of its work."""
+    return chip.kernel_gap.value if knobs.launch is None else knobs.launch
+
+
 def products_of(table: KernelTable, knobs: Knobs) -> TileTerms | None:
     """What tiles take for the rows of the table that have a product; None where its chip's SM count
     is not known.

@@ -33,7 +33,6 @@ _BY_NAME: tuple[tuple[str, tuple[str, ...]], ...] = (
               "aten.repeat", "aten.tril", "aten.triu")),
     ("cast", ("aten._to_copy", "aten.copy_")),
 )  # fmt: skip
-_CONVOLUTIONS = ("conv",)
 
 CLASSES = (
     "conv",
@@ -53,7 +52,7 @@ CLASSES = (
 def op_class(op: Op, graph: OpGraph) -> str:
     """The class of one op."""
     name = op.name
-    if any(word in name for word in _CONVOLUTIONS):
+    if "conv" in name:
         return _convolution(op, graph)
     for found, words in _BY_NAME:
         if any(word in name for word in words):

@@ -168,15 +168,33 @@ def compare(
     """
     from rooftrace.tracer.inputs import call_inputs
     from rooftrace.tracer.peers import count_phases
-    from rooftrace.tracer.target import load_target
 
     if isinstance(model, (str, os.PathLike)):
-        loaded = load_target(os.fspath(model))
-        module, inputs = loaded.module, loaded.inputs
-    else:
-        module, inputs = model, call_inputs(model, args, kwargs)
-        phases = phases or ("forward", "training")
-    counted = count_phases(module, inputs, peers, phases)
+        return compare_target(model, peers, phases)
+    phases = phases or ("forward", "training")
+    counted = count_phases(model, call_inputs(model, args, kwargs), peers, phases)
+    return [compare_counts(graph, peer) for graph, peer in counted]
+
+
+def compare_target(
+    target: str | os.PathLike[str],
+    peers: Sequence[str],
+    phases: Sequence[str] | None = None,
+    request: Request | None = None,
+    options: Options | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> list[Comparison]:
+    """`compare` for a target, at the sizes of `request` and traced as `options` say."""
+    from rooftrace.tracer.peers import check_peers, count_phases
+    from rooftrace.tracer.target import load_target
+
+    check_peers(peers)
+    if progress:
+        progress("building the model")
+    loaded = load_target(os.fspath(target), request)
+    counted = count_phases(
+        loaded.module, loaded.inputs, peers, phases, options, progress, loaded.name
+    )
     return [compare_counts(graph, peer) for graph, peer in counted]
 
 

@@ -353,13 +353,10 @@ def compare(
     They run the same module on the same inputs; what they do not count stands with its module, its
     op and the reason.
     """
-    from rooftrace.costmodels.compare import compare as compare_counts
+    from rooftrace.reporting.api import compare_target
     from rooftrace.reporting.comparetext import comparisons_markdown, render_comparisons
     from rooftrace.tracer.graphfile import looks_saved
-    from rooftrace.tracer.peers import check_peers, count_phases
-    from rooftrace.tracer.target import load_target
 
-    check_peers(peers)
     if looks_saved(target):
         raise click.UsageError(
             f"{target}: other counters have to run the module; pass the target it was traced from"
@@ -367,12 +364,7 @@ def compare(
     _load_rules(rules)
     phases, sizes, options = _request(**request)
     with _progress() as tell:
-        tell("building the model")
-        loaded = load_target(target, sizes)
-        counted = count_phases(
-            loaded.module, loaded.inputs, peers, phases, options, tell, loaded.name
-        )
-        found = [compare_counts(graph, peer) for graph, peer in counted]
+        found = compare_target(target, peers, phases, sizes, options, tell)
     _write_text(
         form,
         out,
