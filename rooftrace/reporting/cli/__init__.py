@@ -1,0 +1,93 @@
+"""The command line.  Exit codes: 0 good, 1 a check failed, 2 a wrong request (one line says how).
+
+Only click is imported up front, so that `--help` answers at once: commands import what they need.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import click
+
+from rooftrace.reporting.cli.chip_commands import chips
+from rooftrace.reporting.cli.device_commands import calibrate, measure
+from rooftrace.reporting.cli.model_commands import compare, diff, report, trace
+
+__all__ = ["cli", "main", "run"]
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(package_name="rooftrace", message="rooftrace %(version)s")
+def cli() -> None:
+    """What a training, prefill or decode step of any nn.Module costs on a chip, and what limits it.
+
+    No GPU, no weights and no per-model adapter needed.  Start with:
+
+        rooftrace report examples/configs/gpt2.json --batch 8 --seq 255 --chip h200-sxm
+    """
+
+
+for _command in (report, trace, diff, compare, chips, measure, calibrate):
+    cli.add_command(_command)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line; every wrong request ends in one clear message and exit code 2."""
+    try:
+        cli.main(
+            args=list(arguments) if arguments is not None else None,
+            prog_name="rooftrace",
+            standalone_mode=False,
+        )
+    except click.exceptions.Exit as stop:
+        sys.exit(stop.exit_code)
+    except click.Abort:
+        sys.exit(130)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(2)
+    except BrokenPipeError:
+        # The reader of our output has gone (| head): nothing is wrong.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
+    except (ValueError, LookupError, RuntimeError, OSError) as error:
+        if not (isinstance(error, OSError) or type(error).__module__.startswith("rooftrace.")):
+            raise
+        sys.stderr.write(f"rooftrace: {_message(error)}\n")
+        sys.exit(2)
+
+
+def run() -> None:
+    """The installed command: as `main`, and over at once.
+
+    Python takes down object by object what the end of the process frees anyway, and needs seconds
+    for a large model.
+    """
+    code: Any = 0
+    try:
+        main()
+    except SystemExit as stop:
+        code = stop.code
+    if code is not None and not isinstance(code, int):
+        sys.stderr.write(f"{code}\n")
+        code = 1
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code or 0)
+
+
+def _message(error: BaseException) -> str:
+    if (
+        isinstance(error, OSError)
+        and error.strerror
+        and not type(error).__module__.startswith("rooftrace.")
+    ):
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    if isinstance(error, LookupError) and error.args:
+        return str(error.args[0])
+    return str(error)

@@ -1,0 +1,50 @@
+"""Commands on chips: list, show, lint."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+from rooftrace.reporting.cli.shared import console
+
+
+@click.group()
+def chips() -> None:
+    """The chips that come with rooftrace: list, show, lint."""
+
+
+@chips.command("list")
+def chips_list() -> None:
+    """Every chip with its dense peaks, memory and ridge point."""
+    from rooftrace.reporting.chiptext import render_chip_list
+
+    console().print(render_chip_list())
+
+
+@chips.command("show")
+@click.argument("name")
+def chips_show(name: str) -> None:
+    """Every fact of one chip (a name or a TOML path) with its source and kind."""
+    from rooftrace.hardware.chipfile import load_chip
+    from rooftrace.reporting.chiptext import render_chip
+
+    console().print(render_chip(load_chip(name)))
+
+
+@chips.command("lint")
+@click.argument("paths", nargs=-1)
+def chips_lint(paths: tuple[str, ...]) -> None:
+    """Check chip files (default: those that come with rooftrace); exit 1 on errors or warnings."""
+    from rooftrace.hardware.chipfile import available_chips, lint_chip
+
+    bad = 0
+    for path in paths or available_chips():
+        findings = lint_chip(path)
+        serious = [f for f in findings if f.severity != "note"]
+        bad += len(serious)
+        click.echo(f"{path}: {'ok' if not serious else f'{len(serious)} problems'}")
+        for finding in findings if paths else serious:
+            click.echo(f"  {finding.severity}: {finding.field}: {finding.message}")
+    if bad:
+        sys.exit(1)

@@ -1,0 +1,302 @@
+"""Commands on models: report, trace, diff, compare."""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from rooftrace.reporting.cli.options import (
+    TARGET_HELP,
+    Commas,
+    output_options,
+    pricing_options,
+    workload_options,
+)
+from rooftrace.reporting.cli.shared import (
+    as_request,
+    console,
+    load_chips,
+    load_executions,
+    load_rules,
+    progress,
+    traced_graphs,
+    write_text,
+)
+
+if TYPE_CHECKING:
+    from rooftrace.costmodels.largest import LargestBatch
+    from rooftrace.hardware.chip import Chip
+
+
+@click.command(epilog=TARGET_HELP)
+@click.argument("target")
+@workload_options
+@pricing_options
+@click.option(
+    "--chip",
+    "chips",
+    type=Commas(),
+    default="h200-sxm",
+    show_default=True,
+    help="Chips by name or TOML path; times are those of the first.",
+)
+@click.option(
+    "--execution",
+    "executions",
+    type=Commas(),
+    default="naive,efficient",
+    show_default=True,
+    help="naive, eager, compiled, efficient, seed-naive, seed-efficient.",
+)
+@click.option(
+    "--out",
+    metavar="DIR",
+    help="Folder for report.md, report.json, ops.csv and figures; - is stdout.",
+)
+@click.option(
+    "--format",
+    "formats",
+    type=Commas(),
+    help="Which files: md, json, csv, png (default: these four), trace (a timeline for Perfetto).",
+)
+@click.option(
+    "--max-batch",
+    is_flag=True,
+    help="Find the largest batch that fits each chip, by tracing at other batches.",
+)
+def report(
+    target: str,
+    chips: tuple[str, ...],
+    executions: tuple[str, ...],
+    out: str | None,
+    formats: tuple[str, ...] | None,
+    max_batch: bool,
+    tf32: bool,
+    rules: tuple[str, ...],
+    knobs: str | None,
+    **request: Any,
+) -> None:
+    """Cost of each phase of TARGET: one screen, and a folder of files with --out."""
+    from rooftrace.reporting.files import check_folder
+    from rooftrace.reporting.report import ALL_FORMATS, FORMATS, build_report
+    from rooftrace.tracer.api import collector_paused
+
+    for name in formats or ():
+        if name not in ALL_FORMATS:
+            raise click.UsageError(f"--format {name!r}: expected some of {', '.join(ALL_FORMATS)}")
+    if out == "-" and (formats is None or len(formats) != 1 or formats[0] in ("png", "trace")):
+        raise click.UsageError("--out - writes one format to stdout: add --format json, md or csv")
+    loaded, models = load_chips(chips), load_executions(executions, tf32, knobs)
+    load_rules(rules)
+    if out is not None and out != "-":
+        check_folder(Path(out))
+    atexit.register(gc.unfreeze)  # what `keep` sets aside is still taken down at the end
+    with progress() as tell, collector_paused(keep=True):
+        graphs = traced_graphs(target, tell, **request)
+        result = build_report(graphs, loaded, models, progress=tell)
+        if max_batch:
+            phases = tuple(graphs)
+            found = _largest_batch(target, loaded, tell, **{**request, "phases": phases})
+            result = replace(result, largest=found)
+    written: Sequence[Path] = ()
+    if out is not None and out != "-":
+        with progress() as tell:
+            tell("writing the report")
+            written = result.write(Path(out), formats or FORMATS)
+    if out == "-":
+        _to_stdout(result, (formats or ("json",))[0])
+        return
+    console().print(result)
+    if written:
+        click.echo(
+            f"\nwritten to {Path(out or '.')}{os.sep}: {', '.join(path.name for path in written)}"
+        )
+
+
+@click.command(epilog=TARGET_HELP)
+@click.argument("target")
+@workload_options
+@click.option(
+    "-o", "--out", required=True, metavar="FILE", help="graph.json or graph.json.gz; - is stdout."
+)
+def trace(target: str, out: str, **request: Any) -> None:
+    """Capture TARGET and save its operator graphs, one per phase."""
+    from rooftrace.tracer.graphfile import graphs_bytes, write_bytes
+
+    with progress() as tell:
+        graphs = traced_graphs(target, tell, **request)
+    if out == "-":
+        sys.stdout.buffer.write(graphs_bytes(graphs, compress=False))
+        return
+    write_bytes(Path(out), graphs_bytes(graphs, compress=out.endswith(".gz")))
+    ops = {phase: sum(map(graph.times, graph.ops)) for phase, graph in graphs.items()}
+    counts = ", ".join(f"{phase} {count} ops" for phase, count in ops.items())
+    click.echo(f"{out}: {counts}")
+
+
+@click.command(epilog=TARGET_HELP)
+@click.argument("before")
+@click.argument("after")
+@workload_options
+@pricing_options
+@click.option(
+    "--names",
+    nargs=2,
+    default=None,
+    metavar="BEFORE AFTER",
+    help="What to call the two in the output.",
+)
+@click.option("--chip", default="h200-sxm", show_default=True, help="A chip by name or TOML path.")
+@click.option(
+    "--execution",
+    default="efficient",
+    show_default=True,
+    help="The execution model to compare under.",
+)
+@output_options
+@click.option(
+    "--fail-on",
+    multiple=True,
+    metavar="METRIC>LIMIT",
+    help='Exit 1 when a metric grows beyond it: "time>5%", "memory>1 GiB".  Metrics: time, '
+    "flops, bytes, memory, params, kernels.  Repeatable.",
+)
+def diff(
+    before: str,
+    after: str,
+    names: tuple[str, str] | None,
+    chip: str,
+    execution: str,
+    form: str,
+    out: str | None,
+    fail_on: tuple[str, ...],
+    tf32: bool,
+    rules: tuple[str, ...],
+    knobs: str | None,
+    **request: Any,
+) -> None:
+    """What changed in cost from BEFORE to AFTER: targets or saved graphs."""
+    from rooftrace.costmodels.diff import diff_estimates, parse_condition
+    from rooftrace.costmodels.estimate import estimate
+    from rooftrace.reporting.difftext import diff_markdown, render_diff
+    from rooftrace.tracer.graphfile import looks_saved
+
+    for condition in fail_on:
+        parse_condition(condition)
+    (loaded,), (model,) = load_chips((chip,)), load_executions((execution,), tf32, knobs)
+    load_rules(rules)
+    if looks_saved(before) != looks_saved(after):
+        request["only_unsaved"] = True  # sizes are for the side that is still to be traced
+    with progress() as tell:
+        sides = [
+            {
+                phase: estimate(graph, loaded, model)
+                for phase, graph in traced_graphs(t, tell, **request).items()
+            }
+            for t in (before, after)
+        ]
+    result = diff_estimates(sides[0], sides[1], names or (before, after))
+    write_text(
+        form, out, lambda: render_diff(result), lambda: diff_markdown(result), result.to_dict
+    )
+    broken = result.violations(fail_on)
+    for sentence in broken:
+        click.echo(f"rooftrace: {sentence}", err=True)
+    if broken:
+        sys.exit(1)
+
+
+@click.command(epilog=TARGET_HELP)
+@click.argument("target")
+@workload_options
+@click.option(
+    "--with",
+    "peers",
+    type=Commas(),
+    default="flopcounter,fvcore",
+    show_default=True,
+    help="Other counters: flopcounter (PyTorch's own FlopCounterMode), fvcore.",
+)
+@click.option(
+    "--rules", multiple=True, metavar="FILE.py", help="Python file with @rooftrace.rule functions."
+)
+@output_options
+def compare(
+    target: str,
+    peers: tuple[str, ...],
+    rules: tuple[str, ...],
+    form: str,
+    out: str | None,
+    **request: Any,
+) -> None:
+    """FLOPs of TARGET by other counters too, each difference itemised.
+
+    They run the same module on the same inputs; what they do not count stands with its module, its
+    op and the reason.
+    """
+    from rooftrace.reporting.api import compare_target
+    from rooftrace.reporting.comparetext import comparisons_markdown, render_comparisons
+    from rooftrace.tracer.graphfile import looks_saved
+
+    if looks_saved(target):
+        raise click.UsageError(
+            f"{target}: other counters have to run the module; pass the target it was traced from"
+        )
+    load_rules(rules)
+    phases, sizes, options = as_request(**request)
+    with progress() as tell:
+        found = compare_target(target, peers, phases, sizes, options, tell)
+    write_text(
+        form,
+        out,
+        lambda: render_comparisons(target, found),
+        lambda: comparisons_markdown(target, found),
+        lambda: {"target": target, "comparisons": [one.to_dict() for one in found]},
+    )
+
+
+def _largest_batch(
+    target: str,
+    chips: Sequence[Chip],
+    tell: Callable[[str], None],
+    dtype: str | None,
+    weights_dtype: str | None,
+    kv_dtype: str | None,
+    **request: Any,
+) -> Mapping[str, Mapping[str, LargestBatch]]:
+    """The largest batch that fits each chip, by phase."""
+    from rooftrace.reporting.api import largest_batch
+
+    request["batch"] = None
+    phases, sizes, options = as_request(dtype=dtype, weights_dtype=weights_dtype, **request)
+    return largest_batch(
+        target,
+        chip=chips,
+        phases=phases,
+        request=sizes,
+        options=options,
+        dtype=dtype,
+        weights_dtype=weights_dtype,
+        kv_dtype=kv_dtype,
+        progress=tell,
+    )
+
+
+def _to_stdout(result: Any, form: str) -> None:
+    if form == "json":
+        click.echo(json.dumps(result.to_dict(), indent=1, allow_nan=False))
+    elif form == "csv":
+        click.echo(result.to_frame().to_csv(index=False, lineterminator="\n"), nl=False)
+    else:
+        from rooftrace.reporting.markdown import markdown
+
+        click.echo(markdown(result, ()), nl=False)

@@ -1,0 +1,118 @@
+"""Options that several commands have: what is run, how it is priced, where the result goes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+TARGET_HELP = """TARGET is package.module:attr or path/file.py:attr (a module, or a function
+returning a module or (module, inputs)), the path of a Hugging Face config.json, hf:ORG/NAME, or a
+saved graph."""
+
+
+class Commas(click.ParamType):  # type: ignore[type-arg]  # generic in newer clicks only
+    """A comma-separated list."""
+
+    name = "LIST"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[str, ...]:
+        if isinstance(value, tuple):
+            return value
+        return tuple(part.strip() for part in str(value).split(",") if part.strip())
+
+
+def workload_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """--batch, --seq, --phase, --dtype ...: what is run."""
+    options = (
+        click.option(
+            "--phase",
+            "phases",
+            type=Commas(),
+            help="forward, training, prefill, decode; default: those that fit the model.",
+        ),
+        click.option(
+            "--batch", type=int, help="Batch size; default 1, or that of the given inputs."
+        ),
+        click.option("--seq", type=int, help="Sequence (prompt) length in tokens."),
+        click.option("--kv", type=int, help="Cached length before a decode step; default: --seq."),
+        click.option(
+            "--input",
+            "inputs",
+            multiple=True,
+            metavar="NAME=SHAPE:DTYPE",
+            help="An input by name, for example pixels=8,3,224,224:fp32.  Repeatable.",
+        ),
+        click.option(
+            "--dtype", help="Price the model's own floats in this precision (fp8, bf16, int4 ...)."
+        ),
+        click.option("--weights-dtype", help="Price weights in this precision."),
+        click.option("--kv-dtype", help="Price the KV cache in this precision."),
+        click.option(
+            "--optimizer",
+            default="adamw",
+            show_default=True,
+            help="Optimizer of a training step: none, or any of torch.optim.",
+        ),
+        click.option(
+            "--assume",
+            "assumed",
+            multiple=True,
+            metavar="KIND[@MODULE]=VALUE",
+            help="Decide what a trace cannot know, for example branch=true or "
+            "balanced-routing@*.gate=uniform.  Repeatable.",
+        ),
+        click.option(
+            "--repeats/--no-repeats",
+            default=True,
+            show_default=True,
+            help="Run layers that are alike once, and list them once.",
+        ),
+        click.option(
+            "--trust-remote-code",
+            is_flag=True,
+            help="Let a Hugging Face repository run its own code.",
+        ),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def pricing_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """--tf32, --rules, --knobs: how it is priced."""
+    options = (
+        click.option(
+            "--knobs",
+            metavar="FILE",
+            help="What a calibration found (a TOML file), in place of datasheet peaks.",
+        ),
+        click.option("--tf32", is_flag=True, help="Run fp32 matrix products on the matrix engine."),
+        click.option(
+            "--rules",
+            multiple=True,
+            metavar="FILE.py",
+            help="Python file with @rooftrace.rule functions.  Repeatable.",
+        ),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def output_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """--format, --out: one text, to the terminal or a file."""
+    form = click.option(
+        "--format",
+        "form",
+        type=click.Choice(["terminal", "md", "json"]),
+        default="terminal",
+        show_default=True,
+    )
+    out = click.option(
+        "--out", metavar="FILE", help="Write there instead of the terminal; - is stdout."
+    )
+    return form(out(command))

@@ -1,0 +1,156 @@
+"""What commands share: from option values to graphs, chips and executions; writing a result."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from rooftrace.costmodels.execution import ExecutionModel
+    from rooftrace.hardware.chip import Chip
+    from rooftrace.tracer.graph import OpGraph
+    from rooftrace.tracer.request import Options, Request
+
+
+def traced_graphs(
+    target: str,
+    tell: Callable[[str], None],
+    dtype: str | None,
+    weights_dtype: str | None,
+    kv_dtype: str | None,
+    only_unsaved: bool = False,
+    **request: Any,
+) -> Mapping[str, OpGraph]:
+    """Trace (or load) a target and re-price it.
+
+    A saved graph has its sizes: --batch and its like are refused, or left to others (only_unsaved).
+    """
+    from rooftrace.costmodels.rewrite import check_precisions, reprice
+    from rooftrace.tracer.api import trace_target
+    from rooftrace.tracer.graphfile import looks_saved
+
+    check_precisions(dtype, weights_dtype, kv_dtype)
+    graphs: Mapping[str, OpGraph]
+    if looks_saved(target):
+        sized = any(request[name] is not None for name in ("batch", "seq", "kv"))
+        if (sized or request["inputs"]) and not only_unsaved:
+            raise click.UsageError(
+                f"{target}: a saved graph has its sizes; leave out --batch, --seq, --kv, --input"
+            )
+        graphs = trace_target(target, request["phases"])
+    else:
+        phases, sizes, options = as_request(dtype=dtype, weights_dtype=weights_dtype, **request)
+        graphs = trace_target(target, phases, sizes, options, tell)
+    return {
+        phase: reprice(graph, dtype, weights_dtype, kv_dtype) for phase, graph in graphs.items()
+    }
+
+
+def as_request(
+    phases: tuple[str, ...] | None,
+    batch: int | None,
+    seq: int | None,
+    kv: int | None,
+    inputs: Sequence[str],
+    optimizer: str,
+    assumed: Sequence[str],
+    repeats: bool,
+    trust_remote_code: bool,
+    dtype: str | None = None,
+    weights_dtype: str | None = None,
+    kv_dtype: str | None = None,
+) -> tuple[tuple[str, ...] | None, Request, Options]:
+    """The workload options as the tracer takes them: phases, sizes, how to trace."""
+    from rooftrace.tracer.request import Options, Request, parse_assumption
+
+    named = {}
+    for item in inputs:
+        name, equals, text = item.partition("=")
+        if not equals:
+            raise click.UsageError(
+                f"--input {item!r}: expected NAME=SHAPE:DTYPE, for example x=8,3,224,224:fp32"
+            )
+        named[name] = text
+    assume = dict(map(parse_assumption, assumed))
+    options = Options(
+        optimizer=optimizer, dtype=dtype or weights_dtype, assume=assume, repeats=repeats
+    )
+    return phases, Request(batch, seq, kv, named, trust_remote_code), options
+
+
+def load_chips(names: Sequence[str]) -> list[Chip]:
+    """Chips by name or path, one or more."""
+    from rooftrace.hardware.chipfile import load_chip
+
+    if not names:
+        raise click.UsageError("--chip: expected at least one chip")
+    return [load_chip(name) for name in names]
+
+
+def load_executions(names: Sequence[str], tf32: bool, knobs: str | None) -> list[ExecutionModel]:
+    """Execution models by name, with what --tf32 and --knobs change."""
+    from rooftrace.costmodels.execution import execution_model
+    from rooftrace.costmodels.knobs import load_knobs
+
+    if not names:
+        raise click.UsageError("--execution: expected at least one execution model")
+    changes: dict[str, Any] = {"tf32": True} if tf32 else {}
+    if knobs is not None:
+        changes["knobs"] = load_knobs(knobs)
+    return [execution_model(name, **changes) for name in names]
+
+
+def load_rules(paths: Sequence[str]) -> None:
+    """Run the files of --rules: their functions register themselves."""
+    import runpy
+
+    for path in paths:
+        if not Path(path).is_file():
+            raise click.UsageError(f"--rules {path!r}: there is no such file")
+        runpy.run_path(path)
+
+
+def write_text(
+    form: str,
+    out: str | None,
+    rendered: Callable[[], Any],
+    markdown: Callable[[], str],
+    document: Callable[[], Any],
+) -> None:
+    """A result to the terminal, or as markdown or JSON to stdout or a file."""
+    from rooftrace.tracer.graphfile import write_bytes
+
+    if form == "terminal" and out in (None, "-"):
+        console().print(rendered())
+        return
+    text = json.dumps(document(), indent=1) + "\n" if form == "json" else markdown()
+    if out in (None, "-"):
+        click.echo(text, nl=False)
+    else:
+        write_bytes(Path(str(out)), text.encode())
+
+
+def console() -> Any:
+    """Where the terminal view goes: as wide as the terminal, 100 columns in a file."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(width=100, highlight=False)
+
+
+@contextlib.contextmanager
+def progress() -> Iterator[Callable[[str], None]]:
+    """A spinner on stderr that says what is being done, where stderr is a terminal."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda _: None
+        return
+    with console.status("starting") as status:
+        yield lambda text: status.update(text)
