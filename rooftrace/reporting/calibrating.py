@@ -98,7 +98,8 @@ def _calibrated(
         try:
             cases.append(step_case(one.label, one.graph(), chip, model, one.seconds, one.group))
         except (ValueError, LookupError, RuntimeError, OSError) as error:
-            failures[one.place] = f"{one.group}: {str(error).splitlines()[0]}"
+            why = str(error).splitlines()[0]
+            failures[one.place] = why if one.group in one.place else f"{one.group}: {why}"
     if not cases:
         first = next(iter(failures.values()), "the table is empty")
         raise MeasuredRequestError(

@@ -70,7 +70,7 @@ def steps_of_run(
     mode = "eager" if execution_model(execution).dispatch == "eager" else "compiled"
     found = [
         MeasuredStep(
-            row.key, row.model, row.model, row.median, partial(_graph_of_row, row, target),
+            row.key, row.key, row.model, row.median, partial(_graph_of_row, row, target),
             row.phase, row,
         )
         for row in run.models
@@ -111,14 +111,33 @@ def _graph_of_row(row: ModelRow, target: str | Graphs | None) -> OpGraph:
             f"{row.key!r}: {row.model!r} is no model of the suite and names no target; say with "
             "--target what ran (in Python: target=rooftrace.trace(model, x))"
         )
-    from rooftrace.tracer.api import trace_target
-    from rooftrace.tracer.request import Request
+    sizes = {size: row.sizes.get(size) for size in ("batch", "seq", "kv")}
+    name = row.model if target is None else filled(target, {"target": row.model, **sizes})
+    return _at_sizes(name, row.phase, sizes)
 
-    batch, seq, kv = (row.sizes.get(name) for name in ("batch", "seq", "kv"))
-    name = row.model
-    if target is not None:
-        name = filled(target, {"target": name, "batch": batch, "seq": seq, "kv": kv})
-    return trace_target(name, [row.phase], Request(batch, seq, kv))[row.phase]
+
+def _at_sizes(name: str, phase: str, sizes: Mapping[str, int | None]) -> OpGraph:
+    """A phase of a target at these sizes.  A target that makes its own inputs is not told what it
+    does not take; what it has then must be these sizes."""
+    from rooftrace.tracer.api import trace_target
+    from rooftrace.tracer.request import Request, RequestError, TargetError
+
+    batch, seq, kv = (sizes[size] for size in ("batch", "seq", "kv"))
+    first: Exception | None = None
+    for request in (Request(batch, seq, kv), Request(batch), Request()):
+        try:
+            graph = trace_target(name, [phase], request)[phase]
+        except (RequestError, TargetError) as error:
+            first = first or error
+            continue
+        known = {n: graph.workload[n] for n in sizes if graph.workload.get(n) is not None}
+        other = [n for n in known if sizes[n] not in (None, known[n])]
+        if not other:
+            return graph
+        first = first or MeasuredRequestError(
+            f"{name}: measured with {other[0]} {sizes[other[0]]}, traces with {known[other[0]]}"
+        )
+    raise first or MeasuredRequestError(f"{name}: does not trace at the sizes that were measured")
 
 
 def _names_a_target(model: str) -> bool:

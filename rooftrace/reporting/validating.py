@@ -305,7 +305,8 @@ def _compared(
             priced = estimate(one.graph(), chip, model)
         except (ValueError, LookupError, RuntimeError, OSError) as error:
             text = str(error.args[0]) if isinstance(error, LookupError) else str(error)
-            failures[one.place] = f"{one.group}: {(text.splitlines() or [''])[0]}"
+            why = (text.splitlines() or [""])[0]
+            failures[one.place] = why if one.group in one.place else f"{one.group}: {why}"
             continue
         row = one.row
         device = row.device_seconds if row else None
