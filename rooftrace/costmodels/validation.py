@@ -6,7 +6,7 @@ Errors are (predicted - measured) / measured.  What was not measured is None, ne
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -200,6 +200,19 @@ def node_checks(
         )
         for node in found
     )
+
+
+def dram_by_row(estimate: Estimate, counted: Mapping[int, float]) -> dict[int, float]:
+    """Bytes by the index of a row, from bytes by op id; rows with an op that is not there are left
+    out."""
+    standing: Counter[int] = Counter()  # an op may stand in two rows: at the edge of iterations
+    for row in estimate.rows:
+        standing.update(dict.fromkeys(row.ops, row.count))
+    return {
+        row.index: sum(counted[op] * row.count / standing[op] for op in row.ops)
+        for row in estimate.rows
+        if all(op in counted for op in row.ops)
+    }
 
 
 # -- sums ------------------------------------------------------------------------------------------

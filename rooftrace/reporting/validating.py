@@ -13,7 +13,9 @@ from rooftrace.costmodels.estimate import Estimate, estimate
 from rooftrace.costmodels.execution import ExecutionModel
 from rooftrace.costmodels.misses import nodes
 from rooftrace.costmodels.profiles.align import Alignment, Stray, align
+from rooftrace.costmodels.profiles.counted import Counted, counted
 from rooftrace.costmodels.profiles.kineto import read_trace
+from rooftrace.costmodels.profiles.ncu import read_counters
 from rooftrace.costmodels.profiles.records import Profile, ProfileError
 from rooftrace.costmodels.profiles.source import KINDS, Kind, kind_of
 from rooftrace.costmodels.profiles.steps import StepTime, read_steps
@@ -22,6 +24,7 @@ from rooftrace.costmodels.validation import (
     StepCheck,
     by_class,
     by_phase,
+    dram_by_row,
     node_checks,
     other_device,
     peak_errors,
@@ -29,7 +32,7 @@ from rooftrace.costmodels.validation import (
     step_check,
 )
 from rooftrace.hardware.chip import Chip
-from rooftrace.hardware.units import format_share
+from rooftrace.hardware.units import format_share, format_traffic
 from rooftrace.reporting.measured import (
     Graphs,
     MeasuredRequestError,
@@ -360,9 +363,11 @@ def validate_trace(
 ) -> Validation:
     """A trace beside the graph of what ran: op by op, and its steps.
 
-    graphs: by phase; of several the one that matches best is taken, and a note says so.  Raises
-    ProfileError where the trace is of none of them.
+    graphs: by phase; of several the one that matches best is taken, and a note says so.  counters:
+    a CSV of Nsight Compute of the same step.  Raises ProfileError where the trace, or what was
+    counted, is of none of them.
     """
+    counts = None if counters is None else read_counters(counters)
     priced, found = _best(profile, graphs, chip, model, progress or (lambda _: None))
     graph = priced.graph
     label = f"{graph.model.get('name') or 'model'} {graph.phase}"
@@ -370,6 +375,12 @@ def validate_trace(
     device = statistics.median(busy) if busy else None
     step = step_check(label, label, priced, profile.step_time, device)
     matched = sum(found.seconds.values())
+    notes = [*_trace_notes(found, graphs, chip), _knob_note(model)]
+    dram = None
+    if counts is not None:
+        seen = counted(found, counts, os.fspath(counters or ""))
+        dram = dram_by_row(priced, seen.bytes)
+        notes.append(_counter_note(priced, seen, dram))
     return Validation(
         "trace",
         profile.source,
@@ -379,13 +390,25 @@ def validate_trace(
         (step,),
         1,
         {},
-        tuple(filter(None, [*_trace_notes(found, graphs, chip), _knob_note(model)])),
-        node_checks(label, priced, nodes(priced, found)),
+        tuple(filter(None, notes)),
+        node_checks(label, priced, nodes(priced, found), dram),
         tuple((label, stray) for stray in found.only_in_trace),
         matched / found.coverage if found.coverage else 0.0,
         matched,
         priced,
         found,
+    )
+
+
+def _counter_note(priced: Estimate, seen: Counted, dram: Mapping[int, float]) -> str:
+    """How much was counted, and whether it is what was predicted to move."""
+    predicted = sum(row.bytes for row in priced.rows if row.index in dram)
+    moved = sum(dram.values())
+    more = f" ({predicted / moved - 1:+.1%})" if moved else ""
+    return (
+        f"counters of {seen.found:,} of {plural(seen.kernels, 'kernel')}: {format_traffic(moved)} "
+        f"through DRAM where {format_traffic(predicted)} are predicted{more}, of "
+        f"{format_traffic(priced.bytes_hbm)} in the whole step"
     )
 
 

@@ -26,7 +26,8 @@ from rooftrace.hardware.units import (
 )
 from rooftrace.reporting.misstext import HEADS, node_cells, stray_cells
 from rooftrace.reporting.parity import ParityPoint, kernel_points
-from rooftrace.reporting.words import LIMITS, listed, percent, plural
+from rooftrace.reporting.words import LIMITS, kernel_name, listed, percent, plural
+from rooftrace.tracer.graph import pattern_of
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -38,6 +39,7 @@ STEPS, CLASSES, NODES = 12, 8, 10
 _NODES_OF_PAGE = 40
 _ERROR_HEADS = ("error of", "steps", "bias", "mean", "median", "p90", "worst")
 _CLASS_HEADS = ("class", "launches", "predicted", "measured", "of the time", "bias", "mean error")
+_TRAFFIC_HEADS = ("kernel", "module", "launches", "HBM", "counted", "error")
 _LEFT_OUT = 5
 
 
@@ -194,6 +196,23 @@ def _node_table(
     return heads, rows
 
 
+def traffic_rows(found: Validation, count: int = 20) -> list[list[str]]:
+    """Kernels whose predicted bytes are furthest from what was counted; cells of _TRAFFIC_HEADS."""
+    known = [(c.node.row, c.dram) for c in found.nodes if c.dram is not None]
+    known.sort(key=lambda pair: (-abs(pair[0].bytes - pair[1]), pair[0].index))
+    return [
+        [
+            kernel_name(row.name),
+            pattern_of(row.module) or "(root)",
+            f"{row.count:,}",
+            format_traffic(row.bytes),
+            format_traffic(dram),
+            f"{row.bytes / dram - 1:+.1%}" if dram else MISSING,
+        ]
+        for row, dram in known[:count]
+    ]
+
+
 def parity_points(found: Validation) -> list[ParityPoint]:
     """By kernel for a trace, else by step, coloured by phase."""
     if found.kind == "trace":
@@ -307,6 +326,10 @@ def validation_markdown(found: Validation, files: Sequence[str] = ()) -> str:
         lines += [*_table(_CLASS_HEADS, class_rows(found), left=("class",)), ""]
         left = ("step", "kernel", "module", "likely reason")
         lines += ["Most seconds off first:", "", *_table(heads, rows, left=left), ""]
+        traffic = traffic_rows(found)
+        if traffic:
+            lines += ["Most bytes off first:", ""]
+            lines += [*_table(_TRAFFIC_HEADS, traffic, left=("kernel", "module")), ""]
     return "\n".join(lines)
 
 
