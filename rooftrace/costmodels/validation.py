@@ -374,14 +374,14 @@ def other_device(name: str, kind: str, chip: Chip) -> str:
 
     name: what the device calls itself, "" where unknown; kind: gpu or cpu.
     """
-    called = name or f"a {kind.upper()}"
     if kind != chip.kind:
+        called = f"{name}, a {kind.upper()}" if name else f"a {kind.upper()}"
         return (
-            f"measured on {called}, a {kind.upper()}; predicted for {chip.title}, a "
-            f"{chip.kind.upper()}: the errors compare two devices"
+            f"measured on {called}; predicted for {chip.title}, a {chip.kind.upper()}: the errors "
+            "compare two devices"
         )
     words = set(re.findall(r"[a-z0-9]+", name.lower()))
     model = next((w for w in re.findall(r"[a-z0-9]+", chip.name) if re.search(r"\d", w)), "")
     if kind == "gpu" and name and model and model not in words:
-        return f"measured on {called}; predicted for {chip.title}: the errors compare two devices"
+        return f"measured on {name}; predicted for {chip.title}: the errors compare two devices"
     return ""

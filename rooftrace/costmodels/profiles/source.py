@@ -43,8 +43,8 @@ def kind_of(path: str | os.PathLike[str]) -> Kind:
     begin = text.lstrip("\ufeff \t\r\n")
     if begin[:1] in ("{", "["):
         return _kind_of_json(path, begin)
-    if "Kernel Name" in begin:
-        return "counters"
+    if begin.startswith("==PROF==") or "Kernel Name" in begin:
+        return "counters"  # ncu tells what it does before the table
     first = begin.partition("\n")[0].strip()
     if "," not in first:
         raise ProfileError(f"{path}: begins with {first[:60]!r}; expected {_expected()}")
