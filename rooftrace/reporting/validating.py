@@ -90,14 +90,6 @@ class Validation:
         known = [step.inside for step in self.steps if step.inside is not None]
         return (sum(known), len(known)) if known else None
 
-    def worst(self, count: int = 20) -> list[NodeCheck | tuple[str, Stray]]:
-        """The kernels, and calls without a kernel, that are most seconds off, most first."""
-        found: list[tuple[float, NodeCheck | tuple[str, Stray]]] = []
-        found += [(abs(check.node.miss), check) for check in self.nodes]
-        found += [(stray.seconds, (step, stray)) for step, stray in self.strays]
-        found.sort(key=lambda entry: -entry[0])
-        return [one for _, one in found[:count]]
-
     def to_dict(self) -> dict[str, Any]:
         """The contents of validation.json: seconds, bytes, errors as (predicted - measured) /
         measured; null is what was not measured."""

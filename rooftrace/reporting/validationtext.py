@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rooftrace.costmodels.calibrate import Errors
+from rooftrace.costmodels.profiles.align import Stray
 from rooftrace.costmodels.validation import (
     PHASES,
     ClassCheck,
@@ -113,10 +115,10 @@ def _step_columns(steps: Sequence[StepCheck]) -> list[tuple[str, Any]]:
     columns.append(("limited by", _limits))
     if any(step.device is not None for step in steps):
         columns.append(("device", lambda step: _time(step.device)))
-        columns.append(("predicted", lambda step: format_time(step.device_predicted)))
+        columns.append(("device predicted", lambda step: format_time(step.device_predicted)))
     if any(step.peak_error is not None for step in steps):
         columns.append(("peak", lambda step: format_capacity(step.peak)))
-        columns.append(("error", _peak_error))
+        columns.append(("peak error", _peak_error))
     return columns
 
 
@@ -184,7 +186,7 @@ def _node_table(
     if several:
         heads.insert(0, "step")
     rows = []
-    for one in found.worst(count):
+    for one in worst(found, count):
         if isinstance(one, NodeCheck):
             step, cells = one.step, node_cells(one.node)
             traffic = [format_traffic(one.node.row.bytes), format_traffic(one.dram)]
@@ -196,9 +198,50 @@ def _node_table(
     return heads, rows
 
 
+def worst(found: Validation, count: int) -> list[NodeCheck | tuple[str, Stray]]:
+    """The kernels, and calls without a kernel, that are most seconds off, most first.
+
+    Kernels of one name in modules that are alike are one, with the reason of the worst of them.
+    """
+    rows: list[tuple[float, NodeCheck | tuple[str, Stray]]] = []
+    rows += [(abs(check.node.miss), check) for check in alike(found.nodes)]
+    rows += [(stray.seconds, (step, stray)) for step, stray in found.strays]
+    rows.sort(key=lambda entry: -entry[0])
+    return [one for _, one in rows[:count]]
+
+
+def alike(checks: Sequence[NodeCheck]) -> list[NodeCheck]:
+    """Kernels of one step with the same name, in modules that differ by their numbers, as one."""
+    groups: dict[Any, list[NodeCheck]] = {}
+    for check in checks:
+        row, unknown = check.node.row, (check.node.measured is None, check.dram is None)
+        key = (check.step, row.name, pattern_of(row.module), row.part, unknown)
+        groups.setdefault(key, []).append(check)
+    return [_summed(group) if len(group) > 1 else group[0] for group in groups.values()]
+
+
+def _summed(group: Sequence[NodeCheck]) -> NodeCheck:
+    first = max(group, key=lambda check: abs(check.node.miss))
+    all_nodes = [check.node for check in group]
+    row = replace(
+        first.node.row,
+        count=sum(node.row.count for node in all_nodes),
+        bytes=sum(node.row.bytes for node in all_nodes),
+    )
+    known = first.node.measured is not None
+    node = replace(
+        first.node,
+        row=row,
+        predicted=sum(node.predicted for node in all_nodes),
+        measured=sum(node.measured or 0.0 for node in all_nodes) if known else None,
+    )
+    dram = None if first.dram is None else sum(check.dram or 0.0 for check in group)
+    return replace(first, node=node, dram=dram)
+
+
 def traffic_rows(found: Validation, count: int = 20) -> list[list[str]]:
     """Kernels whose predicted bytes are furthest from what was counted; cells of _TRAFFIC_HEADS."""
-    known = [(c.node.row, c.dram) for c in found.nodes if c.dram is not None]
+    known = [(c.node.row, c.dram) for c in alike(found.nodes) if c.dram is not None]
     known.sort(key=lambda pair: (-abs(pair[0].bytes - pair[1]), pair[0].index))
     return [
         [
@@ -216,7 +259,7 @@ def traffic_rows(found: Validation, count: int = 20) -> list[list[str]]:
 def parity_points(found: Validation) -> list[ParityPoint]:
     """By kernel for a trace, else by step, coloured by phase."""
     if found.kind == "trace":
-        return kernel_points([check.node for check in found.nodes])
+        return kernel_points([check.node for check in alike(found.nodes)])
     return [
         ParityPoint(
             f"{_short(step)} {step.phase}", step.predicted, step.measured,

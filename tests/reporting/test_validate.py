@@ -23,6 +23,7 @@ from rooftrace.costmodels.profiles.source import kind_of
 from rooftrace.costmodels.profiles.steps import StepTime
 from rooftrace.costmodels.validation import other_device
 from rooftrace.reporting.measured import MeasuredRequestError
+from rooftrace.reporting.validationtext import alike
 from rooftrace.tracer.runfile import ModelRow, Run
 from rooftrace.tracer.suite_models import traced
 from tests.costmodels.profiles_support import GpuTrace, Stack, run_on_cpu
@@ -345,9 +346,7 @@ def test_counted_bytes_stand_beside_the_predicted_ones(
     found = rt.validate(gpu, CHIP, target=graph, counters=counters)
     for check in found.nodes:
         (op,) = check.node.row.ops
-        assert check.dram == check.node.row.count * (
-            1000 * op + 1
-        )  # of all launches
+        assert check.dram == check.node.row.count * (1000 * op + 1)  # of all launches
     total = sum(graph.times(op) * (1000 * op.id + 1) for op in graph.kernels())
     assert sum(check.dram or 0 for check in found.nodes) == total
     assert "counters of 61 of 61 kernels" in str(found) and "counted" in str(found)
@@ -445,6 +444,25 @@ def test_the_page_has_every_step_and_the_json_the_same_numbers(
     assert sum(line.startswith(("| lstm", "| gpt2")) for line in steps.splitlines()) == len(
         compared.steps
     )
+
+
+def test_kernels_that_are_alike_are_one_line_with_the_sums_of_all(
+    compared: rt.Validation, gpu: Path, graph: rt.OpGraph
+) -> None:
+    found = rt.validate(gpu, CHIP, target=graph)
+    lines = alike(found.nodes)
+    # Of a block the norm, two products, gelu and the sum; and the head.
+    assert len(lines) == 6 and sum(line.node.row.count for line in lines) == 61
+    (up,) = [line for line in lines if line.node.row.module.endswith("up")]
+    assert up.node.row.count == 12 and up.node.measured == pytest.approx(12 * 40e-6)
+    for nodes_ in (found.nodes, compared.nodes):
+        for number in ("predicted", "measured"):
+            sums = [
+                sum(getattr(check.node, number) or 0.0 for check in checks)
+                for checks in (nodes_, alike(nodes_))
+            ]
+            assert sums[0] == pytest.approx(sums[1])
+    assert str(found).count("blocks.*.up") == 1
 
 
 def test_the_terminal_view_is_one_screen(compared: rt.Validation) -> None:
