@@ -69,10 +69,11 @@ def write_validation(found: Validation, out: Path) -> list[Path]:
 
     with _aside(out) as folder:
         names = []
-        points = parity_points(found)
+        points, left_out = parity_points(found)
         if points:
             title = "Predicted and measured"
-            subtitle = f"{found.chip.title}, {found.execution}"
+            about = (found.chip.title, found.execution, found.knobs, left_out)
+            subtitle = ", ".join(filter(None, about))
             style.save(parity.parity_figure(points, title, subtitle), folder / "parity.png")
             names.append("parity.png")
         if found.nodes:

@@ -321,6 +321,8 @@ def _compared(
             f"none of {len(measured)} measured steps could be compared; the first: {first}"
         )
     said = [*notes, _knob_note(model)]
+    if found:
+        said.append(_fusion_note(model))
     if shared:
         said.append(
             "the profiler has alike ops of a step together: their seconds are shared among them "
@@ -340,6 +342,15 @@ def _knob_note(model: ExecutionModel) -> str:
     if model.knobs is not None:
         return ""
     return "no --knobs: predictions are ceilings from the chip's peaks, and have no interval"
+
+
+def _fusion_note(model: ExecutionModel) -> str:
+    if model.fusion == "none":
+        return ""
+    return (
+        "predicted kernels are fused, and generated ones of the run are no op: a kernel of which "
+        "only some ops are in the run counts for no class"
+    )
 
 
 # -- a trace ---------------------------------------------------------------------------------------
@@ -366,8 +377,10 @@ def validate_trace(
     busy = [step.busy for step in profile.steps if step.busy is not None]
     device = statistics.median(busy) if busy else None
     step = step_check(label, label, priced, profile.step_time, device)
-    matched = sum(found.seconds.values())
-    notes = [*_trace_notes(found, graphs, chip), _knob_note(model)]
+    notes = [*_trace_notes(found, graphs, chip), _knob_note(model), _fusion_note(model)]
+    # Seconds without an op are means over the steps, and so is what they are a share of.
+    rest = sum(stray.seconds for stray in found.only_in_trace)
+    total = rest / (1 - found.coverage) if rest else sum(found.seconds.values())
     dram = None
     if counts is not None:
         seen = counted(found, counts, os.fspath(counters or ""))
@@ -385,8 +398,8 @@ def validate_trace(
         tuple(filter(None, notes)),
         node_checks(label, priced, nodes(priced, found), dram),
         tuple((label, stray) for stray in found.only_in_trace),
-        matched / found.coverage if found.coverage else 0.0,
-        matched,
+        total,
+        found.coverage * total,
         priced,
         found,
     )

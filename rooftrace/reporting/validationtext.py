@@ -43,6 +43,8 @@ _ERROR_HEADS = ("error of", "steps", "bias", "mean", "median", "p90", "worst")
 _CLASS_HEADS = ("class", "launches", "predicted", "measured", "of the time", "bias", "mean error")
 _TRAFFIC_HEADS = ("kernel", "module", "launches", "HBM", "counted", "error")
 _LEFT_OUT = 5
+_LEAST_SHOWN = 1e-3
+"""Share of the time below which a kernel is no point of the figure: axes end where time does."""
 
 
 def headline(found: Validation) -> str:
@@ -129,9 +131,12 @@ def _interval(step: StepCheck) -> str:
 
 
 def _limits(step: StepCheck) -> str:
-    """ "launch 62%, HBM 30%"."""
+    """ "launch 62%, HBM 30%": the two largest, and of decode always the launches."""
     ranked = sorted(step.shares.items(), key=lambda entry: -entry[1])
-    return ", ".join(f"{LIMITS[name]} {percent(share)}" for name, share in ranked[:2] if share)
+    shown = [(name, share) for name, share in ranked[:2] if share]
+    if step.phase == "decode":
+        shown += [(name, share) for name, share in ranked[2:] if name == "launch"]
+    return ", ".join(f"{LIMITS[name]} {percent(share)}" for name, share in shown)
 
 
 def _peak_error(step: StepCheck) -> str:
@@ -211,11 +216,13 @@ def worst(found: Validation, count: int) -> list[NodeCheck | tuple[str, Stray]]:
 
 
 def alike(checks: Sequence[NodeCheck]) -> list[NodeCheck]:
-    """Kernels of one step with the same name, in modules that differ by their numbers, as one."""
+    """Kernels of one step with the same name and work, in modules that differ by their numbers, as
+    one."""
     groups: dict[Any, list[NodeCheck]] = {}
     for check in checks:
         row, unknown = check.node.row, (check.node.measured is None, check.dram is None)
-        key = (check.step, row.name, pattern_of(row.module), row.part, unknown)
+        work = (row.flops_causal or row.bytes) // row.count
+        key = (check.step, row.name, pattern_of(row.module), row.part, work, unknown)
         groups.setdefault(key, []).append(check)
     return [_summed(group) if len(group) > 1 else group[0] for group in groups.values()]
 
@@ -256,11 +263,16 @@ def traffic_rows(found: Validation, count: int = 20) -> list[list[str]]:
     ]
 
 
-def parity_points(found: Validation) -> list[ParityPoint]:
-    """By kernel for a trace, else by step, coloured by phase."""
+def parity_points(found: Validation) -> tuple[list[ParityPoint], str]:
+    """By kernel for a trace, else by step, coloured by phase; and what is left out, in words."""
     if found.kind == "trace":
-        return kernel_points([check.node for check in alike(found.nodes)])
-    return [
+        points = kernel_points([check.node for check in alike(found.nodes)])
+        least = _LEAST_SHOWN * sum(point.weight for point in points)
+        shown = [point for point in points if point.weight >= least]
+        few = len(points) - len(shown)
+        left = f"{plural(few, 'kernel')} below {format_share(_LEAST_SHOWN)} of the time left out"
+        return shown, left if few else ""
+    points = [
         ParityPoint(
             f"{_short(step)} {step.phase}", step.predicted, step.measured,
             PHASES.get(step.phase, step.phase), max(step.predicted, step.measured),
@@ -268,6 +280,7 @@ def parity_points(found: Validation) -> list[ParityPoint]:
         for step in found.steps
         if step.predicted > 0
     ]  # fmt: skip
+    return points, ""
 
 
 # -- one screen ------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from rooftrace.reporting.cli.shared import (
     write_text,
 )
 
-_SIZES = ("batch", "seq", "kv", "inputs", "dtype", "weights_dtype", "kv_dtype")
+_SIZES = ("batch", "seq", "kv", "inputs", "dtype", "weights_dtype", "kv_dtype", "assumed")
 """Options that say what a trace ran; of other measurements every row says its own."""
 
 
@@ -240,7 +240,8 @@ def validate(
     kind = kind_of(measured)
     given = [name for name in _SIZES if request[name]]
     if kind != "trace" and given:
-        option = {"inputs": "input"}.get(given[0], given[0]).replace("_", "-")
+        spelled = {"inputs": "input", "assumed": "assume"}
+        option = spelled.get(given[0], given[0]).replace("_", "-")
         raise click.UsageError(
             f"--{option} is for a trace; {measured} is {KINDS[kind]}, and says itself what ran"
         )
