@@ -25,7 +25,16 @@ if TYPE_CHECKING:
     from rooftrace.costmodels.rewrite import reprice
     from rooftrace.hardware.chip import Chip
     from rooftrace.hardware.chipfile import available_chips, load_chip
-    from rooftrace.reporting.api import compare, diff, largest_batch, profile, report, summary
+    from rooftrace.reporting.api import (
+        compare,
+        diff,
+        largest_batch,
+        profile,
+        report,
+        summary,
+        validate,
+    )
+    from rooftrace.reporting.validating import Validation
     from rooftrace.tracer.api import capture, load, save, trace, trace_target
     from rooftrace.tracer.graph import OpGraph
     from rooftrace.tracer.measure_step import measure, measuring
@@ -60,6 +69,8 @@ _WHERE = {
     "profile": "reporting.api",
     "report": "reporting.api",
     "summary": "reporting.api",
+    "validate": "reporting.api",
+    "Validation": "reporting.validating",
     "load": "tracer.api",
     "save": "tracer.api",
     "capture": "tracer.api",
@@ -93,6 +104,7 @@ __all__ = [
     "Saving",
     "TargetError",
     "TraceError",
+    "Validation",
     "Work",
     "available_chips",
     "capture",
@@ -117,6 +129,7 @@ __all__ = [
     "summary",
     "trace",
     "trace_target",
+    "validate",
 ]
 
 

@@ -24,7 +24,9 @@ def test_commands_in_the_readme_exist(root: Path) -> None:
 
     readme = (root / "README.md").read_text(encoding="utf-8")
     used = set(
-        re.findall(r"rooftrace (report|trace|diff|chips|measure|sweep|lock|calibrate)\b", readme)
+        re.findall(
+            r"rooftrace (report|trace|diff|chips|measure|sweep|lock|calibrate|validate)\b", readme
+        )
     )
     assert used <= set(cli.commands)
 

@@ -1,4 +1,5 @@
-"""Calls that end in something to read: report, diff, compare; the habits summary and profile."""
+"""Calls that end in something to read: report, diff, compare, validate; the habits summary and
+profile."""
 
 from __future__ import annotations
 
@@ -13,13 +14,17 @@ from rooftrace.costmodels.compare import Comparison
 from rooftrace.costmodels.compare import compare as compare_counts
 from rooftrace.costmodels.diff import Diff, diff_estimates
 from rooftrace.costmodels.estimate import Estimate, estimate
-from rooftrace.costmodels.execution import ExecutionModel
+from rooftrace.costmodels.execution import ExecutionModel, execution_model
+from rooftrace.costmodels.knobs import Knobs, load_knobs
 from rooftrace.costmodels.largest import LargestBatch, largest
 from rooftrace.costmodels.memory import memory
+from rooftrace.costmodels.profiles.records import Profile as Trace
+from rooftrace.costmodels.profiles.source import kind_of
 from rooftrace.costmodels.rewrite import reprice
 from rooftrace.hardware.chip import Chip
 from rooftrace.hardware.chipfile import load_chip
 from rooftrace.reporting.report import FORMATS, Report, build_report
+from rooftrace.reporting.validating import Validation, validated
 from rooftrace.tracer.api import at_batches, trace, trace_target
 from rooftrace.tracer.graph import OpGraph
 from rooftrace.tracer.request import Options, Request
@@ -196,6 +201,47 @@ def compare_target(
         loaded.module, loaded.inputs, peers, phases, options, progress, loaded.name
     )
     return [compare_counts(graph, peer) for graph, peer in counted]
+
+
+def validate(
+    measured: Any,
+    chip: str | Chip,
+    execution: str | ExecutionModel = "eager",
+    target: Source | None = None,
+    knobs: str | Knobs | None = None,
+    *,
+    phases: Sequence[str] | None = None,
+    request: Request | None = None,
+    options: Options | None = None,
+    counters: str | os.PathLike[str] | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> Validation:
+    """What was measured beside what is predicted for it; print it for one screen.
+
+    measured: a path (told by its contents: a run of `rooftrace measure`, a trace of torch.profiler,
+    a table of step times), or a Run, a Profile, steps.  execution: how it was run.  target: what
+    ran: a graph (`trace(model, x)`), graphs by phase, or a target, at the sizes of `request`; for a
+    table a template such as "models.py:{target}"; rows of a run name it themselves.  knobs: what a
+    calibration found, by name or path.  phases: only these.  counters: a CSV of Nsight Compute of
+    the same step as a trace.
+
+    Raises MeasuredRequestError where these do not go together, ProfileError and RunFileError for a
+    file that cannot be read or a trace of something else.
+    """
+    found = load_knobs(knobs) if isinstance(knobs, (str, os.PathLike)) else knobs
+    changes: dict[str, Any] = {} if found is None else {"knobs": found}
+    model = execution_model(execution, **changes)
+    given: Callable[[], Mapping[str, OpGraph]] | None = None
+    template = None
+    if isinstance(target, (str, os.PathLike)):
+        template = name = os.fspath(target)
+        if isinstance(measured, Trace) or (
+            isinstance(measured, (str, os.PathLike)) and kind_of(measured) == "trace"
+        ):
+            given = partial(trace_target, name, phases, request, options, progress)
+    elif target is not None:
+        given = partial(graphs_of, target)
+    return validated(measured, load_chip(chip), model, given, template, phases, counters, progress)
 
 
 def graphs_of(

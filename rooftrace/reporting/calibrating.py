@@ -4,27 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rooftrace.costmodels.calibrate import Case, Errors, Fit, errors, fit, predict, step_case
 from rooftrace.costmodels.execution import ExecutionModel, execution_model
 from rooftrace.costmodels.knobs import Knobs, load_knobs
 from rooftrace.costmodels.profiles.steps import StepTime
-from rooftrace.costmodels.rewrite import reprice
 from rooftrace.hardware.chip import Chip
 from rooftrace.hardware.units import format_time
-from rooftrace.tracer.graph import OpGraph
-from rooftrace.tracer.runfile import ModelRow, Run
+from rooftrace.reporting.measured import (
+    MeasuredRequestError,
+    MeasuredStep,
+    steps_of_run,
+    steps_of_table,
+)
+from rooftrace.tracer.runfile import Run
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
 _NUMBERS = ("mean", "median", "p90", "bias")
-
-
-class CalibrateRequestError(ValueError):
-    """Measurements that do not go with what was asked: quotes them and says what to do."""
 
 
 @dataclass(frozen=True)
@@ -42,17 +41,6 @@ class Calibration:
     before: Errors
 
 
-@dataclass(frozen=True)
-class _Measured:
-    """One measured step: what to call it, where it stands, and how its graph is made."""
-
-    label: str
-    place: str
-    group: str
-    seconds: float
-    graph: Callable[[], OpGraph]
-
-
 def calibrate_steps(
     steps: Sequence[StepTime],
     chip: Chip,
@@ -68,19 +56,10 @@ def calibrate_steps(
     target: how the name in the table becomes a target, for example "models.py:{target}"; {batch},
     {seq}, {kv} and {image_size} stand for those columns.  start: where the fit begins (default: the
     typical shares of this kind of execution on a GPU, none on a CPU).  A step whose target does not
-    trace is left out and reported.  Raises CalibrateRequestError where none is left, and
+    trace is left out and reported.  Raises MeasuredRequestError where none is left, and
     CalibrationError where there are fewer than knobs to fit.
     """
-    measured = [
-        _Measured(
-            " ".join(str(v) for v in (step.target, step.phase, step.batch, step.seq) if v),
-            f"line {step.line}",
-            step.target,
-            step.seconds,
-            partial(_graph, step, target),
-        )
-        for step in steps
-    ]
+    measured = steps_of_table(steps, target)
     return _calibrated(measured, chip, execution, start, free, title, progress)
 
 
@@ -95,25 +74,14 @@ def calibrate_run(
 ) -> Calibration:
     """The same from the models of a run file: those that ran as `execution` dispatches.
 
-    Raises CalibrateRequestError where there are none.
+    Raises MeasuredRequestError where there are none.
     """
-    mode = "eager" if execution_model(execution).dispatch == "eager" else "compiled"
-    measured = [
-        _Measured(row.key, row.model, row.model, row.median, partial(_suite_graph, row))
-        for row in run.models
-        if row.mode == mode
-    ]
-    if not measured:
-        raise CalibrateRequestError(
-            f"the run has no {mode} steps of models, only "
-            f"{', '.join(sorted({row.mode for row in run.models})) or 'operations'}; measure some "
-            "with `rooftrace measure`, or name another --execution"
-        )
+    measured = steps_of_run(run, execution)
     return _calibrated(measured, chip, execution, start, free, title, progress)
 
 
 def _calibrated(
-    measured: Sequence[_Measured],
+    measured: Sequence[MeasuredStep],
     chip: Chip,
     execution: str | ExecutionModel,
     start: Knobs | str | None,
@@ -130,10 +98,11 @@ def _calibrated(
         try:
             cases.append(step_case(one.label, one.graph(), chip, model, one.seconds, one.group))
         except (ValueError, LookupError, RuntimeError, OSError) as error:
-            failures[one.place] = f"{one.group}: {str(error).splitlines()[0]}"
+            why = str(error).splitlines()[0]
+            failures[one.place] = why if one.group in one.place else f"{one.group}: {why}"
     if not cases:
         first = next(iter(failures.values()), "the table is empty")
-        raise CalibrateRequestError(
+        raise MeasuredRequestError(
             f"none of {len(measured)} measured steps could be traced; the first: {first}"
         )
     tell("fitting")
@@ -163,32 +132,6 @@ def _start(start: Knobs | str | None, chip: Chip, model: ExecutionModel) -> Knob
     if chip.kind != "gpu":
         return Knobs("datasheet", overlap=3.0)
     return load_knobs("typical-eager" if model.fusion == "none" else "typical-compiled")
-
-
-def _graph(step: StepTime, target: str) -> OpGraph:
-    from rooftrace.tracer.api import trace_target
-    from rooftrace.tracer.request import Options, Request
-
-    sizes: dict[str, Any] = {
-        name: getattr(step, name) for name in ("target", "batch", "seq", "kv", "image_size")
-    }
-    try:
-        name = target.format(**sizes)
-    except (KeyError, IndexError, ValueError) as error:
-        raise CalibrateRequestError(
-            f"--target {target!r}: {error}; expected some of {{target}}, {{batch}}, {{seq}}, "
-            "{kv}, {image_size}"
-        ) from None
-    request = Request(step.batch, step.seq, step.kv)
-    phases = [step.phase] if step.phase else None
-    graph = next(iter(trace_target(name, phases, request, Options(dtype=step.dtype)).values()))
-    return graph if step.dtype is None else reprice(graph, step.dtype)
-
-
-def _suite_graph(row: ModelRow) -> OpGraph:
-    from rooftrace.tracer.suite_models import traced
-
-    return traced(row)
 
 
 # -- in words --------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import shutil
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rooftrace.reporting.report import Report
+    from rooftrace.reporting.validating import Validation
 
 
 class ReportFolderError(OSError):
@@ -58,6 +60,39 @@ def write_report(report: Report, out: Path, formats: Sequence[str]) -> list[Path
             (folder / "report.md").write_text(markdown(report, figures), encoding="utf-8")
             names.append("report.md")
         return _move(folder, out, names)
+
+
+def write_validation(found: Validation, out: Path) -> list[Path]:
+    """Make the files of a validation and move them into `out`; their final paths, in order."""
+    from rooftrace.reporting import parity, style
+    from rooftrace.reporting.validationtext import parity_points, validation_markdown
+
+    with _aside(out) as folder:
+        names = []
+        points, left_out = parity_points(found)
+        if points:
+            title = "Predicted and measured"
+            about = (found.chip.title, found.execution, found.knobs, left_out)
+            subtitle = ", ".join(filter(None, about))
+            style.save(parity.parity_figure(points, title, subtitle), folder / "parity.png")
+            names.append("parity.png")
+        if found.nodes:
+            rows = [check.to_dict() for check in found.nodes]
+            with (folder / "nodes.csv").open("w", encoding="utf-8", newline="") as file:
+                table = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+                table.writeheader()
+                table.writerows(rows)  # None is an empty cell
+            names.append("nodes.csv")
+        if found.estimate is not None and found.alignment is not None:
+            from rooftrace.reporting.timeline import write_timeline
+
+            names.append("timeline.json.gz")
+            write_timeline(folder / names[-1], found.estimate, found.alignment)
+        text = json.dumps(found.to_dict(), indent=1, allow_nan=False, ensure_ascii=False)
+        (folder / "validation.json").write_text(text + "\n", encoding="utf-8")
+        page = validation_markdown(found, tuple(names))
+        (folder / "validation.md").write_text(page, encoding="utf-8")
+        return _move(folder, out, ["validation.md", "validation.json", *names])
 
 
 def _move(folder: Path, out: Path, names: Sequence[str]) -> list[Path]:

@@ -13,10 +13,10 @@ from rooftrace.tracer.graph import pattern_of
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from rooftrace.costmodels.profiles.align import Alignment
+    from rooftrace.costmodels.profiles.align import Alignment, Stray
 
 SHOWN = 20
-_HEADS = ("kernel", "module", "launches", "predicted", "measured", "off by", "likely reason")
+HEADS = ("kernel", "module", "launches", "predicted", "measured", "off by", "likely reason")
 _STRAY = "op missing in the graph"
 
 
@@ -24,24 +24,28 @@ def miss_rows(
     nodes: Sequence[Node], alignment: Alignment | None = None, count: int = SHOWN
 ) -> list[tuple[str, ...]]:
     """Cells of the worst kernels and of calls that the graph has not, most seconds off first."""
-    rows = [(abs(node.miss), _node_row(node)) for node in worst(tuple(nodes), count)]
+    rows = [(abs(node.miss), node_cells(node)) for node in worst(tuple(nodes), count)]
     for stray in alignment.only_in_trace if alignment else ():
-        seconds = stray.seconds
-        cells = (
-            stray.name.removeprefix("aten::"),
-            ", ".join(str(list(shape)) for shape in stray.shapes if shape)[:40],
-            f"{stray.count:.3g}",
-            MISSING,
-            format_time(seconds),
-            f"+{format_time(seconds)}",
-            _STRAY,
-        )
-        rows.append((seconds, cells))
+        rows.append((stray.seconds, stray_cells(stray)))
     rows.sort(key=lambda row: -row[0])
     return [cells for _, cells in rows[:count]]
 
 
-def _node_row(node: Node) -> tuple[str, ...]:
+def stray_cells(stray: Stray) -> tuple[str, ...]:
+    """Cells of a call that the graph has not; they begin with its name and its shapes."""
+    return (
+        stray.name.removeprefix("aten::"),
+        ", ".join(str(list(shape)) for shape in stray.shapes if shape)[:40],
+        f"{stray.count:.3g}",
+        MISSING,
+        format_time(stray.seconds),
+        f"+{format_time(stray.seconds)}",
+        _STRAY,
+    )
+
+
+def node_cells(node: Node) -> tuple[str, ...]:
+    """Cells of a kernel; they begin with its name and its module."""
     sign = "+" if node.miss >= 0 else "-"
     return (
         kernel_name(node.row.name),
@@ -83,7 +87,7 @@ def render_misses(
     from rooftrace.reporting.grid import Column, grid
 
     columns = [
-        Column(head, right=head not in ("kernel", "module", "likely reason")) for head in _HEADS
+        Column(head, right=head not in ("kernel", "module", "likely reason")) for head in HEADS
     ]
     columns[1] = Column("module", right=False, flexible=True)
     columns[2] = Column("launches", drop=1)
@@ -94,7 +98,7 @@ def misses_markdown(
     nodes: Sequence[Node], alignment: Alignment | None = None, count: int = SHOWN
 ) -> str:
     """GitHub-flavoured markdown."""
-    lines = [f"{summary(nodes, alignment)}.", "", f"| {' | '.join(_HEADS)} |"]
+    lines = [f"{summary(nodes, alignment)}.", "", f"| {' | '.join(HEADS)} |"]
     lines.append("|---|---|---:|---:|---:|---:|---|")
     for kernel, module, *numbers, reason in miss_rows(nodes, alignment, count):
         lines.append(f"| {kernel} | `{module}` | {' | '.join(numbers)} | {reason} |")

@@ -53,15 +53,16 @@ def render_estimates(estimates: Sequence[Estimate]) -> str:
     """The same for estimates of any phase and execution, as plain text: print(estimate)."""
     assumptions = {one.phase: one.plan.source.assumptions for one in estimates}
     flat = tuple((phase, item) for phase, items in assumptions.items() for item in items)
-    return _to_text(_render(estimates, estimates[-1].execution.name, {}, flat))
+    return as_text(_render(estimates, estimates[-1].execution.name, {}, flat))
 
 
 def render_text(report: Report, width: int = WIDTH) -> str:
     """`render_report` as plain text."""
-    return _to_text(render_report(report), width)
+    return as_text(render_report(report), width)
 
 
-def _to_text(renderable: RenderableType, width: int = WIDTH) -> str:
+def as_text(renderable: RenderableType, width: int = WIDTH) -> str:
+    """What a terminal of this width shows, without colours."""
     from rich.console import Console
 
     console = Console(file=io.StringIO(), width=width, color_system=None, legacy_windows=False)

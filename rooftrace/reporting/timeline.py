@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rooftrace.costmodels.playback import Folded, Playback, Played, play
-from rooftrace.costmodels.profiles.records import NONE
 from rooftrace.reporting.words import LIMITS, kernel_name
 from rooftrace.tracer.graph import pattern_of
 from rooftrace.tracer.graphfile import write_bytes
@@ -265,7 +264,7 @@ def _of_profile(
     profile, step = found.profile, found.step
     events: list[Event] = []
     places: dict[Target, tuple[int, float]] = {}
-    owner = _owners(found)
+    owner = found.owners
     ops = profile.ops
     shown = step.ops if len(step.ops) <= limit else [op for op in step.ops if op in found.places]
     for index in shown:
@@ -301,19 +300,6 @@ def _of_profile(
             _slice(_MEASURED, track, kernel.name, start, start + kernel.duration, **facts)
         )
     return events, places
-
-
-def _owners(found: Alignment) -> dict[int, Target]:
-    """The op of the graph that each call of the step, or the one around it, was matched to."""
-    parents = found.profile.ops.parent
-    owner: dict[int, Target] = {}
-    for op in found.step.ops:
-        above = op
-        while above != NONE and above not in found.places:
-            above = parents[above]
-        if above != NONE:
-            owner[op] = found.places[above]
-    return owner
 
 
 def _of_seconds(

@@ -11,11 +11,8 @@ import rooftrace as rt
 from rooftrace.costmodels.execution import execution_model
 from rooftrace.costmodels.knobs import Knobs, load_knobs
 from rooftrace.costmodels.profiles.steps import StepTime
-from rooftrace.reporting.calibrating import (
-    CalibrateRequestError,
-    calibrate_run,
-    calibrate_steps,
-)
+from rooftrace.reporting.calibrating import calibrate_run, calibrate_steps
+from rooftrace.reporting.measured import MeasuredRequestError
 from rooftrace.tracer.request import Request
 from tests.reporting.conftest import Run
 
@@ -79,9 +76,9 @@ def test_a_model_that_does_not_trace_is_left_out_and_named() -> None:
 
 def test_nothing_that_traces_is_an_error() -> None:
     chip = rt.load_chip("rtx-3090")
-    with pytest.raises(CalibrateRequestError, match="none of 1 measured steps could be traced"):
+    with pytest.raises(MeasuredRequestError, match="none of 1 measured steps could be traced"):
         calibrate_steps([StepTime("nothing", 1.0)], chip)
-    with pytest.raises(CalibrateRequestError, match="expected some of"):
+    with pytest.raises(MeasuredRequestError, match="expected some of"):
         calibrate_steps([StepTime("x", 1.0)], chip, target="{size}")
 
 
@@ -94,7 +91,7 @@ def test_a_run_of_the_suite_is_fitted_to_by_its_models() -> None:
     found = calibrate_run(replace(run, models=tuple(few)), chip, start=start)
     assert not found.failures and found.steps == len(few)
     assert found.fit.errors.mean < found.before.mean
-    with pytest.raises(CalibrateRequestError, match="no compiled steps of models, only eager"):
+    with pytest.raises(MeasuredRequestError, match="no compiled steps of models, only eager"):
         calibrate_run(replace(run, models=tuple(few)), chip, "compiled")
 
 

@@ -14,6 +14,7 @@ from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from rooftrace.costmodels.profiles.records import (
@@ -120,6 +121,19 @@ class Alignment:
     def seconds(self) -> dict[int, float]:
         """Measured seconds of a step by op id, all iterations together."""
         return {op: one.total for op, one in self.measured.items()}
+
+    @cached_property
+    def owners(self) -> Mapping[int, tuple[int, int]]:
+        """(op id, iteration) that each call of `step`, or the one around it, was matched to."""
+        parents = self.profile.ops.parent
+        owner: dict[int, tuple[int, int]] = {}
+        for op in self.step.ops:
+            above = op
+            while above != NONE and above not in self.places:
+                above = parents[above]
+            if above != NONE:
+                owner[op] = self.places[above]
+        return owner
 
     @property
     def ops_matched_share(self) -> float:

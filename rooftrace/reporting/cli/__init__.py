@@ -14,7 +14,7 @@ from typing import Any
 import click
 
 from rooftrace.reporting.cli.chip_commands import chips
-from rooftrace.reporting.cli.device_commands import calibrate, measure
+from rooftrace.reporting.cli.device_commands import calibrate, measure, validate
 from rooftrace.reporting.cli.model_commands import compare, diff, report, trace
 
 __all__ = ["cli", "main", "run"]
@@ -31,7 +31,7 @@ def cli() -> None:
     """
 
 
-for _command in (report, trace, diff, compare, chips, measure, calibrate):
+for _command in (report, trace, diff, compare, chips, measure, calibrate, validate):
     cli.add_command(_command)
 
 

@@ -1,14 +1,32 @@
-"""Commands on measurements: measure, calibrate."""
+"""Commands on measurements: measure, calibrate, validate."""
 
 from __future__ import annotations
 
+import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 
-from rooftrace.reporting.cli.options import Commas
-from rooftrace.reporting.cli.shared import console, load_chips, progress
+from rooftrace.reporting.cli.options import (
+    TARGET_HELP,
+    Commas,
+    pricing_options,
+    workload_options,
+)
+from rooftrace.reporting.cli.shared import (
+    console,
+    load_chips,
+    load_executions,
+    load_rules,
+    progress,
+    traced_graphs,
+    write_text,
+)
+
+_SIZES = ("batch", "seq", "kv", "inputs", "dtype", "weights_dtype", "kv_dtype", "assumed")
+"""Options that say what a trace ran; of other measurements every row says its own."""
 
 
 @click.command()
@@ -129,6 +147,7 @@ def calibrate(
     measure` wrote.
     """
     from rooftrace.costmodels.knobs import dump_knobs
+    from rooftrace.costmodels.profiles.source import KINDS, kind_of
     from rooftrace.costmodels.profiles.steps import read_steps
     from rooftrace.reporting.calibrating import (
         calibrate_run,
@@ -139,7 +158,13 @@ def calibrate(
     from rooftrace.tracer.runfile import load_run
 
     (loaded,) = load_chips((chip,))
-    is_run = steps.endswith((".json", ".json.gz"))
+    kind = kind_of(steps)
+    if kind not in ("run", "steps"):
+        raise click.UsageError(
+            f"{steps}: {KINDS[kind]}; a fit takes {KINDS['run']} or {KINDS['steps']} "
+            "(`rooftrace validate` sets a trace beside its prediction)"
+        )
+    is_run = kind == "run"
     measured: Any = load_run(steps) if is_run else read_steps(steps)
     with progress() as tell:
         if is_run:
@@ -153,3 +178,93 @@ def calibrate(
     write_bytes(Path(out), text.encode())
     console().print(render_calibration(found))
     click.echo(f"\nwritten to {out}; use it as --knobs {out}")
+
+
+@click.command(epilog=TARGET_HELP)
+@click.argument("measured")
+@click.option("--chip", required=True, help="The chip that it was measured on.")
+@click.option(
+    "--execution",
+    default="eager",
+    show_default=True,
+    help="How it was run: eager, compiled, efficient (one CUDA graph).",
+)
+@click.option(
+    "--target",
+    metavar="TARGET|TEMPLATE",
+    help="What ran.  Of a trace: a TARGET.  Of a table: how a name in it becomes one, for example "
+    "models.py:{target}.  Rows of a run name it themselves.",
+)
+@click.option(
+    "--counters", metavar="NCU.csv", help="DRAM bytes of a trace's kernels, from Nsight Compute."
+)
+@workload_options
+@pricing_options
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["terminal", "md", "json"]),
+    default="terminal",
+    show_default=True,
+)
+@click.option(
+    "--out",
+    metavar="DIR",
+    help="Folder for validation.md, validation.json, parity.png, and where they apply nodes.csv "
+    "and timeline.json.gz.",
+)
+def validate(
+    measured: str,
+    chip: str,
+    execution: str,
+    target: str | None,
+    counters: str | None,
+    form: str,
+    out: str | None,
+    tf32: bool,
+    rules: tuple[str, ...],
+    knobs: str | None,
+    **request: Any,
+) -> None:
+    """Predicted against measured: steps, kernels, bytes.
+
+    MEASURED, told by its contents: a run file of `rooftrace measure`; a trace of torch.profiler,
+    with --target and the sizes that were run; or a CSV of step times as `rooftrace calibrate` takes
+    it.
+    """
+    from rooftrace.costmodels.profiles.source import KINDS, kind_of
+    from rooftrace.reporting.files import check_folder
+    from rooftrace.reporting.validating import validated
+    from rooftrace.reporting.validationtext import render_validation, validation_markdown
+
+    kind = kind_of(measured)
+    given = [name for name in _SIZES if request[name]]
+    if kind != "trace" and given:
+        spelled = {"inputs": "input", "assumed": "assume"}
+        option = spelled.get(given[0], given[0]).replace("_", "-")
+        raise click.UsageError(
+            f"--{option} is for a trace; {measured} is {KINDS[kind]}, and says itself what ran"
+        )
+    (loaded,), (model,) = load_chips((chip,)), load_executions((execution,), tf32, knobs)
+    load_rules(rules)
+    folder = None if out in (None, "-") else Path(str(out))
+    if folder is not None:
+        check_folder(folder)
+    with progress() as tell:
+        graphs = None
+        if kind == "trace" and target is not None:
+            graphs = partial(traced_graphs, target, tell, **request)
+        found = validated(
+            measured, loaded, model, graphs, target, request["phases"], counters, tell
+        )
+        written = found.write(folder) if folder is not None else []
+    write_text(
+        form,
+        None,
+        lambda: render_validation(found),
+        lambda: validation_markdown(found),
+        found.to_dict,
+    )
+    if written and form == "terminal":
+        names = ", ".join(path.name for path in written)
+        click.echo(f"\nwritten to {folder}{os.sep}: {names}")
