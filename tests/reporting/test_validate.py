@@ -478,6 +478,7 @@ def test_the_page_has_every_step_and_the_json_the_same_numbers(
     assert "![predicted and measured](parity.png)" in page
     for name in ("### Prefill, forward", "### Training", "### Decode", "### Kernels"):
         assert name in page
+    assert "| `_foreach_sqrt` |" in page  # whose underscores are no emphasis
     steps = page.partition("### Prefill")[2].partition("### Kernels")[0]
     assert sum(line.startswith(("| lstm", "| gpt2")) for line in steps.splitlines()) == len(
         compared.steps
