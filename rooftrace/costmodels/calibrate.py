@@ -8,7 +8,7 @@ near its start; such are reported as not identified, and put back to where they 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,8 @@ from rooftrace.costmodels.kernels import (
 from rooftrace.costmodels.knobs import Knobs, with_shares
 from rooftrace.costmodels.opclass import CLASSES
 from rooftrace.costmodels.plan import Plan, plan
+from rooftrace.costmodels.timing import host_waits
+from rooftrace.costmodels.utilization import matrix_engine
 from rooftrace.hardware.chip import Chip
 from rooftrace.tracer.graph import OpGraph
 
@@ -36,24 +38,26 @@ if TYPE_CHECKING:
 
     Array = np.ndarray[Any, np.dtype[np.float64]]
 
-STEP = ("compute", "memory", "overlap", "launch", "dispatch", "layout")
+STEP = ("compute", "memory", "cache", "overlap", "launch", "dispatch", "layout")
 """Knobs of a whole chip that a fit can free; beside them "tiling.prologue" and its like, and
 "mm.compute", "layer norm.memory" ...: the shares of a class."""
 _TILING = ("prologue", "split", "feed", "busy")
 _PRIORS = {
-    "compute": 0.5, "memory": 0.4, "overlap": 0.4, "launch": 0.7, "dispatch": 0.7, "layout": 0.5,
-    "tiling": 1.0, "share": 0.15,
+    "compute": 0.5, "memory": 0.4, "cache": 0.7, "overlap": 0.4, "launch": 0.7, "dispatch": 0.7,
+    "layout": 0.5, "tiling": 1.0, "share": 0.15, "alone": 0.8,
 }  # fmt: skip
-"""Standard deviation of the logarithm of a knob around its start, before anything is measured."""
+"""Standard deviation of the logarithm of a knob around its start, before anything is measured;
+"alone": of a share or a number of tiles where single kernels were."""
 _NOISE = 0.08
 """The same of a measurement around a good prediction, as a first guess."""
 _LEAST_NOISE = 0.02
 _UNKNOWN = 0.5
 """A knob is not identified where the fit leaves more than this of its prior deviation."""
-_START = {"launch": 3e-6, "dispatch": 8e-6}
+_START = {"launch": 3e-6, "dispatch": 8e-6, "cache": 3.0}
 _MOST_OVERLAP = 20.0
 FOLDS = 5
 _FEWEST_GROUPS = 3
+_FEWEST_KERNELS = 5
 
 
 class CalibrationError(ValueError):
@@ -177,12 +181,15 @@ def fit(
     free: Sequence[str] = ("compute", "memory"),
     title: str = "",
     check: bool = True,
+    kernels: Sequence[Case] = (),
 ) -> Fit:
     """Knobs that make predictions of `cases` right, beginning at `start`.
 
     free: names of what may change (see `STEP`).  check: also fit without each fifth of the groups,
-    and report the errors there.  Raises CalibrationError for fewer cases than free knobs, for
-    several chips, and for a name that is no knob.
+    and report the errors there.  kernels: cases of single kernels; the shares of their classes, and
+    the numbers of tiles, are fitted to them first (without those of the groups that are left out).
+    Raises CalibrationError for fewer cases than free knobs, for several chips, and for a name that
+    is no knob.
     """
     names = list(dict.fromkeys(free))
     if len(cases) < max(2, len(names)):
@@ -190,44 +197,71 @@ def fit(
             f"{len(cases)} measurements for {len(names)} knobs ({', '.join(names)}): expected at "
             "least as many measurements as knobs; measure more, or free fewer"
         )
-    if len({case.table.chip.name for case in cases}) > 1:
-        chips = ", ".join(sorted({case.table.chip.name for case in cases}))
-        raise CalibrationError(f"measurements of several chips ({chips}): fit one at a time")
-    space = _Space(start, names, cases[0].table.chip)
-    stack = _Stack(cases, start)
-    found, deviations, _ = space.solve(stack)
-    known = [d <= _UNKNOWN * p for d, p in zip(deviations, space.priors, strict=True)]
-    kept = [name for name, ok in zip(names, known, strict=True) if ok]
-    final = _Space(start, kept, space.chip)
-    found, errors_kept, covariance = final.solve(stack)
-    knobs = final.knobs(found)
-    at = dict(zip(kept, zip(found, errors_kept, strict=True), strict=True))
-    parameters = tuple(
-        Parameter(
-            name,
-            space.starts[i],
-            space.starts[i] * math.exp(at[name][0]) if name in at else space.starts[i],
-            float(at[name][1] if name in at else deviations[i]),
-            name in at,
+    chips = sorted({case.table.chip.name for case in (*cases, *kernels)})
+    if len(chips) > 1:
+        raise CalibrationError(
+            f"measurements of several chips ({', '.join(chips)}): fit one at a time"
         )
-        for i, name in enumerate(names)
-    )
+    before = start
+    start, shares = _kernels_first(kernels, start)
+    stack = _Stack(cases, start)
+    knobs, parameters, covariance = _solved(_Space(start, names, cases[0].table.chip), stack)
+    kept = [parameter.name for parameter in parameters if parameter.identified]
     predicted = stack.predict(knobs)
     labels, measured = [case.name for case in cases], [case.seconds for case in cases]
     fitted = errors(labels, predicted.tolist(), measured)
-    outside = _left_out(cases, start, kept) if check else None
+    outside = _left_out(cases, before, kept, kernels) if check else None
     shown = outside if outside is not None else predicted.tolist()
     spread = _spread(shown, measured)
     by_class, spreads = _by_class(cases, knobs, shown)
     knobs = replace(with_shares(knobs, spread=spreads), spread=spread, title=title or start.title)
     return Fit(
         knobs,
-        parameters,
+        (*parameters, *shares),
         fitted,
         errors(labels, outside, measured) if outside is not None else None,
         _correlations(kept, covariance),
         by_class,
     )
+
+
+def _kernels_first(kernels: Sequence[Case], start: Knobs) -> tuple[Knobs, tuple[Parameter, ...]]:
+    """Shares of the classes of which enough single kernels were measured, and what tiles take."""
+    if not kernels:
+        return start, ()
+    counts = Counter(CLASSES[kind] for case in kernels for kind in set(case.table.kind.tolist()))
+    names = [
+        f"{kind}.{number}"
+        for kind, count in sorted(counts.items())
+        if count >= _FEWEST_KERNELS
+        for number in ("compute", "memory")
+    ]
+    chip = kernels[0].table.chip
+    if matrix_engine(chip, 1.0) is not None and {"mm", "bmm"} & counts.keys():
+        names += [f"tiling.{number}" for number in _TILING]
+    space = _Space(start, names, chip, alone=True)
+    knobs, parameters, _ = _solved(space, _Stack(kernels, start))
+    return knobs, tuple(parameter for parameter in parameters if parameter.identified)
+
+
+def _solved(space: _Space, stack: _Stack) -> tuple[Knobs, tuple[Parameter, ...], Array]:
+    """Fit, put what was not identified back to its start, and fit the others again.
+
+    The covariance is of those that were identified.
+    """
+    _, deviations, _ = space.solve(stack)
+    known = [d <= _UNKNOWN * p for d, p in zip(deviations, space.priors, strict=True)]
+    kept = [name for name, ok in zip(space.names, known, strict=True) if ok]
+    final = _Space(space.start, kept, space.chip, space.alone)
+    found, errors_kept, covariance = final.solve(stack)
+    at = dict(zip(kept, zip(found, errors_kept, strict=True), strict=True))
+    parameters = tuple(
+        Parameter(name, start, start * math.exp(at[name][0]), float(at[name][1]), True)
+        if name in at
+        else Parameter(name, start, start, float(deviation), False)
+        for name, start, deviation in zip(space.names, space.starts, deviations, strict=True)
+    )
+    return final.knobs(found), parameters, covariance
 
 
 # -- the space of knobs ----------------------------------------------------------------------------
@@ -236,10 +270,10 @@ def fit(
 class _Space:
     """Free knobs as a vector: the logarithm of each over its start."""
 
-    def __init__(self, start: Knobs, names: Sequence[str], chip: Chip) -> None:
-        self.start, self.names, self.chip = start, list(names), chip
+    def __init__(self, start: Knobs, names: Sequence[str], chip: Chip, alone: bool = False) -> None:
+        self.start, self.names, self.chip, self.alone = start, list(names), chip, alone
         self.starts = [self._start(name) for name in names]
-        self.priors = [self._prior(name) for name in names]
+        self.priors = [_PRIORS["alone"] if alone else self._prior(name) for name in names]
 
     def _start(self, name: str) -> float:
         kind, dot, number = name.rpartition(".")
@@ -251,6 +285,8 @@ class _Space:
             return self.start.launch or self.chip.kernel_gap.value or _START[name]
         if name == "dispatch":
             return self.start.dispatch or self.chip.dispatch_eager.value or _START[name]
+        if name == "cache":
+            return self.start.cache if self.start.cache > 1 else _START[name]
         if name in STEP:
             return float(getattr(self.start, name))
         if kind == "tiling" and number in _TILING:
@@ -285,6 +321,8 @@ class _Space:
                 }
             elif name == "overlap":
                 knobs = replace(knobs, overlap=min(max(value, 1.0), _MOST_OVERLAP))
+            elif name == "cache":
+                knobs = replace(knobs, cache=max(value, 1.0))
             elif name in STEP:
                 change: dict[str, Any] = {name: value}
                 knobs = replace(knobs, **change)
@@ -328,6 +366,7 @@ class _Stack:
         self.measured = np.array([case.seconds for case in cases])
         self.dispatches = np.array([case.dispatches for case in cases], dtype=float)
         self.dispatch = np.array([math.nan if c.dispatch is None else c.dispatch for c in cases])
+        self.serial = np.array([host_waits(case.table.chip) for case in cases])
         self.parts: list[tuple[bool, KernelTable, Any]] = []
         for layouts in (False, True):
             chosen = [(i, case.table) for i, case in enumerate(cases) if case.layouts is layouts]
@@ -351,7 +390,9 @@ class _Stack:
         if dispatch is None and self.parts:
             dispatch = self.parts[0][1].chip.dispatch_eager.value
         each = np.where(np.isnan(self.dispatch), dispatch or 0.0, self.dispatch)
-        found: Array = np.maximum(total, self.dispatches * each)
+        host = self.dispatches * each
+        # A CPU runs an op when it is called; a GPU while the host goes on.
+        found: Array = np.where(self.serial, total + host, np.maximum(total, host))
         return found
 
 
@@ -365,7 +406,9 @@ def _joined(tables: Sequence[KernelTable]) -> KernelTable:
 # -- how far to trust it ---------------------------------------------------------------------------
 
 
-def _left_out(cases: Sequence[Case], start: Knobs, free: Sequence[str]) -> list[float] | None:
+def _left_out(
+    cases: Sequence[Case], start: Knobs, free: Sequence[str], kernels: Sequence[Case] = ()
+) -> list[float] | None:
     """Each case as predicted by a fit that has not seen its group; None with too few groups."""
     groups = sorted({case.group or case.name for case in cases})
     if len(groups) < _FEWEST_GROUPS or len(cases) < len(free) + _FEWEST_GROUPS:
@@ -376,8 +419,10 @@ def _left_out(cases: Sequence[Case], start: Knobs, free: Sequence[str]) -> list[
     for part in range(folds):
         inside = [c for c in cases if fold[c.group or c.name] != part]
         outside = [i for i, c in enumerate(cases) if fold[c.group or c.name] == part]
-        space = _Space(start, free, cases[0].table.chip)
-        knobs = space.knobs(space.solve(_Stack(inside, start))[0])
+        seen = [c for c in kernels if fold.get(c.group) != part]
+        begun, _ = _kernels_first(seen, start)
+        space = _Space(begun, free, cases[0].table.chip)
+        knobs = space.knobs(space.solve(_Stack(inside, begun))[0])
         for i, seconds in zip(outside, predict([cases[i] for i in outside], knobs), strict=True):
             predicted[i] = seconds
     return predicted

@@ -29,6 +29,7 @@ from rooftrace.costmodels.timing import (
     Timing,
     compute_seconds,
     engine_of,
+    host_waits,
     schedule,
     step_times,
 )
@@ -424,6 +425,7 @@ def estimate(
         planned.launches,
         dispatch_seconds(planned.execution, target),
         [repeat.count for repeat in planned.graph.repeats],
+        host_waits(target),
     )
     timings = [
         Timing(n * t.t_comp, n * t.t_hbm, n * t.t_net, n * t.gap, start, n * t.more)
@@ -464,7 +466,7 @@ def _timings(planned: Plan, chip: Chip, headline: float) -> list[Timing]:
 
 def _calibrated(planned: Plan, knobs: Knobs, chip: Chip, link: float) -> list[Timing]:
     """The same by fitted knobs: equal kernels at once, and engines that overlap as was measured."""
-    rows, place = kernel_table(planned, chip)
+    rows, place = kernel_table(planned, chip, reuse=knobs.cache != 1)
     seconds = kernel_seconds(rows, knobs, copies_layouts(planned.execution))
     gap = launch_seconds(knobs, chip)
     compute, memory, device = (

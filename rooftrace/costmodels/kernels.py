@@ -13,6 +13,7 @@ from rooftrace.costmodels.cost import COMPUTED, MATRIX, Cost
 from rooftrace.costmodels.execution import ExecutionModel
 from rooftrace.costmodels.knobs import Knobs
 from rooftrace.costmodels.opclass import CLASSES, group_class
+from rooftrace.costmodels.reuse import warm_bytes
 from rooftrace.costmodels.timing import engine_of
 from rooftrace.costmodels.utilization import TileTerms, matrix_engine, tile_terms
 from rooftrace.hardware.chip import Chip
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
 
     Array = np.ndarray[Any, np.dtype[np.float64]]
 
-_COLUMNS = ("count", "bytes", "moved", "vector", "matrix", "flop", "rate", "rows", "columns",
-            "inner", "products", "size")  # fmt: skip
+_COLUMNS = ("count", "bytes", "warm", "moved", "vector", "matrix", "flop", "rate", "rows",
+            "columns", "inner", "products", "size")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -34,10 +35,11 @@ class KernelTable:
     """Kernels on one chip, a row each; equal ones stand once.
 
     kind: position in CLASSES.  data: by column, arrays of one length:
-    count: how many kernels a row stands for.  bytes: through HBM; moved: those of them that are no
-    weights.  vector: seconds of vector work at the peak; matrix: the same of matrix work that is no
-    plain product, or not the largest.  flop, rate, rows, columns, inner, products, size: the
-    largest plain product (0 where there is none), FLOP/s of its engine, bytes of an element.
+    count: how many kernels a row stands for.  bytes: through HBM; warm: those of them that the last
+    cache still holds; moved: those that are no weights.  vector: seconds of vector work at the
+    peak; matrix: the same of matrix work that is no plain product, or not the largest.  flop, rate,
+    rows, columns, inner, products, size: the largest plain product (0 where there is none), FLOP/s
+    of its engine, bytes of an element.
     """
 
     chip: Chip
@@ -57,21 +59,30 @@ class KernelSeconds:
     device: Array
 
 
-def kernel_table(planned: Plan, chip: Chip) -> tuple[KernelTable, list[int]]:
-    """The kernels of a plan on a chip, and the row of each group."""
+def kernel_table(
+    planned: Plan, chip: Chip, reuse: bool = True, cold: bool = False
+) -> tuple[KernelTable, list[int]]:
+    """The kernels of a plan on a chip, and the row of each group.
+
+    reuse: whether to find out what the last cache still holds; else, or where its size is not
+    known, nothing.  cold: it holds nothing when the step begins.
+    """
     known: dict[Any, int] = {}
     rows: list[tuple[str, tuple[float, ...]]] = []
     counts: list[int] = []
     place: list[int] = []
+    warm = [0.0] * len(planned.groups)
+    if reuse and chip.l2_capacity is not None:
+        warm = warm_bytes(planned, chip.l2_capacity.value, cold)
     weights = {i for i, t in enumerate(planned.graph.values) if t.role == "weights"}
-    for group, cost in zip(planned.groups, planned.costs, strict=True):
+    for group, cost, held in zip(planned.groups, planned.costs, warm, strict=True):
         kind = group_class(planned.graph, group.ops)
         moved = sum(
             size
             for access, size in cost.traffic.items()
             if access.wire == "hbm" and access.storage not in weights
         )
-        row = (kind, _row(cost, moved, chip, planned.execution))
+        row = (kind, _row(cost, held, moved, chip, planned.execution))
         index = known.setdefault(row, len(rows))
         if index == len(rows):
             rows.append(row)
@@ -85,8 +96,8 @@ def kernel_table(planned: Plan, chip: Chip) -> tuple[KernelTable, list[int]]:
 
 
 def table(chip: Chip, kinds: Sequence[str], rows: Iterable[Sequence[float]]) -> KernelTable:
-    """A table of rows whose numbers stand in the order count, bytes, moved, vector, matrix, flop,
-    rate, rows, columns, inner, products, size."""
+    """A table of rows whose numbers stand in the order count, bytes, warm, moved, vector, matrix,
+    flop, rate, rows, columns, inner, products, size."""
     import numpy as np
 
     columns = np.array(list(rows), dtype=float).reshape(len(kinds), len(_COLUMNS)).T
@@ -94,7 +105,9 @@ def table(chip: Chip, kinds: Sequence[str], rows: Iterable[Sequence[float]]) -> 
     return KernelTable(chip, np.array([CLASSES.index(k) for k in kinds], dtype=np.int64), data)
 
 
-def _row(cost: Cost, moved: int, chip: Chip, execution: ExecutionModel) -> tuple[float, ...]:
+def _row(
+    cost: Cost, warm: float, moved: int, chip: Chip, execution: ExecutionModel
+) -> tuple[float, ...]:
     """What a kernel's time depends on, after its count."""
     vector = matrix = 0.0
     products: list[tuple[int, float, tuple[int, int, int], float]] = []
@@ -110,12 +123,12 @@ def _row(cost: Cost, moved: int, chip: Chip, execution: ExecutionModel) -> tuple
             size = float(precision(work.precision).bits / 8)
             products.append((flop, rate, work.shape, size))
     if not products:
-        return (cost.bytes(), moved, vector, matrix, 0, 1, 0, 0, 0, 0, 0)
+        return (cost.bytes(), warm, moved, vector, matrix, 0, 1, 0, 0, 0, 0, 0)
     products.sort(key=lambda p: p[0] / p[1])
     flop, rate, shape, size = products[-1]
     matrix += sum(p[0] / p[1] for p in products[:-1])
     count = max(1, round(flop / (2 * shape[0] * shape[1] * shape[2])))
-    return (cost.bytes(), moved, vector, matrix, flop, rate, *shape, count, size)
+    return (cost.bytes(), warm, moved, vector, matrix, flop, rate, *shape, count, size)
 
 
 def copies_layouts(execution: ExecutionModel) -> bool:
@@ -160,7 +173,12 @@ def kernel_seconds(
     aside = np.array([s.engine == "vector" for s in shares])[table.kind]
     bandwidth = chip.memory_bandwidth.value
 
-    t_memory = (d["bytes"] + layout * d["moved"]) / (bandwidth * memory)
+    touched = d["bytes"] + layout * d["moved"]
+    t_memory = touched / (bandwidth * memory)
+    if knobs.cache != 1:
+        # What the memory sends, and what the kernel takes in: one of them is slower.
+        sent = touched - d["warm"] * (1 - 1 / knobs.cache)
+        t_memory = np.maximum(sent / (bandwidth * knobs.memory), t_memory)
     rest = (d["vector"] + d["matrix"]) / compute
     product = d["flop"] / (d["rate"] * compute)
     slow = chip.peak("vector", "fp32") if aside.any() else 1.0

@@ -2,7 +2,8 @@
 
 A kernel takes  (t_comp^p + t_hbm^p)^(1/p) + launch,  with
   t_comp = FLOP of whole tiles and waves / (compute * share of its class * datasheet peak),
-  t_hbm  = (bytes + hidden layout copies) / (memory * share of its class * datasheet bandwidth).
+  t_hbm  = (bytes + hidden layout copies) / (memory * share of its class * datasheet bandwidth),
+           where bytes that the last cache still holds (see `reuse`) count 1 / cache each.
 compute and memory are what a chip sustains; the shares differ little between chips of a kind.
 """
 
@@ -51,7 +52,8 @@ PLAIN = Share()
 class Knobs:
     """Fitted numbers, and where they are from.
 
-    compute, memory: sustained over datasheet.  overlap: p of the formula above (infinite: perfect).
+    compute, memory: sustained over datasheet.  cache: bandwidth of the last cache over that of the
+    memory (1: as if there were none).  overlap: p of the formula above (infinite: perfect).
     launch, dispatch: seconds a kernel on the device, and an op on the host; None leaves the chip's.
     spread: relative standard deviation that all kernels of a step share.  source: free text by key
     (from, cases, date, error ...); shown, never computed with.
@@ -64,6 +66,7 @@ class Knobs:
     launch: float | None = None
     dispatch: float | None = None
     spread: float = 0.0
+    cache: float = 1.0
     tiling: Tiling = field(default_factory=Tiling)
     shares: Mapping[str, Share] = field(default_factory=dict, hash=False)
     source: Mapping[str, Any] = field(default_factory=dict, hash=False, compare=False)
@@ -71,6 +74,7 @@ class Knobs:
     def __post_init__(self) -> None:
         for name in ("compute", "memory", "overlap"):
             _check(name, getattr(self, name), above=0.0)
+        _check("cache", self.cache, least=1.0)
         for name in ("launch", "dispatch"):
             if getattr(self, name) is not None:
                 _check(name, getattr(self, name), least=0.0)
@@ -87,9 +91,9 @@ class Knobs:
     def to_dict(self) -> dict[str, Any]:
         """Plain dict, as the file has it."""
         result: dict[str, Any] = {"schema": SCHEMA, "title": self.title}
-        for name in ("compute", "memory", "overlap", "launch", "dispatch", "spread"):
+        for name in ("compute", "memory", "cache", "overlap", "launch", "dispatch", "spread"):
             value = getattr(self, name)
-            if value is not None and value != math.inf:
+            if value is not None and value != math.inf and (name, value) != ("cache", 1.0):
                 result[name] = value
         tiling = _given(self.tiling, Tiling())
         if tiling:

@@ -120,6 +120,29 @@ class Steps:
                 found.append(self._number(ref.id, ref.then, step.at))
         return found + self.made(step)
 
+    def bound(self, step: Step) -> list[tuple[int, int]]:
+        """What an op reads and makes there: the storages that its cost names, and their numbers."""
+        op, values = step.op, self.graph.values
+        if op.id not in self.varying:
+            ids = chain(op.inputs, op.outputs)
+            return [(values[value].storage, self.alone[value]) for value in ids]
+        found: list[tuple[int, int]] = []
+        for ref in references(op.arguments):
+            every = ref.every
+            numbers = (
+                self.copies(ref.id, step.at) if every else [self._number(ref.id, ref.then, step.at)]
+            )
+            found += [(values[ref.id].storage, number) for number in numbers]
+        for value in op.outputs:
+            found += [(values[value].storage, n) for n in self.copies(value, step.at)]
+        return found
+
+    def standing(self, at: _At) -> int:
+        """How many iterations the one at `at` stands for."""
+        return math.prod(
+            1 + self.left_out[repeat] for repeat, iteration in at.items() if iteration == _EDGE
+        )
+
     def made(self, step: Step) -> list[int]:
         """Numbers of the storages of its outputs."""
         op = step.op

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from rooftrace.costmodels.estimate import Estimate, Row, dispatch_seconds
 from rooftrace.costmodels.runs import segments
-from rooftrace.costmodels.timing import Launch
+from rooftrace.costmodels.timing import Launch, host_waits
 from rooftrace.tracer.expand import REVERSED
 from rooftrace.tracer.graph import OpGraph, pattern_of
 
@@ -94,6 +94,7 @@ class _Player:
     def __init__(self, estimate: Estimate, fold: frozenset[int]) -> None:
         self.estimate, self.fold = estimate, fold
         self.dispatch = dispatch_seconds(estimate.execution, estimate.chip)
+        self.waits = host_waits(estimate.chip)
         self.launches = estimate.plan.launches
         self.places = [launch.repeats for launch in self.launches]
         groups = iter(range(len(estimate.rows)))
@@ -135,7 +136,7 @@ class _Player:
             kernel = self.estimate.rows[row]
             start = max(self.host, self.device)
             self.device = start + kernel.timing.t_device / kernel.count
-        if launch.sync:
+        if launch.sync or self.waits:
             self.host = max(self.host, self.device)
         if written:
             self.played.append(

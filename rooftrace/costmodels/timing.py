@@ -180,24 +180,31 @@ def _tile_share(work: Work, flop: int, chip: Chip, rate: float) -> float:
     return tile_efficiency(*shape, products, size, engine)
 
 
+def host_waits(chip: Chip) -> bool:
+    """Whether an op has run when its call returns: a CPU computes in the thread that calls."""
+    return chip.kind == "cpu"
+
+
 def schedule(
     durations: Sequence[float],
     launches: Sequence[Launch],
     dispatch: float,
     counts: Sequence[int] = (),
+    waits: bool = False,
 ) -> tuple[list[float], float]:
     """Start of each group on the device (the first time), and when the step ends.
 
     The host enqueues `dispatches` times (`dispatch` seconds each); the device starts a group when
     it is enqueued and the one before has ended, and is busy for its duration; after a sync the host
-    goes on only when the device is idle.  counts: how many iterations each repeat has.
+    goes on only when the device is idle.  counts: how many iterations each repeat has.  waits:
+    whether it does so after every launch (see `host_waits`).
     """
     placed = sum(launch.on_device for launch in launches)
     if placed != len(durations):
         raise ValueError(f"{len(durations)} durations for {placed} groups on the device")
     times = iter(durations)
     steps = [
-        _Step(one.dispatches * dispatch, next(times) if one.on_device else None, one.sync)
+        _Step(one.dispatches * dispatch, next(times) if one.on_device else None, one.sync or waits)
         for one in launches
     ]
     queue = _Queue(steps, [launch.repeats for launch in launches], counts)

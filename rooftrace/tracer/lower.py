@@ -233,7 +233,7 @@ class _Builder:
             "sync"
             if recorded.sync
             else "view"
-            if outputs and (recorded.view or allocates)
+            if outputs and (recorded.view or allocates or _empty(node.target, recorded.specs))
             else "kernel"
         )
         origin = recorded.origin
@@ -334,6 +334,16 @@ class _TorchFlops:
             ):
                 self._known[key] = None  # torch's own formula refuses these shapes
         return self._known[key]
+
+
+def _empty(target: Any, specs: Sequence[Spec]) -> bool:
+    """Whether all that an op makes has no elements, so that it returns at once.
+
+    Where the values decide how many there are, it has to look at them first.
+    """
+    tags = getattr(target, "tags", ())
+    looks = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
+    return all(0 in spec.shape for spec in specs) and not looks.intersection(tags)
 
 
 def _given(target: Any, flops: int | None) -> dict[str, Any]:

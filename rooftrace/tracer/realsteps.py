@@ -238,36 +238,45 @@ def by_op(events: Any, on_cuda: bool) -> Profile:
     """
     groups: dict[tuple[str, str, tuple[str, ...]], list[Any]] = {}
     for event in events:
-        seconds, kernels = _own(event, on_cuda)
-        if seconds <= 0:
+        seconds, total, kernels = _own(event, on_cuda)
+        if total <= 0:
             continue
         shapes = json.dumps(list(event.input_shapes or ()))
-        entry = groups.setdefault((event.name, shapes, kernels), [0, 0.0])
+        entry = groups.setdefault((event.name, shapes, kernels), [0, 0.0, 0.0])
         entry[0] += 1
         entry[1] += seconds
+        entry[2] += total
     ops = [
-        OpTime(name, total, count, shapes=_frozen(json.loads(shapes)), kernels=kernels)
-        for (name, shapes, kernels), (count, total) in groups.items()
+        OpTime(
+            name,
+            seconds,
+            count,
+            shapes=_frozen(json.loads(shapes)),
+            kernels=kernels,
+            total=total if total > seconds else None,
+        )
+        for (name, shapes, kernels), (count, seconds, total) in groups.items()
     ]
-    ops.sort(key=lambda op: -op.seconds)
+    ops.sort(key=lambda op: (-op.seconds, -op.inclusive))
     attributed = sum(op.seconds for op in ops)
     total = on_device(events) if on_cuda else attributed
     return Profile(tuple(ops), max(total, attributed), max(0.0, total - attributed))
 
 
-def _own(event: Any, on_cuda: bool) -> tuple[float, tuple[str, ...]]:
-    """Seconds that an event stands for by itself, and the kernels that it launched."""
+def _own(event: Any, on_cuda: bool) -> tuple[float, float, tuple[str, ...]]:
+    """Seconds of an event by itself, with the events inside of it, and the kernels it launched."""
     from torch._C._autograd import DeviceType
 
     if event.device_type != DeviceType.CPU:
-        return 0.0, ()
+        return 0.0, 0.0, ()
     if on_cuda:
         kernels = event.kernels
         names = tuple(sorted({str(kernel.name)[:120] for kernel in kernels}))
-        return sum(kernel.duration for kernel in kernels) * 1e-6, names
+        own = sum(kernel.duration for kernel in kernels) * 1e-6
+        return own, own + sum(_own(child, True)[1] for child in event.cpu_children), names
     if event.is_async or "::" not in event.name:  # a range of Python code, not an op
-        return 0.0, ()
-    return event.self_cpu_time_total * 1e-6, ()
+        return 0.0, 0.0, ()
+    return event.self_cpu_time_total * 1e-6, event.cpu_time_total * 1e-6, ()
 
 
 def on_device(events: Any) -> float:

@@ -33,7 +33,8 @@ class OpTime:
     """What one op, or all alike ones, took in one step.
 
     target: the op's name, "aten.mm.default" in a graph, "aten::mm" from the profiler.  seconds: all
-    calls together.  count: calls.  id, module: those of the op in its graph; None and "" where the
+    calls together, without the ops inside of it; total: with them, None where that is the same.
+    count: calls.  id, module: those of the op in its graph; None and "" where the
     profiler saw it.  shapes: of its inputs, as the profiler writes them.  kernels: what ran on the
     device.
     """
@@ -45,6 +46,12 @@ class OpTime:
     module: str = ""
     shapes: tuple[Any, ...] = ()
     kernels: tuple[str, ...] = ()
+    total: float | None = None
+
+    @property
+    def inclusive(self) -> float:
+        """Seconds with the ops inside of it."""
+        return self.seconds if self.total is None else self.total
 
 
 @dataclass(frozen=True)

@@ -150,6 +150,11 @@ _IMAGES = {
     "small": _steps(("forward", 4), ("training", 2), ("forward", 1)),
     "tiny": _steps(("forward", 2), ("training", 2)),
 }
+_CLICKS = {
+    "full": _steps(("forward", 2048), ("training", 2048), ("forward", 128)),
+    "small": _steps(("forward", 256), ("training", 128), ("forward", 32)),
+    "tiny": _steps(("forward", 8), ("training", 8)),
+}
 _PICTURES = {
     "full": _steps(("forward", 2), ("training", 2), ("forward", 8)),
     "small": _steps(("forward", 1), ("training", 1)),
@@ -264,6 +269,19 @@ def _noise(settings: Settings, sizes: Sizes, make: Make) -> dict[str, Tensor]:
         "step": make.floats(batch),
         "text": make.floats(batch, 77, settings["context"]),
     }
+
+
+def _clicks(settings: Settings, sizes: Sizes, make: Make) -> dict[str, Tensor]:
+    batch = sizes["batch"]
+    return {
+        "dense": make.floats(batch, settings["dense"]),
+        "ids": make.ids(settings["rows"], batch, settings["tables"], settings["looked_up"]),
+    }
+
+
+def _recommender(settings: Settings) -> nn.Module:
+    sizes = {name: value for name, value in settings.items() if name != "looked_up"}
+    return nets.Recommender(**sizes)
 
 
 def _words(settings: Settings, sizes: Sizes, make: Make) -> dict[str, Tensor]:
@@ -455,6 +473,18 @@ MODELS: tuple[SuiteModel, ...] = (
         _image,
         _IMAGES,
         channels_last=True,
+    ),
+    SuiteModel(
+        "recommender",
+        "recommender",
+        {
+            "full": dict(rows=400_000, tables=26, width=128, dense=13, hidden=1024, looked_up=20),
+            "small": dict(rows=40_000, tables=12, width=64, dense=13, hidden=512, looked_up=10),
+            "tiny": dict(rows=100, tables=3, width=8, dense=5, hidden=16, looked_up=2),
+        },
+        _recommender,
+        _clicks,
+        _CLICKS,
     ),
     _language(
         "t5-large-encoder",

@@ -322,3 +322,33 @@ class Recurrent(nn.Module):
     def forward(self, words: Tensor) -> Tensor:
         found: Tensor = self.head(self.lstm(self.words(words))[0])
         return found
+
+
+class Recommender(nn.Module):
+    """Sums of looked-up rows and a dense vector, every pair of them multiplied, then a score."""
+
+    def __init__(self, rows: int, tables: int, width: int, dense: int, hidden: int) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(
+            [nn.EmbeddingBag(rows, width, mode="sum") for _ in range(tables)]
+        )
+        self.bottom = nn.Sequential(
+            nn.Linear(dense, hidden), nn.ReLU(), nn.Linear(hidden, width), nn.ReLU()
+        )
+        pairs = tables * (tables + 1) // 2
+        self.top = nn.Sequential(
+            nn.Linear(pairs + width, hidden),
+            nn.ReLU(),
+            nn.Linear(hidden, hidden),
+            nn.ReLU(),
+            nn.Linear(hidden, 1),
+        )
+        self.pairs: Tensor
+        self.register_buffer("pairs", torch.tril_indices(tables + 1, tables + 1, -1))
+
+    def forward(self, dense: Tensor, ids: Tensor) -> Tensor:
+        x = self.bottom(dense)
+        rows = torch.stack([x, *(table(ids[:, i]) for i, table in enumerate(self.tables))], dim=1)
+        products = rows @ rows.transpose(1, 2)
+        found: Tensor = self.top(torch.cat((x, products[:, self.pairs[0], self.pairs[1]]), dim=1))
+        return found
