@@ -21,7 +21,12 @@ from rooftrace.costmodels.profiles.kineto import read_trace
 from rooftrace.costmodels.profiles.records import ProfileError
 from rooftrace.costmodels.profiles.source import kind_of
 from rooftrace.costmodels.profiles.steps import StepTime
-from rooftrace.costmodels.validation import dram_by_row, other_device, seconds_of_row
+from rooftrace.costmodels.validation import (
+    dram_by_row,
+    node_checks,
+    other_device,
+    seconds_of_row,
+)
 from rooftrace.reporting.measured import MeasuredRequestError
 from rooftrace.reporting.validationtext import alike
 from rooftrace.tracer.runfile import ModelRow, OpTime, Run
@@ -529,6 +534,9 @@ def test_kernels_that_are_alike_are_one_line_with_the_sums_of_all(
             ]
             assert sums[0] == pytest.approx(sums[1])
     assert str(found).count("blocks.*.up") == 1
+    wider = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 32))
+    one = rt.estimate(rt.trace(wider, torch.empty(4, 8)), CHIP, "eager")
+    assert len(alike(node_checks("step", one, nodes(one, {})))) == 2  # alike by name only
 
 
 def test_the_terminal_view_is_one_screen(compared: rt.Validation) -> None:
