@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from rooftrace.hardware.chip import Chip
     from rooftrace.hardware.chipfile import available_chips, load_chip
     from rooftrace.reporting.api import (
+        calibrate,
         compare,
         diff,
         largest_batch,
@@ -69,6 +70,7 @@ _WHERE = {
     "profile": "reporting.api",
     "report": "reporting.api",
     "summary": "reporting.api",
+    "calibrate": "reporting.api",
     "validate": "reporting.api",
     "Validation": "reporting.validating",
     "load": "tracer.api",
@@ -107,6 +109,7 @@ __all__ = [
     "Validation",
     "Work",
     "available_chips",
+    "calibrate",
     "capture",
     "compare",
     "diff",

@@ -58,6 +58,10 @@ _MOST_OVERLAP = 20.0
 FOLDS = 5
 _FEWEST_GROUPS = 3
 _FEWEST_KERNELS = 5
+FEW = ("compute", "memory")
+"""What whole steps usually tell."""
+MORE = (*FEW, "launch", "dispatch")
+_GAIN = 0.03
 
 
 class CalibrationError(ValueError):
@@ -178,7 +182,7 @@ def errors(names: Sequence[str], predicted: Sequence[float], measured: Sequence[
 def fit(
     cases: Sequence[Case],
     start: Knobs,
-    free: Sequence[str] = ("compute", "memory"),
+    free: Sequence[str] = FEW,
     title: str = "",
     check: bool = True,
     kernels: Sequence[Case] = (),
@@ -223,6 +227,35 @@ def fit(
         _correlations(kept, covariance),
         by_class,
     )
+
+
+def choose(
+    cases: Sequence[Case], start: Knobs, kernels: Sequence[Case] = (), title: str = ""
+) -> tuple[Fit, dict[str, Errors]]:
+    """The fit with as many free numbers as the measurements support, and what else was tried.
+
+    Two numbers are free, then the overheads too; then both again after the shares of classes were
+    fitted to single kernels.  More of them are kept where that lowers the mean error on what was
+    left out by `_GAIN` of it.  The errors are by what was free; empty where there are too few
+    groups to leave some out, and two numbers it is.  Raises CalibrationError as `fit` does.
+    """
+    best = fit(cases, start, FEW, title)
+    if best.left_out is None:
+        return best, {}
+    tried, mean = {", ".join(FEW): best.left_out}, best.left_out.mean
+    more: list[tuple[Sequence[str], Sequence[Case]]] = [(MORE, ())]
+    more += [(FEW, kernels), (MORE, kernels)] if kernels else []
+    for free, alone in more:
+        if len(cases) < len(free) + _FEWEST_GROUPS:
+            continue
+        found = fit(cases, start, free, title, kernels=alone)
+        if found.left_out is None:
+            continue
+        label = ", ".join(free)
+        tried[f"{label}, and shares by {len(alone)} kernels" if alone else label] = found.left_out
+        if found.left_out.mean < (1 - _GAIN) * mean:
+            best, mean = found, found.left_out.mean
+    return best, tried
 
 
 def _kernels_first(kernels: Sequence[Case], start: Knobs) -> tuple[Knobs, tuple[Parameter, ...]]:

@@ -66,7 +66,7 @@ class Comparison:
     the optimizer left out.  flops_vector: our other FLOPs.  peer_matrix, peer_vector: the peer's, a
     multiply-add as 2.  peer_unit: "FLOP", or "MAC" where the peer's own figures count a
     multiply-add as 1.  differences: largest first; they add up to flops_matrix - peer_matrix.
-    error: why the peer has no count.
+    note: what else to know of the peer's count.  error: why the peer has none.
     """
 
     peer: str
@@ -79,6 +79,7 @@ class Comparison:
     peer_vector: int = 0
     peer_unit: str = "FLOP"
     differences: tuple[Difference, ...] = ()
+    note: str = ""
     error: str = ""
 
     @property
@@ -103,6 +104,7 @@ class Comparison:
             "peer_vector": self.peer_vector,
             "peer_unit": self.peer_unit,
             "ratio": self.ratio,
+            "note": self.note,
             "differences": [
                 {
                     "module": d.module,
@@ -139,6 +141,7 @@ def compare(graph: OpGraph, peer: PeerCount) -> Comparison:
         peer.total - theirs.total(),
         "FLOP" if peer.scale == 1 else "MAC",
         _differences(graph.phase == "training", ours, again, theirs, peer),
+        peer.note,
     )
 
 

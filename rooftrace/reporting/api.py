@@ -1,5 +1,5 @@
-"""Calls that end in something to read: report, diff, compare, validate; the habits summary and
-profile."""
+"""Calls that end in something to read: report, diff, compare, calibrate, validate, and the habits
+summary and profile."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from rooftrace.costmodels.profiles.source import kind_of
 from rooftrace.costmodels.rewrite import reprice
 from rooftrace.hardware.chip import Chip
 from rooftrace.hardware.chipfile import load_chip
+from rooftrace.reporting.calibrating import Calibration, calibrated
 from rooftrace.reporting.report import FORMATS, Report, build_report
 from rooftrace.reporting.validating import Validation, validated
 from rooftrace.tracer.api import at_batches, trace, trace_target
@@ -231,17 +232,60 @@ def validate(
     found = load_knobs(knobs) if isinstance(knobs, (str, os.PathLike)) else knobs
     changes: dict[str, Any] = {} if found is None else {"knobs": found}
     model = execution_model(execution, **changes)
-    given: Callable[[], Mapping[str, OpGraph]] | None = None
-    template = None
-    if isinstance(target, (str, os.PathLike)):
-        template = name = os.fspath(target)
-        if isinstance(measured, Trace) or (
-            isinstance(measured, (str, os.PathLike)) and kind_of(measured) == "trace"
-        ):
-            given = partial(trace_target, name, phases, request, options, progress)
-    elif target is not None:
-        given = partial(graphs_of, target)
+    given, template = _what_ran(measured, target, phases, request, options, progress)
     return validated(measured, load_chip(chip), model, given, template, phases, counters, progress)
+
+
+def calibrate(
+    measured: Any,
+    chip: str | Chip,
+    execution: str | ExecutionModel = "eager",
+    target: Source | None = None,
+    *,
+    start: str | Knobs | None = None,
+    free: Sequence[str] | None = None,
+    title: str = "",
+    phases: Sequence[str] | None = None,
+    request: Request | None = None,
+    options: Options | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> Calibration:
+    """Knobs that make predictions for `chip` right, and how sure they are; print it to see both.
+
+    measured, execution, target, phases, request: as `validate` takes them.  start: knobs to begin
+    with, by name or path; default: typical ones of GPUs, the datasheet of others.  free: names of
+    the knobs to fit; default: compute and memory, and of a run or a trace as many as it supports.
+    `.knobs` is for `execution_model(name, knobs=...)`, `.save(path)` writes them for --knobs.
+
+    Raises what `validate` does, and CalibrationError for less than there are knobs to fit.
+    """
+    given, template = _what_ran(measured, target, phases, request, options, progress)
+    begin = os.fspath(start) if isinstance(start, os.PathLike) else start
+    model = execution_model(execution)
+    return calibrated(
+        measured, load_chip(chip), model, given, template, begin, free, title, progress
+    )
+
+
+def _what_ran(
+    measured: Any,
+    target: Source | None,
+    phases: Sequence[str] | None,
+    request: Request | None,
+    options: Options | None,
+    progress: Callable[[str], None] | None,
+) -> tuple[Callable[[], Mapping[str, OpGraph]] | None, str | None]:
+    """How the graphs of what was measured are made, or a template for the names in it."""
+    if target is None:
+        return None, None
+    if not isinstance(target, (str, os.PathLike)):
+        return partial(graphs_of, target), None
+    name = os.fspath(target)
+    if isinstance(measured, Trace) or (
+        isinstance(measured, (str, os.PathLike)) and kind_of(measured) == "trace"
+    ):
+        return partial(trace_target, name, phases, request, options, progress), name
+    return None, name
 
 
 def graphs_of(

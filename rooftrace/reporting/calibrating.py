@@ -1,112 +1,268 @@
-"""From measured steps to a knob file: traces what ran, fits, and says how sure that is."""
+"""From measurements to a knob file: traces what ran, fits, and says how sure that is."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
-from rooftrace.costmodels.calibrate import Case, Errors, Fit, errors, fit, predict, step_case
-from rooftrace.costmodels.execution import ExecutionModel, execution_model
-from rooftrace.costmodels.knobs import Knobs, load_knobs
+from rooftrace.costmodels.calibrate import (
+    FEW,
+    Case,
+    Errors,
+    Fit,
+    choose,
+    errors,
+    fit,
+    predict,
+    step_case,
+)
+from rooftrace.costmodels.cases import alone_case, kernel_cases, profiled_cases
+from rooftrace.costmodels.execution import ExecutionModel
+from rooftrace.costmodels.knobs import Knobs, dump_knobs, load_knobs
+from rooftrace.costmodels.plan import plan
+from rooftrace.costmodels.profiles.records import Profile
 from rooftrace.costmodels.profiles.steps import StepTime
 from rooftrace.hardware.chip import Chip
-from rooftrace.hardware.units import format_time
 from rooftrace.reporting.measured import (
+    Graphs,
     MeasuredRequestError,
     MeasuredStep,
+    best_match,
+    read_measured,
     steps_of_run,
     steps_of_table,
+    why_not,
 )
+from rooftrace.tracer.graph import pattern_of
 from rooftrace.tracer.runfile import Run
 
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-
-_NUMBERS = ("mean", "median", "p90", "bias")
+Tell = Callable[[str], None]
+_FEWEST_STEPS = 3
+"""Below this a run is fitted to by its single kernels."""
 
 
 @dataclass(frozen=True)
 class Calibration:
     """A fit, and the measurements that it could not use.
 
-    failures: why a step was left out, by where it stands.  before: errors without any knobs.
+    what: steps, or kernels of a trace; measured: how many there were.  failures: why one was left
+    out, by where it stands.  before: errors without any knobs.  kernels: single kernels that shares
+    of classes were fitted to.  tried: errors on what was left out, by what was free, where the
+    measurements chose.
     """
 
     fit: Fit
     chip: str
     execution: str
-    steps: int
+    what: str
+    measured: int
     failures: Mapping[str, str]
     before: Errors
+    kernels: int = 0
+    tried: Mapping[str, Errors] = field(default_factory=dict)
+
+    @property
+    def knobs(self) -> Knobs:
+        """What was found: for `knobs=` of an execution model."""
+        return self.fit.knobs
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the knobs as TOML, whole or not at all."""
+        from rooftrace.tracer.graphfile import write_bytes
+
+        path = Path(path)
+        write_bytes(path, dump_knobs(self.knobs).encode())
+        return path
+
+    def __rich__(self) -> Any:
+        from rooftrace.reporting.calibrationtext import render_calibration
+
+        return render_calibration(self)
+
+    def __str__(self) -> str:
+        from rooftrace.reporting.table import as_text
+
+        return as_text(self.__rich__())
 
 
-def calibrate_steps(
-    steps: Sequence[StepTime],
+def calibrated(
+    measured: str | os.PathLike[str] | Run | Profile | Sequence[StepTime],
     chip: Chip,
-    execution: str | ExecutionModel = "eager",
-    target: str = "{target}",
+    model: ExecutionModel,
+    graphs_of: Callable[[], Graphs] | None = None,
+    template: str | None = None,
     start: Knobs | str | None = None,
-    free: Sequence[str] = ("compute", "memory"),
+    free: Sequence[str] | None = None,
     title: str = "",
-    progress: Callable[[str], None] | None = None,
+    progress: Tell | None = None,
 ) -> Calibration:
-    """Fit knobs to a table of measured steps.
+    """Knobs from whatever was measured.
 
-    target: how the name in the table becomes a target, for example "models.py:{target}"; {batch},
-    {seq}, {kv} and {image_size} stand for those columns.  start: where the fit begins (default: the
-    typical shares of this kind of execution on a GPU, none on a CPU).  A step whose target does not
-    trace is left out and reported.  Raises MeasuredRequestError where none is left, and
-    CalibrationError where there are fewer than knobs to fit.
+    measured: a file of any kind that `kind_of` knows but counters, or what its reader made of it.
+    graphs_of, template: as in `validated`.  start: where the fit begins (default: the typical
+    shares of this kind of execution on a GPU, none on a CPU).  free: knobs to fit; None takes as
+    many as a run supports, and compute and memory of a table.  What does not trace is left out and
+    reported.
+
+    Raises MeasuredRequestError where nothing is left, and CalibrationError where there is less than
+    there are knobs to fit.
     """
-    measured = steps_of_table(steps, target)
-    return _calibrated(measured, chip, execution, start, free, title, progress)
-
-
-def calibrate_run(
-    run: Run,
-    chip: Chip,
-    execution: str | ExecutionModel = "eager",
-    start: Knobs | str | None = None,
-    free: Sequence[str] = ("compute", "memory"),
-    title: str = "",
-    progress: Callable[[str], None] | None = None,
-) -> Calibration:
-    """The same from the models of a run file: those that ran as `execution` dispatches.
-
-    Raises MeasuredRequestError where there are none.
-    """
-    measured = steps_of_run(run, execution)
-    return _calibrated(measured, chip, execution, start, free, title, progress)
-
-
-def _calibrated(
-    measured: Sequence[MeasuredStep],
-    chip: Chip,
-    execution: str | ExecutionModel,
-    start: Knobs | str | None,
-    free: Sequence[str],
-    title: str,
-    progress: Callable[[str], None] | None,
-) -> Calibration:
+    if isinstance(measured, (str, os.PathLike)):
+        measured = read_measured(os.fspath(measured), "a fit")
+    begin = _start(start, chip, model)
     tell = progress or (lambda _: None)
-    model = execution_model(execution)
+    name = title or f"{chip.name}, {model.name}"
+    if isinstance(measured, Profile):
+        if graphs_of is None:
+            raise MeasuredRequestError(
+                f"{measured.source or 'the trace'}: a trace does not say what ran: name it with "
+                "--target, and its sizes with --batch, --seq, --phase (in Python: "
+                "target=rooftrace.trace(model, x))"
+            )
+        return _of_trace(measured, graphs_of(), chip, model, begin, free, name, tell)
+    target = template if graphs_of is None else graphs_of()
+    if isinstance(measured, Run):
+        return _of_run(measured, target, chip, model, begin, free, name, tell)
+    steps = steps_of_table(measured, "{target}" if target is None else target)
+    cases, _, failures = _traced(steps, chip, model, tell)
+    few = FEW if free is None else free
+    return _found(cases, [], begin, few, name, chip, model, len(steps), failures, tell)
+
+
+def _traced(
+    measured: Sequence[MeasuredStep], chip: Chip, model: ExecutionModel, tell: Tell
+) -> tuple[list[Case], list[Case], dict[str, str]]:
+    """Cases of the steps, of those of their kernels that were measured, and what does not trace."""
     cases: list[Case] = []
+    alone: list[Case] = []
     failures: dict[str, str] = {}
     for number, one in enumerate(measured):
         tell(f"tracing {one.label} ({number + 1} of {len(measured)})")
         try:
-            cases.append(step_case(one.label, one.graph(), chip, model, one.seconds, one.group))
+            planned = plan(one.graph(), model)
+            cases.append(step_case(one.label, planned, chip, model, one.seconds, one.group))
         except (ValueError, LookupError, RuntimeError, OSError) as error:
-            why = str(error).splitlines()[0]
-            failures[one.place] = why if one.group in one.place else f"{one.group}: {why}"
+            failures[one.place] = why_not(error, one)
+            continue
+        row = one.row
+        if row is not None and row.source == "replay":
+            seconds = {op.id: op.seconds for op in row.ops if op.id is not None}
+            alone += kernel_cases(planned, chip, seconds, one.label, one.group)
+        elif row is not None:
+            alone += profiled_cases(planned, chip, row.ops, one.label, one.group)
     if not cases:
         first = next(iter(failures.values()), "the table is empty")
         raise MeasuredRequestError(
             f"none of {len(measured)} measured steps could be traced; the first: {first}"
         )
+    return cases, alone, failures
+
+
+def _of_run(
+    run: Run,
+    target: str | Graphs | None,
+    chip: Chip,
+    model: ExecutionModel,
+    start: Knobs,
+    free: Sequence[str] | None,
+    title: str,
+    tell: Tell,
+) -> Calibration:
+    """Knobs from the steps of a run, and from single kernels: those of few steps alone."""
+    steps = steps_of_run(run, model, target)
+    cases, alone, failures = _traced(steps, chip, model, tell)
+    if len(cases) < _FEWEST_STEPS and alone:
+        return _of_kernels(alone, start, free, title, chip, model, len(alone), failures, tell)
+    if model.dispatch == "eager" and free is None:
+        alone += _of_operations(run, chip, model, failures, tell)
+    else:
+        alone = []  # kernels of other executions are fused: operations alone are none of theirs
+    return _found(cases, alone, start, free, title, chip, model, len(steps), failures, tell)
+
+
+def _of_operations(
+    run: Run, chip: Chip, model: ExecutionModel, failures: dict[str, str], tell: Tell
+) -> list[Case]:
+    """Cases of the operations that the run measured alone."""
+    from rooftrace.tracer.micrographs import traced
+
+    tell(f"tracing {len(run.micro)} operations")
+    found: list[Case] = []
+    for row in run.micro:
+        if row.bytes is None and row.flops is None:
+            continue  # a launch
+        try:
+            planned = plan(traced(row, run.device.get("type") == "cuda"), model)
+            case = alone_case(row.key, planned, chip, row.median)
+        except (ValueError, LookupError, RuntimeError) as error:
+            failures[row.key] = str(error).splitlines()[0]
+            continue
+        if case is not None:
+            found.append(case)
+    return found
+
+
+def _of_trace(
+    profile: Profile,
+    graphs: Graphs,
+    chip: Chip,
+    model: ExecutionModel,
+    start: Knobs,
+    free: Sequence[str] | None,
+    title: str,
+    tell: Tell,
+) -> Calibration:
+    """Knobs from the kernels of one trace: alike ones are left out together."""
+    priced, found = best_match(profile, graphs, chip, model, tell)
+    cases = kernel_cases(priced.plan, chip, found.seconds, priced.phase)
+    if not cases:
+        raise MeasuredRequestError(
+            f"{profile.source or 'the trace'}: no kernel of it is long enough to fit to"
+        )
+    count = len(priced.plan.groups)
+    return _of_kernels(cases, start, free, title, chip, model, count, {}, tell)
+
+
+def _of_kernels(
+    cases: Sequence[Case],
+    start: Knobs,
+    free: Sequence[str] | None,
+    title: str,
+    chip: Chip,
+    model: ExecutionModel,
+    measured: int,
+    failures: Mapping[str, str],
+    tell: Tell,
+) -> Calibration:
+    """Knobs from single kernels; those of one op and one module pattern are left out together."""
+    apart = [replace(case, group=pattern_of(case.name)) for case in cases]
+    return _found(
+        apart, apart, start, free, title, chip, model, measured, failures, tell, "kernels"
+    )
+
+
+def _found(
+    cases: Sequence[Case],
+    alone: Sequence[Case],
+    start: Knobs,
+    free: Sequence[str] | None,
+    title: str,
+    chip: Chip,
+    model: ExecutionModel,
+    measured: int,
+    failures: Mapping[str, str],
+    tell: Tell,
+    what: str = "steps",
+) -> Calibration:
     tell("fitting")
-    found = fit(cases, _start(start, chip, model), free, title or f"{chip.name}, {model.name}")
+    tried: Mapping[str, Errors] = {}
+    if free is None:
+        found, tried = choose(cases, start, alone, title)
+    else:
+        found = fit(cases, start, free, title)
     source = {
         "chip": chip.name,
         "execution": model.name,
@@ -121,7 +277,9 @@ def _calibrated(
         predict(cases, Knobs("datasheet")),
         [case.seconds for case in cases],
     )
-    return Calibration(found, chip.name, model.name, len(measured), failures, before)
+    return Calibration(
+        found, chip.name, model.name, what, measured, failures, before, len(alone), tried
+    )
 
 
 def _start(start: Knobs | str | None, chip: Chip, model: ExecutionModel) -> Knobs:
@@ -132,60 +290,3 @@ def _start(start: Knobs | str | None, chip: Chip, model: ExecutionModel) -> Knob
     if chip.kind != "gpu":
         return Knobs("datasheet", overlap=3.0)
     return load_knobs("typical-eager" if model.fusion == "none" else "typical-compiled")
-
-
-# -- in words --------------------------------------------------------------------------------------
-
-
-def render_calibration(found: Calibration) -> RenderableType:
-    """The terminal view."""
-    from rich.console import Group
-    from rich.table import Table
-    from rich.text import Text
-
-    fitted = found.fit
-    used = found.steps - len(found.failures)
-    parts: list[Any] = [
-        Text.assemble(
-            ("calibration  ", "bold"),
-            f"{found.chip}, {found.execution}: {used} of {found.steps} measured steps",
-        )
-    ]
-    for place, why in list(found.failures.items())[:5]:
-        parts.append(Text(f"  left out, {place}: {why}", style="yellow"))
-    knobs = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for name in ("knob", "start", "fitted", "std. error", ""):
-        knobs.add_column(name, justify="left" if name in ("knob", "") else "right")
-    for p in fitted.parameters:
-        note = "" if p.identified else "not identified by these measurements; left at its start"
-        knobs.add_row(p.name, _number(p.name, p.start), _number(p.name, p.value),
-                      f"{p.error:.0%}", note)  # fmt: skip
-    parts.append(knobs)
-    for pair, value in fitted.correlations.items():
-        parts.append(
-            Text(f"  {pair[0]} and {pair[1]} stand for each other ({value:+.2f})", style="yellow")
-        )
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for name in ("error on", *_NUMBERS, "worst"):
-        table.add_column(name, justify="left" if name in ("error on", "worst") else "right")
-    table.add_row("all, without knobs", *_errors(found.before))
-    table.add_row("models that were fitted", *_errors(fitted.errors))
-    if fitted.left_out is not None:
-        table.add_row("models that were left out", *_errors(fitted.left_out))
-    for kind, one in fitted.by_class.items():
-        table.add_row(f"  mostly {kind} ({one.count})", *_errors(one))
-    parts.append(table)
-    if fitted.left_out is None:
-        parts.append(
-            Text("  too few different models to leave some out: the error is of the fit itself")
-        )
-    return Group(*parts)
-
-
-def _number(name: str, value: float) -> str:
-    return format_time(value) if name in ("launch", "dispatch") else f"{value:.3g}"
-
-
-def _errors(one: Errors) -> list[str]:
-    numbers = [f"{getattr(one, name):{'+' if name == 'bias' else ''}.1%}" for name in _NUMBERS]
-    return [*numbers, f"{one.worst:+.0%} {one.worst_case}"]

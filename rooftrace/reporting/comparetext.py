@@ -34,7 +34,7 @@ def notes(one: Comparison) -> list[str]:
     """What else to know when both numbers stand side by side."""
     if one.error:
         return []
-    lines = []
+    lines = [one.note] if one.note else []
     if one.peer_unit == "MAC":
         own = (one.peer_matrix + one.peer_vector) // 2
         lines.append(

@@ -7,11 +7,18 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from rooftrace.costmodels.estimate import Estimate, estimate
 from rooftrace.costmodels.execution import ExecutionModel, execution_model
-from rooftrace.costmodels.profiles.steps import StepTime
+from rooftrace.costmodels.profiles.align import Alignment, align
+from rooftrace.costmodels.profiles.kineto import read_trace
+from rooftrace.costmodels.profiles.records import Profile, ProfileError
+from rooftrace.costmodels.profiles.source import KINDS, kind_of
+from rooftrace.costmodels.profiles.steps import StepTime, read_steps
 from rooftrace.costmodels.rewrite import reprice
+from rooftrace.hardware.chip import Chip
+from rooftrace.reporting.words import listed
 from rooftrace.tracer.graph import OpGraph
-from rooftrace.tracer.runfile import ModelRow, Run
+from rooftrace.tracer.runfile import ModelRow, Run, load_run
 
 Graphs = Mapping[str, OpGraph]
 """By phase."""
@@ -164,3 +171,58 @@ def filled(target: str, sizes: Mapping[str, Any]) -> str:
             f"--target {target!r}: {error}; expected some of "
             f"{', '.join(f'{{{name}}}' for name in sizes)}"
         ) from None
+
+
+def why_not(error: Exception, step: MeasuredStep) -> str:
+    """One line on why a step could not be used."""
+    text = str(error.args[0]) if isinstance(error, LookupError) else str(error)
+    why = (text.splitlines() or [""])[0]
+    return why if step.group in step.place else f"{step.group}: {why}"
+
+
+# -- files and traces ------------------------------------------------------------------------------
+
+
+def read_measured(source: str, use: str) -> Run | Profile | Sequence[StepTime]:
+    """What a file holds.  use: what it is wanted for, in an error.  Raises what its reader does."""
+    kind = kind_of(source)
+    if kind == "run":
+        return load_run(source)
+    if kind == "trace":
+        return read_trace(source)
+    if kind == "steps":
+        return read_steps(source)
+    raise MeasuredRequestError(
+        f"{source}: {KINDS[kind]}, which is not enough for {use}: it stands beside a trace, as in "
+        f"`rooftrace validate TRACE --counters {source}`"
+    )
+
+
+def best_match(
+    profile: Profile, graphs: Graphs, chip: Chip, model: ExecutionModel, tell: Callable[[str], None]
+) -> tuple[Estimate, Alignment]:
+    """The graph that a trace matches best, priced, and how it matches.  Raises what `align` does
+    where it matches none."""
+    best: tuple[Estimate, Alignment] | None = None
+    errors: list[ProfileError] = []
+    for phase, graph in graphs.items():
+        tell(f"aligning with {phase}")
+        priced = estimate(graph, chip, model)
+        try:
+            found = align(profile, priced.graph)
+        except ProfileError as error:
+            errors.append(error)
+            continue
+        if best is None or _score(found) > _score(best[1]):
+            best = priced, found
+    if best is not None:
+        return best
+    if not errors:
+        raise MeasuredRequestError(f"{profile.source}: the target has no graph to set it beside")
+    if len(errors) == 1:
+        raise errors[0]
+    raise ProfileError(f"{errors[0]} (tried {listed(list(graphs))}; this is of the first)")
+
+
+def _score(found: Alignment) -> float:
+    return min(found.coverage, found.ops_matched_share)

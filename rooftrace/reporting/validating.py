@@ -12,13 +12,12 @@ from typing import Any
 from rooftrace.costmodels.estimate import Estimate, estimate
 from rooftrace.costmodels.execution import ExecutionModel
 from rooftrace.costmodels.misses import nodes
-from rooftrace.costmodels.profiles.align import Alignment, Stray, align
+from rooftrace.costmodels.profiles.align import Alignment, Stray
 from rooftrace.costmodels.profiles.counted import Counted, counted
-from rooftrace.costmodels.profiles.kineto import read_trace
 from rooftrace.costmodels.profiles.ncu import read_counters
-from rooftrace.costmodels.profiles.records import Profile, ProfileError
-from rooftrace.costmodels.profiles.source import KINDS, Kind, kind_of
-from rooftrace.costmodels.profiles.steps import StepTime, read_steps
+from rooftrace.costmodels.profiles.records import Profile
+from rooftrace.costmodels.profiles.source import Kind
+from rooftrace.costmodels.profiles.steps import StepTime
 from rooftrace.costmodels.validation import (
     NodeCheck,
     StepCheck,
@@ -37,11 +36,14 @@ from rooftrace.reporting.measured import (
     Graphs,
     MeasuredRequestError,
     MeasuredStep,
+    best_match,
+    read_measured,
     steps_of_run,
     steps_of_table,
+    why_not,
 )
 from rooftrace.reporting.words import listed, plural
-from rooftrace.tracer.runfile import Run, load_run
+from rooftrace.tracer.runfile import Run
 
 SCHEMA = "rooftrace.validation/1"
 _IN_JSON = 100
@@ -181,7 +183,7 @@ def validated(
     source = ""
     if isinstance(measured, (str, os.PathLike)):
         source = os.fspath(measured)
-        measured = _read(source)
+        measured = read_measured(source, "a comparison")
     if isinstance(measured, Profile):
         if graphs_of is None:
             raise MeasuredRequestError(
@@ -200,20 +202,6 @@ def validated(
         return validate_run(measured, chip, model, target, phases, source, progress)
     target = "{target}" if target is None else target
     return validate_steps(measured, chip, model, target, phases, source, progress)
-
-
-def _read(source: str) -> Run | Profile | Sequence[StepTime]:
-    kind = kind_of(source)
-    if kind == "run":
-        return load_run(source)
-    if kind == "trace":
-        return read_trace(source)
-    if kind == "steps":
-        return read_steps(source)
-    raise MeasuredRequestError(
-        f"{source}: {KINDS[kind]}, which stands beside a trace: validate the trace, with "
-        f"--counters {source}"
-    )
 
 
 # -- steps of a run, or of a table -----------------------------------------------------------------
@@ -299,9 +287,7 @@ def _compared(
                 raise MeasuredRequestError(f"{one.seconds!r} seconds: expected a time above 0")
             priced = estimate(one.graph(), chip, model)
         except (ValueError, LookupError, RuntimeError, OSError) as error:
-            text = str(error.args[0]) if isinstance(error, LookupError) else str(error)
-            why = (text.splitlines() or [""])[0]
-            failures[one.place] = why if one.group in one.place else f"{one.group}: {why}"
+            failures[one.place] = why_not(error, one)
             continue
         row = one.row
         device = row.device_seconds if row else None
@@ -371,7 +357,7 @@ def validate_trace(
     counted, is of none of them.
     """
     counts = None if counters is None else read_counters(counters)
-    priced, found = _best(profile, graphs, chip, model, progress or (lambda _: None))
+    priced, found = best_match(profile, graphs, chip, model, progress or (lambda _: None))
     graph = priced.graph
     label = f"{graph.model.get('name') or 'model'} {graph.phase}"
     busy = [step.busy for step in profile.steps if step.busy is not None]
@@ -415,34 +401,6 @@ def _counter_note(priced: Estimate, seen: Counted, dram: Mapping[int, float]) ->
         f"through DRAM where {format_traffic(predicted)} are predicted{more}, of "
         f"{format_traffic(priced.bytes_hbm)} in the whole step"
     )
-
-
-def _best(
-    profile: Profile, graphs: Graphs, chip: Chip, model: ExecutionModel, tell: Tell
-) -> tuple[Estimate, Alignment]:
-    best: tuple[Estimate, Alignment] | None = None
-    errors: list[ProfileError] = []
-    for phase, graph in graphs.items():
-        tell(f"aligning with {phase}")
-        priced = estimate(graph, chip, model)
-        try:
-            found = align(profile, priced.graph)
-        except ProfileError as error:
-            errors.append(error)
-            continue
-        if best is None or _score(found) > _score(best[1]):
-            best = priced, found
-    if best is not None:
-        return best
-    if not errors:
-        raise MeasuredRequestError(f"{profile.source}: the target has no graph to set it beside")
-    if len(errors) == 1:
-        raise errors[0]
-    raise ProfileError(f"{errors[0]} (tried {listed(list(graphs))}; this is of the first)")
-
-
-def _score(found: Alignment) -> float:
-    return min(found.coverage, found.ops_matched_share)
 
 
 def _trace_notes(found: Alignment, graphs: Mapping[str, Any], chip: Chip) -> list[str]:

@@ -412,7 +412,7 @@ class _Start:
     def __init__(self, recorder: Recorder, module: nn.Module, call: _Call) -> None:
         self._recorder, self.module, self.call = recorder, module, call
         self.nodes, self.state = call.nodes(), state_of(module)
-        self.node = next(reversed(recorder.graph.nodes), None)
+        self.node = next(iter(reversed(recorder.graph.nodes)), None)
         self.storages = recorder.storages
         self.assumptions = len(recorder.values.assumptions)
         self.calls = recorder.calls()

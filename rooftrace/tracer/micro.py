@@ -442,7 +442,7 @@ def _moves(on_cuda: bool) -> Iterator[MicroCase]:
             side = 2 ** ((count.bit_length() - 1) // 2)
             shape = (side, count // side)
             yield _streamed("copy", "transpose", dtype, shape, size, size, _transposed, work=0)
-            yield _streamed("copy", "cat", dtype, shape, 2 * size, 2 * size, _doubled, work=0)
+            yield _streamed("copy", "cat", dtype, shape, size, 2 * size, _doubled, work=0)
     for entries, width in ((1024, 256), (32000, 1024), (128256, 4096)):
         for rows in (1, 64, 1024, 16384):
             for op in ("embedding", "gather"):

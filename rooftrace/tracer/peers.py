@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import logging
 import warnings
 from collections import Counter
@@ -17,6 +18,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from torch.utils.module_tracker import ModuleTracker
@@ -33,6 +38,9 @@ MOST_REAL_BYTES = 2 * 1024**3
 REAL = "cpu"
 _ROOT = "Global"
 """What torch's tracker calls everything."""
+_FORWARD_HOOKS = (
+    "the hooks of FlopCounterMode's module tree fail here: counted with hooks of ours on modules"
+)
 
 
 @dataclass(frozen=True)
@@ -42,7 +50,8 @@ class PeerCount:
     peer, version: who.  device: where it ran ("meta", "cpu"; "" where it could not).  flops: FLOP,
     a multiply-add as 2, by module path and the peer's own name of the op; a module's own, without
     its children.  scale: FLOP per unit that the peer reports (2 where it calls a multiply-add one).
-    uncounted: calls that it saw and has no formula for, likewise.  error: why there is no count.
+    uncounted: calls that it saw and has no formula for, likewise.  note: what else to know.
+    error: why there is no count.
     """
 
     peer: str
@@ -51,6 +60,7 @@ class PeerCount:
     flops: Mapping[tuple[str, str], int] = field(default_factory=dict)
     scale: int = 1
     uncounted: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    note: str = ""
     error: str = ""
 
     @property
@@ -65,9 +75,11 @@ def count_with(
     """What `peer` counts when `phase` of `module` runs.  Raises RequestError where there is no such
     peer."""
     check_peers((peer,))
-    counter, options = _PEERS[peer], options or Options()
+    options = options or Options()
     errors = []
-    for where, prepared in _attempts(module, inputs, phase):
+    for (where, prepared), counter in itertools.product(
+        _attempts(module, inputs, phase), _PEERS[peer]
+    ):
         try:
             made, given = prepared()
             with as_before(made):
@@ -79,7 +91,7 @@ def count_with(
         except Exception as error:  # whatever a module or another counter may raise
             first = str(error).strip().splitlines()
             errors.append(f"on {where}: {type(error).__name__}: {first[0] if first else ''}")
-    return PeerCount(peer, error="; ".join(errors))
+    return PeerCount(peer, error="; ".join(dict.fromkeys(errors)))
 
 
 class _CannotCount(Exception):
@@ -164,9 +176,21 @@ def check_peers(peers: Sequence[str]) -> None:
 
 def _flopcounter(call: PlainCall) -> PeerCount:
     """torch.utils.flop_counter: formulas for the ops that reach the dispatcher."""
-    seen = _Uncounted()
+    return _counted(call, ModuleTracker)
+
+
+def _flopcounter_forward(call: PlainCall) -> PeerCount:
+    """The same where torch's hooks on tensors fail: modules are known while their forward runs."""
+    counted = _counted(call, lambda: _ForwardTracker(call.module))
+    return replace(counted, note=_FORWARD_HOOKS)
+
+
+def _counted(call: PlainCall, tracker: Callable[[], Any]) -> PeerCount:
+    seen = _Uncounted(tracker())
+    counter = FlopCounterMode(display=False)
+    counter.mod_tracker = tracker()
     # The mode entered last sees ops first: what FlopCounterMode takes apart comes to `seen` after.
-    with seen.tracker, seen, FlopCounterMode(display=False) as counter:
+    with seen.tracker, seen, counter:
         call()
     root = type(call.module).__name__
     inclusive = {
@@ -184,9 +208,9 @@ def _flopcounter(call: PlainCall) -> PeerCount:
 class _Uncounted(TorchDispatchMode):
     """Calls of ops that torch's registry has no formula for, by module."""
 
-    def __init__(self) -> None:
+    def __init__(self, tracker: Any) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.tracker = ModuleTracker()
+        self.tracker = tracker
         self.calls: Counter[tuple[str, str]] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -195,6 +219,40 @@ class _Uncounted(TorchDispatchMode):
             where = max(self.tracker.parents - {_ROOT}, key=len, default=_ROOT)
             self.calls[where, str(func)] += 1
         return func(*args, **(kwargs or {}))
+
+
+class _ForwardTracker:
+    """The modules whose forward runs, by the names that torch's tracker gives them.
+
+    It puts no hooks on tensors, as torch's does to know them in backward too: those fail on a
+    tensor that requires a gradient and was made without one, such as a view of a parameter.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        root = type(module).__name__
+        self.parents = {_ROOT}
+        self._names = {
+            part: f"{root}.{path}" if path else root for path, part in module.named_modules()
+        }
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> _ForwardTracker:
+        self._handles = [
+            register_module_forward_pre_hook(lambda part, args: self._enter(part)),
+            register_module_forward_hook(lambda part, args, output: self._leave(part)),
+        ]
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _enter(self, part: nn.Module) -> None:
+        if part in self._names:
+            self.parents.add(self._names[part])
+
+    def _leave(self, part: nn.Module) -> None:
+        self.parents.discard(self._names.get(part, ""))
 
 
 def _own_path(name: str, root: str) -> str:
@@ -299,7 +357,8 @@ def _quiet(logger: str) -> Iterator[None]:
         found.setLevel(level)
 
 
-_PEERS: Mapping[str, Callable[[PlainCall], PeerCount]] = {
-    "flopcounter": _flopcounter,
-    "fvcore": _fvcore,
+_PEERS: Mapping[str, tuple[Callable[[PlainCall], PeerCount], ...]] = {
+    "flopcounter": (_flopcounter, _flopcounter_forward),
+    "fvcore": (_fvcore,),
 }
+"""How each counts; a second way is for where the first one fails."""

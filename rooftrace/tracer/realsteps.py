@@ -209,7 +209,8 @@ def profiler(bench: Bench, shapes: bool = True) -> Any:
     activities = [ProfilerActivity.CPU]
     if bench.on_cuda:
         activities.append(ProfilerActivity.CUDA)
-    return profile(activities=activities, record_shapes=shapes)
+    # acc_events: torch 2.11 warns that others are cleared, as if there were several cycles.
+    return profile(activities=activities, record_shapes=shapes, acc_events=True)
 
 
 def profiled(bench: Bench, run: Callable[[], object], shapes: bool = True) -> tuple[Any, float]:

@@ -12,17 +12,20 @@ import rooftrace as rt
 from rooftrace.costmodels.calibrate import (
     CalibrationError,
     Case,
+    choose,
     errors,
     fit,
     predict,
     step_case,
 )
+from rooftrace.costmodels.cases import alone_case, kernel_cases, profiled_cases
 from rooftrace.costmodels.execution import execution_model
 from rooftrace.costmodels.kernels import kernel_seconds, kernel_table, p_norm
 from rooftrace.costmodels.knobs import Knobs, Share
 from rooftrace.costmodels.opclass import CLASSES, group_class, op_class
 from rooftrace.costmodels.plan import plan
 from rooftrace.hardware.chipfile import load_chip
+from rooftrace.tracer.runfile import OpTime
 
 CHIP = load_chip("rtx-4090")
 START = Knobs("start", overlap=3.0, launch=3e-6, shares={"layer norm": Share(memory=0.8)})
@@ -246,3 +249,80 @@ def test_several_chips_are_not_mixed() -> None:
     other = step_case("y", step(256, 8), load_chip("l4"), "eager", 1.0)
     with pytest.raises(CalibrationError, match="several chips"):
         fit([*cases(TRUTH, sizes=(512,)), other], START)
+
+
+# -- single kernels --------------------------------------------------------------------------------
+
+
+def kernels_of(truth: Knobs) -> list[Case]:
+    """The kernels of three steps, each with its time by these knobs."""
+    found = []
+    for width in (512, 1024, 2048):
+        planned = plan(step(width, 8192), "eager")
+        model = execution_model("eager", knobs=truth)
+        priced = rt.estimate(planned.source, CHIP, model)
+        seconds = {row.ops[0]: row.timing.t_device for row in priced.rows}
+        found += kernel_cases(planned, CHIP, seconds, str(width), str(width))
+    return found
+
+
+def test_kernels_tell_the_shares_of_their_classes() -> None:
+    slow = replace(TRUTH, compute=1.0, memory=1.0, shares={"elementwise": Share(memory=0.5)})
+    alone = kernels_of(slow)
+    found = fit(cases(slow), replace(START, shares={}), ("compute", "memory"), kernels=alone)
+    assert found.knobs.share("elementwise").memory * found.knobs.memory == pytest.approx(
+        0.5, rel=0.05
+    )
+    assert found.errors.mean < 0.02
+    assert {"elementwise.memory"} <= {p.name for p in found.parameters if p.identified}
+
+
+def test_more_is_fitted_only_where_it_helps_on_what_was_left_out() -> None:
+    start = replace(START, shares={})
+    plain, tried = choose(cases(TRUTH), replace(start, shares=START.shares))
+    assert list(tried) == ["compute, memory", "compute, memory, launch, dispatch"]
+    assert tried["compute, memory"] == plain.left_out
+    assert [p.name for p in plain.parameters] == ["compute", "memory"]
+    slow = replace(TRUTH, shares={"layer norm": Share(memory=0.1)})
+    better, tried = choose(cases(slow), start, kernels_of(slow))
+    assert better.left_out is not None
+    assert better.left_out.mean < 0.5 * tried["compute, memory"].mean
+    assert "layer norm.memory" in {p.name for p in better.parameters}
+
+
+def test_alike_ops_of_a_profile_are_one_case_if_it_has_as_many_as_the_graph() -> None:
+    planned = plan(step(1024, 4096), "eager")
+    shapes = ((4096, 1024), (1024, 1024))
+    ops = [OpTime("aten::mm", 4e-3, 2, shapes=shapes), OpTime("aten::relu", 1e-3, 7)]
+    (found,) = profiled_cases(planned, CHIP, ops, "x")
+    assert found.seconds == 4e-3 and found.table.data["count"].sum() == 2
+    assert CLASSES[found.table.kind[0]] == "mm" and "mm of layers" in found.name
+    inside = [OpTime("aten::mm", 1e-6, 2, shapes=shapes, total=5e-3)]
+    assert profiled_cases(planned, CHIP, inside, "x")[0].seconds == 5e-3
+
+
+def test_an_operation_alone_begins_with_a_cold_cache_and_tells_nothing_if_short() -> None:
+    planned = plan(step(256, 512), "eager")
+    assert alone_case("x", planned, CHIP, 1e-6) is None
+    one = alone_case("x", planned, CHIP, 1e-3)
+    assert one is not None
+    whole = step_case("x", planned, CHIP, "eager", 1e-3)
+    held = [(t.data["warm"] * t.data["count"]).sum() for t in (one.table, whole.table)]
+    assert 0 < held[0] < held[1]
+    cpu = replace(CHIP, kind="cpu")
+    assert alone_case("x", plan(step(4096, 65536), "eager"), cpu, 1e-1) is None  # mapped anew
+
+
+# -- where the host waits --------------------------------------------------------------------------
+
+
+def test_on_a_cpu_ops_and_their_calls_add_up() -> None:
+    cpu = replace(CHIP, kind="cpu")
+    graph = step(256, 512)
+    one, other = (step_case("x", graph, chip, "eager", 1.0) for chip in (cpu, CHIP))
+    knobs = replace(START, dispatch=1e-3)
+    (serial,), (beside,) = predict([one], knobs), predict([other], knobs)
+    assert beside == pytest.approx(other.dispatches * 1e-3)
+    assert serial > beside
+    estimate = rt.estimate(graph, cpu, execution_model("eager", knobs=knobs))
+    assert estimate.t_est == pytest.approx(serial, rel=1e-6)

@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 import rooftrace as rt
 from rooftrace.costmodels.compare import EVERYWHERE, compare
+from rooftrace.reporting.comparetext import notes
 from rooftrace.tracer.inputs import call_inputs
 from rooftrace.tracer.peers import PeerCount, count_with
 from rooftrace.tracer.request import RequestError
@@ -146,6 +148,34 @@ def test_a_peer_that_cannot_run_the_module_says_why():
     (one,) = rt.compare(Refuses(), torch.zeros(2, 3), peers=["fvcore"], phases=["forward"])
     assert one.error == "on cpu: RuntimeError: no tracing, please"
     assert one.flops_matrix == 2 * 2 * 3 * 3 and one.ratio is None
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_a_view_of_a_parameter_in_a_module_is_counted_where_torchs_own_hooks_fail(device):
+    class Probed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.probe = nn.Parameter(torch.ones(1, 1, E))
+            self.lin = nn.Linear(E, E)
+            self.rnn = nn.LSTM(E, E, batch_first=True)
+
+        def forward(self, x):
+            return self.rnn(x)[0] + self.lin(self.probe.expand(len(x), 1, E))
+
+    with torch.device(device):
+        model, x = Probed().eval(), torch.ones(B, S, E)
+    refused = pytest.raises(AssertionError, match="gradient function")
+    with refused, torch.no_grad(), FlopCounterMode(display=False):
+        model(x)
+    found = by_peer(rt.compare(model, x, peers=["flopcounter"]))
+    one = found["flopcounter"]
+    assert not one.error and "hooks of ours" in one.note and one.note in notes(one)
+    # The linear layer is counted in its place; on real tensors the fused LSTM is not, and named.
+    missed = 2 * B * S * 4 * E * (E + E) if device == "cpu" else 0
+    assert one.flops_matrix - one.peer_matrix == missed and not one.unexplained
+    assert [d.module for d in one.differences] == (["rnn"] if missed else [])
+    training = by_peer(rt.compare(model, x, peers=["flopcounter"], phases=["training"]), "training")
+    assert not training["flopcounter"].note  # there its own hooks work, and see backward too
 
 
 def test_keyword_arguments_and_what_a_module_keeps_are_left_as_they_were():

@@ -31,6 +31,7 @@ KNOBS = st.builds(
     st.none() | NUMBERS,
     st.none() | NUMBERS,
     NUMBERS,
+    st.floats(1, 20).map(lambda x: float(f"{x:.6g}")),
     st.builds(Tiling, NUMBERS, NUMBERS, NUMBERS, st.just(math.inf) | NUMBERS),
     st.dictionaries(st.sampled_from(CLASSES), SHARES, max_size=4),
     st.dictionaries(st.text(max_size=8), st.text(max_size=8) | st.integers(0, 9), max_size=3),

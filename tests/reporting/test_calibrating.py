@@ -6,14 +6,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 import rooftrace as rt
 from rooftrace.costmodels.execution import execution_model
 from rooftrace.costmodels.knobs import Knobs, load_knobs
 from rooftrace.costmodels.profiles.steps import StepTime
-from rooftrace.reporting.calibrating import calibrate_run, calibrate_steps
 from rooftrace.reporting.measured import MeasuredRequestError
 from rooftrace.tracer.request import Request
+from tests.costmodels.profiles_support import run_on_cpu
 from tests.reporting.conftest import Run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -66,9 +68,7 @@ def test_knobs_come_back_from_a_table_and_price_a_report(
 def test_a_model_that_does_not_trace_is_left_out_and_named() -> None:
     chip = rt.load_chip("rtx-3090")
     good = [StepTime(n, s, b, phase="forward") for (n, b), s in measured(1, 1).items()]
-    found = calibrate_steps(
-        [*good, StepTime("nothing", 1.0, line=9)], chip, target=target("{target}")
-    )
+    found = rt.calibrate([*good, StepTime("nothing", 1.0, line=9)], chip, target=target("{target}"))
     assert list(found.failures) == ["line 9"]
     assert "there is no file" in found.failures["line 9"]
     assert found.fit.errors.mean < 0.01
@@ -77,9 +77,9 @@ def test_a_model_that_does_not_trace_is_left_out_and_named() -> None:
 def test_nothing_that_traces_is_an_error() -> None:
     chip = rt.load_chip("rtx-3090")
     with pytest.raises(MeasuredRequestError, match="none of 1 measured steps could be traced"):
-        calibrate_steps([StepTime("nothing", 1.0)], chip)
+        rt.calibrate([StepTime("nothing", 1.0)], chip)
     with pytest.raises(MeasuredRequestError, match="expected some of"):
-        calibrate_steps([StepTime("x", 1.0)], chip, target="{size}")
+        rt.calibrate([StepTime("x", 1.0)], chip, target="{size}")
 
 
 def test_a_run_of_the_suite_is_fitted_to_by_its_models() -> None:
@@ -88,11 +88,70 @@ def test_a_run_of_the_suite_is_fitted_to_by_its_models() -> None:
     few = [row for row in eager if row.model in ("lstm", "gpt2")][:6]
     chip = rt.load_chip("rtx-3090")  # of which a CPU is a small share
     start = Knobs("a CPU", compute=0.004, memory=0.05)
-    found = calibrate_run(replace(run, models=tuple(few)), chip, start=start)
-    assert not found.failures and found.steps == len(few)
+    found = rt.calibrate(
+        replace(run, models=tuple(few)), chip, start=start, free=["compute", "memory"]
+    )
+    assert not found.failures and found.measured == len(few) and not found.kernels
     assert found.fit.errors.mean < found.before.mean
     with pytest.raises(MeasuredRequestError, match="no compiled steps of models, only eager"):
-        calibrate_run(replace(run, models=tuple(few)), chip, "compiled")
+        rt.calibrate(replace(run, models=tuple(few)), chip, "compiled")
+
+
+def test_a_run_chooses_how_much_to_fit_by_what_was_left_out() -> None:
+    run = rt.load_run(next((ROOT / "measurements").glob("*.json.gz")))
+    models = [r for r in run.models if r.mode == "eager" and r.phase in ("prefill", "forward")]
+    micro = [row for row in run.micro if row.kind in ("matmul", "softmax")][:60]
+    few = replace(run, models=tuple(models[:8]), micro=tuple(micro))
+    found = rt.calibrate(few, next((ROOT / "measurements").glob("*.toml")))
+    assert found.what == "steps" and found.kernels > 20
+    assert len(found.tried) == 4 and "compute, memory" in found.tried
+    best = min(one.mean for one in found.tried.values())
+    assert found.fit.left_out is not None and found.fit.left_out.mean <= best / 0.97
+    assert "the fewest numbers that do" in str(found)
+
+
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(768, 768) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.softmax(layer(x), -1)
+        return x.sum(0)
+
+
+@pytest.fixture(scope="module")
+def cpu() -> Path:
+    return next((ROOT / "measurements").glob("*.toml"))
+
+
+def test_one_profiled_module_is_fitted_to_by_its_kernels(cpu: Path, tmp_path: Path) -> None:
+    model, x = Wide(), torch.randn(512, 768)
+    found = rt.calibrate(rt.measure(model, x, budget_s=0.2), cpu, target=rt.trace(model, x))
+    assert found.what == "kernels" and found.measured >= 2
+    assert found.fit.errors.mean <= found.before.mean + 0.05
+    assert load_knobs(found.save(tmp_path / "k.toml")).compute == pytest.approx(
+        found.knobs.compute, rel=1e-4
+    )
+
+
+def test_a_trace_is_fitted_to_by_its_kernels(cpu: Path, tmp_path: Path, run: Run) -> None:
+    model, x = Wide(), torch.randn(512, 768)
+    path = run_on_cpu(lambda: model(x), tmp_path / "trace.json")
+    out = tmp_path / "k.toml"
+    place = f"{Path(__file__)}:wide"
+    code, shown, _ = run("calibrate", path, "--chip", cpu, "--target", place, "-o", out)
+    assert code == 0 and "measured kernels" in shown and load_knobs(out).source["cases"] >= 2
+    code, _, err = run("calibrate", path, "--chip", cpu, "-o", out)
+    assert code == 2 and "a trace does not say what ran" in err
+    place = target("lstm_tagger")
+    code, _, err = run("calibrate", path, "--chip", cpu, "--target", place, "-o", tmp_path / "no")
+    assert code == 2 and "not a run of this graph" in err and not (tmp_path / "no").exists()
+
+
+def wide() -> tuple[nn.Module, torch.Tensor]:
+    return Wide(), torch.randn(512, 768)
 
 
 @pytest.mark.parametrize(

@@ -611,7 +611,7 @@ def bad(folder: Path, gpu: Path, suite: Run, graph: rt.OpGraph) -> dict[str, Pat
         ("compiled", ["--phase", "step"], "phase step: no such steps were measured"),
         ("no time", [], "line 1: no column for the time"),
         ("nan", [], "line 2, column 'ms': 'nan': expected a number above 0"),
-        ("counters", [], "stands beside a trace: validate the trace, with --counters"),
+        ("counters", [], "it stands beside a trace, as in `rooftrace validate TRACE --counters"),
         ("damaged run", [], "a damaged run (KeyError: 'micro'"),
         ("gone", [], "gone: No such file or directory"),
         ("trace", ["--target", f"{SHARED}:stack", "--out", "README.md"], "it is a file"),

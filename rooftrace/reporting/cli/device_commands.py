@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -24,6 +25,9 @@ from rooftrace.reporting.cli.shared import (
     traced_graphs,
     write_text,
 )
+
+if TYPE_CHECKING:
+    from rooftrace.costmodels.profiles.source import Kind
 
 _SIZES = ("batch", "seq", "kv", "inputs", "dtype", "weights_dtype", "kv_dtype", "assumed")
 """Options that say what a trace ran; of other measurements every row says its own."""
@@ -101,83 +105,84 @@ def _measure_chip(
     click.echo(f"\nwritten to {out}; use it as --chip {out}")
 
 
-@click.command()
-@click.argument("steps", metavar="STEPS.csv|RUN.json.gz")
-@click.option("--chip", required=True, help="The chip that they were measured on.")
+@click.command(epilog=TARGET_HELP)
+@click.argument("measured")
+@click.option("--chip", required=True, help="The chip that it was measured on.")
 @click.option(
     "--execution",
     default="eager",
     show_default=True,
-    help="How the steps were run: eager, compiled, efficient (one CUDA graph).",
+    help="How it was run: eager, compiled, efficient (one CUDA graph).",
 )
 @click.option(
     "--target",
-    default="{target}",
-    show_default=True,
-    metavar="TEMPLATE",
-    help="How a name in the table becomes a target, for example models.py:{target}.",
+    metavar="TARGET|TEMPLATE",
+    help="What ran.  Of a trace: a TARGET.  Of a table: how a name in it becomes one, for example "
+    "models.py:{target}.  Rows of a run name it themselves.",
 )
+@workload_options
 @click.option("--start", metavar="FILE", help="Knobs to begin with; default: typical ones.")
 @click.option(
     "--free",
     type=Commas(),
-    default="compute,memory",
-    show_default=True,
-    help="Knobs to fit: compute, memory, overlap, launch, dispatch, layout, or the share of a "
-    'class, such as "mm.compute".',
+    help="Knobs to fit: compute, memory, cache, overlap, launch, dispatch, layout, tiling.split "
+    'and its like, or the share of a class, such as "mm.compute".  Default: compute, memory; of a '
+    "run or a trace as many as it supports.",
 )
 @click.option("--title", default="", help="What to call the result.")
 @click.option(
     "-o", "--out", required=True, metavar="FILE.toml", help="Where to write the knobs; - is stdout."
 )
 def calibrate(
-    steps: str,
+    measured: str,
     chip: str,
     execution: str,
-    target: str,
+    target: str | None,
     start: str | None,
-    free: tuple[str, ...],
+    free: tuple[str, ...] | None,
     title: str,
     out: str,
+    **request: Any,
 ) -> None:
-    """Fit knobs to measured step times.
+    """Fit knobs to measurements, for --knobs of the other commands.
 
-    The result is for --knobs of the other commands.  STEPS.csv has a line a step: model,batch,ms,
-    and where they matter seq, kv, phase, dtype, image_size.  RUN.json.gz is what `rooftrace
-    measure` wrote.
+    MEASURED, told by its contents: a run file of `rooftrace measure`; a CSV of step times, a line a
+    step: model,batch,ms and where they matter seq, kv, phase, dtype, image_size; or a trace of
+    torch.profiler, with --target and the sizes that were run.
     """
     from rooftrace.costmodels.knobs import dump_knobs
-    from rooftrace.costmodels.profiles.source import KINDS, kind_of
-    from rooftrace.costmodels.profiles.steps import read_steps
-    from rooftrace.reporting.calibrating import (
-        calibrate_run,
-        calibrate_steps,
-        render_calibration,
-    )
-    from rooftrace.tracer.graphfile import write_bytes
-    from rooftrace.tracer.runfile import load_run
+    from rooftrace.reporting.calibrating import calibrated
 
-    (loaded,) = load_chips((chip,))
-    kind = kind_of(steps)
-    if kind not in ("run", "steps"):
-        raise click.UsageError(
-            f"{steps}: {KINDS[kind]}; a fit takes {KINDS['run']} or {KINDS['steps']} "
-            "(`rooftrace validate` sets a trace beside its prediction)"
-        )
-    is_run = kind == "run"
-    measured: Any = load_run(steps) if is_run else read_steps(steps)
+    kind = _checked_kind(measured, request)
+    (loaded,), (model,) = load_chips((chip,)), load_executions((execution,), False, None)
     with progress() as tell:
-        if is_run:
-            found = calibrate_run(measured, loaded, execution, start, free, title, tell)
-        else:
-            found = calibrate_steps(measured, loaded, execution, target, start, free, title, tell)
-    text = dump_knobs(found.fit.knobs)
+        graphs = None
+        if kind == "trace" and target is not None:
+            graphs = partial(traced_graphs, target, tell, **request)
+        found = calibrated(
+            measured, loaded, model, graphs, target, start, free or None, title, tell
+        )
     if out == "-":
-        click.echo(text, nl=False)
+        click.echo(dump_knobs(found.knobs), nl=False)
         return
-    write_bytes(Path(out), text.encode())
-    console().print(render_calibration(found))
+    found.save(out)
+    console().print(found)
     click.echo(f"\nwritten to {out}; use it as --knobs {out}")
+
+
+def _checked_kind(measured: str, request: Mapping[str, Any]) -> Kind:
+    """What a file of measurements is.  Refuses sizes for what says itself what ran."""
+    from rooftrace.costmodels.profiles.source import KINDS, kind_of
+
+    kind = kind_of(measured)
+    given = [name for name in _SIZES if request[name]]
+    if kind != "trace" and given:
+        spelled = {"inputs": "input", "assumed": "assume"}
+        option = spelled.get(given[0], given[0]).replace("_", "-")
+        raise click.UsageError(
+            f"--{option} is for a trace; {measured} is {KINDS[kind]}, and says itself what ran"
+        )
+    return kind
 
 
 @click.command(epilog=TARGET_HELP)
@@ -232,19 +237,11 @@ def validate(
     with --target and the sizes that were run; or a CSV of step times as `rooftrace calibrate` takes
     it.
     """
-    from rooftrace.costmodels.profiles.source import KINDS, kind_of
     from rooftrace.reporting.files import check_folder
     from rooftrace.reporting.validating import validated
     from rooftrace.reporting.validationtext import render_validation, validation_markdown
 
-    kind = kind_of(measured)
-    given = [name for name in _SIZES if request[name]]
-    if kind != "trace" and given:
-        spelled = {"inputs": "input", "assumed": "assume"}
-        option = spelled.get(given[0], given[0]).replace("_", "-")
-        raise click.UsageError(
-            f"--{option} is for a trace; {measured} is {KINDS[kind]}, and says itself what ran"
-        )
+    kind = _checked_kind(measured, request)
     (loaded,), (model,) = load_chips((chip,)), load_executions((execution,), tf32, knobs)
     load_rules(rules)
     folder = None if out in (None, "-") else Path(str(out))
