@@ -65,9 +65,10 @@ class StepCheck:
     @property
     def inside(self) -> bool | None:
         """Whether the measurement is in the interval; None without one."""
-        return (
-            None if self.interval is None else self.interval[0] <= self.measured <= self.interval[1]
-        )
+        if self.interval is None:
+            return None
+        low, high = self.interval
+        return low <= self.measured <= high
 
     @property
     def regime(self) -> str:
