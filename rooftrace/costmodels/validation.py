@@ -65,9 +65,10 @@ class StepCheck:
     @property
     def inside(self) -> bool | None:
         """Whether the measurement is in the interval; None without one."""
-        return (
-            None if self.interval is None else self.interval[0] <= self.measured <= self.interval[1]
-        )
+        if self.interval is None:
+            return None
+        low, high = self.interval
+        return low <= self.measured <= high
 
     @property
     def regime(self) -> str:
@@ -311,8 +312,9 @@ class RowSeconds:
 def seconds_of_row(row: ModelRow, estimate: Estimate) -> RowSeconds:
     """The measured seconds of a row's ops, by op of `estimate.graph`.
 
-    A replay names ops by id.  The profiler has alike ops together, by name and shapes: their
-    seconds are shared among the ops of the graph that are so, as their predicted seconds are.
+    A replay names ops by id.  The profiler has alike ops together, by name and shapes: their own
+    seconds are shared among the ops of the graph that are so, as their predicted seconds are.  An
+    op that is run by others inside of it has the seconds of those that are known for it.
     """
     total = row.attributed + (row.unattributed or 0.0)
     if row.source == "replay":
@@ -332,6 +334,8 @@ def seconds_of_row(row: ModelRow, estimate: Estimate) -> RowSeconds:
     seconds: dict[int, float] = defaultdict(float)
     strays: list[Stray] = []
     for one in row.ops:
+        if one.seconds <= 0:  # what it took is in the ops inside of it
+            continue
         key = key_of_call(one.target, one.shapes)
         owners = exact.get(key) or loose.get(_innermost(key)) or loose.get(_foreach(key)) or []
         if not owners:

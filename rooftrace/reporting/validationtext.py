@@ -389,7 +389,18 @@ def validation_markdown(found: Validation, files: Sequence[str] = ()) -> str:
     return "\n".join(lines)
 
 
+_CODE = ("kernel", "module")
+"""Columns that are set as code: a name with stars or underscores is no emphasis."""
+
+
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[str]) -> list[str]:
     rule = "|".join("---" if head in left else "---:" for head in heads)
-    body = [f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in rows]
-    return [f"| {' | '.join(heads)} |", f"|{rule}|", *body]
+    lines = [f"| {' | '.join(heads)} |", f"|{rule}|"]
+    for row in rows:
+        cells = [cell.replace("|", "/") for cell in row]
+        cells = [
+            f"`{cell}`" if head in _CODE and cell else cell
+            for head, cell in zip(heads, cells, strict=True)
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines

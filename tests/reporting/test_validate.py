@@ -21,7 +21,12 @@ from rooftrace.costmodels.profiles.kineto import read_trace
 from rooftrace.costmodels.profiles.records import ProfileError
 from rooftrace.costmodels.profiles.source import kind_of
 from rooftrace.costmodels.profiles.steps import StepTime
-from rooftrace.costmodels.validation import other_device, seconds_of_row
+from rooftrace.costmodels.validation import (
+    dram_by_row,
+    node_checks,
+    other_device,
+    seconds_of_row,
+)
 from rooftrace.reporting.measured import MeasuredRequestError
 from rooftrace.reporting.validationtext import alike
 from rooftrace.tracer.runfile import ModelRow, OpTime, Run
@@ -303,6 +308,11 @@ def test_a_trace_stands_beside_the_graph_kernel_by_kernel(gpu: Path, graph: rt.O
     for check in found.nodes:
         each = sum(microseconds(graph, op) for op in check.node.row.ops) * 1e-6
         assert check.node.measured == pytest.approx(each * check.node.row.count)
+    norms = [check.node for check in found.nodes if "layer_norm" in check.node.row.name]
+    one = found.to_dict()["ops"]["classes"]["layer norm"]
+    off = sum(abs(node.predicted - 3e-6 * node.row.count) for node in norms)
+    assert one["launches"] == 12 and one["mean"] == pytest.approx(off / (12 * 3e-6))
+    assert one["bias"] == pytest.approx(sum(node.predicted for node in norms) / (12 * 3e-6) - 1)
     (step,) = found.steps
     assert step.predicted == rt.estimate(graph, CHIP, "eager").t_est
     assert step.device == pytest.approx(
@@ -322,6 +332,13 @@ def test_of_several_phases_the_one_that_was_run_is_taken(folder: Path) -> None:
     assert "the trace matches forward best of training and forward" in text
     assert "seconds of ops are the host's own" in text
     assert "measured on a CPU; predicted for NVIDIA H200" in text
+
+
+def test_of_two_graphs_that_match_the_better_one_is_taken(gpu: Path, graph: rt.OpGraph) -> None:
+    longer = rt.trace(Stack(16), torch.empty(4, 32))
+    found = rt.validate(gpu, CHIP, target={"prefill": longer, "forward": graph})
+    assert found.estimate is not None and found.estimate.graph is graph
+    assert rt.validate(gpu, CHIP, target=longer).planned == 1  # which matches, too
 
 
 def step_of(graph: rt.OpGraph, more: int = 0) -> GpuTrace:
@@ -396,6 +413,21 @@ def test_a_kernel_without_counters_is_unknown(graph: rt.OpGraph, gpu: Path, fold
     unknown = {check.node.row.name for check in found.nodes if check.dram is None}
     assert unknown == {"aten.gelu"}
     assert "counters of 49 of 61 kernels" in str(found)
+    lines = counters.read_text().splitlines()
+    lines.remove([line for line in lines if "layer_norm" in line][6])  # of one of equal blocks
+    counters.write_text("\n".join(lines))
+    found = rt.validate(gpu, CHIP, target=graph, counters=counters)
+    norms = [check for check in found.nodes if "layer_norm" in check.node.row.name]
+    assert [check.node.row.count for check in norms if check.dram is None] == [8]
+    assert "counters of 48 of 61 kernels" in str(found)
+
+
+def test_bytes_of_an_op_are_shared_by_the_rows_that_it_stands_in(graph: rt.OpGraph) -> None:
+    one = rt.estimate(graph, CHIP, "eager")
+    (op,) = one.rows[0].ops
+    edge = tuple(replace(one.rows[0], index=i, count=n) for i, n in enumerate((3, 1)))
+    assert dram_by_row(replace(one, rows=edge), {op: 400.0}) == {0: 300.0, 1: 100.0}
+    assert dram_by_row(replace(one, rows=edge), {op + 1: 400.0}) == {}
 
 
 def test_counters_of_something_else_are_refused(graph: rt.OpGraph, gpu: Path, folder: Path) -> None:
@@ -478,6 +510,7 @@ def test_the_page_has_every_step_and_the_json_the_same_numbers(
     assert "![predicted and measured](parity.png)" in page
     for name in ("### Prefill, forward", "### Training", "### Decode", "### Kernels"):
         assert name in page
+    assert "| `_foreach_sqrt` |" in page  # whose underscores are no emphasis
     steps = page.partition("### Prefill")[2].partition("### Kernels")[0]
     assert sum(line.startswith(("| lstm", "| gpt2")) for line in steps.splitlines()) == len(
         compared.steps
@@ -501,6 +534,9 @@ def test_kernels_that_are_alike_are_one_line_with_the_sums_of_all(
             ]
             assert sums[0] == pytest.approx(sums[1])
     assert str(found).count("blocks.*.up") == 1
+    wider = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 32))
+    one = rt.estimate(rt.trace(wider, torch.empty(4, 8)), CHIP, "eager")
+    assert len(alike(node_checks("step", one, nodes(one, {})))) == 2  # alike by name only
 
 
 def test_the_terminal_view_is_one_screen(compared: rt.Validation) -> None:
