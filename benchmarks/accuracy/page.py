@@ -63,7 +63,10 @@ modelled.""",
         """\
 Latencies of FlashAttention 2 and 3 in vLLM, from the same database: prompts, and one
 query on a cache. Nine numbers a GPU (eight on A100) for both phases are fitted to 200
-rows of each. This model stands beside the step model below and is not part of it yet.""",
+rows of each: launch, bandwidth of the kernel that stores new entries, and seven about
+attention kernels. Steps take attention from the same formula wherever a library's kernel
+was called for. The last column is without a fit: the numbers that come along, and one
+launch and one store for all GPUs.""",
     ),
     Part(
         "Steps of image models",
@@ -74,7 +77,9 @@ Published inference steps of about 1,000 models of timm (Apache-2.0), AMP fp16. 
 numbers a file are fitted to forty models of families that are kept apart: what the GPU
 sustains of its arithmetic and of its bandwidth. Shares between classes of kernels are
 those of `typical-eager` and `typical-compiled`, which come from a study of such files,
-these GPUs among them. All other families are predicted from traces.""",
+these GPUs among them. Attention is that of the section above, with the numbers of A100; what
+its kernel for masks of numbers takes was chosen with the rows of tiny_vit in sight, a family
+that is kept apart. All other families are predicted from traces.""",
     ),
     Part(
         "Training steps of image models",

@@ -24,6 +24,8 @@ from rooftrace.tracer.graph import (
 
 ATTENTION = "rooftrace.attention.default"
 ATTENTION_BACKWARD = "rooftrace.attention_backward.default"
+WRITTEN_OUT = "written_out"
+"""A fact of attention that no library's kernel was called for: how it is cut is not known."""
 
 
 # -- one kernel to products ------------------------------------------------------------------------
@@ -417,7 +419,8 @@ def _emit_flash(edit: _Editor, chain: _Chain) -> None:
         "is_causal": False,
         "scale": chain.scale,
     }
-    edit.emit(chain.last, ATTENTION, arguments, (chain.last.outputs[0], logsumexp))
+    outputs = (chain.last.outputs[0], logsumexp)
+    edit.emit(chain.last, ATTENTION, arguments, outputs, facts={WRITTEN_OUT: True})
 
 
 def _turned(edit: _Editor, like: Op, item: Ref) -> Ref:

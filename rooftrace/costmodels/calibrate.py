@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from rooftrace.costmodels.attention_time import attention_engine, attention_knobs
 from rooftrace.costmodels.estimate import dispatch_seconds
 from rooftrace.costmodels.execution import ExecutionModel
 from rooftrace.costmodels.kernels import (
@@ -39,12 +40,17 @@ if TYPE_CHECKING:
     Array = np.ndarray[Any, np.dtype[np.float64]]
 
 STEP = ("compute", "memory", "cache", "overlap", "launch", "dispatch", "layout")
-"""Knobs of a whole chip that a fit can free; beside them "tiling.prologue" and its like, and
-"mm.compute", "layer norm.memory" ...: the shares of a class."""
+"""Knobs of a whole chip that a fit can free; beside them "tiling.prologue" and its like,
+"attention.start" and its like, and "mm.compute", "layer norm.memory" ...: the shares of a class."""
 _TILING = ("prologue", "split", "feed", "busy")
+_ATTENTION = {
+    "products": 1.0, "convert": 0.5, "stream": 1.0,
+    "start": 1e-6, "combine": 3e-6, "prepare": 3e-6, "request": 1e-8,
+}  # fmt: skip
+"""Numbers of attention kernels, and where a fit begins that is given none."""
 _PRIORS = {
     "compute": 0.5, "memory": 0.4, "cache": 0.7, "overlap": 0.4, "launch": 0.7, "dispatch": 0.7,
-    "layout": 0.5, "tiling": 1.0, "share": 0.15, "alone": 0.8,
+    "layout": 0.5, "tiling": 1.0, "attention": 1.0, "share": 0.15, "alone": 0.8,
 }  # fmt: skip
 """Standard deviation of the logarithm of a knob around its start, before anything is measured;
 "alone": of a share or a number of tiles where single kernels were."""
@@ -275,6 +281,8 @@ def _kernels_first(kernels: Sequence[Case], start: Knobs) -> tuple[Knobs, tuple[
     chip = kernels[0].table.chip
     if matrix_engine(chip, 1.0) is not None and {"mm", "bmm"} & counts.keys():
         names += [f"tiling.{number}" for number in _TILING]
+    if attention_engine(chip) is not None and "attention" in counts:
+        names += [f"attention.{number}" for number in _ATTENTION]
     space = _Space(start, names, chip, alone=True)
     knobs, parameters, _ = _solved(space, _Stack(kernels, start))
     return knobs, tuple(parameter for parameter in parameters if parameter.identified)
@@ -329,11 +337,15 @@ class _Space:
             value = float(getattr(self.start.tiling, number))
             usual = {"prologue": 200.0, "split": 2e-6, "feed": 1.0, "busy": 1.3}[number]
             return value if 0 < value < math.inf else usual
+        if kind == "attention" and number in _ATTENTION:
+            given = attention_knobs(self.start.attention, self.chip)
+            return float(getattr(given, number)) or _ATTENTION[number]
         if dot and kind in CLASSES and number in ("compute", "memory"):
             return float(getattr(self.start.share(kind), number))
         raise CalibrationError(
             f"free knob {name!r}: expected one of {', '.join(STEP)}, "
-            f"{', '.join(f'tiling.{t}' for t in _TILING)}, or a class and a number such as "
+            f"{', '.join(f'tiling.{t}' for t in _TILING)}, "
+            f"{', '.join(f'attention.{a}' for a in _ATTENTION)}, or a class and a number such as "
             f"'mm.compute' or 'layer norm.memory' (classes: {', '.join(CLASSES)})"
         )
 
@@ -341,12 +353,14 @@ class _Space:
     def _prior(name: str) -> float:
         if name in _PRIORS:
             return _PRIORS[name]
-        return _PRIORS["tiling" if name.startswith("tiling.") else "share"]
+        kind, _, number = name.rpartition(".")
+        table = kind == "tiling" or (kind == "attention" and number in _ATTENTION)
+        return _PRIORS[kind if table else "share"]
 
     def knobs(self, vector: Any) -> Knobs:
         """The knobs at a point."""
         knobs = self.start
-        tiling = knobs.tiling
+        tiling, attention = knobs.tiling, knobs.attention
         shares: dict[str, dict[str, float]] = defaultdict(dict)
         for name, start, move in zip(self.names, self.starts, vector, strict=True):
             value = start * math.exp(min(max(float(move), -6.0), 6.0))
@@ -364,9 +378,11 @@ class _Space:
                 knobs = replace(knobs, **change)
             elif kind == "tiling":
                 tiling = replace(tiling, **{number: value})
+            elif kind == "attention" and number in _ATTENTION:
+                attention = replace(attention_knobs(attention, self.chip), **{number: value})
             else:
                 shares[number][kind] = value
-        return replace(with_shares(knobs, **shares), tiling=tiling)
+        return replace(with_shares(knobs, **shares), tiling=tiling, attention=attention)
 
     def solve(self, stack: _Stack) -> tuple[Array, Array, Array]:
         """Where the fit ends, standard errors of the logarithms, and their covariance."""

@@ -20,6 +20,36 @@ COMPUTED = ("useful", "masked_executed", "recompute")
 
 
 @dataclass(frozen=True, slots=True)
+class AttentionSizes:
+    """What one attention kernel is given.
+
+    batch: requests.  queries, keys: of one of them.  visible: (query, key) pairs of one head that
+    are computed.  heads, kv_heads: of queries, and of keys and values.  width: of query and key.
+    kv_size: bytes of an element of key and value.  masked: numbers are added to the scores, or hide
+    pairs without a pattern.  paged: key and value lie in pages of a cache.
+    """
+
+    batch: int
+    queries: int
+    keys: int
+    visible: int
+    heads: int
+    kv_heads: int
+    width: int
+    value_width: int
+    kv_size: float
+    masked: bool = False
+    paged: bool = False
+    backward: bool = False
+
+    @property
+    def flop(self) -> int:
+        """Of its products, without what backward does again."""
+        each = 2 * (self.width + self.value_width) * (2 if self.backward else 1)
+        return self.batch * self.heads * self.visible * each
+
+
+@dataclass(frozen=True, slots=True)
 class Work:
     """A key of `Cost.work`.
 
@@ -30,6 +60,7 @@ class Work:
     count: useful; masked (in the dense count, skipped by a kernel that knows the mask);
     masked_executed (the same, but this kernel computes it anyway); recompute (done again in
     backward: takes time, is not part of the model's FLOPs).
+    attention: of which attention kernel these are the products.
     """
 
     operation: str
@@ -38,6 +69,7 @@ class Work:
     count: str = "useful"
     columns: int | None = None
     inner: int | None = None
+    attention: AttentionSizes | None = None
 
     @property
     def shape(self) -> tuple[int, int, int] | None:
@@ -77,11 +109,12 @@ class Cost:
         columns: int | None = None,
         inner: int | None = None,
         count: str = "useful",
+        attention: AttentionSizes | None = None,
     ) -> Cost:
         """Work of one kind; zero amounts leave no entry."""
         work = {}
         if matmul:
-            work[Work("matmul", precision, rows, count, columns, inner)] = matmul
+            work[Work("matmul", precision, rows, count, columns, inner, attention)] = matmul
         if convolution:
             work[Work("convolution", precision, rows, count, columns, inner)] = convolution
         if vector:

@@ -9,13 +9,19 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from rooftrace.costmodels.attention_rows import (
+    NO_ATTENTION,
+    attention_row,
+    attention_seconds_of,
+    column_data,
+)
 from rooftrace.costmodels.cost import COMPUTED, MATRIX, Cost
 from rooftrace.costmodels.execution import ExecutionModel
 from rooftrace.costmodels.knobs import Knobs
 from rooftrace.costmodels.opclass import CLASSES, group_class
 from rooftrace.costmodels.reuse import warm_bytes
 from rooftrace.costmodels.timing import engine_of
-from rooftrace.costmodels.utilization import TileTerms, matrix_engine, tile_terms
+from rooftrace.costmodels.utilization import TileTerms, matrix_engine, p_norm, tile_terms
 from rooftrace.hardware.chip import Chip
 from rooftrace.hardware.precision import precision
 
@@ -39,7 +45,7 @@ class KernelTable:
     cache still holds; moved: those that are no weights.  vector: seconds of vector work at the
     peak; matrix: the same of matrix work that is no plain product, or not the largest.  flop, rate,
     rows, columns, inner, products, size: the largest plain product (0 where there is none), FLOP/s
-    of its engine, bytes of an element.
+    of its engine, bytes of an element.  The columns of attention are those of `attention_rows`.
     """
 
     chip: Chip
@@ -68,7 +74,7 @@ def kernel_table(
     known, nothing.  cold: it holds nothing when the step begins.
     """
     known: dict[Any, int] = {}
-    rows: list[tuple[str, tuple[float, ...]]] = []
+    rows: list[tuple[str, tuple[float, ...], tuple[float, ...]]] = []
     counts: list[int] = []
     place: list[int] = []
     warm = [0.0] * len(planned.groups)
@@ -82,26 +88,31 @@ def kernel_table(
             for access, size in cost.traffic.items()
             if access.wire == "hbm" and access.storage not in weights
         )
-        row = (kind, _row(cost, held, moved, chip, planned.execution))
+        attention = attention_row(cost, chip, planned.execution)
+        row = (kind, _row(cost, held, moved, chip, planned.execution), attention)
         index = known.setdefault(row, len(rows))
         if index == len(rows):
             rows.append(row)
             counts.append(0)
         counts[index] += group.times
         place.append(index)
-    kinds = [kind for kind, _ in rows]
-    return table(
-        chip, kinds, [(float(n), *r) for n, (_, r) in zip(counts, rows, strict=True)]
-    ), place
+    numbers = [(float(n), *row) for n, (_, row, _) in zip(counts, rows, strict=True)]
+    return table(chip, [kind for kind, _, _ in rows], numbers, [a for _, _, a in rows]), place
 
 
-def table(chip: Chip, kinds: Sequence[str], rows: Iterable[Sequence[float]]) -> KernelTable:
+def table(
+    chip: Chip,
+    kinds: Sequence[str],
+    rows: Iterable[Sequence[float]],
+    attention: Sequence[tuple[float, ...]] | None = None,
+) -> KernelTable:
     """A table of rows whose numbers stand in the order count, bytes, warm, moved, vector, matrix,
-    flop, rate, rows, columns, inner, products, size."""
+    flop, rate, rows, columns, inner, products, size; and those of `attention_rows`, if given."""
     import numpy as np
 
     columns = np.array(list(rows), dtype=float).reshape(len(kinds), len(_COLUMNS)).T
     data = dict(zip(_COLUMNS, columns, strict=True))
+    data |= column_data([NO_ATTENTION] * len(kinds) if attention is None else attention)
     return KernelTable(chip, np.array([CLASSES.index(k) for k in kinds], dtype=np.int64), data)
 
 
@@ -158,11 +169,26 @@ def products_of(table: KernelTable, knobs: Knobs) -> TileTerms | None:
 def kernel_seconds(
     table: KernelTable, knobs: Knobs, layouts: bool, terms: TileTerms | None = None
 ) -> KernelSeconds:
-    """Seconds of one kernel of each row, by the formula of `rooftrace.costmodels.knobs`.
+    """Seconds of one kernel of each row, by the formula of `rooftrace.costmodels.knobs`; of
+    attention by that of `rooftrace.costmodels.attention_time`, where its blocks are known.
 
     layouts: whether convolutions copy their activations into another layout.  terms: those of
     `products_of`, where they are there already.
     """
+    found = _shared_seconds(table, knobs, layouts, terms)
+    sent = table.data["bytes"] - table.data["warm"] * (1 - 1 / knobs.cache)
+    blocks = attention_seconds_of(table.data, sent, table.chip, knobs)
+    if blocks is not None:
+        rows, by_blocks = blocks
+        found.compute[rows], found.memory[rows] = by_blocks.compute, by_blocks.memory
+        found.device[rows] = by_blocks.device
+    return found
+
+
+def _shared_seconds(
+    table: KernelTable, knobs: Knobs, layouts: bool, terms: TileTerms | None
+) -> KernelSeconds:
+    """The same by the shares of classes alone."""
     import numpy as np
 
     d, chip = table.data, table.chip
@@ -203,15 +229,3 @@ def kernel_seconds(
     t_compute[rows], t_memory[rows] = by_tiles[on_matrix], moved[best][on_matrix]
     device[rows] = whole[best][on_matrix]
     return KernelSeconds(t_compute, t_memory, device)
-
-
-def p_norm(p: float, *terms: Array) -> Array:
-    """(a^p + b^p + ...)^(1/p); their maximum where p is infinite."""
-    import numpy as np
-
-    if p == float("inf"):
-        largest: Array = np.maximum.reduce(np.broadcast_arrays(*terms))
-        return largest
-    total: Array = sum((np.asarray(term) ** p for term in terms), start=np.zeros(()))
-    root: Array = total ** (1 / p)
-    return root

@@ -5,6 +5,8 @@ A kernel takes  (t_comp^p + t_hbm^p)^(1/p) + launch,  with
   t_hbm  = (bytes + hidden layout copies) / (memory * share of its class * datasheet bandwidth),
            where bytes that the last cache still holds (see `reuse`) count 1 / cache each.
 compute and memory are what a chip sustains; the shares differ little between chips of a kind.
+Attention forward takes the seconds of `rooftrace.costmodels.attention_time` instead, where the
+chip's SM count is known; its shares are for the rest.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from rooftrace.costmodels.attention_time import USUAL, AttentionKnobs
 from rooftrace.costmodels.opclass import CLASSES
 from rooftrace.costmodels.utilization import Tiling
 
@@ -55,7 +58,8 @@ class Knobs:
     compute, memory: sustained over datasheet.  cache: bandwidth of the last cache over that of the
     memory (1: as if there were none).  overlap: p of the formula above (infinite: perfect).
     launch, dispatch: seconds a kernel on the device, and an op on the host; None leaves the chip's.
-    spread: relative standard deviation that all kernels of a step share.  source: free text by key
+    spread: relative standard deviation that all kernels of a step share.  attention: numbers of its
+    kernels, or "usual" for those of the chip's generation.  source: free text by key
     (from, cases, date, error ...); shown, never computed with.
     """
 
@@ -70,6 +74,7 @@ class Knobs:
     tiling: Tiling = field(default_factory=Tiling)
     shares: Mapping[str, Share] = field(default_factory=dict, hash=False)
     source: Mapping[str, Any] = field(default_factory=dict, hash=False, compare=False)
+    attention: AttentionKnobs | str = field(default_factory=AttentionKnobs)
 
     def __post_init__(self) -> None:
         for name in ("compute", "memory", "overlap"):
@@ -83,6 +88,7 @@ class Knobs:
         for name in self.shares:
             if name not in CLASSES:
                 raise KnobsError(f"share {name!r}: expected one of {', '.join(CLASSES)}")
+        _check_attention(self.attention)
 
     def share(self, name: str) -> Share:
         """What a class of kernels reaches."""
@@ -98,6 +104,10 @@ class Knobs:
         tiling = _given(self.tiling, Tiling())
         if tiling:
             result["tiling"] = tiling
+        if isinstance(self.attention, str):
+            result["attention"] = self.attention
+        elif attention := _given(self.attention, AttentionKnobs()):
+            result["attention"] = attention
         if self.source:
             result["source"] = dict(self.source)
         result["share"] = {name: _given(share, PLAIN) for name, share in self.shares.items()}
@@ -116,10 +126,18 @@ class Knobs:
                 for name, found in dict(values.pop("share", {})).items()
             }
             tiling = _made(Tiling, values.pop("tiling", {}), "tiling")
-            made: Knobs = _made(Knobs, {**values, "shares": shares, "tiling": tiling}, "knobs")
+            attention = values.pop("attention", {})
+            if not isinstance(attention, str):
+                attention = _made(AttentionKnobs, attention, "attention")
+            records = {"shares": shares, "tiling": tiling, "attention": attention}
+            made: Knobs = _made(Knobs, {**values, **records}, "knobs")
             return made
         except KnobsError as error:
             raise KnobsError(f"{where}: {error}") from None
+
+
+_RECORDS = ("source", "shares", "tiling", "attention")
+"""Values of Knobs that are neither numbers nor text."""
 
 
 def _given(record: Any, default: Any) -> dict[str, Any]:
@@ -136,7 +154,7 @@ def _made(kind: type[Any], values: Any, where: str) -> Any:
         if key not in names:
             raise KnobsError(f"{where}: {key!r} is no knob; there are {', '.join(names)}")
         text = key in ("title", "engine")
-        if text != isinstance(value, str) and key not in ("source", "shares", "tiling"):
+        if text != isinstance(value, str) and key not in _RECORDS:
             raise KnobsError(f"{where}.{key}={value!r}: expected a {'text' if text else 'number'}")
     if kind is Share:
         for key in ("compute", "memory"):
@@ -146,6 +164,17 @@ def _made(kind: type[Any], values: Any, where: str) -> Any:
     if kind is Knobs and "title" not in values:
         raise KnobsError("title: expected a text that says what was fitted")
     return kind(**values)
+
+
+def _check_attention(given: Any) -> None:
+    if isinstance(given, str):
+        if given != USUAL:
+            raise KnobsError(f"attention={given!r}: expected a table of numbers, or {USUAL!r}")
+        return
+    for name in (f.name for f in fields(given)):
+        share = name in ("products", "stream")
+        bound = {"above": 0.0} if share else {"least": 0.0}
+        _check(f"attention.{name}", getattr(given, name), **bound)
 
 
 def _check(name: str, value: Any, above: float | None = None, least: float | None = None) -> None:
@@ -191,7 +220,8 @@ def dump_knobs(knobs: Knobs) -> str:
     """The TOML text of a knob file; `load_knobs` reads it back."""
     data = knobs.to_dict()
     shares = data.pop("share")
-    tables = {name: data.pop(name) for name in ("source", "tiling") if name in data}
+    names = [n for n in ("source", "tiling", "attention") if isinstance(data.get(n), Mapping)]
+    tables = {name: data.pop(name) for name in names}
     lines = [f"{key} = {_toml(value)}" for key, value in data.items()]
     for name, table in tables.items():
         lines += ["", f"[{name}]", *(f"{_key(k)} = {_toml(v)}" for k, v in table.items())]

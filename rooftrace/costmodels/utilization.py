@@ -141,3 +141,15 @@ def tile_efficiency(
     seconds = np.maximum(terms.flop / on.rate, terms.feed / on.cache) + terms.spill / on.memory
     useful = 2.0 * rows * columns * inner * products / on.rate
     return min(1.0, useful / float(seconds.min())) if useful else 1.0
+
+
+def p_norm(p: float, *terms: Array) -> Array:
+    """(a^p + b^p + ...)^(1/p); their maximum where p is infinite."""
+    import numpy as np
+
+    if p == float("inf"):
+        largest: Array = np.maximum.reduce(np.broadcast_arrays(*terms))
+        return largest
+    total: Array = sum((np.asarray(term) ** p for term in terms), start=np.zeros(()))
+    root: Array = total ** (1 / p)
+    return root

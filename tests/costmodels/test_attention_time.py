@@ -10,23 +10,26 @@ from hypothesis import strategies as st
 
 from rooftrace.costmodels.attention_time import (
     AMPERE,
+    EFFICIENT,
     EXPONENTIALS,
-    FLASH2,
     FLASH3,
     HOPPER,
     IDEAL,
     MOST_SPLITS,
+    PAGED2,
+    SPLIT2,
     AttentionEngine,
     AttentionKernel,
     AttentionKnobs,
     attention_blocks,
     attention_engine,
+    attention_knobs,
     attention_seconds,
 )
 from rooftrace.hardware.chipfile import load_chip
 
-KERNELS = {"a100-sxm-80": (FLASH2, AMPERE), "h100-sxm": (FLASH3, HOPPER)}
-both = pytest.mark.parametrize("chip", KERNELS)
+USUAL = {"a100-sxm-80": AMPERE, "h100-sxm": HOPPER}
+both = pytest.mark.parametrize("chip", USUAL)
 
 
 def engine(chip: str) -> AttentionEngine:
@@ -35,20 +38,22 @@ def engine(chip: str) -> AttentionEngine:
     return found
 
 
-def case(**changed: float) -> dict[str, np.ndarray]:
+def case(on: AttentionEngine | None = None, **changed: float) -> dict[str, np.ndarray]:
     """One causal prompt, or a step of decode with queries=1, with some sizes changed."""
     sizes = {"batch": 4, "queries": 1024, "keys": 1024, "heads": 32, "kv_heads": 8, "width": 128}
-    sizes = {**sizes, "kv_size": 2, "stored": 0, **changed}
+    sizes = {**sizes, "kv_size": 2, "masked": 0, "paged": 1, **changed}
     queries, keys = sizes["queries"], sizes["keys"]
     causal = queries * (keys - queries) + queries * (queries + 1) / 2
-    sizes = {"visible": causal, "value_width": sizes["width"], **sizes}
+    sizes = {"visible": causal, "value_width": sizes["width"], "size": sizes["kv_size"], **sizes}
+    rate = 1.0 if on is None else on.rate * (2 if sizes["size"] < 2 else 1)
+    moved = 2 * queries * sizes["heads"] * 2 + keys * sizes["kv_heads"] * 2 * sizes["kv_size"]
+    sizes = {"rate": rate, "bytes": sizes["batch"] * sizes["width"] * moved, **sizes}
     return {name: np.array([float(value)]) for name, value in sizes.items()}
 
 
 def seconds(chip: str = "h100-sxm", knobs: AttentionKnobs | None = None, **changed: float) -> float:
-    kernel, typical = KERNELS[chip]
-    found = attention_seconds(case(**changed), engine(chip), kernel, knobs or typical)
-    return float(found[0])
+    on = engine(chip)
+    return float(attention_seconds(case(on, **changed), on, knobs or USUAL[chip]).device[0])
 
 
 SIZES = st.fixed_dictionaries(
@@ -58,7 +63,8 @@ SIZES = st.fixed_dictionaries(
         "width": st.sampled_from([64, 96, 128, 192, 256]),
         "kv_size": st.sampled_from([1, 2]),
         "kv_heads": st.integers(1, 8),
-        "stored": st.sampled_from([0, 1]),
+        "masked": st.sampled_from([0, 1]),
+        "paged": st.sampled_from([0, 1]),
     }
 )
 
@@ -70,15 +76,13 @@ def test_never_faster_than_its_visible_flop_and_its_bytes(
 ) -> None:
     heads, keys = sizes["kv_heads"] * group, sizes["queries"] + more
     sizes = {**sizes, "heads": heads, "keys": keys}
-    given_ = {name: float(value[0]) for name, value in case(**sizes).items()}
     on = engine(chip)
-    rate = on.narrow_rate if given_["kv_size"] < 2 else on.rate
+    given_ = {name: float(value[0]) for name, value in case(on, **sizes).items()}
+    rate = given_["rate"]
     pairs = given_["batch"] * heads * given_["visible"]
     flop = 4 * pairs * given_["width"] / rate + pairs / (EXPONENTIALS * on.clocks)
-    cache = given_["batch"] * keys * given_["kv_heads"] * 2 * given_["width"] * given_["kv_size"]
-    outside = given_["batch"] * given_["queries"] * heads * 2 * given_["width"] * 2
     found = seconds(chip, IDEAL, **sizes)
-    assert found >= max(flop, (cache + outside) / on.memory) * (1 - 1e-9)
+    assert found >= max(flop, given_["bytes"] / on.memory) * (1 - 1e-9)
     assert np.isfinite(found)
 
 
@@ -101,8 +105,10 @@ def test_decode_grows_with_the_batch(chip: str) -> None:
 def test_a_large_prompt_comes_near_the_peak(chip: str) -> None:
     sizes = {"batch": 16, "queries": 16384, "keys": 16384}
     flop = 4 * 16 * 32 * (16384 * 16385 / 2) * 128 / engine(chip).rate
-    exponentials = 16 * 32 * (16384 * 16385 / 2) / (EXPONENTIALS * engine(chip).clocks)
-    assert seconds(chip, IDEAL, **sizes) == pytest.approx(flop + exponentials, rel=0.05)
+    on, vector = engine(chip), {"h100-sxm": 0, "a100-sxm-80": 8}[chip]
+    pairs = 16 * 32 * (16384 * 16385 / 2)
+    scores = pairs * (1 / (EXPONENTIALS * on.clocks) + vector / on.lanes)
+    assert seconds(chip, IDEAL, **sizes) == pytest.approx(flop + scores, rel=0.05)
 
 
 @both
@@ -115,12 +121,12 @@ def test_a_large_cache_streams_at_the_bandwidth(chip: str) -> None:
 def test_heads_of_a_group_share_a_tile() -> None:
     """Decode costs the same up to a tile of heads; queries pack only in FlashAttention 3."""
     one = {name: case(heads=8 * group, queries=1) for name, group in (("few", 1), ("many", 64))}
-    for kernel in (FLASH2, FLASH3):
+    for kernel in (PAGED2, FLASH3):
         few, many = (attention_blocks(sizes, 132, kernel).tiles for sizes in one.values())
         assert few == many == 1
     prompt = case(heads=64, kv_heads=8, queries=16, keys=16)
     assert attention_blocks(prompt, 132, FLASH3).count == 4 * 8
-    assert attention_blocks(prompt, 132, FLASH2).count == 4 * 64
+    assert attention_blocks(prompt, 132, PAGED2).count == 4 * 64
 
 
 @given(batch=st.integers(1, 200), keys=st.integers(1, 100_000))
@@ -133,10 +139,12 @@ def test_splits_fill_the_sms_and_cover_the_keys(batch: int, keys: int) -> None:
     assert longest < keys / split + 128
 
 
-def test_flash_2_splits_only_what_it_packs() -> None:
+def test_with_pages_flash_2_splits_only_what_it_packs() -> None:
     for heads, kv_heads, split in ((8, 8, False), (8, 1, True)):
         sizes = case(batch=1, queries=1, keys=8192, heads=heads, kv_heads=kv_heads)
-        assert (attention_blocks(sizes, 108, FLASH2).split[0] > 1) == split
+        assert (attention_blocks(sizes, 108, PAGED2).split[0] > 1) == split
+        assert attention_blocks(sizes, 108, SPLIT2).split[0] > 1
+        assert attention_blocks(sizes, 108, EFFICIENT).split[0] == 1
 
 
 def placed(queries: int, heads: int, units: int, kernel: AttentionKernel) -> float:
@@ -159,8 +167,9 @@ def test_the_tail_against_blocks_placed_one_by_one(queries: int, blocks: int) ->
     heads = blocks * 128 // queries + 1
     sizes = case(batch=heads, heads=1, kv_heads=1, queries=queries, keys=queries)
     assert attention_blocks(sizes, 132, FLASH3).split[0] == 1
-    on = AttentionEngine(132, 1e15, 1e15, float("inf"), float("inf"))
-    keys = float(attention_seconds(sizes, on, FLASH3)[0]) / (4 * 128 * 128 * 132 / 1e15)
+    on = AttentionEngine(132, 1e15, 2e11, 1.0, float("inf"))
+    step = 4 * 128 * 128 * 132 / 1e15 + 128 * 132 / (EXPONENTIALS * 2e11)
+    keys = float(attention_seconds({**sizes, "rate": np.array([1e15])}, on).device[0]) / step
     exact = placed(queries, heads, 132, FLASH3)
     assert exact * (1 - 1e-9) <= keys <= exact * (1.02 if blocks > 5000 else 1.5)
 
@@ -176,9 +185,9 @@ def test_an_fp8_cache_halves_what_decode_reads() -> None:
 @pytest.mark.parametrize("name", [field.name for field in fields(AttentionKnobs)])
 def test_every_number_moves_some_case(chip: str, name: str) -> None:
     """Towards slower: shares and rates down, seconds up."""
-    knobs = KERNELS[chip][1]
-    worse = getattr(knobs, name) * 0.5 if name in ("compute", "memory", "store") else 1.0
-    cases = [{"stored": 1024}, {"batch": 4, "queries": 1, "keys": 16384, "stored": 1}]
+    knobs = USUAL[chip]
+    worse = getattr(knobs, name) * 0.5 if name in ("products", "stream") else 1.0
+    cases = [{}, {"batch": 4, "queries": 1, "keys": 16384}]
     cases = [{**one, "kv_size": size} for one in cases for size in (1, 2)]
     slower = replace(knobs, **{name: worse})
     ratios = [seconds(chip, slower, **one) / seconds(chip, **one) for one in cases]
@@ -198,19 +207,92 @@ def test_copies_are_made_for_fp8_and_for_groups() -> None:
     ):
         taken = [seconds("a100-sxm-80", k, **once, **changed) for k in (AMPERE, free)]
         assert (taken[0] > taken[1]) == copied
-    taken = [seconds("h100-sxm", replace(HOPPER, prepare=p), kv_size=1) for p in (0.0, 1e-6)]
-    assert taken[1] - taken[0] == pytest.approx(1e-6)
+    for paged in (0, 1):
+        hopper = (replace(HOPPER, prepare=p) for p in (0.0, 1e-6))
+        taken = [seconds("h100-sxm", k, kv_size=1, paged=paged) for k in hopper]
+        assert taken[1] - taken[0] == pytest.approx(1e-6 * paged, abs=1e-15)
 
 
-def test_cases_do_not_disturb_each_other() -> None:
-    cases = [case(), case(queries=1, keys=5000), case(batch=300, width=64, kv_size=1, stored=7)]
+@both
+def test_cases_do_not_disturb_each_other(chip: str) -> None:
+    on = engine(chip)
+    changed = [{}, {"queries": 1, "keys": 5000}, {"batch": 300, "width": 64, "kv_size": 1}]
+    changed += [{"masked": 1}, {"paged": 0}, {"paged": 0, "queries": 1, "batch": 1}]
+    cases = [case(on, **one) for one in changed]
     together = {name: np.concatenate([one[name] for one in cases]) for name in cases[0]}
-    on = engine("h100-sxm")
-    alone = [float(attention_seconds(one, on, FLASH3, HOPPER)[0]) for one in cases]
-    assert attention_seconds(together, on, FLASH3, HOPPER) == pytest.approx(alone)
+    alone = [float(attention_seconds(one, on, HOPPER).device[0]) for one in cases]
+    assert attention_seconds(together, on, HOPPER).device == pytest.approx(alone)
+
+
+@both
+@given(sizes=SIZES, faster=st.floats(0.1, 10))
+def test_a_chip_that_is_faster_in_all_takes_that_much_less(
+    chip: str, sizes: dict[str, int], faster: float
+) -> None:
+    on, knobs = engine(chip), USUAL[chip]
+    one = case(on, **{**sizes, "heads": 4 * sizes["kv_heads"], "keys": sizes["queries"]})
+    quick = replace(
+        on, rate=faster * on.rate, clocks=faster * on.clocks, lanes=faster * on.lanes,
+        memory=faster * on.memory,
+    )  # fmt: skip
+    times = ("start", "combine", "prepare", "request")
+    shorter = replace(knobs, **{name: getattr(knobs, name) / faster for name in times})
+    found = attention_seconds({**one, "rate": faster * one["rate"]}, quick, shorter).device
+    assert found * faster == pytest.approx(attention_seconds(one, on, knobs).device)
+
+
+@both
+@given(sizes=SIZES)
+def test_what_a_chip_sustains_scales_its_share_of_the_time(
+    chip: str, sizes: dict[str, int]
+) -> None:
+    """Half of compute and of memory is twice the time, apart from fixed seconds."""
+    on = engine(chip)
+    one = case(on, **{**sizes, "heads": sizes["kv_heads"], "keys": sizes["queries"]})
+    whole = attention_seconds(one, on, overlap=3.0)
+    half = attention_seconds(one, on, compute=0.5, memory=0.5, overlap=3.0)
+    for name in ("compute", "memory", "device"):
+        assert getattr(half, name) == pytest.approx(2 * getattr(whole, name))
+    assert (whole.device >= np.maximum(whole.compute, whole.memory) * (1 - 1e-9)).all()
+
+
+def seen(queries: int, keys: int, window: int) -> list[int]:
+    """Keys that each row sees, counted: those before it and itself, up to a window."""
+    return [min(window, keys - queries + i + 1) for i in range(queries)]
+
+
+@given(queries=st.integers(1, 300), more=st.integers(0, 300), window=st.integers(1, 700))
+def test_the_longest_walk_of_a_window_is_found_from_its_pairs(
+    queries: int, more: int, window: int
+) -> None:
+    keys = queries + more
+    rows = seen(queries, keys, window)
+    sizes = case(queries=queries, keys=keys, visible=sum(rows), heads=1, kv_heads=1, batch=500)
+    longest = float(attention_blocks(sizes, 132, FLASH3).longest[0])
+    assert longest == -(-min(max(rows) + 127, keys) // 128) * 128
+
+
+def test_a_window_takes_less_than_all_before_it() -> None:
+    whole = seconds(batch=1, queries=16384, keys=16384)
+    part = seconds(batch=1, queries=16384, keys=16384, visible=sum(seen(16384, 16384, 1024)))
+    assert whole / 8 < part < whole / 5
+
+
+@both
+def test_masks_of_numbers_run_on_a_slower_kernel(chip: str) -> None:
+    assert seconds(chip, masked=1) > 1.3 * seconds(chip, masked=0)
+
+
+def test_the_usual_numbers_are_those_of_the_generation() -> None:
+    mine = AttentionKnobs(start=1e-6)
+    for name, usual in (("a100-sxm-80", AMPERE), ("h200-sxm", HOPPER), ("rtx-4090", AMPERE)):
+        chip = load_chip(name)
+        assert attention_knobs("usual", chip) == usual
+        assert attention_knobs(mine, chip) == mine
+        assert attention_knobs("usual", replace(chip, sm_count=None)) == AMPERE
 
 
 def test_chips_without_sms_have_no_engine() -> None:
     assert attention_engine(replace(load_chip("h100-sxm"), sm_count=None)) is None
-    assert engine("a100-sxm-80").narrow_rate == engine("a100-sxm-80").rate
-    assert engine("h100-sxm").narrow_rate == pytest.approx(2 * engine("h100-sxm").rate, rel=1e-3)
+    for chip, lanes in (("a100-sxm-80", 64), ("h100-sxm", 128), ("rtx-4090", 128)):
+        assert engine(chip).lanes / engine(chip).clocks == pytest.approx(lanes, rel=0.01)

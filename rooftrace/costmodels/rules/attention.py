@@ -15,7 +15,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from rooftrace.costmodels.cost import Cost, OpView, TensorView
+from rooftrace.costmodels.attention_forms import WRITTEN_OUT
+from rooftrace.costmodels.cost import AttentionSizes, Cost, OpView, TensorView
 from rooftrace.costmodels.registry import builtin
 from rooftrace.costmodels.rules.common import (
     given,
@@ -27,6 +28,7 @@ from rooftrace.costmodels.rules.common import (
     vector,
     write_all,
 )
+from rooftrace.hardware.precision import precision as format_of
 
 BOTTOM_RIGHT = 2
 """`custom_mask_type` of _efficient_attention_forward: 1 is causal from the top left corner."""
@@ -41,13 +43,16 @@ add, are counted apart or not at all: the former depends on the tile size.
 QKV = ("query", "key", "value")
 UNSTRUCTURED = "full"
 """The tracer's word for a mask without a pattern that a kernel could skip by."""
+_PATTERNED = ("none", "causal", "sliding-window", "padding")
+"""Its words for those with one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
     """heads: query heads over the whole batch.  visible, dense: (query, key) pairs of one head that
     the mask lets through, and all of them.  skips: whether the kernel leaves the others out.  keys:
-    keys that some query sees.  rows: queries that share one tile of keys."""
+    keys that some query sees.  rows: queries that share one tile of keys.  kernel: the same sizes
+    as a kernel has them; None for attention written out, of which no kernel is known."""
 
     heads: int
     e: int  # width of query and key
@@ -58,6 +63,7 @@ class Sizes:
     keys: int
     rows: int
     skips: bool
+    kernel: AttentionSizes | None
 
     @property
     def dense(self) -> int:
@@ -109,15 +115,22 @@ def _sizes(op: OpView, heads_first: bool = True) -> Sizes:
         pairs = min(int(visible), queries * length)
         keys = min(length, pairs) if skips else length
     rows = queries * max(q_heads // max(k_heads, 1), 1)
-    return Sizes(int(batch) * q_heads, e, ev, queries, length, pairs, keys, rows, skips)
+    kernel = None if op.fact(WRITTEN_OUT) else AttentionSizes(
+        int(batch), queries, length, pairs if skips else queries * length, q_heads, k_heads, e, ev,
+        float(format_of(key.dtype).bits / 8),
+        masked=_mask(op) is not None and op.fact("mask") not in _PATTERNED,
+        backward="backward" in op.target,
+    )  # fmt: skip
+    return Sizes(int(batch) * q_heads, e, ev, queries, length, pairs, keys, rows, skips, kernel)
 
 
 def _products(s: Sizes, flop_per_pair: int, precision: str) -> Cost:
     """`flop_per_pair` of matrix work over the dense score matrix, split by visibility."""
     hidden = "masked" if s.skips else "masked_executed"
-    return (Cost.of(matmul=s.heads * s.visible * flop_per_pair, precision=precision, rows=s.rows)
+    return (Cost.of(matmul=s.heads * s.visible * flop_per_pair, precision=precision, rows=s.rows,
+                    attention=s.kernel)
             + Cost.of(matmul=s.heads * (s.dense - s.visible) * flop_per_pair, precision=precision,
-                      rows=s.rows, count=hidden))
+                      rows=s.rows, count=hidden, attention=s.kernel))
 
 
 def _keys_read(op: OpView, s: Sizes, tensor: TensorView) -> Cost:

@@ -1,0 +1,285 @@
+"""Attention in steps: what a traced op leaves in the table, which rows take blocks, and the fit."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import rooftrace as rt
+from rooftrace.costmodels.attention_rows import COLUMNS
+from rooftrace.costmodels.attention_time import (
+    AMPERE,
+    HOPPER,
+    IDEAL,
+    AttentionKnobs,
+    attention_engine,
+    attention_seconds,
+)
+from rooftrace.costmodels.calibrate import CalibrationError, Case, fit, predict, step_case
+from rooftrace.costmodels.execution import execution_model
+from rooftrace.costmodels.kernels import KernelTable, kernel_seconds, kernel_table
+from rooftrace.costmodels.knobs import Knobs, KnobsError, dump_knobs, load_knobs
+from rooftrace.costmodels.opclass import CLASSES
+from rooftrace.costmodels.plan import plan
+from rooftrace.hardware.chip import Chip
+from rooftrace.hardware.chipfile import load_chip
+
+H100, A100 = load_chip("h100-sxm"), load_chip("a100-sxm-80")
+UNKNOWN = replace(H100, sm_count=None)
+USUAL = Knobs("usual", overlap=3.0, attention="usual")
+
+
+def traced(
+    queries: tuple[int, ...],
+    keys: tuple[int, ...] | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    phase: str = "forward",
+    masked: bool = False,
+    **options: object,
+) -> rt.OpGraph:
+    """One scaled_dot_product_attention over [batch, heads, rows, width]."""
+
+    class Attend(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            size = (queries[-2], (keys or queries)[-2])
+            self.first = torch.nn.Linear(queries[-1], queries[-1], dtype=dtype)
+            self.bias = torch.nn.Parameter(torch.empty(size, dtype=dtype)) if masked else None
+
+        def forward(self, q, k, v):
+            if phase == "training":
+                q = self.first(q)
+            return F.scaled_dot_product_attention(q, k, v, self.bias, **options)
+
+    with torch.device("meta"):
+        q, k = (torch.empty(size, dtype=dtype) for size in (queries, keys or queries))
+        return rt.trace(Attend(), q, k, k, phase=phase, optimizer="none")
+
+
+def columns(graph: rt.OpGraph, chip: Chip = H100) -> list[dict[str, float]]:
+    """The rows of a graph's table that are attention, without the prefix of their columns."""
+    table, _ = kernel_table(plan(graph, "eager"), chip)
+    names = [f"attention {name}" for name in COLUMNS]
+    rows = np.flatnonzero(table.data["attention kernels"])
+    return [{n.partition(" ")[2]: float(table.data[n][row]) for n in names} for row in rows]
+
+
+# -- what reaches the table ------------------------------------------------------------------------
+
+
+def test_the_sizes_of_an_attention_are_in_its_row() -> None:
+    (found,) = columns(traced((2, 32, 100, 64), (2, 8, 300, 64), enable_gqa=True))
+    assert found == {
+        "kernels": 1, "batch": 2, "queries": 100, "keys": 300, "visible": 100 * 300,
+        "heads": 32, "kv_heads": 8, "width": 64, "value_width": 64, "kv_size": 2, "masked": 0,
+        "paged": 0, "backward": 0, "size": 2, "rate": H100.peak("matrix", "bf16"),
+    }  # fmt: skip
+
+
+def test_a_causal_mask_leaves_half_and_numbers_hide_nothing() -> None:
+    (causal,) = columns(traced((2, 4, 100, 64), is_causal=True))
+    assert causal["visible"] == 100 * 101 / 2 and causal["masked"] == 0
+    (biased,) = columns(traced((2, 4, 100, 64), masked=True))
+    assert biased["visible"] == 100 * 100 and biased["masked"] == 1
+
+
+def test_other_kernels_have_no_attention_and_fp32_has_no_rate() -> None:
+    with torch.device("meta"):
+        graph = rt.trace(torch.nn.Linear(8, 8), torch.empty(4, 8))
+    assert columns(graph) == []
+    (single,) = columns(traced((2, 4, 100, 64), dtype=torch.float32))
+    assert single["kernels"] == 1 and single["rate"] == 0
+
+
+def test_backward_is_told_from_forward() -> None:
+    found = columns(traced((2, 4, 100, 64), phase="training"))
+    assert [one["backward"] for one in found] == [0, 1]
+
+
+def test_equal_attentions_of_a_step_are_one_row() -> None:
+    class Twice(torch.nn.Module):
+        def forward(self, x):
+            return F.scaled_dot_product_attention(x, x, F.scaled_dot_product_attention(x, x, x))
+
+    with torch.device("meta"):
+        graph = rt.trace(Twice(), torch.empty(2, 4, 100, 64, dtype=torch.half))
+    assert len(columns(graph)) <= 2 and all(one["kernels"] == 1 for one in columns(graph))
+
+
+# -- which rows take blocks ------------------------------------------------------------------------
+
+
+def parts(graph: rt.OpGraph, knobs: Knobs, chip: Chip = H100) -> tuple[KernelTable, np.ndarray]:
+    table, _ = kernel_table(plan(graph, "eager"), chip)
+    return table, kernel_seconds(table, knobs, False).device
+
+
+def without_columns(table: KernelTable) -> KernelTable:
+    data = {k: v * (not k.startswith("attention ")) for k, v in table.data.items()}
+    return replace(table, data=data)
+
+
+@pytest.mark.parametrize("chip", [H100, A100], ids=lambda chip: chip.name)
+def test_a_row_takes_the_seconds_of_its_blocks(chip: Chip) -> None:
+    table, device = parts(traced((4, 16, 500, 128)), USUAL, chip)
+    (row,) = np.flatnonzero(table.data["attention kernels"])
+    sizes = {name: table.data[f"attention {name}"][[row]] for name in COLUMNS}
+    sizes["bytes"] = table.data["bytes"][[row]]
+    on, numbers = attention_engine(chip), HOPPER if chip is H100 else AMPERE
+    assert on is not None
+    assert device[row] == attention_seconds(sizes, on, numbers, overlap=3.0).device[0]
+    shares = kernel_seconds(without_columns(table), USUAL, False).device
+    others = np.arange(len(table)) != row
+    assert (device[others] == shares[others]).all() and device[row] > shares[row]
+
+
+def test_what_is_not_known_keeps_the_share_of_its_class() -> None:
+    """An unknown SM count, fp32, backward, and attention that no kernel was called for."""
+
+    class ByHand(torch.nn.Module):
+        def forward(self, q, k):
+            return (q @ k.mT).softmax(-1) @ k
+
+    with torch.device("meta"):
+        q = torch.empty(8, 100, 64, dtype=torch.half)
+        by_hand = plan(rt.trace(ByHand(), q, q), "efficient")
+    written, _ = kernel_table(by_hand, H100)
+    assert "attention" in {CLASSES[kind] for kind in written.kind}
+    unknown, _ = kernel_table(plan(traced((2, 4, 100, 64)), "eager"), UNKNOWN)
+    single, _ = kernel_table(plan(traced((2, 4, 100, 64), dtype=torch.float32), "eager"), H100)
+    for table in (written, unknown, single):
+        plain = kernel_seconds(without_columns(table), USUAL, False)
+        found = kernel_seconds(table, USUAL, False)
+        for name in ("compute", "memory", "device"):
+            assert getattr(found, name) == pytest.approx(getattr(plain, name))
+    table, device = parts(traced((2, 4, 100, 64), phase="training"), USUAL)
+    back = table.data["attention backward"] > 0
+    plain = kernel_seconds(without_columns(table), USUAL, False).device
+    assert back.any() and (device[back] == plain[back]).all()
+
+
+SHAPES = st.tuples(
+    st.integers(1, 3), st.sampled_from([1, 4, 16]), st.sampled_from([1, 49, 197, 1024]),
+    st.sampled_from([32, 80, 128]),
+)  # fmt: skip
+
+
+@settings(deadline=None, max_examples=25)
+@given(shape=SHAPES, masked=st.booleans(), chip=st.sampled_from([H100, A100, UNKNOWN]))
+def test_no_knobs_are_a_lower_bound_and_terms_stay_in_order(
+    shape: tuple[int, ...], masked: bool, chip: Chip
+) -> None:
+    graph = traced(shape, masked=masked)
+    plain = rt.estimate(graph, chip, "eager").times
+    for knobs in (Knobs("ideal"), USUAL):
+        found = rt.estimate(graph, chip, execution_model("eager", knobs=knobs)).times
+        assert found.t_bound <= found.t_serial <= found.t_est
+        assert found.t_serial >= plain.t_serial * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("chip", [H100, A100], ids=lambda chip: chip.name)
+def test_one_query_on_a_long_cache_takes_its_bytes_over_the_bandwidth(chip: Chip) -> None:
+    graph = traced((64, 8, 1, 128), (64, 8, 32768, 128))
+    _, device = parts(graph, Knobs("ideal"), chip)
+    cache = 2 * 64 * 8 * 32768 * 128 * 2  # key and value, 2 bytes each
+    assert device.max() == pytest.approx(cache / chip.memory_bandwidth.value, rel=0.03)
+
+
+def test_what_the_last_cache_still_holds_is_sooner_there() -> None:
+    table, cold = parts(traced((64, 8, 1, 128), (64, 8, 32768, 128)), USUAL)
+    held = replace(table, data={**table.data, "warm": table.data["bytes"]})
+    warm = kernel_seconds(held, replace(USUAL, cache=2.0), False).device
+    assert cold.max() / 2 < warm.max() < 0.7 * cold.max()
+    assert kernel_seconds(held, USUAL, False).device == pytest.approx(cold)
+
+
+@pytest.mark.parametrize("chip", [H100, A100], ids=lambda chip: chip.name)
+def test_a_longer_cache_takes_longer(chip: Chip) -> None:
+    keys = (64, 256, 1024, 4096, 16384)
+    times = [parts(traced((1, 8, 1, 128), (1, 8, n, 128)), USUAL, chip)[1].max() for n in keys]
+    assert times == sorted(times) and times[-1] > 1.5 * times[0]
+
+
+# -- knobs and fits --------------------------------------------------------------------------------
+
+
+def decode(truth: Knobs) -> list[Case]:
+    found = []
+    for batch in (1, 4, 16, 64, 256):
+        for keys in (128, 1024, 8192):
+            graph = traced((batch, 32, 1, 128), (batch, 8, keys, 128), enable_gqa=True)
+            one = step_case(f"{batch}x{keys}", graph, H100, "efficient", 1.0, str(batch))
+            found.append(replace(one, seconds=predict([one], truth)[0]))
+    return found
+
+
+def test_decode_steps_tell_the_start_and_the_bandwidth() -> None:
+    truth = replace(USUAL, launch=3e-6, attention=replace(HOPPER, start=4e-6, stream=0.6))
+    begin = replace(USUAL, launch=3e-6)
+    found = fit(decode(truth), begin, ("attention.start", "attention.stream"), check=False)
+    at = {p.name: p for p in found.parameters}
+    assert at["attention.start"].start == HOPPER.start
+    assert at["attention.start"].value == pytest.approx(4e-6, rel=0.1)
+    assert at["attention.stream"].value == pytest.approx(0.6, rel=0.05)
+    assert isinstance(found.knobs.attention, AttentionKnobs)
+    assert found.knobs.attention.combine == HOPPER.combine
+    assert found.knobs.attention.stream == at["attention.stream"].value
+
+
+def test_steps_of_decode_cannot_tell_what_only_fp8_and_pages_take() -> None:
+    free = ("attention.stream", "attention.convert", "attention.prepare", "attention.request")
+    found = fit(decode(USUAL), USUAL, free, check=False)
+    assert set(found.unidentified) == set(free[1:])
+
+
+def test_single_attentions_are_fitted_before_the_steps() -> None:
+    truth = replace(USUAL, launch=3e-6, attention=replace(HOPPER, start=5e-6, stream=0.5))
+    alone, begin = decode(truth), replace(USUAL, launch=3e-6)
+    found = fit(alone[::3], begin, ("compute", "memory"), check=False, kernels=alone)
+    at = {p.name: p.value for p in found.parameters}
+    assert at["attention.start"] == pytest.approx(5e-6, rel=0.15)
+    assert at["attention.stream"] == pytest.approx(0.5, rel=0.1)
+    assert found.errors.mean < 0.02
+
+
+def test_a_number_that_there_is_not_is_refused() -> None:
+    with pytest.raises(CalibrationError, match=r"attention\.products.* or a class and a number"):
+        fit(decode(USUAL), USUAL, ("attention.speed",))
+
+
+@pytest.mark.parametrize("attention", ["usual", IDEAL, AMPERE, AttentionKnobs(start=2e-6)])
+def test_files_keep_the_numbers(tmp_path, attention: AttentionKnobs | str) -> None:
+    knobs = Knobs("mine", attention=attention)
+    (tmp_path / "k.toml").write_text(dump_knobs(knobs))
+    assert load_knobs(tmp_path / "k.toml") == knobs
+    assert Knobs.from_dict(knobs.to_dict()) == knobs
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('attention = "fast"', "attention='fast': expected a table of numbers, or 'usual'"),
+        ("attention = 3", "attention: expected a table, got 3"),
+        ("[attention]\nspeed = 1.0", "attention: 'speed' is no knob; there are products, convert"),
+        ("[attention]\nproducts = 0.0", "attention.products=0.0: expected a number above 0"),
+        ("[attention]\nstart = -1.0", "attention.start=-1.0: expected a number of at least 0"),
+        ('[attention]\nstart = "long"', "attention.start='long': expected a number"),
+    ],
+)
+def test_bad_numbers_are_refused(tmp_path, text: str, words: str) -> None:
+    path = tmp_path / "bad.toml"
+    path.write_text(f'schema = "rooftrace.knobs/1"\ntitle = "x"\n{text}\n')
+    with pytest.raises(KnobsError) as refused:
+        load_knobs(path)
+    assert words in str(refused.value)
+
+
+def test_what_comes_along_goes_by_the_generation() -> None:
+    for name in ("typical-eager", "typical-compiled"):
+        assert load_knobs(name).attention == "usual"
+    assert math.isclose(HOPPER.products, 1) and AMPERE.products == 1
