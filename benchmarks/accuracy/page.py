@@ -53,8 +53,10 @@ PARTS = (
 Latencies of cuBLAS products under CUDA graphs, from the aiconfigurator performance
 database (Apache-2.0). Seven numbers a GPU and format are fitted to 200 rows, the rest
 is predicted, five seeds: sustained arithmetic, sustained bandwidth, launch, and four
-about tiles. The fp8 rows hold the quantisation of the activations too, which is not
-modelled.""",
+about tiles. The fp8 rows are of another library, and hold the kernel that quantises the
+activations too: it is a second row of each case, which reads them twice and writes them
+once. Part of what is left is that this library takes its tiles by the rows alone and does
+not split K, where the model takes what suits the product.""",
     ),
     Part(
         "Attention kernels",
