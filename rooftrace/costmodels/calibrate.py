@@ -162,7 +162,7 @@ def step_case(
         for launch in planned.launches
     )
     host = None if model.dispatch == "eager" else dispatch_seconds(model, chip)
-    return Case(name, table, seconds, dispatches, copies_layouts(model), group, host)
+    return Case(name, table, seconds, dispatches, copies_layouts(planned), group, host)
 
 
 def predict(cases: Sequence[Case], knobs: Knobs) -> list[float]:

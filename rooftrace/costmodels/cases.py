@@ -92,7 +92,7 @@ class _Cases:
     ) -> None:
         self.planned, self.chip, self.table = planned, chip, table
         self.name, self.group = name, group
-        self.layouts = copies_layouts(planned.execution)
+        self.layouts = copies_layouts(planned)
         self.cases: list[Case] = []
 
     def add(self, groups: Sequence[int], place: Sequence[int], seconds: float) -> None:

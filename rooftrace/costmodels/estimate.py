@@ -467,7 +467,7 @@ def _timings(planned: Plan, chip: Chip, headline: float) -> list[Timing]:
 def _calibrated(planned: Plan, knobs: Knobs, chip: Chip, link: float) -> list[Timing]:
     """The same by fitted knobs: equal kernels at once, and engines that overlap as was measured."""
     rows, place = kernel_table(planned, chip, reuse=knobs.cache != 1)
-    seconds = kernel_seconds(rows, knobs, copies_layouts(planned.execution))
+    seconds = kernel_seconds(rows, knobs, copies_layouts(planned))
     gap = launch_seconds(knobs, chip)
     compute, memory, device = (
         part.tolist() for part in (seconds.compute, seconds.memory, seconds.device)

@@ -19,7 +19,9 @@ from functools import partial
 from itertools import takewhile
 
 from rooftrace.costmodels.execution import ExecutionModel
+from rooftrace.costmodels.layouts import keeps_channels_last
 from rooftrace.costmodels.patterns import group_name
+from rooftrace.costmodels.realized import stored_wide
 from rooftrace.costmodels.registry import FusionClass, find_rule
 from rooftrace.costmodels.runs import Neighbourhood, copies, listed
 from rooftrace.tracer.graph import Op, OpGraph, Ref
@@ -47,6 +49,9 @@ where a part of it is read or where it is broadcast, but written first
 
 PLACED = frozenset(("aten.cat", "aten.stack", "aten.constant_pad_nd"))
 """What makes an input of these computes it into its place in the result."""
+
+FEW_PLACED = 8
+"""A cat of more tensors than this is written before it is used (max_pointwise_cat_inputs)."""
 
 UNROLLED = 8
 """A reduction of fewer elements is written out as pointwise code (unroll_reductions_threshold)."""
@@ -121,7 +126,7 @@ def fuse(graph: OpGraph, execution: ExecutionModel) -> tuple[FusionGroup, ...]:
     """The kernels of `graph` in launch order under this execution model."""
     classes = _classes(graph)
     if execution.fusion == "detected":
-        found = _grown(graph, classes)
+        found = _grown(graph, classes, keeps_channels_last(graph))
         groups = [sorted(group.members) for group in found]
         repeats = [group.repeats for group in found]
     else:
@@ -174,11 +179,13 @@ def _classes(graph: OpGraph) -> list[FusionClass | None]:
     return found
 
 
-def _grown(graph: OpGraph, classes: Sequence[FusionClass | None]) -> list[_Open]:
+def _grown(
+    graph: OpGraph, classes: Sequence[FusionClass | None], channels_last: bool
+) -> list[_Open]:
     """Groups by rank, alike between every two iterations of a repeat."""
     around = Neighbourhood(graph)
     while True:
-        groups = _Grower(graph, classes, around).run()
+        groups = _Grower(graph, classes, around, channels_last).run()
         if not around.sites or not around.bar_uneven([group.members for group in groups]):
             return groups
 
@@ -201,8 +208,10 @@ class _Grower:
         graph: OpGraph,
         classes: Sequence[FusionClass | None],
         around: Neighbourhood,
+        channels_last: bool,
     ) -> None:
         self.graph, self.classes, self.around = graph, classes, around
+        self.channels_last = channels_last
         self.listed = listed(graph)
         self.groups: list[_Open] = []
         self.group_of: dict[int, _Open] = {}
@@ -211,6 +220,7 @@ class _Grower:
         self.needed_by = _reversed(self.needs)
         self.stored = _stored(graph, classes, self.needs)
         self.long = _long(graph, classes, self.needs)
+        self.wide = stored_wide(graph).keys()
         self.recent: list[_Open] = []
         self.user: Op | None = None
         self.closed = 0
@@ -231,9 +241,58 @@ class _Grower:
             else:
                 self.waiting[op.id] = None
         self._flush(list(self.waiting))
+        self._move_to_only_consumer()
         self._merge_into_first_consumer()
         self._merge_readers()
         return [group for group in self.groups if group.members]
+
+    def _move_to_only_consumer(self) -> None:
+        """What only one later group uses is computed there, where that moves no more bytes: it has
+        one large input, and that is written anyway."""
+        for group in reversed(self.groups):
+            if not group.fusable or group.reduced is not None:
+                continue
+            for number in sorted(group.members, reverse=True):
+                users = [self.group_of.get(user) for user in self.needed_by[number]]
+                target = users[0] if users else None
+                if (
+                    target is not None
+                    and target is not group
+                    and all(user is target for user in users)
+                    and self._may_move(number, group, target)
+                ):
+                    group.members.remove(number)
+                    self._add(self.graph.ops[number], target, late=False)
+
+    def _may_move(self, number: int, group: _Open, target: _Open) -> bool:
+        op, values = self.graph.ops[number], self.graph.values
+        size, reduced = _iteration(self.graph, op, self.classes[number])
+        return (
+            target.fusable
+            and target.reduced is None is reduced
+            and target.size == size == group.size
+            and target.repeats == group.repeats
+            and not group.late
+            and not target.late
+            and number not in self.stored
+            and len(group.members) > 1
+            and len(target.members) < MAX_GROUP
+            and sum(values[i].elements > SMALL for i in op.inputs) == 1
+            and all(self._is_written(n, number, group) for n in self.needs[number])
+            and self._may_share([number], target)
+        )
+
+    def _is_written(self, number: int, reader: int, group: _Open) -> bool:
+        """Whether a result leaves the group, or was made outside of it, whatever `reader` does."""
+        return (
+            self.group_of.get(number) is not group
+            or number in self.stored
+            or any(
+                self.group_of.get(user) is not group
+                for user in self.needed_by[number]
+                if user != reader
+            )
+        )
 
     def _merge_into_first_consumer(self) -> None:
         """A group moves into the first group that needs it where their iteration spaces agree.
@@ -324,6 +383,7 @@ class _Grower:
             and target.fusable
             and group.reduced is None
             and not group.stored
+            and self.wide.isdisjoint(group.members)
             and group.size < target.size
             and len(target.members) + len(group.members) <= MAX_GROUP
             and all(
@@ -384,7 +444,11 @@ class _Grower:
             self._start(op, size, None, True)
             self.group_of[op.id].split = True
             return
-        if reduced is not None and _goes_down(self.graph, op):
+        if _writes_many(op):
+            self._start(op, size, reduced, True)
+            self.group_of[op.id].late.add(op.id)
+            return
+        if reduced is not None and _goes_down(self.graph, op, self.channels_last):
             self._start(op, size, reduced, True)
             self.group_of[op.id].down = True
             self.group_of[op.id].late.add(op.id)
@@ -459,7 +523,9 @@ class _Grower:
             stack.extend(n for n in self.needs[number] if n in members)
         for number in sorted(found, reverse=True):
             if any(
-                user in self.group_of and self.group_of[user] is not own and user not in found
+                (own.down or user in self.group_of)
+                and self.group_of.get(user) is not own
+                and user not in found
                 for user in self.needed_by[number]
             ):
                 found.discard(number)
@@ -528,8 +594,16 @@ def _writes_split_rows(graph: OpGraph, op: Op, size: int, reduced: int | None) -
     return max((graph.values[i].elements for i in op.outputs), default=0) == size
 
 
-def _goes_down(graph: OpGraph, op: Op) -> bool:
-    """Whether the op reduces many rows, each column by itself, to one."""
+def _writes_many(op: Op) -> bool:
+    """Whether the op puts so many tensors together that what uses the result reads it again."""
+    return op.name == "aten.cat" and len(op.inputs) > FEW_PLACED
+
+
+def _goes_down(graph: OpGraph, op: Op, channels_last: bool) -> bool:
+    """Whether the op reduces many rows, each column by itself, to one.
+
+    The pixels of an image with channels last are such rows.
+    """
     dimensions = op.arguments.get("dim")
     if isinstance(dimensions, int):
         dimensions = (dimensions,)
@@ -537,7 +611,8 @@ def _goes_down(graph: OpGraph, op: Op) -> bool:
         return False
     shape = graph.values[op.inputs[0]].shape
     reduced = {d % len(shape) for d in dimensions} if shape else set()
-    if not shape or len(shape) - 1 in reduced or shape[-1] == 1:
+    innermost = 1 if channels_last and len(shape) == 4 else len(shape) - 1
+    if not shape or innermost in reduced or shape[innermost] == 1:
         return False
     left = max((graph.values[i].elements for i in op.outputs), default=0)
     return math.prod(shape[d] for d in reduced) > DOWN and left < math.prod(shape)

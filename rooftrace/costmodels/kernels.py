@@ -82,7 +82,7 @@ def kernel_table(
         warm = warm_bytes(planned, chip.l2_capacity.value, cold)
     weights = {i for i, t in enumerate(planned.graph.values) if t.role == "weights"}
     for group, cost, held in zip(planned.groups, planned.costs, warm, strict=True):
-        kind = group_class(planned.graph, group.ops)
+        kind = group_class(planned.graph, group.ops, planned.channels_last)
         moved = sum(
             size
             for access, size in cost.traffic.items()
@@ -142,10 +142,10 @@ def _row(
     return (cost.bytes(), warm, moved, vector, matrix, flop, rate, *shape, count, size)
 
 
-def copies_layouts(execution: ExecutionModel) -> bool:
-    """Whether convolutions copy what they read and write into another layout: channels first in
-    eager mode; a compiler chooses the layout once for all."""
-    return execution.fusion == "none"
+def copies_layouts(planned: Plan) -> bool:
+    """Whether convolutions copy what they read and write into another layout: where channels come
+    first, as in eager mode; a compiler chooses the layout once for all."""
+    return not planned.channels_last and planned.execution.fusion != "factor"
 
 
 def launch_seconds(knobs: Knobs, chip: Chip) -> float:

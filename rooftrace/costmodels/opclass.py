@@ -8,10 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rooftrace.tracer.graph import Op, OpGraph, Ref
+from rooftrace.costmodels.layouts import has_channels_last, weight_shape
+from rooftrace.hardware.precision import precision
+from rooftrace.tracer.graph import Op, OpGraph
 
 LARGE_WINDOW = 5
-"""Depthwise convolutions with a wider window run on slower kernels."""
+"""With channels first, depthwise convolutions with a wider window run on slower kernels: PyTorch's
+own are written out for 1, 3 and 5 (`DepthwiseConv2d.cu`), cuDNN's are used up to 5
+(`check_cudnn_depthwise_workload_with_filter`)."""
+LARGE_WINDOW_LAST = 7
+"""With channels last cuDNN has such kernels up to this; wider windows go to one for any groups
+(`conv2d_grouped_direct_kernel`), which is several times slower."""
+ACCESS = 16
+"""Bytes that a thread loads at once: channels that lie side by side and are no whole number of
+these are loaded in smaller pieces."""
 
 _BY_NAME: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("attention", ("attention", "flex")),
@@ -38,9 +48,11 @@ CLASSES = (
     "conv",
     "conv 1x1",
     "conv 3d",
+    "conv, odd channels",
     "grouped conv",
     "depthwise conv",
     "depthwise conv, large",
+    "depthwise conv, general",
     "depthwise conv backward",
     "grouped conv backward",
     *(name for name, _ in _BY_NAME),
@@ -49,35 +61,44 @@ CLASSES = (
 """Every class, those of matrix work first; a group of the first that any of its ops is in."""
 
 
-def op_class(op: Op, graph: OpGraph) -> str:
-    """The class of one op."""
+def op_class(op: Op, graph: OpGraph, channels_last: bool = False) -> str:
+    """The class of one op.  channels_last: whether a compiler lays all images out so."""
     name = op.name
     if "conv" in name:
-        return _convolution(op, graph)
+        return _convolution(op, graph, channels_last)
     for found, words in _BY_NAME:
         if any(word in name for word in words):
             return found
     return "elementwise"
 
 
-def group_class(graph: OpGraph, ops: Sequence[int]) -> str:
+def group_class(graph: OpGraph, ops: Sequence[int], channels_last: bool = False) -> str:
     """The class of a kernel group: the heaviest of those of its ops."""
-    return min((op_class(graph.ops[i], graph) for i in ops), key=CLASSES.index)
+    return min((op_class(graph.ops[i], graph, channels_last) for i in ops), key=CLASSES.index)
 
 
-def _convolution(op: Op, graph: OpGraph) -> str:
-    weight = op.arguments.get("weight")
-    if not isinstance(weight, Ref):
+def _convolution(op: Op, graph: OpGraph, channels_last: bool) -> str:
+    shape = weight_shape(op, graph)
+    if shape is None:
         return "conv"
-    shape = graph.values[weight.id].shape
     groups, window = op.arguments.get("groups", 1), shape[2:]
+    image = graph.values[op.inputs[0]]
+    last = channels_last or has_channels_last(image)
     if groups > 1:
         alone = shape[1] == 1 or shape[0] == groups
         back = " backward" if "backward" in op.name else ""
         if not alone:
             return f"grouped conv{back}"
+        if last and max(window) > LARGE_WINDOW_LAST:
+            return "depthwise conv, general"
+        if last:
+            return "depthwise conv"
         large = max(window) > LARGE_WINDOW
         return "depthwise conv, large" if large else f"depthwise conv{back}"
     if all(size == 1 for size in window):
         return "conv 1x1"
-    return "conv 3d" if len(window) == 3 else "conv"
+    if len(window) == 3:
+        return "conv 3d"
+    whole = ACCESS * 8 // precision(image.dtype).bits
+    odd = shape[0] % whole or (shape[1] % whole and shape[1] > whole)
+    return "conv, odd channels" if last and odd else "conv"

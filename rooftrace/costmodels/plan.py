@@ -16,6 +16,7 @@ from rooftrace.costmodels.advice import cache_products, given_formulas
 from rooftrace.costmodels.cost import MATRIX, Cost
 from rooftrace.costmodels.execution import ExecutionModel, execution_model
 from rooftrace.costmodels.fuse import FusionGroup, fuse
+from rooftrace.costmodels.layouts import keeps_channels_last
 from rooftrace.costmodels.price import price_ops
 from rooftrace.costmodels.rewrite import rewrite
 from rooftrace.costmodels.timing import Launch
@@ -119,6 +120,11 @@ class Plan:
     def bytes(self) -> Bytes:
         """HBM bytes by role."""
         return Bytes(**bytes_by_role(self.graph, self.total))
+
+    @cached_property
+    def channels_last(self) -> bool:
+        """Whether a compiler lays out images with channels last."""
+        return self.execution.fusion == "detected" and keeps_channels_last(self.graph)
 
     @cached_property
     def precision(self) -> str:

@@ -13,6 +13,8 @@ from typing import Any
 from rooftrace.costmodels.cost import Access, Cost, Work
 from rooftrace.costmodels.execution import ExecutionModel
 from rooftrace.costmodels.fuse import FusionGroup
+from rooftrace.costmodels.realized import widths
+from rooftrace.costmodels.registry import find_rule
 from rooftrace.costmodels.runs import listed
 from rooftrace.costmodels.slices import slices, union
 from rooftrace.tracer.graph import ROLES, Op, OpGraph, references
@@ -28,10 +30,26 @@ def group_costs(
     merger = _Merger(graph, groups, op_costs)
     scale = _Factors(graph, execution)
     results = []
+    generated = execution.fusion == "detected"
+    wide = widths(graph, [group.ops for group in groups]) if generated else {}
     for index, group in enumerate(groups):
-        cost = op_costs[group.ops[0]] if len(group.ops) == 1 else merger.merged(index)
-        results.append(scale(cost, group, op_costs))
+        alone = len(group.ops) == 1 and not (generated and _is_generated(graph, group.ops[0]))
+        cost = op_costs[group.ops[0]] if alone else merger.merged(index)
+        results.append(scale(_widened(cost, wide) if wide else cost, group, op_costs))
     return tuple(results)
+
+
+def _widened(cost: Cost, wide: Mapping[int, int]) -> Cost:
+    """The cost where some storages hold what they are computed from."""
+    if wide.keys().isdisjoint(access.storage for access in cost.traffic):
+        return cost
+    return Cost(cost.work, {a: size * wide.get(a.storage, 1) for a, size in cost.traffic.items()})
+
+
+def _is_generated(graph: OpGraph, op: int) -> bool:
+    """Whether a compiler writes this op's kernel, and leaves out results that nobody reads."""
+    rule = find_rule(graph.ops[op].target)
+    return rule is not None and rule.fusion != "opaque"
 
 
 class _Merger:
