@@ -18,7 +18,7 @@ from rooftrace.costmodels.attention_rows import (
 from rooftrace.costmodels.cost import COMPUTED, MATRIX, Cost
 from rooftrace.costmodels.execution import ExecutionModel
 from rooftrace.costmodels.knobs import Knobs
-from rooftrace.costmodels.opclass import CLASSES, group_class
+from rooftrace.costmodels.opclass import CLASSES, LAST, group_class
 from rooftrace.costmodels.reuse import warm_bytes
 from rooftrace.costmodels.timing import engine_of
 from rooftrace.costmodels.utilization import TileTerms, matrix_engine, p_norm, tile_terms
@@ -42,7 +42,8 @@ class KernelTable:
 
     kind: position in CLASSES.  data: by column, arrays of one length:
     count: how many kernels a row stands for.  bytes: through HBM; warm: those of them that the last
-    cache still holds; moved: those that are no weights.  vector: seconds of vector work at the
+    cache still holds; moved: those that are no weights, of kernels that may copy
+    them into another layout.  vector: seconds of vector work at the
     peak; matrix: the same of matrix work that is no plain product, or not the largest.  flop, rate,
     rows, columns, inner, products, size: the largest plain product (0 where there is none), FLOP/s
     of its engine, bytes of an element.  The columns of attention are those of `attention_rows`.
@@ -83,10 +84,14 @@ def kernel_table(
     weights = {i for i, t in enumerate(planned.graph.values) if t.role == "weights"}
     for group, cost, held in zip(planned.groups, planned.costs, warm, strict=True):
         kind = group_class(planned.graph, group.ops, planned.channels_last)
-        moved = sum(
-            size
-            for access, size in cost.traffic.items()
-            if access.wire == "hbm" and access.storage not in weights
+        moved = (
+            0
+            if kind.endswith(LAST)
+            else sum(
+                size
+                for access, size in cost.traffic.items()
+                if access.wire == "hbm" and access.storage not in weights
+            )
         )
         attention = attention_row(cost, chip, planned.execution)
         row = (kind, _row(cost, held, moved, chip, planned.execution), attention)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from rooftrace.costmodels.attention_time import USUAL, AttentionKnobs
-from rooftrace.costmodels.opclass import CLASSES
+from rooftrace.costmodels.opclass import CLASSES, LAST
 from rooftrace.costmodels.utilization import Tiling
 
 SCHEMA = "rooftrace.knobs/1"
@@ -92,7 +92,8 @@ class Knobs:
 
     def share(self, name: str) -> Share:
         """What a class of kernels reaches."""
-        return self.shares.get(name, PLAIN)
+        found = self.shares.get(name)
+        return found or self.shares.get(name.removesuffix(LAST), PLAIN)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dict, as the file has it."""

@@ -44,12 +44,19 @@ _BY_NAME: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("cast", ("aten._to_copy", "aten.copy_")),
 )  # fmt: skip
 
+LAST = ", channels last"
+"""What the name of a class ends in whose images are given with channels last: eager kernels differ
+there.  A knob file without a share for it means that of the class without it."""
+
 CLASSES = (
     "conv",
+    f"conv{LAST}",
     "conv 1x1",
+    f"conv 1x1{LAST}",
     "conv 3d",
     "conv, odd channels",
     "grouped conv",
+    f"grouped conv{LAST}",
     "depthwise conv",
     "depthwise conv, large",
     "depthwise conv, general",
@@ -83,12 +90,13 @@ def _convolution(op: Op, graph: OpGraph, channels_last: bool) -> str:
         return "conv"
     groups, window = op.arguments.get("groups", 1), shape[2:]
     image = graph.values[op.inputs[0]]
-    last = channels_last or has_channels_last(image)
+    given = has_channels_last(image)
+    last, ending = channels_last or given, LAST if given else ""
     if groups > 1:
         alone = shape[1] == 1 or shape[0] == groups
         back = " backward" if "backward" in op.name else ""
         if not alone:
-            return f"grouped conv{back}"
+            return f"grouped conv{back or ending}"
         if last and max(window) > LARGE_WINDOW_LAST:
             return "depthwise conv, general"
         if last:
@@ -96,9 +104,9 @@ def _convolution(op: Op, graph: OpGraph, channels_last: bool) -> str:
         large = max(window) > LARGE_WINDOW
         return "depthwise conv, large" if large else f"depthwise conv{back}"
     if all(size == 1 for size in window):
-        return "conv 1x1"
+        return f"conv 1x1{ending}"
     if len(window) == 3:
         return "conv 3d"
     whole = ACCESS * 8 // precision(image.dtype).bits
     odd = shape[0] % whole or (shape[1] % whole and shape[1] > whole)
-    return "conv, odd channels" if last and odd else "conv"
+    return "conv, odd channels" if last and odd else f"conv{ending}"

@@ -5,9 +5,12 @@ import torch
 from torch import nn
 
 import rooftrace as rt
+from rooftrace.costmodels.kernels import kernel_table
+from rooftrace.costmodels.knobs import load_knobs
 from rooftrace.costmodels.layouts import keeps_channels_last
-from rooftrace.costmodels.opclass import op_class
+from rooftrace.costmodels.opclass import CLASSES, LAST, op_class
 from rooftrace.costmodels.plan import Plan, plan
+from rooftrace.hardware.chipfile import load_chip
 
 IMAGE = 4 * 64 * 32 * 32  # elements
 HALF, SINGLE = 2, 4  # bytes
@@ -118,3 +121,20 @@ class Dense(nn.Module):
 def test_a_cat_of_many_is_written_before_it_is_used(count: int, kernels: int) -> None:
     planned = plan(traced(Dense(count)), "compiled")
     assert len(planned.groups) == kernels
+
+
+def test_convolutions_on_channels_last_have_shares_of_their_own_and_copy_nothing():
+    net = nn.Sequential(nn.Conv2d(16, 32, 3), nn.Conv2d(32, 32, 1), nn.Conv2d(32, 32, 3, groups=4))
+    x = torch.empty(8, 16, 20, 20, device="meta")
+    chip = load_chip("rtx-4090")
+    first = rt.trace(net.to("meta"), x)
+    last = rt.trace(
+        net.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)
+    )
+    (a, _), (b, _) = (kernel_table(plan(graph, "eager"), chip) for graph in (first, last))
+    assert [CLASSES[k] for k in a.kind] == ["conv", "conv 1x1", "grouped conv"]
+    assert [CLASSES[k] for k in b.kind] == [f"{CLASSES[k]}{LAST}" for k in a.kind]
+    assert (a.data["moved"] > 0).all() and not b.data["moved"].any()
+    eager, compiled = load_knobs("typical-eager"), load_knobs("typical-compiled")
+    assert eager.share(f"conv{LAST}").compute > eager.share("conv").compute
+    assert compiled.share(f"conv{LAST}") == compiled.share("conv")
