@@ -18,6 +18,7 @@ from rooftrace.costmodels.profiles.ncu import read_counters
 from rooftrace.costmodels.profiles.records import Profile
 from rooftrace.costmodels.profiles.source import Kind
 from rooftrace.costmodels.profiles.steps import StepTime
+from rooftrace.costmodels.row_seconds import seconds_of_row
 from rooftrace.costmodels.validation import (
     NodeCheck,
     StepCheck,
@@ -27,7 +28,6 @@ from rooftrace.costmodels.validation import (
     node_checks,
     other_device,
     peak_errors,
-    seconds_of_row,
     step_check,
 )
 from rooftrace.hardware.chip import Chip
