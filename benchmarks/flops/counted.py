@@ -2,7 +2,8 @@
 
 The second run has no repeats, no rolled loops and no op kept whole: attention and recurrent
 networks are taken apart into the products that FlopCounterMode has a formula for (flex_attention
-has one).  Both run under the same policy for unknown values, so both take the same branches.
+has one since torch 2.13; before, it is among what torch does not count).  Both run under the same
+policy for unknown values, so both take the same branches.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ counts and the other, rightly, does not: see `unread_gradients`, and the recompu
 flash kernels.  rest: what is left of the difference of the totals after these; the claim is 0.
 zero: ops on floats priced at no work.  missing: bytes of ops without a rule; bytes: of all.
 """
-WHOLE = ("rooftrace.attention", "rooftrace.rnn", "rooftrace.flex_attention")
+FLEX_COUNTS = flex_attention in flop_registry
+"""Whether torch has formulas for flex_attention."""
+WHOLE = ("rooftrace.attention", "rooftrace.rnn", *["rooftrace.flex_attention"] * FLEX_COUNTS)
 """Ops of ours that FlopCounterMode sees taken apart."""
 
 
@@ -72,7 +75,8 @@ def ours(graph: OpGraph) -> Counts:
     for op, cost in zip(planned.graph.ops, planned.op_costs, strict=True):
         times, name = planned.graph.times(op), op.target.rpartition(".")[0]
         flops, again = cost.flops(MATRIX), cost.flops(MATRIX, ("recompute",))
-        if op.flops_torch is not None or name == "rooftrace.flex_attention_backward":
+        flex = FLEX_COUNTS and name == "rooftrace.flex_attention_backward"
+        if op.flops_torch is not None or flex:
             # torch's formulas count what a flash kernel computes a second time; we keep it apart.
             unwanted -= times * again
             flops += again
@@ -116,6 +120,8 @@ def counted_by_torch(module: Any, inputs: Inputs, phase: str) -> int:
 
 def flex_flops() -> dict[Any, Any]:
     """torch's own formulas for flex_attention, for the op that stands for it on meta tensors."""
+    if not FLEX_COUNTS:
+        return {}
 
     def forward(query: Any, key: Any, value: Any, *args: Any, out_val: Any = None) -> int:
         return int(flop_registry[flex_attention](query, key, value, out_val=out_val))

@@ -7,12 +7,13 @@ for; `reprice` changes storage precisions.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 from rooftrace.costmodels.attention_forms import flash_from_products, materialise_attention
 from rooftrace.costmodels.execution import ExecutionModel
 from rooftrace.hardware.precision import PrecisionError, precision
-from rooftrace.tracer.graph import Argument, OpGraph, Tensor, references, refs
+from rooftrace.tracer.graph import Argument, Op, OpGraph, Tensor, references, refs
 
 CACHE_APPEND = "rooftrace.cache_append.default"
 
@@ -105,38 +106,52 @@ def without_dead_ops(graph: OpGraph) -> tuple[OpGraph, int]:
 
     Returns the graph and how many kernels were left out.
     """
-    storage = [t.storage for t in graph.values]
-    live = {storage[i] for i in (*graph.outputs, *graph.external)}
-    carried = _carried(graph)
-    before = -1
-    # What an iteration reads of the one before it, that one makes: once more with what was found.
-    while before != len(live):
-        before, kept = len(live), []
-        for op in reversed(graph.ops):
-            if op.kind == "sync" or not op.outputs or any(storage[i] in live for i in op.outputs):
-                kept.append(op)
-                live.update(storage[i] for i in op.inputs)
-                live.update(carried.get(op.id, ()))
-        if not carried:
+    across: set[tuple[int, int]] = set()
+    while True:  # what an iteration reads of the one before it, that one makes
+        kept = _needed(graph, across)
+        more = {pair for op in kept if op.repeats for pair in _read_across(graph, op)}
+        if more <= across:
             break
+        across |= more
     if len(kept) == len(graph.ops):
         return graph, 0
-    ops = tuple(replace(op, id=index) for index, op in enumerate(reversed(kept)))
+    ops = tuple(replace(op, id=index) for index, op in enumerate(kept))
     smaller = graph.replace(ops=ops).verify()
     return smaller, _launched(graph) - _launched(smaller)
 
 
-def _carried(graph: OpGraph) -> dict[int, set[int]]:
-    """By op: storages that it reads or writes of the iteration beside its own."""
+def _needed(graph: OpGraph, across: Collection[tuple[int, int]]) -> list[Op]:
+    """The ops that make an output, or write what a later op reads.
+
+    across: repeats, and storages that the next iteration reads when one of the repeat has ended.
+    """
+    storage = [t.storage for t in graph.values]
+    live = {storage[i] for i in (*graph.outputs, *graph.external)}
+    inside: tuple[int, ...] = ()
+    kept = []
+    for op in reversed(graph.ops):
+        entered = set(op.repeats) - set(inside)
+        live.update(value for repeat, value in across if repeat in entered)
+        inside = op.repeats
+        if op.kind == "sync" or not op.outputs or any(storage[i] in live for i in op.outputs):
+            kept.append(op)
+            live.update(storage[i] for i in op.inputs)
+    return kept[::-1]
+
+
+def _read_across(graph: OpGraph, op: Op) -> Iterator[tuple[int, int]]:
+    """Repeats, and storages that an op of one iteration takes from the iteration beside it: of a
+    neighbour, or of what all iterations share."""
     values = graph.values
-    found: dict[int, set[int]] = {}
-    for op in graph.ops if graph.repeats else ():
-        beside = [ref.then for ref in references(op.arguments)]
-        beside += [values[i].then for i in (*op.inputs, *op.outputs)]
-        storages = {values[then.value].storage for then in beside if then is not None}
-        if storages:
-            found[op.id] = storages
-    return found
+    neighbours = [ref.then for ref in references(op.arguments)]
+    neighbours += [values[i].then for i in (*op.inputs, *op.outputs)]
+    for then in neighbours:
+        if then is not None:
+            yield then.repeat, values[then.value].storage
+    for repeat in op.repeats:
+        for storage in (values[i].storage for i in op.inputs):
+            if repeat not in values[storage].repeats:
+                yield repeat, storage
 
 
 def _launched(graph: OpGraph) -> int:

@@ -112,7 +112,7 @@ def calibrated(
     """
     if isinstance(measured, (str, os.PathLike)):
         measured = read_measured(os.fspath(measured), "a fit")
-    begin = _start(start, chip, model)
+    begin = start_of(start, chip, model)
     tell = progress or (lambda _: None)
     name = title or f"{chip.name}, {model.name}"
     if isinstance(measured, Profile):
@@ -282,11 +282,15 @@ def _found(
     )
 
 
-def _start(start: Knobs | str | None, chip: Chip, model: ExecutionModel) -> Knobs:
-    if isinstance(start, Knobs):
-        return start
-    if start is not None:
-        return load_knobs(start)
+def start_of(start: Knobs | str | None, chip: Chip, model: ExecutionModel) -> Knobs:
+    """Where a fit begins: knobs as they are, of a name or a path, or None for the usual ones."""
+    if start is None:
+        return usual_start(chip, model)
+    return start if isinstance(start, Knobs) else load_knobs(start)
+
+
+def usual_start(chip: Chip, model: ExecutionModel) -> Knobs:
+    """Typical shares of GPU kernels in this kind of execution; nothing is known of others."""
     if chip.kind != "gpu":
         return Knobs("datasheet", overlap=3.0)
     return load_knobs("typical-eager" if model.fusion == "none" else "typical-compiled")

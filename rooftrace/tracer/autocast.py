@@ -28,10 +28,14 @@ _LOWER = """
     conv_transpose2d.input conv_transpose3d.input convolution prelu addmm addmv addr matmul einsum
     mm mv linalg_vecdot linear addbmm baddbmm bmm chain_matmul linalg_multi_dot
     _thnn_fused_lstm_cell _thnn_fused_gru_cell lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
-    scaled_dot_product_attention lstm.input gru.input rnn_tanh.input rnn_relu.input lstm.data
-    gru.data rnn_tanh.data rnn_relu.data
+    scaled_dot_product_attention
 """
-"""In the region's precision; recurrent networks too, whose GPU kernels cast for themselves."""
+"""In the region's precision."""
+_RECURRENT = """
+    lstm.input gru.input rnn_tanh.input rnn_relu.input lstm.data gru.data rnn_tanh.data
+    rnn_relu.data
+"""
+"""In the region's precision too: their GPU kernels cast for themselves."""
 _FP32 = """
     acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan
     pow.Tensor_Scalar pow.Tensor_Tensor pow.Scalar softplus layer_norm native_layer_norm group_norm
@@ -96,12 +100,13 @@ class Autocast:
         for policy, names in (
             (self._lower, _LOWER),
             (self._fp32, _FP32),
+            (_with_fp32_result, _FP32_RESULT),
             (self._promote, _PROMOTE),
         ):
-            for name, op in _overloads(names):
+            for name, op in _listed(names):
                 yield name, _wrapped(op, policy)
-        for name, op in _overloads(_FP32_RESULT):
-            yield name, _wrapped(op, _with_fp32_result)
+        for name, op in _overloads(_RECURRENT):
+            yield name, _wrapped(op, self._lower)
         for name, given in (("norm.Scalar", 1), ("norm.ScalarOpt_dim", 2)):
             yield name, _norm(name, given)
 
@@ -153,6 +158,13 @@ def _overloads(names: str) -> Iterator[tuple[str, Any]]:
         found = getattr(getattr(_aten, packet, None), overload or "default", None)
         if found is not None:
             yield name, found
+
+
+def _listed(names: str) -> Iterator[tuple[str, Any]]:
+    """Those of which this version's autocast makes something: rms_norm is new in torch 2.12."""
+    for name, op in _overloads(names):
+        if _torch_c._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", _KEY):
+            yield name, op
 
 
 def _eligible(tensor: Tensor) -> bool:

@@ -39,6 +39,8 @@ _COUNTED_OUTPUT = frozenset(
 )
 _COMPARISONS = frozenset({"aten.equal", "aten.allclose"})
 _GROUPED_PRODUCTS = frozenset({"aten._grouped_mm", "aten._scaled_grouped_mm"})
+_TYPED_SUMS = frozenset({"aten.addmm.dtype", "aten.baddbmm.dtype"})
+"""Products with a type of the output, whose meta kernels multiply by it: addmm until torch 2.13."""
 _MASKED = -1e4
 """An additive attention mask below this hides its position."""
 _MAX_ZEROS = 1 << 24
@@ -384,6 +386,9 @@ def without_meta_kernel(
     if info.name in _GROUPED_PRODUCTS:
         with contextlib.suppress(*_REFUSED):
             return _in_bf16(func, args, kwargs)
+    if str(func) in _TYPED_SUMS:
+        with contextlib.suppress(*_REFUSED):
+            return _with_type(func, *args)
     if not isinstance(error, NotImplementedError) and _NO_FAKE not in str(error):
         raise error
     with contextlib.suppress(*_REFUSED):
@@ -436,6 +441,14 @@ def _in_bf16(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Tensor:
         (args, dict(kwargs)),
     )
     return torch.empty_like(func(*narrow[0], **narrow[1]), dtype=args[0].dtype)
+
+
+def _with_type(func: Any, added: Tensor, first: Tensor, second: Tensor, dtype: Any) -> Tensor:
+    """The sum of a tensor and a product, in the type that was asked for."""
+    plain = func.overloadpacket.default
+    return torch.empty_like(
+        plain(torch.empty_like(added, dtype=first.dtype), first, second), dtype=dtype
+    )
 
 
 def higher_order(recorder: Recorder, func: Any, args: Any, kwargs: Any) -> Any:

@@ -222,12 +222,24 @@ class _Inlined:
             else:
                 self.ops.append(replace(renumbered(op, self.ids), id=len(self.ops)))
         self.values = [_owned(made, tensor) for tensor in made if tensor is not None]
-        self.ops = [self._with_owners(op) if op.holds else op for op in self.ops]
+        used = self._last_used()
+        self.ops = [self._with_owners(op, used) if op.holds else op for op in self.ops]
 
-    def _with_owners(self, op: Op) -> Op:
-        """What an op holds as owners of bytes, which those of a call's arguments need not be."""
-        touched = {self.values[i].storage for i in (*op.inputs, *op.outputs)}
+    def _last_used(self) -> dict[int, int]:
+        """By storage, the last op that reads or writes it in each iteration that has its own."""
+        used: dict[int, int] = {}
+        for op in self.ops:
+            for owner in {self.values[i].storage for i in (*op.inputs, *op.outputs)}:
+                if set(self.values[owner].repeats) <= set(op.repeats):
+                    used[owner] = op.id
+        return used
+
+    def _with_owners(self, op: Op, used: Mapping[int, int]) -> Op:
+        """What an op holds as owners of bytes, which those of a call's arguments need not be; what
+        is used later is there anyway, whatever the recorded call did with its own."""
         owners = [replace(ref, id=self.values[ref.id].storage) for ref in op.holds]
+        touched = {self.values[i].storage for i in (*op.inputs, *op.outputs)}
+        touched |= {ref.id for ref in owners if ref == Ref(ref.id) and used.get(ref.id, 0) > op.id}
         return replace(op, holds=in_order(ref for ref in owners if ref.id not in touched))
 
     def graph(self, graph: OpGraph) -> OpGraph:

@@ -15,6 +15,7 @@ from rooftrace.costmodels.execution import PRESETS, ExecutionModel
 from rooftrace.costmodels.islands import islands
 from rooftrace.costmodels.memory import memory
 from rooftrace.costmodels.plan import plan
+from rooftrace.costmodels.rewrite import without_dead_ops
 from rooftrace.costmodels.timing import Launch, schedule
 from rooftrace.tracer.graph import OpGraph, pattern_of
 from rooftrace.tracer.repeats import roll
@@ -314,6 +315,23 @@ def test_a_chain_through_all_layers_is_cut_between_them() -> None:
     assert estimate(fused).kernels == repeat.count + 2 and estimate(flat).kernels == 1
     assert fused.total.work == plan(flat, "efficient").total.work
     assert fused.bytes.total == (repeat.count + 2) * 2 * (64 * 64 * 2)  # read + write
+
+
+def test_what_an_iteration_writes_for_nobody_disappears_and_what_the_next_one_reads_stays() -> None:
+    b = Builder()
+    x = b.input(64, 64)
+    state = b.unary("sin", x)
+    for layer in range(LAYERS):
+        module = f"layers.{layer}"
+        own = b.unary("exp", b.binary("mul", x, state, module=module), module=module)
+        x = b.unary("cos", own, module=module)
+        b.in_place("relu_", own, module=module)  # after its last use
+        b.in_place("relu_", state, module=module)  # the next layer's
+    flat = b.graph(x)
+    short = roll(flat)
+    assert short.repeats and len(short.ops) < len(flat.ops)
+    # In each layer its own, and what the last one leaves for no layer.
+    assert without_dead_ops(short)[1] == without_dead_ops(flat)[1] == LAYERS + 1
 
 
 @pytest.mark.parametrize("execution", ["naive", "efficient"])

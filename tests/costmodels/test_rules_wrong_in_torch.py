@@ -124,10 +124,9 @@ def test_a_product_with_an_output_type_of_its_own():
     """torch's formulas for addmm and bmm fail: the type is taken for the shape of the output."""
     low = {"dtype": torch.bfloat16}
     c, a, b = meta(7, 3), meta(7, 5, **low), meta(5, 3, **low)
-    calls = (
-        lambda: torch.addmm(c, a, b, out_dtype=torch.float32),
-        lambda: torch.bmm(a[None], b[None], out_dtype=torch.float32),
-    )
+    calls = [lambda: torch.bmm(a[None], b[None], out_dtype=torch.float32)]
+    if torch.__version__ >= (2, 13):  # before, its kernel for meta multiplies by the type
+        calls.append(lambda: torch.addmm(c, a, b, out_dtype=torch.float32))
     for call in calls:
         with pytest.raises(TypeError, match="out_shape"):
             torch_flops(call)

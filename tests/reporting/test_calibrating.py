@@ -106,7 +106,7 @@ def test_a_run_chooses_how_much_to_fit_by_what_was_left_out() -> None:
     assert found.what == "steps" and found.kernels > 20
     assert len(found.tried) == 4 and "compute, memory" in found.tried
     best = min(one.mean for one in found.tried.values())
-    assert found.fit.left_out is not None and found.fit.left_out.mean <= best / 0.97
+    assert found.fit.left_out is not None and found.fit.left_out.mean <= best / 0.9
     assert "the fewest numbers that do" in str(found)
 
 

@@ -106,6 +106,17 @@ def without_holds(graph: OpGraph) -> OpGraph:
     return graph.replace(ops=tuple(replace(op, holds=()) for op in graph.ops))
 
 
+def without_empty_holds(graph: OpGraph) -> OpGraph:
+    """Tensors of no bytes, of which the checkpoint of torch 2.11 keeps two that nothing reads, take
+    no room: which op holds them last says nothing."""
+    values = graph.values
+    ops = (
+        replace(op, holds=tuple(ref for ref in op.holds if values[ref.id].nbytes))
+        for op in graph.ops
+    )
+    return graph.replace(ops=tuple(ops))
+
+
 def linear(layer: Any, x: Tensor) -> Tensor:
     return torch.relu(layer.linear(x))
 
@@ -756,6 +767,13 @@ def test_an_op_in_a_class_of_torch_has_the_line_that_called_it() -> None:
     assert len(lines) == 2
 
 
+def test_a_call_holds_nothing_that_is_used_after_it() -> None:
+    layers = [Layer(TRAITS[kind], inner=Layer(scaled, scale=1)) for kind in ("pair", "frozen")]
+    made = Stack(layers).eval()  # the first one's input is gone when its inner call has ended
+    found, flat, _ = graphs(made)
+    assert found == flat
+
+
 # -- any of these together -------------------------------------------------------------------------
 
 TRAITS: dict[str, Code] = {
@@ -819,4 +837,4 @@ def test_any_stack_has_the_graph_of_what_it_runs(
 ) -> None:
     made = any_stack(plan * times, tied, hooked, again).train(train)
     found, flat, _ = graphs(made, "training" if train else "forward")
-    assert found == flat
+    assert without_empty_holds(found) == without_empty_holds(flat)

@@ -67,6 +67,8 @@ def test_a_backward_product_stands_where_its_forward_product_stands(
     rules = rt.plan(graph, "eager")
     places: dict[str, Counter[str]] = {"forward": Counter(), "backward": Counter()}
     for op in graph.ops:
+        if op.module.endswith("rotary_emb"):
+            continue  # angles need no gradient; transformers 5.17 makes them by a product
         places[op.part][op.module] += rules.op_costs[op.id].flops(("matmul", "convolution"))
     forward, backward = places["forward"], places["backward"]
     # A product has a gradient for each operand, or for its weight only.

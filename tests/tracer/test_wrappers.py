@@ -119,6 +119,24 @@ def test_a_custom_op_that_does_not_know_its_shapes_is_run_on_zeros(
     ]
 
 
+def test_a_sum_and_a_product_in_a_type_of_their_own_run_where_torchs_meta_kernels_fail(
+    module: Callable[..., nn.Module],
+) -> None:
+    wide = {"out_dtype": torch.float32}
+
+    def forward(self: Any, x: Tensor, added: Tensor) -> Any:
+        product = torch.addmm(added, x, x.t(), alpha=2.0, **wide)
+        return product, torch.baddbmm(added[None], x[None], x.t()[None], **wide)
+
+    x = torch.ones(2, 8, dtype=torch.bfloat16)
+    graph = rt.trace(module(forward), x, torch.ones(2, 2))
+    assert not graph.assumptions and not rt.plan(graph, "eager").coverage.unsupported
+    assert [op.name for op in graph.kernels()] == ["aten.addmm", "aten.baddbmm"]
+    made = [graph.values[i] for i in graph.outputs]
+    assert [(value.dtype, value.shape) for value in made] == [("fp32", (2, 2)), ("fp32", (1, 2, 2))]
+    assert rt.plan(graph, "eager").total.flops(("matmul",)) == 2 * (2 * 2 * 2 * 8)
+
+
 def test_a_while_loop_goes_round_as_often_as_its_known_condition_says(
     module: Callable[..., nn.Module],
 ) -> None:
