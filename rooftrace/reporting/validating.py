@@ -421,5 +421,6 @@ def _trace_notes(found: Alignment, graphs: Mapping[str, Any], chip: Chip) -> lis
     )
     if found.first_difference and (found.only_in_trace or found.only_in_graph):
         notes.append(f"the two part {found.first_difference}")
-    notes.append("the profiler lengthens a step on the host; seconds of kernels stay what they are")
+    kept = "; seconds of kernels stay what they are" if profile.on_device else ", and its ops"
+    notes.append(f"the profiler lengthens a step on the host{kept}")
     return notes
