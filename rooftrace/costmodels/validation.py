@@ -15,9 +15,7 @@ from rooftrace.costmodels.calibrate import Errors, errors
 from rooftrace.costmodels.estimate import Estimate
 from rooftrace.costmodels.misses import Node
 from rooftrace.costmodels.opclass import group_class
-from rooftrace.costmodels.profiles.align import Key, Stray, key_of_call, key_of_op
 from rooftrace.hardware.chip import Chip
-from rooftrace.tracer.runfile import ModelRow
 
 PHASES: Mapping[str, str] = {
     "prefill": "prefill, forward",
@@ -264,115 +262,6 @@ def by_class(checks: Iterable[NodeCheck]) -> dict[str, ClassCheck]:
         for kind, (count, predicted, measured, off) in sums.items()
     }
     return dict(sorted(found.items(), key=lambda entry: -entry[1].measured))
-
-
-# -- the ops of a run's row ------------------------------------------------------------------------
-
-# The profiler counts a kernel for the innermost op, which the graph may have under another name:
-# pattern, common name, and how many shapes tell two apart.
-_INNERMOST: tuple[tuple[re.Pattern[str], str, int], ...] = tuple(
-    (re.compile(pattern), name, shapes)
-    for pattern, name, shapes in (
-        (r"aten::(_to_copy|clone|copy|contiguous)", "copy", 1),
-        (r"aten::(cudnn_|miopen_|mkldnn_|_slow_|slow_|thnn_)?_?conv(olution|_depthwise|2d|3d)\w*"
-         r"(?<!backward)", "convolution", 2),
-        (r"aten::_(flash|efficient|cudnn)_attention_forward", "attention", 0),
-        (r"aten::mkldnn_rnn_layer|rnn", "rnn", 0),
-        (r"aten::mkldnn_rnn_layer_backward|rnn_backward", "rnn_backward", 0),
-        (r"attention", "attention", 0),
-        (r"aten::(cat|stack)", "cat", 0),
-        (r"aten::_foreach_(\w+)", r"foreach \1", 0),
-        (r"aten::(embedding|index_select)", "embedding", 1),
-        (r"aten::(relu|clamp_min)", "relu", 1),
-        (r"aten::(_index_put_impl|_?index_put|_unsafe_index_put)", "index put", 1),
-        (r"aten::(bernoulli|native_dropout)", "dropout", 1),
-        (r"aten::(convolution|_slow_conv2d|mkldnn_convolution)_backward", "convolution back", 3),
-    )
-)  # fmt: skip
-
-
-@dataclass(frozen=True)
-class RowSeconds:
-    """What a row says of the ops of its graph: seconds by op id, all iterations together.
-
-    total: seconds of all ops of the row, unattributed ones included.  strays: those that the graph
-    has not, most seconds first.
-    """
-
-    seconds: Mapping[int, float]
-    total: float
-    strays: tuple[Stray, ...]
-
-    @property
-    def coverage(self) -> float:
-        """Share of the measured seconds that belongs to an op of the graph."""
-        return sum(self.seconds.values()) / self.total if self.total else 0.0
-
-
-def seconds_of_row(row: ModelRow, estimate: Estimate) -> RowSeconds:
-    """The measured seconds of a row's ops, by op of `estimate.graph`.
-
-    A replay names ops by id.  The profiler has alike ops together, by name and shapes: their own
-    seconds are shared among the ops of the graph that are so, as their predicted seconds are.  An
-    op that is run by others inside of it has the seconds of those that are known for it.
-    """
-    total = row.attributed + (row.unattributed or 0.0)
-    if row.source == "replay":
-        return _by_id(row, estimate, total)
-    graph = estimate.graph
-    weights: dict[int, float] = defaultdict(float)
-    for kernel in estimate.rows:
-        for index in kernel.ops:
-            weights[index] += kernel.timing.t_device / len(kernel.ops)
-    exact: dict[Key, list[int]] = defaultdict(list)
-    loose: dict[Key, list[int]] = defaultdict(list)
-    for op in graph.ops:
-        if op.kind == "kernel":
-            key = key_of_op(graph, op)
-            exact[key].append(op.id)
-            loose[_innermost(key)].append(op.id)
-    seconds: dict[int, float] = defaultdict(float)
-    strays: list[Stray] = []
-    for one in row.ops:
-        if one.seconds <= 0:  # what it took is in the ops inside of it
-            continue
-        key = key_of_call(one.target, one.shapes)
-        owners = exact.get(key) or loose.get(_innermost(key)) or loose.get(_foreach(key)) or []
-        if not owners:
-            strays.append(Stray(one.target, key[1], one.count, one.seconds))
-            continue
-        shares = [weights[index] for index in owners]
-        whole = sum(shares)
-        for index, share in zip(owners, shares, strict=True):
-            seconds[index] += one.seconds * (share / whole if whole else 1 / len(owners))
-    strays.sort(key=lambda stray: -stray.seconds)
-    return RowSeconds(dict(seconds), total, tuple(strays))
-
-
-def _innermost(key: Key) -> Key:
-    name, shapes = key
-    for pattern, common, count in _INNERMOST:
-        match = pattern.fullmatch(name)
-        if match:
-            return match.expand(common), shapes[:count]
-    return key
-
-
-def _foreach(key: Key) -> Key:
-    """What an optimizer's op on one parameter is in the graph: a part of one on all of them."""
-    return f"foreach {key[0].removeprefix('aten::')}", ()
-
-
-def _by_id(row: ModelRow, estimate: Estimate, total: float) -> RowSeconds:
-    ops = estimate.graph.ops
-    seconds: dict[int, float] = {}
-    strays: list[Stray] = []
-    for one in row.ops:
-        if one.id is not None and one.id < len(ops) and ops[one.id].target == one.target:
-            seconds[one.id] = seconds.get(one.id, 0.0) + one.seconds
-        else:
-            strays.append(Stray(one.target, (), one.count, one.seconds))
-    return RowSeconds(seconds, total, tuple(strays))
 
 
 # -- the chip that was measured --------------------------------------------------------------------

@@ -18,6 +18,7 @@ from rooftrace.costmodels.profiles.ncu import read_counters
 from rooftrace.costmodels.profiles.records import Profile
 from rooftrace.costmodels.profiles.source import Kind
 from rooftrace.costmodels.profiles.steps import StepTime
+from rooftrace.costmodels.row_seconds import seconds_of_row
 from rooftrace.costmodels.validation import (
     NodeCheck,
     StepCheck,
@@ -27,7 +28,6 @@ from rooftrace.costmodels.validation import (
     node_checks,
     other_device,
     peak_errors,
-    seconds_of_row,
     step_check,
 )
 from rooftrace.hardware.chip import Chip
@@ -421,5 +421,6 @@ def _trace_notes(found: Alignment, graphs: Mapping[str, Any], chip: Chip) -> lis
     )
     if found.first_difference and (found.only_in_trace or found.only_in_graph):
         notes.append(f"the two part {found.first_difference}")
-    notes.append("the profiler lengthens a step on the host; seconds of kernels stay what they are")
+    kept = "; seconds of kernels stay what they are" if profile.on_device else ", and its ops"
+    notes.append(f"the profiler lengthens a step on the host{kept}")
     return notes

@@ -25,7 +25,6 @@ from rooftrace.costmodels.validation import (
     dram_by_row,
     node_checks,
     other_device,
-    seconds_of_row,
 )
 from rooftrace.reporting.measured import MeasuredRequestError
 from rooftrace.reporting.validationtext import alike
@@ -202,32 +201,6 @@ def test_ops_that_were_measured_one_by_one_are_those_of_the_graph() -> None:
         assert check.node.measured == pytest.approx(sum(seconds[i] for i in check.node.row.ops))
     whole = run.models[0].attributed + (run.models[0].unattributed or 0.0)
     assert found.coverage == pytest.approx(run.models[0].attributed / whole)
-
-
-@pytest.mark.parametrize(
-    ("name", "shapes", "expected"),
-    [
-        ("aten::addmm", ((8,), (3, 8), (8, 8)), "aten.addmm"),
-        ("aten::index_select", ((10, 8), (3,)), "aten.embedding"),  # which calls it
-        ("aten::clamp_min_", ((3, 8),), "aten.relu"),
-        ("aten::_foreach_sqrt", (), "aten._foreach_sqrt"),  # lists of tensors have no shapes
-        ("aten::sqrt", ((10, 8),), "aten._foreach_sqrt"),  # one parameter after the other
-        ("aten::addmm", ((8,), (4, 8), (8, 8)), None),  # of other sizes
-        ("aten::sort", ((3, 8),), None),
-    ],
-)
-def test_an_op_of_the_profiler_is_found_by_what_it_stands_for(
-    name: str, shapes: tuple[tuple[int, ...], ...], expected: str | None
-) -> None:
-    model = torch.nn.Sequential(torch.nn.Embedding(10, 8), torch.nn.Linear(8, 8), torch.nn.ReLU())
-    graph = rt.trace(model, torch.zeros(3, dtype=torch.long), phase="training")
-    one = OpTime(name, 0.25, 1, shapes=shapes)
-    measured = row(graph, 1.0, phase="training", ops=(one,), device_seconds=0.3, unattributed=0.05)
-    found = seconds_of_row(measured, rt.estimate(graph, CHIP, "eager"))
-    assert {graph.ops[op].name for op in found.seconds} == ({expected} if expected else set())
-    assert sum(found.seconds.values()) == (pytest.approx(0.25) if expected else 0)
-    assert found.coverage == pytest.approx(0.25 / 0.30 if expected else 0)
-    assert [stray.name for stray in found.strays] == ([] if expected else [name])
 
 
 def test_a_kernel_that_is_measured_in_part_is_of_no_class() -> None:
