@@ -7,8 +7,10 @@
 Each file is one GPU and one way to run.  Its rows have a split: of those marked `calib` forty
 (sorted by model and size, every fifth) are fitted to, all marked `dev` are predicted.  The numbers
 that are free are few (`--free`); shares between classes of kernels are those that come with
-rooftrace.  Models are built by timm and traced on meta under autocast to fp16 with norms in fp16,
-which is how the files were made as far as their times tell; training with norms as they are, cross
+rooftrace.  Models are built by timm and traced on meta; precision, layout, chip and torch.compile
+are read off the file's name, as timm's own results have them
+("infer-amp-nchw-pt240-cu124-rtx4090-dynamo").  Norms run in the precision of autocast in inference,
+which is how the files were made as far as their times tell; training has norms as they are, cross
 entropy and SGD with momentum.  Traces are kept in --cache.
 """
 
@@ -18,15 +20,19 @@ import argparse
 import csv
 import sys
 import warnings
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from points import Point, write_points
+
 import rooftrace as rt
 from rooftrace.costmodels.calibrate import Case, Errors, errors, fit, predict, step_case
-from rooftrace.costmodels.knobs import load_knobs
+from rooftrace.costmodels.execution import execution_model
 from rooftrace.hardware.chip import Chip
+from rooftrace.reporting.calibrating import usual_start
 
 FITTED, EVERY_CALIB = 40, 5
 FREE = ("compute", "memory")
@@ -72,7 +78,7 @@ def read(path: Path) -> list[Row]:
                 int(float(line[f"{kind}_img_size"])),
                 int(float(line[f"{kind}_batch_size"])),
                 float(line[f"{kind}_step_time"]) * 1e-3,
-                line["split"],
+                line.get("split") or _split(line["model"]),
                 "training" if kind == "train" else "forward",
             )
             for line in csv.DictReader(file)
@@ -81,23 +87,61 @@ def read(path: Path) -> list[Row]:
     return sorted(found, key=lambda row: (row.model, row.size))
 
 
-def setting(path: Path) -> tuple[Chip, str]:
-    """The chip and the execution model that a file name tells: "...-rtx4090-dynamo.csv".
+def _split(model: str) -> str:
+    """Of a file that does not say: a fifth of the families is for the fit."""
+    return "calib" if zlib.crc32(model.partition("_")[0].encode()) % 5 == 0 else "dev"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How a file was measured.  amp: what autocast runs in, "" where it is off; dtype: of the model
+    and its input; layout: nchw or nhwc."""
+
+    chip: Chip
+    execution: str
+    amp: str
+    dtype: str
+    layout: str
+
+    @property
+    def name(self) -> str:
+        """What sets its graphs apart from the usual ones."""
+        usual = (self.amp, self.dtype, self.layout) == ("float16", "float32", "nchw")
+        return "" if usual else f"-{self.amp or self.dtype}-{self.layout}"
+
+
+_CHIPS = ("3090", "4090", "5090", "pro6000maxq", "pro6000")
+_PRECISIONS = {
+    "amp": ("float16", "float32"),
+    "amp_fp16": ("float16", "float32"),
+    "amp_bf16": ("bfloat16", "float32"),
+    "fp16": ("", "float16"),
+    "bf16": ("", "bfloat16"),
+    "fp32": ("", "float32"),
+}
+
+
+def setting(path: Path) -> Setting | None:
+    """What a file name tells: "...-infer-amp-nchw-pt240-cu124-rtx4090-dynamo.csv"; None where it
+    names no chip, or no precision, that is known here.
 
     Before torch 2 attention was written out: those files are "naive".
     """
-    name = path.stem
-    chip = next((c for c in ("rtx3090", "rtx4090", "rtx5090") if c in name), None)
-    if chip is None:
-        raise SystemExit(f"{path.name}: no chip that rooftrace has is in its name")
-    eager = "naive" if "-pt1" in name else "eager"
-    execution = "compiled" if "dynamo" in name else eager
-    return rt.load_chip(chip.replace("rtx", "rtx-")), execution
+    words = path.stem.split("-")
+    chip = next((c for word in words for c in _CHIPS if word.removeprefix("rtx") == c), None)
+    precision = next((_PRECISIONS[word] for word in words if word in _PRECISIONS), None)
+    if chip is None or precision is None:
+        return None
+    eager = "naive" if any(word.startswith("pt1") for word in words) else "eager"
+    execution = "compiled" if "dynamo" in words else eager
+    name = chip if chip.startswith("pro") else f"rtx-{chip}"
+    layout = "nhwc" if "nhwc" in words else "nchw"
+    return Setting(rt.load_chip(name), execution, *precision, layout)
 
 
-def traced(row: Row, cache: Path) -> rt.OpGraph | None:
+def traced(row: Row, how: Setting, cache: Path) -> rt.OpGraph | None:
     """The graph of a row; None where its model does not build or trace here."""
-    path = cache / f"{row.name}.json.gz"
+    path = cache / f"{row.name}{how.name}.json.gz"
     if path.exists():
         return rt.load(path)
     import timm
@@ -110,7 +154,7 @@ def traced(row: Row, cache: Path) -> rt.OpGraph | None:
             self.inner = inner
 
         def forward(self, x: torch.Tensor) -> Any:
-            with torch.autocast("cuda", torch.float16):
+            with torch.autocast("cuda", getattr(torch, how.amp or "float16"), bool(how.amp)):
                 return self.inner(x)
 
     def built() -> torch.nn.Module:
@@ -128,6 +172,9 @@ def traced(row: Row, cache: Path) -> rt.OpGraph | None:
             model = built()
         channels = model.default_cfg["input_size"][0]
         x = torch.empty(row.batch, channels, row.size, row.size, device="meta")
+        model, x = (part.to(getattr(torch, how.dtype)) for part in (model, x))
+        if how.layout == "nhwc":
+            model, x = (part.to(memory_format=torch.channels_last) for part in (model, x))
         graph = rt.trace(
             Amp(model.eval()), x, phase=row.phase, loss=_cross_entropy, optimizer="sgd"
         )
@@ -145,20 +192,24 @@ def _cross_entropy(output: Any) -> Any:
     return torch.nn.functional.cross_entropy(output, target)
 
 
-def case_of(row: Row, chip: Chip, execution: str, cache: Path) -> Case | None:
-    graph = traced(row, cache)
+def case_of(row: Row, how: Setting, cache: Path) -> Case | None:
+    graph = traced(row, how, cache)
     if graph is None:
         return None
     family = row.model.partition("_")[0]
-    return step_case(row.name, graph, chip, execution, row.seconds, family)
+    return step_case(row.name, graph, how.chip, how.execution, row.seconds, family)
 
 
 def score(
-    path: Path, cache: Path, free: Sequence[str], every: int, tell: Callable[[str], None]
-) -> Score:
+    path: Path,
+    how: Setting,
+    cache: Path,
+    free: Sequence[str],
+    every: int,
+    tell: Callable[[str], None],
+) -> tuple[Score, list[Point]]:
     from scipy.stats import spearmanr
 
-    chip, execution = setting(path)
     rows = read(path)
     calib = [row for row in rows if row.split == "calib"][::EVERY_CALIB][:FITTED]
     dev = [row for row in rows if row.split == "dev"][::every]
@@ -167,16 +218,16 @@ def score(
         for number, row in enumerate(chosen):
             if number % 50 == 0:
                 tell(f"{path.stem}: {number} of {len(chosen)}")
-            one = case_of(row, chip, execution, cache)
+            one = case_of(row, how, cache)
             if one is not None:
                 yield one
 
-    start = load_knobs("typical-compiled" if execution == "compiled" else "typical-eager")
+    start = usual_start(how.chip, execution_model(how.execution))
     found = fit(list(cases(calib)), start, free, check=False)
     held = list(cases(dev))
     predicted = predict(held, found.knobs)
     measured = [case.seconds for case in held]
-    return Score(
+    result = Score(
         path.stem.removeprefix("timm-"),
         len(dev),
         len(held),
@@ -185,6 +236,9 @@ def score(
         errors([case.name for case in held], predicted, measured),
         float(spearmanr(predicted, measured)[0]),
     )
+    labels = [case.name for case in held]
+    group = result.file
+    return result, list(map(Point, labels, predicted, measured, [group] * len(held)))
 
 
 def table(scores: Sequence[Score]) -> str:
@@ -216,6 +270,7 @@ def main() -> None:
     )
     parser.add_argument("--every", type=int, default=1, help="predict every n-th row only")
     parser.add_argument("--free", default=",".join(FREE), help="knobs to fit, at most five")
+    parser.add_argument("--points", type=Path, help="write every prediction there, as CSV")
     parser.add_argument("--files", default="timm-*.csv", help="which files of the folder")
     given = parser.parse_args()
     files = sorted(given.folder.glob(given.files))
@@ -227,7 +282,20 @@ def main() -> None:
     if len(free) > 5:
         raise SystemExit(f"--free {given.free}: at most five numbers a file")
     tell = lambda text: print(text, file=sys.stderr)  # noqa: E731
-    print(table([score(path, given.cache, free, given.every, tell) for path in files]))
+    scores: list[Score] = []
+    points: list[Point] = []
+    for path in files:
+        how = setting(path)
+        if how is None:
+            tell(f"{path.name}: left out: its name says no chip or precision that is known here")
+            continue
+        one, more = score(path, how, given.cache, free, given.every, tell)
+        scores, points = [*scores, one], [*points, *more]
+    if not scores:
+        raise SystemExit(f"{given.folder}: none of {len(files)} files could be used")
+    print(table(scores))
+    if given.points:
+        write_points(given.points, points)
 
 
 if __name__ == "__main__":

@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._prims_common import suggest_memory_format
 
 _empty_strided = torch.ops.aten.empty_strided.default
+_CONVOLUTION = torch.ops.aten.convolution.default
 _META = torch.device("meta")
 _NEVER = object()
 
@@ -30,24 +32,40 @@ class SizeCache:
         """
         key: list[Any] = [func, torch.get_default_dtype()]
         if not (_describe(args, key) and (not kwargs or _describe_named(kwargs, key))):
-            return func(*args, **kwargs)
+            return _run(func, args, kwargs)
         signature = tuple(key)
         try:
             made = self._known.get(signature)
         except TypeError:  # an argument that cannot be hashed (a symbolic size, a generator)
-            return func(*args, **kwargs)
+            return _run(func, args, kwargs)
         if made is None:
-            result = func(*args, **kwargs)
+            result = _run(func, args, kwargs)
             self._known[signature] = _recipe(result, args, kwargs)
             return result
         if made is _NEVER:
-            return func(*args, **kwargs)
+            return _run(func, args, kwargs)
         kind, outputs = made
         tensors = [
             None if spec is None else _empty_strided(spec[0], spec[1], dtype=spec[2], device=_META)
             for spec in outputs
         ]
         return tensors[0] if kind is Tensor else kind(tensors)
+
+
+def _run(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Run an op; a convolution's result gets the layout that it has on a device.
+
+    cuDNN and oneDNN write channels last where the input or the weight is so; on meta the result is
+    always contiguous.
+    """
+    result = func(*args, **kwargs)
+    if func is _CONVOLUTION and result.dim() == 4 and any(map(_channels_last, args[:2])):
+        return result.contiguous(memory_format=torch.channels_last)
+    return result
+
+
+def _channels_last(tensor: Tensor) -> bool:
+    return suggest_memory_format(tensor) is torch.channels_last
 
 
 def writes_lists(name: str, args: Sequence[Any]) -> bool:

@@ -55,6 +55,8 @@ VECTOR = {
     "rtx-3090": (82, 128, 1.695e9),
     "rtx-4090": (128, 128, 2.520e9),
     "rtx-5090": (170, 128, 2.407e9),
+    "rtx-pro-6000": (188, 128, 2.617e9),
+    "rtx-pro-6000-max-q": (188, 128, 2.280e9),
     "mi300x": (304, 128, 2.100e9),
 }
 # chip: dense bf16 multiply-adds per SM and clock with fp32 accumulation, tensor clock [Hz].
@@ -68,6 +70,8 @@ MATRIX = {
     "rtx-3090": (256, 1.695e9),
     "rtx-4090": (256, 2.520e9),
     "rtx-5090": (256, 2.407e9),
+    "rtx-pro-6000": (512, 2.617e9),
+    "rtx-pro-6000-max-q": (512, 2.280e9),
     "mi300x": (1024, 2.100e9),
 }
 # chip: pins, bit/s on each
@@ -79,6 +83,8 @@ MEMORY = {
     "rtx-3090": (384, 19.5e9),
     "rtx-4090": (384, 21e9),
     "rtx-5090": (512, 28e9),
+    "rtx-pro-6000": (512, 28e9),
+    "rtx-pro-6000-max-q": (512, 28e9),
     "mi300x": (8192, 5.2e9),
 }
 

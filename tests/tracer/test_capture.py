@@ -318,3 +318,23 @@ def test_a_tensor_subclass_is_traced_as_its_shape() -> None:
     linear.weight = nn.Parameter(torch.ones(4, 8).as_subclass(Own))
     graph = rt.trace(linear, X.as_subclass(Own))
     assert [op.name for op in graph.ops] == ["aten.t", "aten.addmm"]
+
+
+@pytest.mark.parametrize("part", ["input", "weight", "both", "neither"])
+def test_convolutions_write_the_layout_that_they_write_on_a_device(part):
+    net = nn.Sequential(
+        nn.Conv2d(8, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 3, groups=16),
+        nn.ConvTranspose2d(16, 8, 2, stride=2), nn.MaxPool2d(2),
+    ).eval()  # fmt: skip
+    x = torch.randn(2, 8, 12, 12)
+    if part in ("weight", "both"):
+        net = net.to(memory_format=torch.channels_last)
+    if part in ("input", "both"):
+        x = x.contiguous(memory_format=torch.channels_last)
+    graph = rt.trace(net, x)
+    strides = []
+    for layer in net:
+        x = layer(x)
+        strides.append(x.stride())
+    made = [graph.values[op.outputs[0]] for op in graph.ops if op.kind == "kernel"]
+    assert [tensor.stride for tensor in made] == strides
