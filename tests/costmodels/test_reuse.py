@@ -3,7 +3,7 @@
 from collections import OrderedDict
 from dataclasses import replace
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rooftrace.costmodels.cost import Cost
@@ -48,6 +48,7 @@ def simulated(planned: Plan, capacity: int) -> float:
     return hits
 
 
+@settings(deadline=None)
 @given(programs(), st.integers(16, 4000))
 def test_a_cache_gone_through_line_by_line_holds_about_as_much(program, capacity):
     planned = read_only(plan(program[0], "eager"))
@@ -56,6 +57,7 @@ def test_a_cache_gone_through_line_by_line_holds_about_as_much(program, capacity
     assert hits <= sum(warm_bytes(planned, capacity * 4)) + LINE * len(planned.costs)
 
 
+@settings(deadline=None)
 @given(programs(), st.integers(0, 2000))
 def test_a_larger_cache_holds_no_less_and_none_more_than_there_is(program, capacity):
     planned = plan(program[0], "compiled")
@@ -65,6 +67,7 @@ def test_a_larger_cache_holds_no_less_and_none_more_than_there_is(program, capac
         assert more <= cost.bytes() + 1e-9
 
 
+@settings(deadline=None)
 @given(stacks(), st.sampled_from([64, 256, 1024, 10**4, 10**6]))
 def test_repeats_stand_for_their_iterations(graph, capacity):
     flat = plan(graph, "eager")
