@@ -20,6 +20,8 @@ import random
 import statistics
 from pathlib import Path
 
+from points import Point, write_points
+
 import rooftrace as rt
 from rooftrace.costmodels.attention_rows import NO_ATTENTION, columns
 from rooftrace.costmodels.calibrate import Case, errors, fit, predict
@@ -83,8 +85,9 @@ def off(chosen: list[Case], knobs: Knobs) -> tuple[float, float, float]:
     return found.mean, found.median, found.p90
 
 
-def study(gpu: str, folder: Path, every: bool) -> list[dict[str, float]]:
-    """Prints a line for each phase of a GPU; the numbers of the fits, by seed."""
+def study(gpu: str, folder: Path, every: bool, points: list[Point]) -> list[dict[str, float]]:
+    """Prints a line for each phase of a GPU; the numbers of the fits, by seed.  What the first one
+    predicts is added to `points`."""
     name, source = GPUS[gpu]
     chip = rt.load_chip(name)
     files = [folder / f"attention-{phase}-{gpu}_sxm.csv.gz" for phase in PHASES]
@@ -96,6 +99,12 @@ def study(gpu: str, folder: Path, every: bool) -> list[dict[str, float]]:
         found = fit([case for part in parts for case in part[:FITTED]], START, FREE, check=False)
         fitted.append({p.name: p.value for p in found.parameters if p.identified})
         runs.append([off(part[FITTED:], found.knobs) for part in parts])
+        for phase, part in zip(PHASES, parts, strict=True) if not seed else ():
+            predicted = predict(part[FITTED:], found.knobs)
+            points += [
+                Point(case.name, seconds, case.seconds, f"{name} {phase}")
+                for case, seconds in zip(part[FITTED:], predicted, strict=True)
+            ]
     for phase, one, results in zip(PHASES, given, zip(*runs, strict=True), strict=True):
         mean, median, p90 = (statistics.fmean(column) for column in zip(*results, strict=True))
         plain = off(one, START)[0]
@@ -111,6 +120,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("folder", type=Path)
+    parser.add_argument("--points", type=Path, help="write predictions of one seed there, as CSV")
     parser.add_argument("--all", action="store_true", help="keep the rows of other kernels")
     given = parser.parse_args()
     files = [path.name for path in given.folder.glob("attention-*-*.csv.gz")]
@@ -119,12 +129,15 @@ def main() -> None:
         raise SystemExit("no attention-context-GPU and attention-generation-GPU in that folder")
     print("| GPU | phase | rows | mean | median | p90 | typical |")
     print("|---|---|---:|---:|---:|---:|---:|")
-    fitted = {gpu: study(gpu, given.folder, given.all) for gpu in gpus}
+    points: list[Point] = []
+    fitted = {gpu: study(gpu, given.folder, given.all, points) for gpu in gpus}
     print("\nFitted (median of the seeds):")
     for gpu, runs in fitted.items():
         values = {name: [run[name] for run in runs if name in run] for name in FREE}
         known = {name: statistics.median(found) for name, found in values.items() if found}
         print(f"{gpu} {', '.join(f'{name} {value:.3g}' for name, value in known.items())}")
+    if given.points:
+        write_points(given.points, points)
 
 
 if __name__ == "__main__":

@@ -16,10 +16,13 @@ import csv
 import gzip
 import random
 import statistics
+from dataclasses import replace
 from pathlib import Path
 
+from points import Point, write_points
+
 import rooftrace as rt
-from rooftrace.costmodels.calibrate import Case, errors, fit, predict
+from rooftrace.costmodels.calibrate import Case, Errors, errors, fit, predict
 from rooftrace.costmodels.kernels import table
 from rooftrace.costmodels.knobs import Knobs
 from rooftrace.costmodels.utilization import Tiling
@@ -59,18 +62,17 @@ def cases(path: Path, chip: Chip) -> dict[str, list[Case]]:
     return found
 
 
-def score(chosen: list[Case], seed: int) -> tuple[float, float, float]:
-    """Mean, median and 90th percentile of the errors on rows that were not fitted."""
+def score(chosen: list[Case], seed: int) -> tuple[Errors, list[Point]]:
+    """The errors on rows that were not fitted, and these rows."""
     order = random.Random(seed).sample(range(len(chosen)), len(chosen))
     inside = [chosen[i] for i in order[:FITTED]]
     outside = [chosen[i] for i in order[FITTED:]]
     knobs = fit(inside, START, FREE, check=False).knobs
-    found = errors(
-        [case.name for case in outside],
-        predict(outside, knobs),
-        [case.seconds for case in outside],
+    names, seconds = [case.name for case in outside], [case.seconds for case in outside]
+    predicted = predict(outside, knobs)
+    return errors(names, predicted, seconds), list(
+        map(Point, names, predicted, seconds, [""] * len(outside))
     )
-    return found.mean, found.median, found.p90
 
 
 def main() -> None:
@@ -78,7 +80,10 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("folder", type=Path)
-    files = sorted(parser.parse_args().folder.glob("gemm-*.csv.gz"))
+    parser.add_argument("--points", type=Path, help="write predictions of one seed there, as CSV")
+    given = parser.parse_args()
+    files = sorted(given.folder.glob("gemm-*.csv.gz"))
+    points: list[Point] = []
     if not files:
         raise SystemExit("no gemm-*.csv.gz in that folder")
     print("| GPU | format | rows | mean | median | p90 |\n|---|---|---:|---:|---:|---:|")
@@ -88,10 +93,16 @@ def main() -> None:
             raise SystemExit(f"{path.name}: no chip that rooftrace has is in its name")
         for precision, chosen in cases(path, rt.load_chip(name)).items():
             runs = [score(chosen, seed) for seed in range(SEEDS)]
-            mean, median, p90 = (statistics.fmean(column) for column in zip(*runs, strict=True))
+            mean, median, p90 = (
+                statistics.fmean(getattr(found, number) for found, _ in runs)
+                for number in ("mean", "median", "p90")
+            )
+            points += [replace(point, group=f"{name} {precision}") for point in runs[0][1]]
             print(
                 f"| {name} | {precision} | {len(chosen)} | {mean:.1%} | {median:.1%} | {p90:.1%} |"
             )
+    if given.points:
+        write_points(given.points, points)
 
 
 if __name__ == "__main__":

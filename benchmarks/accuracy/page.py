@@ -12,16 +12,18 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import rooftrace as rt
-from rooftrace.costmodels.calibrate import Errors
-from rooftrace.reporting.calibrating import Calibration, calibrate_run
+from points import Point, read_points
 
 HERE = Path(__file__).parent
 MEASUREMENTS = HERE.parents[1] / "measurements"
+DOCS = HERE.parents[1] / "docs"
+DRAWN = 800
+"""Points in a figure."""
 
 HEAD = """# How accurate are the times?
 
@@ -41,6 +43,7 @@ class Part:
     title: str
     script: str
     pattern: str
+    figure: str
     text: str
 
 
@@ -49,6 +52,7 @@ PARTS = (
         "Matrix products",
         "gemm.py",
         "gemm-*.csv.gz",
+        "products.png",
         """\
 Latencies of cuBLAS products under CUDA graphs, from the aiconfigurator performance
 database (Apache-2.0). Seven numbers a GPU and format are fitted to 200 rows, the rest
@@ -62,6 +66,7 @@ not split K, where the model takes what suits the product.""",
         "Attention kernels",
         "attention.py",
         "attention-*.csv.gz",
+        "attention.png",
         """\
 Latencies of FlashAttention 2 and 3 in vLLM, from the same database: prompts, and one
 query on a cache. Nine numbers a GPU (eight on A100) for both phases are fitted to 200
@@ -74,6 +79,7 @@ launch and one store for all GPUs.""",
         "Steps of image models",
         "timm_steps.py",
         "timm-infer-*.csv",
+        "images.png",
         """\
 Published inference steps of about 1,000 models of timm (Apache-2.0), AMP fp16. Two
 numbers a file are fitted to forty models of families that are kept apart: what the GPU
@@ -87,6 +93,7 @@ that is kept apart. All other families are predicted from traces.""",
         "Training steps of image models",
         "timm_steps.py",
         "timm-train-*.csv",
+        "training.png",
         """\
 The same for forward, loss, backward and SGD of torch 1.12, whose attention was written out. The
 shares of the backward of depthwise and grouped convolutions were chosen with these rows in sight;
@@ -95,68 +102,63 @@ two numbers are fitted as above.""",
 )
 
 
-def table_of(part: Part, folder: Path, every: int) -> str:
-    """What the script prints, or why it cannot."""
+def made(script: str, arguments: Sequence[str], title: str, figure: Path) -> str:
+    """The table that a script prints, and its predictions as a figure."""
+    with tempfile.TemporaryDirectory() as scratch:
+        points = Path(scratch) / "points.csv"
+        command = [sys.executable, str(HERE / script), *arguments, "--points", str(points)]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+        if done.returncode:
+            raise SystemExit(f"{script} failed with {done.returncode}")
+        draw(read_points(points), title, figure)
+    picture = f"![{title}: predicted against measured]({figure.parent.name}/{figure.name})"
+    return f"{done.stdout.strip()}\n\n{picture}"
+
+
+def draw(points: Sequence[Point], title: str, figure: Path) -> None:
+    """A parity plot of at most `DRAWN` of the points, evenly taken."""
+    from rooftrace.reporting import style
+    from rooftrace.reporting.parity import ParityPoint, parity_figure
+
+    step = -(-len(points) // DRAWN)
+    shown = [
+        ParityPoint(one.label, one.predicted, one.measured, one.group, one.measured)
+        for one in points[::step]
+    ]
+    some = f"every {step}th of {len(points):,} predictions" if step > 1 else "every prediction"
+    style.save(parity_figure(shown, title, f"{some}; none was fitted to"), figure)
+
+
+def section(part: Part, folder: Path, every: int, figures: Path) -> str:
+    """What the script finds in the folder, or that there is nothing for it."""
     if not any(folder.glob(part.pattern)):
         return f"Not measured for this page: the folder has no `{part.pattern}`."
-    command = [sys.executable, str(HERE / part.script), str(folder)]
+    arguments = [str(folder)]
     if part.script == "timm_steps.py":
-        command += ["--every", str(every), "--files", part.pattern]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"{part.script} failed with {done.returncode}")
-    return done.stdout.strip()
+        arguments += ["--every", str(every), "--files", part.pattern]
+    return made(part.script, arguments, part.title, figures / part.figure)
 
 
-def own_section() -> list[str]:
-    """Every run in measurements/ that has its chip beside it, fitted and checked."""
-    lines = [
-        "## This project's own runs",
-        "",
-        "Files of `rooftrace measure` in [measurements](../measurements/README.md), with the chip",
-        "that `rooftrace measure --chip-only` made on the same machine. Models are left out by",
-        "fifths.",
-    ]
-    runs = sorted(MEASUREMENTS.glob("*.json.gz"))
-    for path in runs:
-        chip = path.with_name(path.name.removesuffix(".json.gz") + ".toml")
-        if chip.exists():
-            run = rt.load_run(path)
-            lines += ["", f"### {path.name}", "", *own_rows(calibrate_run(run, rt.load_chip(chip)))]
-    return lines
+OWN = """\
+## This project's own runs
+
+Files of `rooftrace measure` in [measurements](../measurements/README.md), each with the chip that
+`rooftrace measure --chip-only` made on the same machine just before. The models of a run, sorted by
+name, are dealt into two halves; a fit sees the steps of one half, the other is predicted, both
+ways: without a fit (the measured chip alone), with two numbers fitted (what it sustains of its
+arithmetic and of its bandwidth), and with as many as `rooftrace calibrate` chose."""
 
 
-def own_rows(found: Calibration) -> list[str]:
-    """Errors without and with a fit, and what was fitted."""
-    rows = [
-        "| steps | number | mean | median | p90 | bias | worst |",
-        "|---|---:|---:|---:|---:|---:|---|",
-        _row("all, by the measured chip alone", found.before),
-        _row("those fitted to", found.fit.errors),
-    ]
-    if found.fit.left_out is not None:
-        rows.append(_row("those left out of the fit", found.fit.left_out))
-    rows += [_row(f"left out, mostly {kind}", one) for kind, one in found.fit.by_class.items()]
-    values = ", ".join(f"{p.name} {p.value:.3g} (± {p.error:.0%})" for p in found.fit.parameters)
-    unknown = ", ".join(found.fit.unidentified) or "none"
-    return [*rows, "", f"Fitted: {values}. Not identified: {unknown}."]
-
-
-def _row(name: str, one: Errors) -> str:
-    numbers = (f"{one.mean:.1%}", f"{one.median:.1%}", f"{one.p90:.1%}", f"{one.bias:+.1%}")
-    worst = f"{one.worst_case} {one.worst:+.0%}"
-    return f"| {name} | {one.count} | {' | '.join(numbers)} | {worst} |"
-
-
-def page(folder: Path | None, every: int, tell: Callable[[str], None]) -> str:
-    """The text of docs/accuracy.md."""
+def page(folder: Path | None, every: int, figures: Path, tell: Callable[[str], None]) -> str:
+    """The text of docs/accuracy.md; figures go into their folder."""
     lines = [HEAD, ""]
     for part in PARTS if folder else ():
         tell(part.title)
         assert folder is not None
-        lines += [f"## {part.title}", "", part.text, "", table_of(part, folder, every), ""]
+        lines += [f"## {part.title}", "", part.text, "", section(part, folder, every, figures), ""]
     tell("own runs")
-    return "\n".join([*lines, *own_section(), ""])
+    own = made("own.py", [str(MEASUREMENTS)], "Own runs", figures / "own.png")
+    return "\n".join([*lines, OWN, "", own, ""])
 
 
 def main() -> None:
@@ -165,10 +167,13 @@ def main() -> None:
     )
     parser.add_argument("folder", type=Path, nargs="?", help="measurements of others")
     parser.add_argument("--every", type=int, default=1, help="of the steps every n-th row only")
+    parser.add_argument("--figures", type=Path, default=DOCS / "accuracy", help="where they go")
     given = parser.parse_args()
     if given.folder is not None and not given.folder.is_dir():
         raise SystemExit(f"{given.folder}: there is no such folder")
-    print(page(given.folder, given.every, lambda text: print(text, file=sys.stderr)), end="")
+    given.figures.mkdir(parents=True, exist_ok=True)
+    tell = lambda text: print(text, file=sys.stderr)  # noqa: E731
+    print(page(given.folder, given.every, given.figures, tell), end="")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ from functools import partial
 from itertools import takewhile
 
 from rooftrace.costmodels.execution import ExecutionModel
-from rooftrace.costmodels.layouts import keeps_channels_last
 from rooftrace.costmodels.patterns import group_name
 from rooftrace.costmodels.realized import stored_wide
 from rooftrace.costmodels.registry import FusionClass, find_rule
@@ -126,7 +125,7 @@ def fuse(graph: OpGraph, execution: ExecutionModel) -> tuple[FusionGroup, ...]:
     """The kernels of `graph` in launch order under this execution model."""
     classes = _classes(graph)
     if execution.fusion == "detected":
-        found = _grown(graph, classes, keeps_channels_last(graph))
+        found = _grown(graph, classes)
         groups = [sorted(group.members) for group in found]
         repeats = [group.repeats for group in found]
     else:
@@ -179,13 +178,11 @@ def _classes(graph: OpGraph) -> list[FusionClass | None]:
     return found
 
 
-def _grown(
-    graph: OpGraph, classes: Sequence[FusionClass | None], channels_last: bool
-) -> list[_Open]:
+def _grown(graph: OpGraph, classes: Sequence[FusionClass | None]) -> list[_Open]:
     """Groups by rank, alike between every two iterations of a repeat."""
     around = Neighbourhood(graph)
     while True:
-        groups = _Grower(graph, classes, around, channels_last).run()
+        groups = _Grower(graph, classes, around).run()
         if not around.sites or not around.bar_uneven([group.members for group in groups]):
             return groups
 
@@ -208,10 +205,8 @@ class _Grower:
         graph: OpGraph,
         classes: Sequence[FusionClass | None],
         around: Neighbourhood,
-        channels_last: bool,
     ) -> None:
         self.graph, self.classes, self.around = graph, classes, around
-        self.channels_last = channels_last
         self.listed = listed(graph)
         self.groups: list[_Open] = []
         self.group_of: dict[int, _Open] = {}
@@ -448,7 +443,7 @@ class _Grower:
             self._start(op, size, reduced, True)
             self.group_of[op.id].late.add(op.id)
             return
-        if reduced is not None and _goes_down(self.graph, op, self.channels_last):
+        if reduced is not None and _goes_down(self.graph, op):
             self._start(op, size, reduced, True)
             self.group_of[op.id].down = True
             self.group_of[op.id].late.add(op.id)
@@ -599,11 +594,8 @@ def _writes_many(op: Op) -> bool:
     return op.name == "aten.cat" and len(op.inputs) > FEW_PLACED
 
 
-def _goes_down(graph: OpGraph, op: Op, channels_last: bool) -> bool:
-    """Whether the op reduces many rows, each column by itself, to one.
-
-    The pixels of an image with channels last are such rows.
-    """
+def _goes_down(graph: OpGraph, op: Op) -> bool:
+    """Whether the op reduces many rows, each column by itself, to one."""
     dimensions = op.arguments.get("dim")
     if isinstance(dimensions, int):
         dimensions = (dimensions,)
@@ -611,8 +603,7 @@ def _goes_down(graph: OpGraph, op: Op, channels_last: bool) -> bool:
         return False
     shape = graph.values[op.inputs[0]].shape
     reduced = {d % len(shape) for d in dimensions} if shape else set()
-    innermost = 1 if channels_last and len(shape) == 4 else len(shape) - 1
-    if not shape or innermost in reduced or shape[innermost] == 1:
+    if not shape or len(shape) - 1 in reduced or shape[-1] == 1:
         return False
     left = max((graph.values[i].elements for i in op.outputs), default=0)
     return math.prod(shape[d] for d in reduced) > DOWN and left < math.prod(shape)

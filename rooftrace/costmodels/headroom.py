@@ -42,7 +42,8 @@ SOFTMAX = frozenset(("aten._softmax", "aten._safe_softmax"))
 class Saving:
     """What putting these ops into one kernel saves, over all `count` groups that are alike.
 
-    kind: fused (a group that was found), or one of EPILOGUE, ATTENTION, CHAIN.  ops: their names.
+    kind: fused (a group that was found), unread (results of one op that nobody reads, and a
+    compiler leaves out), or one of EPILOGUE, ATTENTION, CHAIN.  ops: their names.
     module: path with starred indices.  launches: kernels that are not launched.  bytes: through
     HBM.  seconds: of the device.  share: seconds over t_est of the step without it.
     """
@@ -130,7 +131,7 @@ def headroom(
         planned = regrouped(replace(planned, execution=model), fuse(planned.graph, model))
     alone = fuse(planned.graph, replace(model, fusion="none"))
     return Headroom(
-        estimate(regrouped(planned, alone), chip),
+        estimate(regrouped(planned, alone, generated=False), chip),
         estimate(planned, chip),
         estimate(regrouped(planned, _Further(planned).groups()), chip),
     )
@@ -143,7 +144,7 @@ def _savings(before: Estimate, after: Estimate) -> tuple[Saving, ...]:
     ops = after.graph.ops
     for row in after.rows:
         parts = list({row_of[op].index: row_of[op] for op in row.ops}.values())
-        if len(parts) == 1:
+        if len(parts) == 1 and parts[0].bytes == row.bytes:
             continue
         # A group stands for as many kernels as its first op; what it crosses into is alike.
         size = sum(part.bytes // part.count for part in parts) * row.count - row.bytes
@@ -157,7 +158,7 @@ def _savings(before: Estimate, after: Estimate) -> tuple[Saving, ...]:
         seconds = sum(entry[3] for entry in entries)
         savings.append(
             Saving(
-                pattern if pattern in (EPILOGUE, ATTENTION, CHAIN) else "fused",
+                pattern if pattern in (EPILOGUE, ATTENTION, CHAIN) else _how(members),
                 name,
                 tuple(members),
                 module,
@@ -170,6 +171,11 @@ def _savings(before: Estimate, after: Estimate) -> tuple[Saving, ...]:
             )
         )
     return tuple(sorted(savings, key=lambda s: (-s.seconds, -s.bytes, s.module, s.name, s.ops)))
+
+
+def _how(members: Sequence[str]) -> str:
+    """What a compiler did: to one op, it left out results that nobody reads."""
+    return "fused" if len(members) > 1 else "unread"
 
 
 class _Further:

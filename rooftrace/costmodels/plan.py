@@ -160,10 +160,14 @@ def plan(graph: OpGraph, execution: str | ExecutionModel = "efficient") -> Plan:
     )
 
 
-def regrouped(planned: Plan, groups: tuple[FusionGroup, ...]) -> Plan:
-    """The same step in other groups, which are in an order that every dependency allows."""
+def regrouped(planned: Plan, groups: tuple[FusionGroup, ...], generated: bool = True) -> Plan:
+    """The same step in other groups, which are in an order that every dependency allows.
+
+    generated: whether a compiler writes their kernels, if it does in `planned`.
+    """
     graph, model = planned.graph, planned.execution
-    costs = group_costs(graph, groups, planned.op_costs, model)
+    costing = model if generated else replace(model, fusion="none")
+    costs = group_costs(graph, groups, planned.op_costs, costing)
     launches = _launches(graph, groups, model)
     return replace(planned, groups=groups, costs=costs, launches=launches)
 

@@ -27,7 +27,8 @@ def check(found: Headroom) -> None:
             before.times.t_serial - after.times.t_serial, rel=1e-9, abs=1e-15
         )
         assert before.plan.total.work == after.plan.total.work
-        assert all(s.bytes >= 0 and s.seconds >= 0 and len(s.ops) > 1 for s in savings)
+        assert all(s.bytes >= 0 and s.seconds >= 0 for s in savings)
+        assert all((len(s.ops) > 1) != (s.kind == "unread") for s in savings)
         assert [s.seconds for s in savings] == sorted((s.seconds for s in savings), reverse=True)
     assert found.beyond.bytes_hbm >= found.beyond.bytes_compulsory
     assert len({(s.name, s.module, s.part, s.ops, s.kind) for s in found.fused}) == len(found.fused)

@@ -83,17 +83,11 @@ class Excite(nn.Module):
         return x * self.gate(x.mean((2, 3), keepdim=True)).sigmoid()
 
 
-def test_the_mean_of_an_image_with_channels_last_reads_it_again() -> None:
-    planned = plan(traced(Excite(nn.ReLU())), "compiled")
-    mean = kernel_of(planned, "mean")
-    assert mean == HALF * IMAGE + HALF * 4 * 64  # the image + its means
-    assert kernel_of(planned, "mul") >= 2 * HALF * IMAGE  # read + write
-
-
 def test_an_activation_that_uses_its_input_twice_leaves_it_in_single_precision() -> None:
-    planned = plan(traced(Excite(nn.SiLU())), "compiled")
-    assert kernel_of(planned, "mean") == SINGLE * IMAGE + HALF * 4 * 64
-    assert kernel_of(planned, "silu") >= (HALF + SINGLE) * IMAGE  # convolution's + the norm's
+    wide, narrow = (plan(traced(Excite(kind())), "compiled") for kind in (nn.SiLU, nn.ReLU))
+    # The convolution's result is read, the norm's written; the last product reads that.
+    assert kernel_of(wide, "silu") - kernel_of(narrow, "relu") == (SINGLE - HALF) * IMAGE
+    assert kernel_of(wide, "mul") - kernel_of(narrow, "mul") == (SINGLE - HALF) * IMAGE
     eager = plan(traced(Excite(nn.SiLU())), "eager")
     assert kernel_of(eager, "mean") == HALF * IMAGE + HALF * 4 * 64
 
