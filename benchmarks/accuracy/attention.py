@@ -24,7 +24,8 @@ from points import Point, write_points
 
 import rooftrace as rt
 from rooftrace.costmodels.attention_rows import NO_ATTENTION, columns
-from rooftrace.costmodels.calibrate import Case, errors, fit, predict
+from rooftrace.costmodels.calibrate import fit
+from rooftrace.costmodels.cases import Case, errors, predict
 from rooftrace.costmodels.cost import AttentionSizes
 from rooftrace.costmodels.kernels import table
 from rooftrace.costmodels.knobs import Knobs, Share

@@ -22,7 +22,8 @@ from pathlib import Path
 from points import Point, write_points
 
 import rooftrace as rt
-from rooftrace.costmodels.calibrate import Case, Errors, errors, fit, predict
+from rooftrace.costmodels.calibrate import fit
+from rooftrace.costmodels.cases import Case, Errors, errors, predict
 from rooftrace.costmodels.kernels import table
 from rooftrace.costmodels.knobs import Knobs
 from rooftrace.costmodels.utilization import Tiling

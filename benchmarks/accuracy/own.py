@@ -19,7 +19,8 @@ from pathlib import Path
 from points import Point, write_points
 
 import rooftrace as rt
-from rooftrace.costmodels.calibrate import FEW, Case, Errors, errors, fit, predict, step_case
+from rooftrace.costmodels.calibrate import FEW, fit
+from rooftrace.costmodels.cases import Case, Errors, errors, predict, step_case
 from rooftrace.costmodels.execution import execution_model
 from rooftrace.costmodels.knobs import Knobs
 from rooftrace.costmodels.plan import plan

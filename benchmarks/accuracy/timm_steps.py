@@ -29,7 +29,8 @@ from typing import Any
 from points import Point, write_points
 
 import rooftrace as rt
-from rooftrace.costmodels.calibrate import Case, Errors, errors, fit, predict, step_case
+from rooftrace.costmodels.calibrate import fit
+from rooftrace.costmodels.cases import Case, Errors, errors, predict, step_case
 from rooftrace.costmodels.execution import execution_model
 from rooftrace.hardware.chip import Chip
 from rooftrace.reporting.calibrating import usual_start

@@ -13,54 +13,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from rooftrace.costmodels.attention_time import attention_engine, attention_knobs
-from rooftrace.costmodels.estimate import dispatch_seconds
-from rooftrace.costmodels.execution import ExecutionModel
-from rooftrace.costmodels.kernels import (
-    KernelTable,
-    copies_layouts,
-    kernel_seconds,
-    kernel_table,
-    launch_seconds,
-    products_of,
-)
+from rooftrace.costmodels.attention_time import attention_engine
+from rooftrace.costmodels.cases import CalibrationError, Case, Errors, Stack, errors, predict
+from rooftrace.costmodels.freeknobs import ATTENTION, TILING, UNKNOWN, Space
+from rooftrace.costmodels.kernels import kernel_seconds
 from rooftrace.costmodels.knobs import Knobs, with_shares
 from rooftrace.costmodels.opclass import CLASSES
-from rooftrace.costmodels.plan import Plan, plan
 from rooftrace.costmodels.timing import host_waits
 from rooftrace.costmodels.utilization import matrix_engine
-from rooftrace.hardware.chip import Chip
-from rooftrace.tracer.graph import OpGraph
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from rooftrace.costmodels.utilization import TileTerms
-
     Array = np.ndarray[Any, np.dtype[np.float64]]
 
-STEP = ("compute", "memory", "cache", "overlap", "launch", "dispatch", "layout")
-"""Knobs of a whole chip that a fit can free; beside them "tiling.prologue" and its like,
-"attention.start" and its like, and "mm.compute", "layer norm.memory" ...: the shares of a class."""
-_TILING = ("prologue", "split", "feed", "busy")
-_ATTENTION = {
-    "products": 1.0, "convert": 0.5, "stream": 1.0,
-    "start": 1e-6, "combine": 3e-6, "prepare": 3e-6, "request": 1e-8,
-}  # fmt: skip
-"""Numbers of attention kernels, and where a fit begins that is given none."""
-_PRIORS = {
-    "compute": 0.5, "memory": 0.4, "cache": 0.7, "overlap": 0.4, "launch": 0.7, "dispatch": 0.7,
-    "layout": 0.5, "tiling": 1.0, "attention": 1.0, "share": 0.15, "alone": 0.8,
-}  # fmt: skip
-"""Standard deviation of the logarithm of a knob around its start, before anything is measured;
-"alone": of a share or a number of tiles where single kernels were."""
-_NOISE = 0.08
-"""The same of a measurement around a good prediction, as a first guess."""
-_LEAST_NOISE = 0.02
-_UNKNOWN = 0.5
-"""A knob is not identified where the fit leaves more than this of its prior deviation."""
-_START = {"launch": 3e-6, "dispatch": 8e-6, "cache": 3.0}
-_MOST_OVERLAP = 20.0
 FOLDS = 5
 _FEWEST_GROUPS = 3
 _FEWEST_KERNELS = 5
@@ -68,46 +34,6 @@ FEW = ("compute", "memory")
 """What whole steps usually tell."""
 _GAIN = 0.1
 """Those that are left out are few: a smaller gain on them may be chance."""
-
-
-class CalibrationError(ValueError):
-    """Measurements that nothing can be fitted to: says what there is and what is needed."""
-
-
-@dataclass(frozen=True)
-class Case:
-    """One measured time, and the kernels that took it.
-
-    seconds: of a whole step, or of `table`'s kernels alone.  dispatches: what the host enqueued for
-    it, 0 where the host does not matter; dispatch: seconds each, None where that is the knob of the
-    same name.  layouts: see `kernel_seconds`.  group: cases of one group
-    are left out together when the fit is checked (a family of models, a shape).
-    """
-
-    name: str
-    table: KernelTable
-    seconds: float
-    dispatches: int = 0
-    layouts: bool = False
-    group: str = ""
-    dispatch: float | None = None
-
-
-@dataclass(frozen=True)
-class Errors:
-    """Relative errors of predictions: (predicted - measured) / measured."""
-
-    count: int
-    bias: float
-    mean: float
-    median: float
-    p90: float
-    worst: float
-    worst_case: str
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain dict for files."""
-        return dict(vars(self))
 
 
 @dataclass(frozen=True)
@@ -143,48 +69,6 @@ class Fit:
         return tuple(p.name for p in self.parameters if not p.identified)
 
 
-def step_case(
-    name: str,
-    graph: OpGraph | Plan,
-    chip: Chip,
-    execution: str | ExecutionModel,
-    seconds: float,
-    group: str = "",
-) -> Case:
-    """The case of a whole measured step.  Raises CalibrationError for a time that is none."""
-    if not (isinstance(seconds, (int, float)) and math.isfinite(seconds) and seconds > 0):
-        raise CalibrationError(f"{name}: {seconds!r} seconds: expected a time above 0")
-    planned = graph if isinstance(graph, Plan) else plan(graph, execution)
-    table, _ = kernel_table(planned, chip)
-    model = planned.execution
-    dispatches = sum(
-        launch.dispatches * math.prod(planned.graph.repeats[r].count for r in launch.repeats)
-        for launch in planned.launches
-    )
-    host = None if model.dispatch == "eager" else dispatch_seconds(model, chip)
-    return Case(name, table, seconds, dispatches, copies_layouts(planned), group, host)
-
-
-def predict(cases: Sequence[Case], knobs: Knobs) -> list[float]:
-    """Seconds of each case by these knobs."""
-    return [float(t) for t in _Stack(cases, knobs).predict(knobs)]
-
-
-def errors(names: Sequence[str], predicted: Sequence[float], measured: Sequence[float]) -> Errors:
-    """How far predictions are off.  Raises CalibrationError without any."""
-    import numpy as np
-
-    if not names:
-        raise CalibrationError("no predictions to compare with measurements")
-    off = np.array(predicted) / np.array(measured) - 1
-    size = np.abs(off)
-    worst = int(size.argmax())
-    return Errors(
-        len(names), float(off.mean()), float(size.mean()), float(np.median(size)),
-        float(np.quantile(size, 0.9)), float(off[worst]), names[worst],
-    )  # fmt: skip
-
-
 def fit(
     cases: Sequence[Case],
     start: Knobs,
@@ -214,8 +98,8 @@ def fit(
         )
     before = start
     start, shares = _kernels_first(kernels, start)
-    stack = _Stack(cases, start)
-    knobs, parameters, covariance = _solved(_Space(start, names, cases[0].table.chip), stack)
+    stack = Stack(cases, start)
+    knobs, parameters, covariance = _solved(Space(start, names, cases[0].table.chip), stack)
     kept = [parameter.name for parameter in parameters if parameter.identified]
     predicted = stack.predict(knobs)
     labels, measured = [case.name for case in cases], [case.seconds for case in cases]
@@ -280,23 +164,23 @@ def _kernels_first(kernels: Sequence[Case], start: Knobs) -> tuple[Knobs, tuple[
     ]
     chip = kernels[0].table.chip
     if matrix_engine(chip, 1.0) is not None and {"mm", "bmm"} & counts.keys():
-        names += [f"tiling.{number}" for number in _TILING]
+        names += [f"tiling.{number}" for number in TILING]
     if attention_engine(chip) is not None and "attention" in counts:
-        names += [f"attention.{number}" for number in _ATTENTION]
-    space = _Space(start, names, chip, alone=True)
-    knobs, parameters, _ = _solved(space, _Stack(kernels, start))
+        names += [f"attention.{number}" for number in ATTENTION]
+    space = Space(start, names, chip, alone=True)
+    knobs, parameters, _ = _solved(space, Stack(kernels, start))
     return knobs, tuple(parameter for parameter in parameters if parameter.identified)
 
 
-def _solved(space: _Space, stack: _Stack) -> tuple[Knobs, tuple[Parameter, ...], Array]:
+def _solved(space: Space, stack: Stack) -> tuple[Knobs, tuple[Parameter, ...], Array]:
     """Fit, put what was not identified back to its start, and fit the others again.
 
     The covariance is of those that were identified.
     """
     _, deviations, _ = space.solve(stack)
-    known = [d <= _UNKNOWN * p for d, p in zip(deviations, space.priors, strict=True)]
+    known = [d <= UNKNOWN * p for d, p in zip(deviations, space.priors, strict=True)]
     kept = [name for name, ok in zip(space.names, known, strict=True) if ok]
-    final = _Space(space.start, kept, space.chip, space.alone)
+    final = Space(space.start, kept, space.chip, space.alone)
     found, errors_kept, covariance = final.solve(stack)
     at = dict(zip(kept, zip(found, errors_kept, strict=True), strict=True))
     parameters = tuple(
@@ -306,153 +190,6 @@ def _solved(space: _Space, stack: _Stack) -> tuple[Knobs, tuple[Parameter, ...],
         for name, start, deviation in zip(space.names, space.starts, deviations, strict=True)
     )
     return final.knobs(found), parameters, covariance
-
-
-# -- the space of knobs ----------------------------------------------------------------------------
-
-
-class _Space:
-    """Free knobs as a vector: the logarithm of each over its start."""
-
-    def __init__(self, start: Knobs, names: Sequence[str], chip: Chip, alone: bool = False) -> None:
-        self.start, self.names, self.chip, self.alone = start, list(names), chip, alone
-        self.starts = [self._start(name) for name in names]
-        self.priors = [_PRIORS["alone"] if alone else self._prior(name) for name in names]
-
-    def _start(self, name: str) -> float:
-        kind, dot, number = name.rpartition(".")
-        if name == "layout":
-            return 1.0
-        if name == "overlap":
-            return min(self.start.overlap, _MOST_OVERLAP)
-        if name == "launch":
-            return self.start.launch or self.chip.kernel_gap.value or _START[name]
-        if name == "dispatch":
-            return self.start.dispatch or self.chip.dispatch_eager.value or _START[name]
-        if name == "cache":
-            return self.start.cache if self.start.cache > 1 else _START[name]
-        if name in STEP:
-            return float(getattr(self.start, name))
-        if kind == "tiling" and number in _TILING:
-            value = float(getattr(self.start.tiling, number))
-            usual = {"prologue": 200.0, "split": 2e-6, "feed": 1.0, "busy": 1.3}[number]
-            return value if 0 < value < math.inf else usual
-        if kind == "attention" and number in _ATTENTION:
-            given = attention_knobs(self.start.attention, self.chip)
-            return float(getattr(given, number)) or _ATTENTION[number]
-        if dot and kind in CLASSES and number in ("compute", "memory"):
-            return float(getattr(self.start.share(kind), number))
-        raise CalibrationError(
-            f"free knob {name!r}: expected one of {', '.join(STEP)}, "
-            f"{', '.join(f'tiling.{t}' for t in _TILING)}, "
-            f"{', '.join(f'attention.{a}' for a in _ATTENTION)}, or a class and a number such as "
-            f"'mm.compute' or 'layer norm.memory' (classes: {', '.join(CLASSES)})"
-        )
-
-    @staticmethod
-    def _prior(name: str) -> float:
-        if name in _PRIORS:
-            return _PRIORS[name]
-        kind, _, number = name.rpartition(".")
-        table = kind == "tiling" or (kind == "attention" and number in _ATTENTION)
-        return _PRIORS[kind if table else "share"]
-
-    def knobs(self, vector: Any) -> Knobs:
-        """The knobs at a point."""
-        knobs = self.start
-        tiling, attention = knobs.tiling, knobs.attention
-        shares: dict[str, dict[str, float]] = defaultdict(dict)
-        for name, start, move in zip(self.names, self.starts, vector, strict=True):
-            value = start * math.exp(min(max(float(move), -6.0), 6.0))
-            kind, _, number = name.rpartition(".")
-            if name == "layout":
-                shares["layout"] |= {
-                    k: s.layout * value for k, s in self.start.shares.items() if s.layout
-                }
-            elif name == "overlap":
-                knobs = replace(knobs, overlap=min(max(value, 1.0), _MOST_OVERLAP))
-            elif name == "cache":
-                knobs = replace(knobs, cache=max(value, 1.0))
-            elif name in STEP:
-                change: dict[str, Any] = {name: value}
-                knobs = replace(knobs, **change)
-            elif kind == "tiling":
-                tiling = replace(tiling, **{number: value})
-            elif kind == "attention" and number in _ATTENTION:
-                attention = replace(attention_knobs(attention, self.chip), **{number: value})
-            else:
-                shares[number][kind] = value
-        return replace(with_shares(knobs, **shares), tiling=tiling, attention=attention)
-
-    def solve(self, stack: _Stack) -> tuple[Array, Array, Array]:
-        """Where the fit ends, standard errors of the logarithms, and their covariance."""
-        import numpy as np
-        from scipy.optimize import least_squares
-
-        if not self.names:
-            return np.zeros(0), np.zeros(0), np.zeros((0, 0))
-        priors = np.array(self.priors)
-
-        def residuals(vector: Array, noise: float) -> Array:
-            off = np.log(stack.predict(self.knobs(vector)) / stack.measured) / noise
-            # Cases count by a robust loss, priors in full.
-            robust = np.sign(off) * np.sqrt(2 * (np.sqrt(1 + off**2) - 1))
-            return np.concatenate([robust, vector / priors])
-
-        vector, noise = np.zeros(len(self.names)), _NOISE
-        for _ in range(2):  # how far off cases are is known after the first time
-            found = least_squares(residuals, vector, method="lm", args=(noise,))
-            vector = found.x
-            off = np.log(stack.predict(self.knobs(vector)) / stack.measured)
-            noise = max(_LEAST_NOISE, 1.4826 * float(np.median(np.abs(off))))
-        covariance = np.linalg.pinv(found.jac.T @ found.jac)
-        return vector, np.sqrt(np.diag(covariance)), covariance
-
-
-class _Stack:
-    """Many cases as one table, so that a prediction of all is a few operations on arrays."""
-
-    def __init__(self, cases: Sequence[Case], knobs: Knobs) -> None:
-        import numpy as np
-
-        self.measured = np.array([case.seconds for case in cases])
-        self.dispatches = np.array([case.dispatches for case in cases], dtype=float)
-        self.dispatch = np.array([math.nan if c.dispatch is None else c.dispatch for c in cases])
-        self.serial = np.array([host_waits(case.table.chip) for case in cases])
-        self.parts: list[tuple[bool, KernelTable, Any]] = []
-        for layouts in (False, True):
-            chosen = [(i, case.table) for i, case in enumerate(cases) if case.layouts is layouts]
-            if chosen:
-                owner = np.concatenate([np.full(len(t), i) for i, t in chosen])
-                self.parts.append((layouts, _joined([t for _, t in chosen]), owner))
-        self._tiling = knobs.tiling
-        self._terms: list[TileTerms | None] = [products_of(t, knobs) for _, t, _ in self.parts]
-
-    def predict(self, knobs: Knobs) -> Array:
-        """Seconds of every case."""
-        import numpy as np
-
-        total = np.zeros(len(self.measured))
-        for (layouts, table, owner), known in zip(self.parts, self._terms, strict=True):
-            terms = known if knobs.tiling == self._tiling else products_of(table, knobs)
-            device = kernel_seconds(table, knobs, layouts, terms).device
-            device = device + launch_seconds(knobs, table.chip)
-            total += np.bincount(owner, table.data["count"] * device, len(total))
-        dispatch = knobs.dispatch
-        if dispatch is None and self.parts:
-            dispatch = self.parts[0][1].chip.dispatch_eager.value
-        each = np.where(np.isnan(self.dispatch), dispatch or 0.0, self.dispatch)
-        host = self.dispatches * each
-        # A CPU runs an op when it is called; a GPU while the host goes on.
-        found: Array = np.where(self.serial, total + host, np.maximum(total, host))
-        return found
-
-
-def _joined(tables: Sequence[KernelTable]) -> KernelTable:
-    import numpy as np
-
-    data = {name: np.concatenate([t.data[name] for t in tables]) for name in tables[0].data}
-    return KernelTable(tables[0].chip, np.concatenate([t.kind for t in tables]), data)
 
 
 # -- how far to trust it ---------------------------------------------------------------------------
@@ -473,8 +210,8 @@ def _left_out(
         outside = [i for i, c in enumerate(cases) if fold[c.group or c.name] == part]
         seen = [c for c in kernels if fold.get(c.group) != part]
         begun, _ = _kernels_first(seen, start)
-        space = _Space(begun, free, cases[0].table.chip)
-        knobs = space.knobs(space.solve(_Stack(inside, begun))[0])
+        space = Space(begun, free, cases[0].table.chip)
+        knobs = space.knobs(space.solve(Stack(inside, begun))[0])
         for i, seconds in zip(outside, predict([cases[i] for i in outside], knobs), strict=True):
             predicted[i] = seconds
     return predicted

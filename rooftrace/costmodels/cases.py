@@ -1,27 +1,112 @@
-"""From what was measured to the cases of a fit: kernels of a step one by one, or one alone.
+"""What a fit is fitted to: measured times, each with the kernels that took it.
 
-A kernel's case holds its own row of the table only, so that a fit sees which class was how fast.
+A whole step is one case.  A kernel of a step, or an operation alone, is a case with its own row of
+the table only, so that a fit sees which class was how fast.
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from rooftrace.costmodels.calibrate import Case
 from rooftrace.costmodels.estimate import dispatch_seconds
-from rooftrace.costmodels.kernels import KernelTable, copies_layouts, kernel_table
-from rooftrace.costmodels.plan import Plan
+from rooftrace.costmodels.execution import ExecutionModel
+from rooftrace.costmodels.kernels import (
+    KernelTable,
+    copies_layouts,
+    kernel_seconds,
+    kernel_table,
+    launch_seconds,
+    products_of,
+)
+from rooftrace.costmodels.knobs import Knobs
+from rooftrace.costmodels.plan import Plan, plan
 from rooftrace.costmodels.profiles.align import Key, key_of_call, key_of_op
 from rooftrace.costmodels.timing import host_waits
 from rooftrace.hardware.chip import Chip
+from rooftrace.tracer.graph import OpGraph
 from rooftrace.tracer.runfile import OpTime
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from rooftrace.costmodels.utilization import TileTerms
+
+    Array = np.ndarray[Any, np.dtype[np.float64]]
 
 SHORTEST = 20e-6
 """Seconds: a call below this is mostly its launch, and on a CPU the profiler's own time."""
 MAPPED = 32 * 2**20
 """Bytes: glibc maps a larger block anew at every call (the highest M_MMAP_THRESHOLD), and its first
 use is a page fault every 4 KiB."""
+
+
+class CalibrationError(ValueError):
+    """Measurements that nothing can be fitted to: says what there is and what is needed."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One measured time, and the kernels that took it.
+
+    seconds: of a whole step, or of `table`'s kernels alone.  dispatches: what the host enqueued for
+    it, 0 where the host does not matter; dispatch: seconds each, None where that is the knob of the
+    same name.  layouts: see `kernel_seconds`.  group: cases of one group
+    are left out together when the fit is checked (a family of models, a shape).
+    """
+
+    name: str
+    table: KernelTable
+    seconds: float
+    dispatches: int = 0
+    layouts: bool = False
+    group: str = ""
+    dispatch: float | None = None
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Relative errors of predictions: (predicted - measured) / measured."""
+
+    count: int
+    bias: float
+    mean: float
+    median: float
+    p90: float
+    worst: float
+    worst_case: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain dict for files."""
+        return dict(vars(self))
+
+
+# -- from measurements ----------------------------------------------------------------------------
+
+
+def step_case(
+    name: str,
+    graph: OpGraph | Plan,
+    chip: Chip,
+    execution: str | ExecutionModel,
+    seconds: float,
+    group: str = "",
+) -> Case:
+    """The case of a whole measured step.  Raises CalibrationError for a time that is none."""
+    if not (isinstance(seconds, (int, float)) and math.isfinite(seconds) and seconds > 0):
+        raise CalibrationError(f"{name}: {seconds!r} seconds: expected a time above 0")
+    planned = graph if isinstance(graph, Plan) else plan(graph, execution)
+    table, _ = kernel_table(planned, chip)
+    model = planned.execution
+    dispatches = sum(
+        launch.dispatches * math.prod(planned.graph.repeats[r].count for r in launch.repeats)
+        for launch in planned.launches
+    )
+    host = None if model.dispatch == "eager" else dispatch_seconds(model, chip)
+    return Case(name, table, seconds, dispatches, copies_layouts(planned), group, host)
 
 
 def alone_case(
@@ -118,3 +203,72 @@ class _Cases:
                 dispatch_seconds(self.planned.execution, self.chip),
             )
         )
+
+
+# -- predictions of cases --------------------------------------------------------------------------
+
+
+def predict(cases: Sequence[Case], knobs: Knobs) -> list[float]:
+    """Seconds of each case by these knobs."""
+    return [float(t) for t in Stack(cases, knobs).predict(knobs)]
+
+
+def errors(names: Sequence[str], predicted: Sequence[float], measured: Sequence[float]) -> Errors:
+    """How far predictions are off.  Raises CalibrationError without any."""
+    import numpy as np
+
+    if not names:
+        raise CalibrationError("no predictions to compare with measurements")
+    off = np.array(predicted) / np.array(measured) - 1
+    size = np.abs(off)
+    worst = int(size.argmax())
+    return Errors(
+        len(names), float(off.mean()), float(size.mean()), float(np.median(size)),
+        float(np.quantile(size, 0.9)), float(off[worst]), names[worst],
+    )  # fmt: skip
+
+
+class Stack:
+    """Many cases as one table, so that a prediction of all is a few operations on arrays."""
+
+    def __init__(self, cases: Sequence[Case], knobs: Knobs) -> None:
+        import numpy as np
+
+        self.measured = np.array([case.seconds for case in cases])
+        self.dispatches = np.array([case.dispatches for case in cases], dtype=float)
+        self.dispatch = np.array([math.nan if c.dispatch is None else c.dispatch for c in cases])
+        self.serial = np.array([host_waits(case.table.chip) for case in cases])
+        self.parts: list[tuple[bool, KernelTable, Any]] = []
+        for layouts in (False, True):
+            chosen = [(i, case.table) for i, case in enumerate(cases) if case.layouts is layouts]
+            if chosen:
+                owner = np.concatenate([np.full(len(t), i) for i, t in chosen])
+                self.parts.append((layouts, _joined([t for _, t in chosen]), owner))
+        self._tiling = knobs.tiling
+        self._terms: list[TileTerms | None] = [products_of(t, knobs) for _, t, _ in self.parts]
+
+    def predict(self, knobs: Knobs) -> Array:
+        """Seconds of every case."""
+        import numpy as np
+
+        total = np.zeros(len(self.measured))
+        for (layouts, table, owner), known in zip(self.parts, self._terms, strict=True):
+            terms = known if knobs.tiling == self._tiling else products_of(table, knobs)
+            device = kernel_seconds(table, knobs, layouts, terms).device
+            device = device + launch_seconds(knobs, table.chip)
+            total += np.bincount(owner, table.data["count"] * device, len(total))
+        dispatch = knobs.dispatch
+        if dispatch is None and self.parts:
+            dispatch = self.parts[0][1].chip.dispatch_eager.value
+        each = np.where(np.isnan(self.dispatch), dispatch or 0.0, self.dispatch)
+        host = self.dispatches * each
+        # A CPU runs an op when it is called; a GPU while the host goes on.
+        found: Array = np.where(self.serial, total + host, np.maximum(total, host))
+        return found
+
+
+def _joined(tables: Sequence[KernelTable]) -> KernelTable:
+    import numpy as np
+
+    data = {name: np.concatenate([t.data[name] for t in tables]) for name in tables[0].data}
+    return KernelTable(tables[0].chip, np.concatenate([t.kind for t in tables]), data)

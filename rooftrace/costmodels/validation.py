@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rooftrace.costmodels.calibrate import Errors, errors
+from rooftrace.costmodels.cases import Errors, errors
 from rooftrace.costmodels.estimate import Estimate
 from rooftrace.costmodels.misses import Node
 from rooftrace.costmodels.opclass import group_class

@@ -8,18 +8,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rooftrace.costmodels.calibrate import (
-    FEW,
+from rooftrace.costmodels.calibrate import FEW, Fit, choose, fit
+from rooftrace.costmodels.cases import (
     Case,
     Errors,
-    Fit,
-    choose,
+    alone_case,
     errors,
-    fit,
+    kernel_cases,
     predict,
+    profiled_cases,
     step_case,
 )
-from rooftrace.costmodels.cases import alone_case, kernel_cases, profiled_cases
 from rooftrace.costmodels.execution import ExecutionModel
 from rooftrace.costmodels.knobs import Knobs, dump_knobs, load_knobs
 from rooftrace.costmodels.plan import plan

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rooftrace.costmodels.calibrate import Errors
+from rooftrace.costmodels.cases import Errors
 from rooftrace.hardware.units import format_time
 from rooftrace.reporting.words import plural
 

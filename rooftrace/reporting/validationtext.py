@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rooftrace.costmodels.calibrate import Errors
+from rooftrace.costmodels.cases import Errors
 from rooftrace.costmodels.profiles.align import Stray
 from rooftrace.costmodels.validation import (
     PHASES,

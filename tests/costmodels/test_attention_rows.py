@@ -20,7 +20,8 @@ from rooftrace.costmodels.attention_time import (
     attention_engine,
     attention_seconds,
 )
-from rooftrace.costmodels.calibrate import CalibrationError, Case, fit, predict, step_case
+from rooftrace.costmodels.calibrate import fit
+from rooftrace.costmodels.cases import CalibrationError, Case, predict, step_case
 from rooftrace.costmodels.execution import execution_model
 from rooftrace.costmodels.kernels import KernelTable, kernel_seconds, kernel_table
 from rooftrace.costmodels.knobs import Knobs, KnobsError, dump_knobs, load_knobs

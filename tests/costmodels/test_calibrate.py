@@ -9,16 +9,17 @@ import torch
 from torch import nn
 
 import rooftrace as rt
-from rooftrace.costmodels.calibrate import (
+from rooftrace.costmodels.calibrate import choose, fit
+from rooftrace.costmodels.cases import (
     CalibrationError,
     Case,
-    choose,
+    alone_case,
     errors,
-    fit,
+    kernel_cases,
     predict,
+    profiled_cases,
     step_case,
 )
-from rooftrace.costmodels.cases import alone_case, kernel_cases, profiled_cases
 from rooftrace.costmodels.execution import execution_model
 from rooftrace.costmodels.kernels import kernel_seconds, kernel_table, p_norm
 from rooftrace.costmodels.knobs import Knobs, Share
