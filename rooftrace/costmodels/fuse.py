@@ -19,11 +19,23 @@ from functools import partial
 from itertools import takewhile
 
 from rooftrace.costmodels.execution import ExecutionModel
+from rooftrace.costmodels.iterations import (
+    UNROLLED,
+    dependencies,
+    goes_down,
+    is_split,
+    iteration,
+    long_chains,
+    needed_by,
+    stored,
+    writes_many,
+    writes_split_rows,
+)
 from rooftrace.costmodels.patterns import group_name
 from rooftrace.costmodels.realized import stored_wide
 from rooftrace.costmodels.registry import FusionClass, find_rule
-from rooftrace.costmodels.runs import Neighbourhood, copies, listed
-from rooftrace.tracer.graph import Op, OpGraph, Ref
+from rooftrace.costmodels.runs import Neighbourhood, listed
+from rooftrace.tracer.graph import Op, OpGraph
 
 MAX_GROUP = 64
 """No more ops than this in one group (Inductor's own limit, config.max_fusion_size)."""
@@ -41,33 +53,8 @@ NEAR = 64
 """Kernels further apart in launch order are not merged for a tensor that both read (as Inductor's
 scheduler leaves nodes alone that are that far apart)."""
 
-LONG_CHAIN = 14
-"""What is used several times and takes at least this many ops for an element is not computed again
-where a part of it is read or where it is broadcast, but written first
-(realize_opcount_threshold, of 30 of Inductor's own smaller ops)."""
-
 PLACED = frozenset(("aten.cat", "aten.stack", "aten.constant_pad_nd"))
 """What makes an input of these computes it into its place in the result."""
-
-FEW_PLACED = 8
-"""A cat of more tensors than this is written before it is used (max_pointwise_cat_inputs)."""
-
-UNROLLED = 8
-"""A reduction of fewer elements is written out as pointwise code (unroll_reductions_threshold)."""
-
-LONGEST_ROW = 1 << 18
-"""Rows up to this length stay near the SM that reduces them, so that the same kernel can go over
-them again.  What a longer reduction leaves (the norm of all gradients) is there when it has ended.
-"""
-
-SPLIT_ROW, FEW_ROWS = 8192, 264
-"""Longer rows than this are split over SMs when there are fewer of them than two per SM (of 132, an
-H100's): a second kernel then takes what the first has left (Inductor's split reductions)."""
-
-
-DOWN = 32
-"""A sum over more rows than this, down the columns, is split over SMs too: its kernel takes
-nothing that others need (Inductor's outer reductions)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,10 +198,10 @@ class _Grower:
         self.groups: list[_Open] = []
         self.group_of: dict[int, _Open] = {}
         self.waiting: dict[int, None] = {}
-        self.needs = _dependencies(graph, classes)
-        self.needed_by = _reversed(self.needs)
-        self.stored = _stored(graph, classes, self.needs)
-        self.long = _long(graph, classes, self.needs)
+        self.needs = dependencies(graph, classes)
+        self.needed_by = needed_by(self.needs)
+        self.stored = stored(graph, classes, self.needs)
+        self.long = long_chains(graph, classes, self.needs)
         self.wide = stored_wide(graph).keys()
         self.recent: list[_Open] = []
         self.user: Op | None = None
@@ -261,7 +248,7 @@ class _Grower:
 
     def _may_move(self, number: int, group: _Open, target: _Open) -> bool:
         op, values = self.graph.ops[number], self.graph.values
-        size, reduced = _iteration(self.graph, op, self.classes[number])
+        size, reduced = iteration(self.graph, op, self.classes[number])
         return (
             target.fusable
             and target.reduced is None is reduced
@@ -429,21 +416,21 @@ class _Grower:
 
     def _place(self, op: Op) -> None:
         kind = self.classes[op.id]
-        size, reduced = _iteration(self.graph, op, kind)
+        size, reduced = iteration(self.graph, op, kind)
         needs = self.needs[op.id]
         producers = self._gathered(needs, size)
         floor = producers[-1].rank if producers else -1
         reads = self._storages(op, op.inputs)
-        if _writes_split_rows(self.graph, op, size, reduced):
+        if writes_split_rows(self.graph, op, size, reduced):
             # One kernel reduces, the next writes the rows, and takes what comes after it.
             self._start(op, size, None, True)
             self.group_of[op.id].split = True
             return
-        if _writes_many(op):
+        if writes_many(op):
             self._start(op, size, reduced, True)
             self.group_of[op.id].late.add(op.id)
             return
-        if reduced is not None and _goes_down(self.graph, op):
+        if reduced is not None and goes_down(self.graph, op):
             self._start(op, size, reduced, True)
             self.group_of[op.id].down = True
             self.group_of[op.id].late.add(op.id)
@@ -511,7 +498,7 @@ class _Grower:
             kind = self.classes[number]
             if (
                 kind == "reduction"
-                or _iteration(self.graph, self.graph.ops[number], kind)[0] != size
+                or iteration(self.graph, self.graph.ops[number], kind)[0] != size
             ):
                 continue
             found.add(number)
@@ -574,39 +561,7 @@ class _Grower:
         values = self.graph.values
         row = max((values[i].elements for i in op.inputs), default=0)
         left = max((values[i].elements for i in op.outputs), default=0)
-        return left <= reduced and _is_split(row, max(reduced, 1))
-
-
-def _is_split(size: int, rows: int) -> bool:
-    """Whether rows are so long, or so long and few, that one kernel cannot go over them again."""
-    return size > LONGEST_ROW * rows or (rows < FEW_ROWS and size > SPLIT_ROW * rows)
-
-
-def _writes_split_rows(graph: OpGraph, op: Op, size: int, reduced: int | None) -> bool:
-    """Whether the op reduces rows that are split over SMs, and writes whole rows (a group norm)."""
-    if not reduced or not _is_split(size, reduced):
-        return False
-    return max((graph.values[i].elements for i in op.outputs), default=0) == size
-
-
-def _writes_many(op: Op) -> bool:
-    """Whether the op puts so many tensors together that what uses the result reads it again."""
-    return op.name == "aten.cat" and len(op.inputs) > FEW_PLACED
-
-
-def _goes_down(graph: OpGraph, op: Op) -> bool:
-    """Whether the op reduces many rows, each column by itself, to one."""
-    dimensions = op.arguments.get("dim")
-    if isinstance(dimensions, int):
-        dimensions = (dimensions,)
-    if not op.inputs or not isinstance(dimensions, tuple) or not dimensions:
-        return False
-    shape = graph.values[op.inputs[0]].shape
-    reduced = {d % len(shape) for d in dimensions} if shape else set()
-    if not shape or len(shape) - 1 in reduced or shape[-1] == 1:
-        return False
-    left = max((graph.values[i].elements for i in op.outputs), default=0)
-    return math.prod(shape[d] for d in reduced) > DOWN and left < math.prod(shape)
+        return left <= reduced and is_split(row, max(reduced, 1))
 
 
 def _may_merge(group: _Open, target: _Open) -> bool:
@@ -660,102 +615,3 @@ def _joined(group: _Open, size: int, reduced: int | None) -> tuple[int, int | No
     if group.reduced is not None:
         return (size, reduced) if (size, reduced) == (group.size, group.reduced) else None
     return (size, reduced) if size == group.size or _is_inlined(group, size) else None
-
-
-def _iteration(graph: OpGraph, op: Op, kind: FusionClass | None) -> tuple[int, int | None]:
-    """(elements iterated over, elements after the reduction or None)."""
-    outputs = [graph.values[i].elements for i in op.outputs]
-    # A batch norm in evaluation knows its mean and variance: nothing is left to reduce.
-    if kind != "reduction" or op.arguments.get("training") is False:
-        # A list of outputs that are not alike (_foreach_add) is iterated over as a whole.
-        if op.name.startswith("aten._foreach"):
-            return sum(copies(graph, op, i) * graph.values[i].elements for i in op.outputs), None
-        return max(outputs, default=0), None
-    target = op.arguments.get("target")
-    if op.name.startswith("aten.nll_loss") and isinstance(target, Ref):
-        return graph.values[target.id].elements, 1  # one logarithm per target is read
-    inputs = [graph.values[i].elements for i in op.inputs]
-    size = max([*inputs, *outputs], default=0)
-    smallest = min((n for n in outputs if n), default=1)
-    if smallest < size:
-        if size < UNROLLED * smallest and max(outputs) == smallest:
-            return smallest, None
-        return size, smallest
-    # Writes whole rows back (softmax): the reduction runs along `dim`, or along the last dimension.
-    shape = graph.values[op.inputs[0]].shape if op.inputs else ()
-    dimension = op.arguments.get("dim", -1)
-    axis = dimension if isinstance(dimension, int) and -len(shape) <= dimension < len(shape) else -1
-    length = shape[axis] if shape else 1
-    return size, size // max(length, 1)
-
-
-def _reversed(needs: Sequence[Sequence[int]]) -> list[list[int]]:
-    """For each op the ones that need it."""
-    users: list[list[int]] = [[] for _ in needs]
-    for op, before in enumerate(needs):
-        for other in before:
-            users[other].append(op)
-    return users
-
-
-def _stored(
-    graph: OpGraph, classes: Sequence[FusionClass | None], needs: Sequence[Sequence[int]]
-) -> set[int]:
-    """Ops whose results a library kernel, a wait or the caller reads: they are written to HBM."""
-    outputs = {graph.values[i].storage for i in graph.outputs}
-    stored: set[int] = set()
-    for op in graph.ops:
-        if op.kind == "sync" or classes[op.id] == "opaque":
-            stored.update(needs[op.id])
-        if any(graph.values[i].storage in outputs for i in op.outputs):
-            stored.add(op.id)
-    return stored
-
-
-def _long(
-    graph: OpGraph, classes: Sequence[FusionClass | None], needs: Sequence[Sequence[int]]
-) -> set[int]:
-    """Ops whose result is used several times, and takes LONG_CHAIN pointwise ops or more."""
-    uses = Counter(
-        graph.values[i].storage for op in graph.ops if op.kind != "view" for i in op.inputs
-    )
-    lengths = [0] * len(graph.ops)
-    found: set[int] = set()
-    for op in graph.ops:
-        if classes[op.id] != "pointwise":
-            continue
-        length = 1 + sum(lengths[n] for n in needs[op.id])
-        if length >= LONG_CHAIN and any(uses[graph.values[i].storage] > 1 for i in op.outputs):
-            found.add(op.id)
-            length = 0  # it is written, and read from there
-        lengths[op.id] = min(length, LONG_CHAIN)
-    return found
-
-
-def _dependencies(graph: OpGraph, classes: Sequence[FusionClass | None]) -> list[list[int]]:
-    """For each op the kernels that have to run before it.
-
-    Those are writers of what it reads and, for what it overwrites, earlier readers too.
-    """
-    writer: dict[int, int] = {}
-    readers: dict[int, list[int]] = defaultdict(list)
-    needs: list[list[int]] = []
-    values = graph.values
-    for op in graph.ops:
-        if op.kind == "view" or classes[op.id] == "free":
-            needs.append([])
-            continue
-        read = {values[i].storage for i in op.inputs}
-        before = {writer[s] for s in read if s in writer}
-        if op.kind == "kernel":
-            for storage in {values[i].storage for i in op.outputs}:
-                if storage in read or storage in writer:
-                    before.update(readers.pop(storage, ()))
-                    if storage in writer:
-                        before.add(writer[storage])
-                writer[storage] = op.id
-            for storage in read:
-                readers[storage].append(op.id)
-        before.discard(op.id)
-        needs.append(sorted(before))
-    return needs

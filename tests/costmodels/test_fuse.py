@@ -9,16 +9,8 @@ from hypothesis import given, settings
 
 from rooftrace.costmodels import fuse as fusing
 from rooftrace.costmodels.execution import execution_model
-from rooftrace.costmodels.fuse import (
-    FEW_ROWS,
-    LONG_CHAIN,
-    LONGEST_ROW,
-    MAX_GROUP,
-    SMALL,
-    SPLIT_ROW,
-    FusionGroup,
-    fuse,
-)
+from rooftrace.costmodels.fuse import MAX_GROUP, SMALL, FusionGroup, fuse
+from rooftrace.costmodels.iterations import FEW_ROWS, LONG_CHAIN, LONGEST_ROW, SPLIT_ROW
 from rooftrace.costmodels.plan import plan
 from rooftrace.costmodels.registry import find_rule
 from rooftrace.costmodels.rewrite import rewrite
