@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 
 from rooftrace.costmodels import fuse as fusing
+from rooftrace.costmodels import iterations
 from rooftrace.costmodels.execution import execution_model
 from rooftrace.costmodels.fuse import MAX_GROUP, SMALL, FusionGroup, fuse
 from rooftrace.costmodels.iterations import FEW_ROWS, LONG_CHAIN, LONGEST_ROW, SPLIT_ROW
@@ -83,7 +84,9 @@ def test_so_they_are_where_every_limit_is_reached(program):
     limits = {"MAX_GROUP": 4, "SMALL": 4, "UNROLLED": 3, "SPLIT_ROW": 4, "FEW_ROWS": 6, "NEAR": 2}
     with pytest.MonkeyPatch.context() as patch:
         for name, value in limits.items():
-            patch.setattr(fusing, name, value)
+            for module in (fusing, iterations):
+                if hasattr(module, name):
+                    patch.setattr(module, name, value)
         check(graph, fuse(graph, EFFICIENT))
         planned = plan(graph, EFFICIENT)
     assert planned.bytes.total >= planned.compulsory
