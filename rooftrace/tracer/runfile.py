@@ -171,6 +171,13 @@ class Run:
         others = tuple(other for other in self.models if other.key != row.key)
         return replace(self, models=(*others, row), troubles=troubles)
 
+    def __enter__(self) -> Run:
+        """`with rooftrace.measure(model, x) as run:` has the whole run in its block."""
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Nothing is open."""
+
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the run to `path`; see `save_run`."""
         return save_run(self, path)

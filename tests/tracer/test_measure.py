@@ -646,7 +646,8 @@ def test_equal_layers_share_the_entry_of_the_op_that_stands_for_them() -> None:
 
 def test_a_heavier_op_takes_longer() -> None:
     module = nn.Sequential(nn.Linear(16, 1024), nn.Linear(1024, 1024), nn.Linear(1024, 16))
-    (found,) = rt.measure(module, torch.randn(256, 16), budget_s=0.05).models
+    with rt.measure(module, torch.randn(256, 16), budget_s=0.05) as run:
+        (found,) = run.models
     seconds = {op.module: op.seconds for op in found.ops if "addmm" in op.target}
     assert seconds["1"] > seconds["0"] and seconds["1"] > seconds["2"]
 
