@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 LABELLED = 8
 GROUPS = 9  # colours in the legend; what is left is "other"
+BESIDE = 18  # letters of a group's name that leave room for its numbers in one line
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,15 +155,17 @@ def _legend(figure: Figure, points: Sequence[ParityPoint], tones: dict[str, str]
         0.772, 0.885, "median |error|, points", fontsize=9.5, color=style.FAINT, va="center"
     )
     order = [*(name for name in tones if name in groups), *(groups.keys() - tones.keys())]
+    below = max(map(len, order)) > BESIDE
     for place_, name in enumerate(order):
-        y = 0.85 - 0.043 * place_
+        y = 0.85 - (0.055 if below else 0.043) * place_
         errors = groups[name]
         tone = tones.get(name, style.GREY)
         figure.text(0.772, y, "\u25cf", fontsize=13, color=tone, va="center")
         figure.text(0.792, y, name, fontsize=10.5, color=style.INK, va="center")
+        x, lower, side = (0.792, 0.022, "left") if below else (0.988, 0.0, "right")
         figure.text(
-            0.988, y, f"{format_share(statistics.median(errors))}   {len(errors)}",
-            fontsize=10, color=style.FAINT, va="center", ha="right",
+            x, y - lower, f"{format_share(statistics.median(errors))}   {len(errors)}",
+            fontsize=10, color=style.FAINT, va="center", ha=side,
         )  # fmt: skip
 
 
