@@ -42,6 +42,8 @@ _NODES_OF_PAGE = 40
 _ERROR_HEADS = ("error of", "steps", "bias", "mean", "median", "p90", "worst")
 _CLASS_HEADS = ("class", "launches", "predicted", "measured", "of the time", "bias", "mean error")
 _TRAFFIC_HEADS = ("kernel", "module", "launches", "HBM", "counted", "error")
+_DROPS = {"90 % between": 1, "peak": 2, "peak error": 2, "device": 3, "device predicted": 3}
+"""Columns of steps that a narrow screen does without, the highest number first."""
 _LEFT_OUT = 5
 _LEAST_SHOWN = 1e-3
 """Share of the time below which a kernel is no point of the figure: axes end where time does."""
@@ -302,7 +304,7 @@ def render_validation(found: Validation) -> RenderableType:
     parts += [Text(f"  {line}", style="dim") for line in remarks(found)]
     if len(found.steps) > 1:
         columns = [Column(head, right=head not in ("error of", "worst")) for head in _ERROR_HEADS]
-        columns[-1] = Column("worst", right=False, flexible=True)
+        columns[-1] = Column("worst", right=False, clipped=30)
         parts += [Text(), grid(columns, error_rows(found))]
     parts += [Text(), _steps_grid(found)]
     classes = class_rows(found)
@@ -336,13 +338,10 @@ def _steps_grid(found: Validation) -> Any:
     from rooftrace.reporting.grid import Column, grid
 
     made = _step_columns(found.steps)
-    drops = {"limited by": 0, "90 % between": 2, "device": 3, "peak": 1}
-    columns = [Column("step", right=False)]
-    drop = 0
-    for place, (head, _) in enumerate(made):
-        if place > 2:  # a column goes with the one before that it belongs to
-            drop = drops.get(head, drop)
-        columns.append(Column(head, right=head != "limited by", drop=drop))
+    columns = [Column("step", right=False, clipped=24)]
+    for head, _ in made:
+        left = head == "limited by"
+        columns.append(Column(head, right=not left, drop=_DROPS.get(head, 0), clipped=22 * left))
     groups = _grouped(found.steps)
     lines = max(3, STEPS // len(groups))
     rows: list[list[Any]] = []
