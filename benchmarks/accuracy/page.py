@@ -87,7 +87,9 @@ sustains of its arithmetic and of its bandwidth. Shares between classes of kerne
 those of `typical-eager` and `typical-compiled`, which come from a study of such files,
 these GPUs among them. Attention is that of the section above, with the numbers of A100; what
 its kernel for masks of numbers takes was chosen with the rows of tiny_vit in sight, a family
-that is kept apart. All other families are predicted from traces.""",
+that is kept apart. What a compiler does to layouts and kernels was studied on the families that
+are kept apart, and the tables of the others were looked at after changes. All other families are
+predicted from traces.""",
     ),
     Part(
         "Training steps of image models",
