@@ -78,7 +78,7 @@ class Space:
             f"free knob {name!r}: expected one of {', '.join(STEP)}, "
             f"{', '.join(f'tiling.{t}' for t in TILING)}, "
             f"{', '.join(f'attention.{a}' for a in ATTENTION)}, or a class and a number such as "
-            f"'mm.compute' or 'layer norm.memory' (classes: {', '.join(CLASSES)})"
+            f"'mm.compute' or 'layer norm.memory' (classes: {'; '.join(CLASSES)})"
         )
 
     @staticmethod

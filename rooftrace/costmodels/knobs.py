@@ -87,7 +87,7 @@ class Knobs:
             raise KnobsError(f"overlap={self.overlap!r}: expected at least 1 (1: none at all)")
         for name in self.shares:
             if name not in CLASSES:
-                raise KnobsError(f"share {name!r}: expected one of {', '.join(CLASSES)}")
+                raise KnobsError(f"share {name!r}: expected one of {'; '.join(CLASSES)}")
         _check_attention(self.attention)
 
     def share(self, name: str) -> Share:

@@ -33,6 +33,7 @@ from rooftrace.reporting.measured import (
     read_measured,
     steps_of_run,
     steps_of_table,
+    what_ran,
     why_not,
 )
 from rooftrace.tracer.graph import pattern_of
@@ -115,13 +116,8 @@ def calibrated(
     tell = progress or (lambda _: None)
     name = title or f"{chip.name}, {model.name}"
     if isinstance(measured, Profile):
-        if graphs_of is None:
-            raise MeasuredRequestError(
-                f"{measured.source or 'the trace'}: a trace does not say what ran: name it with "
-                "--target, and its sizes with --batch, --seq, --phase (in Python: "
-                "target=rooftrace.trace(model, x))"
-            )
-        return _of_trace(measured, graphs_of(), chip, model, begin, free, name, tell)
+        graphs = what_ran(measured, graphs_of)
+        return _of_trace(measured, graphs, chip, model, begin, free, name, tell)
     target = template if graphs_of is None else graphs_of()
     if isinstance(measured, Run):
         return _of_run(measured, target, chip, model, begin, free, name, tell)

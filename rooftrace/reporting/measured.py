@@ -198,6 +198,17 @@ def read_measured(source: str, use: str) -> Run | Profile | Sequence[StepTime]:
     )
 
 
+def what_ran(profile: Profile, graphs_of: Callable[[], Graphs] | None) -> Graphs:
+    """The graphs of what a trace ran.  Raises MeasuredRequestError where nobody says what it is."""
+    if graphs_of is None:
+        raise MeasuredRequestError(
+            f"{profile.source or 'the trace'}: a trace does not say what ran: name it with "
+            "--target, and its sizes with --batch, --seq, --phase (in Python: "
+            "target=rooftrace.trace(model, x))"
+        )
+    return graphs_of()
+
+
 def best_match(
     profile: Profile, graphs: Graphs, chip: Chip, model: ExecutionModel, tell: Callable[[str], None]
 ) -> tuple[Estimate, Alignment]:

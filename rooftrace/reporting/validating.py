@@ -40,6 +40,7 @@ from rooftrace.reporting.measured import (
     read_measured,
     steps_of_run,
     steps_of_table,
+    what_ran,
     why_not,
 )
 from rooftrace.reporting.words import listed, plural
@@ -185,13 +186,9 @@ def validated(
         source = os.fspath(measured)
         measured = read_measured(source, "a comparison")
     if isinstance(measured, Profile):
-        if graphs_of is None:
-            raise MeasuredRequestError(
-                f"{measured.source or 'the trace'}: a trace does not say what ran: name it with "
-                "--target, and its sizes with --batch, --seq, --phase (in Python: "
-                "target=rooftrace.trace(model, x))"
-            )
-        return validate_trace(measured, graphs_of(), chip, model, counters, progress)
+        return validate_trace(
+            measured, what_ran(measured, graphs_of), chip, model, counters, progress
+        )
     if counters is not None:
         raise MeasuredRequestError(
             f"{os.fspath(counters)}: counters stand beside the kernels of a trace; "

@@ -13,6 +13,7 @@ import click
 from rooftrace.reporting.cli.options import (
     TARGET_HELP,
     Commas,
+    measured_options,
     pricing_options,
     workload_options,
 )
@@ -107,19 +108,7 @@ def _measure_chip(
 
 @click.command(epilog=TARGET_HELP)
 @click.argument("measured")
-@click.option("--chip", required=True, help="The chip that it was measured on.")
-@click.option(
-    "--execution",
-    default="eager",
-    show_default=True,
-    help="How it was run: eager, compiled, efficient (one CUDA graph).",
-)
-@click.option(
-    "--target",
-    metavar="TARGET|TEMPLATE",
-    help="What ran.  Of a trace: a TARGET.  Of a table: how a name in it becomes one, for example "
-    "models.py:{target}.  Rows of a run name it themselves.",
-)
+@measured_options
 @workload_options
 @click.option("--start", metavar="FILE", help="Knobs to begin with; default: typical ones.")
 @click.option(
@@ -187,19 +176,7 @@ def _checked_kind(measured: str, request: Mapping[str, Any]) -> Kind:
 
 @click.command(epilog=TARGET_HELP)
 @click.argument("measured")
-@click.option("--chip", required=True, help="The chip that it was measured on.")
-@click.option(
-    "--execution",
-    default="eager",
-    show_default=True,
-    help="How it was run: eager, compiled, efficient (one CUDA graph).",
-)
-@click.option(
-    "--target",
-    metavar="TARGET|TEMPLATE",
-    help="What ran.  Of a trace: a TARGET.  Of a table: how a name in it becomes one, for example "
-    "models.py:{target}.  Rows of a run name it themselves.",
-)
+@measured_options
 @click.option(
     "--counters", metavar="NCU.csv", help="DRAM bytes of a trace's kernels, from Nsight Compute."
 )

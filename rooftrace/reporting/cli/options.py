@@ -103,6 +103,28 @@ def pricing_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
+def measured_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """--chip, --execution, --target: what measurements are of."""
+    options = (
+        click.option("--chip", required=True, help="The chip that it was measured on."),
+        click.option(
+            "--execution",
+            default="eager",
+            show_default=True,
+            help="How it was run: eager, compiled, efficient (one CUDA graph).",
+        ),
+        click.option(
+            "--target",
+            metavar="TARGET|TEMPLATE",
+            help="What ran.  Of a trace: a TARGET.  Of a table: how a name in it becomes one, for "
+            "example models.py:{target}.  Rows of a run name it themselves.",
+        ),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
 def output_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """--format, --out: one text, to the terminal or a file."""
     form = click.option(
