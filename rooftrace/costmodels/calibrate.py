@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -91,27 +91,37 @@ def fit(
             f"{len(cases)} measurements for {len(names)} knobs ({', '.join(names)}): expected at "
             "least as many measurements as knobs; measure more, or free fewer"
         )
-    chips = sorted({case.table.chip.name for case in (*cases, *kernels)})
+    _check_one_chip((*cases, *kernels))
+    return _fitted(cases, _Shares(kernels, start), names, title, check)
+
+
+def _check_one_chip(cases: Sequence[Case]) -> None:
+    chips = sorted({case.table.chip.name for case in cases})
     if len(chips) > 1:
         raise CalibrationError(
             f"measurements of several chips ({', '.join(chips)}): fit one at a time"
         )
-    before = start
-    start, shares = _kernels_first(kernels, start)
+
+
+def _fitted(
+    cases: Sequence[Case], shares: _Shares, names: Sequence[str], title: str, check: bool = True
+) -> Fit:
+    """What `fit` returns, from where the shares of single kernels leave its start."""
+    start, found = shares.without(())
     stack = Stack(cases, start)
     knobs, parameters, covariance = _solved(Space(start, names, cases[0].table.chip), stack)
     kept = [parameter.name for parameter in parameters if parameter.identified]
     predicted = stack.predict(knobs)
     labels, measured = [case.name for case in cases], [case.seconds for case in cases]
     fitted = errors(labels, predicted.tolist(), measured)
-    outside = _left_out(cases, before, kept, kernels) if check else None
+    outside = _left_out(cases, shares, kept) if check else None
     shown = outside if outside is not None else predicted.tolist()
     spread = _spread(shown, measured)
     by_class, spreads = _by_class(cases, knobs, shown)
     knobs = replace(with_shares(knobs, spread=spreads), spread=spread, title=title or start.title)
     return Fit(
         knobs,
-        (*parameters, *shares),
+        (*parameters, *found),
         fitted,
         errors(labels, outside, measured) if outside is not None else None,
         _correlations(kept, covariance),
@@ -129,6 +139,7 @@ def choose(
     left out by `_GAIN` of it.  The errors are by what was free; empty where there are too few
     groups to leave some out, and two numbers it is.  Raises CalibrationError as `fit` does.
     """
+    _check_one_chip((*cases, *kernels))
     best = fit(cases, start, FEW, title)
     if best.left_out is None:
         return best, {}
@@ -136,19 +147,38 @@ def choose(
     # Where the host waits, a launch is a part of the call.
     overheads = ("dispatch",) if host_waits(cases[0].table.chip) else ("launch", "dispatch")
     many = (*FEW, *overheads)
-    sets: list[tuple[Sequence[str], Sequence[Case]]] = [(many, ())]
-    sets += [(FEW, kernels), (many, kernels)] if kernels else []
-    for free, alone in sets:
+    sets = [(many, _Shares((), start))]
+    if kernels:
+        shares = _Shares(kernels, start)
+        sets += [(FEW, shares), (many, shares)]
+    for free, shares in sets:
         if len(cases) < len(free) + _FEWEST_GROUPS:
             continue
-        found = fit(cases, start, free, title, kernels=alone)
+        found = _fitted(cases, shares, free, title)
         if found.left_out is None:
             continue
-        label = ", ".join(free)
-        tried[f"{label}, and shares by {len(alone)} kernels" if alone else label] = found.left_out
+        label, alone = ", ".join(free), len(shares.kernels)
+        tried[f"{label}, and shares by {alone} kernels" if alone else label] = found.left_out
         if found.left_out.mean < (1 - _GAIN) * mean:
             best, mean = found, found.left_out.mean
     return best, tried
+
+
+class _Shares:
+    """Where single kernels leave a start: with all of them, and without those of some groups; each
+    is fitted once."""
+
+    def __init__(self, kernels: Sequence[Case], start: Knobs) -> None:
+        self.kernels, self.start = kernels, start
+        self._known: dict[frozenset[str], tuple[Knobs, tuple[Parameter, ...]]] = {}
+
+    def without(self, groups: Iterable[str]) -> tuple[Knobs, tuple[Parameter, ...]]:
+        """Knobs, and which of their numbers were found."""
+        key = frozenset(groups)
+        if key not in self._known:
+            seen = [case for case in self.kernels if case.group not in key]
+            self._known[key] = _kernels_first(seen, self.start)
+        return self._known[key]
 
 
 def _kernels_first(kernels: Sequence[Case], start: Knobs) -> tuple[Knobs, tuple[Parameter, ...]]:
@@ -195,9 +225,7 @@ def _solved(space: Space, stack: Stack) -> tuple[Knobs, tuple[Parameter, ...], A
 # -- how far to trust it ---------------------------------------------------------------------------
 
 
-def _left_out(
-    cases: Sequence[Case], start: Knobs, free: Sequence[str], kernels: Sequence[Case] = ()
-) -> list[float] | None:
+def _left_out(cases: Sequence[Case], shares: _Shares, free: Sequence[str]) -> list[float] | None:
     """Each case as predicted by a fit that has not seen its group; None with too few groups."""
     groups = sorted({case.group or case.name for case in cases})
     if len(groups) < _FEWEST_GROUPS or len(cases) < len(free) + _FEWEST_GROUPS:
@@ -208,8 +236,7 @@ def _left_out(
     for part in range(folds):
         inside = [c for c in cases if fold[c.group or c.name] != part]
         outside = [i for i, c in enumerate(cases) if fold[c.group or c.name] == part]
-        seen = [c for c in kernels if fold.get(c.group) != part]
-        begun, _ = _kernels_first(seen, start)
+        begun, _ = shares.without(group for group in groups if fold[group] == part)
         space = Space(begun, free, cases[0].table.chip)
         knobs = space.knobs(space.solve(Stack(inside, begun))[0])
         for i, seconds in zip(outside, predict([cases[i] for i in outside], knobs), strict=True):

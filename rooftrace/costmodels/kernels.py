@@ -42,11 +42,11 @@ class KernelTable:
 
     kind: position in CLASSES.  data: by column, arrays of one length:
     count: how many kernels a row stands for.  bytes: through HBM; warm: those of them that the last
-    cache still holds; moved: those that are no weights, of kernels that may copy
-    them into another layout.  vector: seconds of vector work at the
-    peak; matrix: the same of matrix work that is no plain product, or not the largest.  flop, rate,
-    rows, columns, inner, products, size: the largest plain product (0 where there is none), FLOP/s
-    of its engine, bytes of an element.  The columns of attention are those of `attention_rows`.
+    cache still holds; moved: those that are no weights, of kernels that may copy them into another
+    layout.  vector: seconds of vector work at the peak; matrix: the same of matrix work that is no
+    plain product, or not the largest.  flop, rate, rows, columns, inner, products, size: the
+    largest plain product (0 where there is none), FLOP/s of its engine, bytes of an element.  The
+    columns of attention are those of `attention_rows`.
     """
 
     chip: Chip

@@ -112,30 +112,47 @@ def calibrated(
     """
     if isinstance(measured, (str, os.PathLike)):
         measured = read_measured(os.fspath(measured), "a fit")
-    begin = start_of(start, chip, model)
-    tell = progress or (lambda _: None)
-    name = title or f"{chip.name}, {model.name}"
+    wanted = _Wanted(
+        chip,
+        model,
+        start_of(start, chip, model),
+        free,
+        title or f"{chip.name}, {model.name}",
+        progress or (lambda _: None),
+    )
     if isinstance(measured, Profile):
-        graphs = what_ran(measured, graphs_of)
-        return _of_trace(measured, graphs, chip, model, begin, free, name, tell)
+        return _of_trace(measured, what_ran(measured, graphs_of), wanted)
     target = template if graphs_of is None else graphs_of()
     if isinstance(measured, Run):
-        return _of_run(measured, target, chip, model, begin, free, name, tell)
+        return _of_run(measured, target, wanted)
     steps = steps_of_table(measured, "{target}" if target is None else target)
-    cases, _, failures = _traced(steps, chip, model, tell)
+    cases, _, failures = _traced(steps, wanted)
     few = FEW if free is None else free
-    return _found(cases, [], begin, few, name, chip, model, len(steps), failures, tell)
+    return _found(cases, [], replace(wanted, free=few), len(steps), failures)
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """What is fitted, from where, and what it is called."""
+
+    chip: Chip
+    model: ExecutionModel
+    start: Knobs
+    free: Sequence[str] | None
+    title: str
+    tell: Tell
 
 
 def _traced(
-    measured: Sequence[MeasuredStep], chip: Chip, model: ExecutionModel, tell: Tell
+    measured: Sequence[MeasuredStep], wanted: _Wanted
 ) -> tuple[list[Case], list[Case], dict[str, str]]:
     """Cases of the steps, of those of their kernels that were measured, and what does not trace."""
+    chip, model = wanted.chip, wanted.model
     cases: list[Case] = []
     alone: list[Case] = []
     failures: dict[str, str] = {}
     for number, one in enumerate(measured):
-        tell(f"tracing {one.label} ({number + 1} of {len(measured)})")
+        wanted.tell(f"tracing {one.label} ({number + 1} of {len(measured)})")
         try:
             planned = plan(one.graph(), model)
             cases.append(step_case(one.label, planned, chip, model, one.seconds, one.group))
@@ -156,42 +173,31 @@ def _traced(
     return cases, alone, failures
 
 
-def _of_run(
-    run: Run,
-    target: str | Graphs | None,
-    chip: Chip,
-    model: ExecutionModel,
-    start: Knobs,
-    free: Sequence[str] | None,
-    title: str,
-    tell: Tell,
-) -> Calibration:
+def _of_run(run: Run, target: str | Graphs | None, wanted: _Wanted) -> Calibration:
     """Knobs from the steps of a run, and from single kernels: those of few steps alone."""
-    steps = steps_of_run(run, model, target)
-    cases, alone, failures = _traced(steps, chip, model, tell)
+    steps = steps_of_run(run, wanted.model, target)
+    cases, alone, failures = _traced(steps, wanted)
     if len(cases) < _FEWEST_STEPS and alone:
-        return _of_kernels(alone, start, free, title, chip, model, len(alone), failures, tell)
-    if model.dispatch == "eager" and free is None:
-        alone += _of_operations(run, chip, model, failures, tell)
+        return _of_kernels(alone, wanted, len(alone), failures)
+    if wanted.model.dispatch == "eager" and wanted.free is None:
+        alone += _of_operations(run, wanted, failures)
     else:
         alone = []  # kernels of other executions are fused: operations alone are none of theirs
-    return _found(cases, alone, start, free, title, chip, model, len(steps), failures, tell)
+    return _found(cases, alone, wanted, len(steps), failures)
 
 
-def _of_operations(
-    run: Run, chip: Chip, model: ExecutionModel, failures: dict[str, str], tell: Tell
-) -> list[Case]:
+def _of_operations(run: Run, wanted: _Wanted, failures: dict[str, str]) -> list[Case]:
     """Cases of the operations that the run measured alone."""
     from rooftrace.tracer.micrographs import traced
 
-    tell(f"tracing {len(run.micro)} operations")
+    wanted.tell(f"tracing {len(run.micro)} operations")
     found: list[Case] = []
     for row in run.micro:
         if row.bytes is None and row.flops is None:
             continue  # a launch
         try:
-            planned = plan(traced(row, run.device.get("type") == "cuda"), model)
-            case = alone_case(row.key, planned, chip, row.median)
+            planned = plan(traced(row, run.device.get("type") == "cuda"), wanted.model)
+            case = alone_case(row.key, planned, wanted.chip, row.median)
         except (ValueError, LookupError, RuntimeError) as error:
             failures[row.key] = str(error).splitlines()[0]
             continue
@@ -200,67 +206,43 @@ def _of_operations(
     return found
 
 
-def _of_trace(
-    profile: Profile,
-    graphs: Graphs,
-    chip: Chip,
-    model: ExecutionModel,
-    start: Knobs,
-    free: Sequence[str] | None,
-    title: str,
-    tell: Tell,
-) -> Calibration:
+def _of_trace(profile: Profile, graphs: Graphs, wanted: _Wanted) -> Calibration:
     """Knobs from the kernels of one trace: alike ones are left out together."""
-    priced, found = best_match(profile, graphs, chip, model, tell)
-    cases = kernel_cases(priced.plan, chip, found.seconds, priced.phase)
+    priced, found = best_match(profile, graphs, wanted.chip, wanted.model, wanted.tell)
+    cases = kernel_cases(priced.plan, wanted.chip, found.seconds, priced.phase)
     if not cases:
         raise MeasuredRequestError(
             f"{profile.source or 'the trace'}: no kernel of it is long enough to fit to"
         )
-    count = len(priced.plan.groups)
-    return _of_kernels(cases, start, free, title, chip, model, count, {}, tell)
+    return _of_kernels(cases, wanted, len(priced.plan.groups), {})
 
 
 def _of_kernels(
-    cases: Sequence[Case],
-    start: Knobs,
-    free: Sequence[str] | None,
-    title: str,
-    chip: Chip,
-    model: ExecutionModel,
-    measured: int,
-    failures: Mapping[str, str],
-    tell: Tell,
+    cases: Sequence[Case], wanted: _Wanted, measured: int, failures: Mapping[str, str]
 ) -> Calibration:
     """Knobs from single kernels; those of one op and one module pattern are left out together."""
     apart = [replace(case, group=pattern_of(case.name)) for case in cases]
-    return _found(
-        apart, apart, start, free, title, chip, model, measured, failures, tell, "kernels"
-    )
+    return _found(apart, apart, wanted, measured, failures, "kernels")
 
 
 def _found(
     cases: Sequence[Case],
     alone: Sequence[Case],
-    start: Knobs,
-    free: Sequence[str] | None,
-    title: str,
-    chip: Chip,
-    model: ExecutionModel,
+    wanted: _Wanted,
     measured: int,
     failures: Mapping[str, str],
-    tell: Tell,
     what: str = "steps",
 ) -> Calibration:
-    tell("fitting")
+    wanted.tell("fitting")
+    start, free, title = wanted.start, wanted.free, wanted.title
     tried: Mapping[str, Errors] = {}
     if free is None:
         found, tried = choose(cases, start, alone, title)
     else:
         found = fit(cases, start, free, title)
     source = {
-        "chip": chip.name,
-        "execution": model.name,
+        "chip": wanted.chip.name,
+        "execution": wanted.model.name,
         "cases": len(cases),
         "error_fitted": found.errors.mean,
         **({"error_left_out": found.left_out.mean} if found.left_out else {}),
@@ -273,7 +255,15 @@ def _found(
         [case.seconds for case in cases],
     )
     return Calibration(
-        found, chip.name, model.name, what, measured, failures, before, len(alone), tried
+        found,
+        wanted.chip.name,
+        wanted.model.name,
+        what,
+        measured,
+        failures,
+        before,
+        len(alone),
+        tried,
     )
 
 
