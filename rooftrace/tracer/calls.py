@@ -184,6 +184,7 @@ class Calls:
             or recorder.part != "forward"
             or torch._C._current_autograd_node() is not None
             or _global_hooks() != self._watchers
+            or not recorder.threads.own()
             or torch._C._functorch.peek_interpreter_stack() is not None
         ):
             return original(module, *args, **kwargs)
@@ -422,7 +423,8 @@ class _Start:
     def _now(self) -> Any:
         recorder = self._recorder
         versions = self.call.versions()
-        return recorder.values.decisions, versions, _random_states()
+        seen = recorder.values.decisions, recorder.values.computed, recorder.threads.entered
+        return seen, versions, _random_states()
 
     def unchanged(self) -> bool:
         """Whether nothing outside of the graph was drawn, decided or written since."""

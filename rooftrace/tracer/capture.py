@@ -12,6 +12,7 @@ import functools
 import itertools
 import operator
 import sys
+import threading
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +23,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch._ops import HigherOrderOperator
 from torch.nn.modules import module as nn_module
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils.flop_counter import flop_registry
 
 from rooftrace.tracer import dynamic
 from rooftrace.tracer.autocast import followed
@@ -35,8 +37,9 @@ from rooftrace.tracer.loops import Loop, Rolling
 from rooftrace.tracer.onmeta import own_tensors
 from rooftrace.tracer.origin import source_line
 from rooftrace.tracer.sizes import SizeCache, writes_lists
+from rooftrace.tracer.threads import UNRECORDED, Here, Threads
 from rooftrace.tracer.trees import arguments_in, bytes_of, is_wrapper, listed, parts_of
-from rooftrace.tracer.values import KNOWN, ROUTING, Values
+from rooftrace.tracer.values import KNOWN, META, ROUTING, Values
 
 META_KEY = "rooftrace"
 """The one key of fx `node.meta` that capture writes and lower reads: a Recorded or an Entry."""
@@ -201,16 +204,16 @@ class Recorder(TorchDispatchMode):
         self.own_step = own_step
         self.repeat_calls = repeat_calls
         self.differentiable = False
-        self.after_backward = False
-        self.part = "forward"
-        self.function = ""
-        self.stack: list[tuple[str, int]] = []
+        self.live = False
+        self.lock = threading.RLock()
+        self.here = Here()
+        self.threads = Threads(self)
         self.modules: dict[str, str] = {}
         self.constants: dict[str, Tensor] = {}
         self.failed_in: tuple[str, str] | None = None
         self.failed_op: tuple[Exception, str] | None = None
         self.loops: dict[int, Loop] = {}
-        self._rolling = Rolling(self, enabled=record and roll_loops)
+        self.rolling = Rolling(self, enabled=record and roll_loops)
         self._module_calls = Calls(self, enabled=record and repeat_calls)
         self._key = f"_rooftrace_tag_{next(_SERIAL)}"
         self._paths: dict[int, str] = {}
@@ -223,12 +226,45 @@ class Recorder(TorchDispatchMode):
         self.last_held: dict[int, fx.Node] = {}
         self._last: fx.Node | None = None
         self.storages = 0
-        self._inside = 0
         self.inputs: list[Tensor] = []
         self._entered: list[Tensor] = []
         self._constants = itertools.count()
         self._parameters: dict[int, str] = {}
         self._exit = contextlib.ExitStack()
+
+    # -- where the running thread stands --------------------------------------------------------
+
+    @property
+    def stack(self) -> list[tuple[str, int]]:
+        """The modules that run now, outermost first: path and number of the call."""
+        return self.here.stack
+
+    @property
+    def part(self) -> str:
+        """The part of the step that runs now."""
+        return self.here.part
+
+    @part.setter
+    def part(self, part: str) -> None:
+        self.here.part = part
+
+    @property
+    def function(self) -> str:
+        """The torch-level function that runs now; "" outside of any."""
+        return self.here.function
+
+    @function.setter
+    def function(self, function: str) -> None:
+        self.here.function = function
+
+    @property
+    def after_backward(self) -> bool:
+        """Whether a backward of the user's has run and no module since."""
+        return self.here.after_backward
+
+    @after_backward.setter
+    def after_backward(self, after: bool) -> None:
+        self.here.after_backward = after
 
     # -- naming ----------------------------------------------------------------------------------
 
@@ -237,7 +273,7 @@ class Recorder(TorchDispatchMode):
 
         A wrapper made by torch.compile is not shown: its module stands in its place.
         """
-        self._rolling.watch(root)
+        self.rolling.watch(root)
         self._module_calls.watch(root)
         for path, module in root.named_modules(remove_duplicate=False):
             shown = shown_path(path)
@@ -444,8 +480,8 @@ class Recorder(TorchDispatchMode):
         """Add one call to the graph, if recording.  single: it returns a tensor, not a list."""
         info = _info(func)
         if sync:
-            self._rolling.depends()
-        if not self._rolling.saw(func, info, args, kwargs, outputs) or not self.recording:
+            self.rolling.depends()
+        if not self.rolling.saw(func, info, args, kwargs, outputs) or not self.recording:
             return
         arguments = tuple([self._argument(item) for item in args])
         # fx looks through the arguments of a new node for symbolic sizes, which none of ours is.
@@ -510,14 +546,14 @@ class Recorder(TorchDispatchMode):
             if not torch.is_grad_enabled() or self.differentiable or self._before_engine():
                 return self._origin_in_backward()
             part = "recompute"  # a checkpoint runs its forward again
-        source = source_line(5)
+        source = source_line(5) or self.here.source
         if self.stack:
             path, call = self.stack[-1]
         elif part == "recompute":
             path, call = self._by_source.get((source, name), ("", 0))
         else:
             path, call = "", 0
-        origin = Origin(path, call, part, self.function, source, self._rolling.label)
+        origin = Origin(path, call, part, self.function, source, self.rolling.label)
         if part == "forward":
             self._by_source[source, name] = (path, call)
         # The autograd node of an op exists before the op runs and has the last number given out.
@@ -561,6 +597,10 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if types and any(is_wrapper(kind) for kind in types):
             return NotImplemented  # what the wrapper does with the tensors inside is recorded
+        with self.lock:
+            return self._dispatched(func, args, kwargs)
+
+    def _dispatched(self, func: Any, args: Any, kwargs: Any) -> Any:
         whole = isinstance(func, HigherOrderOperator)
         outer, self.values.op = self.values.op, func.name() if whole else _info(func).name
         try:
@@ -579,7 +619,7 @@ class Recorder(TorchDispatchMode):
         """Run one op, follow its values, record it."""
         info = _info(func)
         name = info.name
-        if self._inside and func.has_kernel_for_dispatch_key(_COMPOSITE):
+        if self.here.inside and func.has_kernel_for_dispatch_key(_COMPOSITE):
             with self.again():  # PyTorch has taken such ops apart before a mode sees them, but here
                 whole = whole_entry(func)
                 return (whole or func.decompose)(*args, **kwargs)
@@ -590,7 +630,7 @@ class Recorder(TorchDispatchMode):
         if kwargs:
             arguments_in(kwargs.values(), tensors)
         if _on_host(tensors, kwargs.get("device")):
-            self._rolling.depends()
+            self.rolling.depends()
             return func(*args, **kwargs)
         if name in _IDENTITY and tensors:
             return self._identity(func, args, kwargs, tensors[0])
@@ -681,11 +721,11 @@ class Recorder(TorchDispatchMode):
         """The dispatch mode is off while it handles an op; this turns it on again."""
         mode: Any = TorchDispatchMode
         mode.__enter__(self)
-        self._inside += 1
+        self.here.inside += 1
         try:
             yield
         finally:
-            self._inside -= 1
+            self.here.inside -= 1
             mode.__exit__(self, None, None, None)
 
     # -- modules -----------------------------------------------------------------------------------
@@ -694,6 +734,18 @@ class Recorder(TorchDispatchMode):
         if id(module) in self._transparent:
             return
         path = self._paths.get(id(module))
+        here = self.here
+        if not self.threads.here():
+            if path is None or _get_current_dispatch_mode() is not None:
+                return  # a thread of somebody else
+            leave = self.threads.enter_here(META)
+            if leave is None:
+                return
+            here.leave = leave
+        with self.lock:
+            self._called(module, path)
+
+    def _called(self, module: nn.Module, path: str | None) -> None:
         if path is None:
             parent = self.stack[-1][0] if self.stack else ""
             kind = type(module).__name__
@@ -703,13 +755,18 @@ class Recorder(TorchDispatchMode):
         self._calls[path] = call + 1
         self.after_backward = False
         self.stack.append((path, call))
+        self.here.modules.append(module)
 
     def _after(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        if id(module) in self._transparent or not self.stack:
+        here = self.here
+        if id(module) in self._transparent or module not in here.modules:
             return
         if sys.exc_info()[0] is not None and self.failed_in is None:
             self.failed_in = (self.stack[-1][0], type(module).__name__)
-        self.stack.pop()
+        here.stack.pop()
+        here.modules.pop()
+        if not here.stack and here.leave is not None:
+            here.leave()
 
     def __enter__(self) -> Recorder:
         enter = self._exit.enter_context
@@ -730,13 +787,18 @@ class Recorder(TorchDispatchMode):
             nn_module.register_module_forward_hook(self._after, always_call=True),
         ):
             self._exit.callback(handle.remove)
-        enter(self._rolling.injected())
+        enter(self.rolling.injected())
         enter(self._module_calls.injected())
         enter(Functions(self))
+        self.live = True
+        enter(self.threads.followed())
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exception: Any) -> Any:
+        self.threads.settle()
+        with self.lock:
+            self.live = False
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
         self._exit.close()
         for storage in tuple(self._alive):

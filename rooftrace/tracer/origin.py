@@ -20,6 +20,21 @@ _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _BOUNDARIES = frozenset({"_call", "run_backward"})
 """Functions of ours that call user's code: what called them is not the origin of an op."""
 
+_PLUMBING = tuple(
+    os.sep + os.path.join(*place)
+    for place in (
+        ("contextlib.py",),
+        ("threading.py",),
+        ("concurrent", "futures", "thread.py"),
+        ("concurrent", "futures", "_base.py"),
+        ("asyncio", "threads.py"),
+        ("asyncio", "base_events.py"),
+        ("asyncio", "events.py"),
+        ("asyncio", "runners.py"),
+    )
+)
+"""Files of the standard library that call the code they were handed."""
+
 _INNER, _OURS, _USERS = range(3)
 _KINDS: dict[CodeType, int] = {}
 _LINES: dict[tuple[CodeType, int], str] = {}
@@ -51,7 +66,7 @@ def source_line(depth: int) -> str:
 def _kind(filename: str) -> int:
     if filename.startswith(_HERE):
         return _OURS
-    inner = filename.startswith((_TORCH, "<")) or filename.endswith("contextlib.py")
+    inner = filename.startswith((_TORCH, "<")) or filename.endswith(_PLUMBING)
     return _INNER if inner else _USERS
 
 

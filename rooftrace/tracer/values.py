@@ -143,6 +143,7 @@ class Values:
         self._same_branch: Counter[tuple[str, str]] = Counter()
         self.assumptions: list[Assumption] = []
         self.decisions = 0
+        self.computed = 0  # how many values were computed from real data
         self.decided = False  # the last of these decisions was the user's
         self._epochs: dict[int, int] = {}
         self._memo: dict[Any, Any] = {}
