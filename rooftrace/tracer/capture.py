@@ -55,6 +55,7 @@ _HIDDEN_VIEWS = frozenset(
     }
 )
 """Ops that share memory though their schema does not say so."""
+_LIFT = torch.ops.aten.lift_fresh.default
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 _NOT_OURS = ("Using .torch.compile.module.. when there are", "Sparse (invariant|CSR)")
 """Warnings about the user's code that torch would give with a line of ours."""
@@ -225,10 +226,13 @@ class Recorder(TorchDispatchMode):
         self._alive: dict[int, Any] = {}
         self.last_held: dict[int, fx.Node] = {}
         self._last: fx.Node | None = None
+        self.survivors: frozenset[int] = frozenset()  # storages that something holds at the end
         self.storages = 0
         self.inputs: list[Tensor] = []
         self._entered: list[Tensor] = []
         self._constants = itertools.count()
+        self._named: dict[str, tuple[_Tag, tuple[int, ...], torch.dtype]] = {}
+        self._numpy_read = False  # floats of the step were handed to numpy
         self._parameters: dict[int, str] = {}
         self._exit = contextlib.ExitStack()
 
@@ -329,6 +333,8 @@ class Recorder(TorchDispatchMode):
         node.meta[META_KEY] = Entry(kind, name, _spec(tensor, self.storages))
         tag = tensor.__dict__[self._key] = _Tag(node, None, self.storages)
         self._entered.append(tensor)
+        if kind in ("parameter", "buffer", "table"):
+            self._named[name] = tag, tuple(tensor.shape), tensor.dtype
         entry = self.values.known(tensor)
         if tensor.device.type == "cpu":
             self.constants[name] = tensor.detach()
@@ -345,6 +351,12 @@ class Recorder(TorchDispatchMode):
         tag: _Tag | None = parts_of(tensor)[0][0].__dict__.get(self._key)
         return tag.storage if tag else None
 
+    def is_stored(self, tensor: Tensor) -> bool:
+        """Whether a tensor is a parameter or a buffer, as the graph knows it."""
+        tag: _Tag | None = tensor.__dict__.get(self._key)
+        entry = None if tag is None else tag.node.meta.get(META_KEY)
+        return isinstance(entry, Entry) and entry.kind in ("parameter", "buffer")
+
     def same_as(self, tensor: Tensor, other: Tensor) -> None:
         """From here on `tensor` stands for the same value as `other`."""
         tag = other.__dict__.get(self._key)
@@ -353,21 +365,102 @@ class Recorder(TorchDispatchMode):
 
     def node_of(self, tensor: Tensor) -> fx.Node:
         """The fx node of `tensor`; an unknown tensor becomes a constant of the graph."""
-        tag: _Tag | None = tensor.__dict__.get(self._key)
-        if tag is None and self.own_step and self.values.known(tensor) is None:
-            self.inputs.append(tensor)
-            self.enter(tensor, "input", f"input_{len(self.inputs)}")
-            tag = tensor.__dict__[self._key]
-        if tag is None:
-            name = f"constant_{next(self._constants)}"
-            tag = self._entry(
-                tensor, self.graph.create_node("get_attr", name, name=name), "constant", name
-            )
+        tag: _Tag = tensor.__dict__.get(self._key) or self._stranger(tensor)
         if tag.index is None:
             return tag.node
         item = self.graph.call_function(operator.getitem, (tag.node, tag.index))
         tensor.__dict__[self._key] = _Tag(item, None, tag.storage)
         return item
+
+    def _stranger(self, tensor: Tensor) -> _Tag:
+        """Enter a tensor that the graph does not know: that is said where nobody knows its value.
+
+        A weight that the code has put into a module while it runs is that module's weight.
+        """
+        kind, name = self._place_of(tensor)
+        if name:
+            return self._put_in_place(tensor, kind, name)
+        same = self._same_bytes(tensor)
+        if same is not None:
+            tensor.__dict__[self._key] = same
+            self._entered.append(tensor)
+            return same
+        known = self.values.known(tensor) is not None
+        if self.own_step and not known and tensor.grad_fn is None:
+            self.inputs.append(tensor)
+            name = f"input_{len(self.inputs)}"
+            return self._entry(tensor, self.graph.placeholder(_identifier(name)), "input", name)
+        size = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+        if not known and tensor.device.type != "cpu":
+            self.unrecorded(f"{_reader(self.values.op)} a {size} that no recorded op made")
+        elif self._numpy_read and _made_by_numpy(tensor):
+            self.unrecorded(f"{_reader(self.values.op)} a {size} that was computed with numpy")
+        return self._constant(tensor)
+
+    def _constant(self, tensor: Tensor) -> _Tag:
+        name = f"constant_{next(self._constants)}"
+        node = self.graph.create_node("get_attr", name, name=name)
+        return self._entry(tensor, node, "constant", name)
+
+    def unrecorded(self, text: str) -> int:
+        """Say that something ran out of sight, so that totals are a lower bound."""
+        return self.values.assume(UNRECORDED, f"{text}: what that costs is not counted")
+
+    def _same_bytes(self, tensor: Tensor) -> _Tag | None:
+        """The tag of a tensor that is this one under another Python object (nn.Parameter(x))."""
+        if tensor.layout is not torch.strided:
+            return None
+        key, look = bytes_of(tensor), (tuple(tensor.shape), tensor.dtype, tensor.stride())
+        for other in self._entered:
+            if bytes_of(other) == key:
+                tag: _Tag | None = other.__dict__.get(self._key)
+                same = (tuple(other.shape), other.dtype, other.stride()) == look
+                return tag if same else None
+        for other in self.values.tensors():
+            if bytes_of(other) == key and tuple(other.shape) == look[0]:
+                entry = self.values.known(other)
+                if entry is not None and other is not tensor:
+                    self.values.learn(tensor, entry.value, entry.taint)
+        alive = {ref()._cdata: n for n, ref in list(self._alive.items()) if ref() is not None}
+        storage = alive.get(key)
+        for node in reversed(self.graph.nodes) if storage is not None else ():
+            recorded = node.meta.get(META_KEY)
+            if isinstance(recorded, Recorded):
+                for index, spec in enumerate(recorded.specs):
+                    if spec.storage == storage:
+                        same = (spec.shape, spec.dtype, spec.stride) == look
+                        return _Tag(node, _place(node.target, index), spec.storage) if same else None
+        return None
+
+    def _place_of(self, tensor: Tensor) -> tuple[str, str]:
+        """Kind and name of a parameter or buffer of the modules that run now; ("", "") if none."""
+        here = self.here
+        for (path, _), module in zip(reversed(here.stack), reversed(here.modules), strict=True):
+            inside = module.named_modules() if isinstance(tensor, nn.Parameter) else [("", module)]
+            for place, part in inside:
+                for kind, group in (("parameter", part._parameters), ("buffer", part._buffers)):
+                    for name, own in group.items():
+                        if own is tensor:
+                            return kind, shown_path(".".join(s for s in (path, place, name) if s))
+        return "", ""
+
+    def _put_in_place(self, tensor: Tensor, kind: str, name: str) -> _Tag:
+        """The tag of a weight that stands where the one of this name stood."""
+        before = self._named.get(name)
+        if before is not None:
+            self.values.assume(
+                "host-copy",
+                "weights that are put in place while the step runs are taken to be on the device: "
+                "moving them there is not counted",
+            )
+        if before is not None and before[1:] == (tuple(tensor.shape), tensor.dtype):
+            tag: _Tag = before[0]
+            tensor.__dict__[self._key] = tag
+            self._entered.append(tensor)
+            return tag
+        return self._entry(
+            tensor, self.graph.create_node("get_attr", name, name=_identifier(name)), kind, name
+        )
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -631,7 +724,8 @@ class Recorder(TorchDispatchMode):
             arguments_in(kwargs.values(), tensors)
         if _on_host(tensors, kwargs.get("device")):
             self.rolling.depends()
-            return func(*args, **kwargs)
+            if not self._of_the_step(func, tensors):
+                return func(*args, **kwargs)
         if name in _IDENTITY and tensors:
             return self._identity(func, args, kwargs, tensors[0])
         special = dynamic.by_value(self, func, info, args, kwargs)
@@ -650,6 +744,26 @@ class Recorder(TorchDispatchMode):
         self.record(func, args, kwargs, outputs, single=single, facts=facts, taint=taint)
         return out
 
+    def _of_the_step(self, func: Any, tensors: Sequence[Tensor]) -> bool:
+        """Whether an op on CPU tensors is the step's own work, and not what the host keeps for it.
+
+        Weights and what was made of floats of the step are; so is every product.
+        """
+        plain = (Tensor, nn.Parameter)
+        if not self.recording or any(type(tensor) not in plain for tensor in tensors):
+            return False  # of fake tensors only the sizes are asked
+        if func._overloadpacket in flop_registry:
+            return True
+        for tensor in tensors:
+            if isinstance(tensor, nn.Parameter):
+                return True
+            tag: _Tag | None = tensor.__dict__.get(self._key)
+            if tag is not None and tensor.is_floating_point():
+                entry = tag.node.meta.get(META_KEY)
+                if not isinstance(entry, Entry) or entry.kind != "constant":
+                    return True
+        return False
+
     def _computed(self, func: Any, info: OpInfo, args: Any, kwargs: Any) -> Any:
         """What an op returns on meta."""
         if not info.may_alias:
@@ -660,6 +774,8 @@ class Recorder(TorchDispatchMode):
         """detach and its like: a new Python object for the same value."""
         out: Tensor = func(*args, **kwargs)
         self.same_as(out, tensor)
+        if func is _LIFT and self.recording and self._key not in out.__dict__:
+            self._constant(out)  # numbers of Python, or of numpy, become a tensor
         entry = self.values.known(tensor)
         if entry is not None:
             self.values.learn(out, entry.value, entry.taint)
@@ -694,7 +810,7 @@ class Recorder(TorchDispatchMode):
             for tensor in info.written(args, kwargs):
                 values.forget(tensor)
         position = ROUTING.get(info.name)
-        if position is not None and tensors and len(outputs) > position:
+        if position is not None and tensors and len(outputs) > position and outputs[0].is_meta:
             return dynamic.route(
                 values, func, info.name, args, kwargs, tensors[0], outputs[position]
             )
@@ -704,6 +820,8 @@ class Recorder(TorchDispatchMode):
         """`tensor.tolist()` or `.numpy()` of a meta tensor: the host waits for its value."""
         self.values.op = method
         value, taint = self.values.value_of(tensor, f"{method}()")
+        if method == "numpy" and tensor.is_floating_point() and self.recording:
+            self._numpy_read = True
         self.values.op = ""
         self.record(
             torch.ops.aten._local_scalar_dense.default,
@@ -801,6 +919,7 @@ class Recorder(TorchDispatchMode):
             self.live = False
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
         self._exit.close()
+        self.survivors = frozenset(self._alive)
         for storage in tuple(self._alive):
             self._gone(storage)
 
@@ -827,6 +946,23 @@ class Recorder(TorchDispatchMode):
                 object.__setattr__(node, name, nothing)
         graph._graph_namespace._obj_to_name.clear()
         graph._find_nodes_lookup_table.table.clear()
+
+
+def _place(func: Any, index: int) -> int | None:
+    """Where an output of an op stands among what it returns; None where it returns one tensor."""
+    returns = func._schema.returns
+    single = len(returns) == 1 and isinstance(returns[0].type, torch.TensorType)
+    return None if single else index
+
+
+def _reader(op: str) -> str:
+    """What reads a tensor, to begin a sentence."""
+    return f"{op} reads" if op else "the step returns"
+
+
+def _made_by_numpy(tensor: Tensor) -> bool:
+    """Whether a CPU tensor of floats lies in memory that torch did not allocate."""
+    return tensor.is_floating_point() and not tensor.untyped_storage().resizable()
 
 
 def _written(info: OpInfo, node: fx.Node) -> list[fx.Node]:

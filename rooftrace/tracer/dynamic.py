@@ -49,6 +49,7 @@ _NO_FAKE = "no fake impl registered"
 """What torch says of a custom op of Python that does not know its shapes."""
 _MAX_LOOPS = 4096
 """How often a while_loop may go round."""
+_READ = torch.ops.aten._local_scalar_dense.default
 _REFUSED = (NotImplementedError, RuntimeError, TypeError)
 
 
@@ -79,9 +80,8 @@ def by_value(
         if device is not None and torch.device(device).type == "cpu":
             return _to_host(recorder, func, args, kwargs)
     elif name == "aten.copy_":
-        if args[0].device.type == "cpu":
-            entry = recorder.values.known(args[1])
-            return args[0].copy_(entry.value) if entry is not None else args[0]
+        if args[0].device.type == "cpu" and args[1].device.type != "cpu":
+            return _into_host(recorder, func, args, kwargs)
     elif name == "torchvision.nms":
         return _suppressed(recorder, func, args, kwargs)
     elif name == "aten._amp_foreach_non_finite_check_and_unscale_":
@@ -221,17 +221,43 @@ def _counted(recorder: Recorder, func: Any, name: str, args: Any, kwargs: Mappin
 
 
 def _to_host(recorder: Recorder, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Tensor:
-    """`.cpu()`: the real value where known, else the tensor stays on meta, and that is said."""
-    entry = recorder.values.known(args[0])
+    """`.cpu()`: floats stay on meta, so that what is made of them is recorded, wherever it runs.
+
+    Known whole numbers (indices, lengths, masks) become real: the host keeps its books with them.
+    Unknown ones stay on meta, and that is said.
+    """
+    values, tensor = recorder.values, args[0]
+    entry = values.known(tensor)
     taint = entry.taint if entry is not None else frozenset()
     recorder.record(func, args, kwargs, [], sync=True, taint=taint)
-    if entry is not None:
+    whole = not (tensor.is_floating_point() or tensor.is_complex())
+    if entry is not None and whole and not recorder.is_stored(tensor):
         return entry.value.to(kwargs.get("dtype") or entry.value.dtype).clone()
-    recorder.values.assume("host-copy", "a copy to the host of an unknown value is not followed")
-    out: Tensor = func(*args, **{**kwargs, "device": META})
-    if out.dtype == args[0].dtype:
-        recorder.same_as(out, args[0])
+    if entry is None:
+        values.assume("host-copy", "a copy to the host of an unknown value is not followed")
+    there = {**kwargs, "device": META}
+    out: Tensor = func(*args, **there)
+    if out.dtype == tensor.dtype:
+        recorder.same_as(out, tensor)
+    else:
+        recorder.record(func, args, there, [out], single=True)
+    if entry is not None and small(tensor):
+        values.learn(out, entry.value.to(out.dtype).clone(), entry.taint)
     return out
+
+
+def _into_host(recorder: Recorder, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Tensor:
+    """A copy into a tensor of the host: what it holds from here on, if known."""
+    target: Tensor = args[0]
+    entry = recorder.values.known(args[1])
+    taint = entry.taint if entry is not None else frozenset()
+    if entry is not None:
+        target.copy_(entry.value)
+        recorder.record(_READ, (args[1],), {}, [], sync=True, taint=taint)
+        return target
+    recorder.values.assume("host-copy", "a copy to the host of an unknown value is not followed")
+    recorder.record(func, args, kwargs, [target], single=True)
+    return target
 
 
 def _suppressed(recorder: Recorder, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Tensor:

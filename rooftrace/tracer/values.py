@@ -158,6 +158,10 @@ class Values:
         tensor.__dict__[KNOWN] = Known(value, taint, self._epochs.get(bytes_of(tensor), 0))
         self._alive[id(tensor)] = tensor
 
+    def tensors(self) -> list[Tensor]:
+        """The meta tensors of which something is known."""
+        return list(self._alive.values())
+
     def known(self, tensor: Tensor) -> Known | None:
         """The value of `tensor` if it is known and its storage was not overwritten since.
 
