@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch._ops import HigherOrderOperator
 from torch.nn.modules import module as nn_module
+from torch.nn.parameter import UninitializedTensorMixin
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils.flop_counter import flop_registry
 
@@ -32,12 +33,12 @@ from rooftrace.tracer.calls import Block, Calls, RepeatedCall, repeated
 from rooftrace.tracer.flex import flex_whole
 from rooftrace.tracer.functions import Functions, device_calls_quiet, draws_repeated
 from rooftrace.tracer.fused_ops import kept_whole, whole_entry
-from rooftrace.tracer.graph import contiguous
+from rooftrace.tracer.graph import UNRECORDED, contiguous
 from rooftrace.tracer.loops import Loop, Rolling
 from rooftrace.tracer.onmeta import own_tensors
 from rooftrace.tracer.origin import source_line
 from rooftrace.tracer.sizes import SizeCache, writes_lists
-from rooftrace.tracer.threads import UNRECORDED, Here, Threads
+from rooftrace.tracer.threads import Here, Threads
 from rooftrace.tracer.trees import arguments_in, bytes_of, is_wrapper, listed, parts_of
 from rooftrace.tracer.values import KNOWN, META, ROUTING, Values
 
@@ -55,6 +56,8 @@ _HIDDEN_VIEWS = frozenset(
     }
 )
 """Ops that share memory though their schema does not say so."""
+_SCALAR = torch.ops.aten._local_scalar_dense.default
+_CAST = torch.ops.aten._to_copy.default
 _LIFT = torch.ops.aten.lift_fresh.default
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 _NOT_OURS = ("Using .torch.compile.module.. when there are", "Sparse (invariant|CSR)")
@@ -432,6 +435,20 @@ class Recorder(TorchDispatchMode):
                         return _Tag(node, _place(node.target, index), spec.storage) if same else None
         return None
 
+    def look_for_gaps(self, outputs: Sequence[Tensor], module: nn.Module) -> list[Tensor]:
+        """The outputs that the graph can have; says what shows that something ran out of sight."""
+        kept = []
+        for tensor in outputs:
+            if tensor.device.type != "cpu" or self._key in tensor.__dict__:
+                kept.append(tensor)
+            elif tensor.is_floating_point():
+                size = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+                self.unrecorded(f"the step returns a {size} that was computed on the host")
+        weights = [n for n in self.graph.nodes if _kind_of(n) == "parameter"]
+        if weights and not any(node.users for node in weights):
+            self.unrecorded(f"no recorded op reads any parameter of {type(module).__name__}")
+        return kept
+
     def _place_of(self, tensor: Tensor) -> tuple[str, str]:
         """Kind and name of a parameter or buffer of the modules that run now; ("", "") if none."""
         here = self.here
@@ -510,6 +527,20 @@ class Recorder(TorchDispatchMode):
                 if any(spec.storage <= first_storage for spec in found.specs):
                     return True
         return False
+
+    def holds_others(
+        self, first_storage: int, nodes: Sequence[fx.Node], made: Sequence[int]
+    ) -> bool:
+        """Whether a list or an attribute outside holds a storage that these nodes have made.
+
+        made: storages that may be held, counted from `first_storage`.  Autocast keeps its casts.
+        """
+        known = {first_storage + storage for storage in made}
+        for node in nodes:
+            recorded = node.meta.get(META_KEY)
+            if node.target is _CAST and isinstance(recorded, Recorded):
+                known.update(spec.storage for spec in recorded.specs)
+        return any(n > first_storage and n not in known for n in list(self._alive))
 
     def taint_of(self, nodes: Sequence[fx.Node]) -> frozenset[int]:
         """The assumptions that these nodes rest on."""
@@ -816,6 +847,22 @@ class Recorder(TorchDispatchMode):
             )
         return _NO_TAINT
 
+    def stands_for(self, tensor: Tensor, other: Tensor) -> None:
+        """`tensor.data = other`: from here on it is another value, and known if that is."""
+        if isinstance(tensor, UninitializedTensorMixin):
+            return  # it becomes a parameter, and has no bytes until then
+        if self.recording and self._key in tensor.__dict__:
+            self.node_of(other)
+        self.same_as(tensor, other)
+        entry = self.values.known(other)
+        tensor.__dict__.pop(KNOWN, None)
+        if entry is not None and tensor.device.type == "meta":
+            self.values.learn(tensor, entry.value, entry.taint)
+
+    def shown(self, tensor: Tensor) -> None:
+        """A meta tensor is printed: the host waits for its value."""
+        self.record(_SCALAR, (tensor,), {}, [], sync=True, facts={"elements": tensor.numel()})
+
     def to_python(self, tensor: Tensor, method: str) -> Any:
         """`tensor.tolist()` or `.numpy()` of a meta tensor: the host waits for its value."""
         self.values.op = method
@@ -824,7 +871,7 @@ class Recorder(TorchDispatchMode):
             self._numpy_read = True
         self.values.op = ""
         self.record(
-            torch.ops.aten._local_scalar_dense.default,
+            _SCALAR,
             (tensor,),
             {},
             [],
@@ -946,6 +993,12 @@ class Recorder(TorchDispatchMode):
                 object.__setattr__(node, name, nothing)
         graph._graph_namespace._obj_to_name.clear()
         graph._find_nodes_lookup_table.table.clear()
+
+
+def _kind_of(node: fx.Node) -> str:
+    """The kind of an entry of the graph; "" for a node that is none."""
+    entry = node.meta.get(META_KEY)
+    return entry.kind if isinstance(entry, Entry) else ""
 
 
 def _place(func: Any, index: int) -> int | None:

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 _TO_PYTHON = frozenset({Tensor.tolist, Tensor.numpy})
 _CONSTRUCTORS = frozenset({torch.tensor, torch.as_tensor, torch.asarray})
+_PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _PACK = torch._VF._pack_padded_sequence
 _SEED = 0
 _UNNAMED = frozenset({"__get__", "__set__", "backward"})
@@ -52,6 +54,13 @@ class Functions(TorchFunctionMode):
         if func in _TO_PYTHON:
             if args[0].device.type == "meta":
                 return recorder.to_python(args[0], func.__name__)
+        elif func is Tensor.__repr__:
+            if args[0].device.type == "meta" and type(args[0]) in _PLAIN_TENSORS:
+                recorder.shown(args[0])
+        elif func == _SET_DATA:
+            func(*args, **kwargs)
+            recorder.stands_for(*args)
+            return None
         elif func is Tensor.__format__:
             if args[0].device.type == "meta" and args[0].dim() == 0:
                 return format(args[0].item(), args[1])

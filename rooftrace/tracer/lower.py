@@ -59,8 +59,8 @@ def lower(
 
     outputs: the tensors that the step returns.  kv_storages: storages that are handed to the next
     call.  gradients: names of gradients of parameters by storage.  repeats: whether modules that
-    are alike stand once.  What else something still holds at the end of the step (an attribute, a
-    list, an object of the user's) is an output too.  Raises NotAlikeError where the turns of a loop differ after all.
+    are alike stand once.  What leads to no output, but is still held at the end of the step (by an
+    attribute, a list, an object of the user's), is an output too.  Raises NotAlikeError where the turns of a loop differ after all.
     """
     results = [recorder.node_of(tensor) for tensor in outputs]
     builder = _Builder(frozenset(kv_storages), gradients or {})
@@ -121,11 +121,17 @@ class _Builder:
         return self._single[node]
 
     def outputs(self, results: Sequence[fx.Node], kept: Collection[int]) -> tuple[int, ...]:
-        """The value ids of what the step returns, and of other storages that are kept."""
+        """The value ids of what the step returns, and of what else is kept and leads nowhere."""
         returned = [self.value_of(node) for node in results]
-        known = {self.values[value].storage for value in (*returned, *self._entries)}
-        owners = [self._owners[storage] for storage in sorted(kept) if storage in self._owners]
-        return (*returned, *(owner for owner in owners if owner not in known))
+        storage = [value.storage for value in self.values]
+        live = {storage[value] for value in (*returned, *self._entries)}
+        for op in reversed(self.ops):
+            made = [storage[value] for value in op.outputs]
+            if op.kind == "sync" or not made or not live.isdisjoint(made):
+                live.update(made)
+                live.update(storage[value] for value in op.inputs)
+        owners = [self._owners[number] for number in sorted(kept) if number in self._owners]
+        return (*returned, *(owner for owner in owners if owner not in live))
 
     def add(self, node: fx.Node) -> None:
         """Translate one fx node."""

@@ -21,13 +21,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
 from rooftrace.tracer.functions import Functions
+from rooftrace.tracer.graph import UNRECORDED
 from rooftrace.tracer.origin import source_line
 
 if TYPE_CHECKING:
     from rooftrace.tracer.capture import Recorder
-
-UNRECORDED = "unrecorded"
-"""Kind of the assumptions that make totals a lower bound: something ran out of sight."""
 
 _GRACE = 1.0
 """Seconds that a thread of the step may go on after the step has returned."""

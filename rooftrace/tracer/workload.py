@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import platform
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -109,7 +110,7 @@ def cache_arguments(module: nn.Module) -> set[str]:
 def as_before(module: nn.Module) -> Iterator[None]:
     """Attributes (training flags, caches of tables) and gradients are afterwards what they were."""
     attributes = [(vars(part), _copied(vars(part))) for part in module.modules()]
-    modes = [(part, part.training) for part in module.modules()]
+    modes = [(part, part.training) for part in module.modules() if hasattr(part, "training")]
     gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
     try:
         yield
@@ -164,6 +165,11 @@ class Step:
     phase: str = ""
 
 
+def drained(output: Any) -> Any:
+    """What a module returned; of a generator everything that it gives, as its caller would take."""
+    return list(output) if inspect.isgenerator(output) else output
+
+
 @dataclass(frozen=True)
 class PlainCall:
     """A call of a module as a phase makes it, with nothing recorded.
@@ -180,7 +186,7 @@ class PlainCall:
     def __call__(self) -> Any:
         """Forward, and backward where there is one; the output of forward."""
         with torch.device(self.device), torch.set_grad_enabled(self.losses is not None):
-            output = self.module(*self.args, **self.kwargs)
+            output = drained(self.module(*self.args, **self.kwargs))
             if self.losses is not None:
                 losses, _ = self.losses(output)
                 torch.autograd.backward(losses, [torch.ones_like(loss) for loss in losses])
@@ -400,7 +406,7 @@ class Run:
     ) -> Any:
         """Call the module; of `extras` (use_cache, labels) only what its forward takes."""
         with torch.device(self.device):
-            return self.module(*args, **{**kwargs, **self._taken(extras or {})})
+            return drained(self.module(*args, **{**kwargs, **self._taken(extras or {})}))
 
     def _taken(self, extras: Mapping[str, Any]) -> dict[str, Any]:
         """Of these arguments those that forward takes."""
@@ -544,7 +550,7 @@ def graph_of(
     outputs = [part for tensor in tensors_in(step.output) for part, _ in parts_of(tensor)]
     graph = lower(
         recorder,
-        [tensor for tensor in outputs if tensor.device.type == "meta"],
+        recorder.look_for_gaps(outputs, module),
         phase=phase,
         kv_storages={s for s in kv if s is not None},
         gradients=step.gradients,
