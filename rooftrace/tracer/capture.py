@@ -37,10 +37,11 @@ from rooftrace.tracer.graph import UNRECORDED, contiguous
 from rooftrace.tracer.loops import Loop, Rolling
 from rooftrace.tracer.onmeta import own_tensors
 from rooftrace.tracer.origin import source_line
+from rooftrace.tracer.realdata import RealData
 from rooftrace.tracer.sizes import SizeCache, writes_lists
 from rooftrace.tracer.threads import Here, Threads
 from rooftrace.tracer.trees import arguments_in, bytes_of, is_wrapper, listed, parts_of
-from rooftrace.tracer.values import KNOWN, META, ROUTING, Values
+from rooftrace.tracer.values import KNOWN, META, REAL, ROUTING, Values
 
 META_KEY = "rooftrace"
 """The one key of fx `node.meta` that capture writes and lower reads: a Recorded or an Entry."""
@@ -202,6 +203,8 @@ class Recorder(TorchDispatchMode):
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.values = values or Values()
+        self.real = RealData(self)
+        self.values.compute = self._from_data
         self.values.where = lambda: self.stack[-1][0] if self.stack else ""
         self.graph = fx.Graph()
         self.recording = record
@@ -339,6 +342,11 @@ class Recorder(TorchDispatchMode):
         if kind in ("parameter", "buffer", "table"):
             self._named[name] = tag, tuple(tensor.shape), tensor.dtype
         entry = self.values.known(tensor)
+        real = tensor.__dict__.get(REAL)
+        if real is not None:
+            self.real.enter(node, real.tensor)
+        elif entry is not None and not entry.taint and tensor.layout is torch.strided:
+            self.real.enter(node, entry.value)
         if tensor.device.type == "cpu":
             self.constants[name] = tensor.detach()
         elif kind == "constant" and entry is not None:
@@ -445,8 +453,10 @@ class Recorder(TorchDispatchMode):
                 size = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
                 self.unrecorded(f"the step returns a {size} that was computed on the host")
         weights = [n for n in self.graph.nodes if _kind_of(n) == "parameter"]
+        products = (getattr(n.target, "overloadpacket", None) for n in self.graph.nodes)
         if weights and not any(node.users for node in weights):
-            self.unrecorded(f"no recorded op reads any parameter of {type(module).__name__}")
+            if not any(packet in flop_registry for packet in products):
+                self.unrecorded(f"no recorded op reads any parameter of {type(module).__name__}")
         return kept
 
     def _place_of(self, tensor: Tensor) -> tuple[str, str]:
@@ -847,6 +857,20 @@ class Recorder(TorchDispatchMode):
             )
         return _NO_TAINT
 
+    def _from_data(self, tensor: Tensor) -> Tensor | None:
+        """The value of a tensor from the real ones that were given; see `realdata`."""
+        if not self.recording or type(tensor) is not Tensor:
+            return None
+        value = self.real.value(tensor)
+        if value is not None:
+            self.rolling.depends()
+        return value
+
+    def written_by(self, node: fx.Node) -> list[fx.Node]:
+        """The nodes whose tensors the op of a node writes in place."""
+        info = _info(node.target)
+        return _written(info, node) if info.mutated else []
+
     def stands_for(self, tensor: Tensor, other: Tensor) -> None:
         """`tensor.data = other`: from here on it is another value, and known if that is."""
         if isinstance(tensor, UninitializedTensorMixin):
@@ -983,6 +1007,7 @@ class Recorder(TorchDispatchMode):
         Its nodes refer to each other, and the collector of cycles is off while a model is traced.
         """
         self.last_held.clear()
+        self.real.forget()
         self._last = None
         graph, self.graph = self.graph, fx.Graph()
         for node in (*graph.nodes, graph._root):

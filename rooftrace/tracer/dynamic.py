@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch._higher_order_ops.scan import generic_scan
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 from rooftrace.tracer.trees import listed
-from rooftrace.tracer.values import META, Values, small
+from rooftrace.tracer.values import MAX_INTEGERS, META, ROUTING, Values, run_on_cpu, small
 
 if TYPE_CHECKING:
     from rooftrace.tracer.capture import OpInfo, Recorder
@@ -98,7 +99,7 @@ def _compared(
 ) -> bool:
     """equal and allclose answer with a Python bool."""
     values = recorder.values
-    first, second = values.known(args[0]), values.known(args[1])
+    first, second = (values.known(t) or values.from_data(t) for t in args[:2])
     if first is not None and second is not None:
         recorder.record(func, args, kwargs, [], sync=True, taint=first.taint | second.taint)
         return bool(func(first.value, second.value, *args[2:], **kwargs))
@@ -124,7 +125,7 @@ def _answered(
 
     def value(tensor: Tensor) -> Tensor:
         nonlocal taint
-        entry = values.known(tensor)
+        entry = values.known(tensor) or values.from_data(tensor)
         if entry is None:
             unknown.append(tensor)
             # One element seen everywhere: an unknown activation can be larger than this machine.
@@ -261,6 +262,12 @@ def _into_host(recorder: Recorder, func: Any, args: Any, kwargs: Mapping[str, An
 
 
 def _suppressed(recorder: Recorder, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Tensor:
+    values = recorder.values
+    boxes, scores = (values.known(t) or values.from_data(t) for t in args[:2])
+    if boxes is not None and scores is not None and not boxes.taint | scores.taint:
+        kept = _lifted(values, func(boxes.value, scores.value, *args[2:], **kwargs), frozenset())
+        recorder.record(func, args, kwargs, [kept], single=True)
+        return kept
     count = max(1, args[0].shape[0] // 2)
     taint = frozenset(
         [recorder.values.assume("nms", "non-maximum suppression keeps half of the boxes", count)]
@@ -294,6 +301,10 @@ def route(
     """Balanced values for the indices that topk, argmax, sort ... make of unknown scores."""
     if index.dtype.is_floating_point:
         return frozenset()
+    if values.decision("balanced-routing") is None and _as_the_data_chooses(
+        values, func, name, args, kwargs, index
+    ):
+        return frozenset()
     schema = [a.name for a in func._schema.arguments]
     if "dim" not in schema and name in ("aten.max", "aten.min"):
         return frozenset()  # the whole-tensor form returns a value, no index
@@ -303,6 +314,29 @@ def route(
         dimension = kwargs.get("dim", args[position] if position < len(args) else None)
     routed = values.route(name, source, index, -1 if dimension is None else int(dimension))
     return frozenset() if routed is None else frozenset([routed])
+
+
+def _as_the_data_chooses(
+    values: Values, func: Any, name: str, args: Any, kwargs: Mapping[str, Any], index: Tensor
+) -> bool:
+    """Learn the indices that the real tensors give, where they do; that is put on record."""
+    if index.numel() > MAX_INTEGERS:
+        return False
+    tensors = listed(args)
+    entries = {}
+    for tensor in tensors:
+        entry = values.known(tensor)
+        value = values.compute(tensor) if entry is None else entry.value
+        if value is None or (entry is not None and entry.taint):
+            return False
+        entries[id(tensor)] = value
+    given, named = tree_map_only(Tensor, lambda t: entries[id(t)], (tuple(args), dict(kwargs)))
+    with _disable_current_modes(), torch.no_grad():
+        chosen = listed(run_on_cpu(name, func, list(given), named))[ROUTING[name]]
+    values.computed += 1
+    values.learn(index, chosen)
+    values.assume("data-routing", f"{name} chooses as the given weights and inputs do")
+    return True
 
 
 # -- counts that a cost rule needs and only known values give ------------------------------------
@@ -502,9 +536,12 @@ def _looped(recorder: Recorder, condition: Any, body: Any, carried: Any, more: A
     """Where the condition rests on unknown values the body runs once."""
     for turn in range(_MAX_LOOPS):
         go_on = condition(*carried, *more)
-        entry = recorder.values.known(go_on) if isinstance(go_on, Tensor) else None
+        values = recorder.values
+        entry = None
+        if isinstance(go_on, Tensor):
+            entry = values.known(go_on) or values.from_data(go_on)
         if isinstance(go_on, Tensor) and entry is None:
-            recorder.values.assume("branch", "while_loop runs its body once", 1)
+            values.assume("branch", "while_loop runs its body once", 1)
             return body(*carried, *more) if turn == 0 else carried
         if not (go_on if entry is None else bool(entry.value)):
             break

@@ -17,6 +17,19 @@ class TraceError(RuntimeError):
 
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_HAND_ON = tuple(
+    _TORCH + os.path.join(*place)
+    for place in (
+        ("utils", "_device.py"),
+        ("utils", "_python_dispatch.py"),
+        ("utils", "_stats.py"),
+        ("_dynamo", ""),
+        ("_compile.py",),
+        ("_ops.py",),
+        ("_tensor.py",),
+        ("overrides.py",),
+    )
+)
 _BOUNDARIES = frozenset({"_call", "run_backward"})
 """Functions of ours that call user's code: what called them is not the origin of an op."""
 
@@ -59,6 +72,20 @@ def source_line(depth: int) -> str:
             return line
         if kind == _OURS and code.co_name in _BOUNDARIES:
             return ""
+        frame = frame.f_back
+    return ""
+
+
+def deciding_line(depth: int) -> str:
+    """ "file.py:12" of the innermost frame that asks for a value: a user's, or a check of torch's.
+
+    Frames `depth` up or more; ours and those that only hand a call on are left out.
+    """
+    frame: Any = sys._getframe(depth)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith((_HERE, "<", *_HAND_ON)):
+            return f"{name}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
 
