@@ -58,6 +58,8 @@ _HIDDEN_VIEWS = frozenset(
 )
 """Ops that share memory though their schema does not say so."""
 _SCALAR = torch.ops.aten._local_scalar_dense.default
+_INDICES = frozenset({torch.int64, torch.int32, torch.bool})
+"""Types of tensors that torch makes unseen of Python's numbers, and that no product has."""
 _CAST = torch.ops.aten._to_copy.default
 _LIFT = torch.ops.aten.lift_fresh.default
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
@@ -402,7 +404,7 @@ class Recorder(TorchDispatchMode):
             name = f"input_{len(self.inputs)}"
             return self._entry(tensor, self.graph.placeholder(_identifier(name)), "input", name)
         size = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
-        if not known and tensor.device.type != "cpu":
+        if not known and tensor.device.type != "cpu" and tensor.dtype not in _INDICES:
             self.unrecorded(f"{_reader(self.values.op)} a {size} that no recorded op made")
         elif self._numpy_read and _made_by_numpy(tensor):
             self.unrecorded(f"{_reader(self.values.op)} a {size} that was computed with numpy")
@@ -454,10 +456,17 @@ class Recorder(TorchDispatchMode):
                 self.unrecorded(f"the step returns a {size} that was computed on the host")
         weights = [n for n in self.graph.nodes if _kind_of(n) == "parameter"]
         products = (getattr(n.target, "overloadpacket", None) for n in self.graph.nodes)
-        if weights and not any(node.users for node in weights):
+        idle = weights and not any(node.users for node in weights)
+        if idle and not (outputs and all(map(self._was_there, outputs))):
             if not any(packet in flop_registry for packet in products):
                 self.unrecorded(f"no recorded op reads any parameter of {type(module).__name__}")
         return kept
+
+    def _was_there(self, tensor: Tensor) -> bool:
+        """Whether a tensor is an input, a weight or a known value, which no op had to make."""
+        tag: _Tag | None = tensor.__dict__.get(self._key)
+        entry = tag is not None and isinstance(tag.node.meta.get(META_KEY), Entry)
+        return entry or self.values.known(tensor) is not None
 
     def _place_of(self, tensor: Tensor) -> tuple[str, str]:
         """Kind and name of a parameter or buffer of the modules that run now; ("", "") if none."""

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 _TO_PYTHON = frozenset({Tensor.tolist, Tensor.numpy})
 _CONSTRUCTORS = frozenset({torch.tensor, torch.as_tensor, torch.asarray})
+_INDEXING = frozenset({Tensor.__getitem__, Tensor.__setitem__})
 _PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _PACK = torch._VF._pack_padded_sequence
@@ -54,6 +55,13 @@ class Functions(TorchFunctionMode):
         if func in _TO_PYTHON:
             if args[0].device.type == "meta":
                 return recorder.to_python(args[0], func.__name__)
+        elif func is Tensor.__array__:
+            if args[0].device.type == "meta":
+                array = recorder.to_python(args[0], "numpy")
+                kind = args[1] if len(args) > 1 else kwargs.get("dtype")
+                return array if kind is None else array.astype(kind, copy=False)
+        elif func in _INDEXING and args[0].device.type == "meta":
+            args = (args[0], self._indexed(args[1]), *args[2:])
         elif func is Tensor.__repr__:
             if args[0].device.type == "meta" and type(args[0]) in _PLAIN_TENSORS:
                 recorder.shown(args[0])
@@ -111,6 +119,15 @@ class Functions(TorchFunctionMode):
             engine._engine_run_backward = original
             recorder.part, recorder.differentiable = before
             recorder.after_backward = True
+
+    def _indexed(self, index: Any) -> Any:
+        """An index with known tensors in place of lists of numbers, which torch makes unseen."""
+        if isinstance(index, tuple):
+            return tuple([self._indexed(item) for item in index])
+        if isinstance(index, list) and index and all(type(item) in (int, bool) for item in index):
+            made = self._construct(torch.tensor, (index,), {"device": META})
+            return index if made is None else made
+        return index
 
     def _construct(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Tensor | None:
         """torch.tensor([...]) for meta: a meta tensor whose value is known."""

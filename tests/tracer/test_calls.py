@@ -476,7 +476,8 @@ def test_assumptions_are_made_in_every_layer() -> None:
     def routed(layer: Any, x: Tensor) -> Any:
         return layer.linear(x) * x.topk(2).indices.sum().item()
 
-    assert runs_of(stack(routed)) == 1
+    assert runs_of(stack(routed)) == DEPTH, "each layer computes its own from the real data"
+    assert runs_of(stack(routed).to("meta")) == 2, "the first one knows its input"
 
 
 def test_an_exception_comes_from_every_layer() -> None:

@@ -107,7 +107,7 @@ def test_a_constructor_may_ask_for_a_value(tmp_path: Any) -> None:
 
 def test_an_unknown_condition_is_taken_as_false_and_said(model: Callable[..., Any]) -> None:
     case = model("control_flow")  # if x.abs().amax() > 1e3: x = x * gate
-    graph = rt.trace(case.module, **case.kwargs)
+    graph = rt.trace(case.module.to("meta"), **case.kwargs)
     assert [(a.kind, a.value) for a in graph.assumptions] == [("branch", False)]
     assert not any(op.name == "aten.sigmoid" for op in graph.ops)
     asked = [op for op in graph.ops if op.kind == "sync"]
@@ -127,7 +127,7 @@ def test_a_branch_that_fails_is_tried_the_other_way(module: Callable[..., nn.Mod
             raise ValueError("the sum must be positive")
         return self.lin(x)
 
-    graph = rt.trace(module(forward), torch.ones(1, 8))
+    graph = rt.trace(module(forward), torch.empty(1, 8, device="meta"))
     assert [(a.kind, a.value) for a in graph.assumptions] == [("branch", True)]
 
 
@@ -138,13 +138,13 @@ def test_a_loop_that_waits_for_an_unknown_condition_ends(module: Callable[..., n
             x = x / 2
         return x
 
-    graph = rt.trace(module(forward), torch.ones(1, 8))
+    graph = rt.trace(module(forward), torch.empty(1, 8, device="meta"))
     assert sum(op.name == "aten.div" for op in graph.ops) == MAX_SAME_BRANCH
     assert [a.value for a in graph.assumptions] == [False, True]
 
 
 def test_half_of_an_unknown_mask_is_taken_as_true(module: Callable[..., nn.Module]) -> None:
-    graph = rt.trace(module(lambda self, x: x[self.lin(x).sum(1) > 0]), torch.ones(6, 8))
+    graph = rt.trace(module(lambda self, x: x[self.lin(x).sum(1) > 0]), torch.empty(6, 8, device="meta"))
     assert graph.values[graph.outputs[0]].shape == (3, 8)
     assert [(a.kind, a.value) for a in graph.assumptions] == [("density", 0.5)]
 
@@ -153,7 +153,7 @@ def test_an_unknown_number_is_taken_as_one(module: Callable[..., nn.Module]) -> 
     def forward(self: Any, x: Tensor) -> Tensor:
         return x.repeat(int(self.lin(x).sum().long().item()) + 1, 1)
 
-    graph = rt.trace(module(forward), torch.ones(3, 8))
+    graph = rt.trace(module(forward), torch.empty(3, 8, device="meta"))
     assert graph.values[graph.outputs[0]].shape == (6, 8)
     assert [a.kind for a in graph.assumptions] == ["value"]
 
@@ -166,7 +166,7 @@ def test_unknown_scores_choose_every_class_equally_often(module: Callable[..., n
         counts.extend(torch.bincount(chosen.flatten(), minlength=8).tolist())
         return x
 
-    graph = rt.trace(module(forward), torch.ones(12, 8))
+    graph = rt.trace(module(forward), torch.empty(12, 8, device="meta"))
     assert counts == [12 * 2 // 8] * 8
     assert [(a.kind, a.value) for a in graph.assumptions] == [("balanced-routing", 8)]
 
@@ -176,7 +176,7 @@ def test_what_follows_from_routing_says_that_it_rests_on_it(
     name: str, model: Callable[..., Any]
 ) -> None:
     case = model(name, "grouped_mm")
-    graph = rt.trace(case.module, **case.kwargs)
+    graph = rt.trace(case.module.to("meta"), **case.kwargs)
     routing = {a.id for a in graph.assumptions if a.kind == "balanced-routing"}
     grouped = [op for op in graph.ops if op.name == "aten._grouped_mm"]
     experts = {"mixtral": 4, "deepseek": 8}[name]
@@ -301,7 +301,7 @@ def test_the_user_can_say_what_is_taken(module: Callable[..., nn.Module]) -> Non
 
 
 def test_nothing_of_a_mask_may_be_taken_as_true(module: Callable[..., nn.Module]) -> None:
-    graph = rt.trace(module(_asks), torch.ones(8, 8), assume={"density": 0})
+    graph = rt.trace(module(_asks), torch.empty(8, 8, device="meta"), assume={"density": 0})
     assert graph.values[graph.outputs[0]].shape == (0, 8)
 
 
@@ -404,6 +404,6 @@ def test_an_assumption_names_the_op_that_needed_it(module: Callable[..., nn.Modu
         best = self.lin(x).topk(2).indices
         return x[best[0].tolist()] if self.lin(x).sum() > 0 else x
 
-    graph = rt.trace(module(chosen), torch.randn(8, 8))
+    graph = rt.trace(module(chosen), torch.empty(8, 8, device="meta"))
     needed = {assumption.kind: assumption.op for assumption in graph.assumptions}
     assert needed == {"balanced-routing": "aten.topk", "branch": "aten._local_scalar_dense"}
