@@ -1,0 +1,400 @@
+"""Work that a dispatch mode does not see by itself: it is followed, or it is said.
+
+The counts to compare with are those of torch's FlopCounterMode on the real module, where that sees
+the work; else arithmetic on the sizes.
+"""
+
+import asyncio
+import dataclasses
+import io
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.flop_counter import FlopCounterMode
+
+import rooftrace as rt
+
+Made = Callable[..., nn.Module]
+
+X = torch.randn(4, 8)
+ONE = 2 * 4 * 8 * 8  # FLOP of one linear layer, 8 wide, on four rows
+
+
+def flops(module: nn.Module, *args: Any, execution: str = "efficient") -> int:
+    graph = rt.trace(module, *args)
+    return rt.estimate(graph, chip="h100-sxm", execution=execution).flops_matrix
+
+
+def kinds(module: nn.Module, *args: Any) -> set[str]:
+    return {item.kind for item in rt.trace(module, *args).assumptions}
+
+
+# -- threads ---------------------------------------------------------------------------------------
+
+POOL = ThreadPoolExecutor(2)
+POOL.submit(int).result()  # one of its threads is there before anything is traced
+
+
+def in_a_pool_of_its_own(self: Any, x: Tensor) -> Any:
+    with ThreadPoolExecutor(2) as pool:
+        return pool.submit(self.lin, x).result()
+
+
+def in_a_pool_that_was_there(self: Any, x: Tensor) -> Any:
+    return sum(POOL.map(self.lin, x.chunk(2))) + POOL.submit(self.lin, x[:0]).result().sum()
+
+
+def in_a_thread(self: Any, x: Tensor) -> Any:
+    found: list[Tensor] = []
+    thread = threading.Thread(
+        target=lambda: found.append(nn.functional.linear(x, self.lin.weight) + torch.ones(8))
+    )
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+class _Worker(threading.Thread):
+    def __init__(self, run: Callable[[], Any]) -> None:
+        super().__init__()
+        self.what = run
+
+    def run(self) -> None:
+        self.made = self.what()
+
+
+def in_a_thread_of_a_thread(self: Any, x: Tensor) -> Any:
+    inner = _Worker(lambda: self.lin(x))
+    outer = _Worker(lambda: (inner.start(), inner.join()))
+    outer.start()
+    outer.join()
+    return inner.made
+
+
+def in_asyncio(self: Any, x: Tensor) -> Any:
+    async def run() -> Any:
+        return await asyncio.to_thread(self.lin, x)
+
+    return asyncio.run(run())
+
+
+def in_a_fork(self: Any, x: Tensor) -> Any:
+    return torch.jit.wait(torch.jit.fork(self.lin, x))  # type: ignore[no-untyped-call]
+
+
+def in_a_callback(self: Any, x: Tensor) -> Any:
+    first: Any = torch.futures.Future()
+    second = first.then(lambda done: self.lin(done.value()))
+    thread = threading.Thread(target=lambda: first.set_result(x))
+    thread.start()
+    return second.wait()
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        in_a_pool_of_its_own,
+        in_a_pool_that_was_there,
+        in_a_thread,
+        in_a_thread_of_a_thread,
+        in_asyncio,
+        in_a_fork,
+        in_a_callback,
+    ],
+)
+def test_work_in_threads_is_recorded(forward: Any, module: Made) -> None:
+    made = module(forward)
+    assert flops(made, X) == flops(made, X, execution="eager") == ONE
+    assert not kinds(made, X)
+
+
+def test_ops_in_threads_name_their_module_and_line(module: Made) -> None:
+    graph = rt.trace(nn.Sequential(module(in_a_pool_of_its_own)), X)
+    product = next(op for op in graph.ops if op.name == "aten.addmm")
+    assert product.module == "0.lin"
+    assert product.source.startswith("tests/tracer/test_untraced.py:")
+
+
+def test_a_module_that_an_older_thread_runs_is_recorded(module: Made) -> None:
+    asked: queue.Queue[Any] = queue.Queue()
+    answers: queue.Queue[Any] = queue.Queue()
+
+    def serve() -> None:
+        for call in iter(asked.get, None):
+            answers.put(call())
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+
+    def forward(self: Any, x: Tensor) -> Any:
+        asked.put(lambda: self.lin(x))
+        return answers.get()
+
+    assert flops(module(forward), X) == ONE
+    asked.put(lambda: torch.ones(3).device)  # and afterwards it is as it was
+    assert answers.get() == torch.device("cpu")
+    asked.put(None)
+    thread.join()
+
+
+def test_threads_of_others_are_neither_recorded_nor_changed(module: Made) -> None:
+    go, done = threading.Event(), threading.Event()
+    seen: list[Tensor] = []
+    other = nn.Linear(8, 8)
+
+    def beside() -> None:
+        go.wait()
+        seen.append(other(X) @ torch.ones(8, 8))
+        done.set()
+
+    thread = threading.Thread(target=beside)
+    thread.start()
+
+    def forward(self: Any, x: Tensor) -> Any:
+        go.set()
+        done.wait()
+        return self.lin(x)
+
+    graph = rt.trace(module(forward), X)
+    thread.join()
+    assert [op.module for op in graph.ops if op.name == "aten.addmm"] == ["lin"]
+    assert "<Linear>" not in graph.modules
+    assert torch.equal(seen[0], other(X) @ torch.ones(8, 8))
+
+
+def test_nothing_stays_behind_in_threads_and_pools(module: Made) -> None:
+    before = threading.Thread.start, ThreadPoolExecutor.submit
+    rt.trace(module(in_a_pool_that_was_there), X)
+    assert (threading.Thread.start, ThreadPoolExecutor.submit) == before
+    device = POOL.submit(lambda: (torch.ones(2) @ torch.ones(2)).device).result()
+    assert device == torch.device("cpu")
+
+
+def test_training_follows_threads(module: Made) -> None:
+    graph = rt.trace(module(in_a_pool_of_its_own), X, phase="training", optimizer="none")
+    assert rt.estimate(graph, chip="h100-sxm").flops_matrix == 2 * ONE  # and that of the weight
+
+
+# -- real tensors, hooks, the host -----------------------------------------------------------------
+
+OTHER = torch.randn(8, 8)
+
+
+class Offloaded(nn.Module):
+    """A layer whose weights are put in place when it is called, as offloading hooks do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(8, 8)
+        self.kept = {name: p.detach().clone() for name, p in self.lin.named_parameters()}
+        self.lin.to("meta")
+        self.lin.register_forward_pre_hook(self.bring)
+        self.lin.register_forward_hook(self.take)
+
+    def bring(self, layer: Any, args: Any) -> Any:
+        for name, value in self.kept.items():
+            layer._parameters[name] = nn.Parameter(value.to("cpu"))
+        return tuple(item.to("cpu") for item in args)
+
+    def take(self, layer: Any, args: Any, output: Any) -> None:
+        layer.to("meta")
+
+    def forward(self, x: Tensor) -> Any:
+        return self.lin(x)
+
+
+def test_a_weight_that_a_hook_puts_in_place_is_that_weight() -> None:
+    module = Offloaded()
+    with FlopCounterMode(display=False) as counter:
+        module(X)
+    assert flops(module, X) == counter.get_total_flops() == ONE
+    graph = rt.trace(module, X)
+    product = next(op for op in graph.ops if op.name == "aten.addmm")
+    read = [graph.values[i] for i in product.inputs if graph.values[i].role == "weights"]
+    assert [value.shape for value in read] == [(8,), (8, 8)]
+    assert {a.kind for a in graph.assumptions} == {"host-copy"}
+
+
+def loaded(self: Any, x: Tensor) -> Any:
+    file = io.BytesIO()
+    torch.save(OTHER, file)
+    file.seek(0)
+    return x @ torch.load(file)
+
+
+def made_into_a_storage(self: Any, x: Tensor) -> Any:
+    empty = torch.empty(0)
+    empty.set_(self.lin(x).untyped_storage(), 0, (4, 8), (8, 1))
+    return self.lin(empty)
+
+
+def with_other_data(self: Any, x: Tensor) -> Any:
+    self.lin.weight.data = self.lin.weight.data @ OTHER
+    return self.lin(x)
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda self, x: (OTHER @ OTHER).sum() + self.lin(x),
+        lambda self, x: self.lin(x.cpu()),
+        lambda self, x: nn.functional.linear(x.cpu(), self.lin.weight.cpu()),
+        lambda self, x: self.lin(x).to("cpu") @ OTHER,
+        lambda self, x: self.lin(torch.tensor(x.tolist())),
+        lambda self, x: self.lin(x) * torch.tensor(self.lin(x).sum().item()),
+        lambda self, x: nn.functional.linear(x.data, self.lin.weight.data),
+        lambda self, x: nn.functional.linear(x, nn.Parameter(self.lin.weight @ OTHER)),
+        loaded,
+        made_into_a_storage,
+        with_other_data,
+    ],
+)
+def test_real_tensors_and_the_host_lose_nothing(forward: Any, module: Made) -> None:
+    made = module(forward)
+    counted = flops(made, X), flops(made, X, execution="eager")
+    with FlopCounterMode(display=False) as counter:
+        made(X)
+    assert counted == (counter.get_total_flops(),) * 2
+    assert "unrecorded" not in kinds(module(forward), X)
+
+
+def test_a_frozen_script_traces() -> None:
+    script: Any = torch.jit
+    frozen = script.freeze(script.script(nn.Sequential(nn.Linear(8, 8)).eval()))
+    assert flops(frozen, X) == ONE
+
+
+# -- what cannot be followed is said ---------------------------------------------------------------
+
+
+def out_of_sight(self: Any, x: Tensor) -> Any:
+    with _disable_current_modes():
+        return self.lin(x)
+
+
+def half_out_of_sight(self: Any, x: Tensor) -> Any:
+    with _disable_current_modes():
+        y = self.lin(x)
+    return self.lin(y)
+
+
+def in_numpy(self: Any, x: Tensor) -> Any:
+    return self.lin(torch.from_numpy(x.numpy() @ self.lin.weight.detach().numpy()))
+
+
+@pytest.mark.parametrize("forward", [out_of_sight, half_out_of_sight, in_numpy])
+def test_a_result_that_nothing_recorded_made_is_said(forward: Any, module: Made) -> None:
+    graph = rt.trace(module(forward), X)
+    assert graph.unrecorded
+    estimate = rt.estimate(graph, chip="h100-sxm")
+    assert estimate.lower_bound
+    shown = str(estimate)
+    assert "lower bound" in shown and "100 %" not in shown
+    assert "≥" in shown
+
+
+def test_a_report_says_that_its_totals_are_a_lower_bound(module: Made) -> None:
+    from rooftrace.reporting.document import document
+    from rooftrace.reporting.markdown import XX
+
+    report = rt.report(module(out_of_sight), X, chip="h100-sxm")
+    assert document(report)["coverage"]["lower_bound"] is True
+    assert "**Not everything was recorded: all totals are a lower bound.**" in XX(
+        report
+    )
+
+
+def test_a_step_that_runs_its_products_elsewhere_is_no_zero(module: Made) -> None:
+    class Hidden:
+        def __init__(self, tensor: Tensor) -> None:
+            self.give = lambda: tensor
+
+    def forward(self: Any, x: Tensor) -> Any:
+        with _disable_current_modes():
+            return Hidden(self.lin(x))
+
+    graph = rt.trace(module(forward), X)
+    assert "no recorded op reads any parameter of Written" in graph.unrecorded[0].text
+
+
+def test_what_runs_nothing_and_returns_its_input_is_complete(module: Made) -> None:
+    assert not rt.trace(module(lambda self, x: x), X).assumptions
+
+
+# -- roads by which a result leaves ----------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Out:
+    value: Any
+
+
+class Box:
+    def __init__(self, tensor: Tensor) -> None:
+        self._inside = [{"deep": (tensor,)}]
+
+    def __call__(self) -> Any:
+        return self._inside
+
+
+HELD: list[Tensor] = []
+
+
+def into_a_list(self: Any, x: Tensor) -> Any:
+    HELD.append(self.lin(x))
+    return x + 1
+
+
+def into_an_attribute(self: Any, x: Tensor) -> Any:
+    self.last = self.lin(x)
+    return x + 1
+
+
+def generated(self: Any, x: Tensor) -> Iterator[Tensor]:
+    yield self.lin(x)
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda self, x: Out(self.lin(x)),
+        lambda self, x: Box(self.lin(x)),
+        lambda self, x: [[[[[[[[[self.lin(x)]]]]]]]]],
+        lambda self, x: (lambda y: lambda: y)(self.lin(x)),
+        lambda self, x: self.lin(x).sum().item(),
+        lambda self, x: str(self.lin(x)),
+        into_a_list,
+        into_an_attribute,
+        generated,
+    ],
+)
+def test_what_leaves_by_any_road_is_no_dead_code(forward: Any, module: Made) -> None:
+    assert flops(module(forward), X) == ONE
+    HELD.clear()
+
+
+def test_what_nothing_holds_is_dead_code(module: Made) -> None:
+    assert flops(module(lambda self, x: (self.lin(x), x + 1)[1]), X) == 0
+
+
+def test_layers_that_leave_something_behind_are_all_run() -> None:
+    kept: list[Tensor] = []
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            kept.append(self.lin(x))
+            return x * 2
+
+    assert flops(nn.Sequential(*(Layer() for _ in range(5))).eval(), X) == 5 * ONE
+    assert len(kept) == 5
