@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch._ops import HigherOrderOperator
 from torch.nn.modules import module as nn_module
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils.flop_counter import flop_registry
 
@@ -442,7 +442,9 @@ class Recorder(TorchDispatchMode):
                 for index, spec in enumerate(recorded.specs):
                     if spec.storage == storage:
                         same = (spec.shape, spec.dtype, spec.stride) == look
-                        return _Tag(node, _place(node.target, index), spec.storage) if same else None
+                        return (
+                            _Tag(node, _place(node.target, index), spec.storage) if same else None
+                        )
         return None
 
     def look_for_gaps(self, outputs: Sequence[Tensor], module: nn.Module) -> list[Tensor]:
@@ -882,7 +884,7 @@ class Recorder(TorchDispatchMode):
 
     def stands_for(self, tensor: Tensor, other: Tensor) -> None:
         """`tensor.data = other`: from here on it is another value, and known if that is."""
-        if isinstance(tensor, UninitializedTensorMixin):
+        if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
             return  # it becomes a parameter, and has no bytes until then
         if self.recording and self._key in tensor.__dict__:
             self.node_of(other)

@@ -71,7 +71,7 @@ class RealData:
     def forget(self) -> None:
         """Give back what is kept."""
         for table in (self._leaves, self._kept, self._places, self._writers):
-            table.clear()  # type: ignore[attr-defined]
+            table.clear()
 
     def value(self, tensor: Tensor) -> Tensor | None:
         """The value of a recorded tensor; None where it cannot be computed."""
@@ -308,7 +308,9 @@ def _flop(node: fx.Node, recorded: Any) -> int:
     if formula is not None:
         args = tree_map_only(fx.Node, _shape, (node.args, dict(node.kwargs)))
         try:
-            return int(formula(*args[0], **args[1], out_val=shapes[0] if len(shapes) == 1 else shapes))
+            return int(
+                formula(*args[0], **args[1], out_val=shapes[0] if len(shapes) == 1 else shapes)
+            )
         except (AssertionError, TypeError, ValueError, IndexError, AttributeError, RuntimeError):
             pass  # torch's own formula refuses these shapes
     return 0 if recorded.view else sum(map(_elements, recorded.specs))

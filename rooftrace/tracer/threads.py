@@ -194,7 +194,7 @@ class Threads:
             recorder.rolling.depends()
         # Modes that enter themselves note what was on in variables that all threads share.
         functions = Functions(recorder, device)
-        functions.__enter__()
+        functions.__enter__()  # type: ignore[no-untyped-call]
         _push_mode(_Follower(recorder))
         multithreading = torch._C._is_multithreading_enabled()
         torch._C._set_multithreading_enabled(False)
@@ -204,7 +204,7 @@ class Threads:
         def leave() -> None:
             torch._C._set_multithreading_enabled(multithreading)
             _pop_mode()
-            functions.__exit__(None, None, None)
+            functions.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             with recorder.lock:
                 here.__init__()  # type: ignore[misc]
                 self._idents.discard(ident)

@@ -53,7 +53,7 @@ def masked(self: Any, x: Tensor) -> Any:
 def until_small(self: Any, x: Tensor) -> Any:
     x = self.lin(x)
     while x.norm() > 0.5:
-        x = self.lin(x) / 2
+        x = x / 2
     return x
 
 

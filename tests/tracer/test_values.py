@@ -144,7 +144,9 @@ def test_a_loop_that_waits_for_an_unknown_condition_ends(module: Callable[..., n
 
 
 def test_half_of_an_unknown_mask_is_taken_as_true(module: Callable[..., nn.Module]) -> None:
-    graph = rt.trace(module(lambda self, x: x[self.lin(x).sum(1) > 0]), torch.empty(6, 8, device="meta"))
+    graph = rt.trace(
+        module(lambda self, x: x[self.lin(x).sum(1) > 0]), torch.empty(6, 8, device="meta")
+    )
     assert graph.values[graph.outputs[0]].shape == (3, 8)
     assert [(a.kind, a.value) for a in graph.assumptions] == [("density", 0.5)]
 
