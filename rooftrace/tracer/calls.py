@@ -14,7 +14,8 @@ that stand in its place.  Done only where the later call could not have recorded
 3. The recorded call wrote to nothing that it did not make, changed no attribute of the modules and
    no container that it was given, called no module but those inside, decided no unknown condition,
    drew no random number in Python, made no constant, read no tensor that was computed elsewhere,
-   computed no value from real data, left no tensor behind that something holds, and returned plain values, inputs, or new tensors.
+   computed no value from real data, left no tensor behind that something holds, and returned
+   plain values, inputs, or new tensors.
 4. Both stand under the same modes: precision, autocast, kernels of attention.
 5. Gradients are off: autograd has to see every op.
 

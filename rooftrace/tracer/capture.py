@@ -459,9 +459,9 @@ class Recorder(TorchDispatchMode):
         weights = [n for n in self.graph.nodes if _kind_of(n) == "parameter"]
         products = (getattr(n.target, "overloadpacket", None) for n in self.graph.nodes)
         idle = weights and not any(node.users for node in weights)
-        if idle and not (outputs and all(map(self._was_there, outputs))):
-            if not any(packet in flop_registry for packet in products):
-                self.unrecorded(f"no recorded op reads any parameter of {type(module).__name__}")
+        empty = not (outputs and all(map(self._was_there, outputs)))
+        if idle and empty and not any(packet in flop_registry for packet in products):
+            self.unrecorded(f"no recorded op reads any parameter of {type(module).__name__}")
         return kept
 
     def _was_there(self, tensor: Tensor) -> bool:

@@ -60,7 +60,8 @@ def lower(
     outputs: the tensors that the step returns.  kv_storages: storages that are handed to the next
     call.  gradients: names of gradients of parameters by storage.  repeats: whether modules that
     are alike stand once.  What leads to no output, but is still held at the end of the step (by an
-    attribute, a list, an object of the user's), is an output too.  Raises NotAlikeError where the turns of a loop differ after all.
+    attribute, a list, an object of the user's), is an output too.  Raises NotAlikeError where the
+    turns of a loop differ after all.
     """
     results = [recorder.node_of(tensor) for tensor in outputs]
     builder = _Builder(frozenset(kv_storages), gradients or {})

@@ -134,7 +134,7 @@ class RealData:
         return int(item.specs[index or 0].storage)
 
     def _needed(self, node: fx.Node) -> list[fx.Node]:
-        """The ops to run, in order: those that make a value, and those that write what they read."""
+        """The ops to run, in order: what makes a value, and what writes to that before."""
         needed: set[fx.Node] = set()
         waiting = [_base(node)[0]]
         while waiting:

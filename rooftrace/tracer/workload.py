@@ -495,7 +495,8 @@ def attempted(
     """`run` under a recorder; again, where it fails, with its last unknown condition turned.
 
     Checks of arguments stand in one line and are asked many times, so all conditions of a line are
-    turned together; where that fails too, they are turned one by one.  Where that does not help and a number was unknown, once more with it taken as zero.
+    turned together; where that fails too, they are turned one by one.  Where that does not help
+    and a number was unknown, once more with it taken as zero.
     what, root: what is run and the class of its module, for the message of the TraceError.
     """
     first: TraceError | None = None
