@@ -15,6 +15,7 @@ from typing import Any
 from rooftrace.costmodels.advice import cache_products, given_formulas
 from rooftrace.costmodels.cost import MATRIX, Cost
 from rooftrace.costmodels.execution import ExecutionModel, execution_model
+from rooftrace.costmodels.families import with_families
 from rooftrace.costmodels.fuse import FusionGroup, fuse
 from rooftrace.costmodels.layouts import keeps_channels_last
 from rooftrace.costmodels.price import price_ops
@@ -142,8 +143,11 @@ def plan(graph: OpGraph, execution: str | ExecutionModel = "efficient") -> Plan:
     Raises ExecutionError for a preset that does not exist.
     """
     model = execution_model(execution)
-    rewritten, notes = rewrite(graph, model)
-    op_costs, known = price_ops(rewritten)
+    op_costs, known = price_ops(graph)
+    classified = with_families(graph, op_costs)
+    rewritten, notes = rewrite(classified, model)
+    if rewritten is not classified:
+        op_costs, known = price_ops(rewritten)
     groups = fuse(rewritten, model)
     costs = group_costs(rewritten, groups, op_costs, model)
     return Plan(

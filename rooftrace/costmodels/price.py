@@ -43,6 +43,16 @@ def price_ops(graph: OpGraph) -> tuple[tuple[Cost, ...], tuple[bool, ...]]:
     return tuple(costs), tuple(known)
 
 
+def op_cost(graph: OpGraph, op: Op) -> Cost:
+    """The cost of one op alone, its storages by their local index; NOTHING of a view or a wait."""
+    if op.kind != "kernel":
+        return NOTHING
+    sizes = [(t.shape, t.dtype, t.stride) for t in graph.values]
+    storages = [t.storage for t in graph.values]
+    key, _ = _signature(_Copies(graph, sizes, storages).written_out(op), sizes, storages)
+    return _price(_view(key))[0]
+
+
 def _price(view: OpView) -> tuple[Cost, bool]:
     found = find_rule(view.target)
     given = None if found and found.source == "user" else view.fact("flops_given")

@@ -36,7 +36,7 @@ from rooftrace.tracer.onmeta import own_tensors
 from rooftrace.tracer.origin import source_line
 from rooftrace.tracer.sizes import SizeCache, writes_lists
 from rooftrace.tracer.trees import arguments_in, bytes_of, is_wrapper, listed, parts_of
-from rooftrace.tracer.values import KNOWN, ROUTING, Values
+from rooftrace.tracer.values import KNOWN, Values, index_output
 
 META_KEY = "rooftrace"
 """The one key of fx `node.meta` that capture writes and lower reads: a Recorded or an Entry."""
@@ -653,8 +653,8 @@ class Recorder(TorchDispatchMode):
         elif info.mutated:
             for tensor in info.written(args, kwargs):
                 values.forget(tensor)
-        position = ROUTING.get(info.name)
-        if position is not None and tensors and len(outputs) > position:
+        position = index_output(func, tensors[0], outputs) if tensors else None
+        if position is not None:
             return dynamic.route(
                 values, func, info.name, args, kwargs, tensors[0], outputs[position]
             )

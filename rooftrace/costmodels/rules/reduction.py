@@ -28,10 +28,11 @@ def _rows(op: OpView) -> tuple[int, int]:
     return rows, op.inputs[0].elements // rows if rows else 0
 
 
-def _reduction(*names: str, flop: Callable[[int], int], why: str) -> None:
+def _reduction(*names: str, flop: Callable[[int], int], why: str,
+               fused: str | None = "reduction") -> None:
     """Register ops whose flop per row of n values is `flop(n)`, for floats (complex: twice)."""
 
-    @builtin(*(f"aten.{name}" for name in names), fusion="reduction")
+    @builtin(*(f"aten.{name}" for name in names), fusion="reduction", fused=fused)
     def price(op: OpView) -> Cost:
         rows, n = _rows(op)
         parts = 2 if is_complex(op.inputs[0]) else 1
@@ -54,14 +55,16 @@ _reduction("aminmax", "_aminmax", flop=lambda n: 2 * (n - 1), why="n - 1 compari
 _reduction("count_nonzero", flop=lambda n: n, why="n comparisons; counting is integer work.")
 
 
-@builtin("aten.all", "aten.any", "aten.equal", "aten.is_nonzero", "aten._is_all_true",
+@builtin("aten.all", "aten.any", fusion="reduction", fused="reduction")
+@builtin("aten.equal", "aten.is_nonzero", "aten._is_all_true",
          "aten._is_any_true", fusion="reduction")
 def truth(op: OpView) -> Cost:
     """Bytes only: what is reduced are truth values."""
     return streamed(op)
 
 
-@builtin("aten.linalg_vector_norm", "aten.norm", "aten.native_norm", "aten._foreach_norm",
+@builtin("aten.linalg_vector_norm", "aten.norm", fusion="reduction", fused="reduction")
+@builtin("aten.native_norm", "aten._foreach_norm",
          "aten.dist", "aten.frobenius_norm", "aten.linalg__powsum", "aten._foreach_powsum",
          fusion="reduction")
 def vector_norm(op: OpView) -> Cost:
@@ -114,7 +117,7 @@ def segment_reduce(op: OpView) -> Cost:
 
 
 @builtin("aten.median", "aten.nanmedian", "aten.kthvalue", "aten.mode", "aten.nanquantile",
-         "aten.quantile")
+         "aten.quantile", kind="sort")
 def selection(op: OpView) -> Cost:
     """Radix selection works on the bits of the values: bytes only, read once per row."""
     return streamed(op)
