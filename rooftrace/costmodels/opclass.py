@@ -28,34 +28,6 @@ ACCESS = 16
 """Bytes that a thread loads at once: channels that lie side by side and are no whole number of
 these are loaded in smaller pieces."""
 
-LAST = 7
-"""With channels last cuDNN has such kernels up to this; wider windows go to one for any groups
-(`conv2d_grouped_direct_kernel`), which is several times slower."""
-ACCESS = 16
-"""Bytes that a thread loads at once: channels that lie side by side and are no whole number of
-these are loaded in smaller pieces."""
-
-_BY_NAME: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("attention", ("attention", "flex")),
-    ("rnn", ("rnn", "lstm", "gru")),
-    ("grouped mm", ("_grouped_mm", "_scaled_grouped_mm")),
-    ("mm", ("aten.mm", "aten.addmm", "aten.linear", "_scaled_mm", "pack_mm", "_int_mm")),
-    ("bmm", ("aten.bmm", "aten.baddbmm", "aten.matmul")),
-    ("batch norm", ("batch_norm",)),
-    ("layer norm", ("layer_norm", "rms_norm", "group_norm")),
-    ("softmax", ("softmax",)),
-    ("pooling", ("pool",)),
-    ("upsample", ("upsample", "grid_sampler")),
-    ("sort", ("aten.sort", "aten.topk", "aten.argsort", "aten.msort", "kthvalue")),
-    ("gather", ("embedding", "aten.index", "gather", "scatter", "_unsafe_index", "index_")),
-    ("reduction", ("aten.sum", "aten.mean", "aten.amax", "aten.amin", "aten.max", "aten.min",
-                   "aten.var", "aten.std", "aten.prod", "aten.any", "aten.all", "vector_norm",
-                   "aten.cumsum", "argmax", "argmin", "logsumexp")),
-    ("copy", ("aten.clone", "aten.cat", "aten.roll", "pad", "aten.stack", "aten.flip",
-              "aten.repeat", "aten.tril", "aten.triu")),
-    ("cast", ("aten._to_copy", "aten.copy_")),
-)  # fmt: skip
-
 LAST = ", channels last"
 """What the name of a class ends in whose images are given with channels last: eager kernels differ
 there.  A knob file without a share for it means that of the class without it."""
