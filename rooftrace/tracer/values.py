@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from rooftrace.tracer.graph import Assumption
+from rooftrace.tracer.groups import is_collective
 from rooftrace.tracer.request import assumed
 from rooftrace.tracer.trees import bytes_of, listed
 
@@ -338,6 +339,9 @@ class Values:
 
         Returns the assumptions that they rest on; None if they are unknown.
         """
+        if is_collective(func):  # the other processes have a say
+            self._forget_all(mutated)
+            return None
         if is_random(func) and not (self._generator is not None and _draws_integers(func, outputs)):
             self._forget_all(mutated)
             return None
