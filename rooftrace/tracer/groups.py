@@ -60,9 +60,10 @@ def _size(group: Any) -> int | None:
         return None
     try:
         if isinstance(group, str):
-            from torch.distributed.distributed_c10d import _resolve_process_group
+            from torch._C import _distributed_c10d
 
-            group = _resolve_process_group(group)  # type: ignore[arg-type, unused-ignore]
+            resolve: Any = _distributed_c10d._resolve_process_group
+            group = resolve(group)
         elif not isinstance(group, dist.ProcessGroup):  # as TorchScript sees it
             group = dist.ProcessGroup.unbox(group)
         return int(group.size())

@@ -376,4 +376,6 @@ def test_every_collective_of_torch_has_a_rule_or_moves_nothing():
     spaces = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
     names = getattr(torch._C, "_dispatch_get_all_op_names", list)()
     found = {n.split(".")[0].replace("::", ".") for n in names if n.partition("::")[0] in spaces}
-    assert {n for n in found if find_rule(f"{n}.default") is None} == set()
+    assert {n for n in found if find_rule(f"{n}.default") is None} <= {
+        "_dtensor.mesh_get_process_group"  # hands out a handle
+    }

@@ -18,7 +18,7 @@ from rooftrace.costmodels.rules.common import (
 
 
 @builtin("aten._foreach_clone", fusion="pointwise")
-@builtin("aten._to_copy", "prims.convert_element_type", fusion="pointwise", kind="cast",
+@builtin("aten._to_copy", fusion="pointwise", kind="cast",
          fused="cast")
 @builtin("aten.clone", "aten._lazy_clone", "aten.lift_fresh_copy", "aten.detach_copy",
          "aten.alias_copy", "aten.expand_copy", "aten.permute_copy", "aten.view_copy",
@@ -26,7 +26,7 @@ from rooftrace.costmodels.rules.common import (
          "aten.squeeze_copy", "aten.unsqueeze_copy", "aten.as_strided_copy", "aten.diagonal_copy",
          "aten.split_copy", "aten.split_with_sizes_copy", "aten.unbind_copy", "aten.unfold_copy",
          "aten._reshape_copy", "aten.narrow_copy", "aten.lu_unpack", "aten.frexp",
-         "aten._pin_memory", "aten.pin_memory", "prims.device_put", "prims.clone",
+         "aten._pin_memory", "aten.pin_memory",
          fusion="pointwise", kind="copy")
 def copied(op: OpView) -> Cost:
     """Distinct elements read once (an expanded input as it is stored), the copy written.

@@ -15,6 +15,7 @@ from rooftrace.costmodels.rules.common import (
     has_arithmetic,
     is_complex,
     needed,
+    product_precision,
     reading,
     streamed,
     total,
@@ -140,6 +141,23 @@ def cdist(op: OpView) -> Cost:
     """
     terms = op.outputs[0].elements * needed(op, "x1").shape[-1]
     return vector(op, 3 * terms) + streamed(op)
+
+
+@builtin("aten._euclidean_dist", kind="mm")
+def euclidean_dist(op: OpView) -> Cost:
+    """d[P, R] = sqrt(max([-2 x1, |x1|^2, 1] [x2, 1, |x2|^2]^T, 0)): cdist by one matrix product.
+
+    2 P R (M + 2) flop for each pair of matrices, as the two columns of squares are multiplied too.
+    Vector: a square and an add per value of x1 and x2, a product by -2, and a comparison and a root
+    per distance.
+    """
+    x1, x2 = needed(op, "x1"), needed(op, "x2")
+    p, r, inner = x1.shape[-2], x2.shape[-2], x1.shape[-1] + 2
+    batch = op.outputs[0].elements // (p * r) if p * r else 0
+    squares = 3 * x1.elements + 2 * x2.elements
+    return (Cost.of(matmul=2 * batch * p * r * inner, precision=product_precision(x1, x2), rows=p,
+                    columns=r, inner=inner)
+            + vector(op, squares + 2 * op.outputs[0].elements) + streamed(op))
 
 
 @builtin("aten._cdist_backward")
