@@ -265,7 +265,8 @@ def _trust(
         lines.append(
             _styled(
                 f"  no rule: {entry.target} x{entry.count:,}, {format_traffic(entry.bytes)}, in "
-                f"{entry.modules[0] or '(root)'}; only its bytes count",
+                f"{entry.modules[0] or '(root)'}; no FLOP counts, and its bytes are between "
+                f"{format_traffic(entry.bytes_least)} and {format_traffic(entry.most)}",
                 "red",
             )
         )

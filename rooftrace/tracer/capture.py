@@ -24,7 +24,7 @@ from torch._ops import HigherOrderOperator
 from torch.nn.modules import module as nn_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rooftrace.tracer import dynamic
+from rooftrace.tracer import dynamic, groups
 from rooftrace.tracer.autocast import followed
 from rooftrace.tracer.calls import Block, Calls, RepeatedCall, repeated
 from rooftrace.tracer.flex import flex_whole
@@ -36,7 +36,7 @@ from rooftrace.tracer.onmeta import own_tensors
 from rooftrace.tracer.origin import source_line
 from rooftrace.tracer.sizes import SizeCache, writes_lists
 from rooftrace.tracer.trees import arguments_in, bytes_of, is_wrapper, listed, parts_of
-from rooftrace.tracer.values import KNOWN, ROUTING, Values
+from rooftrace.tracer.values import KNOWN, Values, index_output
 
 META_KEY = "rooftrace"
 """The one key of fx `node.meta` that capture writes and lower reads: a Recorded or an Entry."""
@@ -156,8 +156,10 @@ def _info(func: Any) -> OpInfo:
             for i, a in enumerate(schema.arguments)
             if a.alias_info is not None and a.alias_info.is_write
         )
+        mutated = mutated or groups.written(func)
         aliasing = name in _HIDDEN_VIEWS or any(r.alias_info is not None for r in schema.returns)
         answers = bool(schema.returns) and not any("Tensor" in str(r.type) for r in schema.returns)
+        answers = answers and not groups.is_collective(func)  # a handle to wait for
         info = _INFO[func] = OpInfo(
             name, mutated, aliasing or bool(mutated), aliasing and not mutated, answers
         )
@@ -607,6 +609,10 @@ class Recorder(TorchDispatchMode):
         outputs = [out] if single else listed(out)
         taint = self._propagate(func, info, args, kwargs, tensors, outputs)
         taint |= dynamic.learn_facts(self.values, name, args, tensors, facts)
+        if groups.is_collective(func) and (size := groups.group_size(func, args, kwargs)):
+            facts["group_size"] = size
+        if outputs and info.mutated and func.namespace != "aten":
+            facts["writes"] = tuple(name for _, name in info.mutated)  # beside what it returns
         self.record(func, args, kwargs, outputs, single=single, facts=facts, taint=taint)
         return out
 
@@ -653,8 +659,8 @@ class Recorder(TorchDispatchMode):
         elif info.mutated:
             for tensor in info.written(args, kwargs):
                 values.forget(tensor)
-        position = ROUTING.get(info.name)
-        if position is not None and tensors and len(outputs) > position:
+        position = index_output(func, tensors[0], outputs) if tensors else None
+        if position is not None:
             return dynamic.route(
                 values, func, info.name, args, kwargs, tensors[0], outputs[position]
             )

@@ -269,13 +269,12 @@ def route(
     if index.dtype.is_floating_point:
         return frozenset()
     schema = [a.name for a in func._schema.arguments]
-    if "dim" not in schema and name in ("aten.max", "aten.min"):
-        return frozenset()  # the whole-tensor form returns a value, no index
     dimension = None
     if "dim" in schema:
         position = schema.index("dim")
         dimension = kwargs.get("dim", args[position] if position < len(args) else None)
-    routed = values.route(name, source, index, -1 if dimension is None else int(dimension))
+    along = -1 if dimension is None else int(dimension)
+    routed = values.route(name, source, index, along, sorts="descending" in schema)
     return frozenset() if routed is None else frozenset([routed])
 
 
