@@ -35,6 +35,7 @@ from rooftrace.tracer.loops import Loop, Rolling
 from rooftrace.tracer.onmeta import own_tensors
 from rooftrace.tracer.origin import source_line
 from rooftrace.tracer.recompute import Node, Recomputation, running_node
+from rooftrace.tracer.shown import behind
 from rooftrace.tracer.sizes import SizeCache, writes_lists
 from rooftrace.tracer.trees import arguments_in, bytes_of, is_wrapper, listed, parts_of
 from rooftrace.tracer.values import KNOWN, ROUTING, Values
@@ -177,6 +178,7 @@ class Recorder(TorchDispatchMode):
     """
 
     supports_higher_order_operators = True
+    runs_whole = True
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -568,6 +570,10 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if types and any(is_wrapper(kind) for kind in types):
             return NotImplemented  # what the wrapper does with the tensors inside is recorded
+        instead = behind(func)
+        if instead is not None:  # an op of ours, shown to modes of the user's under another name
+            with self.again():
+                return instead(*args, **kwargs)
         whole = isinstance(func, HigherOrderOperator)
         outer, self.values.op = self.values.op, func.name() if whole else _info(func).name
         try:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.autograd import grad_mode
 
-SET_GRAD_ENABLED: Any = torch._C._set_grad_enabled  # type: ignore[attr-defined]
+SET_GRAD_ENABLED: Any = torch._C._set_grad_enabled
 """What every change of the grad mode calls; a function mode sees it."""
 
 _FILE = grad_mode.__file__

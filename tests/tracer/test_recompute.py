@@ -7,10 +7,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._higher_order_ops.flex_attention import flex_attention as flex_attention_hop
 from torch.nn.attention.flex_attention import flex_attention
-from torch.utils.checkpoint import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import rooftrace as rt
 from rooftrace.tracer.graph import OpGraph
@@ -313,3 +318,138 @@ def test_an_optimizer_inside_backward_is_the_optimizer() -> None:
     assert useful(graph) == useful(rt.trace(train, Outer("function", plain), torch.randn(S, D)))
     moments = [op for op in graph.ops if "addcdiv" in op.name]
     assert moments and {op.part for op in moments} == {"optimizer"}
+
+
+# -- what modes of the user's see ------------------------------------------------------------------
+
+
+class Seen(TorchDispatchMode):
+    """The names of the ops that a mode of the user's is shown."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.name().removeprefix("aten::"))
+        return func(*args, **(kwargs or {}))
+
+
+_SCALED = "_scaled_dot_product"
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "forward", "backward"),
+    [
+        ("sdpa", torch.bfloat16, "flash_attention", "flash_attention_backward"),
+        ("sdpa", torch.float32, "efficient_attention", "efficient_attention_backward"),
+        ("flex", torch.float32, "flex_attention", "flex_attention_backward"),
+        ("lstm", torch.float32, "_cudnn_rnn", "_cudnn_rnn_backward"),
+        ("gru", torch.float32, "_cudnn_rnn", "_cudnn_rnn_backward"),
+    ],
+)
+def test_a_mode_of_the_users_sees_the_ops_that_a_gpu_would_show(
+    kind: str, dtype: torch.dtype, forward: str, backward: str
+) -> None:
+    seen = Seen()
+
+    def step(model: nn.Module, x: Tensor) -> None:
+        with seen:
+            model(x).sum().backward()
+
+    x = torch.randn(S, D, dtype=dtype)
+    graph = rt.trace(step, Outer(kind, plain).to(dtype), x)
+    prefix = f"{_SCALED}_" if kind == "sdpa" else ""
+    assert seen.names.count(prefix + forward) == seen.names.count(prefix + backward) == 1
+    assert not any("rooftrace" in name for name in seen.names)
+    # What is recorded does not depend on who looked on.
+    unseen = rt.trace(train, Outer(kind, plain).to(dtype), x)
+    assert [op.name for op in graph.ops] == [op.name for op in unseen.ops]
+
+
+@pytest.mark.parametrize(
+    ("region", "name"),
+    [("EFFICIENT_ATTENTION", "efficient"), ("CUDNN_ATTENTION", "cudnn")],
+)
+def test_a_region_that_chooses_the_attention_kernel_is_kept_to(region: str, name: str) -> None:
+    attention = pytest.importorskip("torch.nn.attention")
+    seen = Seen()
+
+    def step(model: nn.Module, x: Tensor) -> None:
+        with seen, attention.sdpa_kernel(getattr(attention.SDPBackend, region)):
+            model(x).sum().backward()
+
+    rt.trace(step, Outer("sdpa", plain).bfloat16(), torch.randn(S, D, dtype=torch.bfloat16))
+    assert f"{_SCALED}_{name}_attention" in seen.names
+    assert f"{_SCALED}_{name}_attention_backward" in seen.names
+
+
+ATTENTION = [
+    getattr(torch.ops.aten, f"{_SCALED}_{name}_attention").default
+    for name in ("flash", "efficient", "cudnn")
+]
+
+
+def every_second_product() -> Any:
+    """The policy of a well-known trainer: attention is saved, and every second product."""
+    count = 0
+
+    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal count
+        saves = op in (*ATTENTION, flex_attention_hop)
+        if op is torch.ops.aten.mm.default:
+            count += 1
+            saves = count % 2 == 1
+        return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+def a_list_of_ops() -> Any:
+    return create_selective_checkpoint_contexts([*ATTENTION, flex_attention_hop])
+
+
+class Attending(nn.Module):
+    """Four products without bias and an attention, under a selective checkpoint."""
+
+    def __init__(self, contexts: Callable[[], Any], flex: bool) -> None:
+        super().__init__()
+        self.contexts, self.flex = contexts, flex
+        self.parts = nn.ModuleList([nn.Linear(D, D, bias=False) for _ in range(4)])
+
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(self.inside, x, use_reentrant=False, context_fn=self.contexts)
+
+    def inside(self, x: Tensor) -> Tensor:
+        q, k, v = (part(x).view(1, S, 2, D // 2).transpose(1, 2) for part in self.parts[:3])
+        attend: Any = flex_attention if self.flex else F.scaled_dot_product_attention
+        found: Tensor = self.parts[3](attend(q, k, v).transpose(1, 2).reshape(S, D)).exp()
+        return found
+
+
+@pytest.mark.parametrize("flex", [False, True])
+@pytest.mark.parametrize(("contexts", "again"), [(every_second_product, 2), (a_list_of_ops, 4)])
+def test_a_selective_checkpoint_saves_what_its_policy_names(
+    contexts: Callable[[], Any], again: int, flex: bool
+) -> None:
+    x = torch.randn(S, D)
+    graph = rt.trace(train, Attending(contexts, flex), x)
+    recomputed = [op.name for op in graph.ops if op.part == "recompute"]
+    assert recomputed.count("aten.mm") == again
+    assert not any("attention" in name for name in recomputed)
+
+
+def test_a_counter_of_the_users_counts_attention_inside_the_step() -> None:
+    counts = []
+
+    def step(model: nn.Module, x: Tensor) -> None:
+        with FlopCounterMode(display=False) as counter:
+            model(x).sum().backward()
+        counts.append(counter.get_total_flops())
+
+    rt.trace(step, Outer("sdpa", plain), torch.randn(S, D))
+    layers = 3 * 3 - 1  # the input needs no gradient
+    scores = 2 * S * S * D  # Q K^T; forward has two products of this size, backward five
+    assert counts == [layers * PRODUCT + (2 + 5) * scores]
