@@ -34,6 +34,8 @@ from rooftrace.tracer.graph import contiguous
 from rooftrace.tracer.loops import Loop, Rolling
 from rooftrace.tracer.onmeta import own_tensors
 from rooftrace.tracer.origin import source_line
+from rooftrace.tracer.recompute import Node, Recomputation, running_node
+from rooftrace.tracer.shown import behind
 from rooftrace.tracer.sizes import SizeCache, writes_lists
 from rooftrace.tracer.trees import arguments_in, bytes_of, is_wrapper, listed, parts_of
 from rooftrace.tracer.values import KNOWN, Values, index_output
@@ -178,6 +180,7 @@ class Recorder(TorchDispatchMode):
     """
 
     supports_higher_order_operators = True
+    runs_whole = True
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -202,11 +205,12 @@ class Recorder(TorchDispatchMode):
         self.recording = record
         self.own_step = own_step
         self.repeat_calls = repeat_calls
-        self.differentiable = False
+        self.recomputation = Recomputation()
         self.after_backward = False
         self.part = "forward"
         self.function = ""
         self.stack: list[tuple[str, int]] = []
+        self._called_for: list[Node | None] = []
         self.modules: dict[str, str] = {}
         self.constants: dict[str, Tensor] = {}
         self.failed_in: tuple[str, str] | None = None
@@ -509,9 +513,9 @@ class Recorder(TorchDispatchMode):
         if part == "optimizer":
             return Origin("", 0, part, self.function)
         if part == "backward":
-            if not torch.is_grad_enabled() or self.differentiable or self._before_engine():
+            if not self._runs_again():
                 return self._origin_in_backward()
-            part = "recompute"  # a checkpoint runs its forward again
+            part = "recompute"
         source = source_line(5)
         if self.stack:
             path, call = self.stack[-1]
@@ -527,9 +531,14 @@ class Recorder(TorchDispatchMode):
         self._by_sequence.setdefault(torch._C._autograd._get_sequence_nr() - 1, origin)
         return origin
 
-    def _before_engine(self) -> bool:
-        """Whether a user's `backward()` makes its first gradients, which autograd does not see."""
-        return self.own_step and torch._C._current_autograd_node() is None
+    def _runs_again(self) -> bool:
+        """Whether the running autograd node has called forward code: a module, or what wants
+        gradients of its own.  False before the engine starts, where it gets its first gradients."""
+        node = running_node()
+        if node is None:
+            return False
+        called = bool(self._called_for) and self._called_for[-1] == node
+        return called or self.recomputation.active(node)
 
     def _part_of_own_step(self) -> str:
         """The part that the op being run belongs to, where nobody announces the parts."""
@@ -563,6 +572,10 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if types and any(is_wrapper(kind) for kind in types):
             return NotImplemented  # what the wrapper does with the tensors inside is recorded
+        instead = behind(func)
+        if instead is not None:  # an op of ours, shown to modes of the user's under another name
+            with self.again():
+                return instead(*args, **kwargs)
         whole = isinstance(func, HigherOrderOperator)
         outer, self.values.op = self.values.op, func.name() if whole else _info(func).name
         try:
@@ -709,6 +722,7 @@ class Recorder(TorchDispatchMode):
         self._calls[path] = call + 1
         self.after_backward = False
         self.stack.append((path, call))
+        self._called_for.append(running_node())
 
     def _after(self, module: nn.Module, inputs: Any, output: Any) -> None:
         if id(module) in self._transparent or not self.stack:
@@ -716,6 +730,7 @@ class Recorder(TorchDispatchMode):
         if sys.exc_info()[0] is not None and self.failed_in is None:
             self.failed_in = (self.stack[-1][0], type(module).__name__)
         self.stack.pop()
+        self._called_for.pop()
 
     def __enter__(self) -> Recorder:
         enter = self._exit.enter_context
