@@ -15,6 +15,7 @@ from rooftrace.tracer.graphfile import load_graphs, looks_saved, save_graphs
 if TYPE_CHECKING:
     from torch import nn
 
+    from rooftrace.tracer.apart import Traced
     from rooftrace.tracer.request import Loss, Options, Request
     from rooftrace.tracer.steps import Capture
 
@@ -105,17 +106,78 @@ def trace_target(
     phases: None takes what fits the model (prefill, decode and training if it keeps a cache, else
     forward and training), or everything in a saved file.
     """
+    return dict(trace_sources(target, phases, request, options, progress).graphs)
+
+
+def trace_sources(
+    target: str | os.PathLike[str],
+    phases: Sequence[str] | None = None,
+    request: Request | None = None,
+    options: Options | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> Traced:
+    """`trace_target`, with the files that it read.
+
+    Code is imported afresh each time.  Where that fails for code that this process has imported
+    before (some allows it only once), it is traced in a process of its own.
+    """
+    from rooftrace.tracer.apart import Traced, can_go_apart, trace_apart
+    from rooftrace.tracer.isolation import digest, imported_again, own_imports, source_files
+    from rooftrace.tracer.request import TargetError
+
     name = os.fspath(target)
     if looks_saved(name):
-        return _select(load_graphs(name), phases, name)
+        return Traced(_select(load_graphs(name), phases, name))
     from rooftrace.tracer.target import load_target
+    from rooftrace.tracer.targetnames import names_code
     from rooftrace.tracer.workload import trace_phases
 
     tell = progress or (lambda _: None)
-    with collector_paused():
+    with collector_paused(), own_imports():
         tell("building the model")
-        loaded = load_target(name, request)
-        return trace_phases(loaded.module, loaded.inputs, phases, options, progress, name)
+        try:
+            loaded = load_target(name, request)
+        except TargetError:
+            if not (names_code(name) and imported_again() and can_go_apart(options)):
+                raise
+        else:
+            graphs = trace_phases(loaded.module, loaded.inputs, phases, options, progress, name)
+            files = source_files()
+            if not names_code(name) and os.path.isfile(name):
+                files[os.path.realpath(name)] = digest(name)
+            return Traced(graphs, files)
+    return trace_apart(name, phases, request, options, progress)
+
+
+def trace_each(
+    targets: Sequence[str],
+    phases: Sequence[str] | None,
+    requests: Sequence[Request],
+    options: Options,
+    progress: Callable[[str], None] | None = None,
+) -> list[Traced]:
+    """`trace_sources` of several targets, none of which sees what another one did to this process.
+
+    Code runs in a process of its own for each, at the same time; configs and saved graphs in this
+    one.  Raises what the first that fails raises.
+    """
+    from concurrent.futures import ThreadPoolExecutor
+
+    from rooftrace.tracer.apart import can_go_apart, trace_apart
+    from rooftrace.tracer.targetnames import names_code
+
+    def traced(index: int) -> Traced:
+        return trace_apart(targets[index], phases, requests[index], options, progress)
+
+    apart = [i for i, name in enumerate(targets) if can_go_apart(options) and names_code(name)]
+    with ThreadPoolExecutor(max(1, len(apart))) as pool:
+        running = {index: pool.submit(traced, index) for index in apart}
+        return [
+            running[index].result()
+            if index in running
+            else trace_sources(name, phases, requests[index], options, progress)
+            for index, name in enumerate(targets)
+        ]
 
 
 BatchTrace = Callable[[str, int], OpGraph]
@@ -170,8 +232,13 @@ _RunAt = Callable[[Sequence[str] | None, int], dict[str, OpGraph]]
 
 
 def _target_at(target: str, request: Request, options: Options) -> _RunAt:
+    from rooftrace.tracer.isolation import Kept, keeping
+
+    kept = Kept()
+
     def run(phases: Sequence[str] | None, batch: int) -> dict[str, OpGraph]:
-        return trace_target(target, phases, replace(request, batch=batch), options)
+        with keeping(kept):
+            return trace_target(target, phases, replace(request, batch=batch), options)
 
     return run
 
