@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -46,8 +47,9 @@ def rule(
 ) -> Callable[[RuleFunction], RuleFunction]:
     """Register the decorated function `price(op: OpView) -> Cost` for these ops.
 
-    A second rule for one op raises DuplicateRuleError naming both owners, unless override=True; a
-    name without a namespace raises ValueError.
+    A second rule for one op raises DuplicateRuleError naming both owners, unless override=True or
+    it is the same function defined again (a file or a notebook cell that ran twice); a name without
+    a namespace raises ValueError.
     """
 
     def register(function: RuleFunction) -> RuleFunction:
@@ -58,7 +60,7 @@ def rule(
             if "." not in key:
                 raise ValueError(f'rule({name!r}): expected "namespace::{name}"')
             old = _RULES.get(key)
-            if old is not None and not override:
+            if old is not None and not override and not _again(old.price, function):
                 raise DuplicateRuleError(
                     f"{name!r} already has a rule, {_owner(old.price)}; {_owner(function)} would "
                     "be a second one: pass override=True to replace it"
@@ -84,6 +86,24 @@ def all_rules() -> Iterator[Rule]:
     """Every registered rule, by name."""
     _load()
     return iter(sorted(_RULES.values(), key=lambda r: r.name))
+
+
+@contextlib.contextmanager
+def own_rules() -> Iterator[None]:
+    """Rules that are registered inside are gone afterwards, and replaced ones are back."""
+    _load()
+    before = dict(_RULES)
+    try:
+        yield
+    finally:
+        _RULES.clear()
+        _RULES.update(before)
+
+
+def _again(old: RuleFunction, new: RuleFunction) -> bool:
+    """Whether two functions are one, defined twice."""
+    names = [(f.__module__, getattr(f, "__qualname__", "")) for f in (old, new)]
+    return names[0] == names[1] and "<lambda>" not in names[0][1]
 
 
 def _owner(function: RuleFunction) -> str:

@@ -1,7 +1,7 @@
 """Traces a target in a process of its own: nothing that was imported or patched before is there.
 
-The job goes in as JSON; graphs come back through a graph file, progress and errors as lines of JSON.
-What the target prints goes to stderr.  No object is pickled.
+The job goes in as JSON; graphs come back through a graph file, progress and errors as lines of
+JSON.  What the target prints goes to stderr.  No object is pickled.
 """
 
 from __future__ import annotations

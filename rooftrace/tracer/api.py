@@ -16,20 +16,23 @@ if TYPE_CHECKING:
     from torch import nn
 
     from rooftrace.tracer.apart import Traced
+    from rooftrace.tracer.asked import Asked
     from rooftrace.tracer.request import Loss, Options, Request
     from rooftrace.tracer.steps import Capture
 
+PathLike = os.PathLike[str]
+
 
 def trace(
-    model: nn.Module | Callable[..., Any],
+    model: nn.Module | Callable[..., Any] | OpGraph | Mapping[str, OpGraph] | str | PathLike,
     *args: Any,
     phase: str | None = None,
     loss: Loss | None = None,
-    optimizer: str = "adamw",
+    optimizer: str | None = None,
     dtype: str | None = None,
     branches: Mapping[int, bool] | None = None,
     assume: Mapping[str, Any] | None = None,
-    repeats: bool = True,
+    repeats: bool | None = None,
     **kwargs: Any,
 ) -> OpGraph:
     """Capture one step of `model` called with these arguments.
@@ -38,7 +41,7 @@ def trace(
     are small (ids, masks, lengths).  phase: forward (default), training (adds loss, backward and
     the optimizer step), prefill or decode (one token after a prompt of `input_ids`).  loss: maps
     the output to a scalar; without it the model's own loss, or a unit gradient into each floating
-    output.  optimizer: none, or the name of a class in torch.optim, in any case.
+    output.  optimizer: adamw (default), none, or the name of a class in torch.optim, in any case.
     dtype: the precision that the step will be priced in, if not the model's own (`reprice`).
     branches: which way unknown conditions go, by their number in the order they are met.
     assume: what is taken for unknown values, by kind or kind@module: {"density": 0.1,
@@ -50,31 +53,122 @@ def trace(
     autograd and of torch.optim in it are its backward and its optimizer; phase, loss, optimizer
     and dtype are then what it runs.
 
-    Raises TraceError where the model's code fails, RequestError where the phase makes no sense.
-    """
-    from torch import inference_mode, nn
+    Or it names a target, "path/file.py:build" or a Hugging Face config.json: then, and for a
+    Hugging Face model without arguments, batch, seq, kv and inputs={"x": "8,3,224,224:fp32"} are
+    the sizes.  Of a saved graph phase chooses one.
 
-    from rooftrace.tracer.inputs import call_inputs
-    from rooftrace.tracer.request import Options, RequestError
+    Raises TraceError where the model's code fails, RequestError where the phase makes no sense and
+    for an argument that neither the model nor rooftrace takes.
+    """
+    from rooftrace.tracer.asked import asked, is_graph, sorted_arguments
+    from rooftrace.tracer.request import RequestError
+
+    wanted, call = sorted_arguments(model, args, kwargs, trace)
+    wanted.refuse(("phases",), "trace gives the graph of one phase; say phase=")
+    wanted.refuse(
+        ("weights_dtype", "kv_dtype"), "a trace has the model's own precisions; price it in others"
+    )
+    ours = {**{name: wanted.value(name) for name in wanted.given}, "phase": phase, "loss": loss}
+    ours |= {"optimizer": optimizer, "dtype": dtype, "branches": branches, "assume": assume}
+    wanted = asked({**ours, "repeats": repeats})
+    if is_graph(model):
+        wanted.refuse(("dtype",), "a graph is traced already; `reprice` prices it in another")
+    if wanted.phases is None and not is_graph(model) and not is_step(model, args):
+        wanted = replace(wanted, phases=("forward",))
+    graphs = graphs_of(model, args, call, wanted)
+    if len(graphs) != 1:
+        raise RequestError(f"which phase? say phase=, one of {', '.join(graphs)}")
+    return next(iter(graphs.values()))
+
+
+def is_step(source: Any, args: Sequence[Any]) -> bool:
+    """Whether a source is a step of the user's: a function whose first argument is a module."""
+    if isinstance(source, (str, os.PathLike, OpGraph, Mapping)) or not callable(source):
+        return False
+    from torch import nn
+
+    return not isinstance(source, nn.Module) and bool(args) and isinstance(args[0], nn.Module)
+
+
+def graphs_of(
+    source: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    wanted: Asked,
+    progress: Callable[[str], None] | None = None,
+) -> dict[str, OpGraph]:
+    """Graphs by phase of any source: a module called with these arguments, a step, a graph, graphs
+    by phase, a saved graph, or a target.
+
+    phases: default forward and training of a module with arguments, those that fit of a target.
+    Raises RequestError for what the source cannot be asked.
+    """
+    from rooftrace.tracer.asked import is_graph, is_named, refuse_for_graph
+
+    if is_graph(source):
+        name = os.fspath(source) if is_named(source) else "this source"
+        refuse_for_graph(wanted, name)
+        if is_named(source):
+            return _select(load_graphs(source), wanted.phases, name)
+        graphs = {source.phase: source} if isinstance(source, OpGraph) else dict(source)
+        return _select(graphs, wanted.phases, "the graphs that were given")
+    if is_named(source):
+        traced = trace_sources(source, wanted.phases, wanted.request, wanted.options, progress)
+        return dict(traced.graphs)
+    if is_step(source, args):
+        return _graph_of_step(source, args, kwargs, wanted)
+    return _graphs_of_module(source, args, kwargs, wanted, progress)
+
+
+def _graph_of_step(
+    step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], wanted: Asked
+) -> dict[str, OpGraph]:
+    """The graph of a step of the user's, by what it turned out to be."""
+    from torch import inference_mode
+
+    from rooftrace.tracer.asked import SIZES
     from rooftrace.tracer.steps import trace_step
+
+    wanted.refuse(("phases", "loss", "optimizer", "dtype"), "a step of your own runs what it runs")
+    wanted.refuse(SIZES, "a step of your own has the sizes of its arguments")
+    with collector_paused(), inference_mode(False):
+        graph = trace_step(step, args, kwargs, wanted.options)
+    return {graph.phase: graph}
+
+
+def _graphs_of_module(
+    module: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    wanted: Asked,
+    progress: Callable[[str], None] | None,
+) -> dict[str, OpGraph]:
+    from torch import inference_mode
+
+    from rooftrace.tracer.asked import check_call
+    from rooftrace.tracer.inputs import call_inputs
     from rooftrace.tracer.workload import check_request, trace_phases
 
-    wanted = phase or "forward"
-    options = Options(loss, optimizer, dtype, dict(branches or {}), dict(assume or {}), repeats)
-    own_step = callable(model) and not isinstance(model, nn.Module)
-    if own_step and args and isinstance(args[0], nn.Module):
-        usual = {"phase": None, "loss": None, "optimizer": "adamw", "dtype": None}
-        asked = {"phase": phase, "loss": loss, "optimizer": optimizer, "dtype": dtype}
-        for name, given in asked.items():
-            if given != usual[name]:
-                raise RequestError(f"{name}={given!r}: a step of your own runs what it runs")
-        with collector_paused(), inference_mode(False):
-            return trace_step(model, args, kwargs, options)
-    check_request(model, (wanted,), options)
-    assert isinstance(model, nn.Module)
+    check_request(module, wanted.phases, wanted.options)
+    wanted.refuse(("trust_remote_code",), "the module is built already")
+    if args or kwargs:
+        wanted.refuse(
+            ("batch", "seq", "kv", "inputs"),
+            "the arguments of the call have their sizes; change those, or leave them out and let "
+            "the sizes make them",
+        )
     with collector_paused(), inference_mode(False):
-        inputs = call_inputs(model, args, kwargs)
-        return trace_phases(model, inputs, (wanted,), options)[wanted]
+        if not args and not kwargs and wanted.sized():
+            from rooftrace.tracer.target import module_inputs
+
+            inputs = module_inputs(module, wanted.request)
+            return trace_phases(module, inputs, wanted.phases, wanted.options, progress)
+        check_call(module, args, kwargs)
+        graphs: dict[str, OpGraph] = {}
+        for phase in wanted.phases or ("forward", "training"):
+            inputs = call_inputs(module, tuple(args), dict(kwargs))
+            graphs |= trace_phases(module, inputs, (phase,), wanted.options, progress)
+        return graphs
 
 
 def capture(*modules: nn.Module, assume: Mapping[str, Any] | None = None) -> Capture:
@@ -149,35 +243,26 @@ def trace_sources(
     return trace_apart(name, phases, request, options, progress)
 
 
-def trace_each(
-    targets: Sequence[str],
-    phases: Sequence[str] | None,
-    requests: Sequence[Request],
-    options: Options,
-    progress: Callable[[str], None] | None = None,
-) -> list[Traced]:
-    """`trace_sources` of several targets, none of which sees what another one did to this process.
+def trace_apart_each(
+    targets: Sequence[tuple[str, Asked]], progress: Callable[[str], None] | None = None
+) -> list[Traced | None]:
+    """Targets that are code, each traced in a process of its own, all at the same time.
 
-    Code runs in a process of its own for each, at the same time; configs and saved graphs in this
-    one.  Raises what the first that fails raises.
+    None of them sees what another one, or this process, imported or patched.  None in the list is
+    what cannot be told to another process.  Raises what the first that fails raises.
     """
     from concurrent.futures import ThreadPoolExecutor
 
     from rooftrace.tracer.apart import can_go_apart, trace_apart
-    from rooftrace.tracer.targetnames import names_code
 
-    def traced(index: int) -> Traced:
-        return trace_apart(targets[index], phases, requests[index], options, progress)
-
-    apart = [i for i, name in enumerate(targets) if can_go_apart(options) and names_code(name)]
-    with ThreadPoolExecutor(max(1, len(apart))) as pool:
-        running = {index: pool.submit(traced, index) for index in apart}
-        return [
-            running[index].result()
-            if index in running
-            else trace_sources(name, phases, requests[index], options, progress)
-            for index, name in enumerate(targets)
+    if not all(can_go_apart(wanted.options) for _, wanted in targets):
+        return [None] * len(targets)
+    with ThreadPoolExecutor(max(1, len(targets))) as pool:
+        running = [
+            pool.submit(trace_apart, name, w.phases, w.request, w.options, progress)
+            for name, w in targets
         ]
+        return [one.result() for one in running]
 
 
 BatchTrace = Callable[[str, int], OpGraph]

@@ -1,8 +1,8 @@
 """A target is built from its own files, as they are now, whatever this process imported before.
 
 Python imports a module once by its name.  Two checkouts with a neighbour of one name, or one file
-before and after an edit, would share what was imported first.  Inside `own_imports` the modules of a
-target are imported afresh and from source text; afterwards `sys.modules` and `sys.path` are what
+before and after an edit, would share what was imported first.  Inside `own_imports` the modules of
+a target are imported afresh and from source text; afterwards `sys.modules` and `sys.path` are what
 they were.
 """
 
@@ -87,12 +87,12 @@ def own_imports(leave: bool = False) -> Iterator[None]:
         imports = _Imports(list(sys.path), dict(sys.modules))
         finder = _Finder()
         _ACTIVE.append(imports)
-        sys.meta_path.insert(0, finder)  # type: ignore[arg-type]  # find_spec is all it needs
+        sys.meta_path.insert(0, finder)
         try:
             yield
         finally:
             _ACTIVE.pop()
-            sys.meta_path.remove(finder)  # type: ignore[arg-type]
+            sys.meta_path.remove(finder)
             if leave:
                 _LEFT.append((imports, list(sys.path)))
             else:
@@ -244,8 +244,7 @@ def _in_the_way(first: Sequence[str], beside: Sequence[str]) -> set[str]:
     return {
         name
         for name, module in list(sys.modules.items())
-        if (top := name.partition(".")[0]) in hiding
-        or (top in own and _users_module(name, module))
+        if (top := name.partition(".")[0]) in hiding or (top in own and _users_module(name, module))
     }
 
 
@@ -286,7 +285,7 @@ def _spec_places(spec: ModuleSpec) -> set[str]:
 
 
 def _users_module(name: str, module: Any) -> bool:
-    """Whether a module is written in Python by the user: neither installed, nor Python's or ours."""
+    """Whether a module is Python code of the user: neither installed, nor Python's, nor ours."""
     if name.partition(".")[0] in {"__main__", "__mp_main__", *_OWN}:
         return False
     file = _file(module)

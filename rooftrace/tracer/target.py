@@ -63,19 +63,34 @@ def _from_attribute(target: str, request: Request) -> Loaded:
     where, _, attribute = target.rpartition(":")
     source = (_import_file if where.endswith(".py") else _import_module)(where, target)
     module, inputs = _module_and_inputs(_attribute(source, attribute, target), target)
+    made = module_inputs(module, request, inputs, target, attribute)
+    return Loaded(module, made, attribute if where.endswith(".py") else target)
+
+
+def module_inputs(
+    module: nn.Module,
+    request: Request,
+    inputs: Any = None,
+    target: str = "",
+    attribute: str = "the target",
+) -> Inputs:
+    """Inputs of a module: those that came with it, those of the request, or what a Hugging Face
+    model says it takes, at the sizes of the request.
+
+    Raises RequestError where there are none, or for a size that they have not.
+    """
+    target = target or type(module).__name__
     args, kwargs = _arguments(inputs)
     given = parsed_inputs(request.inputs)
     check_names(module, given)
     if not args and not kwargs and hasattr(module, "main_input_name"):
-        made = huggingface.model_inputs(module, request)  # a Hugging Face model says what it takes
-    elif not args and not kwargs and not given:
+        return huggingface.model_inputs(module, request)  # a Hugging Face model says what it takes
+    if not args and not kwargs and not given:
         raise RequestError(
             f"{target}: no inputs; let {attribute} return (module, inputs), or pass "
             "--input NAME=SHAPE:DTYPE, for example --input x=8,3,224,224:fp32"
         )
-    else:
-        made = _fixed_inputs(module, args, {**kwargs, **given}, target, request)
-    return Loaded(module, made, attribute if where.endswith(".py") else target)
+    return _fixed_inputs(module, args, {**kwargs, **given}, target, request)
 
 
 def _fixed_inputs(
@@ -120,9 +135,7 @@ def _import_file(where: str, target: str) -> ModuleType:
             else:
                 spec = from_source(name, path)
                 if spec is None or spec.loader is None:
-                    raise TargetError(
-                        f"target {target!r}: {where!r} cannot be imported as Python"
-                    )
+                    raise TargetError(f"target {target!r}: {where!r} cannot be imported as Python")
                 module = importlib.util.module_from_spec(spec)
                 sys.modules[name] = module
                 spec.loader.exec_module(module)
