@@ -21,6 +21,7 @@ from rooftrace.costmodels.price import price_ops
 from rooftrace.costmodels.rewrite import rewrite
 from rooftrace.costmodels.timing import Launch
 from rooftrace.costmodels.traffic import bytes_by_role, compulsory_bytes, group_costs
+from rooftrace.tracer.asked import check_graph
 from rooftrace.tracer.graph import ROLES, OpGraph, pattern_of
 
 
@@ -141,6 +142,7 @@ def plan(graph: OpGraph, execution: str | ExecutionModel = "efficient") -> Plan:
 
     Raises ExecutionError for a preset that does not exist.
     """
+    check_graph(graph, "plan")
     model = execution_model(execution)
     rewritten, notes = rewrite(graph, model)
     op_costs, known = price_ops(rewritten)

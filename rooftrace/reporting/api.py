@@ -35,7 +35,7 @@ from rooftrace.tracer.api import (
     is_step,
     trace,
     trace_apart_each,
-    trace_sources,
+    traced_target,
 )
 from rooftrace.tracer.asked import (
     PRICES,
@@ -82,13 +82,18 @@ def estimate(
         chip = args[0] if args else chip
         execution = args[1] if args[1:] else execution
         args = ()
+    elif chip is None and args and _is_chip(args[-1]):
+        raise RequestError(
+            f"estimate(..., {args[-1]!r:.40}): after a module stand the arguments of its call; say "
+            "chip= for the chip"
+        )
     chip, execution = chip or "h200-sxm", execution or "efficient"
     if isinstance(source, Plan):
         if kwargs or phase is not None:
             name = next(iter({**kwargs, "phase": phase}))
             raise RequestError(f"{name}=: a Plan is priced already; estimate its graph anew")
         return estimate_graph(source, chip, execution)
-    named = {**kwargs, "phase": phase}
+    named = {**kwargs, **({} if phase is None else {"phase": phase})}
     wanted, call = sorted_arguments(source, args, named, estimate)
     if wanted.phases is None and not is_graph(source) and not is_step(source, args):
         wanted = replace(wanted, phases=("forward",))
@@ -138,6 +143,17 @@ def report(
     if out is not None:
         result.write(Path(out), formats)
     return result
+
+
+def _is_chip(value: Any) -> bool:
+    """Whether an argument is a chip, or the name of one that comes with rooftrace."""
+    if not isinstance(value, str):
+        return isinstance(value, Chip)
+    try:
+        load_chip(value)
+    except (ValueError, LookupError):
+        return False
+    return True
 
 
 def _named(phases: Sequence[str] | None, prices: Mapping[str, str | None]) -> dict[str, Any]:
@@ -321,7 +337,7 @@ def _sides(
     def here(side: Source, ask: _Side) -> Traced:
         if is_named(side) and not is_graph(side):
             wanted = ask.wanted
-            made = trace_sources(side, wanted.phases, wanted.request, wanted.options, progress)
+            made = traced_target(side, wanted, progress)
         else:
             made = Traced(graphs_of(side, ask.args, ask.call, ask.wanted, progress))
         return priced(made, ask)
@@ -454,7 +470,7 @@ def calibrate(
     Raises what `validate` does, and CalibrationError for less than there are knobs to fit.
     """
     wanted = _wanted(target, {**_named(phases, {}), **kwargs}, calibrate)
-    given, template = _what_ran(measured, target, wanted, progress)
+    given, template = _what_ran(measured, target, wanted, progress, all_phases=True)
     begin = os.fspath(start) if isinstance(start, os.PathLike) else start
     model = execution_model(execution)
     return calibrated(
@@ -472,9 +488,11 @@ def _what_ran(
     target: Source | None,
     wanted: Asked,
     progress: Callable[[str], None] | None,
+    all_phases: bool = False,
 ) -> tuple[Callable[[], Mapping[str, OpGraph]] | None, str | None]:
     """How the graphs of what was measured are made, or a template for the names in it.
 
+    all_phases: whether rows of all phases are taken, whatever is asked.
     Raises MeasuredRequestError for sizes of what says itself what ran, or without a target.
     """
     if isinstance(measured, Trace):
@@ -483,7 +501,7 @@ def _what_ran(
         kind = kind_of(measured)
     else:
         kind = "run" if isinstance(measured, Run) else "steps"
-    asks = [name for name in wanted.given if name != "phases"]
+    asks = [name for name in wanted.given if name != "phases" or all_phases]
     if asks and kind != "trace" and (target is None or is_named(target)):
         shown = measured if isinstance(measured, (str, os.PathLike)) else "this"
         raise UnusedError(
@@ -522,6 +540,7 @@ class Profile:
 
 def profile(model: Module, inputs: Sequence[Any] = (), **kwargs: Any) -> Profile:
     """FLOPs, MACs and parameters of one forward pass of `model(*inputs, **kwargs)`."""
+    sorted_arguments(model, inputs, kwargs, profile)
     result = estimate_graph(trace(model, *inputs, **kwargs), execution="eager")
     return Profile(
         result.macs,
@@ -544,8 +563,14 @@ def summary(
     """An estimate of one forward pass, for the habit: print it for the table.
 
     Give `input_size` (one float tensor in the model's precision) or `input_data` (a tensor, a
-    tuple, or a dict of keyword arguments).
+    tuple, or a dict of keyword arguments); for a target, a graph or a Hugging Face model sizes may
+    stand in their place (batch=8), as for `estimate`.
     """
+    wanted, _ = sorted_arguments(model, (), kwargs, summary)
+    if (input_size, input_data) == (None, None) and (
+        is_named(model) or is_graph(model) or wanted.sized()
+    ):
+        return estimate(model, chip=chip, execution=execution, **kwargs)
     if (input_size is None) == (input_data is None):
         raise ValueError("summary: give either input_size=(8, 3, 224, 224) or input_data=")
     if input_size is not None:

@@ -103,7 +103,7 @@ def graphs_of(
     phases: default forward and training of a module with arguments, those that fit of a target.
     Raises RequestError for what the source cannot be asked.
     """
-    from rooftrace.tracer.asked import is_graph, is_named, refuse_for_graph
+    from rooftrace.tracer.asked import check_used, is_graph, is_named, refuse_for_graph
 
     if is_graph(source):
         name = os.fspath(source) if is_named(source) else "this source"
@@ -113,11 +113,28 @@ def graphs_of(
         graphs = {source.phase: source} if isinstance(source, OpGraph) else dict(source)
         return _select(graphs, wanted.phases, "the graphs that were given")
     if is_named(source):
-        traced = trace_sources(source, wanted.phases, wanted.request, wanted.options, progress)
-        return dict(traced.graphs)
+        return dict(traced_target(source, wanted, progress).graphs)
     if is_step(source, args):
         return _graph_of_step(source, args, kwargs, wanted)
-    return _graphs_of_module(source, args, kwargs, wanted, progress)
+    graphs = _graphs_of_module(source, args, kwargs, wanted, progress)
+    check_used(wanted, graphs)
+    return graphs
+
+
+def traced_target(
+    target: str | os.PathLike[str],
+    wanted: Asked,
+    progress: Callable[[str], None] | None = None,
+) -> Traced:
+    """A target traced as was asked.  Raises RequestError for what it cannot be asked."""
+    from rooftrace.tracer.asked import check_used
+    from rooftrace.tracer.targetnames import names_code
+
+    if names_code(os.fspath(target)):
+        wanted.refuse(("trust_remote_code",), "the code of this target runs as it is")
+    traced = trace_sources(target, wanted.phases, wanted.request, wanted.options, progress)
+    check_used(wanted, traced.graphs)
+    return traced
 
 
 def _graph_of_step(
@@ -194,13 +211,23 @@ def trace_target(
     request: Request | None = None,
     options: Options | None = None,
     progress: Callable[[str], None] | None = None,
+    **kwargs: Any,
 ) -> dict[str, OpGraph]:
     """The graphs by phase of whatever `target` names: code, a Hugging Face config, a saved graph.
 
     phases: None takes what fits the model (prefill, decode and training if it keeps a cache, else
-    forward and training), or everything in a saved file.
+    forward and training), or everything in a saved file.  request, options: sizes and how to trace,
+    or their fields by name: batch, seq, kv, inputs, optimizer, assume and the like.
     """
-    return dict(trace_sources(target, phases, request, options, progress).graphs)
+    from rooftrace.tracer.asked import sorted_arguments
+
+    named = {"phases": phases, "request": request, "options": options}
+    ours = {name: value for name, value in named.items() if value is not None}
+    wanted, _ = sorted_arguments(target, (), {**ours, **kwargs}, trace_target)
+    wanted.refuse(
+        ("weights_dtype", "kv_dtype"), "a trace has the model's own precisions; price it in others"
+    )
+    return graphs_of(target, (), {}, wanted, progress)
 
 
 def trace_sources(

@@ -163,6 +163,26 @@ def refuse_for_graph(wanted: Asked, name: str) -> None:
     )
 
 
+def check_used(wanted: Asked, graphs: Mapping[str, OpGraph]) -> None:
+    """Raise RequestError for an argument that none of these graphs could feel."""
+    names = ", ".join(graphs)
+    if "decode" not in graphs:
+        wanted.refuse(("kv",), f"it is the cached length of a decode step, and this is {names}")
+    if "training" not in graphs:
+        wanted.refuse(("optimizer", "loss"), f"it is for training, and this is {names}")
+    if not any(value.role == "kv" for graph in graphs.values() for value in graph.values):
+        wanted.refuse(("kv_dtype",), f"no cache is kept in {names}")
+
+
+def check_graph(value: Any, function: str) -> None:
+    """Raise RequestError for a model where one of our functions takes its graph."""
+    if not isinstance(value, OpGraph):
+        raise RequestError(
+            f"{function}: expected an OpGraph, got {type(value).__name__}; trace it first, for "
+            f"example {function}(rooftrace.trace(model, x))"
+        )
+
+
 def is_named(source: Any) -> bool:
     """Whether a source is named by a string or a path."""
     return isinstance(source, (str, os.PathLike))

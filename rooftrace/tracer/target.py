@@ -72,7 +72,7 @@ def module_inputs(
     request: Request,
     inputs: Any = None,
     target: str = "",
-    attribute: str = "the target",
+    attribute: str = "",
 ) -> Inputs:
     """Inputs of a module: those that came with it, those of the request, or what a Hugging Face
     model says it takes, at the sizes of the request.
@@ -89,6 +89,9 @@ def module_inputs(
         raise RequestError(
             f"{target}: no inputs; let {attribute} return (module, inputs), or pass "
             "--input NAME=SHAPE:DTYPE, for example --input x=8,3,224,224:fp32"
+            if attribute
+            else f"{target}: no inputs; pass them, or their shapes, for example "
+            'inputs={"x": "8,3,224,224:fp32"}'
         )
     return _fixed_inputs(module, args, {**kwargs, **given}, target, request)
 
