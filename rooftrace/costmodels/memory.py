@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from rooftrace.costmodels.liveness import Lives, Step, Steps, lifetimes
 from rooftrace.costmodels.traffic import storage_sizes
 from rooftrace.hardware.chip import Chip
+from rooftrace.tracer.asked import check_graph
 from rooftrace.tracer.graph import PARTS, ROLES, Op, OpGraph, Tensor, pattern_of
 
 if TYPE_CHECKING:
@@ -200,6 +201,7 @@ class Memory:
 
 def memory(graph: OpGraph) -> Memory:
     """Liveness of `graph` in its captured order (eager, attention as one kernel)."""
+    check_graph(graph, "memory")
     steps = Steps(graph)
     lives = lifetimes(steps)
     stored = _Stored(graph, steps, lives)

@@ -22,6 +22,7 @@ from rooftrace.costmodels.price import price_ops, unknown_bytes
 from rooftrace.costmodels.rewrite import rewrite
 from rooftrace.costmodels.timing import Launch
 from rooftrace.costmodels.traffic import bytes_by_role, compulsory_bytes, group_costs
+from rooftrace.tracer.asked import check_graph
 from rooftrace.tracer.graph import ROLES, OpGraph, pattern_of
 
 
@@ -153,6 +154,7 @@ def plan(graph: OpGraph, execution: str | ExecutionModel = "efficient") -> Plan:
 
     Raises ExecutionError for a preset that does not exist.
     """
+    check_graph(graph, "plan")
     model = execution_model(execution)
     op_costs, known = price_ops(graph)
     classified = with_families(graph, op_costs)

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
@@ -77,8 +78,9 @@ def rule(
 
     kind, family: what the op is; by default its cost tells.  label: what reports call its kernel.
     fused: what they call a kernel of several ops that it leads, by default the label.  A second
-    rule for one op raises DuplicateRuleError naming both owners, unless override=True; a name
-    without a namespace, and an unknown fusion class, kind, family or trait raise ValueError.
+    rule for one op raises DuplicateRuleError naming both owners, unless override=True or it is the
+    same function defined again (a file or a notebook cell that ran twice); a name without a
+    namespace, and an unknown fusion class, kind, family or trait raise ValueError.
     """
     if not names:
         raise ValueError('rule(): expected the name of an op, for example "mylib::fast_gemm"')
@@ -97,7 +99,7 @@ def rule(
             if "." not in key:
                 raise ValueError(f'rule({name!r}): expected "namespace::{name}"')
             old = _RULES.get(key)
-            if old is not None and not override:
+            if old is not None and not override and not _again(old.price, function):
                 raise DuplicateRuleError(
                     f"{name!r} already has a rule, {_owner(old.price)}; {_owner(function)} would "
                     "be a second one: pass override=True to replace it"
@@ -150,6 +152,24 @@ def all_rules() -> Iterator[Rule]:
     """Every registered rule, by name."""
     _load()
     return iter(sorted(_RULES.values(), key=lambda r: r.name))
+
+
+@contextlib.contextmanager
+def own_rules() -> Iterator[None]:
+    """Rules that are registered inside are gone afterwards, and replaced ones are back."""
+    _load()
+    before = dict(_RULES)
+    try:
+        yield
+    finally:
+        _RULES.clear()
+        _RULES.update(before)
+
+
+def _again(old: RuleFunction, new: RuleFunction) -> bool:
+    """Whether two functions are one, defined twice."""
+    names = [(f.__module__, getattr(f, "__qualname__", "")) for f in (old, new)]
+    return names[0] == names[1] and "<lambda>" not in names[0][1]
 
 
 def _owner(function: RuleFunction) -> str:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from rooftrace.costmodels.attention_forms import flash_from_products, materialise_attention
 from rooftrace.costmodels.execution import ExecutionModel
 from rooftrace.hardware.precision import PrecisionError, precision
+from rooftrace.tracer.asked import check_graph
 from rooftrace.tracer.graph import Argument, Op, OpGraph, Tensor, references, refs
 
 CACHE_APPEND = "rooftrace.cache_append.default"
@@ -201,6 +202,7 @@ def reprice(
     weights, now or before, they take the precision that the model's quantization_config declares.
     Raises PrecisionError for a name that does not exist, or that values cannot have.
     """
+    check_graph(graph, "reprice")
     if dtype is None and weights_dtype is None and "priced_dtype" not in graph.model:
         weights_dtype = graph.workload.get("declared_weights_dtype")
     if dtype is None and weights_dtype is None and kv_dtype is None:
