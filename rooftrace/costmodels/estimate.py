@@ -144,6 +144,11 @@ class Estimate:
         return self.plan.coverage
 
     @property
+    def lower_bound(self) -> bool:
+        """Whether something ran out of sight of the trace, so that all totals are too low."""
+        return bool(self.plan.source.unrecorded)
+
+    @property
     def notes(self) -> tuple[str, ...]:
         """What was rewritten, and what about the structure is worth knowing."""
         return self.plan.notes

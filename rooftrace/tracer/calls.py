@@ -14,7 +14,7 @@ that stand in its place.  Done only where the later call could not have recorded
 3. The recorded call wrote to nothing that it did not make, changed no attribute of the modules and
    no container that it was given, called no module but those inside, decided no unknown condition,
    drew no random number in Python, made no constant, read no tensor that was computed elsewhere,
-   and returned plain values, inputs, or new tensors.
+   computed no value from real data, left no tensor behind that something holds, and returned plain values, inputs, or new tensors.
 4. Both stand under the same modes: precision, autocast, kernels of attention.
 5. Gradients are off: autograd has to see every op.
 6. What its functions can see outside of modules (globals, closures, attributes of classes, context
@@ -188,6 +188,7 @@ class Calls:
             or recorder.part != "forward"
             or torch._C._current_autograd_node() is not None
             or _global_hooks() != self._watchers
+            or not recorder.threads.own()
             or torch._C._functorch.peek_interpreter_stack() is not None
         ):
             return original(module, *args, **kwargs)
@@ -435,7 +436,8 @@ class _Start:
     def _now(self) -> Any:
         recorder = self._recorder
         versions = self.call.versions()
-        return recorder.values.decisions, versions, _random_states()
+        seen = recorder.values.decisions, recorder.values.computed, recorder.threads.entered
+        return seen, versions, _random_states()
 
     def unchanged(self) -> bool:
         """Whether nothing outside of the graph was drawn, decided or written since."""
@@ -464,6 +466,8 @@ class _Start:
                     results.append((*found[:2], replace(found[2], storage=storage)))
             elif not isinstance(leaf, Tensor) and type(leaf) not in PLAIN:
                 return None
+        if recorder.holds_others(self.storages, nodes, [found[2].storage for found in results]):
+            return None
         inputs = _read_from_outside(nodes)
         if recorder.writes_outside(nodes, self.storages) or any(
             node.op == "call_function" and node not in self.nodes for node in inputs

@@ -36,6 +36,7 @@ from rooftrace.tracer.workload import (
     as_before,
     attempted,
     check_request,
+    drained,
     graph_of,
     learn,
 )
@@ -109,7 +110,7 @@ def trace_step(
 
 
 def _call(step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    return step(*args, **kwargs)
+    return drained(step(*args, **kwargs))
 
 
 # -- modules ---------------------------------------------------------------------------------------

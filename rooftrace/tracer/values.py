@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from rooftrace.tracer.graph import Assumption
 from rooftrace.tracer.groups import is_collective
+from rooftrace.tracer.origin import deciding_line
 from rooftrace.tracer.request import assumed
 from rooftrace.tracer.trees import bytes_of, listed
 
@@ -39,6 +40,8 @@ DENSITY = 0.5
 
 KNOWN = "_rooftrace_known"
 """Attribute of a meta tensor whose value one running capture knows."""
+REAL = "_rooftrace_real"
+"""Attribute of a meta tensor made from a real one: that one, as a `Real`."""
 REAL_VALUE = "_rooftrace_value"
 """Attribute of a meta tensor made from a small real one: its value, for a capture to learn."""
 
@@ -106,6 +109,18 @@ def index_output(func: Any, source: Tensor, outputs: Sequence[Tensor]) -> int | 
     return None
 
 
+class Real:
+    """A reference to the user's own tensor, which is only read; a copy of it is itself."""
+
+    __slots__ = ("tensor",)
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+    def __deepcopy__(self, memo: Any) -> Real:
+        return self
+
+
 class Known(NamedTuple):
     """The value of a meta tensor (on the CPU), the assumptions it rests on, its storage's epoch."""
 
@@ -133,7 +148,8 @@ class Values:
     where: gives the current module path.  branches: answers to unknown conditions by number.
     assume: what the user decided for unknown values, by kind and module.  draws: random integers
     are drawn with a fixed seed (while a user's function makes inputs) instead of being unknown.
-    number: what an unknown number is taken as.
+    number: what an unknown number is taken as.  turned: source lines whose unknown conditions
+    go the other way: there the code fails with the usual one.
     """
 
     def __init__(
@@ -143,16 +159,23 @@ class Values:
         assume: Mapping[str, Any] | None = None,
         draws: bool = False,
         number: int = 1,
+        turned: Collection[str] = (),
     ) -> None:
         self.where = where
         self.op = ""  # the one that is being run
         self.branches = dict(branches or {})
         self.given = dict(assume or {})
         self.number = number
+        self.turned = frozenset(turned)
+        self.by_number = False  # the user's branches count conditions: none is computed
+        self.last_line = ""  # the line that asked for the last unknown condition
         self._generator = torch.Generator().manual_seed(0) if draws else None
         self._same_branch: Counter[tuple[str, str]] = Counter()
         self.assumptions: list[Assumption] = []
         self.decisions = 0
+        self.computed = 0  # how many values were computed from real data
+        self.compute: Callable[[Tensor], Tensor | None] = lambda tensor: None
+        """Gives the value of a tensor from the real tensors that were given, where it can."""
         self.decided = False  # the last of these decisions was the user's
         self._epochs: dict[int, int] = {}
         self._memo: dict[Any, Any] = {}
@@ -166,6 +189,10 @@ class Values:
         """Remember that `tensor` holds `value` (a CPU tensor of its shape)."""
         tensor.__dict__[KNOWN] = Known(value, taint, self._epochs.get(bytes_of(tensor), 0))
         self._alive[id(tensor)] = tensor
+
+    def tensors(self) -> list[Tensor]:
+        """The meta tensors of which something is known."""
+        return list(self._alive.values())
 
     def known(self, tensor: Tensor) -> Known | None:
         """The value of `tensor` if it is known and its storage was not overwritten since.
@@ -238,6 +265,9 @@ class Values:
         entry = self.known(tensor)
         if entry is not None:
             return entry.value, entry.taint
+        entry = self.from_data(tensor)
+        if entry is not None:
+            return entry.value, entry.taint
         shape = tuple(tensor.shape)
         if tensor.dtype == torch.bool and tensor.numel() == 1:
             return self._branch(shape, why)
@@ -249,6 +279,23 @@ class Values:
         if tensor.dtype == torch.bool:
             return self._mask(shape, why)
         return self._ones(tensor, why)
+
+    def from_data(self, tensor: Tensor) -> Known | None:
+        """The value of an unknown tensor as the real tensors that were given make it.
+
+        None where they do not, and where the user decided what is taken.
+        """
+        single = tensor.dtype == torch.bool and tensor.numel() == 1
+        kind = "branch" if single else "density" if tensor.dtype == torch.bool else "value"
+        if self.decision(kind) is not None or (single and self.by_number):
+            return None
+        value = self.compute(tensor)
+        if value is None:
+            return None
+        self.computed += 1
+        if tensor.device.type == "meta":
+            self.learn(tensor, value)
+        return Known(value, _NO_TAINT, 0)
 
     def decision(self, kind: str) -> Any:
         """What the user decided for this kind of assumption, here; None where nothing."""
@@ -277,7 +324,8 @@ class Values:
         index, self.decisions = self.decisions, self.decisions + 1
         place = (self.where(), why)
         decided = self.decision("branch")
-        usual = bool(decided)
+        self.last_line = deciding_line(2)
+        usual = bool(decided) if decided is not None else self.last_line in self.turned
         endless = self._same_branch[place] >= MAX_SAME_BRANCH
         taken = self.branches.get(index, usual != endless)
         self.decided = index in self.branches or decided is not None
@@ -414,7 +462,7 @@ class Values:
                 self._shared.update({bytes_of(t) for t, _ in hit[1]} - own)
                 return hit[0]
         try:
-            result = _run(name, func, new_args, new_kwargs, self._generator)
+            result = run_on_cpu(name, func, new_args, new_kwargs, self._generator)
         except (RuntimeError, NotImplementedError, TypeError, IndexError, ValueError):
             return None  # a value that cannot be computed is an unknown value
         if key is not None:
@@ -435,9 +483,14 @@ def _draws_integers(func: Any, outputs: Sequence[Tensor]) -> bool:
     return not takes and not any(t.dtype.is_floating_point for t in outputs)
 
 
-def _run(
-    name: str, func: Any, args: list[Any], kwargs: dict[str, Any], generator: torch.Generator | None
+def run_on_cpu(
+    name: str,
+    func: Any,
+    args: list[Any],
+    kwargs: dict[str, Any],
+    generator: torch.Generator | None = None,
 ) -> Any:
+    """An op on CPU tensors, as a GPU would run it."""
     if name == "aten.histc":  # CUDA counts integers too, the CPU kernel only floats
         return func(args[0].double(), *args[1:], **kwargs).to(args[0].dtype)
     if generator is not None and is_random(func):

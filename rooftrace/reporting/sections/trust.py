@@ -109,6 +109,10 @@ def coverage_section(report: Report) -> list[str]:
             ]
         )
     lines = table(["Phase", "Execution", "Ops", "With a rule", "Bytes with a rule"], rows, left=2)
+    gaps = [item for graph in report.graphs.values() for item in graph.unrecorded]
+    if gaps:
+        texts = dict.fromkeys(f"- `{item.where or '(root)'}`: {item.text}." for item in gaps)
+        lines += ["", "**Not everything was recorded: all totals are a lower bound.**", "", *texts]
     missing = unsupported_ops(report)
     if not missing:
         return lines
