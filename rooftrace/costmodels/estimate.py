@@ -267,7 +267,8 @@ class Estimate:
             return None
         variance = 0.0
         for row in self.rows:
-            spread = knobs.share(group_class(self.graph, row.ops)).spread or knobs.spread
+            kind = group_class(self.graph, row.ops, costs=self.plan.op_costs)
+            spread = knobs.share(kind).spread or knobs.spread
             variance += row.timing.t_device / self.times.t_serial * spread**2
         if not variance:
             return None

@@ -211,6 +211,8 @@ def _unsupported(entry: Unsupported) -> dict[str, Any]:
         "target": entry.target,
         "count": entry.count,
         "bytes": entry.bytes,
+        "bytes_least": entry.bytes_least,
+        "bytes_most": entry.most,
         "shapes": entry.shapes,
         "modules": list(entry.modules),
         "stub": entry.stub,

@@ -40,13 +40,15 @@ REGIME_STYLES: Mapping[str, str] = {
 
 
 def render_report(report: Report) -> RenderableType:
-    """A report on its first chip: fit, a line per phase and execution, top kernels, coverage."""
+    """A report: fit, a line per phase and execution, top kernels, coverage, on its first chip; and
+    of several chips a line for each phase on each of them."""
     shown = [one for _, _, one in report.of_first_chip()]
     largest = {
         phase: words.batch_words(found[report.chips[0].name])
         for phase, found in report.largest.items()
     }
-    return _render(shown, report.main, report.memory, report.assumptions, largest)
+    chips = _chips(report) if len(report.chips) > 1 else None
+    return _render(shown, report.main, report.memory, report.assumptions, largest, chips)
 
 
 def render_estimates(estimates: Sequence[Estimate]) -> str:
@@ -77,6 +79,7 @@ def _render(
     memory: Mapping[str, Memory],
     assumptions: Sequence[tuple[str, Assumption]],
     largest: Mapping[str, str] | None = None,
+    chips: Grid | None = None,
 ) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
@@ -88,6 +91,7 @@ def _render(
         # What does not fit is said before anything else.
         parts.insert(1 if fits else 0, Text(sentence, style="" if fits else "bold red"))
     parts += [Text(), _steps(estimates), Text()]
+    parts += [chips, Text()] if chips is not None else []
     broken_down = [one for one in estimates if one.execution.name == main] or list(estimates)
     parts.append(_kernels(broken_down))
     parts.append(Text())
@@ -152,6 +156,59 @@ def _step_cells(one: Estimate) -> list[str | Text]:
         words.percent(one.mfu),
         format_count(one.items_per_s),
     ]
+
+
+# -- one line per chip and phase -----------------------------------------------------------------
+
+CHIP_COLUMNS = (
+    Column("t_bound", drop=2),
+    Column("t_est"),
+    Column("times", drop=3),
+    Column("limited by", right=False, clipped=9),
+    Column("MFU", drop=1),
+)
+
+
+def _chips(report: Report) -> Grid:
+    """Each phase on each chip, under the execution that is broken down, and whether it fits there.
+
+    times: how often the time on the first chip.
+    """
+    items = {one.item for _, _, one in report.of_first_chip()}
+    item = items.pop() if len(items) == 1 else "item"
+    largest = [Column("largest batch", drop=1)] if report.largest else []
+    columns = (
+        Column(f"chips, {report.main}", right=False),
+        *CHIP_COLUMNS,
+        Column(f"{item}s/s", drop=1),
+        Column("memory"),
+        Column("fits", right=False),
+        *largest,
+    )
+    rows: list[Sequence[str | Text]] = []
+    for phase in report.phases:
+        rows.append([_styled(phase, "bold"), *[""] * (len(columns) - 1)])
+        first = report.estimate(phase).t_est
+        for chip in report.chips:
+            one, need = report.estimate(phase, chip=chip.name), report.memory[phase]
+            fits = "yes" if need.fits(chip) else f"no: {need.chips_needed(chip):,} chips"
+            times = one.times
+            found = report.largest.get(phase, {}).get(chip.name) if largest else None
+            rows.append(
+                [
+                    f"  {chip.name}",
+                    format_time(times.t_bound),
+                    _styled(format_time(times.t_est), "bold"),
+                    f"{times.t_est / first:.2f}" if first else "–",
+                    _styled(words.regime_words(times), REGIME_STYLES[times.regime]),
+                    words.percent(one.mfu),
+                    format_count(one.items_per_s),
+                    words.percent(need.peak / chip.memory_capacity.value),
+                    _styled(fits, "" if need.fits(chip) else "red"),
+                    *([words.batch_words(found) if found is not None else ""] if largest else []),
+                ]
+            )
+    return grid(columns, rows)
 
 
 # -- the kernels that take the time --------------------------------------------------------------
@@ -268,7 +325,8 @@ def _trust(
         lines.append(
             _styled(
                 f"  no rule: {entry.target} x{entry.count:,}, {format_traffic(entry.bytes)}, in "
-                f"{entry.modules[0] or '(root)'}; only its bytes count",
+                f"{entry.modules[0] or '(root)'}; no FLOP counts, and its bytes are between "
+                f"{format_traffic(entry.bytes_least)} and {format_traffic(entry.most)}",
                 "red",
             )
         )

@@ -27,7 +27,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils.flop_counter import flop_registry
 
-from rooftrace.tracer import dynamic
+from rooftrace.tracer import dynamic, groups
 from rooftrace.tracer.autocast import followed
 from rooftrace.tracer.calls import Block, Calls, RepeatedCall, repeated
 from rooftrace.tracer.flex import flex_whole
@@ -38,10 +38,12 @@ from rooftrace.tracer.loops import Loop, Rolling
 from rooftrace.tracer.onmeta import own_tensors
 from rooftrace.tracer.origin import source_line
 from rooftrace.tracer.realdata import RealData
+from rooftrace.tracer.recompute import Recomputation, running_node
+from rooftrace.tracer.shown import behind
 from rooftrace.tracer.sizes import SizeCache, writes_lists
 from rooftrace.tracer.threads import Here, Threads
 from rooftrace.tracer.trees import arguments_in, bytes_of, is_wrapper, listed, parts_of
-from rooftrace.tracer.values import KNOWN, META, REAL, ROUTING, Values
+from rooftrace.tracer.values import KNOWN, META, REAL, Values, index_output
 
 META_KEY = "rooftrace"
 """The one key of fx `node.meta` that capture writes and lower reads: a Recorded or an Entry."""
@@ -166,8 +168,10 @@ def _info(func: Any) -> OpInfo:
             for i, a in enumerate(schema.arguments)
             if a.alias_info is not None and a.alias_info.is_write
         )
+        mutated = mutated or groups.written(func)
         aliasing = name in _HIDDEN_VIEWS or any(r.alias_info is not None for r in schema.returns)
         answers = bool(schema.returns) and not any("Tensor" in str(r.type) for r in schema.returns)
+        answers = answers and not groups.is_collective(func)  # a handle to wait for
         info = _INFO[func] = OpInfo(
             name, mutated, aliasing or bool(mutated), aliasing and not mutated, answers
         )
@@ -186,6 +190,7 @@ class Recorder(TorchDispatchMode):
     """
 
     supports_higher_order_operators = True
+    runs_whole = True
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -212,7 +217,7 @@ class Recorder(TorchDispatchMode):
         self.recording = record
         self.own_step = own_step
         self.repeat_calls = repeat_calls
-        self.differentiable = False
+        self.recomputation = Recomputation()
         self.live = False
         self.lock = threading.RLock()
         self.here = Here()
@@ -688,9 +693,9 @@ class Recorder(TorchDispatchMode):
         if part == "optimizer":
             return Origin("", 0, part, self.function)
         if part == "backward":
-            if not torch.is_grad_enabled() or self.differentiable or self._before_engine():
+            if not self._runs_again():
                 return self._origin_in_backward()
-            part = "recompute"  # a checkpoint runs its forward again
+            part = "recompute"
         source = source_line(5) or self.here.source
         if self.stack:
             path, call = self.stack[-1]
@@ -706,9 +711,14 @@ class Recorder(TorchDispatchMode):
         self._by_sequence.setdefault(torch._C._autograd._get_sequence_nr() - 1, origin)
         return origin
 
-    def _before_engine(self) -> bool:
-        """Whether a user's `backward()` makes its first gradients, which autograd does not see."""
-        return self.own_step and torch._C._current_autograd_node() is None
+    def _runs_again(self) -> bool:
+        """Whether the running autograd node has called forward code: a module, or what wants
+        gradients of its own.  False before the engine starts, where it gets its first gradients."""
+        node = running_node()
+        if node is None:
+            return False
+        called = bool(self.here.called_for) and self.here.called_for[-1] == node
+        return called or self.recomputation.active(node)
 
     def _part_of_own_step(self) -> str:
         """The part that the op being run belongs to, where nobody announces the parts."""
@@ -742,6 +752,10 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if types and any(is_wrapper(kind) for kind in types):
             return NotImplemented  # what the wrapper does with the tensors inside is recorded
+        instead = behind(func)
+        if instead is not None:  # an op of ours, shown to modes of the user's under another name
+            with self.again():
+                return instead(*args, **kwargs)
         with self.lock:
             return self._dispatched(func, args, kwargs)
 
@@ -793,6 +807,10 @@ class Recorder(TorchDispatchMode):
         outputs = [out] if single else listed(out)
         taint = self._propagate(func, info, args, kwargs, tensors, outputs)
         taint |= dynamic.learn_facts(self.values, name, args, tensors, facts)
+        if groups.is_collective(func) and (size := groups.group_size(func, args, kwargs)):
+            facts["group_size"] = size
+        if outputs and info.mutated and func.namespace != "aten":
+            facts["writes"] = tuple(name for _, name in info.mutated)  # beside what it returns
         self.record(func, args, kwargs, outputs, single=single, facts=facts, taint=taint)
         return out
 
@@ -861,10 +879,10 @@ class Recorder(TorchDispatchMode):
         elif info.mutated:
             for tensor in info.written(args, kwargs):
                 values.forget(tensor)
-        position = ROUTING.get(info.name)
-        if position is not None and tensors and len(outputs) > position and outputs[0].is_meta:
+        position = index_output(func, tensors[0], outputs) if tensors else None
+        if position is not None and outputs[0].is_meta:
             return dynamic.route(
-                values, func, info.name, args, kwargs, tensors[0], outputs[position]
+                values, func, info.name, args, kwargs, tensors[0], outputs[position], position
             )
         return _NO_TAINT
 
@@ -955,6 +973,7 @@ class Recorder(TorchDispatchMode):
         self._calls[path] = call + 1
         self.after_backward = False
         self.stack.append((path, call))
+        self.here.called_for.append(running_node())
         self.here.modules.append(module)
 
     def _after(self, module: nn.Module, inputs: Any, output: Any) -> None:
@@ -965,6 +984,7 @@ class Recorder(TorchDispatchMode):
             self.failed_in = (self.stack[-1][0], type(module).__name__)
         here.stack.pop()
         here.modules.pop()
+        here.called_for.pop()
         if not here.stack and here.leave is not None:
             here.leave()
 

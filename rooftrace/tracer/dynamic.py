@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 from rooftrace.tracer.trees import listed
-from rooftrace.tracer.values import MAX_INTEGERS, META, ROUTING, Values, run_on_cpu, small
+from rooftrace.tracer.values import MAX_INTEGERS, META, Values, run_on_cpu, small
 
 if TYPE_CHECKING:
     from rooftrace.tracer.capture import OpInfo, Recorder
@@ -297,27 +297,33 @@ def route(
     kwargs: Mapping[str, Any],
     source: Tensor,
     index: Tensor,
+    position: int,
 ) -> frozenset[int]:
     """Balanced values for the indices that topk, argmax, sort ... make of unknown scores."""
     if index.dtype.is_floating_point:
         return frozenset()
     if values.decision("balanced-routing") is None and _as_the_data_chooses(
-        values, func, name, args, kwargs, index
+        values, func, name, args, kwargs, index, position
     ):
         return frozenset()
     schema = [a.name for a in func._schema.arguments]
-    if "dim" not in schema and name in ("aten.max", "aten.min"):
-        return frozenset()  # the whole-tensor form returns a value, no index
     dimension = None
     if "dim" in schema:
         position = schema.index("dim")
         dimension = kwargs.get("dim", args[position] if position < len(args) else None)
-    routed = values.route(name, source, index, -1 if dimension is None else int(dimension))
+    along = -1 if dimension is None else int(dimension)
+    routed = values.route(name, source, index, along, sorts="descending" in schema)
     return frozenset() if routed is None else frozenset([routed])
 
 
 def _as_the_data_chooses(
-    values: Values, func: Any, name: str, args: Any, kwargs: Mapping[str, Any], index: Tensor
+    values: Values,
+    func: Any,
+    name: str,
+    args: Any,
+    kwargs: Mapping[str, Any],
+    index: Tensor,
+    position: int,
 ) -> bool:
     """Learn the indices that the real tensors give, where they do; that is put on record."""
     if index.numel() > MAX_INTEGERS:
@@ -332,7 +338,7 @@ def _as_the_data_chooses(
         entries[id(tensor)] = value
     given, named = tree_map_only(Tensor, lambda t: entries[id(t)], (tuple(args), dict(kwargs)))
     with _disable_current_modes(), torch.no_grad():
-        chosen = listed(run_on_cpu(name, func, list(given), named))[ROUTING[name]]
+        chosen = listed(run_on_cpu(name, func, list(given), named))[position]
     values.computed += 1
     values.learn(index, chosen)
     values.assume("data-routing", f"{name} chooses as the given weights and inputs do")

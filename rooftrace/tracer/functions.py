@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 
+from rooftrace.tracer.recompute import SET_GRAD_ENABLED
 from rooftrace.tracer.trees import listed
 from rooftrace.tracer.values import META, small
 
@@ -83,8 +84,11 @@ class Functions(TorchFunctionMode):
         elif func is _PACK:
             entry = recorder.values.known(args[1])  # the lengths must be on the host
             args = (args[0], args[1] if entry is None else entry.value, *args[2:])
-        elif recorder.own_step and func in _BACKWARD:
-            with self._in_backward(bool(kwargs.get("create_graph"))):
+        elif func is SET_GRAD_ENABLED:
+            recorder.recomputation.switched(bool(args[0]))
+            return func(*args, **kwargs)
+        elif func in _BACKWARD:
+            with self._in_backward():
                 return func(*args, **kwargs)
         if "device" in kwargs:
             kwargs = {**kwargs, "device": _placed(kwargs["device"])}
@@ -98,26 +102,27 @@ class Functions(TorchFunctionMode):
             recorder.function = outer
 
     @contextlib.contextmanager
-    def _in_backward(self, differentiable: bool) -> Iterator[None]:
-        """The user's step runs autograd: its ops are backward, and this mode stays on in it.
+    def _in_backward(self) -> Iterator[None]:
+        """The user's code runs autograd: in a step its ops are backward, and this mode stays on.
 
         A function mode is off while it handles a call, and what a checkpoint runs again needs it.
         """
         recorder = self.recorder
         engine: Any = torch.autograd
-        original, before = engine._engine_run_backward, (recorder.part, recorder.differentiable)
+        original, before = engine._engine_run_backward, recorder.part
 
         def run(*args: Any, **kwargs: Any) -> Any:
             with self:
                 return original(*args, **kwargs)
 
-        recorder.part, recorder.differentiable = "backward", differentiable
+        if recorder.own_step:
+            recorder.part = "backward"
         engine._engine_run_backward = run
         try:
             yield
         finally:
             engine._engine_run_backward = original
-            recorder.part, recorder.differentiable = before
+            recorder.part = before
             recorder.after_backward = True
 
     def _indexed(self, index: Any) -> Any:

@@ -24,7 +24,7 @@ from torch.utils.flop_counter import flop_registry
 
 from rooftrace.tracer.calls import RepeatedCall
 from rooftrace.tracer.trees import listed
-from rooftrace.tracer.values import RANDOM, run_on_cpu
+from rooftrace.tracer.values import is_random, run_on_cpu
 
 if TYPE_CHECKING:
     from rooftrace.tracer.capture import Recorder
@@ -198,8 +198,7 @@ class RealData:
         if (
             recorded.taint
             or "fallback" in recorded.facts
-            or name in RANDOM
-            or torch.Tag.nondeterministic_seeded in target.tags
+            or is_random(target)
             or (name == "rooftrace.attention" and node.args[4])
             or (loop is not None and loop[0] in self._recorder.loops)
         ):

@@ -37,6 +37,7 @@ class Here(threading.local):
     def __init__(self) -> None:
         self.stack: list[tuple[str, int]] = []
         self.modules: list[Any] = []
+        self.called_for: list[Any] = []  # the autograd node that ran when each module was called
         self.part = "forward"
         self.function = ""
         self.after_backward = False

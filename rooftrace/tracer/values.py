@@ -11,12 +11,14 @@ import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from rooftrace.tracer.graph import Assumption
+from rooftrace.tracer.groups import is_collective
 from rooftrace.tracer.origin import deciding_line
 from rooftrace.tracer.request import assumed
 from rooftrace.tracer.trees import bytes_of, listed
@@ -43,33 +45,6 @@ REAL = "_rooftrace_real"
 REAL_VALUE = "_rooftrace_value"
 """Attribute of a meta tensor made from a small real one: its value, for a capture to learn."""
 
-RANDOM = frozenset(
-    {
-        "aten.bernoulli",
-        "aten.bernoulli_",
-        "aten.uniform_",
-        "aten.normal_",
-        "aten.rand",
-        "aten.randn",
-        "aten.native_dropout",
-        "aten.multinomial",
-        "aten.randint",
-        "aten.randperm",
-        "aten.rand_like",
-        "aten.randn_like",
-        "aten.randint_like",
-        "aten.exponential_",
-        "aten.random_",
-        "aten.normal",
-        "aten.cauchy_",
-        "aten.geometric_",
-        "aten.log_normal_",
-        "aten.poisson",
-        "aten.binomial",
-    }
-)
-DRAWN = frozenset({"aten.randint", "aten.randperm"})
-"""The random ops that make integers from nothing."""
 UNINITIALISED = frozenset(
     {
         "aten.empty",
@@ -81,22 +56,57 @@ UNINITIALISED = frozenset(
     }
 )
 
-ROUTING: Mapping[str, int] = {
-    "aten.topk": 1,
-    "aten.argmax": 0,
-    "aten.argmin": 0,
-    "aten.sort": 1,
-    "aten.argsort": 0,
-    "aten.multinomial": 0,
-    "aten.max": 1,
-    "aten.min": 1,
-    "aten.kthvalue": 1,
-    "aten.bucketize": 0,
-    "aten.searchsorted": 0,
-    "aten.cummax": 1,
-    "aten.cummin": 1,
-}
-"""Ops that turn floats into indices, with the position of the index output."""
+CHOOSERS = frozenset(
+    f"aten.{name}"
+    for name in ("argmax", "argmin", "argsort", "multinomial", "bucketize", "searchsorted")
+)
+"""Ops whose only output is an index that floats decide: their schema does not tell it from a count
+(count_nonzero), where that of topk names its output "indices"."""
+
+
+@cache
+def is_random(func: Any) -> bool:
+    """Whether an op draws random numbers: torch tags it so, or it takes a generator."""
+    if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
+        return True
+    schema = getattr(func, "_schema", None)
+    return schema is not None and any("Generator" in str(a.type) for a in schema.arguments)
+
+
+@cache
+def draws(target: str) -> bool:
+    """`is_random` of a recorded target ("aten.rand.default"); False where it is not loaded."""
+    namespace, name, overload = (*target.split("."), "", "")[:3]
+    packet = getattr(getattr(torch.ops, namespace, None), name, None)
+    return is_random(getattr(packet, overload, None))
+
+
+def index_output(func: Any, source: Tensor, outputs: Sequence[Tensor]) -> int | None:
+    """Which output of an op holds indices that it chose by the floats of `source`, if any does.
+
+    The schema names it "indices"; or, outside of aten, it is the whole numbers beside the floats
+    that were chosen, in equal shapes; or the op is one of CHOOSERS.
+    """
+    schema = func._schema
+    for position, output in enumerate(outputs):
+        if output.dtype.is_floating_point or output.dtype in (torch.bool, torch.uint8):
+            continue
+        if position < len(schema.returns) and schema.returns[position].name == "indices":
+            return position
+        if f"{func.namespace}.{func._opname}" in CHOOSERS:
+            return position
+        chosen = outputs[0]
+        if (
+            func.namespace not in ("aten", "prims")
+            and position > 0
+            and source.dtype.is_floating_point
+            and chosen.dtype.is_floating_point
+            and chosen.shape == output.shape
+            and source.dim() == output.dim()
+            and source.shape[:-1] == output.shape[:-1]
+        ):
+            return position
+    return None
 
 
 class Real:
@@ -325,17 +335,19 @@ class Values:
             text += f" after {MAX_SAME_BRANCH} times"
         return torch.full(shape, taken), frozenset([self.assume("branch", text, taken)])
 
-    def route(self, name: str, source: Tensor, index: Tensor, dimension: int) -> int | None:
+    def route(
+        self, name: str, source: Tensor, index: Tensor, dimension: int, sorts: bool = False
+    ) -> int | None:
         """Give the index output of topk, argmax, sort ... on unknown floats balanced values.
 
         Every class is chosen equally often (round robin), or by lot where the user wants that; a
-        full sort keeps the order.  Returns the id of the assumption.
+        full sort keeps the order (sorts: the op is one).  Returns the id of the assumption.
         """
         if not 0 < index.numel() <= MAX_INTEGERS:
             return None
         classes = source.shape[dimension] if source.dim() else 1
         shape = tuple(index.shape)
-        full = shape == tuple(source.shape) and "sort" in name
+        full = shape == tuple(source.shape) and sorts
         by_lot = not full and self.decision("balanced-routing") == "uniform"
         key = ("route", full, by_lot, shape, classes, index.dtype, dimension)
         value = self._memo.get(key)
@@ -375,7 +387,10 @@ class Values:
 
         Returns the assumptions that they rest on; None if they are unknown.
         """
-        if name in RANDOM and not (self._generator is not None and name in DRAWN):
+        if is_collective(func):  # the other processes have a say
+            self._forget_all(mutated)
+            return None
+        if is_random(func) and not (self._generator is not None and _draws_integers(func, outputs)):
             self._forget_all(mutated)
             return None
         entries: dict[int, Known] = {}
@@ -462,6 +477,12 @@ _MAX_DRAWN = 1 << 22
 _DRAWS = 32
 
 
+def _draws_integers(func: Any, outputs: Sequence[Tensor]) -> bool:
+    """Whether a random op makes whole numbers from nothing."""
+    takes = any("Tensor" in str(argument.type) for argument in func._schema.arguments)
+    return not takes and not any(t.dtype.is_floating_point for t in outputs)
+
+
 def run_on_cpu(
     name: str,
     func: Any,
@@ -472,8 +493,8 @@ def run_on_cpu(
     """An op on CPU tensors, as a GPU would run it."""
     if name == "aten.histc":  # CUDA counts integers too, the CPU kernel only floats
         return func(args[0].double(), *args[1:], **kwargs).to(args[0].dtype)
-    if name in DRAWN:
-        drawer = getattr(torch, name.removeprefix("aten."))
+    if generator is not None and is_random(func):
+        drawer = func._overloadpacket
         return drawer(*args, **{**kwargs, "generator": generator, "device": _CPU})
     result = func(*args, **kwargs)
     if name in UNINITIALISED:

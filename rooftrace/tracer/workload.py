@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from rooftrace.tracer.blocks import NotAlikeError
 from rooftrace.tracer.capture import Recorder, shown_path
-from rooftrace.tracer.family import with_families
 from rooftrace.tracer.graph import OpGraph
 from rooftrace.tracer.lower import lower
 from rooftrace.tracer.onmeta import is_lazy, on_meta, own_tensors, parameters_of, replaced
@@ -589,7 +588,7 @@ def graph_of(
         "optimizer": optimizer,
     }
     outputs = [part for tensor in tensors_in(step.output) for part, _ in parts_of(tensor)]
-    graph = lower(
+    return lower(
         recorder,
         recorder.look_for_gaps(outputs, module),
         phase=phase,
@@ -601,7 +600,6 @@ def graph_of(
         provenance=provenance(target),
         repeats=recorder.repeat_calls,
     )
-    return with_families(graph)
 
 
 def learn(values: Values, tensor: Tensor) -> None:

@@ -116,9 +116,15 @@ def coverage_section(report: Report) -> list[str]:
     missing = unsupported_ops(report)
     if not missing:
         return lines
-    lines += ["", "Of these ops only the bytes of inputs and outputs are counted, no FLOP:", ""]
+    lines += [
+        "",
+        "Of these ops no FLOP is counted. Their bytes: operands are read and results written; of "
+        "a cache or buffer that an op writes in place, as much as its other operands bring. The "
+        "truth is between the bounds if no byte is touched twice.",
+        "",
+    ]
     lines += table(
-        ["Op", "Phase", "Where", "Operands", "Calls", "Bytes"],
+        ["Op", "Phase", "Where", "Operands", "Calls", "Bytes", "At least", "At most"],
         [
             [
                 f"`{entry.target}`",
@@ -127,6 +133,8 @@ def coverage_section(report: Report) -> list[str]:
                 f"`{entry.shapes}`",
                 f"{entry.count:,}",
                 format_traffic(entry.bytes),
+                format_traffic(entry.bytes_least),
+                format_traffic(entry.most),
             ]
             for phase, entry in missing
         ],
