@@ -468,8 +468,19 @@ def higher_order(recorder: Recorder, func: Any, args: Any, kwargs: Any) -> Any:
             return run(combine, start, rows, additional_inputs=tuple(*more))
         if name == "invoke_subgraph":
             return args[0](*args[2:])
+        if name == "out_dtype":
+            return _with_wide_sums(*args)
     recorder.values.assume("higher-order", f"what {name} runs inside is not recorded")
     return func(*args, **kwargs)
+
+
+def _with_wide_sums(op: Any, dtype: torch.dtype, *args: Any) -> Any:
+    """An op that sums in another type: a GPU has a kernel for int8 products with int32 sums."""
+    tensors = listed(args)
+    small_integers = all(t.dtype == torch.int8 for t in tensors)
+    if op is torch.ops.aten.mm.default and dtype == torch.int32 and small_integers:
+        return torch._int_mm(*args)
+    return op(*tree_map_only(Tensor, lambda t: t.to(dtype), args))
 
 
 def _looped(recorder: Recorder, condition: Any, body: Any, carried: Any, more: Any = ()) -> Any:
