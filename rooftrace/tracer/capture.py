@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, fx, nn
 from torch._ops import HigherOrderOperator
 from torch.nn.modules import module as nn_module
-from torch.nn.parameter import UninitializedTensorMixin
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rooftrace.tracer import dynamic
@@ -33,7 +32,7 @@ from rooftrace.tracer.functions import Functions, device_calls_quiet, draws_repe
 from rooftrace.tracer.fused_ops import kept_whole, whole_entry
 from rooftrace.tracer.graph import contiguous
 from rooftrace.tracer.loops import Loop, Rolling
-from rooftrace.tracer.onmeta import own_tensors
+from rooftrace.tracer.onmeta import LAZY, beside_in, own_tensors
 from rooftrace.tracer.origin import source_line
 from rooftrace.tracer.sizes import SizeCache, writes_lists
 from rooftrace.tracer.trees import (
@@ -243,6 +242,7 @@ class Recorder(TorchDispatchMode):
         self.storages = 0
         self._inside = 0
         self.inputs: list[Tensor] = []
+        self.packed: dict[int, tuple[Any, list[Tensor]]] = {}
         self._entered: list[Tensor] = []
         self._known_bytes: dict[int, int] = {}  # the storage of bytes that entered; they stay
         self._beside: dict[int, tuple[str, str]] = {}
@@ -279,6 +279,9 @@ class Recorder(TorchDispatchMode):
             if isinstance(t, Tensor)
         }
         transient = getattr(module, "_non_persistent_buffers_set", ())
+        if any(type(tensor) not in ORDINARY for tensor in own_tensors(module)):
+            for of, part in beside_in(module):  # the state of a quantised layer
+                self._beside.setdefault(id(part), ("parameter", f"{prefix}{of}"))
         for tensor in own_tensors(module):
             name = names[id(tensor)]
             if name in module._parameters:
@@ -330,7 +333,7 @@ class Recorder(TorchDispatchMode):
         node.meta[META_KEY] = Entry(kind, name, _spec(tensor, storage))
         tag = tensor.__dict__[self._key] = _Tag(node, None, storage)
         self._entered.append(tensor)
-        if tensor.layout is torch.strided and not isinstance(tensor, UninitializedTensorMixin):
+        if tensor.layout is torch.strided and not isinstance(tensor, LAZY):
             self._places[_place(tensor)] = tag, tensor
         entry = self.values.known(tensor)
         if tensor.device.type == "cpu":
@@ -679,7 +682,7 @@ class Recorder(TorchDispatchMode):
         for tensor in tensors:
             if self._key in tensor.__dict__ or tensor.layout is not torch.strided:
                 continue
-            if isinstance(tensor, UninitializedTensorMixin):
+            if isinstance(tensor, LAZY):
                 continue
             tag, entered = self._places.get(_place(tensor), (None, None))
             if tag is None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._higher_order_ops.scan import generic_scan
 from torch.utils._pytree import tree_map_only
 
+from rooftrace.tracer.packed import QUANTIZED, by_packed
 from rooftrace.tracer.trees import listed
 from rooftrace.tracer.values import META, Values, small
 
@@ -82,6 +83,8 @@ def by_value(
         if args[0].device.type == "cpu":
             entry = recorder.values.known(args[1])
             return args[0].copy_(entry.value) if entry is not None else args[0]
+    elif name.startswith("quantized.") or name in QUANTIZED:
+        return by_packed(recorder, func, name, args, kwargs)
     elif name == "torchvision.nms":
         return _suppressed(recorder, func, args, kwargs)
     elif name == "aten._amp_foreach_non_finite_check_and_unscale_":

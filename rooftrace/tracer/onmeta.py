@@ -7,7 +7,7 @@ import copy
 import dataclasses
 import inspect
 import io
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from rooftrace.tracer.trees import (
 )
 from rooftrace.tracer.values import META, REAL_VALUE, small
 
-_LAZY = (UninitializedParameter, UninitializedBuffer)
+LAZY = (UninitializedParameter, UninitializedBuffer)
 
 
 def twin(tensor: Tensor) -> Tensor:
@@ -143,7 +143,7 @@ class Twins:
         known: Tensor | None = self.memo.get(id(tensor))
         if known is not None:
             return known
-        if type(tensor) in ORDINARY or isinstance(tensor, _LAZY):
+        if type(tensor) in ORDINARY or isinstance(tensor, LAZY):
             made = _aliased(tensor, self._storages) if not owned else None
             if made is None:
                 made = parameter_twin(tensor) if owned else _plain_twin(tensor)
@@ -159,7 +159,7 @@ class Twins:
                     "class __tensor_flatten__ and __tensor_unflatten__, or build the module under "
                     "`with torch.device('meta'):` and pass that"
                 ) from error
-        lazy = isinstance(tensor, _LAZY)
+        lazy = isinstance(tensor, LAZY)
         if owned and not lazy and tensor.layout is torch.strided and not is_hollow(tensor):
             self._storages.setdefault(bytes_of(tensor), made)
         self.memo[id(tensor)] = made
@@ -184,7 +184,7 @@ class Twins:
             size, stride = tensor.size(), tensor.stride() if _has_strides(tensor) else None
             made = kind.__tensor_unflatten__(inner, _on_no_device(context), size, stride)
         elif is_hollow(tensor):
-            made = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            made = Tensor._make_wrapper_subclass(
                 kind,
                 tensor.size(),
                 strides=tensor.stride() if _has_strides(tensor) else None,
@@ -223,14 +223,11 @@ class Twins:
         seen: set[int] = set()
         for module in modules:
             special = any(type(tensor) not in ORDINARY for tensor in own_tensors(module))
-            for name, item in vars(module).items():
-                if name in ("_parameters", "_buffers", "_modules") or isinstance(item, PLAIN):
+            for name, tensor in beside_in(module, seen):
+                if tensor.device.type != "cpu" or id(tensor) in self.memo:
                     continue
-                for tensor in tensors_in(item, seen):
-                    if tensor.device.type != "cpu" or id(tensor) in self.memo:
-                        continue
-                    if special or bytes_of(tensor) in self._storages:
-                        self.of(tensor, name=name)
+                if special or bytes_of(tensor) in self._storages:
+                    self.of(tensor, name=name)
 
     def finish(self) -> None:
         """Copy the attributes of subclasses, once all tensors that they may name are there."""
@@ -245,6 +242,17 @@ class Twins:
                     object.__setattr__(made, name, copied)
 
 
+def beside_in(module: nn.Module, seen: set[int] | None = None) -> Iterator[tuple[str, Tensor]]:
+    """Tensors in objects that a module holds, with the names of its attributes.
+
+    seen: objects that are not looked into (again).
+    """
+    seen = set() if seen is None else seen
+    for name, item in vars(module).items():
+        if name not in ("_parameters", "_buffers", "_modules") and not isinstance(item, PLAIN):
+            yield from ((name, tensor) for tensor in tensors_in(item, seen))
+
+
 def _aliased(tensor: Tensor, storages: Mapping[int, Tensor]) -> Tensor | None:
     """A meta tensor that shares its bytes with the twin of what `tensor` shares bytes with."""
     if tensor.layout is not torch.strided or bytes_of(tensor) not in storages:
@@ -252,7 +260,7 @@ def _aliased(tensor: Tensor, storages: Mapping[int, Tensor]) -> Tensor | None:
     base = storages[bytes_of(tensor)]
     empty = torch.empty(0, dtype=tensor.dtype, device=META)
     where = base.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride()
-    return empty.set_(*where)  # type: ignore[call-overload, no-any-return]
+    return empty.set_(*where)
 
 
 def _has_strides(tensor: Tensor) -> bool:
@@ -267,10 +275,9 @@ def _on_no_device(context: Any) -> Any:
         return {key: _on_no_device(item) for key, item in context.items()}
     if type(context) in (list, tuple):
         return type(context)(_on_no_device(item) for item in context)
-    if isinstance(context, tuple) and hasattr(context, "_replace"):
-        return context._replace(
-            **{name: _on_no_device(getattr(context, name)) for name in context._fields}
-        )
+    if isinstance(context, tuple) and hasattr(context, "_fields"):
+        kind: Any = type(context)
+        return kind(*(_on_no_device(item) for item in context))
     devices = {
         name: META
         for name, item in getattr(context, "__dict__", {}).items()
@@ -289,7 +296,7 @@ def _name_in(owner: nn.Module, path: str, tensor: Tensor) -> str:
 
 def parameter_twin(tensor: Tensor) -> Tensor:
     """A meta tensor for an ordinary one that a module owns: a parameter stays one."""
-    if isinstance(tensor, _LAZY):
+    if isinstance(tensor, LAZY):
         kind: Any = type(tensor)
         empty: Tensor = kind(tensor.requires_grad, device=META, dtype=tensor.dtype)
         return empty
@@ -301,7 +308,7 @@ def parameter_twin(tensor: Tensor) -> Tensor:
 def is_lazy(module: nn.Module) -> bool:
     """Whether some parameter has no shape before the first call (nn.LazyLinear)."""
     return any(
-        isinstance(tensor, _LAZY) for owner in module.modules() for tensor in own_tensors(owner)
+        isinstance(tensor, LAZY) for owner in module.modules() for tensor in own_tensors(owner)
     )
 
 
