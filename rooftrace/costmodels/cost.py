@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rooftrace.hardware.precision import widest
+from rooftrace.hardware.precision import bytes_per_element, widest
 
 OPERATIONS = ("matmul", "convolution", "vector")
 MATRIX = ("matmul", "convolution")
@@ -117,6 +117,8 @@ class Cost:
     ) -> Cost:
         """Work of one kind; zero amounts leave no entry."""
         work = {}
+        if widths is not None and set(widths) == {bytes_per_element(precision)}:
+            widths = None
         if matmul:
             key = Work("matmul", precision, rows, count, columns, inner, attention, widths)
             work[key] = matmul

@@ -104,8 +104,8 @@ def _result(name: str, args: Any, parts: Mapping[int, list[Tensor]]) -> Tensor |
         if kind.startswith("embedding") and weight is not None:
             return _rows("bag" in kind, tensors, args)
         if kind in ("add", "mul", "add_relu", "mul_relu") and len(tensors) == 2:
-            first, second = tensors
-            return torch.empty_like(torch.broadcast_tensors(first, second)[0])
+            sums = torch.add(*(torch.empty(t.shape, device=META) for t in tensors))
+            return torch.empty_like(sums, dtype=tensors[0].dtype)
         if kind.startswith("cat"):
             return torch.cat(args[0], args[1])
         if kind == "matmul":
