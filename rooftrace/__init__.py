@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rooftrace.costmodels.cost import Access, Cost, OpView, Work
-    from rooftrace.costmodels.estimate import Estimate, Plan, estimate, plan
+    from rooftrace.costmodels.estimate import Estimate, Plan, plan
     from rooftrace.costmodels.execution import ExecutionModel, execution_model
     from rooftrace.costmodels.headroom import Headroom, Saving, headroom
     from rooftrace.costmodels.memory import memory
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         calibrate,
         compare,
         diff,
+        estimate,
         largest_batch,
         profile,
         report,
@@ -50,7 +51,7 @@ _WHERE = {
     "Work": "costmodels.cost",
     "Estimate": "costmodels.estimate",
     "Plan": "costmodels.estimate",
-    "estimate": "costmodels.estimate",
+    "estimate": "reporting.api",
     "plan": "costmodels.estimate",
     "ExecutionModel": "costmodels.execution",
     "execution_model": "costmodels.execution",

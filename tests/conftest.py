@@ -28,6 +28,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = writers
 
 
+@pytest.fixture(autouse=True)
+def one_process(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What would run in a process of its own runs in this one, unless the test is about that."""
+    if request.node.get_closest_marker("subprocess") is None:
+        monkeypatch.setattr("rooftrace.tracer.apart.PROCESSES", False)
+
+
 @pytest.fixture(scope="session")
 def root() -> Path:
     """The root of the repository."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -103,8 +104,45 @@ class PhaseDiff:
 
 
 @dataclass(frozen=True)
+class Sources:
+    """The source files of two revisions.
+
+    files: how many there are of each.  differing: names of those whose content differs, or that one
+    side alone has.  same_place: whether both were read from the very same files.
+    """
+
+    files: tuple[int, int]
+    differing: tuple[str, ...] = ()
+    same_place: bool = False
+
+
+def compare_sources(before: Mapping[str, str], after: Mapping[str, str]) -> Sources | None:
+    """Two sides' digests of source files by path; None unless both have files.
+
+    Files are matched by their path below the folder that all of their side are in.
+    """
+    if not before or not after:
+        return None
+    first, second = _below(before), _below(after)
+    names = dict.fromkeys([*first, *second])
+    return Sources(
+        (len(before), len(after)),
+        tuple(name for name in names if first.get(name) != second.get(name)),
+        list(before) == list(after),
+    )
+
+
+def _below(files: Mapping[str, str]) -> dict[str, str]:
+    folder = os.path.commonpath([os.path.dirname(path) for path in files])
+    return {os.path.relpath(path, folder): content for path, content in files.items()}
+
+
+@dataclass(frozen=True)
 class Diff:
-    """The difference of two revisions on one chip under one execution model."""
+    """The difference of two revisions on one chip under one execution model.
+
+    sources: the files that the two were made of, where that is known.
+    """
 
     names: tuple[str, str]
     chip: str
@@ -112,6 +150,7 @@ class Diff:
     phases: tuple[PhaseDiff, ...]
     only_before: tuple[str, ...] = ()
     only_after: tuple[str, ...] = ()
+    sources: Sources | None = None
 
     @property
     def unchanged(self) -> bool:
@@ -153,6 +192,13 @@ class Diff:
             "execution": self.execution,
             "only_before": list(self.only_before),
             "only_after": list(self.only_after),
+            "sources": None
+            if self.sources is None
+            else {
+                "files": list(self.sources.files),
+                "differing": list(self.sources.differing),
+                "same_place": self.sources.same_place,
+            },
             "phases": {
                 p.phase: {
                     "totals": {name: _change(c) for name, c in p.totals.items()},

@@ -13,6 +13,7 @@ from dataclasses import replace
 from rooftrace.costmodels.attention_forms import flash_from_products, materialise_attention
 from rooftrace.costmodels.execution import ExecutionModel
 from rooftrace.hardware.precision import PrecisionError, precision
+from rooftrace.tracer.asked import check_graph
 from rooftrace.tracer.graph import Argument, Op, OpGraph, Tensor, references, refs
 
 CACHE_APPEND = "rooftrace.cache_append.default"
@@ -133,7 +134,9 @@ def _needed(graph: OpGraph, across: Collection[tuple[int, int]]) -> list[Op]:
         entered = set(op.repeats) - set(inside)
         live.update(value for repeat, value in across if repeat in entered)
         inside = op.repeats
-        if op.kind == "sync" or not op.outputs or any(storage[i] in live for i in op.outputs):
+        beside = "writes" in op.facts  # it overwrites an operand, too
+        used = beside or not op.outputs or any(storage[i] in live for i in op.outputs)
+        if op.kind == "sync" or used:
             kept.append(op)
             live.update(storage[i] for i in op.inputs)
     return kept[::-1]
@@ -199,6 +202,7 @@ def reprice(
     weights, now or before, they take the precision that the model's quantization_config declares.
     Raises PrecisionError for a name that does not exist, or that values cannot have.
     """
+    check_graph(graph, "reprice")
     if dtype is None and weights_dtype is None and "priced_dtype" not in graph.model:
         weights_dtype = graph.workload.get("declared_weights_dtype")
     if dtype is None and weights_dtype is None and kv_dtype is None:

@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 from rooftrace.hardware import units
 from rooftrace.hardware.chip import (
@@ -48,6 +48,9 @@ from rooftrace.hardware.chip import (
     Peak,
 )
 from rooftrace.hardware.precision import PrecisionError, compute_family
+
+if TYPE_CHECKING:
+    from importlib.resources.abc import Traversable
 
 __all__ = [
     "ChipFileError",
@@ -96,39 +99,61 @@ def load_chip(name_or_path: str | os.PathLike[str] | Chip) -> Chip:
     if given.lower().endswith(".toml"):
         return _load_file(Path(given))
     key = given.strip().lower().replace("_", "-").replace(" ", "-")
-    names = _names()
-    if key in names:
-        return _bundled(names[key])
-    close = difflib.get_close_matches(key, names, n=1)
-    hint = f' Did you mean "{names[close[0]]}"?' if close else ""
+    if key in available_chips():
+        return _bundled(key)  # whatever stands in the other files
+    names, unreadable = _aliases()
+    owners = names.get(key, ())
+    if len(owners) > 1:
+        raise ChipFileError(f'chip "{given}": an alias of {" and of ".join(owners)}; name one')
+    if owners:
+        return _bundled(owners[0])
+    close = difflib.get_close_matches(key, [*available_chips(), *names], n=1)
+    hint = f' Did you mean "{names.get(close[0], close)[0]}"?' if close else ""
+    if unreadable:
+        hint += f" (Not read for aliases: {', '.join(unreadable)}.)"
     raise UnknownChipError(
         f'chip "{given}": expected a path ending in .toml or one of '
         f"{', '.join(available_chips())}.{hint}"
     )
 
 
+def _folder() -> Traversable:
+    """Where the bundled chips lie."""
+    return resources.files(CHIPS).joinpath("chips")
+
+
 @functools.cache
 def available_chips() -> tuple[str, ...]:
     """The names of the bundled chips."""
-    folder = resources.files(CHIPS).joinpath("chips")
-    files = (item.name for item in folder.iterdir() if item.name.endswith(".toml"))
+    files = (item.name for item in _folder().iterdir() if item.name.endswith(".toml"))
     return tuple(sorted(name.removesuffix(".toml") for name in files))
 
 
 @functools.cache
 def _bundled(name: str) -> Chip:
-    file = resources.files(CHIPS).joinpath("chips").joinpath(f"{name}.toml")
-    return _read(file.read_text(encoding="utf-8"), f"{name}.toml")
+    return _read(_folder().joinpath(f"{name}.toml").read_text(encoding="utf-8"), f"{name}.toml")
 
 
 @functools.cache
-def _names() -> dict[str, str]:
-    """Every name and alias of a bundled chip, and the chip it means."""
-    names = {name: name for name in available_chips()}
+def _aliases() -> tuple[dict[str, tuple[str, ...]], tuple[str, ...]]:
+    """The bundled chips that each alias means, and files that cannot be read for theirs.
+
+    Nothing else in a file is looked at, so that a mistake in one chip is none of another's.
+    """
+    names: dict[str, tuple[str, ...]] = {}
+    unreadable = []
     for name in available_chips():
-        for alias in _bundled(name).aliases:
-            names.setdefault(alias, name)
-    return names
+        file = f"{name}.toml"
+        try:
+            table = _toml(_folder().joinpath(file).read_text(encoding="utf-8"), file)
+        except (ChipFileError, OSError, UnicodeDecodeError):
+            unreadable.append(file)
+            continue
+        aliases = table.get("aliases", [])
+        for alias in aliases if isinstance(aliases, list) else []:
+            if isinstance(alias, str):
+                names[alias] = (*names.get(alias, ()), name)
+    return names, tuple(unreadable)
 
 
 def _load_file(path: Path) -> Chip:
@@ -481,6 +506,11 @@ def lint_chip(path: str | os.PathLike[str]) -> list[Finding]:
     except ChipFileError as problem:
         return [Finding("error", "file", str(problem))]
     findings = [finding for check in CHECKS for finding in check(chip)]
+    bundled = not os.fspath(path).lower().endswith(".toml")
+    if bundled and os.fspath(path) in available_chips() and os.fspath(path) != chip.name:
+        message = f'"{chip.name}" stands in {path}.toml: a chip is found by the name of its file'
+        findings.append(Finding("error", "name", message))
+    findings += _clashes(chip, "error" if bundled else "note")
     if os.fspath(path).lower().endswith(".toml") and Path(path).stem != chip.name:
         message = f'"{chip.name}" stands in {Path(path).name}: the file is found by its name'
         findings.append(Finding("note", "name", message))
@@ -488,6 +518,21 @@ def lint_chip(path: str | os.PathLike[str]) -> list[Finding]:
         if fact.kind == "guess":
             findings.append(Finding("note", place, f"{fact.text} is a guess: {fact.source}"))
     return findings
+
+
+def _clashes(chip: Chip, severity: Severity) -> Iterator[Finding]:
+    """Names of this chip that mean another bundled one too."""
+    names, _ = _aliases()
+    for alias in dict.fromkeys((chip.name, *chip.aliases)):
+        owners = [alias] if alias in available_chips() else []
+        others = [name for name in (*owners, *names.get(alias, ())) if name != chip.name]
+        for other in dict.fromkeys(others):
+            message = f'"{alias}" is {"the name" if other == alias else "an alias"} of {other} too'
+            yield Finding(severity, "aliases", f"{message} ({other}.toml)")
+    for alias in chip.aliases:
+        if chip.aliases.count(alias) > 1:
+            yield Finding("warning", "aliases", f'"{alias}" is there twice')
+            return
 
 
 def _lint_names(chip: Chip) -> Iterator[Finding]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from rooftrace.hardware.chip import Chip
-from rooftrace.hardware.chipfile import available_chips, load_chip
+from rooftrace.hardware.chipfile import ChipFileError, available_chips, load_chip
 from rooftrace.hardware.units import (
     format_bandwidth,
     format_capacity,
@@ -20,15 +20,22 @@ _KIND_STYLES = {"datasheet": "", "measured": "green", "derived": "cyan", "guess"
 
 
 def render_chip_list() -> RenderableType:
-    """One line per chip."""
+    """One line per chip, and one for each file that cannot be read."""
+    from rich.console import Group
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(box=None, padding=(0, 2, 0, 0))
     table.add_column("chip")
     for column in ("bf16 dense", "fp8 dense", "fp32 vector", "memory", "bandwidth", "ridge (bf16)"):
         table.add_column(column, justify="right")
+    unreadable = []
     for name in available_chips():
-        chip = load_chip(name)
+        try:
+            chip = load_chip(name)
+        except ChipFileError as problem:
+            unreadable.append(Text(f"not listed: {problem}", style="red"))
+            continue
 
         def rate(engine: str, precision: str, chip: Chip = chip) -> str:
             return (
@@ -51,7 +58,7 @@ def render_chip_list() -> RenderableType:
             format_bandwidth(chip.memory_bandwidth.value),
             ridge,
         )
-    return table
+    return Group(table, *unreadable)
 
 
 def render_chip(chip: Chip) -> RenderableType:

@@ -78,6 +78,24 @@ def _label(module: ModuleChange) -> str:
     return f"{path} x{module.count}" if module.count > 1 else path
 
 
+def unchanged_words(result: Diff) -> str:
+    """That nothing changed, and whether the source files say so too."""
+    text, sources = "no change in any phase", result.sources
+    if sources is None:
+        return text
+    if sources.differing:
+        names = ", ".join(sources.differing[:4]) + (" ..." if len(sources.differing) > 4 else "")
+        count = len(sources.differing)
+        files = "1 source file differs" if count == 1 else f"{count} source files differ"
+        return f"{text}: {files} ({names}), but no op, size or total changed"
+    count = sources.files[0]
+    files = "the same source file" if count == 1 else f"the same {count} source files"
+    if sources.same_place:
+        return f"{text}: both sides were read from {files}"
+    equal = "equal source files" if count == 1 else f"{count} source files that are equal"
+    return f"{text}: the two have {equal}"
+
+
 def render_diff(result: Diff) -> RenderableType:
     """The terminal view."""
     from rich.console import Group
@@ -93,7 +111,7 @@ def render_diff(result: Diff) -> RenderableType:
     for line in _one_sided(result):
         parts.append(Text(line, style="yellow"))
     if result.unchanged:
-        parts.append(Text("no change in any phase", style="green"))
+        parts.append(Text(unchanged_words(result), style="green"))
         return Group(*parts)
     for phase in result.phases:
         table = Table(
@@ -158,7 +176,7 @@ def diff_markdown(result: Diff) -> str:
     ]
     lines += [f"- {line}" for line in _one_sided(result)]
     if result.unchanged:
-        return "\n".join([*lines, "No change in any phase.", ""])
+        return "\n".join([*lines, f"N{unchanged_words(result)[1:]}.", ""])
     for phase in result.phases:
         lines += [
             f"### {phase.phase}",

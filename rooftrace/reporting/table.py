@@ -17,7 +17,7 @@ from rooftrace.hardware.units import (
 from rooftrace.reporting import words
 from rooftrace.reporting.grid import Column, Grid, grid
 from rooftrace.reporting.tally import Tally, tally
-from rooftrace.tracer.graph import pattern_of
+from rooftrace.tracer.graph import LOWER_BOUND, pattern_of
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -40,13 +40,15 @@ REGIME_STYLES: Mapping[str, str] = {
 
 
 def render_report(report: Report) -> RenderableType:
-    """A report on its first chip: fit, a line per phase and execution, top kernels, coverage."""
+    """A report: fit, a line per phase and execution, top kernels, coverage, on its first chip; and
+    of several chips a line for each phase on each of them."""
     shown = [one for _, _, one in report.of_first_chip()]
     largest = {
         phase: words.batch_words(found[report.chips[0].name])
         for phase, found in report.largest.items()
     }
-    return _render(shown, report.main, report.memory, report.assumptions, largest)
+    chips = _chips(report) if len(report.chips) > 1 else None
+    return _render(shown, report.main, report.memory, report.assumptions, largest, chips)
 
 
 def render_estimates(estimates: Sequence[Estimate]) -> str:
@@ -77,6 +79,7 @@ def _render(
     memory: Mapping[str, Memory],
     assumptions: Sequence[tuple[str, Assumption]],
     largest: Mapping[str, str] | None = None,
+    chips: Grid | None = None,
 ) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
@@ -88,6 +91,7 @@ def _render(
         # What does not fit is said before anything else.
         parts.insert(1 if fits else 0, Text(sentence, style="" if fits else "bold red"))
     parts += [Text(), _steps(estimates), Text()]
+    parts += [chips, Text()] if chips is not None else []
     broken_down = [one for one in estimates if one.execution.name == main] or list(estimates)
     parts.append(_kernels(broken_down))
     parts.append(Text())
@@ -140,17 +144,71 @@ def _steps(estimates: Sequence[Estimate]) -> Grid:
 
 def _step_cells(one: Estimate) -> list[str | Text]:
     times = one.times
+    least = "≥ " if one.lower_bound else ""
     return [
-        words.bare(format_flops(one.flops), "FLOP"),
-        format_traffic(one.bytes_hbm),
+        least + words.bare(format_flops(one.flops), "FLOP"),
+        least + format_traffic(one.bytes_hbm),
         words.bare(format_intensity(one.ai_hbm), "FLOP/byte"),
         format_time(times.t_bound),
         format_time(times.t_serial),
-        _styled(format_time(times.t_est), "bold"),
+        _styled(least + format_time(times.t_est), "bold"),
         _styled(words.regime_words(times), REGIME_STYLES[times.regime]),
         words.percent(one.mfu),
         format_count(one.items_per_s),
     ]
+
+
+# -- one line per chip and phase -----------------------------------------------------------------
+
+CHIP_COLUMNS = (
+    Column("t_bound", drop=2),
+    Column("t_est"),
+    Column("times", drop=3),
+    Column("limited by", right=False, clipped=9),
+    Column("MFU", drop=1),
+)
+
+
+def _chips(report: Report) -> Grid:
+    """Each phase on each chip, under the execution that is broken down, and whether it fits there.
+
+    times: how often the time on the first chip.
+    """
+    items = {one.item for _, _, one in report.of_first_chip()}
+    item = items.pop() if len(items) == 1 else "item"
+    largest = [Column("largest batch", drop=1)] if report.largest else []
+    columns = (
+        Column(f"chips, {report.main}", right=False),
+        *CHIP_COLUMNS,
+        Column(f"{item}s/s", drop=1),
+        Column("memory"),
+        Column("fits", right=False),
+        *largest,
+    )
+    rows: list[Sequence[str | Text]] = []
+    for phase in report.phases:
+        rows.append([_styled(phase, "bold"), *[""] * (len(columns) - 1)])
+        first = report.estimate(phase).t_est
+        for chip in report.chips:
+            one, need = report.estimate(phase, chip=chip.name), report.memory[phase]
+            fits = "yes" if need.fits(chip) else f"no: {need.chips_needed(chip):,} chips"
+            times = one.times
+            found = report.largest.get(phase, {}).get(chip.name) if largest else None
+            rows.append(
+                [
+                    f"  {chip.name}",
+                    format_time(times.t_bound),
+                    _styled(format_time(times.t_est), "bold"),
+                    f"{times.t_est / first:.2f}" if first else "–",
+                    _styled(words.regime_words(times), REGIME_STYLES[times.regime]),
+                    words.percent(one.mfu),
+                    format_count(one.items_per_s),
+                    words.percent(need.peak / chip.memory_capacity.value),
+                    _styled(fits, "" if need.fits(chip) else "red"),
+                    *([words.batch_words(found) if found is not None else ""] if largest else []),
+                ]
+            )
+    return grid(columns, rows)
 
 
 # -- the kernels that take the time --------------------------------------------------------------
@@ -258,14 +316,17 @@ def _trust(
     everything: Sequence[Estimate],
     assumptions: Sequence[tuple[str, Assumption]],
 ) -> list[RenderableType]:
-    complete, sentence = words.coverage_words(one.coverage for one in shown)
+    complete, sentence = words.coverage_words(
+        (one.coverage for one in shown), [a for _, a in assumptions if a.kind in LOWER_BOUND]
+    )
     lines: list[RenderableType] = [_styled(f"coverage: {sentence}", "" if complete else "red")]
     missing = {entry.target: entry for one in everything for entry in one.unsupported_ops()}
     for entry in sorted(missing.values(), key=lambda entry: (-entry.bytes, entry.target))[:3]:
         lines.append(
             _styled(
                 f"  no rule: {entry.target} x{entry.count:,}, {format_traffic(entry.bytes)}, in "
-                f"{entry.modules[0] or '(root)'}; only its bytes count",
+                f"{entry.modules[0] or '(root)'}; no FLOP counts, and its bytes are between "
+                f"{format_traffic(entry.bytes_least)} and {format_traffic(entry.most)}",
                 "red",
             )
         )

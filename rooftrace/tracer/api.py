@@ -15,20 +15,24 @@ from rooftrace.tracer.graphfile import load_graphs, looks_saved, save_graphs
 if TYPE_CHECKING:
     from torch import nn
 
+    from rooftrace.tracer.apart import Traced
+    from rooftrace.tracer.asked import Asked
     from rooftrace.tracer.request import Loss, Options, Request
     from rooftrace.tracer.steps import Capture
 
+PathLike = os.PathLike[str]
+
 
 def trace(
-    model: nn.Module | Callable[..., Any],
+    model: nn.Module | Callable[..., Any] | OpGraph | Mapping[str, OpGraph] | str | PathLike,
     *args: Any,
     phase: str | None = None,
     loss: Loss | None = None,
-    optimizer: str = "adamw",
+    optimizer: str | None = None,
     dtype: str | None = None,
     branches: Mapping[int, bool] | None = None,
     assume: Mapping[str, Any] | None = None,
-    repeats: bool = True,
+    repeats: bool | None = None,
     **kwargs: Any,
 ) -> OpGraph:
     """Capture one step of `model` called with these arguments.
@@ -37,7 +41,7 @@ def trace(
     are small (ids, masks, lengths).  phase: forward (default), training (adds loss, backward and
     the optimizer step), prefill or decode (one token after a prompt of `input_ids`).  loss: maps
     the output to a scalar; without it the model's own loss, or a unit gradient into each floating
-    output.  optimizer: none, or the name of a class in torch.optim, in any case.
+    output.  optimizer: adamw (default), none, or the name of a class in torch.optim, in any case.
     dtype: the precision that the step will be priced in, if not the model's own (`reprice`).
     branches: which way unknown conditions go, by their number in the order they are met.
     assume: what is taken for unknown values, by kind or kind@module: {"density": 0.1,
@@ -49,31 +53,139 @@ def trace(
     autograd and of torch.optim in it are its backward and its optimizer; phase, loss, optimizer
     and dtype are then what it runs.
 
-    Raises TraceError where the model's code fails, RequestError where the phase makes no sense.
-    """
-    from torch import inference_mode, nn
+    Or it names a target, "path/file.py:build" or a Hugging Face config.json: then, and for a
+    Hugging Face model without arguments, batch, seq, kv and inputs={"x": "8,3,224,224:fp32"} are
+    the sizes.  Of a saved graph phase chooses one.
 
-    from rooftrace.tracer.inputs import call_inputs
-    from rooftrace.tracer.request import Options, RequestError
+    Raises TraceError where the model's code fails, RequestError where the phase makes no sense and
+    for an argument that neither the model nor rooftrace takes.
+    """
+    from rooftrace.tracer.asked import asked, is_graph, sorted_arguments
+    from rooftrace.tracer.request import RequestError
+
+    wanted, call = sorted_arguments(model, args, kwargs, trace)
+    wanted.refuse(("phases",), "trace gives the graph of one phase; say phase=")
+    wanted.refuse(
+        ("weights_dtype", "kv_dtype"), "a trace has the model's own precisions; price it in others"
+    )
+    ours = {**{name: wanted.value(name) for name in wanted.given}, "phase": phase, "loss": loss}
+    ours |= {"optimizer": optimizer, "dtype": dtype, "branches": branches, "assume": assume}
+    wanted = asked({**ours, "repeats": repeats})
+    if is_graph(model):
+        wanted.refuse(("dtype",), "a graph is traced already; `reprice` prices it in another")
+    if wanted.phases is None and not is_graph(model) and not is_step(model, args):
+        wanted = replace(wanted, phases=("forward",))
+    graphs = graphs_of(model, args, call, wanted)
+    if len(graphs) != 1:
+        raise RequestError(f"which phase? say phase=, one of {', '.join(graphs)}")
+    return next(iter(graphs.values()))
+
+
+def is_step(source: Any, args: Sequence[Any]) -> bool:
+    """Whether a source is a step of the user's: a function whose first argument is a module."""
+    if isinstance(source, (str, os.PathLike, OpGraph, Mapping)) or not callable(source):
+        return False
+    from torch import nn
+
+    return not isinstance(source, nn.Module) and bool(args) and isinstance(args[0], nn.Module)
+
+
+def graphs_of(
+    source: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    wanted: Asked,
+    progress: Callable[[str], None] | None = None,
+) -> dict[str, OpGraph]:
+    """Graphs by phase of any source: a module called with these arguments, a step, a graph, graphs
+    by phase, a saved graph, or a target.
+
+    phases: default forward and training of a module with arguments, those that fit of a target.
+    Raises RequestError for what the source cannot be asked.
+    """
+    from rooftrace.tracer.asked import check_used, is_graph, is_named, refuse_for_graph
+
+    if is_graph(source):
+        name = os.fspath(source) if is_named(source) else "this source"
+        refuse_for_graph(wanted, name)
+        if is_named(source):
+            return _select(load_graphs(source), wanted.phases, name)
+        graphs = {source.phase: source} if isinstance(source, OpGraph) else dict(source)
+        return _select(graphs, wanted.phases, "the graphs that were given")
+    if is_named(source):
+        return dict(traced_target(source, wanted, progress).graphs)
+    if is_step(source, args):
+        return _graph_of_step(source, args, kwargs, wanted)
+    graphs = _graphs_of_module(source, args, kwargs, wanted, progress)
+    check_used(wanted, graphs)
+    return graphs
+
+
+def traced_target(
+    target: str | os.PathLike[str],
+    wanted: Asked,
+    progress: Callable[[str], None] | None = None,
+) -> Traced:
+    """A target traced as was asked.  Raises RequestError for what it cannot be asked."""
+    from rooftrace.tracer.asked import check_used
+    from rooftrace.tracer.targetnames import names_code
+
+    if names_code(os.fspath(target)):
+        wanted.refuse(("trust_remote_code",), "the code of this target runs as it is")
+    traced = trace_sources(target, wanted.phases, wanted.request, wanted.options, progress)
+    check_used(wanted, traced.graphs)
+    return traced
+
+
+def _graph_of_step(
+    step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], wanted: Asked
+) -> dict[str, OpGraph]:
+    """The graph of a step of the user's, by what it turned out to be."""
+    from torch import inference_mode
+
+    from rooftrace.tracer.asked import SIZES
     from rooftrace.tracer.steps import trace_step
+
+    wanted.refuse(("phases", "loss", "optimizer", "dtype"), "a step of your own runs what it runs")
+    wanted.refuse(SIZES, "a step of your own has the sizes of its arguments")
+    with collector_paused(), inference_mode(False):
+        graph = trace_step(step, args, kwargs, wanted.options)
+    return {graph.phase: graph}
+
+
+def _graphs_of_module(
+    module: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    wanted: Asked,
+    progress: Callable[[str], None] | None,
+) -> dict[str, OpGraph]:
+    from torch import inference_mode
+
+    from rooftrace.tracer.asked import check_call
+    from rooftrace.tracer.inputs import call_inputs
     from rooftrace.tracer.workload import check_request, trace_phases
 
-    wanted = phase or "forward"
-    options = Options(loss, optimizer, dtype, dict(branches or {}), dict(assume or {}), repeats)
-    own_step = callable(model) and not isinstance(model, nn.Module)
-    if own_step and args and isinstance(args[0], nn.Module):
-        usual = {"phase": None, "loss": None, "optimizer": "adamw", "dtype": None}
-        asked = {"phase": phase, "loss": loss, "optimizer": optimizer, "dtype": dtype}
-        for name, given in asked.items():
-            if given != usual[name]:
-                raise RequestError(f"{name}={given!r}: a step of your own runs what it runs")
-        with collector_paused(), inference_mode(False):
-            return trace_step(model, args, kwargs, options)
-    check_request(model, (wanted,), options)
-    assert isinstance(model, nn.Module)
+    check_request(module, wanted.phases, wanted.options)
+    wanted.refuse(("trust_remote_code",), "the module is built already")
+    if args or kwargs:
+        wanted.refuse(
+            ("batch", "seq", "kv", "inputs"),
+            "the arguments of the call have their sizes; change those, or leave them out and let "
+            "the sizes make them",
+        )
     with collector_paused(), inference_mode(False):
-        inputs = call_inputs(model, args, kwargs)
-        return trace_phases(model, inputs, (wanted,), options)[wanted]
+        if not args and not kwargs and wanted.sized():
+            from rooftrace.tracer.target import module_inputs
+
+            inputs = module_inputs(module, wanted.request)
+            return trace_phases(module, inputs, wanted.phases, wanted.options, progress)
+        check_call(module, args, kwargs)
+        graphs: dict[str, OpGraph] = {}
+        for phase in wanted.phases or ("forward", "training"):
+            inputs = call_inputs(module, tuple(args), dict(kwargs))
+            graphs |= trace_phases(module, inputs, (phase,), wanted.options, progress)
+        return graphs
 
 
 def capture(*modules: nn.Module, assume: Mapping[str, Any] | None = None) -> Capture:
@@ -99,23 +211,85 @@ def trace_target(
     request: Request | None = None,
     options: Options | None = None,
     progress: Callable[[str], None] | None = None,
+    **kwargs: Any,
 ) -> dict[str, OpGraph]:
     """The graphs by phase of whatever `target` names: code, a Hugging Face config, a saved graph.
 
     phases: None takes what fits the model (prefill, decode and training if it keeps a cache, else
-    forward and training), or everything in a saved file.
+    forward and training), or everything in a saved file.  request, options: sizes and how to trace,
+    or their fields by name: batch, seq, kv, inputs, optimizer, assume and the like.
     """
+    from rooftrace.tracer.asked import sorted_arguments
+
+    named = {"phases": phases, "request": request, "options": options}
+    ours = {name: value for name, value in named.items() if value is not None}
+    wanted, _ = sorted_arguments(target, (), {**ours, **kwargs}, trace_target)
+    wanted.refuse(
+        ("weights_dtype", "kv_dtype"), "a trace has the model's own precisions; price it in others"
+    )
+    return graphs_of(target, (), {}, wanted, progress)
+
+
+def trace_sources(
+    target: str | os.PathLike[str],
+    phases: Sequence[str] | None = None,
+    request: Request | None = None,
+    options: Options | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> Traced:
+    """`trace_target`, with the files that it read.
+
+    Code is imported afresh each time.  Where that fails for code that this process has imported
+    before (some allows it only once), it is traced in a process of its own.
+    """
+    from rooftrace.tracer.apart import Traced, can_go_apart, trace_apart
+    from rooftrace.tracer.isolation import digest, imported_again, own_imports, source_files
+    from rooftrace.tracer.request import TargetError
+
     name = os.fspath(target)
     if looks_saved(name):
-        return _select(load_graphs(name), phases, name)
+        return Traced(_select(load_graphs(name), phases, name))
     from rooftrace.tracer.target import load_target
+    from rooftrace.tracer.targetnames import names_code
     from rooftrace.tracer.workload import trace_phases
 
     tell = progress or (lambda _: None)
-    with collector_paused():
+    with collector_paused(), own_imports():
         tell("building the model")
-        loaded = load_target(name, request)
-        return trace_phases(loaded.module, loaded.inputs, phases, options, progress, name)
+        try:
+            loaded = load_target(name, request)
+        except TargetError:
+            if not (names_code(name) and imported_again() and can_go_apart(options)):
+                raise
+        else:
+            graphs = trace_phases(loaded.module, loaded.inputs, phases, options, progress, name)
+            files = source_files()
+            if not names_code(name) and os.path.isfile(name):
+                files[os.path.realpath(name)] = digest(name)
+            return Traced(graphs, files)
+    return trace_apart(name, phases, request, options, progress)
+
+
+def trace_apart_each(
+    targets: Sequence[tuple[str, Asked]], progress: Callable[[str], None] | None = None
+) -> list[Traced | None]:
+    """Targets that are code, each traced in a process of its own, all at the same time.
+
+    None of them sees what another one, or this process, imported or patched.  None in the list is
+    what cannot be told to another process.  Raises what the first that fails raises.
+    """
+    from concurrent.futures import ThreadPoolExecutor
+
+    from rooftrace.tracer.apart import can_go_apart, trace_apart
+
+    if not all(can_go_apart(wanted.options) for _, wanted in targets):
+        return [None] * len(targets)
+    with ThreadPoolExecutor(max(1, len(targets))) as pool:
+        running = [
+            pool.submit(trace_apart, name, w.phases, w.request, w.options, progress)
+            for name, w in targets
+        ]
+        return [one.result() for one in running]
 
 
 BatchTrace = Callable[[str, int], OpGraph]
@@ -170,8 +344,13 @@ _RunAt = Callable[[Sequence[str] | None, int], dict[str, OpGraph]]
 
 
 def _target_at(target: str, request: Request, options: Options) -> _RunAt:
+    from rooftrace.tracer.isolation import Kept, keeping
+
+    kept = Kept()
+
     def run(phases: Sequence[str] | None, batch: int) -> dict[str, OpGraph]:
-        return trace_target(target, phases, replace(request, batch=batch), options)
+        with keeping(kept):
+            return trace_target(target, phases, replace(request, batch=batch), options)
 
     return run
 

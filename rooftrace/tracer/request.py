@@ -38,7 +38,8 @@ class Request:
     def __post_init__(self) -> None:
         for name in ("batch", "seq", "kv"):
             value = getattr(self, name)
-            if value is not None and value < 1:
+            whole = isinstance(value, int) and not isinstance(value, bool)
+            if value is not None and not (whole and value >= 1):
                 raise RequestError(f"--{name} {value}: expected a whole number of at least 1")
 
 

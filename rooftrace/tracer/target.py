@@ -6,6 +6,7 @@ A target is ``package.module:attr``, ``path/file.py:attr``, the path of a Huggin
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 import inspect
@@ -24,10 +25,12 @@ from rooftrace.tracer import huggingface
 from rooftrace.tracer.autocast import followed
 from rooftrace.tracer.capture import Recorder
 from rooftrace.tracer.inputs import call_inputs, check_names, parsed_inputs, with_batch
+from rooftrace.tracer.isolation import from_source, imported, own_imports, place_of, prepare
 from rooftrace.tracer.onmeta import inputs_on_meta
 from rooftrace.tracer.origin import users_traceback
 from rooftrace.tracer.precisions import dtype_name
 from rooftrace.tracer.request import Inputs, Loaded, Request, RequestError, TargetError
+from rooftrace.tracer.targetnames import is_config
 from rooftrace.tracer.values import META, Values
 
 
@@ -38,9 +41,14 @@ def load_target(target: str, request: Request | None = None) -> Loaded:
     cannot be guessed.
     """
     request = request or Request()
+    with own_imports(leave=True):
+        return _load(target, request)
+
+
+def _load(target: str, request: Request) -> Loaded:
     if target.startswith("hf:"):
         return huggingface.from_hub(target, request)
-    if target.endswith(".json") or (Path(target) / "config.json").is_file():
+    if is_config(target):
         path = Path(target)
         return huggingface.from_file(path / "config.json" if path.is_dir() else path, request)
     if ":" in target:
@@ -55,19 +63,37 @@ def _from_attribute(target: str, request: Request) -> Loaded:
     where, _, attribute = target.rpartition(":")
     source = (_import_file if where.endswith(".py") else _import_module)(where, target)
     module, inputs = _module_and_inputs(_attribute(source, attribute, target), target)
+    made = module_inputs(module, request, inputs, target, attribute)
+    return Loaded(module, made, attribute if where.endswith(".py") else target)
+
+
+def module_inputs(
+    module: nn.Module,
+    request: Request,
+    inputs: Any = None,
+    target: str = "",
+    attribute: str = "",
+) -> Inputs:
+    """Inputs of a module: those that came with it, those of the request, or what a Hugging Face
+    model says it takes, at the sizes of the request.
+
+    Raises RequestError where there are none, or for a size that they have not.
+    """
+    target = target or type(module).__name__
     args, kwargs = _arguments(inputs)
     given = parsed_inputs(request.inputs)
     check_names(module, given)
     if not args and not kwargs and hasattr(module, "main_input_name"):
-        made = huggingface.model_inputs(module, request)  # a Hugging Face model says what it takes
-    elif not args and not kwargs and not given:
+        return huggingface.model_inputs(module, request)  # a Hugging Face model says what it takes
+    if not args and not kwargs and not given:
         raise RequestError(
             f"{target}: no inputs; let {attribute} return (module, inputs), or pass "
             "--input NAME=SHAPE:DTYPE, for example --input x=8,3,224,224:fp32"
+            if attribute
+            else f"{target}: no inputs; pass them, or their shapes, for example "
+            'inputs={"x": "8,3,224,224:fp32"}'
         )
-    else:
-        made = _fixed_inputs(module, args, {**kwargs, **given}, target, request)
-    return Loaded(module, made, attribute if where.endswith(".py") else target)
+    return _fixed_inputs(module, args, {**kwargs, **given}, target, request)
 
 
 def _fixed_inputs(
@@ -93,35 +119,74 @@ def _import_file(where: str, target: str) -> ModuleType:
     path = Path(where)
     if not path.is_file():
         raise TargetError(f"target {target!r}: there is no file {where!r}")
-    name = f"_rooftrace_target_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise TargetError(f"target {target!r}: {where!r} cannot be imported as Python")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    folder = str(path.resolve().parent)
-    if folder not in sys.path:
-        sys.path.insert(0, folder)  # so that it can import its neighbours, as when it is run
+    # Its neighbours are imported as when it is run, and as when it is run through a link.
+    beside = list(dict.fromkeys([str(path.resolve().parent), os.path.abspath(path.parent)]))
+    package = _package_of(path)
+    if package is not None:
+        root, name = package
+        beside = list(dict.fromkeys([str(root), *beside]))
+    else:
+        name = f"_rooftrace_target_{path.stem}"
+    kept = prepare(f"{path.resolve()}", beside)
+    if kept is not None:
+        return kept
+    module: ModuleType | None = None
     try:
         with followed():  # `@torch.autocast("cuda")` is decided where it stands
-            spec.loader.exec_module(module)
+            if package is not None:
+                module = importlib.import_module(name)
+            else:
+                spec = from_source(name, path)
+                if spec is None or spec.loader is None:
+                    raise TargetError(f"target {target!r}: {where!r} cannot be imported as Python")
+                module = importlib.util.module_from_spec(spec)
+                sys.modules[name] = module
+                spec.loader.exec_module(module)
+    except TargetError:
+        raise
     except (Exception, SystemExit) as error:  # whatever a user's file may raise
-        del sys.modules[name]
         raise _failed(f"importing {where!r}", target, error) from error
+    imported(module)
     return module
 
 
-def _import_module(where: str, target: str) -> ModuleType:
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+def _package_of(path: Path) -> tuple[Path, str] | None:
+    """For a file that imports relatively: the folder above its package, and its dotted name."""
     try:
-        return importlib.import_module(where)
+        nodes = ast.walk(ast.parse(path.read_bytes()))
+    except (SyntaxError, ValueError):
+        return None  # said where it is imported
+    levels = [node.level for node in nodes if isinstance(node, ast.ImportFrom) and node.level]
+    if not levels or not path.stem.isidentifier():
+        return None
+    folder, names = path.resolve().parent, [path.stem]
+    while folder.name and (len(names) <= max(levels) or (folder / "__init__.py").is_file()):
+        names.append(folder.name)
+        folder = folder.parent
+    return folder, ".".join(reversed(names))
+
+
+def _import_module(where: str, target: str) -> ModuleType:
+    here = os.path.realpath(os.getcwd())
+    top = where.partition(".")[0]
+    if here in sys.path:
+        sys.path.remove(here)
+    sys.path.insert(0, here)
+    place = place_of(top) if top not in sys.stdlib_module_names else None
+    kept = prepare(f"{where} in {place or here}", [here], [place] if place else [])
+    if kept is not None:
+        return kept
+    try:
+        with followed():
+            module = importlib.import_module(where)
     except ModuleNotFoundError as error:
         if error.name is not None and (where == error.name or where.startswith(f"{error.name}.")):
             raise TargetError(f"target {target!r}: there is no module {error.name!r}") from None
         raise _failed(f"importing {where!r}", target, error) from error
     except (Exception, SystemExit) as error:  # whatever a user's module may raise
         raise _failed(f"importing {where!r}", target, error) from error
+    imported(module)
+    return module
 
 
 def _attribute(source: ModuleType, attribute: str, target: str) -> Any:

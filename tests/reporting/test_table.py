@@ -3,6 +3,7 @@
 import pytest
 
 from rooftrace.costmodels.timing import step_times
+from rooftrace.hardware.units import format_time
 from rooftrace.reporting import words
 from rooftrace.reporting.table import render_estimates, render_report, render_text
 from tests.reporting.report_support import ROPE, made_report
@@ -18,6 +19,29 @@ def test_three_phases_fit_one_screen():
 def test_no_line_is_wider_than_the_terminal(width):
     for report in (made_report(), made_report("tiny", phases=("forward",))):
         assert max(len(line) for line in render_text(report, width).splitlines()) <= width
+
+
+def test_every_chip_has_a_row_in_every_phase():
+    report = made_report(chips=("h200-sxm", "b200-sxm", "l4"))
+    for width in (100, 60):
+        lines = render_text(report, width).splitlines()
+        assert max(map(len, lines)) <= width
+        for chip in report.chips:
+            rows = [line for line in lines if line.startswith(f"  {chip.name} ")]
+            assert len(rows) == len(report.phases)
+            for phase, row in zip(report.phases, rows, strict=True):
+                one = report.estimate(phase, chip=chip.name)
+                assert format_time(one.t_est) in row
+                assert f"no: {report.memory[phase].chips_needed(chip):,} chips" in row
+    assert "chips, efficient" in lines[0] or any(line.startswith("chips, eff") for line in lines)
+    alone = made_report(chips=("h200-sxm",))
+    assert "chips, efficient" not in str(alone)
+
+
+def test_the_first_chip_is_the_detailed_one():
+    both, alone = (made_report(chips=chips) for chips in (("h200-sxm", "l4"), ("h200-sxm",)))
+    rest = [line for line in str(both).splitlines() if line not in str(alone).splitlines()]
+    assert len(rest) == 1 + 3 * 2, "the head of the table and a row for each phase and chip"
 
 
 def test_what_matters_survives_a_narrow_terminal():

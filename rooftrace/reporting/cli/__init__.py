@@ -81,7 +81,17 @@ def run() -> None:
     os._exit(code or 0)
 
 
+_OPTIONS = {"inputs": "input", "phases": "phase", "repeats": "no-repeats"}
+"""Options whose names are not those of the arguments."""
+
+
 def _message(error: BaseException) -> str:
+    from rooftrace.tracer.asked import UnusedError
+
+    if isinstance(error, UnusedError):
+        option = "--" + _OPTIONS.get(error.name, error.name).replace("_", "-")
+        value = "" if error.shown in ("True", "False") else f" {error.shown}"
+        return f"{option}{value}: {error.reason}"
     if (
         isinstance(error, OSError)
         and error.strerror

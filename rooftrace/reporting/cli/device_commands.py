@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -23,15 +21,9 @@ from rooftrace.reporting.cli.shared import (
     load_executions,
     load_rules,
     progress,
-    traced_graphs,
+    workload,
     write_text,
 )
-
-if TYPE_CHECKING:
-    from rooftrace.costmodels.profiles.source import Kind
-
-_SIZES = ("batch", "seq", "kv", "inputs", "dtype", "weights_dtype", "kv_dtype", "assumed")
-"""Options that say what a trace ran; of other measurements every row says its own."""
 
 
 @click.command()
@@ -140,16 +132,20 @@ def calibrate(
     torch.profiler, with --target and the sizes that were run.
     """
     from rooftrace.costmodels.knobs import dump_knobs
-    from rooftrace.reporting.calibrating import calibrated
+    from rooftrace.reporting.api import calibrate as calibrate_to
 
-    kind = _checked_kind(measured, request)
     (loaded,), (model,) = load_chips((chip,)), load_executions((execution,), False, None)
     with progress() as tell:
-        graphs = None
-        if kind == "trace" and target is not None:
-            graphs = partial(traced_graphs, target, tell, **request)
-        found = calibrated(
-            measured, loaded, model, graphs, target, start, free or None, title, tell
+        found = calibrate_to(
+            measured,
+            loaded,
+            model,
+            target,
+            start=start,
+            free=free or None,
+            title=title,
+            progress=tell,
+            **workload(**request),
         )
     if out == "-":
         click.echo(dump_knobs(found.knobs), nl=False)
@@ -157,21 +153,6 @@ def calibrate(
     found.save(out)
     console().print(found)
     click.echo(f"\nwritten to {out}; use it as --knobs {out}")
-
-
-def _checked_kind(measured: str, request: Mapping[str, Any]) -> Kind:
-    """What a file of measurements is.  Refuses sizes for what says itself what ran."""
-    from rooftrace.costmodels.profiles.source import KINDS, kind_of
-
-    kind = kind_of(measured)
-    given = [name for name in _SIZES if request[name]]
-    if kind != "trace" and given:
-        spelled = {"inputs": "input", "assumed": "assume"}
-        option = spelled.get(given[0], given[0]).replace("_", "-")
-        raise click.UsageError(
-            f"--{option} is for a trace; {measured} is {KINDS[kind]}, and says itself what ran"
-        )
-    return kind
 
 
 @click.command(epilog=TARGET_HELP)
@@ -214,22 +195,24 @@ def validate(
     with --target and the sizes that were run; or a CSV of step times as `rooftrace calibrate` takes
     it.
     """
+    from rooftrace.reporting.api import validate as validate_with
     from rooftrace.reporting.files import check_folder
-    from rooftrace.reporting.validating import validated
     from rooftrace.reporting.validationtext import render_validation, validation_markdown
 
-    kind = _checked_kind(measured, request)
     (loaded,), (model,) = load_chips((chip,)), load_executions((execution,), tf32, knobs)
     load_rules(rules)
     folder = None if out in (None, "-") else Path(str(out))
     if folder is not None:
         check_folder(folder)
     with progress() as tell:
-        graphs = None
-        if kind == "trace" and target is not None:
-            graphs = partial(traced_graphs, target, tell, **request)
-        found = validated(
-            measured, loaded, model, graphs, target, request["phases"], counters, tell
+        found = validate_with(
+            measured,
+            loaded,
+            model,
+            target,
+            counters=counters,
+            progress=tell,
+            **workload(**request),
         )
         written = found.write(folder) if folder is not None else []
     write_text(

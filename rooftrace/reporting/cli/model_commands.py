@@ -7,10 +7,9 @@ import gc
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -22,19 +21,14 @@ from rooftrace.reporting.cli.options import (
     workload_options,
 )
 from rooftrace.reporting.cli.shared import (
-    as_request,
     console,
     load_chips,
     load_executions,
     load_rules,
     progress,
-    traced_graphs,
+    workload,
     write_text,
 )
-
-if TYPE_CHECKING:
-    from rooftrace.costmodels.largest import LargestBatch
-    from rooftrace.hardware.chip import Chip
 
 
 @click.command(epilog=TARGET_HELP)
@@ -86,8 +80,9 @@ def report(
     **request: Any,
 ) -> None:
     """Cost of each phase of TARGET: one screen, and a folder of files with --out."""
+    from rooftrace.reporting.api import report as report_of
     from rooftrace.reporting.files import check_folder
-    from rooftrace.reporting.report import ALL_FORMATS, FORMATS, build_report
+    from rooftrace.reporting.report import ALL_FORMATS, FORMATS
     from rooftrace.tracer.api import collector_paused
 
     for name in formats or ():
@@ -101,12 +96,14 @@ def report(
         check_folder(Path(out))
     atexit.register(gc.unfreeze)  # what `keep` sets aside is still taken down at the end
     with progress() as tell, collector_paused(keep=True):
-        graphs = traced_graphs(target, tell, **request)
-        result = build_report(graphs, loaded, models, progress=tell)
-        if max_batch:
-            phases = tuple(graphs)
-            found = _largest_batch(target, loaded, tell, **{**request, "phases": phases})
-            result = replace(result, largest=found)
+        result = report_of(
+            target,
+            chip=loaded,
+            execution=models,
+            max_batch=max_batch,
+            progress=tell,
+            **workload(**request),
+        )
     written: Sequence[Path] = ()
     if out is not None and out != "-":
         with progress() as tell:
@@ -130,10 +127,11 @@ def report(
 )
 def trace(target: str, out: str, **request: Any) -> None:
     """Capture TARGET and save its operator graphs, one per phase."""
+    from rooftrace.reporting.api import priced_graphs
     from rooftrace.tracer.graphfile import graphs_bytes, write_bytes
 
     with progress() as tell:
-        graphs = traced_graphs(target, tell, **request)
+        graphs = priced_graphs(target, progress=tell, **workload(**request))
     if out == "-":
         sys.stdout.buffer.write(graphs_bytes(graphs, compress=False))
         return
@@ -185,26 +183,24 @@ def diff(
     **request: Any,
 ) -> None:
     """What changed in cost from BEFORE to AFTER: targets or saved graphs."""
-    from rooftrace.costmodels.diff import diff_estimates, parse_condition
-    from rooftrace.costmodels.estimate import estimate
+    from rooftrace.costmodels.diff import parse_condition
+    from rooftrace.reporting.api import diff as diff_of
     from rooftrace.reporting.difftext import diff_markdown, render_diff
-    from rooftrace.tracer.graphfile import looks_saved
 
     for condition in fail_on:
         parse_condition(condition)
     (loaded,), (model,) = load_chips((chip,)), load_executions((execution,), tf32, knobs)
     load_rules(rules)
-    if looks_saved(before) != looks_saved(after):
-        request["only_unsaved"] = True  # sizes are for the side that is still to be traced
     with progress() as tell:
-        sides = [
-            {
-                phase: estimate(graph, loaded, model)
-                for phase, graph in traced_graphs(t, tell, **request).items()
-            }
-            for t in (before, after)
-        ]
-    result = diff_estimates(sides[0], sides[1], names or (before, after))
+        result = diff_of(
+            before,
+            after,
+            chip=loaded,
+            execution=model,
+            names=names,
+            progress=tell,
+            **workload(**request),
+        )
     write_text(
         form, out, lambda: render_diff(result), lambda: diff_markdown(result), result.to_dict
     )
@@ -243,7 +239,7 @@ def compare(
     They run the same module on the same inputs; what they do not count stands with its module, its
     op and the reason.
     """
-    from rooftrace.reporting.api import compare_target
+    from rooftrace.reporting.api import compare as compare_of
     from rooftrace.reporting.comparetext import comparisons_markdown, render_comparisons
     from rooftrace.tracer.graphfile import looks_saved
 
@@ -252,42 +248,14 @@ def compare(
             f"{target}: other counters have to run the module; pass the target it was traced from"
         )
     load_rules(rules)
-    phases, sizes, options = as_request(**request)
     with progress() as tell:
-        found = compare_target(target, peers, phases, sizes, options, tell)
+        found = compare_of(target, peers=peers, progress=tell, **workload(**request))
     write_text(
         form,
         out,
         lambda: render_comparisons(target, found),
         lambda: comparisons_markdown(target, found),
         lambda: {"target": target, "comparisons": [one.to_dict() for one in found]},
-    )
-
-
-def _largest_batch(
-    target: str,
-    chips: Sequence[Chip],
-    tell: Callable[[str], None],
-    dtype: str | None,
-    weights_dtype: str | None,
-    kv_dtype: str | None,
-    **request: Any,
-) -> Mapping[str, Mapping[str, LargestBatch]]:
-    """The largest batch that fits each chip, by phase."""
-    from rooftrace.reporting.api import largest_batch
-
-    request["batch"] = None
-    phases, sizes, options = as_request(dtype=dtype, weights_dtype=weights_dtype, **request)
-    return largest_batch(
-        target,
-        chip=chips,
-        phases=phases,
-        request=sizes,
-        options=options,
-        dtype=dtype,
-        weights_dtype=weights_dtype,
-        kv_dtype=kv_dtype,
-        progress=tell,
     )
 
 

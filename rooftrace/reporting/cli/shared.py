@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,60 +13,13 @@ import click
 if TYPE_CHECKING:
     from rooftrace.costmodels.execution import ExecutionModel
     from rooftrace.hardware.chip import Chip
-    from rooftrace.tracer.graph import OpGraph
-    from rooftrace.tracer.request import Options, Request
 
 
-def traced_graphs(
-    target: str,
-    tell: Callable[[str], None],
-    dtype: str | None,
-    weights_dtype: str | None,
-    kv_dtype: str | None,
-    only_unsaved: bool = False,
-    **request: Any,
-) -> Mapping[str, OpGraph]:
-    """Trace (or load) a target and re-price it.
-
-    A saved graph has its sizes: --batch and its like are refused, or left to others (only_unsaved).
-    """
-    from rooftrace.costmodels.rewrite import check_precisions, reprice
-    from rooftrace.tracer.api import trace_target
-    from rooftrace.tracer.graphfile import looks_saved
-
-    check_precisions(dtype, weights_dtype, kv_dtype)
-    graphs: Mapping[str, OpGraph]
-    if looks_saved(target):
-        sized = any(request[name] is not None for name in ("batch", "seq", "kv"))
-        if (sized or request["inputs"]) and not only_unsaved:
-            raise click.UsageError(
-                f"{target}: a saved graph has its sizes; leave out --batch, --seq, --kv, --input"
-            )
-        graphs = trace_target(target, request["phases"])
-    else:
-        phases, sizes, options = as_request(dtype=dtype, weights_dtype=weights_dtype, **request)
-        graphs = trace_target(target, phases, sizes, options, tell)
-    return {
-        phase: reprice(graph, dtype, weights_dtype, kv_dtype) for phase, graph in graphs.items()
-    }
-
-
-def as_request(
-    phases: tuple[str, ...] | None,
-    batch: int | None,
-    seq: int | None,
-    kv: int | None,
-    inputs: Sequence[str],
-    optimizer: str,
-    assumed: Sequence[str],
-    repeats: bool,
-    trust_remote_code: bool,
-    dtype: str | None = None,
-    weights_dtype: str | None = None,
-    kv_dtype: str | None = None,
-) -> tuple[tuple[str, ...] | None, Request, Options]:
-    """The workload options as the tracer takes them: phases, sizes, how to trace."""
-    from rooftrace.tracer.request import Options, Request, parse_assumption
+def workload(
+    inputs: Sequence[str], assumed: Sequence[str], repeats: bool, **others: Any
+) -> dict[str, Any]:
+    """The workload options as the calls of `rooftrace` take them.  None is: not given."""
+    from rooftrace.tracer.request import parse_assumption
 
     named = {}
     for item in inputs:
@@ -76,11 +29,8 @@ def as_request(
                 f"--input {item!r}: expected NAME=SHAPE:DTYPE, for example x=8,3,224,224:fp32"
             )
         named[name] = text
-    assume = dict(map(parse_assumption, assumed))
-    options = Options(
-        optimizer=optimizer, dtype=dtype or weights_dtype, assume=assume, repeats=repeats
-    )
-    return phases, Request(batch, seq, kv, named, trust_remote_code), options
+    found = {"inputs": named, "assume": dict(map(parse_assumption, assumed)), "repeats": repeats}
+    return {name: value for name, value in {**found, **others}.items() if value is not None}
 
 
 def load_chips(names: Sequence[str]) -> list[Chip]:

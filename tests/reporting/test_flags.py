@@ -1,0 +1,266 @@
+"""Every option of every command changes what comes out, or is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+
+from rooftrace.reporting.cli import cli
+from tests.reporting.conftest import Ran, Run
+
+MODEL = """
+import torch
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fcs = torch.nn.ModuleList([torch.nn.Linear(256, 256) for _ in range(4)])
+    def forward(self, x):
+        for fc in self.fcs:
+            x = fc(x)
+        if torch.randperm(int(1e6)).sum() + x.sum() > 0:
+            x = self.fcs[0](x)
+        return x
+def build():
+    return Net(), (torch.ones(64, 256),)
+def wider():
+    return torch.nn.Linear(256, 512), (torch.ones(64, 256),)
+"""
+RULE = """
+import rooftrace
+@rooftrace.rule("aten.gelu", "aten.addmm", "aten.mm", override=True)
+def mm(op):
+    return rooftrace.Cost.of(vector=7) + op.streamed()
+"""
+CONFIG = {
+    "model_type": "gpt2",
+    "n_layer": 2,
+    "n_embd": 32,
+    "n_head": 2,
+    "vocab_size": 64,
+    "n_positions": 64,
+}
+CHIP = "l4"
+JSON = ("--out", "-", "--format", "json")
+
+# Commands as they are run without the option, by the kind of source.
+REPORT = ("report", "config.json", *JSON)
+CODE = ("report", "t.py:build", "--phase", "forward", *JSON)
+SAVED = ("report", "saved.json", *JSON)
+TRACE = ("trace", "config.json", "--phase", "prefill,decode", "-o", "out.json")
+DIFF = ("diff", "t.py:build", "t.py:wider", "--phase", "forward", "--format", "json")
+COMPARE = (
+    "compare",
+    "t.py:build",
+    "--phase",
+    "forward",
+    "--format",
+    "json",
+    "--with",
+    "flopcounter",
+)
+VALIDATE = (
+    "validate",
+    "steps.csv",
+    "--chip",
+    CHIP,
+    "--target",
+    "t.py:{target}",
+    "--format",
+    "json",
+)
+CALIBRATE = ("calibrate", "steps.csv", "--chip", CHIP, "--target", "t.py:{target}", "-o", "-")
+
+WORKLOAD: dict[str, tuple[tuple[str, ...], ...]] = {
+    "--phase": (("--phase", "training"),),
+    "--batch": (("--batch", "3"),),
+    "--seq": (("--seq", "9"),),
+    "--kv": (("--kv", "11"),),
+    "--input": (("--input", "input_ids=2,5:int64"),),
+    "--dtype": (("--dtype", "bf16"),),
+    "--weights-dtype": (("--weights-dtype", "bf16"),),
+    "--kv-dtype": (("--kv-dtype", "bf16"),),
+    "--optimizer": (("--optimizer", "sgd"),),
+    "--assume": (("--assume", "branch=true"),),
+    "--no-repeats": (("--no-repeats",),),
+    "--trust-remote-code": (("--trust-remote-code",),),
+}
+PRICING: dict[str, tuple[tuple[str, ...], ...]] = {
+    "--knobs": (("--knobs", "typical-eager"),),
+    "--tf32": (("--tf32",),),
+    "--rules": (("--rules", "rules.py"),),
+}
+MEASURED = {"--chip": (("--chip", "a100"),), "--target": (("--target", "t.py:wider"),)}
+
+# command: without the option, and with each.
+CASES: dict[str, list[tuple[tuple[str, ...], dict[str, tuple[tuple[str, ...], ...]]]]] = {
+    "report": [
+        (
+            REPORT,
+            {
+                **WORKLOAD,
+                **PRICING,
+                "--chip": (("--chip", "l4"), ("--chip", "h200-sxm,l4")),
+                "--execution": (("--execution", "eager"),),
+                "--out": (("--out", "folder"),),
+                "--format": (("--format", "csv"),),
+                "--max-batch": (("--max-batch",),),
+            },
+        ),
+        (CODE, WORKLOAD),
+        (SAVED, {n: c for n, c in WORKLOAD.items() if n != "--phase"}),
+    ],
+    "trace": [(TRACE, {**WORKLOAD, "--out": (("-o", "-"),)})],
+    "diff": [
+        (
+            DIFF,
+            {
+                **WORKLOAD,
+                **PRICING,
+                "--names": (("--names", "a", "b"),),
+                "--chip": (("--chip", "l4"),),
+                "--execution": (("--execution", "eager"),),
+                "--format": (("--format", "md"),),
+                "--out": (("--out", "diff.json"),),
+                "--fail-on": (("--fail-on", "params>5%"),),
+            },
+        )
+    ],
+    "compare": [
+        (
+            COMPARE,
+            {
+                **WORKLOAD,
+                "--with": (("--with", "flopcounter,fvcore"),),
+                "--rules": (("--rules", "rules.py"),),
+                "--format": (("--format", "md"),),
+                "--out": (("--out", "compare.json"),),
+            },
+        )
+    ],
+    "validate": [
+        (
+            VALIDATE,
+            {
+                **WORKLOAD,
+                **PRICING,
+                **MEASURED,
+                "--execution": (("--execution", "compiled"),),
+                "--counters": (("--counters", "steps.csv"),),
+                "--format": (("--format", "md"),),
+                "--out": (("--out", "validation"),),
+            },
+        )
+    ],
+    "calibrate": [
+        (
+            CALIBRATE,
+            {
+                **WORKLOAD,
+                **MEASURED,
+                "--execution": (("--execution", "compiled"),),
+                "--start": (("--start", "typical-compiled"),),
+                "--free": (("--free", "memory"),),
+                "--title": (("--title", "mine"),),
+                "--out": (("-o", "knobs.toml"),),
+            },
+        )
+    ],
+}
+CANNOT_CHANGE = {
+    # (command, source): options that are neither refused nor change a number, and why.
+    ("report", "config.json"): {
+        "--assume": "nothing of that kind is unknown in this model",
+        "--trust-remote-code": "this repository has no code of its own",
+        "--no-repeats": "the same layers, one by one: the numbers are the same",
+    },
+    ("report", "t.py:build"): {
+        "--no-repeats": "the same layers, one by one: the numbers are the same",
+        "--input": "",
+    },
+    ("trace", "config.json"): {
+        "--assume": "nothing of that kind is unknown in this model",
+        "--trust-remote-code": "this repository has no code of its own",
+    },
+    ("compare", "t.py:build"): {
+        "--dtype": "other counters count the same in every precision",
+        "--no-repeats": "the same layers, one by one: the numbers are the same",
+    },
+    ("diff", "t.py:build"): {
+        "--no-repeats": "the same layers, one by one: the numbers are the same",
+    },
+}
+
+
+def changes() -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
+    for bases in CASES.values():
+        for base, options in bases:
+            for ways in options.values():
+                for way in ways:
+                    yield base, way
+
+
+@pytest.fixture
+def here(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with each kind of source in it."""
+    pytest.importorskip("transformers")
+    (tmp_path / "t.py").write_text(MODEL)
+    (tmp_path / "rules.py").write_text(RULE)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "steps.csv").write_text(
+        "model,batch,ms,phase\nbuild,64,1,forward\nbuild,512,2,forward\nbuild,4096,6,forward\n"
+        "wider,64,1,forward\nwider,8192,9,forward\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    assert run("trace", "t.py:build", "--phase", "forward", "-o", "saved.json").code == 0
+    return tmp_path
+
+
+def everything(ran: Ran, folder: Path) -> tuple[str, dict[str, bytes]]:
+    """What a command printed, and what stands in the folder after it."""
+    files = {
+        str(p): p.read_bytes() for p in folder.rglob("*") if p.is_file() and p.suffix != ".pyc"
+    }
+    return ran.out, files
+
+
+@pytest.mark.parametrize(("base", "way"), changes(), ids=lambda part: " ".join(part))
+def test_an_option_is_felt_or_refused(
+    base: tuple[str, ...], way: tuple[str, ...], here: Path, run: Run
+) -> None:
+    from rooftrace.costmodels.registry import own_rules
+
+    if way[0] in CANNOT_CHANGE.get((base[0], base[1]), {}):
+        pytest.skip("cannot change a number")
+    with own_rules():
+        plain = run(*base)
+        assert plain.code == 0, plain.err
+        before = everything(plain, here)
+        changed = run(*base, *way)
+    if changed.code == 2:
+        said = changed.err.splitlines()[-1]
+        assert way[0].lstrip("-") in changed.err or way[-1] in changed.err, said
+        assert "Traceback" not in changed.err
+    else:
+        assert (everything(changed, here), changed.code) != (before, 0), "nothing changed"
+
+
+def test_every_option_of_every_command_has_a_case() -> None:
+    for name, command in cli.commands.items():
+        if name in ("chips", "measure"):  # their options are about files and devices
+            continue
+        assert isinstance(command, click.Command)
+        tried = {way for _, options in CASES[name] for way in options}
+        for parameter in command.params:
+            spelled = {*parameter.opts, *parameter.secondary_opts}
+            if isinstance(parameter, click.Option) and "--help" not in spelled:
+                assert spelled & tried, f"{name} {parameter.opts[0]}"
+
+
+def test_a_misspelt_option_is_answered_with_the_right_one(run: Run) -> None:
+    for wrong, right in (("--bacth", "--batch"), ("--chips", "--chip"), ("--optimiser", "--optim")):
+        ran = run("report", "examples/models/resnet.py:build", wrong, "3")
+        assert ran.code == 2 and wrong in ran.err and right in ran.err
