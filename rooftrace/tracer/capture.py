@@ -23,7 +23,6 @@ import torch
 from torch import Tensor, fx, nn
 from torch._ops import HigherOrderOperator
 from torch.nn.modules import module as nn_module
-from torch.nn.parameter import UninitializedTensorMixin
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils.flop_counter import flop_registry
 
@@ -133,7 +132,7 @@ class OpInfo:
     """What the schema of an op says, looked up once.
 
     mutated: positions and names it writes.  answers: it returns Python values, not tensors.
-    composite: it is made of other ops, on any device.
+    composite: it is made of other ops on any device, and has no kernel of its own.
     """
 
     name: str
@@ -187,7 +186,8 @@ def _info(func: Any) -> OpInfo:
             aliasing or bool(mutated),
             aliasing and not mutated,
             answers,
-            func.has_kernel_for_dispatch_key(_COMPOSITE),
+            func.has_kernel_for_dispatch_key(_COMPOSITE)
+            and not func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CPU),
         )
     return info
 
@@ -820,7 +820,7 @@ class Recorder(TorchDispatchMode):
         """Run one op, follow its values, record it."""
         info = _info(func)
         name = info.name
-        if info.composite:
+        if info.composite or (self.here.inside and func.has_kernel_for_dispatch_key(_COMPOSITE)):
             # PyTorch has taken such ops apart before a mode sees them, but those that run inside of
             # an op: of ours, or of a tensor subclass.
             with self.again():
@@ -971,7 +971,7 @@ class Recorder(TorchDispatchMode):
 
     def stands_for(self, tensor: Tensor, other: Tensor) -> None:
         """`tensor.data = other`: from here on it is another value, and known if that is."""
-        if isinstance(tensor, UninitializedTensorMixin):
+        if isinstance(tensor, LAZY):
             return  # it becomes a parameter, and has no bytes until then
         if self.recording and self._key in tensor.__dict__:
             self.node_of(other)
