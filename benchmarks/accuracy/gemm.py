@@ -53,11 +53,11 @@ def cases(path: Path, chip: Chip) -> dict[str, list[Case]]:
             moved = size * (m * k + n * k) + WIDE * m * n
             rate = chip.peak("matrix", precision)
             kinds = ["mm"]
-            rows = [(1, moved, 0, moved, 0, 0, 2 * m * n * k, rate, m, n, k, 1, size)]
+            rows = [(1, moved, 0, moved, 0, 0, 2 * m * n * k, rate, m, n, k, 1, size, size, 1)]
             if size < WIDE:
                 before = (2 * WIDE + size) * m * k
                 kinds.append("cast")
-                rows.append((1, before, 0, before, 0, 0, 0, 1, 0, 0, 0, 0, 0))
+                rows.append((1, before, 0, before, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0))
             one = Case(f"{m}x{n}x{k}", table(chip, kinds, rows), float(row["latency"]) * 1e-3)
             found.setdefault(precision, []).append(one)
     return found

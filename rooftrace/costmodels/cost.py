@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rooftrace.hardware.precision import widest
+from rooftrace.hardware.precision import bytes_per_element, widest
 
 OPERATIONS = ("matmul", "convolution", "vector")
 MATRIX = ("matmul", "convolution")
@@ -61,6 +61,8 @@ class Work:
     masked_executed (the same, but this kernel computes it anyway); recompute (done again in
     backward: takes time, is not part of the model's FLOPs).
     attention: of which attention kernel these are the products.
+    widths: bytes of an element of A[M, K] and of B[K, N] as they are stored and loaded; None where
+    both are in `precision`.
     """
 
     operation: str
@@ -70,6 +72,7 @@ class Work:
     columns: int | None = None
     inner: int | None = None
     attention: AttentionSizes | None = None
+    widths: tuple[float, float] | None = None
 
     @property
     def shape(self) -> tuple[int, int, int] | None:
@@ -110,13 +113,18 @@ class Cost:
         inner: int | None = None,
         count: str = "useful",
         attention: AttentionSizes | None = None,
+        widths: tuple[float, float] | None = None,
     ) -> Cost:
         """Work of one kind; zero amounts leave no entry."""
         work = {}
+        if widths is not None and set(widths) == {bytes_per_element(precision)}:
+            widths = None
         if matmul:
-            work[Work("matmul", precision, rows, count, columns, inner, attention)] = matmul
+            key = Work("matmul", precision, rows, count, columns, inner, attention, widths)
+            work[key] = matmul
         if convolution:
-            work[Work("convolution", precision, rows, count, columns, inner)] = convolution
+            key = Work("convolution", precision, rows, count, columns, inner, widths=widths)
+            work[key] = convolution
         if vector:
             work[Work("vector", precision, None, count)] = vector
         return Cost(work)

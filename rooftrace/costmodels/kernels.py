@@ -20,10 +20,9 @@ from rooftrace.costmodels.execution import ExecutionModel
 from rooftrace.costmodels.knobs import Knobs
 from rooftrace.costmodels.opclass import CLASSES, LAST, group_class
 from rooftrace.costmodels.reuse import warm_bytes
-from rooftrace.costmodels.timing import engine_of
+from rooftrace.costmodels.timing import product_engine, stored_widths
 from rooftrace.costmodels.utilization import TileTerms, matrix_engine, p_norm, tile_terms
 from rooftrace.hardware.chip import Chip
-from rooftrace.hardware.precision import precision
 
 if TYPE_CHECKING:
     import numpy as np
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
     Array = np.ndarray[Any, np.dtype[np.float64]]
 
 _COLUMNS = ("count", "bytes", "warm", "moved", "vector", "matrix", "flop", "rate", "rows",
-            "columns", "inner", "products", "size")  # fmt: skip
+            "columns", "inner", "products", "width_a", "width_b", "whole")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -44,8 +43,9 @@ class KernelTable:
     count: how many kernels a row stands for.  bytes: through HBM; warm: those of them that the last
     cache still holds; moved: those that are no weights, of kernels that may copy them into another
     layout.  vector: seconds of vector work at the peak; matrix: the same of matrix work that is no
-    plain product, or not the largest.  flop, rate, rows, columns, inner, products, size: the
-    largest plain product (0 where there is none), FLOP/s of its engine, bytes of an element.  The
+    plain product, or not the largest.  flop, rate, rows, columns, inner, products, width_a,
+    width_b, whole: the largest plain product (0 where there is none), FLOP/s of its engine, bytes
+    of a stored element of its operands, whether tiles are done whole (see `tile_terms`).  The
     columns of attention are those of `attention_rows`.
     """
 
@@ -112,7 +112,8 @@ def table(
     attention: Sequence[tuple[float, ...]] | None = None,
 ) -> KernelTable:
     """A table of rows whose numbers stand in the order count, bytes, warm, moved, vector, matrix,
-    flop, rate, rows, columns, inner, products, size; and those of `attention_rows`, if given."""
+    flop, rate, rows, columns, inner, products, width_a, width_b, whole; and those of
+    `attention_rows`, if given."""
     import numpy as np
 
     columns = np.array(list(rows), dtype=float).reshape(len(kinds), len(_COLUMNS)).T
@@ -126,25 +127,26 @@ def _row(
 ) -> tuple[float, ...]:
     """What a kernel's time depends on, after its count."""
     vector = matrix = 0.0
-    products: list[tuple[int, float, tuple[int, int, int], float]] = []
+    products: list[tuple[int, float, tuple[int, int, int], tuple[float, float], bool]] = []
     for work, flop in cost.work.items():
         if work.count not in COMPUTED:
             continue
-        rate = chip.peak(*engine_of(work, chip, execution))
+        engine, precision = product_engine(work, chip, execution)
+        rate = chip.peak(engine, precision)
         if work.operation not in MATRIX:
             vector += flop / rate
         elif work.shape is None or 0 in work.shape:
             matrix += flop / rate
         else:
-            size = float(precision(work.precision).bits / 8)
-            products.append((flop, rate, work.shape, size))
+            whole = engine == "matrix"
+            products.append((flop, rate, work.shape, stored_widths(work), whole))
     if not products:
-        return (cost.bytes(), warm, moved, vector, matrix, 0, 1, 0, 0, 0, 0, 0)
+        return (cost.bytes(), warm, moved, vector, matrix, 0, 1, 0, 0, 0, 0, 0, 0, 0)
     products.sort(key=lambda p: p[0] / p[1])
-    flop, rate, shape, size = products[-1]
+    flop, rate, shape, widths, whole = products[-1]
     matrix += sum(p[0] / p[1] for p in products[:-1])
     count = max(1, round(flop / (2 * shape[0] * shape[1] * shape[2])))
-    return (cost.bytes(), warm, moved, vector, matrix, flop, rate, *shape, count, size)
+    return (cost.bytes(), warm, moved, vector, matrix, flop, rate, *shape, count, *widths, whole)
 
 
 def copies_layouts(planned: Plan) -> bool:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from rooftrace.costmodels.cost import COMPUTED, Cost, Work
 from rooftrace.costmodels.execution import ExecutionModel
 from rooftrace.costmodels.runs import segments
-from rooftrace.costmodels.utilization import matrix_engine, tile_efficiency
+from rooftrace.costmodels.utilization import LEAST, matrix_engine, tile_efficiency
 from rooftrace.hardware.chip import Chip
 from rooftrace.hardware.precision import compute_family, precision
 
@@ -163,21 +163,44 @@ def compute_seconds(cost: Cost, chip: Chip, execution: ExecutionModel, headline:
             rate = utilization.eta_scalar * headline
         else:
             # eta() is 1 for vector work: it has no rows.
-            rate = chip.peak(*engine_of(work, chip, execution)) * utilization.eta(work.rows)
-            if utilization.tiles:
-                rate *= _tile_share(work, flop, chip, rate)
+            tiles = utilization.tiles
+            engine = (product_engine if tiles else engine_of)(work, chip, execution)
+            rate = chip.peak(*engine) * utilization.eta(work.rows)
+            if tiles:
+                rate *= _tile_share(work, flop, chip, rate, engine[0] == "matrix")
         seconds += flop / rate
     return seconds
 
 
-def _tile_share(work: Work, flop: int, chip: Chip, rate: float) -> float:
+def product_engine(work: Work, chip: Chip, execution: ExecutionModel) -> tuple[str, str]:
+    """The (engine, precision) of a product on a GPU; as `engine_of` where it is not a small one.
+
+    A product of fewer rows or columns than a matrix instruction has streams one matrix past a few
+    vectors.  It runs on the vector engine where that is faster than mostly empty instructions.
+    """
+    engine = engine_of(work, chip, execution)
+    if engine[0] == "vector" or work.operation != "matmul" or work.shape is None:
+        return engine
+    few = min(work.shape[:2])
+    if chip.kind != "gpu" or not 0 < few < LEAST or not chip.has_peak("vector", "fp32"):
+        return engine
+    streaming = chip.peak("vector", "fp32") / few > chip.peak(*engine) / LEAST
+    return ("vector", "fp32") if streaming else engine
+
+
+def stored_widths(work: Work) -> tuple[float, float]:
+    """Bytes of an element of A and of B of a product, as they are stored."""
+    computed = float(precision(work.precision).bits / 8)
+    return work.widths or (computed, computed)
+
+
+def _tile_share(work: Work, flop: int, chip: Chip, rate: float, whole: bool) -> float:
     """Share of the rate that whole tiles in whole waves leave to these products; 1 if not known."""
     engine, shape = matrix_engine(chip, rate), work.shape
     if engine is None or shape is None or 0 in shape:
         return 1.0
     products = max(1, round(flop / (2 * math.prod(shape))))
-    size = float(precision(work.precision).bits / 8)
-    return tile_efficiency(*shape, products, size, engine)
+    return tile_efficiency(*shape, products, stored_widths(work), engine, whole)
 
 
 def host_waits(chip: Chip) -> bool:

@@ -3,7 +3,8 @@
 A kernel cuts C[M, N] = A[M, K] B[K, N] into tiles; each is one block's work on one SM, so
   tiles   are whole: M and N are padded to the tile's sizes (quantisation of tiles),
   waves   are whole: the last one leaves SMs idle unless the tiles fill it (quantisation of waves),
-  feeding a tile takes (a + b) K elements from L2 for 2 a b K flop: small tiles are slow,
+  feeding a tile takes (a + b) K elements from L2 for 2 a b K flop: small tiles are slow; the bytes
+          are those of what is stored, which may be narrower than what is multiplied,
   splitting K over s blocks fills waves, and sends s partial results through HBM.
 A library picks the tile and the split that suit the product; so does this, from a few usual ones.
 See NVIDIA, "Matrix Multiplication Background User's Guide", sections on tile and wave quantization.
@@ -28,6 +29,8 @@ TILES = (
     (128, 32), (32, 128), (64, 32), (32, 64), (64, 16), (16, 64), (16, 16),
 )  # fmt: skip
 """Rows and columns of C that one block computes."""
+LEAST = 16
+"""Rows, and columns, of C in the smallest of them; a matrix instruction has about as many."""
 SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 32)
 """Blocks that share one tile's K."""
 FEED = 64
@@ -94,23 +97,28 @@ class TileTerms:
 def tile_terms(sizes: Mapping[str, Array], units: int, tiling: Tiling = IDEAL) -> TileTerms:
     """Every tile and split for products C[rows, columns] = A[rows, inner] B[inner, columns].
 
-    sizes: arrays of one length: rows, columns, inner, products (in one kernel), size (bytes of an
-    element).  units: SMs.
+    sizes: arrays of one length: rows, columns, inner, products (in one kernel), width_a and width_b
+    (bytes of a stored element of A and of B), whole (1 where a tile's arithmetic is done whole, as
+    on a matrix engine; 0 where rows and columns that C lacks are left out, as in matrix-vector
+    kernels of the vector engine).  What C lacks is never loaded.  units: SMs.
     """
     import numpy as np
 
     a, b, split = _combinations()
-    rows, columns, inner, products, size = (
-        sizes[name][:, None] for name in ("rows", "columns", "inner", "products", "size")
+    rows, columns, inner, products, width_a, width_b, whole = (
+        sizes[name][:, None]
+        for name in ("rows", "columns", "inner", "products", "width_a", "width_b", "whole")
     )
     tiles = np.ceil(rows / a) * np.ceil(columns / b) * products
     is_split = np.broadcast_to(split > 1, tiles.shape)
     depth = np.where(is_split, np.ceil(inner / (split * _DEPTH)) * _DEPTH, inner)
     waves = np.ceil(tiles * split / units)
-    flop = waves * units * 2 * a * b * (depth + tiling.prologue)
+    loaded_a, loaded_b = np.minimum(a, rows), np.minimum(b, columns)
+    done = np.where(whole > 0, a * b, loaded_a * loaded_b)
+    flop = waves * units * 2 * done * (depth + tiling.prologue)
     return TileTerms(
         np.where(is_split & (split * _DEPTH > inner), np.inf, flop),
-        tiles * (a + b) * inner * size,
+        tiles * (loaded_a * width_a + loaded_b * width_b) * inner,
         np.where(is_split, split * rows * columns * products * _PARTIAL, 0.0),
         np.minimum(1.0, tiles * split / units * tiling.busy),
         is_split,
@@ -127,16 +135,24 @@ def _combinations() -> tuple[Array, Array, Array]:
 
 @lru_cache(maxsize=65536)
 def tile_efficiency(
-    rows: int, columns: int, inner: int, products: int, size: float, on: MatrixEngine
+    rows: int,
+    columns: int,
+    inner: int,
+    products: int,
+    widths: tuple[float, float],
+    on: MatrixEngine,
+    whole: bool = True,
 ) -> float:
     """Share of the peak that the best tile leaves, in (0, 1].
 
+    widths: bytes of a stored element of A and of B.  whole: see `tile_terms`.
     A tile that L2 cannot feed in the time of its arithmetic takes the time of the feeding.
     """
     import numpy as np
 
-    given = {"rows": rows, "columns": columns, "inner": inner, "products": products, "size": size}
-    arrays = {name: np.array([float(value)]) for name, value in given.items()}
+    names = ("rows", "columns", "inner", "products", "width_a", "width_b", "whole")
+    numbers = (rows, columns, inner, products, *widths, whole)
+    arrays = {name: np.array([float(n)]) for name, n in zip(names, numbers, strict=True)}
     terms = tile_terms(arrays, on.units)
     seconds = np.maximum(terms.flop / on.rate, terms.feed / on.cache) + terms.spill / on.memory
     useful = 2.0 * rows * columns * inner * products / on.rate

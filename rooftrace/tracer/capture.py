@@ -23,7 +23,6 @@ import torch
 from torch import Tensor, fx, nn
 from torch._ops import HigherOrderOperator
 from torch.nn.modules import module as nn_module
-from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils.flop_counter import flop_registry
 
@@ -35,14 +34,23 @@ from rooftrace.tracer.functions import Functions, device_calls_quiet, draws_repe
 from rooftrace.tracer.fused_ops import kept_whole, whole_entry
 from rooftrace.tracer.graph import UNRECORDED, contiguous
 from rooftrace.tracer.loops import Loop, Rolling
-from rooftrace.tracer.onmeta import own_tensors
+from rooftrace.tracer.onmeta import LAZY, beside_in, own_tensors
 from rooftrace.tracer.origin import source_line
 from rooftrace.tracer.realdata import RealData
 from rooftrace.tracer.recompute import Recomputation, running_node
 from rooftrace.tracer.shown import behind
 from rooftrace.tracer.sizes import SizeCache, writes_lists
 from rooftrace.tracer.threads import Here, Threads
-from rooftrace.tracer.trees import arguments_in, bytes_of, is_wrapper, listed, parts_of
+from rooftrace.tracer.trees import (
+    ORDINARY,
+    arguments_in,
+    attributes_of,
+    bytes_of,
+    is_wrapper,
+    listed,
+    parts_of,
+    tensors_in,
+)
 from rooftrace.tracer.values import KNOWN, META, REAL, Values, index_output
 
 META_KEY = "rooftrace"
@@ -126,6 +134,7 @@ class OpInfo:
     """What the schema of an op says, looked up once.
 
     mutated: positions and names it writes.  answers: it returns Python values, not tensors.
+    composite: it is made of other ops on any device, and has no kernel of its own.
     """
 
     name: str
@@ -133,6 +142,7 @@ class OpInfo:
     may_alias: bool
     view: bool
     answers: bool
+    composite: bool
 
     def written(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
         """The arguments that a call writes in place."""
@@ -173,7 +183,13 @@ def _info(func: Any) -> OpInfo:
         answers = bool(schema.returns) and not any("Tensor" in str(r.type) for r in schema.returns)
         answers = answers and not groups.is_collective(func)  # a handle to wait for
         info = _INFO[func] = OpInfo(
-            name, mutated, aliasing or bool(mutated), aliasing and not mutated, answers
+            name,
+            mutated,
+            aliasing or bool(mutated),
+            aliasing and not mutated,
+            answers,
+            func.has_kernel_for_dispatch_key(_COMPOSITE)
+            and not func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CPU),
         )
     return info
 
@@ -237,12 +253,17 @@ class Recorder(TorchDispatchMode):
         self._by_sequence: dict[int, Origin] = {}
         self._by_source: dict[tuple[str, str], tuple[str, int]] = {}
         self._alive: dict[int, Any] = {}
+        self._left: dict[int, Any] = {}  # those that were alive when the recording ended
         self.last_held: dict[int, fx.Node] = {}
         self._last: fx.Node | None = None
         self.survivors: frozenset[int] = frozenset()  # storages that something holds at the end
         self.storages = 0
         self.inputs: list[Tensor] = []
+        self.packed: dict[int, tuple[Any, list[Tensor]]] = {}
         self._entered: list[Tensor] = []
+        self._known_bytes: dict[int, int] = {}  # the storage of bytes that entered; they stay
+        self._beside: dict[int, tuple[str, str]] = {}
+        self._places: dict[Any, tuple[_Tag, Tensor | None]] = {}
         self._constants = itertools.count()
         self._named: dict[str, tuple[_Tag, tuple[int, ...], torch.dtype]] = {}
         self._numpy_read = False  # floats of the step were handed to numpy
@@ -311,6 +332,9 @@ class Recorder(TorchDispatchMode):
             if isinstance(t, Tensor)
         }
         transient = getattr(module, "_non_persistent_buffers_set", ())
+        if any(type(tensor) not in ORDINARY for tensor in own_tensors(module)):
+            for of, part in beside_in(module):  # the state of a quantised layer
+                self._beside.setdefault(id(part), ("parameter", f"{prefix}{of}"))
         for tensor in own_tensors(module):
             name = names[id(tensor)]
             if name in module._parameters:
@@ -321,6 +345,10 @@ class Recorder(TorchDispatchMode):
             else:
                 kind = "constant"
             self.enter(tensor, kind, prefix + name)
+            if kind != "constant" and type(tensor) in ORDINARY:  # scales beside a packed weight
+                for of, item in attributes_of(tensor).items():
+                    for part in tensors_in(item):
+                        self._beside.setdefault(id(part), (kind, f"{prefix}{name}.{of}"))
 
     def name_of(self, parameter: Tensor) -> str:
         """The dotted name of a parameter ("" for a tensor that is none)."""
@@ -330,22 +358,36 @@ class Recorder(TorchDispatchMode):
         """Make `tensor`, or what it wraps, a value of the graph that no op made (once)."""
         if not self.recording:
             return
+        storages: dict[int, int] = {}
         for part, suffix in parts_of(tensor):
             if self._key not in part.__dict__ and part.device.type != "cpu":
-                self._enter(part, kind, name + suffix)
+                self._enter(part, kind, name + suffix, storages.get(bytes_of(part)))
+            if self._key in part.__dict__:
+                storages.setdefault(bytes_of(part), part.__dict__[self._key].storage)
 
-    def _enter(self, tensor: Tensor, kind: str, name: str) -> None:
+    def _enter(self, tensor: Tensor, kind: str, name: str, storage: int | None) -> None:
         if kind == "input":
             node = self.graph.placeholder(_identifier(name))
         else:
             node = self.graph.create_node("get_attr", name, name=_identifier(name))
-        self._entry(tensor, node, kind, name)
+        self._entry(tensor, node, kind, name, storage)
 
-    def _entry(self, tensor: Tensor, node: fx.Node, kind: str, name: str) -> _Tag:
-        self.storages += 1
-        node.meta[META_KEY] = Entry(kind, name, _spec(tensor, self.storages))
-        tag = tensor.__dict__[self._key] = _Tag(node, None, self.storages)
+    def _entry(
+        self, tensor: Tensor, node: fx.Node, kind: str, name: str, storage: int | None = None
+    ) -> _Tag:
+        if kind == "constant":
+            kind, name = self._beside.get(id(tensor), (kind, name))
+            storage = self._entered_bytes(tensor)
+        if storage is None:
+            self.storages += 1
+            storage = self.storages
+        if kind != "constant":
+            self._known_bytes.setdefault(bytes_of(tensor), storage)
+        node.meta[META_KEY] = Entry(kind, name, _spec(tensor, storage))
+        tag = tensor.__dict__[self._key] = _Tag(node, None, storage)
         self._entered.append(tensor)
+        if tensor.layout is torch.strided and not isinstance(tensor, LAZY):
+            self._places[_bytes_read(tensor)] = tag, tensor
         if kind in ("parameter", "buffer", "table"):
             self._named[name] = tag, tuple(tensor.shape), tensor.dtype
         entry = self.values.known(tensor)
@@ -383,6 +425,7 @@ class Recorder(TorchDispatchMode):
 
     def node_of(self, tensor: Tensor) -> fx.Node:
         """The fx node of `tensor`; an unknown tensor becomes a constant of the graph."""
+        self._recognise([tensor])
         tag: _Tag = tensor.__dict__.get(self._key) or self._stranger(tensor)
         if tag.index is None:
             return tag.node
@@ -403,6 +446,8 @@ class Recorder(TorchDispatchMode):
             tensor.__dict__[self._key] = same
             self._entered.append(tensor)
             return same
+        if id(tensor) in self._beside or self._entered_bytes(tensor) is not None:
+            return self._constant(tensor)
         known = self.values.known(tensor) is not None
         if self.own_step and not known and tensor.grad_fn is None:
             self.inputs.append(tensor)
@@ -414,6 +459,10 @@ class Recorder(TorchDispatchMode):
         elif self._numpy_read and _made_by_numpy(tensor):
             self.unrecorded(f"{_reader(self.values.op)} a {size} that was computed with numpy")
         return self._constant(tensor)
+
+    def _entered_bytes(self, tensor: Tensor) -> int | None:
+        """The storage number of the weight or input that a tensor is another view of."""
+        return self._known_bytes.get(bytes_of(tensor))
 
     def _constant(self, tensor: Tensor) -> _Tag:
         name = f"constant_{next(self._constants)}"
@@ -659,7 +708,9 @@ class Recorder(TorchDispatchMode):
                 self._watch(output, storage)
             specs.append(_spec(output, storage))
             if returned:
-                output.__dict__[self._key] = _Tag(node, None if single else index, storage)
+                tag = output.__dict__[self._key] = _Tag(node, None if single else index, storage)
+                if output.layout is torch.strided:
+                    self._places[_bytes_read(output)] = tag, None
         if single:
             for tensor in written:
                 tensor.__dict__[self._key] = _Tag(node, None, tensor.__dict__[self._key].storage)
@@ -778,8 +829,10 @@ class Recorder(TorchDispatchMode):
         """Run one op, follow its values, record it."""
         info = _info(func)
         name = info.name
-        if self.here.inside and func.has_kernel_for_dispatch_key(_COMPOSITE):
-            with self.again():  # PyTorch has taken such ops apart before a mode sees them, but here
+        if info.composite or (self.here.inside and func.has_kernel_for_dispatch_key(_COMPOSITE)):
+            # PyTorch has taken such ops apart before a mode sees them, but those that run inside of
+            # an op: of ours, or of a tensor subclass.
+            with self.again():
                 whole = whole_entry(func)
                 return (whole or func.decompose)(*args, **kwargs)
         if name in _UNRECORDED or name.startswith("profiler."):
@@ -788,6 +841,7 @@ class Recorder(TorchDispatchMode):
         arguments_in(args, tensors)
         if kwargs:
             arguments_in(kwargs.values(), tensors)
+        self._recognise(tensors)
         if _on_host(tensors, kwargs.get("device")):
             self.rolling.depends()
             if not self._of_the_step(func, tensors):
@@ -851,6 +905,30 @@ class Recorder(TorchDispatchMode):
             self.values.learn(out, entry.value, entry.taint)
         return out
 
+    def _recognise(self, tensors: list[Tensor]) -> None:
+        """Tag objects that know nothing of us, of bytes that we know.
+
+        `as_subclass` makes such objects where no mode sees it, also for every result of a function
+        that a subclass handles.
+        """
+        for tensor in tensors:
+            if self._key in tensor.__dict__ or tensor.layout is not torch.strided:
+                continue
+            if isinstance(tensor, LAZY):
+                continue
+            tag, entered = self._places.get(_bytes_read(tensor), (None, None))
+            if tag is None:
+                continue
+            if entered is None:
+                storage = (self._alive or self._left).get(tag.storage, _no_storage)()
+                if storage is None or storage._cdata != bytes_of(tensor):
+                    continue  # of bytes that were freed
+            else:
+                entry = self.values.known(entered)
+                if entry is not None and KNOWN not in tensor.__dict__:
+                    self.values.learn(tensor, entry.value, entry.taint)
+            tensor.__dict__[self._key] = tag
+
     def _propagate(
         self,
         func: Any,
@@ -902,7 +980,7 @@ class Recorder(TorchDispatchMode):
 
     def stands_for(self, tensor: Tensor, other: Tensor) -> None:
         """`tensor.data = other`: from here on it is another value, and known if that is."""
-        if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
+        if isinstance(tensor, LAZY):
             return  # it becomes a parameter, and has no bytes until then
         if self.recording and self._key in tensor.__dict__:
             self.node_of(other)
@@ -1021,8 +1099,9 @@ class Recorder(TorchDispatchMode):
             self.live = False
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
         self._exit.close()
+        self._left = dict(self._alive)
         self.survivors = frozenset(self._alive)
-        for storage in tuple(self._alive):
+        for storage in self._left:
             self._gone(storage)
 
     def close(self) -> None:
@@ -1030,6 +1109,8 @@ class Recorder(TorchDispatchMode):
         for tensor in self._entered:
             tensor.__dict__.pop(self._key, None)
         self._entered.clear()
+        self._places.clear()
+        self._left.clear()
         self.values.close()
 
     def forget(self) -> None:
@@ -1082,6 +1163,16 @@ def _written(info: OpInfo, node: fx.Node) -> list[fx.Node]:
         items = given if isinstance(given, (list, tuple)) else [given]
         found += [item for item in items if isinstance(item, fx.Node)]
     return found
+
+
+def _no_storage() -> None:
+    return None
+
+
+def _bytes_read(tensor: Tensor) -> Any:
+    """Which bytes a tensor reads, in which order and as what."""
+    where = bytes_of(tensor), tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
+    return *where, tensor.dtype
 
 
 def _on_host(tensors: list[Tensor], device: Any) -> bool:

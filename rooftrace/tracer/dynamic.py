@@ -16,6 +16,7 @@ from torch._higher_order_ops.scan import generic_scan
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
+from rooftrace.tracer.packed import QUANTIZED, by_packed
 from rooftrace.tracer.trees import listed
 from rooftrace.tracer.values import MAX_INTEGERS, META, Values, run_on_cpu, small
 
@@ -83,6 +84,8 @@ def by_value(
     elif name == "aten.copy_":
         if args[0].device.type == "cpu" and args[1].device.type != "cpu":
             return _into_host(recorder, func, args, kwargs)
+    elif name.startswith("quantized.") or name in QUANTIZED:
+        return by_packed(recorder, func, name, args, kwargs)
     elif name == "torchvision.nms":
         return _suppressed(recorder, func, args, kwargs)
     elif name == "aten._amp_foreach_non_finite_check_and_unscale_":
@@ -534,8 +537,19 @@ def higher_order(recorder: Recorder, func: Any, args: Any, kwargs: Any) -> Any:
             return run(combine, start, rows, additional_inputs=tuple(*more))
         if name == "invoke_subgraph":
             return args[0](*args[2:])
+        if name == "out_dtype":
+            return _with_wide_sums(*args)
     recorder.values.assume("higher-order", f"what {name} runs inside is not recorded")
     return func(*args, **kwargs)
+
+
+def _with_wide_sums(op: Any, dtype: torch.dtype, *args: Any) -> Any:
+    """An op that sums in another type: a GPU has a kernel for int8 products with int32 sums."""
+    tensors = listed(args)
+    small_integers = all(t.dtype == torch.int8 for t in tensors)
+    if op is torch.ops.aten.mm.default and dtype == torch.int32 and small_integers:
+        return torch._int_mm(*args)
+    return op(*tree_map_only(Tensor, lambda t: t.to(dtype), args))
 
 
 def _looped(recorder: Recorder, condition: Any, body: Any, carried: Any, more: Any = ()) -> Any:

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from rooftrace.tracer.capture import META_KEY, Recorded, Recorder
 from rooftrace.tracer.graph import OpGraph
-from rooftrace.tracer.onmeta import own_tensors, parameter_twin, twin
+from rooftrace.tracer.onmeta import Twins, own_tensors
 from rooftrace.tracer.optimizer import copy_optimizers, optimizers_in
 from rooftrace.tracer.request import Inputs, Options, RequestError
 from rooftrace.tracer.trees import tensors_in
@@ -161,16 +161,18 @@ def _on_meta(tree: Any, modules: Sequence[nn.Module]) -> Any:
     """The arguments with meta tensors: copied, but for modules (and optimizers) that are there."""
     own = [t for module in modules for part in module.modules() for t in own_tensors(part)]
     memo: dict[int, Any] = {}
+    twins = Twins(memo)
     optimizers = optimizers_in(tree)
     if all(tensor.device.type == "meta" for tensor in own):
-        memo = {id(item): item for item in (*modules, *optimizers, *own)}
+        memo.update({id(item): item for item in (*modules, *optimizers, *own)})
         optimizers = []
     else:
         for tensor in own:
-            if id(tensor) not in memo:
-                memo[id(tensor)] = parameter_twin(tensor)
+            twins.of(tensor, owned=True)
+        twins.beside(part for module in modules for part in module.modules())
     for tensor in tensors_in((tree, [vars(optimizer) for optimizer in optimizers])):
-        memo.setdefault(id(tensor), twin(tensor))
+        twins.of(tensor)
+    twins.finish()
     copy_optimizers(optimizers, memo)
     return copy.deepcopy(tree, memo)
 

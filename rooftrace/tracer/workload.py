@@ -23,7 +23,7 @@ from rooftrace.tracer.optimizer import optimizer_class, run_optimizer
 from rooftrace.tracer.origin import TraceError, users_traceback
 from rooftrace.tracer.precisions import dtype_name
 from rooftrace.tracer.request import PHASES, Inputs, Options, RequestError, check_modules
-from rooftrace.tracer.trees import parts_of, tensors_in
+from rooftrace.tracer.trees import parts_of, stored_bytes, tensors_in
 from rooftrace.tracer.values import META, REAL_VALUE, UnknownValueError, Values
 
 MAX_BRANCH_RETRIES = 6
@@ -587,7 +587,7 @@ def graph_of(
         "items": _first_size((inputs.args, inputs.kwargs)) if items is None else items,
         "optimizer": optimizer,
     }
-    outputs = [part for tensor in tensors_in(step.output) for part, _ in parts_of(tensor)]
+    outputs = [part for t in tensors_in(step.output) for part, _ in parts_of(t, beside=False)]
     return lower(
         recorder,
         recorder.look_for_gaps(outputs, module),
@@ -624,8 +624,8 @@ def describe(module: nn.Module) -> dict[str, Any]:
         "params": sum(p.numel() for p in parameters),
         "params_trainable": sum(p.numel() for p in parameters if p.requires_grad),
         "dtype": max(sizes, key=lambda n: sizes[n]) if sizes else "fp32",
-        "bytes_parameters": sum(p.numel() * p.element_size() for p in parameters),
-        "bytes_buffers": sum(b.numel() * b.element_size() for b in buffers),
+        "bytes_parameters": stored_bytes(parameters),
+        "bytes_buffers": stored_bytes(buffers),
     }
 
 

@@ -56,28 +56,30 @@ def test_waves_are_those_of_blocks_placed_one_by_one(shape: tuple[int, int, int]
     rows, columns, inner = shape
     useful = rows * columns * inner / FREE.units
     expected = useful / placed(rows, columns, inner, FREE.units)
-    assert tile_efficiency(*shape, 1, 2, FREE) == pytest.approx(min(1, expected))
+    assert tile_efficiency(*shape, 1, (2, 2), FREE) == pytest.approx(min(1, expected))
 
 
 @given(SIZES, SIZES, SIZES, st.integers(1, 64), st.sampled_from([0.5, 1, 2, 4]))
 def test_it_is_a_share(rows: int, columns: int, inner: int, products: int, size: float) -> None:
-    found = tile_efficiency(rows, columns, inner, products, size, h100())
+    found = tile_efficiency(rows, columns, inner, products, (size, size), h100())
     assert 0 < found <= 1
-    assert found <= tile_efficiency(rows, columns, inner, products, size, FREE) * (1 + 1e-12)
+    assert found <= tile_efficiency(rows, columns, inner, products, (size, size), FREE) * (
+        1 + 1e-12
+    )
 
 
 def test_whole_tiles_in_whole_waves_lose_nothing() -> None:
-    assert tile_efficiency(12 * 256, 11 * 128, 4096, 1, 2, FREE) == 1
-    assert tile_efficiency(8192, 8192, 8192, 1, 2, h100()) > 0.95
+    assert tile_efficiency(12 * 256, 11 * 128, 4096, 1, (2, 2), FREE) == 1
+    assert tile_efficiency(8192, 8192, 8192, 1, (2, 2), h100()) > 0.95
 
 
 def test_one_row_uses_a_sixteenth_of_a_tile_at_most() -> None:
-    assert tile_efficiency(1, 4096, 4096, 1, 2, h100()) <= 1 / 16
+    assert tile_efficiency(1, 4096, 4096, 1, (2, 2), h100()) <= 1 / 16
 
 
 def test_many_small_products_fill_the_chip_where_one_cannot() -> None:
-    one = tile_efficiency(128, 128, 64, 1, 2, h100())
-    many = tile_efficiency(128, 128, 64, 1320, 2, h100())
+    one = tile_efficiency(128, 128, 64, 1, (2, 2), h100())
+    many = tile_efficiency(128, 128, 64, 1320, (2, 2), h100())
     assert one < 0.2 < many
 
 

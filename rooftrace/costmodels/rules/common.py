@@ -38,6 +38,16 @@ def product_precision(*operands: TensorView | None) -> str:
     return widest(*(t.dtype for t in operands if t is not None))
 
 
+def stored_width(tensor: TensorView) -> float:
+    """Bytes that one number of a tensor takes where it is stored; fp4_x2 has two in an element."""
+    return float(precision(tensor.dtype).bits / 8) / (2 if tensor.dtype == "fp4_x2" else 1)
+
+
+def widths(a: TensorView, b: TensorView) -> tuple[float, float]:
+    """`stored_width` of the two operands of a product."""
+    return stored_width(a), stored_width(b)
+
+
 def is_matrix_type(tensor: TensorView) -> bool:
     """Whether products of this type are counted: floats, and complex by their real parts."""
     return precision(tensor.dtype).kind in ("float", "complex")

@@ -18,6 +18,7 @@ from rooftrace.costmodels.rules.common import (
     read_all,
     streamed,
     vector,
+    widths,
     write_all,
 )
 
@@ -41,7 +42,7 @@ def _forward(op: OpView, x: TensorView, weight: TensorView, transposed: bool) ->
     columns, inner = _sides(op, weight, transposed)
     return (Cost.of(convolution=convolution_flop(batch, positions, weight),
                     precision=product_precision(x, weight), rows=batch * positions,
-                    columns=columns, inner=inner)
+                    columns=columns, inner=inner, widths=widths(x, weight))
             + (vector(op, epilogue * out.elements) if epilogue else NOTHING) + streamed(op))
 
 
@@ -99,10 +100,10 @@ def convolution_backward(op: OpView) -> Cost:
     columns, inner = _sides(op, weight, transposed)
     if wants_x:
         cost += Cost.of(convolution=flop, precision=precision, rows=batch * positions,
-                        columns=inner, inner=columns)
+                        columns=inner, inner=columns, widths=widths(grad, weight))
     if wants_weight:
         cost += Cost.of(convolution=flop, precision=precision, rows=columns,
-                        columns=inner, inner=batch * positions)
+                        columns=inner, inner=batch * positions, widths=widths(grad, x))
     if wants_bias:
         cost += vector(op, grad.elements - grad.shape[1])
     read = [grad, weight if wants_x else None, x if wants_weight else None]

@@ -14,8 +14,10 @@ from rooftrace.costmodels.rules.common import (
     is_matrix_type,
     needed,
     product_precision,
+    stored_width,
     streamed,
     vector,
+    widths,
 )
 from rooftrace.costmodels.rules.elementwise import GELU, flop_per_element
 from rooftrace.costmodels.rules.sparse import sparse_product
@@ -31,7 +33,7 @@ def product(batch: int, m: int, k: int, n: int, a: TensorView, b: TensorView,
         return NOTHING
     parts = 4 if is_complex(a) and is_complex(b) else 2 if is_complex(a) or is_complex(b) else 1
     return Cost.of(matmul=2 * batch * m * k * n * parts, precision=product_precision(a, b),
-                   rows=m if rows is None else rows, columns=n, inner=k)
+                   rows=m if rows is None else rows, columns=n, inner=k, widths=widths(a, b))
 
 
 def epilogue(op: OpView, elements: int) -> Cost:
@@ -132,7 +134,7 @@ def linear_backward(op: OpView) -> Cost:
     if wanted[0]:
         cost += product(1, m, n, k, x, weight)
     if wanted[1]:
-        cost += product(1, n, m, k, x, weight)
+        cost += product(1, n, m, k, x, x)
     if wanted[2]:
         cost += vector(op, max(m - 1, 0) * n)
     return cost
@@ -198,7 +200,7 @@ def int_mm(op: OpView) -> Cost:
     a, b = needed(op, "self"), needed(op, "mat2")
     (m, k), n = a.shape, b.shape[1]
     return Cost.of(matmul=2 * m * k * n, precision=product_precision(a, b), rows=m,
-                   columns=n, inner=k) + streamed(op)
+                   columns=n, inner=k, widths=widths(a, b)) + streamed(op)
 
 
 @builtin("aten._scaled_mm", "aten._scaled_mm_v2", kind="mm")
@@ -222,10 +224,10 @@ def weight_only_mm(op: OpView) -> Cost:
 
     Unpacking is vector work: per weight a scale (int8), or a scale and a zero point (int4).
     """
-    a = needed(op, "self", "inp")
+    a, packed = needed(op, "self", "inp"), needed(op, "mat2", "packed_weights")
     m, k = a.shape
     n = op.outputs[0].shape[1]
     unpack = 1 if "int8" in op.target else 2
     return (Cost.of(matmul=2 * m * k * n, precision=product_precision(a), rows=m,
-                    columns=n, inner=k)
+                    columns=n, inner=k, widths=(stored_width(a), packed.nbytes / max(k * n, 1)))
             + vector(op, unpack * k * n) + streamed(op))

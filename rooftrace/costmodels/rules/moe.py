@@ -13,6 +13,7 @@ from rooftrace.costmodels.rules.common import (
     read_all,
     share,
     vector,
+    widths,
     write_all,
 )
 
@@ -55,7 +56,8 @@ def grouped_mm(op: OpView) -> Cost:
         columns, inner = n, k
     others = [t for t in (a, b) if t is not weights]
     cost = (Cost.of(matmul=flop, precision=product_precision(a, b), rows=max(rows, 1),
-                    columns=columns, inner=inner)
+                    columns=columns, inner=inner,
+                    widths=widths(a, b) if weights is not a else widths(b, a))
             + read_all(op, (*others, offsets, op.tensor("bias"), *scales)) + write_all(op, (out,)))
     if weights is not None:
         cost += op.read(weights, share(weights, touched, groups))

@@ -8,7 +8,13 @@ from __future__ import annotations
 
 from rooftrace.costmodels.cost import NOTHING, Cost, OpView, TensorView
 from rooftrace.costmodels.registry import builtin
-from rooftrace.costmodels.rules.common import needed, product_precision, streamed, vector
+from rooftrace.costmodels.rules.common import (
+    needed,
+    product_precision,
+    stored_width,
+    streamed,
+    vector,
+)
 
 GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 POINTWISE = {
@@ -43,7 +49,7 @@ def _sizes(op: OpView, mode: str) -> tuple[int, int]:
 def _products(op: OpView, params: tuple[TensorView, ...], group: int, steps: int, batch: int,
               precision: str, backward: bool = False) -> Cost:
     """x W^T for all steps at once, h W^T and a projection by step: 2 rows a b per W[a, b]."""
-    cost = NOTHING
+    cost, x = NOTHING, needed(op, "input", "data")
     for position, weight in enumerate(params):
         if weight.dim != 2:
             continue
@@ -51,7 +57,7 @@ def _products(op: OpView, params: tuple[TensorView, ...], group: int, steps: int
         first = position % group == 0
         flop = 2 * steps * a * b
         cost += Cost.of(matmul=flop, precision=precision, rows=steps if first else batch,
-                        columns=a, inner=b)
+                        columns=a, inner=b, widths=(stored_width(x), stored_width(weight)))
         if backward:
             cost += Cost.of(matmul=flop, precision=precision, rows=a, columns=b, inner=steps)
     return cost
