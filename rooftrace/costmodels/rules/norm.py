@@ -223,6 +223,7 @@ def batch_norm_backward_elemt(op: OpView) -> Cost:
 # -- RMS norm --------------------------------------------------------------------------------------
 
 
+@builtin("rooftrace.rms_norm", fusion="reduction", kind="layer norm", label="rms norm")
 @builtin("aten._fused_rms_norm", "aten.rms_norm", fusion="reduction", kind="layer norm",
          fused="rms norm")
 def rms_norm(op: OpView) -> Cost:
@@ -237,6 +238,8 @@ def rms_norm(op: OpView) -> Cost:
     return vector(op, rows * (3 * n + 2) + weight) + streamed(op)
 
 
+@builtin("rooftrace.rms_norm_backward", fusion="reduction", kind="layer norm",
+         label="rms norm backward")
 @builtin("aten._fused_rms_norm_backward", fusion="reduction", kind="layer norm")
 def rms_norm_backward(op: OpView) -> Cost:
     """dx = rstd (g - xhat mean(g xhat)), g = dy w, xhat = x rstd; dw = sum_M dy xhat.
