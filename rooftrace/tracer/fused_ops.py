@@ -485,10 +485,11 @@ class _RmsNorm(torch.autograd.Function):
     def forward(
         ctx: Any, input: Tensor, shape: Sequence[int], weight: Tensor | None, eps: float | None
     ) -> Tensor:
-        out, rstd = _ops.rms_norm(input, shape, weight, eps)
+        op = shown.rms_norm if shown.watched() else _ops.rms_norm
+        out, rstd = op(input, shape, weight, eps)
         ctx.save_for_backward(input, weight, rstd)
         ctx.options = (shape, eps)
-        return out  # type: ignore[no-any-return]
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -498,9 +499,8 @@ class _RmsNorm(torch.autograd.Function):
             found = _spelled_gradients(grads[0], input, shape, weight, eps)
             return found[0], None, found[1], None
         wanted = [ctx.needs_input_grad[0], weight is not None and ctx.needs_input_grad[2]]
-        grad_input, grad_weight = _ops.rms_norm_backward(
-            grads[0], input, shape, rstd, weight, eps, wanted
-        )
+        op = shown.rms_norm_backward if shown.watched() else _ops.rms_norm_backward
+        grad_input, grad_weight = op(grads[0], input, shape, rstd, weight, eps, wanted)
         return grad_input if wanted[0] else None, None, grad_weight if wanted[1] else None, None
 
 

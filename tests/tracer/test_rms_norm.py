@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import rooftrace as rt
@@ -119,3 +120,27 @@ def test_derivatives_go_through_it(how: str) -> None:
     with FlopCounterMode(display=False) as counter:
         Derived(how)(x)
     assert rt.estimate(graph, execution="eager").flops_matrix == counter.get_total_flops()
+
+
+class Logging(TorchDispatchMode):
+    def __init__(self, seen: list[str]) -> None:
+        super().__init__()
+        self.seen = seen
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(f"{func.namespace}.{func._opname}")
+        return func(*args, **(kwargs or {}))
+
+
+def test_modes_of_the_users_see_the_op_of_cuda() -> None:
+    seen: list[str] = []
+
+    class Watched(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            with Logging(seen):
+                return super().forward(x)
+
+    graph = rt.trace(Watched(), torch.ones(ROWS, WIDTH))
+    assert "aten._fused_rms_norm" in seen
+    assert not any(name.startswith("rooftrace.") for name in seen)
+    assert norms(graph) == ["rooftrace.rms_norm"]
