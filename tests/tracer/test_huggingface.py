@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+import rooftrace as rt
 from rooftrace.tracer.api import trace_target
 from rooftrace.tracer.graph import OpGraph
 from rooftrace.tracer.huggingface import model_inputs
