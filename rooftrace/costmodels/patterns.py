@@ -46,6 +46,7 @@ PATTERNS: tuple[str | Pattern, ...] = (
         (_any("pow", "square", "mul"), _any("mean"), _any("rsqrt", "sqrt", "reciprocal")),
     ),
     "rms norm",
+    "rms norm backward",
     Pattern("rotary embedding", (_any("cat"), _any("mul"), _any("add"), _any("neg", "sub"))),
     Pattern("rotary table", (_any("cos"), _any("sin"))),
     Pattern("gated activation", (frozenset({"activation"}), _any("mul"))),

@@ -341,7 +341,10 @@ def _as_the_data_chooses(
         entries[id(tensor)] = value
     given, named = tree_map_only(Tensor, lambda t: entries[id(t)], (tuple(args), dict(kwargs)))
     with _disable_current_modes(), torch.no_grad():
-        chosen = listed(run_on_cpu(name, func, list(given), named))[position]
+        try:
+            chosen = listed(run_on_cpu(name, func, list(given), named))[position]
+        except (NotImplementedError, RuntimeError):  # no kernel for a CPU, or not for these types
+            return False
     values.computed += 1
     values.learn(index, chosen)
     values.assume("data-routing", f"{name} chooses as the given weights and inputs do")

@@ -1,7 +1,8 @@
-"""Operators that stay whole on meta tensors: attention, recurrent networks, dropout.
+"""Operators that stay whole on meta tensors: attention, recurrent networks, RMS norm, dropout.
 
 On the meta device PyTorch decomposes `scaled_dot_product_attention` into some thirty ops with a
-materialised score matrix, and unrolls `nn.LSTM` over time, while a GPU runs one kernel.  Here they
+materialised score matrix, unrolls `nn.LSTM` over time and spells RMS norm, where a GPU runs one
+kernel.  Here they
 are custom ops of our own namespace, with autograd; `kept_whole()` makes aten's entry points call
 them for meta tensors.  The CPU implementations let a captured graph run on real tensors.
 """
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._prims_common import suggest_memory_format
 
 from rooftrace.tracer import shown
 
@@ -29,6 +31,10 @@ _SCHEMAS = (
     "rnn_backward(Tensor?[] grads, Tensor input, Tensor[] hx, Tensor[] params, Tensor output, "
     "str mode, bool has_biases, int num_layers, bool bidirectional, bool batch_first, "
     "int[]? batch_sizes=None) -> Tensor[]",
+    "rms_norm(Tensor input, int[] normalized_shape, Tensor? weight, float? eps) "
+    "-> (Tensor, Tensor)",
+    "rms_norm_backward(Tensor grad_out, Tensor input, int[] normalized_shape, Tensor rstd, "
+    "Tensor? weight, float? eps, bool[] output_mask) -> (Tensor, Tensor)",
 )
 
 _Library: Any = torch.library.Library
@@ -399,6 +405,136 @@ def _packed_entry(mode: str) -> Callable[..., Any]:
     return call
 
 
+# -- RMS norm ------------------------------------------------------------------------------------
+
+
+def _rms_norm_meta(
+    input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, eps: float | None
+) -> tuple[Tensor, Tensor]:
+    kept = input.shape[: input.dim() - len(normalized_shape)]
+    wide = input.dtype if input.dtype == torch.float64 else torch.float32
+    rstd = input.new_empty((*kept, *(1 for _ in normalized_shape)), dtype=wide)
+    return input.new_empty(input.shape), rstd
+
+
+def _rms_norm_cpu(
+    input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, eps: float | None
+) -> tuple[Tensor, Tensor]:
+    out, rstd = torch.ops.aten._fused_rms_norm(input, normalized_shape, weight, eps)
+    made = _rms_norm_meta(input, normalized_shape, weight, eps)
+    return made[0].copy_(out), made[1].copy_(rstd.reshape(made[1].shape))
+
+
+def _rms_norm_backward_meta(
+    grad_out: Tensor,
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    rstd: Tensor,
+    weight: Tensor | None,
+    eps: float | None,
+    output_mask: Sequence[bool],
+) -> tuple[Tensor, Tensor]:
+    wanted = input.new_empty(input.shape) if output_mask[0] else input.new_empty(0)
+    own = weight is not None and output_mask[1]
+    return wanted, torch.empty_like(weight) if own and weight is not None else input.new_empty(0)
+
+
+def _rms_norm_backward_cpu(
+    grad_out: Tensor,
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    rstd: Tensor,
+    weight: Tensor | None,
+    eps: float | None,
+    output_mask: Sequence[bool],
+) -> tuple[Tensor, Tensor]:
+    found = _spelled_gradients(
+        grad_out, input.detach(), normalized_shape, None if weight is None else weight.detach(), eps
+    )
+    made = _rms_norm_backward_meta(
+        grad_out, input, normalized_shape, rstd, weight, eps, output_mask
+    )
+    for place, gradient in zip(made, found, strict=True):
+        if place.shape == (0,) or gradient is None:
+            continue
+        place.copy_(gradient)
+    return made
+
+
+def _spelled_gradients(
+    grad: Tensor,
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None,
+    eps: float | None,
+) -> tuple[Tensor, Tensor | None]:
+    """Gradients of input and weight through the ops that RMS norm is made of; differentiable where
+    these require it themselves."""
+    again = input.requires_grad or (weight is not None and weight.requires_grad)
+    with torch.enable_grad():
+        leaves = [t if t.requires_grad else t.detach().requires_grad_() for t in (input, weight)
+                  if t is not None]  # fmt: skip
+        given = leaves[1] if weight is not None else None
+        out = torch.ops.aten._fused_rms_norm(leaves[0], normalized_shape, given, eps)[0]
+        found = torch.autograd.grad(out, leaves, grad, create_graph=again)
+    return found[0], found[1] if weight is not None else None
+
+
+class _RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, shape: Sequence[int], weight: Tensor | None, eps: float | None
+    ) -> Tensor:
+        op = shown.rms_norm if shown.watched() else _ops.rms_norm
+        out, rstd = op(input, shape, weight, eps)
+        ctx.save_for_backward(input, weight, rstd)
+        ctx.options = (shape, eps)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        input, weight, rstd = ctx.saved_tensors
+        shape, eps = ctx.options
+        if torch.is_grad_enabled():  # somebody differentiates the gradient
+            found = _spelled_gradients(grads[0], input, shape, weight, eps)
+            return found[0], None, found[1], None
+        wanted = [ctx.needs_input_grad[0], weight is not None and ctx.needs_input_grad[2]]
+        op = shown.rms_norm_backward if shown.watched() else _ops.rms_norm_backward
+        grad_input, grad_weight = op(grads[0], input, shape, rstd, weight, eps, wanted)
+        return grad_input if wanted[0] else None, None, grad_weight if wanted[1] else None, None
+
+
+def _transformed() -> bool:
+    """Whether a transform of torch.func or forward-mode derivatives are under way."""
+    level = getattr(torch._C._functorch, "maybe_current_level", lambda: None)()
+    return level is not None or torch.autograd.forward_ad._current_level >= 0
+
+
+def _rms_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+) -> Tensor:
+    """What aten's entry point calls for meta tensors while `kept_whole` is on.
+
+    It is taken apart where CUDA has no kernel either (`rms_norm_symint` in layer_norm.cpp):
+    channels last, complex numbers, a weight of another type.
+    """
+    taken_apart = (
+        input.is_complex()
+        or (weight is not None and weight.dtype != input.dtype)
+        or suggest_memory_format(input) in (torch.channels_last, torch.channels_last_3d)
+        or _transformed()
+    )
+    if taken_apart:
+        spelled: Tensor = torch.ops.aten._fused_rms_norm(input, normalized_shape, weight, eps)[0]
+        return spelled
+    run: Any = _RmsNorm.apply
+    out: Tensor = run(input, list(normalized_shape), weight, eps)
+    return out
+
+
 # -- dropout -------------------------------------------------------------------------------------
 
 
@@ -418,9 +554,19 @@ _library.impl("rnn", _rnn_run, "CPU")
 _library.impl("rnn_backward", _rnn_backward_meta, "Meta")
 _library.impl("rnn_backward", _rnn_backward_cpu, "CPU")
 
+_library.impl("rms_norm", _rms_norm_meta, "Meta")
+for _device in ("CPU", "CUDA"):
+    _library.impl("rms_norm", _rms_norm_cpu, _device)
+    _library.impl("rms_norm_backward", _rms_norm_backward_cpu, _device)
+_library.impl("rms_norm_backward", _rms_norm_backward_meta, "Meta")
+
+RMS_NORM_IS_ONE_KERNEL = hasattr(torch.ops.aten, "_fused_rms_norm_backward")
+"""On CUDA, from torch 2.9 on."""
+
 _ENTRIES: dict[str, Callable[..., Any]] = {
     "scaled_dot_product_attention": _scaled_dot_product_attention,
     "dropout": _dropout,
+    **({"rms_norm": _rms_norm} if RMS_NORM_IS_ONE_KERNEL else {}),
     **{f"{mode}.input": _entry(mode) for mode in ("lstm", "gru", "rnn_tanh", "rnn_relu")},
     **{f"{mode}.data": _packed_entry(mode) for mode in ("lstm", "gru", "rnn_tanh", "rnn_relu")},
 }
@@ -434,7 +580,8 @@ def whole_entry(func: Any) -> Callable[..., Any] | None:
 
 @contextlib.contextmanager
 def kept_whole() -> Iterator[None]:
-    """While active, attention, recurrent networks and dropout on meta tensors are one op each."""
+    """While active, attention, recurrent networks, RMS norm and dropout on meta tensors are one op
+    each."""
     library = _Library("aten", "IMPL")
     for name, function in _ENTRIES.items():
         for key in ("Meta", "AutogradMeta"):

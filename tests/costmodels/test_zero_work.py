@@ -1,5 +1,6 @@
 """No op that computes on floats is priced at no work: over every sample of torch's own op tests."""
 
+import dataclasses
 import sys
 import types
 import unittest
@@ -11,7 +12,8 @@ from itertools import islice
 import pytest
 import torch
 
-from rooftrace.costmodels.registry import find_rule
+from rooftrace.costmodels.cost import OpView, Slot, TensorView
+from rooftrace.costmodels.registry import all_rules, find_rule
 from tests.costmodels.rules_support import views
 
 WITHOUT_WORK = {
@@ -45,6 +47,14 @@ WITHOUT_WORK = {
     "answers that the host waits for": "_local_scalar_dense allclose equal",
 }
 ALLOWED = {f"aten.{name}" for names in WITHOUT_WORK.values() for name in names.split()}
+PRIMS_WITHOUT_WORK = """
+    as_strided broadcast_in_dim collapse_view conj real imag split_dim squeeze transpose view_of
+    view_of_dtype view_element_type slice select resize empty empty_strided empty_permuted
+    maximum_value minimum_value _make_token _sink_tokens clone device_put cat rev collapse reshape
+    copy_strided as_strided_scatter frexp convert_element_type copy_to full full_like fill
+    scalar_tensor item where conj_physical bitwise_and bitwise_not bitwise_or bitwise_xor shift_left
+    shift_right_arithmetic gcd"""
+"""Views, copies, values written, choices and bits."""
 NOT_ALWAYS = {"aten.scatter"}
 """They work where they add up, which the samples of one direction may not do."""
 SAMPLES = 24
@@ -104,3 +114,41 @@ def test_only_listed_ops_are_priced_at_no_work(operators, backward):
     silent = {name for name, seen in works.items() if seen == {False}}
     assert silent <= ALLOWED | NOT_ALWAYS
     assert not {name for name in ALLOWED if True in works[name]}, "these do work: list them not"
+
+
+def primitive(name):
+    """How a rule sees one of torch's primitive ops on matrices of floats; None of what takes
+    none."""
+    packet = getattr(torch.ops.prims, name, None)
+    if packet is None or "default" not in packet.overloads():
+        return None
+    x = TensorView((4, 8), "fp32", (8, 1), 0, 32, 32, 128, True)
+    y = dataclasses.replace(x, storage=1)
+    arguments, taken = [], []
+    for argument in packet.default._schema.arguments:
+        if "Tensor" in str(argument.type):
+            arguments.append((argument.name, Slot(len(taken))))
+            taken.append(dataclasses.replace(x, storage=2 + len(taken)))
+        elif argument.name in ("dims", "dim"):
+            arguments.append((argument.name, (1,)))
+    out = dataclasses.replace(y, shape=(4,), stride=(1,), elements=4, unique_elements=4, nbytes=16)
+    reduced = "dims" in {a.name for a in packet.default._schema.arguments}
+    return OpView(f"prims.{name}.default", tuple(taken), (out if reduced else y,), tuple(arguments))
+
+
+def test_a_primitive_op_that_computes_has_work():
+    names = {rule.name.split(".")[1] for rule in all_rules() if rule.name.startswith("prims.")}
+    assert len(names) > 90
+    silent = set()
+    for name in names:
+        view = primitive(name)
+        if view is not None and not find_rule(view.target).price(view).work:
+            silent.add(name)
+    assert silent <= set(PRIMS_WITHOUT_WORK.split())
+
+
+def test_a_rule_of_any_namespace_that_computes_has_work():
+    """Products and kernels of matrix kinds are never free: each such rule names its work."""
+    heavy = ("conv", "attention", "rnn", "grouped mm", "mm", "bmm", "batch norm", "layer norm")
+    free = {rule.name for rule in all_rules() if rule.kind in heavy and rule.fusion == "free"}
+    assert free == set()

@@ -59,10 +59,14 @@ _SAME: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"aten::(cudnn_|miopen_|_?native_)?batch_norm(_legit\w*|_impl_index|_with_update\w*)?"
          r"|aten::_batch_norm\w*(?<!backward)", "batch_norm"),
         (r"aten::(cudnn_|miopen_|native_)?batch_norm_backward", "batch_norm_backward"),
+        (r"aten::(_fused_)?rms_norm|rooftrace::rms_norm", "rms_norm"),
+        (r"aten::_fused_rms_norm_backward|rooftrace::rms_norm_backward", "rms_norm_backward"),
         (r"aten::(native_)?dropout", "aten::native_dropout"),
     )
 )  # fmt: skip
-_BY_FIRST_SHAPE = frozenset({"attention", "batch_norm", "batch_norm_backward"})
+_BY_FIRST_SHAPE = frozenset(
+    {"attention", "batch_norm", "batch_norm_backward", "rms_norm", "rms_norm_backward"}
+)
 _BY_NAME = frozenset({"attention_backward", "rnn", "rnn_backward"})
 
 # What the host does alone: metadata and allocations, whether or not the graph shows them.

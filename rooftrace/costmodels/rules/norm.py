@@ -223,12 +223,14 @@ def batch_norm_backward_elemt(op: OpView) -> Cost:
 # -- RMS norm --------------------------------------------------------------------------------------
 
 
+@builtin("rooftrace.rms_norm", fusion="reduction", kind="layer norm", label="rms norm")
 @builtin("aten._fused_rms_norm", "aten.rms_norm", fusion="reduction", kind="layer norm",
          fused="rms norm")
 def rms_norm(op: OpView) -> Cost:
     """y[M, n] = x / sqrt(mean(x^2) + eps) * weight[n].
 
-    n squares, n - 1 adds, a division, eps, a reciprocal root, n products; n more with a weight.
+    n squares, n - 1 adds, a division, eps, a reciprocal root, n products; n more with a weight: as
+    many as the ops that it is spelled with, one by one.
     """
     x = needed(op, "input")
     n = math.prod(op.attribute("normalized_shape"))
@@ -237,12 +239,15 @@ def rms_norm(op: OpView) -> Cost:
     return vector(op, rows * (3 * n + 2) + weight) + streamed(op)
 
 
+@builtin("rooftrace.rms_norm_backward", fusion="reduction", kind="layer norm",
+         label="rms norm backward")
 @builtin("aten._fused_rms_norm_backward", fusion="reduction", kind="layer norm")
 def rms_norm_backward(op: OpView) -> Cost:
     """dx = rstd (g - xhat mean(g xhat)), g = dy w, xhat = x rstd; dw = sum_M dy xhat.
 
     xhat: n.  g: n if there is a weight.  sum g xhat: 2 n - 1, a division.  dx: 3 n.  dw: as layer
-    norm.
+    norm.  That is 9 n with a weight; the ops that autograd makes of the spelled norm do 11 n, since
+    they square and divide again.
     """
     x = needed(op, "input")
     n = math.prod(op.attribute("normalized_shape"))
