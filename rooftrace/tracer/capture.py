@@ -31,7 +31,7 @@ from rooftrace.tracer import dynamic, groups
 from rooftrace.tracer.autocast import followed
 from rooftrace.tracer.calls import Block, Calls, RepeatedCall, repeated
 from rooftrace.tracer.flex import flex_whole
-from rooftrace.tracer.functions import Functions, device_calls_quiet, draws_repeated
+from rooftrace.tracer.functions import Functions, draws_repeated
 from rooftrace.tracer.fused_ops import kept_whole, whole_entry
 from rooftrace.tracer.graph import UNRECORDED, contiguous
 from rooftrace.tracer.loops import Loop, Rolling
@@ -42,6 +42,7 @@ from rooftrace.tracer.recompute import Recomputation, running_node
 from rooftrace.tracer.shown import behind
 from rooftrace.tracer.sizes import SizeCache, writes_lists
 from rooftrace.tracer.threads import Here, Threads
+from rooftrace.tracer.standins import device_calls_quiet, plain_imports
 from rooftrace.tracer.trees import arguments_in, bytes_of, is_wrapper, listed, parts_of
 from rooftrace.tracer.values import KNOWN, META, REAL, Values, index_output
 
@@ -987,6 +988,7 @@ class Recorder(TorchDispatchMode):
         enter(kept_whole())
         enter(flex_whole(self))
         enter(device_calls_quiet())
+        enter(plain_imports())
         enter(draws_repeated())
         enter(followed())
         enter(torch.compiler.set_stance("force_eager"))
