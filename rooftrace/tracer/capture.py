@@ -41,8 +41,8 @@ from rooftrace.tracer.realdata import RealData
 from rooftrace.tracer.recompute import Recomputation, running_node
 from rooftrace.tracer.shown import behind
 from rooftrace.tracer.sizes import SizeCache, writes_lists
+from rooftrace.tracer.standins import device_calls_quiet, jagged_attention_fused, plain_imports
 from rooftrace.tracer.threads import Here, Threads
-from rooftrace.tracer.standins import device_calls_quiet, plain_imports
 from rooftrace.tracer.trees import arguments_in, bytes_of, is_wrapper, listed, parts_of
 from rooftrace.tracer.values import KNOWN, META, REAL, Values, index_output
 
@@ -989,6 +989,7 @@ class Recorder(TorchDispatchMode):
         enter(flex_whole(self))
         enter(device_calls_quiet())
         enter(plain_imports())
+        enter(jagged_attention_fused())
         enter(draws_repeated())
         enter(followed())
         enter(torch.compiler.set_stance("force_eager"))
