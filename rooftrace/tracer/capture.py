@@ -44,7 +44,7 @@ from rooftrace.tracer.sizes import SizeCache, writes_lists
 from rooftrace.tracer.standins import device_calls_quiet, jagged_attention_fused, plain_imports
 from rooftrace.tracer.threads import Here, Threads
 from rooftrace.tracer.trees import arguments_in, bytes_of, is_wrapper, listed, parts_of
-from rooftrace.tracer.values import KNOWN, META, REAL, Values, index_output
+from rooftrace.tracer.values import DECIDING, KNOWN, META, REAL, Values, index_output
 
 META_KEY = "rooftrace"
 """The one key of fx `node.meta` that capture writes and lower reads: a Recorded or an Entry."""
@@ -871,6 +871,10 @@ class Recorder(TorchDispatchMode):
         elif info.mutated:
             for tensor in info.written(args, kwargs):
                 values.forget(tensor)
+        if info.name in DECIDING and not info.mutated and len(outputs) == 1:
+            decided = values.decide(info.name, tensors, outputs[0])
+            if decided is not None:
+                return decided
         position = index_output(func, tensors[0], outputs) if tensors else None
         if position is not None and outputs[0].is_meta:
             return dynamic.route(
