@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rooftrace.tracer.standins import replaced_function, replaced_methods
 from rooftrace.tracer.trees import is_wrapper
 
 _KEY = "AutocastCUDA"
@@ -232,9 +233,9 @@ def followed() -> Iterator[None]:
         undo.callback(autocast.remove)
         outer = next((d for d in (_DEVICE, "cpu") if torch.is_autocast_enabled(d)), None)
         dtype = torch.get_autocast_dtype(outer) if outer else None
-        for home, name, replacement in (*_region(autocast), *_questions(autocast)):
-            undo.callback(setattr, home, name, getattr(home, name))
-            setattr(home, name, replacement)
+        undo.enter_context(replaced_methods(torch.autocast, _region(autocast)))
+        for home, name, replacement in _questions(autocast):
+            undo.enter_context(replaced_function(home, name, replacement))
         included = _torch_c._dispatch_tls_is_dispatch_key_included(_KEY)
         undo.callback(_torch_c._dispatch_tls_set_dispatch_key_included, _KEY, included)
         _torch_c._dispatch_tls_set_dispatch_key_included(_KEY, True)
@@ -243,7 +244,7 @@ def followed() -> Iterator[None]:
         yield
 
 
-def _region(autocast: Autocast) -> Iterator[tuple[Any, str, Any]]:
+def _region(autocast: Autocast) -> Mapping[str, Kernel]:
     """torch.autocast, without its doubts about the device."""
     kind: Any = torch.autocast
     make, enter, leave = kind.__init__, kind.__enter__, kind.__exit__
@@ -272,7 +273,7 @@ def _region(autocast: Autocast) -> Iterator[tuple[Any, str, Any]]:
         finally:
             self.device = self._asked_device
 
-    yield from ((kind, "__init__", init), (kind, "__enter__", entered), (kind, "__exit__", left))
+    return {"__init__": init, "__enter__": entered, "__exit__": left}
 
 
 def _questions(autocast: Autocast) -> Iterator[tuple[Any, str, Any]]:

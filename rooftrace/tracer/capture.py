@@ -30,7 +30,7 @@ from rooftrace.tracer import dynamic, groups
 from rooftrace.tracer.autocast import followed
 from rooftrace.tracer.calls import Block, Calls, RepeatedCall, repeated
 from rooftrace.tracer.flex import flex_whole
-from rooftrace.tracer.functions import Functions, device_calls_quiet, draws_repeated
+from rooftrace.tracer.functions import Functions, draws_repeated
 from rooftrace.tracer.fused_ops import kept_whole, whole_entry
 from rooftrace.tracer.graph import UNRECORDED, contiguous
 from rooftrace.tracer.loops import Loop, Rolling
@@ -40,6 +40,7 @@ from rooftrace.tracer.realdata import RealData
 from rooftrace.tracer.recompute import Recomputation, running_node
 from rooftrace.tracer.shown import behind
 from rooftrace.tracer.sizes import SizeCache, writes_lists
+from rooftrace.tracer.standins import device_calls_quiet, jagged_attention_fused, plain_imports
 from rooftrace.tracer.threads import Here, Threads
 from rooftrace.tracer.trees import (
     ORDINARY,
@@ -51,7 +52,7 @@ from rooftrace.tracer.trees import (
     parts_of,
     tensors_in,
 )
-from rooftrace.tracer.values import KNOWN, META, REAL, Values, index_output
+from rooftrace.tracer.values import DECIDING, KNOWN, META, REAL, Values, index_output
 
 META_KEY = "rooftrace"
 """The one key of fx `node.meta` that capture writes and lower reads: a Recorded or an Entry."""
@@ -957,6 +958,10 @@ class Recorder(TorchDispatchMode):
         elif info.mutated:
             for tensor in info.written(args, kwargs):
                 values.forget(tensor)
+        if info.name in DECIDING and not info.mutated and len(outputs) == 1:
+            decided = values.decide(info.name, tensors, outputs[0])
+            if decided is not None:
+                return decided
         position = index_output(func, tensors[0], outputs) if tensors else None
         if position is not None and outputs[0].is_meta:
             return dynamic.route(
@@ -1074,6 +1079,8 @@ class Recorder(TorchDispatchMode):
         enter(kept_whole())
         enter(flex_whole(self))
         enter(device_calls_quiet())
+        enter(plain_imports())
+        enter(jagged_attention_fused())
         enter(draws_repeated())
         enter(followed())
         enter(torch.compiler.set_stance("force_eager"))

@@ -86,6 +86,8 @@ def by_value(
             return _into_host(recorder, func, args, kwargs)
     elif name.startswith("quantized.") or name in QUANTIZED:
         return by_packed(recorder, func, name, args, kwargs)
+    elif name == "aten._padded_dense_to_jagged_forward":
+        return _jagged(recorder, func, args, kwargs)
     elif name == "torchvision.nms":
         return _suppressed(recorder, func, args, kwargs)
     elif name == "aten._amp_foreach_non_finite_check_and_unscale_":
@@ -262,6 +264,19 @@ def _into_host(recorder: Recorder, func: Any, args: Any, kwargs: Mapping[str, An
     recorder.values.assume("host-copy", "a copy to the host of an unknown value is not followed")
     recorder.record(func, args, kwargs, [target], single=True)
     return target
+
+
+def _jagged(recorder: Recorder, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Tensor:
+    """Rows of a padded tensor [B, S, ...] that offsets name, [L, ...]; L is given or in them."""
+    padded, offsets, *rest = args
+    rows = rest[0] if rest else kwargs.get("total_L")
+    taint: frozenset[int] = frozenset()
+    if rows is None:
+        ends, taint = recorder.values.value_of(offsets[0], "the rows of a jagged tensor")
+        rows = ends.reshape(-1)[-1].item()
+    out = torch.empty((int(rows), *padded.shape[2:]), dtype=padded.dtype, device=META)
+    recorder.record(func, args, kwargs, [out], single=True, taint=taint)
+    return out
 
 
 def _suppressed(recorder: Recorder, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Tensor:

@@ -183,61 +183,6 @@ def _placed(device: Any) -> Any:
     return device
 
 
-class _NoDevice:
-    """Stands for streams, events and contexts of a GPU that is not there: does nothing."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def __call__(self, *args: Any, **kwargs: Any) -> _NoDevice:
-        return self
-
-    def __getattr__(self, name: str) -> _NoDevice:
-        return self
-
-    def __enter__(self) -> _NoDevice:
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        pass
-
-
-_DEVICE_CALLS = {
-    "torch.cuda": (
-        "synchronize",
-        "Stream",
-        "Event",
-        "stream",
-        "current_stream",
-        "default_stream",
-        "device",
-        "set_device",
-    ),
-    "torch.cuda.nvtx": ("range_push", "range_pop", "mark"),
-}
-
-
-@contextlib.contextmanager
-def device_calls_quiet() -> Iterator[None]:
-    """Inside, without a GPU, waiting for one or choosing its streams does nothing.
-
-    No device runs what is traced; these calls would fail for want of one.
-    """
-    originals: list[tuple[Any, str, Any]] = []
-    if not torch.cuda.is_available():
-        for home in (torch.cuda, torch.cuda.nvtx):
-            for name in _DEVICE_CALLS[home.__name__]:
-                originals.append((home, name, getattr(home, name)))
-                setattr(home, name, _NoDevice())
-        originals.append((torch.cuda, "current_device", torch.cuda.current_device))
-        torch.cuda.current_device = lambda: 0
-    try:
-        yield
-    finally:
-        for home, name, original in originals:
-            setattr(home, name, original)
-
-
 @contextlib.contextmanager
 def draws_repeated() -> Iterator[None]:
     """Inside, random numbers that the code draws on the host are the same every time.

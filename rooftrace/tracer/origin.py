@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import os
 import sys
 import traceback
@@ -48,6 +49,10 @@ _PLUMBING = tuple(
 )
 """Files of the standard library that call the code they were handed."""
 
+_NOT = dis.opmap["UNARY_NOT"]
+_FILLERS = frozenset(dis.opmap[name] for name in ("TO_BOOL", "CACHE") if name in dis.opmap)
+"""What newer versions of Python ask for a truth value by, before they turn it around."""
+
 _INNER, _OURS, _USERS = range(3)
 _KINDS: dict[CodeType, int] = {}
 _LINES: dict[tuple[CodeType, int], str] = {}
@@ -88,6 +93,18 @@ def deciding_line(depth: int) -> str:
             return f"{name}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
+
+
+def asked_under_not(depth: int) -> bool:
+    """Whether the innermost frame of the user's, `depth` up or more, takes `not` of its answer."""
+    frame: Any = sys._getframe(depth)
+    while frame is not None and _kind(frame.f_code.co_filename) != _USERS:
+        frame = frame.f_back
+    if frame is None:
+        return False
+    code, place = frame.f_code.co_code, frame.f_lasti
+    steps = (i for i in range(place, len(code), 2) if code[i] not in _FILLERS)
+    return bool(code[next(steps, place)] == _NOT)
 
 
 def _kind(filename: str) -> int:

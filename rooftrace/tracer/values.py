@@ -19,7 +19,7 @@ from torch import Tensor
 
 from rooftrace.tracer.graph import Assumption
 from rooftrace.tracer.groups import is_collective
-from rooftrace.tracer.origin import deciding_line
+from rooftrace.tracer.origin import asked_under_not, deciding_line
 from rooftrace.tracer.request import assumed
 from rooftrace.tracer.trees import bytes_of, listed
 
@@ -140,6 +140,15 @@ def small(tensor: Tensor) -> bool:
     """Whether a tensor of this size is worth carrying."""
     inexact = tensor.dtype.is_floating_point or tensor.dtype.is_complex
     return tensor.numel() <= (MAX_FLOATS if inexact else MAX_INTEGERS)
+
+
+DECIDING = {
+    "aten.bitwise_and": False,
+    "aten.logical_and": False,
+    "aten.bitwise_or": True,
+    "aten.logical_or": True,
+}
+"""Ops on truth values, and the value of one side that makes the other one's of no matter."""
 
 
 class Values:
@@ -325,7 +334,10 @@ class Values:
         place = (self.where(), why)
         decided = self.decision("branch")
         self.last_line = deciding_line(2)
-        usual = bool(decided) if decided is not None else self.last_line in self.turned
+        if decided is not None:
+            usual = bool(decided)
+        else:  # what is tested is false; so where the code takes `not` of it, the condition is true
+            usual = asked_under_not(2) != (self.last_line in self.turned)
         endless = self._same_branch[place] >= MAX_SAME_BRANCH
         taken = self.branches.get(index, usual != endless)
         self.decided = index in self.branches or decided is not None
@@ -370,6 +382,19 @@ class Values:
         )
         self.learn(index, value, frozenset([taint]))
         return taint
+
+    def decide(self, name: str, tensors: Sequence[Tensor], output: Tensor) -> frozenset[int] | None:
+        """Learn what `&` or `|` gives where one side alone decides it; None where none does."""
+        deciding = DECIDING[name]
+        for tensor in tensors:
+            entry = self.known(tensor)
+            if entry is None or tensor.dtype != torch.bool or not small(output):
+                continue
+            if bool((entry.value == deciding).all()):
+                value = torch.full(tuple(output.shape), deciding, dtype=torch.bool)
+                self.learn(output, value, entry.taint)
+                return entry.taint
+        return None
 
     # -- propagating -----------------------------------------------------------------------------
 

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 import rooftrace as rt
 from rooftrace.tracer.api import trace_target
@@ -403,3 +405,41 @@ def test_a_folder_with_a_config_is_a_target(config: Callable[..., str], tmp_path
     folder.mkdir()
     Path(config("llama")).rename(folder / "config.json")
     assert load_target(str(folder), Request(seq=4)).name == "my-llama"
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"do_sample": True},
+        {"num_beams": 4},
+        {"num_beams": 4, "do_sample": True},
+        {"num_beams": 2, "early_stopping": True},
+    ],
+)
+def test_generating_runs_to_its_last_token(how: dict[str, Any]) -> None:
+    transformers = pytest.importorskip("transformers")
+    shape = transformers.GPT2Config(
+        vocab_size=64, n_positions=32, n_embd=16, n_layer=1, n_head=2, eos_token_id=1
+    )
+    model = transformers.GPT2LMHeadModel(shape).eval()
+    ids = torch.randint(2, 64, (2, 5))
+    calls = []
+
+    def step(model: Any, ids: Tensor, **settings: Any) -> None:
+        count = 0
+
+        def counted(*_: Any) -> None:
+            nonlocal count
+            count += 1
+
+        handle = model.transformer.register_forward_pre_hook(counted)
+        with torch.no_grad():
+            mask = torch.ones_like(ids)
+            model.generate(ids, attention_mask=mask, pad_token_id=0, max_new_tokens=6, **settings)
+        handle.remove()
+        calls.append(count)
+
+    step(model, ids, **how, min_new_tokens=6)
+    rt.trace(lambda model, ids: step(model, ids, **how), model, ids)
+    assert calls == [6, 6]

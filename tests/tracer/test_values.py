@@ -409,3 +409,35 @@ def test_an_assumption_names_the_op_that_needed_it(module: Callable[..., nn.Modu
     graph = rt.trace(module(chosen), torch.empty(8, 8, device="meta"))
     needed = {assumption.kind: assumption.op for assumption in graph.assumptions}
     assert needed == {"balanced-routing": "aten.topk", "branch": "aten._local_scalar_dense"}
+
+
+def test_one_side_of_a_conjunction_may_decide_it(module: Callable[..., nn.Module]) -> None:
+    def forward(self: Any, x: Tensor) -> Any:
+        unknown, no = self.lin(x).sum() > 0, torch.zeros((), dtype=torch.bool, device=x.device)
+        if (unknown & no) or not (unknown | ~no) or torch.logical_and(no, unknown):
+            x = self.lin(x)
+        return self.lin(x)
+
+    graph = rt.trace(module(forward), torch.ones(2, 8))
+    assert [op.name for op in graph.ops].count("aten.addmm") == 2
+    assert not graph.assumptions
+
+
+def test_a_loop_goes_on_while_it_is_unknown_whether_it_is_done(
+    module: Callable[..., nn.Module],
+) -> None:
+    """What is tested is taken as false: of `not unfinished` that is that it is unfinished."""
+
+    def forward(self: Any, x: Tensor) -> Any:
+        steps = torch.zeros((), dtype=torch.long, device=x.device)
+        finished = False
+        while not finished:
+            x, steps = self.lin(x), steps + 1
+            finished = not ((x.sum() > 0) & (steps < 5))
+        return x
+
+    with torch.device("meta"):  # no real data to ask
+        made, x = module(forward), torch.ones(2, 8)
+    graph = rt.trace(made, x)
+    assert [op.name for op in graph.ops].count("aten.addmm") == 5
+    assert any(a.kind == "branch" and "True" in a.text for a in graph.assumptions)

@@ -239,3 +239,19 @@ def test_a_scripted_module_runs_op_by_op(phase: str, inside: bool) -> None:
     assert Counter(op.target for op in mine.kernels()) == kernels
     assert mine.modules["1" if inside else ""] == "Gate"
     assert all(p.device.type == "cpu" for p in scripted.parameters())
+
+
+@pytest.mark.parametrize("size", [None, (3, 6, 8)])
+def test_a_jagged_tensor_that_is_padded_trains(size: Any, module: Any) -> None:
+    def forward(self: Any, values: Tensor, offsets: Tensor) -> Any:
+        jagged = torch.nested.nested_tensor_from_jagged(
+            self.lin(values), offsets, min_seqlen=2, max_seqlen=5
+        )
+        padded = torch.nested.to_padded_tensor(jagged, 0.0, size)
+        return nn.functional.linear(padded, self.lin.weight)
+
+    values, offsets = torch.randn(10, 8), torch.tensor([0, 2, 7, 10])
+    graph = rt.trace(module(forward), values, offsets, phase="training", optimizer="none")
+    rows = 3 * (5 if size is None else size[1])
+    layer = 2 * 8 * 8  # FLOP for one row
+    assert rt.estimate(graph).flops_matrix == layer * (2 * 10 + 3 * rows)

@@ -1,0 +1,199 @@
+"""Stand-ins for functions and classes of torch that want a device, while something is traced.
+
+What user code imports meanwhile stays its own for good: classes are themselves, with other methods
+for a time, and a function that was picked up does afterwards what the original does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.nested._internal import sdpa
+from torch.utils._python_dispatch import _disable_current_modes
+
+
+@contextlib.contextmanager
+def replaced_function(home: Any, name: str, replacement: Callable[..., Any]) -> Iterator[None]:
+    """Inside, `home.name` is `replacement`; who keeps it calls the original afterwards."""
+    original = getattr(home, name)
+    inside = True
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (replacement if inside else original)(*args, **kwargs)
+
+    setattr(home, name, call)
+    try:
+        yield
+    finally:
+        inside = False
+        setattr(home, name, original)
+
+
+@contextlib.contextmanager
+def replaced_methods(kind: Any, methods: Mapping[str, Any]) -> Iterator[None]:
+    """Inside, a class has these attributes; the class itself is the same."""
+    missing = object()
+    originals = {name: vars(kind).get(name, missing) for name in methods}
+    for name, method in methods.items():
+        setattr(kind, name, method)
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            if original is missing:
+                delattr(kind, name)
+            else:
+                setattr(kind, name, original)
+
+
+class _PlainImports:
+    """A finder that lets modules run as they would outside: none of their tensors is on meta."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        finders = sys.meta_path
+        for finder in finders[finders.index(self) + 1 :] if self in finders else ():
+            if hasattr(finder, "find_spec"):
+                spec: Any = finder.find_spec(name, path, target)
+                if spec is not None:
+                    if hasattr(spec.loader, "exec_module") and not isinstance(spec.loader, type):
+                        spec.loader.exec_module = _plainly(spec.loader)
+                    return spec
+        return None
+
+
+def _plainly(loader: Any) -> Callable[[Any], None]:
+    def exec_module(module: Any) -> None:
+        vars(loader).pop("exec_module", None)
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            loader.exec_module(module)
+
+    return exec_module
+
+
+@contextlib.contextmanager
+def plain_imports() -> Iterator[None]:
+    """Inside, a module that is imported for the first time is not part of what is traced."""
+    finder: Any = _PlainImports()
+    with _disable_current_modes():
+        pass  # it imports what it needs the first time
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+
+
+class _NoDevice:
+    """Stands for contexts of a GPU that is not there: does nothing."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> _NoDevice:
+        return self
+
+    def __getattr__(self, name: str) -> _NoDevice:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
+
+    def __enter__(self) -> _NoDevice:
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        pass
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    pass
+
+
+def _made(kind: Any, *args: Any, **kwargs: Any) -> Any:
+    """An instance of a class of streams or events without its device."""
+    try:
+        return object.__new__(kind)
+    except TypeError:  # it is written in C, in builds for a GPU
+        return _NoDevice()
+
+
+_HANDLE: dict[str, Any] = {
+    "__new__": staticmethod(_made),
+    "__init__": _nothing,
+    "__eq__": lambda self, other: type(self) is type(other),
+    "__hash__": lambda self: 0,
+    "__repr__": lambda self: f"<{type(self).__name__} of no device>",
+    "__reduce__": lambda self: (type(self), ()),
+    "query": lambda self: True,
+    "synchronize": _nothing,
+    "device": property(lambda self: torch.device("cuda", 0)),
+}
+_STREAM = {
+    **_HANDLE,
+    "wait_event": _nothing,
+    "wait_stream": _nothing,
+    "record_event": lambda self, event=None: event or _made(torch.cuda.Event),
+    "stream_id": 0,
+    "cuda_stream": 0,
+    "priority": 0,
+}
+_EVENT = {
+    **_HANDLE,
+    "record": _nothing,
+    "wait": _nothing,
+    "elapsed_time": lambda self, end: 1.0,  # ms: no time passes, and nobody may divide by it
+}
+_REGION = {"__init__": _nothing, "__enter__": _nothing, "__exit__": _nothing}
+
+
+def _stream(*args: Any, **kwargs: Any) -> Any:
+    return _made(torch.cuda.Stream)
+
+
+@contextlib.contextmanager
+def jagged_attention_fused() -> Iterator[None]:
+    """Inside, attention of jagged tensors takes flash attention on meta, as it does on a GPU.
+
+    PyTorch asks the device, and does so itself where a FlopCounterMode looks on.
+    """
+    home: Any = sdpa
+    name = "_is_computing_meta_flops"
+    original = getattr(home, name, None)
+    if original is None:
+        yield
+        return
+    with replaced_function(home, name, lambda x: x.device.type == "meta"):
+        yield
+
+
+@contextlib.contextmanager
+def device_calls_quiet() -> Iterator[None]:
+    """Inside, without a GPU, waiting for one or choosing its streams does nothing.
+
+    No device runs what is traced; these calls would fail for want of one.
+    """
+    cuda = torch.cuda
+    with contextlib.ExitStack() as undo:
+        if not cuda.is_available():
+            for kind, methods in (
+                (cuda.Stream, _STREAM),
+                (cuda.Event, _EVENT),
+                (cuda.device, _REGION),
+            ):
+                undo.enter_context(replaced_methods(kind, methods))
+            for home, name, replacement in (
+                (cuda, "synchronize", _nothing),
+                (cuda, "set_device", _nothing),
+                (cuda, "set_stream", _nothing),
+                (cuda, "stream", lambda stream: _NoDevice()),
+                (cuda, "current_stream", _stream),
+                (cuda, "default_stream", _stream),
+                (cuda, "current_device", lambda: 0),
+                (cuda.nvtx, "range_push", _nothing),
+                (cuda.nvtx, "range_pop", _nothing),
+                (cuda.nvtx, "mark", _nothing),
+            ):
+                undo.enter_context(replaced_function(home, name, replacement))
+        yield
