@@ -8,8 +8,23 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 GOLDEN = Path(__file__).parent / "golden"
+
+# How long an example takes, or is made, says nothing: machines are loaded.  `make test` tries the
+# same examples each time; `pytest --hypothesis-profile explore` tries others, and more of them
+# where a test does not say how many.
+settings.register_profile(
+    "rooftrace",
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.register_profile(
+    "explore", settings.get_profile("rooftrace"), derandomize=False, max_examples=500
+)
+settings.load_profile("rooftrace")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

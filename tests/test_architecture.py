@@ -241,7 +241,7 @@ def test_only_tracing_needs_torch_and_the_package_alone_loads_nothing_heavy() ->
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=1200,
         check=False,
     )
     assert done.returncode == 0, done.stderr

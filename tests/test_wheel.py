@@ -26,7 +26,7 @@ def run(*command: str | Path, cwd: Path, **variables: str) -> str:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=300,
+        timeout=1200,
         check=False,
     )
     assert done.returncode == 0, f"{' '.join(map(str, command))}\n{done.stdout}"

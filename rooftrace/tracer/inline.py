@@ -128,7 +128,8 @@ def fold(graph: OpGraph, templates: Sequence[Template]) -> OpGraph:
             outputs = tuple(ids[value] for value in block.results)
             taken = block.assumptions
             where = block.module, block.call, block.source
-            ops.append(repeated_call(len(ops), found, inputs, outputs, *where, taken))
+            call = repeated_call(len(ops), found, inputs, outputs, *where, taken)
+            ops.append(replace(call, holds=_held_by_caller(block, ids)))
     return graph.replace(
         values=tuple(
             replace(
@@ -142,6 +143,13 @@ def fold(graph: OpGraph, templates: Sequence[Template]) -> OpGraph:
         inputs=tuple(ids[value] for value in graph.inputs),
         outputs=tuple(ids[value] for value in graph.outputs),
     )
+
+
+def _held_by_caller(block: Template, ids: Mapping[int, int]) -> tuple[Ref, ...]:
+    """What variables of the caller keep while the block runs: of this call, and of no other."""
+    own = {*block.values, *(value for pair in block.inputs for value in pair)}
+    held = (ref for op in block.ops for ref in op.holds if ref.id not in own and ref.id in ids)
+    return in_order(Ref(ids[ref.id], moved(ref.then, ids), ref.every) for ref in held)
 
 
 def _hidden(graph: OpGraph, block: Template, place: range) -> dict[int, int] | None:

@@ -49,6 +49,7 @@ from rooftrace.tracer.runfile import MicroRow, ModelRow, Run, load_run
 from rooftrace.tracer.session import (
     BUDGET_S,
     QUICK_S,
+    Clock,
     Hang,
     Plan,
     Session,
@@ -64,10 +65,16 @@ _SELDOM_COMPILED = ("experts", "recurrent")
 """Kinds of models that the compiler leaves in pieces; they are compiled where they are named."""
 
 
-def measure_suite(plan: Plan, progress: Progress = print, on_hang: Hang | None = None) -> Run:
+def measure_suite(
+    plan: Plan,
+    progress: Progress = print,
+    on_hang: Hang | None = None,
+    clock: Clock = time.monotonic,
+) -> Run:
     """Measure what `plan` says into its file, and return all that the file holds then.
 
-    on_hang: called from another thread where a case cannot be interrupted; None waits.  Raises
+    on_hang: called from another thread where a case cannot be interrupted; None waits.  clock: what
+    the budget is counted by.  Raises
     MeasureError for a device that is not there or was lost, or a file of another device;
     RunFileError for a file that is no run; TargetError for a name that is none.
     """
@@ -77,7 +84,7 @@ def measure_suite(plan: Plan, progress: Progress = print, on_hang: Hang | None =
         if phase not in PHASES:
             raise RequestError(f"phase {phase!r}: expected one of {', '.join(PHASES)}")
     device = checked_device(plan.device)
-    deadline = time.monotonic() + plan.budget_s
+    deadline = clock() + plan.budget_s
     targets = _targets(plan)
     run = _started(plan, device)
     with contextlib.ExitStack() as stack:
@@ -85,7 +92,7 @@ def measure_suite(plan: Plan, progress: Progress = print, on_hang: Hang | None =
             stack.enter_context(torch.cuda.device(device))
         pinned = device.type == "cpu" and stack.enter_context(pinned_threads())
         bench = Bench(device, 1.0, progress, pinned=pinned)
-        session = Session(plan, bench, run, deadline, on_hang)
+        session = Session(plan, bench, run, deadline, on_hang, clock)
         stack.callback(session.flush)
         stack.callback(session.stop_watch)
         session.note(load_note())

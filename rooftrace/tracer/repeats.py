@@ -13,6 +13,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -196,6 +197,9 @@ def _period(graph: OpGraph, labels: Sequence[int | None]) -> tuple[int, int]:
 # -- writing one iteration for all -----------------------------------------------------------------
 
 
+NO_VALUE = -1
+
+
 class _Collapse:
     """The graph in which one iteration stands for `count`, in one repeat or several.
 
@@ -324,6 +328,28 @@ class _Collapse:
                 with contextlib.suppress(NotAlikeError):
                     yield self._argument(ref, label)
 
+    def _lives_on(self, value: int, op: int) -> bool:
+        """Whether the bytes of a value are there after an op, whoever holds them."""
+        storage = self.source.values[value].storage
+        return storage in self._kept or self._last_use.get(storage, -1) > op
+
+    @cached_property
+    def _kept(self) -> frozenset[int]:
+        """Storages that stay to the end of the step."""
+        values = self.source.values
+        there = {values[i].storage for i in self.source.external if values[i].role != "kv"}
+        return frozenset(there | {values[i].storage for i in self.source.outputs})
+
+    @cached_property
+    def _last_use(self) -> dict[int, int]:
+        """By storage, the last op that reads or writes it."""
+        values = self.source.values
+        return {
+            values[value].storage: op.id
+            for op in self.source.ops
+            for value in (*op.inputs, *op.outputs)
+        }
+
     def _known(self, ref: Ref) -> bool:
         """Whether a value stands in the short graph, itself or as a copy."""
         return self.copy.get(ref.id, (ref.id, 0))[0] in self.short
@@ -442,6 +468,7 @@ class _Modules(_Collapse):
 
     def graph(self) -> OpGraph:
         """The short graph."""
+        self._check_holds()
         short = self._write(self.source.repeats)
         repeat = self._described()
         self._check_order(short)
@@ -549,6 +576,79 @@ class _Modules(_Collapse):
         assumed = [self.blocks.assumptions(self.first + q) for q in range(self.count)]
         assumptions = {others[0]: others for others in zip(*assumed, strict=True)}
         return replace(self.repeat, names=odd, assumptions=assumptions)
+
+    def _check_holds(self) -> None:
+        """What variables keep is the same in all iterations, as seen from each.
+
+        A Ref can say "of the iteration before", not "of two before": where a variable lives so
+        long, or in some iterations only, these have to be written out.
+        """
+        ops = self.source.ops
+        for run in self.blocks.runs:
+            if self.first not in run:
+                continue
+            for offset in range(run[self.first].stop - run[self.first].start):
+                found = [
+                    ops[run[self.first + q].start + offset] for q in range(self.count)
+                ]  # one op in each iteration
+                if not any(op.holds for op in found):
+                    continue
+                said = [self._seen(ref) for ref in found[0].holds]
+                for q, op in enumerate(found):
+                    mine = {self._at(ref, q) for ref in said if ref is not None}
+                    theirs = {ref.id for ref in op.holds}
+                    if any(not self._lives_on(value, op.id) for value in mine ^ theirs):
+                        raise NotAlikeError
+        for op in ops:
+            if op.holds and self.blocks.label_of_op.get(op.id) not in self._inside:
+                self._check_outside(op)
+
+    @cached_property
+    def _inside(self) -> frozenset[int]:
+        return frozenset(range(self.first, self.first + self.count))
+
+    def _check_outside(self, op: Op) -> None:
+        """An op outside holds what all iterations made, or the last one."""
+        held = {ref.id for ref in op.holds}
+        for ref in op.holds:
+            if ref.id not in self.copy or self._all_held(ref.id, held):
+                continue
+            last = self._ran_last(ref.id, self.copy[ref.id][1], None)
+            if not last and not self._lives_on(ref.id, op.id):
+                raise NotAlikeError
+
+    def _seen(self, ref: Ref) -> tuple[int, int, int] | None:
+        """What the first iteration holds, as its copies do: (the value where there is none beside
+        it, what the one beside it made, how far away that is); None for what is too far away."""
+        place = self.blocks.place.get(ref.id)
+        if place is not None and abs(place[1] - self.first) > 1:
+            return None
+        if place is None or place[1] == self.first:
+            return ref.id, NO_VALUE, 0
+        run, made_in, offset = place
+        shift = made_in - self.first
+        runs = self.blocks.runs[run]
+        last = self.lasts[self.first]
+        if last + 1 not in runs and shift > 0:
+            return None
+        edge = ref.id if shift < 0 else runs[last + 1].made[offset]
+        return edge, runs[self.first].made[offset], shift
+
+    def _at(self, seen: tuple[int, int, int], q: int) -> int:
+        """The value that iteration `q` holds then."""
+        value, beside, shift = seen
+        if shift:
+            inside = 0 <= q + shift < self.count
+            return self._copies[beside][q + shift] if inside else value
+        return self._copies[value][q] if value in self._copies else value
+
+    @cached_property
+    def _copies(self) -> dict[int, list[int]]:
+        """By the value that stays, its copies in order."""
+        found: dict[int, list[int]] = {}
+        for value, (mine, q) in self.copy.items():
+            found.setdefault(mine, [NO_VALUE] * self.count)[q] = value
+        return found
 
     def _check_order(self, short: OpGraph) -> None:
         """Written out again, every value gets the id that it has now."""

@@ -70,26 +70,38 @@ class DeviceLostError(MeasureError):
 
 
 Hang = Callable[["Session"], None]
+Clock = Callable[[], float]
+"""Seconds since some moment, as `time.monotonic` tells them."""
 
 
 class Session:
-    """The run so far, the time left, and how a case is tried."""
+    """The run so far, the time left, and how a case is tried.
+
+    deadline: when the budget ends, as `clock` tells time.
+    """
 
     def __init__(
-        self, plan: Plan, bench: Bench, run: Run, deadline: float, on_hang: Hang | None
+        self,
+        plan: Plan,
+        bench: Bench,
+        run: Run,
+        deadline: float,
+        on_hang: Hang | None,
+        clock: Clock = time.monotonic,
     ) -> None:
         self.plan, self.bench, self.run, self.deadline = plan, bench, run, deadline
+        self.now = clock
         self.current = ""
         self._done = run.done()
-        self._flushed, self._flush_s = time.monotonic(), 0.0
+        self._flushed, self._flush_s = self.now(), 0.0
         self._watch = _Watch(lambda: on_hang(self)) if on_hang is not None else None
-        self._told = time.monotonic()
+        self._told = self.now()
         settings = {"budget_s": plan.budget_s, "quick": plan.quick, "names": list(plan.names)}
         self.run = replace(run, settings={**run.settings, **settings})
 
     def left(self) -> float:
         """Seconds of the budget that are left."""
-        return self.deadline - time.monotonic()
+        return self.deadline - self.now()
 
     def is_done(self, key: str) -> bool:
         """Whether the case was measured, or tried in vain."""
@@ -147,17 +159,17 @@ class Session:
         if not isinstance(row, Trouble) or row.failed:
             self._done.add(row.key)
         # A large file takes a while to write: at most a twentieth of the time goes there.
-        if self._flush_s < 0.02 or time.monotonic() - self._flushed >= 20 * self._flush_s:
+        if self._flush_s < 0.02 or self.now() - self._flushed >= 20 * self._flush_s:
             self.flush()
-        if time.monotonic() - self._told > 10:
-            self._told = time.monotonic()
+        if self.now() - self._told > 10:
+            self._told = self.now()
             self.bench.progress(f"{self.counts()}, {max(self.left(), 0):.0f} s left")
 
     def flush(self) -> None:
         """Write the run to its file."""
-        start = time.monotonic()
+        start = self.now()
         save_run(self.run, self.plan.out)
-        self._flushed = time.monotonic()
+        self._flushed = self.now()
         self._flush_s = self._flushed - start
 
     def note(self, text: str | None) -> None:

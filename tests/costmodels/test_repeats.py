@@ -1,11 +1,13 @@
 """Equal iterations that stand once cost what they cost written out.  `expand` is the oracle."""
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import rooftrace as rt
@@ -13,11 +15,11 @@ from rooftrace.costmodels.diff import diff_estimates
 from rooftrace.costmodels.estimate import Estimate, estimate
 from rooftrace.costmodels.execution import PRESETS, ExecutionModel
 from rooftrace.costmodels.islands import islands
-from rooftrace.costmodels.memory import memory
+from rooftrace.costmodels.memory import KINDS, memory
 from rooftrace.costmodels.plan import plan
 from rooftrace.costmodels.rewrite import without_dead_ops
 from rooftrace.costmodels.timing import Launch, schedule
-from rooftrace.tracer.graph import OpGraph, pattern_of
+from rooftrace.tracer.graph import OpGraph, Ref, Repeat, pattern_of
 from rooftrace.tracer.repeats import roll
 from tests.costmodels.conftest import DEEPSEEK, TEXT, language_model
 from tests.costmodels.graph_support import Builder
@@ -59,15 +61,52 @@ def assert_same_breakdowns(one: Estimate, other: Estimate) -> None:
 
 
 def assert_same_memory(short: OpGraph, flat: OpGraph) -> None:
-    found, expected = memory(short).to_dict(), memory(flat).to_dict()
-    assert {**found, "where": 0} == {**expected, "where": 0}
+    found, expected = memory(short), memory(flat)
+    everything = 10**6  # tensors at the peak, not only the largest
+    numbers, others = found.to_dict(everything), expected.to_dict(everything)
+    assert {**numbers, "where": 0} == {**others, "where": 0}
+    assert found.by_module() == expected.by_module()
+    at = {moment.time: moment.sizes for moment in expected.timeline.moments}
+    for moment in found.timeline.moments:
+        assert moment.sizes == at[moment.time], (moment, KINDS)
 
 
 # -- made up ---------------------------------------------------------------------------------------
 
 
+def read_in_the_last_iteration(count: int, inner: int = 0) -> OpGraph:
+    """Forward makes a tensor in every iteration, and backward reads the one that was made last."""
+    b = Builder()
+    x, y = b.input(6, 8), b.value((6, 8))
+    inside = (0, 1) if inner else (0,)
+    made = b.value((6, 8))
+    b.values[made] = replace(b.values[made], repeats=inside)
+    b.op("aten.exp", {"self": Ref(x)}, (made,), part="forward", repeats=inside)
+    # All of them are alive here, at the peak.
+    both = b.value((6, 8))
+    b.op("aten.cat", {"tensors": (Ref(made, every=True),), "dim": 0}, (both,), part="forward")
+    b.op("aten.exp", {"self": Ref(made)}, (y,), part="backward")
+    repeats = (Repeat(0, count), Repeat(1, inner)) if inner else (Repeat(0, count),)
+    return b.graph(y, repeats=repeats)
+
+
+@pytest.mark.parametrize(("count", "inner"), [(2, 0), (20, 0), (3, 9), (20, 20)])
+def test_backward_saves_what_it_reads_of_a_repeat_and_no_other_iteration(
+    count: int, inner: int
+) -> None:
+    graph = read_in_the_last_iteration(count, inner)
+    found = memory(graph)
+    assert found.saved == 6 * 8 * 2  # the last one, in bf16
+    assert found.peak >= count * max(1, inner) * found.saved
+    assert_same_memory(graph, graph.expand().verify())
+    assert found.to_frame()["saved"].sum() == 1
+
+
 @settings(max_examples=150, deadline=None)
 @given(nests())
+@example(read_in_the_last_iteration(2))
+@example(read_in_the_last_iteration(9, 2))
+@example(read_in_the_last_iteration(8, 7))
 def test_random_nests(graph: OpGraph) -> None:
     flat = graph.expand().verify()
     assert_same_memory(graph, flat)
@@ -143,6 +182,91 @@ def test_the_timeline_of_a_short_graph_is_on_that_of_the_flat_one(graph: OpGraph
     assert all(flat[time] == total for time, total in short)
     assert [time for time, _ in short] == sorted({time for time, _ in short})
     assert short[0][0] == 0 and short[-1][0] == max(flat)
+
+
+# -- what only a variable holds -----------------------------------------------------------------
+
+
+class Held(torch.nn.Module):
+    """Layers whose caller keeps tensors in variables that nobody reads any more."""
+
+    def __init__(self, keep: Callable[[list[Any], torch.Tensor], Any], inner: Any, count: int):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(inner() for _ in range(count))
+        self.keep = keep
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kept: list[Any] = []
+        for layer in self.layers:
+            one = self.keep(kept, x)
+            x = layer(x)
+            del one
+        return x.relu()
+
+
+class Inner(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(16, 64), torch.nn.Linear(64, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.down(torch.relu(self.up(x)))
+        return out
+
+
+def last(count: int) -> Callable[[list[Any], torch.Tensor], Any]:
+    """Keeps what went into the last `count` layers."""
+
+    def keep(kept: list[Any], x: torch.Tensor) -> None:
+        kept[:] = deque([*kept, x], count)
+
+    return keep
+
+
+class Caller(torch.nn.Module):
+    """Variables of a layer live through a call of a layer inside, the recorded one's as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.inner = torch.nn.Linear(16, 16), Inner()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x)
+        big = torch.cat([y] * 6).exp()
+        small = torch.relu(y)
+        x = self.inner(y)
+        del big, small
+        return x
+
+
+KEPT: dict[str, Callable[[], torch.nn.Module]] = {
+    "one": lambda: Held(last(1), Inner, 10),
+    "two": lambda: Held(last(2), Inner, 10),
+    "three": lambda: Held(last(3), Inner, 10),
+    "all": lambda: Held(lambda kept, x: kept.append(x.exp()), Inner, 8),
+    "views": lambda: Held(lambda kept, x: kept.append(x.exp()[:2]), Inner, 8),
+    "large": lambda: Held(lambda kept, x: torch.cat([x] * 6).exp(), Inner, 8),
+    "two in two": lambda: Held(last(2), lambda: Held(last(2), Inner, 6), 6),
+    "large in large": lambda: Held(
+        lambda kept, x: torch.cat([x] * 6).exp(),
+        lambda: Held(lambda kept, x: torch.cat([x] * 8).exp(), Inner, 2),
+        6,
+    ),
+    "caller": lambda: Held(last(1), Caller, 7),
+    "caller in two": lambda: Held(last(2), lambda: Held(last(1), Caller, 2), 6),
+}
+
+
+@pytest.mark.parametrize("phase", ["forward", "training"])
+@pytest.mark.parametrize("kept", KEPT)
+def test_what_only_a_variable_holds_is_held_in_the_short_graph(kept: str, phase: str) -> None:
+    module = KEPT[kept]().train(phase == "training")
+    short, flat = (
+        rt.trace(module, torch.randn(8, 16), phase=phase, repeats=repeats)
+        for repeats in (True, False)
+    )
+    assert_same_memory(short, short.expand())
+    assert_same_memory(short, flat)
 
 
 # -- the queue -------------------------------------------------------------------------------------
