@@ -42,6 +42,7 @@ from rooftrace.tracer.asked import (
     SIZES,
     Asked,
     UnusedError,
+    check_phases,
     is_graph,
     is_named,
     refuse_for_graph,
@@ -393,7 +394,11 @@ def compare(
         )
     check_peers(peers)
     wanted, call = sorted_arguments(model, args, {**_named(phases, {}), **kwargs}, compare)
-    wanted.refuse(("weights_dtype", "kv_dtype"), "FLOPs do not depend on it; leave it out")
+    wanted.refuse(PRICES, "FLOPs do not depend on it; leave it out")
+    if wanted.phases is not None:
+        check_phases(wanted, wanted.phases)
+    if is_named(model) and names_code(os.fspath(model)):
+        wanted.refuse(("trust_remote_code",), "the code of this target runs as it is")
     with own_imports():
         if is_named(model):
             if progress:
