@@ -49,6 +49,7 @@ from rooftrace.tracer.asked import (
     sorted_arguments,
 )
 from rooftrace.tracer.graph import OpGraph
+from rooftrace.tracer.isolation import Kept, keeping, own_imports
 from rooftrace.tracer.request import Options, Request, RequestError
 from rooftrace.tracer.runfile import Run
 from rooftrace.tracer.targetnames import names_code
@@ -383,7 +384,6 @@ def compare(
     TraceError.
     """
     from rooftrace.tracer.inputs import call_inputs
-    from rooftrace.tracer.isolation import own_imports
     from rooftrace.tracer.peers import check_peers, count_phases
     from rooftrace.tracer.target import load_target, module_inputs
 
@@ -449,7 +449,10 @@ def validate(
     model = execution_model(execution, **changes)
     wanted = _wanted(target, {**_named(phases, {}), **kwargs}, validate)
     given, template = _what_ran(measured, target, wanted, progress)
-    return validated(measured, load_chip(chip), model, given, template, phases, counters, progress)
+    with keeping(Kept()):  # rows of one target share what it imported
+        return validated(
+            measured, load_chip(chip), model, given, template, wanted.phases, counters, progress
+        )
 
 
 def calibrate(
@@ -478,9 +481,10 @@ def calibrate(
     given, template = _what_ran(measured, target, wanted, progress, all_phases=True)
     begin = os.fspath(start) if isinstance(start, os.PathLike) else start
     model = execution_model(execution)
-    return calibrated(
-        measured, load_chip(chip), model, given, template, begin, free, title, progress
-    )
+    with keeping(Kept()):
+        return calibrated(
+            measured, load_chip(chip), model, given, template, begin, free, title, progress
+        )
 
 
 def _wanted(target: Source | None, named: Mapping[str, Any], own: Callable[..., Any]) -> Asked:
