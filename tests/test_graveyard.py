@@ -128,7 +128,8 @@ def test_05_a_custom_op_is_named_and_takes_a_rule() -> None:
     unknown = rt.estimate(graph)
     (op,) = unknown.unsupported_ops()
     assert (op.target, op.count) == ("graveyard.mystery.default", 1)
-    assert op.bytes == 4 * (4 * 16 + 16 * 16 + 4 * 16) == unknown.bytes_hbm  # a lower bound
+    assert op.bytes == 4 * (4 * 16 + 16 * 16 + 4 * 16) == unknown.bytes_hbm
+    assert op.bytes_least == 4 * 4 * 16 and op.bytes_most == op.bytes  # the result; everything
     assert "@rooftrace.rule" in op.stub
 
     @rt.rule("graveyard::mystery")

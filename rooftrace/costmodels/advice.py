@@ -24,6 +24,21 @@ def given_formulas(graph: OpGraph) -> tuple[str, ...]:
     return (f"FLOPs by a formula registered with torch: {named}",) if named else ()
 
 
+def unknown_groups(graph: OpGraph, op_costs: Sequence[Cost]) -> tuple[str, ...]:
+    """A sentence about collectives whose group has an unknown size, none where all are known."""
+    calls: Counter[str] = Counter()
+    for op, cost in zip(graph.ops, op_costs, strict=True):
+        size = op.arguments.get("group_size", op.facts.get("group_size"))
+        rule = find_rule(op.target)
+        collective = rule is not None and rule.family == "communication"
+        if collective and size is None and cost.bytes("link"):
+            calls[op.name] += graph.times(op)
+    named = ", ".join(f"{name} x{count}" for name, count in calls.items())
+    if not named:
+        return ()
+    return (f"collectives of a group of unknown size, counted as of a large one: {named}",)
+
+
 def cache_products(graph: OpGraph, op_costs: Sequence[Cost]) -> tuple[str, ...]:
     """A sentence about matrix products of the whole cache with weights, none where there are none.
 

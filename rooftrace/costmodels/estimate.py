@@ -144,6 +144,11 @@ class Estimate:
         return self.plan.coverage
 
     @property
+    def lower_bound(self) -> bool:
+        """Whether something ran out of sight of the trace, so that all totals are too low."""
+        return bool(self.plan.source.unrecorded)
+
+    @property
     def notes(self) -> tuple[str, ...]:
         """What was rewritten, and what about the structure is worth knowing."""
         return self.plan.notes
@@ -262,7 +267,8 @@ class Estimate:
             return None
         variance = 0.0
         for row in self.rows:
-            spread = knobs.share(group_class(self.graph, row.ops)).spread or knobs.spread
+            kind = group_class(self.graph, row.ops, costs=self.plan.op_costs)
+            spread = knobs.share(kind).spread or knobs.spread
             variance += row.timing.t_device / self.times.t_serial * spread**2
         if not variance:
             return None

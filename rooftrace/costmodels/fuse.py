@@ -31,9 +31,10 @@ from rooftrace.costmodels.iterations import (
     writes_many,
     writes_split_rows,
 )
+from rooftrace.costmodels.kinds import PLACES, FusionClass
 from rooftrace.costmodels.patterns import group_name
 from rooftrace.costmodels.realized import stored_wide
-from rooftrace.costmodels.registry import FusionClass, find_rule
+from rooftrace.costmodels.registry import find_rule
 from rooftrace.costmodels.runs import Neighbourhood, listed
 from rooftrace.tracer.graph import Op, OpGraph
 
@@ -52,9 +53,6 @@ Inductor computes it again in every consumer; here it stands in the first, which
 NEAR = 64
 """Kernels further apart in launch order are not merged for a tensor that both read (as Inductor's
 scheduler leaves nodes alone that are that far apart)."""
-
-PLACED = frozenset(("aten.cat", "aten.stack", "aten.constant_pad_nd"))
-"""What makes an input of these computes it into its place in the result."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -370,12 +368,16 @@ class _Grower:
             and len(target.members) + len(group.members) <= MAX_GROUP
             and all(
                 self.group_of.get(user) is group
-                or (self.group_of.get(user) is target and self.graph.ops[user].name in PLACED)
+                or (self.group_of.get(user) is target and self._places(user))
                 for op in group.members
                 for user in self.needed_by[op]
             )
             and self._may_share(group.members, target)
         )
+
+    def _places(self, user: int) -> bool:
+        rule = find_rule(self.graph.ops[user].target)
+        return rule is not None and PLACES in rule.traits
 
     def _reads_part(self, members: Iterable[int], group: _Open) -> bool:
         """Whether one of these ops reads a part of something long in the group."""

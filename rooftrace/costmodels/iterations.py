@@ -9,9 +9,9 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
-from rooftrace.costmodels.registry import FusionClass
+from rooftrace.costmodels.kinds import FusionClass
 from rooftrace.costmodels.runs import copies
-from rooftrace.tracer.graph import Op, OpGraph, Ref
+from rooftrace.tracer.graph import Op, OpGraph, Ref, references
 
 LONG_CHAIN = 14
 """What is used several times and takes at least this many ops for an element is not computed again
@@ -77,7 +77,9 @@ def iteration(graph: OpGraph, op: Op, kind: FusionClass | None) -> tuple[int, in
     # A batch norm in evaluation knows its mean and variance: nothing is left to reduce.
     if kind != "reduction" or op.arguments.get("training") is False:
         # A list of outputs that are not alike (_foreach_add) is iterated over as a whole.
-        if op.name.startswith("aten._foreach"):
+        if len(outputs) > 1 and any(
+            type(item) is tuple and references(item) for item in op.arguments.values()
+        ):
             return sum(copies(graph, op, i) * graph.values[i].elements for i in op.outputs), None
         return max(outputs, default=0), None
     target = op.arguments.get("target")

@@ -83,7 +83,7 @@ def kernel_table(
         warm = warm_bytes(planned, chip.l2_capacity.value, cold)
     weights = {i for i, t in enumerate(planned.graph.values) if t.role == "weights"}
     for group, cost, held in zip(planned.groups, planned.costs, warm, strict=True):
-        kind = group_class(planned.graph, group.ops, planned.channels_last)
+        kind = group_class(planned.graph, group.ops, planned.channels_last, planned.op_costs)
         moved = (
             0
             if kind.endswith(LAST)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, product
 
@@ -211,14 +211,17 @@ class Steps:
 
 @dataclass(frozen=True, slots=True)
 class Lives:
-    """(storage, how many) by step: born as it runs, gone after it, or gone before what it makes.
+    """(number of a storage, how many such) by step: born as it runs, gone after it, or gone before
+    what it makes.
 
-    Step -1: what is there from outside.
+    Step -1: what is there from outside.  saved: what forward makes and backward reads or holds.
+    Of a value in a repeat these may be the copies of some iterations.
     """
 
     births: Mapping[int, list[tuple[int, int]]]
     deaths: Mapping[int, list[tuple[int, int]]]
     replaced: Mapping[int, list[tuple[int, int]]]
+    saved: frozenset[int]
 
 
 def lifetimes(steps: Steps) -> Lives:
@@ -238,18 +241,34 @@ def lifetimes(steps: Steps) -> Lives:
         for number in touched[moment]:
             last[number] = moment
     caches, sums = _replaced_caches(graph), _sums_in_place(graph)
-    found = Lives(defaultdict(list), defaultdict(list), defaultdict(list))
+    saved = _saved(steps, touched) - {number for number, moment in born.items() if moment < 0}
+    found = Lives(defaultdict(list), defaultdict(list), defaultdict(list), saved)
     for number, moment in born.items():
         storage = steps.storage(number)
         at = steps.steps[moment].at if moment >= 0 else {}
-        found.births[moment].append((storage, steps.times(number, storage, at)))
+        found.births[moment].append((number, steps.times(number, storage, at)))
         stays = number in kept or (storage in outside and storage not in caches)
         if not stays and values[storage].role != "gradients":
             end = last.get(number, moment)
             times = steps.times(number, storage, steps.steps[end].at if end >= 0 else {})
             summed = end >= 0 and steps.steps[end].op.id in sums and touched[end][0] == number
-            (found.replaced if summed else found.deaths)[end].append((storage, times))
+            (found.replaced if summed else found.deaths)[end].append((number, times))
     return found
+
+
+def _saved(steps: Steps, touched: Sequence[Sequence[int]]) -> frozenset[int]:
+    """What forward makes and backward reads.
+
+    What backward holds counts as read: kernels keep what no op of the graph names.
+    """
+    made: set[int] = set()
+    read: set[int] = set()
+    for step, numbers in zip(steps.steps, touched, strict=True):
+        if step.op.part == "forward":
+            made.update(steps.made(step))
+        elif step.op.part in ("backward", "recompute"):
+            read.update(numbers)
+    return frozenset(made & read)
 
 
 def _sums_in_place(graph: OpGraph) -> set[int]:

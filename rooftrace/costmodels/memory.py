@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ from rooftrace.costmodels.liveness import Lives, Step, Steps, lifetimes
 from rooftrace.costmodels.traffic import storage_sizes
 from rooftrace.hardware.chip import Chip
 from rooftrace.tracer.asked import check_graph
-from rooftrace.tracer.graph import PARTS, ROLES, Op, OpGraph, Tensor, pattern_of, references
+from rooftrace.tracer.graph import PARTS, ROLES, Op, OpGraph, Tensor, pattern_of
 
 if TYPE_CHECKING:
     import pandas
@@ -204,58 +204,62 @@ def memory(graph: OpGraph) -> Memory:
     check_graph(graph, "memory")
     steps = Steps(graph)
     lives = lifetimes(steps)
-    sizes, kinds = storage_sizes(graph), _kinds(graph)
-    tally = _Tally(_from_outside(graph, lives, sizes, kinds))
+    stored = _Stored(graph, steps, lives)
+    tally = _Tally(_from_outside(graph, lives, stored))
     for number, step in enumerate(steps.steps):
         tally.begin(step.begins)
-        for storage, times in lives.replaced.get(number, ()):
-            tally.change(kinds[storage], -times * sizes[storage])
-        for storage, times in lives.births.get(number, ()):
-            tally.change(kinds[storage], times * sizes[storage])
+        for one, times in lives.replaced.get(number, ()):
+            tally.change(stored.kind(one), -times * stored.size(one))
+        for one, times in lives.births.get(number, ()):
+            tally.change(stored.kind(one), times * stored.size(one))
         tally.look(number, step.op)
-        for storage, times in lives.deaths.get(number, ()):
-            tally.change(kinds[storage], -times * sizes[storage])
+        for one, times in lives.deaths.get(number, ()):
+            tally.change(stored.kind(one), -times * stored.size(one))
         tally.end(step.ends)
-    there = _alive(steps.steps, lives, tally.step)
+    there = _alive(steps.steps, lives, tally.step, stored)
     unread = tally.at_peak["weights"] - sum(
-        count * sizes[storage] for storage, count in there.items() if kinds[storage] == "weights"
+        count * stored.sizes[storage]
+        for (storage, _), count in there.items()
+        if graph.values[storage].role == "weights"
     )
-    return tally.result(_held(graph, there, sizes, kinds, unread))
+    return tally.result(_held(graph, there, stored.sizes, unread))
 
 
-def _kinds(graph: OpGraph) -> list[str]:
-    """The kind of each storage: its role, or `SAVED`.
+class _Stored:
+    """What the number of a storage stands for."""
 
-    What backward holds counts as read: kernels keep what no op of the graph names.
-    """
-    values = graph.values
-    made = {values[i].storage for op in graph.ops if op.part == "forward" for i in op.outputs} - {
-        values[i].storage for i in graph.external
-    }
-    read: set[int] = set()
-    for op in graph.ops:
-        if op.part in ("backward", "recompute"):
-            for ref in (*references(op.arguments), *op.holds):
-                for i in (ref.id, ref.then.value if ref.then else ref.id):
-                    then = values[i].then
-                    read |= {values[i].storage, values[then.value].storage if then else i}
-    saved = made & read
-    return [
-        SAVED if tensor.role == "activations" and i in saved else tensor.role
-        for i, tensor in enumerate(values)
-    ]
+    def __init__(self, graph: OpGraph, steps: Steps, lives: Lives) -> None:
+        self.sizes = storage_sizes(graph)
+        self._values, self._steps, self._saved = graph.values, steps, lives.saved
+
+    def storage(self, number: int) -> int:
+        """The value that owns these bytes."""
+        return self._steps.storage(number)
+
+    def size(self, number: int) -> int:
+        """Its bytes."""
+        return self.sizes[self._steps.storage(number)]
+
+    def saved(self, number: int) -> bool:
+        """Whether it is an activation that backward reads: of this iteration, not of any."""
+        role = self._values[self._steps.storage(number)].role
+        return number in self._saved and role == "activations"
+
+    def kind(self, number: int) -> str:
+        """Its role, or `SAVED`."""
+        if self.saved(number):
+            return SAVED
+        return self._values[self._steps.storage(number)].role
 
 
-def _from_outside(
-    graph: OpGraph, lives: Lives, sizes: Sequence[int], kinds: Sequence[str]
-) -> Counter[str]:
+def _from_outside(graph: OpGraph, lives: Lives, stored: _Stored) -> Counter[str]:
     """Bytes by kind before the first op."""
     alive: Counter[str] = Counter()
-    for storage, times in lives.births.get(-1, ()):
-        alive[kinds[storage]] += times * sizes[storage]
+    for number, times in lives.births.get(-1, ()):
+        alive[stored.kind(number)] += times * stored.size(number)
     # Weights that this step does not read (experts without tokens) are there all the same.
-    stored = int(graph.model.get("bytes_parameters", 0)) + int(graph.model.get("bytes_buffers", 0))
-    alive["weights"] = max(alive["weights"], stored)
+    known = int(graph.model.get("bytes_parameters", 0)) + int(graph.model.get("bytes_buffers", 0))
+    alive["weights"] = max(alive["weights"], known)
     return alive
 
 
@@ -340,48 +344,52 @@ def _later(moment: Moment, time: int, grown: Sequence[int], times: int) -> Momen
 # -- what the peak is made of ----------------------------------------------------------------------
 
 
-def _alive(steps: Sequence[Step], lives: Lives, last: int) -> Counter[int]:
+_Key = tuple[int, bool]
+"""A storage, and whether backward reads it."""
+
+
+def _alive(steps: Sequence[Step], lives: Lives, last: int, stored: _Stored) -> Counter[_Key]:
     """How many tensors of each storage are alive as step `last` runs (-1: before the first)."""
-    alive: Counter[int] = Counter()
-    inside: list[Counter[int]] = []
+    alive: Counter[_Key] = Counter()
+    inside: list[Counter[_Key]] = []
 
-    def change(lived: Iterable[tuple[int, int]], sign: int) -> None:
-        for storage, times in lived:
-            alive[storage] += sign * times
+    def change(lived: Iterable[tuple[_Key, int]], sign: int) -> None:
+        for key, times in lived:
+            alive[key] += sign * times
             if inside:
-                inside[-1][storage] += sign * times
+                inside[-1][key] += sign * times
 
-    change(lives.births.get(-1, ()), 1)
+    def keyed(lived: Iterable[tuple[int, int]]) -> Iterator[tuple[_Key, int]]:
+        for number, times in lived:
+            yield (stored.storage(number), stored.saved(number)), times
+
+    change(keyed(lives.births.get(-1, ())), 1)
     for number, step in enumerate(steps[: last + 1]):
         inside += [Counter() for _ in range(step.begins)]
-        change(lives.replaced.get(number, ()), -1)
-        change(lives.births.get(number, ()), 1)
+        change(keyed(lives.replaced.get(number, ())), -1)
+        change(keyed(lives.births.get(number, ())), 1)
         if number == last:
             break
-        change(lives.deaths.get(number, ()), -1)
+        change(keyed(lives.deaths.get(number, ())), -1)
         for left_out in step.ends:
             changed = inside.pop()
             if inside:
                 inside[-1].update(changed)
-            change([(storage, left_out * times) for storage, times in changed.items()], 1)
-    return Counter({storage: count for storage, count in alive.items() if count > 0})
+            change([(key, left_out * times) for key, times in changed.items()], 1)
+    return Counter({key: count for key, count in alive.items() if count > 0})
 
 
 UNREAD = "(not read in this step)"
 
 
 def _held(
-    graph: OpGraph,
-    alive: Mapping[int, int],
-    sizes: Sequence[int],
-    kinds: Sequence[str],
-    unread: int,
+    graph: OpGraph, alive: Mapping[_Key, int], sizes: Sequence[int], unread: int
 ) -> tuple[Held, ...]:
     """These storages, those alike together; and weights that the step does not read."""
     counts: Counter[Held] = Counter()
     total: Counter[Held] = Counter()
-    for storage, count in alive.items():
-        key = _one(graph, storage, kinds[storage] == SAVED)
+    for (storage, saved), count in alive.items():
+        key = _one(graph, storage, saved)
         counts[key] += count
         total[key] += count * sizes[storage]
     if unread > 0:

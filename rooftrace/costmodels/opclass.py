@@ -1,14 +1,19 @@
 """Classes of kernels that reach alike shares of a chip's peaks.
 
 A group's class is that of its heaviest op: a convolution with its epilogue is a convolution.  The
-classes are those between which measured efficiencies differ; which op is in which is data.
+classes are those between which measured efficiencies differ; which op is in which its rule says, or
+its cost (`Rule.kind_of`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rooftrace.costmodels.cost import Cost
+from rooftrace.costmodels.kinds import KINDS
 from rooftrace.costmodels.layouts import has_channels_last, weight_shape
+from rooftrace.costmodels.price import op_cost
+from rooftrace.costmodels.registry import find_rule
 from rooftrace.hardware.precision import precision
 from rooftrace.tracer.graph import Op, OpGraph
 
@@ -22,27 +27,6 @@ LARGE_WINDOW_LAST = 7
 ACCESS = 16
 """Bytes that a thread loads at once: channels that lie side by side and are no whole number of
 these are loaded in smaller pieces."""
-
-_BY_NAME: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("attention", ("attention", "flex")),
-    ("rnn", ("rnn", "lstm", "gru")),
-    ("grouped mm", ("_grouped_mm", "_scaled_grouped_mm")),
-    ("mm", ("aten.mm", "aten.addmm", "aten.linear", "_scaled_mm", "pack_mm", "_int_mm")),
-    ("bmm", ("aten.bmm", "aten.baddbmm", "aten.matmul")),
-    ("batch norm", ("batch_norm",)),
-    ("layer norm", ("layer_norm", "rms_norm", "group_norm")),
-    ("softmax", ("softmax",)),
-    ("pooling", ("pool",)),
-    ("upsample", ("upsample", "grid_sampler")),
-    ("sort", ("aten.sort", "aten.topk", "aten.argsort", "aten.msort", "kthvalue")),
-    ("gather", ("embedding", "aten.index", "gather", "scatter", "_unsafe_index", "index_")),
-    ("reduction", ("aten.sum", "aten.mean", "aten.amax", "aten.amin", "aten.max", "aten.min",
-                   "aten.var", "aten.std", "aten.prod", "aten.any", "aten.all", "vector_norm",
-                   "aten.cumsum", "argmax", "argmin", "logsumexp")),
-    ("copy", ("aten.clone", "aten.cat", "aten.roll", "pad", "aten.stack", "aten.flip",
-              "aten.repeat", "aten.tril", "aten.triu")),
-    ("cast", ("aten._to_copy", "aten.copy_")),
-)  # fmt: skip
 
 LAST = ", channels last"
 """What the name of a class ends in whose images are given with channels last: eager kernels differ
@@ -62,26 +46,36 @@ CLASSES = (
     "depthwise conv, general",
     "depthwise conv backward",
     "grouped conv backward",
-    *(name for name, _ in _BY_NAME),
-    "elementwise",
+    *KINDS[1:],
 )
 """Every class, those of matrix work first; a group of the first that any of its ops is in."""
 
 
-def op_class(op: Op, graph: OpGraph, channels_last: bool = False) -> str:
-    """The class of one op.  channels_last: whether a compiler lays all images out so."""
-    name = op.name
-    if "conv" in name:
-        return _convolution(op, graph, channels_last)
-    for found, words in _BY_NAME:
-        if any(word in name for word in words):
-            return found
-    return "elementwise"
+def op_class(op: Op, graph: OpGraph, channels_last: bool = False, cost: Cost | None = None) -> str:
+    """The class of one op: the kind that its rule says or its cost tells; "elementwise" of an op
+    without a rule.  A convolution's class follows from its sizes too.
+
+    channels_last: whether a compiler lays all images out so.  cost: what the op costs, where that
+    is known already.
+    """
+    rule = find_rule(op.target)
+    if rule is None:
+        return "elementwise"
+    kind = rule.kind or rule.kind_of(op_cost(graph, op) if cost is None else cost)
+    return _convolution(op, graph, channels_last) if kind == "conv" else kind
 
 
-def group_class(graph: OpGraph, ops: Sequence[int], channels_last: bool = False) -> str:
-    """The class of a kernel group: the heaviest of those of its ops."""
-    return min((op_class(graph.ops[i], graph, channels_last) for i in ops), key=CLASSES.index)
+def group_class(
+    graph: OpGraph,
+    ops: Sequence[int],
+    channels_last: bool = False,
+    costs: Sequence[Cost] | None = None,
+) -> str:
+    """The class of a kernel group: the heaviest of those of its ops.  costs: those of all ops."""
+    return min(
+        (op_class(graph.ops[i], graph, channels_last, costs[i] if costs else None) for i in ops),
+        key=CLASSES.index,
+    )
 
 
 def _convolution(op: Op, graph: OpGraph, channels_last: bool) -> str:
@@ -94,7 +88,7 @@ def _convolution(op: Op, graph: OpGraph, channels_last: bool) -> str:
     last, ending = channels_last or given, LAST if given else ""
     if groups > 1:
         alone = shape[1] == 1 or shape[0] == groups
-        back = " backward" if "backward" in op.name else ""
+        back = " backward" if "grad_output" in op.arguments else ""
         if not alone:
             return f"grouped conv{back or ending}"
         if last and max(window) > LARGE_WINDOW_LAST:

@@ -12,12 +12,13 @@ from functools import cached_property
 from itertools import groupby
 from typing import Any
 
-from rooftrace.costmodels.advice import cache_products, given_formulas
+from rooftrace.costmodels.advice import cache_products, given_formulas, unknown_groups
 from rooftrace.costmodels.cost import MATRIX, Cost
 from rooftrace.costmodels.execution import ExecutionModel, execution_model
+from rooftrace.costmodels.families import with_families
 from rooftrace.costmodels.fuse import FusionGroup, fuse
 from rooftrace.costmodels.layouts import keeps_channels_last
-from rooftrace.costmodels.price import price_ops
+from rooftrace.costmodels.price import price_ops, unknown_bytes
 from rooftrace.costmodels.rewrite import rewrite
 from rooftrace.costmodels.timing import Launch
 from rooftrace.costmodels.traffic import bytes_by_role, compulsory_bytes, group_costs
@@ -49,13 +50,24 @@ class Bytes:
 
 @dataclass(frozen=True, slots=True)
 class Unsupported:
-    """An op without a rule: only the bytes of its inputs and outputs are counted."""
+    """An op without a rule: no FLOP of it is counted.
+
+    bytes: what the totals have (see `price.without_rule`).  bytes_least, bytes_most: bounds, if it
+    touches no byte twice (see `price.unknown_bytes`).
+    """
 
     target: str
     count: int
     bytes: int
     shapes: str
     modules: tuple[str, ...]
+    bytes_least: int = 0
+    bytes_most: int | None = None
+
+    @property
+    def most(self) -> int:
+        """The upper bound; `bytes` where none is known."""
+        return self.bytes if self.bytes_most is None else self.bytes_most
 
     @property
     def stub(self) -> str:
@@ -144,8 +156,11 @@ def plan(graph: OpGraph, execution: str | ExecutionModel = "efficient") -> Plan:
     """
     check_graph(graph, "plan")
     model = execution_model(execution)
-    rewritten, notes = rewrite(graph, model)
-    op_costs, known = price_ops(rewritten)
+    op_costs, known = price_ops(graph)
+    classified = with_families(graph, op_costs)
+    rewritten, notes = rewrite(classified, model)
+    if rewritten is not classified:
+        op_costs, known = price_ops(rewritten)
     groups = fuse(rewritten, model)
     costs = group_costs(rewritten, groups, op_costs, model)
     return Plan(
@@ -158,7 +173,12 @@ def plan(graph: OpGraph, execution: str | ExecutionModel = "efficient") -> Plan:
         _launches(rewritten, groups, model),
         _coverage(rewritten, op_costs, known),
         compulsory_bytes(rewritten, op_costs),
-        (*notes, *given_formulas(rewritten), *cache_products(rewritten, op_costs)),
+        (
+            *notes,
+            *given_formulas(rewritten),
+            *unknown_groups(rewritten, op_costs),
+            *cache_products(rewritten, op_costs),
+        ),
     )
 
 
@@ -224,6 +244,8 @@ def _launches(
 def _coverage(graph: OpGraph, costs: Sequence[Cost], known: Sequence[bool]) -> Coverage:
     counts: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
+    least: Counter[str] = Counter()
+    most: Counter[str] = Counter()
     where: dict[str, dict[str, None]] = defaultdict(dict)
     shapes: dict[str, str] = {}
     ops = total = 0
@@ -237,10 +259,21 @@ def _coverage(graph: OpGraph, costs: Sequence[Cost], known: Sequence[bool]) -> C
         if not has_rule:
             counts[op.target] += times
             sizes[op.target] += size
+            low, high = unknown_bytes(graph, op)
+            least[op.target] += times * low
+            most[op.target] += times * high
             where[op.target][pattern_of(op.module)] = None
             shapes.setdefault(op.target, _shapes(graph, op.inputs[:3]))
     unsupported = tuple(
-        Unsupported(target, counts[target], sizes[target], shapes[target], tuple(where[target]))
+        Unsupported(
+            target,
+            counts[target],
+            sizes[target],
+            shapes[target],
+            tuple(where[target]),
+            least[target],
+            most[target],
+        )
         for target in sorted(counts, key=lambda t: (-sizes[t], t))
     )
     return Coverage(ops, ops - counts.total(), total, total - sizes.total(), unsupported)

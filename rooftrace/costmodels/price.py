@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import groupby, product
 from typing import Any
 
-from rooftrace.costmodels.cost import NOTHING, Cost, OpView, Slot, TensorView, Work
+from rooftrace.costmodels.cost import NOTHING, Access, Cost, OpView, Slot, TensorView, Work
 from rooftrace.costmodels.registry import find_rule
 from rooftrace.costmodels.runs import missing
 from rooftrace.hardware.precision import precision, storage_bytes
-from rooftrace.tracer.graph import Argument, Op, OpGraph, Ref, Tensor
+from rooftrace.tracer.graph import Argument, Op, OpGraph, Ref, Tensor, references
 
 
 def price_ops(graph: OpGraph) -> tuple[tuple[Cost, ...], tuple[bool, ...]]:
     """The cost of each op, once, bound to storages, and whether it has a rule.
 
-    An op without a rule is priced at the bytes of its inputs and outputs: a lower bound of its
-    traffic.  Views and waits cost nothing here.  What runs a second time in backward (checkpoints)
-    counts as recompute.  Equal ops (sizes, precisions, attributes) are priced once.
+    An op without a rule reads its operands and writes its results (see `without_rule`), between
+    the bounds of `unknown_bytes`.  Views and waits cost nothing here.  What runs a second time in
+    backward (checkpoints) counts as recompute.  Equal ops (sizes, precisions, attributes) are
+    priced once.
     """
     memo: dict[Any, tuple[Cost, bool]] = {}
     costs: list[Cost] = []
@@ -28,6 +29,7 @@ def price_ops(graph: OpGraph) -> tuple[tuple[Cost, ...], tuple[bool, ...]]:
     sizes = [(t.shape, t.dtype, t.stride) for t in graph.values]
     storages = [t.storage for t in graph.values]
     copies = _Copies(graph, sizes, storages)
+    outside = {storages[i] for i in graph.external}
     for op in graph.ops:
         if op.kind != "kernel":
             costs.append(NOTHING)
@@ -38,9 +40,80 @@ def price_ops(graph: OpGraph) -> tuple[tuple[Cost, ...], tuple[bool, ...]]:
         if found is None:
             found = memo[key] = _price(_view(key))
         cost = found[0].bind(copies.owners(local)) if found[0].traffic else found[0]
+        if find_rule(op.target) is None:
+            cost = without_rule(graph, op, cost, outside)
         costs.append(cost.recomputed() if op.part == "recompute" else cost)
         known.append(found[1])
     return tuple(costs), tuple(known)
+
+
+def op_cost(graph: OpGraph, op: Op) -> Cost:
+    """The cost of one op alone, its storages by their local index; NOTHING of a view or a wait."""
+    if op.kind != "kernel":
+        return NOTHING
+    sizes = [(t.shape, t.dtype, t.stride) for t in graph.values]
+    storages = [t.storage for t in graph.values]
+    key, _ = _signature(_Copies(graph, sizes, storages).written_out(op), sizes, storages)
+    return _price(_view(key))[0]
+
+
+def without_rule(graph: OpGraph, op: Op, cost: Cost, outside: Collection[int]) -> Cost:
+    """What is taken of an op without a rule, from the cost of streaming all that it is given.
+
+    Operands are read and results are written, whole.  What it writes in place and the step has made
+    itself is read and written.  Of a storage that outlives the step (`outside`: a cache, a buffer)
+    it writes as many bytes as its other operands bring: a store into a large cache writes rows.
+    """
+    written = _written(graph, op)
+    if not written:
+        return cost
+    traffic = dict(cost.traffic)
+    brought = sum(
+        size
+        for access, size in traffic.items()
+        if not access.write and access.storage not in written
+    )
+    for storage in written:
+        read, write = Access(storage, False), Access(storage, True)
+        size = traffic.get(write, traffic.get(read, 0))
+        if storage in outside and 0 < brought < size:
+            traffic.pop(read, None)
+            size = brought
+        traffic[write] = size
+    return Cost(cost.work, traffic)
+
+
+def unknown_bytes(graph: OpGraph, op: Op) -> tuple[int, int]:
+    """Bytes that an op without a rule moves at least, and at most if it touches each byte once.
+
+    At least: the results that it makes anew are written; of its operands it may need the sizes
+    alone, or single rows.  At most: every operand is read, and everything that it writes, results
+    and operands, is written whole.
+    """
+    cost = op_cost(graph, op)
+    values = graph.values
+    given = {values[i].storage for i in op.inputs}
+    sizes = {access: size for access, size in cost.traffic.items() if access.wire == "hbm"}
+    local = list(dict.fromkeys(values[i].storage for i in (*op.inputs, *op.outputs)))
+    least = sum(s for a, s in sizes.items() if a.write and local[a.storage] not in given)
+    known = {local[access.storage] for access in sizes if access.write}
+    more = sum(
+        sizes.get(Access(local.index(storage), False), 0)
+        for storage in _written(graph, op)
+        if storage not in known
+    )
+    return least, cost.bytes() + more
+
+
+def _written(graph: OpGraph, op: Op) -> list[int]:
+    """The storages of its operands that an op writes in place."""
+    values = graph.values
+    given = {values[i].storage for i in op.inputs}
+    found = {values[i].storage: None for i in op.outputs if values[i].storage in given}
+    for name in op.facts.get("writes", ()):
+        for ref in references({name: op.arguments.get(name)}):
+            found[values[ref.id].storage] = None
+    return list(found)
 
 
 def _price(view: OpView) -> tuple[Cost, bool]:

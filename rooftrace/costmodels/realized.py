@@ -11,16 +11,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
+from rooftrace.costmodels.kinds import REREADS
 from rooftrace.costmodels.registry import find_rule
 from rooftrace.hardware.precision import precision
 from rooftrace.tracer.graph import OpGraph
 
-TWICE = frozenset(
-    f"aten.{name}{suffix}"
-    for name in ("silu", "gelu", "hardswish", "mish", "leaky_relu", "elu")
-    for suffix in ("", "_")
-)
-"""Activations that use their input more than once, and compute in fp32."""
 MANY_READS = 5
 """An input that takes as many reads is stored (realize_reads_threshold is 4)."""
 
@@ -41,14 +36,15 @@ def stored_wide(graph: OpGraph) -> dict[int, int]:
             continue
         made = [values[i].storage for i in op.outputs]
         bits = precision(values[op.outputs[0]].dtype).bits if op.outputs else 32
+        rule = find_rule(op.target)
         if (
-            op.name in TWICE
+            rule is not None
+            and REREADS in rule.traits
             and bits < 32
             and any(len(reads[values[i].storage]) >= MANY_READS for i in op.inputs)
             and not any(opaque.get(s, -1) > op.id or s in results for s in made)
         ):
             found[op.id] = 32 // int(bits)
-        rule = find_rule(op.target)
         pointwise = rule is not None and _is_pointwise(rule.fusion, op.arguments.get("training"))
         taken = set[int]()
         for i in op.inputs if pointwise else ():

@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from typing import Literal
 
 from rooftrace.costmodels.cost import Cost, OpView
+from rooftrace.costmodels.kinds import (
+    FAMILIES,
+    FUSION_CLASSES,
+    KINDS,
+    TRAITS,
+    FusionClass,
+    check,
+    family_of,
+    kind_of,
+)
 
 RuleFunction = Callable[[OpView], Cost]
-FusionClass = Literal["opaque", "pointwise", "reduction", "gather", "free"]
-"""How a compiler may fuse the op.
-
-opaque: its own kernel (matrix products, sorts, scatters).  pointwise: output[i] needs inputs[i]
-(after broadcasting), copies and casts included.  reduction: reads rows, may write rows back (norms,
-softmax).  gather: pointwise with indirect reads (embedding, index).  free: no kernel at all.
-"""
 
 
 class DuplicateRuleError(ValueError):
@@ -30,12 +32,31 @@ class DuplicateRuleError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """How one op is priced: the function, how it may fuse, and who says so."""
+    """How one op is priced, and what it is.
+
+    name: of the op.  price: its cost.  fusion: how a compiler may fuse it.  source: who says so.
+    kind, family: None where its cost tells.  label: what reports call its kernel; None: the op's
+    name.  fused: what they call a kernel of several ops that this one leads; None: what the other
+    ops say.  traits: see `kinds`.
+    """
 
     name: str
     price: RuleFunction
     fusion: FusionClass
     source: str = "rooftrace"
+    kind: str | None = None
+    family: str | None = None
+    label: str | None = None
+    fused: str | None = None
+    traits: frozenset[str] = frozenset()
+
+    def kind_of(self, cost: Cost) -> str:
+        """Its kind, for an op of this cost."""
+        return self.kind or kind_of(cost, self.fusion)
+
+    def family_of(self, cost: Cost) -> str:
+        """Its family, for an op of this cost."""
+        return self.family or family_of(cost, self.kind_of(cost))
 
 
 _RULES: dict[str, Rule] = {}
@@ -43,14 +64,32 @@ _loaded = False
 
 
 def rule(
-    *names: str, fusion: FusionClass = "opaque", source: str = "user", override: bool = False
+    *names: str,
+    fusion: FusionClass = "opaque",
+    kind: str | None = None,
+    family: str | None = None,
+    label: str | None = None,
+    fused: str | None = None,
+    traits: Collection[str] = (),
+    source: str = "user",
+    override: bool = False,
 ) -> Callable[[RuleFunction], RuleFunction]:
     """Register the decorated function `price(op: OpView) -> Cost` for these ops.
 
-    A second rule for one op raises DuplicateRuleError naming both owners, unless override=True or
-    it is the same function defined again (a file or a notebook cell that ran twice); a name without
-    a namespace raises ValueError.
+    kind, family: what the op is; by default its cost tells.  label: what reports call its kernel.
+    fused: what they call a kernel of several ops that it leads, by default the label.  A second
+    rule for one op raises DuplicateRuleError naming both owners, unless override=True or it is the
+    same function defined again (a file or a notebook cell that ran twice); a name without a
+    namespace, and an unknown fusion class, kind, family or trait raise ValueError.
     """
+    if not names:
+        raise ValueError('rule(): expected the name of an op, for example "mylib::fast_gemm"')
+    of = f"rule({', '.join(map(repr, names[:1]))}): "
+    check(f"{of}fusion", fusion, FUSION_CLASSES)
+    check(f"{of}kind", kind, KINDS)
+    check(f"{of}family", family, FAMILIES)
+    for trait in traits:
+        check(f"{of}trait", trait, TRAITS)
 
     def register(function: RuleFunction) -> RuleFunction:
         if source == "user":
@@ -65,15 +104,42 @@ def rule(
                     f"{name!r} already has a rule, {_owner(old.price)}; {_owner(function)} would "
                     "be a second one: pass override=True to replace it"
                 )
-            _RULES[key] = Rule(key, function, fusion, source)
+            _RULES[key] = Rule(
+                key,
+                function,
+                fusion,
+                source,
+                kind=kind,
+                family=family,
+                label=label,
+                fused=fused or label,
+                traits=frozenset(traits),
+            )
         return function
 
     return register
 
 
-def builtin(*names: str, fusion: FusionClass = "opaque") -> Callable[[RuleFunction], RuleFunction]:
+def builtin(
+    *names: str,
+    fusion: FusionClass = "opaque",
+    kind: str | None = None,
+    family: str | None = None,
+    label: str | None = None,
+    fused: str | None = None,
+    traits: Collection[str] = (),
+) -> Callable[[RuleFunction], RuleFunction]:
     """`rule` for this package's own rules."""
-    return rule(*names, fusion=fusion, source="rooftrace")
+    return rule(
+        *names,
+        fusion=fusion,
+        kind=kind,
+        family=family,
+        label=label,
+        fused=fused,
+        traits=traits,
+        source="rooftrace",
+    )
 
 
 def find_rule(target: str) -> Rule | None:

@@ -134,7 +134,9 @@ def _needed(graph: OpGraph, across: Collection[tuple[int, int]]) -> list[Op]:
         entered = set(op.repeats) - set(inside)
         live.update(value for repeat, value in across if repeat in entered)
         inside = op.repeats
-        if op.kind == "sync" or not op.outputs or any(storage[i] in live for i in op.outputs):
+        beside = "writes" in op.facts  # it overwrites an operand, too
+        used = beside or not op.outputs or any(storage[i] in live for i in op.outputs)
+        if op.kind == "sync" or used:
             kept.append(op)
             live.update(storage[i] for i in op.inputs)
     return kept[::-1]

@@ -193,7 +193,7 @@ def node_checks(
     return tuple(
         NodeCheck(
             step,
-            group_class(estimate.graph, node.row.ops),
+            group_class(estimate.graph, node.row.ops, costs=estimate.plan.op_costs),
             node,
             None if dram is None else dram.get(node.row.index),
         )

@@ -172,6 +172,7 @@ def _coverage(report: Report) -> dict[str, Any]:
         "ops": sum(c.ops for c in main),
         "ops_with_rule": sum(c.ops_with_rule for c in main),
         "bytes_with_rule_share": with_rule / size if size else 1.0,
+        "lower_bound": any(graph.unrecorded for graph in report.graphs.values()),
         "unsupported": [
             {"phase": phase, **_unsupported(entry)} for phase, entry in unsupported_ops(report)
         ],
@@ -210,6 +211,8 @@ def _unsupported(entry: Unsupported) -> dict[str, Any]:
         "target": entry.target,
         "count": entry.count,
         "bytes": entry.bytes,
+        "bytes_least": entry.bytes_least,
+        "bytes_most": entry.most,
         "shapes": entry.shapes,
         "modules": list(entry.modules),
         "stub": entry.stub,

@@ -17,7 +17,7 @@ from rooftrace.hardware.units import (
 from rooftrace.reporting import words
 from rooftrace.reporting.grid import Column, Grid, grid
 from rooftrace.reporting.tally import Tally, tally
-from rooftrace.tracer.graph import pattern_of
+from rooftrace.tracer.graph import LOWER_BOUND, pattern_of
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -144,13 +144,14 @@ def _steps(estimates: Sequence[Estimate]) -> Grid:
 
 def _step_cells(one: Estimate) -> list[str | Text]:
     times = one.times
+    least = "≥ " if one.lower_bound else ""
     return [
-        words.bare(format_flops(one.flops), "FLOP"),
-        format_traffic(one.bytes_hbm),
+        least + words.bare(format_flops(one.flops), "FLOP"),
+        least + format_traffic(one.bytes_hbm),
         words.bare(format_intensity(one.ai_hbm), "FLOP/byte"),
         format_time(times.t_bound),
         format_time(times.t_serial),
-        _styled(format_time(times.t_est), "bold"),
+        _styled(least + format_time(times.t_est), "bold"),
         _styled(words.regime_words(times), REGIME_STYLES[times.regime]),
         words.percent(one.mfu),
         format_count(one.items_per_s),
@@ -315,14 +316,17 @@ def _trust(
     everything: Sequence[Estimate],
     assumptions: Sequence[tuple[str, Assumption]],
 ) -> list[RenderableType]:
-    complete, sentence = words.coverage_words(one.coverage for one in shown)
+    complete, sentence = words.coverage_words(
+        (one.coverage for one in shown), [a for _, a in assumptions if a.kind in LOWER_BOUND]
+    )
     lines: list[RenderableType] = [_styled(f"coverage: {sentence}", "" if complete else "red")]
     missing = {entry.target: entry for one in everything for entry in one.unsupported_ops()}
     for entry in sorted(missing.values(), key=lambda entry: (-entry.bytes, entry.target))[:3]:
         lines.append(
             _styled(
                 f"  no rule: {entry.target} x{entry.count:,}, {format_traffic(entry.bytes)}, in "
-                f"{entry.modules[0] or '(root)'}; only its bytes count",
+                f"{entry.modules[0] or '(root)'}; no FLOP counts, and its bytes are between "
+                f"{format_traffic(entry.bytes_least)} and {format_traffic(entry.most)}",
                 "red",
             )
         )

@@ -12,8 +12,9 @@ from typing import Any
 from rooftrace.costmodels.estimate import Estimate, estimate
 from rooftrace.costmodels.execution import ExecutionModel
 from rooftrace.costmodels.misses import nodes
-from rooftrace.costmodels.profiles.align import Alignment, Stray
+from rooftrace.costmodels.profiles.align import PROFILER_STEP, Alignment, Stray
 from rooftrace.costmodels.profiles.counted import Counted, counted
+from rooftrace.costmodels.profiles.linking import LAUNCH, OP, WHOLE
 from rooftrace.costmodels.profiles.ncu import read_counters
 from rooftrace.costmodels.profiles.records import Profile
 from rooftrace.costmodels.profiles.source import Kind
@@ -31,7 +32,7 @@ from rooftrace.costmodels.validation import (
     step_check,
 )
 from rooftrace.hardware.chip import Chip
-from rooftrace.hardware.units import format_share, format_traffic
+from rooftrace.hardware.units import format_share, format_time, format_traffic
 from rooftrace.reporting.measured import (
     Graphs,
     MeasuredRequestError,
@@ -355,7 +356,7 @@ def validate_trace(
     """
     counts = None if counters is None else read_counters(counters)
     priced, found = best_match(profile, graphs, chip, model, progress or (lambda _: None))
-    graph = priced.graph
+    graph, profile = priced.graph, found.profile  # with the steps that were told apart
     label = f"{graph.model.get('name') or 'model'} {graph.phase}"
     busy = [step.busy for step in profile.steps if step.busy is not None]
     device = statistics.median(busy) if busy else None
@@ -400,6 +401,38 @@ def _counter_note(priced: Estimate, seen: Counted, dram: Mapping[int, float]) ->
     )
 
 
+def _step_notes(found: Alignment) -> list[str]:
+    """How the steps of a trace are told apart, and kernels put into them where not by launch."""
+    profile = found.profile
+    count = plural(len(profile.steps), "step")
+    notes: list[str] = []
+    if found.outside is not None:
+        notes.append(
+            f"no ProfilerStep in the trace: the ops of the graph come again, which makes {count}; "
+            f"{format_share(found.outside)} of the measured time is in none of them"
+        )
+    elif len(profile.steps) == 1 and profile.steps[0].name == WHOLE:
+        notes.append("no ProfilerStep in the trace: all of it counts as one step")
+    elif profile.marked_by and profile.marked_by != PROFILER_STEP:
+        notes.append(
+            f"no ProfilerStep in the trace: the ranges {profile.marked_by!r} are its steps"
+        )
+    for placed in profile.placements:
+        if placed.how not in (LAUNCH, OP):
+            others = f" and {plural(placed.copies, 'memory operation')}"
+            notes.append(
+                f"{plural(placed.kernels, 'kernel')}{others if placed.copies else ''} of the trace "
+                f"({format_time(placed.seconds)}) {placed.how}"
+            )
+    waited = [step.waited for step in profile.steps if step.waited]
+    if waited:
+        notes.append(
+            f"{format_time(sum(waited))} in which the host waited for work from before the "
+            "trace begins are left out of the step"
+        )
+    return notes
+
+
 def _trace_notes(found: Alignment, graphs: Mapping[str, Any], chip: Chip) -> list[str]:
     profile, graph = found.profile, found.graph
     count = len(profile.steps)
@@ -410,14 +443,18 @@ def _trace_notes(found: Alignment, graphs: Mapping[str, Any], chip: Chip) -> lis
         notes.append(f"the trace matches {graph.phase} best of {listed(list(graphs))}")
     if not profile.on_device:
         notes.append("no kernels in the trace: seconds of ops are the host's own")
-    if not any(step.name.startswith("ProfilerStep") for step in profile.steps):
-        notes.append("no ProfilerStep in the trace: all of it counts as one step")
+    notes += _step_notes(found)
     notes.append(
         f"median of {plural(count, 'step')}, matched by {found.how}: "
         f"{format_share(found.ops_matched_share)} of the graph's kernels are in the trace"
     )
     if found.first_difference and (found.only_in_trace or found.only_in_graph):
         notes.append(f"the two part {found.first_difference}")
+    if found.reshaped:
+        notes.append(
+            f"{plural(found.reshaped, 'call')} of the trace matched with shapes written otherwise "
+            "(dimensions of 1, leading ones as one, a weight transposed)"
+        )
     kept = "; seconds of kernels stay what they are" if profile.on_device else ", and its ops"
     notes.append(f"the profiler lengthens a step on the host{kept}")
     return notes

@@ -196,8 +196,13 @@ def alive(memory: Memory) -> dict[str, int]:
     return {**sizes, "activations": memory.peak - sum(sizes.values())}
 
 
-def coverage_words(coverages: Iterable[Coverage]) -> tuple[bool, str]:
-    """Whether every op has a rule, and the line that must stand beside every total."""
+def coverage_words(
+    coverages: Iterable[Coverage], unrecorded: Sequence[Assumption] = ()
+) -> tuple[bool, str]:
+    """Whether the totals are complete, and the line that must stand beside every total.
+
+    unrecorded: what ran out of sight of the traces.
+    """
     ops = with_rule = size = size_with_rule = 0
     for coverage in coverages:
         ops += coverage.ops
@@ -206,7 +211,14 @@ def coverage_words(coverages: Iterable[Coverage]) -> tuple[bool, str]:
         size_with_rule += coverage.bytes_with_rule
     share = size_with_rule / size if size else 1.0
     shown = "100 %" if size_with_rule == size else f"{min(share * 100, 99.99):.2f} %"
-    return with_rule == ops, f"{with_rule:,} of {ops:,} ops have a rule, {shown} of bytes"
+    sentence = f"{with_rule:,} of {ops:,} ops have a rule, {shown} of bytes"
+    if not unrecorded:
+        return with_rule == ops, sentence
+    what = "; ".join(dict.fromkeys(item.text for item in unrecorded))
+    return False, (
+        f"{with_rule:,} of {ops:,} recorded ops have a rule, but not everything was recorded: "
+        f"totals are a lower bound ({what})"
+    )
 
 
 def assumption_words(assumptions: Iterable[Assumption]) -> str:

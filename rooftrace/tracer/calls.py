@@ -14,13 +14,14 @@ that stand in its place.  Done only where the later call could not have recorded
 3. The recorded call wrote to nothing that it did not make, changed no attribute of the modules and
    no container that it was given, called no module but those inside, decided no unknown condition,
    drew no random number in Python, made no constant, read no tensor that was computed elsewhere,
-   and returned plain values, inputs, or new tensors.
+   computed no value from real data, left no tensor behind that something holds, and returned plain values, inputs, or new tensors.
 4. Both stand under the same modes: precision, autocast, kernels of attention.
 5. Gradients are off: autograd has to see every op.
+6. What its functions can see outside of modules (globals, closures, attributes of classes, context
+   variables: see `outside`) was not changed by the recorded call, and is now what it was then.
 
-What is left out is code that keeps or reads what no module holds (a global variable, a generator of
-random numbers of its own) and that changes between the calls, and code that asks a module for its
-`__dict__` or its identity.
+What is left out is code that asks a module for its `__dict__` or its identity, and state that
+compiled code keeps to itself.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ from rooftrace.tracer.alike import (
 )
 from rooftrace.tracer.onmeta import own_tensors
 from rooftrace.tracer.origin import source_line
+from rooftrace.tracer.outside import Outside, include
 from rooftrace.tracer.trees import bytes_of
 
 if TYPE_CHECKING:
@@ -109,7 +111,8 @@ class _Recording:
     state: of the module, before the call.  watched: attributes in which modules differ; read: those
     of them that it read.  earlier: how often each module that it called was called before, by the
     path below its own.  nodes: of its arguments and the module's own tensors, in order; taints: of
-    the arguments.  returned: copies of what it returned, and what is known of them.
+    the arguments.  outside: what its functions saw outside of modules.  returned: copies of what it
+    returned, and what is known of them.
     """
 
     module: nn.Module
@@ -120,6 +123,7 @@ class _Recording:
     earlier: Mapping[str, int]
     nodes: list[fx.Node | None]
     taints: list[list[int]]
+    outside: Outside
     returned: list[Any]
     values: list[tuple[Tensor, frozenset[int]] | None]
     structure: Any
@@ -184,6 +188,7 @@ class Calls:
             or recorder.part != "forward"
             or torch._C._current_autograd_node() is not None
             or _global_hooks() != self._watchers
+            or not recorder.threads.own()
             or torch._C._functorch.peek_interpreter_stack() is not None
         ):
             return original(module, *args, **kwargs)
@@ -214,17 +219,23 @@ class Calls:
         """Run the call, and what it recorded if later calls can repeat it."""
         with torch._C.DisableTorchFunction():
             start, watched = _Start(self._recorder, module, call), self._differing(module)
+        outside = Outside()
         with Watch(module, watched) as watch:
-            output = original(module, *args, **kwargs)
+            with outside:
+                output = original(module, *args, **kwargs)
+            unchanged = outside.unchanged()
         with torch._C.DisableTorchFunction():
-            unchanged = call.same_arguments(args, kwargs) and start.unchanged()
-            return output, self._kept(start, watched, watch.read, output) if unchanged else None
+            unchanged &= call.same_arguments(args, kwargs) and start.unchanged()
+            if not unchanged:
+                return output, None
+            return output, self._kept(start, watched, watch.read, outside, output)
 
     def _kept(
         self,
         start: _Start,
         watched: set[tuple[str, str]],
         read: set[tuple[str, str]],
+        outside: Outside,
         output: Any,
     ) -> _Recording | None:
         """What a call recorded; None where later ones could not repeat it."""
@@ -243,6 +254,7 @@ class Calls:
             {inner: start.calls.get(block.path + inner, 0) for inner in block.calls},
             start.nodes,
             call.taints(),
+            outside,
             copies,
             values,
             structure,
@@ -272,6 +284,7 @@ class Calls:
             and places <= known.watched
             and not places & known.read
             and same_state(known.state, state_of(known.module))
+            and known.outside.unchanged()
         )
 
     def _repeated(self, known: _Recording, module: nn.Module, call: _Call) -> tuple[bool, Any]:
@@ -297,6 +310,7 @@ class Calls:
             places = dict(zip(known.nodes, given, strict=True))
             inputs = [places.get(item) or item for item in block.inputs]
             node = recorder.repeat_node(inputs, again)
+        include(known.outside)
         for place, name in known.read:
             note(module.get_submodule(place), name)
         recorder.called_again(block, path)
@@ -422,7 +436,8 @@ class _Start:
     def _now(self) -> Any:
         recorder = self._recorder
         versions = self.call.versions()
-        return recorder.values.decisions, versions, _random_states()
+        seen = recorder.values.decisions, recorder.values.computed, recorder.threads.entered
+        return seen, versions, _random_states()
 
     def unchanged(self) -> bool:
         """Whether nothing outside of the graph was drawn, decided or written since."""
@@ -451,6 +466,8 @@ class _Start:
                     results.append((*found[:2], replace(found[2], storage=storage)))
             elif not isinstance(leaf, Tensor) and type(leaf) not in PLAIN:
                 return None
+        if recorder.holds_others(self.storages, nodes, [found[2].storage for found in results]):
+            return None
         inputs = _read_from_outside(nodes)
         if recorder.writes_outside(nodes, self.storages) or any(
             node.op == "call_function" and node not in self.nodes for node in inputs

@@ -12,6 +12,7 @@ import functools
 import itertools
 import operator
 import sys
+import threading
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,21 +23,27 @@ import torch
 from torch import Tensor, fx, nn
 from torch._ops import HigherOrderOperator
 from torch.nn.modules import module as nn_module
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.nn.parameter import UninitializedTensorMixin
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils.flop_counter import flop_registry
 
-from rooftrace.tracer import dynamic
+from rooftrace.tracer import dynamic, groups
 from rooftrace.tracer.autocast import followed
 from rooftrace.tracer.calls import Block, Calls, RepeatedCall, repeated
 from rooftrace.tracer.flex import flex_whole
 from rooftrace.tracer.functions import Functions, device_calls_quiet, draws_repeated
 from rooftrace.tracer.fused_ops import kept_whole, whole_entry
-from rooftrace.tracer.graph import contiguous
+from rooftrace.tracer.graph import UNRECORDED, contiguous
 from rooftrace.tracer.loops import Loop, Rolling
 from rooftrace.tracer.onmeta import own_tensors
 from rooftrace.tracer.origin import source_line
+from rooftrace.tracer.realdata import RealData
+from rooftrace.tracer.recompute import Recomputation, running_node
+from rooftrace.tracer.shown import behind
 from rooftrace.tracer.sizes import SizeCache, writes_lists
+from rooftrace.tracer.threads import Here, Threads
 from rooftrace.tracer.trees import arguments_in, bytes_of, is_wrapper, listed, parts_of
-from rooftrace.tracer.values import KNOWN, ROUTING, Values
+from rooftrace.tracer.values import KNOWN, META, REAL, Values, index_output
 
 META_KEY = "rooftrace"
 """The one key of fx `node.meta` that capture writes and lower reads: a Recorded or an Entry."""
@@ -52,6 +59,9 @@ _HIDDEN_VIEWS = frozenset(
     }
 )
 """Ops that share memory though their schema does not say so."""
+_SCALAR = torch.ops.aten._local_scalar_dense.default
+_CAST = torch.ops.aten._to_copy.default
+_LIFT = torch.ops.aten.lift_fresh.default
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 _NOT_OURS = ("Using .torch.compile.module.. when there are", "Sparse (invariant|CSR)")
 """Warnings about the user's code that torch would give with a line of ours."""
@@ -156,8 +166,10 @@ def _info(func: Any) -> OpInfo:
             for i, a in enumerate(schema.arguments)
             if a.alias_info is not None and a.alias_info.is_write
         )
+        mutated = mutated or groups.written(func)
         aliasing = name in _HIDDEN_VIEWS or any(r.alias_info is not None for r in schema.returns)
         answers = bool(schema.returns) and not any("Tensor" in str(r.type) for r in schema.returns)
+        answers = answers and not groups.is_collective(func)  # a handle to wait for
         info = _INFO[func] = OpInfo(
             name, mutated, aliasing or bool(mutated), aliasing and not mutated, answers
         )
@@ -176,6 +188,7 @@ class Recorder(TorchDispatchMode):
     """
 
     supports_higher_order_operators = True
+    runs_whole = True
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -195,22 +208,24 @@ class Recorder(TorchDispatchMode):
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.values = values or Values()
+        self.real = RealData(self)
+        self.values.compute = self._from_data
         self.values.where = lambda: self.stack[-1][0] if self.stack else ""
         self.graph = fx.Graph()
         self.recording = record
         self.own_step = own_step
         self.repeat_calls = repeat_calls
-        self.differentiable = False
-        self.after_backward = False
-        self.part = "forward"
-        self.function = ""
-        self.stack: list[tuple[str, int]] = []
+        self.recomputation = Recomputation()
+        self.live = False
+        self.lock = threading.RLock()
+        self.here = Here()
+        self.threads = Threads(self)
         self.modules: dict[str, str] = {}
         self.constants: dict[str, Tensor] = {}
         self.failed_in: tuple[str, str] | None = None
         self.failed_op: tuple[Exception, str] | None = None
         self.loops: dict[int, Loop] = {}
-        self._rolling = Rolling(self, enabled=record and roll_loops)
+        self.rolling = Rolling(self, enabled=record and roll_loops)
         self._module_calls = Calls(self, enabled=record and repeat_calls)
         self._key = f"_rooftrace_tag_{next(_SERIAL)}"
         self._paths: dict[int, str] = {}
@@ -222,13 +237,49 @@ class Recorder(TorchDispatchMode):
         self._alive: dict[int, Any] = {}
         self.last_held: dict[int, fx.Node] = {}
         self._last: fx.Node | None = None
+        self.survivors: frozenset[int] = frozenset()  # storages that something holds at the end
         self.storages = 0
-        self._inside = 0
         self.inputs: list[Tensor] = []
         self._entered: list[Tensor] = []
         self._constants = itertools.count()
+        self._named: dict[str, tuple[_Tag, tuple[int, ...], torch.dtype]] = {}
+        self._numpy_read = False  # floats of the step were handed to numpy
         self._parameters: dict[int, str] = {}
         self._exit = contextlib.ExitStack()
+
+    # -- where the running thread stands --------------------------------------------------------
+
+    @property
+    def stack(self) -> list[tuple[str, int]]:
+        """The modules that run now, outermost first: path and number of the call."""
+        return self.here.stack
+
+    @property
+    def part(self) -> str:
+        """The part of the step that runs now."""
+        return self.here.part
+
+    @part.setter
+    def part(self, part: str) -> None:
+        self.here.part = part
+
+    @property
+    def function(self) -> str:
+        """The torch-level function that runs now; "" outside of any."""
+        return self.here.function
+
+    @function.setter
+    def function(self, function: str) -> None:
+        self.here.function = function
+
+    @property
+    def after_backward(self) -> bool:
+        """Whether a backward of the user's has run and no module since."""
+        return self.here.after_backward
+
+    @after_backward.setter
+    def after_backward(self, after: bool) -> None:
+        self.here.after_backward = after
 
     # -- naming ----------------------------------------------------------------------------------
 
@@ -237,7 +288,7 @@ class Recorder(TorchDispatchMode):
 
         A wrapper made by torch.compile is not shown: its module stands in its place.
         """
-        self._rolling.watch(root)
+        self.rolling.watch(root)
         self._module_calls.watch(root)
         for path, module in root.named_modules(remove_duplicate=False):
             shown = shown_path(path)
@@ -293,7 +344,14 @@ class Recorder(TorchDispatchMode):
         node.meta[META_KEY] = Entry(kind, name, _spec(tensor, self.storages))
         tag = tensor.__dict__[self._key] = _Tag(node, None, self.storages)
         self._entered.append(tensor)
+        if kind in ("parameter", "buffer", "table"):
+            self._named[name] = tag, tuple(tensor.shape), tensor.dtype
         entry = self.values.known(tensor)
+        real = tensor.__dict__.get(REAL)
+        if real is not None:
+            self.real.enter(node, real.tensor)
+        elif entry is not None and not entry.taint and tensor.layout is torch.strided:
+            self.real.enter(node, entry.value)
         if tensor.device.type == "cpu":
             self.constants[name] = tensor.detach()
         elif kind == "constant" and entry is not None:
@@ -309,6 +367,12 @@ class Recorder(TorchDispatchMode):
         tag: _Tag | None = parts_of(tensor)[0][0].__dict__.get(self._key)
         return tag.storage if tag else None
 
+    def is_stored(self, tensor: Tensor) -> bool:
+        """Whether a tensor is a parameter or a buffer, as the graph knows it."""
+        tag: _Tag | None = tensor.__dict__.get(self._key)
+        entry = None if tag is None else tag.node.meta.get(META_KEY)
+        return isinstance(entry, Entry) and entry.kind in ("parameter", "buffer")
+
     def same_as(self, tensor: Tensor, other: Tensor) -> None:
         """From here on `tensor` stands for the same value as `other`."""
         tag = other.__dict__.get(self._key)
@@ -317,21 +381,120 @@ class Recorder(TorchDispatchMode):
 
     def node_of(self, tensor: Tensor) -> fx.Node:
         """The fx node of `tensor`; an unknown tensor becomes a constant of the graph."""
-        tag: _Tag | None = tensor.__dict__.get(self._key)
-        if tag is None and self.own_step and self.values.known(tensor) is None:
-            self.inputs.append(tensor)
-            self.enter(tensor, "input", f"input_{len(self.inputs)}")
-            tag = tensor.__dict__[self._key]
-        if tag is None:
-            name = f"constant_{next(self._constants)}"
-            tag = self._entry(
-                tensor, self.graph.create_node("get_attr", name, name=name), "constant", name
-            )
+        tag: _Tag = tensor.__dict__.get(self._key) or self._stranger(tensor)
         if tag.index is None:
             return tag.node
         item = self.graph.call_function(operator.getitem, (tag.node, tag.index))
         tensor.__dict__[self._key] = _Tag(item, None, tag.storage)
         return item
+
+    def _stranger(self, tensor: Tensor) -> _Tag:
+        """Enter a tensor that the graph does not know: that is said where nobody knows its value.
+
+        A weight that the code has put into a module while it runs is that module's weight.
+        """
+        kind, name = self._place_of(tensor)
+        if name:
+            return self._put_in_place(tensor, kind, name)
+        same = self._same_bytes(tensor)
+        if same is not None:
+            tensor.__dict__[self._key] = same
+            self._entered.append(tensor)
+            return same
+        known = self.values.known(tensor) is not None
+        if self.own_step and not known and tensor.grad_fn is None:
+            self.inputs.append(tensor)
+            name = f"input_{len(self.inputs)}"
+            return self._entry(tensor, self.graph.placeholder(_identifier(name)), "input", name)
+        size = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+        if not known and tensor.device.type != "cpu":
+            self.unrecorded(f"{_reader(self.values.op)} a {size} that no recorded op made")
+        elif self._numpy_read and _made_by_numpy(tensor):
+            self.unrecorded(f"{_reader(self.values.op)} a {size} that was computed with numpy")
+        return self._constant(tensor)
+
+    def _constant(self, tensor: Tensor) -> _Tag:
+        name = f"constant_{next(self._constants)}"
+        node = self.graph.create_node("get_attr", name, name=name)
+        return self._entry(tensor, node, "constant", name)
+
+    def unrecorded(self, text: str) -> int:
+        """Say that something ran out of sight, so that totals are a lower bound."""
+        return self.values.assume(UNRECORDED, f"{text}: what that costs is not counted")
+
+    def _same_bytes(self, tensor: Tensor) -> _Tag | None:
+        """The tag of a tensor that is this one under another Python object (nn.Parameter(x))."""
+        if tensor.layout is not torch.strided:
+            return None
+        key, look = bytes_of(tensor), (tuple(tensor.shape), tensor.dtype, tensor.stride())
+        for other in self._entered:
+            if bytes_of(other) == key:
+                tag: _Tag | None = other.__dict__.get(self._key)
+                same = (tuple(other.shape), other.dtype, other.stride()) == look
+                return tag if same else None
+        for other in self.values.tensors():
+            if bytes_of(other) == key and tuple(other.shape) == look[0]:
+                entry = self.values.known(other)
+                if entry is not None and other is not tensor:
+                    self.values.learn(tensor, entry.value, entry.taint)
+        alive = {ref()._cdata: n for n, ref in list(self._alive.items()) if ref() is not None}
+        storage = alive.get(key)
+        for node in reversed(self.graph.nodes) if storage is not None else ():
+            recorded = node.meta.get(META_KEY)
+            if isinstance(recorded, Recorded):
+                for index, spec in enumerate(recorded.specs):
+                    if spec.storage == storage:
+                        same = (spec.shape, spec.dtype, spec.stride) == look
+                        return (
+                            _Tag(node, _place(node.target, index), spec.storage) if same else None
+                        )
+        return None
+
+    def look_for_gaps(self, outputs: Sequence[Tensor], module: nn.Module) -> list[Tensor]:
+        """The outputs that the graph can have; says what shows that something ran out of sight."""
+        kept = []
+        for tensor in outputs:
+            if tensor.device.type != "cpu" or self._key in tensor.__dict__:
+                kept.append(tensor)
+            elif tensor.is_floating_point():
+                size = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+                self.unrecorded(f"the step returns a {size} that was computed on the host")
+        weights = [n for n in self.graph.nodes if _kind_of(n) == "parameter"]
+        products = (getattr(n.target, "overloadpacket", None) for n in self.graph.nodes)
+        if weights and not any(node.users for node in weights):
+            if not any(packet in flop_registry for packet in products):
+                self.unrecorded(f"no recorded op reads any parameter of {type(module).__name__}")
+        return kept
+
+    def _place_of(self, tensor: Tensor) -> tuple[str, str]:
+        """Kind and name of a parameter or buffer of the modules that run now; ("", "") if none."""
+        here = self.here
+        for (path, _), module in zip(reversed(here.stack), reversed(here.modules), strict=True):
+            inside = module.named_modules() if isinstance(tensor, nn.Parameter) else [("", module)]
+            for place, part in inside:
+                for kind, group in (("parameter", part._parameters), ("buffer", part._buffers)):
+                    for name, own in group.items():
+                        if own is tensor:
+                            return kind, shown_path(".".join(s for s in (path, place, name) if s))
+        return "", ""
+
+    def _put_in_place(self, tensor: Tensor, kind: str, name: str) -> _Tag:
+        """The tag of a weight that stands where the one of this name stood."""
+        before = self._named.get(name)
+        if before is not None:
+            self.values.assume(
+                "host-copy",
+                "weights that are put in place while the step runs are taken to be on the device: "
+                "moving them there is not counted",
+            )
+        if before is not None and before[1:] == (tuple(tensor.shape), tensor.dtype):
+            tag: _Tag = before[0]
+            tensor.__dict__[self._key] = tag
+            self._entered.append(tensor)
+            return tag
+        return self._entry(
+            tensor, self.graph.create_node("get_attr", name, name=_identifier(name)), kind, name
+        )
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -381,6 +544,20 @@ class Recorder(TorchDispatchMode):
                 if any(spec.storage <= first_storage for spec in found.specs):
                     return True
         return False
+
+    def holds_others(
+        self, first_storage: int, nodes: Sequence[fx.Node], made: Sequence[int]
+    ) -> bool:
+        """Whether a list or an attribute outside holds a storage that these nodes have made.
+
+        made: storages that may be held, counted from `first_storage`.  Autocast keeps its casts.
+        """
+        known = {first_storage + storage for storage in made}
+        for node in nodes:
+            recorded = node.meta.get(META_KEY)
+            if node.target is _CAST and isinstance(recorded, Recorded):
+                known.update(spec.storage for spec in recorded.specs)
+        return any(n > first_storage and n not in known for n in list(self._alive))
 
     def taint_of(self, nodes: Sequence[fx.Node]) -> frozenset[int]:
         """The assumptions that these nodes rest on."""
@@ -444,8 +621,8 @@ class Recorder(TorchDispatchMode):
         """Add one call to the graph, if recording.  single: it returns a tensor, not a list."""
         info = _info(func)
         if sync:
-            self._rolling.depends()
-        if not self._rolling.saw(func, info, args, kwargs, outputs) or not self.recording:
+            self.rolling.depends()
+        if not self.rolling.saw(func, info, args, kwargs, outputs) or not self.recording:
             return
         arguments = tuple([self._argument(item) for item in args])
         # fx looks through the arguments of a new node for symbolic sizes, which none of ours is.
@@ -507,17 +684,17 @@ class Recorder(TorchDispatchMode):
         if part == "optimizer":
             return Origin("", 0, part, self.function)
         if part == "backward":
-            if not torch.is_grad_enabled() or self.differentiable or self._before_engine():
+            if not self._runs_again():
                 return self._origin_in_backward()
-            part = "recompute"  # a checkpoint runs its forward again
-        source = source_line(5)
+            part = "recompute"
+        source = source_line(5) or self.here.source
         if self.stack:
             path, call = self.stack[-1]
         elif part == "recompute":
             path, call = self._by_source.get((source, name), ("", 0))
         else:
             path, call = "", 0
-        origin = Origin(path, call, part, self.function, source, self._rolling.label)
+        origin = Origin(path, call, part, self.function, source, self.rolling.label)
         if part == "forward":
             self._by_source[source, name] = (path, call)
         # The autograd node of an op exists before the op runs and has the last number given out.
@@ -525,9 +702,14 @@ class Recorder(TorchDispatchMode):
         self._by_sequence.setdefault(torch._C._autograd._get_sequence_nr() - 1, origin)
         return origin
 
-    def _before_engine(self) -> bool:
-        """Whether a user's `backward()` makes its first gradients, which autograd does not see."""
-        return self.own_step and torch._C._current_autograd_node() is None
+    def _runs_again(self) -> bool:
+        """Whether the running autograd node has called forward code: a module, or what wants
+        gradients of its own.  False before the engine starts, where it gets its first gradients."""
+        node = running_node()
+        if node is None:
+            return False
+        called = bool(self.here.called_for) and self.here.called_for[-1] == node
+        return called or self.recomputation.active(node)
 
     def _part_of_own_step(self) -> str:
         """The part that the op being run belongs to, where nobody announces the parts."""
@@ -561,6 +743,14 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if types and any(is_wrapper(kind) for kind in types):
             return NotImplemented  # what the wrapper does with the tensors inside is recorded
+        instead = behind(func)
+        if instead is not None:  # an op of ours, shown to modes of the user's under another name
+            with self.again():
+                return instead(*args, **kwargs)
+        with self.lock:
+            return self._dispatched(func, args, kwargs)
+
+    def _dispatched(self, func: Any, args: Any, kwargs: Any) -> Any:
         whole = isinstance(func, HigherOrderOperator)
         outer, self.values.op = self.values.op, func.name() if whole else _info(func).name
         try:
@@ -579,7 +769,7 @@ class Recorder(TorchDispatchMode):
         """Run one op, follow its values, record it."""
         info = _info(func)
         name = info.name
-        if self._inside and func.has_kernel_for_dispatch_key(_COMPOSITE):
+        if self.here.inside and func.has_kernel_for_dispatch_key(_COMPOSITE):
             with self.again():  # PyTorch has taken such ops apart before a mode sees them, but here
                 whole = whole_entry(func)
                 return (whole or func.decompose)(*args, **kwargs)
@@ -590,8 +780,9 @@ class Recorder(TorchDispatchMode):
         if kwargs:
             arguments_in(kwargs.values(), tensors)
         if _on_host(tensors, kwargs.get("device")):
-            self._rolling.depends()
-            return func(*args, **kwargs)
+            self.rolling.depends()
+            if not self._of_the_step(func, tensors):
+                return func(*args, **kwargs)
         if name in _IDENTITY and tensors:
             return self._identity(func, args, kwargs, tensors[0])
         special = dynamic.by_value(self, func, info, args, kwargs)
@@ -607,8 +798,32 @@ class Recorder(TorchDispatchMode):
         outputs = [out] if single else listed(out)
         taint = self._propagate(func, info, args, kwargs, tensors, outputs)
         taint |= dynamic.learn_facts(self.values, name, args, tensors, facts)
+        if groups.is_collective(func) and (size := groups.group_size(func, args, kwargs)):
+            facts["group_size"] = size
+        if outputs and info.mutated and func.namespace != "aten":
+            facts["writes"] = tuple(name for _, name in info.mutated)  # beside what it returns
         self.record(func, args, kwargs, outputs, single=single, facts=facts, taint=taint)
         return out
+
+    def _of_the_step(self, func: Any, tensors: Sequence[Tensor]) -> bool:
+        """Whether an op on CPU tensors is the step's own work, and not what the host keeps for it.
+
+        Weights and what was made of floats of the step are; so is every product.
+        """
+        plain = (Tensor, nn.Parameter)
+        if not self.recording or any(type(tensor) not in plain for tensor in tensors):
+            return False  # of fake tensors only the sizes are asked
+        if func._overloadpacket in flop_registry:
+            return True
+        for tensor in tensors:
+            if isinstance(tensor, nn.Parameter):
+                return True
+            tag: _Tag | None = tensor.__dict__.get(self._key)
+            if tag is not None and tensor.is_floating_point():
+                entry = tag.node.meta.get(META_KEY)
+                if not isinstance(entry, Entry) or entry.kind != "constant":
+                    return True
+        return False
 
     def _computed(self, func: Any, info: OpInfo, args: Any, kwargs: Any) -> Any:
         """What an op returns on meta."""
@@ -620,6 +835,8 @@ class Recorder(TorchDispatchMode):
         """detach and its like: a new Python object for the same value."""
         out: Tensor = func(*args, **kwargs)
         self.same_as(out, tensor)
+        if func is _LIFT and self.recording and self._key not in out.__dict__:
+            self._constant(out)  # numbers of Python, or of numpy, become a tensor
         entry = self.values.known(tensor)
         if entry is not None:
             self.values.learn(out, entry.value, entry.taint)
@@ -653,20 +870,52 @@ class Recorder(TorchDispatchMode):
         elif info.mutated:
             for tensor in info.written(args, kwargs):
                 values.forget(tensor)
-        position = ROUTING.get(info.name)
-        if position is not None and tensors and len(outputs) > position:
+        position = index_output(func, tensors[0], outputs) if tensors else None
+        if position is not None and outputs[0].is_meta:
             return dynamic.route(
-                values, func, info.name, args, kwargs, tensors[0], outputs[position]
+                values, func, info.name, args, kwargs, tensors[0], outputs[position], position
             )
         return _NO_TAINT
+
+    def _from_data(self, tensor: Tensor) -> Tensor | None:
+        """The value of a tensor from the real ones that were given; see `realdata`."""
+        if not self.recording or type(tensor) is not Tensor:
+            return None
+        value = self.real.value(tensor)
+        if value is not None:
+            self.rolling.depends()
+        return value
+
+    def written_by(self, node: fx.Node) -> list[fx.Node]:
+        """The nodes whose tensors the op of a node writes in place."""
+        info = _info(node.target)
+        return _written(info, node) if info.mutated else []
+
+    def stands_for(self, tensor: Tensor, other: Tensor) -> None:
+        """`tensor.data = other`: from here on it is another value, and known if that is."""
+        if isinstance(tensor, UninitializedTensorMixin):
+            return  # it becomes a parameter, and has no bytes until then
+        if self.recording and self._key in tensor.__dict__:
+            self.node_of(other)
+        self.same_as(tensor, other)
+        entry = self.values.known(other)
+        tensor.__dict__.pop(KNOWN, None)
+        if entry is not None and tensor.device.type == "meta":
+            self.values.learn(tensor, entry.value, entry.taint)
+
+    def shown(self, tensor: Tensor) -> None:
+        """A meta tensor is printed: the host waits for its value."""
+        self.record(_SCALAR, (tensor,), {}, [], sync=True, facts={"elements": tensor.numel()})
 
     def to_python(self, tensor: Tensor, method: str) -> Any:
         """`tensor.tolist()` or `.numpy()` of a meta tensor: the host waits for its value."""
         self.values.op = method
         value, taint = self.values.value_of(tensor, f"{method}()")
+        if method == "numpy" and tensor.is_floating_point() and self.recording:
+            self._numpy_read = True
         self.values.op = ""
         self.record(
-            torch.ops.aten._local_scalar_dense.default,
+            _SCALAR,
             (tensor,),
             {},
             [],
@@ -681,11 +930,11 @@ class Recorder(TorchDispatchMode):
         """The dispatch mode is off while it handles an op; this turns it on again."""
         mode: Any = TorchDispatchMode
         mode.__enter__(self)
-        self._inside += 1
+        self.here.inside += 1
         try:
             yield
         finally:
-            self._inside -= 1
+            self.here.inside -= 1
             mode.__exit__(self, None, None, None)
 
     # -- modules -----------------------------------------------------------------------------------
@@ -694,6 +943,18 @@ class Recorder(TorchDispatchMode):
         if id(module) in self._transparent:
             return
         path = self._paths.get(id(module))
+        here = self.here
+        if not self.threads.here():
+            if path is None or _get_current_dispatch_mode() is not None:
+                return  # a thread of somebody else
+            leave = self.threads.enter_here(META)
+            if leave is None:
+                return
+            here.leave = leave
+        with self.lock:
+            self._called(module, path)
+
+    def _called(self, module: nn.Module, path: str | None) -> None:
         if path is None:
             parent = self.stack[-1][0] if self.stack else ""
             kind = type(module).__name__
@@ -703,13 +964,20 @@ class Recorder(TorchDispatchMode):
         self._calls[path] = call + 1
         self.after_backward = False
         self.stack.append((path, call))
+        self.here.called_for.append(running_node())
+        self.here.modules.append(module)
 
     def _after(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        if id(module) in self._transparent or not self.stack:
+        here = self.here
+        if id(module) in self._transparent or module not in here.modules:
             return
         if sys.exc_info()[0] is not None and self.failed_in is None:
             self.failed_in = (self.stack[-1][0], type(module).__name__)
-        self.stack.pop()
+        here.stack.pop()
+        here.modules.pop()
+        here.called_for.pop()
+        if not here.stack and here.leave is not None:
+            here.leave()
 
     def __enter__(self) -> Recorder:
         enter = self._exit.enter_context
@@ -730,15 +998,21 @@ class Recorder(TorchDispatchMode):
             nn_module.register_module_forward_hook(self._after, always_call=True),
         ):
             self._exit.callback(handle.remove)
-        enter(self._rolling.injected())
+        enter(self.rolling.injected())
         enter(self._module_calls.injected())
         enter(Functions(self))
+        self.live = True
+        enter(self.threads.followed())
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exception: Any) -> Any:
+        self.threads.settle()
+        with self.lock:
+            self.live = False
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
         self._exit.close()
+        self.survivors = frozenset(self._alive)
         for storage in tuple(self._alive):
             self._gone(storage)
 
@@ -755,6 +1029,7 @@ class Recorder(TorchDispatchMode):
         Its nodes refer to each other, and the collector of cycles is off while a model is traced.
         """
         self.last_held.clear()
+        self.real.forget()
         self._last = None
         graph, self.graph = self.graph, fx.Graph()
         for node in (*graph.nodes, graph._root):
@@ -765,6 +1040,29 @@ class Recorder(TorchDispatchMode):
                 object.__setattr__(node, name, nothing)
         graph._graph_namespace._obj_to_name.clear()
         graph._find_nodes_lookup_table.table.clear()
+
+
+def _kind_of(node: fx.Node) -> str:
+    """The kind of an entry of the graph; "" for a node that is none."""
+    entry = node.meta.get(META_KEY)
+    return entry.kind if isinstance(entry, Entry) else ""
+
+
+def _place(func: Any, index: int) -> int | None:
+    """Where an output of an op stands among what it returns; None where it returns one tensor."""
+    returns = func._schema.returns
+    single = len(returns) == 1 and isinstance(returns[0].type, torch.TensorType)
+    return None if single else index
+
+
+def _reader(op: str) -> str:
+    """What reads a tensor, to begin a sentence."""
+    return f"{op} reads" if op else "the step returns"
+
+
+def _made_by_numpy(tensor: Tensor) -> bool:
+    """Whether a CPU tensor of floats lies in memory that torch did not allocate."""
+    return tensor.is_floating_point() and not tensor.untyped_storage().resizable()
 
 
 def _written(info: OpInfo, node: fx.Node) -> list[fx.Node]:

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch._higher_order_ops.scan import generic_scan
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 from rooftrace.tracer.trees import listed
-from rooftrace.tracer.values import META, Values, small
+from rooftrace.tracer.values import MAX_INTEGERS, META, Values, run_on_cpu, small
 
 if TYPE_CHECKING:
     from rooftrace.tracer.capture import OpInfo, Recorder
@@ -49,6 +50,7 @@ _NO_FAKE = "no fake impl registered"
 """What torch says of a custom op of Python that does not know its shapes."""
 _MAX_LOOPS = 4096
 """How often a while_loop may go round."""
+_READ = torch.ops.aten._local_scalar_dense.default
 _REFUSED = (NotImplementedError, RuntimeError, TypeError)
 
 
@@ -79,9 +81,8 @@ def by_value(
         if device is not None and torch.device(device).type == "cpu":
             return _to_host(recorder, func, args, kwargs)
     elif name == "aten.copy_":
-        if args[0].device.type == "cpu":
-            entry = recorder.values.known(args[1])
-            return args[0].copy_(entry.value) if entry is not None else args[0]
+        if args[0].device.type == "cpu" and args[1].device.type != "cpu":
+            return _into_host(recorder, func, args, kwargs)
     elif name == "torchvision.nms":
         return _suppressed(recorder, func, args, kwargs)
     elif name == "aten._amp_foreach_non_finite_check_and_unscale_":
@@ -98,7 +99,7 @@ def _compared(
 ) -> bool:
     """equal and allclose answer with a Python bool."""
     values = recorder.values
-    first, second = values.known(args[0]), values.known(args[1])
+    first, second = (values.known(t) or values.from_data(t) for t in args[:2])
     if first is not None and second is not None:
         recorder.record(func, args, kwargs, [], sync=True, taint=first.taint | second.taint)
         return bool(func(first.value, second.value, *args[2:], **kwargs))
@@ -124,7 +125,7 @@ def _answered(
 
     def value(tensor: Tensor) -> Tensor:
         nonlocal taint
-        entry = values.known(tensor)
+        entry = values.known(tensor) or values.from_data(tensor)
         if entry is None:
             unknown.append(tensor)
             # One element seen everywhere: an unknown activation can be larger than this machine.
@@ -221,20 +222,52 @@ def _counted(recorder: Recorder, func: Any, name: str, args: Any, kwargs: Mappin
 
 
 def _to_host(recorder: Recorder, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Tensor:
-    """`.cpu()`: the real value where known, else the tensor stays on meta, and that is said."""
-    entry = recorder.values.known(args[0])
+    """`.cpu()`: floats stay on meta, so that what is made of them is recorded, wherever it runs.
+
+    Known whole numbers (indices, lengths, masks) become real: the host keeps its books with them.
+    Unknown ones stay on meta, and that is said.
+    """
+    values, tensor = recorder.values, args[0]
+    entry = values.known(tensor)
     taint = entry.taint if entry is not None else frozenset()
     recorder.record(func, args, kwargs, [], sync=True, taint=taint)
-    if entry is not None:
+    whole = not (tensor.is_floating_point() or tensor.is_complex())
+    if entry is not None and whole and not recorder.is_stored(tensor):
         return entry.value.to(kwargs.get("dtype") or entry.value.dtype).clone()
-    recorder.values.assume("host-copy", "a copy to the host of an unknown value is not followed")
-    out: Tensor = func(*args, **{**kwargs, "device": META})
-    if out.dtype == args[0].dtype:
-        recorder.same_as(out, args[0])
+    if entry is None:
+        values.assume("host-copy", "a copy to the host of an unknown value is not followed")
+    there = {**kwargs, "device": META}
+    out: Tensor = func(*args, **there)
+    if out.dtype == tensor.dtype:
+        recorder.same_as(out, tensor)
+    else:
+        recorder.record(func, args, there, [out], single=True)
+    if entry is not None and small(tensor):
+        values.learn(out, entry.value.to(out.dtype).clone(), entry.taint)
     return out
 
 
+def _into_host(recorder: Recorder, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Tensor:
+    """A copy into a tensor of the host: what it holds from here on, if known."""
+    target: Tensor = args[0]
+    entry = recorder.values.known(args[1])
+    taint = entry.taint if entry is not None else frozenset()
+    if entry is not None:
+        target.copy_(entry.value)
+        recorder.record(_READ, (args[1],), {}, [], sync=True, taint=taint)
+        return target
+    recorder.values.assume("host-copy", "a copy to the host of an unknown value is not followed")
+    recorder.record(func, args, kwargs, [target], single=True)
+    return target
+
+
 def _suppressed(recorder: Recorder, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Tensor:
+    values = recorder.values
+    boxes, scores = (values.known(t) or values.from_data(t) for t in args[:2])
+    if boxes is not None and scores is not None and not boxes.taint | scores.taint:
+        kept = _lifted(values, func(boxes.value, scores.value, *args[2:], **kwargs), frozenset())
+        recorder.record(func, args, kwargs, [kept], single=True)
+        return kept
     count = max(1, args[0].shape[0] // 2)
     taint = frozenset(
         [recorder.values.assume("nms", "non-maximum suppression keeps half of the boxes", count)]
@@ -264,19 +297,52 @@ def route(
     kwargs: Mapping[str, Any],
     source: Tensor,
     index: Tensor,
+    position: int,
 ) -> frozenset[int]:
     """Balanced values for the indices that topk, argmax, sort ... make of unknown scores."""
     if index.dtype.is_floating_point:
         return frozenset()
+    if values.decision("balanced-routing") is None and _as_the_data_chooses(
+        values, func, name, args, kwargs, index, position
+    ):
+        return frozenset()
     schema = [a.name for a in func._schema.arguments]
-    if "dim" not in schema and name in ("aten.max", "aten.min"):
-        return frozenset()  # the whole-tensor form returns a value, no index
     dimension = None
     if "dim" in schema:
         position = schema.index("dim")
         dimension = kwargs.get("dim", args[position] if position < len(args) else None)
-    routed = values.route(name, source, index, -1 if dimension is None else int(dimension))
+    along = -1 if dimension is None else int(dimension)
+    routed = values.route(name, source, index, along, sorts="descending" in schema)
     return frozenset() if routed is None else frozenset([routed])
+
+
+def _as_the_data_chooses(
+    values: Values,
+    func: Any,
+    name: str,
+    args: Any,
+    kwargs: Mapping[str, Any],
+    index: Tensor,
+    position: int,
+) -> bool:
+    """Learn the indices that the real tensors give, where they do; that is put on record."""
+    if index.numel() > MAX_INTEGERS:
+        return False
+    tensors = listed(args)
+    entries = {}
+    for tensor in tensors:
+        entry = values.known(tensor)
+        value = values.compute(tensor) if entry is None else entry.value
+        if value is None or (entry is not None and entry.taint):
+            return False
+        entries[id(tensor)] = value
+    given, named = tree_map_only(Tensor, lambda t: entries[id(t)], (tuple(args), dict(kwargs)))
+    with _disable_current_modes(), torch.no_grad():
+        chosen = listed(run_on_cpu(name, func, list(given), named))[position]
+    values.computed += 1
+    values.learn(index, chosen)
+    values.assume("data-routing", f"{name} chooses as the given weights and inputs do")
+    return True
 
 
 # -- counts that a cost rule needs and only known values give ------------------------------------
@@ -476,9 +542,12 @@ def _looped(recorder: Recorder, condition: Any, body: Any, carried: Any, more: A
     """Where the condition rests on unknown values the body runs once."""
     for turn in range(_MAX_LOOPS):
         go_on = condition(*carried, *more)
-        entry = recorder.values.known(go_on) if isinstance(go_on, Tensor) else None
+        values = recorder.values
+        entry = None
+        if isinstance(go_on, Tensor):
+            entry = values.known(go_on) or values.from_data(go_on)
         if isinstance(go_on, Tensor) and entry is None:
-            recorder.values.assume("branch", "while_loop runs its body once", 1)
+            values.assume("branch", "while_loop runs its body once", 1)
             return body(*carried, *more) if turn == 0 else carried
         if not (go_on if entry is None else bool(entry.value)):
             break

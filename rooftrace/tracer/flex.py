@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch._higher_order_ops.flex_attention import flex_attention_backward as flex_backward
 from torch.nn.attention import flex_attention as flex
 from torch.utils._python_dispatch import _disable_current_modes
 
 from rooftrace.tracer.dynamic import classify
 from rooftrace.tracer.fused_ops import define
+from rooftrace.tracer.shown import shown, unrecorded, watched
 from rooftrace.tracer.values import MAX_INTEGERS, META
 
 if TYPE_CHECKING:
@@ -66,21 +68,32 @@ define(
 
 
 class _Flex(torch.autograd.Function):
+    """show: how modes of the user's code are shown a call (see `shown`)."""
+
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, *options: Any) -> Any:
-        out, logsumexp = _ops.flex_attention(query, key, value, *options)
+    def forward(
+        ctx: Any, show: Any, query: Tensor, key: Tensor, value: Tensor, *options: Any
+    ) -> Any:
+        out, logsumexp = show(_ops.flex_attention, query, key, value, *options)
         ctx.save_for_backward(query, key, value, out, logsumexp)
-        ctx.options = options
+        ctx.show, ctx.options = show, options
         ctx.mark_non_differentiable(logsumexp)
         return out, logsumexp
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         query, key, value, out, logsumexp = ctx.saved_tensors
-        found = _ops.flex_attention_backward(
-            grads[0], query, key, value, out, logsumexp, *ctx.options
+        found = ctx.show(
+            _ops.flex_attention_backward,
+            grads[0],
+            query,
+            key,
+            value,
+            out,
+            logsumexp,
+            *ctx.options,
         )
-        return (*found, None, None, None)
+        return (None, *found, None, None, None)
 
 
 @contextlib.contextmanager
@@ -129,10 +142,46 @@ def _whole(recorder: Recorder, original: Any) -> Callable[..., Any]:
         if case not in seen:
             seen[case] = _visible(recorder, *case)
         run: Any = _Flex.apply
-        out, logsumexp = run(query, key, value, float(scale), *seen[case])
+        show = _Shown(original, score_mod, block_mask, scale, options, captured)
+        out, logsumexp = run(show, query, key, value, float(scale), *seen[case])
         return out, logsumexp, logsumexp
 
     return kernel
+
+
+class _Shown:
+    """Calls an op of ours, shown to modes of the user's code as the higher-order op of PyTorch."""
+
+    def __init__(
+        self,
+        forward: Any,
+        score_mod: Any,
+        block_mask: Any,
+        scale: float,
+        options: Any,
+        captured: tuple[Any, ...],
+    ) -> None:
+        self._forward, self._score_mod = forward, score_mod
+        self._rest = (block_mask, scale, options, *captured)
+
+    def __call__(self, op: Any, *args: Any) -> Any:
+        if not watched():
+            return op(*args)
+        if op is _ops.flex_attention:
+            query, key, value, *_ = args
+            public, arguments = self._forward, (query, key, value, self._score_mod, *self._rest)
+        else:
+            grad_out, query, key, value, out, logsumexp, *_ = args
+            public = flex_backward
+            graphs = (self._score_mod, None)
+            arguments = (query, key, value, out, logsumexp, grad_out, None, *graphs, *self._rest)
+
+        def run(*_: Any, **__: Any) -> Any:
+            found = op(*args)
+            return (*found, unrecorded()) if len(found) == 2 else (*found, ())
+
+        with torch._C._AutoDispatchBelowAutograd():  # it would trace a backward of its own
+            return shown(public, run, *arguments)[: 2 if op is _ops.flex_attention else 3]
 
 
 def _visible(

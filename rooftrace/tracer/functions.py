@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._device import _device_constructors
 
+from rooftrace.tracer.recompute import SET_GRAD_ENABLED
 from rooftrace.tracer.trees import listed
 from rooftrace.tracer.values import META, small
 
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
 
 _TO_PYTHON = frozenset({Tensor.tolist, Tensor.numpy})
 _CONSTRUCTORS = frozenset({torch.tensor, torch.as_tensor, torch.asarray})
+_PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _PACK = torch._VF._pack_padded_sequence
 _SEED = 0
 _UNNAMED = frozenset({"__get__", "__set__", "backward"})
@@ -32,18 +36,32 @@ _BACKWARD = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.
 
 
 class Functions(TorchFunctionMode):
-    """Tells the recorder which torch function runs, and answers the calls that need values."""
+    """Tells the recorder which torch function runs, and answers the calls that need values.
 
-    def __init__(self, recorder: Recorder) -> None:
+    device: where this thread makes tensors, if no mode of torch's says so.
+    """
+
+    def __init__(self, recorder: Recorder, device: torch.device | None = None) -> None:
         super().__init__()
-        self.recorder = recorder
+        self.recorder, self.device = recorder, device
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         recorder = self.recorder
+        if not recorder.live:  # in a thread that outlives the capture
+            return func(*args, **kwargs)
+        if self.device is not None and func in _makers() and kwargs.get("device") is None:
+            kwargs = {**kwargs, "device": self.device}
         if func in _TO_PYTHON:
             if args[0].device.type == "meta":
                 return recorder.to_python(args[0], func.__name__)
+        elif func is Tensor.__repr__:
+            if args[0].device.type == "meta" and type(args[0]) in _PLAIN_TENSORS:
+                recorder.shown(args[0])
+        elif func == _SET_DATA:
+            func(*args, **kwargs)
+            recorder.stands_for(*args)
+            return None
         elif func is Tensor.__format__:
             if args[0].device.type == "meta" and args[0].dim() == 0:
                 return format(args[0].item(), args[1])
@@ -58,8 +76,11 @@ class Functions(TorchFunctionMode):
         elif func is _PACK:
             entry = recorder.values.known(args[1])  # the lengths must be on the host
             args = (args[0], args[1] if entry is None else entry.value, *args[2:])
-        elif recorder.own_step and func in _BACKWARD:
-            with self._in_backward(bool(kwargs.get("create_graph"))):
+        elif func is SET_GRAD_ENABLED:
+            recorder.recomputation.switched(bool(args[0]))
+            return func(*args, **kwargs)
+        elif func in _BACKWARD:
+            with self._in_backward():
                 return func(*args, **kwargs)
         if "device" in kwargs:
             kwargs = {**kwargs, "device": _placed(kwargs["device"])}
@@ -73,33 +94,35 @@ class Functions(TorchFunctionMode):
             recorder.function = outer
 
     @contextlib.contextmanager
-    def _in_backward(self, differentiable: bool) -> Iterator[None]:
-        """The user's step runs autograd: its ops are backward, and this mode stays on in it.
+    def _in_backward(self) -> Iterator[None]:
+        """The user's code runs autograd: in a step its ops are backward, and this mode stays on.
 
         A function mode is off while it handles a call, and what a checkpoint runs again needs it.
         """
         recorder = self.recorder
         engine: Any = torch.autograd
-        original, before = engine._engine_run_backward, (recorder.part, recorder.differentiable)
+        original, before = engine._engine_run_backward, recorder.part
 
         def run(*args: Any, **kwargs: Any) -> Any:
             with self:
                 return original(*args, **kwargs)
 
-        recorder.part, recorder.differentiable = "backward", differentiable
+        if recorder.own_step:
+            recorder.part = "backward"
         engine._engine_run_backward = run
         try:
             yield
         finally:
             engine._engine_run_backward = original
-            recorder.part, recorder.differentiable = before
+            recorder.part = before
             recorder.after_backward = True
 
     def _construct(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Tensor | None:
         """torch.tensor([...]) for meta: a meta tensor whose value is known."""
         data = args[0] if args else kwargs.get("data", kwargs.get("obj"))
         device = kwargs.get("device")
-        target = torch.device(device) if device is not None else torch.get_default_device()
+        default = self.device or torch.get_default_device()
+        target = default if device is None else torch.device(device)
         if isinstance(data, (list, tuple)) and any(t.is_meta for t in listed(data)):
             args = (_numbers(data), *args[1:])
             kwargs = {name: item for name, item in kwargs.items() if name not in ("data", "obj")}
@@ -117,6 +140,11 @@ class Functions(TorchFunctionMode):
         if small(value):
             self.recorder.values.learn(made, value)
         return made
+
+
+def _makers() -> Any:
+    """The functions that make tensors on the default device."""
+    return _device_constructors()
 
 
 def _numbers(item: Any) -> Any:

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rooftrace.tracer import shown
+
 _SCHEMAS = (
     "attention(Tensor query, Tensor key, Tensor value, Tensor? mask, float dropout_p, "
     "bool is_causal, float scale) -> (Tensor, Tensor)",
@@ -144,6 +146,11 @@ def _attention_backward_cpu(
     return given[0], given[1], given[2], grad_mask
 
 
+def _is_shown(query: Tensor) -> bool:
+    """Whether modes of the user's see this call: their formulas know four dimensions."""
+    return query.dim() == 4 and shown.watched()
+
+
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -156,15 +163,17 @@ class _Attention(torch.autograd.Function):
         is_causal: bool,
         scale: float,
     ) -> Tensor:
-        out, logsumexp = _ops.attention(query, key, value, mask, dropout_p, is_causal, scale)
+        op = shown.attention if _is_shown(query) else _ops.attention
+        out, logsumexp = op(query, key, value, mask, dropout_p, is_causal, scale)
         ctx.save_for_backward(query, key, value, mask, out, logsumexp)
         ctx.options = (dropout_p, is_causal, scale)
-        return out  # type: ignore[no-any-return]
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         query, key, value, mask, out, logsumexp = ctx.saved_tensors
-        grad_query, grad_key, grad_value, grad_mask = _ops.attention_backward(
+        op = shown.attention_backward if _is_shown(query) else _ops.attention_backward
+        grad_query, grad_key, grad_value, grad_mask = op(
             grads[0], query, key, value, mask, out, logsumexp, *ctx.options
         )
         wants_mask = mask is not None and mask.requires_grad
@@ -210,12 +219,16 @@ def _scaled_dot_product_attention(
             enable_gqa=enable_gqa,
         )[0]
     factor = 1.0 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
-    flat = query.dim() == 2
-    if flat:
+    missing = 3 - query.dim() if query.dim() < 3 else 0
+    if query.dim() < 4 and shown.watched():
+        missing = 4 - query.dim()
+    for _ in range(missing):
         query, key, value = query[None], key[None], value[None]
     run: Any = _Attention.apply
     out: Tensor = run(query, key, value, attn_mask, float(dropout_p), bool(is_causal), factor)
-    return out[0] if flat else out
+    for _ in range(missing):
+        out = out[0]
+    return out
 
 
 # -- recurrent networks --------------------------------------------------------------------------
@@ -302,7 +315,8 @@ class _Rnn(torch.autograd.Function):
         *tensors: Tensor,
     ) -> Any:
         hx, params = tensors[:states], tensors[states:]
-        outputs = _ops.rnn(input, list(hx), list(params), *options)
+        op = shown.rnn if shown.watched() else _ops.rnn
+        outputs = op(input, list(hx), list(params), *options)
         reserve = _reserve(outputs[0], *options) if keeps else None
         ctx.save_for_backward(input, outputs[0], *tensors)
         ctx.reserve = reserve
@@ -314,7 +328,8 @@ class _Rnn(torch.autograd.Function):
         input, output, *tensors = ctx.saved_tensors
         hx, params = tensors[: ctx.states], tensors[ctx.states :]
         reserve, ctx.reserve = ctx.reserve, None
-        result = _ops.rnn_backward(list(grads), input, hx, params, output, *ctx.options)
+        op = shown.rnn_backward if shown.watched() else _ops.rnn_backward
+        result = op(list(grads), input, hx, params, output, *ctx.options)
         del reserve  # was there until now
         return None, None, None, *result
 

@@ -27,6 +27,11 @@ values that depend on neither weights nor floating inputs (positions, masks, tab
 """
 
 PARTS = ("forward", "backward", "recompute", "optimizer")
+UNRECORDED = "unrecorded"
+"""Kind of the assumptions that say that something ran out of sight of the trace."""
+LOWER_BOUND = frozenset({UNRECORDED, "higher-order"})
+"""Kinds of assumptions with which the totals of a graph are a lower bound."""
+
 KINDS = ("kernel", "view", "sync")
 """kernel: the device works.  view: metadata or an allocation, host only.  sync: the host waits."""
 
@@ -270,6 +275,11 @@ class OpGraph:
         return tuple(
             i for i, t in enumerate(self.values) if i not in made and t.storage not in made
         )
+
+    @cached_property
+    def unrecorded(self) -> tuple[Assumption, ...]:
+        """What ran out of sight: with any of these all totals are a lower bound."""
+        return tuple(item for item in self.assumptions if item.kind in LOWER_BOUND)
 
     @cached_property
     def flops_torch(self) -> int:

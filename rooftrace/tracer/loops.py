@@ -302,7 +302,8 @@ class Rolling:
 
     def called(self, values: range, frame: FrameType) -> Any:
         """What `range` gives to the code of this frame."""
-        free = self.enabled and self.turn is None and not _transformed()
+        alone = self.recorder.threads.own()
+        free = self.enabled and self.turn is None and alone and not _transformed()
         if free and values[MIN_TURNS - 1 :]:
             body = bodies_of(frame.f_code).get(frame.f_lineno)
             if body is not None:

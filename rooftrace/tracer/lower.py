@@ -59,7 +59,8 @@ def lower(
 
     outputs: the tensors that the step returns.  kv_storages: storages that are handed to the next
     call.  gradients: names of gradients of parameters by storage.  repeats: whether modules that
-    are alike stand once.  Raises NotAlikeError where the turns of a loop differ after all.
+    are alike stand once.  What leads to no output, but is still held at the end of the step (by an
+    attribute, a list, an object of the user's), is an output too.  Raises NotAlikeError where the turns of a loop differ after all.
     """
     results = [recorder.node_of(tensor) for tensor in outputs]
     builder = _Builder(frozenset(kv_storages), gradients or {})
@@ -71,7 +72,7 @@ def lower(
         values=tuple(builder.values),
         ops=tuple(builder.ops),
         inputs=tuple(builder.inputs),
-        outputs=tuple(builder.value_of(node) for node in results),
+        outputs=builder.outputs(results, recorder.survivors),
         modules=dict(recorder.modules),
         assumptions=tuple(assumptions),
         constants=_constants(recorder.constants),
@@ -103,6 +104,7 @@ class _Builder:
         self.values: list[Tensor] = []
         self.ops: list[Op] = []
         self.inputs: list[int] = []
+        self._entries: list[int] = []
         self.turns: list[tuple[int, int] | None] = []
         self.blocks: list[Block] = []
         self._blocks: dict[int, int] = {}
@@ -118,12 +120,26 @@ class _Builder:
         """The value id of an fx node that stands for one tensor."""
         return self._single[node]
 
+    def outputs(self, results: Sequence[fx.Node], kept: Collection[int]) -> tuple[int, ...]:
+        """The value ids of what the step returns, and of what else is kept and leads nowhere."""
+        returned = [self.value_of(node) for node in results]
+        storage = [value.storage for value in self.values]
+        live = {storage[value] for value in (*returned, *self._entries)}
+        for op in reversed(self.ops):
+            made = [storage[value] for value in op.outputs]
+            if op.kind == "sync" or not made or not live.isdisjoint(made):
+                live.update(made)
+                live.update(storage[value] for value in op.inputs)
+        owners = [self._owners[number] for number in sorted(kept) if number in self._owners]
+        return (*returned, *(owner for owner in owners if owner not in live))
+
     def add(self, node: fx.Node) -> None:
         """Translate one fx node."""
         if node.op in ("placeholder", "get_attr"):
             entry: Entry = node.meta[META_KEY]
             value = self._value(entry.spec, self._entry_role(entry), entry.name)
             self._single[node] = value
+            self._entries.append(value)
             if node.op == "placeholder":
                 self.inputs.append(value)
         elif node.op == "call_function":

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from rooftrace.tracer.origin import TraceError
 from rooftrace.tracer.trees import tensors_in
-from rooftrace.tracer.values import META, REAL_VALUE, small
+from rooftrace.tracer.values import META, REAL, REAL_VALUE, Real, small
 
 _LAZY = (UninitializedParameter, UninitializedBuffer)
 
@@ -24,6 +24,7 @@ def twin(tensor: Tensor) -> Tensor:
     """A fresh meta tensor of the same size and strides; a small value is kept under REAL_VALUE."""
     empty = torch.empty_like(tensor, device=META)
     empty.requires_grad_(tensor.requires_grad and tensor.dtype.is_floating_point)
+    _refer(empty, tensor)
     if tensor.device.type == "cpu" and small(tensor) and type(tensor) is Tensor:
         empty.__dict__[REAL_VALUE] = tensor.detach().clone()
     elif REAL_VALUE in tensor.__dict__:
@@ -103,8 +104,19 @@ def parameter_twin(tensor: Tensor) -> Tensor:
         empty: Tensor = kind(tensor.requires_grad, device=META, dtype=tensor.dtype)
         return empty
     if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(torch.empty_like(tensor, device=META), tensor.requires_grad)
+        made = nn.Parameter(torch.empty_like(tensor, device=META), tensor.requires_grad)
+        _refer(made, tensor)
+        return made
     return twin(tensor)
+
+
+def _refer(empty: Tensor, tensor: Tensor) -> None:
+    """Let a twin know the real tensor, from which values are computed where code asks for them."""
+    plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+    if plain and tensor.device.type == "cpu":
+        empty.__dict__[REAL] = Real(tensor)
+    elif REAL in tensor.__dict__:
+        empty.__dict__[REAL] = tensor.__dict__[REAL]
 
 
 def is_lazy(module: nn.Module) -> bool:

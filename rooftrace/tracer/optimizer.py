@@ -1,13 +1,17 @@
-"""One optimizer step, in the state that the optimizer has after many steps."""
+"""Optimizers: one step, as after many steps, and copies of those that the user made."""
 
 from __future__ import annotations
 
+import copy
+import functools
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
 
 from rooftrace.hardware.precision import bytes_per_element
 from rooftrace.tracer.capture import Recorder
@@ -51,6 +55,67 @@ def run_optimizer(
             torch._foreach_copy_([p for p, _ in low], [master for _, master in low])
     recorder.function = ""
     return wide
+
+
+_DEPTH = 6
+"""How deep objects inside objects are looked into for optimizers."""
+
+
+def optimizers_in(tree: Any) -> list[Optimizer]:
+    """The optimizers in nested arguments: in containers, schedulers, scalers, other optimizers."""
+    found: dict[int, Optimizer] = {}
+    seen: set[int] = set()
+
+    def search(item: Any, depth: int) -> None:
+        plain = (Tensor, nn.Module, type, str, bytes, int, float, type(None))
+        if isinstance(item, plain) or id(item) in seen or depth == 0:
+            return
+        seen.add(id(item))
+        if isinstance(item, Optimizer):
+            found[id(item)] = item
+        inside: Iterable[Any] = vars(item).values() if hasattr(item, "__dict__") else ()
+        if isinstance(item, Mapping):
+            inside = (*item.values(), *inside)
+        elif isinstance(item, (list, tuple, set, frozenset)):
+            inside = (*item, *inside)
+        for part in inside:
+            search(part, depth - 1)
+
+    search(tree, _DEPTH)
+    return list(found.values())
+
+
+def copy_optimizers(optimizers: Sequence[Optimizer], memo: dict[int, Any]) -> None:
+    """Put deep copies of optimizers into `memo`, with every attribute that they have.
+
+    Their own way of being copied keeps states, groups and defaults only.  A function set on an
+    optimizer in place of a method (a scheduler's watch on `step`) holds the original: the copy
+    runs the method that it wraps.
+    """
+    for optimizer in optimizers:
+        memo[id(optimizer)] = object.__new__(type(optimizer))
+    for optimizer in optimizers:
+        made = memo[id(optimizer)]
+        own = {n: v for n, v in vars(optimizer).items() if not _replaces_method(optimizer, n, v)}
+        vars(made).update(copy.deepcopy(own, memo))
+        for name in vars(optimizer).keys() - own.keys():
+            setattr(made, name, _rebound(getattr(optimizer, name), getattr(made, name), made))
+
+
+def _replaces_method(optimizer: Optimizer, name: str, value: Any) -> bool:
+    return isinstance(value, FunctionType) and hasattr(type(optimizer), name)
+
+
+def _rebound(function: Any, method: Any, made: Any) -> Any:
+    """The method of a copy, with what is noted on the function that replaces the original's."""
+
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        made._opt_called = True  # what a scheduler's function does, and asks for
+        return method(*args, **kwargs)
+
+    vars(call).update(vars(function))
+    return call
 
 
 def optimizer_class(name: str) -> Any:

@@ -17,8 +17,36 @@ class TraceError(RuntimeError):
 
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_HAND_ON = tuple(
+    _TORCH + os.path.join(*place)
+    for place in (
+        ("utils", "_device.py"),
+        ("utils", "_python_dispatch.py"),
+        ("utils", "_stats.py"),
+        ("_dynamo", ""),
+        ("_compile.py",),
+        ("_ops.py",),
+        ("_tensor.py",),
+        ("overrides.py",),
+    )
+)
 _BOUNDARIES = frozenset({"_call", "run_backward"})
 """Functions of ours that call user's code: what called them is not the origin of an op."""
+
+_PLUMBING = tuple(
+    os.sep + os.path.join(*place)
+    for place in (
+        ("contextlib.py",),
+        ("threading.py",),
+        ("concurrent", "futures", "thread.py"),
+        ("concurrent", "futures", "_base.py"),
+        ("asyncio", "threads.py"),
+        ("asyncio", "base_events.py"),
+        ("asyncio", "events.py"),
+        ("asyncio", "runners.py"),
+    )
+)
+"""Files of the standard library that call the code they were handed."""
 
 _INNER, _OURS, _USERS = range(3)
 _KINDS: dict[CodeType, int] = {}
@@ -48,10 +76,24 @@ def source_line(depth: int) -> str:
     return ""
 
 
+def deciding_line(depth: int) -> str:
+    """ "file.py:12" of the innermost frame that asks for a value: a user's, or a check of torch's.
+
+    Frames `depth` up or more; ours and those that only hand a call on are left out.
+    """
+    frame: Any = sys._getframe(depth)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith((_HERE, "<", *_HAND_ON)):
+            return f"{name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
 def _kind(filename: str) -> int:
     if filename.startswith(_HERE):
         return _OURS
-    inner = filename.startswith((_TORCH, "<")) or filename.endswith("contextlib.py")
+    inner = filename.startswith((_TORCH, "<")) or filename.endswith(_PLUMBING)
     return _INNER if inner else _USERS
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-_RANDOM_HINTS = ("rand", "bernoulli", "dropout", "normal_", "uniform_", "exponential_")
+from rooftrace.tracer.values import draws
 
 
 def made_role(target: str, part: str, inputs: Collection[str]) -> str:
@@ -14,7 +14,7 @@ def made_role(target: str, part: str, inputs: Collection[str]) -> str:
     """
     if part in ("backward", "optimizer"):
         return "temporary"
-    if any(hint in target for hint in _RANDOM_HINTS):
+    if draws(target):
         return "activations"
     roles = set(inputs)
     if roles <= {"constants"}:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,6 +27,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from rooftrace.tracer.capture import META_KEY, Recorded, Recorder
 from rooftrace.tracer.graph import OpGraph
 from rooftrace.tracer.onmeta import own_tensors, parameter_twin, twin
+from rooftrace.tracer.optimizer import copy_optimizers, optimizers_in
 from rooftrace.tracer.request import Inputs, Options, RequestError
 from rooftrace.tracer.trees import tensors_in
 from rooftrace.tracer.values import META, Values
@@ -34,6 +36,7 @@ from rooftrace.tracer.workload import (
     as_before,
     attempted,
     check_request,
+    drained,
     graph_of,
     learn,
 )
@@ -107,7 +110,7 @@ def trace_step(
 
 
 def _call(step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    return step(*args, **kwargs)
+    return drained(step(*args, **kwargs))
 
 
 # -- modules ---------------------------------------------------------------------------------------
@@ -158,15 +161,17 @@ def _on_meta(tree: Any, modules: Sequence[nn.Module]) -> Any:
     """The arguments with meta tensors: copied, but for modules (and optimizers) that are there."""
     own = [t for module in modules for part in module.modules() for t in own_tensors(part)]
     memo: dict[int, Any] = {}
+    optimizers = optimizers_in(tree)
     if all(tensor.device.type == "meta" for tensor in own):
-        optimizers = [item for item in (*tree[0], *tree[1].values()) if isinstance(item, Optimizer)]
         memo = {id(item): item for item in (*modules, *optimizers, *own)}
+        optimizers = []
     else:
         for tensor in own:
             if id(tensor) not in memo:
                 memo[id(tensor)] = parameter_twin(tensor)
-    for tensor in tensors_in(tree):
+    for tensor in tensors_in((tree, [vars(optimizer) for optimizer in optimizers])):
         memo.setdefault(id(tensor), twin(tensor))
+    copy_optimizers(optimizers, memo)
     return copy.deepcopy(tree, memo)
 
 
@@ -198,14 +203,16 @@ def _own_step(recorder: Recorder, root: nn.Module) -> Iterator[_Learnt]:
     recorder.own_step = True
     outer: list[tuple[str, str]] = []
 
-    def before(optimizer: Any, args: Any, kwargs: Any) -> None:
+    def before(optimizer: Any, args: Any, kwargs: Any) -> Any:
         if recorder.part == "optimizer":
-            return  # the step that makes the states
+            return None  # the step that makes the states
         outer.append((recorder.part, recorder.function))
         _note_gradients(recorder, root, learnt)
         recorder.part, recorder.function = "optimizer", type(optimizer).__name__
         learnt.optimizers.append(type(optimizer).__name__.lower())
-        _prepare(recorder, optimizer, closure=bool(args[1:] or kwargs.get("closure")))
+        closures = bool(args[1:] or kwargs.get("closure"))
+        _prepare(recorder, optimizer, closure=closures)
+        return _with_closures_outside(recorder, args, kwargs) if closures else None
 
     def after(optimizer: Any, args: Any, kwargs: Any) -> None:
         if outer and recorder.recording:
@@ -219,6 +226,27 @@ def _own_step(recorder: Recorder, root: nn.Module) -> Iterator[_Learnt]:
         stack.enter_context(torch.device(META))
         yield learnt
     _note_gradients(recorder, root, learnt)
+
+
+def _with_closures_outside(recorder: Recorder, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The arguments of an optimizer's step, whose closure runs the model: that is no optimizer."""
+
+    def outside(item: Any) -> Any:
+        if not callable(item) or isinstance(item, (Optimizer, Tensor)):
+            return item
+
+        @functools.wraps(item)
+        def closure(*args: Any, **kwargs: Any) -> Any:
+            before = recorder.part, recorder.function
+            recorder.part, recorder.function, recorder.after_backward = "forward", "", False
+            try:
+                return item(*args, **kwargs)
+            finally:
+                recorder.part, recorder.function = before
+
+        return closure
+
+    return tuple(map(outside, args)), {name: outside(item) for name, item in kwargs.items()}
 
 
 @contextlib.contextmanager
@@ -247,13 +275,13 @@ def _prepare(recorder: Recorder, optimizer: Optimizer, closure: bool) -> None:
             "rooftrace.trace as an argument of the step"
         )
     if not closure and not any(optimizer.state.get(p) for p in parameters):
-        with (
-            torch.no_grad(),
-            torch._C.DisableTorchFunction(),
-            recorder.paused(),
-            _disable_current_modes(),
-        ):
-            optimizer.step()
+        with torch.no_grad(), torch._C.DisableTorchFunction(), recorder.paused():
+            try:
+                with _disable_current_modes():
+                    optimizer.step()
+            except RuntimeError:  # it asks for values, which only the recorder follows
+                optimizer.state.clear()
+                optimizer.step()
     for parameter in parameters:
         for state, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):

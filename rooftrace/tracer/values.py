@@ -10,13 +10,16 @@ from __future__ import annotations
 import math
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from rooftrace.tracer.graph import Assumption
+from rooftrace.tracer.groups import is_collective
+from rooftrace.tracer.origin import deciding_line
 from rooftrace.tracer.request import assumed
 from rooftrace.tracer.trees import bytes_of, listed
 
@@ -37,36 +40,11 @@ DENSITY = 0.5
 
 KNOWN = "_rooftrace_known"
 """Attribute of a meta tensor whose value one running capture knows."""
+REAL = "_rooftrace_real"
+"""Attribute of a meta tensor made from a real one: that one, as a `Real`."""
 REAL_VALUE = "_rooftrace_value"
 """Attribute of a meta tensor made from a small real one: its value, for a capture to learn."""
 
-RANDOM = frozenset(
-    {
-        "aten.bernoulli",
-        "aten.bernoulli_",
-        "aten.uniform_",
-        "aten.normal_",
-        "aten.rand",
-        "aten.randn",
-        "aten.native_dropout",
-        "aten.multinomial",
-        "aten.randint",
-        "aten.randperm",
-        "aten.rand_like",
-        "aten.randn_like",
-        "aten.randint_like",
-        "aten.exponential_",
-        "aten.random_",
-        "aten.normal",
-        "aten.cauchy_",
-        "aten.geometric_",
-        "aten.log_normal_",
-        "aten.poisson",
-        "aten.binomial",
-    }
-)
-DRAWN = frozenset({"aten.randint", "aten.randperm"})
-"""The random ops that make integers from nothing."""
 UNINITIALISED = frozenset(
     {
         "aten.empty",
@@ -78,22 +56,69 @@ UNINITIALISED = frozenset(
     }
 )
 
-ROUTING: Mapping[str, int] = {
-    "aten.topk": 1,
-    "aten.argmax": 0,
-    "aten.argmin": 0,
-    "aten.sort": 1,
-    "aten.argsort": 0,
-    "aten.multinomial": 0,
-    "aten.max": 1,
-    "aten.min": 1,
-    "aten.kthvalue": 1,
-    "aten.bucketize": 0,
-    "aten.searchsorted": 0,
-    "aten.cummax": 1,
-    "aten.cummin": 1,
-}
-"""Ops that turn floats into indices, with the position of the index output."""
+CHOOSERS = frozenset(
+    f"aten.{name}"
+    for name in ("argmax", "argmin", "argsort", "multinomial", "bucketize", "searchsorted")
+)
+"""Ops whose only output is an index that floats decide: their schema does not tell it from a count
+(count_nonzero), where that of topk names its output "indices"."""
+
+
+@cache
+def is_random(func: Any) -> bool:
+    """Whether an op draws random numbers: torch tags it so, or it takes a generator."""
+    if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
+        return True
+    schema = getattr(func, "_schema", None)
+    return schema is not None and any("Generator" in str(a.type) for a in schema.arguments)
+
+
+@cache
+def draws(target: str) -> bool:
+    """`is_random` of a recorded target ("aten.rand.default"); False where it is not loaded."""
+    namespace, name, overload = (*target.split("."), "", "")[:3]
+    packet = getattr(getattr(torch.ops, namespace, None), name, None)
+    return is_random(getattr(packet, overload, None))
+
+
+def index_output(func: Any, source: Tensor, outputs: Sequence[Tensor]) -> int | None:
+    """Which output of an op holds indices that it chose by the floats of `source`, if any does.
+
+    The schema names it "indices"; or, outside of aten, it is the whole numbers beside the floats
+    that were chosen, in equal shapes; or the op is one of CHOOSERS.
+    """
+    schema = func._schema
+    for position, output in enumerate(outputs):
+        if output.dtype.is_floating_point or output.dtype in (torch.bool, torch.uint8):
+            continue
+        if position < len(schema.returns) and schema.returns[position].name == "indices":
+            return position
+        if f"{func.namespace}.{func._opname}" in CHOOSERS:
+            return position
+        chosen = outputs[0]
+        if (
+            func.namespace not in ("aten", "prims")
+            and position > 0
+            and source.dtype.is_floating_point
+            and chosen.dtype.is_floating_point
+            and chosen.shape == output.shape
+            and source.dim() == output.dim()
+            and source.shape[:-1] == output.shape[:-1]
+        ):
+            return position
+    return None
+
+
+class Real:
+    """A reference to the user's own tensor, which is only read; a copy of it is itself."""
+
+    __slots__ = ("tensor",)
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+    def __deepcopy__(self, memo: Any) -> Real:
+        return self
 
 
 class Known(NamedTuple):
@@ -123,7 +148,8 @@ class Values:
     where: gives the current module path.  branches: answers to unknown conditions by number.
     assume: what the user decided for unknown values, by kind and module.  draws: random integers
     are drawn with a fixed seed (while a user's function makes inputs) instead of being unknown.
-    number: what an unknown number is taken as.
+    number: what an unknown number is taken as.  turned: source lines whose unknown conditions
+    go the other way: there the code fails with the usual one.
     """
 
     def __init__(
@@ -133,16 +159,23 @@ class Values:
         assume: Mapping[str, Any] | None = None,
         draws: bool = False,
         number: int = 1,
+        turned: Collection[str] = (),
     ) -> None:
         self.where = where
         self.op = ""  # the one that is being run
         self.branches = dict(branches or {})
         self.given = dict(assume or {})
         self.number = number
+        self.turned = frozenset(turned)
+        self.by_number = False  # the user's branches count conditions: none is computed
+        self.last_line = ""  # the line that asked for the last unknown condition
         self._generator = torch.Generator().manual_seed(0) if draws else None
         self._same_branch: Counter[tuple[str, str]] = Counter()
         self.assumptions: list[Assumption] = []
         self.decisions = 0
+        self.computed = 0  # how many values were computed from real data
+        self.compute: Callable[[Tensor], Tensor | None] = lambda tensor: None
+        """Gives the value of a tensor from the real tensors that were given, where it can."""
         self.decided = False  # the last of these decisions was the user's
         self._epochs: dict[int, int] = {}
         self._memo: dict[Any, Any] = {}
@@ -156,6 +189,10 @@ class Values:
         """Remember that `tensor` holds `value` (a CPU tensor of its shape)."""
         tensor.__dict__[KNOWN] = Known(value, taint, self._epochs.get(bytes_of(tensor), 0))
         self._alive[id(tensor)] = tensor
+
+    def tensors(self) -> list[Tensor]:
+        """The meta tensors of which something is known."""
+        return list(self._alive.values())
 
     def known(self, tensor: Tensor) -> Known | None:
         """The value of `tensor` if it is known and its storage was not overwritten since.
@@ -228,6 +265,9 @@ class Values:
         entry = self.known(tensor)
         if entry is not None:
             return entry.value, entry.taint
+        entry = self.from_data(tensor)
+        if entry is not None:
+            return entry.value, entry.taint
         shape = tuple(tensor.shape)
         if tensor.dtype == torch.bool and tensor.numel() == 1:
             return self._branch(shape, why)
@@ -239,6 +279,23 @@ class Values:
         if tensor.dtype == torch.bool:
             return self._mask(shape, why)
         return self._ones(tensor, why)
+
+    def from_data(self, tensor: Tensor) -> Known | None:
+        """The value of an unknown tensor as the real tensors that were given make it.
+
+        None where they do not, and where the user decided what is taken.
+        """
+        single = tensor.dtype == torch.bool and tensor.numel() == 1
+        kind = "branch" if single else "density" if tensor.dtype == torch.bool else "value"
+        if self.decision(kind) is not None or (single and self.by_number):
+            return None
+        value = self.compute(tensor)
+        if value is None:
+            return None
+        self.computed += 1
+        if tensor.device.type == "meta":
+            self.learn(tensor, value)
+        return Known(value, _NO_TAINT, 0)
 
     def decision(self, kind: str) -> Any:
         """What the user decided for this kind of assumption, here; None where nothing."""
@@ -267,7 +324,8 @@ class Values:
         index, self.decisions = self.decisions, self.decisions + 1
         place = (self.where(), why)
         decided = self.decision("branch")
-        usual = bool(decided)
+        self.last_line = deciding_line(2)
+        usual = bool(decided) if decided is not None else self.last_line in self.turned
         endless = self._same_branch[place] >= MAX_SAME_BRANCH
         taken = self.branches.get(index, usual != endless)
         self.decided = index in self.branches or decided is not None
@@ -277,17 +335,19 @@ class Values:
             text += f" after {MAX_SAME_BRANCH} times"
         return torch.full(shape, taken), frozenset([self.assume("branch", text, taken)])
 
-    def route(self, name: str, source: Tensor, index: Tensor, dimension: int) -> int | None:
+    def route(
+        self, name: str, source: Tensor, index: Tensor, dimension: int, sorts: bool = False
+    ) -> int | None:
         """Give the index output of topk, argmax, sort ... on unknown floats balanced values.
 
         Every class is chosen equally often (round robin), or by lot where the user wants that; a
-        full sort keeps the order.  Returns the id of the assumption.
+        full sort keeps the order (sorts: the op is one).  Returns the id of the assumption.
         """
         if not 0 < index.numel() <= MAX_INTEGERS:
             return None
         classes = source.shape[dimension] if source.dim() else 1
         shape = tuple(index.shape)
-        full = shape == tuple(source.shape) and "sort" in name
+        full = shape == tuple(source.shape) and sorts
         by_lot = not full and self.decision("balanced-routing") == "uniform"
         key = ("route", full, by_lot, shape, classes, index.dtype, dimension)
         value = self._memo.get(key)
@@ -327,7 +387,10 @@ class Values:
 
         Returns the assumptions that they rest on; None if they are unknown.
         """
-        if name in RANDOM and not (self._generator is not None and name in DRAWN):
+        if is_collective(func):  # the other processes have a say
+            self._forget_all(mutated)
+            return None
+        if is_random(func) and not (self._generator is not None and _draws_integers(func, outputs)):
             self._forget_all(mutated)
             return None
         entries: dict[int, Known] = {}
@@ -399,7 +462,7 @@ class Values:
                 self._shared.update({bytes_of(t) for t, _ in hit[1]} - own)
                 return hit[0]
         try:
-            result = _run(name, func, new_args, new_kwargs, self._generator)
+            result = run_on_cpu(name, func, new_args, new_kwargs, self._generator)
         except (RuntimeError, NotImplementedError, TypeError, IndexError, ValueError):
             return None  # a value that cannot be computed is an unknown value
         if key is not None:
@@ -414,13 +477,24 @@ _MAX_DRAWN = 1 << 22
 _DRAWS = 32
 
 
-def _run(
-    name: str, func: Any, args: list[Any], kwargs: dict[str, Any], generator: torch.Generator | None
+def _draws_integers(func: Any, outputs: Sequence[Tensor]) -> bool:
+    """Whether a random op makes whole numbers from nothing."""
+    takes = any("Tensor" in str(argument.type) for argument in func._schema.arguments)
+    return not takes and not any(t.dtype.is_floating_point for t in outputs)
+
+
+def run_on_cpu(
+    name: str,
+    func: Any,
+    args: list[Any],
+    kwargs: dict[str, Any],
+    generator: torch.Generator | None = None,
 ) -> Any:
+    """An op on CPU tensors, as a GPU would run it."""
     if name == "aten.histc":  # CUDA counts integers too, the CPU kernel only floats
         return func(args[0].double(), *args[1:], **kwargs).to(args[0].dtype)
-    if name in DRAWN:
-        drawer = getattr(torch, name.removeprefix("aten."))
+    if generator is not None and is_random(func):
+        drawer = func._overloadpacket
         return drawer(*args, **{**kwargs, "generator": generator, "device": _CPU})
     result = func(*args, **kwargs)
     if name in UNINITIALISED:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import platform
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,7 +16,6 @@ from torch import Tensor, nn
 
 from rooftrace.tracer.blocks import NotAlikeError
 from rooftrace.tracer.capture import Recorder, shown_path
-from rooftrace.tracer.family import with_families
 from rooftrace.tracer.graph import OpGraph
 from rooftrace.tracer.lower import lower
 from rooftrace.tracer.onmeta import is_lazy, on_meta, own_tensors, parameters_of, replaced
@@ -27,10 +27,15 @@ from rooftrace.tracer.trees import parts_of, tensors_in
 from rooftrace.tracer.values import META, REAL_VALUE, UnknownValueError, Values
 
 MAX_BRANCH_RETRIES = 6
+"""How many unknown conditions of one source line are turned one by one."""
+MAX_LINES = 64
+"""How many source lines may have their unknown conditions turned."""
 UNKNOWN_NUMBERS = (1, 0)
 """What unknown numbers are taken as, one after the other while the code fails with it."""
 
 Progress = Callable[[str], None]
+_DECIDED = frozenset({"branch", "density", "value"})
+"""Kinds of assumptions that a user can decide."""
 _CONTAINERS = (dict, OrderedDict, list, set)
 
 
@@ -109,7 +114,7 @@ def cache_arguments(module: nn.Module) -> set[str]:
 def as_before(module: nn.Module) -> Iterator[None]:
     """Attributes (training flags, caches of tables) and gradients are afterwards what they were."""
     attributes = [(vars(part), _copied(vars(part))) for part in module.modules()]
-    modes = [(part, part.training) for part in module.modules()]
+    modes = [(part, part.training) for part in module.modules() if hasattr(part, "training")]
     gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
     try:
         yield
@@ -164,6 +169,11 @@ class Step:
     phase: str = ""
 
 
+def drained(output: Any) -> Any:
+    """What a module returned; of a generator everything that it gives, as its caller would take."""
+    return list(output) if inspect.isgenerator(output) else output
+
+
 @dataclass(frozen=True)
 class PlainCall:
     """A call of a module as a phase makes it, with nothing recorded.
@@ -180,7 +190,7 @@ class PlainCall:
     def __call__(self) -> Any:
         """Forward, and backward where there is one; the output of forward."""
         with torch.device(self.device), torch.set_grad_enabled(self.losses is not None):
-            output = self.module(*self.args, **self.kwargs)
+            output = drained(self.module(*self.args, **self.kwargs))
             if self.losses is not None:
                 losses, _ = self.losses(output)
                 torch.autograd.backward(losses, [torch.ones_like(loss) for loss in losses])
@@ -400,7 +410,7 @@ class Run:
     ) -> Any:
         """Call the module; of `extras` (use_cache, labels) only what its forward takes."""
         with torch.device(self.device):
-            return self.module(*args, **{**kwargs, **self._taken(extras or {})})
+            return drained(self.module(*args, **{**kwargs, **self._taken(extras or {})}))
 
     def _taken(self, extras: Mapping[str, Any]) -> dict[str, Any]:
         """Of these arguments those that forward takes."""
@@ -483,15 +493,22 @@ def attempted(
 ) -> OpGraph:
     """`run` under a recorder; again, where it fails, with its last unknown condition turned.
 
-    Where that does not help and a number was unknown, once more with it taken as zero.
+    Checks of arguments stand in one line and are asked many times, so all conditions of a line are
+    turned together; where that fails too, they are turned one by one.  Where that does not help and a number was unknown, once more with it taken as zero.
     what, root: what is run and the class of its module, for the message of the TraceError.
     """
     first: TraceError | None = None
     repeats = options.repeats
     for number in UNKNOWN_NUMBERS:
-        branches = dict(options.branches)
-        for _ in range(MAX_BRANCH_RETRIES + 2):
-            values = Values(branches=branches, assume=options.assume, number=number)
+        turns = _Turns(options.branches)
+        while True:
+            values = Values(
+                branches=turns.branches,
+                assume=options.assume,
+                number=number,
+                turned=turns.lines,
+            )
+            values.by_number = bool(options.branches)
             recorder = Recorder(values, roll_loops=repeats, repeat_calls=repeats)
             try:
                 return run(recorder)
@@ -503,10 +520,8 @@ def attempted(
             except Exception as error:  # whatever a user's module may raise
                 first = first or _explained(error, recorder, what, root)
                 first.__cause__ = first.__cause__ or error
-                last = values.decisions - 1
-                if last < 0 or values.decided:
+                if not turns.turn(values):
                     break
-                branches[last] = True
             finally:
                 recorder.close()
                 with contextlib.suppress(AttributeError):  # what is private may go away
@@ -515,6 +530,36 @@ def attempted(
             break
     assert first is not None
     raise first from first.__cause__
+
+
+class _Turns:
+    """Which unknown conditions go the other way than usual, learnt from attempts that failed.
+
+    lines: all those of a source line.  branches: single ones, by their number.
+    """
+
+    def __init__(self, branches: Mapping[int, bool]) -> None:
+        self.branches, self.lines = dict(branches), set[str]()
+        self._first: dict[str, int] = {}  # the condition with which a line was turned
+        self._single: Counter[str] = Counter()
+
+    def turn(self, values: Values) -> bool:
+        """Turn the last condition of an attempt that failed; False where nothing is left to try."""
+        last, line = values.decisions - 1, values.last_line
+        if last < 0 or values.decided or len(self._first) > MAX_LINES:
+            return False
+        if line and line not in self._first:
+            self._first[line] = last
+            self.lines.add(line)
+            return True
+        if line in self.lines:  # it fails either way as a whole
+            self.lines.discard(line)
+            last = self._first[line]
+        if last in self.branches or self._single[line] == MAX_BRANCH_RETRIES:
+            return False
+        self._single[line] += 1
+        self.branches[last] = True
+        return True
 
 
 def graph_of(
@@ -542,9 +587,9 @@ def graph_of(
         "optimizer": optimizer,
     }
     outputs = [part for tensor in tensors_in(step.output) for part, _ in parts_of(tensor)]
-    graph = lower(
+    return lower(
         recorder,
-        [tensor for tensor in outputs if tensor.device.type == "meta"],
+        recorder.look_for_gaps(outputs, module),
         phase=phase,
         kv_storages={s for s in kv if s is not None},
         gradients=step.gradients,
@@ -554,7 +599,6 @@ def graph_of(
         provenance=provenance(target),
         repeats=recorder.repeat_calls,
     )
-    return with_families(graph)
 
 
 def learn(values: Values, tensor: Tensor) -> None:
@@ -650,6 +694,11 @@ def _explained(error: Exception, recorder: Recorder, what: str, root: str) -> Tr
         f"{what} failed in {where}: {type(error).__name__}: {error}",
         users_traceback(error),
     ]
+    asked = [a for a in recorder.values.assumptions if a.kind in _DECIDED]
+    for item in list({(a.kind, a.where): a for a in asked}.values())[-3:]:
+        place = f"{item.kind}@{item.where}" if item.where else item.kind
+        other = str(not item.value).lower() if item.kind == "branch" else "NUMBER"
+        lines.append(f"{item.text}; --assume {place}={other} takes it otherwise.")
     if isinstance(error, UnknownValueError):
         lines.append(
             "Its code needs a value that only real weights give; pass inputs that avoid that path."

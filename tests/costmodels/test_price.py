@@ -1,7 +1,8 @@
-"""Pricing a graph: equal ops once, each bound to its own storages; gaps are lower bounds."""
+"""Pricing a graph: equal ops once, each bound to its own storages; gaps have bounds."""
 
 from rooftrace.costmodels import registry
 from rooftrace.costmodels.cost import Access, Cost, OpView, Work
+from rooftrace.costmodels.plan import plan
 from rooftrace.costmodels.price import price_ops
 from rooftrace.tracer.graph import Ref
 from tests.costmodels.graph_support import Builder
@@ -103,3 +104,40 @@ def test_products_of_materialised_attention_say_which_pairs_the_mask_shows():
     assert cost.flops() == 2 * 2 * 4 * 4 * 8  # dense
     assert cost.flops(counts=("useful",)) == 2 * 2 * 10 * 8
     assert cost.flops(counts=("masked_executed",)) == 2 * 2 * 6 * 8
+
+
+def test_a_store_into_a_cache_is_bounded_from_both_sides():
+    """4 rows of 4 KiB into a cache of 64 MiB, without a rule."""
+    b = Builder("bf16")
+    cache, new = b.input(8192, 2048, role="kv"), b.input(4, 2048)
+    wide = b.value(b.places[cache], like=cache)
+    b.op("mylib.store_", {"cache": Ref(cache), "new": Ref(new)}, [wide])
+    graph = b.graph(wide)
+    whole, rows = 2 * 8192 * 2048, 2 * 4 * 2048
+    (entry,) = plan(graph, "eager").coverage.unsupported
+    assert plan(graph, "eager").total.bytes() == entry.bytes == rows + rows  # read, write as much
+    assert entry.bytes_least == 0  # what is new is not known to be read
+    assert entry.bytes_most == rows + whole + whole  # both read, the cache written
+
+
+def test_what_the_step_made_itself_is_updated_whole():
+    b = Builder("bf16")
+    x = b.unary("relu", b.input(64, 64))
+    table = b.input(4, 8)
+    turned = b.value(b.places[x], like=x)
+    b.op("mylib.rotate_", {"x": Ref(x), "table": Ref(table)}, [turned])
+    graph = b.graph(turned)
+    (entry,) = plan(graph, "eager").coverage.unsupported
+    assert entry.bytes == entry.bytes_most == 2 * (64 * 64 + 64 * 64 + 4 * 8)  # read, write, read
+
+
+def test_an_op_that_returns_and_writes_beside_has_both():
+    b = Builder("bf16")
+    cache, new = b.input(1024, 64, role="kv"), b.input(4, 64)
+    out = b.value((4, 64))
+    facts = {"writes": ("cache",)}
+    b.op("mylib.attend", {"cache": Ref(cache), "new": Ref(new)}, [out], facts=facts)
+    (entry,) = plan(b.graph(out), "eager").coverage.unsupported
+    assert entry.bytes_least == 2 * 4 * 64  # the result
+    assert entry.bytes_most == 2 * (1024 * 64 * 2 + 4 * 64 + 4 * 64)
+    assert entry.bytes_least <= entry.bytes <= entry.bytes_most

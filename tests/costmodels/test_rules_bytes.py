@@ -331,3 +331,51 @@ def test_a_ring_sends_its_share():
     reduced = all_reduce(OpView("_c10d_functional.all_reduce.default", (part,), (part,), args[:1]))
     assert reduced.bytes("link") == 2 * 4 * 1024  # the size of the group is not known: its bound
     assert math.isclose(reduced.flops(), 1024)
+
+
+def ring(n: int, parts: list[int], add: bool) -> tuple[int, int]:
+    """Bytes that device 0 sends, and the parts that it adds, while n devices pass parts around."""
+    sent = added = 0
+    for step in range(n - 1):
+        sent += parts[-step % n]
+        added += add
+    return sent, added
+
+
+@pytest.mark.parametrize("n", [1, 2, 8])
+@pytest.mark.parametrize(
+    ("name", "arguments", "rounds"),
+    [
+        ("c10d.allreduce_", ("tensors",), 2),
+        ("c10d._allgather_base_", ("output_tensor", "input_tensor"), 1),
+        ("c10d._reduce_scatter_base_", ("output_tensor", "input_tensor"), 1),
+        ("c10d.alltoall_base_", ("output", "input"), 1),
+        ("c10d.broadcast_", ("tensors",), 1),
+        ("_dtensor.shard_dim_alltoall", ("input",), 1),
+        ("_c10d_functional_autograd.reduce_scatter_tensor", ("input",), 1),
+    ],
+)
+def test_collectives_send_what_a_ring_sends(name, arguments, rounds, n):
+    from rooftrace.costmodels.cost import OpView, Slot
+    from rooftrace.costmodels.registry import find_rule
+
+    whole = view(lambda: meta(8 * 1024) + 1).inputs[0]
+    args = tuple((word, Slot(i)) for i, word in enumerate(arguments))
+    facts = (("group_size", n),)
+    buffers = (whole,) * len(args)
+    cost = find_rule(f"{name}.default").price(
+        OpView(f"{name}.default", buffers, (whole,), args, facts)
+    )
+    sent, _ = ring(n, [4 * 8 * 1024 // n] * n, add=False)
+    assert cost.bytes("link") == rounds * sent
+
+
+def test_every_collective_of_torch_has_a_rule_or_moves_nothing():
+    from rooftrace.costmodels.registry import find_rule
+
+    spaces = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
+    names = getattr(torch._C, "_dispatch_get_all_op_names", list)()
+    found = {n.split(".")[0].replace("::", ".") for n in names if n.partition("::")[0] in spaces}
+    assert {n for n in found if find_rule(f"{n}.default") is None} <= {
+        "_dtensor.mesh_get_process_group"  # hands out a handle
+    }

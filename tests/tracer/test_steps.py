@@ -203,3 +203,137 @@ def _strangers_optimizer() -> None:
 def test_a_request_that_makes_no_sense_is_refused(call: Callable[[], Any], message: str) -> None:
     with pytest.raises(RequestError, match=message):
         call()
+
+
+# -- optimizers that the user made -----------------------------------------------------------------
+
+
+def minimise(model: nn.Module, x: Tensor, optimizer: Any) -> None:
+    """A step of any optimizer, given a closure where it asks for one."""
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model(x))
+        loss.backward()
+        return loss
+
+    if isinstance(optimizer, torch.optim.LBFGS):
+        optimizer.step(closure)
+    else:
+        closure()
+        optimizer.step()
+
+
+def bits(item: Any) -> Any:
+    """All that an object holds, tensors as bytes, to compare it later."""
+    if isinstance(item, Tensor):
+        gradient = None if item.grad is None else bits(item.grad)
+        return (str(item.dtype), item.detach().numpy().tobytes(), gradient)
+    if isinstance(item, dict):
+        return [(k if not isinstance(k, Tensor) else id(k), bits(v)) for k, v in item.items()]
+    if isinstance(item, (list, tuple)):
+        return [bits(part) for part in item]
+    return repr(item) if isinstance(item, (int, float, str, bool, type(None))) else id(item)
+
+
+OPTIMIZERS = sorted(
+    name
+    for name, kind in vars(torch.optim).items()
+    if isinstance(kind, type)
+    and issubclass(kind, torch.optim.Optimizer)
+    and name not in ("Optimizer", "SparseAdam")  # a sparse gradient is recorded as a dense one
+)
+
+
+@pytest.mark.parametrize("stepped", [False, True])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_of_torch_steps_and_the_users_own_stays(name: str, stepped: bool) -> None:
+    model = nn.Sequential(nn.Linear(8, 16, bias=False), nn.GELU(), nn.Linear(16, 4, bias=False))
+    optimizer = getattr(torch.optim, name)(model.parameters(), lr=1e-3)
+    if stepped:
+        minimise(model, X, optimizer)
+    before = bits(list(model.parameters())), bits(vars(optimizer))
+    graph = rt.trace(minimise, model, X, optimizer)
+    assert (bits(list(model.parameters())), bits(vars(optimizer))) == before
+    assert {op.part for op in graph.ops} >= {"forward", "backward", "optimizer"}
+    products = [op for op in graph.ops if op.name == "aten.mm" and op.part == "forward"]
+    assert len(products) >= 2
+    assert {op.module for op in products} == {"0", "2"}
+
+
+class Sharpness(torch.optim.Optimizer):
+    """Steps up, then down, with an optimizer inside whose groups it shares."""
+
+    def __init__(self, parameters: Any, base: Any, rho: float) -> None:
+        super().__init__(parameters, {"rho": rho})
+        self.rho = rho
+        self.base_optimizer = base(self.param_groups)
+        self.param_groups = self.base_optimizer.param_groups
+
+    @torch.no_grad()
+    def first_step(self) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["old"] = p.clone()
+                p.add_(p.grad, alpha=self.rho)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.copy_(self.state[p]["old"])
+        self.base_optimizer.step()
+
+
+def test_an_optimizer_of_the_users_own_keeps_its_attributes() -> None:
+    def sharp(model: nn.Module, x: Tensor, optimizer: Any, scheduler: Any) -> None:
+        for step in (optimizer.first_step, optimizer.step):
+            loss_of(model(x)).backward()
+            step()
+            optimizer.zero_grad()
+        scheduler.step()
+
+    model = net()
+    optimizer = Sharpness(model.parameters(), torch.optim.AdamW, rho=0.05)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer.base_optimizer, 1)
+    before = bits(list(model.parameters())), bits(vars(optimizer)), scheduler.last_epoch
+    graph = rt.trace(sharp, model, X, optimizer, scheduler)
+    assert (bits(list(model.parameters())), bits(vars(optimizer)), scheduler.last_epoch) == before
+    parts = Counter(op.part for op in graph.ops if op.name in ("aten.addmm", "aten.mm"))
+    assert parts == {"forward": 2 * 2, "backward": 2 * 3}
+
+
+@pytest.mark.filterwarnings("error:Seems like")
+@pytest.mark.parametrize("kind", ["StepLR", "CosineAnnealingLR", "OneCycleLR"])
+def test_a_scheduler_steps_the_copy_of_its_optimizer(kind: str) -> None:
+    def step(model: nn.Module, x: Tensor, given: dict[str, Any]) -> None:
+        train(model, x, given["optimizer"])
+        given["scheduler"].step()
+
+    settings = {"StepLR": (1,), "CosineAnnealingLR": (10,), "OneCycleLR": (0.1, 10)}
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    scheduler = getattr(torch.optim.lr_scheduler, kind)(optimizer, *settings[kind])
+    before = scheduler.state_dict(), optimizer.param_groups[0]["lr"]
+    graph = rt.trace(step, model, X, {"optimizer": optimizer, "scheduler": scheduler})
+    assert (scheduler.state_dict(), optimizer.param_groups[0]["lr"]) == before
+    assert not optimizer.state
+    assert "optimizer" in {op.part for op in graph.ops}
+
+
+def test_a_scaler_and_an_average_of_the_weights_take_part() -> None:
+    def step(model: nn.Module, average: Any, x: Tensor, optimizer: Any, scaler: Any) -> None:
+        scaler.scale(loss_of(model(x))).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        average.update_parameters(model)
+
+    model = net()
+    average = torch.optim.swa_utils.AveragedModel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scaler = torch.amp.GradScaler("cpu")
+    before = bits([*model.parameters(), *average.parameters()])
+    graph = rt.trace(step, model, average, X, optimizer, scaler)
+    assert bits([*model.parameters(), *average.parameters()]) == before
+    assert not optimizer.state
+    assert {op.part for op in graph.ops} == {"forward", "backward", "optimizer"}

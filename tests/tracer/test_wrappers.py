@@ -1,6 +1,7 @@
 """Modules and tensors inside wrappers: what runs on one device is recorded, the rest is said."""
 
 import copy
+import dataclasses
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -53,6 +54,41 @@ def test_a_tensor_parallel_module_is_one_devices_share(group: None) -> None:
     training = rt.trace(module, x, phase="training")
     gradients = {t.name: t.elements for t in training.values if t.name.endswith(".grad")}
     assert gradients == {f"{name}.grad": math.prod(shape) for name, shape in weights.items()}
+
+
+class Talking(nn.Module):
+    """Says what it does to the others, in place as DDP's hooks and Megatron do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.lin(x)
+        dist.all_reduce(y)
+        swapped = torch.empty_like(y)
+        dist.all_to_all_single(swapped, y)
+        dist.broadcast(swapped, 0)
+        return swapped
+
+
+def test_collectives_in_place_know_the_size_of_their_group(group: None) -> None:
+    graph = rt.trace(Talking(), torch.ones(16, 64))
+    talk = [op for op in graph.ops if op.name.startswith("c10d.")]
+    assert [op.name for op in talk] == ["c10d.allreduce_", "c10d.alltoall_base_", "c10d.broadcast_"]
+    assert all(op.facts["group_size"] == DEVICES for op in talk)
+    assert graph.producers[graph.outputs[0]] == talk[-1].id  # what is received is what goes on
+    estimate = rt.estimate(graph, execution="eager")
+    assert estimate.unsupported_ops() == ()
+    sizes = [4 * 16 * 64 * part // DEVICES for part in (2 * 3, 3, 3)]  # 2 (n-1)/n, (n-1)/n, (n-1)/n
+    assert [row.bytes_net for row in estimate.rows if row.family == "communication"] == sizes
+    assert not any("unknown size" in note for note in estimate.notes)
+    unknown = graph.replace(ops=tuple(dataclasses.replace(op, facts={}) for op in graph.ops))
+    (note,) = rt.estimate(unknown, execution="eager").notes
+    assert note == (
+        "collectives of a group of unknown size, counted as of a large one: "
+        "c10d.allreduce_ x1, c10d.alltoall_base_ x1, c10d.broadcast_ x1"
+    )
 
 
 def test_data_parallel_wrappers_are_taken_off_and_that_is_said(group: None) -> None:

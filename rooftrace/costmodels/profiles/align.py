@@ -4,22 +4,31 @@ Two ways.  A run that wrapped every op in `record_function("op 17")` says so its
 trace is matched in order: the calls of each step and the ops of the graph are two sequences of
 (name, input shapes), and the longest common subsequence pairs them.  Calls are taken at the level
 of the graph: of `linear` that calls `addmm`, the one that the graph has.
+
+Equal shapes pair first.  What is left between two pairs may pair with its sizes written otherwise:
+without dimensions of 1, with the leading ones as one, with a weight transposed.
+
+A trace without marks around its steps is cut where the ops of the graph come again (`periods`).
 """
 
 from __future__ import annotations
 
+import math
 import re
 import statistics
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
+from rooftrace.costmodels.profiles.periods import Period, periods
 from rooftrace.costmodels.profiles.records import (
     NONE,
     Annotation,
+    Cut,
     Profile,
     ProfileError,
     Shape,
@@ -104,6 +113,8 @@ class Alignment:
     graph has not, most seconds first.  only_in_graph: ids of kernels that the trace has not (in
     none of their iterations).  step: the step of median length, for pictures.  places: (op id,
     iteration) by the index of the call.  first_difference: where the two part, in words.
+    reshaped: calls that pair with their sizes written otherwise.  outside: share of the measured
+    seconds that is in no step, where steps were cut by their period; else None.
     """
 
     profile: Profile
@@ -116,6 +127,8 @@ class Alignment:
     step: Step
     places: Mapping[int, tuple[int, int]] = field(default_factory=dict, repr=False)
     first_difference: str = ""
+    reshaped: int = 0
+    outside: float | None = None
 
     @property
     def seconds(self) -> dict[int, float]:
@@ -137,9 +150,11 @@ class Alignment:
 
     @property
     def ops_matched_share(self) -> float:
-        """Share of the graph's kernels that were found."""
-        kernels = [op for op in self.graph.ops if op.kind == "kernel"]
-        return len(self.measured) / len(kernels) if kernels else 1.0
+        """Share of the graph's kernels that were found, every iteration counted."""
+        graph = self.graph
+        kernels = sum(graph.times(op) for op in graph.ops if op.kind == "kernel")
+        found = sum(len(one.seconds) for one in self.measured.values())
+        return found / kernels if kernels else 1.0
 
 
 def align(profile: Profile, graph: OpGraph, minimum: float = 0.5) -> Alignment:
@@ -189,6 +204,39 @@ def _key(name: str, shapes: Sequence[Shape]) -> Key:
     return name, found
 
 
+_UNBATCHED = {"aten::bmm": "aten::mm", "aten::baddbmm": "aten::addmm"}
+_PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::linear"})
+_LOOSER = 3
+"""Ways to write the same sizes, each looser than the one before."""
+
+
+def looser(key: Key, way: int) -> Key:
+    """A key in which some harmless differences of shapes are gone.
+
+    way 1: no leading dimensions of 1.  way 2: no dimensions of 1 at all.  way 3: all dimensions but
+    the last as one, and of a matrix product the weight as if it lay either way.
+    """
+    name, shapes = key
+    if way == 1:
+        if name in _UNBATCHED and all(s[0] == 1 for s in shapes if len(s) == 3):
+            name = _UNBATCHED[name]
+        return name, tuple(filter(None, map(_without_leading, shapes)))
+    name, shapes = looser(key, 1)
+    found = [tuple(size for size in shape if size != 1) for shape in shapes]
+    if way == 3:
+        found = [(math.prod(s[:-1]), s[-1]) if len(s) > 1 else s for s in found]
+        if name in _PRODUCTS:
+            weights = [i for i, s in enumerate(found) if len(s) == 2][1:]
+            for i in weights[-1:]:
+                found[i] = tuple(sorted(found[i]))
+    return name, tuple(filter(None, found))
+
+
+def _without_leading(shape: Shape) -> Shape:
+    first = next((i for i, size in enumerate(shape) if size != 1), len(shape))
+    return shape[first:]
+
+
 def _flat(shapes: Sequence[Shape]) -> Iterator[Shape]:
     """Shapes, those in lists of tensors one by one."""
     for shape in shapes:
@@ -234,9 +282,18 @@ class _Level:
 
     def __init__(self, profile: Profile, keys: frozenset[Key]) -> None:
         self.profile, self.keys = profile, keys
+        self.loose = frozenset(looser(key, way) for key in keys for way in range(1, _LOOSER + 1))
         self.names = frozenset(name for name, _ in keys)
         self.calls, self.launches = profile.calls, profile.launches
         self._keys: dict[tuple[int, int], Key] = {}
+        self._nearly: dict[Key, bool] = {}
+
+    def nearly(self, key: Key) -> bool:
+        """Whether the graph has this key with its sizes written otherwise."""
+        if key not in self._nearly:
+            ways = range(1, _LOOSER + 1)
+            self._nearly[key] = any(looser(key, way) in self.loose for way in ways)
+        return self._nearly[key]
 
     def of(self, step: Step) -> list[_Call]:
         """The calls of a step, and what it launched outside of any op."""
@@ -270,6 +327,9 @@ class _Level:
             return [self._whole(op, key)]
         below = [call for called in self.calls.get(op, ()) for call in self._cut(called)]
         known = any(call.key in self.keys for call in below)
+        if not known and self.nearly(key):
+            return [self._whole(op, key)]
+        known = known or any(self.nearly(call.key) for call in below)
         # Nothing matches, but an op of the graph in other sizes is the better name for it.
         same = key[0] not in self.names and any(call.key[0] in self.names for call in below)
         return [*below, *self._own(op, key)] if known or same else [self._whole(op, key)]
@@ -311,26 +371,148 @@ class _Level:
 
 
 def _by_order(profile: Profile, graph: OpGraph) -> Alignment:
-    kernels = [(op, turn) for op, turn in written_out(graph) if graph.ops[op].kind == "kernel"]
-    keys = {op.id: key_of_op(graph, op) for op in graph.ops if op.kind == "kernel"}
-    wanted = [keys[op] for op, _ in kernels]
-    level = _Level(profile, frozenset(wanted))
-    sums = _Sums(profile, graph)
-    known: dict[tuple[Key, ...], list[tuple[int, int]]] = {}
-    differing: tuple[list[_Call], list[tuple[int, int]]] | None = None
-    for step in profile.steps:
-        calls = [call for call in level.of(step) if not call.host or call.key in level.keys]
-        have = tuple(call.key for call in calls)
-        if have not in known:
-            known[have] = common(have, wanted)
-        differing = differing or (calls, known[have])
-        paired = dict(known[have])
-        for place, call in enumerate(calls):
-            target = kernels[paired[place]] if place in paired else None
-            sums.add(step, call, target)
-        sums.end()
-    first = _first_difference(graph, *differing, kernels, wanted) if differing else ""
-    return sums.alignment("order", first)
+    """Steps as the trace marks them; without the profiler's own marks also all of it as one step,
+    and cut by its period: what matches best."""
+    order = _Order(profile, graph)
+    best = order.matched(profile)
+    if profile.cut is None or profile.marked_by == PROFILER_STEP or _score(best) > _ENOUGH:
+        return best
+    whole = profile.cut.all()
+    if profile.marked_by:
+        found = order.matched(replace(profile, steps=(whole,)))
+        best = found if _score(found) > _score(best) else best
+    calls = order.of_the_graph(whole)
+    for period in periods([call.key for call in calls], order.wanted):
+        steps = order.steps_of(period, calls, profile.cut)
+        if len(steps) < 2:
+            continue
+        found = order.matched(replace(profile, steps=steps))
+        # What comes twice inside of a step is at most half of the graph.
+        if found.ops_matched_share > 0.5 and _score(found) > _score(best):
+            best = replace(found, outside=order.outside(whole, steps))
+    return best
+
+
+_ENOUGH = 0.75
+"""A trace of two equal steps, taken as one, matches by half."""
+PROFILER_STEP = "ProfilerStep"
+
+
+def _score(found: Alignment) -> float:
+    return min(found.coverage, found.ops_matched_share)
+
+
+class _Order:
+    """Matches steps of a trace to a graph, both in order."""
+
+    def __init__(self, profile: Profile, graph: OpGraph) -> None:
+        self.profile, self.graph = profile, graph
+        self.kernels = [
+            (op, turn) for op, turn in written_out(graph) if graph.ops[op].kind == "kernel"
+        ]
+        keys = {op.id: key_of_op(graph, op) for op in graph.ops if op.kind == "kernel"}
+        self.wanted = [keys[op] for op, _ in self.kernels]
+        self.level = _Level(profile, frozenset(self.wanted))
+        self.known: dict[tuple[Key, ...], tuple[list[tuple[int, int]], int]] = {}
+
+    def matched(self, profile: Profile) -> Alignment:
+        """The steps of `profile` beside the graph."""
+        sums = _Sums(profile, self.graph)
+        differing: tuple[list[_Call], list[tuple[int, int]]] | None = None
+        reshaped = 0
+        for step in profile.steps:
+            calls = self._calls(step)
+            have = tuple(call.key for call in calls)
+            if have not in self.known:
+                self.known[have] = paired(have, self.wanted)
+            pairs, loosely = self.known[have]
+            reshaped += loosely
+            differing = differing or (calls, pairs)
+            partner = dict(pairs)
+            for place, call in enumerate(calls):
+                sums.add(step, call, self.kernels[partner[place]] if place in partner else None)
+            sums.end()
+        first = ""
+        if differing:
+            first = _first_difference(self.graph, *differing, self.kernels, self.wanted)
+        return replace(sums.alignment("order", first), reshaped=reshaped)
+
+    def _calls(self, step: Step) -> list[_Call]:
+        level = self.level
+        return [call for call in level.of(step) if not call.host or call.key in level.keys]
+
+    # -- steps without marks -----------------------------------------------------------------------
+
+    def of_the_graph(self, whole: Step) -> list[_Call]:
+        """The calls of a trace that the graph has, too."""
+        level = self.level
+        return [
+            call
+            for call in self._calls(whole)
+            if call.op != NONE and (call.key in level.keys or level.nearly(call.key))
+        ]
+
+    def steps_of(self, period: Period, calls: Sequence[_Call], cut: Cut) -> tuple[Step, ...]:
+        """From the first call of each period to that of the next; the last is as long as others."""
+        found: list[Step] = []
+        for first, count in period.runs:
+            places = [first + turn * period.length for turn in range(count)]
+            starts = [self._start(calls[place].op) for place in places]
+            last = calls[places[-1] + period.length - 1].op
+            end = self._end(last)
+            if starts != sorted(set(starts)):
+                return ()  # one call is around several of them
+            if len(starts) > 1:
+                lengths = [b - a for a, b in pairwise(starts)]
+                after = places[-1] + period.length
+                until = self._start(calls[after].op) if after < len(calls) else math.inf
+                end = max(end, min(starts[-1] + statistics.median(lengths), until))
+            for start, stop in zip(starts, [*starts[1:], end], strict=True):
+                found.append(cut(f"step {len(found)}", start, stop))
+        return tuple(found)
+
+    def _outermost(self, op: int) -> int:
+        parents = self.profile.ops.parent
+        while parents[op] != NONE:
+            op = parents[op]
+        return op
+
+    def _start(self, op: int) -> float:
+        return self.profile.ops.start[self._outermost(op)]
+
+    def _end(self, op: int) -> float:
+        ops, op = self.profile.ops, self._outermost(op)
+        return ops.start[op] + ops.duration[op]
+
+    def outside(self, whole: Step, steps: Sequence[Step]) -> float:
+        """Share of the measured seconds that is in none of the steps."""
+        total = sum(call.seconds for call in self._calls(whole))
+        inside = sum(call.seconds for step in steps for call in self._calls(step))
+        return max(0.0, 1 - inside / total) if total else 0.0
+
+
+def paired(have: Sequence[Key], wanted: Sequence[Key]) -> tuple[list[tuple[int, int]], int]:
+    """Pairs of positions, both rising, and how many of them only pair by `looser` keys.
+
+    Between two pairs of one way to write sizes the next looser one is tried.
+    """
+    pairs = common(have, wanted)
+    exact = len(pairs)
+    for way in range(1, _LOOSER + 1):
+        if len(pairs) == min(len(have), len(wanted)):
+            break
+        found: list[tuple[int, int]] = []
+        i = j = 0
+        for a, b in [*pairs, (len(have), len(wanted))]:
+            if i < a and j < b:
+                left = [looser(key, way) for key in have[i:a]]
+                right = [looser(key, way) for key in wanted[j:b]]
+                found += [(i + x, j + y) for x, y in common(left, right)]
+            if a < len(have):
+                found.append((a, b))
+            i, j = a + 1, b + 1
+        pairs = found
+    return pairs, len(pairs) - exact
 
 
 def common(have: Sequence[Key], wanted: Sequence[Key]) -> list[tuple[int, int]]:
@@ -556,6 +738,13 @@ def _checked(found: Alignment, minimum: float) -> Alignment:
     sizes = _other_sizes(found)
     if sizes:
         advice = f"the names agree and the sizes do not ({sizes}): trace the sizes that were run"
+    elif not found.profile.marked_by and found.ops_matched_share >= minimum:
+        advice = (
+            "the trace holds the graph and more, and says not where a step begins: it has no "
+            "range ProfilerStep#N and none named step, and no sequence of the graph's ops that "
+            "comes twice without a difference; mark the steps with "
+            "profile(..., schedule=...) and prof.step(), or with record_function('step')"
+        )
     raise ProfileError(
         f"{found.profile.source}: not a run of this graph: "
         f"{format_share(found.coverage)} of its measured time and "

@@ -11,13 +11,15 @@ import json
 import os
 import re
 import zlib
+from array import array
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-from rooftrace.costmodels.profiles.linking import Calls, Launches, link
+from rooftrace.costmodels.profiles.linking import STEP, Calls, Launches, link
 from rooftrace.costmodels.profiles.records import (
     NONE,
     Annotation,
@@ -142,6 +144,7 @@ class _Reader:
         self.ops, self.kernels = Ops(), Kernels()
         self.launches, self.modules = Launches(), Calls()
         self.annotations: list[Annotation] = []
+        self.device_steps: list[Annotation] = []
         self.threads = Names()
         self.devices: dict[int, str] = {}
         self.origin: float | None = None
@@ -165,12 +168,14 @@ class _Reader:
             return partial(self._kernel, _DEVICE_WORK[category])
         if category.endswith(("_runtime", "_driver")) or category == "runtime":
             return self._launch
-        return {
+        takers: dict[str, Callable[[Mapping[str, Any]], None]] = {
             "cpu_op": self._op,
             "operator": self._op,
             "python_function": self._module,
-            "user_annotation": self._annotation,
-        }.get(category)
+            "user_annotation": partial(self._annotation, self.annotations),
+            "gpu_user_annotation": self._device_range,
+        }
+        return takers.get(category)
 
     def _time(self, event: Mapping[str, Any]) -> tuple[float, float]:
         """(start, duration) in seconds."""
@@ -232,7 +237,9 @@ class _Reader:
         correlation = facts.get("correlation", NONE)
         if correlation == NONE:
             return
-        start, _ = self._time(event)
+        start, duration = self._time(event)
+        if event["name"].endswith("Synchronize"):
+            self.launches.waits.append((start, start + duration))
         self.launches.add(correlation, start, self._thread(event), _external(facts))
 
     def _module(self, event: Mapping[str, Any]) -> None:
@@ -241,10 +248,14 @@ class _Reader:
             start, duration = self._time(event)
             self.modules.add(name.removeprefix(_MODULE), start, duration, self._thread(event))
 
-    def _annotation(self, event: Mapping[str, Any]) -> None:
+    def _device_range(self, event: Mapping[str, Any]) -> None:
+        if STEP.fullmatch(event["name"]):
+            self._annotation(self.device_steps, event)
+
+    def _annotation(self, into: list[Annotation], event: Mapping[str, Any]) -> None:
         start, duration = self._time(event)
         external = _external(event.get("args", {}))
-        self.annotations.append(
+        into.append(
             Annotation(
                 event["name"],
                 start,
@@ -254,11 +265,37 @@ class _Reader:
             )
         )
 
+    def _begin_at_zero(self) -> None:
+        ranges = (self.annotations, self.device_steps)
+        tables = (self.ops.start, self.kernels.start, self.launches.start, self.modules.start)
+        earliest = min(
+            *(min(starts, default=0.0) for starts in tables),
+            *(one.start for listed in ranges for one in listed),
+            0.0,
+        )
+        for starts in tables:
+            _shift(starts, earliest)
+        for listed in ranges:
+            listed[:] = [replace(one, start=one.start - earliest) for one in listed]
+        waits = self.launches.waits
+        waits[:] = [(start - earliest, end - earliest) for start, end in waits]
+
     def profile(self, source: str) -> Profile:
-        """The records, linked."""
+        """The records, linked; times since the earliest event, wherever in the file it stands."""
+        self._begin_at_zero()
         annotations = tuple(sorted(self.annotations, key=lambda one: (one.start, -one.duration)))
-        steps = link(self.ops, self.kernels, self.launches, self.modules, annotations)
-        return Profile(source, self.ops, self.kernels, annotations, steps, self.devices)
+        linked = link(
+            self.ops, self.kernels, self.launches, self.modules, annotations, self.device_steps
+        )
+        return Profile(
+            source, self.ops, self.kernels, annotations, linked.steps, self.devices,
+            linked.marked_by, linked.cut, linked.placements,
+        )  # fmt: skip
+
+
+def _shift(starts: array[float], by: float) -> None:
+    for index, start in enumerate(starts):
+        starts[index] = start - by
 
 
 def _external(facts: Mapping[str, Any]) -> int:

@@ -1,7 +1,7 @@
 """What a profile holds: kernels, CPU ops, annotations and steps; no files, no graphs.
 
-Times are in seconds, `start` since the first event of the trace.  A trace has millions of events,
-so tables keep columns and make a record when one is asked for.
+Times are in seconds, `start` since the earliest event of the trace.  A trace has millions of
+events, so tables keep columns and make a record when one is asked for.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 import statistics
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, Generic, TypeVar, overload
+from typing import Any, Generic, Protocol, TypeVar, overload
 
 NONE = -1
 """No index, no id."""
@@ -226,7 +226,9 @@ class Step:
 
     duration: what the host spent on it.  busy: seconds in which the device worked for it, kernels
     that overlap counted once; None in a trace without kernels.  gaps: seconds of each pause
-    between two of its kernels.  ops, kernels: their indices, in order of their start.
+    between two of its kernels.  ops, kernels: their indices, in order of their start (of kernels:
+    of their launch).  waited: seconds of `duration` in which the host waited for kernels that were
+    launched before the trace begins.
     """
 
     name: str
@@ -236,11 +238,12 @@ class Step:
     gaps: tuple[float, ...]
     ops: Sequence[int]
     kernels: Sequence[int]
+    waited: float = 0.0
 
     @property
     def seconds(self) -> float:
         """What the step takes: the slower of host and device sets the pace."""
-        return max(self.duration, self.busy or 0.0)
+        return max(self.duration - self.waited, self.busy or 0.0)
 
     @property
     def busy_share(self) -> float | None:
@@ -251,6 +254,19 @@ class Step:
     def idle_share(self) -> float | None:
         """Share of the step in which the device waits; None without kernels."""
         return None if self.busy_share is None else 1 - self.busy_share
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """How many kernels were put into a step (or into none), and by what.
+
+    copies: how many copies and fills beside them.  seconds: of all.
+    """
+
+    how: str
+    kernels: int
+    copies: int
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,9 +288,25 @@ class OpSum:
         return self.self_cpu_seconds if self.device_seconds is None else self.device_seconds
 
 
+class Cut(Protocol):
+    """Makes steps of parts of a trace."""
+
+    def __call__(self, name: str, start: float, end: float) -> Step:
+        """The step of what the host called and launched from `start` until `end`."""
+
+    def all(self) -> Step:
+        """One step of everything."""
+
+
 @dataclass(frozen=True)
 class Profile:
-    """A trace as records.  source: the file.  devices: names of the devices by number."""
+    """A trace as records.
+
+    source: the file.  devices: names of the devices by number.  marked_by: the name of the ranges
+    around its steps, "" where the trace has no such marks.  cut: makes a step of what the host did
+    between two moments, `cut(name, start, end)`, or of everything, `cut.all()`.
+    placements: what says which step kernels belong to.
+    """
 
     source: str
     ops: Ops
@@ -282,6 +314,9 @@ class Profile:
     annotations: tuple[Annotation, ...]
     steps: tuple[Step, ...]
     devices: Mapping[int, str]
+    marked_by: str = ""
+    cut: Cut | None = field(default=None, repr=False)
+    placements: tuple[Placement, ...] = ()
 
     @property
     def on_device(self) -> bool:

@@ -173,13 +173,14 @@ def _backward(op: OpView, s: Sizes) -> Cost:
             + write_all(op, op.outputs))
 
 
+@builtin("rooftrace.attention", kind="attention", label="flash attention")
 @builtin(
-    "rooftrace.attention", "rooftrace.flex_attention",
+    "rooftrace.flex_attention",
     "aten.scaled_dot_product_attention",
     "aten._scaled_dot_product_flash_attention", "aten._scaled_dot_product_efficient_attention",
     "aten._scaled_dot_product_cudnn_attention", "aten._scaled_dot_product_flash_attention_for_cpu",
     "aten._scaled_dot_product_fused_attention_overrideable",
-)
+    kind="attention")
 def attention(op: OpView) -> Cost:
     """out[H, S, Ev] = softmax(scale query[H, S, E] key[H, L, E]^T + mask) value[H, L, Ev].
 
@@ -189,7 +190,7 @@ def attention(op: OpView) -> Cost:
     return _forward(op, _sizes(op))
 
 
-@builtin("aten._flash_attention_forward", "aten._efficient_attention_forward")
+@builtin("aten._flash_attention_forward", "aten._efficient_attention_forward", kind="attention")
 def attention_heads_last(op: OpView) -> Cost:
     """`attention` on [B, S, H, E], or on packed sequences [T, H, E] with their offsets.
 
@@ -198,14 +199,15 @@ def attention_heads_last(op: OpView) -> Cost:
     return _forward(op, _sizes(op, heads_first=False))
 
 
+@builtin("rooftrace.attention_backward", kind="attention", label="flash attention backward")
 @builtin(
-    "rooftrace.attention_backward", "rooftrace.flex_attention_backward",
+    "rooftrace.flex_attention_backward",
     "aten._scaled_dot_product_flash_attention_backward",
     "aten._scaled_dot_product_efficient_attention_backward",
     "aten._scaled_dot_product_cudnn_attention_backward",
     "aten._scaled_dot_product_flash_attention_for_cpu_backward",
     "aten._scaled_dot_product_fused_attention_overrideable_backward",
-)
+    kind="attention")
 def attention_backward(op: OpView) -> Cost:
     """Flash backward, algorithm 4 of arXiv 2205.14135: P = exp(scale Q K^T - lse), recomputed.
 
@@ -217,7 +219,7 @@ def attention_backward(op: OpView) -> Cost:
     return _backward(op, _sizes(op))
 
 
-@builtin("aten._flash_attention_backward", "aten._efficient_attention_backward")
+@builtin("aten._flash_attention_backward", "aten._efficient_attention_backward", kind="attention")
 def attention_backward_heads_last(op: OpView) -> Cost:
     """`attention_backward` on [B, S, H, E], or on packed sequences."""
     return _backward(op, _sizes(op, heads_first=False))

@@ -6,7 +6,7 @@ from rooftrace.costmodels.cost import NOTHING, Cost, OpView
 from rooftrace.costmodels.registry import builtin
 
 
-@builtin("rooftrace.cache_append")
+@builtin("rooftrace.cache_append", label="cache append")
 def cache_append(op: OpView) -> Cost:
     """cache[L, D] <- new[n, D] at row L: new rows are read and written, the others stay."""
     new = op.tensors("new")

@@ -1,71 +1,148 @@
 """Collectives between devices: bytes that one device sends over its links, as ring algorithms do.
 
 n is the size of the group: an argument of the op, or a fact of the tracer (`group_size`).  Where it
-is not known, n - 1 over n is taken as 1: the bound for large groups.  (Thakur et al. 2005, section
-4.) Memory is read and written once.
+is not known, n - 1 over n is taken as 1: the bound for large groups, which a note of the estimate
+says.  (Thakur et al. 2005, section 4.)  A group of one sends nothing.  Memory is read and written
+once.  In the schemas of c10d results are arguments; what an op sends is chosen by their names.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from fractions import Fraction
 
-from rooftrace.costmodels.cost import NOTHING, Cost, OpView
+from rooftrace.costmodels.cost import NOTHING, Cost, OpView, TensorView
 from rooftrace.costmodels.registry import builtin
-from rooftrace.costmodels.rules.common import over_link, streamed, total, vector
+from rooftrace.costmodels.rules.common import (
+    operands,
+    over_link,
+    read_all,
+    streamed,
+    total,
+    vector,
+    write_all,
+    written,
+)
+
+RESULTS = ("output", "outputs", "output_tensor", "output_tensors", "output_lists", "out")
+"""Arguments that are written and not read."""
 
 
-def _group(op: OpView) -> int | None:
+def group_size(op: OpView) -> int | None:
+    """How many devices are in the group; None where nobody knows."""
     size = op.attribute("group_size", op.fact("group_size"))
     return int(size) if size is not None else None
 
 
 def _share(op: OpView) -> Fraction:
     """(n - 1) / n: what of a buffer belongs to the others."""
-    n = _group(op)
+    n = group_size(op)
     return Fraction(1) if n is None else Fraction(n - 1, n) if n else Fraction(0)
 
 
-def _sent(op: OpView, times: int, of_output: bool = False) -> Cost:
-    tensors = op.outputs if of_output else op.inputs
-    return sum((over_link(t, round(times * _share(op) * t.nbytes)) for t in tensors), NOTHING)
+def _sources(op: OpView) -> tuple[TensorView, ...]:
+    """What a device brings."""
+    return tuple(tensor for _, tensor in operands(op, but=RESULTS))
+
+
+def _results(op: OpView) -> tuple[TensorView, ...]:
+    """What a device has afterwards: of ops that return handles, the buffers that they fill."""
+    buffers = tuple(tensor for _, tensor in operands(op, only=RESULTS))
+    return buffers or written(op) or _sources(op)
+
+
+def _moved(op: OpView) -> Cost:
+    """Memory: what a device brings is read once, what it gets is written once."""
+    return read_all(op, _sources(op)) + write_all(op, _results(op))
+
+
+def _sent(op: OpView, tensors: Iterable[TensorView], times: int = 1) -> Cost:
+    """`times` (n - 1) / n of these tensors."""
+    share = _share(op)
+    return sum((over_link(t, round(times * share * t.nbytes)) for t in tensors), NOTHING)
 
 
 @builtin("_c10d_functional.all_reduce", "_c10d_functional.all_reduce_",
-         "_c10d_functional.all_reduce_coalesced", "_c10d_functional.all_reduce_coalesced_")
+         "_c10d_functional.all_reduce_coalesced", "_c10d_functional.all_reduce_coalesced_",
+         "c10d.allreduce_", "c10d.allreduce_coalesced_", "symm_mem.two_shot_all_reduce_",
+         "symm_mem.two_shot_all_reduce_out", family="communication")
 def all_reduce(op: OpView) -> Cost:
     """Reduce-scatter, then all-gather: 2 (n - 1) / n of the buffer, and (n - 1) / n adds."""
-    adds = round(_share(op) * total(op.inputs))
-    return vector(op, adds) + _sent(op, 2) + streamed(op)
+    sources = _sources(op)
+    return vector(op, round(_share(op) * total(sources))) + _sent(op, sources, 2) + _moved(op)
 
 
-@builtin("_c10d_functional.reduce_scatter_tensor",
-         "_c10d_functional.reduce_scatter_tensor_coalesced")
+@builtin("symm_mem.one_shot_all_reduce", "symm_mem.one_shot_all_reduce_out",
+         "symm_mem.one_shot_all_reduce_copy", "symm_mem.one_shot_all_reduce_copy_out",
+         family="communication")
+def one_shot_all_reduce(op: OpView) -> Cost:
+    """Every device reads the buffers of the n - 1 others, and adds all: n - 1 of each (n = 2 where
+    it is not known)."""
+    sources, others = _sources(op), (group_size(op) or 2) - 1
+    links = sum((over_link(t, others * t.nbytes) for t in sources), NOTHING)
+    return vector(op, others * total(sources)) + links + _moved(op)
+
+
+@builtin("_c10d_functional.reduce_scatter_tensor", "_c10d_functional.reduce_scatter_tensor_out",
+         "_c10d_functional.reduce_scatter_tensor_coalesced",
+         "_c10d_functional_autograd.reduce_scatter_tensor", "c10d.reduce_scatter_",
+         "c10d._reduce_scatter_base_", "c10d.reduce_scatter_tensor_coalesced_", "c10d.reduce_",
+         "symm_mem.reduce_scatter_out", family="communication")
 def reduce_scatter(op: OpView) -> Cost:
-    """(n - 1) / n of the input is sent, and as much added."""
-    adds = round(_share(op) * total(op.inputs))
-    return vector(op, adds) + _sent(op, 1) + streamed(op)
+    """(n - 1) / n of the input is sent, and as much added.  A reduction to one root sends as much
+    in a ring, per device."""
+    sources = _sources(op)
+    return vector(op, round(_share(op) * total(sources))) + _sent(op, sources) + _moved(op)
 
 
 @builtin("_c10d_functional.all_gather_into_tensor", "_c10d_functional.all_gather_into_tensor_out",
-         "_c10d_functional.all_gather_into_tensor_coalesced")
+         "_c10d_functional.all_gather_into_tensor_coalesced",
+         "_c10d_functional_autograd.all_gather_into_tensor", "c10d.allgather_",
+         "c10d._allgather_base_", "c10d.allgather_coalesced_",
+         "c10d.allgather_into_tensor_coalesced_", "symm_mem.multimem_all_gather_out",
+         family="communication")
 def all_gather(op: OpView) -> Cost:
     """(n - 1) / n of the output passes through each device."""
-    return _sent(op, 1, of_output=True) + streamed(op)
+    return _sent(op, _results(op)) + _moved(op)
 
 
-@builtin("_c10d_functional.all_to_all_single")
+@builtin("_c10d_functional.all_to_all_single", "_c10d_functional_autograd.all_to_all_single",
+         "c10d.alltoall_base_", "c10d.alltoall_", "_dtensor.shard_dim_alltoall",
+         "symm_mem.all_to_all_vdev", "symm_mem.nvshmem_all_to_all", "c10d.gather_",
+         family="communication")
 def all_to_all(op: OpView) -> Cost:
-    """(n - 1) / n of the input is for others."""
-    return _sent(op, 1) + streamed(op)
+    """(n - 1) / n of the input is for others.  So it is, over all devices, where one gathers."""
+    return _sent(op, _sources(op)) + _moved(op)
 
 
-@builtin("_c10d_functional.broadcast", "_c10d_functional.broadcast_")
+@builtin("_c10d_functional.broadcast", "_c10d_functional.broadcast_", "c10d.broadcast_",
+         "symm_mem.nvshmem_broadcast", family="communication")
 def broadcast(op: OpView) -> Cost:
-    """The buffer passes through each device once."""
-    return sum((over_link(t, t.nbytes) for t in op.inputs), NOTHING) + streamed(op)
+    """In a pipeline all devices but the last pass the buffer on: (n - 1) / n of it each."""
+    return _sent(op, _sources(op)) + _moved(op)
 
 
-@builtin("_c10d_functional.wait_tensor", "_c10d_functional._wrap_tensor_autograd", fusion="free")
+@builtin("c10d.scatter_", family="communication")
+def scatter(op: OpView) -> Cost:
+    """The root sends n - 1 of n equal parts; every device gets one."""
+    return _sent(op, _sources(op)) + _moved(op)
+
+
+@builtin("c10d.send", "c10d.recv_", "c10d.recv_any_source_", "_c10d_functional.isend",
+         "_c10d_functional.irecv", "_c10d_functional.batch_p2p_ops", family="communication")
+def between_two(op: OpView) -> Cost:
+    """The whole of the tensors goes over the link, and through memory once."""
+    return sum((over_link(t, t.nbytes) for t in _sources(op)), NOTHING) + read_all(op, _sources(op))
+
+
+@builtin("c10d.check_for_nan", family="communication")
+def check_for_nan(op: OpView) -> Cost:
+    """A comparison per value."""
+    return vector(op, total(op.inputs)) + streamed(op)
+
+
+@builtin("_c10d_functional.wait_tensor", "_c10d_functional._wrap_tensor_autograd", "c10d.barrier",
+         "c10d.monitored_barrier_", fusion="free", family="communication")
 def wait(op: OpView) -> Cost:
     """Waiting moves nothing."""
     return NOTHING

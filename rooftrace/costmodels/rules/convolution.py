@@ -62,7 +62,7 @@ def _sides(op: OpView, weight: TensorView, transposed: bool) -> tuple[int, int]:
     "aten._conv_depthwise2d", "aten.conv_depthwise3d", "aten.miopen_depthwise_convolution",
     "aten.cudnn_convolution_relu", "aten.cudnn_convolution_add_relu",
     "aten.conv1d", "aten.conv2d", "aten.conv3d",
-)
+    kind="conv")
 def convolution(op: OpView) -> Cost:
     """y[N, C_out, P] = x[N, C_in, Q] * w[C_out, C_in / groups, R S] + bias: see `convolution_flop`.
 
@@ -74,13 +74,13 @@ def convolution(op: OpView) -> Cost:
 
 @builtin("aten.cudnn_convolution_transpose", "aten.miopen_convolution_transpose",
          "aten.slow_conv_transpose2d", "aten.slow_conv_transpose3d",
-         "aten.conv_transpose1d", "aten.conv_transpose2d", "aten.conv_transpose3d")
+         "aten.conv_transpose1d", "aten.conv_transpose2d", "aten.conv_transpose3d", kind="conv")
 def convolution_transpose(op: OpView) -> Cost:
     """y[N, C_out, P] from x[N, C_in, Q] and w[C_in, C_out / groups, R S]: Q positions."""
     return _forward(op, needed(op, "input", "self"), needed(op, "weight"), True)
 
 
-@builtin("aten.convolution_backward", "aten.convolution_backward_overrideable")
+@builtin("aten.convolution_backward", "aten.convolution_backward_overrideable", kind="conv")
 def convolution_backward(op: OpView) -> Cost:
     """Gradients of x, w and bias, as far as `output_mask` asks for them.
 
@@ -109,7 +109,7 @@ def convolution_backward(op: OpView) -> Cost:
     return cost + read_all(op, read) + write_all(op, op.outputs)
 
 
-@builtin("aten._convolution_double_backward")
+@builtin("aten._convolution_double_backward", kind="conv")
 def convolution_double_backward(op: OpView) -> Cost:
     """Gradients of the three results of `convolution_backward`, each a forward's products.
 

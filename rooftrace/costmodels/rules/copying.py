@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rooftrace.costmodels.cost import Cost, OpView
+from rooftrace.costmodels.kinds import PLACES
 from rooftrace.costmodels.registry import builtin
 from rooftrace.costmodels.rules.common import (
     needed,
@@ -16,15 +17,17 @@ from rooftrace.costmodels.rules.common import (
 )
 
 
-@builtin("aten.clone", "aten._foreach_clone", "aten._lazy_clone", "aten._to_copy",
-         "aten.lift_fresh_copy", "aten.detach_copy", "aten.alias_copy", "aten.expand_copy",
-         "aten.permute_copy", "aten.view_copy", "aten.slice_copy", "aten.select_copy",
-         "aten.transpose_copy", "aten.t_copy", "aten.squeeze_copy", "aten.unsqueeze_copy",
-         "aten.as_strided_copy", "aten.diagonal_copy", "aten.split_copy",
-         "aten.split_with_sizes_copy", "aten.unbind_copy", "aten.unfold_copy",
+@builtin("aten._foreach_clone", fusion="pointwise")
+@builtin("aten._to_copy", fusion="pointwise", kind="cast",
+         fused="cast")
+@builtin("aten.clone", "aten._lazy_clone", "aten.lift_fresh_copy", "aten.detach_copy",
+         "aten.alias_copy", "aten.expand_copy", "aten.permute_copy", "aten.view_copy",
+         "aten.slice_copy", "aten.select_copy", "aten.transpose_copy", "aten.t_copy",
+         "aten.squeeze_copy", "aten.unsqueeze_copy", "aten.as_strided_copy", "aten.diagonal_copy",
+         "aten.split_copy", "aten.split_with_sizes_copy", "aten.unbind_copy", "aten.unfold_copy",
          "aten._reshape_copy", "aten.narrow_copy", "aten.lu_unpack", "aten.frexp",
-         "aten._pin_memory", "aten.pin_memory", "prims.convert_element_type",
-         "prims.device_put", "prims.clone", fusion="pointwise")
+         "aten._pin_memory", "aten.pin_memory",
+         fusion="pointwise", kind="copy")
 def copied(op: OpView) -> Cost:
     """Distinct elements read once (an expanded input as it is stored), the copy written.
 
@@ -33,26 +36,30 @@ def copied(op: OpView) -> Cost:
     return streamed(op)
 
 
+@builtin("aten._foreach_copy", "aten._foreach_copy_", fusion="pointwise")
 @builtin("aten.copy_", "aten.copy", "aten._copy_from", "aten._copy_from_and_resize",
-         "aten._foreach_copy", "aten._foreach_copy_", fusion="pointwise")
+         fusion="pointwise", kind="cast")
 def copy_into(op: OpView) -> Cost:
     """The source is read, the destination written; what the destination held is not read."""
     return reading(op, "src") if "_copy_from" not in op.target else reading(op, "self")
 
 
-@builtin("aten.cat", "aten.stack", "aten.concat", "aten.concatenate", "aten.hstack", "aten.vstack",
+@builtin("aten.cat", "aten.stack", fusion="pointwise", kind="copy", fused="concatenation",
+         traits=(PLACES,))
+@builtin("aten.concat", "aten.concatenate", "aten.hstack", "aten.vstack",
          "aten.dstack", "aten.column_stack", "aten.block_diag", "aten._chunk_cat",
-         fusion="pointwise")
+         fusion="pointwise", kind="copy")
 def joined(op: OpView) -> Cost:
     """All inputs read, the whole output written."""
     return streamed(op)
 
 
-@builtin("aten.repeat", "aten.tile", "aten.constant_pad_nd", "aten.roll", "aten.flip",
+@builtin("aten.constant_pad_nd", fusion="pointwise", kind="copy", traits=(PLACES,))
+@builtin("aten.repeat", "aten.tile", "aten.roll", "aten.flip",
          "aten.fliplr", "aten.flipud", "aten.rot90", "aten.tril", "aten.tril_", "aten.triu",
          "aten.triu_", "aten.diag_embed", "aten.diag", "aten.pixel_shuffle",
          "aten.pixel_unshuffle", "aten.channel_shuffle", "aten.native_channel_shuffle",
-         "aten.im2col", "aten.pad", fusion="pointwise")
+         "aten.im2col", "aten.pad", fusion="pointwise", kind="copy")
 def rearranged(op: OpView) -> Cost:
     """The input read once, the output written once.
 
@@ -70,7 +77,7 @@ def chosen(op: OpView) -> Cost:
 
 @builtin("aten.reflection_pad1d", "aten.reflection_pad2d", "aten.reflection_pad3d",
          "aten.replication_pad1d", "aten.replication_pad2d", "aten.replication_pad3d",
-         "aten._pad_circular", fusion="gather")
+         "aten._pad_circular", fusion="gather", kind="copy")
 def mirrored(op: OpView) -> Cost:
     """The input read once, the padded output written once."""
     return streamed(op)
@@ -78,7 +85,7 @@ def mirrored(op: OpView) -> Cost:
 
 @builtin("aten.reflection_pad1d_backward", "aten.reflection_pad2d_backward",
          "aten.reflection_pad3d_backward", "aten.replication_pad1d_backward",
-         "aten.replication_pad2d_backward", "aten.replication_pad3d_backward")
+         "aten.replication_pad2d_backward", "aten.replication_pad3d_backward", kind="copy")
 def mirrored_backward(op: OpView) -> Cost:
     """The gradient is zeroed, and every incoming value added to the place it came from.
 
@@ -116,7 +123,7 @@ def unfold_backward(op: OpView) -> Cost:
 
 
 @builtin("aten.select_scatter", "aten.slice_scatter", "aten.diagonal_scatter",
-         "aten.as_strided_scatter", fusion="pointwise")
+         "aten.as_strided_scatter", fusion="pointwise", kind="copy")
 def part_replaced(op: OpView) -> Cost:
     """A copy of self with a part replaced: self read where it survives, src once, all written."""
     whole, part = needed(op, "self"), needed(op, "src")
@@ -126,7 +133,7 @@ def part_replaced(op: OpView) -> Cost:
 
 @builtin("aten._pack_padded_sequence", "aten._pad_packed_sequence",
          "aten._pack_padded_sequence_backward", "aten._jagged_to_padded_dense_forward",
-         "aten._padded_dense_to_jagged_forward", "aten._nested_from_padded")
+         "aten._padded_dense_to_jagged_forward", "aten._nested_from_padded", kind="copy")
 def packed(op: OpView) -> Cost:
     """Rows that are there are read and written."""
     smaller = min([t.nbytes for _, t in operands(op)][:1] + [t.nbytes for t in op.outputs][:1])

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Mapping
 from functools import cache
 
 from rooftrace.costmodels.cost import Cost, OpView
+from rooftrace.costmodels.kinds import REREADS
 from rooftrace.costmodels.registry import builtin
 from rooftrace.costmodels.rules.common import (
     is_complex,
@@ -217,12 +218,29 @@ def _in_place(name: str) -> tuple[str, ...]:
     return (f"aten.{name}",) if alone else (f"aten.{name}", f"aten.{name}_")
 
 
-def _register(name: str, formula: str) -> None:
-    forms = list(_in_place(name))
-    if name in FOREACH:
-        forms += [f"aten._foreach_{name}", f"aten._foreach_{name}_"]
+ACTIVATIONS: frozenset[str] = frozenset((
+    "silu", "relu", "tanh", "sigmoid", "hardswish", "leaky_relu", "elu", "softplus", "mish",
+))
+ACTIVATION_GRADIENTS: frozenset[str] = frozenset((
+    "silu_backward", "threshold_backward", "tanh_backward", "sigmoid_backward",
+    "hardswish_backward",
+))
+INPUT_TWICE: frozenset[str] = frozenset(("silu", "hardswish", "mish", "leaky_relu", "elu"))
+"""Activations that use their input more than once."""
+UPDATES: frozenset[str] = frozenset(("lerp", "sqrt"))
+"""Over a list of tensors these are steps of an optimizer."""
 
-    @builtin(*forms, fusion="pointwise")
+
+def _register(name: str, formula: str) -> None:
+    fused = ("activation" if name in ACTIVATIONS
+             else "activation backward" if name in ACTIVATION_GRADIENTS else None)
+    if name in FOREACH:
+        forms = (f"aten._foreach_{name}", f"aten._foreach_{name}_")
+        step = "optimizer step" if name in UPDATES else None
+        builtin(*forms, fusion="pointwise", fused=step)(lambda op: pointwise(op, formula))
+
+    @builtin(*_in_place(name), fusion="pointwise", fused=fused,
+             traits=(REREADS,) if name in INPUT_TWICE else ())
     def price(op: OpView) -> Cost:
         return pointwise(op, formula)
 
@@ -262,15 +280,17 @@ def div(op: OpView) -> Cost:
     return pointwise(op, "x / y" if op.attribute("rounding_mode") is None else "round(x / y)")
 
 
-@builtin("aten.addcmul", "aten.addcmul_", "aten._foreach_addcmul", "aten._foreach_addcmul_",
-         fusion="pointwise")
+@builtin("aten._foreach_addcmul", "aten._foreach_addcmul_", fusion="pointwise",
+         fused="optimizer step")
+@builtin("aten.addcmul", "aten.addcmul_", fusion="pointwise")
 def addcmul(op: OpView) -> Cost:
     """x + value a b."""
     return pointwise(op, "x + a * b" if _unit_value(op) else "x + VALUE * a * b")
 
 
-@builtin("aten.addcdiv", "aten.addcdiv_", "aten._foreach_addcdiv", "aten._foreach_addcdiv_",
-         fusion="pointwise")
+@builtin("aten._foreach_addcdiv", "aten._foreach_addcdiv_", fusion="pointwise",
+         fused="optimizer step")
+@builtin("aten.addcdiv", "aten.addcdiv_", fusion="pointwise")
 def addcdiv(op: OpView) -> Cost:
     """x + value a / b."""
     return pointwise(op, "x + a / b" if _unit_value(op) else "x + VALUE * a / b")
@@ -348,13 +368,13 @@ GELU_BACKWARD = {
 }
 
 
-@builtin("aten.gelu", "aten.gelu_", fusion="pointwise")
+@builtin("aten.gelu", "aten.gelu_", fusion="pointwise", fused="activation", traits=(REREADS,))
 def gelu(op: OpView) -> Cost:
     """x Phi(x), with erf or its tanh approximation (arXiv 1606.08415)."""
     return pointwise(op, GELU[op.attribute("approximate", "none")])
 
 
-@builtin("aten.gelu_backward", fusion="pointwise")
+@builtin("aten.gelu_backward", fusion="pointwise", fused="activation backward")
 def gelu_backward(op: OpView) -> Cost:
     """g (Phi(x) + x phi(x)), or the derivative of the approximation."""
     return pointwise(op, GELU_BACKWARD[op.attribute("approximate", "none")])

@@ -32,7 +32,7 @@ def _attention(op: OpView, query: TensorView, key: TensorView, masked: bool) -> 
             + vector(op, rows * d + batch * s * d + each * pairs + batch * s * d))
 
 
-@builtin("aten._native_multi_head_attention")
+@builtin("aten._native_multi_head_attention", kind="attention")
 def native_multi_head_attention(op: OpView) -> Cost:
     """nn.MultiheadAttention of packed weights; averaging the heads' weights is an add per pair."""
     query, key = needed(op, "query"), needed(op, "key")

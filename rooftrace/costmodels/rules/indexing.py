@@ -40,7 +40,7 @@ def _others(op: OpView, *names: str) -> Cost:
 # -- embeddings ------------------------------------------------------------------------------------
 
 
-@builtin("aten.embedding", fusion="gather")
+@builtin("aten.embedding", fusion="gather", kind="gather", family="embedding", fused="embedding")
 def embedding(op: OpView) -> Cost:
     """y[T, D] = table[V, D][index[T]]: distinct rows and indices read, y written."""
     table, index = needed(op, "weight"), needed(op, "indices")
@@ -49,7 +49,8 @@ def embedding(op: OpView) -> Cost:
             + write_all(op, op.outputs))
 
 
-@builtin("aten.embedding_dense_backward", "aten.embedding_backward")
+@builtin("aten.embedding_dense_backward", "aten.embedding_backward", kind="gather",
+         family="embedding")
 def embedding_backward(op: OpView) -> Cost:
     """dW[V, D] zeroed (all of it written), then dy[T, D] added to the rows touched.
 
@@ -62,7 +63,8 @@ def embedding_backward(op: OpView) -> Cost:
             + op.read(out, size) + op.write(out, size))
 
 
-@builtin("aten._embedding_bag", "aten._embedding_bag_forward_only", "aten.embedding_bag")
+@builtin("aten._embedding_bag", "aten._embedding_bag_forward_only", "aten.embedding_bag",
+         kind="gather", family="embedding")
 def embedding_bag(op: OpView) -> Cost:
     """y[B, D] = sum (mean, max) of the rows of a bag: (T - B) D adds, B D divisions of a mean."""
     table, index = needed(op, "weight"), needed(op, "indices")
@@ -76,7 +78,8 @@ def embedding_bag(op: OpView) -> Cost:
             + write_all(op, op.outputs))
 
 
-@builtin("aten._embedding_bag_backward", "aten._embedding_bag_dense_backward")
+@builtin("aten._embedding_bag_backward", "aten._embedding_bag_dense_backward", kind="gather",
+         family="embedding")
 def embedding_bag_backward(op: OpView) -> Cost:
     """dW zeroed, then the gradient of its bag added to every row that was in it."""
     index, out = needed(op, "indices"), op.outputs[0]
@@ -85,7 +88,7 @@ def embedding_bag_backward(op: OpView) -> Cost:
             + op.read(out, size) + op.write(out, size))
 
 
-@builtin("aten.embedding_renorm_")
+@builtin("aten.embedding_renorm_", kind="gather", family="embedding")
 def embedding_renorm(op: OpView) -> Cost:
     """Rows touched: norm (2 per value), scaled (1): read and written."""
     table, index = needed(op, "self"), needed(op, "indices")
@@ -98,7 +101,7 @@ def embedding_renorm(op: OpView) -> Cost:
 # -- gathers ---------------------------------------------------------------------------------------
 
 
-@builtin("aten.index_select", fusion="gather")
+@builtin("aten.index_select", fusion="gather", fused="gather")
 def index_select(op: OpView) -> Cost:
     """y = x[.., index, ..] along `dim`: distinct rows and indices read, y written."""
     x, index = needed(op, "self"), needed(op, "index")
@@ -122,7 +125,8 @@ def _indexed(op: OpView, x: TensorView) -> tuple[int, int]:
     return rows, x.elements // rows if rows else 0
 
 
-@builtin("aten.index", "aten._unsafe_index", "aten._unsafe_masked_index", fusion="gather")
+@builtin("aten.index", fusion="gather", fused="gather")
+@builtin("aten._unsafe_index", "aten._unsafe_masked_index", fusion="gather")
 def index(op: OpView) -> Cost:
     """y = x[indices]: distinct elements chosen, the indices (or masks) read; y written."""
     x, out = needed(op, "self"), op.outputs[0]
@@ -131,7 +135,8 @@ def index(op: OpView) -> Cost:
     return op.read(x, _part(x, touched * width)) + _others(op, "self") + op.write(out)
 
 
-@builtin("aten.gather", "aten.take", "aten.take_along_dim", fusion="gather")
+@builtin("aten.gather", fusion="gather", fused="gather")
+@builtin("aten.take", "aten.take_along_dim", fusion="gather")
 def gather(op: OpView) -> Cost:
     """y[i] = x[index[i]], one element each: as many elements read as y has, or as x has."""
     x, out = needed(op, "self"), op.outputs[0]
@@ -170,7 +175,7 @@ def _scattered(op: OpView, elements: int, touched: int, accumulate: bool,
 
 
 @builtin("aten.index_put", "aten.index_put_", "aten._index_put_impl_", "aten._unsafe_index_put",
-         "aten._unsafe_masked_index_put_accumulate")
+         "aten._unsafe_masked_index_put_accumulate", kind="gather")
 def index_put(op: OpView) -> Cost:
     """x[indices] = values, or += with `accumulate`."""
     x, values = needed(op, "self"), needed(op, "values")
@@ -194,7 +199,7 @@ def _positions(op: OpView, rows: int) -> int:
 
 
 @builtin("aten.index_add", "aten.index_add_", "aten.index_reduce", "aten.index_reduce_",
-         "aten.index_copy", "aten.index_copy_")
+         "aten.index_copy", "aten.index_copy_", kind="gather")
 def index_add(op: OpView) -> Cost:
     """x[.., index, ..] += alpha source along `dim` (or =, or another reduction)."""
     x, source = needed(op, "self"), needed(op, "source")
@@ -205,7 +210,7 @@ def index_add(op: OpView) -> Cost:
     return scaled + _scattered(op, source.elements, touched, "copy" not in op.target)
 
 
-@builtin("aten.index_fill", "aten.index_fill_")
+@builtin("aten.index_fill", "aten.index_fill_", kind="gather")
 def index_fill(op: OpView) -> Cost:
     """x[.., index, ..] = value along `dim`."""
     x = needed(op, "self")
@@ -216,7 +221,7 @@ def index_fill(op: OpView) -> Cost:
 
 
 @builtin("aten.scatter", "aten.scatter_", "aten.scatter_add", "aten.scatter_add_",
-         "aten.scatter_reduce", "aten.scatter_reduce_")
+         "aten.scatter_reduce", "aten.scatter_reduce_", kind="gather")
 def scatter(op: OpView) -> Cost:
     """x[index[i]] = src[i] (or +=, or another reduction), one element each.
 
@@ -236,7 +241,7 @@ def put(op: OpView) -> Cost:
     return _scattered(op, source.elements, touched, bool(op.attribute("accumulate", False)))
 
 
-@builtin("aten.masked_scatter", "aten.masked_scatter_")
+@builtin("aten.masked_scatter", "aten.masked_scatter_", kind="gather")
 def masked_scatter(op: OpView) -> Cost:
     """x[mask] = source, in order: x and mask read, x written, as much of source as x can take."""
     x, source = needed(op, "self"), needed(op, "source")
@@ -246,7 +251,7 @@ def masked_scatter(op: OpView) -> Cost:
 
 
 @builtin("aten.masked_scatter_backward", "aten.index_select_backward",
-         "aten.value_selecting_reduction_backward")
+         "aten.value_selecting_reduction_backward", kind="gather")
 def gathered_backward(op: OpView) -> Cost:
     """Zeros everywhere, then the gradient put (or added) where it was taken from."""
     out = op.outputs[0]
@@ -256,7 +261,7 @@ def gathered_backward(op: OpView) -> Cost:
     return adds + streamed(op) + op.write(out, size)
 
 
-@builtin("aten.repeat_interleave", fusion="gather")
+@builtin("aten.repeat_interleave", fusion="gather", kind="copy")
 def repeat_interleave(op: OpView) -> Cost:
     """Everything read once, the repeated rows (or their indices) written."""
     return reading(op, "self", "repeats")

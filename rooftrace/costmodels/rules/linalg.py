@@ -20,7 +20,7 @@ def _matrix(op: OpView) -> tuple[int, int, int, TensorView]:
 
 
 def _factorisation(*names: str, flop: Callable[[int, int], float], why: str) -> None:
-    @builtin(*(f"aten.{name}" for name in names))
+    @builtin(*(name if "." in name else f"aten.{name}" for name in names))
     def price(op: OpView) -> Cost:
         batch, m, n, _ = _matrix(op)
         return vector(op, batch * round(flop(max(m, n), min(m, n)))) + streamed(op)
@@ -37,7 +37,7 @@ _factorisation("linalg_inv_ex", "linalg_inv", "inverse", "cholesky_inverse",
 _factorisation("linalg_qr", "geqrf", "linalg_householder_product",
                flop=lambda m, n: 4 * (m * n**2 - n**3 / 3),
                why="R: 2 n^2 (m - n / 3); Q explicitly: the same again (section 5.2).")
-_factorisation("_linalg_svd", "linalg_svdvals",
+_factorisation("_linalg_svd", "linalg_svdvals", "prims.svd",
                flop=lambda m, n: 4 * m**2 * n + 8 * m * n**2 + 9 * n**3,
                why="U, S, V by Golub-Reinsch (section 8.6): an upper bound if only S is asked for.")
 _factorisation("_linalg_eigh", flop=lambda m, n: 9 * n**3, why="Values and vectors (section 8.3).")

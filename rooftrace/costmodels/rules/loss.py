@@ -52,7 +52,7 @@ def reduction_flop(op: OpView, elements: int) -> int:
 
 
 def _forward(name: str, formula: str) -> None:
-    @builtin(f"aten.{name}", fusion="reduction")
+    @builtin(f"aten.{name}", fusion="reduction", kind="elementwise", family="loss")
     def price(op: OpView) -> Cost:
         n = needed(op, "self").elements
         weights = sum(op.tensor(w) is not None for w in ("weight", "pos_weight"))
@@ -61,7 +61,7 @@ def _forward(name: str, formula: str) -> None:
 
 
 def _backward(name: str, formula: str) -> None:
-    @builtin(f"aten.{name}", fusion="pointwise")
+    @builtin(f"aten.{name}", fusion="pointwise", family="loss")
     def price(op: OpView) -> Cost:
         n = needed(op, "self").elements
         weight = op.tensor("weight") is not None
@@ -74,8 +74,10 @@ for _name, _formula in BACKWARD.items():
     _backward(_name, _formula)
 
 
-@builtin("aten.nll_loss_forward", "aten.nll_loss2d_forward", "aten.nll_loss", "aten.nll_loss2d",
-         "aten.nll_loss_nd", fusion="reduction")
+@builtin("aten.nll_loss_forward", fusion="reduction", kind="elementwise", family="loss",
+         fused="cross entropy")
+@builtin("aten.nll_loss2d_forward", "aten.nll_loss", "aten.nll_loss2d",
+         "aten.nll_loss_nd", fusion="reduction", kind="elementwise", family="loss")
 def nll_loss(op: OpView) -> Cost:
     """loss = -sum_i w[t_i] x[i, t_i] / sum_i w[t_i]: of x only the chosen value per target is read.
 
@@ -89,7 +91,7 @@ def nll_loss(op: OpView) -> Cost:
             + op.read(x, share(x, n, max(x.unique_elements, 1))) + reading(op, "target", "weight"))
 
 
-@builtin("aten.nll_loss_backward", "aten.nll_loss2d_backward", fusion="pointwise")
+@builtin("aten.nll_loss_backward", "aten.nll_loss2d_backward", fusion="pointwise", family="loss")
 def nll_loss_backward(op: OpView) -> Cost:
     """Zeros everywhere, then -g w / total at the target of each row: 2 flop, 3 with weights.
 
@@ -101,7 +103,7 @@ def nll_loss_backward(op: OpView) -> Cost:
             + op.write(out, share(out, n, max(out.unique_elements, 1))))
 
 
-@builtin("aten.multi_margin_loss", fusion="reduction")
+@builtin("aten.multi_margin_loss", fusion="reduction", kind="elementwise", family="loss")
 def multi_margin_loss(op: OpView) -> Cost:
     """max(0, margin - x[t] + x[j])^p over the classes: difference, add, comparison, power, add."""
     x = needed(op, "self")
@@ -109,13 +111,13 @@ def multi_margin_loss(op: OpView) -> Cost:
     return vector(op, 5 * x.elements + reduced) + streamed(op)
 
 
-@builtin("aten.multi_margin_loss_backward")
+@builtin("aten.multi_margin_loss_backward", family="loss")
 def multi_margin_loss_backward(op: OpView) -> Cost:
     """Difference, add, comparison, product, add to the target's gradient, per class."""
     return vector(op, 5 * needed(op, "self").elements) + streamed(op)
 
 
-@builtin("aten._ctc_loss", "aten._cudnn_ctc_loss", "aten.ctc_loss")
+@builtin("aten._ctc_loss", "aten._cudnn_ctc_loss", "aten.ctc_loss", family="loss")
 def ctc_loss(op: OpView) -> Cost:
     """alpha[T, 2 S + 1]: log-sum-exp of three and an add each, 11 flop (Graves et al. 2006, eq. 6).
 
@@ -126,14 +128,14 @@ def ctc_loss(op: OpView) -> Cost:
     return vector(op, 11 * alpha) + streamed(op)
 
 
-@builtin("aten._ctc_loss_backward")
+@builtin("aten._ctc_loss_backward", family="loss")
 def ctc_loss_backward(op: OpView) -> Cost:
     """beta as alpha, then 3 flop per class and step for the gradient (eq. 16)."""
     alpha, out = needed(op, "log_alpha").elements, op.outputs[0]
     return vector(op, 11 * alpha + 3 * out.elements) + streamed(op)
 
 
-@builtin("aten.cross_entropy_loss", fusion="reduction")
+@builtin("aten.cross_entropy_loss", fusion="reduction", kind="elementwise", family="loss")
 def cross_entropy(op: OpView) -> Cost:
     """The composite: log-softmax over classes (5 n - 1 per row) and a picked value per row."""
     x = needed(op, "self", "input")
@@ -143,7 +145,7 @@ def cross_entropy(op: OpView) -> Cost:
 
 
 @builtin("torch_nn._linear_cross_entropy_batch_chunked",
-         "torch_nn._linear_cross_entropy_batch_chunked_no_reduction")
+         "torch_nn._linear_cross_entropy_batch_chunked_no_reduction", family="loss")
 def linear_cross_entropy(op: OpView) -> Cost:
     """Logits[N, C] = x[N, K] W[C, K]^T and their loss, chunk by chunk, never written whole.
 

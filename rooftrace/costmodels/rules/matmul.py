@@ -44,7 +44,7 @@ def epilogue(op: OpView, elements: int) -> Cost:
     return vector(op, elements * each) if each else NOTHING
 
 
-@builtin("aten.mm")
+@builtin("aten.mm", kind="mm")
 def mm(op: OpView) -> Cost:
     """C[M, N] = A[M, K] B[K, N]: 2 M K N flop; of a sparse A only what it stores."""
     a, b = needed(op, "self"), needed(op, "mat2")
@@ -54,7 +54,7 @@ def mm(op: OpView) -> Cost:
     return product(1, m, k, n, a, b) + streamed(op)
 
 
-@builtin("aten.addmm", "aten.addmm_", "aten._addmm_activation")
+@builtin("aten.addmm", "aten.addmm_", "aten._addmm_activation", kind="mm")
 def addmm(op: OpView) -> Cost:
     """C[M, N] = beta D + alpha A[M, K] B[K, N]: 2 M K N flop, and M N adds on the vector engine.
 
@@ -69,7 +69,7 @@ def addmm(op: OpView) -> Cost:
     return cost + vector(op, m * n * activation)
 
 
-@builtin("aten.bmm")
+@builtin("aten.bmm", kind="bmm")
 def bmm(op: OpView) -> Cost:
     """C[B, M, N] = A[B, M, K] B[B, K, N]: 2 B M K N flop, M rows per weight tile.
 
@@ -80,7 +80,7 @@ def bmm(op: OpView) -> Cost:
     return product(batch, m, k, n, a, b, rows=1 if n == 1 else m) + streamed(op)
 
 
-@builtin("aten.baddbmm", "aten.baddbmm_")
+@builtin("aten.baddbmm", "aten.baddbmm_", kind="bmm")
 def baddbmm(op: OpView) -> Cost:
     """C[B, M, N] = beta D + alpha A[B, M, K] B[B, K, N]."""
     a, b = needed(op, "batch1"), needed(op, "batch2")
@@ -88,7 +88,7 @@ def baddbmm(op: OpView) -> Cost:
     return product(batch, m, k, n, a, b) + epilogue(op, batch * m * n) + streamed(op)
 
 
-@builtin("aten.addbmm", "aten.addbmm_")
+@builtin("aten.addbmm", "aten.addbmm_", kind="mm")
 def addbmm(op: OpView) -> Cost:
     """C[M, N] = beta D + alpha sum_B A[B, M, K] B[B, K, N]: one product with inner size B K."""
     a, b = needed(op, "batch1"), needed(op, "batch2")
@@ -96,7 +96,7 @@ def addbmm(op: OpView) -> Cost:
     return product(1, m, batch * k, n, a, b) + epilogue(op, m * n) + streamed(op)
 
 
-@builtin("aten.matmul", "aten.linalg_matmul")
+@builtin("aten.matmul", "aten.linalg_matmul", kind="bmm")
 def matmul(op: OpView) -> Cost:
     """The composite: batch dimensions broadcast, a vector counts as one row or column.
 
@@ -111,7 +111,7 @@ def matmul(op: OpView) -> Cost:
     return product(batch, m, k, n, a, b, rows) + streamed(op)
 
 
-@builtin("aten.linear", "aten.mkldnn_linear")
+@builtin("aten.linear", "aten.mkldnn_linear", kind="mm")
 def linear(op: OpView) -> Cost:
     """y[..., N] = x[..., K] W[N, K]^T + bias[N]: 2 M K N flop for M rows of x, M N adds of bias."""
     x, weight = needed(op, "input", "self"), needed(op, "weight")
@@ -122,7 +122,7 @@ def linear(op: OpView) -> Cost:
     return product(1, m, k, n, x, weight) + bias + streamed(op)
 
 
-@builtin("aten.linear_backward")
+@builtin("aten.linear_backward", kind="mm")
 def linear_backward(op: OpView) -> Cost:
     """dx = dy W, dW = dy^T x, db = sum dy: 2 M K N flop for each matrix gradient asked for."""
     x, weight = needed(op, "self"), needed(op, "weight")
@@ -142,7 +142,7 @@ def linear_backward(op: OpView) -> Cost:
 # torch.utils.flop_counter has no formula for them.
 
 
-@builtin("aten.mv")
+@builtin("aten.mv", family="dense")
 def mv(op: OpView) -> Cost:
     """y[M] = A[M, K] x[K]: K products and K-1 adds per row, counted as 2 M K like every product."""
     m, k = needed(op, "self").shape
@@ -151,14 +151,14 @@ def mv(op: OpView) -> Cost:
     return vector(op, 2 * m * k) + streamed(op)
 
 
-@builtin("aten.addmv", "aten.addmv_")
+@builtin("aten.addmv", "aten.addmv_", family="dense")
 def addmv(op: OpView) -> Cost:
     """y[M] = beta z[M] + alpha A[M, K] x[K]: 2 M K flop and M adds."""
     m, k = needed(op, "mat").shape
     return vector(op, 2 * m * k) + epilogue(op, m) + streamed(op)
 
 
-@builtin("aten.dot", "aten.vdot", "aten.linalg_vecdot")
+@builtin("aten.dot", "aten.vdot", "aten.linalg_vecdot", family="dense")
 def dot(op: OpView) -> Cost:
     """s = sum_K x[K] y[K]: 2 K flop."""
     return vector(op, 2 * op.inputs[0].elements) + streamed(op)
@@ -192,7 +192,7 @@ def trilinear(op: OpView) -> Cost:
     return vector(op, 3 * math.prod(sizes)) + streamed(op)
 
 
-@builtin("aten._int_mm")
+@builtin("aten._int_mm", kind="mm")
 def int_mm(op: OpView) -> Cost:
     """C[M, N] = A[M, K] B[K, N] of int8 with int32 sums, on the matrix engine: 2 M K N flop."""
     a, b = needed(op, "self"), needed(op, "mat2")
@@ -201,7 +201,7 @@ def int_mm(op: OpView) -> Cost:
                    columns=n, inner=k) + streamed(op)
 
 
-@builtin("aten._scaled_mm", "aten._scaled_mm_v2")
+@builtin("aten._scaled_mm", "aten._scaled_mm_v2", kind="mm")
 def scaled_mm(op: OpView) -> Cost:
     """C[M, N] = (A[M, K] B[K, N]) * scale_a * scale_b + bias: 2 M K N flop in the type of A and B.
 
@@ -216,7 +216,7 @@ def scaled_mm(op: OpView) -> Cost:
 
 
 @builtin("aten._weight_int8pack_mm", "aten._weight_int4pack_mm", "aten._weight_int4pack_mm_for_cpu",
-         "aten._weight_int4pack_mm_with_scales_and_zeros", "aten._dyn_quant_matmul_4bit")
+         "aten._weight_int4pack_mm_with_scales_and_zeros", "aten._dyn_quant_matmul_4bit", kind="mm")
 def weight_only_mm(op: OpView) -> Cost:
     """C[M, N] = A[M, K] W[K, N] with W stored in 4 or 8 bits: 2 M K N flop in the type of A.
 

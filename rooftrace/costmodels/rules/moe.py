@@ -17,7 +17,8 @@ from rooftrace.costmodels.rules.common import (
 )
 
 
-@builtin("aten._grouped_mm", "aten._scaled_grouped_mm", "aten._scaled_grouped_mm_v2")
+@builtin("aten._grouped_mm", "aten._scaled_grouped_mm", "aten._scaled_grouped_mm_v2",
+         kind="grouped mm")
 def grouped_mm(op: OpView) -> Cost:
     """One product per group g of the rows that `offs` gives it; T rows over all groups.
 

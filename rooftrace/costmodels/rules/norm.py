@@ -36,7 +36,8 @@ def standardise_backward_flop(rows: int, n: int, weighted: bool) -> int:
     return rows * (9 * n + (n if weighted else 0))
 
 
-@builtin("aten.native_layer_norm", "aten.layer_norm", fusion="reduction")
+@builtin("aten.native_layer_norm", fusion="reduction", kind="layer norm", fused="layer norm")
+@builtin("aten.layer_norm", fusion="reduction", kind="layer norm")
 def layer_norm(op: OpView) -> Cost:
     """y[M, n] = standardised x[M, n] times weight[n] plus bias[n]; mean and rstd are written."""
     x = needed(op, "input")
@@ -45,7 +46,8 @@ def layer_norm(op: OpView) -> Cost:
     return vector(op, standardise_flop(rows, n) + _affine(op) * x.elements) + streamed(op)
 
 
-@builtin("aten.native_layer_norm_backward", fusion="reduction")
+@builtin("aten.native_layer_norm_backward", fusion="reduction", kind="layer norm",
+         fused="layer norm backward")
 def layer_norm_backward(op: OpView) -> Cost:
     """dx as in `standardise_backward_flop`; dw[n] = sum_M dy xhat, db[n] = sum_M dy.
 
@@ -71,7 +73,7 @@ def _backward_flop(op: OpView, x: TensorView, rows: int, n: int, channels: int) 
     return flop
 
 
-@builtin("aten.native_group_norm", fusion="reduction")
+@builtin("aten.native_group_norm", fusion="reduction", kind="layer norm", fused="group norm")
 def group_norm(op: OpView) -> Cost:
     """x[N, C, HW] standardised over each of N * group slices, times weight[C] plus bias[C]."""
     x = needed(op, "input")
@@ -80,7 +82,7 @@ def group_norm(op: OpView) -> Cost:
     return vector(op, standardise_flop(rows, n) + _affine(op) * x.elements) + streamed(op)
 
 
-@builtin("aten.native_group_norm_backward", fusion="reduction")
+@builtin("aten.native_group_norm_backward", fusion="reduction", kind="layer norm")
 def group_norm_backward(op: OpView) -> Cost:
     """As layer norm, over N * group slices; weight and bias gradients have C values."""
     x = needed(op, "input")
@@ -90,7 +92,8 @@ def group_norm_backward(op: OpView) -> Cost:
     return vector(op, flop) + streamed(op)
 
 
-@builtin("aten.group_norm", "aten.instance_norm", fusion="reduction")
+@builtin("aten.instance_norm", fusion="reduction", kind="batch norm")
+@builtin("aten.group_norm", fusion="reduction", kind="layer norm")
 def composite_group_norm(op: OpView) -> Cost:
     """The composites: instance norm has one group per channel."""
     x = needed(op, "input")
@@ -124,8 +127,9 @@ def _batch_norm(op: OpView, training: bool) -> Cost:
 
 
 @builtin("aten.native_batch_norm", "aten._native_batch_norm_legit", "aten.cudnn_batch_norm",
-         "aten.miopen_batch_norm", "aten.batch_norm", "aten._batch_norm_impl_index",
-         "aten._native_batch_norm_legit_functional", fusion="reduction")
+         fusion="reduction", kind="batch norm", fused="batch norm")
+@builtin("aten.miopen_batch_norm", "aten.batch_norm", "aten._batch_norm_impl_index",
+         "aten._native_batch_norm_legit_functional", fusion="reduction", kind="batch norm")
 def batch_norm(op: OpView) -> Cost:
     """Training: x[N, C, HW] standardised per channel over N HW values, running statistics updated.
 
@@ -134,23 +138,28 @@ def batch_norm(op: OpView) -> Cost:
     return _batch_norm(op, bool(op.attribute("training", False)))
 
 
-@builtin("aten._batch_norm_with_update", "aten._batch_norm_with_update_functional",
-         fusion="reduction")
+@builtin("aten._batch_norm_with_update", fusion="reduction", kind="batch norm", fused="batch norm")
+@builtin("aten._batch_norm_with_update_functional",
+         fusion="reduction", kind="batch norm")
 def batch_norm_with_update(op: OpView) -> Cost:
     """`batch_norm` in training."""
     return _batch_norm(op, True)
 
 
-@builtin("aten._native_batch_norm_legit_no_training", "aten._batch_norm_no_update",
-         fusion="pointwise")
+@builtin("aten._native_batch_norm_legit_no_training", fusion="pointwise", kind="batch norm",
+         fused="batch norm")
+@builtin("aten._batch_norm_no_update",
+         fusion="pointwise", kind="batch norm")
 def batch_norm_no_training(op: OpView) -> Cost:
     """`batch_norm` in evaluation."""
     return _batch_norm(op, False)
 
 
 @builtin("aten.native_batch_norm_backward", "aten.cudnn_batch_norm_backward",
-         "aten.miopen_batch_norm_backward", "aten.batch_norm_backward",
-         "aten._batch_norm_impl_index_backward", fusion="reduction")
+         "aten.batch_norm_backward", fusion="reduction", kind="batch norm",
+         fused="batch norm backward")
+@builtin("aten.miopen_batch_norm_backward", "aten._batch_norm_impl_index_backward",
+         fusion="reduction", kind="batch norm")
 def batch_norm_backward(op: OpView) -> Cost:
     """Per channel of n values, S1 = sum dy, S2 = sum dy (x - mean).
 
@@ -178,7 +187,7 @@ def batch_norm_backward(op: OpView) -> Cost:
     return vector(op, channels * per_channel) + streamed(op, unread=unread)
 
 
-@builtin("aten.batch_norm_stats", fusion="reduction")
+@builtin("aten.batch_norm_stats", fusion="reduction", kind="batch norm")
 def batch_norm_stats(op: OpView) -> Cost:
     """Mean and reciprocal deviation per channel: 4 n + 2 (SyncBatchNorm)."""
     x = needed(op, "input")
@@ -186,25 +195,26 @@ def batch_norm_stats(op: OpView) -> Cost:
     return vector(op, 4 * x.elements + 2 * channels) + streamed(op)
 
 
-@builtin("aten.batch_norm_elemt", fusion="pointwise")
+@builtin("aten.batch_norm_elemt", fusion="pointwise", kind="batch norm")
 def batch_norm_elemt(op: OpView) -> Cost:
     """Difference, product, and weight and bias where given, per element."""
     return vector(op, (2 + _affine(op)) * needed(op, "input").elements) + streamed(op)
 
 
-@builtin("aten.batch_norm_gather_stats_with_counts", "aten.batch_norm_gather_stats")
+@builtin("aten.batch_norm_gather_stats_with_counts", "aten.batch_norm_gather_stats",
+         kind="batch norm")
 def batch_norm_gather_stats(op: OpView) -> Cost:
     """Merges statistics of W ranks: of the order of 10 flop per rank and channel."""
     return vector(op, 10 * needed(op, "mean").elements) + streamed(op)
 
 
-@builtin("aten.batch_norm_backward_reduce", fusion="reduction")
+@builtin("aten.batch_norm_backward_reduce", fusion="reduction", kind="batch norm")
 def batch_norm_backward_reduce(op: OpView) -> Cost:
     """The two sums of `batch_norm_backward`: 4 n per channel."""
     return vector(op, 4 * needed(op, "input").elements) + streamed(op)
 
 
-@builtin("aten.batch_norm_backward_elemt", fusion="pointwise")
+@builtin("aten.batch_norm_backward_elemt", fusion="pointwise", kind="batch norm")
 def batch_norm_backward_elemt(op: OpView) -> Cost:
     """dx of `batch_norm_backward`: the difference again and 4 flop, per element."""
     return vector(op, 5 * needed(op, "input").elements) + streamed(op)
@@ -213,7 +223,8 @@ def batch_norm_backward_elemt(op: OpView) -> Cost:
 # -- RMS norm --------------------------------------------------------------------------------------
 
 
-@builtin("aten._fused_rms_norm", "aten.rms_norm", fusion="reduction")
+@builtin("aten._fused_rms_norm", "aten.rms_norm", fusion="reduction", kind="layer norm",
+         fused="rms norm")
 def rms_norm(op: OpView) -> Cost:
     """y[M, n] = x / sqrt(mean(x^2) + eps) * weight[n].
 
@@ -226,7 +237,7 @@ def rms_norm(op: OpView) -> Cost:
     return vector(op, rows * (3 * n + 2) + weight) + streamed(op)
 
 
-@builtin("aten._fused_rms_norm_backward", fusion="reduction")
+@builtin("aten._fused_rms_norm_backward", fusion="reduction", kind="layer norm")
 def rms_norm_backward(op: OpView) -> Cost:
     """dx = rstd (g - xhat mean(g xhat)), g = dy w, xhat = x rstd; dw = sum_M dy xhat.
 

@@ -34,7 +34,7 @@ def _fused(op: OpView, flop: int, states: Iterable[str]) -> Cost:
 
 
 @builtin("aten._fused_adam_", "aten._fused_adam", "aten._fused_adamw_", "aten._fused_adamw",
-         fusion="pointwise")
+         fusion="pointwise", family="optimizer")
 def fused_adam(op: OpView) -> Cost:
     """One pass over parameter, gradient and two moments: see `adam_flop`."""
     flop = adam_flop("adamw" in op.target, op.attribute("weight_decay", 0.0) != 0,
@@ -42,7 +42,7 @@ def fused_adam(op: OpView) -> Cost:
     return _fused(op, flop, ("exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs"))
 
 
-@builtin("aten._fused_sgd_", "aten._fused_sgd", fusion="pointwise")
+@builtin("aten._fused_sgd_", "aten._fused_sgd", fusion="pointwise", family="optimizer")
 def fused_sgd(op: OpView) -> Cost:
     """p - lr d: 2.  Decay into the gradient: 2.  b = momentum b + (1 - dampening) d: 2, or 3.
 

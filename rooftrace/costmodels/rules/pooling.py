@@ -27,7 +27,7 @@ def _rank(op: OpView) -> int:
 @builtin("aten.max_pool2d_with_indices", "aten.max_pool3d_with_indices", "aten.max_pool1d",
          "aten.max_pool2d", "aten.max_pool3d", "aten.max_pool1d_with_indices",
          "aten.fractional_max_pool2d", "aten.fractional_max_pool3d", "aten.mkldnn_max_pool2d",
-         fusion="gather")
+         fusion="gather", kind="pooling")
 def max_pool(op: OpView) -> Cost:
     """k cells per output: k - 1 comparisons.  Overlapping windows read from cache."""
     k = _window(op, _rank(op))
@@ -36,21 +36,22 @@ def max_pool(op: OpView) -> Cost:
 
 @builtin("aten.max_pool2d_with_indices_backward", "aten.max_pool3d_with_indices_backward",
          "aten.adaptive_max_pool2d_backward", "aten.adaptive_max_pool3d_backward",
-         "aten.fractional_max_pool2d_backward", "aten.fractional_max_pool3d_backward")
+         "aten.fractional_max_pool2d_backward", "aten.fractional_max_pool3d_backward",
+         kind="pooling")
 def max_pool_backward(op: OpView) -> Cost:
     """Every incoming value added where its maximum was; the forward's input only says the shape."""
     grad = needed(op, "grad_output")
     return vector(op, grad.elements) + reading(op, "grad_output", "indices")
 
 
-@builtin("aten.avg_pool1d", "aten.avg_pool2d", "aten.avg_pool3d", fusion="gather")
+@builtin("aten.avg_pool1d", "aten.avg_pool2d", "aten.avg_pool3d", fusion="gather", kind="pooling")
 def avg_pool(op: OpView) -> Cost:
     """k cells per output: k - 1 adds and a division."""
     k = _window(op, _rank(op))
     return vector(op, k * op.outputs[0].elements) + streamed(op)
 
 
-@builtin("aten.avg_pool2d_backward", "aten.avg_pool3d_backward")
+@builtin("aten.avg_pool2d_backward", "aten.avg_pool3d_backward", kind="pooling")
 def avg_pool_backward(op: OpView) -> Cost:
     """Every incoming value divided by k and added to its k cells."""
     k, grad = _window(op, _rank(op)), needed(op, "grad_output")
@@ -71,14 +72,14 @@ def _cells(large: TensorView, small: TensorView, rank: int) -> int:
 
 @builtin("aten._adaptive_avg_pool2d", "aten._adaptive_avg_pool3d", "aten.adaptive_avg_pool1d",
          "aten.adaptive_avg_pool2d", "aten.adaptive_avg_pool3d", "aten.mkldnn_adaptive_avg_pool2d",
-         fusion="gather")
+         fusion="gather", kind="pooling")
 def adaptive_avg_pool(op: OpView) -> Cost:
     """Windows of k cells, k varying: k - 1 adds and a division each."""
     x, out = needed(op, "self"), op.outputs[0]
     return vector(op, _cells(x, out, _rank(op))) + streamed(op)
 
 
-@builtin("aten._adaptive_avg_pool2d_backward", "aten._adaptive_avg_pool3d_backward")
+@builtin("aten._adaptive_avg_pool2d_backward", "aten._adaptive_avg_pool3d_backward", kind="pooling")
 def adaptive_avg_pool_backward(op: OpView) -> Cost:
     """Every incoming value divided by its k and added to its k cells."""
     grad = needed(op, "grad_output")
@@ -87,14 +88,14 @@ def adaptive_avg_pool_backward(op: OpView) -> Cost:
 
 
 @builtin("aten.adaptive_max_pool1d", "aten.adaptive_max_pool2d", "aten.adaptive_max_pool3d",
-         fusion="gather")
+         fusion="gather", kind="pooling")
 def adaptive_max_pool(op: OpView) -> Cost:
     """Windows of k cells, k varying: k - 1 comparisons each."""
     x, out = needed(op, "self"), op.outputs[0]
     return vector(op, _cells(x, out, _rank(op)) - out.elements) + streamed(op)
 
 
-@builtin("aten.max_unpool2d", "aten.max_unpool3d")
+@builtin("aten.max_unpool2d", "aten.max_unpool3d", kind="pooling")
 def max_unpool(op: OpView) -> Cost:
     """Zeros everywhere, then every value to its index."""
     out, x = op.outputs[0], needed(op, "self")

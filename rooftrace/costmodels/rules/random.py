@@ -34,7 +34,8 @@ def normal(op: OpView) -> Cost:
     return vector(op, 2 * total(op.outputs)) + reading(op, "mean", "std")
 
 
-@builtin("aten.bernoulli", "aten.bernoulli_", "aten.poisson", "aten.binomial",
+@builtin("aten.bernoulli_", fusion="pointwise", fused="dropout")
+@builtin("aten.bernoulli", "aten.poisson", "aten.binomial",
          "aten._standard_gamma", "aten._sample_dirichlet", fusion="pointwise")
 def sampled(op: OpView) -> Cost:
     """One comparison (or the like) per sample; probabilities are read where they are tensors.
@@ -58,7 +59,8 @@ def multinomial(op: OpView) -> Cost:
     return vector(op, 2 * needed(op, "self").elements) + reading(op, "self")
 
 
-@builtin("aten.native_dropout", "aten._fused_dropout", "aten.dropout", "aten.dropout_",
+@builtin("aten.native_dropout", fusion="pointwise", fused="dropout")
+@builtin("aten._fused_dropout", "aten.dropout", "aten.dropout_",
          "aten.feature_dropout", "aten.feature_dropout_", "aten.alpha_dropout",
          "aten.alpha_dropout_", fusion="pointwise")
 def dropout(op: OpView) -> Cost:

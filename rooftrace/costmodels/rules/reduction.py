@@ -15,6 +15,7 @@ from rooftrace.costmodels.rules.common import (
     has_arithmetic,
     is_complex,
     needed,
+    product_precision,
     reading,
     streamed,
     total,
@@ -28,10 +29,11 @@ def _rows(op: OpView) -> tuple[int, int]:
     return rows, op.inputs[0].elements // rows if rows else 0
 
 
-def _reduction(*names: str, flop: Callable[[int], int], why: str) -> None:
+def _reduction(*names: str, flop: Callable[[int], int], why: str,
+               fused: str | None = "reduction") -> None:
     """Register ops whose flop per row of n values is `flop(n)`, for floats (complex: twice)."""
 
-    @builtin(*(f"aten.{name}" for name in names), fusion="reduction")
+    @builtin(*(f"aten.{name}" for name in names), fusion="reduction", fused=fused)
     def price(op: OpView) -> Cost:
         rows, n = _rows(op)
         parts = 2 if is_complex(op.inputs[0]) else 1
@@ -54,14 +56,16 @@ _reduction("aminmax", "_aminmax", flop=lambda n: 2 * (n - 1), why="n - 1 compari
 _reduction("count_nonzero", flop=lambda n: n, why="n comparisons; counting is integer work.")
 
 
-@builtin("aten.all", "aten.any", "aten.equal", "aten.is_nonzero", "aten._is_all_true",
+@builtin("aten.all", "aten.any", fusion="reduction", fused="reduction")
+@builtin("aten.equal", "aten.is_nonzero", "aten._is_all_true",
          "aten._is_any_true", fusion="reduction")
 def truth(op: OpView) -> Cost:
     """Bytes only: what is reduced are truth values."""
     return streamed(op)
 
 
-@builtin("aten.linalg_vector_norm", "aten.norm", "aten.native_norm", "aten._foreach_norm",
+@builtin("aten.linalg_vector_norm", "aten.norm", fusion="reduction", fused="reduction")
+@builtin("aten.native_norm", "aten._foreach_norm",
          "aten.dist", "aten.frobenius_norm", "aten.linalg__powsum", "aten._foreach_powsum",
          fusion="reduction")
 def vector_norm(op: OpView) -> Cost:
@@ -114,7 +118,7 @@ def segment_reduce(op: OpView) -> Cost:
 
 
 @builtin("aten.median", "aten.nanmedian", "aten.kthvalue", "aten.mode", "aten.nanquantile",
-         "aten.quantile")
+         "aten.quantile", kind="sort")
 def selection(op: OpView) -> Cost:
     """Radix selection works on the bits of the values: bytes only, read once per row."""
     return streamed(op)
@@ -137,6 +141,23 @@ def cdist(op: OpView) -> Cost:
     """
     terms = op.outputs[0].elements * needed(op, "x1").shape[-1]
     return vector(op, 3 * terms) + streamed(op)
+
+
+@builtin("aten._euclidean_dist", kind="mm")
+def euclidean_dist(op: OpView) -> Cost:
+    """d[P, R] = sqrt(max([-2 x1, |x1|^2, 1] [x2, 1, |x2|^2]^T, 0)): cdist by one matrix product.
+
+    2 P R (M + 2) flop for each pair of matrices, as the two columns of squares are multiplied too.
+    Vector: a square and an add per value of x1 and x2, a product by -2, and a comparison and a root
+    per distance.
+    """
+    x1, x2 = needed(op, "x1"), needed(op, "x2")
+    p, r, inner = x1.shape[-2], x2.shape[-2], x1.shape[-1] + 2
+    batch = op.outputs[0].elements // (p * r) if p * r else 0
+    squares = 3 * x1.elements + 2 * x2.elements
+    return (Cost.of(matmul=2 * batch * p * r * inner, precision=product_precision(x1, x2), rows=p,
+                    columns=r, inner=inner)
+            + vector(op, squares + 2 * op.outputs[0].elements) + streamed(op))
 
 
 @builtin("aten._cdist_backward")

@@ -77,8 +77,9 @@ def _mode(op: OpView) -> str:
     return str(mode) if mode is not None else op.target.split(".")[1]
 
 
-@builtin("rooftrace.rnn", "aten.lstm", "aten.gru", "aten.rnn_tanh", "aten.rnn_relu",
-         "aten._cudnn_rnn", "aten.miopen_rnn")
+@builtin("rooftrace.rnn", kind="rnn", label="rnn")
+@builtin("aten.lstm", "aten.gru", "aten.rnn_tanh", "aten.rnn_relu",
+         "aten._cudnn_rnn", "aten.miopen_rnn", kind="rnn")
 def rnn(op: OpView) -> Cost:
     """Per layer and direction: gates[T B, G H] = x W_ih^T + h W_hh^T + biases, then POINTWISE.
 
@@ -87,7 +88,8 @@ def rnn(op: OpView) -> Cost:
     return _network(op, _mode(op), backward=False)
 
 
-@builtin("rooftrace.rnn_backward", "aten._cudnn_rnn_backward", "aten.miopen_rnn_backward")
+@builtin("rooftrace.rnn_backward", kind="rnn", label="rnn backward")
+@builtin("aten._cudnn_rnn_backward", "aten.miopen_rnn_backward", kind="rnn")
 def rnn_backward(op: OpView) -> Cost:
     """Two products for each one of the forward: the gradients of its two operands.
 
@@ -96,7 +98,7 @@ def rnn_backward(op: OpView) -> Cost:
     return _network(op, _mode(op), backward=True)
 
 
-@builtin("aten.mkldnn_rnn_layer")
+@builtin("aten.mkldnn_rnn_layer", kind="rnn")
 def mkldnn_rnn_layer(op: OpView) -> Cost:
     """One layer and direction: weight0 is W_ih, weight1 is W_hh."""
     mode = CUDNN_MODES[int(op.attribute("mode", 2))]
@@ -112,7 +114,7 @@ def mkldnn_rnn_layer(op: OpView) -> Cost:
 # -- cells: the products are ops of their own, this is what is left --------------------------------
 
 
-@builtin("aten._thnn_fused_lstm_cell", fusion="pointwise")
+@builtin("aten._thnn_fused_lstm_cell", fusion="pointwise", kind="rnn")
 def lstm_cell(op: OpView) -> Cost:
     """Gates from the two products, cell and hidden state."""
     biases = sum(op.tensor(name) is not None for name in ("input_bias", "hidden_bias"))
@@ -121,13 +123,13 @@ def lstm_cell(op: OpView) -> Cost:
 
 
 @builtin("aten._thnn_fused_lstm_cell_backward", "aten._thnn_fused_lstm_cell_backward_impl",
-         fusion="pointwise")
+         fusion="pointwise", kind="rnn")
 def lstm_cell_backward(op: OpView) -> Cost:
     """Gradients of three sigmoids and two tanh (3 each), and nine products and adds."""
     return vector(op, (3 * 3 + 2 * 3 + 9) * needed(op, "cx").elements) + streamed(op)
 
 
-@builtin("aten._thnn_fused_gru_cell", fusion="pointwise")
+@builtin("aten._thnn_fused_gru_cell", fusion="pointwise", kind="rnn")
 def gru_cell(op: OpView) -> Cost:
     """Gates from the two products, and the hidden state."""
     biases = sum(op.tensor(name) is not None for name in ("input_bias", "hidden_bias"))
@@ -135,7 +137,7 @@ def gru_cell(op: OpView) -> Cost:
     return vector(op, each * needed(op, "hx").elements) + streamed(op)
 
 
-@builtin("aten._thnn_fused_gru_cell_backward", fusion="pointwise")
+@builtin("aten._thnn_fused_gru_cell_backward", fusion="pointwise", kind="rnn")
 def gru_cell_backward(op: OpView) -> Cost:
     """Gradients of two sigmoids (3 each) and a tanh (3), and eight products and adds."""
     return vector(op, (2 * 3 + 3 + 8) * needed(op, "grad_hy").elements) + streamed(op)

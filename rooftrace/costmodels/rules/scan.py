@@ -15,7 +15,7 @@ def _steps(op: OpView) -> int:
 
 
 @builtin("aten.cumsum", "aten.cumsum_", "aten.cumprod", "aten.cumprod_", "aten.cummax",
-         "aten.cummin", "aten._cummax_helper", "aten._cummin_helper")
+         "aten.cummin", "aten._cummax_helper", "aten._cummin_helper", kind="reduction")
 def scan(op: OpView) -> Cost:
     """n - 1 adds, products or comparisons per row of n.
 

@@ -13,8 +13,9 @@ def _rows(op: OpView, x: TensorView) -> tuple[int, int]:
     return (x.elements // n if n else 0), n
 
 
-@builtin("aten._softmax", "aten._safe_softmax", "aten.softmax", "aten.special_softmax",
-         fusion="reduction")
+@builtin("aten._softmax", "aten._safe_softmax", fusion="reduction", kind="softmax", fused="softmax")
+@builtin("aten.softmax", "aten.special_softmax",
+         fusion="reduction", kind="softmax")
 def softmax(op: OpView) -> Cost:
     """y = exp(x - max x) / sum exp(x - max x) over n values.
 
@@ -24,7 +25,9 @@ def softmax(op: OpView) -> Cost:
     return vector(op, rows * (5 * n - 2)) + streamed(op)
 
 
-@builtin("aten._log_softmax", "aten.log_softmax", "aten.special_log_softmax", fusion="reduction")
+@builtin("aten._log_softmax", fusion="reduction", kind="softmax", family="loss",
+         fused="cross entropy")
+@builtin("aten.log_softmax", "aten.special_log_softmax", fusion="reduction", kind="softmax")
 def log_softmax(op: OpView) -> Cost:
     """y = (x - m) - log sum exp(x - m), m = max x, over n values.
 
@@ -34,28 +37,30 @@ def log_softmax(op: OpView) -> Cost:
     return vector(op, rows * (5 * n - 1)) + streamed(op)
 
 
-@builtin("aten._softmax_backward_data", fusion="reduction")
+@builtin("aten._softmax_backward_data", fusion="reduction", kind="softmax",
+         fused="softmax backward")
 def softmax_backward(op: OpView) -> Cost:
     """dx = y (dy - sum dy y): n products, n - 1 adds, n differences, n products: 4 n - 1."""
     rows, n = _rows(op, needed(op, "output"))
     return vector(op, rows * (4 * n - 1)) + reading(op, "grad_output", "output")
 
 
-@builtin("aten._log_softmax_backward_data", fusion="reduction")
+@builtin("aten._log_softmax_backward_data", fusion="reduction", kind="softmax", family="loss",
+         fused="cross entropy")
 def log_softmax_backward(op: OpView) -> Cost:
     """dx = dy - exp(y) sum dy: n - 1 adds, n exponentials, n products, n differences: 4 n - 1."""
     rows, n = _rows(op, needed(op, "output"))
     return vector(op, rows * (4 * n - 1)) + reading(op, "grad_output", "output")
 
 
-@builtin("aten._masked_softmax", fusion="reduction")
+@builtin("aten._masked_softmax", fusion="reduction", kind="softmax")
 def masked_softmax(op: OpView) -> Cost:
     """As softmax; selecting by the mask is free."""
     rows, n = _rows(op, needed(op, "self"))
     return vector(op, rows * (5 * n - 2)) + streamed(op)
 
 
-@builtin("aten._masked_softmax_backward", fusion="reduction")
+@builtin("aten._masked_softmax_backward", fusion="reduction", kind="softmax")
 def masked_softmax_backward(op: OpView) -> Cost:
     """As softmax_backward."""
     rows, n = _rows(op, needed(op, "output"))

@@ -15,7 +15,7 @@ DIGIT = 8
 """Bits per pass of a radix sort (cub::DeviceSegmentedRadixSort uses 6 to 8)."""
 
 
-@builtin("aten.sort", "aten.argsort", "aten.msort")
+@builtin("aten.sort", "aten.argsort", "aten.msort", kind="sort")
 def sort(op: OpView) -> Cost:
     """Rows read, sorted values and their indices written.
 
@@ -33,7 +33,7 @@ def sort(op: OpView) -> Cost:
     return cost
 
 
-@builtin("aten.topk")
+@builtin("aten.topk", kind="sort")
 def topk(op: OpView) -> Cost:
     """Radix selection: rows read, k values and indices written.  Later passes hit in cache."""
     return streamed(op)

@@ -85,7 +85,7 @@ def coalesce(op: OpView) -> Cost:
     return vector(op, stored(op, x)) + op.read(x, size) + op.write(op.outputs[0], size)
 
 
-@builtin("aten._sparse_softmax", "aten._sparse_log_softmax")
+@builtin("aten._sparse_softmax", "aten._sparse_log_softmax", kind="softmax")
 def sparse_softmax(op: OpView) -> Cost:
     """Softmax over what is stored: 5 flop each, as in `softmax`."""
     x = needed(op, "self")

@@ -22,27 +22,27 @@ NEAREST: tuple[str, ...] = (
 )
 
 
-@builtin(*(f"aten.{name}" for name in NEAREST), fusion="pointwise")
+@builtin(*(f"aten.{name}" for name in NEAREST), fusion="pointwise", kind="upsample")
 def nearest(op: OpView) -> Cost:
     """A copy: input read once, output written."""
     return streamed(op)
 
 
-@builtin(*(f"aten.{name}_backward" for name in NEAREST))
+@builtin(*(f"aten.{name}_backward" for name in NEAREST), kind="upsample")
 def nearest_backward(op: OpView) -> Cost:
     """Every output pixel that came from a pixel is added up: one add per value beyond the first."""
     grad, out = needed(op, "grad_output"), op.outputs[0]
     return vector(op, max(grad.elements - out.elements, 0)) + streamed(op)
 
 
-@builtin(*(f"aten.{name}" for name in TAPS), fusion="gather")
+@builtin(*(f"aten.{name}" for name in TAPS), fusion="gather", kind="upsample")
 def interpolate(op: OpView) -> Cost:
     """k taps per output: 2 k - 1 flop."""
     k = TAPS[op.target.split(".")[1]]
     return vector(op, (2 * k - 1) * op.outputs[0].elements) + streamed(op)
 
 
-@builtin(*(f"aten.{name}_backward" for name in TAPS))
+@builtin(*(f"aten.{name}_backward" for name in TAPS), kind="upsample")
 def interpolate_backward(op: OpView) -> Cost:
     """Zeros, then every incoming value times its k weights added to k pixels: 2 k flop."""
     k = TAPS[op.target.split(".")[1].removesuffix("_backward")]
@@ -64,14 +64,14 @@ def _antialiased_taps(op: OpView, name: str) -> int:
     return math.prod(math.ceil(2 * ANTIALIASED[name] * f) for f in factors)
 
 
-@builtin(*(f"aten.{name}" for name in ANTIALIASED))
+@builtin(*(f"aten.{name}" for name in ANTIALIASED), kind="upsample")
 def antialiased(op: OpView) -> Cost:
     """As `interpolate`, with a filter that widens when the image shrinks."""
     k = _antialiased_taps(op, op.target.split(".")[1])
     return vector(op, (2 * k - 1) * op.outputs[0].elements) + streamed(op)
 
 
-@builtin(*(f"aten.{name}_backward" for name in ANTIALIASED))
+@builtin(*(f"aten.{name}_backward" for name in ANTIALIASED), kind="upsample")
 def antialiased_backward(op: OpView) -> Cost:
     """As `interpolate_backward`."""
     k = _antialiased_taps(op, op.target.split(".")[1].removesuffix("_backward"))
@@ -91,7 +91,7 @@ def _grid(op: OpView) -> tuple[int, int, int]:
 
 
 @builtin("aten.grid_sampler_2d", "aten.grid_sampler_3d", "aten.cudnn_grid_sampler",
-         "aten.grid_sampler", fusion="gather")
+         "aten.grid_sampler", fusion="gather", kind="upsample")
 def grid_sample(op: OpView) -> Cost:
     """Per position its weights (3 flop per coordinate, 3 per tap), then 2 k - 1 per channel."""
     positions, k, dims = _grid(op)
@@ -100,7 +100,7 @@ def grid_sample(op: OpView) -> Cost:
 
 
 @builtin("aten.grid_sampler_2d_backward", "aten.grid_sampler_3d_backward",
-         "aten.cudnn_grid_sampler_backward")
+         "aten.cudnn_grid_sampler_backward", kind="upsample")
 def grid_sample_backward(op: OpView) -> Cost:
     """Weights again; per channel 2 k for the image, and 2 k per dimension for the grid."""
     positions, k, dims = _grid(op)

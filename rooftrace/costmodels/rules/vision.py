@@ -44,13 +44,14 @@ def roi_align_backward(op: OpView) -> Cost:
             + op.write(out))
 
 
-@builtin("torchvision.roi_pool", "torchvision.ps_roi_align", "torchvision.ps_roi_pool")
+@builtin("torchvision.roi_pool", "torchvision.ps_roi_align", "torchvision.ps_roi_pool",
+         kind="pooling")
 def roi_pool(op: OpView) -> Cost:
     """Regions of data-dependent size: counted as if every input value were looked at once."""
     return vector(op, op.inputs[0].elements) + streamed(op)
 
 
-@builtin("torchvision.deform_conv2d")
+@builtin("torchvision.deform_conv2d", kind="conv")
 def deform_conv2d(op: OpView) -> Cost:
     """Bilinear samples (7 flop, and a product with a mask) at every tap, then the convolution.
 

@@ -32,8 +32,10 @@ def summary(report: Report) -> list[str]:
         lines.append(_speed_sentence(report))
     main = [report.estimate(phase).coverage for phase in report.phases]
     assumed = words.assumption_words(assumption for _, assumption in report.assumptions)
+    gaps = [item for graph in report.graphs.values() for item in graph.unrecorded]
+    coverage = words.coverage_words(main, gaps)[1]
     lines.append(
-        f"Coverage: {words.coverage_words(main)[1]}. Assumptions: {assumed}. "
+        f"Coverage: {f'**{coverage}**' if gaps else coverage}. Assumptions: {assumed}. "
         f"Chip facts that are guesses: {words.guess_words(report.chips[0])}."
     )
     below = [

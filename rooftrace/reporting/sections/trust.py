@@ -109,12 +109,22 @@ def coverage_section(report: Report) -> list[str]:
             ]
         )
     lines = table(["Phase", "Execution", "Ops", "With a rule", "Bytes with a rule"], rows, left=2)
+    gaps = [item for graph in report.graphs.values() for item in graph.unrecorded]
+    if gaps:
+        texts = dict.fromkeys(f"- `{item.where or '(root)'}`: {item.text}." for item in gaps)
+        lines += ["", "**Not everything was recorded: all totals are a lower bound.**", "", *texts]
     missing = unsupported_ops(report)
     if not missing:
         return lines
-    lines += ["", "Of these ops only the bytes of inputs and outputs are counted, no FLOP:", ""]
+    lines += [
+        "",
+        "Of these ops no FLOP is counted. Their bytes: operands are read and results written; of "
+        "a cache or buffer that an op writes in place, as much as its other operands bring. The "
+        "truth is between the bounds if no byte is touched twice.",
+        "",
+    ]
     lines += table(
-        ["Op", "Phase", "Where", "Operands", "Calls", "Bytes"],
+        ["Op", "Phase", "Where", "Operands", "Calls", "Bytes", "At least", "At most"],
         [
             [
                 f"`{entry.target}`",
@@ -123,6 +133,8 @@ def coverage_section(report: Report) -> list[str]:
                 f"`{entry.shapes}`",
                 f"{entry.count:,}",
                 format_traffic(entry.bytes),
+                format_traffic(entry.bytes_least),
+                format_traffic(entry.most),
             ]
             for phase, entry in missing
         ],

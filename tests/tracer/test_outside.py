@@ -1,0 +1,256 @@
+"""State outside of modules that layers read or change: layers that it tells apart are all run."""
+
+import contextvars
+import itertools
+import logging
+import random
+import sys
+from collections import deque
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import rooftrace as rt
+
+LAYERS = 7
+
+
+class Log(logging.Logger):
+    """The modules that ran.  What a logger keeps is not seen as state of the code that logs."""
+
+    def __init__(self) -> None:
+        super().__init__("runs")
+        self.modules: list[nn.Module] = []
+
+    def append(self, module: nn.Module) -> None:
+        self.modules.append(module)
+
+
+LOG = Log()
+COUNTER = {"calls": 0}
+QUEUE: deque[int] = deque()
+SETTINGS = SimpleNamespace(deep=SimpleNamespace(calls=0))
+CONTEXT = contextvars.ContextVar("calls", default=0)
+TICKS = itertools.count()
+LOTTERY = random.Random(0)
+MODULE = ModuleType("settings_of_a_project")
+MODULE.calls = 0  # type: ignore[attr-defined]
+
+
+class Tally:
+    """A callable with a number of its own, and one that all share."""
+
+    shared = 0
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self) -> int:
+        self.calls += 1
+        return self.calls
+
+
+TALLY = Tally()
+
+
+def in_a_dictionary() -> int:
+    COUNTER["calls"] += 1
+    return COUNTER["calls"]
+
+
+def in_a_queue() -> int:
+    QUEUE.append(1)
+    return len(QUEUE)
+
+
+def in_an_object() -> int:
+    SETTINGS.deep.calls += 1
+    return SETTINGS.deep.calls
+
+
+def in_a_class() -> int:
+    Tally.shared += 1
+    return Tally.shared
+
+
+def in_a_callable() -> int:
+    return TALLY()
+
+
+def in_a_module() -> int:
+    MODULE.calls += 1
+    return MODULE.calls
+
+
+def in_a_context() -> int:
+    CONTEXT.set(CONTEXT.get() + 1)
+    return CONTEXT.get()
+
+
+def in_an_iterator() -> int:
+    return next(TICKS)
+
+
+def in_a_lottery() -> int:
+    return LOTTERY.randrange(1000)
+
+
+def in_a_default(calls: list[int] = []) -> int:  # noqa: B006  what is tested
+    calls.append(1)
+    return len(calls)
+
+
+def in_an_attribute() -> int:
+    in_an_attribute.calls += 1  # type: ignore[attr-defined]
+    return in_an_attribute.calls  # type: ignore[attr-defined, no-any-return]
+
+
+in_an_attribute.calls = 0  # type: ignore[attr-defined]
+
+
+def nonlocally() -> Callable[[], int]:
+    calls = 0
+
+    def tick() -> int:
+        nonlocal calls
+        calls += 1
+        return calls
+
+    return tick
+
+
+class Layer(nn.Module):
+    """Two products in every third call, else one; `tick` counts the calls."""
+
+    def __init__(self, tick: Callable[[], int]) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.tick = tick
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.first(x))
+        return torch.relu(self.second(x)) if self.tick() % 3 == 0 else x
+
+
+def announced() -> nn.Module:
+    """Layers that know their number from a variable that the code around them changes."""
+    number = 0
+
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = torch.relu(self.first(x))
+            return torch.relu(self.second(x)) if number == 4 else x
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Inner() for _ in range(LAYERS))
+
+        def forward(self, x: Tensor) -> Tensor:
+            nonlocal number
+            for number, layer in enumerate(self.layers):  # noqa: B007  the layer reads it
+                x = layer(x)
+            return x
+
+    return Outer().eval()
+
+
+def flops(graph: rt.OpGraph) -> int:
+    return rt.plan(graph, "eager").total.flops(("matmul",))
+
+
+def counted(module: nn.Module, x: Tensor) -> int:
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        module(x)
+    return counter.get_total_flops()
+
+
+TICKERS = (
+    in_a_dictionary,
+    in_a_queue,
+    in_an_object,
+    in_a_class,
+    in_a_callable,
+    in_a_module,
+    in_a_context,
+    in_a_default,
+    in_an_attribute,
+    nonlocally(),
+)
+
+
+@pytest.mark.parametrize("tick", TICKERS, ids=lambda tick: tick.__name__)
+def test_layers_that_count_their_calls_outside_of_modules_all_run(tick: Callable[[], int]) -> None:
+    while tick() % 3:  # begin where a count of all calls so far would
+        pass
+    model = nn.Sequential(*(Layer(tick) for _ in range(LAYERS))).eval()
+    graph = rt.trace(model, torch.zeros(2, 8))
+    per_product = 2 * 2 * 8 * 8
+    assert flops(graph) == (LAYERS + LAYERS // 3) * per_product
+
+
+@pytest.mark.parametrize("tick", [in_an_iterator, in_a_lottery], ids=lambda tick: tick.__name__)
+def test_layers_that_draw_from_outside_all_run(tick: Callable[[], int]) -> None:
+    drawn: list[int] = []
+
+    def noted() -> int:
+        drawn.append(tick())
+        return drawn[-1]
+
+    model = nn.Sequential(*(Layer(noted) for _ in range(LAYERS))).eval()
+    graph = rt.trace(model, torch.zeros(2, 8))
+    assert len(drawn) == LAYERS
+    products = LAYERS + sum(number % 3 == 0 for number in drawn)
+    assert flops(graph) == products * 2 * 2 * 8 * 8
+
+
+def test_a_variable_that_the_code_around_layers_changes_tells_them_apart() -> None:
+    model, x = announced(), torch.zeros(2, 8)
+    assert flops(rt.trace(model, x)) == counted(model, x)
+
+
+def test_layers_that_read_what_does_not_change_run_once() -> None:
+    LOG.modules.clear()
+    sizes: dict[str, int] = {"wide": 8}
+
+    class Reader(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            LOG.append(self)
+            y: Tensor = self.linear(x)[:, : sizes["wide"]] + COUNTER["calls"]
+            return y
+
+    model = nn.Sequential(*(Reader() for _ in range(LAYERS))).eval()
+    graph = rt.trace(model, torch.zeros(2, 8))
+    assert len(LOG.modules) == 2  # the first of all knows the values of its input
+    assert flops(graph) == counted(model, torch.zeros(2, 8))
+
+
+def test_a_profiler_of_the_user_is_left_alone() -> None:
+    events = 0
+
+    def profiler(*arguments: object) -> None:
+        nonlocal events
+        events += 1
+
+    model = nn.Sequential(*(Layer(in_a_dictionary) for _ in range(LAYERS))).eval()
+    sys.setprofile(profiler)
+    try:
+        rt.trace(model, torch.zeros(2, 8))
+        assert sys.getprofile() is profiler
+    finally:
+        sys.setprofile(None)
+    assert events
+    rt.trace(model, torch.zeros(2, 8))
+    assert sys.getprofile() is None
