@@ -50,7 +50,7 @@ from rooftrace.tracer.asked import (
 )
 from rooftrace.tracer.graph import OpGraph
 from rooftrace.tracer.isolation import Kept, keeping, own_imports
-from rooftrace.tracer.request import Options, Request, RequestError
+from rooftrace.tracer.request import Options, Request, RequestError, TargetError
 from rooftrace.tracer.runfile import Run
 from rooftrace.tracer.targetnames import names_code
 
@@ -357,12 +357,23 @@ def _sides(
             strict=True,
         )
     )
-    if any(made is None or made.rules for made in apart.values()):
+    rules = any(made is not None and made.rules for made in apart.values())
+
+    def with_rules(side: Source, ask: _Side) -> Traced:
+        try:
+            return here(side, ask)
+        except TargetError as error:
+            raise TargetError(
+                f"{error}\nThe code of the two brings cost rules, so both run in this process, and "
+                "it cannot be run twice in one: put the rules into a file of their own (--rules)"
+            ) from error
+
+    if rules or None in apart.values():
         apart = {}
     return [
         partial(priced, made, ask)
         if (made := apart.get(i)) is not None
-        else partial(here, side, ask)
+        else partial(with_rules if rules and i in code else here, side, ask)
         for i, (side, ask) in enumerate(zip(sides, asks, strict=True))
     ]
 
