@@ -42,13 +42,15 @@ from rooftrace.tracer.asked import (
     SIZES,
     Asked,
     UnusedError,
+    check_phases,
     is_graph,
     is_named,
     refuse_for_graph,
     sorted_arguments,
 )
 from rooftrace.tracer.graph import OpGraph
-from rooftrace.tracer.request import Options, Request, RequestError
+from rooftrace.tracer.isolation import Kept, keeping, own_imports
+from rooftrace.tracer.request import Options, Request, RequestError, TargetError
 from rooftrace.tracer.runfile import Run
 from rooftrace.tracer.targetnames import names_code
 
@@ -355,12 +357,23 @@ def _sides(
             strict=True,
         )
     )
-    if any(made is None or made.rules for made in apart.values()):
+    rules = any(made is not None and made.rules for made in apart.values())
+
+    def with_rules(side: Source, ask: _Side) -> Traced:
+        try:
+            return here(side, ask)
+        except TargetError as error:
+            raise TargetError(
+                f"{error}\nThe code of the two brings cost rules, so both run in this process, and "
+                "it cannot be run twice in one: put the rules into a file of their own (--rules)"
+            ) from error
+
+    if rules or None in apart.values():
         apart = {}
     return [
         partial(priced, made, ask)
         if (made := apart.get(i)) is not None
-        else partial(here, side, ask)
+        else partial(with_rules if rules and i in code else here, side, ask)
         for i, (side, ask) in enumerate(zip(sides, asks, strict=True))
     ]
 
@@ -382,7 +395,6 @@ def compare(
     TraceError.
     """
     from rooftrace.tracer.inputs import call_inputs
-    from rooftrace.tracer.isolation import own_imports
     from rooftrace.tracer.peers import check_peers, count_phases
     from rooftrace.tracer.target import load_target, module_inputs
 
@@ -393,7 +405,11 @@ def compare(
         )
     check_peers(peers)
     wanted, call = sorted_arguments(model, args, {**_named(phases, {}), **kwargs}, compare)
-    wanted.refuse(("weights_dtype", "kv_dtype"), "FLOPs do not depend on it; leave it out")
+    wanted.refuse(PRICES, "FLOPs do not depend on it; leave it out")
+    if wanted.phases is not None:
+        check_phases(wanted, wanted.phases)
+    if is_named(model) and names_code(os.fspath(model)):
+        wanted.refuse(("trust_remote_code",), "the code of this target runs as it is")
     with own_imports():
         if is_named(model):
             if progress:
@@ -444,7 +460,10 @@ def validate(
     model = execution_model(execution, **changes)
     wanted = _wanted(target, {**_named(phases, {}), **kwargs}, validate)
     given, template = _what_ran(measured, target, wanted, progress)
-    return validated(measured, load_chip(chip), model, given, template, phases, counters, progress)
+    with keeping(Kept()):  # rows of one target share what it imported
+        return validated(
+            measured, load_chip(chip), model, given, template, wanted.phases, counters, progress
+        )
 
 
 def calibrate(
@@ -473,9 +492,10 @@ def calibrate(
     given, template = _what_ran(measured, target, wanted, progress, all_phases=True)
     begin = os.fspath(start) if isinstance(start, os.PathLike) else start
     model = execution_model(execution)
-    return calibrated(
-        measured, load_chip(chip), model, given, template, begin, free, title, progress
-    )
+    with keeping(Kept()):
+        return calibrated(
+            measured, load_chip(chip), model, given, template, begin, free, title, progress
+        )
 
 
 def _wanted(target: Source | None, named: Mapping[str, Any], own: Callable[..., Any]) -> Asked:

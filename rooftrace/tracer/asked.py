@@ -166,12 +166,18 @@ def refuse_for_graph(wanted: Asked, name: str) -> None:
 def check_used(wanted: Asked, graphs: Mapping[str, OpGraph]) -> None:
     """Raise RequestError for an argument that none of these graphs could feel."""
     names = ", ".join(graphs)
-    if "decode" not in graphs:
-        wanted.refuse(("kv",), f"it is the cached length of a decode step, and this is {names}")
-    if "training" not in graphs:
-        wanted.refuse(("optimizer", "loss"), f"it is for training, and this is {names}")
+    check_phases(wanted, tuple(graphs))
     if not any(value.role == "kv" for graph in graphs.values() for value in graph.values):
         wanted.refuse(("kv_dtype",), f"no cache is kept in {names}")
+
+
+def check_phases(wanted: Asked, phases: Sequence[str]) -> None:
+    """Raise RequestError for an argument that is for another phase."""
+    names = ", ".join(phases)
+    if "decode" not in phases:
+        wanted.refuse(("kv",), f"it is the cached length of a decode step, and this is {names}")
+    if "training" not in phases:
+        wanted.refuse(("optimizer", "loss"), f"it is for training, and this is {names}")
 
 
 def check_graph(value: Any, function: str) -> None:

@@ -51,14 +51,15 @@ _KEPT: ContextVar[Kept | None] = ContextVar("_KEPT", default=None)
 class _Imports:
     """What an `own_imports` has to put back.
 
-    folders: where the targets lie.  aside: modules that were taken out of `sys.modules`.  key: what
-    the last target was.
+    folders: where the targets lie.  aside: modules that were taken out of `sys.modules`.  seen:
+    what was known of their files.  key: what the last target was.
     """
 
     path: list[str]
     before: Modules
     folders: set[str] = field(default_factory=set)
     aside: Modules = field(default_factory=dict)
+    seen: dict[str, _Seen] = field(default_factory=dict)
     key: str = ""
 
 
@@ -67,8 +68,22 @@ _LEFT: list[tuple[_Imports, list[str]]] = []
 """Imports that still stand, and `sys.path` with them: those of a target loaded to be run later."""
 _IMPORTED: set[str] = set()
 """Names of every module that a target of this process had."""
-_SEEN: dict[str, tuple[str, str]] = {}
-"""File and digest of modules that are no target's own and may still be edited, by name."""
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """A file as it was when its module was first seen; the stamp is there to save reading it."""
+
+    file: str
+    digest: str
+    stamp: tuple[int, ...]
+
+    def edited(self) -> bool:
+        return _stamp(self.file) != self.stamp and digest(self.file) != self.digest
+
+
+_SEEN: dict[str, _Seen] = {}
+"""Modules of the user that are no target's own, and may still be edited, by name."""
 
 
 @contextlib.contextmanager
@@ -121,9 +136,11 @@ def prepare(key: str, first: Sequence[str], beside: Sequence[str] = ()) -> Modul
     imports.folders |= {*first, *beside}
     importlib.invalidate_caches()  # a folder's listing is trusted for as long as its time is equal
     linecache.checkcache()
-    if any(digest(file) != known for file, known in _SEEN.values()):
-        _set_aside(imports, set(_SEEN))
     _set_aside(imports, _in_the_way(first, beside))
+    if any(seen.edited() for seen in _SEEN.values()):
+        _set_aside(imports, set(_SEEN))  # who imports what is edited is not known
+    for name, module in list(sys.modules.items()):
+        _see(name, module)
     for folder in reversed(first):
         if folder in sys.path:
             sys.path.remove(folder)
@@ -192,12 +209,15 @@ def _put_back(imports: _Imports, path: Sequence[str]) -> None:
     # A package and what is inside it stay or go together.
     tops = {name.partition(".")[0] for name in new}
     own = {top for top in tops if not _stays(top, imports)}
+    own |= {name.partition(".")[0] for name in imports.aside}
     for name, module in new.items():
         if name.partition(".")[0] in own:
             del sys.modules[name]
-        elif file := _file(module):
-            _SEEN[name] = (file, digest(file))
+            _SEEN.pop(name, None)
+        else:
+            _see(name, module)
     sys.modules.update(imports.aside)
+    _SEEN.update(imports.seen)  # what the user imported is still of the file as it was
     importlib.invalidate_caches()
 
 
@@ -257,14 +277,31 @@ def _provides(folder: str, top: str) -> bool:
     return "__path__" in there and there.get("__file__") is None and os.path.isdir(where)
 
 
+def _see(name: str, module: Any) -> None:
+    """Keep what the file of a module of the user holds now, unless an older state is known."""
+    if name not in _SEEN and _users_module(name, module) and (file := _file(module)):
+        _SEEN[name] = _Seen(file, digest(file), _stamp(file))
+
+
+def _stamp(file: str) -> tuple[int, ...]:
+    """What changes when a file is written, without reading it."""
+    try:
+        found = os.stat(file)
+    except OSError:
+        return ()
+    return found.st_mtime_ns, found.st_ctime_ns, found.st_size, found.st_ino
+
+
 def _set_aside(imports: _Imports, names: set[str]) -> None:
     for name in names:
-        _SEEN.pop(name, None)
+        seen = _SEEN.pop(name, None)
         module = sys.modules.get(name)
         if module is None or _is_extension(module):
             continue  # what is compiled cannot be imported twice
         if imports.before.get(name) is module:
             imports.aside[name] = module
+            if seen is not None:
+                imports.seen.setdefault(name, seen)
         del sys.modules[name]
 
 

@@ -208,3 +208,34 @@ def test_no_change_says_what_the_files_say(run: Run, tmp_path: Path) -> None:
     data = json.loads(run("diff", old, new, *only, "--format", "json").out)
     assert data["sources"]["differing"] == ["parts/norm.py"]
     shutil.rmtree(tmp_path / "new")
+
+
+RULED = """
+import torch, rooftrace
+if not hasattr(torch.ops.commits_ruled, "mix"):
+    torch.library.define("commits_ruled::mix", "(Tensor x) -> Tensor")
+    torch.library.impl("commits_ruled::mix", "Meta", lambda x: torch.empty_like(x))
+
+@rooftrace.rule("commits_ruled::mix")
+def mix(op):
+    return rooftrace.Cost.of(vector=FLOP) + op.streamed()
+
+class Net(torch.nn.Module):
+    def forward(self, x):
+        return torch.ops.commits_ruled.mix(x)
+
+def build():
+    return Net(), (torch.empty(16),)
+"""
+
+
+def test_each_side_is_priced_by_the_rules_that_it_brings(tmp_path: Path) -> None:
+    from rooftrace.costmodels.registry import find_rule
+
+    for name, flop in (("old", 7), ("new", 9)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.py").write_text(RULED.replace("FLOP", str(flop)))
+    before, after = (f"{tmp_path / name}/model.py:build" for name in ("old", "new"))
+    flops = rt.diff(before, after, phases=["forward"]).phases[0].totals["flops"]
+    assert (flops.before, flops.after) == (7, 9)
+    assert find_rule("commits_ruled.mix.default") is None, "what a diff brought is gone after it"

@@ -77,8 +77,6 @@ def test_a_value_too_large_to_assume_says_so(module: Callable[..., nn.Module]) -
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: rt.trace(nn.Linear(8, 8)), "missing 1 required positional argument: 'input'"),
-        (lambda: rt.trace(nn.Linear(8, 8), X, scale=3), "unexpected keyword argument 'scale'"),
         (lambda: rt.trace(nn.Linear(8, 8), torch.ones(2, 9)), r"got \[2, 9\] X \[8, 8\]"),
         (
             lambda: rt.trace(nn.Linear(8, 8), X, phase="training", optimizer="sparseadam"),
@@ -94,6 +92,8 @@ def test_a_call_that_fails_is_a_trace_error(call: Callable[[], Any], message: st
 @pytest.mark.parametrize(
     ("call", "message"),
     [
+        (lambda: rt.trace(nn.Linear(8, 8)), "missing a required argument: 'input'; it takes input"),
+        (lambda: rt.trace(nn.Linear(8, 8), X, scale=3), r"trace\(scale=3\): no such argument"),
         (lambda: rt.trace(len, X), "expected a torch.nn.Module to trace, got builtin_function"),
         (
             lambda: rt.trace(nn.Linear(8, 8), X, phase="train"),

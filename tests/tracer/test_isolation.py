@@ -173,6 +173,33 @@ def test_what_a_forward_imports_is_the_targets_too(write: Write, tmp_path: Path)
     assert [width_of(f"{tmp_path}/{name}/model.py:build") for name in ("old", "new")] == [8, 9]
 
 
+def test_an_environments_own_module_stays_imported_and_an_edit_is_seen(
+    write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(src__model=model("from isolated_lib import WIDTH"), lib__isolated_lib="WIDTH = 8")
+    monkeypatch.syspath_prepend(str(tmp_path / "lib"))
+    target, seen = f"{tmp_path}/src/model.py:build", []
+    for width in (8, 8, 9, 9, 7, 8):
+        write(lib__isolated_lib=f"WIDTH = {width}")
+        assert width_of(target) == width
+        seen.append(sys.modules["isolated_lib"])
+    assert len(set(map(id, seen))) == 1, "what others may hold is not replaced"
+    del sys.modules["isolated_lib"]
+
+
+def test_an_edit_beside_the_target_of_what_the_user_imported_is_seen(
+    write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(src__model=model("from isolated_more import WIDTH"), lib__isolated_more="WIDTH = 8")
+    write(src__other=model("", "3"))
+    monkeypatch.syspath_prepend(str(tmp_path / "lib"))
+    mine = importlib.import_module("isolated_more")
+    assert width_of(f"{tmp_path}/src/other.py:build") == 3  # any target: the file is looked at
+    write(lib__isolated_more="WIDTH = 9")
+    assert width_of(f"{tmp_path}/src/model.py:build") == 9
+    assert sys.modules.pop("isolated_more") is mine
+
+
 def test_a_file_read_at_import_is_read_again(write: Write, tmp_path: Path) -> None:
     line = "import os\nWIDTH = int(open(os.path.join(os.path.dirname(__file__), 'w.txt')).read())"
     write(model=model("from sizes import WIDTH"), sizes=line)
