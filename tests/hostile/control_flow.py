@@ -408,7 +408,7 @@ def exceptions_as_control_flow() -> Case:
     return Case(Jitter(), (torch.randn(7, 6),))
 
 
-@pattern
+@pattern(named=("value", "branch"))
 def depth_by_dropping_layers() -> Case:
     """Stochastic depth: a random number of torch, asked by `.item()`, drops whole layers."""
 

@@ -246,9 +246,9 @@ class Reversible(Function):
         return (dy, dz + others[0], None, None, *others[1:], *grads[1:])
 
 
-@pattern
-def reversible_block() -> Case:
-    """Modules are arguments of a Function; its backward runs them under enable_grad."""
+@pattern(recompute=True)
+def reversible_block(recompute: bool = True) -> Case:
+    """Modules are arguments of a Function; its backward runs them again under enable_grad."""
 
     class Block(nn.Module):
         def __init__(self) -> None:
@@ -258,6 +258,9 @@ def reversible_block() -> Case:
 
         def forward(self, x: Tensor) -> Tensor:
             a, b = self.first(x).chunk(2, -1)
+            if not recompute:
+                y = a + self.f(b)
+                return torch.cat([y, b + self.g(y)], -1)
             params = (*self.f.parameters(), *self.g.parameters())
             return torch.cat(Reversible.apply(a, b, self.f, self.g, *params), -1)
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
-from types import FunctionType, MethodType
+from types import FunctionType, MappingProxyType, MethodType
 from typing import Any
 
 import numpy as np
@@ -109,6 +109,9 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _mm(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
+    """A complex multiply-add is four real ones."""
+    if a.is_complex():
+        return 8 * prod(a.shape) * b.shape[-1]
     if a.layout is not torch.strided:
         return 2 * a._nnz() * b.shape[-1]
     if b.layout is not torch.strided:
@@ -159,6 +162,11 @@ def _encoder_layer(
     return 2 * tokens * sum(w.numel() for w in weights) + 4 * tokens * x.shape[1] * width
 
 
+def _distances(a: Tensor, b: Tensor) -> int:
+    """A product of [-2 a, |a|^2, 1] and [b, 1, |b|^2]: two columns more than the points have."""
+    return 2 * prod(a.shape[:-1]) * b.shape[-2] * (a.shape[-1] + 2)
+
+
 def _quantized_linear(x: Tensor, packed: Any, *_: Any, **__: Any) -> int:
     weight, _bias = torch.ops.quantized.linear_unpack(packed)
     return 2 * x.numel() * weight.shape[0]
@@ -173,6 +181,7 @@ FORMULAS: dict[str, Callable[..., int]] = {
     "aten::mm": _mm, "aten::bmm": _mm, "aten::_sparse_mm": _mm, "aten::_int_mm": _mm,
     "aten::addmm": _addmm, "aten::addmm_": _addmm, "aten::baddbmm": _addmm,
     "aten::baddbmm_": _addmm, "aten::_addmm_activation": _addmm,
+    "aten::_euclidean_dist": _distances,
     "aten::_sparse_addmm": _addmm, "aten::_transformer_encoder_layer_fwd": _encoder_layer,
     "aten::mv": _mv, "aten::addmv": lambda _, a, b, **__: _mv(a, b),
     "aten::addmv_": lambda _, a, b, **__: _mv(a, b),
@@ -186,7 +195,7 @@ FORMULAS: dict[str, Callable[..., int]] = {
 }  # fmt: skip
 """FLOP of one call on real CPU tensors, from sizes; a multiply-add is 2."""
 
-VECTOR_PRODUCTS = ("mv", "addmv", "addmv_", "dot", "vdot")
+VECTOR_PRODUCTS = ("mv", "addmv", "addmv_", "dot", "vdot", "_sparse_mm", "_sparse_addmm")
 """Products that do not run on a matrix engine: rooftrace counts them, but not as matrix FLOPs."""
 
 HEAVY = ("_fft_", "linalg_", "_linalg_", "cholesky", "_cholesky", "_cdist", "triangular_solve")
@@ -306,7 +315,7 @@ def fingerprint(*roots: Any) -> list[tuple[str, Any]]:
         lines.append((path, (type(obj).__qualname__, id(obj))))
         if isinstance(obj, Tensor):
             tensor(obj, path)
-        elif isinstance(obj, Mapping):
+        elif isinstance(obj, (dict, MappingProxyType)):
             for key, value in list(obj.items()):
                 walk(value, f"{path}[{key if isinstance(key, (str, int)) else type(key)}]")
         elif isinstance(obj, (list, tuple, set, frozenset)):
@@ -322,7 +331,14 @@ def fingerprint(*roots: Any) -> list[tuple[str, Any]]:
         elif isinstance(obj, MethodType):
             walk(obj.__self__, f"{path}.self")
         elif isinstance(obj, partial):
-            walk((obj.func, obj.args, obj.keywords), path)
+            walk(obj.func, f"{path}.func")
+            for index, value in enumerate(obj.args):
+                walk(value, f"{path}.args[{index}]")
+            for key, value in obj.keywords.items():
+                walk(value, f"{path}.keywords[{key}]")
+        elif isinstance(obj, torch.jit.ScriptModule):  # caches methods that it looked up
+            for key, value in (*obj.named_parameters(), *obj.named_buffers()):
+                walk(value, f"{path}.{key}")
         elif isinstance(obj, type) or type(obj).__module__ in ("builtins", "_thread", "threading"):
             return
         elif hasattr(obj, "__dict__"):
@@ -330,10 +346,13 @@ def fingerprint(*roots: Any) -> list[tuple[str, Any]]:
                 walk(value, f"{path}.{key}")
 
     def tensor(t: Tensor, path: str) -> None:
+        if isinstance(t, nn.parameter.UninitializedTensorMixin):
+            return
         lines.append((path, (t.dtype, str(t.device), t.requires_grad, tuple(t.shape))))
         if type(t) not in (Tensor, nn.Parameter):
             for key, value in list(vars(t).items()):
-                walk(value, f"{path}.{key}")
+                if not key.startswith("_sym_"):  # torch keeps sizes there that were asked for
+                    walk(value, f"{path}.{key}")
         elif t.layout is torch.strided and t.device.type == "cpu" and not t.is_quantized:
             lines.append((path, t.detach().reshape(-1).view(torch.uint8).numpy().tobytes()
                           if t.numel() and not t.is_complex() else repr(t)))  # fmt: skip
@@ -382,6 +401,7 @@ def process_state() -> dict[str, Any]:
               torch.autograd, torch.autograd.Function, torch.utils.checkpoint)  # fmt: skip
     for place in places:
         for name, value in vars(place).items():
-            if isinstance(value, (FunctionType, type)) or callable(value):
+            ours = str(getattr(value, "__module__", "")).startswith("torch._dynamo")
+            if callable(value) and not ours:  # the first torch.compile wraps Module.__init__
                 state[f"{place.__name__}.{name}"] = id(value)
     return state

@@ -240,7 +240,7 @@ def jagged_built_inside() -> Case:
     return Case(Ragged(), data, options=options, expected=mlp_flops(11))
 
 
-@pattern
+@pattern(named=("sparse",))
 def sparse_adjacency() -> Case:
     """Graph convolution with a sparse COO matrix as a buffer, training the dense side."""
 
@@ -258,7 +258,7 @@ def sparse_adjacency() -> Case:
     return Case(Graph(), (torch.randn(7, 6),), expected=flops)
 
 
-@pattern
+@pattern(named=("sparse",))
 def sparse_csr_weight() -> Case:
     """A pruned weight is stored as CSR, and F.linear is not used."""
 

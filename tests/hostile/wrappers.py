@@ -204,16 +204,16 @@ def hooks_that_compute() -> Case:
 def backward_hooks_that_compute() -> Case:
     """Hooks on tensors and modules multiply gradients by matrices; a probe keeps activations."""
     model = mlp()
-    kept: list[Tensor] = []
     basis = torch.randn(10, 10)
-    model[0].register_forward_hook(lambda m, a, out: kept.append(out.detach()))
+    model[0].kept = []
+    model[0].register_forward_hook(lambda m, a, out: m.kept.append(out.detach()))
     model[2].register_full_backward_hook(lambda m, gi, go: (gi[0] @ basis,))
     model[2].weight.register_hook(lambda g: g @ basis)
 
     def step(model: nn.Module, x: Tensor) -> Tensor:
-        kept.clear()
         model(x).square().mean().backward()
-        return kept[-1].T @ kept[-1]
+        seen = model[0].kept.pop()
+        return seen.T @ seen
 
     extra = 2 * 7 * 100 + 2 * 3 * 100 + 2 * 7 * 100
     return Case(step, (model, torch.randn(7, 6)), expected=mlp_flops(7) + extra)
