@@ -38,14 +38,14 @@ def early_exit() -> Case:
             self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(5))
             self.heads = nn.ModuleList(nn.Linear(6, 3) for _ in range(5))
 
-        def forward(self, x: Tensor) -> tuple[Tensor, int]:
-            for depth, (layer, head) in enumerate(zip(self.layers, self.heads, strict=True)):
+        def forward(self, x: Tensor) -> Tensor:
+            for layer, head in zip(self.layers, self.heads, strict=True):
                 x = 2 * torch.tanh(layer(x))
                 out = head(x).softmax(-1)
                 entropy = -(out * out.log()).sum(-1).mean()
                 if entropy < 0.93:
                     break
-            return out, depth
+            return out
 
     return Case(Exits(), (torch.randn(4, 6),))
 
@@ -152,7 +152,7 @@ def masked_rows_only() -> Case:
     )  # fmt: skip
 
 
-@pattern
+@pattern(named=("balanced-routing",))
 def beam_search() -> Case:
     """Beams are reordered by topk; finished ones are noticed by `.all()` and `.tolist()`."""
 
@@ -425,5 +425,3 @@ def depth_by_dropping_layers() -> Case:
             return x
 
     return trained(Drop(), torch.randn(7, 6))
-
-

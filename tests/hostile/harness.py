@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -59,6 +60,7 @@ class Pattern:
 
     recompute: `build(recompute=False)` is the same work with nothing computed twice.  named: kinds
     of assumptions, one of which must be in the result where its FLOPs differ.  needs: libraries.
+    ordered: the calls always come in one order; threads that run side by side have none.
     """
 
     name: str
@@ -66,6 +68,7 @@ class Pattern:
     recompute: bool = False
     named: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
+    ordered: bool = True
 
     def case(self, **variant: Any) -> Case:
         """A fresh copy: the same seed gives the same weights and data."""
@@ -78,9 +81,7 @@ class Pattern:
 PATTERNS: dict[str, Pattern] = {}
 
 
-def pattern(
-    build: Callable[..., Case] | None = None, **options: Any
-) -> Any:
+def pattern(build: Callable[..., Case] | None = None, **options: Any) -> Any:
     """Decorator: a builder of this name in this file is a pattern."""
     if build is None:
         return partial(pattern, **options)
@@ -131,7 +132,7 @@ def _convolution(
     x: Tensor, weight: Tensor, bias: Any, stride: Any, padding: Any, dilation: Any,
     transposed: bool, *rest: Any, out: Tensor, **_: Any,
 ) -> int:  # fmt: skip
-    """Each weight but the outermost dimension, for every element of the side that slides over it."""
+    """All weights of one channel, for every element of the side that they slide over."""
     return 2 * (x if transposed else out).numel() * prod(weight.shape[1:])
 
 
@@ -211,10 +212,11 @@ def is_heavy(op: str) -> bool:
 
 @dataclass
 class Count:
-    """What real tensors were used for: FLOP by op, and calls of heavy ops."""
+    """What real tensors were used for: FLOP by op, calls of heavy ops, steps of optimizers."""
 
     products: list[tuple[str, int]] = field(default_factory=list)
     heavy: list[str] = field(default_factory=list)
+    steps: list[str] = field(default_factory=list)
 
     @property
     def flops(self) -> int:
@@ -237,9 +239,7 @@ class _Products(TorchDispatchMode):
         super().__init__()
         self.count = count
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(t.__torch_dispatch__ != Tensor.__torch_dispatch__ for t in types):
             return NotImplemented
         kwargs = kwargs or {}
@@ -271,12 +271,17 @@ def counting() -> Iterator[Count]:
         with _Products(count):
             run(thread)
 
+    def stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
+        count.steps.append(type(optimizer).__name__)
+
+    hook = register_optimizer_step_post_hook(stepped)
     threading.Thread.run = counted  # type: ignore[method-assign]
     try:
         with torch.backends.mkldnn.flags(enabled=False), _Products(count):
             yield count
     finally:
         threading.Thread.run = run  # type: ignore[method-assign]
+        hook.remove()
 
 
 def counted(case: Case) -> Count:

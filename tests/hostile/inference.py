@@ -283,7 +283,7 @@ def grouped_query_attention() -> Case:
 
 @pattern
 def vectorised_sampling_loop() -> Case:
-    """A diffusion sampler: a schedule as tensors, `.item()` at each step, guidance by two batches."""
+    """A diffusion sampler: a schedule as tensors, `.item()` at each step, guidance by a batch."""
 
     class Sampler(nn.Module):
         def __init__(self) -> None:

@@ -16,7 +16,7 @@ from .wrappers import FORWARD
 
 @pattern
 def streamed_by_hooks() -> Case:
-    """Pre-forward hooks fill empty parameters from a dict on the CPU, post-forward hooks empty them."""
+    """Pre-hooks fill empty parameters from a dict on the CPU, and hooks empty them afterwards."""
     model = mlp()
     store = {k: v.detach().clone() for k, v in model.state_dict().items()}
 

@@ -35,18 +35,20 @@ class ActorCritic(nn.Module):
         return Normal(self.actor(x), self.log_std.exp())
 
 
-@pattern
+@pattern(named=("value",))
 def ppo_step() -> Case:
     """Several epochs over shuffled minibatches, with validated distributions and an early stop."""
     model = ActorCritic()
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-4)
 
-    def step(model: ActorCritic, optimizer: Any, x: Tensor, actions: Tensor, returns: Tensor) -> int:
+    def step(
+        model: ActorCritic, optimizer: Any, x: Tensor, actions: Tensor, returns: Tensor
+    ) -> float:
         with torch.no_grad():
             old = model.policy(x).log_prob(actions).sum(-1)
             advantage = returns - model.critic(x).squeeze(-1)
             advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
-        for epoch in range(3):
+        for _epoch in range(3):
             for at in torch.randperm(len(x)).split(4):
                 policy = model.policy(x[at])
                 new = policy.log_prob(actions[at]).sum(-1)
@@ -63,7 +65,7 @@ def ppo_step() -> Case:
                 gap = (old - model.policy(x).log_prob(actions).sum(-1)).mean().item()
             if gap > 0.5:
                 break
-        return epoch
+        return gap
 
     data = torch.randn(10, 5), torch.randn(10, 2), torch.randn(10)
     return Case(step, (model, optimizer, *data))
@@ -256,7 +258,7 @@ def world_model_scan() -> Case:
 
 @pattern
 def ensemble_of_critics_by_min() -> Case:
-    """Random subsets of an ensemble are drawn by Python and stacked; REDQ with a high update ratio."""
+    """REDQ: random subsets of an ensemble are drawn by Python and stacked, three times a step."""
     model = nn.ModuleList(mlp(7, 9, 1) for _ in range(4))
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
 

@@ -168,7 +168,7 @@ def singular_values_in_a_loss() -> Case:
 
 @pattern
 def message_passing() -> Case:
-    """Edges gather, a network makes messages, scatter sums them; nodes counted by `max().item()`."""
+    """Edges gather, a network makes messages, scatter sums them; `max().item()` counts nodes."""
 
     class Messages(nn.Module):
         def __init__(self) -> None:

@@ -278,7 +278,7 @@ def sparse_csr_weight() -> Case:
 
 @pattern
 def weights_in_integer_buffers() -> Case:
-    """GPTQ-style: 4-bit weights in int32 buffers, zero points and scales by group, no parameters."""
+    """GPTQ-style: 4-bit weights in int32 buffers, zero points and scales by group."""
 
     class Packed(nn.Module):
         def __init__(self, k: int, n: int, group: int = 8) -> None:
@@ -327,7 +327,8 @@ def inner_tensors_trained() -> Case:
     class Factored(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.left, self.right = nn.Parameter(torch.randn(10, 2)), nn.Parameter(torch.randn(2, 6))
+            self.left = nn.Parameter(torch.randn(10, 2))
+            self.right = nn.Parameter(torch.randn(2, 6))
 
         @property
         def weight(self) -> Tensor:

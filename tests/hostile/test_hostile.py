@@ -17,7 +17,7 @@ What is checked of each:
 - The FLOPs of its products are those of the same code on real tensors, outside of rooftrace
   (`harness.counted`: arithmetic from the sizes of each call), and where the pattern gives
   `expected`, those of arithmetic by hand.  Calls of heavy ops without an agreed formula (FFT,
-  factorisations) are as many.
+  factorisations) are as many, and where an optimizer steps, the graph has its ops.
 - Where they differ, the result names it: `named` of the pattern has the kinds of assumption that
   are allowed to.
 - With `recompute=True`, `build(recompute=False)` is the same without checkpoints: its count is
@@ -34,7 +34,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
 import rooftrace as rt
 from rooftrace.costmodels.cost import MATRIX
@@ -57,7 +56,7 @@ KNOWN_TO_TORCH = {
 }
 """Ops that FlopCounterMode has a formula for, of those that run on a CPU."""
 UNSEEN_BY_TORCH = (
-    "threads.", "subclasses.sparse_csr_weight", "inference.grouped_and_transposed", "science.fourier",
+    "threads.", "subclasses.sparse_csr_weight", "science.fourier_operator",
 )  # fmt: skip
 """FlopCounterMode counts one thread, sparse products as dense, complex ones as real."""
 
@@ -103,6 +102,15 @@ def vector_flops(op: Any, cost: Any) -> int:
     return cost.flops(counts=("recompute",)) if vectors else 0
 
 
+def calls_of(graph: rt.OpGraph) -> list[str]:
+    """What runs, in any order."""
+    sizes = [t.shape for t in graph.values]
+    return sorted(
+        f"{op.target} {op.part} {[sizes[i] for i in op.inputs]} {graph.times(op)}"
+        for op in graph.ops
+    )
+
+
 def heavy_of(graph: rt.OpGraph) -> list[str]:
     return sorted(
         name
@@ -121,13 +129,11 @@ def test_products_are_those_of_real_tensors(name: str) -> None:
     ours, twice = flops_of(graph), recomputed(graph)
     kinds = sorted({a.kind for a in graph.assumptions} - set(EVERYWHERE))
     heavy = sorted(real.heavy)
-    if pattern.named:
-        assert set(kinds) & set(pattern.named), (
-            f"{ours} of {model.flops} FLOP, and of {pattern.named} only {kinds} is named"
-        )
-    else:
-        assert (ours, ours + twice) == (model.flops, real.flops), f"{real.by_op}, assumed {kinds}"
-        assert heavy_of(graph) == heavy
+    equal = (ours, ours + twice, heavy_of(graph)) == (model.flops, real.flops, heavy)
+    if not (pattern.named and set(kinds) & set(pattern.named)):
+        assert equal, f"{ours} + {twice} FLOP, really {real.by_op} and {heavy}; assumed {kinds}"
+    if real.steps:  # of Adam and its like nothing is a product
+        assert any(op.part == "optimizer" for op in graph.ops), f"no step of {set(real.steps)}"
     assert not rt.estimate(graph).unsupported_ops()
 
 
@@ -142,8 +148,9 @@ def test_nothing_is_changed_or_left_behind(name: str) -> None:
     assert not left
     assert not harness.unequal(before, fingerprint(*roots))
     second = traced(case)
-    # As text: a constant that is nan is not equal to itself.
-    assert repr(replace(second, provenance={})) == repr(replace(first, provenance={}))
+    if PATTERNS[name].ordered:  # as text: a constant that is nan is not equal to itself
+        assert repr(replace(second, provenance={})) == repr(replace(first, provenance={}))
+    assert calls_of(first) == calls_of(second)
 
 
 @by_name(PATTERNS)

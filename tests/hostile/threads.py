@@ -27,7 +27,7 @@ class Towers(nn.Module):
 TOWERS = 2 * 7 * 6 * (10 + 3 + 5)
 
 
-@pattern
+@pattern(ordered=False)
 def pool_inside_forward() -> Case:
     """Each branch is submitted to a pool that lives as long as the forward."""
 
@@ -39,7 +39,7 @@ def pool_inside_forward() -> Case:
     return Case(Pooled(), (torch.randn(7, 6),), expected=TOWERS)
 
 
-@pattern
+@pattern(ordered=False)
 def pool_outside_of_the_module() -> Case:
     """The pool is a global whose threads exist before; the results come in any order."""
     pool = ThreadPoolExecutor(2)
@@ -57,7 +57,7 @@ def pool_outside_of_the_module() -> Case:
     return case
 
 
-@pattern
+@pattern(ordered=False)
 def threads_that_write_a_list() -> Case:
     """threading.Thread per branch with grad mode passed on; results through a shared list."""
 
@@ -93,7 +93,7 @@ def forked_futures() -> Case:
     return Case(Forked(), (torch.randn(7, 6),), expected=TOWERS)
 
 
-@pattern
+@pattern(ordered=False)
 def replicas_in_parallel() -> Case:
     """As parallel_apply: each replica in a thread, under a lock, here for the chunks of a batch."""
 
@@ -131,7 +131,7 @@ def apply_in_threads(modules: list[nn.Module], inputs: list[Any]) -> list[Tensor
     return [results[i] for i in range(len(inputs))]
 
 
-@pattern
+@pattern(ordered=False)
 def pipeline_of_queues() -> Case:
     """Stages run in threads of their own and hand microbatches on through queues."""
 
@@ -165,7 +165,7 @@ def pipeline_of_queues() -> Case:
     return Case(Pipeline(), (torch.randn(7, 6),), expected=7 * FORWARD)
 
 
-@pattern
+@pattern(ordered=False)
 def asyncio_to_threads() -> Case:
     """An event loop gathers coroutines, some of which run layers by asyncio.to_thread."""
 
@@ -207,7 +207,7 @@ def backward_in_a_thread() -> Case:
     return Case(step, (model, extra, torch.randn(7, 6)), expected=total)
 
 
-@pattern
+@pattern(ordered=False)
 def prefetching_loader() -> Case:
     """A thread prepares the next batch, with a product of its own, behind a bounded queue."""
     model = mlp()

@@ -46,7 +46,7 @@ def gradient_accumulation() -> Case:
 
 @pattern
 def gan_with_two_optimizers() -> Case:
-    """The discriminator is run three times, once on a detached fake; its own gradients are waste."""
+    """The critic runs three times, once on a detached fake; once its own gradients are waste."""
     generator, critic = mlp(5, 9, 7), mlp(7, 13, 1)
     first = torch.optim.Adam(generator.parameters(), lr=1e-3, betas=(0.5, 0.9))
     second = torch.optim.Adam(critic.parameters(), lr=1e-3, betas=(0.5, 0.9))
@@ -180,7 +180,7 @@ def scaler_autocast_and_clipping() -> Case:
     return Case(step, (model, optimizer, scaler, *data), expected=mlp_flops(7))
 
 
-@pattern
+@pattern(named=("branch", "value"))
 def lbfgs_with_closure() -> Case:
     """How often the closure runs depends on values: curvature, tolerance, line search."""
     model = mlp()
@@ -484,7 +484,7 @@ def optimizer_with_products() -> Case:
 
 @pattern
 def hessian_vector_products() -> Case:
-    """Power iteration on the Hessian by double backward; a step of conjugate gradients with dots."""
+    """Power iteration on the Hessian by double backward, with dots of flat gradients."""
     model = mlp()
 
     def step(model: nn.Module, x: Tensor) -> Tensor:
@@ -501,7 +501,7 @@ def hessian_vector_products() -> Case:
     return Case(step, (model, torch.randn(7, 6)))
 
 
-@pattern
+@pattern(named=("branch",))
 def skipped_steps() -> Case:
     """A step that is skipped when its loss is an outlier, by `.item()` against a running mean."""
     model = mlp()
