@@ -56,9 +56,12 @@ KNOWN_TO_TORCH = {
 }
 """Ops that FlopCounterMode has a formula for, of those that run on a CPU."""
 UNSEEN_BY_TORCH = (
-    "threads.", "subclasses.sparse_csr_weight", "science.fourier_operator",
-)  # fmt: skip
-"""FlopCounterMode counts one thread, sparse products as dense, complex ones as real."""
+    "threads.",
+    "subclasses.sparse_csr_weight",
+    "science.fourier_operator",
+    "inference.grouped_and_transposed_convolutions",
+)
+"""It counts one thread, sparse products as dense, complex ones as real, and of groups too much."""
 
 
 def by_name(patterns: dict[str, Pattern]) -> Any:
