@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils._pytree import tree_map_only
 
+from rooftrace.tracer.closures import copy_hooks
 from rooftrace.tracer.origin import TraceError
 from rooftrace.tracer.trees import tensors_in
 from rooftrace.tracer.values import META, REAL, REAL_VALUE, Real, small
@@ -50,8 +51,11 @@ def on_meta(module: nn.Module) -> nn.Module:
                 memo[id(tensor)] = parameter_twin(tensor)
     if not memo:
         return module
+    own = [t for part in module.modules() if id(part) not in inside for t in own_tensors(part)]
     try:
-        return copy.deepcopy(module, memo)
+        made: nn.Module = copy.deepcopy(module, memo)
+        copy_hooks(own, memo)
+        return made
     except (TypeError, RuntimeError, ValueError, AttributeError) as error:
         raise TraceError(
             f"{type(module).__name__} cannot be copied to the meta device ({error}): build it "
