@@ -307,6 +307,8 @@ class _Builder:
             return f"complex:{item.real!r},{item.imag!r}"
         if isinstance(item, torch.dtype):
             return f"dtype:{dtype_name(item)}"
+        if isinstance(item, torch.Generator):  # its text has its address in memory
+            return f"Generator:{item.initial_seed()}"
         return f"{type(item).__name__}:{item}"
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils._pytree import tree_map_only
 
+from rooftrace.tracer.closures import copy_hooks
 from rooftrace.tracer.origin import TraceError
 from rooftrace.tracer.trees import (
     HAS_BYTES,
@@ -73,9 +74,12 @@ def on_meta(module: nn.Module) -> nn.Module:
     if not memo:
         return module
     twins.beside(part for part in module.modules() if id(part) not in inside)
+    own = [t for part in module.modules() if id(part) not in inside for t in own_tensors(part)]
     try:
         twins.finish()
-        return copy.deepcopy(module, memo)
+        made: nn.Module = copy.deepcopy(module, memo)
+        copy_hooks(own, memo)
+        return made
     except (TypeError, RuntimeError, ValueError, AttributeError) as error:
         raise TraceError(
             f"{type(module).__name__} cannot be copied to the meta device ({error}): build it "

@@ -25,6 +25,7 @@ from torch.optim.optimizer import (
 from torch.utils._python_dispatch import _disable_current_modes
 
 from rooftrace.tracer.capture import META_KEY, Recorded, Recorder
+from rooftrace.tracer.closures import copy_hooks, held_by, hooks_of, rebound
 from rooftrace.tracer.graph import OpGraph
 from rooftrace.tracer.onmeta import Twins, own_tensors
 from rooftrace.tracer.optimizer import copy_optimizers, optimizers_in
@@ -90,7 +91,7 @@ def trace_step(
     name = getattr(step, "__name__", type(step).__name__)
     given = _modules((tuple(args), dict(kwargs)))
     check_request(_root(given), (), options)
-    args, kwargs = _on_meta((tuple(args), dict(kwargs)), given)
+    step, args, kwargs = _on_meta(step, (tuple(args), dict(kwargs)), given)
     root = _root(_modules((args, kwargs)))
 
     def run(recorder: Recorder) -> OpGraph:
@@ -157,12 +158,16 @@ def _check_on_meta(modules: Sequence[nn.Module]) -> None:
                     )
 
 
-def _on_meta(tree: Any, modules: Sequence[nn.Module]) -> Any:
-    """The arguments with meta tensors: copied, but for modules (and optimizers) that are there."""
+def _on_meta(step: Callable[..., Any], tree: Any, modules: Sequence[nn.Module]) -> Any:
+    """The step and its arguments with meta tensors: copied, but for what is on meta already.
+
+    What the step holds of the modules (in its closure, or as a method of an object) is copied too.
+    """
     own = [t for module in modules for part in module.modules() for t in own_tensors(part)]
     memo: dict[int, Any] = {}
     twins = Twins(memo)
-    optimizers = optimizers_in(tree)
+    held = [held_by(function) for function in (step, *(h for t in own for h in hooks_of(t)))]
+    optimizers = optimizers_in((tree, held))
     if all(tensor.device.type == "meta" for tensor in own):
         memo.update({id(item): item for item in (*modules, *optimizers, *own)})
         optimizers = []
@@ -174,7 +179,9 @@ def _on_meta(tree: Any, modules: Sequence[nn.Module]) -> Any:
         twins.of(tensor)
     twins.finish()
     copy_optimizers(optimizers, memo)
-    return copy.deepcopy(tree, memo)
+    args, kwargs = copy.deepcopy(tree, memo)
+    copy_hooks(own, memo)
+    return rebound(step, memo), args, kwargs
 
 
 def _enter_modules(recorder: Recorder, root: nn.Module) -> None:
@@ -269,13 +276,19 @@ def _foreach_on_meta() -> Iterator[None]:
 def _prepare(recorder: Recorder, optimizer: Optimizer, closure: bool) -> None:
     """Give an optimizer its states, as after many steps, and the form that a GPU would run."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    stranger = next((p for p in parameters if not recorder.name_of(p)), None)
+    stranger = next((p for p in parameters if p.device != META), None)
     if stranger is not None:
         raise RequestError(
             f"{type(optimizer).__name__} steps on a parameter {list(stranger.shape)} that is none "
             "of the captured modules': make it of theirs inside the step, or pass it to "
             "rooftrace.trace as an argument of the step"
         )
+    names = [
+        recorder.name_of(p) or f"{type(optimizer).__name__.lower()}.{index}"
+        for index, p in enumerate(parameters)
+    ]
+    for parameter, name in zip(parameters, names, strict=True):
+        recorder.enter(parameter, "parameter", name)
     if not closure and not any(optimizer.state.get(p) for p in parameters):
         with torch.no_grad(), torch._C.DisableTorchFunction(), recorder.paused():
             try:
@@ -284,10 +297,10 @@ def _prepare(recorder: Recorder, optimizer: Optimizer, closure: bool) -> None:
             except RuntimeError:  # it asks for values, which only the recorder follows
                 optimizer.state.clear()
                 optimizer.step()
-    for parameter in parameters:
+    for parameter, name in zip(parameters, names, strict=True):
         for state, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
-                recorder.enter(value, "optimizer", f"{recorder.name_of(parameter)}.{state}")
+                recorder.enter(value, "optimizer", f"{name}.{state}")
 
 
 def _note_gradients(recorder: Recorder, root: nn.Module, learnt: _Learnt) -> None:

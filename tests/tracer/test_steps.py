@@ -175,10 +175,52 @@ def _early() -> None:
         print(captured.graph)
 
 
+_GLOBAL: dict[str, Any] = {}
+
+
 def _strangers_optimizer() -> None:
     model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # holds the real weights, not a copy's
-    rt.trace(lambda model, x: train(model, x, optimizer), model, X)
+    # What is global is not copied with the step: it holds the real weights, not a copy's.
+    _GLOBAL["optimizer"] = torch.optim.SGD(model.parameters(), lr=0.1)
+    rt.trace(lambda model, x: train(model, x, _GLOBAL["optimizer"]), model, X)
+
+
+def _in_a_closure(model: nn.Module, optimizer: Any) -> Callable[..., Any]:
+    return lambda model, x: train(model, x, optimizer)
+
+
+def _of_an_object(model: nn.Module, optimizer: Any) -> Callable[..., Any]:
+    class Trainer:
+        def __init__(self) -> None:
+            self.optimizer = optimizer
+
+        def step(self, model: nn.Module, x: Tensor) -> Any:
+            return train(model, x, self.optimizer)
+
+    return Trainer().step
+
+
+@pytest.mark.parametrize("held", [_in_a_closure, _of_an_object])
+def test_an_optimizer_that_the_step_holds_is_copied_with_it(held: Callable[..., Any]) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    before = [p.detach().clone() for p in model.parameters()]
+    graph = rt.trace(held(model, optimizer), model, X)
+    passed = rt.trace(train, model, X, optimizer)
+    parts = [(op.target, op.part) for op in graph.ops]
+    assert parts == [(op.target, op.part) for op in passed.ops]
+    assert ("optimizer" in dict(parts).values()) and not optimizer.state
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_hooks_on_the_gradients_of_parameters_run() -> None:
+    model = net()
+    weight = model[0].weight
+    weight.register_hook(lambda g: g @ torch.ones(g.shape[1], g.shape[1]))
+    graph = rt.trace(model, X, phase="training")
+    plain = rt.trace(net(), X, phase="training")
+    products = [sum(op.target.startswith("aten.mm") for op in g.ops) for g in (graph, plain)]
+    assert products[0] == products[1] + 1
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,131 @@
+"""Functions that hold parts of a model: copies of them, which hold the parts of its copy.
+
+A step's optimizer may stand in its closure, on the object whose method it is, or in the closure of
+a hook on a parameter.  `copy.deepcopy` takes a function for a constant, so that these would still
+refer to the original.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from types import CellType, FunctionType, MethodType
+from typing import Any
+
+from torch import Tensor, nn
+
+_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+_REGISTER = ("register_hook", "register_post_accumulate_grad_hook")
+_DEPTH = 6
+"""How deep objects inside objects are looked into."""
+
+
+def held_by(item: Any) -> list[Any]:
+    """What a function, bound method or partial refers to, through other functions too."""
+    found: list[Any] = []
+    seen: set[int] = set()
+
+    def search(item: Any) -> None:
+        if id(item) in seen:
+            return
+        seen.add(id(item))
+        inside = _parts_of_callable(item)
+        if inside is None:
+            found.append(item)
+        for part in inside or ():
+            search(part)
+
+    search(item)
+    return [part for part in found if part is not item]
+
+
+def _parts_of_callable(item: Any) -> list[Any] | None:
+    if isinstance(item, partial):
+        return [item.func, *item.args, *item.keywords.values()]
+    if isinstance(item, MethodType):
+        return [item.__func__, item.__self__]
+    if isinstance(item, FunctionType):
+        return [*_contents(item.__closure__ or ()), *(item.__defaults__ or ())]
+    return None
+
+
+def _contents(cells: Iterable[CellType]) -> list[Any]:
+    contents = []
+    for cell in cells:
+        try:
+            contents.append(cell.cell_contents)
+        except ValueError:  # not assigned yet
+            continue
+    return contents
+
+
+def rebound(item: Any, memo: dict[int, Any]) -> Any:
+    """`item`, or a copy if it refers to something that `memo` has a copy of.
+
+    memo: as of `copy.deepcopy`, by the identity of the original.
+    """
+    if id(item) in memo:
+        return memo[id(item)]
+    if not _refers(item, memo, _DEPTH, set()):
+        return item
+    if isinstance(item, partial):
+        kept = {name: rebound(value, memo) for name, value in item.keywords.items()}
+        return partial(rebound(item.func, memo), *(rebound(a, memo) for a in item.args), **kept)
+    if isinstance(item, MethodType):
+        return MethodType(rebound(item.__func__, memo), rebound(item.__self__, memo))
+    if isinstance(item, FunctionType):
+        return _function(item, memo)
+    return copy.deepcopy(item, memo)
+
+
+def _function(function: FunctionType, memo: dict[int, Any]) -> FunctionType:
+    cells = tuple(CellType() for _ in function.__closure__ or ())
+    made = FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__, cells
+    )
+    memo[id(function)] = made  # it may refer to itself
+    made.__kwdefaults__ = function.__kwdefaults__
+    made.__defaults__ = tuple(rebound(d, memo) for d in function.__defaults__ or ()) or None
+    vars(made).update(vars(function))
+    for mine, theirs in zip(cells, function.__closure__ or (), strict=True):
+        for value in _contents([theirs]):
+            mine.cell_contents = rebound(value, memo)
+    return made
+
+
+def _refers(item: Any, memo: Mapping[int, Any], depth: int, seen: set[int]) -> bool:
+    """Whether something that `item` holds has a copy."""
+    if id(item) in memo:
+        return True
+    if item is None or isinstance(item, (str, bytes, int, float, type)) or depth == 0:
+        return False
+    if id(item) in seen:
+        return False
+    seen.add(id(item))
+    inside: Iterable[Any] | None = _parts_of_callable(item)
+    if inside is None and isinstance(item, nn.Module):
+        inside = [*item.parameters(), *item.buffers()]
+    elif inside is None and isinstance(item, Mapping):
+        inside = [*item.keys(), *item.values()]
+    elif inside is None and isinstance(item, (list, tuple, set, frozenset)):
+        inside = item
+    elif inside is None and not isinstance(item, Tensor):
+        inside = list(vars(item).values()) if hasattr(item, "__dict__") else []
+    return any(_refers(part, memo, depth - 1, seen) for part in inside or ())
+
+
+def hooks_of(tensor: Tensor) -> list[Callable[..., Any]]:
+    """The hooks on the gradient of a tensor."""
+    return [hook for name in _HOOKS for hook in (getattr(tensor, name, None) or {}).values()]
+
+
+def copy_hooks(tensors: Iterable[Tensor], memo: dict[int, Any]) -> None:
+    """Put the gradient hooks of tensors on their copies in `memo`, bound to what is copied."""
+    for tensor in tensors:
+        made = memo.get(id(tensor))
+        if made is None or made is tensor or hooks_of(made):
+            continue
+        for name, register in zip(_HOOKS, _REGISTER, strict=True):
+            for hook in (getattr(tensor, name, None) or {}).values():
+                getattr(made, register)(rebound(hook, memo))

@@ -1,0 +1,1 @@
+"""Patterns of real PyTorch code that are hard to capture; `test_hostile` says how to add some."""
