@@ -406,7 +406,7 @@ def test_23_control_flow_on_values_runs() -> None:
                 return self.large(x)
             return small
 
-    graph = rt.trace(Branches(), torch.zeros(9, 8), torch.tensor([7, 5]))
+    graph = rt.trace(Branches().to("meta"), torch.zeros(9, 8), torch.tensor([7, 5]))
     assert rt.estimate(graph, execution="eager").flops_matrix == 2 * 5 * 8 * 4
     (assumed,) = graph.assumptions
     assert assumed.kind == "branch" and assumed.value is False
