@@ -177,7 +177,8 @@ def check_phases(wanted: Asked, phases: Sequence[str]) -> None:
     if "decode" not in phases:
         wanted.refuse(("kv",), f"it is the cached length of a decode step, and this is {names}")
     if "training" not in phases:
-        wanted.refuse(("optimizer", "loss"), f"it is for training, and this is {names}")
+        used = ("loss",) if wanted.options.optimizer == "none" else ("optimizer", "loss")
+        wanted.refuse(used, f"it is for training, and this is {names}")
 
 
 def check_graph(value: Any, function: str) -> None:

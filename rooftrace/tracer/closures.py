@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from types import CellType, FunctionType, MethodType
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
@@ -98,7 +98,8 @@ def _refers(item: Any, memo: Mapping[int, Any], depth: int, seen: set[int]) -> b
     """Whether something that `item` holds has a copy."""
     if id(item) in memo:
         return True
-    if item is None or isinstance(item, (str, bytes, int, float, type)) or depth == 0:
+    plain = (str, bytes, int, float, type, ModuleType)
+    if item is None or isinstance(item, plain) or depth == 0:
         return False
     if id(item) in seen:
         return False

@@ -180,8 +180,12 @@ class _Shown:
             found = op(*args)
             return (*found, unrecorded()) if len(found) == 2 else (*found, ())
 
-        with torch._C._AutoDispatchBelowAutograd():  # it would trace a backward of its own
-            return shown(public, run, *arguments)[: 2 if op is _ops.flex_attention else 3]
+        # Autograd would trace a backward of its own; torch functions have been called before.
+        with torch._C._AutoDispatchBelowAutograd(), torch._C.DisableTorchFunction():
+            made = shown(public, run, *arguments)
+        if made is NotImplemented:  # by a mode that takes no higher-order op
+            return op(*args)
+        return made[: 2 if op is _ops.flex_attention else 3]
 
 
 def _visible(

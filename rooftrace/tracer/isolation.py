@@ -376,14 +376,15 @@ class _FromSource(SourceFileLoader):
 
 
 class _Finder:
-    """Finds what the other finders find; the user's Python files are then read from source."""
+    """Finds what the finders after it find; the user's Python files are then read from source."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        for finder in sys.meta_path:
+        finders = list(sys.meta_path)
+        for finder in finders[finders.index(self) + 1 :] if self in finders else ():
             find = getattr(finder, "find_spec", None)
-            spec = None if finder is self or find is None else find(name, path, target)
+            spec = None if find is None else find(name, path, target)
             if spec is None:
                 continue
             if type(spec.loader) is SourceFileLoader and _users(str(spec.origin)):

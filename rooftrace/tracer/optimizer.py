@@ -6,7 +6,7 @@ import copy
 import functools
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -67,7 +67,7 @@ def optimizers_in(tree: Any) -> list[Optimizer]:
     seen: set[int] = set()
 
     def search(item: Any, depth: int) -> None:
-        plain = (Tensor, nn.Module, type, str, bytes, int, float, type(None))
+        plain = (Tensor, nn.Module, type, ModuleType, str, bytes, int, float, type(None))
         if isinstance(item, plain) or id(item) in seen or depth == 0:
             return
         seen.add(id(item))

@@ -233,7 +233,7 @@ def test_hooks_on_the_gradients_of_parameters_run() -> None:
         (lambda: capture(len), "expected modules to capture, got builtin_function"),  # type: ignore[arg-type]
         (
             lambda: rt.trace(train, net(), X, phase="training"),
-            "phase='training': a step of your own runs what it runs",
+            r"phases=\('training',\): a step of your own runs what it runs",
         ),
         (
             lambda: rt.trace(train, net(), X, optimizer="sgd"),
