@@ -63,11 +63,13 @@ State = list[Any]
 class Outside:
     """What the functions that run while this is entered can see outside of modules.
 
-    followable: whether all of it can be compared later.
+    followable: whether all of it can be compared later.  No garbage is collected inside: what its
+    callbacks and finalizers run is no code of the call.
     """
 
     def __init__(self) -> None:
         self.followable = True
+        self._collects = False
         self._before: dict[tuple[int, str | None], tuple[Place, State]] = {}
         self._seen: dict[int, CodeType] = {}
         self._local: set[CodeType] = set()
@@ -80,6 +82,8 @@ class Outside:
                 return self
             sys.setprofile(_entered)
         _ACTIVE.append(self)
+        self._collects = gc.isenabled()
+        gc.disable()
         return self
 
     def __exit__(self, *exception: Any) -> None:
@@ -87,6 +91,8 @@ class Outside:
             _ACTIVE.remove(self)
             if not _ACTIVE:
                 sys.setprofile(None)
+            if self._collects:
+                gc.enable()
         self._add_cells()
 
     def unchanged(self) -> bool:

@@ -1,6 +1,7 @@
 """State outside of modules that layers read or change: layers that it tells apart are all run."""
 
 import contextvars
+import gc
 import itertools
 import logging
 import random
@@ -15,6 +16,8 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import rooftrace as rt
+from rooftrace.tracer.inputs import call_inputs
+from rooftrace.tracer.workload import trace_phases
 
 LAYERS = 7
 
@@ -254,3 +257,29 @@ def test_a_profiler_of_the_user_is_left_alone() -> None:
     assert events
     rt.trace(model, torch.zeros(2, 8))
     assert sys.getprofile() is None
+
+
+def test_what_the_garbage_collector_calls_is_no_code_of_a_layer() -> None:
+    def collected(phase: str, info: object) -> None:
+        COUNTER["calls"] += 1
+
+    class Wasteful(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            LOG.append(self)
+            [[] for _ in range(5_000)]
+            y: Tensor = self.linear(x)
+            return y
+
+    LOG.modules.clear()
+    model = nn.Sequential(*(Wasteful() for _ in range(LAYERS))).eval()
+    inputs = call_inputs(model, (torch.zeros(2, 8),), {})
+    gc.callbacks.append(collected)
+    try:
+        trace_phases(model, inputs, ("forward",))
+    finally:
+        gc.callbacks.remove(collected)
+    assert len(LOG.modules) == 2  # the first of all knows the values of its input
