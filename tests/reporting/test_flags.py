@@ -37,7 +37,7 @@ def mm(op):
 """
 CONFIG = {
     "model_type": "gpt2",
-    "n_layer": 4,
+    "n_layer": 6,  # so many are a repeat
     "n_embd": 32,
     "n_head": 2,
     "vocab_size": 64,
