@@ -37,12 +37,14 @@ def mm(op):
 """
 CONFIG = {
     "model_type": "gpt2",
-    "n_layer": 6,  # so many are a repeat
+    "n_layer": 2,
     "n_embd": 32,
     "n_head": 2,
     "vocab_size": 64,
     "n_positions": 64,
 }
+DEEP = {**CONFIG, "n_layer": 6}
+"""So many equal layers stand once."""
 CHIP = "l4"
 JSON = ("--out", "-", "--format", "json")
 
@@ -50,7 +52,7 @@ JSON = ("--out", "-", "--format", "json")
 REPORT = ("report", "config.json", *JSON)
 CODE = ("report", "t.py:build", "--phase", "forward", *JSON)
 SAVED = ("report", "saved.json", *JSON)
-TRACE = ("trace", "config.json", "--phase", "prefill,decode", "-o", "out.json")
+TRACE = ("trace", "deep.json", "--phase", "prefill,decode", "-o", "out.json")
 DIFF = ("diff", "t.py:build", "t.py:wider", "--phase", "forward", "--format", "json")
 COMPARE = (
     "compare",
@@ -180,7 +182,7 @@ CANNOT_CHANGE = {
     ("report", "t.py:build"): {
         "--no-repeats": "the same layers, one by one: the numbers are the same",
     },
-    ("trace", "config.json"): {
+    ("trace", "deep.json"): {
         "--assume": "nothing of that kind is unknown in this model",
         "--trust-remote-code": "this repository has no code of its own",
     },
@@ -208,6 +210,7 @@ def here(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "t.py").write_text(MODEL)
     (tmp_path / "rules.py").write_text(RULE)
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "deep.json").write_text(json.dumps(DEEP))
     (tmp_path / "steps.csv").write_text(
         "model,batch,ms,phase\nbuild,64,1,forward\nbuild,512,2,forward\nbuild,4096,6,forward\n"
         "wider,64,1,forward\nwider,8192,9,forward\n"
