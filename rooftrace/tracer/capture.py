@@ -30,7 +30,7 @@ from rooftrace.tracer import dynamic, groups
 from rooftrace.tracer.autocast import followed
 from rooftrace.tracer.calls import Block, Calls, RepeatedCall, repeated
 from rooftrace.tracer.flex import flex_whole
-from rooftrace.tracer.functions import Functions, draws_repeated
+from rooftrace.tracer.functions import Functions, backward_kept, draws_repeated
 from rooftrace.tracer.fused_ops import kept_whole, whole_entry
 from rooftrace.tracer.graph import UNRECORDED, contiguous
 from rooftrace.tracer.loops import Loop, Rolling
@@ -231,7 +231,7 @@ class Recorder(TorchDispatchMode):
         self.values.compute = self._from_data
         self.values.where = lambda: self.stack[-1][0] if self.stack else ""
         self.graph = fx.Graph()
-        self.recording = record
+        self._records = record
         self.own_step = own_step
         self.repeat_calls = repeat_calls
         self.recomputation = Recomputation()
@@ -262,7 +262,7 @@ class Recorder(TorchDispatchMode):
         self.inputs: list[Tensor] = []
         self.packed: dict[int, tuple[Any, list[Tensor]]] = {}
         self._entered: list[Tensor] = []
-        self._known_bytes: dict[int, int] = {}  # the storage of bytes that entered; they stay
+        self._known_bytes: dict[int, tuple[int, Any]] = {}  # bytes that entered, while they live
         self._beside: dict[int, tuple[str, str]] = {}
         self._places: dict[Any, tuple[_Tag, Tensor | None]] = {}
         self._constants = itertools.count()
@@ -382,8 +382,8 @@ class Recorder(TorchDispatchMode):
         if storage is None:
             self.storages += 1
             storage = self.storages
-        if kind != "constant":
-            self._known_bytes.setdefault(bytes_of(tensor), storage)
+        if kind != "constant" and self._entered_bytes(tensor) is None:
+            self._known_bytes[bytes_of(tensor)] = storage, _reference(tensor)
         node.meta[META_KEY] = Entry(kind, name, _spec(tensor, storage))
         tag = tensor.__dict__[self._key] = _Tag(node, None, storage)
         self._entered.append(tensor)
@@ -463,7 +463,10 @@ class Recorder(TorchDispatchMode):
 
     def _entered_bytes(self, tensor: Tensor) -> int | None:
         """The storage number of the weight or input that a tensor is another view of."""
-        return self._known_bytes.get(bytes_of(tensor))
+        key = bytes_of(tensor)
+        storage, reference = self._known_bytes.get(key, (None, _no_storage))
+        bytes_there = reference()  # another storage may lie where one was that was given up
+        return storage if bytes_there is not None and bytes_there._cdata == key else None
 
     def _constant(self, tensor: Tensor) -> _Tag:
         name = f"constant_{next(self._constants)}"
@@ -555,14 +558,23 @@ class Recorder(TorchDispatchMode):
             tensor, self.graph.create_node("get_attr", name, name=_identifier(name)), kind, name
         )
 
+    @property
+    def recording(self) -> bool:
+        """Whether ops that this thread runs now enter the graph."""
+        return self._records and not self.here.paused
+
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Ops inside are run and their values followed, but they do not enter the graph."""
-        before, self.recording = self.recording, False
+        """Ops inside are run and their values followed, but they do not enter the graph.
+
+        Those of this thread, and of threads that it starts inside; others go on.
+        """
+        here = self.here
+        before, here.paused = here.paused, True
         try:
             yield
         finally:
-            self.recording = before
+            here.paused = before
 
     # -- calls that repeat others (see `calls`) ---------------------------------------------------
 
@@ -925,6 +937,8 @@ class Recorder(TorchDispatchMode):
                 if storage is None or storage._cdata != bytes_of(tensor):
                     continue  # of bytes that were freed
             else:
+                if bytes_of(entered) != bytes_of(tensor):
+                    continue  # it was given other bytes
                 entry = self.values.known(entered)
                 if entry is not None and KNOWN not in tensor.__dict__:
                     self.values.learn(tensor, entry.value, entry.taint)
@@ -1082,6 +1096,7 @@ class Recorder(TorchDispatchMode):
         enter(plain_imports())
         enter(jagged_attention_fused())
         enter(draws_repeated())
+        enter(backward_kept(self))
         enter(followed())
         enter(torch.compiler.set_stance("force_eager"))
         script: Any = torch.jit
@@ -1174,6 +1189,13 @@ def _written(info: OpInfo, node: fx.Node) -> list[fx.Node]:
 
 def _no_storage() -> None:
     return None
+
+
+def _reference(tensor: Tensor) -> Any:
+    """Gives the storage of a tensor while it lives; of a sparse one the tensor."""
+    if tensor.layout is not torch.strided:
+        return lambda: None
+    return weakref.ref(tensor.untyped_storage())
 
 
 def _bytes_read(tensor: Tensor) -> Any:

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 
 from rooftrace.tracer.recompute import SET_GRAD_ENABLED
+from rooftrace.tracer.standins import replaced_function
 from rooftrace.tracer.trees import listed
 from rooftrace.tracer.values import META, small
 
@@ -105,23 +106,18 @@ class Functions(TorchFunctionMode):
     def _in_backward(self) -> Iterator[None]:
         """The user's code runs autograd: in a step its ops are backward, and this mode stays on.
 
-        A function mode is off while it handles a call, and what a checkpoint runs again needs it.
+        A function mode is off while it handles a call, and what a checkpoint runs again needs it:
+        `backward_kept` enters it.
         """
         recorder = self.recorder
-        engine: Any = torch.autograd
-        original, before = engine._engine_run_backward, recorder.part
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            with self:
-                return original(*args, **kwargs)
-
+        here, before = recorder.here, recorder.part
+        outer, here.functions = here.functions, self
         if recorder.own_step:
             recorder.part = "backward"
-        engine._engine_run_backward = run
         try:
             yield
         finally:
-            engine._engine_run_backward = original
+            here.functions = outer
             recorder.part = before
             recorder.after_backward = True
 
@@ -157,6 +153,23 @@ class Functions(TorchFunctionMode):
         if small(value):
             self.recorder.values.learn(made, value)
         return made
+
+
+@contextlib.contextmanager
+def backward_kept(recorder: Recorder) -> Iterator[None]:
+    """Inside, autograd runs under the function mode of the thread that called it."""
+    engine: Any = torch.autograd
+    original = engine._engine_run_backward
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        mode = recorder.here.functions
+        if mode is None:
+            return original(*args, **kwargs)
+        with mode:
+            return original(*args, **kwargs)
+
+    with replaced_function(engine, "_engine_run_backward", run):
+        yield
 
 
 def _makers() -> Any:

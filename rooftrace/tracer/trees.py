@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -32,21 +32,37 @@ def tensors_in(tree: Any, seen: set[int] | None = None) -> list[Tensor]:
     seen: identities of objects not to look into, to which those are added that were met.
     """
     found: list[Tensor] = []
-    _search(tree, _DEPTH, set() if seen is None else seen, found)
+    depths: dict[int, int] = {}
+    _search(tree, _DEPTH, frozenset() if seen is None else seen, depths, found)
+    if seen is not None:
+        seen.update(depths)
     return found
 
 
-def _search(tree: Any, depth: int, seen: set[int], found: list[Tensor]) -> None:
+def _search(
+    tree: Any,
+    depth: int,
+    seen: Collection[int],
+    depths: dict[int, int],
+    found: list[Tensor],
+) -> None:
+    """Append the tensors at most `depth` steps below.
+
+    depths: how deep each object was looked into already, so that one that was first met far down
+    is looked into again where it is nearer.
+    """
     if tree is None or isinstance(tree, (str, bytes, int, float, nn.Module, type)):
         return
-    if id(tree) in seen:
+    if id(tree) in seen or depths.get(id(tree), -1) >= depth:
         return
-    seen.add(id(tree))
+    new = id(tree) not in depths
+    depths[id(tree)] = depth
     if isinstance(tree, Tensor):
-        found.append(tree)
+        if new:
+            found.append(tree)
     elif depth:
         for item in _children(tree):
-            _search(item, depth - 1, seen, found)
+            _search(item, depth - 1, seen, depths, found)
 
 
 def _children(tree: Any) -> Iterable[Any]:
