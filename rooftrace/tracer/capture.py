@@ -23,7 +23,11 @@ import torch
 from torch import Tensor, fx, nn
 from torch._ops import HigherOrderOperator
 from torch.nn.modules import module as nn_module
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode,
+)
 from torch.utils.flop_counter import flop_registry
 
 from rooftrace.tracer import dynamic, groups
@@ -36,7 +40,7 @@ from rooftrace.tracer.graph import UNRECORDED, contiguous
 from rooftrace.tracer.loops import Loop, Rolling
 from rooftrace.tracer.onmeta import LAZY, beside_in, own_tensors
 from rooftrace.tracer.origin import source_line
-from rooftrace.tracer.realdata import RealData
+from rooftrace.tracer.realdata import MAX_BYTES, RealData
 from rooftrace.tracer.recompute import Recomputation, running_node
 from rooftrace.tracer.shown import behind
 from rooftrace.tracer.sizes import SizeCache, writes_lists
@@ -52,7 +56,7 @@ from rooftrace.tracer.trees import (
     parts_of,
     tensors_in,
 )
-from rooftrace.tracer.values import DECIDING, KNOWN, META, REAL, Values, index_output
+from rooftrace.tracer.values import DECIDING, KNOWN, META, REAL, Real, Values, index_output, small
 
 META_KEY = "rooftrace"
 """The one key of fx `node.meta` that capture writes and lower reads: a Recorded or an Entry."""
@@ -267,6 +271,7 @@ class Recorder(TorchDispatchMode):
         self._places: dict[Any, tuple[_Tag, Tensor | None]] = {}
         self._constants = itertools.count()
         self._named: dict[str, tuple[_Tag, tuple[int, ...], torch.dtype]] = {}
+        self._brought = 0  # bytes of the host that weights were filled with
         self._numpy_read = False  # floats of the step were handed to numpy
         self._parameters: dict[int, str] = {}
         self._exit = contextlib.ExitStack()
@@ -538,7 +543,8 @@ class Recorder(TorchDispatchMode):
                     for name, own in group.items():
                         if own is tensor:
                             return kind, shown_path(".".join(s for s in (path, place, name) if s))
-        return "", ""
+        name = self.name_of(tensor)
+        return ("parameter", name) if name else ("", "")
 
     def _put_in_place(self, tensor: Tensor, kind: str, name: str) -> _Tag:
         """The tag of a weight that stands where the one of this name stood."""
@@ -551,6 +557,8 @@ class Recorder(TorchDispatchMode):
             )
         if before is not None and before[1:] == (tuple(tensor.shape), tensor.dtype):
             tag: _Tag = before[0]
+            real = tensor.__dict__.get(REAL)
+            self.real.replace(tag.node, tensor if real is None else real.tensor)
             tensor.__dict__[self._key] = tag
             self._entered.append(tensor)
             return tag
@@ -997,13 +1005,37 @@ class Recorder(TorchDispatchMode):
         info = _info(node.target)
         return _written(info, node) if info.mutated else []
 
+    def brought(self, data: Tensor) -> Tensor:
+        """A tensor of the host, as what it is on meta where a weight is filled with it.
+
+        Its values are known, or computed where code asks for them, as those of any weight.
+        """
+        plain = type(data) in ORDINARY and data.layout is torch.strided
+        if data.device.type != "cpu" or not plain:
+            return data
+        with _disable_current_modes():
+            made = torch.empty_like(data, device=META, requires_grad=False)
+        self.same_as(made, data)
+        self._brought += data.numel() * data.element_size()
+        if small(data):
+            self.values.learn(made, data.detach().clone())
+        elif self._brought <= MAX_BYTES:  # it is held as long as the recording
+            made.__dict__[REAL] = Real(data.detach())
+        return made
+
     def stands_for(self, tensor: Tensor, other: Tensor) -> None:
         """`tensor.data = other`: from here on it is another value, and known if that is."""
         if isinstance(tensor, LAZY):
             return  # it becomes a parameter, and has no bytes until then
-        if self.recording and self._key in tensor.__dict__:
+        self._recognise([other])
+        if self._key not in other.__dict__ and (self.name_of(tensor) or self._place_of(tensor)[1]):
+            tensor.__dict__.pop(self._key, None)  # entered by its name where something reads it
+        elif self.recording and self._key in tensor.__dict__:
             self.node_of(other)
         self.same_as(tensor, other)
+        tensor.__dict__.pop(REAL, None)
+        if REAL in other.__dict__:
+            tensor.__dict__[REAL] = other.__dict__[REAL]
         entry = self.values.known(other)
         tensor.__dict__.pop(KNOWN, None)
         if entry is not None and tensor.device.type == "meta":

@@ -68,8 +68,14 @@ class Functions(TorchFunctionMode):
             if args[0].device.type == "meta" and type(args[0]) in _PLAIN_TENSORS:
                 recorder.shown(args[0])
         elif func == _SET_DATA:
-            func(*args, **kwargs)
-            recorder.stands_for(*args)
+            data = recorder.brought(args[1]) if args[0].is_meta else args[1]
+            if data.is_meta and args[0].device.type == "cpu":  # the weight was brought, and goes
+                gone = data.detach().requires_grad_(args[0].requires_grad)
+                kind = type(args[0])
+                torch.utils.swap_tensors(args[0], gone if kind is Tensor else kind(gone, gone.requires_grad))
+            else:
+                func(args[0], data)
+            recorder.stands_for(args[0], data)
             return None
         elif func is Tensor.__format__:
             if args[0].device.type == "meta" and args[0].dim() == 0:

@@ -68,6 +68,24 @@ class RealData:
         version = 0 if tensor.is_inference() else tensor._version
         self._leaves[node] = tensor, version
 
+    def replace(self, node: fx.Node, tensor: Tensor) -> None:
+        """A weight was put where another stood, as the same value of the graph.
+
+        Where they differ and the first was read, no value follows from either any more.
+        """
+        if node not in self._leaves or tensor.device.type != "cpu":
+            self._leaves.pop(node, None)
+        elif node.users:
+            before = self._leaves[node][0]
+            with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
+                same = before.shape == tensor.shape and torch.equal(before, tensor)
+            if same:
+                return
+            self._leaves.pop(node)
+        else:
+            self.enter(node, tensor.detach())
+        self._kept.pop(node, None)
+
     def forget(self) -> None:
         """Give back what is kept."""
         for table in (self._leaves, self._kept, self._places, self._writers):
