@@ -53,6 +53,7 @@ from rooftrace.tracer.trees import (
     bytes_of,
     is_wrapper,
     listed,
+    look_of,
     parts_of,
     tensors_in,
 )
@@ -389,6 +390,8 @@ class Recorder(TorchDispatchMode):
             storage = self.storages
         if kind != "constant" and self._entered_bytes(tensor) is None:
             self._known_bytes[bytes_of(tensor)] = storage, _reference(tensor)
+        if tensor.layout is not torch.strided:
+            self.values.assume("sparse", _SPARSE)
         node.meta[META_KEY] = Entry(kind, name, _spec(tensor, storage))
         tag = tensor.__dict__[self._key] = _Tag(node, None, storage)
         self._entered.append(tensor)
@@ -486,11 +489,11 @@ class Recorder(TorchDispatchMode):
         """The tag of a tensor that is this one under another Python object (nn.Parameter(x))."""
         if tensor.layout is not torch.strided:
             return None
-        key, look = bytes_of(tensor), (tuple(tensor.shape), tensor.dtype, tensor.stride())
+        key, look = bytes_of(tensor), look_of(tensor)
         for other in self._entered:
             if bytes_of(other) == key:
                 tag: _Tag | None = other.__dict__.get(self._key)
-                same = (tuple(other.shape), other.dtype, other.stride()) == look
+                same = look_of(other) == look
                 return tag if same else None
         for other in self.values.tensors():
             if bytes_of(other) == key and tuple(other.shape) == look[0]:
@@ -504,7 +507,7 @@ class Recorder(TorchDispatchMode):
             if isinstance(recorded, Recorded):
                 for index, spec in enumerate(recorded.specs):
                     if spec.storage == storage:
-                        same = (spec.shape, spec.dtype, spec.stride) == look
+                        same = (spec.shape, spec.stride, spec.dtype) == look
                         return (
                             _Tag(node, _place(node.target, index), spec.storage) if same else None
                         )

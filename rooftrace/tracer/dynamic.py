@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 from rooftrace.tracer.packed import QUANTIZED, by_packed
-from rooftrace.tracer.trees import listed
+from rooftrace.tracer.trees import listed, pieces_of
 from rooftrace.tracer.values import MAX_INTEGERS, META, Values, run_on_cpu, small
 
 if TYPE_CHECKING:
@@ -411,9 +411,8 @@ def learn_facts(
         )
     else:
         sparse = next((t for t in tensors if t.layout is not torch.strided), None)
-        if sparse is not None and sparse._nnz():  # meta tensors in CSR layout do not know
-            block = sparse._values() if sparse.layout is torch.sparse_coo else sparse.values()
-            facts["stored"] = block.numel()
+        if sparse is not None and sparse._nnz():  # what `to_sparse` makes on meta has none
+            facts["stored"] = pieces_of(sparse)[-1].numel()
         return frozenset()
     return entry.taint if entry is not None else frozenset()
 
@@ -476,6 +475,9 @@ def without_meta_kernel(
     if str(func) in _TYPED_SUMS:
         with contextlib.suppress(*_REFUSED):
             return _with_type(func, *args)
+    if any(t.layout is not torch.strided for t in tensors):
+        with contextlib.suppress(*_REFUSED):  # a sum or product has the sizes of the dense one
+            return _as_dense(func, args, kwargs)
     if not isinstance(error, NotImplementedError) and _NO_FAKE not in str(error):
         raise error
     with contextlib.suppress(*_REFUSED):
@@ -528,6 +530,19 @@ def _in_bf16(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Tensor:
         (args, dict(kwargs)),
     )
     return torch.empty_like(func(*narrow[0], **narrow[1]), dtype=args[0].dtype)
+
+
+def _as_dense(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """An op on dense tensors in place of sparse ones, where its result is dense then too."""
+
+    def dense(tensor: Tensor) -> Tensor:
+        strided = tensor.layout is torch.strided
+        return tensor if strided else torch.empty(tensor.shape, dtype=tensor.dtype, device=META)
+
+    if all(t.layout is not torch.strided for t in listed((args, list(kwargs.values())))):
+        raise NotImplementedError  # of sparse tensors alone it would be sparse
+    given, named = tree_map_only(Tensor, dense, (tuple(args), dict(kwargs)))
+    return func(*given, **named)
 
 
 def _with_type(func: Any, added: Tensor, first: Tensor, second: Tensor, dtype: Any) -> Tensor:

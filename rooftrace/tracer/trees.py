@@ -22,6 +22,15 @@ PLAIN = (
     torch.memory_format,
 )
 """Types of values that hold nothing else and never change."""
+_SPARSE = frozenset(
+    {
+        torch.sparse_coo,
+        torch.sparse_csr,
+        torch.sparse_csc,
+        torch.sparse_bsr,
+        torch.sparse_bsc,
+    }
+)
 _DEPTH = 6
 """How deep objects inside objects are looked into."""
 
@@ -90,6 +99,28 @@ def bytes_of(tensor: Tensor) -> int:
     if tensor.layout is not torch.strided:
         return id(tensor)
     return int(tensor.untyped_storage()._cdata)
+
+
+def look_of(tensor: Tensor) -> tuple[Any, ...]:
+    """Shape, strides (of a sparse tensor the layout) and precision."""
+    strided = tensor.layout is torch.strided
+    return tuple(tensor.shape), tensor.stride() if strided else tensor.layout, tensor.dtype
+
+
+def is_sparse(tensor: Tensor) -> bool:
+    """Whether a tensor stores some of its elements only."""
+    return tensor.layout is not torch.strided and tensor.layout in _SPARSE
+
+
+def pieces_of(tensor: Tensor) -> list[Tensor]:
+    """The strided tensors that hold what a tensor stores: itself, or indices and values."""
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return [tensor]
 
 
 def listed(item: Any) -> list[Tensor]:
@@ -181,5 +212,6 @@ def stored_bytes(tensors: Iterable[Tensor]) -> int:
     total = 0
     for tensor in tensors:
         parts = {bytes_of(part): part for part, _ in reversed(parts_of(tensor))}
-        total += sum(part.numel() * part.element_size() for part in parts.values())
+        pieces = [piece for part in parts.values() for piece in pieces_of(part)]
+        total += sum(piece.numel() * piece.element_size() for piece in pieces)
     return total
