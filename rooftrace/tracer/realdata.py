@@ -35,6 +35,15 @@ MAX_BYTES = 10**9
 """Bytes that these ops make; they are held until the capture ends."""
 MAX_OPS = 20_000
 """How many ops are run for values of one capture."""
+_FACTORISATIONS = frozenset(
+    f"aten.{name}"
+    for name in (
+        "linalg_cholesky_ex cholesky_inverse linalg_inv_ex linalg_lu_factor_ex linalg_lu "
+        "linalg_solve_triangular _linalg_solve_ex _linalg_det _linalg_slogdet _linalg_eigh "
+        "linalg_eig _linalg_eigvals linalg_qr _linalg_svd linalg_ldl_factor_ex linalg_lstsq"
+    ).split()
+)
+"""Ops that take about as many FLOP for each element as a matrix is wide."""
 _MAX_RESTARTS = 8
 """How often everything is computed afresh, as an earlier state of a tensor is asked for."""
 
@@ -330,7 +339,10 @@ def _flop(node: fx.Node, recorded: Any) -> int:
             )
         except (AssertionError, TypeError, ValueError, IndexError, AttributeError, RuntimeError):
             pass  # torch's own formula refuses these shapes
-    return 0 if recorded.view else sum(map(_elements, recorded.specs))
+    made = 0 if recorded.view else sum(map(_elements, recorded.specs))
+    if f"{target.namespace}.{target._opname}" in _FACTORISATIONS:
+        made *= max((shape[-1] for shape in shapes if shape), default=1)
+    return made
 
 
 def _shape(node: fx.Node) -> torch.Size:
