@@ -109,9 +109,7 @@ def _is_mask(index: Tensor) -> bool:
     return index.dtype in (torch.bool, torch.uint8)
 
 
-def _checked(
-    recorder: Recorder, func: Any, name: str, args: Any, kwargs: Mapping[str, Any]
-) -> Any:
+def _checked(recorder: Recorder, func: Any, name: str, args: Any, kwargs: Mapping[str, Any]) -> Any:
     """A check of a value, which raises what torch raises where the value is known.
 
     Else it passes.  Code goes on after a failed factorisation, with another matrix: that it does

@@ -72,7 +72,9 @@ class Functions(TorchFunctionMode):
             if data.is_meta and args[0].device.type == "cpu":  # the weight was brought, and goes
                 gone = data.detach().requires_grad_(args[0].requires_grad)
                 kind = type(args[0])
-                torch.utils.swap_tensors(args[0], gone if kind is Tensor else kind(gone, gone.requires_grad))
+                torch.utils.swap_tensors(
+                    args[0], gone if kind is Tensor else kind(gone, gone.requires_grad)
+                )
             else:
                 func(args[0], data)
             recorder.stands_for(args[0], data)

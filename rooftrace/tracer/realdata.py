@@ -37,11 +37,24 @@ MAX_OPS = 20_000
 """How many ops are run for values of one capture."""
 _FACTORISATIONS = frozenset(
     f"aten.{name}"
-    for name in (
-        "linalg_cholesky_ex cholesky_inverse linalg_inv_ex linalg_lu_factor_ex linalg_lu "
-        "linalg_solve_triangular _linalg_solve_ex _linalg_det _linalg_slogdet _linalg_eigh "
-        "linalg_eig _linalg_eigvals linalg_qr _linalg_svd linalg_ldl_factor_ex linalg_lstsq"
-    ).split()
+    for name in [
+        "linalg_cholesky_ex",
+        "cholesky_inverse",
+        "linalg_inv_ex",
+        "linalg_lu_factor_ex",
+        "linalg_lu",
+        "linalg_solve_triangular",
+        "_linalg_solve_ex",
+        "_linalg_det",
+        "_linalg_slogdet",
+        "_linalg_eigh",
+        "linalg_eig",
+        "_linalg_eigvals",
+        "linalg_qr",
+        "_linalg_svd",
+        "linalg_ldl_factor_ex",
+        "linalg_lstsq",
+    ]
 )
 """Ops that take about as many FLOP for each element as a matrix is wide."""
 _MAX_RESTARTS = 8

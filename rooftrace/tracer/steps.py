@@ -24,6 +24,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils._python_dispatch import _disable_current_modes
 
+from rooftrace.tracer.before import as_before
 from rooftrace.tracer.capture import META_KEY, Recorded, Recorder
 from rooftrace.tracer.closures import copy_hooks, held_by, hooks_of, rebound
 from rooftrace.tracer.graph import OpGraph
@@ -34,7 +35,6 @@ from rooftrace.tracer.trees import tensors_in
 from rooftrace.tracer.values import META, Values
 from rooftrace.tracer.workload import (
     Step,
-    as_before,
     attempted,
     check_request,
     drained,
