@@ -69,14 +69,7 @@ class Functions(TorchFunctionMode):
                 recorder.shown(args[0])
         elif func == _SET_DATA:
             data = recorder.brought(args[1]) if args[0].is_meta else args[1]
-            if data.is_meta and args[0].device.type == "cpu":  # the weight was brought, and goes
-                gone = data.detach().requires_grad_(args[0].requires_grad)
-                kind = type(args[0])
-                torch.utils.swap_tensors(
-                    args[0], gone if kind is Tensor else kind(gone, gone.requires_grad)
-                )
-            else:
-                func(args[0], data)
+            _set_data(args[0], data)
             recorder.stands_for(args[0], data)
             return None
         elif func is Tensor.__format__:
@@ -161,6 +154,18 @@ class Functions(TorchFunctionMode):
         if small(value):
             self.recorder.values.learn(made, value)
         return made
+
+
+def _set_data(tensor: Tensor, data: Tensor) -> None:
+    """`tensor.data = data`, also where a weight that the host brought goes back to meta."""
+    if tensor.device.type == "cpu" and data.is_meta:
+        kind: Any = type(tensor)
+        gone = data.detach().requires_grad_(tensor.requires_grad)
+        torch.utils.swap_tensors(  # type: ignore[no-untyped-call]
+            tensor, gone if kind is Tensor else kind(gone, tensor.requires_grad)
+        )
+    else:
+        _SET_DATA(tensor, data)
 
 
 @contextlib.contextmanager

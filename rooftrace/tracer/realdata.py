@@ -36,25 +36,23 @@ MAX_BYTES = 10**9
 MAX_OPS = 20_000
 """How many ops are run for values of one capture."""
 _FACTORISATIONS = frozenset(
-    f"aten.{name}"
-    for name in [
-        "linalg_cholesky_ex",
-        "cholesky_inverse",
-        "linalg_inv_ex",
-        "linalg_lu_factor_ex",
-        "linalg_lu",
-        "linalg_solve_triangular",
-        "_linalg_solve_ex",
-        "_linalg_det",
-        "_linalg_slogdet",
-        "_linalg_eigh",
-        "linalg_eig",
-        "_linalg_eigvals",
-        "linalg_qr",
-        "_linalg_svd",
-        "linalg_ldl_factor_ex",
-        "linalg_lstsq",
-    ]
+    {
+        "aten.linalg_cholesky_ex",
+        "aten.cholesky_inverse",
+        "aten.linalg_inv_ex",
+        "aten.linalg_lu_factor_ex",
+        "aten.linalg_ldl_factor_ex",
+        "aten.linalg_solve_triangular",
+        "aten._linalg_solve_ex",
+        "aten._linalg_det",
+        "aten._linalg_slogdet",
+        "aten._linalg_eigh",
+        "aten._linalg_svd",
+        "aten.linalg_eig",
+        "aten.linalg_lu",
+        "aten.linalg_lstsq",
+        "aten.linalg_qr",
+    }
 )
 """Ops that take about as many FLOP for each element as a matrix is wide."""
 _MAX_RESTARTS = 8

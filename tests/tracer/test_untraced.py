@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -180,6 +181,85 @@ def test_nothing_stays_behind_in_threads_and_pools(module: Made) -> None:
 def test_training_follows_threads(module: Made) -> None:
     graph = rt.trace(module(in_a_pool_of_its_own), X, phase="training", optimizer="none")
     assert rt.estimate(graph, chip="h100-sxm").flops_matrix == 2 * ONE  # and that of the weight
+
+
+def test_a_pause_of_one_thread_is_no_pause_of_another(module: Made) -> None:
+    """The main thread makes known numbers, unrecorded, just while another runs a layer."""
+    inside, done = threading.Event(), threading.Event()
+
+    class Waits(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            if func is torch.empty and not inside.is_set():
+                inside.set()
+                done.wait()
+            return func(*args, **(kwargs or {}))
+
+    def forward(self: Any, x: Tensor) -> Any:
+        inside.clear(), done.clear()
+        found: list[Tensor] = []
+
+        def work() -> None:
+            inside.wait()
+            found.append(self.lin(x))
+            done.set()
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        with Waits():
+            torch.tensor([1.0, 2.0])
+        inside.set()
+        thread.join()
+        return found[0]
+
+    assert flops(module(forward), X) == ONE
+    assert not kinds(module(forward), X)
+
+
+def test_backward_in_two_threads_at_once_leaves_autograd_as_it_was(module: Made) -> None:
+    first, second = threading.Barrier(2), threading.Barrier(2)
+    before = torch.autograd._engine_run_backward
+
+    def step(model: nn.Module, other: nn.Module, x: Tensor) -> None:
+        def work(layer: nn.Module, wait: threading.Barrier) -> None:
+            out = layer(x).sum()
+            out.register_hook(lambda grad: ((first.wait(), wait.wait())[:0] and grad) or None)
+            out.backward()
+
+        threads = [threading.Thread(target=work, args=(m, second)) for m in (model, other)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    graph = rt.trace(step, nn.Linear(8, 8), nn.Linear(8, 3), X)
+    assert torch.autograd._engine_run_backward is before
+    total = 2 * (ONE + 2 * 4 * 8 * 3)
+    assert rt.estimate(graph, chip="h100-sxm", execution="eager").flops_matrix == total
+
+
+@pytest.mark.parametrize("joined", [True, False])
+def test_a_thread_that_waits_for_more_is_said_at_once(module: Made, joined: bool) -> None:
+    asked: queue.Queue[Any] = queue.Queue()
+    answers: queue.Queue[Any] = queue.Queue()
+
+    def forward(self: Any, x: Tensor) -> Any:
+        def serve() -> None:
+            for item in iter(asked.get, None):
+                answers.put(self.lin(item))
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        asked.put(x)
+        found = answers.get()
+        if joined:
+            asked.put(None)
+        return found
+
+    graph = rt.trace(module(forward), X)
+    texts = [a.text for a in graph.assumptions if "still running" in a.text]
+    assert len(texts) == (not joined)
+    assert rt.estimate(graph, chip="h100-sxm").flops_matrix == ONE
+    asked.put(None)
 
 
 # -- real tensors, hooks, the host -----------------------------------------------------------------
