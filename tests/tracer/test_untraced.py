@@ -16,11 +16,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import FlopCounterMode
 
 import rooftrace as rt
+from rooftrace.tracer.capture import Recorder
+from rooftrace.tracer.trees import bytes_of
 
 Made = Callable[..., nn.Module]
 
@@ -183,36 +184,47 @@ def test_training_follows_threads(module: Made) -> None:
     assert rt.estimate(graph, chip="h100-sxm").flops_matrix == 2 * ONE  # and that of the weight
 
 
-def test_a_pause_of_one_thread_is_no_pause_of_another(module: Made) -> None:
-    """The main thread makes known numbers, unrecorded, just while another runs a layer."""
+def test_a_pause_of_one_thread_is_no_pause_of_another() -> None:
     inside, done = threading.Event(), threading.Event()
+    layer, x = nn.Linear(8, 8, device="meta"), torch.empty(4, 8, device="meta")
+    recorder = Recorder()
+    recorder.name_modules(layer)
 
-    class Waits(TorchFunctionMode):
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
-            if func is torch.empty and not inside.is_set():
-                inside.set()
-                done.wait()
-            return func(*args, **(kwargs or {}))
+    def work() -> None:
+        inside.wait()
+        layer(x)
+        done.set()
 
-    def forward(self: Any, x: Tensor) -> Any:
-        inside.clear(), done.clear()
-        found: list[Tensor] = []
-
-        def work() -> None:
-            inside.wait()
-            found.append(self.lin(x))
-            done.set()
-
+    with recorder:
         thread = threading.Thread(target=work)
         thread.start()
-        with Waits():
-            torch.tensor([1.0, 2.0])
-        inside.set()
+        with recorder.paused():
+            inside.set()
+            done.wait()
+            later = threading.Thread(target=layer, args=(x,))  # a pause is handed on
+            later.start()
+            later.join()
         thread.join()
-        return found[0]
+    products = [n for n in recorder.graph.nodes if n.target is torch.ops.aten.addmm.default]
+    recorder.close()
+    assert len(products) == 1
 
-    assert flops(module(forward), X) == ONE
-    assert not kinds(module(forward), X)
+
+def test_bytes_that_were_given_up_are_nobodys() -> None:
+    """A new tensor often lies where a weight lay that was given other data."""
+    layer = nn.Linear(8, 8, device="meta")
+    recorder = Recorder()
+    with recorder:
+        recorder.name_modules(layer)
+        places = {bytes_of(p) for p in layer.parameters()}
+        for p in layer.parameters():
+            p.data = torch.empty_like(p)
+        made = [torch.empty_like(p) for p in layer.parameters() for _ in range(64)]
+        with _disable_current_modes():
+            made += [torch.empty(8, 8, device="meta") for _ in range(64)]
+        stale = [t for t in made if bytes_of(t) in places]
+        assert all(recorder._entered_bytes(t) is None for t in stale)
+    recorder.close()
 
 
 def test_backward_in_two_threads_at_once_leaves_autograd_as_it_was(module: Made) -> None:
