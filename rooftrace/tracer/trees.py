@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -60,7 +61,7 @@ def _search(
     depths: how deep each object was looked into already, so that one that was first met far down
     is looked into again where it is nearer.
     """
-    if tree is None or isinstance(tree, (str, bytes, int, float, nn.Module, type)):
+    if tree is None or isinstance(tree, (str, bytes, int, float, nn.Module, type, ModuleType)):
         return
     if id(tree) in seen or depths.get(id(tree), -1) >= depth:
         return
