@@ -39,7 +39,7 @@ def build_of(module: nn.Module, builds: Mapping[int, Any]) -> Any:
             return None
         children.append((name, build))
     tensors = tuple(
-        (name, None if t is None else (type(t), tuple(t.shape), t.stride(), t.dtype, t.device))
+        (name, None if t is None else (type(t), *trees.look_of(t), t.device))
         for group in (module._parameters, module._buffers)
         for name, t in group.items()
     )
@@ -80,7 +80,7 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def _look(tensor: Tensor) -> Any:
-    return type(tensor), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device
+    return type(tensor), *trees.look_of(tensor), tensor.device
 
 
 def _alike(value: Any, other: Any, depth: int = _DEPTH) -> bool:

@@ -23,20 +23,24 @@ import torch
 from torch import Tensor, fx, nn
 from torch._ops import HigherOrderOperator
 from torch.nn.modules import module as nn_module
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode,
+)
 from torch.utils.flop_counter import flop_registry
 
 from rooftrace.tracer import dynamic, groups
 from rooftrace.tracer.autocast import followed
 from rooftrace.tracer.calls import Block, Calls, RepeatedCall, repeated
 from rooftrace.tracer.flex import flex_whole
-from rooftrace.tracer.functions import Functions, draws_repeated
+from rooftrace.tracer.functions import Functions, backward_kept, draws_repeated
 from rooftrace.tracer.fused_ops import kept_whole, whole_entry
 from rooftrace.tracer.graph import UNRECORDED, contiguous
 from rooftrace.tracer.loops import Loop, Rolling
 from rooftrace.tracer.onmeta import LAZY, beside_in, own_tensors
 from rooftrace.tracer.origin import source_line
-from rooftrace.tracer.realdata import RealData
+from rooftrace.tracer.realdata import MAX_BYTES, RealData
 from rooftrace.tracer.recompute import Recomputation, running_node
 from rooftrace.tracer.shown import behind
 from rooftrace.tracer.sizes import SizeCache, writes_lists
@@ -49,10 +53,11 @@ from rooftrace.tracer.trees import (
     bytes_of,
     is_wrapper,
     listed,
+    look_of,
     parts_of,
     tensors_in,
 )
-from rooftrace.tracer.values import DECIDING, KNOWN, META, REAL, Values, index_output
+from rooftrace.tracer.values import DECIDING, KNOWN, META, REAL, Real, Values, index_output, small
 
 META_KEY = "rooftrace"
 """The one key of fx `node.meta` that capture writes and lower reads: a Recorded or an Entry."""
@@ -231,7 +236,7 @@ class Recorder(TorchDispatchMode):
         self.values.compute = self._from_data
         self.values.where = lambda: self.stack[-1][0] if self.stack else ""
         self.graph = fx.Graph()
-        self.recording = record
+        self._records = record
         self.own_step = own_step
         self.repeat_calls = repeat_calls
         self.recomputation = Recomputation()
@@ -262,11 +267,12 @@ class Recorder(TorchDispatchMode):
         self.inputs: list[Tensor] = []
         self.packed: dict[int, tuple[Any, list[Tensor]]] = {}
         self._entered: list[Tensor] = []
-        self._known_bytes: dict[int, int] = {}  # the storage of bytes that entered; they stay
+        self._known_bytes: dict[int, tuple[int, Any]] = {}  # bytes that entered, while they live
         self._beside: dict[int, tuple[str, str]] = {}
         self._places: dict[Any, tuple[_Tag, Tensor | None]] = {}
         self._constants = itertools.count()
         self._named: dict[str, tuple[_Tag, tuple[int, ...], torch.dtype]] = {}
+        self._brought = 0  # bytes of the host that weights were filled with
         self._numpy_read = False  # floats of the step were handed to numpy
         self._parameters: dict[int, str] = {}
         self._exit = contextlib.ExitStack()
@@ -382,8 +388,10 @@ class Recorder(TorchDispatchMode):
         if storage is None:
             self.storages += 1
             storage = self.storages
-        if kind != "constant":
-            self._known_bytes.setdefault(bytes_of(tensor), storage)
+        if kind != "constant" and self._entered_bytes(tensor) is None:
+            self._known_bytes[bytes_of(tensor)] = storage, _reference(tensor)
+        if tensor.layout is not torch.strided:
+            self.values.assume("sparse", _SPARSE)
         node.meta[META_KEY] = Entry(kind, name, _spec(tensor, storage))
         tag = tensor.__dict__[self._key] = _Tag(node, None, storage)
         self._entered.append(tensor)
@@ -463,7 +471,10 @@ class Recorder(TorchDispatchMode):
 
     def _entered_bytes(self, tensor: Tensor) -> int | None:
         """The storage number of the weight or input that a tensor is another view of."""
-        return self._known_bytes.get(bytes_of(tensor))
+        key = bytes_of(tensor)
+        storage, reference = self._known_bytes.get(key, (None, _no_storage))
+        bytes_there = reference()  # another storage may lie where one was that was given up
+        return storage if bytes_there is not None and bytes_there._cdata == key else None
 
     def _constant(self, tensor: Tensor) -> _Tag:
         name = f"constant_{next(self._constants)}"
@@ -478,11 +489,11 @@ class Recorder(TorchDispatchMode):
         """The tag of a tensor that is this one under another Python object (nn.Parameter(x))."""
         if tensor.layout is not torch.strided:
             return None
-        key, look = bytes_of(tensor), (tuple(tensor.shape), tensor.dtype, tensor.stride())
+        key, look = bytes_of(tensor), look_of(tensor)
         for other in self._entered:
             if bytes_of(other) == key:
                 tag: _Tag | None = other.__dict__.get(self._key)
-                same = (tuple(other.shape), other.dtype, other.stride()) == look
+                same = look_of(other) == look
                 return tag if same else None
         for other in self.values.tensors():
             if bytes_of(other) == key and tuple(other.shape) == look[0]:
@@ -496,7 +507,7 @@ class Recorder(TorchDispatchMode):
             if isinstance(recorded, Recorded):
                 for index, spec in enumerate(recorded.specs):
                     if spec.storage == storage:
-                        same = (spec.shape, spec.dtype, spec.stride) == look
+                        same = (spec.shape, spec.stride, spec.dtype) == look
                         return (
                             _Tag(node, _place(node.target, index), spec.storage) if same else None
                         )
@@ -535,7 +546,8 @@ class Recorder(TorchDispatchMode):
                     for name, own in group.items():
                         if own is tensor:
                             return kind, shown_path(".".join(s for s in (path, place, name) if s))
-        return "", ""
+        name = self.name_of(tensor)
+        return ("parameter", name) if name else ("", "")
 
     def _put_in_place(self, tensor: Tensor, kind: str, name: str) -> _Tag:
         """The tag of a weight that stands where the one of this name stood."""
@@ -548,6 +560,8 @@ class Recorder(TorchDispatchMode):
             )
         if before is not None and before[1:] == (tuple(tensor.shape), tensor.dtype):
             tag: _Tag = before[0]
+            real = tensor.__dict__.get(REAL)
+            self.real.replace(tag.node, tensor if real is None else real.tensor)
             tensor.__dict__[self._key] = tag
             self._entered.append(tensor)
             return tag
@@ -555,14 +569,23 @@ class Recorder(TorchDispatchMode):
             tensor, self.graph.create_node("get_attr", name, name=_identifier(name)), kind, name
         )
 
+    @property
+    def recording(self) -> bool:
+        """Whether ops that this thread runs now enter the graph."""
+        return self._records and not self.here.paused
+
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Ops inside are run and their values followed, but they do not enter the graph."""
-        before, self.recording = self.recording, False
+        """Ops inside are run and their values followed, but they do not enter the graph.
+
+        Those of this thread, and of threads that it starts inside; others go on.
+        """
+        here = self.here
+        before, here.paused = here.paused, True
         try:
             yield
         finally:
-            self.recording = before
+            here.paused = before
 
     # -- calls that repeat others (see `calls`) ---------------------------------------------------
 
@@ -925,6 +948,8 @@ class Recorder(TorchDispatchMode):
                 if storage is None or storage._cdata != bytes_of(tensor):
                     continue  # of bytes that were freed
             else:
+                if bytes_of(entered) != bytes_of(tensor):
+                    continue  # it was given other bytes
                 entry = self.values.known(entered)
                 if entry is not None and KNOWN not in tensor.__dict__:
                     self.values.learn(tensor, entry.value, entry.taint)
@@ -983,13 +1008,37 @@ class Recorder(TorchDispatchMode):
         info = _info(node.target)
         return _written(info, node) if info.mutated else []
 
+    def brought(self, data: Tensor) -> Tensor:
+        """A tensor of the host, as what it is on meta where a weight is filled with it.
+
+        Its values are known, or computed where code asks for them, as those of any weight.
+        """
+        plain = type(data) in ORDINARY and data.layout is torch.strided
+        if data.device.type != "cpu" or not plain:
+            return data
+        with _disable_current_modes():
+            made = torch.empty_like(data, device=META, requires_grad=False)
+        self.same_as(made, data)
+        self._brought += data.numel() * data.element_size()
+        if small(data):
+            self.values.learn(made, data.detach().clone())
+        elif self._brought <= MAX_BYTES:  # it is held as long as the recording
+            made.__dict__[REAL] = Real(data.detach())
+        return made
+
     def stands_for(self, tensor: Tensor, other: Tensor) -> None:
         """`tensor.data = other`: from here on it is another value, and known if that is."""
         if isinstance(tensor, LAZY):
             return  # it becomes a parameter, and has no bytes until then
-        if self.recording and self._key in tensor.__dict__:
+        self._recognise([other])
+        if self._key not in other.__dict__ and (self.name_of(tensor) or self._place_of(tensor)[1]):
+            tensor.__dict__.pop(self._key, None)  # entered by its name where something reads it
+        elif self.recording and self._key in tensor.__dict__:
             self.node_of(other)
         self.same_as(tensor, other)
+        tensor.__dict__.pop(REAL, None)
+        if REAL in other.__dict__:
+            tensor.__dict__[REAL] = other.__dict__[REAL]
         entry = self.values.known(other)
         tensor.__dict__.pop(KNOWN, None)
         if entry is not None and tensor.device.type == "meta":
@@ -1082,6 +1131,7 @@ class Recorder(TorchDispatchMode):
         enter(plain_imports())
         enter(jagged_attention_fused())
         enter(draws_repeated())
+        enter(backward_kept(self))
         enter(followed())
         enter(torch.compiler.set_stance("force_eager"))
         script: Any = torch.jit
@@ -1174,6 +1224,13 @@ def _written(info: OpInfo, node: fx.Node) -> list[fx.Node]:
 
 def _no_storage() -> None:
     return None
+
+
+def _reference(tensor: Tensor) -> Any:
+    """Gives the storage of a tensor while it lives; of a sparse one the tensor."""
+    if tensor.layout is not torch.strided:
+        return lambda: None
+    return weakref.ref(tensor.untyped_storage())
 
 
 def _bytes_read(tensor: Tensor) -> Any:

@@ -67,7 +67,7 @@ def rebound(item: Any, memo: dict[int, Any]) -> Any:
     """
     if id(item) in memo:
         return memo[id(item)]
-    if not _refers(item, memo, _DEPTH, set()):
+    if not _refers(item, memo, _DEPTH, {}):
         return item
     if isinstance(item, partial):
         kept = {name: rebound(value, memo) for name, value in item.keywords.items()}
@@ -94,16 +94,16 @@ def _function(function: FunctionType, memo: dict[int, Any]) -> FunctionType:
     return made
 
 
-def _refers(item: Any, memo: Mapping[int, Any], depth: int, seen: set[int]) -> bool:
+def _refers(item: Any, memo: Mapping[int, Any], depth: int, seen: dict[int, int]) -> bool:
     """Whether something that `item` holds has a copy."""
     if id(item) in memo:
         return True
     plain = (str, bytes, int, float, type, ModuleType)
     if item is None or isinstance(item, plain) or depth == 0:
         return False
-    if id(item) in seen:
+    if seen.get(id(item), 0) >= depth:
         return False
-    seen.add(id(item))
+    seen[id(item)] = depth
     inside: Iterable[Any] | None = _parts_of_callable(item)
     if inside is None and isinstance(item, nn.Module):
         inside = [*item.parameters(), *item.buffers()]

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 from rooftrace.tracer.packed import QUANTIZED, by_packed
-from rooftrace.tracer.trees import listed
+from rooftrace.tracer.trees import listed, pieces_of
 from rooftrace.tracer.values import MAX_INTEGERS, META, Values, run_on_cpu, small
 
 if TYPE_CHECKING:
@@ -39,6 +39,10 @@ _COUNTED_OUTPUT = frozenset(
         "aten.nonzero_static",
     }
 )
+_CHECKS = frozenset(
+    {"aten._linalg_check_errors", "aten._assert_async", "aten._functional_assert_async"}
+)
+"""Ops that raise by the value of a tensor, and make nothing."""
 _COMPARISONS = frozenset({"aten.equal", "aten.allclose"})
 _GROUPED_PRODUCTS = frozenset({"aten._grouped_mm", "aten._scaled_grouped_mm"})
 _TYPED_SUMS = frozenset({"aten.addmm.dtype", "aten.baddbmm.dtype"})
@@ -51,6 +55,8 @@ _NO_FAKE = "no fake impl registered"
 """What torch says of a custom op of Python that does not know its shapes."""
 _MAX_LOOPS = 4096
 """How often a while_loop may go round."""
+_FUNCTIONAL_ASSERT = "aten._functional_assert_async"
+_ASSERT = torch.ops.aten._assert_async.msg
 _READ = torch.ops.aten._local_scalar_dense.default
 _REFUSED = (NotImplementedError, RuntimeError, TypeError)
 
@@ -67,6 +73,10 @@ def by_value(
         value, taint = recorder.values.value_of(args[0], "item()")
         recorder.record(func, args, kwargs, [], sync=True, taint=taint)
         return value.reshape(-1)[0].item()
+    if name in _CHECKS:
+        return _checked(recorder, func, name, args, kwargs)
+    if name == "aten.cholesky" or kwargs.get("check_errors"):
+        _checked_inside(recorder, func, name, args, kwargs)
     if name in _COMPARISONS:
         return _compared(recorder, func, info, args, kwargs)
     if info.answers and not info.mutated:
@@ -97,6 +107,44 @@ def by_value(
 
 def _is_mask(index: Tensor) -> bool:
     return index.dtype in (torch.bool, torch.uint8)
+
+
+def _checked(recorder: Recorder, func: Any, name: str, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """A check of a value, which raises what torch raises where the value is known.
+
+    Else it passes.  Code goes on after a failed factorisation, with another matrix: that it does
+    not fail is put on record.
+    """
+    values = recorder.values
+    entry = values.known(args[0]) or values.from_data(args[0])
+    taint = frozenset() if entry is None else entry.taint
+    if entry is None and name == "aten._linalg_check_errors":
+        text = f"{args[1]} of an unknown matrix is taken to succeed"
+        taint = frozenset([values.assume("branch", text, False)])
+    recorder.record(func, args, kwargs, [], sync=True, taint=taint)
+    if entry is not None and not entry.taint:
+        rest = [item for item in args[1:] if not isinstance(item, Tensor)]
+        with _disable_current_modes():
+            check = _ASSERT if name == _FUNCTIONAL_ASSERT else func
+            check(entry.value, *rest, **kwargs)
+    return args[2] if name == _FUNCTIONAL_ASSERT else None
+
+
+def _checked_inside(
+    recorder: Recorder, func: Any, name: str, args: Any, kwargs: Mapping[str, Any]
+) -> None:
+    """Raise what a factorisation with a check of its own raises, as `_checked` does."""
+    values = recorder.values
+    matrices = listed(args)
+    entries = [values.known(t) or values.from_data(t) for t in matrices]
+    if any(entry is None for entry in entries):
+        short = name.removeprefix("aten.")
+        values.assume("branch", f"{short} of an unknown matrix is taken to succeed", False)
+    elif all(entry is not None and not entry.taint and small(entry.value) for entry in entries):
+        known = {id(t): e.value for t, e in zip(matrices, entries, strict=True) if e is not None}
+        given = tree_map_only(Tensor, lambda t: known[id(t)], tuple(args))
+        with _disable_current_modes(), torch.no_grad():
+            func(*given, **kwargs)
 
 
 def _compared(
@@ -378,7 +426,11 @@ _MASK_POSITION = {"rooftrace.attention": 3, "rooftrace.attention_backward": 4}
 def learn_facts(
     values: Values, name: str, args: Any, tensors: list[Tensor], facts: dict[str, Any]
 ) -> frozenset[int]:
-    """Add rows_touched, groups_touched, mask ... to `facts`; returns what they rest on."""
+    """Add rows_touched, groups_touched, mask ... to `facts`; returns what they rest on.
+
+    Raises IndexError for known indices outside of what they point into, as a CPU does.
+    """
+    _check_range(values, name, args)
     if name in _GATHERS:
         entry = values.known(args[_GATHERS[name]])
         if entry is not None:
@@ -411,11 +463,34 @@ def learn_facts(
         )
     else:
         sparse = next((t for t in tensors if t.layout is not torch.strided), None)
-        if sparse is not None and sparse._nnz():  # meta tensors in CSR layout do not know
-            block = sparse._values() if sparse.layout is torch.sparse_coo else sparse.values()
-            facts["stored"] = block.numel()
+        if sparse is not None and sparse._nnz():  # what `to_sparse` makes on meta has none
+            facts["stored"] = pieces_of(sparse)[-1].numel()
         return frozenset()
     return entry.taint if entry is not None else frozenset()
+
+
+def _check_range(values: Values, name: str, args: Any) -> None:
+    if name == "aten.index":
+        places = [(i, args[0].shape[n], True) for n, i in enumerate(args[1]) if i is not None]
+    elif name == "aten.embedding":
+        places = [(args[1], args[0].shape[0], False)]
+    elif name in ("aten.index_select", "aten.gather"):
+        places = [(args[2], args[0].shape[args[1]] if args[0].dim() else 1, False)]
+    else:
+        return
+    for index, size, negative in places:
+        entry = values.known(index)
+        if entry is None or entry.taint or not entry.value.numel() or _is_mask(entry.value):
+            continue
+        least, most = values.once(entry.value, ("range",), _range)
+        if least < (-size if negative else 0) or most >= size:
+            wrong = most if most >= size else least
+            raise IndexError(f"index out of range in self: {wrong} of {size} rows ({name})")
+
+
+def _range(index: Tensor) -> tuple[int, int]:
+    least, most = index.aminmax()
+    return int(least), int(most)
 
 
 def _distinct(index: Tensor) -> dict[str, Any]:
@@ -476,6 +551,9 @@ def without_meta_kernel(
     if str(func) in _TYPED_SUMS:
         with contextlib.suppress(*_REFUSED):
             return _with_type(func, *args)
+    if any(t.layout is not torch.strided for t in tensors):
+        with contextlib.suppress(*_REFUSED):  # a sum or product has the sizes of the dense one
+            return _as_dense(func, args, kwargs)
     if not isinstance(error, NotImplementedError) and _NO_FAKE not in str(error):
         raise error
     with contextlib.suppress(*_REFUSED):
@@ -528,6 +606,19 @@ def _in_bf16(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Tensor:
         (args, dict(kwargs)),
     )
     return torch.empty_like(func(*narrow[0], **narrow[1]), dtype=args[0].dtype)
+
+
+def _as_dense(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """An op on dense tensors in place of sparse ones, where its result is dense then too."""
+
+    def dense(tensor: Tensor) -> Tensor:
+        strided = tensor.layout is torch.strided
+        return tensor if strided else torch.empty(tensor.shape, dtype=tensor.dtype, device=META)
+
+    if all(t.layout is not torch.strided for t in listed((args, list(kwargs.values())))):
+        raise NotImplementedError  # of sparse tensors alone it would be sparse
+    given, named = tree_map_only(Tensor, dense, (tuple(args), dict(kwargs)))
+    return func(*given, **named)
 
 
 def _with_type(func: Any, added: Tensor, first: Tensor, second: Tensor, dtype: Any) -> Tensor:

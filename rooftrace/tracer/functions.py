@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 
 from rooftrace.tracer.recompute import SET_GRAD_ENABLED
+from rooftrace.tracer.standins import replaced_function
 from rooftrace.tracer.trees import listed
 from rooftrace.tracer.values import META, small
 
@@ -67,8 +68,9 @@ class Functions(TorchFunctionMode):
             if args[0].device.type == "meta" and type(args[0]) in _PLAIN_TENSORS:
                 recorder.shown(args[0])
         elif func == _SET_DATA:
-            func(*args, **kwargs)
-            recorder.stands_for(*args)
+            data = recorder.brought(args[1]) if args[0].is_meta else args[1]
+            _set_data(args[0], data)
+            recorder.stands_for(args[0], data)
             return None
         elif func is Tensor.__format__:
             if args[0].device.type == "meta" and args[0].dim() == 0:
@@ -105,23 +107,18 @@ class Functions(TorchFunctionMode):
     def _in_backward(self) -> Iterator[None]:
         """The user's code runs autograd: in a step its ops are backward, and this mode stays on.
 
-        A function mode is off while it handles a call, and what a checkpoint runs again needs it.
+        A function mode is off while it handles a call, and what a checkpoint runs again needs it:
+        `backward_kept` enters it.
         """
         recorder = self.recorder
-        engine: Any = torch.autograd
-        original, before = engine._engine_run_backward, recorder.part
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            with self:
-                return original(*args, **kwargs)
-
+        here, before = recorder.here, recorder.part
+        outer, here.functions = here.functions, self
         if recorder.own_step:
             recorder.part = "backward"
-        engine._engine_run_backward = run
         try:
             yield
         finally:
-            engine._engine_run_backward = original
+            here.functions = outer
             recorder.part = before
             recorder.after_backward = True
 
@@ -157,6 +154,35 @@ class Functions(TorchFunctionMode):
         if small(value):
             self.recorder.values.learn(made, value)
         return made
+
+
+def _set_data(tensor: Tensor, data: Tensor) -> None:
+    """`tensor.data = data`, also where a weight that the host brought goes back to meta."""
+    if tensor.device.type == "cpu" and data.is_meta:
+        kind: Any = type(tensor)
+        gone = data.detach().requires_grad_(tensor.requires_grad)
+        torch.utils.swap_tensors(  # type: ignore[no-untyped-call]
+            tensor, gone if kind is Tensor else kind(gone, tensor.requires_grad)
+        )
+    else:
+        _SET_DATA(tensor, data)
+
+
+@contextlib.contextmanager
+def backward_kept(recorder: Recorder) -> Iterator[None]:
+    """Inside, autograd runs under the function mode of the thread that called it."""
+    engine: Any = torch.autograd
+    original = engine._engine_run_backward
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        mode = recorder.here.functions
+        if mode is None:
+            return original(*args, **kwargs)
+        with mode:
+            return original(*args, **kwargs)
+
+    with replaced_function(engine, "_engine_run_backward", run):
+        yield
 
 
 def _makers() -> Any:

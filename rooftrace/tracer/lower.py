@@ -26,6 +26,7 @@ from rooftrace.tracer.inline import Template, fold, inline, repeated_call, templ
 from rooftrace.tracer.precisions import dtype_name
 from rooftrace.tracer.repeats import roll, roll_loops
 from rooftrace.tracer.roles import made_role
+from rooftrace.tracer.trees import is_sparse
 from rooftrace.tracer.values import UNINITIALISED
 
 _ENTRY_ROLES = {
@@ -92,10 +93,14 @@ def lower(
 def _constants(constants: Mapping[str, TorchTensor]) -> dict[str, str]:
     """The bytes of small constants, as hexadecimal text."""
     return {
-        name: bytes(value.contiguous().reshape(-1).view(torch.uint8).tolist()).hex()
+        name: bytes(_dense(value).reshape(-1).view(torch.uint8).tolist()).hex()
         for name, value in constants.items()
         if value.device.type == "cpu" and value.numel() * value.element_size() <= MAX_CONSTANT
     }
+
+
+def _dense(value: TorchTensor) -> TorchTensor:
+    return value.to_dense() if is_sparse(value) else value.contiguous()
 
 
 class _Builder:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from rooftrace.tracer.attribute import attributed
+from rooftrace.tracer.before import as_before
 from rooftrace.tracer.bench import Bench, MeasureError, default_device
 from rooftrace.tracer.environment import device_facts, versions
 from rooftrace.tracer.graph import OpGraph
@@ -18,7 +19,7 @@ from rooftrace.tracer.precisions import dtype_name
 from rooftrace.tracer.realsteps import by_op, profiler, real_inputs, real_step, timed
 from rooftrace.tracer.request import Loss, RequestError
 from rooftrace.tracer.runfile import ModelRow, Run
-from rooftrace.tracer.workload import as_before, named_inputs
+from rooftrace.tracer.workload import named_inputs
 
 WARMUPS = 2
 

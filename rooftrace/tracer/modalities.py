@@ -15,12 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rooftrace.tracer.before import as_before
 from rooftrace.tracer.capture import Recorder
 from rooftrace.tracer.onmeta import own_tensors, parameters_of, twin
 from rooftrace.tracer.request import RequestError
 from rooftrace.tracer.trees import tensors_in
 from rooftrace.tracer.values import META, REAL_VALUE
-from rooftrace.tracer.workload import as_before, learn
+from rooftrace.tracer.workload import learn
 
 MAX_TRIALS = 48
 _SIDE = 24

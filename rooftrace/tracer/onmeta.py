@@ -25,6 +25,7 @@ from rooftrace.tracer.trees import (
     bytes_of,
     is_hollow,
     parts_of,
+    pieces_of,
     tensors_in,
 )
 from rooftrace.tracer.values import META, REAL, REAL_VALUE, Real, small
@@ -43,8 +44,19 @@ def twin(tensor: Tensor) -> Tensor:
     return found
 
 
+def _empty_like(tensor: Tensor) -> Tensor:
+    """A meta tensor of its size; of a sparse one with as many stored elements."""
+    if tensor.layout is not torch.sparse_coo:
+        return torch.empty_like(tensor, device=META)
+    places, values = (torch.empty_like(piece, device=META) for piece in pieces_of(tensor))
+    with torch.no_grad():
+        return torch.sparse_coo_tensor(
+            places, values, tensor.shape, is_coalesced=tensor.is_coalesced(), check_invariants=False
+        )
+
+
 def _plain_twin(tensor: Tensor) -> Tensor:
-    empty = torch.empty_like(tensor, device=META)
+    empty = _empty_like(tensor)
     empty.requires_grad_(tensor.requires_grad and tensor.dtype.is_floating_point)
     _refer(empty, tensor)
     if tensor.device.type == "cpu" and small(tensor) and type(tensor) is Tensor:
@@ -307,7 +319,7 @@ def parameter_twin(tensor: Tensor) -> Tensor:
         empty: Tensor = kind(tensor.requires_grad, device=META, dtype=tensor.dtype)
         return empty
     if isinstance(tensor, nn.Parameter):
-        made = nn.Parameter(torch.empty_like(tensor, device=META), tensor.requires_grad)
+        made = nn.Parameter(_empty_like(tensor), tensor.requires_grad)
         _refer(made, tensor)
         return made
     return _plain_twin(tensor)

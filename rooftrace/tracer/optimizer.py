@@ -64,13 +64,13 @@ _DEPTH = 6
 def optimizers_in(tree: Any) -> list[Optimizer]:
     """The optimizers in nested arguments: in containers, schedulers, scalers, other optimizers."""
     found: dict[int, Optimizer] = {}
-    seen: set[int] = set()
+    depths: dict[int, int] = {}
 
     def search(item: Any, depth: int) -> None:
         plain = (Tensor, nn.Module, type, ModuleType, str, bytes, int, float, type(None))
-        if isinstance(item, plain) or id(item) in seen or depth == 0:
+        if isinstance(item, plain) or depths.get(id(item), 0) >= depth:
             return
-        seen.add(id(item))
+        depths[id(item)] = depth
         if isinstance(item, Optimizer):
             found[id(item)] = item
         inside: Iterable[Any] = vars(item).values() if hasattr(item, "__dict__") else ()

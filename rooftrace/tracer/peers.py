@@ -26,12 +26,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from torch.utils.module_tracker import ModuleTracker
 
+from rooftrace.tracer.before import as_before
 from rooftrace.tracer.graph import OpGraph
 from rooftrace.tracer.onmeta import own_tensors, replaced
 from rooftrace.tracer.request import Inputs, Options, RequestError
 from rooftrace.tracer.trees import tensors_in
 from rooftrace.tracer.values import META, REAL_VALUE
-from rooftrace.tracer.workload import PlainCall, Run, as_before, trace_phases
+from rooftrace.tracer.workload import PlainCall, Run, trace_phases
 
 MOST_REAL_BYTES = 2 * 1024**3
 """A module with more is not made real."""

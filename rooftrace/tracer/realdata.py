@@ -35,6 +35,26 @@ MAX_BYTES = 10**9
 """Bytes that these ops make; they are held until the capture ends."""
 MAX_OPS = 20_000
 """How many ops are run for values of one capture."""
+_FACTORISATIONS = frozenset(
+    {
+        "aten.linalg_cholesky_ex",
+        "aten.cholesky_inverse",
+        "aten.linalg_inv_ex",
+        "aten.linalg_lu_factor_ex",
+        "aten.linalg_ldl_factor_ex",
+        "aten.linalg_solve_triangular",
+        "aten._linalg_solve_ex",
+        "aten._linalg_det",
+        "aten._linalg_slogdet",
+        "aten._linalg_eigh",
+        "aten._linalg_svd",
+        "aten.linalg_eig",
+        "aten.linalg_lu",
+        "aten.linalg_lstsq",
+        "aten.linalg_qr",
+    }
+)
+"""Ops that take about as many FLOP for each element as a matrix is wide."""
 _MAX_RESTARTS = 8
 """How often everything is computed afresh, as an earlier state of a tensor is asked for."""
 
@@ -67,6 +87,24 @@ class RealData:
         """The real tensor for a value of the graph that no op made."""
         version = 0 if tensor.is_inference() else tensor._version
         self._leaves[node] = tensor, version
+
+    def replace(self, node: fx.Node, tensor: Tensor) -> None:
+        """A weight was put where another stood, as the same value of the graph.
+
+        Where they differ and the first was read, no value follows from either any more.
+        """
+        if node not in self._leaves or tensor.device.type != "cpu":
+            self._leaves.pop(node, None)
+        elif node.users:
+            before = self._leaves[node][0]
+            with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
+                same = before.shape == tensor.shape and torch.equal(before, tensor)
+            if same:
+                return
+            self._leaves.pop(node)
+        else:
+            self.enter(node, tensor.detach())
+        self._kept.pop(node, None)
 
     def forget(self) -> None:
         """Give back what is kept."""
@@ -312,7 +350,10 @@ def _flop(node: fx.Node, recorded: Any) -> int:
             )
         except (AssertionError, TypeError, ValueError, IndexError, AttributeError, RuntimeError):
             pass  # torch's own formula refuses these shapes
-    return 0 if recorded.view else sum(map(_elements, recorded.specs))
+    made = 0 if recorded.view else sum(map(_elements, recorded.specs))
+    if f"{target.namespace}.{target._opname}" in _FACTORISATIONS:
+        made *= max((shape[-1] for shape in shapes if shape), default=1)
+    return made
 
 
 def _shape(node: fx.Node) -> torch.Size:

@@ -11,7 +11,7 @@ import contextlib
 import copy
 import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,17 +24,17 @@ from torch.optim.optimizer import (
 )
 from torch.utils._python_dispatch import _disable_current_modes
 
+from rooftrace.tracer.before import as_before
 from rooftrace.tracer.capture import META_KEY, Recorded, Recorder
 from rooftrace.tracer.closures import copy_hooks, held_by, hooks_of, rebound
 from rooftrace.tracer.graph import OpGraph
-from rooftrace.tracer.onmeta import Twins, own_tensors
+from rooftrace.tracer.onmeta import LAZY, Twins, own_tensors
 from rooftrace.tracer.optimizer import copy_optimizers, optimizers_in
 from rooftrace.tracer.request import Inputs, Options, RequestError
 from rooftrace.tracer.trees import tensors_in
 from rooftrace.tracer.values import META, Values
 from rooftrace.tracer.workload import (
     Step,
-    as_before,
     attempted,
     check_request,
     drained,
@@ -177,11 +177,26 @@ def _on_meta(step: Callable[..., Any], tree: Any, modules: Sequence[nn.Module]) 
         twins.beside(part for module in modules for part in module.modules())
     for tensor in tensors_in((tree, [vars(optimizer) for optimizer in optimizers])):
         twins.of(tensor)
+    shapes = {tensor.shape for tensor in own if not isinstance(tensor, LAZY)}
+    for tensor in tensors_in(held):
+        if _is_kept_for_weights(tensor, shapes):
+            twins.of(tensor)
     twins.finish()
     copy_optimizers(optimizers, memo)
     args, kwargs = copy.deepcopy(tree, memo)
     copy_hooks(own, memo)
     return rebound(step, memo), args, kwargs
+
+
+def _is_kept_for_weights(tensor: Tensor, shapes: Collection[torch.Size]) -> bool:
+    """Whether a tensor in a step's closure belongs to the weights: a master, an average of them.
+
+    It is on the device then, wherever it is kept here, and what the step does to it is its work.
+    """
+    if tensor.device.type != "cpu" or isinstance(tensor, LAZY):
+        return False
+    weighs = tensor.is_floating_point() and tensor.dim() > 0 and tensor.shape in shapes
+    return weighs or (tensor.is_leaf and tensor.requires_grad)
 
 
 def _enter_modules(recorder: Recorder, root: nn.Module) -> None:

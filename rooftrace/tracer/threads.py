@@ -10,6 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import queue
+import selectors
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -27,8 +30,10 @@ from rooftrace.tracer.origin import source_line
 if TYPE_CHECKING:
     from rooftrace.tracer.capture import Recorder
 
-_GRACE = 1.0
-"""Seconds that a thread of the step may go on after the step has returned."""
+_PATIENCE = 30.0
+"""Seconds that a thread of the step may go on computing after the step has returned."""
+_WAITING = frozenset({threading.__file__, queue.__file__, selectors.__file__})
+"""Files of the standard library in which a thread stands that waits for others."""
 
 
 class Here(threading.local):
@@ -42,6 +47,8 @@ class Here(threading.local):
         self.function = ""
         self.after_backward = False
         self.inside = 0
+        self.paused = False  # what runs does not enter the graph
+        self.functions: Functions | None = None  # the mode under which autograd runs
         self.source = ""  # the line that handed this thread its work
         self.device: torch.device | None = None  # where another thread makes tensors
         self.submitting = False
@@ -111,12 +118,26 @@ class Threads:
             self._idents.clear()
 
     def settle(self) -> None:
-        """Wait a moment for threads whose work is done, or nearly: those still there are said."""
-        end = time.monotonic() + _GRACE
+        """Let threads that nobody joined come to their end: those that do not are said.
+
+        A thread ends, or waits for others; when all that are left wait, nothing more will run.
+        """
+        end = time.monotonic() + _PATIENCE
+        before: dict[int, tuple[Any, int]] = {}
         while self.running and time.monotonic() < end:
+            now = self._places()
+            if now == before and all(_waits(frame) for frame, _ in now.values()):
+                break
+            before = now
             time.sleep(0.001)
         if self.running:
             self._say("a thread that the step started was still running when the step ended")
+
+    def _places(self) -> dict[int, tuple[Any, int]]:
+        """Where the other threads stand: the innermost frame of each, and its instruction."""
+        frames = sys._current_frames()
+        others = self._idents - {threading.get_ident()}
+        return {n: (frames[n], frames[n].f_lasti) for n in others if n in frames}
 
     def _say(self, text: str) -> None:
         recorder = self._recorder
@@ -157,14 +178,14 @@ class Threads:
         here = self._recorder.here
         device = here.device or torch.get_default_device()
         start = list(here.stack), list(here.modules), here.part, here.function
-        source = source_line(3) or here.source
+        source, paused = source_line(3) or here.source, here.paused
 
         @functools.wraps(function, updated=())
         def task(*args: Any, **kwargs: Any) -> Any:
             with self.entered_here(device) as inside:
                 if inside is not None:
                     inside.stack, inside.modules, inside.part, inside.function = start
-                    inside.source = source
+                    inside.source, inside.paused = source, paused
                 return function(*args, **kwargs)
 
         return task
@@ -211,6 +232,10 @@ class Threads:
                 self._idents.discard(ident)
 
         return leave
+
+
+def _waits(frame: Any) -> bool:
+    return frame.f_code.co_filename in _WAITING
 
 
 def _method(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:

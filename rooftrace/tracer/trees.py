@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -22,6 +23,15 @@ PLAIN = (
     torch.memory_format,
 )
 """Types of values that hold nothing else and never change."""
+_SPARSE = frozenset(
+    {
+        torch.sparse_coo,
+        torch.sparse_csr,
+        torch.sparse_csc,
+        torch.sparse_bsr,
+        torch.sparse_bsc,
+    }
+)
 _DEPTH = 6
 """How deep objects inside objects are looked into."""
 
@@ -32,21 +42,37 @@ def tensors_in(tree: Any, seen: set[int] | None = None) -> list[Tensor]:
     seen: identities of objects not to look into, to which those are added that were met.
     """
     found: list[Tensor] = []
-    _search(tree, _DEPTH, set() if seen is None else seen, found)
+    depths: dict[int, int] = {}
+    _search(tree, _DEPTH, frozenset() if seen is None else seen, depths, found)
+    if seen is not None:
+        seen.update(depths)
     return found
 
 
-def _search(tree: Any, depth: int, seen: set[int], found: list[Tensor]) -> None:
-    if tree is None or isinstance(tree, (str, bytes, int, float, nn.Module, type)):
+def _search(
+    tree: Any,
+    depth: int,
+    seen: Collection[int],
+    depths: dict[int, int],
+    found: list[Tensor],
+) -> None:
+    """Append the tensors at most `depth` steps below.
+
+    depths: how deep each object was looked into already, so that one that was first met far down
+    is looked into again where it is nearer.
+    """
+    if tree is None or isinstance(tree, (str, bytes, int, float, nn.Module, type, ModuleType)):
         return
-    if id(tree) in seen:
+    if id(tree) in seen or depths.get(id(tree), -1) >= depth:
         return
-    seen.add(id(tree))
+    new = id(tree) not in depths
+    depths[id(tree)] = depth
     if isinstance(tree, Tensor):
-        found.append(tree)
+        if new:
+            found.append(tree)
     elif depth:
         for item in _children(tree):
-            _search(item, depth - 1, seen, found)
+            _search(item, depth - 1, seen, depths, found)
 
 
 def _children(tree: Any) -> Iterable[Any]:
@@ -74,6 +100,28 @@ def bytes_of(tensor: Tensor) -> int:
     if tensor.layout is not torch.strided:
         return id(tensor)
     return int(tensor.untyped_storage()._cdata)
+
+
+def look_of(tensor: Tensor) -> tuple[Any, ...]:
+    """Shape, strides (of a sparse tensor the layout) and precision."""
+    strided = tensor.layout is torch.strided
+    return tuple(tensor.shape), tensor.stride() if strided else tensor.layout, tensor.dtype
+
+
+def is_sparse(tensor: Tensor) -> bool:
+    """Whether a tensor stores some of its elements only."""
+    return tensor.layout is not torch.strided and tensor.layout in _SPARSE
+
+
+def pieces_of(tensor: Tensor) -> list[Tensor]:
+    """The strided tensors that hold what a tensor stores: itself, or indices and values."""
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return [tensor]
 
 
 def listed(item: Any) -> list[Tensor]:
@@ -165,5 +213,6 @@ def stored_bytes(tensors: Iterable[Tensor]) -> int:
     total = 0
     for tensor in tensors:
         parts = {bytes_of(part): part for part, _ in reversed(parts_of(tensor))}
-        total += sum(part.numel() * part.element_size() for part in parts.values())
+        pieces = [piece for part in parts.values() for piece in pieces_of(part)]
+        total += sum(piece.numel() * piece.element_size() for piece in pieces)
     return total

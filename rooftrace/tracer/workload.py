@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import inspect
 import platform
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rooftrace.tracer.before import as_before
 from rooftrace.tracer.blocks import NotAlikeError
 from rooftrace.tracer.capture import Recorder, shown_path
 from rooftrace.tracer.graph import OpGraph
@@ -36,7 +37,6 @@ UNKNOWN_NUMBERS = (1, 0)
 Progress = Callable[[str], None]
 _DECIDED = frozenset({"branch", "density", "value"})
 """Kinds of assumptions that a user can decide."""
-_CONTAINERS = (dict, OrderedDict, list, set)
 
 
 class NoCacheError(RequestError):
@@ -108,42 +108,6 @@ def cache_arguments(module: nn.Module) -> set[str]:
     """
     parameters = parameters_of(module).values()
     return {parameter.name for parameter in parameters if parameter.default is None}
-
-
-@contextlib.contextmanager
-def as_before(module: nn.Module) -> Iterator[None]:
-    """Attributes (training flags, caches of tables) and gradients are afterwards what they were."""
-    attributes = [(vars(part), _copied(vars(part))) for part in module.modules()]
-    modes = [(part, part.training) for part in module.modules() if hasattr(part, "training")]
-    gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
-    try:
-        yield
-    finally:
-        for part, training in modes:
-            part.training = training
-        for now, before in attributes:
-            now.clear()
-            for name, (value, content) in before.items():
-                now[name] = value
-                _restore(value, content)
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
-
-
-def _copied(attributes: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Each attribute, and what a container among them holds."""
-    return {
-        name: (value, type(value)(value) if type(value) in _CONTAINERS else None)
-        for name, value in attributes.items()
-    }
-
-
-def _restore(container: Any, content: Any) -> None:
-    if type(container) is list:
-        container[:] = content
-    elif content is not None:
-        container.clear()
-        container.update(content)
 
 
 class EncoderOutputs(tuple[Any, ...]):

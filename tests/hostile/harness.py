@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch._dynamo  # the first import of it puts wrappers around functions of torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode

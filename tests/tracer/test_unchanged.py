@@ -205,3 +205,62 @@ def test_tables_that_a_module_makes_when_it_runs_are_made_again(
     assert "arange" in str([op.target for op in first.ops])
     assert traced.tables == {}
     assert not hasattr(traced, "made")
+
+
+class Keeper:
+    """What an offloading hook is: an object with settings, a count, a set and a way to run."""
+
+    def __init__(self) -> None:
+        self.calls, self.device, self.seen, self.order = 0, "unset", {1}, [[]]
+
+    def before(self, module: nn.Module, args: Any) -> None:
+        self.calls += 1
+        self.device = args[0].device
+        self.seen.add(2)
+        self.order[0].append(self.calls)
+
+
+def hooked(keeper: Keeper, way: str) -> nn.Module:
+    """A module on meta, which is traced itself, with a hook that keeps state."""
+    with torch.device("meta"):
+        module = nn.Sequential(nn.Linear(6, 4))
+    count = [0]
+    calls = 0
+
+    def closure(module: nn.Module, args: Any) -> None:
+        nonlocal calls
+        calls += 1
+        count.append(calls)
+        keeper.before(module, args)
+
+    if way == "attribute":
+        module.keeper = keeper
+        layer: Any = module[0]
+        forward = layer.forward
+
+        def wrapped(x: Tensor) -> Tensor:
+            module.keeper.before(layer, (x,))
+            return forward(x)
+
+        layer.forward = wrapped
+    elif way == "method":
+        module[0].register_forward_pre_hook(keeper.before)
+    else:
+        module[0].register_forward_pre_hook(closure)
+    module.state = lambda: (calls, list(count))
+    return module
+
+
+@pytest.mark.parametrize("step", [False, True])
+@pytest.mark.parametrize("way", ["attribute", "method", "closure"])
+def test_what_hooks_of_a_meta_module_keep_is_as_before(way: str, step: bool) -> None:
+    keeper = Keeper()
+    module = hooked(keeper, way)
+    x = torch.empty(2, 6, device="meta")
+    before = copy.deepcopy(vars(keeper)), module.state()
+    run = (lambda module, x: module(x), module) if step else (module,)
+    graph = rt.trace(*run, x)
+    assert any(op.name == "aten.addmm" for op in graph.ops)
+    assert (vars(keeper), module.state()) == before
+    module(x)
+    assert keeper.calls == 1 and keeper.order == [[1]]  # it was run here, and not there

@@ -20,6 +20,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import FlopCounterMode
 
 import rooftrace as rt
+from rooftrace.tracer.capture import Recorder
+from rooftrace.tracer.trees import bytes_of
 
 Made = Callable[..., nn.Module]
 
@@ -180,6 +182,96 @@ def test_nothing_stays_behind_in_threads_and_pools(module: Made) -> None:
 def test_training_follows_threads(module: Made) -> None:
     graph = rt.trace(module(in_a_pool_of_its_own), X, phase="training", optimizer="none")
     assert rt.estimate(graph, chip="h100-sxm").flops_matrix == 2 * ONE  # and that of the weight
+
+
+def test_a_pause_of_one_thread_is_no_pause_of_another() -> None:
+    inside, done = threading.Event(), threading.Event()
+    layer, x = nn.Linear(8, 8, device="meta"), torch.empty(4, 8, device="meta")
+    recorder = Recorder()
+    recorder.name_modules(layer)
+
+    def work() -> None:
+        inside.wait()
+        layer(x)
+        done.set()
+
+    with recorder:
+        thread = threading.Thread(target=work)
+        thread.start()
+        with recorder.paused():
+            inside.set()
+            done.wait()
+            later = threading.Thread(target=layer, args=(x,))  # a pause is handed on
+            later.start()
+            later.join()
+        thread.join()
+    products = [n for n in recorder.graph.nodes if n.target is torch.ops.aten.addmm.default]
+    recorder.close()
+    assert len(products) == 1
+
+
+def test_bytes_that_were_given_up_are_nobodys() -> None:
+    """A new tensor often lies where a weight lay that was given other data."""
+    layer = nn.Linear(8, 8, device="meta")
+    recorder = Recorder()
+    with recorder:
+        recorder.name_modules(layer)
+        places = {bytes_of(p) for p in layer.parameters()}
+        for p in layer.parameters():
+            p.data = torch.empty_like(p)
+        made = [torch.empty_like(p) for p in layer.parameters() for _ in range(64)]
+        with _disable_current_modes():
+            made += [torch.empty(8, 8, device="meta") for _ in range(64)]
+        stale = [t for t in made if bytes_of(t) in places]
+        assert all(recorder._entered_bytes(t) is None for t in stale)
+    recorder.close()
+
+
+def test_backward_in_two_threads_at_once_leaves_autograd_as_it_was(module: Made) -> None:
+    first, second = threading.Barrier(2), threading.Barrier(2)
+    before = torch.autograd._engine_run_backward
+
+    def step(model: nn.Module, other: nn.Module, x: Tensor) -> None:
+        def work(layer: nn.Module, wait: threading.Barrier) -> None:
+            out = layer(x).sum()
+            out.register_hook(lambda grad: ((first.wait(), wait.wait())[:0] and grad) or None)
+            out.backward()
+
+        threads = [threading.Thread(target=work, args=(m, second)) for m in (model, other)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    graph = rt.trace(step, nn.Linear(8, 8), nn.Linear(8, 3), X)
+    assert torch.autograd._engine_run_backward is before
+    total = 2 * (ONE + 2 * 4 * 8 * 3)
+    assert rt.estimate(graph, chip="h100-sxm", execution="eager").flops_matrix == total
+
+
+@pytest.mark.parametrize("joined", [True, False])
+def test_a_thread_that_waits_for_more_is_said_at_once(module: Made, joined: bool) -> None:
+    asked: queue.Queue[Any] = queue.Queue()
+    answers: queue.Queue[Any] = queue.Queue()
+
+    def forward(self: Any, x: Tensor) -> Any:
+        def serve() -> None:
+            for item in iter(asked.get, None):
+                answers.put(self.lin(item))
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        asked.put(x)
+        found = answers.get()
+        if joined:
+            asked.put(None)
+        return found
+
+    graph = rt.trace(module(forward), X)
+    texts = [a.text for a in graph.assumptions if "still running" in a.text]
+    assert len(texts) == (not joined)
+    assert rt.estimate(graph, chip="h100-sxm").flops_matrix == ONE
+    asked.put(None)
 
 
 # -- real tensors, hooks, the host -----------------------------------------------------------------

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import rooftrace as rt
+from rooftrace.costmodels.price import price_ops
 
 DEVICES = 4
 
@@ -255,3 +256,43 @@ def test_a_jagged_tensor_that_is_padded_trains(size: Any, module: Any) -> None:
     rows = 3 * (5 if size is None else size[1])
     layer = 2 * 8 * 8  # FLOP for one row
     assert rt.estimate(graph).flops_matrix == layer * (2 * 10 + 3 * rows)
+
+
+SPARSE = {
+    "csr": Tensor.to_sparse_csr,
+    "csc": Tensor.to_sparse_csc,
+    "bsr": lambda dense: dense.to_sparse_bsr((2, 2)),
+    "coo": Tensor.to_sparse,
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize("where", ["parameter", "buffer", "attribute", "argument"])
+@pytest.mark.parametrize("layout", SPARSE)
+def test_products_of_sparse_weights_count_what_is_stored(layout: str, where: str) -> None:
+    dense = torch.eye(8)
+    dense[0, 3] = 2.0
+    sparse = SPARSE[layout](dense)
+
+    class Pruned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin = nn.Linear(8, 8)
+            if where == "parameter":
+                self.stored = nn.Parameter(sparse, requires_grad=False)
+            elif where == "buffer":
+                self.register_buffer("stored", sparse)
+            else:
+                self.stored = sparse
+
+        def forward(self, x: Tensor, weight: Any = None) -> Tensor:
+            return (self.stored if weight is None else weight) @ self.lin(x).T
+
+    graph = rt.trace(Pruned(), torch.randn(5, 8), *([sparse] if where == "argument" else []))
+    assert "sparse" in {a.kind for a in graph.assumptions}
+    assert not rt.estimate(graph).unsupported_ops()
+    places = int((sparse.values() if layout != "coo" else sparse._values()).numel())
+    (product,) = (op for op in graph.ops if op.name == "aten.mm")
+    assert product.facts["stored"] == places < dense.numel()
+    cost = price_ops(graph)[0][graph.ops.index(product)]
+    assert cost.flops() == 2 * places * 5

@@ -17,6 +17,7 @@ def empty(op: OpView) -> Cost:
 
 
 @builtin("aten.zeros", "aten.zeros_like", "aten.new_zeros", "aten._efficientzerotensor",
+         "aten._new_zeros_with_same_feature_meta",
          "aten.ones", "aten.ones_like", "aten.new_ones", "aten.full", "aten.full_like",
          "aten.new_full", "aten.eye", "aten.scalar_tensor", "aten.tril_indices",
          "aten.triu_indices", "aten.zero", "aten.zero_", "aten._foreach_zero",

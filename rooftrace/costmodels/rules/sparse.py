@@ -1,8 +1,8 @@
 """Products and sums over the stored elements of a sparse tensor.
 
 A graph has a sparse tensor with the shape of a dense one; how many elements it stores is the fact
-`stored` (of the first sparse operand).  Where that is not known (a meta tensor in CSR layout, the
-result of `to_sparse`) every element counts: an upper bound.  Products run on the vector engine, as
+`stored` (of the first sparse operand).  Where that is not known (the result of
+`to_sparse`) every element counts: an upper bound.  Products run on the vector engine, as
 cuSPARSE's do.  Bytes: a stored element moves with its indices, 8 bytes each.
 """
 
