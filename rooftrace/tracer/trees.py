@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -50,8 +51,8 @@ def _search(tree: Any, depth: int, seen: set[int], found: list[Tensor]) -> None:
 
 
 def _children(tree: Any) -> Iterable[Any]:
-    if isinstance(tree, Mapping):
-        return tree.values()
+    if isinstance(tree, (dict, MappingProxyType)):
+        return tree.values()  # any other mapping may load what it is asked for: look inside of it
     if isinstance(tree, (list, tuple, set, frozenset)):
         return tree
     if callable(tree):
