@@ -858,6 +858,8 @@ class Recorder(TorchDispatchMode):
         except (NotImplementedError, RuntimeError, TypeError) as error:
             out = dynamic.without_meta_kernel(self, func, info, args, kwargs, tensors, error)
             facts["fallback"] = type(error).__name__
+        else:
+            out = dynamic.off_host(self, func, info, args, kwargs, tensors, out)
         single = isinstance(out, Tensor)
         outputs = [out] if single else listed(out)
         taint = self._propagate(func, info, args, kwargs, tensors, outputs)

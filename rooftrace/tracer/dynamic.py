@@ -452,6 +452,24 @@ def classify(visible: Tensor) -> str:
 # -- ops that meta cannot run --------------------------------------------------------------------
 
 
+def off_host(
+    recorder: Recorder,
+    func: Any,
+    info: OpInfo,
+    args: Any,
+    kwargs: Mapping[str, Any],
+    tensors: list[Tensor],
+    out: Any,
+) -> Any:
+    """`out`, on meta: some kernels (solve_triangular) answer where a stray CPU tensor is."""
+    if info.mutated or info.may_alias or "device" in kwargs:
+        return out
+    if len({t.device.type for t in tensors}) < 2 or all(t.device == META for t in listed(out)):
+        return out
+    moved = tree_map_only(Tensor, lambda t: _off_host(recorder, t), (args, dict(kwargs)))
+    return func(*moved[0], **moved[1])
+
+
 def without_meta_kernel(
     recorder: Recorder,
     func: Any,
