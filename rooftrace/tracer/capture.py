@@ -229,6 +229,7 @@ class Recorder(TorchDispatchMode):
         self.values = values or Values()
         self.real = RealData(self)
         self.values.compute = self._from_data
+        self.values.finite = self._finite
         self.values.where = lambda: self.stack[-1][0] if self.stack else ""
         self.graph = fx.Graph()
         self.recording = record
@@ -585,6 +586,10 @@ class Recorder(TorchDispatchMode):
     def tagged_node(self, tensor: Tensor) -> fx.Node | None:
         """The fx node of a tensor that the graph knows."""
         return self.node_of(tensor) if self._key in tensor.__dict__ else None
+
+    def _finite(self, tensor: Tensor) -> bool | None:
+        made = self.made_by(tensor)
+        return None if made is None else dynamic.of_finite_numbers(made[0])
 
     def made_by(self, tensor: Tensor) -> tuple[fx.Node, int | None, Spec] | None:
         """The node that made a tensor, which of its outputs it is, and how it looks."""
