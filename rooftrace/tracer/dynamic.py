@@ -537,6 +537,9 @@ def without_meta_kernel(
     if str(func) in _TYPED_SUMS:
         with contextlib.suppress(*_REFUSED):
             return _with_type(func, *args)
+    if recorder.packed and not info.mutated and isinstance(error, RuntimeError):
+        with contextlib.suppress(*_REFUSED):
+            return _on_quantised(func, args, kwargs, tensors)
     if not isinstance(error, NotImplementedError) and _NO_FAKE not in str(error):
         raise error
     with contextlib.suppress(*_REFUSED):
@@ -579,6 +582,18 @@ def _off_host(recorder: Recorder, tensor: Tensor) -> Tensor:
     if small(tensor):
         recorder.values.learn(moved, tensor.detach())
     return moved
+
+
+def _on_quantised(func: Any, args: Any, kwargs: Mapping[str, Any], tensors: list[Tensor]) -> Any:
+    """An op of floats (a mean, a pooling) on quantised values, which are their integers on meta."""
+    stored = {t.dtype for t in tensors} & {torch.uint8, torch.int8}
+    if len(stored) != 1:
+        raise TypeError("no quantised values of one type")
+    dtype = stored.pop()
+    floats = tree_map_only(
+        Tensor, lambda t: t.float() if t.dtype == dtype else t, (args, dict(kwargs))
+    )
+    return tree_map_only(Tensor, lambda t: t.to(dtype), func(*floats[0], **floats[1]))
 
 
 def _in_bf16(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Tensor:
