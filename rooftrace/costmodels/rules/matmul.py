@@ -11,7 +11,6 @@ from rooftrace.costmodels.cost import NOTHING, Cost, OpView, TensorView
 from rooftrace.costmodels.registry import builtin
 from rooftrace.costmodels.rules.common import (
     is_complex,
-    is_matrix_type,
     needed,
     product_precision,
     stored_width,
@@ -27,13 +26,8 @@ def product(batch: int, m: int, k: int, n: int, a: TensorView, b: TensorView,
             rows: int | None = None) -> Cost:
     """C[batch, M, N] = A[batch, M, K] B[batch, K, N]: 2 M K N flop each.
 
-    A complex multiply-add is 4 real ones.  So are products of whole numbers counted: of 8 bits at
-    the rate of int8, of more at that of fp32, as no chip has another for them.
+    A complex multiply-add is 4 real ones.
     """
-    if not (is_matrix_type(a) or is_matrix_type(b)):
-        narrow = {a.dtype, b.dtype} <= {"int8", "uint8"}
-        return Cost.of(matmul=2 * batch * m * k * n, precision="int8" if narrow else "fp32",
-                       rows=m if rows is None else rows, columns=n, inner=k, widths=widths(a, b))
     parts = 4 if is_complex(a) and is_complex(b) else 2 if is_complex(a) or is_complex(b) else 1
     return Cost.of(matmul=2 * batch * m * k * n * parts, precision=product_precision(a, b),
                    rows=m if rows is None else rows, columns=n, inner=k, widths=widths(a, b))
