@@ -400,6 +400,12 @@ def learn_facts(
         pairs, mask = args[-2:]
         facts.update({"mask": mask} if pairs is None else {"mask": mask, "visible_pairs": pairs})
         return frozenset()
+    elif name in _PACKED_ATTENTION and len(args) > _PACKED_ATTENTION[name]:
+        offsets = args[_PACKED_ATTENTION[name]]
+        entry = values.known(offsets) if isinstance(offsets, Tensor) else None
+        if isinstance(offsets, Tensor) and (entry is None or not _equal_steps(entry.value)):
+            text = "attention over packed sequences counts them as equally long"
+            return frozenset([values.assume("lengths", text)])
     elif name in _MASK_POSITION and args[_MASK_POSITION[name]] is not None:
         position = _MASK_POSITION[name]
         query, key, mask = args[position - 3], args[position - 2], args[position]
@@ -417,6 +423,15 @@ def learn_facts(
             facts["stored"] = block.numel()
         return frozenset()
     return entry.taint if entry is not None else frozenset()
+
+
+_PACKED_ATTENTION = {"aten._flash_attention_forward": 3, "aten._flash_attention_backward": 6}
+"""Where the offsets of the sequences stand."""
+
+
+def _equal_steps(offsets: Tensor) -> bool:
+    steps = offsets.diff()
+    return bool((steps == steps[:1]).all())
 
 
 def _distinct(index: Tensor) -> dict[str, Any]:
@@ -507,10 +522,11 @@ def off_host(
     """`out`, on meta: some kernels (solve_triangular) answer where a stray CPU tensor is."""
     if info.mutated or info.may_alias or "device" in kwargs:
         return out
-    if len({t.device.type for t in tensors}) < 2 or all(t.device == META for t in listed(out)):
+    outputs = listed(out)
+    if len({t.device.type for t in tensors}) < 2 or any(t.device == META for t in outputs):
         return out
     moved = tree_map_only(Tensor, lambda t: _off_host(recorder, t), (args, dict(kwargs)))
-    return func(*moved[0], **moved[1])
+    return func(*moved[0], **moved[1]) if outputs else out
 
 
 def without_meta_kernel(

@@ -402,3 +402,25 @@ def test_a_distribution_that_a_module_holds_meets_meta_tensors() -> None:
 
     graph = rt.trace(Flow(), X, phase="training", optimizer="none")
     assert sum(op.name == "aten.linalg_solve_triangular" for op in graph.ops) == 2
+
+
+@pytest.mark.parametrize(("lengths", "said"), [((4, 4, 4), False), ((5, 9, 3), True)])
+def test_attention_says_that_it_takes_sequences_for_equally_long(
+    lengths: tuple[int, ...], said: bool
+) -> None:
+    class Packed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv = nn.Linear(8, 24)
+
+        def forward(self, x: Tensor, offsets: Tensor) -> Any:
+            q, k, v = (t.unflatten(-1, (2, 4)) for t in self.qkv(x).chunk(3, -1))
+            longest = max(lengths)
+            found = torch.ops.aten._flash_attention_forward(
+                q, k, v, offsets, offsets, longest, longest, 0.0, False, False
+            )
+            return found[0]
+
+    offsets = torch.tensor([0, *lengths]).cumsum(0).int()
+    graph = rt.trace(Packed(), torch.randn(sum(lengths), 8), offsets)
+    assert bool([a for a in graph.assumptions if a.kind == "lengths"]) is said
