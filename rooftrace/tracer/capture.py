@@ -234,6 +234,7 @@ class Recorder(TorchDispatchMode):
         self.values = values or Values()
         self.real = RealData(self)
         self.values.compute = self._from_data
+        self.values.finite = self._finite
         self.values.where = lambda: self.stack[-1][0] if self.stack else ""
         self.graph = fx.Graph()
         self._records = record
@@ -609,6 +610,10 @@ class Recorder(TorchDispatchMode):
         """The fx node of a tensor that the graph knows."""
         return self.node_of(tensor) if self._key in tensor.__dict__ else None
 
+    def _finite(self, tensor: Tensor) -> bool | None:
+        made = self.made_by(tensor)
+        return None if made is None else dynamic.of_finite_numbers(made[0])
+
     def made_by(self, tensor: Tensor) -> tuple[fx.Node, int | None, Spec] | None:
         """The node that made a tensor, which of its outputs it is, and how it looks."""
         tag: _Tag | None = tensor.__dict__.get(self._key)
@@ -881,6 +886,8 @@ class Recorder(TorchDispatchMode):
         except (NotImplementedError, RuntimeError, TypeError) as error:
             out = dynamic.without_meta_kernel(self, func, info, args, kwargs, tensors, error)
             facts["fallback"] = type(error).__name__
+        else:
+            out = dynamic.off_host(self, func, info, args, kwargs, tensors, out)
         single = isinstance(out, Tensor)
         outputs = [out] if single else listed(out)
         taint = self._propagate(func, info, args, kwargs, tensors, outputs)

@@ -107,7 +107,7 @@ def _refers(item: Any, memo: Mapping[int, Any], depth: int, seen: dict[int, int]
     inside: Iterable[Any] | None = _parts_of_callable(item)
     if inside is None and isinstance(item, nn.Module):
         inside = [*item.parameters(), *item.buffers()]
-    elif inside is None and isinstance(item, Mapping):
+    elif inside is None and isinstance(item, dict):
         inside = [*item.keys(), *item.values()]
     elif inside is None and isinstance(item, (list, tuple, set, frozenset)):
         inside = item

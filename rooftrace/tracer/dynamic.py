@@ -7,11 +7,12 @@ without a meta kernel goes down a ladder of substitutes, each on record too.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch._higher_order_ops.scan import generic_scan
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
@@ -451,6 +452,12 @@ def learn_facts(
         pairs, mask = args[-2:]
         facts.update({"mask": mask} if pairs is None else {"mask": mask, "visible_pairs": pairs})
         return frozenset()
+    elif name in _PACKED_ATTENTION and len(args) > _PACKED_ATTENTION[name]:
+        offsets = args[_PACKED_ATTENTION[name]]
+        entry = values.known(offsets) if isinstance(offsets, Tensor) else None
+        if isinstance(offsets, Tensor) and (entry is None or not _equal_steps(entry.value)):
+            text = "attention over packed sequences counts them as equally long"
+            return frozenset([values.assume("lengths", text)])
     elif name in _MASK_POSITION and args[_MASK_POSITION[name]] is not None:
         position = _MASK_POSITION[name]
         query, key, mask = args[position - 3], args[position - 2], args[position]
@@ -493,6 +500,15 @@ def _range(index: Tensor) -> tuple[int, int]:
     return int(least), int(most)
 
 
+_PACKED_ATTENTION = {"aten._flash_attention_forward": 3, "aten._flash_attention_backward": 6}
+"""Where the offsets of the sequences stand."""
+
+
+def _equal_steps(offsets: Tensor) -> bool:
+    steps = offsets.diff()
+    return bool((steps == steps[:1]).all())
+
+
 def _distinct(index: Tensor) -> dict[str, Any]:
     return {"rows_touched": int(torch.unique(index).numel())}
 
@@ -527,6 +543,67 @@ def classify(visible: Tensor) -> str:
 # -- ops that meta cannot run --------------------------------------------------------------------
 
 
+_SAME = {"aten.eq.Tensor": True, "aten.ne.Tensor": False}
+"""Of a number and itself: nan alone differs."""
+_INFINITE = {"aten.ne.Scalar": True, "aten.eq.Scalar": False}
+"""Of a number and infinity."""
+_TESTS = {"aten.isfinite": True, "aten.isnan": False, "aten.isinf": False}
+_BOTH = ("aten.mul", "aten.logical_and", "aten.bitwise_and")
+_EITHER = ("aten.logical_or", "aten.bitwise_or")
+_NOT = ("aten.logical_not", "aten.bitwise_not")
+_KEEPS = frozenset(
+    f"aten.{name}"
+    for name in ("all", "any", "view", "reshape", "_to_copy", "clone", "alias", "detach", "stack")
+)
+
+
+def of_finite_numbers(node: fx.Node, depth: int = 16) -> bool | None:
+    """What a test for inf and nan (isfinite, isnan and what is made of them) gives for numbers that
+    are finite; None where a recorded op is no such test."""
+    target: Any = node.target
+    if not isinstance(target, torch._ops.OpOverload) or not node.args or not depth:
+        return None
+    name = f"{target.namespace}.{target._opname}"
+    first, second = node.args[0], node.args[1] if len(node.args) > 1 else None
+    if name in _TESTS:
+        return _TESTS[name]
+    if str(target) in _SAME and first is second:
+        return _SAME[str(target)]
+    if str(target) in _INFINITE and isinstance(second, float) and math.isinf(second):
+        return _INFINITE[str(target)]
+    parts = (first, second) if name in _BOTH + _EITHER else (first,)
+    if name not in _KEEPS and name not in _NOT and name not in _BOTH + _EITHER:
+        return None
+    if isinstance(first, (list, tuple)):
+        parts = tuple(first)
+    found = [of_finite_numbers(p, depth - 1) if isinstance(p, fx.Node) else None for p in parts]
+    if not found or None in found:
+        return None
+    if name in _NOT:
+        return not found[0]
+    some = name in _EITHER or name == "aten.any"
+    return any(found) if some else all(found)
+
+
+def off_host(
+    recorder: Recorder,
+    func: Any,
+    info: OpInfo,
+    args: Any,
+    kwargs: Mapping[str, Any],
+    tensors: list[Tensor],
+    out: Any,
+) -> Any:
+    """`out`, on meta: some kernels (solve_triangular) answer where a stray CPU tensor is."""
+    if info.mutated or info.may_alias or "device" in kwargs:
+        return out
+    outputs = listed(out)
+    if len({t.device.type for t in tensors}) < 2 or any(t.device == META for t in outputs):
+        return out
+    moved = tree_map_only(Tensor, lambda t: _off_host(recorder, t), (args, dict(kwargs)))
+    return func(*moved[0], **moved[1]) if outputs else out
+
+
 def without_meta_kernel(
     recorder: Recorder,
     func: Any,
@@ -554,6 +631,9 @@ def without_meta_kernel(
     if any(t.layout is not torch.strided for t in tensors):
         with contextlib.suppress(*_REFUSED):  # a sum or product has the sizes of the dense one
             return _as_dense(func, args, kwargs)
+    if recorder.packed and not info.mutated and isinstance(error, RuntimeError):
+        with contextlib.suppress(*_REFUSED):
+            return _on_quantised(func, args, kwargs, tensors)
     if not isinstance(error, NotImplementedError) and _NO_FAKE not in str(error):
         raise error
     with contextlib.suppress(*_REFUSED):
@@ -596,6 +676,18 @@ def _off_host(recorder: Recorder, tensor: Tensor) -> Tensor:
     if small(tensor):
         recorder.values.learn(moved, tensor.detach())
     return moved
+
+
+def _on_quantised(func: Any, args: Any, kwargs: Mapping[str, Any], tensors: list[Tensor]) -> Any:
+    """An op of floats (a mean, a pooling) on quantised values, which are their integers on meta."""
+    stored = {t.dtype for t in tensors} & {torch.uint8, torch.int8}
+    if len(stored) != 1:
+        raise TypeError("no quantised values of one type")
+    dtype = stored.pop()
+    floats = tree_map_only(
+        Tensor, lambda t: t.float() if t.dtype == dtype else t, (args, dict(kwargs))
+    )
+    return tree_map_only(Tensor, lambda t: t.to(dtype), func(*floats[0], **floats[1]))
 
 
 def _in_bf16(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Tensor:

@@ -118,6 +118,17 @@ def _attention_backward_meta(
     return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), grad_mask
 
 
+@contextlib.contextmanager
+def _differentiable() -> Iterator[None]:
+    """Inside, autograd follows ops, also where a dispatch mode asks for a value: it runs below."""
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in (torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.ADInplaceOrView):
+        excluded -= torch._C.DispatchKeySet(key)
+    included = torch._C._dispatch_tls_local_include_set()
+    with torch._C._ForceDispatchKeyGuard(included, excluded), torch.enable_grad():
+        yield
+
+
 def _attention_backward_cpu(
     grad_out: Tensor,
     query: Tensor,
@@ -130,7 +141,7 @@ def _attention_backward_cpu(
     is_causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    with torch.enable_grad():
+    with _differentiable():
         leaves = [t.detach().requires_grad_() for t in (query, key, value)]
         float_mask = mask is not None and mask.is_floating_point()
         bias = mask.detach().requires_grad_() if mask is not None and float_mask else mask
@@ -302,7 +313,7 @@ def _rnn_backward_cpu(
     mode: str,
     *options: Any,
 ) -> list[Tensor]:
-    with torch.enable_grad():
+    with _differentiable():
         leaves = [t.detach().requires_grad_() for t in (input, *hx, *params)]
         states = 1 + len(hx)
         outputs = _rnn_run(leaves[0], leaves[1:states], leaves[states:], mode, *options)
@@ -471,7 +482,7 @@ def _spelled_gradients(
     """Gradients of input and weight through the ops that RMS norm is made of; differentiable where
     these require it themselves."""
     again = input.requires_grad or (weight is not None and weight.requires_grad)
-    with torch.enable_grad():
+    with _differentiable():
         leaves = [t if t.requires_grad else t.detach().requires_grad_() for t in (input, weight)
                   if t is not None]  # fmt: skip
         given = leaves[1] if weight is not None else None

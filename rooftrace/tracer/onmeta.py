@@ -7,7 +7,9 @@ import copy
 import dataclasses
 import inspect
 import io
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -87,6 +89,7 @@ def on_meta(module: nn.Module) -> nn.Module:
         return module
     twins.beside(part for part in module.modules() if id(part) not in inside)
     own = [t for part in module.modules() if id(part) not in inside for t in own_tensors(part)]
+    fresh_handles(module, memo)
     try:
         twins.finish()
         made: nn.Module = copy.deepcopy(module, memo)
@@ -97,6 +100,41 @@ def on_meta(module: nn.Module) -> nn.Module:
             f"{type(module).__name__} cannot be copied to the meta device ({error}): build it "
             "under `with torch.device('meta'):` and pass that"
         ) from error
+
+
+_HANDLES: dict[type, Callable[[Any], Any]] = {
+    ThreadPoolExecutor: lambda pool: ThreadPoolExecutor(pool._max_workers),
+    type(threading.Lock()): lambda lock: threading.Lock(),
+    type(threading.RLock()): lambda lock: threading.RLock(),
+    threading.Event: lambda event: threading.Event(),
+    threading.Semaphore: lambda semaphore: threading.Semaphore(semaphore._value),
+    threading.local: lambda local: threading.local(),
+}
+"""What cannot be copied, and how one like it is made: nobody waits for it or holds it yet."""
+
+
+def fresh_handles(module: nn.Module, memo: dict[int, Any]) -> None:
+    """Put handles of their own for the pools and locks of modules into the memo of a deep copy."""
+    waiting = [item for part in module.modules() for item in vars(part).values()]
+    for _ in range(_HANDLE_DEPTH):
+        inside: list[Any] = []
+        for item in waiting:
+            make = _HANDLES.get(type(item))
+            if make is not None:
+                memo.setdefault(id(item), make(item))
+            elif isinstance(item, dict):
+                inside += item.values()
+            elif isinstance(item, (list, tuple)):
+                inside += item
+            elif type(item).__module__ in ("threading", "queue", "_thread", "_queue"):
+                continue  # a queue is emptied by a thread that knows the original: none like it
+            elif not isinstance(item, (*PLAIN, Tensor, nn.Module, type)) and not callable(item):
+                inside += getattr(item, "__dict__", {}).values()
+        waiting = inside
+
+
+_HANDLE_DEPTH = 3
+"""How deep objects that modules hold are looked into for pools and locks."""
 
 
 def _scripted(module: nn.Module) -> list[torch.jit.ScriptModule]:

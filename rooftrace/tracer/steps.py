@@ -28,7 +28,7 @@ from rooftrace.tracer.before import as_before
 from rooftrace.tracer.capture import META_KEY, Recorded, Recorder
 from rooftrace.tracer.closures import copy_hooks, held_by, hooks_of, rebound
 from rooftrace.tracer.graph import OpGraph
-from rooftrace.tracer.onmeta import LAZY, Twins, own_tensors
+from rooftrace.tracer.onmeta import LAZY, Twins, fresh_handles, own_tensors
 from rooftrace.tracer.optimizer import copy_optimizers, optimizers_in
 from rooftrace.tracer.request import Inputs, Options, RequestError
 from rooftrace.tracer.trees import tensors_in
@@ -175,6 +175,8 @@ def _on_meta(step: Callable[..., Any], tree: Any, modules: Sequence[nn.Module]) 
         for tensor in own:
             twins.of(tensor, owned=True)
         twins.beside(part for module in modules for part in module.modules())
+        for module in modules:
+            fresh_handles(module, memo)
     for tensor in tensors_in((tree, [vars(optimizer) for optimizer in optimizers])):
         twins.of(tensor)
     shapes = {tensor.shape for tensor in own if not isinstance(tensor, LAZY)}

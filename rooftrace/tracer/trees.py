@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
-from types import ModuleType
+from collections.abc import Collection, Iterable
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 import torch
@@ -76,8 +76,8 @@ def _search(
 
 
 def _children(tree: Any) -> Iterable[Any]:
-    if isinstance(tree, Mapping):
-        return tree.values()
+    if isinstance(tree, (dict, MappingProxyType)):
+        return tree.values()  # any other mapping may load what it is asked for: look inside of it
     if isinstance(tree, (list, tuple, set, frozenset)):
         return tree
     if callable(tree):

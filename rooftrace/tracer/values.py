@@ -185,6 +185,8 @@ class Values:
         self.computed = 0  # how many values were computed from real data
         self.compute: Callable[[Tensor], Tensor | None] = lambda tensor: None
         """Gives the value of a tensor from the real tensors that were given, where it can."""
+        self.finite: Callable[[Tensor], bool | None] = lambda tensor: None
+        """Gives what a test for inf and nan says of finite numbers; None for what is no such."""
         self.decided = False  # the last of these decisions was the user's
         self._epochs: dict[int, int] = {}
         self._memo: dict[Any, Any] = {}
@@ -278,7 +280,13 @@ class Values:
         if entry is not None:
             return entry.value, entry.taint
         shape = tuple(tensor.shape)
-        if tensor.dtype == torch.bool and tensor.numel() == 1:
+        single = tensor.dtype == torch.bool and tensor.numel() == 1
+        if tensor.dtype == torch.bool and not (single and self.by_number):
+            finite = self.finite(tensor)
+            if finite is not None and self.decision("branch" if single else "density") is None:
+                text = f"{why}: unknown numbers are taken as finite"
+                return torch.full(shape, finite), frozenset([self.assume("finite", text, finite)])
+        if single:
             return self._branch(shape, why)
         if tensor.numel() > MAX_ASSUMED:
             raise UnknownValueError(

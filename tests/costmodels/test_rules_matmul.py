@@ -66,6 +66,17 @@ def test_a_complex_product_is_four_real_ones():
     assert cost(lambda: a @ b).flops(["matmul"]) == 4 * 2 * 7 * 5 * 3
 
 
+@pytest.mark.parametrize(
+    ("dtype", "precision"),
+    [(torch.int8, "int8"), (torch.uint8, "int8"), (torch.int32, "fp32"), (torch.int64, "fp32")],
+)
+def test_products_of_whole_numbers_are_no_zero(dtype, precision):
+    a, b = meta(7, 5).to(dtype), meta(5, 3).to(dtype)
+    found = cost(lambda: a @ b)
+    assert {work.precision for work in found.work} == {precision}
+    assert found.flops(["matmul"]) == torch_flops(lambda: a @ b) == 2 * 7 * 5 * 3
+
+
 def test_int8_and_fp8_products_keep_their_precision():
     a = meta(32, 16, dtype=torch.int8)
     b = meta(16, 8, dtype=torch.int8)

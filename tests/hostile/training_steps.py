@@ -501,7 +501,7 @@ def hessian_vector_products() -> Case:
     return Case(step, (model, torch.randn(7, 6)))
 
 
-@pattern(named=("branch",))
+@pattern(named=("value",))
 def skipped_steps() -> Case:
     """A step that is skipped when its loss is an outlier, by `.item()` against a running mean."""
     model = mlp()

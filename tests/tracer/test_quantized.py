@@ -245,3 +245,20 @@ def test_bitsandbytes_layers_keep_their_state(bits: int, warm: bool) -> None:
     packed = WIDTH * HIDDEN * bits // 8
     assert packed < estimate.bytes.weights < 1.1 * packed  # and scales
     assert not estimate.unsupported_ops()
+
+
+def test_a_mean_of_quantised_values() -> None:
+    class Pooled(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.relu(self.conv(self.quant(x)))
+            return self.dequant(x.mean((2, 3)))  # type: ignore[no-any-return]
+
+    model = Pooled().eval()
+    x, model.qconfig = torch.randn(2, 8, 16, 16), quantization.default_qconfig
+    dense = counted(model, x)
+    quantization.prepare(model, inplace=True)
+    model(x)
+    quantization.convert(model, inplace=True)
+    graph = rt.trace(model, x)
+    assert rt.estimate(graph, chip="h100-sxm").flops_matrix == dense > 0
+    assert graph.values[graph.outputs[0]].shape == (2, 16)

@@ -4,6 +4,7 @@ What is counted is what FlopCounterMode counts on the real module.
 """
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -300,3 +301,126 @@ def test_a_loss_that_matches_with_scipy_traces(device: str) -> None:
     products = [op.name for op in graph.ops if op.name in ("aten.addmm", "aten.mm")]
     assert products == ["aten.addmm", "aten.mm"]
     assert bool([a for a in graph.assumptions if a.kind == "value"]) == (device == "meta")
+
+
+# -- behind a backward, and tests for inf and nan --------------------------------------------------
+
+
+class Attends(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(8, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (t.view(2, 3, 2, 4).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        return nn.functional.scaled_dot_product_attention(q, k, v)
+
+
+class Recurs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(8, 8, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lstm(x)[0]  # type: ignore[no-any-return]
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x)  # type: ignore[no-any-return]
+
+
+def clipped(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
+    """A step of the optimizer, if the gradients are finite."""
+    model(x).square().sum().backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    if torch.isfinite(norm):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("made", [Attends, Recurs, Normed])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_gradients_are_finite(made: Callable[[], nn.Module], device: str) -> None:
+    model = made().to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    graph = rt.trace(clipped, model, optimizer, torch.randn(2, 3, 8, device=device))
+    assert [op for op in graph.ops if op.target.startswith("aten.addcdiv_")]
+    assert [a.kind for a in graph.assumptions] == ([] if device == "cpu" else ["finite"])
+
+
+@pytest.mark.parametrize(
+    ("condition", "runs"),
+    [
+        (lambda x: x.isfinite().all(), True),
+        (lambda x: ~(x.isnan().any() | x.isinf().any()), True),
+        (lambda x: torch.isnan(x).any() or torch.isinf(x).any(), False),
+        (lambda x: (x == x).all() and not (x.abs() == math.inf).any(), True),
+    ],
+)
+def test_tests_for_inf_and_nan_say_that_numbers_are_finite(condition: Any, runs: bool) -> None:
+    class Module(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Any:
+            x = self.lin(x)
+            return self.lin(x) if condition(x) else x
+
+    graph = rt.trace(Module().to("meta"), torch.empty(6, 8, device="meta"))
+    assert sum(op.name == "aten.addmm" for op in graph.ops) == 1 + runs
+    assert {a.kind for a in graph.assumptions} == {"finite"}
+
+
+def test_finite_rows_are_all_rows() -> None:
+    class Module(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Any:
+            y = self.lin(x)
+            return self.lin(y[y.isfinite().all(-1)])
+
+    graph = rt.trace(Module().to("meta"), torch.empty(6, 8, device="meta"))
+    assert rt.estimate(graph, chip="h100-sxm").flops_matrix == 2 * 2 * 6 * 8 * 8
+
+
+def test_a_distribution_that_a_module_holds_meets_meta_tensors() -> None:
+    class Flow(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin = nn.Linear(8, 8)
+            self.base = torch.distributions.MultivariateNormal(torch.zeros(8), torch.eye(8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return -self.base.log_prob(self.lin(x)).mean()
+
+    graph = rt.trace(Flow(), X, phase="training", optimizer="none")
+    assert sum(op.name == "aten.linalg_solve_triangular" for op in graph.ops) == 2
+
+
+@pytest.mark.parametrize(("lengths", "said"), [((4, 4, 4), False), ((5, 9, 3), True)])
+def test_attention_says_that_it_takes_sequences_for_equally_long(
+    lengths: tuple[int, ...], said: bool
+) -> None:
+    class Packed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv = nn.Linear(8, 24)
+
+        def forward(self, x: Tensor, offsets: Tensor) -> Any:
+            q, k, v = (t.unflatten(-1, (2, 4)) for t in self.qkv(x).chunk(3, -1))
+            longest = max(lengths)
+            found = torch.ops.aten._flash_attention_forward(
+                q, k, v, offsets, offsets, longest, longest, 0.0, False, False
+            )
+            return found[0]
+
+    offsets = torch.tensor([0, *lengths]).cumsum(0).int()
+    graph = rt.trace(Packed(), torch.randn(sum(lengths), 8), offsets)
+    assert bool([a for a in graph.assumptions if a.kind == "lengths"]) is said

@@ -9,7 +9,7 @@ import dataclasses
 import io
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -488,3 +488,62 @@ def test_layers_that_leave_something_behind_are_all_run() -> None:
 
     assert flops(nn.Sequential(*(Layer() for _ in range(5))).eval(), X) == 5 * ONE
     assert len(kept) == 5
+
+
+# -- what modules hold beside tensors --------------------------------------------------------------
+
+
+class WithHandles(nn.Module):
+    """Runs a layer in a pool of its own, under a lock."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin, self.pool, self.locks = nn.Linear(8, 8), ThreadPoolExecutor(2), [threading.Lock()]
+
+    def forward(self, x: Tensor) -> Tensor:
+        with self.locks[0]:
+            return self.pool.submit(self.lin, x).result()  # type: ignore[no-any-return]
+
+
+def test_a_module_may_hold_a_pool_and_a_lock() -> None:
+    model = WithHandles()
+    assert flops(model, X) == ONE
+    assert not model.pool._threads  # the user's own has run nothing
+
+    def step(model: nn.Module, x: Tensor) -> None:
+        model(x).sum().backward()
+
+    assert flops_of_step(step, model, X) == 2 * ONE
+
+
+def flops_of_step(step: Any, *args: Any) -> int:
+    return rt.estimate(rt.trace(step, *args), chip="h100-sxm").flops_matrix
+
+
+class Loads(Mapping[str, Tensor]):
+    """A mapping that loads what it is asked for, and is asked for by one name only."""
+
+    def __init__(self, weights: dict[str, Tensor]) -> None:
+        self.weights = weights
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.weights[f"{name}.there"]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.weights)
+
+    def __len__(self) -> int:
+        return len(self.weights)
+
+
+def test_a_mapping_that_loads_is_not_read_out() -> None:
+    class Offloaded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin, self.bias = nn.Linear(8, 8, bias=False), nn.Parameter(torch.ones(8))
+            self.weights = Loads({"weight.there": self.lin.weight.data})
+
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.linear(x, self.weights["weight"]) + self.bias
+
+    assert flops(Offloaded(), X) == ONE

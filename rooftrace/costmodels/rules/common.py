@@ -34,8 +34,14 @@ def vector(op: OpView, flop: int, count: str = "useful") -> Cost:
 
 
 def product_precision(*operands: TensorView | None) -> str:
-    """What a matrix product of these operands computes in; scales and biases have no say."""
-    return widest(*(t.dtype for t in operands if t is not None))
+    """What a matrix product of these operands computes in; scales and biases have no say.
+
+    Whole numbers of 8 bits in int8; wider ones at the rate of fp32, as no chip has another.
+    """
+    known = [t for t in operands if t is not None]
+    if all(precision(t.dtype).kind in ("int", "bool") for t in known):
+        return "int8" if all(precision(t.dtype).bits <= 8 for t in known) else "fp32"
+    return widest(*(t.dtype for t in known))
 
 
 def stored_width(tensor: TensorView) -> float:
@@ -46,11 +52,6 @@ def stored_width(tensor: TensorView) -> float:
 def widths(a: TensorView, b: TensorView) -> tuple[float, float]:
     """`stored_width` of the two operands of a product."""
     return stored_width(a), stored_width(b)
-
-
-def is_matrix_type(tensor: TensorView) -> bool:
-    """Whether products of this type are counted: floats, and complex by their real parts."""
-    return precision(tensor.dtype).kind in ("float", "complex")
 
 
 def operands(op: OpView, only: Collection[str] | None = None,

@@ -11,7 +11,6 @@ from rooftrace.costmodels.cost import NOTHING, Cost, OpView, TensorView
 from rooftrace.costmodels.registry import builtin
 from rooftrace.costmodels.rules.common import (
     is_complex,
-    is_matrix_type,
     needed,
     product_precision,
     stored_width,
@@ -27,10 +26,8 @@ def product(batch: int, m: int, k: int, n: int, a: TensorView, b: TensorView,
             rows: int | None = None) -> Cost:
     """C[batch, M, N] = A[batch, M, K] B[batch, K, N]: 2 M K N flop each.
 
-    A complex multiply-add is 4 real ones.  Integers have no rate in aten.mm on a GPU: bytes only.
+    A complex multiply-add is 4 real ones.
     """
-    if not (is_matrix_type(a) or is_matrix_type(b)):
-        return NOTHING
     parts = 4 if is_complex(a) and is_complex(b) else 2 if is_complex(a) or is_complex(b) else 1
     return Cost.of(matmul=2 * batch * m * k * n * parts, precision=product_precision(a, b),
                    rows=m if rows is None else rows, columns=n, inner=k, widths=widths(a, b))
