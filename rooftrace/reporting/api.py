@@ -28,7 +28,7 @@ from rooftrace.hardware.chipfile import load_chip
 from rooftrace.reporting.calibrating import Calibration, calibrated
 from rooftrace.reporting.report import FORMATS, Report, build_report
 from rooftrace.reporting.validating import Validation, validated
-from rooftrace.tracer.apart import Traced
+from rooftrace.tracer.apart import Traced, naming
 from rooftrace.tracer.api import (
     at_batches,
     graphs_of,
@@ -290,9 +290,9 @@ def diff(
     traced = _sides(sides, asks, progress)
     placed: list[dict[str, Estimate]] = []
     files: list[Mapping[str, str]] = []
-    for get in traced:
+    for get, name in zip(traced, map(_name, sides, ("before", "after")), strict=True):
         # Rules that come with the code of one side are not the other's.
-        with own_rules():
+        with own_rules(), naming(name):
             found = get()
             placed.append(
                 {phase: estimate_graph(g, loaded, model) for phase, g in found.graphs.items()}
