@@ -95,12 +95,17 @@ def load_chip(name_or_path: str | os.PathLike[str] | Chip) -> Chip:
     """A chip by name or alias ("h200"), by path (ending in .toml), or as it is."""
     if isinstance(name_or_path, Chip):
         return name_or_path
+    if not isinstance(name_or_path, (str, os.PathLike)):
+        raise UnknownChipError(
+            f"chip {name_or_path!r:.60}: expected one name, path or Chip, for example 'h200-sxm'"
+        )
     given = os.fspath(name_or_path)
     if given.lower().endswith(".toml"):
         return _load_file(Path(given))
-    key = given.strip().lower().replace("_", "-").replace(" ", "-")
-    if key in available_chips():
-        return _bundled(key)  # whatever stands in the other files
+    key = _spelling(given)
+    bundled = {_spelling(name): name for name in available_chips()}
+    if key in bundled:
+        return _bundled(bundled[key])  # whatever stands in the other files
     names, unreadable = _aliases()
     owners = names.get(key, ())
     if len(owners) > 1:
@@ -117,6 +122,11 @@ def load_chip(name_or_path: str | os.PathLike[str] | Chip) -> Chip:
     )
 
 
+def _spelling(name: str) -> str:
+    """A name of a chip as it is compared: case, blanks and underscores make no difference."""
+    return name.strip().lower().replace("_", "-").replace(" ", "-")
+
+
 def _folder() -> Traversable:
     """Where the bundled chips lie."""
     return resources.files(CHIPS).joinpath("chips")
@@ -131,7 +141,12 @@ def available_chips() -> tuple[str, ...]:
 
 @functools.cache
 def _bundled(name: str) -> Chip:
-    return _read(_folder().joinpath(f"{name}.toml").read_text(encoding="utf-8"), f"{name}.toml")
+    file = f"{name}.toml"
+    try:
+        text = _folder().joinpath(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as problem:
+        raise ChipFileError(f"{file}: cannot be read: {problem}") from problem
+    return _read(text, file)
 
 
 @functools.cache
@@ -152,7 +167,7 @@ def _aliases() -> tuple[dict[str, tuple[str, ...]], tuple[str, ...]]:
         aliases = table.get("aliases", [])
         for alias in aliases if isinstance(aliases, list) else []:
             if isinstance(alias, str):
-                names[alias] = (*names.get(alias, ()), name)
+                names[_spelling(alias)] = (*names.get(_spelling(alias), ()), name)
     return names, tuple(unreadable)
 
 
