@@ -525,7 +525,8 @@ def lint_chip(path: str | os.PathLike[str]) -> list[Finding]:
     if bundled and os.fspath(path) in available_chips() and os.fspath(path) != chip.name:
         message = f'"{chip.name}" stands in {path}.toml: a chip is found by the name of its file'
         findings.append(Finding("error", "name", message))
-    findings += _clashes(chip, "error" if bundled else "note")
+    own = os.fspath(path) if bundled else chip.name
+    findings += _clashes(chip, own, "error" if bundled else "note")
     if os.fspath(path).lower().endswith(".toml") and Path(path).stem != chip.name:
         message = f'"{chip.name}" stands in {Path(path).name}: the file is found by its name'
         findings.append(Finding("note", "name", message))
@@ -535,12 +536,12 @@ def lint_chip(path: str | os.PathLike[str]) -> list[Finding]:
     return findings
 
 
-def _clashes(chip: Chip, severity: Severity) -> Iterator[Finding]:
-    """Names of this chip that mean another bundled one too."""
+def _clashes(chip: Chip, own: str, severity: Severity) -> Iterator[Finding]:
+    """Names of this chip that mean another bundled one too.  own: the name of its file."""
     names, _ = _aliases()
     for alias in dict.fromkeys((chip.name, *chip.aliases)):
         owners = [alias] if alias in available_chips() else []
-        others = [name for name in (*owners, *names.get(alias, ())) if name != chip.name]
+        others = [name for name in (*owners, *names.get(alias, ())) if name != own]
         for other in dict.fromkeys(others):
             message = f'"{alias}" is {"the name" if other == alias else "an alias"} of {other} too'
             yield Finding(severity, "aliases", f"{message} ({other}.toml)")
