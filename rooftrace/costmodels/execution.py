@@ -188,6 +188,10 @@ def execution_model(name: str | ExecutionModel, **changes: Any) -> ExecutionMode
     changes = _known(ExecutionModel, changes)
     if isinstance(name, ExecutionModel):
         return replace(name, **changes) if changes else name
+    if not isinstance(name, str):
+        raise ExecutionError(
+            f"execution {name!r:.60}: expected one of {', '.join(PRESETS)}, or an ExecutionModel"
+        )
     preset = PRESETS.get(name)
     if preset is None:
         close = difflib.get_close_matches(name, PRESETS, n=1)

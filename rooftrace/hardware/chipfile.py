@@ -95,12 +95,17 @@ def load_chip(name_or_path: str | os.PathLike[str] | Chip) -> Chip:
     """A chip by name or alias ("h200"), by path (ending in .toml), or as it is."""
     if isinstance(name_or_path, Chip):
         return name_or_path
+    if not isinstance(name_or_path, (str, os.PathLike)):
+        raise UnknownChipError(
+            f"chip {name_or_path!r:.60}: expected one name, path or Chip, for example 'h200-sxm'"
+        )
     given = os.fspath(name_or_path)
     if given.lower().endswith(".toml"):
         return _load_file(Path(given))
-    key = given.strip().lower().replace("_", "-").replace(" ", "-")
-    if key in available_chips():
-        return _bundled(key)  # whatever stands in the other files
+    key = _spelling(given)
+    bundled = {_spelling(name): name for name in available_chips()}
+    if key in bundled:
+        return _bundled(bundled[key])  # whatever stands in the other files
     names, unreadable = _aliases()
     owners = names.get(key, ())
     if len(owners) > 1:
@@ -117,6 +122,11 @@ def load_chip(name_or_path: str | os.PathLike[str] | Chip) -> Chip:
     )
 
 
+def _spelling(name: str) -> str:
+    """A name of a chip as it is compared: case, blanks and underscores make no difference."""
+    return name.strip().lower().replace("_", "-").replace(" ", "-")
+
+
 def _folder() -> Traversable:
     """Where the bundled chips lie."""
     return resources.files(CHIPS).joinpath("chips")
@@ -131,7 +141,12 @@ def available_chips() -> tuple[str, ...]:
 
 @functools.cache
 def _bundled(name: str) -> Chip:
-    return _read(_folder().joinpath(f"{name}.toml").read_text(encoding="utf-8"), f"{name}.toml")
+    file = f"{name}.toml"
+    try:
+        text = _folder().joinpath(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as problem:
+        raise ChipFileError(f"{file}: cannot be read: {problem}") from problem
+    return _read(text, file)
 
 
 @functools.cache
@@ -152,7 +167,7 @@ def _aliases() -> tuple[dict[str, tuple[str, ...]], tuple[str, ...]]:
         aliases = table.get("aliases", [])
         for alias in aliases if isinstance(aliases, list) else []:
             if isinstance(alias, str):
-                names[alias] = (*names.get(alias, ()), name)
+                names[_spelling(alias)] = (*names.get(_spelling(alias), ()), name)
     return names, tuple(unreadable)
 
 
@@ -510,7 +525,8 @@ def lint_chip(path: str | os.PathLike[str]) -> list[Finding]:
     if bundled and os.fspath(path) in available_chips() and os.fspath(path) != chip.name:
         message = f'"{chip.name}" stands in {path}.toml: a chip is found by the name of its file'
         findings.append(Finding("error", "name", message))
-    findings += _clashes(chip, "error" if bundled else "note")
+    own = os.fspath(path) if bundled else chip.name
+    findings += _clashes(chip, own, "error" if bundled else "note")
     if os.fspath(path).lower().endswith(".toml") and Path(path).stem != chip.name:
         message = f'"{chip.name}" stands in {Path(path).name}: the file is found by its name'
         findings.append(Finding("note", "name", message))
@@ -520,12 +536,12 @@ def lint_chip(path: str | os.PathLike[str]) -> list[Finding]:
     return findings
 
 
-def _clashes(chip: Chip, severity: Severity) -> Iterator[Finding]:
-    """Names of this chip that mean another bundled one too."""
+def _clashes(chip: Chip, own: str, severity: Severity) -> Iterator[Finding]:
+    """Names of this chip that mean another bundled one too.  own: the name of its file."""
     names, _ = _aliases()
     for alias in dict.fromkeys((chip.name, *chip.aliases)):
         owners = [alias] if alias in available_chips() else []
-        others = [name for name in (*owners, *names.get(alias, ())) if name != chip.name]
+        others = [name for name in (*owners, *names.get(alias, ())) if name != own]
         for other in dict.fromkeys(others):
             message = f'"{alias}" is {"the name" if other == alias else "an alias"} of {other} too'
             yield Finding(severity, "aliases", f"{message} ({other}.toml)")

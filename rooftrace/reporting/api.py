@@ -4,7 +4,7 @@ summary and profile."""
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ from rooftrace.hardware.chipfile import load_chip
 from rooftrace.reporting.calibrating import Calibration, calibrated
 from rooftrace.reporting.report import FORMATS, Report, build_report
 from rooftrace.reporting.validating import Validation, validated
-from rooftrace.tracer.apart import Traced
+from rooftrace.tracer.apart import Traced, naming
 from rooftrace.tracer.api import (
     at_batches,
     graphs_of,
@@ -43,6 +43,7 @@ from rooftrace.tracer.asked import (
     Asked,
     UnusedError,
     check_phases,
+    check_used,
     is_graph,
     is_named,
     refuse_for_graph,
@@ -165,7 +166,9 @@ def _named(phases: Sequence[str] | None, prices: Mapping[str, str | None]) -> di
 
 
 def _several(value: Any, kinds: tuple[type[Any], ...]) -> list[Any]:
-    return [value] if isinstance(value, kinds) else list(value)
+    """One or several values as a list: what is neither stays one, and is refused where it is read."""
+    listed = isinstance(value, Iterable) and not isinstance(value, kinds)
+    return list(value) if listed else [value]
 
 
 def priced_graphs(
@@ -282,7 +285,12 @@ def diff(
     other.  names: what to call the two.  Raises RequestError for what neither side takes.
     """
     sides = (before, after)
+    if names is not None and (isinstance(names, str) or len(names) != 2):
+        raise RequestError(f"names={names!r:.60}: expected two, for example ('main', 'branch')")
     named = {**_named(phases, {}), **kwargs}
+    if all(is_named(side) and names_code(os.fspath(side)) for side in sides):
+        wanted, _ = sorted_arguments(before, args, named, diff)
+        wanted.refuse(("trust_remote_code",), "the code of these targets runs as it is")
     asks = [_of_side(side, sides[1 - i], args, named) for i, side in enumerate(sides)]
     loaded, model = load_chip(chip), execution_model(execution)
     if any(map(is_named, sides)):
@@ -290,9 +298,9 @@ def diff(
     traced = _sides(sides, asks, progress)
     placed: list[dict[str, Estimate]] = []
     files: list[Mapping[str, str]] = []
-    for get in traced:
+    for get, name in zip(traced, map(_name, sides, ("before", "after")), strict=True):
         # Rules that come with the code of one side are not the other's.
-        with own_rules():
+        with own_rules(), naming(name):
             found = get()
             placed.append(
                 {phase: estimate_graph(g, loaded, model) for phase, g in found.graphs.items()}
@@ -345,6 +353,7 @@ def _sides(
         return priced(made, ask)
 
     def priced(made: Traced, ask: _Side) -> Traced:
+        check_used(ask.wanted, made.graphs)
         prices = ask.wanted.prices
         graphs = {phase: reprice(graph, *prices) for phase, graph in made.graphs.items()}
         return replace(made, graphs=graphs)

@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -97,10 +97,28 @@ def trace_apart(
                 child.wait()
             child.stdout.close()
         if "error" in told:
-            raise _error(told["error"], told["message"])
+            with naming(target):
+                raise _error(told["error"], told["message"])
         if code or "files" not in told:
             raise TargetError(f"target {target!r}: the process that traced it ended with {code}")
         return Traced(load_graphs(out), told["files"], told["rules"])
+
+
+@contextlib.contextmanager
+def naming(name: str) -> Iterator[None]:
+    """Errors of ours that are raised inside say which of two sources they are about."""
+    try:
+        yield
+    except (ValueError, LookupError, RuntimeError) as error:
+        kind, text = type(error), str(error)
+        said = f"{name}: " in text or repr(name) in text
+        if said or not kind.__module__.startswith("rooftrace."):
+            raise
+        try:
+            named = kind(f"{name}: {text}")
+        except TypeError:  # it is made of more than its text
+            raise error from None
+        raise named from error
 
 
 def _error(names: Sequence[str], message: str) -> Exception:

@@ -109,9 +109,13 @@ def graphs_of(
         name = os.fspath(source) if is_named(source) else "this source"
         refuse_for_graph(wanted, name)
         if is_named(source):
-            return _select(load_graphs(source), wanted.phases, name)
-        graphs = {source.phase: source} if isinstance(source, OpGraph) else dict(source)
-        return _select(graphs, wanted.phases, "the graphs that were given")
+            graphs = _select(load_graphs(source), wanted.phases, name)
+        else:
+            graphs = {source.phase: source} if isinstance(source, OpGraph) else dict(source)
+            graphs = _select(graphs, wanted.phases, "the graphs that were given")
+        if all(isinstance(graph, OpGraph) for graph in graphs.values()):
+            check_used(wanted, graphs)
+        return graphs
     if is_named(source):
         return dict(traced_target(source, wanted, progress).graphs)
     if is_step(source, args):

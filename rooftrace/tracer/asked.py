@@ -15,7 +15,7 @@ from typing import Any
 
 from rooftrace.tracer.graph import OpGraph
 from rooftrace.tracer.graphfile import looks_saved
-from rooftrace.tracer.request import Options, Request, RequestError
+from rooftrace.tracer.request import PHASES, Options, Request, RequestError
 
 SIZES = ("batch", "seq", "kv", "inputs", "trust_remote_code")
 """Fields of a Request."""
@@ -95,6 +95,17 @@ def asked(arguments: Mapping[str, Any]) -> Asked:
     phases = known.get("phases", known.get("phase"))
     if isinstance(phases, str):
         phases = (phases,)
+    elif phases is not None:
+        listed = isinstance(phases, Iterable) and not isinstance(phases, Mapping)
+        phases = tuple(phases) if listed else ()
+        if not phases or not all(isinstance(name, str) for name in phases):
+            shown = _shown(known.get("phases", known.get("phase")))
+            raise RequestError(f"phases={shown}: expected some of {', '.join(PHASES)}")
+    for name in PRICES:
+        if not isinstance(known.get(name, ""), str):
+            raise RequestError(
+                f"{name}={_shown(known[name])}: expected the name of a precision, for example 'fp8'"
+            )
     request = known.get("request") or Request(**{n: known[n] for n in SIZES if n in known})
     dtype, weights = known.get("dtype"), known.get("weights_dtype")
     how = {name: known[name] for name in HOW if name in known}

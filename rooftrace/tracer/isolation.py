@@ -376,7 +376,10 @@ class _FromSource(SourceFileLoader):
 
 
 class _Finder:
-    """Finds what the finders after it find; the user's Python files are then read from source."""
+    """Finds what the finders after it find; the user's Python files are then read from source.
+
+    A finder before it may ask it, and must not be asked back.
+    """
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None

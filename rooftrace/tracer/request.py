@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -38,9 +39,37 @@ class Request:
     def __post_init__(self) -> None:
         for name in ("batch", "seq", "kv"):
             value = getattr(self, name)
-            whole = isinstance(value, int) and not isinstance(value, bool)
-            if value is not None and not (whole and value >= 1):
-                raise RequestError(f"--{name} {value}: expected a whole number of at least 1")
+            if value is not None:
+                object.__setattr__(self, name, _size(name, value))
+        texts = isinstance(self.inputs, Mapping) and all(
+            isinstance(text, str) for item in self.inputs.items() for text in item
+        )
+        if not texts:
+            raise RequestError(
+                f"inputs={self.inputs!r:.60}: expected shapes by name, for example "
+                'inputs={"x": "8,3,224,224:fp32"}; tensors are arguments of the call'
+            )
+
+
+def _size(name: str, value: Any) -> int:
+    """A size as an int, also one of numpy's.  Raises RequestError."""
+    try:
+        size = 0 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        size = 0
+    if size < 1:
+        shown = repr(value) if isinstance(value, str) else value
+        raise RequestError(f"--{name} {shown}: expected a whole number of at least 1")
+    return size
+
+
+_EXPECTED = {
+    "loss": "a function that maps the output to a scalar tensor",
+    "optimizer": "a name, for example 'sgd'",
+    "branches": "decisions by number, for example {0: True}",
+    "assume": "values by kind, for example {'branch': True}",
+    "repeats": "True or False",
+}
 
 
 @dataclass(frozen=True)
@@ -64,6 +93,17 @@ class Options:
     repeats: bool = True
 
     def __post_init__(self) -> None:
+        fits = {
+            "loss": self.loss is None or callable(self.loss),
+            "optimizer": isinstance(self.optimizer, str),
+            "branches": isinstance(self.branches, Mapping),
+            "assume": isinstance(self.assume, Mapping),
+            "repeats": self.repeats in (True, False),
+        }
+        for name, fit in fits.items():
+            if not fit:
+                shown = f"{getattr(self, name)!r:.60}"
+                raise RequestError(f"{name}={shown}: expected {_EXPECTED[name]}")
         for key, value in self.assume.items():
             check_assumption(key, value)
 

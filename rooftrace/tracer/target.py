@@ -127,6 +127,7 @@ def _import_file(where: str, target: str) -> ModuleType:
         beside = list(dict.fromkeys([str(root), *beside]))
     else:
         name = f"_rooftrace_target_{path.stem}"
+    beside = list(dict.fromkeys([*beside, *_roots(path.resolve())]))
     kept = prepare(f"{path.resolve()}", beside)
     if kept is not None:
         return kept
@@ -164,6 +165,64 @@ def _package_of(path: Path) -> tuple[Path, str] | None:
         names.append(folder.name)
         folder = folder.parent
     return folder, ".".join(reversed(names))
+
+
+def _roots(path: Path) -> list[str]:
+    """Folders of a file's own checkout with packages that the file, or one beside it, imports.
+
+    The same package may be installed from another checkout, which must not take its place.  They
+    are the folder above the package that the file is in, and, up to the root of the project,
+    folders and their `src` that have a module of an imported name.
+    """
+    tops = _imported_names(path.parent) - {"rooftrace", "torch"} - sys.stdlib_module_names
+    above = list(path.parents)
+    ends = [i for i, folder in enumerate(above) if any((folder / m).exists() for m in _MARKS)]
+    roots = []
+    if (package := _packed_in(path)) is not None:
+        roots.append(package)
+    for i, folder in enumerate(above):
+        if folder.name in tops:
+            roots.append(folder.parent)
+        if ends and i <= ends[0]:
+            roots += [p for p in (folder, folder / "src") if any(_has(p, top) for top in tops)]
+    return [str(root) for root in roots]
+
+
+_MARKS = (".git", "pyproject.toml", "setup.py", "setup.cfg")
+"""What the root folder of a project has."""
+
+
+def _packed_in(path: Path) -> Path | None:
+    """The folder above the outermost package that a file is in."""
+    folder = path.parent
+    while folder.name and (folder / "__init__.py").is_file():
+        folder = folder.parent
+    return folder if folder != path.parent else None
+
+
+def _has(folder: Path, top: str) -> bool:
+    """Whether a folder has a module or a package of this name, also one without `__init__.py`."""
+    return (folder / f"{top}.py").is_file() or any((folder / top).glob("*.py"))
+
+
+def _imported_names(folder: Path) -> set[str]:
+    """The top-level names that Python files of a folder import absolutely."""
+    names: set[str] = set()
+    for file in sorted(folder.glob("*.py"))[:_FILES]:
+        try:
+            nodes = list(ast.walk(ast.parse(file.read_bytes())))
+        except (SyntaxError, ValueError, OSError):
+            continue  # said where it is imported
+        for node in nodes:
+            if isinstance(node, ast.Import):
+                names |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
+                names.add(node.module.partition(".")[0])
+    return names
+
+
+_FILES = 200
+"""Most files of a folder that are read for what they import."""
 
 
 def _import_module(where: str, target: str) -> ModuleType:

@@ -98,4 +98,33 @@ def test_an_alias_that_is_the_name_of_another_chip_is_an_error(folder):
 
 def test_a_file_whose_chip_has_another_name_is_an_error(folder):
     (folder / "zz.toml").write_text((folder / "l4.toml").read_text("utf-8"), "utf-8")
-    assert any("a chip is found by the name of its file" in str(f) for f in lint_chip("zz"))
+    messages = [str(finding) for finding in lint_chip("zz")]
+    assert any("a chip is found by the name of its file" in text for text in messages)
+    assert any("l4 too (l4.toml)" in text for text in messages)
+    assert not any("of zz too" in text for text in messages)
+
+
+def test_a_name_with_capitals_is_found_and_stops_no_list(folder, run):
+    add(folder, "Upper_Case")
+    assert load_chip("Upper_Case") is load_chip("upper-case")
+    assert load_chip("Upper_Case").name == "Upper_Case"
+    assert run("chips", "list").code == 0
+
+
+@pytest.mark.parametrize("kind", ["folder", "link to nothing", "no text"])
+def test_a_file_that_cannot_be_read_is_named_and_stops_no_other(folder, run, kind):
+    bad = folder / "zz.toml"
+    if kind == "folder":
+        bad.mkdir()
+    elif kind == "no text":
+        bad.write_bytes(b'name = "\xff"')
+    else:
+        bad.symlink_to(folder / "nowhere")
+    with pytest.raises(ChipFileError, match=r"zz\.toml: cannot be read"):
+        load_chip("zz")
+    assert load_chip("h200").name == "h200-sxm"
+    listed = run("chips", "list")
+    assert listed.code == 0 and "not listed: zz.toml: cannot be read" in listed.out
+    linted = run("chips", "lint")
+    assert linted.code == 1 and "zz: 1 problem" in linted.out
+    assert "h200-sxm: ok" in linted.out

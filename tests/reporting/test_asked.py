@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -202,6 +203,43 @@ REFUSED: dict[str, tuple[Ask, str]] = {
     "module to plan": (lambda of: rt.plan(of.model), "plan: expected an OpGraph, got Linear"),
     "module to reprice": (lambda of: rt.reprice(of.model, "fp8"), "reprice: expected an OpGraph"),
     "module to headroom": (lambda of: rt.headroom(of.model), "expected an OpGraph, got Linear"),
+    "cache that a graph has not": (
+        lambda of: rt.estimate(of.graph, kv_dtype="fp8"),
+        "no cache is kept",
+    ),
+    "cache that no side has": (
+        lambda of: rt.diff(of.target, of.target, kv_dtype="fp8"),
+        "no cache is kept",
+    ),
+    "remote code of two files": (
+        lambda of: rt.diff(of.target, of.target, trust_remote_code=True),
+        "as it is",
+    ),
+    "no phases": (lambda of: rt.report(of.target, phases=()), r"phases=\(\): expected some of"),
+    "number for phases": (lambda of: rt.report(of.target, phases=3), "phases=3: expected some"),
+    "three names": (
+        lambda of: rt.diff(of.graph, of.graph, names=("a", "b", "c")),
+        "expected two",
+    ),
+    "truth in letters": (lambda of: rt.trace(of.model, of.x, repeats="no"), "True or False"),
+    "assumption in letters": (
+        lambda of: rt.trace(of.model, of.x, assume="branch=true"),
+        "values by kind",
+    ),
+    "class of an optimizer": (
+        lambda of: rt.trace(of.model, of.x, phase="training", optimizer=torch.optim.SGD),
+        "expected a name",
+    ),
+    "tensors by inputs": (
+        lambda of: rt.report(of.model, inputs={"input": of.x}),
+        "expected shapes by name",
+    ),
+    "dtype of torch": (
+        lambda of: rt.estimate(of.graph, dtype=torch.bfloat16),
+        "expected the name of a precision",
+    ),
+    "size as text": (lambda of: rt.report(of.target, batch="8"), "--batch '8': expected a whole"),
+    "size that is a truth": (lambda of: rt.report(of.target, batch=True), "expected a whole"),
     "graph to compare": (lambda of: rt.compare(of.graph), "have to run the module itself"),
 }
 
@@ -210,3 +248,26 @@ REFUSED: dict[str, tuple[Ask, str]] = {
 def test_what_nothing_would_use_is_refused(call: Ask, message: str, of: SimpleNamespace) -> None:
     with pytest.raises(rt.RequestError, match=message):
         call(of)
+
+
+def test_a_size_may_be_a_number_of_numpy(config: Path) -> None:
+    graph = rt.trace(config, batch=numpy.int64(3), seq=numpy.int32(5), phase="prefill")
+    assert (graph.workload["batch"], graph.workload["seq"]) == (3, 5)
+
+
+def test_one_chip_and_one_execution_where_one_is_asked(of: SimpleNamespace) -> None:
+    for chip in (["l4"], 3, None):
+        with pytest.raises(LookupError, match="expected one name, path or Chip"):
+            rt.diff(of.graph, of.graph, chip=chip)
+    for execution in (["eager"], 3):
+        with pytest.raises(ValueError, match="or an ExecutionModel"):
+            rt.estimate(of.graph, execution=execution)
+    with pytest.raises(LookupError, match="expected one name, path or Chip"):
+        rt.report(of.graph, chip=None)
+
+
+def test_an_error_of_a_diff_names_the_side(of: SimpleNamespace) -> None:
+    with pytest.raises(rt.RequestError, match="after: "):
+        rt.diff(nn.Linear(8, 8), nn.Bilinear(8, 8, 8), torch.zeros(2, 8))
+    with pytest.raises(rt.TraceError, match="after: "):
+        rt.diff(nn.Linear(8, 8), nn.Linear(9, 8), torch.zeros(2, 8))

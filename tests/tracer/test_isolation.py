@@ -173,6 +173,50 @@ def test_what_a_forward_imports_is_the_targets_too(write: Write, tmp_path: Path)
     assert [width_of(f"{tmp_path}/{name}/model.py:build") for name in ("old", "new")] == [8, 9]
 
 
+def test_a_finder_before_ours_may_ask_it(write: Write, tmp_path: Path) -> None:
+    write(model=model("import sizes", "sizes.WIDTH"), sizes="WIDTH = 8")
+    text = (tmp_path / "model.py").read_text()
+    write(model=text.replace("build():\n", "build():\n    import late\n"), late="")
+    assert width_of(f"{tmp_path}/model.py:build") == 8  # capture has a finder of its own then
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize(
+    "place", ["src__mine__model", "mine__model", "examples__model", "examples__deep__model"]
+)
+def test_a_checkouts_own_package_comes_before_an_installed_one(
+    write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, whole: bool
+) -> None:
+    where = "mine" if place == "mine__model" else "src__mine"
+    for name, width in (("old", 8), ("new", 9)):
+        write(
+            **{
+                f"{name}__{where}__sizes": f"WIDTH = {width}",
+                f"{name}__setup": "",
+                f"{name}__{place}": model("from mine.sizes import WIDTH"),
+            }
+        )
+        if whole:
+            (tmp_path / name / where.replace("__", "/") / "__init__.py").write_text("")
+    installed = tmp_path / "old" / where.replace("__", "/")
+    monkeypatch.syspath_prepend(str(installed.parent))
+    file = place.replace("__", "/")
+    widths = [width_of(f"{tmp_path}/{name}/{file}.py:build") for name in ("old", "new", "old")]
+    assert widths == [8, 9, 8]
+
+
+def test_a_package_without_init_is_found_above_its_file(write: Write, tmp_path: Path) -> None:
+    for name, width in (("old", 8), ("new", 9)):
+        write(
+            **{
+                f"{name}__proj__nets__model": model("from proj.sizes import WIDTH"),
+                f"{name}__proj__sizes": f"WIDTH = {width}",
+            }
+        )
+    widths = [width_of(f"{tmp_path}/{n}/proj/nets/model.py:build") for n in ("old", "new")]
+    assert widths == [8, 9]
+
+
 def test_an_environments_own_module_stays_imported_and_an_edit_is_seen(
     write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
