@@ -242,8 +242,9 @@ def test_argument_checks_on_meta_are_passed() -> None:
 
         def forward(self, x: Tensor) -> Any:
             y = self.lin(x)
-            made = [torch.distributions.Normal(y + i, y.exp()) for i in range(10)]
-            beta = torch.distributions.Beta(y.exp(), y.exp())
+            checked = {"validate_args": True}  # some libraries switch the checks off
+            made = [torch.distributions.Normal(y + i, y.exp(), **checked) for i in range(10)]
+            beta = torch.distributions.Beta(y.exp(), y.exp(), **checked)
             return sum(d.log_prob(x).sum() for d in (*made, beta))
 
     graph = rt.trace(Actor().to("meta"), torch.empty(4, 8, device="meta"))
