@@ -166,7 +166,7 @@ def _named(phases: Sequence[str] | None, prices: Mapping[str, str | None]) -> di
 
 
 def _several(value: Any, kinds: tuple[type[Any], ...]) -> list[Any]:
-    """One or several values as a list: what is neither stays one, and is refused where it is read."""
+    """One or several values as a list.  What is neither is refused where it is read."""
     listed = isinstance(value, Iterable) and not isinstance(value, kinds)
     return list(value) if listed else [value]
 
