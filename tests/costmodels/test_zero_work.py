@@ -8,6 +8,7 @@ import warnings
 from collections import defaultdict
 from contextlib import suppress
 from itertools import islice
+from unittest import mock
 
 import pytest
 import torch
@@ -77,7 +78,9 @@ def operators():
         if had is None:
             del sys.modules["expecttest"]
         torch.backends.__allow_nonbracketed_mutation_flag = True
-    return [op for op in op_db if torch.float32 in op.dtypes]
+    # Each sample looks for the test that runs it, in the source of every frame: most of the time.
+    with mock.patch("torch.testing._internal.common_utils.inspect.stack", list):
+        yield [op for op in op_db if torch.float32 in op.dtypes]
 
 
 def sampled(operator, backward):
