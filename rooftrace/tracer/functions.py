@@ -30,6 +30,8 @@ _CONSTRUCTORS = frozenset({torch.tensor, torch.as_tensor, torch.asarray})
 _INDEXING = frozenset({Tensor.__getitem__, Tensor.__setitem__})
 _PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+_LIKE = frozenset({Tensor.new_tensor, Tensor.new})
+"""Constructors that take precision and device from a tensor."""
 _PACK = torch._VF._pack_padded_sequence
 _SEED = 0
 _UNNAMED = frozenset({"__get__", "__set__", "backward"})
@@ -75,6 +77,10 @@ class Functions(TorchFunctionMode):
         elif func is Tensor.__format__:
             if args[0].device.type == "meta" and args[0].dim() == 0:
                 return format(args[0].item(), args[1])
+        elif func in _LIKE and args[0].is_meta and _holds_numbers(func, args, kwargs):
+            made = self._construct(torch.tensor, args[1:], _as_of(args[0], kwargs))
+            if made is not None:
+                return made
         elif func in _CONSTRUCTORS:
             made = self._construct(func, args, kwargs)
             if made is not None:
@@ -188,6 +194,19 @@ def backward_kept(recorder: Recorder) -> Iterator[None]:
 def _makers() -> Any:
     """The functions that make tensors on the default device."""
     return _device_constructors()
+
+
+def _holds_numbers(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Whether `x.new_tensor(data)` or `x.new(data)` is given numbers: not a tensor, not sizes."""
+    data = args[1] if len(args) > 1 else kwargs.get("data")
+    if data is None or len(args) > 2 or isinstance(data, (Tensor, torch.Size)):
+        return False
+    return func is Tensor.new_tensor or not isinstance(data, int)
+
+
+def _as_of(tensor: Tensor, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of `torch.tensor` that make a tensor like this one."""
+    return {"dtype": tensor.dtype, "device": tensor.device, **kwargs}
 
 
 def _numbers(item: Any) -> Any:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -547,3 +548,34 @@ def test_a_mapping_that_loads_is_not_read_out() -> None:
             return nn.functional.linear(x, self.weights["weight"]) + self.bias
 
     assert flops(Offloaded(), X) == ONE
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: x.new_tensor(0.5),
+        lambda x: x.new_tensor(data=[1.0, 2.0, 3.0, 4.0]),
+        lambda x: x.new([1.0, 2.0, 3.0, 4.0]),
+        lambda x: x.new(4).zero_(),
+        lambda x: x.new_tensor(x),
+        lambda x: torch.as_tensor(np.ones(4, "float32"), device=x.device),
+    ],
+)
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_numbers_that_become_a_tensor_are_no_gap(
+    make: Callable[[Tensor], Tensor], device: str
+) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            made = make(x)
+            assert made.dtype == x.dtype
+            y: Tensor = self.lin(x) * made
+            return y
+
+    with torch.device(device):
+        graph = rt.trace(Model(), torch.ones(4))
+    assert not graph.unrecorded
