@@ -179,6 +179,8 @@ class RealData:
             item = waiting.pop()
             if item in needed or item in self._kept:
                 continue
+            if item.op != "call_function" and item not in self._leaves:
+                raise _NotComputableError  # a tensor without data: nothing else needs a look
             needed.add(item)
             place = self._places[item]
             for read in item.all_input_nodes:
