@@ -12,9 +12,9 @@ import torch
 
 import rooftrace as rt
 from rooftrace.tracer.api import collector_paused
-from rooftrace.tracer.request import Inputs
-from rooftrace.tracer.target import Request, load_target
-from rooftrace.tracer.workload import trace_phases
+from rooftrace.tracer.asking.request import Inputs
+from rooftrace.tracer.phases.workload import trace_phases
+from rooftrace.tracer.targets.target import Request, load_target
 
 CONFIGS = Path(__file__).parents[1] / "examples" / "configs"
 MODELS = ("gpt2", "llama-3.1-8b", "deepseek-v3")

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 import rooftrace as rt
-from rooftrace.reporting.difftext import diff_markdown
+from rooftrace.reporting.text.difftext import diff_markdown
 
 
 class Norm(nn.Module):

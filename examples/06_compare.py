@@ -5,7 +5,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import rooftrace as rt
-from rooftrace.reporting.comparetext import comparisons_markdown
+from rooftrace.reporting.text.comparetext import comparisons_markdown
 
 
 class Tagger(nn.Module):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from torch.utils.flop_counter import flop_registry
 
-from rooftrace.costmodels.registry import _RULES, all_rules
+from rooftrace.costmodels.pricing.registry import _RULES, all_rules
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted((ROOT / "docs").glob("*.md"))

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import rooftrace as rt
-from rooftrace.costmodels.registry import _RULES
+from rooftrace.costmodels.pricing.registry import _RULES
 from rooftrace.hardware.chipfile import available_chips
 
 PAGE = Path(__file__).parents[1] / "docs" / "counter-graveyard.md"

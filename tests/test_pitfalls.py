@@ -14,11 +14,11 @@ from torch import nn
 from torch.nn import functional as F
 
 import rooftrace as rt
-from rooftrace.costmodels.cost import Cost, Work
-from rooftrace.costmodels.execution import ExecutionModel, Utilization
-from rooftrace.costmodels.timing import compute_seconds
+from rooftrace.costmodels.estimating.executions import ExecutionModel, Utilization
+from rooftrace.costmodels.pricing.cost import Cost, Work
+from rooftrace.costmodels.timing.timing import compute_seconds
 from rooftrace.hardware.units import format_capacity, format_traffic
-from rooftrace.reporting.report import build_report
+from rooftrace.reporting.pages.report import build_report
 
 PAGE = Path(__file__).parents[1] / "docs" / "roofline-pitfalls.md"
 META = torch.device("meta")

@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rooftrace.tracer import huggingface
-from rooftrace.tracer.inputs import call_inputs
-from rooftrace.tracer.modalities import Sizes, required
-from rooftrace.tracer.request import Inputs, Request, RequestError
-from rooftrace.tracer.target import built, load_target
-from rooftrace.tracer.trees import tensors_in
-from rooftrace.tracer.values import REAL_VALUE
+from rooftrace.tracer.asking.request import Inputs, Request, RequestError
+from rooftrace.tracer.recording.values import REAL_VALUE
+from rooftrace.tracer.targets import huggingface
+from rooftrace.tracer.targets.inputs import call_inputs
+from rooftrace.tracer.targets.modalities import Sizes, required
+from rooftrace.tracer.targets.target import built, load_target
+from rooftrace.tracer.tensors.trees import tensors_in
 
 BATCH, LENGTH = 1, 64
 _DEPTHS = re.compile(

@@ -22,12 +22,12 @@ from pathlib import Path
 from points import Point, write_points
 
 import rooftrace as rt
-from rooftrace.costmodels.calibrate import fit
-from rooftrace.costmodels.cases import Case, Errors, errors, predict
-from rooftrace.costmodels.kernels import table
-from rooftrace.costmodels.knobs import Knobs
-from rooftrace.costmodels.utilization import Tiling
+from rooftrace.costmodels.timing.kernels import table
+from rooftrace.costmodels.timing.knobs import Knobs
+from rooftrace.costmodels.timing.utilization import Tiling
 from rooftrace.hardware.chip import Chip
+from rooftrace.measured.fit.cases import Case, Errors, errors, predict
+from rooftrace.measured.fit.fitting import fit
 
 FITTED, SEEDS = 200, 5
 CHIPS = {"a100": "a100-sxm-80", "h100": "h100-sxm", "h200": "h200-sxm"}

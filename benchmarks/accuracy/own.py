@@ -19,14 +19,14 @@ from pathlib import Path
 from points import Point, write_points
 
 import rooftrace as rt
-from rooftrace.costmodels.calibrate import FEW, fit
-from rooftrace.costmodels.cases import Case, Errors, errors, predict, step_case
-from rooftrace.costmodels.execution import execution_model
-from rooftrace.costmodels.knobs import Knobs
-from rooftrace.costmodels.plan import plan
+from rooftrace.costmodels.estimating.executions import execution_model
+from rooftrace.costmodels.estimating.plans import plan
+from rooftrace.costmodels.timing.knobs import Knobs
 from rooftrace.hardware.chip import Chip
-from rooftrace.reporting.calibrating import usual_start
-from rooftrace.reporting.measured import steps_of_run
+from rooftrace.measured.fit.calibrating import usual_start
+from rooftrace.measured.fit.cases import Case, Errors, errors, predict, step_case
+from rooftrace.measured.fit.fitting import FEW, fit
+from rooftrace.measured.validate.steps import steps_of_run
 
 MEASUREMENTS = Path(__file__).parents[2] / "measurements"
 MODES = ("eager", "compiled")

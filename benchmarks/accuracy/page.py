@@ -119,8 +119,8 @@ def made(script: str, arguments: Sequence[str], title: str, figure: Path) -> str
 
 def draw(points: Sequence[Point], title: str, figure: Path) -> None:
     """A parity plot of at most `DRAWN` of the points, evenly taken."""
-    from rooftrace.reporting import style
-    from rooftrace.reporting.parity import ParityPoint, parity_figure
+    from rooftrace.reporting.figures import style
+    from rooftrace.reporting.figures.parity import ParityPoint, parity_figure
 
     step = -(-len(points) // DRAWN)
     shown = [

@@ -29,11 +29,11 @@ from typing import Any
 from points import Point, write_points
 
 import rooftrace as rt
-from rooftrace.costmodels.calibrate import fit
-from rooftrace.costmodels.cases import Case, Errors, errors, predict, step_case
-from rooftrace.costmodels.execution import execution_model
+from rooftrace.costmodels.estimating.executions import execution_model
 from rooftrace.hardware.chip import Chip
-from rooftrace.reporting.calibrating import usual_start
+from rooftrace.measured.fit.calibrating import usual_start
+from rooftrace.measured.fit.cases import Case, Errors, errors, predict, step_case
+from rooftrace.measured.fit.fitting import fit
 
 FITTED, EVERY_CALIB = 40, 5
 FREE = ("compute", "memory")

@@ -19,12 +19,13 @@ import torch
 from torch._higher_order_ops.flex_attention import flex_attention, flex_attention_backward
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-from rooftrace.costmodels.compare import unread_gradients
-from rooftrace.costmodels.cost import MATRIX
-from rooftrace.costmodels.plan import plan
-from rooftrace.tracer import capture, workload
-from rooftrace.tracer.graph import Op, OpGraph
-from rooftrace.tracer.request import Inputs, Options
+from rooftrace.costmodels.estimating.plans import plan
+from rooftrace.costmodels.findings.counters import unread_gradients
+from rooftrace.costmodels.pricing.cost import MATRIX
+from rooftrace.tracer.asking.request import Inputs, Options
+from rooftrace.tracer.graph.graph import Op, OpGraph
+from rooftrace.tracer.phases import workload
+from rooftrace.tracer.recording import recorder as capture
 
 Counts = dict[str, Any]
 """What `compared` says of one phase; all FLOPs are of matrix products and convolutions.

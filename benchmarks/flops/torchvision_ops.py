@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 import rooftrace as rt
-from rooftrace.tracer.target import built
+from rooftrace.tracer.targets.target import built
 
 SIDE, FRAMES = 512, 16
 TOLERANCE = 0.0006  # G: half of the last digit that is published, and its rounding

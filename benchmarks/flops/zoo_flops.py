@@ -26,7 +26,7 @@ def count_entry(name: str, depth: int | None = None) -> Result:
     """Both phases of one entry of the zoo; `failure` says why there is none."""
     from models import load
 
-    from rooftrace.tracer.request import RequestError, TargetError
+    from rooftrace.tracer.asking.request import RequestError, TargetError
 
     result: Result = {"name": name, "failure": "", "error": "", "phases": {}}
     try:
@@ -47,8 +47,8 @@ def count_inputs(module: Any, inputs: Any) -> Result:
     from counted import compared
 
     from rooftrace.tracer.api import collector_paused
-    from rooftrace.tracer.origin import TraceError
-    from rooftrace.tracer.request import RequestError
+    from rooftrace.tracer.asking.request import RequestError
+    from rooftrace.tracer.recording.origin import TraceError
 
     phases: dict[str, Any] = {}
     failure = error_text = ""

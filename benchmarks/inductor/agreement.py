@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from math import comb
 
 import rooftrace as rt
-from rooftrace.costmodels.execution import execution_model
-from rooftrace.costmodels.plan import plan
-from rooftrace.costmodels.registry import find_rule
-from rooftrace.costmodels.rewrite import rewrite
-from rooftrace.tracer.graph import OpGraph
+from rooftrace.costmodels.estimating.executions import execution_model
+from rooftrace.costmodels.estimating.plans import plan
+from rooftrace.costmodels.pricing.registry import find_rule
+from rooftrace.costmodels.rewriting.rewrites import rewrite
+from rooftrace.tracer.graph.graph import OpGraph
 
 
 @dataclass(frozen=True)

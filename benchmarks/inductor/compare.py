@@ -22,7 +22,7 @@ import inductor
 import models
 from agreement import agreement, compiled_graph, is_kernel, our_groups
 
-from rooftrace.tracer.graph import OpGraph
+from rooftrace.tracer.graph.graph import OpGraph
 
 GOLDEN = Path(__file__).parents[2] / "tests" / "golden" / "inductor"
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from rooftrace.hardware import units
-from rooftrace.hardware.precision import compute_family
+from rooftrace.hardware.precisions import compute_family
 
 __all__ = [
     "ENGINES",

@@ -47,7 +47,7 @@ from rooftrace.hardware.chip import (
     LinkName,
     Peak,
 )
-from rooftrace.hardware.precision import PrecisionError, compute_family
+from rooftrace.hardware.precisions import PrecisionError, compute_family
 
 if TYPE_CHECKING:
     from importlib.resources.abc import Traversable

@@ -10,26 +10,31 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rooftrace.costmodels.compare import Comparison
-from rooftrace.costmodels.compare import compare as compare_counts
-from rooftrace.costmodels.diff import Diff, compare_sources, diff_estimates
-from rooftrace.costmodels.estimate import Estimate, Plan
-from rooftrace.costmodels.estimate import estimate as estimate_graph
-from rooftrace.costmodels.execution import ExecutionModel, execution_model
-from rooftrace.costmodels.knobs import Knobs, load_knobs
-from rooftrace.costmodels.largest import LargestBatch, largest
-from rooftrace.costmodels.memory import memory
-from rooftrace.costmodels.profiles.records import Profile as Trace
-from rooftrace.costmodels.profiles.source import KINDS, Kind, kind_of
-from rooftrace.costmodels.registry import own_rules
-from rooftrace.costmodels.rewrite import check_precisions, reprice
-from rooftrace.hardware.chip import Chip
-from rooftrace.hardware.chipfile import load_chip
-from rooftrace.reporting.calibrating import Calibration, calibrated
-from rooftrace.reporting.report import FORMATS, Report, build_report
-from rooftrace.reporting.validating import Validation, validated
-from rooftrace.tracer.apart import Traced, naming
-from rooftrace.tracer.api import (
+from rooftrace.costmodels.estimating import (
+    Estimate,
+    ExecutionModel,
+    Plan,
+    estimate as estimate_graph,
+    execution_model,
+)
+from rooftrace.costmodels.findings import (
+    Comparison,
+    Diff,
+    compare as compare_counts,
+    compare_sources,
+    diff_estimates,
+)
+from rooftrace.costmodels.memory import LargestBatch, largest, memory
+from rooftrace.costmodels.pricing import own_rules
+from rooftrace.costmodels.rewriting import check_precisions, reprice
+from rooftrace.costmodels.timing import Knobs, load_knobs
+from rooftrace.hardware import Chip, load_chip
+from rooftrace.measured.bench import Run
+from rooftrace.measured.fit import Calibration, calibrated
+from rooftrace.measured.profiles import KINDS, Kind, Profile as Trace, kind_of
+from rooftrace.measured.validate import Validation, validated
+from rooftrace.reporting.pages import FORMATS, Report, build_report
+from rooftrace.tracer import (
     at_batches,
     graphs_of,
     is_step,
@@ -37,23 +42,25 @@ from rooftrace.tracer.api import (
     trace_apart_each,
     traced_target,
 )
-from rooftrace.tracer.asked import (
+from rooftrace.tracer.asking import (
     PRICES,
     SIZES,
     Asked,
+    Options,
+    Request,
+    RequestError,
+    TargetError,
     UnusedError,
     check_phases,
     check_used,
     is_graph,
     is_named,
+    names_code,
     refuse_for_graph,
     sorted_arguments,
 )
 from rooftrace.tracer.graph import OpGraph
-from rooftrace.tracer.isolation import Kept, keeping, own_imports
-from rooftrace.tracer.request import Options, Request, RequestError, TargetError
-from rooftrace.tracer.runfile import Run
-from rooftrace.tracer.targetnames import names_code
+from rooftrace.tracer.targets import Kept, Traced, keeping, naming, own_imports
 
 Module = Any
 """A torch.Module (this package does not import torch)."""
@@ -403,9 +410,8 @@ def compare(
     for a graph, which no counter can run, and for an argument that nothing takes; TargetError,
     TraceError.
     """
-    from rooftrace.tracer.inputs import call_inputs
-    from rooftrace.tracer.peers import check_peers, count_phases
-    from rooftrace.tracer.target import load_target, module_inputs
+    from rooftrace.tracer.phases import check_peers, count_phases
+    from rooftrace.tracer.targets import call_inputs, load_target, module_inputs
 
     if is_graph(model) or is_step(model, args):
         raise RequestError(
@@ -603,7 +609,7 @@ def summary(
     if (input_size is None) == (input_data is None):
         raise ValueError("summary: give either input_size=(8, 3, 224, 224) or input_data=")
     if input_size is not None:
-        from rooftrace.tracer.api import floating_input
+        from rooftrace.tracer import floating_input
 
         return estimate_graph(
             trace(model, floating_input(model, tuple(input_size)), **kwargs), chip, execution

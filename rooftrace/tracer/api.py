@@ -9,16 +9,14 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from rooftrace.tracer.graph import OpGraph
-from rooftrace.tracer.graphfile import load_graphs, looks_saved, save_graphs
+from rooftrace.tracer.graph import OpGraph, load_graphs, looks_saved, save_graphs
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from rooftrace.tracer.apart import Traced
-    from rooftrace.tracer.asked import Asked
-    from rooftrace.tracer.request import Loss, Options, Request
-    from rooftrace.tracer.steps import Capture
+    from rooftrace.tracer.asking import Asked, Loss, Options, Request
+    from rooftrace.tracer.phases import Capture
+    from rooftrace.tracer.targets import Traced
 
 PathLike = os.PathLike[str]
 
@@ -60,8 +58,7 @@ def trace(
     Raises TraceError where the model's code fails, RequestError where the phase makes no sense and
     for an argument that neither the model nor rooftrace takes.
     """
-    from rooftrace.tracer.asked import asked, is_graph, sorted_arguments
-    from rooftrace.tracer.request import RequestError
+    from rooftrace.tracer.asking import RequestError, asked, is_graph, sorted_arguments
 
     wanted, call = sorted_arguments(model, args, kwargs, trace)
     wanted.refuse(("phases",), "trace gives the graph of one phase; say phase=")
@@ -103,7 +100,7 @@ def graphs_of(
     phases: default forward and training of a module with arguments, those that fit of a target.
     Raises RequestError for what the source cannot be asked.
     """
-    from rooftrace.tracer.asked import check_used, is_graph, is_named, refuse_for_graph
+    from rooftrace.tracer.asking import check_used, is_graph, is_named, refuse_for_graph
 
     if is_graph(source):
         name = os.fspath(source) if is_named(source) else "this source"
@@ -131,8 +128,7 @@ def traced_target(
     progress: Callable[[str], None] | None = None,
 ) -> Traced:
     """A target traced as was asked.  Raises RequestError for what it cannot be asked."""
-    from rooftrace.tracer.asked import check_used
-    from rooftrace.tracer.targetnames import names_code
+    from rooftrace.tracer.asking import check_used, names_code
 
     if names_code(os.fspath(target)):
         wanted.refuse(("trust_remote_code",), "the code of this target runs as it is")
@@ -147,8 +143,8 @@ def _graph_of_step(
     """The graph of a step of the user's, by what it turned out to be."""
     from torch import inference_mode
 
-    from rooftrace.tracer.asked import SIZES
-    from rooftrace.tracer.steps import trace_step
+    from rooftrace.tracer.asking import SIZES
+    from rooftrace.tracer.phases import trace_step
 
     wanted.refuse(("phases", "loss", "optimizer", "dtype"), "a step of your own runs what it runs")
     wanted.refuse(SIZES, "a step of your own has the sizes of its arguments")
@@ -166,9 +162,9 @@ def _graphs_of_module(
 ) -> dict[str, OpGraph]:
     from torch import inference_mode
 
-    from rooftrace.tracer.asked import check_call
-    from rooftrace.tracer.inputs import call_inputs
-    from rooftrace.tracer.workload import check_request, trace_phases
+    from rooftrace.tracer.asking import check_call
+    from rooftrace.tracer.phases import check_request, trace_phases
+    from rooftrace.tracer.targets import call_inputs
 
     check_request(module, wanted.phases, wanted.options)
     wanted.refuse(("trust_remote_code",), "the module is built already")
@@ -180,7 +176,7 @@ def _graphs_of_module(
         )
     with collector_paused(), inference_mode(False):
         if not args and not kwargs and wanted.sized():
-            from rooftrace.tracer.target import module_inputs
+            from rooftrace.tracer.targets import module_inputs
 
             inputs = module_inputs(module, wanted.request)
             return trace_phases(module, inputs, wanted.phases, wanted.options, progress)
@@ -203,8 +199,8 @@ def capture(*modules: nn.Module, assume: Mapping[str, Any] | None = None) -> Cap
     meta; meta tensors from outside are inputs.  Raises RequestError for a module with real weights:
     `trace` copies those.
     """
-    from rooftrace.tracer.request import Options
-    from rooftrace.tracer.steps import Capture
+    from rooftrace.tracer.asking import Options
+    from rooftrace.tracer.phases import Capture
 
     return Capture(modules, Options(assume=dict(assume or {})))
 
@@ -223,7 +219,7 @@ def trace_target(
     forward and training), or everything in a saved file.  request, options: sizes and how to trace,
     or their fields by name: batch, seq, kv, inputs, optimizer, assume and the like.
     """
-    from rooftrace.tracer.asked import sorted_arguments
+    from rooftrace.tracer.asking import sorted_arguments
 
     named = {"phases": phases, "request": request, "options": options}
     ours = {name: value for name, value in named.items() if value is not None}
@@ -246,16 +242,23 @@ def trace_sources(
     Code is imported afresh each time.  Where that fails for code that this process has imported
     before (some allows it only once), it is traced in a process of its own.
     """
-    from rooftrace.tracer.apart import Traced, can_go_apart, trace_apart
-    from rooftrace.tracer.isolation import digest, imported_again, own_imports, source_files
-    from rooftrace.tracer.request import TargetError
+    from rooftrace.tracer.asking import TargetError
+    from rooftrace.tracer.targets import (
+        Traced,
+        can_go_apart,
+        digest,
+        imported_again,
+        own_imports,
+        source_files,
+        trace_apart,
+    )
 
     name = os.fspath(target)
     if looks_saved(name):
         return Traced(_select(load_graphs(name), phases, name))
-    from rooftrace.tracer.target import load_target
-    from rooftrace.tracer.targetnames import names_code
-    from rooftrace.tracer.workload import trace_phases
+    from rooftrace.tracer.asking import names_code
+    from rooftrace.tracer.phases import trace_phases
+    from rooftrace.tracer.targets import load_target
 
     tell = progress or (lambda _: None)
     with collector_paused(), own_imports():
@@ -284,7 +287,7 @@ def trace_apart_each(
     """
     from concurrent.futures import ThreadPoolExecutor
 
-    from rooftrace.tracer.apart import can_go_apart, trace_apart
+    from rooftrace.tracer.targets import can_go_apart, trace_apart
 
     if not all(can_go_apart(wanted.options) for _, wanted in targets):
         return [None] * len(targets)
@@ -314,7 +317,7 @@ def at_batches(
 
     Raises RequestError for a graph, which has its sizes, and for what cannot run at another batch.
     """
-    from rooftrace.tracer.request import Options, Request, RequestError
+    from rooftrace.tracer.asking import Options, Request, RequestError
 
     options, tell = options or Options(), progress or (lambda _: None)
     if isinstance(source, (str, os.PathLike)) and not looks_saved(os.fspath(source)):
@@ -348,7 +351,7 @@ _RunAt = Callable[[Sequence[str] | None, int], dict[str, OpGraph]]
 
 
 def _target_at(target: str, request: Request, options: Options) -> _RunAt:
-    from rooftrace.tracer.isolation import Kept, keeping
+    from rooftrace.tracer.targets import Kept, keeping
 
     kept = Kept()
 
@@ -362,9 +365,9 @@ def _target_at(target: str, request: Request, options: Options) -> _RunAt:
 def _module_at(
     module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], options: Options
 ) -> _RunAt:
-    from rooftrace.tracer.inputs import call_inputs, with_batch
-    from rooftrace.tracer.onmeta import inputs_on_meta
-    from rooftrace.tracer.workload import trace_phases
+    from rooftrace.tracer.phases import trace_phases
+    from rooftrace.tracer.targets import call_inputs, with_batch
+    from rooftrace.tracer.tensors import inputs_on_meta
 
     given = inputs_on_meta((tuple(args), dict(kwargs)))
 
@@ -384,7 +387,7 @@ def save(graph: OpGraph | Mapping[str, OpGraph], path: str | os.PathLike[str]) -
 
 def load(path: str | os.PathLike[str], phase: str | None = None) -> OpGraph:
     """Read one graph from a file: the only one in it, or that of `phase`."""
-    from rooftrace.tracer.graphfile import GraphFileError
+    from rooftrace.tracer.graph import GraphFileError
 
     graphs = load_graphs(path)
     if phase is None and len(graphs) == 1:
@@ -400,7 +403,7 @@ def _select(
 ) -> dict[str, OpGraph]:
     if phases is None:
         return graphs
-    from rooftrace.tracer.graphfile import GraphFileError
+    from rooftrace.tracer.graph import GraphFileError
 
     for phase in phases:
         if phase not in graphs:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from rooftrace.tracer.graph import Op, OpGraph, Ref, Tensor, refs
+from rooftrace.tracer.graph.graph import Op, OpGraph, Ref, Tensor, refs
 
 
 class Builder:

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from rooftrace.costmodels.profiles.align import written_out
-from rooftrace.tracer.graph import OpGraph
+from rooftrace.measured.profiles.aligning import written_out
+from rooftrace.tracer.graph.graph import OpGraph
 
 
 class Block(nn.Module):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from rooftrace.tracer.graph import OpGraph, Ref
+from rooftrace.tracer.graph.graph import OpGraph, Ref
 from tests.costmodels.graph_support import Builder
 
 ROWS, WIDTH = 6, 8

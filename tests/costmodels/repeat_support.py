@@ -8,8 +8,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from rooftrace.costmodels.plan import Plan
-from rooftrace.tracer.graph import Neighbour, OpGraph, Ref, Repeat
+from rooftrace.costmodels.estimating.plans import Plan
+from rooftrace.tracer.graph.graph import Neighbour, OpGraph, Ref, Repeat
 from tests.costmodels.graph_support import Builder
 
 ROWS, WIDTH = 6, 8

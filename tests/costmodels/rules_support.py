@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rooftrace.costmodels.cost import NOTHING, Cost, OpView, Slot, TensorView
-from rooftrace.costmodels.registry import find_rule
-from rooftrace.hardware.precision import precision
+from rooftrace.costmodels.pricing.cost import NOTHING, Cost, OpView, Slot, TensorView
+from rooftrace.costmodels.pricing.registry import find_rule
+from rooftrace.hardware.precisions import precision
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = False) -> torch.Tensor:

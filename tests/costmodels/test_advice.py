@@ -1,10 +1,10 @@
 """What the structure of decode says: weights that are multiplied with the whole cache."""
 
 import rooftrace as rt
-from rooftrace.costmodels.advice import cache_products
-from rooftrace.costmodels.price import price_ops
+from rooftrace.costmodels.estimating.advice import cache_products
+from rooftrace.costmodels.pricing.price import price_ops
 from rooftrace.hardware.units import format_flops
-from rooftrace.tracer.graph import OpGraph, Ref
+from rooftrace.tracer.graph.graph import OpGraph, Ref
 from tests.costmodels.graph_support import Builder
 
 KV, LATENT, WIDTH = 32, 8, 16

@@ -8,12 +8,15 @@ import torch.nn.functional as F
 from torch import nn
 
 import rooftrace as rt
-from rooftrace.costmodels.attention_forms import flash_from_products, materialise_attention
-from rooftrace.costmodels.cost import MATRIX
-from rooftrace.costmodels.plan import plan
-from rooftrace.costmodels.price import price_ops
-from rooftrace.tracer.graph import OpGraph
-from rooftrace.tracer.rebuild import to_fx
+from rooftrace.costmodels.estimating.plans import plan
+from rooftrace.costmodels.pricing.cost import MATRIX
+from rooftrace.costmodels.pricing.price import price_ops
+from rooftrace.costmodels.rewriting.attention_forms import (
+    flash_from_products,
+    materialise_attention,
+)
+from rooftrace.tracer.graph.graph import OpGraph
+from rooftrace.tracer.graph.rebuild import to_fx
 
 B, H, S, L, E, V = 2, 4, 5, 7, 16, 12
 FP32 = 4  # bytes

@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 import rooftrace as rt
-from rooftrace.costmodels.attention_rows import COLUMNS
-from rooftrace.costmodels.attention_time import (
+from rooftrace.costmodels.estimating.executions import execution_model
+from rooftrace.costmodels.estimating.plans import plan
+from rooftrace.costmodels.timing.attention_rows import COLUMNS
+from rooftrace.costmodels.timing.attention_time import (
     AMPERE,
     HOPPER,
     IDEAL,
@@ -20,15 +21,13 @@ from rooftrace.costmodels.attention_time import (
     attention_engine,
     attention_seconds,
 )
-from rooftrace.costmodels.calibrate import fit
-from rooftrace.costmodels.cases import CalibrationError, Case, predict, step_case
-from rooftrace.costmodels.execution import execution_model
-from rooftrace.costmodels.kernels import KernelTable, kernel_seconds, kernel_table
-from rooftrace.costmodels.knobs import Knobs, KnobsError, dump_knobs, load_knobs
-from rooftrace.costmodels.opclass import CLASSES
-from rooftrace.costmodels.plan import plan
+from rooftrace.costmodels.timing.kernels import KernelTable, kernel_seconds, kernel_table
+from rooftrace.costmodels.timing.knobs import Knobs, KnobsError, dump_knobs, load_knobs
+from rooftrace.costmodels.timing.opclass import CLASSES
 from rooftrace.hardware.chip import Chip
 from rooftrace.hardware.chipfile import load_chip
+from rooftrace.measured.fit.cases import CalibrationError, Case, predict, step_case
+from rooftrace.measured.fit.fitting import fit
 
 H100, A100 = load_chip("h100-sxm"), load_chip("a100-sxm-80")
 UNKNOWN = replace(H100, sm_count=None)

@@ -5,10 +5,9 @@ from dataclasses import fields, replace
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
-from rooftrace.costmodels.attention_time import (
+from rooftrace.costmodels.timing.attention_time import (
     AMPERE,
     EFFICIENT,
     EXPONENTIALS,

@@ -9,8 +9,14 @@ import torch
 from torch import nn
 
 import rooftrace as rt
-from rooftrace.costmodels.calibrate import choose, fit
-from rooftrace.costmodels.cases import (
+from rooftrace.costmodels.estimating.executions import execution_model
+from rooftrace.costmodels.estimating.plans import plan
+from rooftrace.costmodels.timing.kernels import kernel_seconds, kernel_table, p_norm
+from rooftrace.costmodels.timing.knobs import Knobs, Share
+from rooftrace.costmodels.timing.opclass import CLASSES, group_class, op_class
+from rooftrace.hardware.chipfile import load_chip
+from rooftrace.measured.bench.runfile import OpTime
+from rooftrace.measured.fit.cases import (
     CalibrationError,
     Case,
     alone_case,
@@ -20,13 +26,7 @@ from rooftrace.costmodels.cases import (
     profiled_cases,
     step_case,
 )
-from rooftrace.costmodels.execution import execution_model
-from rooftrace.costmodels.kernels import kernel_seconds, kernel_table, p_norm
-from rooftrace.costmodels.knobs import Knobs, Share
-from rooftrace.costmodels.opclass import CLASSES, group_class, op_class
-from rooftrace.costmodels.plan import plan
-from rooftrace.hardware.chipfile import load_chip
-from rooftrace.tracer.runfile import OpTime
+from rooftrace.measured.fit.fitting import choose, fit
 
 CHIP = load_chip("rtx-4090")
 START = Knobs("start", overlap=3.0, launch=3e-6, shares={"layer norm": Share(memory=0.8)})

@@ -9,11 +9,11 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 import rooftrace as rt
-from rooftrace.costmodels.compare import EVERYWHERE, compare
-from rooftrace.reporting.comparetext import notes
-from rooftrace.tracer.inputs import call_inputs
-from rooftrace.tracer.peers import PeerCount, count_with
-from rooftrace.tracer.request import RequestError
+from rooftrace.costmodels.findings.counters import EVERYWHERE, compare
+from rooftrace.reporting.text.comparetext import notes
+from rooftrace.tracer.asking.request import RequestError
+from rooftrace.tracer.phases.peers import PeerCount, count_with
+from rooftrace.tracer.targets.inputs import call_inputs
 
 B, S, E = 2, 10, 16
 

@@ -5,7 +5,13 @@ import torch
 from torch import nn
 
 import rooftrace as rt
-from rooftrace.costmodels.diff import Change, Diff, FailOnError, diff_estimates, parse_condition
+from rooftrace.costmodels.findings.differences import (
+    Change,
+    Diff,
+    FailOnError,
+    diff_estimates,
+    parse_condition,
+)
 
 WIDTH, ROWS = 32, 64
 

@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from torch import nn
 
 import rooftrace as rt
-from rooftrace.costmodels import registry
-from rooftrace.costmodels.cost import Cost
-from rooftrace.costmodels.execution import PRESETS, ExecutionModel, Utilization
+from rooftrace.costmodels.estimating.executions import PRESETS, ExecutionModel, Utilization
+from rooftrace.costmodels.pricing import registry
+from rooftrace.costmodels.pricing.cost import Cost
 from rooftrace.hardware.chip import MissingPeakError
 from rooftrace.hardware.chipfile import load_chip
-from rooftrace.tracer.graph import Op, OpGraph, Ref, Tensor
-from rooftrace.tracer.graphfile import load_graphs, save_graphs
+from rooftrace.tracer.graph.graph import Op, OpGraph, Ref, Tensor
+from rooftrace.tracer.graph.graphfile import load_graphs, save_graphs
 from tests.costmodels.graph_support import Builder
 from tests.costmodels.random_graphs import programs
 

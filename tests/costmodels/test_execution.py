@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from rooftrace.costmodels.execution import (
+from rooftrace.costmodels.estimating.executions import (
     PRESETS,
     SUMMARIES,
     ExecutionError,

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.attention.flex_attention import flex_attention
 
-from rooftrace.tracer.inputs import call_inputs
+from rooftrace.tracer.targets.inputs import call_inputs
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULES = ("counted", "zoo_flops", "torchvision_ops", "run", "models")
@@ -98,8 +98,8 @@ def test_nothing_is_left_of_the_difference(
 
 def test_a_wrong_count_is_seen(tool: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second run is one of its own: it does not repeat what our rules say."""
-    from rooftrace.costmodels import registry
-    from rooftrace.costmodels.cost import Cost
+    from rooftrace.costmodels.pricing import registry
+    from rooftrace.costmodels.pricing.cost import Cost
 
     registry.find_rule("aten.mm.default")  # loads the rules
     half = registry.Rule("aten.addmm", lambda op: Cost.of(matmul=7), "opaque")

@@ -7,15 +7,14 @@ import networkx
 import pytest
 from hypothesis import given, settings
 
-from rooftrace.costmodels import fuse as fusing
-from rooftrace.costmodels import iterations
-from rooftrace.costmodels.execution import execution_model
-from rooftrace.costmodels.fuse import MAX_GROUP, SMALL, FusionGroup, fuse
-from rooftrace.costmodels.iterations import FEW_ROWS, LONG_CHAIN, LONGEST_ROW, SPLIT_ROW
-from rooftrace.costmodels.plan import plan
-from rooftrace.costmodels.registry import find_rule
-from rooftrace.costmodels.rewrite import rewrite
-from rooftrace.tracer.graph import Op, OpGraph, Ref
+from rooftrace.costmodels.estimating.executions import execution_model
+from rooftrace.costmodels.estimating.plans import plan
+from rooftrace.costmodels.fusion import grouping as fusing, index_space as iterations
+from rooftrace.costmodels.fusion.grouping import MAX_GROUP, SMALL, FusionGroup, fuse
+from rooftrace.costmodels.fusion.index_space import FEW_ROWS, LONG_CHAIN, LONGEST_ROW, SPLIT_ROW
+from rooftrace.costmodels.pricing.registry import find_rule
+from rooftrace.costmodels.rewriting.rewrites import rewrite
+from rooftrace.tracer.graph.graph import Op, OpGraph, Ref
 from tests.costmodels.graph_support import Builder
 from tests.costmodels.random_graphs import programs
 

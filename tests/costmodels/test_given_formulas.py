@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode, flop_registry, register_flop_formula
 
 import rooftrace as rt
-from rooftrace.costmodels.registry import _RULES
+from rooftrace.costmodels.pricing.registry import _RULES
 
 library = torch.library.Library("given", "DEF")
 library.define("blend(Tensor x, Tensor y) -> Tensor")

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import rooftrace as rt
-from rooftrace.costmodels.islands import Island, islands
+from rooftrace.costmodels.findings.narrow import Island, islands
 
 
 class Upcast(nn.Module):

@@ -4,11 +4,10 @@ import math
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
-from rooftrace.costmodels.execution import ExecutionModel, execution_model
-from rooftrace.costmodels.knobs import (
+from rooftrace.costmodels.estimating.executions import ExecutionModel, execution_model
+from rooftrace.costmodels.timing.knobs import (
     Knobs,
     KnobsError,
     Share,
@@ -17,8 +16,8 @@ from rooftrace.costmodels.knobs import (
     shipped_knobs,
     with_shares,
 )
-from rooftrace.costmodels.opclass import CLASSES
-from rooftrace.costmodels.utilization import Tiling
+from rooftrace.costmodels.timing.opclass import CLASSES
+from rooftrace.costmodels.timing.utilization import Tiling
 
 NUMBERS = st.floats(0.01, 100).map(lambda x: float(f"{x:.6g}"))
 SHARES = st.builds(Share, NUMBERS, NUMBERS, st.sampled_from(["matrix", "vector"]), NUMBERS, NUMBERS)

@@ -5,15 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch import nn
 
 import rooftrace as rt
-from rooftrace.costmodels.largest import MOST, largest
-from rooftrace.costmodels.memory import memory
+from rooftrace.costmodels.memory.batches import MOST, largest
+from rooftrace.costmodels.memory.footprint import memory
 from rooftrace.hardware.chipfile import load_chip
-from rooftrace.tracer.request import Options, Request, RequestError
+from rooftrace.tracer.asking.request import Options, Request, RequestError
 
 CONFIGS = Path(__file__).resolve().parents[2] / "examples" / "configs"
 

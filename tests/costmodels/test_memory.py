@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import rooftrace as rt
-from rooftrace.costmodels.memory import memory
+from rooftrace.costmodels.memory.footprint import memory
 from rooftrace.hardware.chipfile import load_chip
-from rooftrace.tracer.graph import ROLES, Ref
+from rooftrace.tracer.graph.graph import ROLES, Ref
 from tests.costmodels.graph_support import Builder
 from tests.costmodels.memory_models import MODELS, allocated_peak, built, loss_of, tracked_peak
 

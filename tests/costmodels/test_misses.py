@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 import rooftrace as rt
-from rooftrace.costmodels.estimate import Estimate
-from rooftrace.costmodels.misses import Node, nodes, worst
-from rooftrace.costmodels.profiles.align import align
-from rooftrace.costmodels.profiles.kineto import read_trace
+from rooftrace.costmodels.estimating.estimates import Estimate
+from rooftrace.measured.profiles.aligning import align
+from rooftrace.measured.profiles.kineto import read_trace
+from rooftrace.measured.validate.misses import Node, nodes, worst
 from tests.costmodels.profiles_support import GpuTrace, Stack
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import rooftrace as rt
-from rooftrace.costmodels.playback import play
-from rooftrace.tracer.graph import OpGraph
+from rooftrace.costmodels.findings.playback import play
+from rooftrace.tracer.graph.graph import OpGraph
 from tests.costmodels.profiles_support import Stack
 
 

@@ -1,10 +1,10 @@
 """Pricing a graph: equal ops once, each bound to its own storages; gaps have bounds."""
 
-from rooftrace.costmodels import registry
-from rooftrace.costmodels.cost import Access, Cost, OpView, Work
-from rooftrace.costmodels.plan import plan
-from rooftrace.costmodels.price import price_ops
-from rooftrace.tracer.graph import Ref
+from rooftrace.costmodels.estimating.plans import plan
+from rooftrace.costmodels.pricing import registry
+from rooftrace.costmodels.pricing.cost import Access, Cost, OpView, Work
+from rooftrace.costmodels.pricing.price import price_ops
+from rooftrace.tracer.graph.graph import Ref
 from tests.costmodels.graph_support import Builder
 
 BF16 = 2  # bytes

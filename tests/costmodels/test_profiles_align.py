@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 import rooftrace as rt
-from rooftrace.costmodels.profiles import align as module
-from rooftrace.costmodels.profiles.align import align, common, key_of_call, written_out
-from rooftrace.costmodels.profiles.kineto import read_trace
-from rooftrace.costmodels.profiles.records import ProfileError
-from rooftrace.tracer.graph import OpGraph
+from rooftrace.measured.profiles import aligning as module
+from rooftrace.measured.profiles.aligning import align, common, key_of_call, written_out
+from rooftrace.measured.profiles.kineto import read_trace
+from rooftrace.measured.profiles.records import ProfileError
+from rooftrace.tracer.graph.graph import OpGraph
 from tests.costmodels.profiles_support import GpuTrace, Stack, run_on_cpu
 
 US = 1e-6

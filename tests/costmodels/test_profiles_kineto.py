@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from rooftrace.costmodels.profiles.kineto import read_trace
-from rooftrace.costmodels.profiles.records import Profile, ProfileError, busy_and_gaps
+from rooftrace.measured.profiles.kineto import read_trace
+from rooftrace.measured.profiles.records import Profile, ProfileError, busy_and_gaps
 from tests.costmodels.profiles_support import GpuTrace, run_on_cpu
 
 US = 1e-6

@@ -5,18 +5,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch import nn
 
 import rooftrace as rt
-from rooftrace.costmodels.profiles.align import align, key_of_call, looser, paired
-from rooftrace.costmodels.profiles.kineto import read_trace
-from rooftrace.costmodels.profiles.linking import DEVICE, EARLIER, LAUNCH, ORDER, OUTSIDE
-from rooftrace.costmodels.profiles.periods import Period, periods
-from rooftrace.costmodels.profiles.records import Profile, ProfileError
-from rooftrace.reporting.validating import validate_trace
-from rooftrace.tracer.graph import OpGraph
+from rooftrace.measured.profiles.aligning import align, key_of_call, looser, paired
+from rooftrace.measured.profiles.kineto import read_trace
+from rooftrace.measured.profiles.linking import DEVICE, EARLIER, LAUNCH, ORDER, OUTSIDE
+from rooftrace.measured.profiles.periods import Period, periods
+from rooftrace.measured.profiles.records import Profile, ProfileError
+from rooftrace.measured.validate.validating import validate_trace
+from rooftrace.tracer.graph.graph import OpGraph
 from tests.costmodels.profiles_support import GpuTrace, Stack
 
 US = 1e-6

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from rooftrace.costmodels.profiles.ncu import read_counters
-from rooftrace.costmodels.profiles.records import ProfileError
-from rooftrace.costmodels.profiles.steps import StepTime, read_steps
+from rooftrace.measured.profiles.ncu import read_counters
+from rooftrace.measured.profiles.records import ProfileError
+from rooftrace.measured.profiles.steps import StepTime, read_steps
 
 RAW = """\
 ==PROF== Connected to process 4242 (python3.12)

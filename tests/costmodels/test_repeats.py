@@ -7,20 +7,19 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 import rooftrace as rt
-from rooftrace.costmodels.diff import diff_estimates
-from rooftrace.costmodels.estimate import Estimate, estimate
-from rooftrace.costmodels.execution import PRESETS, ExecutionModel
-from rooftrace.costmodels.islands import islands
-from rooftrace.costmodels.memory import KINDS, memory
-from rooftrace.costmodels.plan import plan
-from rooftrace.costmodels.rewrite import without_dead_ops
-from rooftrace.costmodels.timing import Launch, schedule
-from rooftrace.tracer.graph import OpGraph, Ref, Repeat, pattern_of
-from rooftrace.tracer.repeats import roll
+from rooftrace.costmodels.estimating.estimates import Estimate, estimate
+from rooftrace.costmodels.estimating.executions import PRESETS, ExecutionModel
+from rooftrace.costmodels.estimating.plans import plan
+from rooftrace.costmodels.findings.differences import diff_estimates
+from rooftrace.costmodels.findings.narrow import islands
+from rooftrace.costmodels.memory.footprint import KINDS, memory
+from rooftrace.costmodels.rewriting.rewrites import without_dead_ops
+from rooftrace.costmodels.timing.timing import Launch, schedule
+from rooftrace.tracer.graph.graph import OpGraph, Ref, Repeat, pattern_of
+from rooftrace.tracer.lower.repeats import roll
 from tests.costmodels.conftest import DEEPSEEK, TEXT, language_model
 from tests.costmodels.graph_support import Builder
 from tests.costmodels.memory_models import built, loss_of

@@ -3,14 +3,13 @@
 from collections import OrderedDict
 from dataclasses import replace
 
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
-from rooftrace.costmodels.cost import Cost
-from rooftrace.costmodels.plan import Plan, plan
-from rooftrace.costmodels.reuse import warm_bytes
-from rooftrace.tracer.graph import OpGraph
-from rooftrace.tracer.repeats import roll
+from rooftrace.costmodels.estimating.plans import Plan, plan
+from rooftrace.costmodels.pricing.cost import Cost
+from rooftrace.costmodels.timing.reuse import warm_bytes
+from rooftrace.tracer.graph.graph import OpGraph
+from rooftrace.tracer.lower.repeats import roll
 from tests.costmodels.graph_support import Builder
 from tests.costmodels.random_graphs import programs
 from tests.costmodels.repeat_support import stacks

@@ -5,18 +5,18 @@ import torch
 from torch import nn
 
 import rooftrace as rt
-from rooftrace.costmodels.cost import Access
-from rooftrace.costmodels.plan import plan
-from rooftrace.costmodels.price import price_ops
-from rooftrace.costmodels.rewrite import (
+from rooftrace.costmodels.estimating.plans import plan
+from rooftrace.costmodels.pricing.cost import Access
+from rooftrace.costmodels.pricing.price import price_ops
+from rooftrace.costmodels.rewriting.rewrites import (
     append_in_place,
     check_precisions,
     reprice,
     rewrite,
     without_dead_ops,
 )
-from rooftrace.hardware.precision import PrecisionError
-from rooftrace.tracer.graph import OpGraph, Ref
+from rooftrace.hardware.precisions import PrecisionError
+from rooftrace.tracer.graph.graph import OpGraph, Ref
 from tests.costmodels.graph_support import Builder
 
 BF16, FP32 = 2, 4  # bytes

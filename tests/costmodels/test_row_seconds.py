@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import rooftrace as rt
-from rooftrace.costmodels.row_seconds import RowSeconds, seconds_of_row
-from rooftrace.tracer.runfile import ModelRow, OpTime
+from rooftrace.measured.bench.runfile import ModelRow, OpTime
+from rooftrace.measured.validate.row_seconds import RowSeconds, seconds_of_row
 
 ADDMM = ((8,), (3, 8), (8, 8))
 SQUARE = ((3, 8),)

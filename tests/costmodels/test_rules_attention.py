@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
-import rooftrace.tracer.fused_ops  # noqa: F401  defines torch.ops.rooftrace
+import rooftrace.tracer.recording.fused_ops  # noqa: F401  defines torch.ops.rooftrace
 from tests.costmodels.rules_support import cost, meta
 
 BF16 = torch.bfloat16

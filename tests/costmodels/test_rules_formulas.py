@@ -5,11 +5,15 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from rooftrace.costmodels.rules import elementwise, loss
-from rooftrace.costmodels.rules.elementwise import FORMULAS, GELU, GELU_BACKWARD, flop_per_element
+from rooftrace.costmodels.rules.elementwise import (
+    FORMULAS,
+    GELU,
+    GELU_BACKWARD,
+    flop_per_element,
+)
 from tests.costmodels.rules_support import cost, meta, view
 
 # How a schema's names are called in formulas.

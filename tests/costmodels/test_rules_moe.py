@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import rooftrace as rt
-from rooftrace.tracer.graph import OpGraph
+from rooftrace.tracer.graph.graph import OpGraph
 
 HIDDEN, INNER, EXPERTS, CHOSEN = 32, 48, 16, 2
 EXPERT = 3 * HIDDEN * INNER  # gate, up and down

@@ -7,7 +7,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from rooftrace.costmodels.registry import DuplicateRuleError, all_rules, builtin, find_rule
+from rooftrace.costmodels.pricing.registry import (
+    DuplicateRuleError,
+    all_rules,
+    builtin,
+    find_rule,
+)
 from tests.costmodels.rules_support import index, meta, price, views
 
 OURS = [r for r in all_rules() if r.source == "rooftrace"]

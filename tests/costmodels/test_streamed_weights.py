@@ -7,14 +7,14 @@ import torch
 from torch import nn
 
 import rooftrace as rt
-from rooftrace.costmodels.cost import Work
-from rooftrace.costmodels.execution import ExecutionModel, execution_model
-from rooftrace.costmodels.knobs import load_knobs
-from rooftrace.costmodels.timing import stored_widths
-from rooftrace.costmodels.utilization import matrix_engine, tile_efficiency
+from rooftrace.costmodels.estimating.executions import ExecutionModel, execution_model
+from rooftrace.costmodels.pricing.cost import Work
+from rooftrace.costmodels.timing.knobs import load_knobs
+from rooftrace.costmodels.timing.timing import stored_widths
+from rooftrace.costmodels.timing.utilization import matrix_engine, tile_efficiency
 from rooftrace.hardware.chip import Chip
 from rooftrace.hardware.chipfile import available_chips, load_chip
-from rooftrace.tracer.graph import OpGraph
+from rooftrace.tracer.graph.graph import OpGraph
 
 STORED = ("bf16", "mxfp8", "fp8", "int8", "mxfp6", "nvfp4", "mxfp4", "int4", "int3", "int2")
 """By falling size; equal ones take equally long."""

@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 
-from rooftrace.costmodels.cost import Cost
-from rooftrace.costmodels.execution import ExecutionModel, Utilization
-from rooftrace.costmodels.timing import (
+from rooftrace.costmodels.estimating.executions import ExecutionModel, Utilization
+from rooftrace.costmodels.pricing.cost import Cost
+from rooftrace.costmodels.timing.timing import (
     Launch,
     Timing,
     compute_seconds,

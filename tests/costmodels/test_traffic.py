@@ -5,16 +5,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
-from rooftrace.costmodels.cost import MATRIX, Access, Cost
-from rooftrace.costmodels.execution import PRESETS, ExecutionModel, WeightResidency
-from rooftrace.costmodels.fuse import FusionGroup, fuse
-from rooftrace.costmodels.plan import plan
-from rooftrace.costmodels.price import price_ops
-from rooftrace.costmodels.traffic import bytes_by_role, compulsory_bytes, group_costs
-from rooftrace.tracer.graph import ROLES, OpGraph, Ref, Repeat
+from rooftrace.costmodels.estimating.executions import PRESETS, ExecutionModel, WeightResidency
+from rooftrace.costmodels.estimating.plans import plan
+from rooftrace.costmodels.fusion.grouping import FusionGroup, fuse
+from rooftrace.costmodels.fusion.traffic import bytes_by_role, compulsory_bytes, group_costs
+from rooftrace.costmodels.pricing.cost import MATRIX, Access, Cost
+from rooftrace.costmodels.pricing.price import price_ops
+from rooftrace.tracer.graph.graph import ROLES, OpGraph, Ref, Repeat
 from tests.costmodels.graph_support import Builder
 from tests.costmodels.random_graphs import programs
 

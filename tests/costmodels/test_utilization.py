@@ -5,13 +5,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch import nn
 
 import rooftrace as rt
-from rooftrace.costmodels.execution import ExecutionError, ExecutionModel, Utilization
-from rooftrace.costmodels.utilization import (
+from rooftrace.costmodels.estimating.executions import (
+    ExecutionError,
+    ExecutionModel,
+    Utilization,
+)
+from rooftrace.costmodels.timing.utilization import (
     SPLITS,
     TILES,
     MatrixEngine,

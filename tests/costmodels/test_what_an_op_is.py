@@ -5,12 +5,12 @@ import dataclasses
 import pytest
 
 import rooftrace as rt
-from rooftrace.costmodels.cost import AttentionSizes
-from rooftrace.costmodels.execution import execution_model
-from rooftrace.costmodels.knobs import load_knobs
-from rooftrace.costmodels.opclass import op_class
-from rooftrace.costmodels.registry import _RULES, find_rule
-from rooftrace.tracer.graph import Ref
+from rooftrace.costmodels.estimating.executions import execution_model
+from rooftrace.costmodels.pricing.cost import AttentionSizes
+from rooftrace.costmodels.pricing.registry import _RULES, find_rule
+from rooftrace.costmodels.timing.knobs import load_knobs
+from rooftrace.costmodels.timing.opclass import op_class
+from rooftrace.tracer.graph.graph import Ref
 from tests.costmodels.graph_support import Builder
 
 M, K, N = 512, 4096, 4096

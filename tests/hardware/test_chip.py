@@ -4,7 +4,8 @@ import pickle
 
 import pytest
 
-from rooftrace.hardware import Chip, Fact, Link, MissingPeakError, Peak, load_chip
+from rooftrace.hardware.chip import Chip, Fact, Link, MissingPeakError, Peak
+from rooftrace.hardware.chipfile import load_chip
 
 
 def fact(text, unit):

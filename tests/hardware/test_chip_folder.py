@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from rooftrace.hardware import (
+from rooftrace.hardware import chipfile
+from rooftrace.hardware.chipfile import (
     ChipFileError,
     UnknownChipError,
     available_chips,
-    chipfile,
     lint_chip,
     load_chip,
 )

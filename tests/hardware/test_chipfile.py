@@ -5,12 +5,11 @@ import sys
 from importlib import resources
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
-from rooftrace.hardware import (
+from rooftrace.hardware.chip import Fact
+from rooftrace.hardware.chipfile import (
     ChipFileError,
-    Fact,
     UnknownChipError,
     available_chips,
     dump_chip,

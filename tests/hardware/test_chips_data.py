@@ -10,7 +10,8 @@ from importlib import resources
 
 import pytest
 
-from rooftrace.hardware import available_chips, lint_chip, load_chip, precision
+from rooftrace.hardware import precisions as precision
+from rooftrace.hardware.chipfile import available_chips, lint_chip, load_chip
 
 CHIPS = available_chips()
 

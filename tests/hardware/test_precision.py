@@ -1,11 +1,10 @@
 from fractions import Fraction
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
-from rooftrace.hardware import precision as module
-from rooftrace.hardware.precision import (
+from rooftrace.hardware import precisions as module
+from rooftrace.hardware.precisions import (
     PRECISIONS,
     PrecisionError,
     bytes_per_element,

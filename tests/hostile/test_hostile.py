@@ -36,8 +36,8 @@ from typing import Any
 import pytest
 
 import rooftrace as rt
-from rooftrace.costmodels.cost import MATRIX
-from rooftrace.costmodels.price import price_ops
+from rooftrace.costmodels.pricing.cost import MATRIX
+from rooftrace.costmodels.pricing.price import price_ops
 
 from . import harness
 from .harness import PATTERNS, Case, Pattern, counted, fingerprint, is_heavy, process_state

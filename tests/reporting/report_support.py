@@ -5,16 +5,16 @@ Kernels are given as (name, module, family, part, count, matmul FLOP, vector FLO
 
 from collections.abc import Mapping, Sequence
 
-from rooftrace.costmodels.cost import Access, Cost, Work
-from rooftrace.costmodels.estimate import Coverage, Plan, Unsupported, estimate
-from rooftrace.costmodels.execution import PRESETS
-from rooftrace.costmodels.fuse import FusionGroup
-from rooftrace.costmodels.memory import Memory
-from rooftrace.costmodels.timing import Launch
+from rooftrace.costmodels.estimating.estimates import Coverage, Plan, Unsupported, estimate
+from rooftrace.costmodels.estimating.executions import PRESETS
+from rooftrace.costmodels.fusion.grouping import FusionGroup
+from rooftrace.costmodels.memory.footprint import Memory
+from rooftrace.costmodels.pricing.cost import Access, Cost, Work
+from rooftrace.costmodels.timing.timing import Launch
 from rooftrace.hardware.chip import Chip
 from rooftrace.hardware.chipfile import load_chip
-from rooftrace.reporting.report import Report
-from rooftrace.tracer.graph import ROLES, Assumption, Op, OpGraph, Tensor
+from rooftrace.reporting.pages.report import Report
+from rooftrace.tracer.graph.graph import ROLES, Assumption, Op, OpGraph, Tensor
 
 Kernel = tuple[str, str, str, str, int, int, int, Mapping[str, int]]
 

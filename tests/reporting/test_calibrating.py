@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 import rooftrace as rt
-from rooftrace.costmodels.execution import execution_model
-from rooftrace.costmodels.knobs import Knobs, load_knobs
-from rooftrace.costmodels.profiles.steps import StepTime
-from rooftrace.reporting.measured import MeasuredRequestError
-from rooftrace.tracer.request import Request
+from rooftrace.costmodels.estimating.executions import execution_model
+from rooftrace.costmodels.timing.knobs import Knobs, load_knobs
+from rooftrace.measured.profiles.steps import StepTime
+from rooftrace.measured.validate.steps import MeasuredRequestError
+from rooftrace.tracer.asking.request import Request
 from tests.costmodels.profiles_support import run_on_cpu
 from tests.reporting.conftest import Run
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 import rooftrace as rt
-from rooftrace.costmodels.diff import Diff
-from rooftrace.tracer.graph import pattern_of
+from rooftrace.costmodels.findings.differences import Diff
+from rooftrace.tracer.graph.graph import pattern_of
 from tests.reporting.conftest import Run
 
 FIRST = {
@@ -230,7 +230,7 @@ def build():
 
 
 def test_each_side_is_priced_by_the_rules_that_it_brings(tmp_path: Path) -> None:
-    from rooftrace.costmodels.registry import find_rule
+    from rooftrace.costmodels.pricing.registry import find_rule
 
     for name, flop in (("old", 7), ("new", 9)):
         (tmp_path / name).mkdir()

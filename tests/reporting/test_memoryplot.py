@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 import rooftrace as rt
-from rooftrace.costmodels.memory import KINDS, SAVED
+from rooftrace.costmodels.memory.footprint import KINDS, SAVED
 from rooftrace.hardware.units import format_capacity
-from rooftrace.reporting import style
-from rooftrace.reporting.memoryplot import NAMES, ORDER, memory_figure
-from rooftrace.reporting.report import Report
+from rooftrace.reporting.figures import style
+from rooftrace.reporting.figures.memoryplot import NAMES, ORDER, memory_figure
+from rooftrace.reporting.pages.report import Report
 
 
 @pytest.fixture(scope="module")

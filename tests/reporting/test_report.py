@@ -11,13 +11,13 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from rooftrace.costmodels.estimate import estimate
-from rooftrace.reporting import files
-from rooftrace.reporting.document import _times
-from rooftrace.reporting.files import ReportFolderError, check_folder
-from rooftrace.reporting.markdown import markdown
-from rooftrace.reporting.report import FORMATS, Report, build_report
-from rooftrace.tracer.graph import ROLES
+from rooftrace.costmodels.estimating.estimates import estimate
+from rooftrace.reporting.pages import files
+from rooftrace.reporting.pages.files import ReportFolderError, check_folder
+from rooftrace.reporting.pages.page import markdown
+from rooftrace.reporting.pages.report import FORMATS, Report, build_report
+from rooftrace.reporting.sections.report_document import _times
+from rooftrace.tracer.graph.graph import ROLES
 from tests.costmodels.graph_support import Builder
 from tests.reporting.report_support import ROPE, made_plan, made_report, sized_memory
 
@@ -181,9 +181,9 @@ def test_below_the_floor_is_said(schema):
 
 
 def test_fitted_knobs_are_named_and_give_an_interval(schema):
-    from rooftrace.costmodels.execution import execution_model
-    from rooftrace.costmodels.knobs import Knobs
-    from rooftrace.reporting.table import render_estimates
+    from rooftrace.costmodels.estimating.executions import execution_model
+    from rooftrace.costmodels.timing.knobs import Knobs
+    from rooftrace.reporting.pages.table import render_estimates
 
     b = Builder()
     graph = b.graph(b.mm(b.input(64, 64), b.weight(64, 64)))
@@ -295,7 +295,7 @@ def test_a_folder_without_permission_is_refused(tmp_path, monkeypatch):
 
 
 def test_a_failure_half_way_leaves_nothing(report, tmp_path, monkeypatch):
-    monkeypatch.setattr("rooftrace.reporting.markdown.markdown", lambda *_: 1 / 0)
+    monkeypatch.setattr("rooftrace.reporting.pages.page.markdown", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         report.write(tmp_path / "a" / "out", formats=("json", "md"))
     assert list(tmp_path.iterdir()) == []
@@ -315,7 +315,7 @@ def test_a_full_disk_is_a_folder_error_and_leaves_nothing(report, tmp_path, monk
 
 
 def test_page_tables_are_whole(report):
-    from rooftrace.reporting.markdown import markdown
+    from rooftrace.reporting.pages.page import markdown
 
     width = None
     for line in markdown(report).splitlines():
@@ -328,7 +328,7 @@ def test_page_tables_are_whole(report):
 
 
 def test_page_says_what_a_reader_needs(report):
-    from rooftrace.reporting.markdown import markdown
+    from rooftrace.reporting.pages.page import markdown
 
     text = markdown(report)
     for title in ("Summary", "Does it fit", "What a step costs", "Training", "Prefill", "Decode",
@@ -350,8 +350,9 @@ def test_summary_is_short(report):
 @pytest.mark.subprocess
 def test_importing_the_report_loads_no_heavy_library(root: Path):
     code = (
-        "import sys, rooftrace.reporting.report, rooftrace.reporting.table, "
-        "rooftrace.reporting.roofline, rooftrace.reporting.markdown, rooftrace.reporting.files\n"
+        "import sys, rooftrace.reporting.pages.report, rooftrace.reporting.pages.table, "
+        "rooftrace.reporting.figures.roofline, rooftrace.reporting.pages.page, "
+        "rooftrace.reporting.pages.files\n"
         "print([m for m in ('torch', 'matplotlib', 'pandas', 'rich', 'numpy') if m in sys.modules])"
     )
     done = subprocess.run(

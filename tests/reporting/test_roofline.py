@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from rooftrace.reporting import breakdown, labels, roofline, roofplot, style
-from rooftrace.reporting.figures import figures
-from rooftrace.reporting.labels import Box, Label
+from rooftrace.reporting.figures import breakdown, labels, roofline, roofplot, style
+from rooftrace.reporting.figures.folder import figures
+from rooftrace.reporting.figures.labels import Box, Label
 from tests.reporting.report_support import made_report
 
 REPORTS = {
@@ -133,8 +133,8 @@ def test_every_figure_is_drawn_1800_wide(report, tmp_path):
 
 
 def test_every_role_and_regime_has_a_colour():
-    from rooftrace.costmodels.timing import REGIMES
-    from rooftrace.tracer.graph import ROLES
+    from rooftrace.costmodels.timing.timing import REGIMES
+    from rooftrace.tracer.graph.graph import ROLES
 
     assert set(style.ROLES) == set(ROLES)
     assert set(style.REGIMES) == set(REGIMES)

@@ -2,10 +2,10 @@
 
 import pytest
 
-from rooftrace.costmodels.timing import step_times
+from rooftrace.costmodels.timing.timing import step_times
 from rooftrace.hardware.units import format_time
-from rooftrace.reporting import words
-from rooftrace.reporting.table import render_estimates, render_report, render_text
+from rooftrace.reporting.pages.table import render_estimates, render_report, render_text
+from rooftrace.reporting.text import words
 from tests.reporting.report_support import ROPE, made_report
 
 

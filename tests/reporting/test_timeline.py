@@ -8,13 +8,13 @@ import pytest
 import torch
 
 import rooftrace as rt
-from rooftrace.costmodels.estimate import Estimate
-from rooftrace.costmodels.misses import nodes
-from rooftrace.costmodels.profiles.align import Alignment, align
-from rooftrace.costmodels.profiles.kineto import read_trace
-from rooftrace.reporting.misstext import miss_rows, misses_markdown, render_misses, summary
-from rooftrace.reporting.parity import ParityPoint, kernel_points, parity_figure
-from rooftrace.reporting.timeline import timeline, write_timeline
+from rooftrace.costmodels.estimating.estimates import Estimate
+from rooftrace.measured.profiles.aligning import Alignment, align
+from rooftrace.measured.profiles.kineto import read_trace
+from rooftrace.measured.validate.misses import nodes
+from rooftrace.reporting.figures.parity import ParityPoint, kernel_points, parity_figure
+from rooftrace.reporting.figures.timeline import timeline, write_timeline
+from rooftrace.reporting.text.misstext import miss_rows, misses_markdown, render_misses, summary
 from tests.costmodels.profiles_support import GpuTrace, Stack
 from tests.reporting.report_support import made_report
 

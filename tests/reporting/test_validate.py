@@ -13,23 +13,19 @@ import pytest
 import torch
 
 import rooftrace as rt
-from rooftrace.costmodels.knobs import Knobs
-from rooftrace.costmodels.misses import nodes
-from rooftrace.costmodels.profiles.align import written_out
-from rooftrace.costmodels.profiles.counted import base_name
-from rooftrace.costmodels.profiles.kineto import read_trace
-from rooftrace.costmodels.profiles.records import ProfileError
-from rooftrace.costmodels.profiles.source import kind_of
-from rooftrace.costmodels.profiles.steps import StepTime
-from rooftrace.costmodels.validation import (
-    dram_by_row,
-    node_checks,
-    other_device,
-)
-from rooftrace.reporting.measured import MeasuredRequestError
-from rooftrace.reporting.validationtext import alike
-from rooftrace.tracer.runfile import ModelRow, OpTime, Run
-from rooftrace.tracer.suite_models import traced
+from rooftrace.costmodels.timing.knobs import Knobs
+from rooftrace.measured.bench.runfile import ModelRow, OpTime, Run
+from rooftrace.measured.profiles.aligning import written_out
+from rooftrace.measured.profiles.counters import base_name
+from rooftrace.measured.profiles.kineto import read_trace
+from rooftrace.measured.profiles.records import ProfileError
+from rooftrace.measured.profiles.source import kind_of
+from rooftrace.measured.profiles.steps import StepTime
+from rooftrace.measured.suite.models import traced_model as traced
+from rooftrace.measured.validate.checks import dram_by_row, node_checks, other_device
+from rooftrace.measured.validate.misses import nodes
+from rooftrace.measured.validate.steps import MeasuredRequestError
+from rooftrace.reporting.text.validationtext import alike
 from tests.costmodels.profiles_support import GpuTrace, Stack, run_on_cpu
 from tests.reporting.conftest import Run as Command
 

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import rooftrace as rt
-from rooftrace.tracer.capture import Recorder
+from rooftrace.tracer.recording.recorder import Recorder
 
 Make = Callable[..., Tensor]
 

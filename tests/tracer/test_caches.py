@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import rooftrace as rt
-from rooftrace.tracer.inputs import call_inputs
-from rooftrace.tracer.workload import trace_phases
+from rooftrace.tracer.phases.workload import trace_phases
+from rooftrace.tracer.targets.inputs import call_inputs
 
 IDS = torch.randint(0, 16, (2, 5))
 

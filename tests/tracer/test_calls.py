@@ -15,18 +15,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from rooftrace.tracer.graph import OpGraph
-from rooftrace.tracer.inputs import call_inputs
-from rooftrace.tracer.request import Options
-from rooftrace.tracer.steps import trace_step
-from rooftrace.tracer.target import Request, load_target
-from rooftrace.tracer.workload import trace_phases
+from rooftrace.tracer.asking.request import Options
+from rooftrace.tracer.graph.graph import OpGraph
+from rooftrace.tracer.phases.steps import trace_step
+from rooftrace.tracer.phases.workload import trace_phases
+from rooftrace.tracer.targets.inputs import call_inputs
+from rooftrace.tracer.targets.target import Request, load_target
 from tests.tracer.conftest import TEXT, config
 
 F = nn.functional

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import rooftrace as rt
-from rooftrace.tracer.origin import TraceError
-from rooftrace.tracer.request import RequestError
+from rooftrace.tracer.asking.request import RequestError
+from rooftrace.tracer.recording.origin import TraceError
 
 X = torch.ones(2, 8)
 

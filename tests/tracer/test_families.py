@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 import rooftrace as rt
-from rooftrace.costmodels.kinds import FAMILIES
-from rooftrace.costmodels.plan import plan
+from rooftrace.costmodels.estimating.plans import plan
+from rooftrace.costmodels.pricing.kinds import FAMILIES
 
 
 def classified(*args: Any, **kwargs: Any) -> rt.OpGraph:

@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import rooftrace as rt
-from rooftrace.tracer.trees import tensors_in
+from rooftrace.tracer.tensors.trees import tensors_in
 
 EVERY = (
     "gpt2",

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from rooftrace.tracer.graph import GraphError, Op, OpGraph, Ref, Tensor, pattern_of, refs
+from rooftrace.tracer.graph.graph import GraphError, Op, OpGraph, Ref, Tensor, pattern_of, refs
 
 
 def value(storage: int, **changes: Any) -> Tensor:

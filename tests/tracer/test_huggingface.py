@@ -11,12 +11,12 @@ from torch import Tensor
 
 import rooftrace as rt
 from rooftrace.tracer.api import trace_target
-from rooftrace.tracer.graph import OpGraph
-from rooftrace.tracer.huggingface import model_inputs
-from rooftrace.tracer.request import Request, RequestError, TargetError
-from rooftrace.tracer.target import load_target
-from rooftrace.tracer.values import REAL_VALUE
-from rooftrace.tracer.workload import trace_phases
+from rooftrace.tracer.asking.request import Request, RequestError, TargetError
+from rooftrace.tracer.graph.graph import OpGraph
+from rooftrace.tracer.phases.workload import trace_phases
+from rooftrace.tracer.recording.values import REAL_VALUE
+from rooftrace.tracer.targets.huggingface import model_inputs
+from rooftrace.tracer.targets.target import load_target
 
 pytest.importorskip("transformers")
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from rooftrace.tracer.api import trace_target
-from rooftrace.tracer.isolation import Kept, keeping
-from rooftrace.tracer.request import Request, TargetError
+from rooftrace.tracer.asking.request import Request, TargetError
+from rooftrace.tracer.targets.isolation import Kept, keeping
 
 Write = Callable[..., None]
 

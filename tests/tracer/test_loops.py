@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rooftrace.tracer.capture import META_KEY, Recorded, Recorder
-from rooftrace.tracer.values import META
+from rooftrace.tracer.recording.recorder import META_KEY, Recorded, Recorder
+from rooftrace.tracer.recording.values import META
 
 F = nn.functional
 STEPS = 20

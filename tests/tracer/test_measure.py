@@ -21,20 +21,31 @@ from torch import nn
 from torch._C._autograd import DeviceType
 
 import rooftrace as rt
-from rooftrace.tracer import attribute, micro, suite_models
-from rooftrace.tracer import measure as suite
-from rooftrace.tracer import session as session_module
-from rooftrace.tracer.attribute import attributed
-from rooftrace.tracer.bench import Bench, MeasureError
-from rooftrace.tracer.environment import device_facts
-from rooftrace.tracer.measure import measure_suite
-from rooftrace.tracer.micro import MicroCase, NotOfferedError, micro_cases
-from rooftrace.tracer.realize import realized
-from rooftrace.tracer.realsteps import Stepped, by_op, real_inputs, real_step, timed
-from rooftrace.tracer.request import Request, RequestError, TargetError
-from rooftrace.tracer.runfile import MicroRow, ModelRow, Run, RunFileError, load_run, save_run
-from rooftrace.tracer.session import Plan, Session
-from rooftrace.tracer.suite_models import MODELS, Make
+from rooftrace.measured.bench import attribute
+from rooftrace.measured.bench.attribute import attributed
+from rooftrace.measured.bench.bench import Bench, MeasureError
+from rooftrace.measured.bench.environment import device_facts
+from rooftrace.measured.bench.realize import realized
+from rooftrace.measured.bench.realsteps import Stepped, by_op, real_inputs, real_step, timed
+from rooftrace.measured.bench.runfile import (
+    MicroRow,
+    ModelRow,
+    Run,
+    RunFileError,
+    load_run,
+    save_run,
+)
+from rooftrace.measured.suite import (
+    measure as suite,
+    micro,
+    models as suite_models,
+    session as session_module,
+)
+from rooftrace.measured.suite.measure import measure_suite
+from rooftrace.measured.suite.micro import MicroCase, NotOfferedError, micro_cases
+from rooftrace.measured.suite.models import MODELS, Make
+from rooftrace.measured.suite.session import Plan, Session
+from rooftrace.tracer.asking.request import Request, RequestError, TargetError
 
 CPU = torch.device("cpu")
 
@@ -320,7 +331,7 @@ def test_a_case_that_hangs_is_left_behind_by_a_new_process(
     session.current = "endless"
     session_module.start_again(session)
     (arguments,) = started
-    assert arguments[:3] == [sys.executable, "-m", "rooftrace.tracer.measure"]
+    assert arguments[:3] == [sys.executable, "-m", "rooftrace.measured.suite.measure"]
     assert arguments[arguments.index("--budget") + 1] == "60"  # what is left of it
     assert [t.key for t in load_run(session.plan.out).errors] == ["endless"]
     assert "endless hangs; starting again after it" in capfd.readouterr().err
@@ -519,9 +530,9 @@ class Blocked:
         pass
 
 sys.meta_path.insert(0, Blocked())
-from rooftrace.tracer import runfile
+from rooftrace.measured.bench import runfile
 assert "torch" not in sys.modules, "reading a run file needs no torch"
-from rooftrace.tracer.measure import main
+from rooftrace.measured.suite.measure import main
 import torch
 torch.compile = lambda module: module  # takes long, and is not what this is about
 arguments = ["lstm", "mobile", "--device", "cpu", "--quick", "--budget", "900"]
@@ -562,7 +573,7 @@ def test_a_row_can_be_traced_and_has_the_ops_that_ran(name: str) -> None:
             Plan(Path("unused"), "cpu"), bench(), Run({}, {}), 60.0, None, FakeClock()
         )
         measured = suite._model_row(session, module, model, "tiny", phase, sizes, False, key)
-        graph = suite_models.traced(measured)
+        graph = suite_models.traced_model(measured)
         if name == "mixture" and phase == "training":
             continue  # experts without a token are left out of the real backward
         if name == "lstm":
@@ -586,7 +597,7 @@ def test_a_row_can_be_traced_and_has_the_ops_that_ran(name: str) -> None:
 def test_a_row_of_another_model_cannot_be_traced() -> None:
     found = ModelRow("mine", "mine", "forward", "eager", {}, (1.0,))
     with pytest.raises(RunFileError, match="the suite has no model 'mine'; it has decoder"):
-        suite_models.traced(found)
+        suite_models.traced_model(found)
 
 
 def test_the_same_seed_gives_the_same_weights_and_leaves_the_random_state() -> None:

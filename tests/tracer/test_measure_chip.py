@@ -7,10 +7,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from rooftrace.hardware import load_chip, write_chip  # noqa: E402  (after the skip)
-from rooftrace.tracer import bench  # noqa: E402
-from rooftrace.tracer import measure_chip as module  # noqa: E402
-from rooftrace.tracer.measure_chip import MeasureError, measure_chip  # noqa: E402
+from rooftrace.hardware.chipfile import load_chip, write_chip  # noqa: E402  (after the skip)
+from rooftrace.measured.bench import bench, chip_peaks as module  # noqa: E402
+from rooftrace.measured.bench.chip_peaks import MeasureError, measure_chip  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +122,7 @@ def test_a_name_that_can_be_typed(name, slug):
 
 
 def test_importing_it_does_not_import_torch():
-    code = "import sys, rooftrace.tracer.measure_chip; print('torch' in sys.modules)"
+    code = "import sys, rooftrace.measured.bench.chip_peaks; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 

@@ -4,11 +4,11 @@ import math
 
 import pytest
 
-from rooftrace.costmodels.cost import MATRIX
-from rooftrace.costmodels.plan import plan
-from rooftrace.tracer.micro import micro_cases
-from rooftrace.tracer.micrographs import traced
-from rooftrace.tracer.runfile import MicroRow, RunFileError
+from rooftrace.costmodels.estimating.plans import plan
+from rooftrace.costmodels.pricing.cost import MATRIX
+from rooftrace.measured.bench.runfile import MicroRow, RunFileError
+from rooftrace.measured.suite.micro import micro_cases
+from rooftrace.measured.suite.micrographs import traced_micro as traced
 
 
 def rows(on_cuda: bool):

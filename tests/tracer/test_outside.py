@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import rooftrace as rt
-from rooftrace.tracer.inputs import call_inputs
-from rooftrace.tracer.workload import trace_phases
+from rooftrace.tracer.phases.workload import trace_phases
+from rooftrace.tracer.targets.inputs import call_inputs
 
 LAYERS = 7
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import rooftrace as rt
-from rooftrace.tracer.quantization import weights_precision
+from rooftrace.tracer.targets.quantization import weights_precision
 
 
 @pytest.mark.parametrize(

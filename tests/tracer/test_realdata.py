@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import rooftrace as rt
-from rooftrace.tracer import realdata
+from rooftrace.tracer.recording import realdata
 
 Made = Callable[..., nn.Module]
 torch.manual_seed(0)

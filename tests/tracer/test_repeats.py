@@ -9,17 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor, nn
 
 import rooftrace as rt
-from rooftrace.tracer.graph import OpGraph, Repeat
-from rooftrace.tracer.inputs import call_inputs
-from rooftrace.tracer.rebuild import to_fx
-from rooftrace.tracer.request import Options
-from rooftrace.tracer.target import Request, load_target
-from rooftrace.tracer.workload import trace_phases
+from rooftrace.tracer.asking.request import Options
+from rooftrace.tracer.graph.graph import OpGraph, Repeat
+from rooftrace.tracer.graph.rebuild import to_fx
+from rooftrace.tracer.phases.workload import trace_phases
+from rooftrace.tracer.targets.inputs import call_inputs
+from rooftrace.tracer.targets.target import Request, load_target
 from tests.tracer.conftest import DEEPSEEK, TEXT, Case, built, config, tokens
 
 DEPTH = 7

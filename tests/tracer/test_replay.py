@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import rooftrace as rt
-from rooftrace.tracer.graph import GraphError
-from rooftrace.tracer.rebuild import to_fx
-from rooftrace.tracer.trees import tensors_in
+from rooftrace.tracer.graph.graph import GraphError
+from rooftrace.tracer.graph.rebuild import to_fx
+from rooftrace.tracer.tensors.trees import tensors_in
 
 IN_EVAL = (
     "gpt2",

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import rooftrace as rt
-from rooftrace.tracer.request import ASSUMABLE, Options, RequestError, parse_assumption
+from rooftrace.tracer.asking.request import ASSUMABLE, Options, RequestError, parse_assumption
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from rooftrace.tracer import graphfile
-from rooftrace.tracer.runfile import (
+from rooftrace.measured.bench.runfile import (
     SCHEMA,
     MicroRow,
     ModelRow,
@@ -22,6 +21,7 @@ from rooftrace.tracer.runfile import (
     load_run,
     save_run,
 )
+from rooftrace.tracer.graph import graphfile
 
 MICRO = MicroRow("neg n=4", "elementwise", {"n": 4}, (2e-6, 1e-6, 4e-6), 4.0, 32.0)
 LAUNCH = MicroRow("launch", "launch", {"what": "eager op"}, (3e-6,))

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import rooftrace as rt
-from rooftrace.tracer.capture import Recorder
-from rooftrace.tracer.target import built
+from rooftrace.tracer.recording.recorder import Recorder
+from rooftrace.tracer.targets.target import built
 
 LIBRARY = """
 from __future__ import annotations

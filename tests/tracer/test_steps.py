@@ -11,9 +11,9 @@ from torch.utils.checkpoint import checkpoint
 
 import rooftrace as rt
 from rooftrace.tracer.api import capture
-from rooftrace.tracer.graph import OpGraph
-from rooftrace.tracer.origin import TraceError
-from rooftrace.tracer.request import RequestError
+from rooftrace.tracer.asking.request import RequestError
+from rooftrace.tracer.graph.graph import OpGraph
+from rooftrace.tracer.recording.origin import TraceError
 
 X = torch.ones(3, 8)
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from rooftrace.tracer.api import trace_target
-from rooftrace.tracer.request import Request, RequestError, TargetError
-from rooftrace.tracer.target import load_target
-from rooftrace.tracer.values import REAL_VALUE
+from rooftrace.tracer.asking.request import Request, RequestError, TargetError
+from rooftrace.tracer.recording.values import REAL_VALUE
+from rooftrace.tracer.targets.target import load_target
 
 HEAD = "import torch\nfrom torch import nn\n"
 LINEAR = "nn.Linear(8, 8)"

@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import FlopCounterMode
 
 import rooftrace as rt
-from rooftrace.tracer.capture import Recorder
-from rooftrace.tracer.trees import bytes_of
+from rooftrace.tracer.recording.recorder import Recorder
+from rooftrace.tracer.tensors.trees import bytes_of
 
 Made = Callable[..., nn.Module]
 
@@ -394,8 +394,8 @@ def test_a_result_that_nothing_recorded_made_is_said(forward: Any, module: Made)
 
 
 def test_a_report_says_that_its_totals_are_a_lower_bound(module: Made) -> None:
-    from rooftrace.reporting.document import document
-    from rooftrace.reporting.markdown import markdown
+    from rooftrace.reporting.pages.page import markdown
+    from rooftrace.reporting.sections.report_document import document
 
     report = rt.report(module(out_of_sight), X, chip="h100-sxm")
     assert document(report)["coverage"]["lower_bound"] is True

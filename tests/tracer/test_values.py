@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import rooftrace as rt
-from rooftrace.tracer.dynamic import classify
-from rooftrace.tracer.values import MAX_SAME_BRANCH, drawn
+from rooftrace.tracer.recording.dynamic import classify
+from rooftrace.tracer.recording.values import MAX_SAME_BRANCH, drawn
 
 
 def at(rows: list[list[int]]) -> Tensor:

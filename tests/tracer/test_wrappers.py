@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import rooftrace as rt
-from rooftrace.costmodels.price import price_ops
+from rooftrace.costmodels.pricing.price import price_ops
 
 DEVICES = 4
 

@@ -15,9 +15,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from rooftrace.costmodels.attention_forms import WRITTEN_OUT
-from rooftrace.costmodels.cost import AttentionSizes, Cost, OpView, TensorView
-from rooftrace.costmodels.registry import builtin
+from rooftrace.costmodels.pricing import AttentionSizes, Cost, OpView, TensorView, builtin
+from rooftrace.costmodels.rewriting import WRITTEN_OUT
 from rooftrace.costmodels.rules.common import (
     given,
     needed,
@@ -28,7 +27,7 @@ from rooftrace.costmodels.rules.common import (
     vector,
     write_all,
 )
-from rooftrace.hardware.precision import precision as format_of
+from rooftrace.hardware import precision as format_of
 
 BOTTOM_RIGHT = 2
 """`custom_mask_type` of _efficient_attention_forward: 1 is causal from the top left corner."""

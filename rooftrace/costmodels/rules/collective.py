@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from fractions import Fraction
 
-from rooftrace.costmodels.cost import NOTHING, Cost, OpView, TensorView
-from rooftrace.costmodels.registry import builtin
+from rooftrace.costmodels.pricing import NOTHING, Cost, OpView, TensorView, builtin
 from rooftrace.costmodels.rules.common import (
     operands,
     over_link,

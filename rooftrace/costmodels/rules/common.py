@@ -6,8 +6,8 @@ import math
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
-from rooftrace.costmodels.cost import NOTHING, Access, Cost, OpView, Slot, TensorView
-from rooftrace.hardware.precision import precision, widest
+from rooftrace.costmodels.pricing import NOTHING, Access, Cost, OpView, Slot, TensorView
+from rooftrace.hardware import precision, widest
 
 
 def is_complex(tensor: TensorView) -> bool:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from rooftrace.costmodels.cost import Cost, OpView
-from rooftrace.costmodels.kinds import PLACES
-from rooftrace.costmodels.registry import builtin
+from rooftrace.costmodels.pricing import PLACES, Cost, OpView, builtin
 from rooftrace.costmodels.rules.common import (
     needed,
     operands,

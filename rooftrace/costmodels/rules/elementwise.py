@@ -17,16 +17,8 @@ import ast
 from collections.abc import Iterable, Mapping
 from functools import cache
 
-from rooftrace.costmodels.cost import Cost, OpView
-from rooftrace.costmodels.kinds import REREADS
-from rooftrace.costmodels.registry import builtin
-from rooftrace.costmodels.rules.common import (
-    is_complex,
-    needed,
-    streamed,
-    vector,
-    written,
-)
+from rooftrace.costmodels.pricing import REREADS, Cost, OpView, builtin
+from rooftrace.costmodels.rules.common import is_complex, needed, streamed, vector, written
 
 # -- counting a formula ----------------------------------------------------------------------------
 

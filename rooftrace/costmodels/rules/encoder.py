@@ -6,8 +6,7 @@ The kernels materialise the score matrix; what stays inside of them is not count
 
 from __future__ import annotations
 
-from rooftrace.costmodels.cost import NOTHING, Cost, OpView, TensorView
-from rooftrace.costmodels.registry import builtin
+from rooftrace.costmodels.pricing import NOTHING, Cost, OpView, TensorView, builtin
 from rooftrace.costmodels.rules.attention import SOFTMAX
 from rooftrace.costmodels.rules.common import needed, product_precision, streamed, vector
 from rooftrace.costmodels.rules.elementwise import GELU, flop_per_element

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 
-from rooftrace.costmodels.cost import NOTHING, Cost, OpView, TensorView
-from rooftrace.costmodels.registry import builtin
+from rooftrace.costmodels.pricing import NOTHING, Cost, OpView, TensorView, builtin
 from rooftrace.costmodels.rules.common import (
     given,
     needed,

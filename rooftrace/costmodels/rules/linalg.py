@@ -8,8 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from rooftrace.costmodels.cost import Cost, OpView, TensorView
-from rooftrace.costmodels.registry import builtin
+from rooftrace.costmodels.pricing import Cost, OpView, TensorView, builtin
 from rooftrace.costmodels.rules.common import needed, streamed, vector
 
 

@@ -5,8 +5,7 @@ The tracer may say how many groups got rows (`groups_touched`); otherwise as man
 
 from __future__ import annotations
 
-from rooftrace.costmodels.cost import NOTHING, Cost, OpView
-from rooftrace.costmodels.registry import builtin
+from rooftrace.costmodels.pricing import NOTHING, Cost, OpView, builtin
 from rooftrace.costmodels.rules.common import (
     needed,
     product_precision,

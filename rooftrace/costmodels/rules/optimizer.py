@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from rooftrace.costmodels.cost import Cost, OpView, TensorView
-from rooftrace.costmodels.registry import builtin
+from rooftrace.costmodels.pricing import Cost, OpView, TensorView, builtin
 from rooftrace.costmodels.rules.common import operands, read_all, total, vector, write_all
 
 

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import math
 
-from rooftrace.costmodels.cost import Cost, OpView, TensorView
-from rooftrace.costmodels.registry import builtin
+from rooftrace.costmodels.pricing import Cost, OpView, TensorView, builtin
 from rooftrace.costmodels.rules.common import needed, reading, streamed, vector
 
 

@@ -5,8 +5,7 @@ Each does what an op of aten does, whose formula counts (`elementwise`).
 
 from __future__ import annotations
 
-from rooftrace.costmodels.cost import NOTHING, Cost, OpView
-from rooftrace.costmodels.registry import builtin
+from rooftrace.costmodels.pricing import NOTHING, Cost, OpView, builtin
 from rooftrace.costmodels.rules.common import (
     axes,
     extent,

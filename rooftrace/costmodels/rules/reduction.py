@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from rooftrace.costmodels.cost import Cost, OpView
-from rooftrace.costmodels.registry import builtin
+from rooftrace.costmodels.pricing import Cost, OpView, builtin
 from rooftrace.costmodels.rules.common import (
     axes,
     extent,

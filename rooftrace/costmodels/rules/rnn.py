@@ -6,8 +6,7 @@ reads them again from L2 or memory, which is not modelled.  Outputs of inner lay
 
 from __future__ import annotations
 
-from rooftrace.costmodels.cost import NOTHING, Cost, OpView, TensorView
-from rooftrace.costmodels.registry import builtin
+from rooftrace.costmodels.pricing import NOTHING, Cost, OpView, TensorView, builtin
 from rooftrace.costmodels.rules.common import (
     needed,
     product_precision,

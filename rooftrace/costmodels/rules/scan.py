@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from rooftrace.costmodels.cost import Cost, OpView
-from rooftrace.costmodels.registry import builtin
+from rooftrace.costmodels.pricing import Cost, OpView, builtin
 from rooftrace.costmodels.rules.common import axes, extent, is_complex, needed, streamed, vector
 
 

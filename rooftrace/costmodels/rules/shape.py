@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from rooftrace.costmodels.cost import NOTHING, Cost, OpView
-from rooftrace.costmodels.registry import builtin
+from rooftrace.costmodels.pricing import NOTHING, Cost, OpView, builtin
 from rooftrace.costmodels.rules.common import streamed
 
 VIEWS: tuple[str, ...] = (

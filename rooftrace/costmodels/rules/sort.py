@@ -5,8 +5,7 @@ Sorting and selecting work on the bits of keys (radix), so they are bytes only; 
 
 from __future__ import annotations
 
-from rooftrace.costmodels.cost import NOTHING, Cost, OpView
-from rooftrace.costmodels.registry import builtin
+from rooftrace.costmodels.pricing import NOTHING, Cost, OpView, builtin
 from rooftrace.costmodels.rules.common import axes, extent, needed, reading, streamed, vector
 
 IN_SHARED_MEMORY = 4096

@@ -8,8 +8,7 @@ cuSPARSE's do.  Bytes: a stored element moves with its indices, 8 bytes each.
 
 from __future__ import annotations
 
-from rooftrace.costmodels.cost import NOTHING, Cost, OpView, TensorView
-from rooftrace.costmodels.registry import builtin
+from rooftrace.costmodels.pricing import NOTHING, Cost, OpView, TensorView, builtin
 from rooftrace.costmodels.rules.common import (
     needed,
     operands,

@@ -86,7 +86,7 @@ _OPTIONS = {"inputs": "input", "phases": "phase", "repeats": "no-repeats"}
 
 
 def _message(error: BaseException) -> str:
-    from rooftrace.tracer.asked import UnusedError
+    from rooftrace.tracer.asking import UnusedError
 
     if isinstance(error, UnusedError):
         option = "--" + _OPTIONS.get(error.name, error.name).replace("_", "-")

@@ -17,7 +17,7 @@ def chips() -> None:
 @chips.command("list")
 def chips_list() -> None:
     """Every chip with its dense peaks, memory and ridge point."""
-    from rooftrace.reporting.chiptext import render_chip_list
+    from rooftrace.reporting.text import render_chip_list
 
     console().print(render_chip_list())
 
@@ -26,8 +26,8 @@ def chips_list() -> None:
 @click.argument("name")
 def chips_show(name: str) -> None:
     """Every fact of one chip (a name or a TOML path) with its source and kind."""
-    from rooftrace.hardware.chipfile import load_chip
-    from rooftrace.reporting.chiptext import render_chip
+    from rooftrace.hardware import load_chip
+    from rooftrace.reporting.text import render_chip
 
     console().print(render_chip(load_chip(name)))
 
@@ -36,7 +36,7 @@ def chips_show(name: str) -> None:
 @click.argument("paths", nargs=-1)
 def chips_lint(paths: tuple[str, ...]) -> None:
     """Check chip files (default: those that come with rooftrace); exit 1 on errors or warnings."""
-    from rooftrace.hardware.chipfile import available_chips, lint_chip
+    from rooftrace.hardware import available_chips, lint_chip
 
     bad = 0
     for path in paths or available_chips():

@@ -64,10 +64,16 @@ def measure(
     if chip_only:
         _measure_chip(targets, device, 20.0 if budget is None else budget, out)
         return
-    from rooftrace.tracer.measure import default_out, measure_suite
-    from rooftrace.tracer.measure import summary as measured
-    from rooftrace.tracer.measure_chip import default_device
-    from rooftrace.tracer.session import BUDGET_S, QUICK_S, Plan, start_again
+    from rooftrace.measured.bench import default_device
+    from rooftrace.measured.suite import (
+        BUDGET_S,
+        QUICK_S,
+        Plan,
+        default_out,
+        measure_suite,
+        start_again,
+        summary as measured,
+    )
 
     device = device or default_device()
     path = Path(out) if out else default_out(device)
@@ -84,9 +90,9 @@ def _measure_chip(
 ) -> None:
     if targets:
         raise click.UsageError(f"--chip-only measures no model: leave out {' '.join(targets)}")
-    from rooftrace.hardware.chipfile import dump_chip, write_chip
-    from rooftrace.reporting.chiptext import render_chip
-    from rooftrace.tracer.measure_chip import default_device, measure_chip
+    from rooftrace.hardware import dump_chip, write_chip
+    from rooftrace.measured.bench import default_device, measure_chip
+    from rooftrace.reporting.text import render_chip
 
     with progress() as tell:
         chip = measure_chip(device or default_device(), budget, progress=tell)
@@ -131,8 +137,8 @@ def calibrate(
     step: model,batch,ms and where they matter seq, kv, phase, dtype, image_size; or a trace of
     torch.profiler, with --target and the sizes that were run.
     """
-    from rooftrace.costmodels.knobs import dump_knobs
-    from rooftrace.reporting.api import calibrate as calibrate_to
+    from rooftrace.costmodels.timing import dump_knobs
+    from rooftrace.reporting import calibrate as calibrate_to
 
     (loaded,), (model,) = load_chips((chip,)), load_executions((execution,), False, None)
     with progress() as tell:
@@ -195,9 +201,9 @@ def validate(
     with --target and the sizes that were run; or a CSV of step times as `rooftrace calibrate` takes
     it.
     """
-    from rooftrace.reporting.api import validate as validate_with
-    from rooftrace.reporting.files import check_folder
-    from rooftrace.reporting.validationtext import render_validation, validation_markdown
+    from rooftrace.reporting import validate as validate_with
+    from rooftrace.reporting.pages import check_folder
+    from rooftrace.reporting.text import render_validation, validation_markdown
 
     (loaded,), (model,) = load_chips((chip,)), load_executions((execution,), tf32, knobs)
     load_rules(rules)

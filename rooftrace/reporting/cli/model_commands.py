@@ -80,10 +80,9 @@ def report(
     **request: Any,
 ) -> None:
     """Cost of each phase of TARGET: one screen, and a folder of files with --out."""
-    from rooftrace.reporting.api import report as report_of
-    from rooftrace.reporting.files import check_folder
-    from rooftrace.reporting.report import ALL_FORMATS, FORMATS
-    from rooftrace.tracer.api import collector_paused
+    from rooftrace.reporting import report as report_of
+    from rooftrace.reporting.pages import ALL_FORMATS, FORMATS, check_folder
+    from rooftrace.tracer import collector_paused
 
     for name in formats or ():
         if name not in ALL_FORMATS:
@@ -127,8 +126,8 @@ def report(
 )
 def trace(target: str, out: str, **request: Any) -> None:
     """Capture TARGET and save its operator graphs, one per phase."""
-    from rooftrace.reporting.api import priced_graphs
-    from rooftrace.tracer.graphfile import graphs_bytes, write_bytes
+    from rooftrace.reporting import priced_graphs
+    from rooftrace.tracer.graph import graphs_bytes, write_bytes
 
     with progress() as tell:
         graphs = priced_graphs(target, progress=tell, **workload(**request))
@@ -183,9 +182,9 @@ def diff(
     **request: Any,
 ) -> None:
     """What changed in cost from BEFORE to AFTER: targets or saved graphs."""
-    from rooftrace.costmodels.diff import parse_condition
-    from rooftrace.reporting.api import diff as diff_of
-    from rooftrace.reporting.difftext import diff_markdown, render_diff
+    from rooftrace.costmodels.findings import parse_condition
+    from rooftrace.reporting import diff as diff_of
+    from rooftrace.reporting.text import diff_markdown, render_diff
 
     for condition in fail_on:
         parse_condition(condition)
@@ -239,9 +238,9 @@ def compare(
     They run the same module on the same inputs; what they do not count stands with its module, its
     op and the reason.
     """
-    from rooftrace.reporting.api import compare as compare_of
-    from rooftrace.reporting.comparetext import comparisons_markdown, render_comparisons
-    from rooftrace.tracer.graphfile import looks_saved
+    from rooftrace.reporting import compare as compare_of
+    from rooftrace.reporting.text import comparisons_markdown, render_comparisons
+    from rooftrace.tracer.graph import looks_saved
 
     if looks_saved(target):
         raise click.UsageError(
@@ -265,6 +264,6 @@ def _to_stdout(result: Any, form: str) -> None:
     elif form == "csv":
         click.echo(result.to_frame().to_csv(index=False, lineterminator="\n"), nl=False)
     else:
-        from rooftrace.reporting.markdown import markdown
+        from rooftrace.reporting.pages import markdown
 
         click.echo(markdown(result, ()), nl=False)

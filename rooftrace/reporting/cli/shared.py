@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from rooftrace.costmodels.execution import ExecutionModel
-    from rooftrace.hardware.chip import Chip
+    from rooftrace.costmodels.estimating import ExecutionModel
+    from rooftrace.hardware import Chip
 
 
 def workload(
     inputs: Sequence[str], assumed: Sequence[str], repeats: bool, **others: Any
 ) -> dict[str, Any]:
     """The workload options as the calls of `rooftrace` take them.  None is: not given."""
-    from rooftrace.tracer.request import parse_assumption
+    from rooftrace.tracer.asking import parse_assumption
 
     named = {}
     for item in inputs:
@@ -35,7 +35,7 @@ def workload(
 
 def load_chips(names: Sequence[str]) -> list[Chip]:
     """Chips by name or path, one or more."""
-    from rooftrace.hardware.chipfile import load_chip
+    from rooftrace.hardware import load_chip
 
     if not names:
         raise click.UsageError("--chip: expected at least one chip")
@@ -44,8 +44,8 @@ def load_chips(names: Sequence[str]) -> list[Chip]:
 
 def load_executions(names: Sequence[str], tf32: bool, knobs: str | None) -> list[ExecutionModel]:
     """Execution models by name, with what --tf32 and --knobs change."""
-    from rooftrace.costmodels.execution import execution_model
-    from rooftrace.costmodels.knobs import load_knobs
+    from rooftrace.costmodels.estimating import execution_model
+    from rooftrace.costmodels.timing import load_knobs
 
     if not names:
         raise click.UsageError("--execution: expected at least one execution model")
@@ -73,7 +73,7 @@ def write_text(
     document: Callable[[], Any],
 ) -> None:
     """A result to the terminal, or as markdown or JSON to stdout or a file."""
-    from rooftrace.tracer.graphfile import write_bytes
+    from rooftrace.tracer.graph import write_bytes
 
     if form == "terminal" and out in (None, "-"):
         console().print(rendered())

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rooftrace.costmodels.execution import SUMMARIES
-from rooftrace.hardware.units import (
+from rooftrace.costmodels.estimating import SUMMARIES
+from rooftrace.hardware import (
     format_capacity,
     format_count,
     format_flops,
@@ -15,12 +15,12 @@ from rooftrace.hardware.units import (
     format_time,
     format_traffic,
 )
-from rooftrace.reporting import words
 from rooftrace.reporting.sections.pipes import image, table
+from rooftrace.reporting.text import words
 
 if TYPE_CHECKING:
-    from rooftrace.costmodels.estimate import Estimate
-    from rooftrace.reporting.report import Report
+    from rooftrace.costmodels.estimating import Estimate
+    from rooftrace.reporting.pages import Report
 
 
 def fit_section(report: Report, figures: Sequence[str]) -> list[str]:

@@ -6,12 +6,12 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rooftrace.hardware.units import format_time, format_traffic
-from rooftrace.reporting import words
+from rooftrace.hardware import format_time, format_traffic
 from rooftrace.reporting.sections.pipes import share, table
+from rooftrace.reporting.text import words
 
 if TYPE_CHECKING:
-    from rooftrace.costmodels.headroom import Headroom, Saving
+    from rooftrace.costmodels.findings import Headroom, Saving
 
 FUSED_SHOWN, LEFT_SHOWN, NAMES_SHOWN = 10, 5, 6
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rooftrace.hardware.units import (
+from rooftrace.hardware import (
     MISSING,
     format_capacity,
     format_count,
@@ -14,16 +14,16 @@ from rooftrace.hardware.units import (
     format_time,
     format_traffic,
 )
-from rooftrace.reporting import words
 from rooftrace.reporting.sections.fusion import fusion_lines
 from rooftrace.reporting.sections.pipes import image, share, table
-from rooftrace.reporting.tally import Tally, tally
+from rooftrace.reporting.sections.tallies import Tally, tally
+from rooftrace.reporting.text import words
 from rooftrace.tracer.graph import ROLES, pattern_of
 
 if TYPE_CHECKING:
-    from rooftrace.costmodels.estimate import Estimate
+    from rooftrace.costmodels.estimating import Estimate
     from rooftrace.costmodels.memory import Memory
-    from rooftrace.reporting.report import Report
+    from rooftrace.reporting.pages import Report
 
 
 PATTERNS_SHOWN, KERNELS_SHOWN, MEMORY_SHOWN = 25, 15, 10

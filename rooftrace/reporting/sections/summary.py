@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from rooftrace.hardware.units import (
+from rooftrace.hardware import (
     format_count,
     format_flops,
     format_share,
     format_time,
     format_traffic,
 )
-from rooftrace.reporting import words
-from rooftrace.reporting.tally import tally
+from rooftrace.reporting.sections.tallies import tally
+from rooftrace.reporting.text import words
 
 if TYPE_CHECKING:
-    from rooftrace.costmodels.estimate import Estimate
-    from rooftrace.reporting.report import Report
+    from rooftrace.costmodels.estimating import Estimate
+    from rooftrace.reporting.pages import Report
 
 
 def summary(report: Report) -> list[str]:

@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from rooftrace.costmodels.islands import Island, islands
-from rooftrace.hardware.units import (
+from rooftrace.costmodels.findings import Island, islands
+from rooftrace.hardware import (
     format_bandwidth,
     format_flop_rate,
     format_intensity,
     format_share,
     format_traffic,
 )
-from rooftrace.reporting.document import unsupported_ops
 from rooftrace.reporting.sections.pipes import table
+from rooftrace.reporting.sections.report_document import unsupported_ops
 from rooftrace.tracer.graph import pattern_of
 
 if TYPE_CHECKING:
-    from rooftrace.reporting.report import Report
+    from rooftrace.reporting.pages import Report
 
 
 ASSUMPTIONS_SHOWN = 40

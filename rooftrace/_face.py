@@ -1,0 +1,59 @@
+"""A package's face: the names that it gives to others, looked up when they are first used.
+
+The stub beside a package's `__init__.py` says each name once, for readers, for type checkers and
+for this file:
+
+    # rooftrace/tracer/graph/__init__.pyi
+    from rooftrace.tracer.graph.graph import Op as Op, OpGraph as OpGraph
+
+So importing a package loads nothing that is slow, and packages that need each other's names at
+run time do not wait for each other while they load.  This is SPEC 1 of Scientific Python; its
+library, lazy_loader, is no dependency because `make measure` runs where torch alone is there.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def names(package: str, stub: str) -> dict[str, tuple[str, str | None]]:
+    """{public name: (module, name in it)} by the text of a stub; None: the module itself."""
+    where: dict[str, tuple[str, str | None]] = {}
+    for node in ast.parse(stub).body:
+        if isinstance(node, ast.ImportFrom) and node.module is not None:
+            for name in node.names:
+                if node.module == package:  # from rooftrace.hardware import units as units
+                    where[name.name] = (f"{package}.{name.name}", None)
+                elif name.asname is not None:  # only `as` makes a name of a stub public
+                    where[name.asname] = (node.module, name.name)
+    return where
+
+
+def face(
+    package: str, init: str
+) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """`__getattr__`, `__dir__` and `__all__` of `package`, whose `__init__.py` is the file `init`.
+
+    A name that the stub does not give raises AttributeError, as it does in any module.
+    """
+    where = names(package, Path(init).with_suffix(".pyi").read_text(encoding="utf-8"))
+
+    def __getattr__(name: str) -> Any:
+        if name not in where:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        module, attribute = where[name]
+        value: Any = importlib.import_module(module)
+        if attribute is not None:
+            value = getattr(value, attribute)
+        setattr(sys.modules[package], name, value)
+        return value
+
+    def __dir__() -> list[str]:
+        return sorted({*vars(sys.modules[package]), *where})
+
+    return __getattr__, __dir__, sorted(where)

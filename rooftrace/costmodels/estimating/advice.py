@@ -1,0 +1,108 @@
+"""What the structure of a graph says about how a step could be cheaper.  Knows no model's name."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from rooftrace.costmodels.pricing import MATRIX, Cost, find_rule
+from rooftrace.hardware import format_flops
+from rooftrace.tracer.graph import Op, OpGraph, pattern_of
+
+PRODUCT = ("matmul",)  # a convolution over a window of the state is no such thing
+
+
+def given_formulas(graph: OpGraph) -> tuple[str, ...]:
+    """A sentence about FLOPs that are not by our rules, none where all are."""
+    calls: Counter[str] = Counter()
+    for op in graph.ops:
+        found = find_rule(op.target)
+        if "flops_given" in op.facts and not (found and found.source == "user"):
+            calls[op.name] += graph.times(op)
+    named = ", ".join(f"{name} x{count}" for name, count in calls.items())
+    return (f"FLOPs by a formula registered with torch: {named}",) if named else ()
+
+
+def unknown_groups(graph: OpGraph, op_costs: Sequence[Cost]) -> tuple[str, ...]:
+    """A sentence about collectives whose group has an unknown size, none where all are known."""
+    calls: Counter[str] = Counter()
+    for op, cost in zip(graph.ops, op_costs, strict=True):
+        size = op.arguments.get("group_size", op.facts.get("group_size"))
+        rule = find_rule(op.target)
+        collective = rule is not None and rule.family == "communication"
+        if collective and size is None and cost.bytes("link"):
+            calls[op.name] += graph.times(op)
+    named = ", ".join(f"{name} x{count}" for name, count in calls.items())
+    if not named:
+        return ()
+    return (f"collectives of a group of unknown size, counted as of a large one: {named}",)
+
+
+def cache_products(graph: OpGraph, op_costs: Sequence[Cost]) -> tuple[str, ...]:
+    """A sentence about matrix products of the whole cache with weights, none where there are none.
+
+    They do again for every token what was done for it when it was cached; as the product is linear,
+    the weights can be multiplied into the query instead.
+    """
+    cached = _made_of(graph, "kv")
+    if not cached:
+        return ()
+    weights = _made_of(graph, "weights", alone=True)
+    found = [
+        op
+        for op in graph.ops
+        if op.part == "forward"
+        and op_costs[op.id].flops(PRODUCT)
+        and _multiplies(graph, op, cached, weights)
+    ]
+    if not found:
+        return ()
+    count = sum(graph.times(op) for op in found)
+    again = sum(graph.times(op) * op_costs[op.id].flops(PRODUCT) for op in found)
+    total = sum(
+        graph.times(op) * cost.flops(MATRIX) for op, cost in zip(graph.ops, op_costs, strict=True)
+    )
+    modules = ", ".join(dict.fromkeys(pattern_of(op.module) or "the model" for op in found))
+    verb = "product multiplies" if count == 1 else "products multiply"
+    return (
+        f"{count} matrix {verb} the whole cache with weights ({modules}): "
+        f"{format_flops(again)} of {format_flops(total)}; absorbing those weights into the "
+        "query would avoid that",
+    )
+
+
+def _multiplies(
+    graph: OpGraph, op: Op, cached: Mapping[int, int], weights: Mapping[int, int]
+) -> bool:
+    """Whether the op multiplies weights with as many elements as the cache has, or more."""
+    by_weights = any(i in weights for i in op.inputs)
+    return by_weights and any(
+        i in cached and graph.values[i].elements >= cached[i] for i in op.inputs
+    )
+
+
+def _made_of(graph: OpGraph, role: str, alone: bool = False) -> dict[int, int]:
+    """Values from outside of this role, and what views and element-by-element ops make of them.
+
+    With each, how many elements the value from outside has.  alone: of nothing else.
+    """
+    values = graph.values
+    found = {
+        i: values[i].elements
+        for i in graph.external
+        if values[i].role == role and values[i].elements
+    }
+    for op in graph.ops:
+        sources = [found[i] for i in op.inputs if i in found]
+        if not sources or (alone and len(sources) < len(op.inputs)):
+            continue
+        # Appending to a cache makes a cache, however that is done.
+        grows = any(values[i].role == "kv" for i in op.outputs)
+        if op.kind == "view" or grows or _is_pointwise(op):
+            found.update(dict.fromkeys(op.outputs, max(sources)))
+    return found
+
+
+def _is_pointwise(op: Op) -> bool:
+    rule = find_rule(op.target)
+    return rule is not None and rule.fusion == "pointwise"

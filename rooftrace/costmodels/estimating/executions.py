@@ -1,0 +1,201 @@
+"""How a step is run: the knobs that turn an op graph into kernels.  Knows no chip and no model."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any
+
+from rooftrace.costmodels.timing import Knobs
+
+ATTENTION = ("flash", "materialised")
+FUSION = ("none", "detected", "factor")
+DISPATCH = ("eager", "compiled", "graph")
+KV_APPEND = ("as-run", "in-place")
+
+
+class ExecutionError(ValueError):
+    """An execution model that contradicts itself, or a preset that does not exist."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightResidency:
+    """Weight bytes are divided by these (the seed's WRF).  1: every weight crosses HBM once a use.
+
+    Above 1 the model promises fewer bytes than the weights have; estimates below the compulsory
+    bytes say so.
+    """
+
+    attention: float = 1.0
+    dense: float = 1.0
+    moe: float = 1.0
+
+    def of(self, family: str) -> float:
+        """The factor of an op family; families other than attention and moe are dense."""
+        return {"attention": self.attention, "moe": self.moe}.get(family, self.dense)
+
+
+@dataclass(frozen=True, slots=True)
+class Utilization:
+    """Engines below their peak: eta_tc = min(1, M_eff / b_sat); vector work at eta_scalar of the
+    headline matrix peak.  None leaves that engine at its own peak.  tiles: products take whole
+    tiles in whole waves, where the chip's SM count is known (`rooftrace.costmodels.timing.
+    utilization`).
+    """
+
+    b_sat: float | None = None
+    eta_scalar: float | None = None
+    tiles: bool = True
+
+    def eta(self, rows: int | None) -> float:
+        """Share of the matrix peak that a product with this many rows reaches."""
+        if self.b_sat is None or rows is None:
+            return 1.0
+        return min(1.0, max(rows, 1) / self.b_sat)
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutionModel:
+    """Validated knobs.
+
+    attention: flash (one kernel) or materialised (scores and probabilities go through HBM).
+    fusion: none, detected (groups found in the graph) or factor (activation bytes x
+    `activation_fusion`, temporary bytes x `elementwise`).  dispatch: eager (the host enqueues every
+    op), compiled (every group) or graph (one launch for all).  knobs: what a calibration found, in
+    place of `utilization`.  kv_append: a cache append as-run (a
+    `cat` reads L rows and writes L+1) or in-place (writes the new rows only).  tf32: fp32 matrix
+    products on the matrix engine.
+    """
+
+    name: str = "custom"
+    attention: str = "flash"
+    fusion: str = "none"
+    dispatch: str = "eager"
+    kv_append: str = "as-run"
+    weight_residency: WeightResidency = field(default_factory=WeightResidency)
+    activation_fusion: float = 1.0
+    elementwise: float = 1.0
+    utilization: Utilization = field(default_factory=Utilization)
+    tf32: bool = False
+    knobs: Knobs | None = None
+
+    def __post_init__(self) -> None:
+        for name, allowed in (
+            ("attention", ATTENTION),
+            ("fusion", FUSION),
+            ("dispatch", DISPATCH),
+            ("kv_append", KV_APPEND),
+        ):
+            value = getattr(self, name)
+            if value not in allowed:
+                raise ExecutionError(f"{name}={value!r}: expected one of {', '.join(allowed)}")
+        for name in ("activation_fusion", "elementwise"):
+            value = getattr(self, name)
+            if not _positive(value) or value > 1:
+                raise ExecutionError(f"{name}={value!r}: expected a factor above 0 and at most 1")
+            if value != 1 and self.fusion != "factor":
+                raise ExecutionError(
+                    f"{name}={value!r} with fusion={self.fusion!r}: the factors and detected "
+                    "groups describe the same effect; use fusion='factor' or leave the factor at 1"
+                )
+        if not isinstance(self.utilization.tiles, bool):
+            raise ExecutionError(
+                f"utilization.tiles={self.utilization.tiles!r}: expected true or false"
+            )
+        for owner in ("weight_residency", "utilization"):
+            for name, value in asdict(getattr(self, owner)).items():
+                if name == "tiles":
+                    continue
+                optional = owner == "utilization"
+                if not _positive(value) and not (optional and value is None):
+                    raise ExecutionError(
+                        f"{owner}.{name}={value!r}: expected a number above 0"
+                        f"{', or None' if optional else ''}"
+                    )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain dict for the report; `from_dict` reads it back."""
+        knobs = self.knobs.to_dict() if self.knobs else None
+        return {**asdict(replace(self, knobs=None)), "knobs": knobs}
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> ExecutionModel:
+        """The inverse of `to_dict`.  Raises ExecutionError naming an unknown knob."""
+        values = _known(ExecutionModel, data)
+        for name, kind in (("weight_residency", WeightResidency), ("utilization", Utilization)):
+            if isinstance(values.get(name), Mapping):
+                values[name] = kind(**_known(kind, values[name], f"{name}."))
+        if isinstance(values.get("knobs"), Mapping):
+            values["knobs"] = Knobs.from_dict(values["knobs"])
+        return ExecutionModel(**values)
+
+
+def _positive(value: Any) -> bool:
+    """A finite number above 0 (what a JSON file or a command line may not hold)."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return number and 0 < value < math.inf
+
+
+def _known(kind: type, data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    names = sorted(f.name for f in fields(kind))
+    for key in data:
+        if key not in names:
+            raise ExecutionError(
+                f"{prefix + key!r} is no execution knob; the knobs are {', '.join(names)}"
+            )
+    return dict(data)
+
+
+_SEED = Utilization(b_sat=64, eta_scalar=0.35, tiles=False)
+
+PRESETS: Mapping[str, ExecutionModel] = {
+    preset.name: preset
+    for preset in (
+        ExecutionModel("naive", attention="materialised"),
+        ExecutionModel("eager"),
+        ExecutionModel("compiled", fusion="detected", dispatch="compiled", kv_append="in-place"),
+        ExecutionModel("efficient", fusion="detected", dispatch="graph", kv_append="in-place"),
+        ExecutionModel("seed-naive", attention="materialised", utilization=_SEED),
+        ExecutionModel(
+            "seed-efficient",
+            fusion="factor",
+            dispatch="graph",
+            kv_append="in-place",
+            weight_residency=WeightResidency(4.0, 4.0, 2.0),
+            activation_fusion=0.5,
+            elementwise=0.7,
+            utilization=_SEED,
+        ),
+    )
+}
+
+SUMMARIES: Mapping[str, str] = {
+    "naive": "attention scores through HBM, no fusion, one host dispatch per op",
+    "eager": "ops as captured, SDPA one kernel, no fusion, one host dispatch per op",
+    "compiled": "fusion groups detected in the graph, one host dispatch per group",
+    "efficient": "as compiled, launched as one graph",
+    "seed-naive": "as naive, with the seed's utilization (B_sat 64, eta_scalar 0.35)",
+    "seed-efficient": "the seed's factors: WRF 4/4/2, activation fusion 0.5, elementwise 0.7",
+}
+
+
+def execution_model(name: str | ExecutionModel, **changes: Any) -> ExecutionModel:
+    """A preset by name (or a model as it is) with some knobs changed.
+
+    Raises ExecutionError for a preset or a knob that does not exist.
+    """
+    changes = _known(ExecutionModel, changes)
+    if isinstance(name, ExecutionModel):
+        return replace(name, **changes) if changes else name
+    if not isinstance(name, str):
+        raise ExecutionError(
+            f"execution {name!r:.60}: expected one of {', '.join(PRESETS)}, or an ExecutionModel"
+        )
+    preset = PRESETS.get(name)
+    if preset is None:
+        close = difflib.get_close_matches(name, PRESETS, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise ExecutionError(f"execution {name!r}: expected one of {', '.join(PRESETS)}{hint}")
+    return replace(preset, **changes) if changes else preset

@@ -1,0 +1,169 @@
+"""The two-track queue of an estimate written out: when the host enqueues what, and the device runs.
+
+`timing.schedule` says when each kernel of a graph runs the first time; here are the launches of all
+iterations, one by one.  Where there are more than a limit, iterations of the repeats with the
+highest counts stand once, beside one span for those that follow.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rooftrace.costmodels.estimating import Estimate, Row, dispatch_seconds
+from rooftrace.costmodels.fusion import segments
+from rooftrace.costmodels.timing import Launch, host_waits
+from rooftrace.tracer.graph import REVERSED, OpGraph, pattern_of
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """One launch.  Seconds since the step began.
+
+    row: index of the kernel in `Estimate.rows`, None for host work alone.  turn: which iteration of
+    its repeats this is, as they run.  module: where it runs.  start, end: on the device, None for
+    host work alone.
+
+    Of a kernel at the edge of iterations, which stands in two rows, one row may be launched more
+    often than it counts and the other less often; together they are right.
+    """
+
+    row: int | None
+    turn: int
+    module: str
+    dispatches: int
+    sync: bool
+    host_start: float
+    host_end: float
+    start: float | None = None
+    end: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Folded:
+    """Iterations that are not written out: `count` of a repeat, on the device from start to end."""
+
+    repeat: int
+    count: int
+    start: float
+    end: float
+    host_start: float
+    host_end: float
+
+
+@dataclass(frozen=True, slots=True)
+class Playback:
+    """What host and device do, in order; `end` is t_est."""
+
+    launches: tuple[Played, ...]
+    folded: tuple[Folded, ...]
+    end: float
+
+
+def play(estimate: Estimate, limit: int = 50_000) -> Playback:
+    """The launches of a step, at most `limit` of them as far as repeats allow."""
+    launches = estimate.plan.launches
+    counts = {repeat.id: repeat.count for repeat in estimate.graph.repeats}
+    player = _Player(estimate, _to_fold(launches, counts, limit))
+    player.run(range(len(launches)), 0, 0, written=True)
+    end = max(player.host, player.device)
+    return Playback(tuple(player.played), tuple(player.folded), end)
+
+
+def _to_fold(launches: Sequence[Launch], counts: dict[int, int], limit: int) -> frozenset[int]:
+    """The repeats that must stand once to keep to the limit: those with the highest counts."""
+    left = dict(counts)
+    folded: set[int] = set()
+    places = Counter(one.repeats for one in launches)
+    while left and limit < sum(
+        times * math.prod(1 if r in folded else counts[r] for r in repeats)
+        for repeats, times in places.items()
+    ):
+        largest = max(left, key=lambda r: (left[r], -r))
+        folded.add(largest)
+        del left[largest]
+    return frozenset(folded)
+
+
+class _Player:
+    """Runs the queue, and remembers the launches that are to be written out."""
+
+    def __init__(self, estimate: Estimate, fold: frozenset[int]) -> None:
+        self.estimate, self.fold = estimate, fold
+        self.dispatch = dispatch_seconds(estimate.execution, estimate.chip)
+        self.waits = host_waits(estimate.chip)
+        self.launches = estimate.plan.launches
+        self.places = [launch.repeats for launch in self.launches]
+        groups = iter(range(len(estimate.rows)))
+        self.rows = [next(groups) if one.on_device else None for one in self.launches]
+        self.bases = [_shown_module(estimate.graph, row) for row in estimate.rows]
+        self.inside: list[tuple[int, int]] = []  # (repeat, iteration), outermost first
+        self.host = self.device = 0.0
+        self.played: list[Played] = []
+        self.folded: list[Folded] = []
+
+    def run(self, part: range, depth: int, turn: int, written: bool) -> None:
+        """These launches once, those in repeats as often as they say."""
+        for repeat, inside in segments(self.places, part, depth):
+            if repeat is None:
+                for index in inside:
+                    self._launch(index, turn, written)
+                continue
+            count = self.estimate.graph.repeats[repeat].count
+            fold = repeat in self.fold
+            for iteration in range(count):
+                if fold and written and iteration == 1:
+                    before = self.host, self.device
+                show = written and not (fold and iteration)
+                self.inside.append((repeat, iteration))
+                self.run(inside, depth + 1, turn * count + iteration, show)
+                self.inside.pop()
+            if fold and written and count > 1:
+                self.folded.append(
+                    Folded(repeat, count - 1, before[1], self.device, before[0], self.host)
+                )
+
+    def _launch(self, index: int, turn: int, written: bool) -> None:
+        launch, row = self.launches[index], self.rows[index]
+        begin = self.host
+        self.host += launch.dispatches * self.dispatch
+        enqueued = self.host
+        start = None
+        if row is not None:
+            kernel = self.estimate.rows[row]
+            start = max(self.host, self.device)
+            self.device = start + kernel.timing.t_device / kernel.count
+        if launch.sync or self.waits:
+            self.host = max(self.host, self.device)
+        if written:
+            self.played.append(
+                Played(
+                    row,
+                    turn,
+                    "" if row is None else self._module(row),
+                    launch.dispatches,
+                    launch.sync,
+                    begin,
+                    self.host if launch.sync else enqueued,
+                    start,
+                    None if start is None else self.device,
+                )
+            )
+
+    def _module(self, row: int) -> str:
+        """Where the kernel runs this time; backward goes through the iterations in reverse."""
+        path = self.bases[row]
+        for index, iteration in self.inside:
+            repeat = self.estimate.graph.repeats[index]
+            back = self.estimate.rows[row].part in REVERSED
+            path = repeat.path(path, repeat.count - 1 - iteration if back else iteration)
+        return path
+
+
+def _shown_module(graph: OpGraph, row: Row) -> str:
+    """The module of a kernel as the graph shows it: in the first iteration."""
+    pattern = pattern_of(row.module)
+    paths = (graph.ops[op].module for op in row.ops)
+    return next((path for path in paths if pattern_of(path) == pattern), row.module)

@@ -1,0 +1,172 @@
+"""How each op goes through its elements, what it needs, and what of it has to be written.
+
+What `fuse` asks of ops one by one, before it puts them into kernels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+
+from rooftrace.costmodels.fusion.runs import copies
+from rooftrace.costmodels.pricing import FusionClass
+from rooftrace.tracer.graph import Op, OpGraph, Ref, references
+
+LONG_CHAIN = 14
+"""What is used several times and takes at least this many ops for an element is not computed again
+where a part of it is read or where it is broadcast, but written first
+(realize_opcount_threshold, of 30 of Inductor's own smaller ops)."""
+
+FEW_PLACED = 8
+"""A cat of more tensors than this is written before it is used (max_pointwise_cat_inputs)."""
+
+UNROLLED = 8
+"""A reduction of fewer elements is written out as pointwise code (unroll_reductions_threshold)."""
+
+LONGEST_ROW = 1 << 18
+"""Rows up to this length stay near the SM that reduces them, so that the same kernel can go over
+them again.  What a longer reduction leaves (the norm of all gradients) is there when it has ended.
+"""
+
+SPLIT_ROW, FEW_ROWS = 8192, 264
+"""Longer rows than this are split over SMs when there are fewer of them than two per SM (of 132, an
+H100's): a second kernel then takes what the first has left (Inductor's split reductions)."""
+
+
+DOWN = 32
+"""A sum over more rows than this, down the columns, is split over SMs too: its kernel takes
+nothing that others need (Inductor's outer reductions)."""
+
+
+def is_split(size: int, rows: int) -> bool:
+    """Whether rows are so long, or so long and few, that one kernel cannot go over them again."""
+    return size > LONGEST_ROW * rows or (rows < FEW_ROWS and size > SPLIT_ROW * rows)
+
+
+def writes_split_rows(graph: OpGraph, op: Op, size: int, reduced: int | None) -> bool:
+    """Whether the op reduces rows that are split over SMs, and writes whole rows (a group norm)."""
+    if not reduced or not is_split(size, reduced):
+        return False
+    return max((graph.values[i].elements for i in op.outputs), default=0) == size
+
+
+def writes_many(op: Op) -> bool:
+    """Whether the op puts so many tensors together that what uses the result reads it again."""
+    return op.name == "aten.cat" and len(op.inputs) > FEW_PLACED
+
+
+def goes_down(graph: OpGraph, op: Op) -> bool:
+    """Whether the op reduces many rows, each column by itself, to one."""
+    dimensions = op.arguments.get("dim")
+    if isinstance(dimensions, int):
+        dimensions = (dimensions,)
+    if not op.inputs or not isinstance(dimensions, tuple) or not dimensions:
+        return False
+    shape = graph.values[op.inputs[0]].shape
+    reduced = {d % len(shape) for d in dimensions} if shape else set()
+    if not shape or len(shape) - 1 in reduced or shape[-1] == 1:
+        return False
+    left = max((graph.values[i].elements for i in op.outputs), default=0)
+    return math.prod(shape[d] for d in reduced) > DOWN and left < math.prod(shape)
+
+
+def iteration(graph: OpGraph, op: Op, kind: FusionClass | None) -> tuple[int, int | None]:
+    """(elements iterated over, elements after the reduction or None)."""
+    outputs = [graph.values[i].elements for i in op.outputs]
+    # A batch norm in evaluation knows its mean and variance: nothing is left to reduce.
+    if kind != "reduction" or op.arguments.get("training") is False:
+        # A list of outputs that are not alike (_foreach_add) is iterated over as a whole.
+        if len(outputs) > 1 and any(
+            type(item) is tuple and references(item) for item in op.arguments.values()
+        ):
+            return sum(copies(graph, op, i) * graph.values[i].elements for i in op.outputs), None
+        return max(outputs, default=0), None
+    target = op.arguments.get("target")
+    if op.name.startswith("aten.nll_loss") and isinstance(target, Ref):
+        return graph.values[target.id].elements, 1  # one logarithm per target is read
+    inputs = [graph.values[i].elements for i in op.inputs]
+    size = max([*inputs, *outputs], default=0)
+    smallest = min((n for n in outputs if n), default=1)
+    if smallest < size:
+        if size < UNROLLED * smallest and max(outputs) == smallest:
+            return smallest, None
+        return size, smallest
+    # Writes whole rows back (softmax): the reduction runs along `dim`, or along the last dimension.
+    shape = graph.values[op.inputs[0]].shape if op.inputs else ()
+    dimension = op.arguments.get("dim", -1)
+    axis = dimension if isinstance(dimension, int) and -len(shape) <= dimension < len(shape) else -1
+    length = shape[axis] if shape else 1
+    return size, size // max(length, 1)
+
+
+def needed_by(needs: Sequence[Sequence[int]]) -> list[list[int]]:
+    """For each op the ones that need it."""
+    users: list[list[int]] = [[] for _ in needs]
+    for op, before in enumerate(needs):
+        for other in before:
+            users[other].append(op)
+    return users
+
+
+def stored(
+    graph: OpGraph, classes: Sequence[FusionClass | None], needs: Sequence[Sequence[int]]
+) -> set[int]:
+    """Ops whose results a library kernel, a wait or the caller reads: they are written to HBM."""
+    outputs = {graph.values[i].storage for i in graph.outputs}
+    stored: set[int] = set()
+    for op in graph.ops:
+        if op.kind == "sync" or classes[op.id] == "opaque":
+            stored.update(needs[op.id])
+        if any(graph.values[i].storage in outputs for i in op.outputs):
+            stored.add(op.id)
+    return stored
+
+
+def long_chains(
+    graph: OpGraph, classes: Sequence[FusionClass | None], needs: Sequence[Sequence[int]]
+) -> set[int]:
+    """Ops whose result is used several times, and takes LONG_CHAIN pointwise ops or more."""
+    uses = Counter(
+        graph.values[i].storage for op in graph.ops if op.kind != "view" for i in op.inputs
+    )
+    lengths = [0] * len(graph.ops)
+    found: set[int] = set()
+    for op in graph.ops:
+        if classes[op.id] != "pointwise":
+            continue
+        length = 1 + sum(lengths[n] for n in needs[op.id])
+        if length >= LONG_CHAIN and any(uses[graph.values[i].storage] > 1 for i in op.outputs):
+            found.add(op.id)
+            length = 0  # it is written, and read from there
+        lengths[op.id] = min(length, LONG_CHAIN)
+    return found
+
+
+def dependencies(graph: OpGraph, classes: Sequence[FusionClass | None]) -> list[list[int]]:
+    """For each op the kernels that have to run before it.
+
+    Those are writers of what it reads and, for what it overwrites, earlier readers too.
+    """
+    writer: dict[int, int] = {}
+    readers: dict[int, list[int]] = defaultdict(list)
+    needs: list[list[int]] = []
+    values = graph.values
+    for op in graph.ops:
+        if op.kind == "view" or classes[op.id] == "free":
+            needs.append([])
+            continue
+        read = {values[i].storage for i in op.inputs}
+        before = {writer[s] for s in read if s in writer}
+        if op.kind == "kernel":
+            for storage in {values[i].storage for i in op.outputs}:
+                if storage in read or storage in writer:
+                    before.update(readers.pop(storage, ()))
+                    if storage in writer:
+                        before.add(writer[storage])
+                writer[storage] = op.id
+            for storage in read:
+                readers[storage].append(op.id)
+        before.discard(op.id)
+        needs.append(sorted(before))
+    return needs

@@ -1,0 +1,276 @@
+"""Passes through the iterations of a repeat: where they stand, and which copies an op touches.
+
+An iteration that stands for many has equal neighbours in the graph: the one before it and the one
+after it, in the order in which they run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+from rooftrace.tracer.graph import REVERSED, Op, OpGraph, references
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One pass: ops[start:stop] stand for `count` iterations, the last one first if `reverse`."""
+
+    repeat: int
+    count: int
+    start: int
+    stop: int
+    reverse: bool
+
+
+def runs(graph: OpGraph) -> list[Run]:
+    """Every pass through every repeat, outer ones before those inside."""
+    found: list[Run] = []
+
+    places = [op.repeats for op in graph.ops]
+
+    def search(part: range, depth: int) -> None:
+        for repeat, inside in segments(places, part, depth):
+            if repeat is not None:
+                backward = graph.ops[inside.start].part in REVERSED
+                count = graph.repeats[repeat].count
+                found.append(Run(repeat, count, inside.start, inside.stop, backward))
+                search(inside, depth + 1)
+
+    if graph.repeats:
+        search(range(len(places)), 0)
+    return found
+
+
+def missing(graph: OpGraph, op: Op, value: int) -> tuple[int, ...]:
+    """The repeats of a value that an op stands outside of."""
+    return tuple(r for r in graph.values[value].repeats if r not in op.repeats)
+
+
+def copies(graph: OpGraph, op: Op, value: int) -> int:
+    """How many copies of a value there are in an iteration of what the op is in."""
+    return math.prod(graph.repeats[r].count for r in missing(graph, op, value))
+
+
+def listed(graph: OpGraph) -> dict[int, dict[int, int]]:
+    """By op: storages of which it takes or makes all copies, and how many these are."""
+    found: dict[int, dict[int, int]] = {}
+    values = graph.values
+    for op in graph.ops if graph.repeats else ():
+        if all(values[i].repeats in ((), op.repeats) for i in (*op.inputs, *op.outputs)):
+            continue
+        taken = [ref.id for ref in references(op.arguments) if ref.every]
+        storages = {values[i].storage for i in (*taken, *op.outputs)}
+        counts = {storage: copies(graph, op, storage) for storage in storages}
+        several = {storage: count for storage, count in counts.items() if count > 1}
+        if several:
+            found[op.id] = several
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Where an op is in (or beside) the iterations of a repeat.
+
+    zone: 0 in the iteration that stands for many, -1 in the one before it, 1 in the one after it
+    (as forward goes).  place: the run, and the number of the op in its iteration.
+    """
+
+    repeat: int
+    zone: int
+    place: tuple[int, int]
+
+
+class Neighbourhood:
+    """For each op the repeats that it is in or beside; which ops may share a kernel across them.
+
+    A kernel that crosses from one iteration to the next has to do so between every two.  So it
+    stays within two iterations and holds no op of both; where that would come out otherwise at the
+    first iterations than at the last, the ops are barred from crossing.
+    """
+
+    def __init__(self, graph: OpGraph) -> None:
+        self.graph = graph
+        self.sites: dict[int, list[Site]] = {}
+        self.barred: set[tuple[int, int]] = set()
+        bounds = [range(len(graph.ops))]
+        for number, run in enumerate(runs(graph)):
+            length = run.stop - run.start
+            depth = graph.ops[run.start].repeats.index(run.repeat)
+            del bounds[depth + 1 :]
+            around = bounds[-1]
+            bounds.append(range(run.start, run.stop))
+            for step in (-1, 0, 1):
+                first = run.start + step * length
+                if self._alike(range(first, first + length), run, around):
+                    zone = -step if run.reverse else step
+                    for place in range(length):
+                        site = Site(run.repeat, zone, (number, place))
+                        self.sites.setdefault(first + place, []).append(site)
+
+    def _alike(self, part: range, run: Run, around: range) -> bool:
+        """Whether these ops, as far as they are there, are those of an iteration."""
+        if part.start < around.start or part.stop > around.stop:
+            return False
+        ops = self.graph.ops
+        return all(ops[i].target == ops[run.start + i - part.start].target for i in part)
+
+    def _by_repeat(self, members: Iterable[int]) -> dict[int, dict[int, Site]]:
+        """Sites of these ops by repeat and op, of repeats that some op is in."""
+        found: dict[int, dict[int, Site]] = {}
+        for op in sorted(members):
+            for site in self.sites.get(op, ()):
+                found.setdefault(site.repeat, {})[op] = site
+        return {r: s for r, s in found.items() if any(site.zone == 0 for site in s.values())}
+
+    def may_share(self, members: Sequence[int]) -> bool:
+        """Whether these ops may be one kernel."""
+        return all(self._may_cross(sites, members) for sites in self._by_repeat(members).values())
+
+    def _may_cross(self, sites: Mapping[int, Site], members: Sequence[int]) -> bool:
+        zones = {site.zone for site in sites.values()}
+        others = [op for op in members if op not in sites]
+        if zones == {0} and not others:
+            return True
+        if len(zones) != 2 or len({site.place for site in sites.values()}) < len(sites):
+            return False
+        first, site = next(iter(sites.items()))
+        if others and (site.zone == 0 or max(others) > first):
+            return False
+        return not any((site.repeat, op) in self.barred for op, site in sites.items())
+
+    def bar_uneven(self, groups: Iterable[Sequence[int]]) -> bool:
+        """Bar what crosses into the first iterations and not out of them, or the other way round.
+
+        Returns whether there was anything to bar.
+        """
+        shapes: dict[tuple[int, int], dict[frozenset[Any], Sequence[int]]] = {}
+        for members in groups:
+            for repeat, sites in self._by_repeat(members).items():
+                zones = {site.zone for site in sites.values()}
+                if len(zones) == 2:
+                    first = min(zones)
+                    shape = frozenset((site.zone - first, site.place) for site in sites.values())
+                    shapes.setdefault((repeat, first), {})[shape] = tuple(sites)
+        before = len(self.barred)
+        for (repeat, first), found in shapes.items():
+            others = shapes.get((repeat, -1 - first), {})
+            for shape in found.keys() - others.keys():
+                places = {place for _, place in shape}
+                self.barred |= {
+                    (repeat, op)
+                    for op, sites in self.sites.items()
+                    if any(site.repeat == repeat and site.place in places for site in sites)
+                }
+        return len(self.barred) > before
+
+    def beside(self, a: Op, b: Op) -> bool:
+        """Whether the two are in the same repeats, or in neighbouring iterations of those."""
+        differing = set(a.repeats) ^ set(b.repeats)
+        if not differing:
+            return True
+        near = ({site.repeat for site in self.sites.get(op.id, ())} for op in (a, b))
+        return differing <= set.intersection(*near)
+
+
+def segments(
+    repeats: Sequence[tuple[int, ...]], part: range, depth: int
+) -> Iterator[tuple[int | None, range]]:
+    """Ranges in `part` that are side by side in one repeat at this depth (None: in none)."""
+
+    def repeat_of(index: int) -> int | None:
+        found = repeats[index]
+        return found[depth] if depth < len(found) else None
+
+    for repeat, members in groupby(part, repeat_of):
+        found = list(members)
+        yield repeat, range(found[0], found[-1] + 1)
+
+
+# -- what one kernel in the graph stands for -------------------------------------------------------
+
+
+def kernel_modules(graph: OpGraph, ops: Sequence[int], lead: Op) -> tuple[str, ...]:
+    """Module paths of the kernels that these ops stand for, as many in each path.
+
+    lead: the one of them whose module counts.
+    """
+    if not graph.repeats:
+        return (lead.module,)
+    paths = [lead.module]
+    first = graph.ops[ops[0]]
+    for number in {*first.repeats, *lead.repeats}:
+        repeat = graph.repeats[number]
+        if repeat.container is not None:
+            places = _places(first, lead, number, repeat.count)
+            paths = [repeat.path(path, q) for path in paths for q in places]
+    return tuple(dict.fromkeys(paths))
+
+
+def _places(first: Op, other: Op, repeat: int, count: int) -> range:
+    """The iterations of `other` (counted from its own) in the kernels that begin with `first`.
+
+    An op that is not in the repeat while the first one is, is in the iteration after it.
+    """
+    back = first.part in REVERSED
+    if repeat not in first.repeats:
+        return range(count - 1, count) if back else range(1)
+    if repeat in other.repeats or back:
+        return range(count)
+    return range(1 - count, 1)
+
+
+def resting_shares(graph: OpGraph, ops: Sequence[int]) -> dict[int, float]:
+    """The assumptions that the kernels of these ops rest on, and which share of the kernels."""
+    if not graph.repeats:
+        return dict.fromkeys((a for op in ops for a in graph.ops[op].assumptions), 1.0)
+    found: dict[int, set[tuple[int, int]]] = {}
+    for op in ops:
+        for position in range(len(graph.ops[op].assumptions)):
+            for assumption, kernel in _assumed(graph, graph.ops[ops[0]], graph.ops[op], position):
+                found.setdefault(assumption, set()).add(kernel)
+    return {
+        assumption: min(1.0, sum(1 / graph.repeats[r].count if r >= 0 else 1.0 for r, _ in kernels))
+        for assumption, kernels in found.items()
+    }
+
+
+def _assumed(
+    graph: OpGraph, first: Op, op: Op, position: int
+) -> Iterator[tuple[int, tuple[int, int]]]:
+    """An assumption of an op in each kernel that begins with `first`: (repeat, iteration).
+
+    The repeat is -1 where all kernels rest on the same one.
+    """
+    own, back = op.assumptions[position], first.part in REVERSED
+    for number in dict.fromkeys((*op.repeats[::-1], *first.repeats[::-1])):
+        twin = op if number in op.repeats else _twin(graph, first, op, number)
+        copies = graph.repeats[number].assumptions.get(twin.assumptions[position]) if twin else None
+        if not copies:
+            continue
+        if number not in first.repeats:
+            yield copies[-1 if back else 0], (-1, 0)
+            return
+        if twin is not op:
+            # A kernel that begins in one iteration ends in the one after it, the last one in `op`.
+            copies = (own, *copies[:-1]) if back else (*copies[1:], own)
+        for iteration, copy in enumerate(copies):
+            yield copy, (number, iteration)
+        return
+    yield own, (-1, 0)
+
+
+def _twin(graph: OpGraph, first: Op, op: Op, repeat: int) -> Op | None:
+    """The op like `op` in the iteration before it, which `first` is in too."""
+    start = stop = first.id
+    while start and repeat in graph.ops[start - 1].repeats:
+        start -= 1
+    while stop < len(graph.ops) and repeat in graph.ops[stop].repeats:
+        stop += 1
+    place = op.id - (stop - start)
+    if not start <= place < stop or len(graph.ops[place].assumptions) != len(op.assumptions):
+        return None
+    return graph.ops[place]

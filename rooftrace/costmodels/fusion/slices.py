@@ -1,0 +1,96 @@
+"""Which slices of a value its views are, as far as selecting, slicing and splitting tell."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+
+from rooftrace.costmodels.fusion.runs import missing
+from rooftrace.tracer.graph import Op, OpGraph, references
+
+
+@dataclass(frozen=True, slots=True)
+class Slices:
+    """base: what was sliced.  ranges: [start, stop) along `dimension`, of every iteration."""
+
+    base: Hashable
+    dimension: int
+    ranges: tuple[tuple[int, int], ...]
+
+
+def slices(graph: OpGraph) -> dict[int, Slices]:
+    """By value: the slices that it is, or is a view of.
+
+    Views that are made alike in every iteration have the same base.
+    """
+    found: dict[int, Slices] = {}
+    bases: dict[int, Hashable] = {}
+    for op in graph.ops:
+        if op.kind != "view" or not op.inputs:
+            continue
+        x = op.inputs[0]
+        if x in found:  # a slice of a slice lies in it
+            found.update(dict.fromkeys(op.outputs, found[x]))
+            continue
+        (ref, *_) = references(op.arguments)
+        base = bases.get(x, x)
+        if base is None or ref.then is not None or ref.every:
+            bases.update(dict.fromkeys(op.outputs))
+            continue
+        cut = dict(_cut(graph, op, base))
+        found.update(cut)
+        others = {k: v for k, v in op.arguments.items() if not any(references(v))}
+        same = None if op.steps else (base, op.target, tuple(sorted(others.items(), key=str)))
+        bases.update({i: same for i in op.outputs if i not in cut})
+    return found
+
+
+def union(sizes: Mapping[tuple[int, int], int]) -> int:
+    """A sum over ranges that do not overlap: first those that end first."""
+    total = end = 0
+    for start, stop in sorted(sizes, key=lambda r: (r[1], r[0])):
+        if start >= end:
+            total, end = total + sizes[start, stop], stop
+    return total
+
+
+def _cut(graph: OpGraph, op: Op, base: Hashable) -> Iterator[tuple[int, Slices]]:
+    """What a view op makes, if it cuts its input along a dimension."""
+    x = graph.values[op.inputs[0]]
+    dimension = op.arguments.get("dim", 0)
+    if not x.shape or not isinstance(dimension, int):
+        return
+    dimension %= len(x.shape)
+    length = x.shape[dimension]
+    copied = any(missing(graph, op, i) for i in op.outputs)
+    ranges: Iterable[Iterable[tuple[int, int]]] = ()
+    if not x.stride[dimension] or not length:
+        return
+    if op.name in ("aten.select", "aten.slice") and not copied:
+        ranges = [_turns(graph, op, length)]
+    elif op.name == "aten.unbind" and (not copied or len(op.outputs) == 1):
+        each = [(k, k + 1) for k in range(length)]
+        ranges = [each] if copied else [[place] for place in each]
+    elif op.name in ("aten.split", "aten.split_with_sizes", "aten.chunk") and not copied:
+        ends = list(accumulate(graph.values[i].shape[dimension] for i in op.outputs))
+        ranges = [[place] for place in zip([0, *ends], ends, strict=False)]
+    for output, places in zip(op.outputs, ranges, strict=False):
+        yield output, Slices(base, dimension, tuple(places))
+
+
+def _turns(graph: OpGraph, op: Op, length: int) -> Iterator[tuple[int, int]]:
+    """The range that a select or slice takes in each iteration of its innermost repeat."""
+    turns = graph.repeats[op.repeats[-1]].count if op.steps else 1
+    for turn in range(turns):
+        place = {name: step * turn for name, step in op.steps.items()}
+        if op.name == "aten.select":
+            index = op.arguments["index"] + place.get("index", 0)
+            yield index % length, index % length + 1
+            continue
+        ends = []
+        for name, default in (("start", 0), ("end", length)):
+            given = op.arguments.get(name)
+            end = default if given is None else given + place.get(name, 0)
+            ends.append(min(max(end + length if end < 0 else end, 0), length))
+        yield ends[0], ends[1]

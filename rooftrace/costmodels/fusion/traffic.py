@@ -1,0 +1,312 @@
+"""Bytes through HBM: what a kernel group moves once its internal values stay on the chip.
+
+A storage that only the group itself writes and reads never reaches HBM; one that several of its ops
+read is read once.  The compulsory floor is what any execution has to move.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rooftrace.costmodels.estimating import ExecutionModel
+from rooftrace.costmodels.fusion.grouping import FusionGroup
+from rooftrace.costmodels.fusion.inductor_stores import widths
+from rooftrace.costmodels.fusion.runs import listed
+from rooftrace.costmodels.fusion.slices import slices, union
+from rooftrace.costmodels.pricing import Access, Cost, Work, find_rule
+from rooftrace.tracer.graph import ROLES, Op, OpGraph, references
+
+
+def group_costs(
+    graph: OpGraph,
+    groups: Sequence[FusionGroup],
+    op_costs: Sequence[Cost],
+    execution: ExecutionModel,
+) -> tuple[Cost, ...]:
+    """One cost per group, run once: work added up, traffic without internal values, factors."""
+    merger = _Merger(graph, groups, op_costs)
+    scale = _Factors(graph, execution)
+    results = []
+    generated = execution.fusion == "detected"
+    wide = widths(graph, [group.ops for group in groups]) if generated else {}
+    for index, group in enumerate(groups):
+        alone = len(group.ops) == 1 and not (generated and _is_generated(graph, group.ops[0]))
+        cost = op_costs[group.ops[0]] if alone else merger.merged(index)
+        results.append(scale(_widened(cost, wide) if wide else cost, group, op_costs))
+    return tuple(results)
+
+
+def _widened(cost: Cost, wide: Mapping[int, int]) -> Cost:
+    """The cost where some storages hold what they are computed from."""
+    if wide.keys().isdisjoint(access.storage for access in cost.traffic):
+        return cost
+    return Cost(cost.work, {a: size * wide.get(a.storage, 1) for a, size in cost.traffic.items()})
+
+
+def _is_generated(graph: OpGraph, op: int) -> bool:
+    """Whether a compiler writes this op's kernel, and leaves out results that nobody reads."""
+    rule = find_rule(graph.ops[op].target)
+    return rule is not None and rule.fusion != "opaque"
+
+
+class _Merger:
+    """Adds up the ops of a group, knowing which storages later groups and the caller read."""
+
+    def __init__(
+        self, graph: OpGraph, groups: Sequence[FusionGroup], op_costs: Sequence[Cost]
+    ) -> None:
+        self.graph, self.groups, self.op_costs = graph, groups, op_costs
+        self.sizes, self.listed = storage_sizes(graph), listed(graph)
+        self.last_reader: dict[int, int] = {}
+        for index, group in enumerate(groups):
+            for op in group.ops:
+                for access in op_costs[op].traffic:
+                    if not access.write:
+                        self.last_reader[access.storage] = index
+        values = graph.values
+        self.kept = {values[i].storage for i in (*graph.outputs, *graph.external)}
+        # The host reads from memory, too.
+        self.kept.update(
+            values[i].storage for op in graph.ops if op.kind == "sync" for i in op.inputs
+        )
+
+    def merged(self, index: int) -> Cost:
+        """The cost of one group of several ops."""
+        work: dict[Work, int] = defaultdict(int)
+        parts = _Parts(self.graph, self.sizes, self.listed)
+        for number in self.groups[index].ops:
+            cost = self.op_costs[number]
+            for key, flop in cost.work.items():
+                work[key] += flop
+            parts.add(self.graph.ops[number], cost)
+        traffic = {}
+        for access, size in parts.totals():
+            leaves = access.storage in self.kept or self.last_reader.get(access.storage, -1) > index
+            if leaves or not access.write:
+                traffic[access] = size
+        return Cost(dict(work), traffic)
+
+
+class _Parts:
+    """Which bytes of which storage a group reads from outside, and which it writes.
+
+    Ops that touch the same value touch the same bytes, which move once; other views of a storage
+    are taken as other bytes of it, all together at most the whole.
+    """
+
+    def __init__(
+        self, graph: OpGraph, sizes: Sequence[int], copies: Mapping[int, Mapping[int, int]]
+    ) -> None:
+        self.graph, self.sizes, self.listed = graph, sizes, copies
+        self.moved: dict[Access, dict[frozenset[int], int]] = {}
+        self.same: dict[int, int] = {}
+        self.copies: dict[int, int] = {}  # how many an op takes of a storage, where it takes all
+
+    def add(self, op: Op, cost: Cost) -> None:
+        """One more op of the group, in execution order."""
+        read, written = self._touched(op)
+        self.copies.update(self.listed.get(op.id, {}))
+        # Reads first: what an op writes is not there yet when it reads.
+        for access, size in sorted(cost.traffic.items(), key=lambda item: item[0].write):
+            touched = frozenset((written if access.write else read).get(access.storage, ()))
+            if not access.write:
+                size = self._from_outside(access, touched, size)
+            if size:
+                parts = self.moved.setdefault(access, {})
+                parts[touched] = max(parts.get(touched, 0), size)
+
+    def _touched(self, op: Op) -> tuple[dict[int, set[int]], dict[int, set[int]]]:
+        """The values through which an op reads and writes each storage.
+
+        An in-place result stands as the operand that it overwrites.
+        """
+        values = self.graph.values
+        read: dict[int, set[int]] = defaultdict(set)
+        written: dict[int, set[int]] = defaultdict(set)
+        overwritten: dict[tuple[Any, ...], int] = {}
+        for i in op.inputs:
+            first = self.same.get(i, i)
+            value = values[i]
+            read[value.storage].add(first)
+            overwritten.setdefault((value.storage, value.shape, value.stride), first)
+        for i in op.outputs:
+            value = values[i]
+            first = overwritten.get((value.storage, value.shape, value.stride), i)
+            self.same[i] = first
+            written[value.storage].add(first)
+        return read, written
+
+    def _from_outside(self, read: Access, touched: frozenset[int], size: int) -> int:
+        """Bytes of a read that no earlier op of the group wrote: those are still on the chip."""
+        write = Access(read.storage, True, read.wire)
+        written = self.moved.get(write)
+        if written is None:
+            return size
+        if touched in written:
+            return max(0, size - written[touched])
+        return min(size, max(0, self._size(read.storage) - self._total(write)))
+
+    def _size(self, storage: int) -> int:
+        return self.sizes[storage] * self.copies.get(storage, 1)
+
+    def _total(self, access: Access) -> int:
+        sizes = self.moved[access].values()
+        if access.wire != "hbm":
+            return sum(sizes)
+        return max(max(sizes), min(sum(sizes), self._size(access.storage)))
+
+    def totals(self) -> list[tuple[Access, int]]:
+        """Bytes by access."""
+        return [(access, self._total(access)) for access in self.moved]
+
+
+class _Factors:
+    """The seed's byte factors: weight residency by family, activation fusion, elementwise."""
+
+    def __init__(self, graph: OpGraph, execution: ExecutionModel) -> None:
+        residency = execution.weight_residency
+        self.graph, self.execution, self.listed = graph, execution, listed(graph)
+        self.active = execution.fusion == "factor" or any(
+            getattr(residency, family) != 1 for family in ("attention", "dense", "moe")
+        )
+
+    def __call__(self, cost: Cost, group: FusionGroup, op_costs: Sequence[Cost]) -> Cost:
+        if not self.active:
+            return cost
+        lead = max(group.ops, key=lambda op: op_costs[op].bytes())
+        residency = self.execution.weight_residency.of(self.graph.ops[lead].family)
+        copies: dict[int, int] = {}
+        for op in group.ops:
+            copies.update(self.listed.get(op, {}))
+        traffic = {}
+        for access, size in cost.traffic.items():
+            role, count = self.graph.values[access.storage].role, copies.get(access.storage, 1)
+            if role == "weights" and not access.write:
+                size = count * round(size / count / residency)
+            elif role == "activations":
+                size = count * round(size / count * self.execution.activation_fusion)
+            elif role == "temporary":
+                size = count * round(size / count * self.execution.elementwise)
+            traffic[access] = size
+        return Cost(cost.work, traffic)
+
+
+def storage_sizes(graph: OpGraph) -> list[int]:
+    """Bytes by value id of an owner: a storage is as large as its largest view."""
+    sizes = [0] * len(graph.values)
+    known: dict[tuple[Any, ...], int] = {}  # few sizes, many values
+    for tensor in graph.values:
+        form = (tensor.shape, tensor.stride, tensor.dtype)
+        size = known.get(form)
+        if size is None:
+            size = known[form] = tensor.nbytes
+        if size > sizes[tensor.storage]:
+            sizes[tensor.storage] = size
+    return sizes
+
+
+def bytes_by_role(graph: OpGraph, cost: Cost) -> dict[str, int]:
+    """HBM bytes of a bound cost by the role of the storage; every role is there."""
+    sums = dict.fromkeys(ROLES, 0)
+    for access, size in cost.traffic.items():
+        if access.wire == "hbm":
+            sums[graph.values[access.storage].role] += size
+    return sums
+
+
+def compulsory_bytes(graph: OpGraph, op_costs: Sequence[Cost]) -> int:
+    """Bytes that any execution moves, each counted once.
+
+    Those are what the step reads from outside (weights, states, inputs) before it overwrites it,
+    and what it leaves behind (outputs, states).
+    """
+    outside = {graph.values[i].storage for i in graph.external}
+    results = outside | {graph.values[i].storage for i in graph.outputs}
+    floor = _Floor(graph)
+    for op, cost in zip(graph.ops, op_costs, strict=True):
+        floor.enter(op)
+        for access, size in cost.traffic.items():
+            if access.wire == "hbm" and not access.write and access.storage in outside:
+                floor.read(op, access.storage, size)
+        for access, size in cost.traffic.items():
+            if access.wire == "hbm" and access.write and access.storage in results:
+                floor.write(op, access.storage, size)
+    return floor.total()
+
+
+class _Floor:
+    """The most that one op reads and writes of each storage, per copy, and what is overwritten.
+
+    A storage that all iterations share is overwritten by one after the other: the first one of them
+    reads the most of it.  Of one that nothing is written to, disjoint slices add up.
+    """
+
+    def __init__(self, graph: OpGraph) -> None:
+        self.graph, self.listed = graph, listed(graph)
+        self.slices, self.sizes = slices(graph), storage_sizes(graph)
+        kernels = (op for op in graph.ops if op.kind == "kernel")
+        self.written = {graph.values[i].storage for op in kernels for i in op.outputs}
+        self.parts: dict[int, dict[Any, dict[tuple[int, int], int]]] = defaultdict(dict)
+        self.reads: dict[int, int] = defaultdict(int)
+        self.writes: dict[int, int] = defaultdict(int)
+        self.overwritten: dict[int, int] = defaultdict(int)
+        self.inside: tuple[int, ...] = ()
+        self.later: list[dict[int, int]] = []
+
+    def enter(self, op: Op) -> None:
+        """Go on to this op: what is left of the iterations before it has run."""
+        shared = 0
+        while op.repeats[shared : shared + 1] == self.inside[shared : shared + 1] != ():
+            shared += 1
+        while len(self.later) > shared:
+            count = self.graph.repeats[self.inside[len(self.later) - 1]].count
+            for storage, size in self.later.pop().items():
+                own = self.inside[len(self.later)] in self.graph.values[storage].repeats
+                more = 0 if own else (count - 1) * size
+                self.overwritten[storage] += more
+                if self.later:
+                    self.later[-1][storage] = self.later[-1].get(storage, 0) + size + more
+        self.later += [{} for _ in op.repeats[len(self.later) :]]
+        self.inside = op.repeats
+
+    def read(self, op: Op, storage: int, size: int) -> None:
+        """An op reads `size` bytes of a storage, or of all its copies together."""
+        fresh = self._each(op, storage, size) - self.overwritten[storage]
+        self.reads[storage] = max(self.reads[storage], fresh)
+        if storage not in self.written and op.id not in self.listed:
+            self._read_slices(op, storage, size)
+
+    def _read_slices(self, op: Op, storage: int, size: int) -> None:
+        """Remember which slices of a storage an op reads, if it does so through one view of it."""
+        values = {i for i in op.inputs if self.graph.values[i].storage == storage}
+        found = self.slices.get(min(values)) if len(values) == 1 else None
+        if found is None or any(ref.then for ref in references(op.arguments) if ref.id in values):
+            return
+        parts = self.parts[storage].setdefault((found.base, found.dimension), {})
+        for place in found.ranges:
+            parts[place] = max(parts.get(place, 0), size)
+
+    def write(self, op: Op, storage: int, size: int) -> None:
+        """An op writes that much."""
+        size = self._each(op, storage, size)
+        self.writes[storage] = max(self.writes[storage], size)
+        self.overwritten[storage] += size
+        if self.later:
+            self.later[-1][storage] = self.later[-1].get(storage, 0) + size
+
+    def _each(self, op: Op, storage: int, size: int) -> int:
+        copies = self.listed.get(op.id)
+        return size // copies.get(storage, 1) if copies else size
+
+    def total(self) -> int:
+        """All reads and writes, of all copies."""
+        for storage, bases in self.parts.items():
+            most = min(max(map(union, bases.values())), self.sizes[storage])
+            self.reads[storage] = max(self.reads[storage], most)
+        return sum(
+            self.graph.times(self.graph.values[storage]) * size
+            for moved in (self.reads, self.writes)
+            for storage, size in moved.items()
+        )

@@ -1,0 +1,457 @@
+"""How many bytes are alive over a step, what the most of them are, and how they come and go.
+
+The peak is what the tensors of an eager run take (attention as one kernel).  What an allocator adds
+comes on top: fragmentation, workspaces inside of kernels, the framework's own context.
+
+Bytes grow or fall in a straight line over the iterations in the middle of a repeat, so the most is
+at one of their ends.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from rooftrace.costmodels.fusion import storage_sizes
+from rooftrace.costmodels.memory.liveness import Lives, Step, Steps, lifetimes
+from rooftrace.hardware import Chip
+from rooftrace.tracer.asking import check_graph
+from rooftrace.tracer.graph import PARTS, ROLES, Op, OpGraph, Tensor, pattern_of
+
+if TYPE_CHECKING:
+    import pandas
+
+_LISTED = ("weights", "kv", "gradients", "optimizer")
+SAVED = "saved"
+KINDS = (*_LISTED, SAVED, "activations", "temporary", "constants")
+"""The roles, and of activations those apart that forward makes and backward reads."""
+
+_WRITTEN_OUT = 2048
+"""Moments that the middle of a repeat is drawn with at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Tensors alike that are alive at the peak.
+
+    module: the path of the module whose weight it is, or which made it, indices starred.  op: the
+    operator that made it, "" for what was there before.  name: that of a weight, a state or an
+    input, starred.  saved: forward made it and backward reads it.  bytes: of all `count` together.
+    """
+
+    role: str
+    module: str
+    op: str
+    part: str
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    saved: bool
+    count: int = 1
+    bytes: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain dict for the report."""
+        return {
+            "role": self.role,
+            "module": self.module,
+            "op": self.op,
+            "part": self.part,
+            "name": self.name,
+            "shape": list(self.shape),
+            "dtype": self.dtype,
+            "saved": self.saved,
+            "count": self.count,
+            "bytes": self.bytes,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """Bytes alive by kind (in the order of KINDS) as an op runs.
+
+    time: how many ops have run before, every iteration counted.  op: its index in the graph.
+    """
+
+    time: int
+    op: int
+    part: str
+    sizes: tuple[int, ...]
+
+    @property
+    def total(self) -> int:
+        """Bytes of every kind."""
+        return sum(self.sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """Bytes alive over a step; between two moments they change in a straight line.
+
+    Of many equal iterations some in the middle are left out.
+    """
+
+    moments: tuple[Moment, ...] = ()
+
+    def coarse(self, count: int) -> Timeline:
+        """At most `count` moments: the fullest of each of as many equal spans of the step."""
+        if len(self.moments) <= count:
+            return self
+        end = self.moments[-1].time + 1
+        spans: dict[int, Moment] = {}
+        for moment in self.moments:
+            span = moment.time * count // end
+            if span not in spans or moment.total > spans[span].total:
+                spans[span] = moment
+        return Timeline(tuple(spans.values()))
+
+    def parts(self) -> list[tuple[str, int, int]]:
+        """Forward, backward, optimizer in order, each with the times at which it begins and ends.
+
+        Recomputation is part of backward, and so is all that runs between two ops of it.
+        """
+        starts: dict[str, int] = {}
+        for moment in self.moments:
+            starts.setdefault("backward" if moment.part == PARTS[2] else moment.part, moment.time)
+        bounds = [*starts.values(), self.moments[-1].time + 1 if self.moments else 0]
+        return list(zip(starts, bounds, bounds[1:], strict=False))
+
+    def to_frame(self) -> pandas.DataFrame:
+        """One row for each moment: time, op, part, bytes of each kind, total."""
+        import pandas
+
+        records = [
+            {
+                "time": moment.time,
+                "op": moment.op,
+                "part": moment.part,
+                **dict(zip(KINDS, moment.sizes, strict=True)),
+                "total": moment.total,
+            }
+            for moment in self.moments
+        ]
+        return pandas.DataFrame.from_records(records)
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes alive over a step.
+
+    weights, kv, gradients, optimizer: the most that is alive of each.  activations_peak: the most
+    of everything else (activations, inputs, temporaries, constants).  peak: the most of all
+    together, which is not their sum where they do not peak at the same time.  at_peak: by role at
+    that moment.  where: index of the op at which the peak is (-1: before the first).  saved: of the
+    activations at the peak, what forward made and backward reads.  tensors: what the peak is made
+    of, most bytes first.
+    """
+
+    weights: int
+    kv: int
+    gradients: int
+    optimizer: int
+    activations_peak: int
+    peak: int
+    at_peak: Mapping[str, int]
+    where: int
+    saved: int = 0
+    tensors: tuple[Held, ...] = ()
+    timeline: Timeline = field(default_factory=Timeline)
+
+    def fits(self, chip: Chip) -> bool:
+        """Whether the peak is within the chip's memory."""
+        return self.peak <= chip.memory_capacity.value
+
+    def chips_needed(self, chip: Chip) -> int:
+        """How many of these chips hold the peak if it could be split evenly."""
+        return max(1, math.ceil(self.peak / chip.memory_capacity.value))
+
+    def by_module(self) -> list[dict[str, Any]]:
+        """Bytes and number of tensors at the peak by module path (indices starred), most first."""
+        return _grouped(self.tensors, lambda held: held.module)
+
+    def by_block(self) -> list[dict[str, Any]]:
+        """The same by part of a layer: "model.layers.*.mlp" with all the modules inside."""
+        return _grouped(self.tensors, lambda held: _block(held.module))
+
+    def to_frame(self) -> pandas.DataFrame:
+        """What the peak is made of: one row for tensors that are alike, most bytes first."""
+        import pandas
+
+        return pandas.DataFrame.from_records([held.to_dict() for held in self.tensors])
+
+    def to_dict(self, most: int = 10) -> dict[str, Any]:
+        """Plain dict for the report; of what the peak is made of the first `most`."""
+        return {
+            "weights": self.weights,
+            "kv": self.kv,
+            "gradients": self.gradients,
+            "optimizer": self.optimizer,
+            "activations_peak": self.activations_peak,
+            "peak": self.peak,
+            "at_peak": dict(self.at_peak),
+            "saved_at_peak": self.saved,
+            "where": self.where,
+            "tensors": [held.to_dict() for held in self.tensors[:most]],
+            "modules": self.by_block()[:most],
+        }
+
+
+def memory(graph: OpGraph) -> Memory:
+    """Liveness of `graph` in its captured order (eager, attention as one kernel)."""
+    check_graph(graph, "memory")
+    steps = Steps(graph)
+    lives = lifetimes(steps)
+    stored = _Stored(graph, steps, lives)
+    tally = _Tally(_from_outside(graph, lives, stored))
+    for number, step in enumerate(steps.steps):
+        tally.begin(step.begins)
+        for one, times in lives.replaced.get(number, ()):
+            tally.change(stored.kind(one), -times * stored.size(one))
+        for one, times in lives.births.get(number, ()):
+            tally.change(stored.kind(one), times * stored.size(one))
+        tally.look(number, step.op)
+        for one, times in lives.deaths.get(number, ()):
+            tally.change(stored.kind(one), -times * stored.size(one))
+        tally.end(step.ends)
+    there = _alive(steps.steps, lives, tally.step, stored)
+    unread = tally.at_peak["weights"] - sum(
+        count * stored.sizes[storage]
+        for (storage, _), count in there.items()
+        if graph.values[storage].role == "weights"
+    )
+    return tally.result(_held(graph, there, stored.sizes, unread))
+
+
+class _Stored:
+    """What the number of a storage stands for."""
+
+    def __init__(self, graph: OpGraph, steps: Steps, lives: Lives) -> None:
+        self.sizes = storage_sizes(graph)
+        self._values, self._steps, self._saved = graph.values, steps, lives.saved
+
+    def storage(self, number: int) -> int:
+        """The value that owns these bytes."""
+        return self._steps.storage(number)
+
+    def size(self, number: int) -> int:
+        """Its bytes."""
+        return self.sizes[self._steps.storage(number)]
+
+    def saved(self, number: int) -> bool:
+        """Whether it is an activation that backward reads: of this iteration, not of any."""
+        role = self._values[self._steps.storage(number)].role
+        return number in self._saved and role == "activations"
+
+    def kind(self, number: int) -> str:
+        """Its role, or `SAVED`."""
+        if self.saved(number):
+            return SAVED
+        return self._values[self._steps.storage(number)].role
+
+
+def _from_outside(graph: OpGraph, lives: Lives, stored: _Stored) -> Counter[str]:
+    """Bytes by kind before the first op."""
+    alive: Counter[str] = Counter()
+    for number, times in lives.births.get(-1, ()):
+        alive[stored.kind(number)] += times * stored.size(number)
+    # Weights that this step does not read (experts without tokens) are there all the same.
+    known = int(graph.model.get("bytes_parameters", 0)) + int(graph.model.get("bytes_buffers", 0))
+    alive["weights"] = max(alive["weights"], known)
+    return alive
+
+
+class _Tally:
+    """Bytes alive now, the most that was alive at once, and all moments."""
+
+    def __init__(self, alive: Counter[str]) -> None:
+        self.alive = alive
+        self.total = sum(alive.values())
+        self.others = sum(size for kind, size in alive.items() if kind not in _LISTED)
+        self.most, self.most_others = Counter(alive), self.others
+        self.peak, self.where, self.step, self.at_peak = self.total, -1, -1, Counter(alive)
+        self.time = 0
+        self.moments: list[Moment] = []
+        self._before: list[tuple[Counter[str], int, int]] = []
+
+    def change(self, kind: str, size: int) -> None:
+        """`size` bytes of this kind come, or go if it is negative."""
+        self.alive[kind] += size
+        self.total += size
+        if kind in _LISTED:
+            self.most[kind] = max(self.most[kind], self.alive[kind])
+        else:
+            self.others += size
+
+    def look(self, step: int, op: Op) -> None:
+        """Remember this moment, and whether it is the fullest so far."""
+        alive = self.alive
+        self.moments.append(
+            Moment(self.time, op.id, op.part, tuple([alive[kind] for kind in KINDS]))
+        )
+        self.time += 1
+        self.most_others = max(self.most_others, self.others)
+        if self.total > self.peak:
+            self.peak, self.where, self.step = self.total, op.id, step
+            self.at_peak = Counter(alive)
+
+    def begin(self, iterations: int) -> None:
+        """So many iterations that stand for others begin here."""
+        self._before += [(Counter(self.alive), self.time, len(self.moments))] * iterations
+
+    def end(self, left_out: Iterable[int]) -> None:
+        """They end here; of each as many others are left out."""
+        for times in left_out:
+            before, time, first = self._before.pop()
+            grown = [self.alive[kind] - before[kind] for kind in KINDS]
+            length, pattern = self.time - time, self.moments[first:]
+            shown = max(1, min(times, _WRITTEN_OUT // len(pattern)))
+            for place in range(shown):
+                turn = 1 + place * times // shown
+                self.moments += [_later(m, turn * length, grown, turn) for m in pattern]
+            self.time += times * length
+            for kind, size in zip(KINDS, grown, strict=True):
+                self.change(kind, times * size)
+
+    def result(self, tensors: tuple[Held, ...]) -> Memory:
+        """The record for the report."""
+        most, at_peak = self.most, Counter(self.at_peak)
+        saved = at_peak.pop(SAVED, 0)
+        at_peak["activations"] += saved
+        return Memory(
+            most["weights"],
+            most["kv"],
+            most["gradients"],
+            most["optimizer"],
+            self.most_others,
+            self.peak,
+            {role: at_peak[role] for role in ROLES},
+            self.where,
+            saved,
+            tensors,
+            Timeline(tuple(self.moments)),
+        )
+
+
+def _later(moment: Moment, time: int, grown: Sequence[int], times: int) -> Moment:
+    """The same op in a later iteration."""
+    sizes = tuple([a + times * b for a, b in zip(moment.sizes, grown, strict=True)])
+    return Moment(moment.time + time, moment.op, moment.part, sizes)
+
+
+# -- what the peak is made of ----------------------------------------------------------------------
+
+
+_Key = tuple[int, bool]
+"""A storage, and whether backward reads it."""
+
+
+def _alive(steps: Sequence[Step], lives: Lives, last: int, stored: _Stored) -> Counter[_Key]:
+    """How many tensors of each storage are alive as step `last` runs (-1: before the first)."""
+    alive: Counter[_Key] = Counter()
+    inside: list[Counter[_Key]] = []
+
+    def change(lived: Iterable[tuple[_Key, int]], sign: int) -> None:
+        for key, times in lived:
+            alive[key] += sign * times
+            if inside:
+                inside[-1][key] += sign * times
+
+    def keyed(lived: Iterable[tuple[int, int]]) -> Iterator[tuple[_Key, int]]:
+        for number, times in lived:
+            yield (stored.storage(number), stored.saved(number)), times
+
+    change(keyed(lives.births.get(-1, ())), 1)
+    for number, step in enumerate(steps[: last + 1]):
+        inside += [Counter() for _ in range(step.begins)]
+        change(keyed(lives.replaced.get(number, ())), -1)
+        change(keyed(lives.births.get(number, ())), 1)
+        if number == last:
+            break
+        change(keyed(lives.deaths.get(number, ())), -1)
+        for left_out in step.ends:
+            changed = inside.pop()
+            if inside:
+                inside[-1].update(changed)
+            change([(key, left_out * times) for key, times in changed.items()], 1)
+    return Counter({key: count for key, count in alive.items() if count > 0})
+
+
+UNREAD = "(not read in this step)"
+
+
+def _held(
+    graph: OpGraph, alive: Mapping[_Key, int], sizes: Sequence[int], unread: int
+) -> tuple[Held, ...]:
+    """These storages, those alike together; and weights that the step does not read."""
+    counts: Counter[Held] = Counter()
+    total: Counter[Held] = Counter()
+    for (storage, saved), count in alive.items():
+        key = _one(graph, storage, saved)
+        counts[key] += count
+        total[key] += count * sizes[storage]
+    if unread > 0:
+        key = Held("weights", "", "", "", UNREAD, (), "", False)
+        counts[key], total[key] = 1, unread
+    found = [replace(key, count=counts[key], bytes=size) for key, size in total.items() if size]
+    return tuple(sorted(found, key=lambda held: (-held.bytes, *map(str, held.to_dict().values()))))
+
+
+def _one(graph: OpGraph, storage: int, saved: bool) -> Held:
+    """One tensor of a storage, its bytes left out."""
+    tensor = graph.values[storage]
+    maker = graph.producers.get(storage)
+    if maker is None or tensor.name:
+        module = _owner(tensor)
+    else:
+        module = graph.ops[maker].module
+    op = graph.ops[maker] if maker is not None else None
+    return Held(
+        tensor.role,
+        pattern_of(module),
+        op.name if op else "",
+        op.part if op else "",
+        pattern_of(tensor.name),
+        tensor.shape,
+        tensor.dtype,
+        saved,
+    )
+
+
+_SUFFIXES = {"weights": 1, "gradients": 2, "optimizer": 2}
+"""Steps of a name behind the module's path: "layers.0.fc.weight", "layers.0.fc.weight.grad"."""
+
+
+def _owner(tensor: Tensor) -> str:
+    """The path of the module that a weight, its gradient or its state belongs to."""
+    steps = tensor.name.removesuffix(".master.grad").split(".")
+    behind = 1 if tensor.name.endswith(".master.grad") else _SUFFIXES.get(tensor.role, len(steps))
+    return ".".join(steps[:-behind])
+
+
+def _block(path: str) -> str:
+    """A path up to the step behind its first index."""
+    steps = path.split(".")
+    return ".".join(steps[: steps.index("*") + 2]) if "*" in steps else path
+
+
+def _grouped(tensors: Iterable[Held], key: Callable[[Held], str]) -> list[dict[str, Any]]:
+    bytes_of: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
+    roles: dict[str, Counter[str]] = defaultdict(Counter)
+    for held in tensors:
+        name = key(held)
+        bytes_of[name] += held.bytes
+        counts[name] += held.count
+        roles[name][held.role] += held.bytes
+    return [
+        {
+            "module": name,
+            "bytes": size,
+            "tensors": counts[name],
+            "roles": {role: roles[name][role] for role in ROLES if roles[name][role]},
+        }
+        for name, size in sorted(bytes_of.items(), key=lambda item: (-item[1], item[0]))
+    ]

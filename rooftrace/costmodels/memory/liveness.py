@@ -1,0 +1,307 @@
+"""Who allocates when, and who reads or holds last: the lives of storages over the ops of a step.
+
+Weights, inputs, caches, gradients, optimizer states and results stay to the end of the step;
+everything else lives from the op that makes it to the last one that touches or holds it.  What is
+held, the trace has seen: variables that outlive their use, what a running autograd node has.
+
+Of many equal iterations a few are gone through.  What an iteration leaves behind or takes away is
+the same for all in the middle.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain, product
+
+from rooftrace.costmodels.fusion import segments
+from rooftrace.tracer.graph import REVERSED, Neighbour, Op, OpGraph, Ref, Tensor, references
+
+
+def _values(op: Op) -> Iterator[int]:
+    """What an op reads, makes, and holds."""
+    return chain(op.inputs, op.outputs, (ref.id for ref in op.holds))
+
+
+def _references(op: Op) -> Iterator[Ref]:
+    return chain(references(op.arguments), op.holds)
+
+
+_At = Mapping[int, int]
+"""Which iteration of each repeat."""
+
+
+@dataclass(slots=True)
+class Step:
+    """An op in one of the iterations that are gone through.
+
+    begins: how many iterations that stand for others begin here.  ends: for those that end here,
+    how many others they stand for.
+    """
+
+    op: Op
+    at: _At
+    begins: int = 0
+    ends: tuple[int, ...] = ()
+
+
+_EDGE = 3
+"""Iterations at either end of a repeat that are gone through: an iteration reads what the one
+beside it made, which may be a view of what the one beside that made."""
+
+
+_VARIES = -1
+
+
+class Steps:
+    """The ops in order, of repeats the first and last iterations and one for all between.
+
+    Storages have a number for each of these iterations.
+    """
+
+    def __init__(self, graph: OpGraph) -> None:
+        self.graph = graph
+        self.counts = [min(repeat.count, 2 * _EDGE + 1) for repeat in graph.repeats]
+        self.left_out = [
+            repeat.count - count for repeat, count in zip(graph.repeats, self.counts, strict=True)
+        ]
+        copies = (math.prod(self.counts[r] for r in tensor.repeats) for tensor in graph.values)
+        self.first = list(accumulate(copies, initial=0))
+        # Most values have one storage, wherever they are used.
+        self.alone = [
+            _VARIES if tensor.repeats or self._varies(tensor) else self.first[tensor.storage]
+            for tensor in graph.values
+        ]
+        self.varying = {op.id for op in graph.ops if self._any_varies(op)}
+        self.places = [op.repeats for op in graph.ops]
+        self.steps: list[Step] = []
+        self._write(range(len(graph.ops)), 0, {})
+
+    def _varies(self, tensor: Tensor) -> bool:
+        return tensor.then is not None or bool(self.graph.values[tensor.storage].repeats)
+
+    def _any_varies(self, op: Op) -> bool:
+        if not self.graph.repeats:
+            return False
+        return any(self.alone[i] == _VARIES for i in _values(op)) or any(
+            ref.then is not None or ref.every for ref in _references(op)
+        )
+
+    def _write(self, part: range, depth: int, at: _At) -> None:
+        ops = self.graph.ops
+        for repeat, inside in segments(self.places, part, depth):
+            if repeat is None:
+                self.steps += [Step(op, at) for op in ops[inside.start : inside.stop]]
+                continue
+            order = range(self.counts[repeat])
+            for iteration in reversed(order) if ops[inside.start].part in REVERSED else order:
+                first = len(self.steps)
+                self._write(inside, depth + 1, {**at, repeat: iteration})
+                if iteration == _EDGE and self.left_out[repeat]:
+                    self.steps[first].begins += 1
+                    self.steps[-1].ends += (self.left_out[repeat],)
+
+    # -- storages ----------------------------------------------------------------------------------
+
+    def touched(self, step: Step) -> list[int]:
+        """Numbers of the storages that an op reads or writes there."""
+        op = step.op
+        if op.id not in self.varying:
+            return [self.alone[value] for value in _values(op)]
+        found: list[int] = []
+        for ref in _references(op):
+            if ref.every:
+                found += self.copies(ref.id, step.at)
+            else:
+                found.append(self._number(ref.id, ref.then, step.at))
+        return found + self.made(step)
+
+    def bound(self, step: Step) -> list[tuple[int, int]]:
+        """What an op reads and makes there: the storages that its cost names, and their numbers."""
+        op, values = step.op, self.graph.values
+        if op.id not in self.varying:
+            ids = chain(op.inputs, op.outputs)
+            return [(values[value].storage, self.alone[value]) for value in ids]
+        found: list[tuple[int, int]] = []
+        for ref in references(op.arguments):
+            every = ref.every
+            numbers = (
+                self.copies(ref.id, step.at) if every else [self._number(ref.id, ref.then, step.at)]
+            )
+            found += [(values[ref.id].storage, number) for number in numbers]
+        for value in op.outputs:
+            found += [(values[value].storage, n) for n in self.copies(value, step.at)]
+        return found
+
+    def standing(self, at: _At) -> int:
+        """How many iterations the one at `at` stands for."""
+        return math.prod(
+            1 + self.left_out[repeat] for repeat, iteration in at.items() if iteration == _EDGE
+        )
+
+    def made(self, step: Step) -> list[int]:
+        """Numbers of the storages of its outputs."""
+        op = step.op
+        if op.id not in self.varying:
+            return [self.alone[value] for value in op.outputs]
+        return [number for value in op.outputs for number in self.copies(value, step.at)]
+
+    def copies(self, value: int, at: _At) -> Iterator[int]:
+        """Numbers of the storages of a value in all iterations of what `at` does not say."""
+        repeats = [r for r in self.graph.values[value].repeats if r not in at]
+        for place in product(*(range(self.counts[r]) for r in repeats)):
+            yield self._number(value, None, {**at, **dict(zip(repeats, place, strict=True))})
+
+    def _number(self, value: int, then: Neighbour | None, at: _At) -> int:
+        beside = self._beside(then, at)
+        if then is not None and beside is not None:
+            value, at = then.value, beside
+        tensor = self.graph.values[value]
+        outside = [r for r in tensor.repeats if r not in at]
+        if outside:
+            at = {**at, **{r: self._ran_last(value, r) for r in outside}}
+        beside = self._beside(tensor.then, at)
+        if tensor.then is not None and beside is not None:
+            return self._place(tensor.then.value, beside)
+        return self._place(tensor.storage, at)
+
+    def _beside(self, then: Neighbour | None, at: _At) -> _At | None:
+        """The iteration that a Neighbour is in, None where there is no such iteration."""
+        if then is None or then.repeat not in at:
+            return None
+        iteration = at[then.repeat] + then.shift
+        if not 0 <= iteration < self.counts[then.repeat]:
+            return None
+        return {**at, then.repeat: iteration}
+
+    def _place(self, storage: int, at: _At) -> int:
+        offset = 0
+        for repeat in self.graph.values[storage].repeats:
+            iteration = at[repeat] if repeat in at else self._ran_last(storage, repeat)
+            offset = offset * self.counts[repeat] + iteration
+        return self.first[storage] + offset
+
+    def _ran_last(self, value: int, repeat: int) -> int:
+        maker = self.graph.producers.get(value)
+        back = maker is not None and self.graph.ops[maker].part in REVERSED
+        return 0 if back else self.counts[repeat] - 1
+
+    def storage(self, number: int) -> int:
+        """Whose number this is."""
+        return bisect_right(self.first, number) - 1 if self.graph.repeats else number
+
+    def times(self, number: int, storage: int, at: _At) -> int:
+        """How many copies come or go together with this one, in this iteration."""
+        repeats = self.graph.values[storage].repeats
+        if not repeats:
+            return 1
+        offset, times = number - self.first[storage], 1
+        for repeat in reversed(repeats):
+            offset, iteration = divmod(offset, self.counts[repeat])
+            # Others go in their own iterations, unless it is far away that this one goes.
+            far = repeat not in at or abs(at[repeat] - _EDGE) == _EDGE
+            if iteration == _EDGE and far:
+                times *= 1 + self.left_out[repeat]
+        return times
+
+
+@dataclass(frozen=True, slots=True)
+class Lives:
+    """(number of a storage, how many such) by step: born as it runs, gone after it, or gone before
+    what it makes.
+
+    Step -1: what is there from outside.  saved: what forward makes and backward reads or holds.
+    Of a value in a repeat these may be the copies of some iterations.
+    """
+
+    births: Mapping[int, list[tuple[int, int]]]
+    deaths: Mapping[int, list[tuple[int, int]]]
+    replaced: Mapping[int, list[tuple[int, int]]]
+    saved: frozenset[int]
+
+
+def lifetimes(steps: Steps) -> Lives:
+    """When storages are made, and when the last step that reads, makes or holds them is over."""
+    graph = steps.graph
+    values = graph.values
+    touched = [steps.touched(step) for step in steps.steps]
+    kept = {number for value in graph.outputs for number in steps.copies(value, {})}
+    given = {number for value in graph.inputs for number in steps.copies(value, {})}
+    used = {steps.storage(number) for number in kept | given | set(chain.from_iterable(touched))}
+    outside = {values[i].storage for i in graph.external} & used
+    born = {number: -1 for s in sorted(outside) for number in steps.copies(s, {})}
+    last: dict[int, int] = {}
+    for moment, step in enumerate(steps.steps):
+        for number in steps.made(step):
+            born.setdefault(number, moment)
+        for number in touched[moment]:
+            last[number] = moment
+    caches, sums = _replaced_caches(graph), _sums_in_place(graph)
+    saved = _saved(steps, touched) - {number for number, moment in born.items() if moment < 0}
+    found = Lives(defaultdict(list), defaultdict(list), defaultdict(list), saved)
+    for number, moment in born.items():
+        storage = steps.storage(number)
+        at = steps.steps[moment].at if moment >= 0 else {}
+        found.births[moment].append((number, steps.times(number, storage, at)))
+        stays = number in kept or (storage in outside and storage not in caches)
+        if not stays and values[storage].role != "gradients":
+            end = last.get(number, moment)
+            times = steps.times(number, storage, steps.steps[end].at if end >= 0 else {})
+            summed = end >= 0 and steps.steps[end].op.id in sums and touched[end][0] == number
+            (found.replaced if summed else found.deaths)[end].append((number, times))
+    return found
+
+
+def _saved(steps: Steps, touched: Sequence[Sequence[int]]) -> frozenset[int]:
+    """What forward makes and backward reads.
+
+    What backward holds counts as read: kernels keep what no op of the graph names.
+    """
+    made: set[int] = set()
+    read: set[int] = set()
+    for step, numbers in zip(steps.steps, touched, strict=True):
+        if step.op.part == "forward":
+            made.update(steps.made(step))
+        elif step.op.part in ("backward", "recompute"):
+            read.update(numbers)
+    return frozenset(made & read)
+
+
+def _sums_in_place(graph: OpGraph) -> set[int]:
+    """Sums of two gradients of one value, which autograd adds up in the first of them.
+
+    It does so where that one has bytes of its own, and nothing else has them
+    (`can_accumulate_inplace`, input_buffer.cpp).  A trace records a sum in a new place, since
+    autograd never does it while a mode looks on.
+    """
+    return {
+        op.id
+        for op in graph.ops
+        if op.target == "aten.add.Tensor"
+        and op.part == "backward"
+        and [*op.arguments] == ["self", "other"]
+        and len(op.inputs) == 2
+        and _takes_the_sum(graph, op)
+    }
+
+
+def _takes_the_sum(graph: OpGraph, op: Op) -> bool:
+    place, result = op.inputs[0], graph.values[op.outputs[0]]
+    first = graph.values[place]
+    dense = first.storage == place and first.then is None and 0 not in first.stride
+    return dense and (first.shape, first.dtype) == (result.shape, result.dtype)
+
+
+def _replaced_caches(graph: OpGraph) -> set[int]:
+    """Caches that a `cat` replaces: the old one goes, though it came from outside."""
+    values = graph.values
+    return {
+        values[i].storage
+        for op in graph.ops
+        if op.name == "aten.cat" and op.outputs and values[op.outputs[0]].role == "kv"
+        for i in op.inputs
+        if values[i].role == "kv"
+    }

@@ -1,0 +1,290 @@
+"""What one op costs on any chip: work by operation and precision, bytes by whose bytes move.
+
+A :class:`Cost` is additive.  It knows no chip, no knob and no fusion: fusing means dropping
+internal values and reading a shared one once, which is done by whoever adds costs up (`traffic`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from rooftrace.hardware import bytes_per_element, widest
+
+OPERATIONS = ("matmul", "convolution", "vector")
+MATRIX = ("matmul", "convolution")
+"""The operations that a matrix engine can run."""
+COMPUTED = ("useful", "masked_executed", "recompute")
+"""The counts that take time; "masked" is what a kernel skips."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSizes:
+    """What one attention kernel is given.
+
+    batch: requests.  queries, keys: of one of them.  visible: (query, key) pairs of one head that
+    are computed.  heads, kv_heads: of queries, and of keys and values.  width: of query and key.
+    kv_size: bytes of an element of key and value.  masked: numbers are added to the scores, or hide
+    pairs without a pattern.  paged: key and value lie in pages of a cache.
+    """
+
+    batch: int
+    queries: int
+    keys: int
+    visible: int
+    heads: int
+    kv_heads: int
+    width: int
+    value_width: int
+    kv_size: float
+    masked: bool = False
+    paged: bool = False
+    backward: bool = False
+
+    @property
+    def flop(self) -> int:
+        """Of its products, without what backward does again."""
+        each = 2 * (self.width + self.value_width) * (2 if self.backward else 1)
+        return self.batch * self.heads * self.visible * each
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A key of `Cost.work`.
+
+    operation: matmul, convolution (both can use the matrix engine) or vector.
+    precision: what it computes in.
+    rows: M_eff, the rows of the (per-group) matrix product that share one weight tile; None for
+    vector.  columns, inner: its N and K; None where it is no plain product (attention).
+    count: useful; masked (in the dense count, skipped by a kernel that knows the mask);
+    masked_executed (the same, but this kernel computes it anyway); recompute (done again in
+    backward: takes time, is not part of the model's FLOPs).
+    attention: of which attention kernel these are the products.
+    widths: bytes of an element of A[M, K] and of B[K, N] as they are stored and loaded; None where
+    both are in `precision`.
+    """
+
+    operation: str
+    precision: str
+    rows: int | None = None
+    count: str = "useful"
+    columns: int | None = None
+    inner: int | None = None
+    attention: AttentionSizes | None = None
+    widths: tuple[float, float] | None = None
+
+    @property
+    def shape(self) -> tuple[int, int, int] | None:
+        """M, N, K of one product; None where they are not all known."""
+        if self.rows is None or self.columns is None or self.inner is None:
+            return None
+        return self.rows, self.columns, self.inner
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """A key of `Cost.traffic`: which storage, read or written, over which wire (hbm or link).
+
+    In a rule the storage is the operand's local index (see OpView); `bind` makes it a value id.
+    """
+
+    storage: int
+    write: bool
+    wire: str = "hbm"
+
+
+@dataclass(frozen=True)
+class Cost:
+    """work: FLOP by `Work` (one multiply-add = 2).  traffic: bytes by `Access`."""
+
+    work: Mapping[Work, int] = field(default_factory=dict)
+    traffic: Mapping[Access, int] = field(default_factory=dict)
+
+    @staticmethod
+    def of(
+        *,
+        matmul: int = 0,
+        convolution: int = 0,
+        vector: int = 0,
+        precision: str = "fp32",
+        rows: int | None = None,
+        columns: int | None = None,
+        inner: int | None = None,
+        count: str = "useful",
+        attention: AttentionSizes | None = None,
+        widths: tuple[float, float] | None = None,
+    ) -> Cost:
+        """Work of one kind; zero amounts leave no entry."""
+        work = {}
+        if widths is not None and set(widths) == {bytes_per_element(precision)}:
+            widths = None
+        if matmul:
+            key = Work("matmul", precision, rows, count, columns, inner, attention, widths)
+            work[key] = matmul
+        if convolution:
+            key = Work("convolution", precision, rows, count, columns, inner, widths=widths)
+            work[key] = convolution
+        if vector:
+            work[Work("vector", precision, None, count)] = vector
+        return Cost(work)
+
+    def __add__(self, other: Cost) -> Cost:
+        if not other.work and not other.traffic:
+            return self
+        if not self.work and not self.traffic:
+            return other
+        work, traffic = dict(self.work), dict(self.traffic)
+        for work_key, flop in other.work.items():
+            work[work_key] = work.get(work_key, 0) + flop
+        for access, size in other.traffic.items():
+            traffic[access] = traffic.get(access, 0) + size
+        return Cost(work, traffic)
+
+    def flops(
+        self,
+        operations: Iterable[str] = OPERATIONS,
+        counts: Iterable[str] = ("useful", "masked", "masked_executed"),
+    ) -> int:
+        """FLOPs of these operations; by default the dense count without recomputation."""
+        operations, counts = tuple(operations), tuple(counts)
+        return sum(
+            flop
+            for work, flop in self.work.items()
+            if work.operation in operations and work.count in counts
+        )
+
+    def bytes(self, wire: str = "hbm") -> int:
+        """Bytes over one wire, read and written."""
+        return sum(size for access, size in self.traffic.items() if access.wire == wire)
+
+    def bind(self, storages: tuple[int, ...]) -> Cost:
+        """The same cost with local storage indices replaced by `storages[index]`."""
+        traffic: dict[Access, int] = {}
+        for access, size in self.traffic.items():
+            key = Access(storages[access.storage], access.write, access.wire)
+            traffic[key] = traffic.get(key, 0) + size
+        return Cost(self.work, traffic)
+
+    def recomputed(self) -> Cost:
+        """The same, done a second time: all that is computed counts as recompute."""
+        work: dict[Work, int] = {}
+        for key, flop in self.work.items():
+            if key.count != "masked":
+                again = replace(key, count="recompute")
+                work[again] = work.get(again, 0) + flop
+        return Cost(work, self.traffic)
+
+
+NOTHING = Cost()
+
+
+@dataclass(frozen=True, slots=True)
+class TensorView:
+    """A tensor as a rule sees it: sizes only, and a local storage index, shared with its views."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    stride: tuple[int, ...]
+    storage: int
+    elements: int
+    unique_elements: int
+    nbytes: int
+    floating: bool
+
+    @property
+    def dim(self) -> int:
+        """Number of dimensions."""
+        return len(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Stands in an OpView's arguments for the tensor at this position of `inputs`."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class OpView:
+    """An op as a rule sees it: shapes, precisions and attributes, but not which tensors they are.
+
+    Two ops with equal views cost the same, so each view is priced once.  `arguments` is a tuple of
+    (schema name, value); tensors stand as Slot(position in inputs).
+    """
+
+    target: str
+    inputs: tuple[TensorView, ...]
+    outputs: tuple[TensorView, ...]
+    arguments: tuple[tuple[str, Any], ...]
+    facts: tuple[tuple[str, Any], ...] = ()
+
+    def attribute(self, name: str, default: Any = None) -> Any:
+        """A non-tensor argument by schema name."""
+        for key, value in self.arguments:
+            if key == name:
+                return value
+        return default
+
+    def fact(self, name: str, default: Any = None) -> Any:
+        """Something the tracer learnt about this op (rows_touched, groups_touched, mask ...)."""
+        for key, value in self.facts:
+            if key == name:
+                return value
+        return default
+
+    def tensor(self, name: str) -> TensorView | None:
+        """A tensor argument by schema name; None where it was not given."""
+        value = self.attribute(name)
+        return self.inputs[value.index] if isinstance(value, Slot) else None
+
+    def tensors(self, name: str) -> tuple[TensorView, ...]:
+        """A tensor-list argument by schema name (absent members left out), or the one tensor."""
+        value = self.attribute(name, ())
+        if value is None or isinstance(value, Slot):
+            value = (value,)
+        return tuple(self.inputs[item.index] for item in value if isinstance(item, Slot))
+
+    @property
+    def precision(self) -> str:
+        """The widest precision of its floating inputs (of inputs and outputs if it has none)."""
+        names = [t.dtype for t in self.inputs if t.floating]
+        if not names:
+            names = [t.dtype for t in (*self.inputs, *self.outputs)]
+        return widest(*names) if names else "fp32"
+
+    def read(self, tensor: TensorView | None, size: int | None = None) -> Cost:
+        """Reading `size` bytes of a tensor (default: each distinct element once)."""
+        if tensor is None:
+            return NOTHING
+        amount = tensor.nbytes if size is None else size
+        return Cost({}, {Access(tensor.storage, False): amount}) if amount else NOTHING
+
+    def write(self, tensor: TensorView | None, size: int | None = None) -> Cost:
+        """Writing `size` bytes of a tensor (default: each distinct element once)."""
+        if tensor is None:
+            return NOTHING
+        amount = tensor.nbytes if size is None else size
+        return Cost({}, {Access(tensor.storage, True): amount}) if amount else NOTHING
+
+    def streamed(self) -> Cost:
+        """Every input read once, every output written once."""
+        traffic: dict[Access, int] = {}
+        # The same tensor given twice (x * x) has one slot and is read once; two slices of one
+        # storage are both read, even if they look alike.
+        for index in sorted(set(_slots(tuple(value for _, value in self.arguments)))):
+            tensor = self.inputs[index]
+            key = Access(tensor.storage, False)
+            traffic[key] = traffic.get(key, 0) + tensor.nbytes
+        for tensor in self.outputs:
+            key = Access(tensor.storage, True)
+            traffic[key] = traffic.get(key, 0) + tensor.nbytes
+        return Cost({}, {key: size for key, size in traffic.items() if size})
+
+
+def _slots(argument: Any) -> Iterator[int]:
+    if isinstance(argument, Slot):
+        yield argument.index
+    elif isinstance(argument, tuple):
+        for item in argument:
+            yield from _slots(item)

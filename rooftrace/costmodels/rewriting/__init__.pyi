@@ -1,0 +1,8 @@
+from rooftrace.costmodels.rewriting.attention_forms import (
+    WRITTEN_OUT as WRITTEN_OUT,
+)
+from rooftrace.costmodels.rewriting.rewrites import (
+    check_precisions as check_precisions,
+    reprice as reprice,
+    rewrite as rewrite,
+)

@@ -1,0 +1,343 @@
+"""Seconds of a fused attention kernel: its blocks, its bytes, its companions.
+
+A flash attention kernel gives each block some rows of the score matrix, and walks over their keys.
+  rows     are whole tiles; the heads of a group share a tile where the kernel packs them,
+  keys     are whole steps; a causal block ends at its last row, so that blocks differ in length,
+  a step   takes its two products and its exponentials; a block takes a start beside its steps,
+  blocks   fill the SMs, and the last ones to end leave some idle; few blocks are split along their
+           keys, and the partial results combined by one more kernel,
+  memory   streams key and value while blocks compute; query and output of the first and the last
+           blocks go through it apart, those of all where a block has its SM to itself.
+Sizes of tiles are those of FlashAttention 2 and 3 (Dao, "FlashAttention-2", 2023; Shah et al.,
+"FlashAttention-3", 2024; https://github.com/Dao-AILab/flash-attention) and of the memory-efficient
+kernel that PyTorch has for masks of numbers (Rabe and Staats, 2021; mem_eff_attention in ATen).
+
+Not here: backward, steps that shrink for wide heads in bf16, tiles of 192 rows for prompts with
+heads of 64, sorting of requests, power.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import inf
+from typing import TYPE_CHECKING, Any
+
+from rooftrace.costmodels.timing.utilization import p_norm
+from rooftrace.hardware import Chip
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Array = np.ndarray[Any, np.dtype[np.float64]]
+    Flags = np.ndarray[Any, np.dtype[np.bool_]]
+
+EXPONENTIALS = 16
+"""Per SM and clock, sm_80 and sm_90: CUDA C++ Programming Guide, arithmetic throughput."""
+MOST_SPLITS = 32
+"""Parts of one row's keys: vLLM's default for CUDA graphs."""
+_PARTIAL = 4 + 4
+"""Bytes of an fp32 partial result, written and read again."""
+_WIDE = 2
+"""Bytes of an element of query and output, unless they are told."""
+_WIDTHS = 32
+"""Heads are padded to a multiple of this."""
+_WARP_GROUPS = 2200
+"""FLOP of bf16 per SM and clock beyond which kernels need the instructions of sm_90: A100 has
+2,048, H100 3,786 at its highest clock (less where a limit on power was measured along)."""
+_FEW = 0.8
+"""FlashAttention 2 splits keys where blocks are fewer than this share of the SMs.  What fits one of
+its smaller tiles is taken to run on that kernel, too."""
+
+
+# -- kernels and chips -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionKernel:
+    """How a kernel cuts its work.
+
+    rows: queries, times heads that share a tile, of a block.  keys: of a step.  packs: up to how
+    many queries the heads of a group share tiles.  splits: keys of any block may be split, not only
+    of those whose heads share a tile.  alone: one block fills an SM, stays there and takes the
+    longest work first; otherwise several share an SM, so that one computes while another loads, in
+    the order of the grid.  vector: instructions of a lane that a score takes beside its exponential
+    and its products, where they do not hide behind these.
+    """
+
+    rows: int
+    keys: int
+    packs: float
+    splits: bool
+    alone: bool
+    vector: float
+
+
+FLASH2 = AttentionKernel(rows=128, keys=128, packs=1, splits=False, alone=False, vector=8)
+SPLIT2 = AttentionKernel(rows=64, keys=128, packs=1, splits=True, alone=False, vector=8)
+PAGED2 = AttentionKernel(rows=64, keys=128, packs=1, splits=False, alone=False, vector=8)
+FLASH3 = AttentionKernel(rows=128, keys=128, packs=inf, splits=True, alone=True, vector=0)
+EFFICIENT = AttentionKernel(rows=64, keys=64, packs=0, splits=False, alone=False, vector=75)
+"""FlashAttention 2 as it is, with few blocks, and with a paged cache; 3; memory-efficient.  For
+`vector` see `AMPERE`."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionEngine:
+    """A chip as attention sees it: SMs, and what they do in a second.
+
+    rate: FLOP of bf16.  clocks: of all SMs together.  lanes: instructions on fp32 of all of them.
+    memory: bytes.
+    """
+
+    units: int
+    rate: float
+    clocks: float
+    lanes: float
+    memory: float
+
+    @property
+    def warp_groups(self) -> bool:
+        """Whether FlashAttention 3 runs here, or what later chips have instead."""
+        return self.rate / self.clocks >= _WARP_GROUPS
+
+
+def attention_engine(chip: Chip) -> AttentionEngine | None:
+    """None where the chip's SM count or clock is not known, or it has no matrix engine."""
+    if chip.sm_count is None or chip.clock is None or chip.kind != "gpu":
+        return None
+    if not chip.has_peak("matrix", "bf16"):
+        return None
+    units, rate = int(chip.sm_count.value), chip.peak("matrix", "bf16")
+    clocks, lanes = units * chip.clock.value, chip.peak("vector", "fp32") / 2
+    return AttentionEngine(units, rate, clocks, lanes, chip.memory_bandwidth.value)
+
+
+# -- what measurements tell ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionKnobs:
+    """What measurements tell about attention kernels.
+
+    products: share of the sustained matrix rate inside a step, beside exponentials counted in full:
+    it is high where a kernel hides some of them.  convert: what an fp8 step takes beside its
+    products, as a share of those in bf16, at a head width of 128; steps of wider heads hold fewer
+    keys, so the share grows with the width.  stream: share of the sustained bandwidth.  In seconds,
+    start: of a block.  combine: of the kernel that adds up splits.  prepare, request: with a paged
+    cache, of the kernels that copy queries, to fp8 or by groups, and of one more request.
+    """
+
+    products: float = 1.0
+    convert: float = 0.0
+    stream: float = 1.0
+    start: float = 0.0
+    combine: float = 0.0
+    prepare: float = 0.0
+    request: float = 0.0
+
+
+IDEAL = AttentionKnobs()
+HOPPER = AttentionKnobs(
+    products=1.0, convert=0.65, stream=0.83,
+    start=1.6e-6, combine=1.5e-6, prepare=1.3e-6, request=1.3e-8,
+)  # fmt: skip
+"""FlashAttention 3 in vLLM 0.24 on H100 and H200, by benchmarks/accuracy/attention.py on published
+measurements (aiconfigurator's performance database, Apache-2.0).  The two GPUs' fits agree within
+an eighth, `request` and `combine` within a third.  `products` stays at the datasheet's rate; left
+free it is 1.1, with 0.78 for `convert`."""
+AMPERE = AttentionKnobs(
+    products=1.0, stream=0.7, start=1.3e-6, combine=7.1e-6, prepare=6.9e-6, request=6e-9
+)
+"""FlashAttention 2 in vLLM 0.14 on A100, from the same source; fp8 caches were not measured.
+`products` and `FLASH2.vector` stand for each other there, since all heads are of one width; with
+products at their full rate the growth of published step times of eva and eva02 (timm, RTX 3090 and
+4090) over image sizes is met within 1 %.  `EFFICIENT.vector` is from that of tiny_vit: 60 on RTX
+4090, 110 on RTX 3090."""
+USUAL = "usual"
+"""Instead of numbers: those that are usual for the chip's generation."""
+
+
+def attention_knobs(given: AttentionKnobs | str, chip: Chip) -> AttentionKnobs:
+    """The numbers as given; for `USUAL`, those of kernels like the ones that this chip runs."""
+    if isinstance(given, AttentionKnobs):
+        return given
+    on = attention_engine(chip)
+    return HOPPER if on is not None and on.warp_groups else AMPERE
+
+
+# -- blocks ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Arrays by case.  count: blocks of the kernel.  tiles: of rows over one key and value head.
+    mean, longest: keys that a block walks over, in whole steps.  split: parts of a row's keys."""
+
+    count: Array
+    tiles: Array
+    mean: Array
+    longest: Array
+    split: Array
+
+
+def attention_blocks(sizes: Mapping[str, Array], units: int, kernel: AttentionKernel) -> Blocks:
+    """The blocks that `kernel` makes of each case (sizes as in `attention_seconds`)."""
+    import numpy as np
+
+    queries, packed = sizes["queries"], _packed(sizes, kernel)
+    tiles = np.ceil(queries * packed / kernel.rows)
+    count = sizes["batch"] * sizes["heads"] / packed * tiles
+    span = kernel.rows / packed
+    # A block ends at its last row: it walks over what a row sees, half its rows more, half a step.
+    whole = np.ceil(sizes["keys"] / kernel.keys) * kernel.keys
+    more = (tiles * span - queries) / 2 + (span - 1) / 2 + np.maximum(kernel.keys - span, 0) / 2
+    mean = np.clip(sizes["visible"] / queries + more, kernel.keys, whole)
+    steps = np.ceil(np.minimum(_most_seen(sizes) + span - 1, sizes["keys"]) / kernel.keys)
+    can = (packed > 1) | kernel.splits
+    split = np.where(can, np.clip(np.minimum(units // count, steps), 1, MOST_SPLITS), 1.0)
+    longest = np.ceil(steps / split) * kernel.keys
+    return Blocks(count * split, tiles, np.minimum(mean / split, longest), longest, split)
+
+
+def _packed(sizes: Mapping[str, Array], kernel: AttentionKernel) -> Array:
+    """Heads that share a tile of rows."""
+    import numpy as np
+
+    return np.where(sizes["queries"] <= kernel.packs, sizes["heads"] / sizes["kv_heads"], 1.0)
+
+
+def _most_seen(sizes: Mapping[str, Array]) -> Array:
+    """Keys that the last row sees, if each sees those before it and itself, up to a window.
+
+    S rows over L keys see S (L - S) + S (S + 1) / 2 pairs without a window; one of L - k hides
+    k (k + 1) / 2 of them, where k < S; a narrower one leaves all rows the same.  Of more pairs than
+    without a window some lie ahead: then a row may see all keys.
+    """
+    import numpy as np
+
+    rows, keys = sizes["queries"], sizes["keys"]
+    hidden = rows * (keys - rows) + rows * (rows + 1) / 2 - sizes["visible"]
+    window = keys - (np.sqrt(1 + 8 * np.maximum(hidden, 0)) - 1) / 2
+    same = hidden >= rows * (rows - 1) / 2
+    most = np.where(same, sizes["visible"] / rows, window)
+    return np.where((hidden <= 0) | (keys < rows), keys, most)
+
+
+# -- seconds ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSeconds:
+    """Arrays by case.  compute: until the last block ends.  memory: of all bytes.  device: of the
+    kernel, and of those that only it needs."""
+
+    compute: Array
+    memory: Array
+    device: Array
+
+
+def attention_seconds(
+    sizes: Mapping[str, Array],
+    on: AttentionEngine,
+    knobs: AttentionKnobs = IDEAL,
+    compute: float = 1.0,
+    memory: float = 1.0,
+    overlap: float = inf,
+) -> AttentionSeconds:
+    """Seconds of attention for each case, without a launch.
+
+    sizes: arrays of one length.  batch, queries (of one request), keys, visible ((query, key) pairs
+    of one head that are computed), heads, kv_heads, width (of query and key), value_width, size and
+    kv_size (bytes of what is multiplied, and of an element of key and value), rate (FLOP/s of the
+    products), bytes (through HBM), masked (a mask of numbers: no flash kernel takes one), paged (a
+    cache in pages).  compute, memory, overlap: as in `rooftrace.costmodels.timing.knobs`.
+    """
+    import numpy as np
+
+    found = AttentionSeconds(*(np.zeros(len(sizes["batch"])) for _ in range(3)))
+    for kernel, rows in _kernels(sizes, on):
+        one = {name: values[rows] for name, values in sizes.items()}
+        blocks = attention_blocks(one, on.units, kernel)
+        step = _step(one, on, kernel, knobs) / compute
+        walk = _walk(blocks, step, on.units, kernel, knobs.start)
+        bandwidth = on.memory * memory * knobs.stream
+        stream = np.minimum(_cache_bytes(one), one["bytes"]) / bandwidth
+        moved = (one["bytes"] + _partial_bytes(one, blocks)) / bandwidth
+        waves = 1.0 if kernel.alone else np.maximum(1.0, blocks.count / on.units)
+        apart = (moved - stream) / waves
+        inside = p_norm(overlap, walk, moved - apart)
+        copies = _copies(one, kernel) * knobs.prepare
+        beside = one["paged"] * (one["batch"] * knobs.request + copies)
+        combine = (blocks.split > 1) * knobs.combine
+        found.compute[rows], found.memory[rows] = walk, moved
+        found.device[rows] = inside + apart + beside + combine
+    return found
+
+
+def _kernels(
+    sizes: Mapping[str, Array], on: AttentionEngine
+) -> Iterator[tuple[AttentionKernel, Flags]]:
+    """The kernels that run, and which of the cases each runs."""
+    masked, paged = sizes["masked"] > 0, sizes["paged"] > 0
+    if on.warp_groups:
+        chosen = {EFFICIENT: masked, FLASH3: ~masked}
+    else:
+        blocks = attention_blocks(sizes, on.units, PAGED2)
+        few = (blocks.count < _FEW * on.units) | (blocks.tiles == 1)
+        chosen = {
+            EFFICIENT: masked,
+            PAGED2: ~masked & paged,
+            SPLIT2: ~masked & ~paged & few,
+            FLASH2: ~masked & ~paged & ~few,
+        }
+    yield from ((kernel, rows) for kernel, rows in chosen.items() if rows.any())
+
+
+def _step(
+    sizes: Mapping[str, Array], on: AttentionEngine, kernel: AttentionKernel, knobs: AttentionKnobs
+) -> Array:
+    """Seconds of arithmetic that one key takes a block."""
+    import numpy as np
+
+    width = sum(np.ceil(sizes[name] / _WIDTHS) * _WIDTHS for name in ("width", "value_width"))
+    flop = 2 * kernel.rows * width * on.units
+    convert = np.where(sizes["size"] < _WIDE, knobs.convert * width / (2 * 128) / on.rate, 0.0)
+    scores = kernel.rows * on.units * (1 / (EXPONENTIALS * on.clocks) + kernel.vector / on.lanes)
+    step: Array = flop * (1 / sizes["rate"] + convert) / knobs.products + scores
+    return step
+
+
+def _walk(blocks: Blocks, step: Array, units: int, kernel: AttentionKernel, start: float) -> Array:
+    """Seconds until the last block ends: even shares, and a tail while some SMs are idle."""
+    import numpy as np
+
+    mean, longest = start + blocks.mean * step, start + blocks.longest * step
+    tail = longest - mean if kernel.alone else longest / 2
+    even = blocks.count / units
+    return np.maximum(even * mean + np.minimum(even, 1.0) * tail, longest)
+
+
+def _cache_bytes(sizes: Mapping[str, Array]) -> Array:
+    """Key and value: what streams while blocks compute."""
+    width = sizes["width"] + sizes["value_width"]
+    return sizes["batch"] * sizes["keys"] * sizes["kv_heads"] * width * sizes["kv_size"]
+
+
+def _partial_bytes(sizes: Mapping[str, Array], blocks: Blocks) -> Array:
+    """Partial results of splits, and the fp8 copy of queries for a cache in fp8."""
+    import numpy as np
+
+    rows = sizes["batch"] * sizes["queries"] * sizes["heads"]
+    partial = np.where(blocks.split > 1, blocks.split * _PARTIAL, 0.0) * sizes["value_width"]
+    copy = sizes["paged"] * np.where(sizes["size"] < _WIDE, 2 * sizes["size"], 0.0)
+    return rows * (partial + copy * sizes["width"])
+
+
+def _copies(sizes: Mapping[str, Array], kernel: AttentionKernel) -> Flags:
+    """Whether queries are copied: to fp8, or into groups (a view for one request or one head)."""
+    narrow: Flags = sizes["size"] < _WIDE
+    if kernel.packs > 1:
+        return narrow
+    grouped = (_packed(sizes, kernel) > 1) & (sizes["kv_heads"] > 1) & (sizes["batch"] > 1)
+    return narrow | grouped

@@ -1,0 +1,263 @@
+"""What a calibration leaves: how far below its datasheet a chip runs, by class of kernel.
+
+A kernel takes  (t_comp^p + t_hbm^p)^(1/p) + launch,  with
+  t_comp = FLOP of whole tiles and waves / (compute * share of its class * datasheet peak),
+  t_hbm  = (bytes + hidden layout copies) / (memory * share of its class * datasheet bandwidth),
+           where bytes that the last cache still holds (see `reuse`) count 1 / cache each.
+compute and memory are what a chip sustains; the shares differ little between chips of a kind.
+Attention forward takes the seconds of `attention_time` instead, where the chip's SM count is
+known; its shares are for the rest.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from rooftrace.costmodels.timing.attention_time import USUAL, AttentionKnobs
+from rooftrace.costmodels.timing.opclass import CLASSES, LAST
+from rooftrace.costmodels.timing.utilization import Tiling
+
+SCHEMA = "rooftrace.knobs/1"
+_SHIPPED = Path(__file__).parent / "fitted"
+
+
+class KnobsError(ValueError):
+    """A knob file that cannot be read: names the file, the key, and what was expected."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What kernels of one class reach of what the chip sustains.
+
+    engine: "vector" for products that run beside the matrix engine (depthwise convolutions).
+    layout: hidden copies into another memory layout, as a multiple of the activations' bytes.
+    spread: relative standard deviation of measured kernels around the prediction.
+    """
+
+    compute: float = 1.0
+    memory: float = 1.0
+    engine: str = "matrix"
+    layout: float = 0.0
+    spread: float = 0.0
+
+
+PLAIN = Share()
+
+
+@dataclass(frozen=True)
+class Knobs:
+    """Fitted numbers, and where they are from.
+
+    compute, memory: sustained over datasheet.  cache: bandwidth of the last cache over that of the
+    memory (1: as if there were none).  overlap: p of the formula above (infinite: perfect).
+    launch, dispatch: seconds a kernel on the device, and an op on the host; None leaves the chip's.
+    spread: relative standard deviation that all kernels of a step share.  attention: numbers of its
+    kernels, or "usual" for those of the chip's generation.  source: free text by key
+    (from, cases, date, error ...); shown, never computed with.
+    """
+
+    title: str
+    compute: float = 1.0
+    memory: float = 1.0
+    overlap: float = math.inf
+    launch: float | None = None
+    dispatch: float | None = None
+    spread: float = 0.0
+    cache: float = 1.0
+    tiling: Tiling = field(default_factory=Tiling)
+    shares: Mapping[str, Share] = field(default_factory=dict, hash=False)
+    source: Mapping[str, Any] = field(default_factory=dict, hash=False, compare=False)
+    attention: AttentionKnobs | str = field(default_factory=AttentionKnobs)
+
+    def __post_init__(self) -> None:
+        for name in ("compute", "memory", "overlap"):
+            _check(name, getattr(self, name), above=0.0)
+        _check("cache", self.cache, least=1.0)
+        for name in ("launch", "dispatch"):
+            if getattr(self, name) is not None:
+                _check(name, getattr(self, name), least=0.0)
+        if self.overlap < 1:
+            raise KnobsError(f"overlap={self.overlap!r}: expected at least 1 (1: none at all)")
+        for name in self.shares:
+            if name not in CLASSES:
+                raise KnobsError(f"share {name!r}: expected one of {'; '.join(CLASSES)}")
+        _check_attention(self.attention)
+
+    def share(self, name: str) -> Share:
+        """What a class of kernels reaches."""
+        found = self.shares.get(name)
+        return found or self.shares.get(name.removesuffix(LAST), PLAIN)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain dict, as the file has it."""
+        result: dict[str, Any] = {"schema": SCHEMA, "title": self.title}
+        for name in ("compute", "memory", "cache", "overlap", "launch", "dispatch", "spread"):
+            value = getattr(self, name)
+            if value is not None and value != math.inf and (name, value) != ("cache", 1.0):
+                result[name] = value
+        tiling = _given(self.tiling, Tiling())
+        if tiling:
+            result["tiling"] = tiling
+        if isinstance(self.attention, str):
+            result["attention"] = self.attention
+        elif attention := _given(self.attention, AttentionKnobs()):
+            result["attention"] = attention
+        if self.source:
+            result["source"] = dict(self.source)
+        result["share"] = {name: _given(share, PLAIN) for name, share in self.shares.items()}
+        return result
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any], where: str = "knobs") -> Knobs:
+        """The inverse of `to_dict`.  Raises KnobsError naming `where` and the key."""
+        values = dict(data)
+        schema = values.pop("schema", None)
+        if schema != SCHEMA:
+            raise KnobsError(f"{where}: schema {schema!r}: expected {SCHEMA!r}")
+        try:
+            shares = {
+                name: _made(Share, found, f"share.{name}")
+                for name, found in dict(values.pop("share", {})).items()
+            }
+            tiling = _made(Tiling, values.pop("tiling", {}), "tiling")
+            attention = values.pop("attention", {})
+            if not isinstance(attention, str):
+                attention = _made(AttentionKnobs, attention, "attention")
+            records = {"shares": shares, "tiling": tiling, "attention": attention}
+            made: Knobs = _made(Knobs, {**values, **records}, "knobs")
+            return made
+        except KnobsError as error:
+            raise KnobsError(f"{where}: {error}") from None
+
+
+_RECORDS = ("source", "shares", "tiling", "attention")
+"""Values of Knobs that are neither numbers nor text."""
+
+
+def _given(record: Any, default: Any) -> dict[str, Any]:
+    """Fields that differ from the default's."""
+    names = [f.name for f in fields(record)]
+    return {n: getattr(record, n) for n in names if getattr(record, n) != getattr(default, n)}
+
+
+def _made(kind: type[Any], values: Any, where: str) -> Any:
+    names = {f.name: f for f in fields(kind)}
+    if not isinstance(values, Mapping):
+        raise KnobsError(f"{where}: expected a table, got {values!r}")
+    for key, value in values.items():
+        if key not in names:
+            raise KnobsError(f"{where}: {key!r} is no knob; there are {', '.join(names)}")
+        text = key in ("title", "engine")
+        if text != isinstance(value, str) and key not in _RECORDS:
+            raise KnobsError(f"{where}.{key}={value!r}: expected a {'text' if text else 'number'}")
+    if kind is Share:
+        for key in ("compute", "memory"):
+            _check(f"{where}.{key}", values.get(key, 1.0), above=0.0)
+        if values.get("engine", "matrix") not in ("matrix", "vector"):
+            raise KnobsError(f"{where}.engine={values['engine']!r}: expected matrix or vector")
+    if kind is Knobs and "title" not in values:
+        raise KnobsError("title: expected a text that says what was fitted")
+    return kind(**values)
+
+
+def _check_attention(given: Any) -> None:
+    if isinstance(given, str):
+        if given != USUAL:
+            raise KnobsError(f"attention={given!r}: expected a table of numbers, or {USUAL!r}")
+        return
+    for name in (f.name for f in fields(given)):
+        share = name in ("products", "stream")
+        bound = {"above": 0.0} if share else {"least": 0.0}
+        _check(f"attention.{name}", getattr(given, name), **bound)
+
+
+def _check(name: str, value: Any, above: float | None = None, least: float | None = None) -> None:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool) and value == value
+    if number and (above is None or value > above) and (least is None or value >= least):
+        return
+    bound = f"above {above:g}" if above is not None else f"of at least {least:g}"
+    raise KnobsError(f"{name}={value!r}: expected a number {bound}")
+
+
+# -- files -----------------------------------------------------------------------------------------
+
+
+def load_knobs(name: str | os.PathLike[str]) -> Knobs:
+    """Knobs by path, or by the name of a file that comes with rooftrace.  Raises KnobsError."""
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+    path = Path(name)
+    own = _SHIPPED / f"{os.fspath(name)}.toml"
+    if not path.suffix and own.is_file():
+        path = own
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        shipped = "".join(f", or {name}" for name in shipped_knobs())
+        raise KnobsError(
+            f"knobs {os.fspath(name)!r}: there is no such file; expected a TOML file written by "
+            f"`rooftrace calibrate`{shipped}"
+        ) from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise KnobsError(f"{path}: not TOML: {error}") from None
+    return Knobs.from_dict(data, str(path))
+
+
+def shipped_knobs() -> tuple[str, ...]:
+    """Names of the knob files that come with rooftrace."""
+    return tuple(sorted(path.stem for path in _SHIPPED.glob("*.toml")))
+
+
+def dump_knobs(knobs: Knobs) -> str:
+    """The TOML text of a knob file; `load_knobs` reads it back."""
+    data = knobs.to_dict()
+    shares = data.pop("share")
+    names = [n for n in ("source", "tiling", "attention") if isinstance(data.get(n), Mapping)]
+    tables = {name: data.pop(name) for name in names}
+    lines = [f"{key} = {_toml(value)}" for key, value in data.items()]
+    for name, table in tables.items():
+        lines += ["", f"[{name}]", *(f"{_key(k)} = {_toml(v)}" for k, v in table.items())]
+    if shares:
+        lines += ["", "[share]"]
+        lines += [f"{_key(name)} = {_toml(share)}" for name, share in shares.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _key(name: str) -> str:
+    plain = name.replace("_", "").replace("-", "").isalnum() and name.isascii()
+    return name if plain else _toml(name)
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        # JSON escapes as TOML does, but for one character.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, float):
+        return "inf" if value == math.inf else repr(float(f"{value:.6g}"))
+    if isinstance(value, int):
+        return str(value)
+    if isinstance(value, Mapping):
+        return "{ " + ", ".join(f"{_key(k)} = {_toml(v)}" for k, v in value.items()) + " }"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    raise TypeError(f"{value!r} has no TOML form")
+
+
+def with_shares(knobs: Knobs, **changes: Mapping[str, Any]) -> Knobs:
+    """The same knobs with some numbers of some classes changed: with_shares(k, compute={...})."""
+    shares = dict(knobs.shares)
+    for number, by_class in changes.items():
+        for name, value in by_class.items():
+            shares[name] = replace(shares.get(name, PLAIN), **{number: value})
+    return replace(knobs, shares=shares)

@@ -1,0 +1,100 @@
+"""Bytes that a kernel finds in the last-level cache, because they were touched not long ago.
+
+A cache that evicts what was used least recently still holds what was touched less than its capacity
+of traffic ago (reuse distance; Mattson et al., "Evaluation techniques for storage hierarchies",
+IBM Systems Journal 9(2), 1970).  A step follows one like itself, so weights of a small model stay.
+What is written need not reach memory if it is dead, and its block written again, before that long.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+
+from rooftrace.costmodels.estimating import Plan
+from rooftrace.costmodels.memory import Steps
+
+
+def warm_bytes(planned: Plan, capacity: float, cold: bool = False) -> list[float]:
+    """Of the HBM bytes of each group of `planned`, those that a cache of `capacity` bytes holds.
+
+    The mean over the iterations that a group stands for.  Distances are in bytes of traffic, and
+    what a kernel touches takes room itself: of a storage as large as what is left, nothing stays;
+    of one half as large, all.  cold: the step begins with a cache that holds none of its data.
+    """
+    walk = _Walk(planned, capacity)
+    if not cold:
+        walk.step(measured=False)
+    walk.step(measured=True)
+    return [
+        walk.sums[group] / walk.visits[group] if walk.visits[group] else 0.0
+        for group in range(len(planned.groups))
+    ]
+
+
+class _Walk:
+    """Two steps in a row, kernel by kernel, with the time (in bytes) of every storage's last touch.
+
+    An iteration that stands for many others moves the clock on for all of them, and is not measured
+    itself: those beside it are.
+    """
+
+    def __init__(self, planned: Plan, capacity: float) -> None:
+        self.planned, self.capacity = planned, capacity
+        self.steps = Steps(planned.graph)
+        self.group_of = {op: i for i, group in enumerate(planned.groups) for op in group.ops}
+        self.closing = {group.ops[-1] for group in planned.groups}
+        values = planned.graph.values
+        self.kept = {values[i].storage for i in (*planned.graph.outputs, *planned.graph.external)}
+        self.clock = 0.0
+        self.began: dict[int, float] = {}  # when the kernel that touched it last began, and ended
+        self.last: dict[int, float] = {}
+        self.sums: dict[int, float] = defaultdict(float)
+        self.visits: dict[int, int] = defaultdict(int)
+
+    def step(self, measured: bool) -> None:
+        """Run a step; add up what was warm if it is `measured`."""
+        self.writes: list[tuple[int, int, float, float, float]] = []
+        touched: dict[int, dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
+        for step in self.steps.steps:
+            group = self.group_of.get(step.op.id)
+            if group is None:
+                continue
+            for storage, number in self.steps.bound(step):
+                touched[group][storage].add(number)
+            if step.op.id in self.closing:
+                others = self.steps.standing(step.at)
+                self._run(group, touched.pop(group), others, measured and others == 1)
+        if measured:
+            for group, number, wrote, size, before in self.writes:
+                life = self.began[number] - wrote
+                self.sums[group] += self._held(size, min(before, life))
+
+    def _run(self, group: int, touched: dict[int, set[int]], times: int, measured: bool) -> None:
+        """One kernel, which stands for `times`."""
+        traffic = self.planned.costs[group].traffic
+        parts: list[tuple[int, float, bool]] = []
+        stays = set()
+        for access, amount in traffic.items():
+            if access.wire == "hbm" and amount:
+                numbers = touched.get(access.storage) or {-1 - access.storage}
+                parts += [(n, amount / len(numbers), access.write) for n in sorted(numbers)]
+                if access.storage in self.kept:
+                    stays |= numbers
+        moved = sum(size for _, size, _ in parts)
+        if measured:
+            self.visits[group] += 1
+            for number, size, write in parts:
+                since = self.clock - self.last.get(number, -math.inf)
+                if write and number not in stays:
+                    self.writes.append((group, number, self.clock + moved, size, since))
+                else:
+                    self.sums[group] += self._held(size, since)
+        begin = self.clock
+        self.clock += times * moved
+        for number, _, _ in parts:
+            self.began[number], self.last[number] = begin, self.clock
+
+    def _held(self, size: float, distance: float) -> float:
+        """Bytes of `size` that are still there after so many bytes of other traffic."""
+        return min(size, max(0.0, self.capacity - max(0.0, distance) - size))

@@ -1,0 +1,171 @@
+"""How much of a matrix engine a product can use: whole tiles, in whole waves, fed by the cache.
+
+A kernel cuts C[M, N] = A[M, K] B[K, N] into tiles; each is one block's work on one SM, so
+  tiles   are whole: M and N are padded to the tile's sizes (quantisation of tiles),
+  waves   are whole: the last one leaves SMs idle unless the tiles fill it (quantisation of waves),
+  feeding a tile takes (a + b) K elements from L2 for 2 a b K flop: small tiles are slow; the bytes
+          are those of what is stored, which may be narrower than what is multiplied,
+  splitting K over s blocks fills waves, and sends s partial results through HBM.
+A library picks the tile and the split that suit the product; so does this, from a few usual ones.
+See NVIDIA, "Matrix Multiplication Background User's Guide", sections on tile and wave quantization.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from typing import TYPE_CHECKING, Any
+
+from rooftrace.hardware import Chip
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Array = np.ndarray[Any, np.dtype[np.float64]]
+
+TILES = (
+    (256, 128), (128, 256), (128, 128), (256, 64), (64, 256), (128, 64), (64, 128), (64, 64),
+    (128, 32), (32, 128), (64, 32), (32, 64), (64, 16), (16, 64), (16, 16),
+)  # fmt: skip
+"""Rows and columns of C that one block computes."""
+LEAST = 16
+"""Rows, and columns, of C in the smallest of them; a matrix instruction has about as many."""
+SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 32)
+"""Blocks that share one tile's K."""
+FEED = 64
+"""Bytes that an SM takes from L2 in a clock (one port; microbenchmarks of V100 to H100 agree)."""
+_DEPTH = 32
+"""K goes through a tile in steps of this; a split is a whole number of them."""
+_PARTIAL = 4 + 4
+"""Bytes of an fp32 partial result, written and read again."""
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixEngine:
+    """A matrix engine as tiles see it: SMs, FLOP/s, and bytes a second from L2 and from HBM."""
+
+    units: int
+    rate: float
+    cache: float
+    memory: float
+
+
+def matrix_engine(chip: Chip, rate: float) -> MatrixEngine | None:
+    """The engine behind a peak of `rate` FLOP/s; None where the chip's SM count is not known."""
+    if chip.sm_count is None or chip.clock is None or chip.kind != "gpu":
+        return None
+    units = int(chip.sm_count.value)
+    cache = FEED * units * chip.clock.value
+    return MatrixEngine(units, rate, cache, chip.memory_bandwidth.value)
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """What a measurement tells about tiles.
+
+    prologue: steps of K that filling and draining a tile's pipeline takes.  split: seconds that a
+    split product takes on top.  feed: share of the L2 bandwidth that tiles get.  busy: HBM
+    bandwidth that the blocks of one wave reach if each SM has one, as a share; above 1 fewer do.
+    """
+
+    prologue: float = 0.0
+    split: float = 0.0
+    feed: float = 1.0
+    busy: float = float("inf")
+
+
+IDEAL = Tiling()
+
+
+@dataclass(frozen=True, slots=True)
+class TileTerms:
+    """What every tile and split takes for some products: arrays [products, tiles x splits].
+
+    flop: of whole waves; infinite where K is too short for the split.  feed: bytes from L2.
+    spill: bytes of partial results through HBM.  busy: share of the HBM bandwidth that the blocks
+    reach.  split: whether K is split.
+    """
+
+    flop: Array
+    feed: Array
+    spill: Array
+    busy: Array
+    split: np.ndarray[Any, np.dtype[np.bool_]]
+
+
+def tile_terms(sizes: Mapping[str, Array], units: int, tiling: Tiling = IDEAL) -> TileTerms:
+    """Every tile and split for products C[rows, columns] = A[rows, inner] B[inner, columns].
+
+    sizes: arrays of one length: rows, columns, inner, products (in one kernel), width_a and width_b
+    (bytes of a stored element of A and of B), whole (1 where a tile's arithmetic is done whole, as
+    on a matrix engine; 0 where rows and columns that C lacks are left out, as in matrix-vector
+    kernels of the vector engine).  What C lacks is never loaded.  units: SMs.
+    """
+    import numpy as np
+
+    a, b, split = _combinations()
+    rows, columns, inner, products, width_a, width_b, whole = (
+        sizes[name][:, None]
+        for name in ("rows", "columns", "inner", "products", "width_a", "width_b", "whole")
+    )
+    tiles = np.ceil(rows / a) * np.ceil(columns / b) * products
+    is_split = np.broadcast_to(split > 1, tiles.shape)
+    depth = np.where(is_split, np.ceil(inner / (split * _DEPTH)) * _DEPTH, inner)
+    waves = np.ceil(tiles * split / units)
+    loaded_a, loaded_b = np.minimum(a, rows), np.minimum(b, columns)
+    done = np.where(whole > 0, a * b, loaded_a * loaded_b)
+    flop = waves * units * 2 * done * (depth + tiling.prologue)
+    return TileTerms(
+        np.where(is_split & (split * _DEPTH > inner), np.inf, flop),
+        tiles * (loaded_a * width_a + loaded_b * width_b) * inner,
+        np.where(is_split, split * rows * columns * products * _PARTIAL, 0.0),
+        np.minimum(1.0, tiles * split / units * tiling.busy),
+        is_split,
+    )
+
+
+@cache
+def _combinations() -> tuple[Array, Array, Array]:
+    import numpy as np
+
+    found = np.array([(a, b, s) for a, b in TILES for s in SPLITS], dtype=float)
+    return found[:, 0], found[:, 1], found[:, 2]
+
+
+@lru_cache(maxsize=65536)
+def tile_efficiency(
+    rows: int,
+    columns: int,
+    inner: int,
+    products: int,
+    widths: tuple[float, float],
+    on: MatrixEngine,
+    whole: bool = True,
+) -> float:
+    """Share of the peak that the best tile leaves, in (0, 1].
+
+    widths: bytes of a stored element of A and of B.  whole: see `tile_terms`.
+    A tile that L2 cannot feed in the time of its arithmetic takes the time of the feeding.
+    """
+    import numpy as np
+
+    names = ("rows", "columns", "inner", "products", "width_a", "width_b", "whole")
+    numbers = (rows, columns, inner, products, *widths, whole)
+    arrays = {name: np.array([float(n)]) for name, n in zip(names, numbers, strict=True)}
+    terms = tile_terms(arrays, on.units)
+    seconds = np.maximum(terms.flop / on.rate, terms.feed / on.cache) + terms.spill / on.memory
+    useful = 2.0 * rows * columns * inner * products / on.rate
+    return min(1.0, useful / float(seconds.min())) if useful else 1.0
+
+
+def p_norm(p: float, *terms: Array) -> Array:
+    """(a^p + b^p + ...)^(1/p); their maximum where p is infinite."""
+    import numpy as np
+
+    if p == float("inf"):
+        largest: Array = np.maximum.reduce(np.broadcast_arrays(*terms))
+        return largest
+    total: Array = sum((np.asarray(term) ** p for term in terms), start=np.zeros(()))
+    root: Array = total ** (1 / p)
+    return root

@@ -1,0 +1,1 @@
+"""Measured time: benches, the suite of measurements, profiles of others, fits and validation."""

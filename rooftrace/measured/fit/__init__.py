@@ -1,0 +1,5 @@
+"""Calibrated constants from measured steps."""
+
+from rooftrace._face import face
+
+__getattr__, __dir__, __all__ = face(__name__, __file__)

@@ -1,0 +1,272 @@
+"""What a fit is fitted to: measured times, each with the kernels that took it.
+
+A whole step is one case.  A kernel of a step, or an operation alone, is a case with its own row of
+the table only, so that a fit sees which class was how fast.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rooftrace.costmodels.estimating import ExecutionModel, Plan, dispatch_seconds, plan
+from rooftrace.costmodels.timing import (
+    KernelTable,
+    Knobs,
+    copies_layouts,
+    host_waits,
+    kernel_seconds,
+    kernel_table,
+    launch_seconds,
+    products_of,
+)
+from rooftrace.hardware import Chip
+from rooftrace.measured.bench import OpTime
+from rooftrace.measured.profiles import Key, key_of_call, key_of_op
+from rooftrace.tracer.graph import OpGraph
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from rooftrace.costmodels.timing import TileTerms
+
+    Array = np.ndarray[Any, np.dtype[np.float64]]
+
+SHORTEST = 20e-6
+"""Seconds: a call below this is mostly its launch, and on a CPU the profiler's own time."""
+MAPPED = 32 * 2**20
+"""Bytes: glibc maps a larger block anew at every call (the highest M_MMAP_THRESHOLD), and its first
+use is a page fault every 4 KiB."""
+
+
+class CalibrationError(ValueError):
+    """Measurements that nothing can be fitted to: says what there is and what is needed."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One measured time, and the kernels that took it.
+
+    seconds: of a whole step, or of `table`'s kernels alone.  dispatches: what the host enqueued for
+    it, 0 where the host does not matter; dispatch: seconds each, None where that is the knob of the
+    same name.  layouts: see `kernel_seconds`.  group: cases of one group
+    are left out together when the fit is checked (a family of models, a shape).
+    """
+
+    name: str
+    table: KernelTable
+    seconds: float
+    dispatches: int = 0
+    layouts: bool = False
+    group: str = ""
+    dispatch: float | None = None
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Relative errors of predictions: (predicted - measured) / measured."""
+
+    count: int
+    bias: float
+    mean: float
+    median: float
+    p90: float
+    worst: float
+    worst_case: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain dict for files."""
+        return dict(vars(self))
+
+
+# -- from measurements ----------------------------------------------------------------------------
+
+
+def step_case(
+    name: str,
+    graph: OpGraph | Plan,
+    chip: Chip,
+    execution: str | ExecutionModel,
+    seconds: float,
+    group: str = "",
+) -> Case:
+    """The case of a whole measured step.  Raises CalibrationError for a time that is none."""
+    if not (isinstance(seconds, (int, float)) and math.isfinite(seconds) and seconds > 0):
+        raise CalibrationError(f"{name}: {seconds!r} seconds: expected a time above 0")
+    planned = graph if isinstance(graph, Plan) else plan(graph, execution)
+    table, _ = kernel_table(planned, chip)
+    model = planned.execution
+    dispatches = sum(
+        launch.dispatches * math.prod(planned.graph.repeats[r].count for r in launch.repeats)
+        for launch in planned.launches
+    )
+    host = None if model.dispatch == "eager" else dispatch_seconds(model, chip)
+    return Case(name, table, seconds, dispatches, copies_layouts(planned), group, host)
+
+
+def alone_case(
+    name: str, planned: Plan, chip: Chip, seconds: float, group: str = ""
+) -> Case | None:
+    """The case of an operation that was timed alone, on caches that hold none of its data.
+
+    None for one that tells little of its kernel: too short, or with a result that is mapped anew.
+    """
+    values, waits = planned.graph.values, host_waits(chip)
+    largest = max((values[i].nbytes for op in planned.graph.ops for i in op.outputs), default=0)
+    if seconds < SHORTEST or (waits and largest >= MAPPED):
+        return None
+    table, _ = kernel_table(planned, chip, cold=True)
+    count = len(planned.graph.ops) if waits else 0
+    return Case(name, table, seconds, count, group=group,
+                dispatch=dispatch_seconds(planned.execution, chip))  # fmt: skip
+
+
+def kernel_cases(
+    planned: Plan, chip: Chip, seconds: Mapping[int, float], name: str, group: str = ""
+) -> list[Case]:
+    """A case for each kernel all of whose ops were measured.
+
+    seconds: of a step, by op id of the plan's graph, all iterations together (a replay op by op, or
+    an alignment's `seconds`).
+    """
+    table, place = kernel_table(planned, chip)
+    made = _Cases(planned, chip, table, name, group)
+    for index, one in enumerate(planned.groups):
+        known = [seconds[op] for op in one.ops if op in seconds]
+        if len(known) == len(one.ops):
+            made.add([index], place, sum(known))
+    return made.cases
+
+
+def profiled_cases(
+    planned: Plan, chip: Chip, ops: Sequence[OpTime], name: str, group: str = ""
+) -> list[Case]:
+    """A case for alike kernels of one op, which the profile has as often as the graph.
+
+    Calls and ops are compared by name and input shapes.  An op that the profile has in other
+    numbers (as it hides what it is made of, or another step ran in between) gives no case.
+    """
+    calls: dict[Key, list[float]] = defaultdict(lambda: [0, 0.0])
+    for op in ops:
+        entry = calls[key_of_call(op.target, op.shapes)]
+        entry[0] += op.count
+        entry[1] += op.inclusive
+    alike: dict[Key, list[int]] = defaultdict(list)
+    for index, one in enumerate(planned.groups):
+        if len(one.ops) == 1:
+            alike[key_of_op(planned.graph, planned.graph.ops[one.ops[0]])].append(index)
+    table, place = kernel_table(planned, chip)
+    made = _Cases(planned, chip, table, name, group)
+    for key, groups in alike.items():
+        count, seconds = calls.get(key, (0, 0.0))
+        if count == sum(planned.groups[i].times for i in groups):
+            made.add(groups, place, seconds)
+    return made.cases
+
+
+class _Cases:
+    """Cases of kernels of one step."""
+
+    def __init__(
+        self, planned: Plan, chip: Chip, table: KernelTable, name: str, group: str
+    ) -> None:
+        self.planned, self.chip, self.table = planned, chip, table
+        self.name, self.group = name, group
+        self.layouts = copies_layouts(planned)
+        self.cases: list[Case] = []
+
+    def add(self, groups: Sequence[int], place: Sequence[int], seconds: float) -> None:
+        """One more: these kernels together took so long."""
+        import numpy as np
+
+        waits = host_waits(self.chip)
+        count = sum(self.planned.groups[index].times for index in groups)
+        if seconds <= 0 or (waits and seconds < count * SHORTEST):
+            return
+        rows = [place[index] for index in groups]
+        data = {name: column[rows] for name, column in self.table.data.items()}
+        data["count"] = np.array([float(self.planned.groups[i].times) for i in groups])
+        lead = self.planned.graph.ops[self.planned.groups[groups[0]].ops[0]]
+        self.cases.append(
+            Case(
+                f"{self.name}: {lead.name.removeprefix('aten.')} of {lead.module or '(root)'}",
+                KernelTable(self.chip, self.table.kind[rows], data),
+                seconds,
+                count if waits else 0,
+                self.layouts,
+                self.group,
+                dispatch_seconds(self.planned.execution, self.chip),
+            )
+        )
+
+
+# -- predictions of cases --------------------------------------------------------------------------
+
+
+def predict(cases: Sequence[Case], knobs: Knobs) -> list[float]:
+    """Seconds of each case by these knobs."""
+    return [float(t) for t in Stack(cases, knobs).predict(knobs)]
+
+
+def errors(names: Sequence[str], predicted: Sequence[float], measured: Sequence[float]) -> Errors:
+    """How far predictions are off.  Raises CalibrationError without any."""
+    import numpy as np
+
+    if not names:
+        raise CalibrationError("no predictions to compare with measurements")
+    off = np.array(predicted) / np.array(measured) - 1
+    size = np.abs(off)
+    worst = int(size.argmax())
+    return Errors(
+        len(names), float(off.mean()), float(size.mean()), float(np.median(size)),
+        float(np.quantile(size, 0.9)), float(off[worst]), names[worst],
+    )  # fmt: skip
+
+
+class Stack:
+    """Many cases as one table, so that a prediction of all is a few operations on arrays."""
+
+    def __init__(self, cases: Sequence[Case], knobs: Knobs) -> None:
+        import numpy as np
+
+        self.measured = np.array([case.seconds for case in cases])
+        self.dispatches = np.array([case.dispatches for case in cases], dtype=float)
+        self.dispatch = np.array([math.nan if c.dispatch is None else c.dispatch for c in cases])
+        self.serial = np.array([host_waits(case.table.chip) for case in cases])
+        self.parts: list[tuple[bool, KernelTable, Any]] = []
+        for layouts in (False, True):
+            chosen = [(i, case.table) for i, case in enumerate(cases) if case.layouts is layouts]
+            if chosen:
+                owner = np.concatenate([np.full(len(t), i) for i, t in chosen])
+                self.parts.append((layouts, _joined([t for _, t in chosen]), owner))
+        self._tiling = knobs.tiling
+        self._terms: list[TileTerms | None] = [products_of(t, knobs) for _, t, _ in self.parts]
+
+    def predict(self, knobs: Knobs) -> Array:
+        """Seconds of every case."""
+        import numpy as np
+
+        total = np.zeros(len(self.measured))
+        for (layouts, table, owner), known in zip(self.parts, self._terms, strict=True):
+            terms = known if knobs.tiling == self._tiling else products_of(table, knobs)
+            device = kernel_seconds(table, knobs, layouts, terms).device
+            device = device + launch_seconds(knobs, table.chip)
+            total += np.bincount(owner, table.data["count"] * device, len(total))
+        dispatch = knobs.dispatch
+        if dispatch is None and self.parts:
+            dispatch = self.parts[0][1].chip.dispatch_eager.value
+        each = np.where(np.isnan(self.dispatch), dispatch or 0.0, self.dispatch)
+        host = self.dispatches * each
+        # A CPU runs an op when it is called; a GPU while the host goes on.
+        found: Array = np.where(self.serial, total + host, np.maximum(total, host))
+        return found
+
+
+def _joined(tables: Sequence[KernelTable]) -> KernelTable:
+    import numpy as np
+
+    data = {name: np.concatenate([t.data[name] for t in tables]) for name in tables[0].data}
+    return KernelTable(tables[0].chip, np.concatenate([t.kind for t in tables]), data)

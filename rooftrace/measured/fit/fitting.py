@@ -1,0 +1,288 @@
+"""From measured times to knobs: a robust fit that says what it does not know.
+
+Every number is fitted as a factor (its logarithm is free), around a prior that says how far such a
+factor usually is from where the fit starts.  A number that the measurements tell little about stays
+near its start; such are reported as not identified, and put back to where they started.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from rooftrace.costmodels.timing import (
+    CLASSES,
+    Knobs,
+    attention_engine,
+    host_waits,
+    kernel_seconds,
+    matrix_engine,
+    with_shares,
+)
+from rooftrace.measured.fit.cases import CalibrationError, Case, Errors, Stack, errors, predict
+from rooftrace.measured.fit.freeknobs import ATTENTION, TILING, UNKNOWN, Space
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Array = np.ndarray[Any, np.dtype[np.float64]]
+
+FOLDS = 5
+_FEWEST_GROUPS = 3
+_FEWEST_KERNELS = 5
+FEW = ("compute", "memory")
+"""What whole steps usually tell."""
+_GAIN = 0.1
+"""Those that are left out are few: a smaller gain on them may be chance."""
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A fitted number.  error: relative standard error; identified: whether it was kept."""
+
+    name: str
+    start: float
+    value: float
+    error: float
+    identified: bool
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Knobs and how far to trust them.
+
+    errors: on the cases that were fitted.  left_out: on groups that the fit had not seen, of up to
+    `FOLDS` fits (None with too few groups).  correlations: of pairs of kept numbers, beyond 0.8.
+    by_class: left-out errors of the cases in which a class takes most of the time.
+    """
+
+    knobs: Knobs
+    parameters: tuple[Parameter, ...]
+    errors: Errors
+    left_out: Errors | None
+    correlations: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    by_class: Mapping[str, Errors] = field(default_factory=dict)
+
+    @property
+    def unidentified(self) -> tuple[str, ...]:
+        """Knobs that these measurements cannot tell; they stay where they started."""
+        return tuple(p.name for p in self.parameters if not p.identified)
+
+
+def fit(
+    cases: Sequence[Case],
+    start: Knobs,
+    free: Sequence[str] = FEW,
+    title: str = "",
+    check: bool = True,
+    kernels: Sequence[Case] = (),
+) -> Fit:
+    """Knobs that make predictions of `cases` right, beginning at `start`.
+
+    free: names of what may change (see `STEP`).  check: also fit without each fifth of the groups,
+    and report the errors there.  kernels: cases of single kernels; the shares of their classes, and
+    the numbers of tiles, are fitted to them first (without those of the groups that are left out).
+    Raises CalibrationError for fewer cases than free knobs, for several chips, and for a name that
+    is no knob.
+    """
+    names = list(dict.fromkeys(free))
+    if len(cases) < max(2, len(names)):
+        raise CalibrationError(
+            f"{len(cases)} measurements for {len(names)} knobs ({', '.join(names)}): expected at "
+            "least as many measurements as knobs; measure more, or free fewer"
+        )
+    _check_one_chip((*cases, *kernels))
+    return _fitted(cases, _Shares(kernels, start), names, title, check)
+
+
+def _check_one_chip(cases: Sequence[Case]) -> None:
+    chips = sorted({case.table.chip.name for case in cases})
+    if len(chips) > 1:
+        raise CalibrationError(
+            f"measurements of several chips ({', '.join(chips)}): fit one at a time"
+        )
+
+
+def _fitted(
+    cases: Sequence[Case], shares: _Shares, names: Sequence[str], title: str, check: bool = True
+) -> Fit:
+    """What `fit` returns, from where the shares of single kernels leave its start."""
+    start, found = shares.without(())
+    stack = Stack(cases, start)
+    knobs, parameters, covariance = _solved(Space(start, names, cases[0].table.chip), stack)
+    kept = [parameter.name for parameter in parameters if parameter.identified]
+    predicted = stack.predict(knobs)
+    labels, measured = [case.name for case in cases], [case.seconds for case in cases]
+    fitted = errors(labels, predicted.tolist(), measured)
+    outside = _left_out(cases, shares, kept) if check else None
+    shown = outside if outside is not None else predicted.tolist()
+    spread = _spread(shown, measured)
+    by_class, spreads = _by_class(cases, knobs, shown)
+    knobs = replace(with_shares(knobs, spread=spreads), spread=spread, title=title or start.title)
+    return Fit(
+        knobs,
+        (*parameters, *found),
+        fitted,
+        errors(labels, outside, measured) if outside is not None else None,
+        _correlations(kept, covariance),
+        by_class,
+    )
+
+
+def choose(
+    cases: Sequence[Case], start: Knobs, kernels: Sequence[Case] = (), title: str = ""
+) -> tuple[Fit, dict[str, Errors]]:
+    """The fit with as many free numbers as the measurements support, and what else was tried.
+
+    Two numbers are free, then the overheads too; then both again after the shares of classes were
+    fitted to single kernels.  More of them are kept where that lowers the mean error on what was
+    left out by `_GAIN` of it.  The errors are by what was free; empty where there are too few
+    groups to leave some out, and two numbers it is.  Raises CalibrationError as `fit` does.
+    """
+    _check_one_chip((*cases, *kernels))
+    best = fit(cases, start, FEW, title)
+    if best.left_out is None:
+        return best, {}
+    tried, mean = {", ".join(FEW): best.left_out}, best.left_out.mean
+    # Where the host waits, a launch is a part of the call.
+    overheads = ("dispatch",) if host_waits(cases[0].table.chip) else ("launch", "dispatch")
+    many = (*FEW, *overheads)
+    sets = [(many, _Shares((), start))]
+    if kernels:
+        shares = _Shares(kernels, start)
+        sets += [(FEW, shares), (many, shares)]
+    for free, shares in sets:
+        if len(cases) < len(free) + _FEWEST_GROUPS:
+            continue
+        found = _fitted(cases, shares, free, title)
+        if found.left_out is None:
+            continue
+        label, alone = ", ".join(free), len(shares.kernels)
+        tried[f"{label}, and shares by {alone} kernels" if alone else label] = found.left_out
+        if found.left_out.mean < (1 - _GAIN) * mean:
+            best, mean = found, found.left_out.mean
+    return best, tried
+
+
+class _Shares:
+    """Where single kernels leave a start: with all of them, and without those of some groups; each
+    is fitted once."""
+
+    def __init__(self, kernels: Sequence[Case], start: Knobs) -> None:
+        self.kernels, self.start = kernels, start
+        self._known: dict[frozenset[str], tuple[Knobs, tuple[Parameter, ...]]] = {}
+
+    def without(self, groups: Iterable[str]) -> tuple[Knobs, tuple[Parameter, ...]]:
+        """Knobs, and which of their numbers were found."""
+        key = frozenset(groups)
+        if key not in self._known:
+            seen = [case for case in self.kernels if case.group not in key]
+            self._known[key] = _kernels_first(seen, self.start)
+        return self._known[key]
+
+
+def _kernels_first(kernels: Sequence[Case], start: Knobs) -> tuple[Knobs, tuple[Parameter, ...]]:
+    """Shares of the classes of which enough single kernels were measured, and what tiles take."""
+    if not kernels:
+        return start, ()
+    counts = Counter(CLASSES[kind] for case in kernels for kind in set(case.table.kind.tolist()))
+    names = [
+        f"{kind}.{number}"
+        for kind, count in sorted(counts.items())
+        if count >= _FEWEST_KERNELS
+        for number in ("compute", "memory")
+    ]
+    chip = kernels[0].table.chip
+    if matrix_engine(chip, 1.0) is not None and {"mm", "bmm"} & counts.keys():
+        names += [f"tiling.{number}" for number in TILING]
+    if attention_engine(chip) is not None and "attention" in counts:
+        names += [f"attention.{number}" for number in ATTENTION]
+    space = Space(start, names, chip, alone=True)
+    knobs, parameters, _ = _solved(space, Stack(kernels, start))
+    return knobs, tuple(parameter for parameter in parameters if parameter.identified)
+
+
+def _solved(space: Space, stack: Stack) -> tuple[Knobs, tuple[Parameter, ...], Array]:
+    """Fit, put what was not identified back to its start, and fit the others again.
+
+    The covariance is of those that were identified.
+    """
+    _, deviations, _ = space.solve(stack)
+    known = [d <= UNKNOWN * p for d, p in zip(deviations, space.priors, strict=True)]
+    kept = [name for name, ok in zip(space.names, known, strict=True) if ok]
+    final = Space(space.start, kept, space.chip, space.alone)
+    found, errors_kept, covariance = final.solve(stack)
+    at = dict(zip(kept, zip(found, errors_kept, strict=True), strict=True))
+    parameters = tuple(
+        Parameter(name, start, start * math.exp(at[name][0]), float(at[name][1]), True)
+        if name in at
+        else Parameter(name, start, start, float(deviation), False)
+        for name, start, deviation in zip(space.names, space.starts, deviations, strict=True)
+    )
+    return final.knobs(found), parameters, covariance
+
+
+# -- how far to trust it ---------------------------------------------------------------------------
+
+
+def _left_out(cases: Sequence[Case], shares: _Shares, free: Sequence[str]) -> list[float] | None:
+    """Each case as predicted by a fit that has not seen its group; None with too few groups."""
+    groups = sorted({case.group or case.name for case in cases})
+    if len(groups) < _FEWEST_GROUPS or len(cases) < len(free) + _FEWEST_GROUPS:
+        return None
+    folds = min(FOLDS, len(groups))
+    fold = {group: i % folds for i, group in enumerate(groups)}
+    predicted = [0.0] * len(cases)
+    for part in range(folds):
+        inside = [c for c in cases if fold[c.group or c.name] != part]
+        outside = [i for i, c in enumerate(cases) if fold[c.group or c.name] == part]
+        begun, _ = shares.without(group for group in groups if fold[group] == part)
+        space = Space(begun, free, cases[0].table.chip)
+        knobs = space.knobs(space.solve(Stack(inside, begun))[0])
+        for i, seconds in zip(outside, predict([cases[i] for i in outside], knobs), strict=True):
+            predicted[i] = seconds
+    return predicted
+
+
+def _spread(predicted: Sequence[float], measured: Sequence[float]) -> float:
+    """Robust standard deviation of the logarithm of predicted over measured, bias included."""
+    import numpy as np
+
+    off = np.log(np.array(predicted) / np.array(measured))
+    return float(1.4826 * np.median(np.abs(off)))
+
+
+def _by_class(
+    cases: Sequence[Case], knobs: Knobs, predicted: Sequence[float]
+) -> tuple[dict[str, Errors], dict[str, float]]:
+    """Errors, and spreads, of cases in which one class of kernels takes most of the time."""
+    import numpy as np
+
+    members: dict[str, list[int]] = defaultdict(list)
+    for i, case in enumerate(cases):
+        device = kernel_seconds(case.table, knobs, case.layouts).device * case.table.data["count"]
+        by_kind = np.bincount(case.table.kind, device, len(CLASSES))
+        if by_kind.max() > 0.5 * by_kind.sum():
+            members[CLASSES[int(by_kind.argmax())]].append(i)
+    found, spreads = {}, {}
+    for kind, indices in sorted(members.items()):
+        names = [cases[i].name for i in indices]
+        pair = [predicted[i] for i in indices], [cases[i].seconds for i in indices]
+        found[kind] = errors(names, *pair)
+        if len(indices) >= FOLDS:
+            spreads[kind] = _spread(*pair)
+    return found, spreads
+
+
+def _correlations(names: Sequence[str], covariance: Array) -> dict[tuple[str, str], float]:
+    found = {}
+    for i, first in enumerate(names):
+        for j in range(i + 1, len(names)):
+            size = math.sqrt(covariance[i, i] * covariance[j, j])
+            value = float(covariance[i, j] / size) if size else 0.0
+            if abs(value) > 0.8:
+                found[first, names[j]] = value
+    return found

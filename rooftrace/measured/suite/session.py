@@ -1,0 +1,287 @@
+"""One measurement session: what is planned, the run so far, the time left, how a case is tried.
+
+A case that fails, takes too long or hangs is written down, and the next one runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import math
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rooftrace.measured.bench import (
+    Bench,
+    MeasureError,
+    MicroRow,
+    ModelRow,
+    Run,
+    Trouble,
+    clocks,
+    save_run,
+)
+from rooftrace.measured.suite.micro import NotOfferedError
+from rooftrace.tracer.asking import RequestError, TargetError
+
+BUDGET_S = 480.0
+QUICK_S = 90.0
+"""The same of a trial."""
+_GRACE_S = 20.0
+"""How long after its limit a case that cannot be interrupted may go on."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to measure.
+
+    names: models of the suite (wildcards too) or targets as `rooftrace report` takes them; none is
+    the whole suite.  quick: a trial of everything in about a minute.  phases, batch, seq: of such a
+    target.
+    """
+
+    out: Path
+    device: str
+    budget_s: float = BUDGET_S
+    quick: bool = False
+    names: tuple[str, ...] = ()
+    phases: tuple[str, ...] | None = None
+    batch: int | None = None
+    seq: int | None = None
+
+    def arguments(self, budget_s: float) -> list[str]:
+        """The same plan as arguments of `main`, with another budget."""
+        found = [*self.names, "--out", str(self.out), "--device", self.device]
+        found += ["--budget", f"{budget_s:.0f}"]
+        found += ["--quick"] if self.quick else []
+        found += ["--phase", ",".join(self.phases)] if self.phases else []
+        found += ["--batch", str(self.batch)] if self.batch is not None else []
+        return [*found, "--seq", str(self.seq)] if self.seq is not None else found
+
+
+class CaseTimeoutError(Exception):
+    """A case took longer than it may."""
+
+
+class DeviceLostError(MeasureError):
+    """The device answers nothing any more."""
+
+
+Hang = Callable[["Session"], None]
+Clock = Callable[[], float]
+"""Seconds since some moment, as `time.monotonic` tells them."""
+
+
+class Session:
+    """The run so far, the time left, and how a case is tried.
+
+    deadline: when the budget ends, as `clock` tells time.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        bench: Bench,
+        run: Run,
+        deadline: float,
+        on_hang: Hang | None,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self.plan, self.bench, self.run, self.deadline = plan, bench, run, deadline
+        self.now = clock
+        self.current = ""
+        self._done = run.done()
+        self._flushed, self._flush_s = self.now(), 0.0
+        self._watch = _Watch(lambda: on_hang(self)) if on_hang is not None else None
+        self._told = self.now()
+        settings = {"budget_s": plan.budget_s, "quick": plan.quick, "names": list(plan.names)}
+        self.run = replace(run, settings={**run.settings, **settings})
+
+    def left(self) -> float:
+        """Seconds of the budget that are left."""
+        return self.deadline - self.now()
+
+    def is_done(self, key: str) -> bool:
+        """Whether the case was measured, or tried in vain."""
+        return key in self._done
+
+    def attempt(self, key: str, limit_s: float, work: Callable[[], MicroRow | ModelRow]) -> bool:
+        """Try a case; its row, or why there is none, is in the run afterwards.
+
+        Raises DeviceLostError where the device does not even synchronize any more, and what is
+        wrong with a target.
+        """
+        if self.is_done(key):
+            return True
+        self.current = key
+        limit = min(limit_s, max(self.left(), 1.0) + _GRACE_S / 2)
+        row: MicroRow | ModelRow | Trouble
+        fatal = False
+        try:
+            with self._watched(limit + _GRACE_S), _alarm(limit):
+                row = work()
+        except (TargetError, RequestError):
+            raise
+        except NotOfferedError as error:
+            row = Trouble(key, first_line(error), failed=False)
+        except CaseTimeoutError:
+            ended = self.left() <= 0
+            reason = "the budget ended" if ended else f"did not end in {limit:.0f} s"
+            row = Trouble(key, reason, failed=not ended)
+        except Exception as error:  # whatever a kernel, a compiler or a model may raise
+            row = Trouble(key, f"{type(error).__name__}: {first_line(error)}")
+            fatal = not self._alive()
+        self.current = ""
+        self.add(row)
+        if isinstance(row, Trouble):
+            if row.failed:
+                self.bench.progress(f"{key}: {row.reason}")
+            free()
+        if fatal:
+            self.flush()
+            reason = row.reason if isinstance(row, Trouble) else ""
+            raise DeviceLostError(
+                f"the device does not answer after {key!r} ({reason}); {self.plan.out} holds "
+                f"{self.counts()}: the same command goes on after that case"
+            )
+        return not isinstance(row, Trouble)
+
+    def leave_out(self, key: str, reason: str) -> None:
+        """Write down that a case was not tried; nothing where it was, once."""
+        if not self.is_done(key):
+            self.add(Trouble(key, reason, failed=False))
+
+    def add(self, row: MicroRow | ModelRow | Trouble) -> None:
+        """Put a row into the run, and the run into its file."""
+        self.run = self.run.with_row(row)
+        if not isinstance(row, Trouble) or row.failed:
+            self._done.add(row.key)
+        # A large file takes a while to write: at most a twentieth of the time goes there.
+        if self._flush_s < 0.02 or self.now() - self._flushed >= 20 * self._flush_s:
+            self.flush()
+        if self.now() - self._told > 10:
+            self._told = self.now()
+            self.bench.progress(f"{self.counts()}, {max(self.left(), 0):.0f} s left")
+
+    def flush(self) -> None:
+        """Write the run to its file."""
+        start = self.now()
+        save_run(self.run, self.plan.out)
+        self._flushed = self.now()
+        self._flush_s = self._flushed - start
+
+    def note(self, text: str | None) -> None:
+        """Remember a condition of the measurement."""
+        if text and text not in self.run.notes:
+            self.run = replace(self.run, notes=(*self.run.notes, text))
+
+    def clock(self, when: str) -> None:
+        """Note the device's clocks, where it tells them."""
+        read = clocks(self.bench.device)
+        self.note(f"clocks, {when}: {read}" if read else None)
+
+    def counts(self) -> str:
+        """How much there is."""
+        run = self.run
+        return (
+            f"{len(run.micro)} operations, {len(run.models)} model steps, "
+            f"{len(run.errors)} errors, {len(run.skipped)} left out"
+        )
+
+    def stop_watch(self) -> None:
+        """End the watching thread."""
+        if self._watch is not None:
+            self._watch.stop()
+
+    def _watched(self, seconds: float) -> contextlib.AbstractContextManager[None]:
+        return self._watch.over(seconds) if self._watch is not None else contextlib.nullcontext()
+
+    def _alive(self) -> bool:
+        try:
+            self.bench.synchronize()
+        except RuntimeError:
+            return False
+        return True
+
+
+class _Watch:
+    """Calls `alarm` from a thread of its own where a block takes longer than it says."""
+
+    def __init__(self, alarm: Callable[[], None]) -> None:
+        self._alarm, self._until = alarm, math.inf
+        self._ended = threading.Event()
+        threading.Thread(target=self._look, daemon=True).start()
+
+    @contextlib.contextmanager
+    def over(self, seconds: float) -> Iterator[None]:
+        self._until = time.monotonic() + seconds
+        try:
+            yield
+        finally:
+            self._until = math.inf
+
+    def stop(self) -> None:
+        self._ended.set()
+
+    def _look(self) -> None:
+        while not self._ended.wait(1.0):
+            if time.monotonic() > self._until:
+                self._alarm()
+                return
+
+
+@contextlib.contextmanager
+def _alarm(seconds: float) -> Iterator[None]:
+    """Raise CaseTimeoutError inside after so many seconds; where signals can, as on Unix."""
+    in_main = threading.current_thread() is threading.main_thread()
+    if not in_main or not hasattr(signal, "setitimer"):
+        yield
+        return
+
+    def ring(number: int, frame: Any) -> None:
+        raise CaseTimeoutError
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says first."""
+    lines = str(error).strip().splitlines()
+    return lines[0][:300] if lines else type(error).__name__
+
+
+def free() -> None:
+    """Give memory that nothing uses back to the device."""
+    gc.collect()
+    if torch.cuda.is_available():
+        with contextlib.suppress(RuntimeError):
+            torch.cuda.empty_cache()
+
+
+def start_again(session: Session) -> None:
+    """Write down the case that hangs, and replace this process by one that goes on after it."""
+    key = session.current
+    session.add(Trouble(key, "could not be interrupted: it hangs"))
+    session.flush()
+    if session.left() < 5:
+        sys.stderr.write(f"rooftrace: {key} hangs; the budget has ended\n")
+        os._exit(0)
+    arguments = ["-m", "rooftrace.measured.suite.measure", *session.plan.arguments(session.left())]
+    sys.stderr.write(f"rooftrace: {key} hangs; starting again after it\n")
+    sys.stderr.flush()
+    os.execv(sys.executable, [sys.executable, *arguments])

@@ -1,0 +1,197 @@
+"""Which op of a graph the seconds of a run's row belong to.
+
+A replay names ops by id.  The profiler has alike calls together, by name and input shapes, with
+their own time, and in newer runs the time with what ran inside of them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from rooftrace.costmodels.estimating import Estimate
+from rooftrace.measured.bench import ModelRow
+from rooftrace.measured.profiles import Key, Stray, key_of_call, key_of_op
+
+_FEWEST = 0.8
+"""Share of the graph's calls of an op that a run must have to be a run of them: a mixture of
+experts that routes its tokens otherwise has calls of other sizes, and few of these."""
+
+# The profiler counts a kernel for the innermost op, which the graph may have under another name:
+# pattern, common name, and how many shapes tell two apart.
+_INNERMOST: tuple[tuple[re.Pattern[str], str, int], ...] = tuple(
+    (re.compile(pattern), name, shapes)
+    for pattern, name, shapes in (
+        (r"aten::(_to_copy|clone|copy|contiguous)", "copy", 1),
+        (r"aten::(cudnn_|miopen_|mkldnn_|_slow_|slow_|thnn_)?_?conv(olution|_depthwise|2d|3d)\w*"
+         r"(?<!backward)", "convolution", 2),
+        (r"aten::_(flash|efficient|cudnn)_attention_forward", "attention", 0),
+        (r"aten::mkldnn_rnn_layer|rnn", "rnn", 0),
+        (r"aten::mkldnn_rnn_layer_backward|rnn_backward", "rnn_backward", 0),
+        (r"attention", "attention", 0),
+        (r"aten::(cat|stack)", "cat", 0),
+        (r"aten::_foreach_(\w+)", r"foreach \1", 0),
+        (r"aten::(embedding|index_select)", "embedding", 1),
+        (r"aten::(relu|clamp_min)", "relu", 1),
+        (r"aten::(_index_put_impl|_?index_put|_unsafe_index_put)", "index put", 1),
+        (r"aten::(bernoulli|native_dropout)", "dropout", 1),
+        (r"aten::(convolution|_slow_conv2d|mkldnn_convolution)_backward", "convolution back", 3),
+    )
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class RowSeconds:
+    """What a row says of the ops of its graph: seconds by op id, all iterations together.
+
+    total: seconds of all ops of the row, unattributed ones included.  strays: those that the graph
+    has not, or not as often, most seconds first.
+    """
+
+    seconds: Mapping[int, float]
+    total: float
+    strays: tuple[Stray, ...]
+
+    @property
+    def coverage(self) -> float:
+        """Share of the measured seconds that belongs to an op of the graph."""
+        return sum(self.seconds.values()) / self.total if self.total else 0.0
+
+
+def seconds_of_row(row: ModelRow, estimate: Estimate) -> RowSeconds:
+    """The measured seconds of a row's ops, by op of `estimate.graph`.
+
+    Calls with the name and shapes of an op are its own, as many as the graph has; the rest, and
+    calls with other names, are parts of ops (a copy, a parameter of an optimizer's step), or
+    strays.  What else ran inside of an op is its own too, and is taken from the strays.  Seconds
+    are shared among the ops that are alike, as their predicted seconds are.
+    """
+    total = row.attributed + (row.unattributed or 0.0)
+    if row.source == "replay":
+        return _by_id(row, estimate, total)
+    kernels = _Kernels(estimate)
+    calls = [(key_of_call(one.target, one.shapes), one) for one in row.ops]
+    seen: Counter[tuple[Key, str]] = Counter()  # a key may have wrappers of the same name
+    inclusive: dict[tuple[Key, str], float] = defaultdict(float)
+    for key, one in calls:
+        seen[key, one.target] += one.count
+        inclusive[key, one.target] += one.inclusive
+    strays: list[Stray] = []
+    for key, one in calls:
+        if one.seconds <= 0:  # all of it is in the calls inside
+            continue
+        own = kernels.own_share(key, seen[key, one.target])
+        if own:
+            kernels.add(kernels.exact[key], one.seconds * own)
+        others = kernels.around(key) if own < 1 else ()
+        if others:
+            kernels.add(others, one.seconds * (1 - own))
+        elif own < 1:
+            left = 1 - own
+            strays.append(Stray(one.target, key[1], one.count * left, one.seconds * left))
+    whole: dict[Key, float] = {}
+    for (key, target), seconds in inclusive.items():
+        if kernels.own_share(key, seen[key, target]) == 1:
+            whole[key] = max(seconds, whole.get(key, 0.0))
+    strays = _less(strays, kernels.fill(whole, sum(stray.seconds for stray in strays)))
+    strays.sort(key=lambda stray: -stray.seconds)
+    return RowSeconds(dict(kernels.seconds), total, tuple(strays))
+
+
+def _less(strays: Sequence[Stray], seconds: float) -> list[Stray]:
+    """Strays without seconds that are known to be in ops, though not in which of the strays."""
+    total = sum(stray.seconds for stray in strays)
+    if not seconds:
+        return list(strays)
+    kept = 1 - seconds / total
+    if kept < 1e-9:  # but for rounding, all of them
+        return []
+    return [replace(one, count=one.count * kept, seconds=one.seconds * kept) for one in strays]
+
+
+class _Kernels:
+    """The kernels of an estimate by what calls are compared by, and the seconds that are theirs."""
+
+    def __init__(self, estimate: Estimate) -> None:
+        graph = estimate.graph
+        self.exact: dict[Key, list[int]] = defaultdict(list)
+        self.loose: dict[Key, list[int]] = defaultdict(list)
+        self.launches: Counter[Key] = Counter()
+        self.seconds: dict[int, float] = defaultdict(float)
+        for op in graph.ops:
+            if op.kind == "kernel":
+                key = key_of_op(graph, op)
+                self.exact[key].append(op.id)
+                self.loose[_innermost(key)].append(op.id)
+                self.launches[key] += graph.times(op)
+        self._weights: dict[int, float] = defaultdict(float)
+        for row in estimate.rows:
+            for index in row.ops:
+                self._weights[index] += row.timing.t_device / len(row.ops)
+
+    def own_share(self, key: Key, calls: int) -> float:
+        """Share of so many calls that are ops of the graph themselves."""
+        launches = self.launches[key]
+        if not launches or calls < _FEWEST * launches:
+            return 0.0
+        return min(1.0, launches / calls)
+
+    def around(self, key: Key) -> Sequence[int]:
+        """The ops that such calls are parts of."""
+        own = self.exact.get(key)
+        for name in (_innermost(key), _foreach(key)):
+            found = self.loose.get(name)
+            if found and found != own:
+                return found
+        return ()
+
+    def fill(self, whole: Mapping[Key, float], most: float) -> float:
+        """Raise the seconds of ops to those with all that ran inside, by at most so many in all;
+        by how many."""
+        missing = {
+            key: seconds - sum(self.seconds.get(index, 0.0) for index in self.exact[key])
+            for key, seconds in whole.items()
+        }
+        wanted = sum(more for more in missing.values() if more > 0)
+        if not wanted:
+            return 0.0
+        share = min(1.0, most / wanted)
+        for key, more in missing.items():
+            if more > 0:
+                self.add(self.exact[key], more * share)
+        return wanted * share
+
+    def add(self, owners: Sequence[int], seconds: float) -> None:
+        """Share seconds among ops."""
+        whole = sum(self._weights[index] for index in owners)
+        for index in owners:
+            share = self._weights[index] / whole if whole else 1 / len(owners)
+            self.seconds[index] += seconds * share
+
+
+def _innermost(key: Key) -> Key:
+    name, shapes = key
+    for pattern, common, count in _INNERMOST:
+        match = pattern.fullmatch(name)
+        if match:
+            return match.expand(common), shapes[:count]
+    return key
+
+
+def _foreach(key: Key) -> Key:
+    """What an optimizer's op on one parameter is in the graph: a part of one on all of them."""
+    return f"foreach {key[0].removeprefix('aten::')}", ()
+
+
+def _by_id(row: ModelRow, estimate: Estimate, total: float) -> RowSeconds:
+    ops = estimate.graph.ops
+    seconds: dict[int, float] = {}
+    strays: list[Stray] = []
+    for one in row.ops:
+        if one.id is not None and one.id < len(ops) and ops[one.id].target == one.target:
+            seconds[one.id] = seconds.get(one.id, 0.0) + one.seconds
+        else:
+            strays.append(Stray(one.target, (), one.count, one.seconds))
+    return RowSeconds(seconds, total, tuple(strays))

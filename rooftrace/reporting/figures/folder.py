@@ -1,0 +1,39 @@
+"""Which figures a report has, and the names of their files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from rooftrace.reporting.pages import Report
+
+
+def figures(report: Report) -> Iterator[tuple[str, Callable[[], Figure]]]:
+    """(file name, how to draw it) in the order of the report."""
+    from rooftrace.reporting.figures import breakdown, memoryplot, roofline
+
+    yield "roofline.png", lambda: roofline.roofline(report)
+    for phase in report.phases:
+        yield f"roofline-{phase}.png", lambda phase=phase: roofline.family_roofline(report, phase)  # type: ignore[misc]
+    yield "time.png", lambda: breakdown.time_figure(report)
+    yield "bytes.png", lambda: breakdown.byte_figure(report)
+    if report.memory:
+        yield "memory.png", lambda: breakdown.memory_figure(report)
+    for phase, need in report.memory.items():
+        if need.timeline.moments:
+            yield f"memory-{phase}.png", lambda phase=phase: memoryplot.memory_figure(report, phase)  # type: ignore[misc]
+
+
+def write_figures(report: Report, folder: Path) -> list[str]:
+    """Draw every figure into `folder`; the names of the files."""
+    from rooftrace.reporting.figures import style
+
+    names = []
+    for name, draw in figures(report):
+        style.save(draw(), folder / name)
+        names.append(name)
+    return names

@@ -1,0 +1,231 @@
+"""A parity plot: predicted against measured seconds, log-log, one point per kernel or per case."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rooftrace.hardware import format_share, format_time
+from rooftrace.measured.validate import CLOSE, Node
+from rooftrace.reporting.figures import style
+from rooftrace.reporting.figures.labels import Box, Label, place
+from rooftrace.reporting.text import kernel_name, plural, short_module
+from rooftrace.tracer.graph import pattern_of
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+LABELLED = 8
+GROUPS = 9  # colours in the legend; what is left is "other"
+BESIDE = 18  # letters of a group's name that leave room for its numbers in one line
+
+
+@dataclass(frozen=True, slots=True)
+class ParityPoint:
+    """Seconds predicted and measured for one kernel or case.
+
+    group: what it is coloured by.  weight: how much it matters [s]: the points that are furthest
+    off by weight are named; its area in the plot follows it too.
+    """
+
+    label: str
+    predicted: float
+    measured: float
+    group: str
+    weight: float
+
+    @property
+    def error(self) -> float:
+        """predicted / measured - 1."""
+        return self.predicted / self.measured - 1
+
+
+def kernel_points(nodes: Sequence[Node]) -> list[ParityPoint]:
+    """A point for each kernel that the run has: seconds of one launch, coloured by family."""
+    return [
+        ParityPoint(
+            f"{kernel_name(node.row.name)} {short_module(pattern_of(node.row.module), 26)}".strip(),
+            node.predicted / node.row.count,
+            node.measured / node.row.count,
+            node.row.family,
+            max(node.predicted, node.measured),
+        )
+        for node in nodes
+        if node.measured and node.predicted > 0
+    ]
+
+
+def parity_figure(
+    points: Sequence[ParityPoint], title: str = "Predicted and measured", subtitle: str = ""
+) -> Figure:
+    """Points beside the diagonal and the lines of +-20 %; the worst are named.
+
+    Raises ValueError without a point.
+    """
+    if not points:
+        raise ValueError("parity_figure(points=...): no points: nothing was both predicted and run")
+    figure = style.sheet(8.6, title, subtitle)
+    axes = figure.add_axes((0.085, 0.105, 0.665, 0.795))
+    low, high = _limits(points)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlim(low, high)
+    axes.set_ylim(low, high)
+    style.plain_axes(axes)
+    axes.grid(True, which="major", color=style.GRID, linewidth=0.8)
+    axes.tick_params(which="minor", length=0)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(lambda value, _: format_time(value))
+    axes.set_xlabel("predicted", fontsize=11, color=style.INK)
+    axes.set_ylabel("measured", fontsize=11, color=style.INK)
+    _lines(axes, low, high)
+    tones = _tones(points)
+    largest = max(point.weight for point in points) or 1.0
+    for point in sorted(points, key=lambda one: -one.weight):
+        axes.plot(
+            point.predicted,
+            point.measured,
+            marker="o",
+            linestyle="",
+            markersize=_size(point, largest),
+            markerfacecolor=tones.get(point.group, style.GREY),
+            markeredgecolor="white",
+            markeredgewidth=0.8,
+            alpha=0.85,
+            zorder=3,
+        )
+    _legend(figure, points, tones)
+    figure.text(0.085, 0.012, _footer(points), fontsize=9, color=style.FAINT)
+    _names(figure, axes, points, tones, largest)
+    return figure
+
+
+def _size(point: ParityPoint, largest: float) -> float:
+    """Diameter in points: the area follows the weight, small ones stay visible."""
+    return 4.5 + 11.5 * math.sqrt(point.weight / largest)
+
+
+def _limits(points: Sequence[ParityPoint]) -> tuple[float, float]:
+    values = [value for point in points for value in (point.predicted, point.measured)]
+    return min(values) / 2.2, max(values) * 2.2
+
+
+def _lines(axes: Axes, low: float, high: float) -> None:
+    """The diagonal, and where the prediction is 20 % more and less than the measurement."""
+    axes.plot([low, high], [low, high], color=style.INK, linewidth=1.4, zorder=2)
+    for factor in (1 / (1 - CLOSE), 1 / (1 + CLOSE)):
+        axes.plot(
+            [low, high],
+            [low * factor, high * factor],
+            color=style.FAINT,
+            linewidth=1.0,
+            linestyle=(0, (5, 3)),
+            zorder=2,
+        )
+    for text, x, y, across in (
+        ("slower than predicted", 0.02, 0.975, "left"),
+        ("faster than predicted", 0.985, 0.02, "right"),
+    ):
+        axes.text(
+            x, y, text, transform=axes.transAxes, fontsize=9.5, color=style.FAINT, ha=across,
+            va="top" if y > 0.5 else "bottom",
+        )  # fmt: skip
+
+
+def _tones(points: Sequence[ParityPoint]) -> dict[str, str]:
+    """A colour for each group, those with most weight first."""
+    weights: dict[str, float] = {}
+    for point in points:
+        weights[point.group] = weights.get(point.group, 0.0) + point.weight
+    groups = sorted(weights, key=lambda name: (-weights[name], name))[:GROUPS]
+    return style.colours(groups)
+
+
+def _legend(figure: Figure, points: Sequence[ParityPoint], tones: dict[str, str]) -> None:
+    """Groups at the right, each with how many points it has and its median error."""
+    groups: dict[str, list[float]] = {}
+    for point in points:
+        name = point.group if point.group in tones else "other groups"
+        groups.setdefault(name, []).append(abs(point.error))
+    figure.text(
+        0.772, 0.885, "median |error|, points", fontsize=9.5, color=style.FAINT, va="center"
+    )
+    order = [*(name for name in tones if name in groups), *(groups.keys() - tones.keys())]
+    below = max(map(len, order)) > BESIDE
+    for place_, name in enumerate(order):
+        y = 0.85 - (0.055 if below else 0.043) * place_
+        errors = groups[name]
+        tone = tones.get(name, style.GREY)
+        figure.text(0.772, y, "\u25cf", fontsize=13, color=tone, va="center")
+        figure.text(0.792, y, name, fontsize=10.5, color=style.INK, va="center")
+        x, lower, side = (0.792, 0.022, "left") if below else (0.988, 0.0, "right")
+        figure.text(
+            x, y - lower, f"{format_share(statistics.median(errors))}   {len(errors)}",
+            fontsize=10, color=style.FAINT, va="center", ha=side,
+        )  # fmt: skip
+
+
+def _footer(points: Sequence[ParityPoint]) -> str:
+    errors = [abs(point.error) for point in points]
+    inside = sum(error <= CLOSE for error in errors) / len(points)
+    return (
+        f"{plural(len(points), 'point')}, {format_share(inside)} inside the dashed lines "
+        f"(\u00b1{format_share(CLOSE)}); median |error| {format_share(statistics.median(errors))} "
+        "of the measured.  Area: seconds of the step."
+    )
+
+
+def _names(
+    figure: Figure,
+    axes: Axes,
+    points: Sequence[ParityPoint],
+    tones: dict[str, str],
+    largest: float,
+) -> None:
+    """Names beside the points that are furthest off, by their weight."""
+    from matplotlib.lines import Line2D
+    from matplotlib.patheffects import withStroke
+
+    off = [p for p in points if abs(p.error) > CLOSE]
+    off.sort(key=lambda p: (-p.weight * abs(math.log(p.predicted / p.measured)), p.label))
+    renderer = figure.canvas.get_renderer()  # type: ignore[attr-defined]
+    halo = [withStroke(linewidth=2.5, foreground="white", alpha=0.85)]
+    frame, to_pixels = axes.get_window_extent(), axes.transData.transform
+    labels, texts = [], []
+    for point in off[:LABELLED]:
+        factor = point.measured / point.predicted
+        text = figure.text(
+            0, 0, f"{point.label}  {factor:.2g}x", fontsize=9, transform=None, zorder=7,
+            color=style.ink_of(tones.get(point.group, style.GREY)), va="bottom", ha="left",
+            path_effects=halo,
+        )  # fmt: skip
+        extent = text.get_window_extent(renderer)
+        x, y = to_pixels((point.predicted, point.measured))
+        labels.append(Label(float(x), float(y), float(extent.width) + 4, float(extent.height) + 2))
+        texts.append(text)
+    marks = []
+    for point in points:
+        x, y = to_pixels((point.predicted, point.measured))
+        half = (0.5 * _size(point, largest) + 2) * style.DPI / 72
+        marks.append(Box(float(x) - half, float(y) - half, float(x) + half, float(y) + half))
+    # Of many marks the large ones are kept clear; the placing is quadratic.
+    marks.sort(key=lambda box: box.x0 - box.x1)
+    inside = Box(frame.x0 + 4, frame.y0 + 4, frame.x1 - 4, frame.y1 - 4)
+    diagonal = [
+        (frame.x0 + frame.width * i / 150, frame.y0 + frame.height * i / 150) for i in range(151)
+    ]
+    boxes = place(labels, inside, points=marks[:150], line=diagonal)
+    for text, label, box in zip(texts, labels, boxes, strict=True):
+        text.set_position((box.x0 + 2, box.y0 + 1))
+        x, y = box.nearest(label.x, label.y)
+        if math.hypot(x - label.x, y - label.y) > 16:
+            figure.add_artist(
+                Line2D(
+                    [label.x, x], [label.y, y], transform=None, color=text.get_color(),
+                    linewidth=0.9, alpha=0.8, zorder=4,
+                )
+            )  # fmt: skip

@@ -1,0 +1,165 @@
+"""Log-log rooflines: where each phase, or each family of a phase, stands under the chips' roofs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rooftrace.costmodels.estimating import MATRIX, Estimate
+from rooftrace.costmodels.timing import engine_of
+from rooftrace.hardware import format_share, format_time
+from rooftrace.reporting.figures import style
+from rooftrace.reporting.figures.roofplot import Point, Roof, draw
+from rooftrace.reporting.sections import tally
+from rooftrace.reporting.text import words
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from rooftrace.reporting.pages import Report
+
+FAMILIES_SHOWN = 8
+LEAST_SHARE = 0.005  # of t_est: a family with less has no point
+SHAPES = {"o": "circle", "s": "square", "D": "diamond", "^": "triangle", "v": "wedge", "P": "plus"}
+
+
+def roofs(report: Report) -> list[Roof]:
+    """The roof of every chip, with the ceilings of the rates that any phase uses."""
+    result = []
+    for position, chip in enumerate(report.chips):
+        used: dict[str, float] = {}
+        for phase in report.phases:
+            for execution in report.executions:
+                used.update(_rates(report.estimate(phase, execution, chip.name)))
+        if not used:  # nothing was computed
+            used = {f"{peak.engine} {peak.precision}": peak.rate.value for peak in chip.peaks}
+        ceilings = tuple(sorted(used.items(), key=lambda entry: (-entry[1], entry[0])))
+        result.append(Roof(chip, ceilings, style.CHIPS[position % len(style.CHIPS)]))
+    return result
+
+
+def _rates(one: Estimate) -> dict[str, float]:
+    """The matrix rates that the work of an estimate runs at, and the vector rate beside them."""
+    rates = (
+        {"vector fp32": one.chip.peak("vector", "fp32")}
+        if one.chip.has_peak("vector", "fp32")
+        else {}
+    )
+    for work, flop in one.plan.total.work.items():
+        if flop and (work.operation in MATRIX or not rates):
+            engine, precision = engine_of(work, one.chip, one.execution)
+            peak = one.chip.find_peak(engine, precision)
+            if peak is not None:
+                rates[f"{engine} {peak.precision}"] = peak.rate.value
+    return rates
+
+
+def phase_points(report: Report) -> list[Point]:
+    """One point per phase and execution on the first chip, and per phase on the others.
+
+    What computes or moves nothing has no point.
+    """
+    tones = style.colours(report.phases, style.PHASES)
+    points = []
+    shown = _shown(report, _others(report))
+    for roof, marker in zip(roofs(report), _markers(report), strict=True):
+        for phase in report.phases:
+            # More points than these leave no room for their names.
+            for execution in shown if roof.chip is report.chips[0] else [report.main]:
+                one = report.estimate(phase, execution, roof.chip.name)
+                if not one.ai_hbm or not one.t_est:
+                    continue
+                rate = one.flops_causal / one.t_est
+                name = f"{phase}, {execution}"
+                if len(report.chips) > 1:
+                    name += f", {roof.chip.name}"
+                label = (
+                    f"{name}\n{format_time(one.t_est)}, "
+                    f"{words.percent(rate / roof.at(one.ai_hbm))} of its roof"
+                )
+                points.append(
+                    Point(one.ai_hbm, rate, label, tones[phase], marker, execution == report.main)
+                )
+    return points
+
+
+def family_points(report: Report, phase: str) -> tuple[list[Point], str]:
+    """One point per family of a phase on the first chip, for the main execution and one other.
+
+    The text names the families that have no point since they compute nothing.
+    """
+    names = [entry.key for entry in tally(report.estimate(phase).rows, lambda row: row.family)]
+    tones = style.colours(names)
+    points, idle = [], []
+    for execution in _shown(report, 1):
+        one = report.estimate(phase, execution)
+        main = execution == report.main
+        entries = tally(one.rows, lambda row: row.family)
+        for rank, entry in enumerate(entries):
+            share = entry.seconds / one.t_est if one.t_est else 0.0
+            if not entry.flops_causal or not entry.bytes:
+                if main and share >= LEAST_SHARE:
+                    idle.append(f"{entry.key} {words.percent(share)}")
+                continue
+            if rank >= FAMILIES_SHOWN or share < LEAST_SHARE:
+                continue
+            label = entry.key if main else f"{entry.key}, {execution}"
+            points.append(
+                Point(
+                    entry.flops_causal / entry.bytes,
+                    entry.flops_causal / entry.seconds,
+                    f"{label}\n{format_share(share)} of the time",
+                    tones.get(entry.key, style.GREY),
+                    filled=main,
+                    size=7.0 + 16.0 * share**0.5,
+                )
+            )
+    return points, f"Without a point, since they compute nothing: {', '.join(idle)}" if idle else ""
+
+
+def _markers(report: Report) -> list[str]:
+    return [style.MARKERS[i % len(style.MARKERS)] for i in range(len(report.chips))]
+
+
+def roofline(report: Report) -> Figure:
+    """The roofline of every phase and execution on every chip."""
+    first = report.estimate(report.phases[0])
+    shapes = [
+        f"{SHAPES[marker]} {chip.name}"
+        for marker, chip in zip(_markers(report), report.chips, strict=True)
+    ]
+    legend = [_legend_words(report, _others(report)), *(shapes if len(shapes) > 1 else [])]
+    return draw(
+        roofs(report),
+        phase_points(report),
+        title=f"Roofline: {words.model_words(report.model, first.graph.workload)}",
+        subtitle=", ".join(legend),
+    )
+
+
+def family_roofline(report: Report, phase: str) -> Figure:
+    """The roofline of the families of one phase on the first chip."""
+    points, idle = family_points(report, phase)
+    one = report.estimate(phase)
+    return draw(
+        roofs(report)[:1],
+        points,
+        title=f"{phase.capitalize()} by family on {one.chip.title}",
+        subtitle=f"{_legend_words(report, 1)}; area is the share of {format_time(one.t_est)}",
+        footer=idle,
+    )
+
+
+def _others(report: Report) -> int:
+    """How many executions beside the main one the points of all phases leave room for."""
+    return 2 if len(report.chips) == 1 else 1
+
+
+def _shown(report: Report, others: int) -> list[str]:
+    """The main execution and the first few of the others, in their order."""
+    rest = [name for name in report.executions if name != report.main][:others]
+    return [name for name in report.executions if name == report.main or name in rest]
+
+
+def _legend_words(report: Report, others: int) -> str:
+    names = [name for name in _shown(report, others) if name != report.main]
+    return f"filled {report.main}" + (f", hollow {words.listed(names)}" if names else "")

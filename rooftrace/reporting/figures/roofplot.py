@@ -1,0 +1,313 @@
+"""Draws a roofline: roofs, points, and every text clear of the others.  Knows no report."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rooftrace.hardware import Chip, format_flop_rate, format_intensity
+from rooftrace.reporting.figures import style
+from rooftrace.reporting.figures.labels import Box, Label, place
+from rooftrace.reporting.text import words
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+DECADE = 10.0
+SLIDE = 500.0  # pixels that the name of a ceiling may move along it
+
+
+@dataclass(frozen=True, slots=True)
+class Roof:
+    """A chip: byte/s, and the FLOP/s of the rates that the work uses, highest first."""
+
+    chip: Chip
+    ceilings: tuple[tuple[str, float], ...]
+    colour: str
+
+    @property
+    def bandwidth(self) -> float:
+        """byte/s."""
+        return self.chip.memory_bandwidth.value
+
+    @property
+    def top(self) -> float:
+        """The highest ceiling."""
+        return self.ceilings[0][1]
+
+    def at(self, intensity: float) -> float:
+        """FLOP/s that no work of this intensity exceeds."""
+        return min(self.top, self.bandwidth * intensity)
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """FLOP/byte, FLOP/s, what it is, and how it is drawn; size is the marker's in points."""
+
+    x: float
+    y: float
+    label: str
+    colour: str
+    marker: str = "o"
+    filled: bool = True
+    size: float = 9.0
+
+
+def draw(
+    chips: Sequence[Roof],
+    points: Sequence[Point],
+    *,
+    title: str,
+    subtitle: str = "",
+    footer: str = "",
+) -> Figure:
+    """Roofs and points on log-log axes, every label clear of the others."""
+    figure = style.sheet(7.4, title, subtitle)
+    axes = figure.add_axes((0.088, 0.100, 0.888, 0.765))
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    left, right, low, high = _limits(chips, points)
+    axes.set_xlim(left, right)
+    axes.set_ylim(low, high)
+    style.plain_axes(axes)
+    axes.grid(True, which="major", color=style.GRID, linewidth=0.8)
+    axes.tick_params(which="minor", length=0)
+    axes.set_xlabel("arithmetic intensity  [FLOP / HBM byte]", fontsize=11, color=style.INK)
+    axes.set_title(
+        "FLOP per second of the estimated time", fontsize=11, color=style.INK, loc="left", pad=8
+    )
+    axes.xaxis.set_major_formatter(
+        lambda value, _: words.bare(format_intensity(value), " FLOP/byte")
+    )
+    axes.yaxis.set_major_formatter(lambda value, _: _tick(value))
+    _shade(axes, chips[0], left, right, low)
+    for roof in reversed(chips):
+        _draw_roof(axes, roof, left, right, main=roof is chips[0])
+    for point in points:
+        axes.plot(
+            [point.x] * 2,
+            [point.y, max(point.y, _roof_over(chips, point))],
+            color=point.colour,
+            linewidth=0.8,
+            linestyle=(0, (1, 3)),
+            zorder=2,
+        )
+        # A ring is wider than the disc that may lie on it, so that both are seen.
+        axes.plot(
+            point.x,
+            point.y,
+            marker=point.marker,
+            linestyle="",
+            zorder=6 if point.filled else 5,
+            markersize=point.size + (0 if point.filled else 4),
+            markerfacecolor=point.colour if point.filled else "white",
+            markeredgewidth=1.6,
+            markeredgecolor="white" if point.filled else point.colour,
+        )
+    if footer:
+        figure.text(0.088, 0.012, footer, fontsize=9, color=style.FAINT)
+    _write(figure, axes, chips, points, right)
+    return figure
+
+
+def _roof_over(chips: Sequence[Roof], point: Point) -> float:
+    """The lowest roof that is still above the point: its own chip's, or a close one."""
+    heights = [roof.at(point.x) for roof in chips]
+    return min((height for height in heights if height >= point.y * 0.999), default=point.y)
+
+
+def _tick(rate: float) -> str:
+    text = format_flop_rate(rate)
+    number, _, unit = text.partition(" ")
+    return f"{float(number):g} {unit}"
+
+
+def _limits(chips: Sequence[Roof], points: Sequence[Point]) -> tuple[float, float, float, float]:
+    """The window: every point and every ridge, with a margin that labels fit into."""
+    ridges = [rate / roof.bandwidth for roof in chips for _, rate in roof.ceilings]
+    xs = [*ridges, *(point.x for point in points)]
+    left = min(xs) / 4
+    right = max(xs) * max(10.0, (max(xs) / left) ** 0.36)
+    bottoms = [
+        *(point.y for point in points),
+        *(rate for roof in chips for _, rate in roof.ceilings),
+    ]
+    low = min(min(bottoms) / 6, max(roof.top for roof in chips) / DECADE**3)
+    return left, right, low, max(roof.top for roof in chips) * 4
+
+
+def _shade(axes: Axes, roof: Roof, left: float, right: float, low: float) -> None:
+    """Under the first chip's roof: bandwidth limits left of the ridge, compute right of it."""
+    ridge = roof.top / roof.bandwidth
+    axes.fill_between(
+        [left, ridge],
+        [roof.at(left), roof.top],
+        low,
+        color=style.BLUE,
+        alpha=0.06,
+        linewidth=0,
+        zorder=0,
+    )
+    axes.fill_between(
+        [ridge, right], [roof.top] * 2, low, color=style.GREEN, alpha=0.07, linewidth=0, zorder=0
+    )
+
+
+def _draw_roof(axes: Axes, roof: Roof, left: float, right: float, *, main: bool) -> None:
+    top_ridge = roof.top / roof.bandwidth
+    width = 2.4 if main else 1.8
+    axes.plot(
+        [left, top_ridge, right],
+        [roof.bandwidth * left, roof.top, roof.top],
+        color=roof.colour,
+        linewidth=width,
+        zorder=3,
+        solid_joinstyle="miter",
+    )
+    for _, rate in roof.ceilings[1:]:
+        axes.plot(
+            [rate / roof.bandwidth, right],
+            [rate, rate],
+            color=roof.colour,
+            zorder=2,
+            linewidth=1.2,
+            linestyle=(0, (5, 3)),
+        )
+    for _, rate in roof.ceilings:
+        axes.plot(
+            rate / roof.bandwidth, rate, marker="o", markersize=5, color=roof.colour, zorder=4
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Note:
+    """A text of the plot and the point (in data) that it belongs to."""
+
+    x: float
+    y: float
+    text: str
+    colour: str
+    size: float
+    weight: str = "normal"
+    slide: float = 0.0
+    first: bool = False
+    leader: bool = False
+
+
+def _notes(chips: Sequence[Roof], points: Sequence[Point], right: float, low: float) -> list[_Note]:
+    """Every text: of points, of ceilings at their right end, of ridges and of the two regions."""
+    notes = [
+        _Note(
+            point.x,
+            point.y,
+            point.label,
+            style.ink_of(point.colour),
+            9.5,
+            "bold" if point.filled else "normal",
+            leader=True,
+        )
+        for point in sorted(points, key=lambda p: (p.x, -p.y, p.label))
+    ]
+    for roof in chips:
+        for name, rate in roof.ceilings:
+            text = f"{roof.chip.name} {name}  {format_flop_rate(rate)}"
+            notes.append(_Note(right, rate, text, roof.colour, 9, slide=SLIDE, first=True))
+            if name.startswith("matrix") or rate == roof.top:
+                ridge = rate / roof.bandwidth
+                text = f"ridge {format_intensity(ridge)}"
+                notes.append(_Note(ridge, rate, text, roof.colour, 8.5, first=True, leader=True))
+    ridge = chips[0].top / chips[0].bandwidth
+    where = f" on {chips[0].chip.name}" if len(chips) > 1 else ""
+    for x, text in ((ridge, "memory-bound"), (right, "compute-bound")):
+        notes.append(_Note(x, low, f"{text}{where}  ", style.FAINT, 9.5, slide=SLIDE, first=True))
+    return notes
+
+
+def _write(
+    figure: Figure, axes: Axes, chips: Sequence[Roof], points: Sequence[Point], right: float
+) -> None:
+    """Place every text of the plot clear of the others, of the points and of the roofs."""
+    from matplotlib.patheffects import withStroke
+
+    halo = [withStroke(linewidth=2.5, foreground="white", alpha=0.85)]
+    frame = _box(axes.get_window_extent())
+    to_pixels = axes.transData.transform
+    renderer = figure.canvas.get_renderer()  # type: ignore[attr-defined]
+    notes = _notes(chips, points, right, axes.get_ylim()[0])
+    texts, labels = [], []
+    for note in notes:
+        text = figure.text(
+            0, 0, note.text, fontsize=note.size, color=note.colour, fontweight=note.weight,
+            transform=None, zorder=7, linespacing=1.15, va="bottom", ha="left",
+            path_effects=halo,
+        )  # fmt: skip
+        extent = text.get_window_extent(renderer)
+        x, y = to_pixels((note.x, note.y))
+        width, height = float(extent.width) + 4, float(extent.height) + 2
+        inset = 5 if note.slide else 0
+        labels.append(Label(float(x) - inset, float(y), width, height, note.slide, note.first))
+        texts.append(text)
+    marks = []
+    for point in points:
+        x, y = to_pixels((point.x, point.y))
+        marks.append(_around(x, y, (0.5 * point.size + 3) * style.DPI / 72))
+    line = [spot for roof in chips for spot in _trace(axes, roof)]
+    inside = Box(frame.x0 + 4, frame.y0 + 4, frame.x1 - 4, frame.y1 - 4)
+    boxes = place(labels, inside, points=marks, line=line)
+    for note, text, label, box in zip(notes, texts, labels, boxes, strict=True):
+        text.set_position((box.x0 + 2, box.y0 + 1))
+        if note.leader:
+            _leader(figure, marks, label, box, note.colour)
+
+
+def _leader(figure: Figure, marks: Sequence[Box], label: Label, box: Box, colour: str) -> None:
+    """A line from the edge of the mark to its label, where they are not side by side."""
+    from matplotlib.lines import Line2D
+
+    x, y = box.nearest(label.x, label.y)
+    around = [(mark.x1 - mark.x0) / 2 for mark in marks if mark.contains(label.x, label.y)]
+    radius = max(around, default=8.0)
+    length = math.hypot(x - label.x, y - label.y)
+    if length < radius + 10:
+        return
+    start = radius / length * 0.8
+    figure.add_artist(
+        Line2D(
+            [label.x + (x - label.x) * start, x],
+            [label.y + (y - label.y) * start, y],
+            transform=None,
+            color=colour,
+            linewidth=0.9,
+            alpha=0.8,
+            zorder=4,
+        )
+    )
+
+
+def _trace(axes: Axes, roof: Roof) -> list[tuple[float, float]]:
+    """The roof as pixels a few apart, for labels to keep off."""
+    left, right = axes.get_xlim()
+    ridge = roof.top / roof.bandwidth
+    corners = [[(left, roof.bandwidth * left), (ridge, roof.top), (right, roof.top)]]
+    corners += [[(rate / roof.bandwidth, rate), (right, rate)] for _, rate in roof.ceilings[1:]]
+    spots: list[tuple[float, float]] = []
+    for chain in corners:
+        pixels = [tuple(axes.transData.transform(corner)) for corner in chain]
+        for (x0, y0), (x1, y1) in itertools.pairwise(pixels):
+            steps = max(1, int(max(abs(x1 - x0), abs(y1 - y0)) / 8))
+            spots += [
+                (x0 + (x1 - x0) * i / steps, y0 + (y1 - y0) * i / steps) for i in range(steps + 1)
+            ]
+    return spots
+
+
+def _around(x: float, y: float, half: float) -> Box:
+    return Box(float(x) - half, float(y) - half, float(x) + half, float(y) + half)
+
+
+def _box(extent: object) -> Box:
+    return Box(*(float(getattr(extent, side)) for side in ("x0", "y0", "x1", "y1")))

@@ -1,0 +1,349 @@
+"""A step as a timeline for Perfetto (ui.perfetto.dev) or chrome://tracing: predicted, and measured.
+
+One process of tracks shows the estimate: what the host enqueues, what the device runs, the modules.
+Another shows a run: its kernels by stream and its ops by thread, from a profile, or one track of
+ops from seconds by op id.  Arrows go from each predicted kernel to the measured one.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rooftrace.costmodels.findings import Folded, Playback, Played, play
+from rooftrace.reporting.text import LIMITS, kernel_name
+from rooftrace.tracer.graph import pattern_of, write_bytes
+
+if TYPE_CHECKING:
+    from rooftrace.costmodels.estimating import Estimate, Row
+    from rooftrace.measured.profiles import Alignment
+    from rooftrace.reporting.pages import Report
+
+LIMIT = 50_000
+"""Slices of a track; more launches than this are folded (see `playback`)."""
+
+_PREDICTED, _MEASURED = 1, 2
+_HOST, _DEVICE, _MODULES = 1, 2, 3
+_OPS = 100
+"""Measured tracks: streams from 1 on, threads of the host from this on."""
+
+Event = dict[str, Any]
+Target = tuple[int, int]
+"""(op id, iteration)"""
+
+
+def timeline(
+    estimate: Estimate,
+    measured: Alignment | Mapping[int, float] | None = None,
+    limit: int = LIMIT,
+) -> dict[str, Any]:
+    """The contents of a trace file in Chrome's format; times in us from the start of the step.
+
+    measured: an alignment of a profile with `estimate.graph`, or seconds by op id of that graph,
+    all iterations together.
+    """
+    from rooftrace.measured.profiles import Alignment
+
+    playback = play(estimate, limit)
+    events = [*_tracks(estimate), *_predicted(estimate, playback)]
+    anchors = _anchors(estimate, playback)
+    if isinstance(measured, Alignment):
+        shown, places = _of_profile(measured, limit)
+        events += [*_measured_tracks(measured), *shown, *_arrows(anchors, places)]
+    elif measured is not None:
+        shown, places = _of_seconds(estimate, measured)
+        events += [*_named(_MEASURED, "measured", {1: "ops"}), *shown, *_arrows(anchors, places)]
+    return {
+        "displayTimeUnit": "ms",
+        "otherData": {
+            "model": str(estimate.graph.model.get("name") or "model"),
+            "phase": estimate.phase,
+            "chip": estimate.chip.name,
+            "execution": estimate.execution.name,
+            "t_est_s": estimate.t_est,
+        },
+        "traceEvents": sorted(events, key=_order),
+    }
+
+
+def write_timeline(
+    path: str | os.PathLike[str],
+    estimate: Estimate,
+    measured: Alignment | Mapping[int, float] | None = None,
+    limit: int = LIMIT,
+) -> Path:
+    """Write `timeline(...)` (gzip if the name ends in .gz), whole or not at all; its path."""
+    path = Path(path)
+    contents = timeline(estimate, measured, limit)
+    text = json.dumps(contents, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
+    write_bytes(path, gzip.compress(text, 6, mtime=0) if path.suffix == ".gz" else text)
+    return path
+
+
+def write_timelines(report: Report, folder: Path) -> list[str]:
+    """timeline_<phase>.json.gz of the main execution on the first chip; the names of the files."""
+    names = []
+    for phase in report.phases:
+        names.append(f"timeline_{phase}.json.gz")
+        write_timeline(folder / names[-1], report.estimate(phase))
+    return names
+
+
+# -- events --------------------------------------------------------------------------------------
+
+
+def _slice(process: int, track: int, name: str, start: float, end: float, **facts: Any) -> Event:
+    event: Event = {
+        "ph": "X",
+        "pid": process,
+        "tid": track,
+        "name": name,
+        "ts": _micro(start),
+        "dur": _micro(max(0.0, end - start)),
+    }
+    if facts:
+        event["args"] = facts
+    return event
+
+
+def _order(event: Event) -> tuple[float, float]:
+    """Names first, then by start; of slices that start together the outer one is first."""
+    return event.get("ts", -math.inf), -event.get("dur", 0.0)
+
+
+def _micro(seconds: float) -> float:
+    """Microseconds to the picosecond: kernels are short beside a step."""
+    return round(seconds * 1e6, 6)
+
+
+def _named(process: int, name: str, tracks: Mapping[int, str]) -> Iterator[Event]:
+    """What the viewer calls a process and its tracks, in this order."""
+    yield {"ph": "M", "pid": process, "name": "process_name", "args": {"name": name}}
+    yield {"ph": "M", "pid": process, "name": "process_sort_index", "args": {"sort_index": process}}
+    for place, (track, title) in enumerate(tracks.items()):
+        where: Event = {"ph": "M", "pid": process, "tid": track}
+        yield {**where, "name": "thread_name", "args": {"name": title}}
+        yield {**where, "name": "thread_sort_index", "args": {"sort_index": place}}
+
+
+def _tracks(estimate: Estimate) -> Iterator[Event]:
+    name = f"predicted: {estimate.chip.name}, {estimate.execution.name}"
+    return _named(
+        _PREDICTED, name, {_HOST: "host dispatch", _DEVICE: "device", _MODULES: "modules"}
+    )
+
+
+# -- predicted -----------------------------------------------------------------------------------
+
+
+def _predicted(estimate: Estimate, playback: Playback) -> Iterator[Event]:
+    facts = [_facts(row) for row in estimate.rows]
+    for one in playback.launches:
+        name = "host only" if one.row is None else kernel_name(estimate.rows[one.row].name)
+        if one.sync:
+            name = "wait for the device"
+        if one.host_end > one.host_start:
+            yield _slice(
+                _PREDICTED, _HOST, name, one.host_start, one.host_end, dispatches=one.dispatches
+            )
+        if one.row is not None and one.start is not None and one.end is not None:
+            more = {"turn": one.turn} if one.turn else {}
+            yield _slice(
+                _PREDICTED, _DEVICE, name, one.start, one.end,
+                module=one.module, **facts[one.row], **more,
+            )  # fmt: skip
+    for fold in playback.folded:
+        name = f"{_repeat_name(estimate, fold)} x{fold.count}"
+        text = f"{fold.count} more iterations, equal to the one before"
+        yield _slice(_PREDICTED, _DEVICE, name, fold.start, fold.end, folded=text)
+        if fold.host_end > fold.host_start:
+            yield _slice(_PREDICTED, _HOST, name, fold.host_start, fold.host_end, folded=text)
+    yield from _modules(estimate, playback.launches)
+
+
+def _repeat_name(estimate: Estimate, fold: Folded) -> str:
+    """ "layers.*", or where a loop stands."""
+    repeat = estimate.graph.repeats[fold.repeat]
+    if repeat.container is None:
+        return repeat.source or "loop"
+    return pattern_of(repeat.paths[0])
+
+
+def _facts(row: Row) -> dict[str, Any]:
+    """What a launch of this kernel does: FLOP, byte, what limits it, and which ops it is."""
+    n = row.count
+    facts: dict[str, Any] = {
+        "bound": LIMITS[row.timing.regime],
+        "flop": row.flops_causal // n,
+        "bytes": {role: size // n for role, size in row.bytes_by_role.items() if size},
+        "family": row.family,
+        "part": row.part,
+        "kernel": row.index,
+        "ops": list(row.ops),
+    }
+    if row.bytes_net:
+        facts["bytes_net"] = row.bytes_net // n
+    if row.precision:
+        facts["precision"] = row.precision
+    if not row.known:
+        facts["rule"] = "none: only bytes are counted"
+    return facts
+
+
+def _modules(estimate: Estimate, launches: Sequence[Played]) -> Iterator[Event]:
+    """Modules as nested slices: each from its first kernel to its last, in one go."""
+    classes = estimate.graph.modules
+    opened: list[tuple[str, float]] = []
+    end = 0.0
+
+    def closed(down_to: int) -> Iterator[Event]:
+        while len(opened) > down_to:
+            path, start = opened.pop()
+            known = {"class": classes[path]} if path in classes else {}
+            yield _slice(_PREDICTED, _MODULES, _last(path), start, end, module=path, **known)
+
+    for one in launches:
+        if one.start is None or one.end is None:
+            continue
+        path = list(_levels(one.module))
+        shared = 0
+        while shared < min(len(path), len(opened)) and opened[shared][0] == path[shared]:
+            shared += 1
+        yield from closed(shared)
+        opened += [(level, one.start) for level in path[shared:]]
+        end = one.end
+    yield from closed(0)
+
+
+def _levels(path: str) -> Iterator[str]:
+    """ "model", "model.layers.3", "model.layers.3.mlp": a number goes with the name before it."""
+    parts = path.split(".") if path else []
+    for index, _ in enumerate(parts):
+        if index + 1 == len(parts) or not parts[index + 1].isdigit():
+            yield ".".join(parts[: index + 1])
+
+
+def _last(path: str) -> str:
+    """ "layers.3" of "model.layers.3"."""
+    parts = path.split(".")
+    return ".".join(parts[-2:]) if parts[-1].isdigit() and len(parts) > 1 else parts[-1]
+
+
+# -- measured ------------------------------------------------------------------------------------
+
+
+def _measured_tracks(found: Alignment) -> Iterator[Event]:
+    profile = found.profile
+    streams = _streams(found)
+    tracks = {
+        track: f"{profile.devices.get(device) or f'device {device}'}, stream {stream}"
+        for (device, stream), track in streams.items()
+    }
+    threads = sorted({profile.ops.thread[op] for op in found.step.ops})
+    tracks |= {_OPS + thread: f"host thread {thread}" for thread in threads}
+    return _named(_MEASURED, f"measured: {found.step.name}", tracks)
+
+
+def _streams(found: Alignment) -> dict[tuple[int, int], int]:
+    kernels = found.profile.kernels
+    pairs = sorted({(kernels.device[i], kernels.stream[i]) for i in found.step.kernels})
+    return {pair: track for track, pair in enumerate(pairs, start=1)}
+
+
+def _of_profile(
+    found: Alignment, limit: int
+) -> tuple[list[Event], dict[Target, tuple[int, float]]]:
+    """Slices of the step of median length; the track and time where each op first shows."""
+    profile, step = found.profile, found.step
+    events: list[Event] = []
+    places: dict[Target, tuple[int, float]] = {}
+    owner = found.owners
+    ops = profile.ops
+    shown = step.ops if len(step.ops) <= limit else [op for op in step.ops if op in found.places]
+    for index in shown:
+        op = ops[index]
+        start = op.start - step.start
+        facts: dict[str, Any] = {}
+        if index in found.places:
+            facts["op"] = found.places[index][0]
+            if not profile.on_device:
+                places.setdefault(found.places[index], (_OPS + op.thread, start))
+        if op.inputs is not None:
+            facts["shapes"] = [list(shape) for shape in op.inputs.shapes if shape]
+        if op.modules:
+            facts["modules"] = "/".join(op.modules)
+        events.append(
+            _slice(_MEASURED, _OPS + op.thread, op.name, start, start + op.duration, **facts)
+        )
+    streams = _streams(found)
+    for index in step.kernels:
+        kernel = profile.kernels[index]
+        start = kernel.start - step.start
+        track = streams[kernel.device, kernel.stream]
+        facts = {"cpu_op": ops[kernel.op].name} if kernel.op is not None else {}
+        target = owner.get(kernel.op) if kernel.op is not None else None
+        if target is not None:
+            facts["op"] = target[0]
+            places.setdefault(target, (track, start))
+        if kernel.grid:
+            facts["grid"] = list(kernel.grid)
+        if kernel.bytes is not None:
+            facts["bytes"] = kernel.bytes
+        events.append(
+            _slice(_MEASURED, track, kernel.name, start, start + kernel.duration, **facts)
+        )
+    return events, places
+
+
+def _of_seconds(
+    estimate: Estimate, seconds: Mapping[int, float]
+) -> tuple[list[Event], dict[Target, tuple[int, float]]]:
+    """Ops one after the other, as nothing says when they ran; all iterations of one as one."""
+    events: list[Event] = []
+    places: dict[Target, tuple[int, float]] = {}
+    now = 0.0
+    for index in sorted(seconds):
+        op = estimate.graph.ops[index]
+        times = estimate.graph.times(op)
+        name = kernel_name(op.name) + (f" x{times}" if times > 1 else "")
+        end = now + seconds[index]
+        events.append(_slice(_MEASURED, 1, name, now, end, op=index, module=op.module))
+        places[index, 0] = (1, now)
+        now = end
+    return events, places
+
+
+# -- arrows --------------------------------------------------------------------------------------
+
+
+def _anchors(estimate: Estimate, playback: Playback) -> dict[Target, float]:
+    """When the device first runs each op of each iteration, as predicted."""
+    found: dict[Target, float] = {}
+    for one in playback.launches:
+        if one.row is not None and one.start is not None:
+            for op in estimate.rows[one.row].ops:
+                found.setdefault((op, one.turn), one.start)
+    return found
+
+
+def _arrows(
+    anchors: Mapping[Target, float], places: Mapping[Target, tuple[int, float]]
+) -> Iterable[Event]:
+    """Flow events, one for each predicted kernel: from it to the first of its ops in the run."""
+    by_start: dict[float, list[Target]] = defaultdict(list)
+    for target, start in anchors.items():
+        if target in places:
+            by_start[start].append(target)
+    for number, (start, targets) in enumerate(sorted(by_start.items()), start=1):
+        track, moment = min((places[target] for target in targets), key=lambda place: place[1])
+        shared: Event = {"cat": "same op", "name": "same op", "id": number}
+        yield {"ph": "s", "pid": _PREDICTED, "tid": _DEVICE, "ts": _micro(start), **shared}
+        yield {
+            "ph": "f", "bp": "e", "pid": _MEASURED, "tid": track, "ts": _micro(moment), **shared
+        }  # fmt: skip

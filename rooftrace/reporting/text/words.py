@@ -1,0 +1,252 @@
+"""The sentences and short cells that every report shares; knows wording, knows no layout.
+
+Each function is data in, text out, so that the terminal and the markdown page say the same thing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rooftrace.costmodels.timing import ranked
+from rooftrace.hardware import (
+    MISSING,
+    format_bandwidth,
+    format_capacity,
+    format_count,
+    format_flop_rate,
+    format_intensity,
+    format_traffic,
+)
+from rooftrace.tracer.graph import pattern_of
+
+if TYPE_CHECKING:
+    from rooftrace.costmodels.estimating import Coverage, Estimate
+    from rooftrace.costmodels.memory import Held, LargestBatch, Memory
+    from rooftrace.costmodels.timing import StepTimes
+    from rooftrace.hardware import Chip
+    from rooftrace.tracer.graph import Assumption
+
+LIMITS: Mapping[str, str] = {
+    "hbm": "HBM",
+    "compute": "compute",
+    "network": "network",
+    "launch": "launch",
+}
+
+
+def percent(share: float | None) -> str:
+    """A share in whole percent for narrow cells: "91%", "<1%" where it would round to 0, "30x"."""
+    if share is None:
+        return MISSING
+    if share >= 9.995:
+        return f"{share:,.0f}x"
+    if 0 < share < 0.005:
+        return "<1%"
+    if 0.995 <= share < 1:
+        return ">99%"
+    return f"{share * 100:.0f}%"
+
+
+def bare(text: str, unit: str) -> str:
+    """`text` without its unit, for a column with the unit in its head: "9.1 TFLOP" -> "9.1 T"."""
+    return text.removesuffix(unit).rstrip()
+
+
+def plural(count: int, noun: str) -> str:
+    """ "1 op", "2 ops"; nouns that end in y take -ies."""
+    if count == 1:
+        return f"{count:,} {noun}"
+    return f"{count:,} {noun[:-1]}ies" if noun.endswith("y") else f"{count:,} {noun}s"
+
+
+def listed(words: Sequence[str]) -> str:
+    """ "a", "a and b", "a, b and c"."""
+    if len(words) < 2:
+        return "".join(words)
+    return f"{', '.join(words[:-1])} and {words[-1]}"
+
+
+def regime_words(times: StepTimes) -> str:
+    """The regime with its share of t_est, and the next one: "HBM 91%, compute 7%"."""
+    shares = times.regime_shares
+    first, second = ranked(shares)[:2]
+    text = f"{LIMITS[first]} {percent(shares[first])}"
+    return f"{text}, {LIMITS[second]} {percent(shares[second])}" if shares[second] > 0 else text
+
+
+def model_words(model: Mapping[str, Any], workload: Mapping[str, Any]) -> str:
+    """ "DeepseekV3ForCausalLM, 671.0 B parameters, fp8"."""
+    parts = [str(model.get("name") or "model")]
+    params = model.get("params")
+    if params is not None:
+        parts.append(f"{format_count(params)} parameters")
+    dtype = workload.get("dtype") or model.get("dtype")
+    if dtype:
+        parts.append(str(dtype))
+    if workload.get("kv_dtype") and workload["kv_dtype"] != dtype:
+        parts.append(f"KV cache {workload['kv_dtype']}")
+    return ", ".join(parts)
+
+
+def workload_words(phase: str, workload: Mapping[str, Any]) -> str:
+    """What one step of a phase runs: "8 x 255 tokens, adamw", "8 x 1 token, KV 4096", "batch 8"."""
+    item = str(workload.get("item") or "sample")
+    parts = []
+    batch, items, kv = workload.get("batch"), workload.get("items"), workload.get("kv")
+    if batch and items and item == "token" and items % batch == 0:
+        parts.append(f"{batch} x {plural(items // batch, item)}")
+    elif batch:
+        parts.append(f"batch {batch}")
+    elif items:
+        parts.append(plural(int(items), item))
+    if kv and phase == "decode":
+        parts.append(f"KV {kv}")
+    if phase == "training" and workload.get("optimizer"):
+        optimizer = workload["optimizer"]
+        parts.append("no optimizer" if optimizer == "none" else str(optimizer))
+    return ", ".join(parts)
+
+
+def kernel_name(name: str) -> str:
+    """The name of a kernel without the namespace that nearly all share."""
+    return name.removeprefix("aten.")
+
+
+def chip_words(estimate: Estimate) -> str:
+    """ "H200 SXM, 1979 TFLOP/s fp8 dense, 4800 GB/s, ridge 412.3 FLOP/byte, 131.3 GiB"."""
+    chip = estimate.chip
+    return ", ".join(
+        (
+            chip.title,
+            f"{format_flop_rate(estimate.peak)} {estimate.peak_precision} dense",
+            format_bandwidth(chip.memory_bandwidth.value),
+            f"ridge {format_intensity(estimate.ridge)}",
+            format_capacity(chip.memory_capacity.value),
+        )
+    )
+
+
+def capacity_words(chip: Chip) -> str:
+    """Both readings of a chip's memory, since both are in use: "141.0 GB = 131.3 GiB"."""
+    size = chip.memory_capacity.value
+    return f"{format_traffic(size)} = {format_capacity(size)}"
+
+
+def fit_words(memory: Mapping[str, Memory], chip: Chip) -> tuple[bool, str]:
+    """Whether every phase fits one chip, and the sentence that says so."""
+    if not memory:
+        return True, ""
+    misfits = [phase for phase, need in memory.items() if not need.fits(chip)]
+    one = f"one {chip.name} ({capacity_words(chip)})"
+    if not misfits:
+        largest = max(memory, key=lambda phase: memory[phase].peak)
+        return True, (
+            f"Fits {one}: the peak is {format_capacity(memory[largest].peak)}, in {largest}."
+        )
+    weights = max(memory[phase].weights for phase in misfits)
+    if weights > chip.memory_capacity.value:
+        cause = f"{format_traffic(weights)} of weights do not fit {one}"
+    else:
+        cause = (
+            f"{listed(misfits)} does not fit {one}"
+            if len(misfits) == 1
+            else (f"{listed(misfits)} do not fit {one}")
+        )
+    by_count: dict[int, list[str]] = {}
+    for phase in misfits:
+        by_count.setdefault(memory[phase].chips_needed(chip), []).append(phase)
+    needs = listed(
+        [
+            f"{listed(phases)} {'needs' if len(phases) == 1 else 'need'} {count:,}"
+            for count, phases in by_count.items()
+        ]
+    )
+    return False, (
+        f"{cause[0].upper()}{cause[1:]}: by capacity alone, {needs}. "
+        "Times are those of one chip if it held them."
+    )
+
+
+def held_words(held: Held) -> str:
+    """ "weight", "weight.exp_avg", "mm, backward", "input_ids": what a tensor at the peak is."""
+    if held.op and not held.name:
+        return f"{kernel_name(held.op)}, {held.part}"
+    name = held.name
+    if held.module and name.startswith(f"{held.module}."):
+        name = name[len(held.module) + 1 :]
+    return name or held.role
+
+
+def batch_words(found: LargestBatch) -> str:
+    """ "12", "65,536 or more", "0: weights alone do not fit", "0: one sample takes 150.2 GiB"."""
+    if found.batch:
+        return f"{found.batch:,} or more" if found.open_ended else f"{found.batch:,}"
+    if not found.weights_fit:
+        return "0: weights alone do not fit"
+    return f"0: one sample takes {format_capacity(found.peak)}"
+
+
+def alive(memory: Memory) -> dict[str, int]:
+    """What the peak consists of, summing to it: all but the four lasting roles is "activations"."""
+    lasting = {"weights": "weights", "kv": "KV", "gradients": "gradients", "optimizer": "optimizer"}
+    sizes = {name: memory.at_peak.get(role, 0) for role, name in lasting.items()}
+    return {**sizes, "activations": memory.peak - sum(sizes.values())}
+
+
+def coverage_words(
+    coverages: Iterable[Coverage], unrecorded: Sequence[Assumption] = ()
+) -> tuple[bool, str]:
+    """Whether the totals are complete, and the line that must stand beside every total.
+
+    unrecorded: what ran out of sight of the traces.
+    """
+    ops = with_rule = size = size_with_rule = 0
+    for coverage in coverages:
+        ops += coverage.ops
+        with_rule += coverage.ops_with_rule
+        size += coverage.bytes
+        size_with_rule += coverage.bytes_with_rule
+    share = size_with_rule / size if size else 1.0
+    shown = "100 %" if size_with_rule == size else f"{min(share * 100, 99.99):.2f} %"
+    sentence = f"{with_rule:,} of {ops:,} ops have a rule, {shown} of bytes"
+    if not unrecorded:
+        return with_rule == ops, sentence
+    what = "; ".join(dict.fromkeys(item.text for item in unrecorded))
+    return False, (
+        f"{with_rule:,} of {ops:,} recorded ops have a rule, but not everything was recorded: "
+        f"totals are a lower bound ({what})"
+    )
+
+
+def assumption_words(assumptions: Iterable[Assumption]) -> str:
+    """Assumptions by kind, one that several phases make counted once: "2 branch, 1 loss"."""
+    distinct = {(a.kind, pattern_of(a.where), a.text) for a in assumptions}
+    kinds = Counter(kind for kind, _, _ in distinct)
+    return (
+        ", ".join(
+            f"{count} {kind}"
+            for kind, count in sorted(kinds.items(), key=lambda entry: (-entry[1], entry[0]))
+        )
+        or "none"
+    )
+
+
+def guess_words(chip: Chip) -> str:
+    """Facts of a chip without a source; those of links, which one chip does not use, left out."""
+    names = [
+        name
+        for name, fact in chip.facts()
+        if fact.kind == "guess" and not name.startswith(("measured ", "link "))
+    ]
+    return ", ".join(names) or "none"
+
+
+def short_module(path: str, width: int) -> str:
+    """A module path cut from the left, where paths differ least, at a dot: "…mlp.experts"."""
+    if len(path) <= width:
+        return path
+    tail = path[len(path) - width + 1 :]
+    dot = tail.find(".")
+    return f"…{tail[dot + 1 :] if 0 <= dot < len(tail) // 2 else tail}"

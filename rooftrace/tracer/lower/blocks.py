@@ -1,0 +1,259 @@
+"""Iterations of a graph, and whether they are alike: the blocks of ops that belong together.
+
+Every op of an iteration bears its label, a number.  A pass goes through the labels one by one, up
+in forward and down in backward; the ops of one label in one pass are a block.  Two iterations are
+alike if their blocks are, pass by pass: the same ops on the same sizes, wired alike - to values of
+their own, of the iteration beside them, or that all share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rooftrace.tracer.graph import REVERSED, Argument, Neighbour, Op, OpGraph, Ref, split
+
+_INDICES = {
+    "aten.select": ("index",),
+    "aten.slice": ("start", "end"),
+    "aten.select_backward": ("index",),
+    "aten.slice_backward": ("start", "end"),
+    "aten.select_scatter": ("index",),
+    "aten.slice_scatter": ("start", "end"),
+}
+"""Arguments that may grow from one iteration to the next: they move a view, not its size."""
+
+
+class NotAlikeError(Exception):
+    """Iterations, or calls, that have to be written out: something treats them differently."""
+
+
+@dataclass(slots=True)
+class Block:
+    """One iteration in one run: a range of ops, and the values that they make, in order."""
+
+    start: int
+    stop: int
+    made: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Iteration:
+    """What is its own in one iteration, in order of first use, and the indices that it writes."""
+
+    own: dict[int, int] = field(default_factory=dict)
+    assumed: dict[int, int] = field(default_factory=dict)
+    indices: dict[tuple[int, int, str], int] = field(default_factory=dict)
+
+
+class Blocks:
+    """The iterations in a graph: where they stand, and what they are alike in.
+
+    labels: the number of the iteration of each op, of those inside of one; of modules `period` side
+    by side, from number `phase` on, make one.  container: their path, None for a loop.  runs: the
+    passes, each its blocks by label.  place: (run, label, offset) of a value that a block made.
+    owner: the label of a value that none made and only one uses, or that bears its name.
+    """
+
+    def __init__(
+        self,
+        graph: OpGraph,
+        labels: Sequence[int | None],
+        container: str | None = None,
+        period: int = 1,
+        phase: int = 0,
+    ) -> None:
+        self.graph, self.container, self.period, self.phase = graph, container, period, phase
+        self.runs = _passes(
+            [
+                None if x is None else ((x - phase) // period, op.part in REVERSED)
+                for op, x in zip(graph.ops, labels, strict=True)
+            ]
+        )
+        self.place: dict[int, tuple[int, int, int]] = {}
+        self.label_of_op: dict[int, int] = {}
+        for number, run in enumerate(self.runs):
+            for label, block in run.items():
+                for op in graph.ops[block.start : block.stop]:
+                    self.label_of_op[op.id] = label
+                    for value in op.outputs:
+                        self.place[value] = (number, label, len(block.made))
+                        block.made.append(value)
+        self.owner = self._owners()
+        self._seen: dict[int, _Iteration] = {}
+
+    def _owners(self) -> dict[int, int]:
+        users: dict[int, int | None] = {}
+        for op in self.graph.ops:
+            label = self.label_of_op.get(op.id)
+            if label is None:
+                continue
+            for value in op.inputs:
+                if value not in self.place:
+                    users[value] = label if users.get(value, label) == label else None
+        for index in self.graph.external if self.container is not None else ():
+            label = self.label_of(self.graph.values[index].name)
+            if label is not None and users.get(index, label) == label:
+                users[index] = label
+        kept = frozenset(self.graph.inputs)
+        return {v: x for v, x in users.items() if x is not None and v not in kept}
+
+    def label_of(self, name: str) -> int | None:
+        """The iteration that a module path or a dotted name belongs to."""
+        found = None if self.container is None else split(name, self.container)
+        return None if found is None else (found[0] - self.phase) // self.period
+
+    def relative(self, path: str, label: int) -> Any:
+        """A path or name as the iteration sees it: the container's number counts from it."""
+        found = None if self.container is None else split(path, self.container)
+        return path if found is None else (found[0] - label * self.period, found[1])
+
+    def own(self, label: int) -> list[int]:
+        """Values that only this iteration uses and none makes, in order of first use."""
+        return list(self._seen[label].own)
+
+    def assumptions(self, label: int) -> list[int]:
+        """Assumptions made in this iteration, in order."""
+        return list(self._seen[label].assumed)
+
+    def indices(self, label: int) -> dict[tuple[int, int, str], int]:
+        """Indices that may grow, by run, place of the op in the block, and argument."""
+        return self._seen[label].indices
+
+    # -- likeness ----------------------------------------------------------------------------------
+
+    def interval(self, shortest: int) -> tuple[int, int] | None:
+        """The longest interval of iterations that are alike, if it has as many as `shortest`."""
+        present = sorted(set().union(*self.runs)) if self.runs else []
+        keys = {label: self.key(label) for label in present}
+        best = (0, 0, 0)
+        start = None
+        for label in present:
+            same = keys[label] == keys.get(label + 1)
+            if same and start is None:
+                start = label
+            if not same and start is not None:
+                best = max(best, (label - start + 1, start, label))
+                start = None
+        return best[1:] if best[0] >= shortest else None
+
+    def key(self, label: int) -> int:
+        """Equal for iterations that are alike."""
+        seen = self._seen[label] = _Iteration()
+        parts: list[Any] = []
+        for number, run in enumerate(self.runs):
+            block = run.get(label)
+            if block is not None:
+                parts.append(number)
+                for op in self.graph.ops[block.start : block.stop]:
+                    parts.append(self._op(op, label, seen, (number, op.id - block.start)))
+        return hash(tuple(parts))
+
+    def _op(self, op: Op, label: int, seen: _Iteration, place: tuple[int, int]) -> Any:
+        arguments = dict(op.arguments)
+        for name in _INDICES.get(op.name, ()):
+            index = arguments.get(name)
+            if type(index) is int:
+                seen.indices[(*place, name)] = index
+                arguments[name] = None
+        return (
+            op.target,
+            tuple([(k, self._argument(v, label, seen)) for k, v in arguments.items()]),
+            tuple([self._value(v, label, seen) for v in op.outputs]),
+            self.relative(op.module, label),
+            op.call,
+            op.part,
+            op.kind,
+            op.family,
+            op.function,
+            op.source,
+            op.flops_torch,
+            _plain(op.facts),
+            tuple([self._assumption(a, label, seen) for a in op.assumptions]),
+            op.repeats,
+            _plain(op.steps),
+        )
+
+    def _argument(self, item: Argument, label: int, seen: _Iteration) -> Any:
+        if type(item) is Ref:
+            value = self._value_seen(item.id, label, seen)
+            return value, item.every, self._neighbour(item.then, label, seen)
+        if type(item) is tuple:
+            return tuple([self._argument(x, label, seen) for x in item])
+        return type(item), item
+
+    def _value(self, value: int, label: int, seen: _Iteration) -> Any:
+        tensor = self.graph.values[value]
+        return (
+            tensor.shape,
+            tensor.dtype,
+            tensor.stride,
+            tensor.role,
+            self.relative(tensor.name, label) if self.label_of(tensor.name) is not None else "",
+            self._value_seen(tensor.storage, label, seen),
+            tensor.repeats,
+            self._neighbour(tensor.then, label, seen),
+        )
+
+    def _neighbour(self, then: Neighbour | None, label: int, seen: _Iteration) -> Any:
+        return then and (then.repeat, then.shift, self._value_seen(then.value, label, seen))
+
+    def _value_seen(self, value: int, label: int, seen: _Iteration) -> Any:
+        """A value as an iteration sees it: made by it or beside it, its own, or shared by all."""
+        place = self.place.get(value)
+        if place is not None:
+            run, made_in, offset = place
+            return (run, made_in - label, offset) if abs(made_in - label) <= 1 else value
+        if self.owner.get(value) != label:
+            return value
+        number = seen.own.get(value)
+        if number is not None:
+            return "own", number
+        number = seen.own[value] = len(seen.own)
+        return "own", number, self._value(value, label, seen)
+
+    def _assumption(self, number: int, label: int, seen: _Iteration) -> Any:
+        found = self.graph.assumptions[number]
+        if self.label_of(found.where) is None:
+            return number
+        place = seen.assumed.setdefault(number, len(seen.assumed))
+        return place, found.kind, self.relative(found.where, label), repr(found.value)
+
+
+def _plain(mapping: Mapping[str, Any]) -> Any:
+    return repr(mapping) if mapping else None
+
+
+def _passes(marks: Sequence[tuple[int, bool] | None]) -> list[dict[int, Block]]:
+    """Passes through the iterations: blocks whose labels go up, or down, one by one.
+
+    marks: the label of each op, and whether it belongs to a part that goes in reverse.
+    """
+    starts: list[tuple[tuple[int, bool], int]] = []
+    last = 0
+    for index, mark in enumerate(marks):
+        if mark is not None:
+            last = index + 1
+            if not starts or starts[-1][0] != mark:
+                starts.append((mark, index))
+    stops = [start for _, start in starts[1:]] + [last] * min(len(starts), 1)
+    runs: list[dict[int, Block]] = []
+    before: tuple[int, bool] | None = None
+    for (mark, start), stop in zip(starts, stops, strict=True):
+        label, back = mark
+        if before is None or before != (label + (1 if back else -1), back):
+            runs.append({})
+        runs[-1][label] = Block(start, stop)
+        before = mark
+    for run in runs:
+        _trim(run)
+    return runs
+
+
+def _trim(run: Mapping[int, Block]) -> None:
+    """What follows the last iteration of a pass, outside of all, is not part of it."""
+    blocks = list(run.values())
+    if len(blocks) > 1:
+        size = blocks[-2].stop - blocks[-2].start
+        blocks[-1].stop = min(blocks[-1].stop, blocks[-1].start + size)

@@ -1,0 +1,415 @@
+"""From the recorded fx graph to plain records.
+
+`lower` is where fx's `node.meta` ends: what goes in is a graph made by `capture`, what comes out is
+an OpGraph that verifies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import operator
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor as TorchTensor, fx
+from torch.utils.flop_counter import flop_registry
+
+from rooftrace.tracer.graph import (
+    Argument,
+    Assumption,
+    Op,
+    OpGraph,
+    Ref,
+    Tensor,
+    dtype_name,
+    in_order,
+    refs,
+)
+from rooftrace.tracer.lower.blocks import NotAlikeError
+from rooftrace.tracer.lower.inline import Template, fold, inline, repeated_call, template
+from rooftrace.tracer.lower.repeats import roll, roll_loops
+from rooftrace.tracer.lower.roles import made_role
+from rooftrace.tracer.recording import META_KEY, UNINITIALISED, Entry, Recorded, Recorder, Spec
+from rooftrace.tracer.replay import Block, RepeatedCall, repeated
+from rooftrace.tracer.tensors import is_sparse
+
+_ENTRY_ROLES = {
+    "parameter": "weights",
+    "buffer": "weights",
+    "table": "constants",
+    "input": "activations",
+    "constant": "constants",
+    "kv": "kv",
+    "optimizer": "optimizer",
+    "gradient": "gradients",
+}
+MAX_CONSTANT = 4096
+"""Constants of up to this many bytes are kept in the graph, so that it can be run."""
+
+
+def lower(
+    recorder: Recorder,
+    outputs: Sequence[TorchTensor],
+    *,
+    phase: str,
+    kv_storages: Collection[int] = (),
+    gradients: Mapping[int, str] | None = None,
+    assumptions: Sequence[Assumption] = (),
+    model: Mapping[str, Any] | None = None,
+    workload: Mapping[str, Any] | None = None,
+    provenance: Mapping[str, Any] | None = None,
+    repeats: bool = True,
+) -> OpGraph:
+    """The OpGraph of everything that `recorder` recorded, verified.
+
+    outputs: the tensors that the step returns.  kv_storages: storages that are handed to the next
+    call.  gradients: names of gradients of parameters by storage.  repeats: whether modules that
+    are alike stand once.  What leads to no output, but is still held at the end of the step (by an
+    attribute, a list, an object of the user's), is an output too.  Raises NotAlikeError where the
+    turns of a loop differ after all.
+    """
+    results = [recorder.node_of(tensor) for tensor in outputs]
+    builder = _Builder(frozenset(kv_storages), gradients or {})
+    for node in recorder.graph.nodes:
+        builder.add(node)
+    builder.hold(recorder.last_held)
+    flat = OpGraph(
+        phase=phase,
+        values=tuple(builder.values),
+        ops=tuple(builder.ops),
+        inputs=tuple(builder.inputs),
+        outputs=builder.outputs(results, recorder.survivors),
+        modules=dict(recorder.modules),
+        assumptions=tuple(assumptions),
+        constants=_constants(recorder.constants),
+        model=dict(model or {}),
+        workload=dict(workload or {}),
+        provenance=dict(provenance or {}),
+    )
+    whole, ids = roll_loops(flat, builder.turns, recorder.loops)
+    templates = [builder.template(whole, ids, block) for block in builder.blocks]
+    if repeats:
+        with contextlib.suppress(NotAlikeError):
+            return inline(roll(fold(whole, templates)), templates).verify()
+    return inline(whole, templates).verify()
+
+
+def _constants(constants: Mapping[str, TorchTensor]) -> dict[str, str]:
+    """The bytes of small constants, as hexadecimal text."""
+    return {
+        name: bytes(_dense(value).reshape(-1).view(torch.uint8).tolist()).hex()
+        for name, value in constants.items()
+        if value.device.type == "cpu" and value.numel() * value.element_size() <= MAX_CONSTANT
+    }
+
+
+def _dense(value: TorchTensor) -> TorchTensor:
+    return value.to_dense() if is_sparse(value) else value.contiguous()
+
+
+class _Builder:
+    """Accumulates values and ops while walking the fx graph once."""
+
+    def __init__(self, kv: frozenset[int], gradients: Mapping[int, str]) -> None:
+        self.values: list[Tensor] = []
+        self.ops: list[Op] = []
+        self.inputs: list[int] = []
+        self._entries: list[int] = []
+        self.turns: list[tuple[int, int] | None] = []
+        self.blocks: list[Block] = []
+        self._blocks: dict[int, int] = {}
+        self._numbers: dict[fx.Node, int] = {}
+        self._owners: dict[int, int] = {}
+        self._single: dict[fx.Node, int] = {}
+        self._multiple: dict[fx.Node, tuple[int, ...]] = {}
+        self._kv, self._gradients = kv, gradients
+        self._flops = _TorchFlops()
+        self._names: dict[Any, tuple[str, tuple[str, ...]]] = {}
+
+    def value_of(self, node: fx.Node) -> int:
+        """The value id of an fx node that stands for one tensor."""
+        return self._single[node]
+
+    def outputs(self, results: Sequence[fx.Node], kept: Collection[int]) -> tuple[int, ...]:
+        """The value ids of what the step returns, and of what else is kept and leads nowhere."""
+        returned = [self.value_of(node) for node in results]
+        storage = [value.storage for value in self.values]
+        live = {storage[value] for value in (*returned, *self._entries)}
+        for op in reversed(self.ops):
+            made = [storage[value] for value in op.outputs]
+            if op.kind == "sync" or not made or not live.isdisjoint(made):
+                live.update(made)
+                live.update(storage[value] for value in op.inputs)
+        owners = [self._owners[number] for number in sorted(kept) if number in self._owners]
+        return (*returned, *(owner for owner in owners if owner not in live))
+
+    def add(self, node: fx.Node) -> None:
+        """Translate one fx node."""
+        if node.op in ("placeholder", "get_attr"):
+            entry: Entry = node.meta[META_KEY]
+            value = self._value(entry.spec, self._entry_role(entry), entry.name)
+            self._single[node] = value
+            self._entries.append(value)
+            if node.op == "placeholder":
+                self.inputs.append(value)
+        elif node.op == "call_function":
+            if node.target is not operator.getitem:
+                self._numbers[node] = len(self.ops)
+            if node.target is repeated:
+                self._repeated(node, node.meta[META_KEY])
+            elif node.target is operator.getitem:
+                base, index = node.args
+                assert isinstance(base, fx.Node) and isinstance(index, int)
+                self._single[node] = self._multiple[base][index]
+            else:
+                self._op(node, node.meta[META_KEY])
+
+    def _repeated(self, node: fx.Node, call: RepeatedCall) -> None:
+        """One op for a call that repeats a block; `inline` writes it out."""
+        block = call.block
+        number = self._blocks.setdefault(id(block), len(self.blocks))
+        if number == len(self.blocks):
+            self.blocks.append(block)
+        specs = [
+            replace(spec, storage=call.first_storage + spec.storage) for _, _, spec in block.results
+        ]
+        roles = [self.values[value].role for value in self._results(block)]
+        roles = ["activations" if role == "kv" else role for role in roles]  # unless kept, too
+        outputs = tuple(map(self._output, specs, roles))
+        self._multiple[node] = outputs
+        self.turns.append(None)
+        inputs = tuple(self._argument(item) for item in node.args)
+        taken = tuple(call.assumptions.get(a, a) for a in block.assumptions)
+        where = call.path, block.call, call.source
+        self.ops.append(repeated_call(len(self.ops), number, inputs, outputs, *where, taken))
+
+    def hold(self, last: Mapping[int, fx.Node]) -> None:
+        """Let ops hold what was there as they ran, where no op reads it then or later.
+
+        last: the last node at which each storage was there.
+        """
+        used: dict[int, int] = {}
+        for op in self.ops:
+            for value in (*op.inputs, *op.outputs):
+                used[self.values[value].storage] = op.id
+        held: dict[int, list[Ref]] = {}
+        for storage, node in last.items():
+            owner, number = self._owners.get(storage), self._numbers.get(node)
+            if owner not in used or number is None:
+                continue
+            # Of a call that repeats a block, some op in the middle may be the last that reads it.
+            if number > used[owner] or (number == used[owner] and node.target is repeated):
+                held.setdefault(number, []).append(Ref(owner))
+        for number, found in held.items():
+            self.ops[number] = replace(self.ops[number], holds=in_order(found))
+
+    def _results(self, block: Block) -> list[int]:
+        """The values that the recorded call of a block returned."""
+        return [
+            self._single[node] if index is None else self._multiple[node][index]
+            for node, index, _ in block.results
+        ]
+
+    def template(self, graph: OpGraph, ids: Mapping[int, int], block: Block) -> Template:
+        """The ops that a block recorded, in `graph`.  ids: what became of the ids of this builder.
+
+        `graph` has the ops of this builder one by one.
+        """
+        numbers = [self._numbers[node] for node in block.nodes if node in self._numbers]
+        return template(
+            graph,
+            block.path,
+            block.call,
+            block.source,
+            range(numbers[0], numbers[-1] + 1),
+            [ids[self._single[node]] for node in block.inputs],
+            [ids[value] for value in self._results(block)],
+            block.assumptions,
+        )
+
+    def _entry_role(self, entry: Entry) -> str:
+        return "kv" if entry.spec.storage in self._kv else _ENTRY_ROLES[entry.kind]
+
+    def _value(self, spec: Spec, role: str, name: str = "") -> int:
+        index = len(self.values)
+        owner = self._owners.setdefault(spec.storage, index)
+        if owner != index:
+            role = self.values[owner].role
+        self.values.append(
+            Tensor(spec.shape, dtype_name(spec.dtype), spec.stride, role, owner, name)
+        )
+        return index
+
+    def _op(self, node: fx.Node, recorded: Recorded) -> None:
+        target, names = self._schema(node.target)
+        arguments: dict[str, Argument] = {}
+        for name, item in zip(names, node.args, strict=False):
+            arguments[name] = self._argument(item)
+        for key, item in node.kwargs.items():
+            arguments[key] = self._argument(item)
+        inputs = tuple(refs(arguments))
+        roles = {self.values[i].role for i in inputs}
+        role = made_role(target, recorded.origin.part, roles)
+        outputs = tuple(self._output(spec, role) for spec in recorded.specs)
+        if len(outputs) == 1:
+            self._single[node] = outputs[0]
+        self._multiple[node] = outputs
+        allocates = target.rpartition(".")[0] in UNINITIALISED
+        kind = (
+            "sync"
+            if recorded.sync
+            else "view"
+            if outputs and (recorded.view or allocates or _empty(node.target, recorded.specs))
+            else "kernel"
+        )
+        origin = recorded.origin
+        self.turns.append(origin.loop)
+        flops = self._flops(node.target, node.args, node.kwargs, self._tensor, recorded.specs)
+        self.ops.append(
+            Op(
+                len(self.ops),
+                target,
+                arguments,
+                inputs,
+                outputs,
+                origin.module,
+                origin.call,
+                origin.part,
+                kind,
+                "other",
+                origin.function,
+                origin.source,
+                flops,
+                {**recorded.facts, **_given(node.target, flops)},
+                tuple(sorted(recorded.taint)),
+            )
+        )
+
+    def _output(self, spec: Spec, role: str) -> int:
+        """The value of one output; a storage that is kept past the step has its own role."""
+        if spec.storage in self._kv:
+            return self._value(spec, "kv")
+        if spec.storage in self._gradients:
+            first = spec.storage not in self._owners
+            return self._value(spec, "gradients", self._gradients[spec.storage] if first else "")
+        return self._value(spec, role)
+
+    def _tensor(self, node: fx.Node) -> Tensor:
+        return self.values[self._single[node]]
+
+    def _schema(self, func: Any) -> tuple[str, tuple[str, ...]]:
+        found = self._names.get(func)
+        if found is None:
+            names = tuple(a.name for a in func._schema.arguments)
+            full = f"{func.namespace}.{func._opname}.{func._overloadname}"
+            found = self._names[func] = (full, names)
+        return found
+
+    def _argument(self, item: Any) -> Argument:
+        if isinstance(item, fx.Node):
+            return Ref(self._single[item])
+        if isinstance(item, (list, tuple)):
+            return tuple(self._argument(x) for x in item)
+        if item is None or isinstance(item, (bool, int, float, str)):
+            return item
+        if isinstance(item, complex):
+            return f"complex:{item.real!r},{item.imag!r}"
+        if isinstance(item, torch.dtype):
+            return f"dtype:{dtype_name(item)}"
+        if isinstance(item, torch.Generator):  # its text has its address in memory
+            return f"Generator:{item.initial_seed()}"
+        return f"{type(item).__name__}:{item}"
+
+
+class _TorchFlops:
+    """What torch's registry counts for an op; None where it has no formula.  Equal calls once."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, int | None] = {}
+
+    def __call__(
+        self,
+        target: Any,
+        args: Any,
+        kwargs: Any,
+        tensor_of: Callable[[fx.Node], Tensor],
+        specs: Sequence[Spec],
+    ) -> int | None:
+        formula: Callable[..., int] | None = flop_registry.get(target.overloadpacket)
+        if formula is None:
+            return None
+
+        made = tuple(spec.shape for spec in specs)
+        given = (
+            _with(args, tensor_of, _size),
+            [(k, _with(v, tensor_of, _size)) for k, v in kwargs.items()],
+        )
+        key = (target, repr(given), made)
+        if key not in self._known:
+            outputs = [torch.empty(shape, device="meta") for shape in made]
+            result: Any = _in_place(target, args, outputs)
+            try:
+                arguments = _with(args, tensor_of, _stub)
+                named = {k: _with(v, tensor_of, _stub) for k, v in kwargs.items()}
+                self._known[key] = int(formula(*arguments, **named, out_val=result))
+            except (
+                AssertionError,
+                TypeError,
+                ValueError,
+                IndexError,
+                AttributeError,
+                RuntimeError,
+            ):
+                self._known[key] = None  # torch's own formula refuses these shapes
+        return self._known[key]
+
+
+def _empty(target: Any, specs: Sequence[Spec]) -> bool:
+    """Whether all that an op makes has no elements, so that it returns at once.
+
+    Where the values decide how many there are, it has to look at them first.
+    """
+    tags = getattr(target, "tags", ())
+    looks = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
+    return all(0 in spec.shape for spec in specs) and not looks.intersection(tags)
+
+
+def _given(target: Any, flops: int | None) -> dict[str, Any]:
+    """The count of a formula that somebody registered with torch, which stands above any rule."""
+    formula = flop_registry.get(target.overloadpacket)
+    if formula is None or flops is None:
+        return {}
+    owner = inspect.unwrap(formula).__module__
+    return {} if owner.partition(".")[0] == "torch" else {"flops_given": flops}
+
+
+def _in_place(target: Any, args: Sequence[Any], outputs: list[TorchTensor]) -> Any:
+    """What an op returned: one tensor, or several with None where its output_mask wants none."""
+    names = [argument.name for argument in target._schema.arguments]
+    place = names.index("output_mask") if "output_mask" in names else len(args)
+    if place < len(args) and sum(args[place]) == len(outputs):
+        left = iter(outputs)
+        return tuple(next(left) if wanted else None for wanted in args[place])
+    return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+
+def _with(
+    item: Any, tensor_of: Callable[[fx.Node], Tensor], change: Callable[[Tensor], Any]
+) -> Any:
+    """Arguments with something else in place of their nodes."""
+    if isinstance(item, fx.Node):
+        return change(tensor_of(item))
+    if isinstance(item, (list, tuple)):
+        return [_with(x, tensor_of, change) for x in item]
+    return item
+
+
+def _size(tensor: Tensor) -> Any:
+    return tensor.shape, tensor.stride
+
+
+def _stub(tensor: Tensor) -> TorchTensor:
+    return torch.empty_strided(tensor.shape, tensor.stride, device="meta")

@@ -1,0 +1,137 @@
+"""What a traced call changes in the user's own objects is put back.
+
+A module whose tensors are all on meta is traced itself, with its own hooks; so attributes of its
+modules, and of what those attributes and hooks hold, are afterwards what they were.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Iterator
+from functools import partial
+from types import CellType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+from torch import Tensor, nn
+
+from rooftrace.tracer.tensors import PLAIN
+
+_CONTAINERS = (dict, OrderedDict, defaultdict, set, list, deque)
+_DEPTH = 6
+"""How deep objects inside objects are looked into."""
+_NOT_THEIRS = (Tensor, nn.Module, type, ModuleType, bytes, *PLAIN)
+_ABSENT = object()
+
+
+@contextlib.contextmanager
+def as_before(module: nn.Module) -> Iterator[None]:
+    """Attributes (training flags, caches of tables) and gradients are afterwards what they were.
+
+    So are objects that modules and their hooks hold, and containers in them; of tensors, only
+    which ones they are.
+    """
+    state = _State()
+    for part in module.modules():
+        state.keep(part)
+    modes = [(part, part.training) for part in module.modules() if hasattr(part, "training")]
+    gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
+    try:
+        yield
+    finally:
+        for part, training in modes:
+            part.training = training
+        state.restore()
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+
+
+class _State:
+    """What objects hold: their attributes, the items of containers, the variables of functions."""
+
+    def __init__(self) -> None:
+        self._depths: dict[int, int] = {}
+        self._held: list[Any] = []  # identities stay those of these objects
+        self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._containers: list[tuple[Any, Any]] = []
+        self._cells: list[tuple[CellType, Any]] = []
+
+    def keep(self, part: nn.Module) -> None:
+        """Remember a module's attributes, and what those hold."""
+        self._attributes.append((vars(part), dict(vars(part))))
+        for item in vars(part).values():
+            self._look(item, _DEPTH)
+
+    def restore(self) -> None:
+        """Put back what was there."""
+        for container, content in (*self._attributes, *self._containers):
+            _put_back(container, content)
+        for cell, value in self._cells:
+            if _content(cell) is not value and value is not _ABSENT:
+                cell.cell_contents = value
+
+    def _look(self, item: Any, depth: int) -> None:
+        if isinstance(item, _NOT_THEIRS) or self._depths.get(id(item), 0) >= depth:
+            return
+        new = id(item) not in self._depths
+        self._depths[id(item)] = depth
+        self._held.append(item)
+        if type(item) in _CONTAINERS:
+            if new:
+                self._containers.append((item, type(item).copy(item)))
+            inside = list(item.values() if isinstance(item, dict) else item)
+        elif isinstance(item, (tuple, frozenset)):
+            inside = list(item)
+        else:
+            inside = self._of_object(item, new)
+        for part in inside:
+            self._look(part, depth - 1)
+
+    def _of_object(self, item: Any, new: bool) -> list[Any]:
+        if isinstance(item, MethodType):
+            return [item.__self__, item.__func__]
+        if isinstance(item, partial):
+            return [item.func, *item.args, *item.keywords.values()]
+        if isinstance(item, FunctionType):
+            cells = item.__closure__ or ()
+            if new:
+                self._cells += [(cell, _content(cell)) for cell in cells]
+            return [*map(_content, cells), *(item.__defaults__ or ())]
+        if not _of_the_user(type(item)) or not isinstance(getattr(item, "__dict__", None), dict):
+            return []
+        if new:
+            self._attributes.append((vars(item), dict(vars(item))))
+        return list(vars(item).values())
+
+
+def _of_the_user(kind: type) -> bool:
+    """Whether a class is neither torch's nor Python's, whose objects other threads may use."""
+    top = kind.__module__.partition(".")[0]
+    return top not in ("torch", "rooftrace") and top not in sys.stdlib_module_names
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not assigned yet
+        return _ABSENT
+
+
+def _put_back(container: Any, content: Any) -> None:
+    """Give a container the items that it had, if it has others now."""
+    if _items(container) == _items(content):
+        return
+    container.clear()
+    if isinstance(container, (list, deque)):
+        container.extend(content)
+    else:
+        container.update(content)
+
+
+def _items(container: Any) -> Any:
+    """What tells the items of a container from others: which objects they are."""
+    if isinstance(container, dict):
+        return [(id(key), id(value)) for key, value in container.items()]
+    ids = map(id, container)
+    return set(ids) if isinstance(container, set) else list(ids)

@@ -1,0 +1,179 @@
+"""Optimizers: one step, as after many steps, and copies of those that the user made."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
+from types import FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
+
+from rooftrace.hardware import bytes_per_element
+from rooftrace.tracer.asking import RequestError
+from rooftrace.tracer.recording import Recorder
+
+_LEARNING_RATE = 1e-3
+"""Any: a step costs the same."""
+
+
+def run_optimizer(
+    recorder: Recorder, parameters: Sequence[nn.Parameter], name: str, dtype: str | None
+) -> dict[int, str]:
+    """Record one step of the optimizer `name` on `parameters`, which have gradients.
+
+    Returns the names of the gradients that it makes itself, by storage.
+
+    A first step, not recorded, makes the states.  Weights below fp32 (as they are, or as `dtype`
+    will price them) get fp32 masters: gradients are cast up, the step is taken on the masters, and
+    the result is cast back.  Raises RequestError for an unknown name.
+    """
+    if name == "none":
+        return {}
+    kind = optimizer_class(name)
+    recorder.part, recorder.function = "optimizer", kind.__name__
+    with torch.no_grad(), torch._C.DisableTorchFunction():
+        with recorder.paused():
+            stepped = [_master(p) if _is_low(p, dtype) else p for p in parameters]
+            optimizer = made_optimizer(kind, stepped)
+            optimizer.step()
+        low = [(p, s) for p, s in zip(parameters, stepped, strict=True) if p is not s]
+        for parameter, tensor in zip(parameters, stepped, strict=True):
+            owner = recorder.name_of(parameter)
+            if tensor is not parameter:
+                recorder.enter(tensor, "optimizer", f"{owner}.master")
+            for state, value in optimizer.state.get(tensor, {}).items():
+                if isinstance(value, Tensor):
+                    recorder.enter(value, "optimizer", f"{owner}.{state}")
+        wide = _cast_gradients(recorder, low) if low else {}
+        optimizer.step()
+        if low:
+            torch._foreach_copy_([p for p, _ in low], [master for _, master in low])
+    recorder.function = ""
+    return wide
+
+
+_DEPTH = 6
+"""How deep objects inside objects are looked into for optimizers."""
+
+
+def optimizers_in(tree: Any) -> list[Optimizer]:
+    """The optimizers in nested arguments: in containers, schedulers, scalers, other optimizers."""
+    found: dict[int, Optimizer] = {}
+    depths: dict[int, int] = {}
+
+    def search(item: Any, depth: int) -> None:
+        plain = (Tensor, nn.Module, type, ModuleType, str, bytes, int, float, type(None))
+        if isinstance(item, plain) or depths.get(id(item), 0) >= depth:
+            return
+        depths[id(item)] = depth
+        if isinstance(item, Optimizer):
+            found[id(item)] = item
+        inside: Iterable[Any] = vars(item).values() if hasattr(item, "__dict__") else ()
+        if isinstance(item, Mapping):
+            inside = (*item.values(), *inside)
+        elif isinstance(item, (list, tuple, set, frozenset)):
+            inside = (*item, *inside)
+        for part in inside:
+            search(part, depth - 1)
+
+    search(tree, _DEPTH)
+    return list(found.values())
+
+
+def copy_optimizers(optimizers: Sequence[Optimizer], memo: dict[int, Any]) -> None:
+    """Put deep copies of optimizers into `memo`, with every attribute that they have.
+
+    Their own way of being copied keeps states, groups and defaults only.  A function set on an
+    optimizer in place of a method (a scheduler's watch on `step`) holds the original: the copy
+    runs the method that it wraps.
+    """
+    for optimizer in optimizers:
+        memo[id(optimizer)] = object.__new__(type(optimizer))
+    for optimizer in optimizers:
+        made = memo[id(optimizer)]
+        own = {n: v for n, v in vars(optimizer).items() if not _replaces_method(optimizer, n, v)}
+        vars(made).update(copy.deepcopy(own, memo))
+        for name in vars(optimizer).keys() - own.keys():
+            setattr(made, name, _rebound(getattr(optimizer, name), getattr(made, name), made))
+
+
+def _replaces_method(optimizer: Optimizer, name: str, value: Any) -> bool:
+    return isinstance(value, FunctionType) and hasattr(type(optimizer), name)
+
+
+def _rebound(function: Any, method: Any, made: Any) -> Any:
+    """The method of a copy, with what is noted on the function that replaces the original's."""
+
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        made._opt_called = True  # what a scheduler's function does, and asks for
+        return method(*args, **kwargs)
+
+    vars(call).update(vars(function))
+    return call
+
+
+def optimizer_class(name: str) -> Any:
+    """The class in torch.optim of this name, in any case.  Raises RequestError."""
+    kinds = {
+        n.lower(): c
+        for n, c in vars(torch.optim).items()
+        if inspect.isclass(c)
+        and issubclass(c, torch.optim.Optimizer)
+        and c is not torch.optim.Optimizer
+        and _steps_alone(c)
+    }
+    if name.lower() not in kinds:
+        names = ", ".join(sorted(kinds))
+        raise RequestError(f"optimizer {name!r}: expected none or one of {names}")
+    return kinds[name.lower()]
+
+
+def _steps_alone(kind: Any) -> bool:
+    """Whether a step needs no closure that runs the model again (LBFGS does)."""
+    closure = inspect.signature(kind.step).parameters.get("closure")
+    return closure is None or closure.default is None
+
+
+def _is_low(parameter: nn.Parameter, dtype: str | None) -> bool:
+    if not parameter.dtype.is_floating_point:
+        return False
+    return parameter.element_size() < 4 or (dtype is not None and bytes_per_element(dtype) < 4)
+
+
+def _master(parameter: nn.Parameter) -> Tensor:
+    master = torch.empty_like(parameter, dtype=torch.float32, requires_grad=False)
+    master.grad = torch.empty_like(master)
+    return master
+
+
+def made_optimizer(kind: Any, parameters: Sequence[Tensor]) -> torch.optim.Optimizer:
+    """An optimizer of this class as it is on a GPU: many tensors in one kernel, where it can."""
+    accepts = inspect.signature(kind.__init__).parameters
+    settings: dict[str, Any] = {}
+    if "foreach" in accepts:
+        settings["foreach"] = True  # what torch chooses on a GPU
+    if "lr" in accepts:
+        settings["lr"] = _LEARNING_RATE
+    made: torch.optim.Optimizer = kind(parameters, **settings)
+    return made
+
+
+def _cast_gradients(
+    recorder: Recorder, low: Sequence[tuple[nn.Parameter, Tensor]]
+) -> dict[int, str]:
+    """Give each fp32 master the gradient of its weight, cast up; returns their names by storage."""
+    wide = [torch.empty_like(master) for _, master in low]
+    torch._foreach_copy_(wide, [p.grad for p, _ in low if p.grad is not None])
+    names = {}
+    for (parameter, master), gradient in zip(low, wide, strict=True):
+        master.grad = gradient
+        storage = recorder.storage_of(gradient)
+        if storage is not None:
+            names[storage] = f"{recorder.name_of(parameter)}.master.grad"
+    return names

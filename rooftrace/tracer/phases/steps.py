@@ -1,0 +1,359 @@
+"""Steps that the user wrote: a block of code, or a function of a module and its inputs.
+
+Nobody announces the parts of such a step.  Ops that autograd runs are its backward, ops of a
+`torch.optim.Optimizer` (and updates under no_grad after a backward) its optimizer, the rest its
+forward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils._python_dispatch import _disable_current_modes
+
+from rooftrace.tracer.asking import Inputs, Options, RequestError
+from rooftrace.tracer.graph import OpGraph
+from rooftrace.tracer.phases.before import as_before
+from rooftrace.tracer.phases.optimizer import copy_optimizers, optimizers_in
+from rooftrace.tracer.phases.workload import (
+    Step,
+    attempted,
+    check_request,
+    drained,
+    graph_of,
+    learn,
+)
+from rooftrace.tracer.recording import META, META_KEY, Recorded, Recorder, Values
+from rooftrace.tracer.tensors import (
+    LAZY,
+    Twins,
+    copy_hooks,
+    fresh_handles,
+    held_by,
+    hooks_of,
+    own_tensors,
+    rebound,
+    tensors_in,
+)
+
+
+class Capture:
+    """What `rooftrace.tracer.api.capture` gives: after its block, `graph` is what ran in it."""
+
+    def __init__(self, modules: Sequence[nn.Module], options: Options) -> None:
+        self._root = _root(modules)
+        check_request(self._root, (), options)
+        _check_on_meta(modules)
+        self._recorder = Recorder(
+            Values(assume=options.assume),
+            own_step=True,
+            roll_loops=False,
+            repeat_calls=options.repeats,
+        )
+        self._exit = contextlib.ExitStack()
+        self._graph: OpGraph | None = None
+
+    @property
+    def graph(self) -> OpGraph:
+        """The graph of the block.  Raises RequestError before its end."""
+        if self._graph is None:
+            raise RequestError("the graph of a capture is there after its block has ended")
+        return self._graph
+
+    def __enter__(self) -> Capture:
+        _enter_modules(self._recorder, self._root)
+        self._learnt = self._exit.enter_context(_own_step(self._recorder, self._root))
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._exit.__exit__(*exception)
+        try:
+            if exception[0] is None:
+                self._graph = _graph(self._recorder, self._root, self._learnt, None)
+        finally:
+            self._recorder.close()
+
+
+def trace_step(
+    step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: Options
+) -> OpGraph:
+    """The graph of one call of `step`, a function whose first argument is a module.
+
+    Modules with real weights, and optimizers of theirs among the arguments, are copied to meta.
+    Raises TraceError where the step fails, RequestError where it makes no sense.
+    """
+    name = getattr(step, "__name__", type(step).__name__)
+    given = _modules((tuple(args), dict(kwargs)))
+    check_request(_root(given), (), options)
+    step, args, kwargs = _on_meta(step, (tuple(args), dict(kwargs)), given)
+    root = _root(_modules((args, kwargs)))
+
+    def run(recorder: Recorder) -> OpGraph:
+        for tensor in tensors_in((args, kwargs)):
+            learn(recorder.values, tensor)
+        _enter_modules(recorder, root)
+        for index, item in enumerate((*args, *kwargs.values())):
+            for tensor in () if isinstance(item, Optimizer) else tensors_in(item):
+                recorder.enter(tensor, "input", f"input_{index}")
+        with _own_step(recorder, root) as learnt:
+            result = _call(step, args, kwargs)
+        inputs = [item for item in (*args, *kwargs.values()) if not isinstance(item, Optimizer)]
+        return _graph(recorder, root, learnt, result, inputs)
+
+    with as_before(root):
+        return attempted(run, options, f"step {name}", type(args[0]).__name__)
+
+
+def _call(step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    return drained(step(*args, **kwargs))
+
+
+# -- modules ---------------------------------------------------------------------------------------
+
+
+def _modules(arguments: tuple[Sequence[Any], Mapping[str, Any]]) -> list[nn.Module]:
+    args, kwargs = arguments
+    return [item for item in (*args, *kwargs.values()) if isinstance(item, nn.Module)]
+
+
+def _root(modules: Sequence[nn.Module]) -> nn.Module:
+    """The only module, or a container of several under their class names."""
+    for module in modules:
+        if not isinstance(module, nn.Module):
+            raise RequestError(
+                f"expected modules to capture, got {type(module).__name__}: {module!r:.80}"
+            )
+    if not modules:
+        raise RequestError("no module was given to capture: pass those that the step uses")
+    if len(modules) == 1:
+        return modules[0]
+    named: dict[str, nn.Module] = {}
+    for module in modules:
+        kind = type(module).__name__
+        name = kind if kind not in named else f"{kind}_{len(named)}"
+        named[name] = module
+    training = [(part, part.training) for module in modules for part in module.modules()]
+    root = nn.ModuleDict(named)
+    for part, mode in training:
+        part.training = mode
+    return root
+
+
+def _check_on_meta(modules: Sequence[nn.Module]) -> None:
+    for module in modules:
+        for path, part in module.named_modules():
+            for tensor in own_tensors(part):
+                if tensor.device.type != "meta":
+                    where = f" (in {path!r})" if path else ""
+                    raise RequestError(
+                        f"{type(module).__name__} has real tensors on {tensor.device}{where}: "
+                        "build it under `with torch.device('meta'):`, or give the step as a "
+                        "function to rooftrace.trace(step, module, ...), which makes a meta copy"
+                    )
+
+
+def _on_meta(step: Callable[..., Any], tree: Any, modules: Sequence[nn.Module]) -> Any:
+    """The step and its arguments with meta tensors: copied, but for what is on meta already.
+
+    What the step holds of the modules (in its closure, or as a method of an object) is copied too.
+    """
+    own = [t for module in modules for part in module.modules() for t in own_tensors(part)]
+    memo: dict[int, Any] = {}
+    twins = Twins(memo)
+    held = [held_by(function) for function in (step, *(h for t in own for h in hooks_of(t)))]
+    optimizers = optimizers_in((tree, held))
+    if all(tensor.device.type == "meta" for tensor in own):
+        memo.update({id(item): item for item in (*modules, *optimizers, *own)})
+        optimizers = []
+    else:
+        for tensor in own:
+            twins.of(tensor, owned=True)
+        twins.beside(part for module in modules for part in module.modules())
+        for module in modules:
+            fresh_handles(module, memo)
+    for tensor in tensors_in((tree, [vars(optimizer) for optimizer in optimizers])):
+        twins.of(tensor)
+    shapes = {tensor.shape for tensor in own if not isinstance(tensor, LAZY)}
+    for tensor in tensors_in(held):
+        if _is_kept_for_weights(tensor, shapes):
+            twins.of(tensor)
+    twins.finish()
+    copy_optimizers(optimizers, memo)
+    args, kwargs = copy.deepcopy(tree, memo)
+    copy_hooks(own, memo)
+    return rebound(step, memo), args, kwargs
+
+
+def _is_kept_for_weights(tensor: Tensor, shapes: Collection[torch.Size]) -> bool:
+    """Whether a tensor in a step's closure belongs to the weights: a master, an average of them.
+
+    It is on the device then, wherever it is kept here, and what the step does to it is its work.
+    """
+    if tensor.device.type != "cpu" or isinstance(tensor, LAZY):
+        return False
+    weighs = tensor.is_floating_point() and tensor.dim() > 0 and tensor.shape in shapes
+    return weighs or (tensor.is_leaf and tensor.requires_grad)
+
+
+def _enter_modules(recorder: Recorder, root: nn.Module) -> None:
+    for module in root.modules():
+        for tensor in own_tensors(module):
+            learn(recorder.values, tensor)
+    recorder.name_modules(root)
+    for parameter in root.parameters():
+        if parameter.grad is not None:
+            recorder.enter(parameter.grad, "gradient", f"{recorder.name_of(parameter)}.grad")
+
+
+# -- while it runs ---------------------------------------------------------------------------------
+
+
+@dataclass
+class _Learnt:
+    """Names of gradients by storage, and of the optimizers that stepped."""
+
+    gradients: dict[int, str] = field(default_factory=dict)
+    optimizers: list[str] = field(default_factory=list)
+
+
+@contextlib.contextmanager
+def _own_step(recorder: Recorder, root: nn.Module) -> Iterator[_Learnt]:
+    """Record what runs inside, with its parts, on the meta device."""
+    learnt = _Learnt()
+    recorder.own_step = True
+    outer: list[tuple[str, str]] = []
+
+    def before(optimizer: Any, args: Any, kwargs: Any) -> Any:
+        if recorder.part == "optimizer":
+            return None  # the step that makes the states
+        outer.append((recorder.part, recorder.function))
+        _note_gradients(recorder, root, learnt)
+        recorder.part, recorder.function = "optimizer", type(optimizer).__name__
+        learnt.optimizers.append(type(optimizer).__name__.lower())
+        closures = bool(args[1:] or kwargs.get("closure"))
+        _prepare(recorder, optimizer, closure=closures)
+        return _with_closures_outside(recorder, args, kwargs) if closures else None
+
+    def after(optimizer: Any, args: Any, kwargs: Any) -> None:
+        if outer and recorder.recording:
+            recorder.part, recorder.function = outer.pop()
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_foreach_on_meta())
+        stack.callback(register_optimizer_step_pre_hook(before).remove)
+        stack.callback(register_optimizer_step_post_hook(after).remove)
+        stack.enter_context(recorder)
+        stack.enter_context(torch.device(META))
+        yield learnt
+    _note_gradients(recorder, root, learnt)
+
+
+def _with_closures_outside(recorder: Recorder, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The arguments of an optimizer's step, whose closure runs the model: that is no optimizer."""
+
+    def outside(item: Any) -> Any:
+        if not callable(item) or isinstance(item, (Optimizer, Tensor)):
+            return item
+
+        @functools.wraps(item)
+        def closure(*args: Any, **kwargs: Any) -> Any:
+            before = recorder.part, recorder.function
+            recorder.part, recorder.function, recorder.after_backward = "forward", "", False
+            try:
+                return item(*args, **kwargs)
+            finally:
+                recorder.part, recorder.function = before
+
+        return closure
+
+    return tuple(map(outside, args)), {name: outside(item) for name, item in kwargs.items()}
+
+
+@contextlib.contextmanager
+def _foreach_on_meta() -> Iterator[None]:
+    """Inside, optimizers and gradient clipping choose for meta what they choose for a GPU."""
+    homes = [sys.modules[module] for module in ("torch.utils._foreach_utils", Optimizer.__module__)]
+    name = "_get_foreach_kernels_supported_devices"
+    originals = [(home, getattr(home, name)) for home in homes if hasattr(home, name)]
+    for home, original in originals:
+        setattr(home, name, lambda original=original: [*original(), "meta"])
+    try:
+        yield
+    finally:
+        for home, original in originals:
+            setattr(home, name, original)
+
+
+def _prepare(recorder: Recorder, optimizer: Optimizer, closure: bool) -> None:
+    """Give an optimizer its states, as after many steps, and the form that a GPU would run."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    stranger = next((p for p in parameters if p.device != META), None)
+    if stranger is not None:
+        raise RequestError(
+            f"{type(optimizer).__name__} steps on a parameter {list(stranger.shape)} that is none "
+            "of the captured modules': make it of theirs inside the step, or pass it to "
+            "rooftrace.trace as an argument of the step"
+        )
+    names = [
+        recorder.name_of(p) or f"{type(optimizer).__name__.lower()}.{index}"
+        for index, p in enumerate(parameters)
+    ]
+    for parameter, name in zip(parameters, names, strict=True):
+        recorder.enter(parameter, "parameter", name)
+    if not closure and not any(optimizer.state.get(p) for p in parameters):
+        with torch.no_grad(), torch._C.DisableTorchFunction(), recorder.paused():
+            try:
+                with _disable_current_modes():
+                    optimizer.step()
+            except RuntimeError:  # it asks for values, which only the recorder follows
+                optimizer.state.clear()
+                optimizer.step()
+    for parameter, name in zip(parameters, names, strict=True):
+        for state, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor):
+                recorder.enter(value, "optimizer", f"{name}.{state}")
+
+
+def _note_gradients(recorder: Recorder, root: nn.Module, learnt: _Learnt) -> None:
+    for parameter in root.parameters():
+        if parameter.grad is not None:
+            storage = recorder.storage_of(parameter.grad)
+            if storage is not None:
+                learnt.gradients[storage] = f"{recorder.name_of(parameter)}.grad"
+
+
+def _graph(
+    recorder: Recorder, root: nn.Module, learnt: _Learnt, output: Any, inputs: Sequence[Any] = ()
+) -> OpGraph:
+    recorded = [node.meta.get(META_KEY) for node in recorder.graph.nodes]
+    parts = {item.origin.part for item in recorded if isinstance(item, Recorded)}
+    entered = recorder.inputs if not tensors_in(inputs) else inputs
+    graph = graph_of(
+        recorder,
+        "training" if "backward" in parts else "forward",
+        Step((output, [p.grad for p in root.parameters()]), gradients=learnt.gradients),
+        root,
+        Inputs(tuple(entered), workload=_sizes(entered)),
+        "+".join(dict.fromkeys(learnt.optimizers)) or None,
+    )
+    if type(root) is not nn.ModuleDict:
+        return graph
+    return replace(graph, model={**graph.model, "name": " + ".join(root)})
+
+
+def _sizes(inputs: Sequence[Any]) -> dict[str, Any]:
+    found = tensors_in(inputs)
+    return {"batch": int(found[0].shape[0])} if found and found[0].dim() else {}

@@ -1,0 +1,5 @@
+"""Runs code under a dispatch mode and records every op as a `torch.fx.Graph`."""
+
+from rooftrace._face import face
+
+__getattr__, __dir__, __all__ = face(__name__, __file__)

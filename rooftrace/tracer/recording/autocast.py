@@ -1,0 +1,305 @@
+"""torch.autocast on meta tensors: the casts that a GPU's autocast makes, as ops that run.
+
+Autocast is a dispatch key that a device's tensors carry, and meta tensors carry none.  During a
+capture every region, of whatever device, switches CUDA's key on, which this thread then includes in
+every call, and kernels of ours stand where CUDA's would leave a meta tensor as it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rooftrace.tracer.recording.standins import replaced_function, replaced_methods
+from rooftrace.tracer.tensors import is_wrapper
+
+_KEY = "AutocastCUDA"
+_DEVICE = "cuda"
+_aten: Any = torch.ops.aten
+_torch_c: Any = torch._C
+
+# What at::autocast does with each op (ATen/autocast_mode.h): `test_autocast.py` asks it.
+_LOWER = """
+    _convolution _convolution.deprecated conv1d conv2d conv3d conv_tbc conv_transpose1d
+    conv_transpose2d.input conv_transpose3d.input convolution prelu addmm addmv addr matmul einsum
+    mm mv linalg_vecdot linear addbmm baddbmm bmm chain_matmul linalg_multi_dot
+    _thnn_fused_lstm_cell _thnn_fused_gru_cell lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
+    scaled_dot_product_attention
+"""
+"""In the region's precision."""
+_RECURRENT = """
+    lstm.input gru.input rnn_tanh.input rnn_relu.input lstm.data gru.data rnn_tanh.data
+    rnn_relu.data
+"""
+"""In the region's precision too: their GPU kernels cast for themselves."""
+_FP32 = """
+    acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan
+    pow.Tensor_Scalar pow.Tensor_Tensor pow.Scalar softplus layer_norm native_layer_norm group_norm
+    rms_norm frobenius_norm.dim nuclear_norm nuclear_norm.dim cosine_similarity poisson_nll_loss
+    cosine_embedding_loss nll_loss nll_loss2d hinge_embedding_loss kl_div l1_loss smooth_l1_loss
+    huber_loss mse_loss margin_ranking_loss multilabel_margin_loss soft_margin_loss
+    triplet_margin_loss multi_margin_loss binary_cross_entropy_with_logits dist pdist cdist renorm
+    logsumexp upsample_nearest1d _upsample_nearest_exact1d upsample_nearest2d
+    _upsample_nearest_exact2d upsample_nearest3d _upsample_nearest_exact3d upsample_linear1d
+    upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d
+    _upsample_bicubic2d_aa
+"""
+_FP32_RESULT = """
+    prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm
+    linalg_matrix_norm linalg_matrix_norm.str_ord sum sum.dim_IntList
+"""
+"""Computed in fp32 by their `dtype` argument, where none is given."""
+_PROMOTE = """
+    addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add
+"""
+"""In the widest precision of their inputs."""
+
+_BY_DEVICE = (
+    "is_autocast_enabled",
+    "get_autocast_dtype",
+    "set_autocast_enabled",
+    "set_autocast_dtype",
+)
+_dtype_of = torch.get_autocast_dtype
+
+Kernel = Callable[..., Any]
+
+
+class Autocast:
+    """The regions of one capture: what their kernels do, and the weights that were cast."""
+
+    def __init__(self) -> None:
+        self._library: Any = None
+        self._casts: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def install(self) -> None:
+        """Make ops in an enabled region cast their inputs (once)."""
+        if self._library is None:
+            library_kind: Any = torch.library.Library
+            self._library = library_kind("aten", "IMPL")
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # that CUDA's own kernels stand back
+                for name, kernel in self._kernels():
+                    self._library.m.impl(name, _KEY, kernel)
+
+    def remove(self) -> None:
+        """Undo `install`."""
+        if self._library is not None:
+            self._library._destroy()
+        self.forget()
+
+    def forget(self) -> None:
+        """The weights' casts end with the outermost region."""
+        self._casts.clear()
+
+    def _kernels(self) -> Iterator[tuple[str, Kernel]]:
+        for policy, names in (
+            (self._lower, _LOWER),
+            (self._fp32, _FP32),
+            (_with_fp32_result, _FP32_RESULT),
+            (self._promote, _PROMOTE),
+        ):
+            for name, op in _listed(names):
+                yield name, _wrapped(op, policy)
+        for name, op in _overloads(_RECURRENT):
+            yield name, _wrapped(op, self._lower)
+        for name, given in (("norm.Scalar", 1), ("norm.ScalarOpt_dim", 2)):
+            yield name, _norm(name, given)
+
+    # -- policies ----------------------------------------------------------------------------------
+
+    def _lower(self, args: Any, kwargs: Any) -> Any:
+        dtype = _dtype_of(_DEVICE)
+        return self._changed(args, dtype), self._changed(kwargs, dtype)
+
+    def _fp32(self, args: Any, kwargs: Any) -> Any:
+        return self._changed(args, torch.float32), self._changed(kwargs, torch.float32)
+
+    def _promote(self, args: Any, kwargs: Any) -> Any:
+        found: list[Tensor] = []
+        _eligible_in((args, kwargs), found)
+        wide = any(tensor.dtype == torch.float32 for tensor in found)
+        return (self._fp32 if wide else self._lower)(args, kwargs)
+
+    def _changed(self, item: Any, dtype: torch.dtype) -> Any:
+        if isinstance(item, Tensor):
+            return self._cast(item, dtype) if _eligible(item) and item.dtype != dtype else item
+        if isinstance(item, (list, tuple)):
+            return type(item)([self._changed(x, dtype) for x in item])
+        if isinstance(item, Mapping):
+            return {name: self._changed(x, dtype) for name, x in item.items()}
+        return item
+
+    def _cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """A weight is cast once in the outermost region."""
+        keep = (
+            tensor.requires_grad
+            and tensor.is_leaf
+            and not tensor._is_view()
+            and tensor.dtype == torch.float32
+            and torch.is_autocast_cache_enabled()
+        )
+        if keep and id(tensor) in self._casts:
+            return self._casts[id(tensor)][1]
+        made = tensor.to(dtype)
+        if keep:
+            self._casts[id(tensor)] = (tensor, made)
+        return made
+
+
+def _overloads(names: str) -> Iterator[tuple[str, Any]]:
+    """The ops of a list; those that this version of torch has not are left out."""
+    for name in names.split():
+        packet, _, overload = name.partition(".")
+        found = getattr(getattr(_aten, packet, None), overload or "default", None)
+        if found is not None:
+            yield name, found
+
+
+def _listed(names: str) -> Iterator[tuple[str, Any]]:
+    """Those of which this version's autocast makes something: rms_norm is new in torch 2.12."""
+    for name, op in _overloads(names):
+        if _torch_c._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", _KEY):
+            yield name, op
+
+
+def _eligible(tensor: Tensor) -> bool:
+    """Autocast leaves fp64 alone, and here the tensors of the host."""
+    on_host = tensor.device.type == "cpu" and not is_wrapper(type(tensor))
+    return tensor.is_floating_point() and tensor.dtype != torch.float64 and not on_host
+
+
+def _eligible_in(tree: Any, found: list[Tensor]) -> None:
+    if isinstance(tree, Tensor):
+        if _eligible(tree):
+            found.append(tree)
+    elif isinstance(tree, (list, tuple)):
+        for item in tree:
+            _eligible_in(item, found)
+    elif isinstance(tree, Mapping):
+        _eligible_in(list(tree.values()), found)
+
+
+def _recorded() -> bool:
+    """False where the recorder itself runs an op: its inputs have been cast."""
+    return bool(_torch_c._len_torch_dispatch_stack())
+
+
+def _wrapped(op: Any, policy: Callable[[Any, Any], Any]) -> Kernel:
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        with _torch_c._DisableAutocast():
+            if _recorded():
+                args, kwargs = policy(args, kwargs)
+            return op(*args, **kwargs)
+
+    return kernel
+
+
+def _with_fp32_result(args: Any, kwargs: Any) -> Any:
+    if _eligible(args[0]) and kwargs.get("dtype") is None and torch.dtype not in map(type, args):
+        kwargs = {**kwargs, "dtype": torch.float32}
+    return args, kwargs
+
+
+def _norm(name: str, given: int) -> Kernel:
+    """norm: the overload that takes a dtype, behind the arguments `given` (and defaults)."""
+    plain = getattr(_aten.norm, name.partition(".")[2])
+    wide = _aten.norm.ScalarOpt_dtype if given == 1 else _aten.norm.ScalarOpt_dim_dtype
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        with _torch_c._DisableAutocast():
+            if not (_eligible(args[0]) and _recorded()):
+                return plain(*args, **kwargs)
+            values = (*args, *kwargs.values())
+            rest: tuple[Any, ...] = (2,) if given == 1 else (2, [], False)
+            return wide(*values, *rest[len(values) - 1 :], dtype=torch.float32)
+
+    return kernel
+
+
+# -- regions ---------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def followed() -> Iterator[None]:
+    """Inside, `torch.autocast` of any device acts on meta tensors, also one entered before."""
+    autocast = Autocast()
+    with contextlib.ExitStack() as undo:
+        undo.callback(autocast.remove)
+        outer = next((d for d in (_DEVICE, "cpu") if torch.is_autocast_enabled(d)), None)
+        dtype = torch.get_autocast_dtype(outer) if outer else None
+        undo.enter_context(replaced_methods(torch.autocast, _region(autocast)))
+        for home, name, replacement in _questions(autocast):
+            undo.enter_context(replaced_function(home, name, replacement))
+        included = _torch_c._dispatch_tls_is_dispatch_key_included(_KEY)
+        undo.callback(_torch_c._dispatch_tls_set_dispatch_key_included, _KEY, included)
+        _torch_c._dispatch_tls_set_dispatch_key_included(_KEY, True)
+        if outer:
+            undo.enter_context(torch.autocast(_DEVICE, dtype=dtype))
+        yield
+
+
+def _region(autocast: Autocast) -> Mapping[str, Kernel]:
+    """torch.autocast, without its doubts about the device."""
+    kind: Any = torch.autocast
+    make, enter, leave = kind.__init__, kind.__enter__, kind.__exit__
+
+    def init(
+        self: Any,
+        device_type: str,
+        dtype: Any = None,
+        enabled: bool = True,
+        cache_enabled: bool | None = None,
+    ) -> None:
+        if dtype is None:
+            dtype = _dtype_of("cpu" if device_type == "cpu" else _DEVICE)
+        make(self, _DEVICE, dtype=dtype, enabled=False, cache_enabled=cache_enabled)
+        self._enabled = enabled and dtype in (torch.float16, torch.bfloat16)
+
+    def entered(self: Any) -> Any:
+        self._asked_device, self.device = self.device, _DEVICE  # it may be older than the capture
+        if self._enabled:
+            autocast.install()
+        return enter(self)
+
+    def left(self: Any, *exception: Any) -> Any:
+        try:
+            return leave(self, *exception)
+        finally:
+            self.device = self._asked_device
+
+    return {"__init__": init, "__enter__": entered, "__exit__": left}
+
+
+def _questions(autocast: Autocast) -> Iterator[tuple[Any, str, Any]]:
+    """Functions that are asked about the region of a device: there is one for all."""
+    for name in _BY_DEVICE:
+        yield torch, name, _of_the_device(getattr(torch, name))
+    yield torch, "is_autocast_cpu_enabled", lambda: torch.is_autocast_enabled(_DEVICE)
+    for home in (torch.amp, torch.amp.autocast_mode):
+        yield home, "is_autocast_available", lambda device_type: True
+    mode: Any = torch.amp.autocast_mode
+    cast = mode._cast
+    yield mode, "_cast", lambda value, device_type, dtype: cast(value, "meta", dtype)
+    yield torch.cuda.amp.common, "amp_definitely_not_available", lambda: False  # for GradScaler
+    forget = torch.clear_autocast_cache
+
+    def cleared() -> None:
+        autocast.forget()
+        forget()
+
+    yield torch, "clear_autocast_cache", cleared
+
+
+def _of_the_device(function: Kernel) -> Kernel:
+    def asked(*args: Any, **kwargs: Any) -> Any:
+        kwargs.pop("device_type", None)
+        named = bool(args) and isinstance(args[0], str)
+        return function(_DEVICE, *(args[1:] if named else args), **kwargs)
+
+    return asked

@@ -1,0 +1,241 @@
+"""FlexAttention on meta tensors: one op, with the number of pairs that its block mask shows.
+
+PyTorch refuses flex_attention on meta, and traces a graph of its own for its backward.  While
+`flex_whole` is active it is `rooftrace.flex_attention` instead; its mask function is asked which
+pairs it shows, which is exact where that rests on known values.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch._higher_order_ops.flex_attention import flex_attention_backward as flex_backward
+from torch.nn.attention import flex_attention as flex
+from torch.utils._python_dispatch import _disable_current_modes
+
+from rooftrace.tracer.recording.dynamic import classify
+from rooftrace.tracer.recording.fused_ops import define
+from rooftrace.tracer.recording.shown import shown, unrecorded, watched
+from rooftrace.tracer.recording.values import MAX_INTEGERS, META
+
+if TYPE_CHECKING:
+    from rooftrace.tracer.recording.recorder import Recorder
+
+_MAX_PAIRS = 1 << 26
+"""Pairs that a mask function is asked for; of more, every n-th row."""
+
+_ops: Any = torch.ops.rooftrace
+
+
+def _forward_meta(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    visible_pairs: int | None,
+    mask: str,
+) -> tuple[Tensor, Tensor]:
+    *leading, width = *query.shape[:-1], value.shape[-1]
+    if query.transpose(1, 2).is_contiguous():  # the output has the layout of the queries
+        batch, heads, rows = leading
+        out = query.new_empty((batch, rows, heads, width)).transpose(1, 2)
+    else:
+        out = query.new_empty((*leading, width))
+    return out, query.new_empty(leading, dtype=torch.float32)
+
+
+def _backward_meta(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+_OPTIONS = "float scale, int? visible_pairs, str mask"
+define(
+    f"flex_attention(Tensor query, Tensor key, Tensor value, {_OPTIONS}) -> (Tensor, Tensor)",
+    Meta=_forward_meta,
+)
+define(
+    "flex_attention_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, "
+    f"Tensor logsumexp, {_OPTIONS}) -> (Tensor, Tensor, Tensor)",
+    Meta=_backward_meta,
+)
+
+
+class _Flex(torch.autograd.Function):
+    """show: how modes of the user's code are shown a call (see `shown`)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, show: Any, query: Tensor, key: Tensor, value: Tensor, *options: Any
+    ) -> Any:
+        out, logsumexp = show(_ops.flex_attention, query, key, value, *options)
+        ctx.save_for_backward(query, key, value, out, logsumexp)
+        ctx.show, ctx.options = show, options
+        ctx.mark_non_differentiable(logsumexp)
+        return out, logsumexp
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        query, key, value, out, logsumexp = ctx.saved_tensors
+        found = ctx.show(
+            _ops.flex_attention_backward,
+            grads[0],
+            query,
+            key,
+            value,
+            out,
+            logsumexp,
+            *ctx.options,
+        )
+        return (None, *found, None, None, None)
+
+
+@contextlib.contextmanager
+def flex_whole(recorder: Recorder) -> Iterator[None]:
+    """While active, flex_attention on meta tensors is one op."""
+    home: Any = flex
+    patched: dict[str, Any] = {
+        "_validate_device": lambda query, key, value: None,
+        "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG": True,  # it compiles itself otherwise
+        "flex_attention_hop": _whole(recorder, home.flex_attention_hop),
+    }
+    originals = {name: getattr(home, name) for name in patched if hasattr(home, name)}
+    for name in originals:
+        setattr(home, name, patched[name])
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(home, name, original)
+
+
+def _whole(recorder: Recorder, original: Any) -> Callable[..., Any]:
+    """What flex_attention calls for its kernel."""
+    seen: dict[Any, tuple[int | None, str]] = {}
+
+    def kernel(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        score_mod: Any,
+        block_mask: Sequence[Any],
+        scale: float,
+        options: Any,
+        *captured: Any,
+    ) -> Any:
+        if query.device.type != "meta":
+            return original(query, key, value, score_mod, block_mask, scale, options, *captured)
+        if _name(score_mod) != flex._identity.__name__:
+            recorder.values.assume(
+                "score-mod",
+                "the work of flex_attention's score_mod, and gradients to what it reads, are not "
+                "counted",
+            )
+        mask, planes = block_mask[-1], tuple(block_mask[2].shape[:2])
+        case = (mask, planes, query.shape[-2], key.shape[-2])  # layers share their mask
+        if case not in seen:
+            seen[case] = _visible(recorder, *case)
+        run: Any = _Flex.apply
+        show = _Shown(original, score_mod, block_mask, scale, options, captured)
+        out, logsumexp = run(show, query, key, value, float(scale), *seen[case])
+        return out, logsumexp, logsumexp
+
+    return kernel
+
+
+class _Shown:
+    """Calls an op of ours, shown to modes of the user's code as the higher-order op of PyTorch."""
+
+    def __init__(
+        self,
+        forward: Any,
+        score_mod: Any,
+        block_mask: Any,
+        scale: float,
+        options: Any,
+        captured: tuple[Any, ...],
+    ) -> None:
+        self._forward, self._score_mod = forward, score_mod
+        self._rest = (block_mask, scale, options, *captured)
+
+    def __call__(self, op: Any, *args: Any) -> Any:
+        if not watched():
+            return op(*args)
+        if op is _ops.flex_attention:
+            query, key, value, *_ = args
+            public, arguments = self._forward, (query, key, value, self._score_mod, *self._rest)
+        else:
+            grad_out, query, key, value, out, logsumexp, *_ = args
+            public = flex_backward
+            graphs = (self._score_mod, None)
+            arguments = (query, key, value, out, logsumexp, grad_out, None, *graphs, *self._rest)
+
+        def run(*_: Any, **__: Any) -> Any:
+            found = op(*args)
+            return (*found, unrecorded()) if len(found) == 2 else (*found, ())
+
+        # Autograd would trace a backward of its own; torch functions have been called before.
+        with torch._C._AutoDispatchBelowAutograd(), torch._C.DisableTorchFunction():
+            made = shown(public, run, *arguments)
+        if made is NotImplemented:  # by a mode that takes no higher-order op
+            return op(*args)
+        return made[: 2 if op is _ops.flex_attention else 3]
+
+
+def _visible(
+    recorder: Recorder, mask: Any, planes: tuple[int, ...], rows: int, columns: int
+) -> tuple[int | None, str]:
+    """The visible pairs of one head, on average, and the kind of the mask; None where unknown."""
+    if _name(mask) == flex.noop_mask.__name__:
+        return None, "none"
+    heads = list(itertools.product(*map(range, planes)))
+    asked = max(1, min(rows, _MAX_PAIRS // max(len(heads) * columns, 1)))
+    picked = ((torch.arange(asked, device="cpu") + 0.5) * rows / asked).long()
+    at_once = max(1, MAX_INTEGERS // max(columns, 1))
+    pairs = 0
+    first: list[Tensor] = []
+    with recorder.paused(), torch.no_grad():
+        keys = torch.arange(columns, device=META)
+        for place in heads:
+            batch, head = (torch.tensor(i, device=META) for i in place)
+            for part in torch.split(picked, at_once):
+                queries = torch.tensor(part.tolist(), device=META)
+                shown = _known(recorder, mask, batch, head, queries[:, None], keys)
+                if shown is None:
+                    recorder.values.assume(
+                        "mask", "flex_attention's mask is not known: all is taken as visible"
+                    )
+                    return None, "full"
+                shown = shown.expand(part.numel(), columns)
+                pairs += int(shown.sum())
+                if place == heads[0]:
+                    first.append(shown)
+    pairs = round(pairs / len(heads) * rows / asked)
+    if asked == rows:
+        with torch._C.DisableTorchFunction(), _disable_current_modes():
+            kind = classify(torch.cat(first))
+        return pairs, "block" if kind == "full" else kind  # hidden blocks are always skipped
+    recorder.values.assume(
+        "mask", f"flex_attention's mask was asked for {asked} of its {rows} rows", pairs
+    )
+    return pairs, "block"
+
+
+def _known(recorder: Recorder, mask: Any, *indices: Tensor) -> Tensor | None:
+    """What a mask function shows of whole rows and columns at once; None where that is unknown."""
+    try:
+        shown = mask(*indices)
+    except (RuntimeError, TypeError, IndexError):  # it may be written for one pair at a time
+        return None
+    entry = recorder.values.known(shown) if isinstance(shown, Tensor) else None
+    return None if entry is None else entry.value
+
+
+def _name(function: Any) -> str:
+    return getattr(function, "__name__", "")

@@ -1,0 +1,249 @@
+"""Torch-level calls: their names, and the few that leave the dispatcher for Python or a device.
+
+`.tolist()`, `.numpy()`, f-strings and `torch.tensor([...])` never reach a dispatch mode; a device
+that is not there must not be asked for: everything but the CPU is the meta device while tracing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._device import _device_constructors
+
+from rooftrace.tracer.recording.recompute import SET_GRAD_ENABLED
+from rooftrace.tracer.recording.standins import replaced_function
+from rooftrace.tracer.recording.values import META, small
+from rooftrace.tracer.tensors import listed
+
+if TYPE_CHECKING:
+    from rooftrace.tracer.recording.recorder import Recorder
+
+_TO_PYTHON = frozenset({Tensor.tolist, Tensor.numpy})
+_CONSTRUCTORS = frozenset({torch.tensor, torch.as_tensor, torch.asarray})
+_INDEXING = frozenset({Tensor.__getitem__, Tensor.__setitem__})
+_PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+_LIKE = frozenset({Tensor.new_tensor, Tensor.new})
+"""Constructors that take precision and device from a tensor."""
+_PACK = torch._VF._pack_padded_sequence
+_SEED = 0
+_UNNAMED = frozenset({"__get__", "__set__", "backward"})
+"""Attribute access is no function of its own, and a backward is not what its ops are for."""
+_BACKWARD = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.grad})
+
+
+class Functions(TorchFunctionMode):
+    """Tells the recorder which torch function runs, and answers the calls that need values.
+
+    device: where this thread makes tensors, if no mode of torch's says so.
+    """
+
+    def __init__(self, recorder: Recorder, device: torch.device | None = None) -> None:
+        super().__init__()
+        self.recorder, self.device = recorder, device
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        recorder = self.recorder
+        if not recorder.live:  # in a thread that outlives the capture
+            return func(*args, **kwargs)
+        if self.device is not None and func in _makers() and kwargs.get("device") is None:
+            kwargs = {**kwargs, "device": self.device}
+        if func in _TO_PYTHON:
+            if args[0].device.type == "meta":
+                return recorder.to_python(args[0], func.__name__)
+        elif func is Tensor.__array__:
+            if args[0].device.type == "meta":
+                array = recorder.to_python(args[0], "numpy")
+                kind = args[1] if len(args) > 1 else kwargs.get("dtype")
+                return array if kind is None else array.astype(kind, copy=False)
+        elif func in _INDEXING and args[0].device.type == "meta":
+            args = (args[0], self._indexed(args[1]), *args[2:])
+        elif func is Tensor.__repr__:
+            if args[0].device.type == "meta" and type(args[0]) in _PLAIN_TENSORS:
+                recorder.shown(args[0])
+        elif func == _SET_DATA:
+            data = recorder.brought(args[1]) if args[0].is_meta else args[1]
+            _set_data(args[0], data)
+            recorder.stands_for(args[0], data)
+            return None
+        elif func is Tensor.__format__:
+            if args[0].device.type == "meta" and args[0].dim() == 0:
+                return format(args[0].item(), args[1])
+        elif func in _LIKE and args[0].is_meta and _holds_numbers(func, args, kwargs):
+            made = self._construct(torch.tensor, args[1:], _as_of(args[0], kwargs))
+            if made is not None:
+                return made
+        elif func in _CONSTRUCTORS:
+            made = self._construct(func, args, kwargs)
+            if made is not None:
+                return made
+        elif func is Tensor.cuda:
+            func, args, kwargs = Tensor.to, (args[0], META), {}
+        elif func is Tensor.to:
+            args = tuple([_placed(item) for item in args])
+        elif func is _PACK:
+            entry = recorder.values.known(args[1])  # the lengths must be on the host
+            args = (args[0], args[1] if entry is None else entry.value, *args[2:])
+        elif func is SET_GRAD_ENABLED:
+            recorder.recomputation.switched(bool(args[0]))
+            return func(*args, **kwargs)
+        elif func in _BACKWARD:
+            with self._in_backward():
+                return func(*args, **kwargs)
+        if "device" in kwargs:
+            kwargs = {**kwargs, "device": _placed(kwargs["device"])}
+        outer = recorder.function
+        if not outer:
+            name = getattr(func, "__name__", "")
+            recorder.function = "" if name in _UNNAMED else name
+        try:
+            return func(*args, **kwargs)
+        finally:
+            recorder.function = outer
+
+    @contextlib.contextmanager
+    def _in_backward(self) -> Iterator[None]:
+        """The user's code runs autograd: in a step its ops are backward, and this mode stays on.
+
+        A function mode is off while it handles a call, and what a checkpoint runs again needs it:
+        `backward_kept` enters it.
+        """
+        recorder = self.recorder
+        here, before = recorder.here, recorder.part
+        outer, here.functions = here.functions, self
+        if recorder.own_step:
+            recorder.part = "backward"
+        try:
+            yield
+        finally:
+            here.functions = outer
+            recorder.part = before
+            recorder.after_backward = True
+
+    def _indexed(self, index: Any) -> Any:
+        """An index with known tensors in place of lists of numbers, which torch makes unseen."""
+        if isinstance(index, tuple):
+            return tuple([self._indexed(item) for item in index])
+        if isinstance(index, list) and index and all(type(item) in (int, bool) for item in index):
+            made = self._construct(torch.tensor, (index,), {"device": META})
+            return index if made is None else made
+        return index
+
+    def _construct(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Tensor | None:
+        """torch.tensor([...]) for meta: a meta tensor whose value is known."""
+        data = args[0] if args else kwargs.get("data", kwargs.get("obj"))
+        device = kwargs.get("device")
+        default = self.device or torch.get_default_device()
+        target = default if device is None else torch.device(device)
+        if isinstance(data, (list, tuple)) and any(t.is_meta for t in listed(data)):
+            args = (_numbers(data), *args[1:])
+            kwargs = {name: item for name, item in kwargs.items() if name not in ("data", "obj")}
+        elif target.type == "cpu" or isinstance(data, Tensor):
+            return None
+        if target.type == "cpu":
+            made: Tensor = func(*args, **kwargs)
+            return made
+        on_cpu = {**kwargs, "device": "cpu"}
+        needs_gradient = bool(on_cpu.pop("requires_grad", False))
+        value = func(*args, **on_cpu)
+        with self.recorder.paused():
+            made = torch.empty(value.shape, dtype=value.dtype, device=META)
+        made.requires_grad_(needs_gradient)
+        if small(value):
+            self.recorder.values.learn(made, value)
+        return made
+
+
+def _set_data(tensor: Tensor, data: Tensor) -> None:
+    """`tensor.data = data`, also where a weight that the host brought goes back to meta."""
+    if tensor.device.type == "cpu" and data.is_meta:
+        kind: Any = type(tensor)
+        gone = data.detach().requires_grad_(tensor.requires_grad)
+        torch.utils.swap_tensors(  # type: ignore[no-untyped-call]
+            tensor, gone if kind is Tensor else kind(gone, tensor.requires_grad)
+        )
+    else:
+        _SET_DATA(tensor, data)
+
+
+@contextlib.contextmanager
+def backward_kept(recorder: Recorder) -> Iterator[None]:
+    """Inside, autograd runs under the function mode of the thread that called it."""
+    engine: Any = torch.autograd
+    original = engine._engine_run_backward
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        mode = recorder.here.functions
+        if mode is None:
+            return original(*args, **kwargs)
+        with mode:
+            return original(*args, **kwargs)
+
+    with replaced_function(engine, "_engine_run_backward", run):
+        yield
+
+
+def _makers() -> Any:
+    """The functions that make tensors on the default device."""
+    return _device_constructors()
+
+
+def _holds_numbers(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Whether `x.new_tensor(data)` or `x.new(data)` is given numbers: not a tensor, not sizes."""
+    data = args[1] if len(args) > 1 else kwargs.get("data")
+    if data is None or len(args) > 2 or isinstance(data, (Tensor, torch.Size)):
+        return False
+    return func is Tensor.new_tensor or not isinstance(data, int)
+
+
+def _as_of(tensor: Tensor, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of `torch.tensor` that make a tensor like this one."""
+    return {"dtype": tensor.dtype, "device": tensor.device, **kwargs}
+
+
+def _numbers(item: Any) -> Any:
+    """Nested lists with numbers in place of the meta tensors of one element in them."""
+    if isinstance(item, (list, tuple)):
+        return [_numbers(x) for x in item]
+    return item.item() if isinstance(item, Tensor) and item.is_meta else item
+
+
+def _placed(device: Any) -> Any:
+    """META for a device that is neither the CPU nor meta; anything else as it is."""
+    if isinstance(device, int) and not isinstance(device, bool):
+        return META  # the number of an accelerator
+    if isinstance(device, str):
+        with contextlib.suppress(RuntimeError):  # Tensor.to may be given anything
+            device = torch.device(device)
+    if isinstance(device, torch.device) and device.type not in ("cpu", "meta"):
+        return META
+    return device
+
+
+@contextlib.contextmanager
+def draws_repeated() -> Iterator[None]:
+    """Inside, random numbers that the code draws on the host are the same every time.
+
+    What was drawn before goes on afterwards as if nothing had been drawn inside.
+    """
+    numpy = sys.modules.get("numpy.random")
+    states = random.getstate(), torch.get_rng_state(), numpy and numpy.get_state()
+    random.seed(_SEED)
+    torch.default_generator.manual_seed(_SEED)
+    if numpy is not None:
+        numpy.seed(_SEED)
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        torch.set_rng_state(states[1])
+        if numpy is not None:
+            numpy.set_state(states[2])

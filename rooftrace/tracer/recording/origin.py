@@ -1,0 +1,145 @@
+"""Where in the user's code something happened: source lines of ops and shortened tracebacks."""
+
+from __future__ import annotations
+
+import dis
+import os
+import sys
+import traceback
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+import torch
+
+
+class TraceError(RuntimeError):
+    """The module could not be traced: names the module, the user's line and what to try."""
+
+
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_HERE = str(Path(__file__).resolve().parents[2]) + os.sep
+_HAND_ON = tuple(
+    _TORCH + os.path.join(*place)
+    for place in (
+        ("utils", "_device.py"),
+        ("utils", "_python_dispatch.py"),
+        ("utils", "_stats.py"),
+        ("_dynamo", ""),
+        ("_compile.py",),
+        ("_ops.py",),
+        ("_tensor.py",),
+        ("overrides.py",),
+    )
+)
+_BOUNDARIES = frozenset({"_call", "run_backward"})
+"""Functions of ours that call user's code: what called them is not the origin of an op."""
+
+_PLUMBING = tuple(
+    os.sep + os.path.join(*place)
+    for place in (
+        ("contextlib.py",),
+        ("threading.py",),
+        ("concurrent", "futures", "thread.py"),
+        ("concurrent", "futures", "_base.py"),
+        ("asyncio", "threads.py"),
+        ("asyncio", "base_events.py"),
+        ("asyncio", "events.py"),
+        ("asyncio", "runners.py"),
+    )
+)
+"""Files of the standard library that call the code they were handed."""
+
+_NOT = dis.opmap["UNARY_NOT"]
+_FILLERS = frozenset(dis.opmap[name] for name in ("TO_BOOL", "CACHE") if name in dis.opmap)
+"""What newer versions of Python ask for a truth value by, before they turn it around."""
+
+_INNER, _OURS, _USERS = range(3)
+_KINDS: dict[CodeType, int] = {}
+_LINES: dict[tuple[CodeType, int], str] = {}
+
+
+def source_line(depth: int) -> str:
+    """ "file.py:12" of the innermost frame, `depth` up or more, that is neither torch's nor ours.
+
+    "" where there is none.  The path is relative to the import path that holds the file.
+    """
+    frame: Any = sys._getframe(depth)
+    while frame is not None:
+        code = frame.f_code
+        kind = _KINDS.get(code)
+        if kind is None:
+            kind = _KINDS[code] = _kind(code.co_filename)
+        if kind == _USERS:
+            key = (code, frame.f_lasti)
+            line = _LINES.get(key)
+            if line is None:
+                line = _LINES[key] = f"{_relative(code.co_filename)}:{frame.f_lineno}"
+            return line
+        if kind == _OURS and code.co_name in _BOUNDARIES:
+            return ""
+        frame = frame.f_back
+    return ""
+
+
+def deciding_line(depth: int) -> str:
+    """ "file.py:12" of the innermost frame that asks for a value: a user's, or a check of torch's.
+
+    Frames `depth` up or more; ours and those that only hand a call on are left out.
+    """
+    frame: Any = sys._getframe(depth)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith((_HERE, "<", *_HAND_ON)):
+            return f"{name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+def asked_under_not(depth: int) -> bool:
+    """Whether the innermost frame of the user's, `depth` up or more, takes `not` of its answer."""
+    frame: Any = sys._getframe(depth)
+    while frame is not None and _kind(frame.f_code.co_filename) != _USERS:
+        frame = frame.f_back
+    if frame is None:
+        return False
+    code, place = frame.f_code.co_code, frame.f_lasti
+    steps = (i for i in range(place, len(code), 2) if code[i] not in _FILLERS)
+    return bool(code[next(steps, place)] == _NOT)
+
+
+def _kind(filename: str) -> int:
+    if filename.startswith(_HERE):
+        return _OURS
+    inner = filename.startswith((_TORCH, "<")) or filename.endswith(_PLUMBING)
+    return _INNER if inner else _USERS
+
+
+def _relative(path: str) -> str:
+    """A source path relative to the longest import path (or the working folder) that holds it."""
+    best = ""
+    for root in (*sys.path, os.getcwd()):
+        if not root:
+            continue
+        prefix = os.path.abspath(root) + os.sep
+        if path.startswith(prefix) and len(prefix) > len(best):
+            best = prefix
+    return path[len(best) :] if best else os.path.basename(path)
+
+
+def users_traceback(error: BaseException, frames: int = 4) -> str:
+    """The last `frames` lines of a traceback that are neither torch's nor ours, with their code.
+
+    "" where the error was raised without passing through anybody else's code.
+    """
+    users = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if _kind(frame.filename) == _USERS and "importlib" not in frame.filename
+    ]
+    if isinstance(error, SyntaxError) and error.filename:
+        users.append(traceback.FrameSummary(error.filename, error.lineno or 0, "<module>"))
+    return "\n".join(
+        f"  {_relative(frame.filename)}:{frame.lineno} in {frame.name}: {frame.line}"
+        for frame in users[-frames:]
+    )

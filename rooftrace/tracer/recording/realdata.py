@@ -1,0 +1,367 @@
+"""Values that code asks for, computed from the real tensors that the caller gave.
+
+A module with real weights, called with real inputs, is traced on meta copies of them.  Where its
+code asks for a value (`.item()`, a mask, the experts of a token), the recorded ops that make it,
+and only those, are run on the real tensors.  Ops that write in place run in their order, on copies.
+What was computed is kept, so a value inside a loop does not start from the beginning.
+
+There is no such value where random numbers, an assumption, a tensor without data or a shortened
+loop come in, nor where the ops would take more than the limits below, over one capture.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map_only
+from torch.utils.flop_counter import flop_registry
+
+from rooftrace.tracer.recording.values import is_random, run_on_cpu
+from rooftrace.tracer.replay import RepeatedCall
+from rooftrace.tracer.tensors import listed
+
+if TYPE_CHECKING:
+    from rooftrace.tracer.recording.recorder import Recorder
+
+MAX_FLOP = 2 * 10**10
+"""FLOP of products that are computed for values of one capture: about a second of a CPU."""
+MAX_BYTES = 10**9
+"""Bytes that these ops make; they are held until the capture ends."""
+MAX_OPS = 20_000
+"""How many ops are run for values of one capture."""
+_FACTORISATIONS = frozenset(
+    {
+        "aten.linalg_cholesky_ex",
+        "aten.cholesky_inverse",
+        "aten.linalg_inv_ex",
+        "aten.linalg_lu_factor_ex",
+        "aten.linalg_ldl_factor_ex",
+        "aten.linalg_solve_triangular",
+        "aten._linalg_solve_ex",
+        "aten._linalg_det",
+        "aten._linalg_slogdet",
+        "aten._linalg_eigh",
+        "aten._linalg_svd",
+        "aten.linalg_eig",
+        "aten.linalg_lu",
+        "aten.linalg_lstsq",
+        "aten.linalg_qr",
+    }
+)
+"""Ops that take about as many FLOP for each element as a matrix is wide."""
+_MAX_RESTARTS = 8
+"""How often everything is computed afresh, as an earlier state of a tensor is asked for."""
+
+_CPU = torch.device("cpu")
+_META = "rooftrace"
+
+
+class _NotComputableError(Exception):
+    """This value does not follow from real data alone, or costs too much."""
+
+
+class _StaleError(Exception):
+    """What is kept has been written to since: it has to be computed afresh."""
+
+
+class RealData:
+    """Runs recorded ops of one capture on real tensors, where their values are asked for."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._leaves: dict[fx.Node, tuple[Tensor, int]] = {}  # and the version that counts
+        self._kept: dict[fx.Node, Any] = {}
+        self._copied: set[int] = set()  # storages of leaves that something writes to
+        self._places: dict[fx.Node, int] = {}
+        self._writers: dict[int, list[fx.Node]] = defaultdict(list)
+        self._last_write: dict[int, int] = {}
+        self._flop = self._bytes = self._ops = self._restarts = 0
+
+    def enter(self, node: fx.Node, tensor: Tensor) -> None:
+        """The real tensor for a value of the graph that no op made."""
+        version = 0 if tensor.is_inference() else tensor._version
+        self._leaves[node] = tensor, version
+
+    def replace(self, node: fx.Node, tensor: Tensor) -> None:
+        """A weight was put where another stood, as the same value of the graph.
+
+        Where they differ and the first was read, no value follows from either any more.
+        """
+        if node not in self._leaves or tensor.device.type != "cpu":
+            self._leaves.pop(node, None)
+        elif node.users:
+            before = self._leaves[node][0]
+            with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
+                same = before.shape == tensor.shape and torch.equal(before, tensor)
+            if same:
+                return
+            self._leaves.pop(node)
+        else:
+            self.enter(node, tensor.detach())
+        self._kept.pop(node, None)
+
+    def forget(self) -> None:
+        """Give back what is kept."""
+        for table in (self._leaves, self._kept, self._places, self._writers):
+            table.clear()
+
+    def value(self, tensor: Tensor) -> Tensor | None:
+        """The value of a recorded tensor; None where it cannot be computed."""
+        made = self._recorder.made_by(tensor)
+        if made is None or not self._leaves or torch._C._functorch.peek_interpreter_stack():
+            return None
+        node, index, spec = made
+        try:
+            result = self._of(node)
+        except _NotComputableError:
+            return None
+        result = result if index is None else result[index]
+        if tuple(result.shape) != spec.shape or result.dtype != spec.dtype:
+            return None
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            return result.detach().clone()  # type: ignore[no-any-return]
+
+    def _of(self, node: fx.Node) -> Any:
+        while True:
+            try:
+                self._look()
+                order = self._needed(node)
+                self._afford(order)
+                self._run(order)
+                return self._get(node)
+            except _StaleError:
+                self._restarts += 1
+                if self._restarts > _MAX_RESTARTS:
+                    raise _NotComputableError from None
+                self._kept.clear()
+                self._last_write.clear()
+
+    # -- which ops make a value --------------------------------------------------------------------
+
+    def _look(self) -> None:
+        """Take note of the ops that were recorded since the last time."""
+        nodes = self._recorder.graph.nodes
+        new = []
+        for node in reversed(nodes):
+            if node in self._places:
+                break
+            new.append(node)
+        for node in reversed(new):
+            self._places[node] = len(self._places)
+            for storage in self._written(node):
+                self._writers[storage].append(node)
+
+    def _written(self, node: fx.Node) -> list[int]:
+        if not isinstance(node.target, torch._ops.OpOverload):
+            return []
+        return [self._storage(item) for item in self._recorder.written_by(node)]
+
+    def _storage(self, node: fx.Node) -> int:
+        base, index = _base(node)
+        item = base.meta[_META]
+        if isinstance(item, RepeatedCall):
+            return item.first_storage + item.block.results[index or 0][2].storage
+        if hasattr(item, "spec"):
+            return int(item.spec.storage)
+        return int(item.specs[index or 0].storage)
+
+    def _needed(self, node: fx.Node) -> list[fx.Node]:
+        """The ops to run, in order: what makes a value, and what writes to that before."""
+        needed: set[fx.Node] = set()
+        waiting = [_base(node)[0]]
+        while waiting:
+            item = waiting.pop()
+            if item in needed or item in self._kept:
+                continue
+            if item.op != "call_function" and item not in self._leaves:
+                raise _NotComputableError  # a tensor without data: nothing else needs a look
+            needed.add(item)
+            place = self._places[item]
+            for read in item.all_input_nodes:
+                waiting.append(_base(read)[0])
+                storage = self._storage(read)
+                if self._last_write.get(storage, -1) > place:
+                    raise _StaleError
+                for writer in self._writers.get(storage, ()):
+                    if self._places[writer] < place:
+                        waiting.append(writer)
+            if len(needed) > MAX_OPS:
+                raise _NotComputableError
+        # A tensor that was made before the value is asked for, and written to since.
+        for writer in self._writers.get(self._storage(node), ()):
+            if self._places[writer] > self._places[_base(node)[0]] and writer in self._kept:
+                raise _StaleError
+        for item in needed:
+            for storage in self._written(item):
+                if storage not in self._copied:
+                    self._copied.add(storage)
+                    if any(self._storage(leaf) == storage for leaf in self._leaves):
+                        raise _StaleError
+        return sorted(needed, key=self._places.__getitem__)
+
+    # -- what that costs ---------------------------------------------------------------------------
+
+    def _afford(self, order: Sequence[fx.Node]) -> None:
+        flop = size = ops = 0
+        for node in _written_out(order):
+            if node.op != "call_function":
+                if node not in self._leaves:
+                    raise _NotComputableError
+                leaf, version = self._leaves[node]
+                if not leaf.is_inference() and leaf._version != version:
+                    raise _NotComputableError  # the code has written to it on the host
+                continue
+            if node.target is operator.getitem:
+                continue
+            recorded = node.meta[_META]
+            self._check(node, recorded)
+            ops += 1
+            if not recorded.view:
+                size += sum(_elements(s) * s.dtype.itemsize for s in recorded.specs)
+            flop += _flop(node, recorded)
+        self._flop, self._bytes, self._ops = self._flop + flop, self._bytes + size, self._ops + ops
+        if self._flop > MAX_FLOP or self._bytes > MAX_BYTES or self._ops > MAX_OPS:
+            self._flop, self._bytes, self._ops = self._flop - flop, self._bytes - size, self._ops
+            raise _NotComputableError
+
+    def _check(self, node: fx.Node, recorded: Any) -> None:
+        """Raise where an op does not follow from its arguments, or was not run as it stands."""
+        target: Any = node.target
+        name = f"{target.namespace}.{target._opname}"
+        loop = recorded.origin.loop
+        if (
+            recorded.taint
+            or "fallback" in recorded.facts
+            or is_random(target)
+            or (name == "rooftrace.attention" and node.args[4])
+            or (loop is not None and loop[0] in self._recorder.loops)
+        ):
+            raise _NotComputableError
+
+    # -- running them ------------------------------------------------------------------------------
+
+    def _run(self, order: Sequence[fx.Node]) -> None:
+        with (
+            _disable_current_modes(),
+            torch._C.DisableTorchFunction(),
+            torch._C._DisableAutocast(),
+            torch.no_grad(),
+        ):
+            for node in order:
+                if node.op != "call_function":
+                    leaf = self._leaves[node][0].detach()
+                    if self._storage(node) in self._copied:
+                        leaf = leaf.clone()
+                    self._kept[node] = leaf
+                elif isinstance(node.meta[_META], RepeatedCall):
+                    self._kept[node] = self._repeat(node, self._get)
+                else:
+                    self._kept[node] = self._call(node, self._get)
+                    for storage in self._written(node):
+                        self._last_write[storage] = self._places[node]
+
+    def _get(self, node: fx.Node) -> Any:
+        base, index = _base(node)
+        return self._kept[base] if index is None else self._kept[base][index]
+
+    def _repeat(self, node: fx.Node, get: Callable[[fx.Node], Any]) -> list[Any]:
+        """What a call that repeats a block returns: its ops, with its own weights and inputs."""
+        block = node.meta[_META].block
+        made: dict[fx.Node, Any] = {
+            inner: get(outer)  # type: ignore[arg-type]
+            for inner, outer in zip(block.inputs, node.args, strict=True)
+        }
+
+        def inside(item: fx.Node) -> Any:
+            if item in made:
+                return made[item]
+            base, index = _base(item)
+            return made[base] if index is None else made[base][index]
+
+        for item in block.nodes:
+            if item.target is not operator.getitem:
+                repeats = isinstance(item.meta[_META], RepeatedCall)
+                made[item] = self._repeat(item, inside) if repeats else self._call(item, inside)
+        return [made[n] if index is None else made[n][index] for n, index, _ in block.results]
+
+    def _call(self, node: fx.Node, get: Callable[[fx.Node], Any]) -> Any:
+        def real(item: Any) -> Any:
+            if isinstance(item, fx.Node):
+                return get(item)
+            if isinstance(item, (list, tuple)):
+                return [real(x) for x in item]
+            return _CPU if isinstance(item, torch.device) else item
+
+        args = [real(item) for item in node.args]
+        kwargs = {name: real(item) for name, item in node.kwargs.items()}
+        target: Any = node.target
+        try:
+            result = run_on_cpu(f"{target.namespace}.{target._opname}", target, args, kwargs)
+        except (RuntimeError, NotImplementedError, TypeError, IndexError, ValueError) as error:
+            raise _NotComputableError from error
+        if result is None:  # what it writes is its result
+            result = [get(item) for item in self._recorder.written_by(node)]
+        specs = node.meta[_META].specs
+        for output, spec in zip(listed(result), specs, strict=False):
+            if tuple(output.shape) != spec.shape:
+                raise _NotComputableError
+        return result
+
+
+def _base(node: fx.Node) -> tuple[fx.Node, int | None]:
+    """The op that a node takes a piece of, and which; itself where it takes none."""
+    if node.target is operator.getitem:
+        base: Any = node.args[0]
+        index: Any = node.args[1]
+        return base, index
+    return node, None
+
+
+def _written_out(order: Sequence[fx.Node]) -> list[fx.Node]:
+    """Ops in order, with those of blocks in place of the calls that repeat them."""
+    result: list[fx.Node] = []
+    for node in order:
+        item = node.meta.get(_META)
+        result += _written_out(item.block.nodes) if isinstance(item, RepeatedCall) else [node]
+    return result
+
+
+def _elements(spec: Any) -> int:
+    count = 1
+    for size, step in zip(spec.shape, spec.stride, strict=True):
+        count *= size if step or not size else 1
+    return count
+
+
+def _flop(node: fx.Node, recorded: Any) -> int:
+    """FLOP of an op by torch's formulas; of any other, one for each element that it makes."""
+    target: Any = node.target
+    formula = flop_registry.get(target.overloadpacket)
+    shapes = [torch.Size(spec.shape) for spec in recorded.specs]
+    if formula is not None:
+        args = tree_map_only(fx.Node, _shape, (node.args, dict(node.kwargs)))
+        try:
+            return int(
+                formula(*args[0], **args[1], out_val=shapes[0] if len(shapes) == 1 else shapes)
+            )
+        except (AssertionError, TypeError, ValueError, IndexError, AttributeError, RuntimeError):
+            pass  # torch's own formula refuses these shapes
+    made = 0 if recorded.view else sum(map(_elements, recorded.specs))
+    if f"{target.namespace}.{target._opname}" in _FACTORISATIONS:
+        made *= max((shape[-1] for shape in shapes if shape), default=1)
+    return made
+
+
+def _shape(node: fx.Node) -> torch.Size:
+    base, index = _base(node)
+    item = base.meta[_META]
+    if isinstance(item, RepeatedCall):
+        return torch.Size(item.block.results[index or 0][2].shape)
+    spec = item.spec if hasattr(item, "spec") else item.specs[index or 0]
+    return torch.Size(spec.shape)

@@ -1,0 +1,225 @@
+"""Whether two modules are alike: no code could tell calls of one from calls of the other."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Mapping, Set
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rooftrace.tracer.tensors import trees
+
+PLAIN = (*trees.PLAIN, torch.Size)
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+_STRUCTURE = frozenset({"_parameters", "_buffers", "_modules"})
+_DEPTH = 4
+"""How deep plain objects among the attributes are compared."""
+_REACH = 12
+"""How deep in attributes a change is seen."""
+_CONTAINERS = (dict, OrderedDict, list, tuple)
+"""Containers that hold nothing but their items."""
+_ABSENT = object()
+
+
+def build_of(module: nn.Module, builds: Mapping[int, Any]) -> Any:
+    """How a module is built, equal for those built alike; None where a hook watches its calls."""
+    if any(getattr(module, hooks, None) for hooks in _HOOKS):
+        return None
+    children = []
+    for name, child in module._modules.items():
+        build = None if child is None else builds.get(id(child), _ABSENT)
+        if build is _ABSENT or (child is not None and build is None):
+            return None
+        children.append((name, build))
+    tensors = tuple(
+        (name, None if t is None else (type(t), *trees.look_of(t), t.device))
+        for group in (module._parameters, module._buffers)
+        for name, t in group.items()
+    )
+    return hash((type(module), module.training, tensors, tuple(children)))
+
+
+def differences(module: nn.Module, other: nn.Module) -> frozenset[tuple[str, str]] | None:
+    """Attributes in which two modules of one build differ, by path below; None: more than that."""
+    parts, twins = parts_of(module), parts_of(other)
+    if [(path, first) for path, _, first in parts] != [(path, first) for path, _, first in twins]:
+        return None
+    found = set()
+    for (path, mine, _), (_, theirs, _) in zip(parts, twins, strict=True):
+        own, others = vars(mine), vars(theirs)
+        if type(mine) is not type(theirs) or own.keys() != others.keys():
+            return None
+        for name, value in own.items():
+            if name in _STRUCTURE or value is others[name]:
+                continue
+            both = isinstance(value, Tensor) and isinstance(others[name], Tensor)
+            if not (_look(value) == _look(others[name]) if both else _alike(value, others[name])):
+                found.add((path, name))
+    return frozenset(found)
+
+
+def parts_of(module: nn.Module) -> list[tuple[str, nn.Module, int]]:
+    """Modules inside, by every path below, each with a number that only its other paths have."""
+    numbers: dict[int, int] = {}
+    return [
+        (path, part, numbers.setdefault(id(part), len(numbers)))
+        for path, part in module.named_modules(remove_duplicate=False)
+    ]
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether somebody watches the calls of this module or of one inside."""
+    return any(getattr(part, hooks, None) for part in module.modules() for hooks in _HOOKS)
+
+
+def _look(tensor: Tensor) -> Any:
+    return type(tensor), *trees.look_of(tensor), tensor.device
+
+
+def _alike(value: Any, other: Any, depth: int = _DEPTH) -> bool:
+    """Whether no code could tell two attributes apart, but by identity."""
+    if value is other:
+        return True
+    if type(value) is not type(other):
+        return False
+    if isinstance(value, PLAIN):
+        return bool(value == other)
+    if type(value) in _CONTAINERS and not value and not other:
+        return True
+    if depth == 0 or isinstance(value, (Tensor, nn.Module)) or callable(value):
+        return False
+    if type(value) in (set, frozenset, range, slice, bytes):
+        return bool(value == other)
+    if isinstance(value, (list, tuple)):
+        same = len(value) == len(other) and all(
+            _alike(a, b, depth - 1) for a, b in zip(value, other, strict=True)
+        )
+    elif isinstance(value, dict):
+        same = list(value) == list(other) and all(
+            _alike(a, other[key], depth - 1) for key, a in value.items()
+        )
+    else:
+        same = type(value).__basicsize__ == _Simple.__basicsize__ and hasattr(value, "__dict__")
+    return same and _alike(getattr(value, "__dict__", 0), getattr(other, "__dict__", 0), depth - 1)
+
+
+class _Simple:
+    """An object of which all that can be told apart is in its `__dict__`."""
+
+
+def state_of(module: nn.Module) -> list[Any]:
+    """What a call could change: attributes of the modules inside, and what these hold in turn."""
+    found: list[Any] = []
+    seen: set[int] = set()
+    for part in module.modules():
+        _collect(vars(part), _REACH, seen, found)
+    return found
+
+
+def _collect(value: Any, depth: int, seen: set[int], found: list[Any]) -> None:
+    found.append(value)
+    hidden = isinstance(value, (*PLAIN, Tensor, nn.Module, type)) or callable(value)
+    if hidden or depth == 0 or id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, dict):
+        for key, item in value.items():
+            found.append(key)
+            _collect(item, depth - 1, seen, found)
+    elif isinstance(value, (list, tuple, set, frozenset, deque)):
+        for item in value:
+            _collect(item, depth - 1, seen, found)
+    if type(value) not in _CONTAINERS and hasattr(value, "__dict__"):
+        _collect(vars(value), depth - 1, seen, found)
+
+
+def same_state(before: list[Any], after: list[Any]) -> bool:
+    return len(before) == len(after) and all(a is b for a, b in zip(before, after, strict=True))
+
+
+_WATCHES: list[Watch] = []
+"""Those that are entered: a read inside of several calls is one of each."""
+
+
+def note(module: nn.Module, name: str) -> None:
+    """An attribute of a module is read."""
+    for watch in _WATCHES:
+        watch.note(module, name)
+
+
+class Watch:
+    """Notes reads of some attributes of a module and those inside, while entered."""
+
+    def __init__(self, module: nn.Module, places: Set[tuple[str, str]]) -> None:
+        self.read: set[tuple[str, str]] = set()
+        self._parts = {(id(module.get_submodule(path)), name): path for path, name in places}
+        kinds = {(type(module.get_submodule(path)), name) for path, name in places}
+        self._kinds = sorted(kinds, key=lambda item: (item[0].__qualname__, item[1]))
+        self._before: list[tuple[type, str, Any]] = []
+
+    def __enter__(self) -> Watch:
+        _WATCHES.append(self)
+        for kind, name in self._kinds:
+            default = getattr(kind, name, _ABSENT)
+            if not isinstance(default, _Watched):
+                self._before.append((kind, name, vars(kind).get(name, _ABSENT)))
+                setattr(kind, name, _Watched(name, _found(kind, name)))
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        _WATCHES.remove(self)
+        for kind, name, before in reversed(self._before):
+            if before is _ABSENT:
+                delattr(kind, name)
+            else:
+                setattr(kind, name, before)
+
+    def note(self, module: nn.Module, name: str) -> None:
+        """An attribute of a module is read."""
+        path = self._parts.get((id(module), name))
+        if path is not None:
+            self.read.add((path, name))
+
+
+def _found(kind: type, name: str) -> Any:
+    """What a class has under a name, as it is written there."""
+    return next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), _ABSENT)
+
+
+class _Watched:
+    """An attribute that tells when it is read; it stands in the class and goes before instances.
+
+    inherited: what stood there before.
+    """
+
+    def __init__(self, name: str, inherited: Any) -> None:
+        self._name, self._inherited = name, inherited
+
+    def __get__(self, module: Any, kind: Any = None) -> Any:
+        if module is None:
+            return self
+        note(module, self._name)
+        inherited = self._inherited
+        is_property = hasattr(type(inherited), "__set__")
+        if self._name in vars(module) and not is_property:
+            return vars(module)[self._name]
+        if inherited is _ABSENT:
+            raise AttributeError(self._name)
+        return inherited.__get__(module, kind) if hasattr(inherited, "__get__") else inherited
+
+    def __set__(self, module: Any, value: Any) -> None:
+        if hasattr(type(self._inherited), "__set__"):
+            self._inherited.__set__(module, value)
+        else:
+            vars(module)[self._name] = value
+
+    def __delete__(self, module: Any) -> None:
+        if vars(module).pop(self._name, _ABSENT) is _ABSENT:
+            raise AttributeError(self._name)

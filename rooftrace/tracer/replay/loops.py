@@ -1,0 +1,347 @@
+"""Scans: a `for t in range(n)` of equal turns runs four of them, and one stands for the rest.
+
+While a recorder is entered, `range` in the modules of the traced code is ours.  A loop whose body
+is simple enough runs turns 0, 1 and 2 and then the last (where autograd runs, the last ones); turn
+2 stands for itself and the turns left out.
+
+Why the turns that are left out would have recorded what turn 2 recorded:
+
+1. The body is straight: assignments and calls, without a condition, a loop or a function of its own
+   (`read_body`).  It calls torch's functions of tensors and methods of tensors, which do the same
+   whenever their arguments look the same and nobody asks for the value of a tensor.
+2. What a turn can see is the names in its body.  Each is a tensor, a plain Python value, or a list
+   that the body only appends to, and so never reads.  How they look (`state_of`: sizes, strides,
+   precision, gradients, what shares memory, whether a value is known) is the state of the loop.
+3. The loop variable stands only in indices of a tensor that the body does not replace, as a sum
+   or a product with integers.  So it changes the numbers of `select` and `slice` ops by a constant
+   step, and nothing else.  A select looks the same at every index; a slice does where its ends
+   move together and stay inside of the tensor: between two turns if they do in both.
+4. No op of turns 1 and 2 asks for a value, runs on the host, or makes a known value; a view of a
+   known tensor may be written into, and is not read.
+5. The state after turn 2 is the state after turn 1.  With 1 to 4 a turn is a function of that
+   state, so turn 3 starts where turn 2 started, and so on up to the last.
+6. The ops of turns 1 and 2 are compared too, with what they read: made in the same turn, in the
+   turn before at the same place, or before both.  So turn 3 reads from turn 2 what 2 reads from 1.
+
+And in backward, which runs from the last turn to the first:
+
+7. Which ops of a turn have a gradient depends on which of the values that it hands on have one.
+   What follows the loop decides that for the last turn.  As each of them depends on itself
+   (`carried`; a tensor written in place always does), their number can only grow from turn to
+   turn: after as many turns as values, and one more, it has settled, and with it the sums of
+   gradients over turns.  So many turns are run at the end, and one more: turn 3 then reads the
+   gradients of a turn like itself, as the turns before it do.
+
+The last turn is run, so what follows the loop finds its names as they would be; an index that is
+out of range still fails.  A list gets stand-ins for the turns left out.  They take part in
+autograd, so that later code records the same backward, but their gradients go nowhere.  In a list
+that is only stacked or concatenated they do not, and their gradients, which would be views that
+nothing reads, are not recorded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import itertools
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from types import FrameType, FunctionType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from rooftrace.tracer.recording import META, source_line
+from rooftrace.tracer.replay.loop_bodies import Body, Names, Refused, bodies_of, fits
+from rooftrace.tracer.replay.turns import (
+    RUN,
+    SELECT,
+    SLICE,
+    State,
+    Turn,
+    alike,
+    carried,
+    ops_of,
+    state_of,
+    unchanged,
+    wiring,
+    written,
+)
+
+if TYPE_CHECKING:
+    from rooftrace.tracer.recording import OpInfo, Recorder
+
+MIN_TURNS = 8
+"""Shorter loops are run as they are written."""
+_STACK = torch.ops.aten.stack.default
+_CAT = torch.ops.aten.cat.default
+
+
+@dataclass(frozen=True, slots=True)
+class Loop:
+    """A loop that was not run in full.  count: how many turns its turn 2 stands for, itself too."""
+
+    count: int
+    source: str
+    function: str
+
+
+class _StandIns(torch.autograd.Function):
+    """Tensors like one, that need a gradient like it and give none back."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, count: int) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return tuple([_like(tensor) for _ in range(count)])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[None, None]:
+        return None, None
+
+
+def _like(tensor: Tensor) -> Tensor:
+    shape, stride = tuple(tensor.shape), tensor.stride()
+    return torch.empty_strided(shape, stride, dtype=tensor.dtype, device=META)
+
+
+class _Shortened:
+    """Goes in place of a `range`: gives all its numbers, or the first three and the last ones."""
+
+    def __init__(self, rolling: Rolling, values: range, body: Body, frame: FrameType) -> None:
+        self.rolling, self.values, self.body, self.frame = rolling, values, body, frame
+        self.recorder = rolling.recorder
+        self.turns: list[Turn] = []
+        self.states: list[State] = []
+        self.last = 1
+
+    def __iter__(self) -> Iterator[int]:
+        recorder, values = self.recorder, self.values
+        serial = next(self.rolling.serials)
+        source, function = source_line(1), self.frame.f_code.co_name
+        try:
+            for number in range(RUN):
+                self._begin((serial, number))
+                yield values[number]
+                if not self._may_go_on(number):
+                    self.rolling.turn = None
+                    yield from values[number + 1 :]
+                    return
+            left_out = len(values) - RUN - self.last
+            self._stand_in(left_out)
+            recorder.loops[serial] = Loop(left_out + 1, source, function)
+            for number, value in enumerate(values[-self.last :], RUN):
+                self._begin((serial, number))
+                yield value
+        finally:
+            self.rolling.turn = None
+            del self.frame
+
+    def _begin(self, label: tuple[int, int]) -> None:
+        recorder = self.recorder
+        turn = Turn(label, _last(recorder.graph), recorder.storages)
+        self.turns.append(turn)
+        self.rolling.turn = turn
+
+    def _may_go_on(self, number: int) -> bool:
+        """After a turn: whether nothing yet speaks against cutting the loop short."""
+        if number == 0:
+            return True
+        with torch._C.DisableTorchFunction(), contextlib.suppress(Refused):
+            names = Names(self.frame)
+            try:
+                if self.turns[-1].plain and fits(self.body, names):
+                    self.states.append(state_of(self.body, names, self.recorder))
+                    return number == 1 or self._repeats()
+            finally:
+                names.forget()
+        return False
+
+    def _repeats(self) -> bool:
+        """Whether turn 2 did what turn 1 did, and left what it found."""
+        first, second = self.turns[1].ops, self.turns[2].ops
+        pairs = zip(first, second, strict=False)
+        return (
+            unchanged(*self.states)
+            and len(first) == len(second)
+            and all(alike(a, b, len(self.values)) for a, b in pairs)
+            and (not self.recorder.recording or self._samewiring())
+            and len(self.values) > RUN + self.last
+        )
+
+    def _samewiring(self) -> bool:
+        ends = [self.turns[1].node, self.turns[2].node, _last(self.recorder.graph)]
+        ops = [ops_of(end, turn) for end, turn in zip(ends, self.turns, strict=True)]
+        first, second = (wiring(number, ops, self.turns) for number in (1, 2))
+        if torch.is_grad_enabled():
+            self.last = 2 + carried([reads for reads, _, _ in second]) + written(second)
+        return first == second
+
+    def _stand_in(self, count: int) -> None:
+        """Make the lists as long as the turns left out would have."""
+        names = Names(self.frame)
+        for name in self.body.lists:
+            items = names.get(name)
+            joined = name in self.body.joined and names.get("torch") is torch
+            items += self._like(items[-1], count, joined)
+        names.forget()
+
+    def _like(self, tensor: Tensor, count: int, joined: bool) -> list[Tensor]:
+        """Stand-ins: one and the same, or others where each needs a gradient of its own."""
+        if not tensor.requires_grad:
+            return [tensor] * count
+        if joined:
+            made = tensor.detach()
+            self.rolling.detached[id(made)] = made
+            return [made] * count
+        with torch._C.DisableTorchFunction(), _disable_current_modes():
+            if self.recorder.recording:
+                self.recorder.node_of(tensor)
+            separate: Any = _StandIns.apply(tensor, count)  # type: ignore[no-untyped-call]
+            for item in separate:
+                self.recorder.same_as(item, tensor)
+        return list(separate)
+
+
+def _last(graph: fx.Graph) -> fx.Node:
+    return graph._root.prev
+
+
+# -- the name `range` in the modules of the traced code --------------------------------------------
+
+
+class Rolling:
+    """The loops of one recorder: which module names are replaced, and which turn is running."""
+
+    def __init__(self, recorder: Recorder, enabled: bool) -> None:
+        self.recorder, self.enabled = recorder, enabled
+        self.turn: Turn | None = None
+        self.serials = itertools.count()
+        self.detached: dict[int, Tensor] = {}
+        self._unread: dict[int, frozenset[int]] = {}
+        self._namespaces: dict[int, dict[str, Any]] = {}
+
+    @property
+    def label(self) -> tuple[int, int] | None:
+        """The loop that is running, by its serial number, and which of its turns 0 to 3."""
+        return self.turn.label if self.turn is not None else None
+
+    def depends(self) -> None:
+        """Something ran that may depend on a value: the running loop is not cut short."""
+        if self.turn is not None:
+            self.turn.plain = False
+
+    def saw(
+        self, func: Any, info: OpInfo, args: Any, kwargs: Any, outputs: Sequence[Tensor]
+    ) -> bool:
+        """Look at an op that has run; False for one that is not to be recorded."""
+        if self.turn is not None:
+            values = self.recorder.values
+            known = [output for output in outputs if values.known(output) is not None]
+            self.turn.saw(func, info, args, kwargs, outputs, known)
+        elif self._unread and (func is SELECT or func is SLICE):
+            node: Any = torch._C._current_autograd_node()
+            return node is None or args[2] not in self._unread.get(node._sequence_nr(), ())
+        elif self.detached and (func is _STACK or func is _CAT) and torch.is_grad_enabled():
+            starts = self._starts(func, *args)
+            if starts:
+                self._unread[torch._C._autograd._get_sequence_nr() - 1] = starts
+        return True
+
+    def _starts(self, func: Any, tensors: Sequence[Tensor], dimension: int = 0) -> frozenset[int]:
+        """Where in their joined tensor the stand-ins begin."""
+        found, start = set(), 0
+        for tensor in tensors:
+            empty = tuple(tensor.shape) == (0,)  # may be joined with tensors of any shape
+            size = 1 if func is _STACK else 0 if empty else tensor.shape[dimension]
+            if size and id(tensor) in self.detached:
+                found.add(start)
+            start += size
+        return frozenset(found)
+
+    def watch(self, root: nn.Module) -> None:
+        """The modules that define the classes of this tree, and the functions that those import."""
+        if not self.enabled:
+            return
+        kinds = {kind for module in root.modules() for kind in type(module).__mro__}
+        for kind in kinds:
+            functions = [item for item in vars(kind).values() if isinstance(item, FunctionType)]
+            for namespace in (
+                getattr(sys.modules.get(kind.__module__), "__dict__", {}),
+                *(inspect.unwrap(function).__globals__ for function in functions),
+            ):
+                self._watch(namespace)
+        for namespace in [*self._namespaces.values()]:
+            for item in [*namespace.values()]:
+                if isinstance(item, FunctionType):
+                    function = inspect.unwrap(item)
+                    if "range" in function.__code__.co_names:
+                        self._watch(function.__globals__)
+
+    def _watch(self, namespace: dict[str, Any]) -> None:
+        top = str(namespace.get("__name__", "")).partition(".")[0]
+        if namespace and top not in _NOT_USERS:
+            self._namespaces.setdefault(id(namespace), namespace)
+
+    @contextlib.contextmanager
+    def injected(self) -> Iterator[None]:
+        """Inside, `range` in the watched modules is ours, but for those that have their own."""
+        changed = [space for space in self._namespaces.values() if "range" not in space]
+        ours = _range_of(self)
+        for namespace in changed:
+            namespace["range"] = ours
+        try:
+            yield
+        finally:
+            for namespace in changed:
+                if namespace.get("range") is ours:
+                    del namespace["range"]
+
+    def called(self, values: range, frame: FrameType) -> Any:
+        """What `range` gives to the code of this frame."""
+        alone = self.recorder.threads.own()
+        free = self.enabled and self.turn is None and alone and not _transformed()
+        if free and values[MIN_TURNS - 1 :]:
+            body = bodies_of(frame.f_code).get(frame.f_lineno)
+            if body is not None:
+                return _Shortened(self, values, body, frame)
+        return values
+
+
+_NOT_USERS = frozenset({"builtins", "torch", "rooftrace"})
+
+
+def _transformed() -> bool:
+    """Whether a transform of torch.func runs: its tensors are not what they look like."""
+    inside: Any = torch._C._functorch.peek_interpreter_stack()
+    return inside is not None
+
+
+def _range_of(rolling: Rolling) -> type:
+    """A class that is `range` to all but the loops that may be cut short."""
+
+    class Meta(type):
+        def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+            return rolling.called(range(*args, **kwargs), sys._getframe(1))
+
+        def __instancecheck__(cls, item: Any) -> bool:
+            return isinstance(item, range)
+
+        def __subclasscheck__(cls, kind: Any) -> bool:
+            return issubclass(kind, range)
+
+        def __eq__(cls, other: Any) -> bool:
+            return other is range or other is cls
+
+        def __hash__(cls) -> int:
+            return hash(range)
+
+        def __getattr__(cls, name: str) -> Any:
+            return getattr(range, name)
+
+        def __repr__(cls) -> str:
+            return repr(range)
+
+    return Meta("range", (), {})

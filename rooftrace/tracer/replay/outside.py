@@ -1,0 +1,309 @@
+"""State outside of modules that Python code reads: globals, closures, class attributes, contexts.
+
+A call may be repeated (see `calls`) only while this state is what it was.  `Outside` watches which
+functions a call enters and remembers what each of them can see at that moment.  Code of torch and
+of the standard library is not looked into.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import gc
+import logging
+import random
+import sys
+import sysconfig
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import CellType, CodeType, FrameType, FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rooftrace.tracer.tensors import PLAIN
+
+_DEPTH = 3
+"""How deep objects inside objects are looked into."""
+_MAX_ITEMS = 512
+"""Of larger containers only the length is compared."""
+_ABSENT = object()
+_HERE = __file__.rpartition("tracer")[0]
+_TORCH = (torch.__file__ or "").rpartition("__init__")[0]
+_STANDARD = sysconfig.get_paths()["stdlib"]
+_INSTALLED = tuple({sysconfig.get_paths()[name] for name in ("purelib", "platlib")})
+_LIBRARY_FILES: dict[str, bool] = {}
+
+
+class UnfollowableError(Exception):
+    """Something was read that may change without a trace, such as an iterator."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Somewhere that holds a value: a name in a dictionary, a cell, or (key None) an object."""
+
+    holder: Any
+    key: str | None = None
+
+    def value(self) -> Any:
+        """What is there now."""
+        if isinstance(self.holder, CellType):
+            try:
+                return self.holder.cell_contents
+            except ValueError:  # the cell is empty
+                return _ABSENT
+        return self.holder if self.key is None else self.holder.get(self.key, _ABSENT)
+
+
+State = list[Any]
+
+
+class Outside:
+    """What the functions that run while this is entered can see outside of modules.
+
+    followable: whether all of it can be compared later.  No garbage is collected inside: what its
+    callbacks and finalizers run is no code of the call.
+    """
+
+    def __init__(self) -> None:
+        self.followable = True
+        self._collects = False
+        self._before: dict[tuple[int, str | None], tuple[Place, State]] = {}
+        self._seen: dict[int, CodeType] = {}
+        self._local: set[CodeType] = set()
+        self._closures: list[CodeType] = []
+
+    def __enter__(self) -> Outside:
+        if not _ACTIVE:
+            if sys.getprofile() is not None:  # somebody profiles this thread: leave that alone
+                self.followable = False
+                return self
+            sys.setprofile(_entered)
+        _ACTIVE.append(self)
+        self._collects = gc.isenabled()
+        gc.disable()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        if self in _ACTIVE:
+            _ACTIVE.remove(self)
+            if not _ACTIVE:
+                sys.setprofile(None)
+            if self._collects:
+                gc.enable()
+        self._add_cells()
+
+    def unchanged(self) -> bool:
+        """Whether everything that was seen is now what it was when it was first seen."""
+        if not self.followable:
+            return False
+        try:
+            return all(
+                _same(before, _state_of(place.value())) for place, before in self._before.values()
+            )
+        except UnfollowableError:
+            return False
+
+    def include(self, other: Outside) -> None:
+        """A call that is not run again stands for one that sees what `other` saw."""
+        self.followable &= other.followable
+        for key, seen in other._before.items():
+            self._before.setdefault(key, seen)
+
+    def enter(self, frame: FrameType) -> None:
+        """A function begins to run."""
+        code = frame.f_code
+        if id(code) in self._seen or not self.followable:
+            return
+        self._seen[id(code)] = code  # kept, so that the id stays its own
+        if not _looked_into(code):
+            return
+        self._local.update(item for item in code.co_consts if isinstance(item, CodeType))
+        try:
+            for place in _places(frame):
+                self._add(place)
+        except UnfollowableError:
+            self.followable = False
+        if code.co_freevars and code not in self._local:
+            self._add_closure(frame)
+
+    def _add(self, place: Place) -> None:
+        key = (id(place.holder), place.key)
+        if key not in self._before:
+            self._before[key] = place, _state_of(place.value())
+
+    def _add_closure(self, frame: FrameType) -> None:
+        """The free variables of a function: what they hold, or their cells if that is plain."""
+        values = frame.f_locals
+        for name in frame.f_code.co_freevars:
+            value = values.get(name, _ABSENT)
+            try:
+                if isinstance(value, PLAIN):
+                    self._closures.append(frame.f_code)
+                else:
+                    self._add(Place(value))
+            except UnfollowableError:
+                self.followable = False
+
+    def _add_cells(self) -> None:
+        """Find the cells of plain free variables; one that was rebound meanwhile says so itself."""
+        if not self._closures or not self.followable:
+            return
+        if any(_rebinds(code) for code in self._seen.values() if _looked_into(code)):
+            self.followable = False
+            return
+        for function in gc.get_referrers(*self._closures):
+            if isinstance(function, FunctionType):
+                for cell in function.__closure__ or ():
+                    place = Place(cell)
+                    if isinstance(place.value(), PLAIN):
+                        self._add(place)
+        self._closures.clear()
+
+
+_ACTIVE: list[Outside] = []
+"""Those that are entered; a function that runs inside of several is one of each."""
+
+
+def _entered(frame: FrameType, event: str, argument: Any) -> None:
+    if event == "call":
+        for active in _ACTIVE:
+            active.enter(frame)
+
+
+def include(other: Outside) -> None:
+    """All that are entered now see what `other` saw."""
+    for active in _ACTIVE:
+        active.include(other)
+
+
+def _looked_into(code: CodeType) -> bool:
+    file = code.co_filename
+    library = _LIBRARY_FILES.get(file)
+    if library is None:
+        standard = file.startswith(_STANDARD) and not file.startswith(_INSTALLED)
+        library = standard or file.startswith((_HERE, _TORCH, "<frozen"))
+        _LIBRARY_FILES[file] = library
+    return not library
+
+
+def _rebinds(code: CodeType) -> bool:
+    """Whether a function assigns to a variable of the function around it (`nonlocal`)."""
+    import dis
+
+    free = set(code.co_freevars)
+    return bool(free) and any(
+        step.opname in ("STORE_DEREF", "DELETE_DEREF") and step.argval in free
+        for step in dis.get_instructions(code)
+    )
+
+
+def _places(frame: FrameType) -> Iterator[Place]:
+    """What a function that begins can reach by name, outside of its arguments."""
+    code, names = frame.f_code, frame.f_globals
+    for name in code.co_names:
+        if name in names:
+            value = names[name]
+            yield Place(names, name)
+            if isinstance(value, (type, ModuleType)) and not _is_library(value):
+                yield from _attributes(value, code)
+    if code.co_argcount:
+        first = frame.f_locals.get(code.co_varnames[0])
+        kind = first if isinstance(first, type) else type(first)
+        if not _is_library(kind):
+            for base in kind.__mro__:
+                if not _is_library(base):
+                    yield from _attributes(base, code)
+        function = getattr(getattr(kind, code.co_name, None), "__func__", None)
+        yield from _defaults(function or getattr(kind, code.co_name, None), code)
+    yield from _defaults(names.get(code.co_name), code)
+
+
+def _attributes(owner: type | ModuleType, code: CodeType) -> Iterator[Place]:
+    held: Mapping[str, Any] = vars(owner)
+    for name in code.co_names:
+        if name in held and not callable(held[name]) and not hasattr(held[name], "__get__"):
+            yield Place(held, name)
+
+
+def _defaults(function: Any, code: CodeType) -> Iterator[Place]:
+    """Default arguments and attributes of a function, which calls of it share."""
+    if isinstance(function, FunctionType) and function.__code__ is code:
+        for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+            if not isinstance(value, PLAIN):
+                yield Place(value)
+        if function.__dict__:
+            yield Place(function.__dict__)
+
+
+def _is_library(owner: type | ModuleType) -> bool:
+    home = owner.__name__ if isinstance(owner, ModuleType) else owner.__module__
+    top = home.partition(".")[0]
+    return top in ("torch", "rooftrace") or top in sys.stdlib_module_names
+
+
+def _state_of(value: Any) -> State:
+    found: State = []
+    _collect(value, _DEPTH, set(), found)
+    return found
+
+
+def _collect(value: Any, depth: int, seen: set[int], found: State) -> None:
+    """What can be told of a value, into `found`: objects by identity, what they hold by content.
+
+    Raises UnfollowableError for an object that may change where nobody sees it.
+    """
+    found.append(value)
+    if isinstance(value, PLAIN) or id(value) in seen:
+        return
+    if isinstance(value, (type, ModuleType, logging.Logger)):
+        return  # a class and a module by the names that code reads of them; a logger has caches
+    seen.add(id(value))
+    if isinstance(value, Tensor):
+        found.append(0 if value.is_inference() else value._version)
+        return
+    told = _TELLS.get(type(value))
+    if told is not None:
+        found.append(told(value))
+        return
+    if isinstance(value, contextvars.ContextVar):
+        _collect(value.get(_ABSENT), depth, seen, found)
+        return
+    if hasattr(value, "__next__") or hasattr(value, "bit_generator"):
+        raise UnfollowableError
+    if depth == 0:
+        return
+    if isinstance(value, dict):
+        _items(value, depth, seen, found)
+    elif isinstance(value, (list, tuple, set, frozenset, deque)):
+        found.append(len(value))
+        if len(value) <= _MAX_ITEMS:
+            for item in value:
+                _collect(item, depth - 1, seen, found)
+    held = getattr(value, "__dict__", None)
+    if isinstance(held, dict):
+        _items(held, depth, seen, found)
+
+
+def _items(held: Mapping[Any, Any], depth: int, seen: set[int], found: State) -> None:
+    found.append(len(held))
+    if len(held) <= _MAX_ITEMS:
+        for key, item in held.items():
+            found.append(key)
+            _collect(item, depth - 1, seen, found)
+
+
+_TELLS: dict[type, Callable[[Any], str]] = {
+    random.Random: lambda value: repr(value.getstate()),
+    torch.Generator: lambda value: repr(bytes(value.get_state().untyped_storage())),
+}
+"""Objects whose state is asked for by a call of their own."""
+
+
+def _same(before: State, after: State) -> bool:
+    return len(before) == len(after) and all(
+        a is b or (type(a) is type(b) and isinstance(a, PLAIN) and a == b)
+        for a, b in zip(before, after, strict=True)
+    )

@@ -1,0 +1,142 @@
+"""Arguments of a call on meta: those of a user, of another batch size, or described in text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rooftrace.tracer.asking import Inputs, RequestError
+from rooftrace.tracer.graph import GraphError, torch_dtype
+from rooftrace.tracer.phases import cache_arguments
+from rooftrace.tracer.recording import META, REAL_VALUE
+from rooftrace.tracer.tensors import inputs_on_meta, parameters_of, replaced, tensors_in, twin
+
+_SEED = 0
+_PROMPTS = ("decoder_input_ids", "input_ids")
+"""Arguments that a decode step takes one more token of, the first that is given; else the first
+argument, where it looks like token ids."""
+
+
+def call_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
+    """`Inputs` of a plain call; for decode the arguments are the prompt, and its last token the
+    step's own input."""
+    moved: tuple[tuple[Any, ...], dict[str, Any]] = inputs_on_meta((tuple(args), dict(kwargs)))
+    args, kwargs = moved
+    found = tensors_in((args, kwargs))
+    batch = int(found[0].shape[0]) if found and found[0].dim() else 1
+    names = [n for n, p in parameters_of(module).items() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    named = {**dict(zip(names, args, strict=False)), **kwargs}
+    key = _prompt(named, found)
+    if key is None:
+        return Inputs(args, kwargs, workload={"batch": batch})
+    tokens: Tensor = named[key]
+    length = int(tokens.shape[1])
+    workload = {"batch": batch, "seq": length}
+    decode = None
+    if cache_arguments(module):
+        workload["kv"] = length
+        decode = {key: last_token(tokens)}
+    return Inputs(
+        args,
+        kwargs,
+        decode=decode,
+        cached=cache_switch(module),
+        items=tokens.numel(),
+        item="token",
+        workload=workload,
+    )
+
+
+def _prompt(named: Mapping[str, Any], found: list[Tensor]) -> str | None:
+    """The name of the argument that holds the prompt, if it is one of those or the first of all."""
+    first = [name for name, item in named.items() if found and item is found[0]]
+    return next((name for name in (*_PROMPTS, *first) if is_tokens(named.get(name))), None)
+
+
+def cache_switch(module: nn.Module) -> dict[str, Any]:
+    """The argument that asks a module for its cache, where it has one."""
+    named = "use_cache" in parameters_of(module)
+    return {"use_cache": True} if named or hasattr(module, "can_generate") else {}
+
+
+def is_tokens(item: Any) -> bool:
+    """Whether an argument looks like token ids: whole numbers, [batch, sequence]."""
+    return isinstance(item, Tensor) and item.dim() == 2 and not item.dtype.is_floating_point
+
+
+def last_token(tokens: Tensor) -> Tensor:
+    """The last column of token ids, with its value where that is known."""
+    last = torch.empty((tokens.shape[0], 1), dtype=tokens.dtype, device=META)
+    value = tokens.__dict__.get(REAL_VALUE)
+    if value is not None:
+        last.__dict__[REAL_VALUE] = value[:, -1:].clone()
+    return last
+
+
+def random_tokens(batch: int, length: int, vocabulary: int) -> Tensor:
+    """Known token ids, drawn uniformly with a fixed seed, without the first few (special) ones."""
+    generator = torch.Generator().manual_seed(_SEED)
+    first = min(5, vocabulary - 1)
+    return twin(torch.randint(first, vocabulary, (batch, length), generator=generator))
+
+
+def with_batch(tree: Any, batch: int) -> Any:
+    """Inputs with another batch size: tensors whose first dimension is that of the first one.
+
+    Known values are repeated.  Raises RequestError where no input has a first dimension.
+    """
+    found = [t for t in tensors_in(tree) if t.dim()]
+    if not found:
+        raise RequestError(f"--batch {batch}: no input is a tensor with a first dimension")
+    old = int(found[0].shape[0])
+
+    def resized(tensor: Tensor) -> Tensor:
+        if not tensor.dim() or tensor.shape[0] != old:
+            return twin(tensor)
+        value = tensor.__dict__.get(REAL_VALUE)
+        if value is not None and old:
+            return twin(value[torch.arange(batch) % old])
+        return torch.empty((batch, *tensor.shape[1:]), dtype=tensor.dtype, device=META)
+
+    return replaced(tree, resized)
+
+
+def parsed_inputs(texts: Mapping[str, str]) -> dict[str, Tensor]:
+    """Meta tensors for "8,3,224,224:fp32"; integers are zeros and ones.  Raises RequestError."""
+    return {name: _parsed(name, text) for name, text in texts.items()}
+
+
+def _parsed(name: str, text: str) -> Tensor:
+    shape_text, _, dtype_text = text.partition(":")
+    try:
+        shape = tuple(int(n) for n in shape_text.replace("x", ",").split(",") if n.strip())
+        if any(n < 0 for n in shape):
+            raise ValueError(shape)
+    except ValueError:
+        raise RequestError(
+            f"--input {name}={text}: expected SHAPE:DTYPE, for example {name}=8,3,224,224:fp32"
+        ) from None
+    try:
+        dtype = torch_dtype(dtype_text or "fp32")
+    except GraphError as error:
+        raise RequestError(f"--input {name}={text}: {error}") from None
+    if dtype.is_floating_point or dtype.is_complex:
+        return torch.empty(shape, dtype=dtype, device=META)
+    generator = torch.Generator().manual_seed(_SEED)
+    return twin(torch.randint(0, 2, shape, generator=generator).to(dtype))
+
+
+def check_names(module: nn.Module, given: Mapping[str, Any]) -> None:
+    """Raise RequestError for an input that the module's forward does not take."""
+    parameters = parameters_of(module)
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return
+    for name in given:
+        if name not in parameters:
+            raise RequestError(
+                f"--input {name}: {type(module).__name__}.forward takes "
+                f"{', '.join(parameters) or 'no arguments'}"
+            )

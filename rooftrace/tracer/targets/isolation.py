@@ -1,0 +1,403 @@
+"""A target is built from its own files, as they are now, whatever this process imported before.
+
+Python imports a module once by its name.  Two checkouts with a neighbour of one name, or one file
+before and after an edit, would share what was imported first.  Inside `own_imports` the modules of
+a target are imported afresh and from source text; afterwards `sys.modules` and `sys.path` are what
+they were.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib
+import importlib.util
+import linecache
+import os
+import site
+import sys
+import sysconfig
+import threading
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+_LOCK = threading.RLock()
+_OWN = frozenset({"rooftrace", "torch"})
+_PACKAGES = frozenset({"site-packages", "dist-packages"})
+
+Modules = dict[str, ModuleType]
+
+
+@dataclass
+class Kept:
+    """What targets imported, by what was named: for a call that builds a target several times.
+
+    Each entry: the target's module first, then its other modules; and `sys.path` after the import.
+    """
+
+    modules: dict[str, tuple[Modules, list[str]]] = field(default_factory=dict)
+
+
+_KEPT: ContextVar[Kept | None] = ContextVar("_KEPT", default=None)
+
+
+@dataclass
+class _Imports:
+    """What an `own_imports` has to put back.
+
+    folders: where the targets lie.  aside: modules that were taken out of `sys.modules`.  seen:
+    what was known of their files.  key: what the last target was.
+    """
+
+    path: list[str]
+    before: Modules
+    folders: set[str] = field(default_factory=set)
+    aside: Modules = field(default_factory=dict)
+    seen: dict[str, _Seen] = field(default_factory=dict)
+    key: str = ""
+
+
+_ACTIVE: list[_Imports] = []
+_LEFT: list[tuple[_Imports, list[str]]] = []
+"""Imports that still stand, and `sys.path` with them: those of a target loaded to be run later."""
+_IMPORTED: set[str] = set()
+"""Names of every module that a target of this process had."""
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """A file as it was when its module was first seen; the stamp is there to save reading it."""
+
+    file: str
+    digest: str
+    stamp: tuple[int, ...]
+
+    def edited(self) -> bool:
+        return _stamp(self.file) != self.stamp and digest(self.file) != self.digest
+
+
+_SEEN: dict[str, _Seen] = {}
+"""Modules of the user that are no target's own, and may still be edited, by name."""
+
+
+@contextlib.contextmanager
+def own_imports(leave: bool = False) -> Iterator[None]:
+    """Targets loaded inside get modules of their own; what they import later belongs inside too.
+
+    One thread at a time.  Contexts may stand inside each other: the outer one counts.  leave: what
+    was imported stays until the next target is loaded.
+    """
+    with _LOCK:
+        if _ACTIVE:
+            yield
+            return
+        while _LEFT:
+            _put_back(*_LEFT.pop())
+        imports = _Imports(list(sys.path), dict(sys.modules))
+        finder = _Finder()
+        _ACTIVE.append(imports)
+        sys.meta_path.insert(0, finder)
+        try:
+            yield
+        finally:
+            _ACTIVE.pop()
+            sys.meta_path.remove(finder)
+            if leave:
+                _LEFT.append((imports, list(sys.path)))
+            else:
+                _put_back(imports, list(sys.path))
+
+
+@contextlib.contextmanager
+def keeping(kept: Kept) -> Iterator[None]:
+    """A target that is built several times inside is imported once, also if it allows no more."""
+    token = _KEPT.set(kept)
+    try:
+        yield
+    finally:
+        _KEPT.reset(token)
+
+
+def prepare(key: str, first: Sequence[str], beside: Sequence[str] = ()) -> ModuleType | None:
+    """Make ready to import a target; requires `own_imports`.
+
+    key: tells this target from others.  first: folders (real paths) that come first in `sys.path`.
+    beside: further folders whose modules are the target's own.  Modules that are another's, or of
+    an older file, are put out of the way.  Returns the target's module where `keeping` has it.
+    """
+    (imports,) = _ACTIVE
+    imports.key = key
+    imports.folders |= {*first, *beside}
+    importlib.invalidate_caches()  # a folder's listing is trusted for as long as its time is equal
+    linecache.checkcache()
+    _set_aside(imports, _in_the_way(first, beside))
+    if any(seen.edited() for seen in _SEEN.values()):
+        _set_aside(imports, set(_SEEN))  # who imports what is edited is not known
+    for name, module in list(sys.modules.items()):
+        _see(name, module)
+    for folder in reversed(first):
+        if folder in sys.path:
+            sys.path.remove(folder)
+        sys.path.insert(0, folder)
+    kept = _KEPT.get()
+    if kept is None or key not in kept.modules:
+        return None
+    modules, sys.path[:] = kept.modules[key]
+    sys.modules.update(modules)
+    return next(iter(modules.values()))
+
+
+def imported(module: ModuleType) -> None:
+    """Say which module is the target itself, for `keeping`."""
+    kept = _KEPT.get()
+    (imports,) = _ACTIVE
+    if kept is not None:
+        own = {name: other for name, other in _new(imports).items() if other is not module}
+        kept.modules[imports.key] = ({module.__name__: module, **own}, list(sys.path))
+
+
+def imported_again() -> bool:
+    """Whether modules of the last target were imported before: some code allows it only once."""
+    if not _ACTIVE:
+        return False
+    (imports,) = _ACTIVE
+    return bool(imports.aside) or not _IMPORTED.isdisjoint(_new(imports))
+
+
+def _new(imports: _Imports) -> Modules:
+    """Modules of the user that came while these imports were active."""
+    return {
+        name: module
+        for name, module in list(sys.modules.items())
+        if imports.before.get(name) is not module and _users_module(name, module)
+    }
+
+
+def source_files() -> dict[str, str]:
+    """Digests of the user's Python files that came in with the target, by real path."""
+    (imports,) = _ACTIVE
+    files = {_real(file) for module in _new(imports).values() if (file := _file(module))}
+    return {file: digest(file) for file in sorted(files)}
+
+
+def digest(file: str | os.PathLike[str]) -> str:
+    """A digest of a file's content; "" where it cannot be read."""
+    try:
+        return hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    except OSError:
+        return ""
+
+
+# -- which modules are whose -----------------------------------------------------------------------
+
+
+def _put_back(imports: _Imports, path: Sequence[str]) -> None:
+    """`sys.modules` and `sys.path` as before.  Other people's modules stay imported."""
+    added = [entry for entry in path if entry not in imports.path]
+    if sys.path == list(path):
+        sys.path[:] = imports.path
+    else:
+        sys.path[:] = [entry for entry in sys.path if entry not in added]
+    new = _new(imports)
+    _IMPORTED.update(new)
+    # A package and what is inside it stay or go together.
+    tops = {name.partition(".")[0] for name in new}
+    own = {top for top in tops if not _stays(top, imports)}
+    own |= {name.partition(".")[0] for name in imports.aside}
+    for name, module in new.items():
+        if name.partition(".")[0] in own:
+            del sys.modules[name]
+            _SEEN.pop(name, None)
+        else:
+            _see(name, module)
+    sys.modules.update(imports.aside)
+    _SEEN.update(imports.seen)  # what the user imported is still of the file as it was
+    importlib.invalidate_caches()
+
+
+def _stays(top: str, imports: _Imports) -> bool:
+    """Whether a top-level module is found without the target too, so that it is not its own."""
+    places = _places(top)
+    if not places or places & imports.folders:
+        return False
+    try:
+        spec = _found(top)
+    except (ImportError, ValueError, AttributeError):
+        return False
+    return spec is not None and bool(_spec_places(spec) & places)
+
+
+def _found(top: str) -> ModuleSpec | None:
+    """The spec of a top-level name as it would be found now, though it is imported."""
+    for finder in sys.meta_path:
+        find = getattr(finder, "find_spec", None)
+        spec: ModuleSpec | None = find(top, None, None) if find is not None else None
+        if spec is not None:
+            return spec
+    return None
+
+
+def place_of(top: str) -> str | None:
+    """The folder in which a top-level name is found now, where that is the user's; else None."""
+    spec = _found(top)
+    places = () if spec is None else _spec_places(spec)
+    return next((place for place in places if _users(os.path.join(place, top))), None)
+
+
+def _in_the_way(first: Sequence[str], beside: Sequence[str]) -> set[str]:
+    """Names of imported modules that are of these folders, or hide one of theirs."""
+    tops = {name.partition(".")[0] for name in list(sys.modules)}
+    tops -= {"__main__", "__mp_main__", *_OWN, *sys.stdlib_module_names}
+    own, hiding = set(), set()
+    for top in tops:
+        places = _places(top)
+        if places & {*first, *beside}:
+            own.add(top)
+        elif places and any(_provides(folder, top) for folder in first):
+            hiding.add(top)
+    return {
+        name
+        for name, module in list(sys.modules.items())
+        if (top := name.partition(".")[0]) in hiding or (top in own and _users_module(name, module))
+    }
+
+
+def _provides(folder: str, top: str) -> bool:
+    """Whether a folder has a module or package of this name, or a part of a namespace package."""
+    where = os.path.join(folder, top)
+    if os.path.isfile(f"{where}.py") or os.path.isfile(os.path.join(where, "__init__.py")):
+        return True
+    there = vars(sys.modules[top]) if top in sys.modules else {}
+    return "__path__" in there and there.get("__file__") is None and os.path.isdir(where)
+
+
+def _see(name: str, module: Any) -> None:
+    """Keep what the file of a module of the user holds now, unless an older state is known."""
+    if name not in _SEEN and _users_module(name, module) and (file := _file(module)):
+        _SEEN[name] = _Seen(file, digest(file), _stamp(file))
+
+
+def _stamp(file: str) -> tuple[int, ...]:
+    """What changes when a file is written, without reading it."""
+    try:
+        found = os.stat(file)
+    except OSError:
+        return ()
+    return found.st_mtime_ns, found.st_ctime_ns, found.st_size, found.st_ino
+
+
+def _set_aside(imports: _Imports, names: set[str]) -> None:
+    for name in names:
+        seen = _SEEN.pop(name, None)
+        module = sys.modules.get(name)
+        if module is None or _is_extension(module):
+            continue  # what is compiled cannot be imported twice
+        if imports.before.get(name) is module:
+            imports.aside[name] = module
+            if seen is not None:
+                imports.seen.setdefault(name, seen)
+        del sys.modules[name]
+
+
+def _places(top: str) -> set[str]:
+    """The real folders in which an imported top-level module or package was found."""
+    module = sys.modules.get(top)
+    spec = getattr(module, "__dict__", {}).get("__spec__")
+    if isinstance(spec, ModuleSpec):
+        return _spec_places(spec)
+    file = _file(module)
+    return {os.path.dirname(_real(file))} if file else set()
+
+
+def _spec_places(spec: ModuleSpec) -> set[str]:
+    if spec.submodule_search_locations is not None:
+        return {os.path.dirname(_real(place)) for place in spec.submodule_search_locations}
+    return {os.path.dirname(_real(spec.origin))} if spec.origin and spec.has_location else set()
+
+
+def _users_module(name: str, module: Any) -> bool:
+    """Whether a module is Python code of the user: neither installed, nor Python's, nor ours."""
+    if name.partition(".")[0] in {"__main__", "__mp_main__", *_OWN}:
+        return False
+    file = _file(module)
+    if file:
+        return not _is_extension(module) and _users(file)
+    paths = [str(place) for place in getattr(module, "__dict__", {}).get("__path__", ())]
+    return bool(paths) and all(map(_users, paths))
+
+
+def _is_extension(module: Any) -> bool:
+    file = _file(module)
+    return bool(file) and not file.endswith((".py", ".pyc"))
+
+
+def _file(module: Any) -> str:
+    file = getattr(module, "__dict__", {}).get("__file__")
+    return file if isinstance(file, str) else ""
+
+
+def _real(path: str) -> str:
+    return os.path.realpath(path)
+
+
+@cache
+def _users(path: str) -> bool:
+    """Whether a path is neither in an environment nor in Python or in rooftrace."""
+    parts = Path(path).parts
+    if _PACKAGES & set(parts) or path.startswith("<"):
+        return False
+    real = _real(path)
+    return not any(real.startswith(place) for place in _installed())
+
+
+@cache
+def _installed() -> tuple[str, ...]:
+    names = ("stdlib", "platstdlib", "purelib", "platlib")
+    places = [sysconfig.get_paths()[name] for name in names]
+    places += [*site.getsitepackages(), site.getusersitepackages()]
+    places.append(str(Path(__file__).resolve().parents[2]))
+    torch = importlib.util.find_spec("torch")
+    places += list(torch.submodule_search_locations or ()) if torch is not None else []
+    return tuple(_real(place) + os.sep for place in places)
+
+
+class _FromSource(SourceFileLoader):
+    """Compiles what the file holds now: a cached .pyc is trusted for a second after an edit."""
+
+    def get_code(self, fullname: str) -> Any:
+        path = self.get_filename(fullname)
+        return self.source_to_code(self.get_data(path), path)
+
+
+class _Finder:
+    """Finds what the finders after it find; the user's Python files are then read from source.
+
+    A finder before it may ask it, and must not be asked back.
+    """
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        finders = list(sys.meta_path)
+        for finder in finders[finders.index(self) + 1 :] if self in finders else ():
+            find = getattr(finder, "find_spec", None)
+            spec = None if find is None else find(name, path, target)
+            if spec is None:
+                continue
+            if type(spec.loader) is SourceFileLoader and _users(str(spec.origin)):
+                spec.loader = _FromSource(spec.loader.name, spec.loader.path)
+            found: ModuleSpec = spec
+            return found
+        return None
+
+
+def from_source(name: str, path: Path) -> ModuleSpec | None:
+    """A spec that reads `path` from its source text."""
+    loader = _FromSource(name, str(path))
+    return importlib.util.spec_from_file_location(name, path, loader=loader)

@@ -1,0 +1,372 @@
+"""Inputs that are not token ids (images, sounds, series), by the names of a model's parameters.
+
+Sizes are read off the config.  A name can mean more than one layout, so there is a list for each,
+and the caller takes the first that the model accepts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rooftrace.tracer.asking import RequestError
+from rooftrace.tracer.phases import as_before, learn
+from rooftrace.tracer.recording import META, REAL_VALUE, Recorder
+from rooftrace.tracer.tensors import own_tensors, parameters_of, tensors_in, twin
+
+MAX_TRIALS = 48
+_SIDE = 24
+"""Rows and columns of a grid of patches: many numbers divide it."""
+_ROWS = 16
+"""Length of a sequence that somebody else embedded."""
+SECONDS = 10
+"""Length of a sound."""
+
+Layouts = Sequence[Mapping[str, Tensor]]
+"""Ways to fill in one parameter, each with the further parameters that go with it."""
+
+
+class Sizes:
+    """Sizes that a config or one of the configs inside it names; the first that does counts."""
+
+    def __init__(self, config: Any, batch: int) -> None:
+        self.configs = list(_configs(config))
+        self.batch = batch
+
+    def find(self, *fields: str) -> Any:
+        """The first value of these fields; None where nobody has one."""
+        for field, part in itertools.product(fields, self.configs):
+            value = getattr(part, field, None)
+            if value is not None and not callable(value):
+                return value
+        return None
+
+    def number(self, *fields: str, default: int) -> int:
+        value = self.find(*fields)
+        value = value[0] if isinstance(value, (list, tuple)) and value else value
+        return int(value) if isinstance(value, (int, float)) and value > 0 else default
+
+    def pair(self, *fields: str, default: int) -> tuple[int, int]:
+        value = self.find(*fields)
+        if isinstance(value, Mapping):
+            value = list(value.values())
+        if isinstance(value, (list, tuple)) and value and isinstance(value[0], int):
+            return value[0], value[-1]
+        return (value, value) if isinstance(value, int) and value > 0 else (default, default)
+
+
+def _configs(config: Any) -> Iterator[Any]:
+    """A config, the configs inside it, those inside them."""
+    level = [config]
+    while level:
+        yield from level
+        level = [
+            inner
+            for part in level
+            for inner in vars(part).values()
+            if hasattr(inner, "model_type") and hasattr(inner, "__dict__")
+        ]
+
+
+def _floats(*shape: int) -> Tensor:
+    return torch.empty(shape, device=META)
+
+
+def _whole(value: Tensor) -> Tensor:
+    return twin(value.long())
+
+
+# -- layouts by parameter --------------------------------------------------------------------------
+
+
+def _images(sizes: Sizes, name: str) -> Layouts:
+    """One image, a video, a pair, an image of another size, or rows of patches."""
+    channels = sizes.number("num_channels", "in_channels", "in_chans", default=3)
+    side = sizes.pair("image_size", "img_size", default=224)
+    frames = sizes.number("num_frames", "frames_per_clip", default=8)
+    batch = sizes.batch
+    image = (batch, channels, *side)
+    video = (batch, frames, channels, *side)
+    first = (video, image) if name == "pixel_values_videos" else (image, video)
+    shapes = (
+        *first,
+        (batch, 2, channels, *side),
+        (batch, 1, channels, *side),
+        *((batch, channels, other, other) for other in (256, 336, 512, 1024, 1536)),
+    )
+    return [*({name: _floats(*shape)} for shape in shapes), *_patches(sizes, name)]
+
+
+def _patches(sizes: Sizes, name: str) -> Layouts:
+    """Patches as rows, with the grid or the shape that they come from."""
+    channels = sizes.number("num_channels", "in_channels", "in_chans", default=3)
+    patch = sizes.number("patch_size", default=16)
+    depths = dict.fromkeys((sizes.number("temporal_patch_size", default=1), 2, 1))
+    side = _SIDE
+    width = channels * patch * patch
+    flats = [_floats(side * side * sizes.batch, depth * width) for depth in depths]
+    grid = _whole(torch.tensor([[1, side, side]] * sizes.batch))
+    rows = _floats(sizes.batch, side * side, width)
+    shape = _whole(torch.tensor([[side, side]] * sizes.batch))
+    mask = _whole(torch.ones(sizes.batch, side * side))
+    places = _whole(torch.cartesian_prod(torch.arange(side), torch.arange(side)))
+    return [
+        *({name: flat, "grid_thw": grid} for flat in flats),
+        {name: rows, "spatial_shapes": shape, "pixel_attention_mask": mask},
+        {name: rows, "pixel_position_ids": twin(places.__dict__[REAL_VALUE][None])},
+    ]
+
+
+def _waves(sizes: Sizes, name: str) -> Layouts:
+    """A sound as samples, with one channel, or as a spectrogram with its bands last."""
+    samples = SECONDS * sizes.number("sampling_rate", "sample_rate", default=16000)
+    bands = sizes.number("num_mel_bins", default=80)
+    frames = sizes.number("max_length", default=1024)
+    batch = sizes.batch
+    samples -= samples % 1920  # a whole number of frames, for most
+    return [
+        {name: _floats(*shape)}
+        for shape in ((batch, samples), (batch, 1, samples), (batch, frames, bands))
+    ]
+
+
+def _features(sizes: Sizes, name: str) -> Layouts:
+    """A spectrogram, with its frames last or its bands."""
+    bands = sizes.number(
+        "num_mel_bins",
+        "feature_size",
+        "input_feat_per_channel",
+        "n_mels",
+        "input_dim",
+        "input_size",
+        default=80,
+    )
+    frames = 2 * sizes.number("max_source_positions", default=1500)
+    batch = sizes.batch
+    many = tuple(dict.fromkeys((bands, 80, 128, 160, 320)))
+    shapes = [(batch, n, frames) for n in many] + [(batch, 1504, n) for n in many]
+    return [
+        {
+            name: _floats(*shape),
+            "input_features_mask": _whole(torch.ones(batch, max(shape[1:]))),
+        }
+        for shape in shapes
+    ]
+
+
+def _past(sizes: Sizes, name: str) -> Layouts:
+    """A series: its values, and whether and when they were observed."""
+    lags = sizes.find("lags_sequence") or [0]
+    length = sizes.number("context_length", default=64) + max(lags)
+    channels = sizes.number("num_input_channels", "input_size", default=1)
+    times = sizes.number("num_time_features", default=1)
+    batch = sizes.batch
+    shapes = ((batch, length, channels), (batch, length))
+    return [
+        {
+            name: _floats(*shape),
+            "past_observed_mask": _floats(*shape),
+            "past_time_features": _floats(batch, length, times),
+        }
+        for shape in shapes
+    ]
+
+
+def _regions(sizes: Sizes, name: str) -> Layouts:
+    """What a detector found in an image: features and places."""
+    width = sizes.number("visual_feat_dim", default=2048)
+    places = sizes.number("visual_pos_dim", default=4)
+    return [
+        {
+            "visual_feats": _floats(sizes.batch, 36, width),
+            "visual_pos": _floats(sizes.batch, 36, places),
+        }
+    ]
+
+
+_LAYOUTS: Mapping[str, Callable[[Sizes, str], Layouts]] = {
+    "pixel_values": _images,
+    "pixel_values_videos": _images,
+    "hidden_states": _patches,
+    "input_values": _waves,
+    "input_features": _features,
+    "past_values": _past,
+    "visual_feats": _regions,
+}
+TOKENS = ("input_ids", "decoder_input_ids")
+
+
+# -- choosing --------------------------------------------------------------------------------------
+
+
+def _is_embedded(name: str) -> bool:
+    """Whether a parameter takes what others make of their inputs."""
+    return name.endswith("_embeds")
+
+
+def _layouts(sizes: Sizes, name: str) -> Layouts:
+    if name in _LAYOUTS:
+        return _LAYOUTS[name](sizes, name)
+    width = sizes.number("hidden_size", "d_model", default=768)
+    return [{name: _floats(sizes.batch, _ROWS, width)}]
+
+
+def required(module: nn.Module) -> list[str]:
+    """Names of the arguments that a module cannot do without."""
+    return [
+        name
+        for name, p in parameters_of(module).items()
+        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]
+
+
+def other_than_text(module: nn.Module) -> set[str]:
+    """The parameters that take something known which is no token ids."""
+    return set(parameters_of(module)) & set(_LAYOUTS)
+
+
+def guessed(
+    module: nn.Module,
+    config: Any,
+    main: str,
+    tokens: Mapping[str, Tensor],
+    given: Mapping[str, Tensor],
+    batch: int,
+) -> tuple[dict[str, Tensor] | None, str]:
+    """Arguments beside the given ones that the module accepts, or None and what it says.
+
+    tokens: ids that it could be given, by name.
+    """
+    complaint = ""
+    tries = _candidates(module, config, main, tokens, given, batch)
+    names: set[str] = set()
+    for arguments in itertools.islice(tries, MAX_TRIALS):
+        error = _refusal(module, {**arguments, **given})
+        if error is None:
+            return arguments, ""
+        if set(arguments) > names:  # what it says of the likeliest layout of most arguments
+            names = set(arguments)
+            complaint = " ".join(f"{type(error).__name__}: {error}".split())
+    return None, complaint
+
+
+def _candidates(
+    module: nn.Module,
+    config: Any,
+    main: str,
+    tokens: Mapping[str, Tensor],
+    given: Mapping[str, Tensor],
+    batch: int,
+) -> Iterator[dict[str, Tensor]]:
+    """Arguments that the module may accept, the likeliest first.
+
+    They are the main one and those it requires, then one more, then all that are known.  What goes
+    with an input is passed only where forward takes it.
+    """
+    parameters = parameters_of(module)
+    sizes = Sizes(config, batch)
+    dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
+    known: dict[str, Layouts] = {name: [{name: ids}] for name, ids in tokens.items()}
+    known |= {n: _layouts(sizes, n) for n in parameters if n in _LAYOUTS or _is_embedded(n)}
+    needed = [name for name in required(module) if name not in given]
+    known = {name: layouts for name, layouts in known.items() if name not in given}
+    wanted = (main, "decoder_input_ids", *needed)
+    first = [name for name in dict.fromkeys(wanted) if name in known]
+    others = [name for name in known if name not in first and not _is_embedded(name)]
+    for names in (first, *([*first, other] for other in others), [*first, *others]):
+        for filled in itertools.product(*(known[name] for name in names)):
+            found = {name: t for part in filled for name, t in part.items() if name in parameters}
+            if found and all(name in found for name in needed):
+                yield {
+                    name: t.to(dtype) if t.is_floating_point() else t for name, t in found.items()
+                }
+
+
+def _refusal(module: nn.Module, arguments: Mapping[str, Any]) -> Exception | None:
+    """None where the module runs on these arguments, else what it says."""
+    with _unrecorded(module, arguments):
+        try:
+            module(**arguments)
+        except Exception as error:  # whatever the code of a model may raise
+            return error
+    return None
+
+
+@contextlib.contextmanager
+def _unrecorded(module: nn.Module, arguments: Mapping[str, Any]) -> Iterator[None]:
+    """Inside, the module runs in eval mode on meta, with what is known of its tensors and these."""
+    recorder = Recorder(record=False)
+    own = (tensor for part in module.modules() for tensor in own_tensors(part))
+    for tensor in (*tensors_in(dict(arguments)), *own):
+        learn(recorder.values, tensor)
+    try:
+        with as_before(module), torch.no_grad(), torch.device(META), recorder:
+            module.eval()
+            yield
+    finally:
+        recorder.close()
+
+
+# -- what goes with a given input ---------------------------------------------------------------
+
+_GRIDS = {"pixel_values": "image_grid_thw", "pixel_values_videos": "video_grid_thw"}
+
+
+def grids(module: nn.Module, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The grid that the rows of given patches come from, where forward asks for it: one image."""
+    parameters = parameters_of(module)
+    return {
+        grid: _whole(torch.tensor([[1, *_rectangle(given[name].shape[0])]]))
+        for name, grid in _GRIDS.items()
+        if name in given and given[name].dim() == 2 and grid in parameters and grid not in given
+    }
+
+
+def _rectangle(count: int) -> tuple[int, int]:
+    """The sides, even ones if possible, of the rectangle of so many cells that is most square."""
+    sides = [n for n in range(1, count + 1) if count % n == 0 and n * n <= count]
+    even = [n for n in sides if n % 2 == 0 and count // n % 2 == 0]
+    short = max(even or sides)
+    return short, count // short
+
+
+# -- placeholders in a prompt ----------------------------------------------------------------------
+
+
+def placeholders(
+    module: Any, config: Any, given: Mapping[str, Tensor]
+) -> list[tuple[int, int, int]]:
+    """The token that stands in a prompt for given images (1), videos (2), sounds (3); how often.
+
+    A model says how many features it makes of them, and refuses another number of tokens.  Raises
+    RequestError where it makes none.
+    """
+    found = []
+    for type_id, kind in enumerate(("image", "video", "audio"), start=1):
+        make = getattr(module, f"get_{kind}_features", None)
+        token = getattr(config, f"{kind}_token_id", getattr(config, f"{kind}_token_index", None))
+        if make is None or token is None:
+            continue
+        accepts = inspect.signature(make).parameters
+        needed = [n for n, p in accepts.items() if p.default is p.empty and p.kind not in (2, 4)]
+        if not needed or needed[0] not in given:
+            continue
+        try:
+            with _unrecorded(module, given):
+                features = make(**{name: t for name, t in given.items() if name in accepts})
+        except Exception as error:  # whatever the code of a model may raise
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            raise RequestError(
+                f"{type(module).__name__}: it makes no {kind} features of the inputs that were "
+                f"given ({reason}); its {make.__name__} takes {', '.join(accepts)}"
+            ) from error
+        features = tensors_in(getattr(features, "pooler_output", features))
+        count = sum(t.numel() // t.shape[-1] for t in features if t.dim() > 1)
+        found.append((type_id, int(token), count))
+    return found

@@ -1,0 +1,399 @@
+"""Meta twins of modules and inputs: same sizes, no data, nothing shared with the original."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import inspect
+import io
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.utils._pytree import tree_map_only
+
+from rooftrace.tracer.recording import META, REAL, REAL_VALUE, Real, TraceError, small
+from rooftrace.tracer.tensors.closures import copy_hooks
+from rooftrace.tracer.tensors.trees import (
+    HAS_BYTES,
+    ORDINARY,
+    PLAIN,
+    attributes_of,
+    bytes_of,
+    is_hollow,
+    parts_of,
+    pieces_of,
+    tensors_in,
+)
+
+LAZY = (UninitializedParameter, UninitializedBuffer)
+
+
+def twin(tensor: Tensor) -> Tensor:
+    """A fresh meta tensor of the same size and strides; a small value is kept under REAL_VALUE.
+
+    Of a tensor subclass, one of its class with the same attributes (see `Twins`).
+    """
+    made = Twins()
+    found = made.of(tensor)
+    made.finish()
+    return found
+
+
+def _empty_like(tensor: Tensor) -> Tensor:
+    """A meta tensor of its size; of a sparse one with as many stored elements."""
+    if tensor.layout is not torch.sparse_coo:
+        return torch.empty_like(tensor, device=META)
+    places, values = (torch.empty_like(piece, device=META) for piece in pieces_of(tensor))
+    with torch.no_grad():
+        return torch.sparse_coo_tensor(
+            places, values, tensor.shape, is_coalesced=tensor.is_coalesced(), check_invariants=False
+        )
+
+
+def _plain_twin(tensor: Tensor) -> Tensor:
+    empty = _empty_like(tensor)
+    empty.requires_grad_(tensor.requires_grad and tensor.dtype.is_floating_point)
+    _refer(empty, tensor)
+    if tensor.device.type == "cpu" and small(tensor) and type(tensor) is Tensor:
+        empty.__dict__[REAL_VALUE] = tensor.detach().clone()
+    elif REAL_VALUE in tensor.__dict__:
+        empty.__dict__[REAL_VALUE] = tensor.__dict__[REAL_VALUE]
+    return empty
+
+
+def on_meta(module: nn.Module) -> nn.Module:
+    """The module itself if all its tensors are on meta, else a copy with meta tensors.
+
+    The copy shares no state with the original, and no weight is copied.  Raises TraceError for
+    a module that cannot be copied.
+    """
+    memo: dict[int, Any] = {}
+    twins = Twins(memo)
+    scripted = _scripted(module)
+    inside = {id(part) for script in scripted for part in script.modules()}
+    for script in scripted:
+        if any(t.device.type != "meta" for t in (*script.parameters(), *script.buffers())):
+            memo[id(script)] = _loaded_on_meta(script)
+    for path, owner in module.named_modules():
+        for tensor in () if id(owner) in inside else own_tensors(owner):
+            if any(part.device.type != "meta" for part, _ in parts_of(tensor)):
+                twins.of(tensor, owned=True, name=_name_in(owner, path, tensor))
+    if not memo:
+        return module
+    twins.beside(part for part in module.modules() if id(part) not in inside)
+    own = [t for part in module.modules() if id(part) not in inside for t in own_tensors(part)]
+    fresh_handles(module, memo)
+    try:
+        twins.finish()
+        made: nn.Module = copy.deepcopy(module, memo)
+        copy_hooks(own, memo)
+        return made
+    except (TypeError, RuntimeError, ValueError, AttributeError) as error:
+        raise TraceError(
+            f"{type(module).__name__} cannot be copied to the meta device ({error}): build it "
+            "under `with torch.device('meta'):` and pass that"
+        ) from error
+
+
+_HANDLES: dict[type, Callable[[Any], Any]] = {
+    ThreadPoolExecutor: lambda pool: ThreadPoolExecutor(pool._max_workers),
+    type(threading.Lock()): lambda lock: threading.Lock(),
+    type(threading.RLock()): lambda lock: threading.RLock(),
+    threading.Event: lambda event: threading.Event(),
+    threading.Semaphore: lambda semaphore: threading.Semaphore(semaphore._value),
+    threading.local: lambda local: threading.local(),
+}
+"""What cannot be copied, and how one like it is made: nobody waits for it or holds it yet."""
+
+
+def fresh_handles(module: nn.Module, memo: dict[int, Any]) -> None:
+    """Put handles of their own for the pools and locks of modules into the memo of a deep copy."""
+    waiting = [item for part in module.modules() for item in vars(part).values()]
+    for _ in range(_HANDLE_DEPTH):
+        inside: list[Any] = []
+        for item in waiting:
+            make = _HANDLES.get(type(item))
+            if make is not None:
+                memo.setdefault(id(item), make(item))
+            elif isinstance(item, dict):
+                inside += item.values()
+            elif isinstance(item, (list, tuple)):
+                inside += item
+            elif type(item).__module__ in ("threading", "queue", "_thread", "_queue"):
+                continue  # a queue is emptied by a thread that knows the original: none like it
+            elif not isinstance(item, (*PLAIN, Tensor, nn.Module, type)) and not callable(item):
+                inside += getattr(item, "__dict__", {}).values()
+        waiting = inside
+
+
+_HANDLE_DEPTH = 3
+"""How deep objects that modules hold are looked into for pools and locks."""
+
+
+def _scripted(module: nn.Module) -> list[torch.jit.ScriptModule]:
+    """The outermost modules that TorchScript compiled."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return [module]
+    return [found for child in module.children() for found in _scripted(child)]
+
+
+def _loaded_on_meta(script: torch.jit.ScriptModule) -> nn.Module:
+    """A copy on meta, by way of TorchScript's own file: it moves in no other way."""
+    file = io.BytesIO()
+    torch.jit.save(script, file)
+    file.seek(0)
+    loaded: nn.Module = torch.jit.load(file, map_location=META)  # type: ignore[no-untyped-call]
+    for mine, theirs in zip(script.modules(), loaded.modules(), strict=True):
+        theirs.training = mine.training
+    return loaded
+
+
+def parameters_of(module: nn.Module) -> Mapping[str, inspect.Parameter]:
+    """The parameters of a module's forward, by name; of TorchScript's as its schema has them."""
+    forward: Any = module.forward
+    if not isinstance(module, torch.jit.ScriptModule):
+        return inspect.signature(forward).parameters
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    names = [argument.name for argument in forward.schema.arguments[1:]]
+    return {name: inspect.Parameter(name, kind) for name in names}
+
+
+def own_tensors(module: nn.Module) -> Iterable[Tensor]:
+    """Parameters, buffers and plain tensor attributes of one module, without its children's."""
+    for tensor in (*module._parameters.values(), *module._buffers.values()):
+        if tensor is not None:
+            yield tensor
+    for value in vars(module).values():
+        if isinstance(value, Tensor):
+            yield value
+
+
+class Twins:
+    """Meta tensors for real ones, each made once and put into the memo of a deep copy.
+
+    A subclass keeps its class, its attributes and the tensors inside of it; they are moved by
+    `__tensor_unflatten__` where the class has it, else by making an object of that class with the
+    same attributes.  Attributes may refer to anything, also to the module that owns the tensor:
+    they are copied by `finish`, when all tensors have their twins.
+    """
+
+    def __init__(self, memo: dict[int, Any] | None = None) -> None:
+        self.memo: dict[int, Any] = {} if memo is None else memo
+        self._attributes: list[tuple[Tensor, dict[str, Any]]] = []
+        self._storages: dict[int, Tensor] = {}
+        self._kept: list[Any] = []  # identities stay those of these objects
+
+    def of(self, tensor: Tensor, owned: bool = False, name: str = "") -> Tensor:
+        """The twin of `tensor`.  owned: by a module, so that a parameter stays one.
+
+        Raises TraceError for a subclass that does not move, with its name.
+        """
+        known: Tensor | None = self.memo.get(id(tensor))
+        if known is not None:
+            return known
+        if type(tensor) in ORDINARY or isinstance(tensor, LAZY):
+            made = _aliased(tensor, self._storages) if not owned else None
+            if made is None:
+                made = parameter_twin(tensor) if owned else _plain_twin(tensor)
+        else:
+            try:
+                with torch._C.DisableTorchFunctionSubclass():
+                    made = self._subclass(tensor, owned)
+            except (RuntimeError, TypeError, ValueError, AttributeError, KeyError) as error:
+                kind = type(tensor)
+                raise TraceError(
+                    f"{name or 'a tensor'} is a {kind.__module__}.{kind.__qualname__}, which does "
+                    f"not move to the meta device ({type(error).__name__}: {error}): give the "
+                    "class __tensor_flatten__ and __tensor_unflatten__, or build the module under "
+                    "`with torch.device('meta'):` and pass that"
+                ) from error
+        lazy = isinstance(tensor, LAZY)
+        if owned and not lazy and tensor.layout is torch.strided and not is_hollow(tensor):
+            self._storages.setdefault(bytes_of(tensor), made)
+        self.memo[id(tensor)] = made
+        self._kept.append(tensor)
+        attributes = attributes_of(tensor)
+        known_names = vars(made)
+        rest = {n: item for n, item in attributes.items() if n not in known_names}
+        if rest:
+            self._attributes.append((made, rest))
+            for inner in tensors_in(rest):
+                if inner is not tensor:
+                    self.of(inner, name=name)
+        return made
+
+    def _subclass(self, tensor: Tensor, owned: bool) -> Tensor:
+        kind: Any = type(tensor)
+        made: Tensor
+        if hasattr(kind, "__tensor_flatten__"):
+            flat: Any = tensor
+            names, context = flat.__tensor_flatten__()
+            inner = {n: self._part(getattr(tensor, n), owned) for n in names}
+            size, stride = tensor.size(), tensor.stride() if _has_strides(tensor) else None
+            made = kind.__tensor_unflatten__(inner, _on_no_device(context), size, stride)
+        elif is_hollow(tensor):
+            made = Tensor._make_wrapper_subclass(
+                kind,
+                tensor.size(),
+                strides=tensor.stride() if _has_strides(tensor) else None,
+                dtype=tensor.dtype,
+                layout=tensor.layout,
+                device=META,
+            )
+        else:
+            empty = torch.empty_strided(
+                tensor.size(), tensor.stride(), dtype=tensor.dtype, device=META
+            )
+            made = Tensor._make_subclass(kind, empty, False)
+            made.__dict__[HAS_BYTES] = True
+            if not owned and tensor.device.type == "cpu" and small(tensor):
+                made.__dict__[REAL_VALUE] = tensor.detach().as_subclass(Tensor).clone()
+        if made.requires_grad != tensor.requires_grad and made.is_leaf:
+            made.requires_grad_(tensor.requires_grad)
+        return made
+
+    def _part(self, item: Any, owned: bool) -> Any:
+        """A tensor inside of a subclass; of a weight, no values are carried along."""
+        if not isinstance(item, Tensor):
+            return item
+        if type(item) is not Tensor or not owned:
+            return self.of(item, owned)
+        self._kept.append(item)
+        made = self.memo[id(item)] = torch.empty_like(item, device=META)
+        _refer(made, item)
+        return made
+
+    def beside(self, modules: Iterable[nn.Module]) -> None:
+        """Twins for what objects in modules hold of weights.
+
+        That is what shares bytes with a weight that moved, and everything beside a weight of a
+        class of its own: the state of a quantised layer.
+        """
+        seen: set[int] = set()
+        for module in modules:
+            special = any(type(tensor) not in ORDINARY for tensor in own_tensors(module))
+            for name, tensor in beside_in(module, seen):
+                if tensor.device.type != "cpu" or id(tensor) in self.memo:
+                    continue
+                if special or bytes_of(tensor) in self._storages:
+                    self.of(tensor, name=name)
+
+    def finish(self) -> None:
+        """Copy the attributes of subclasses, once all tensors that they may name are there."""
+        while self._attributes:
+            made, attributes = self._attributes.pop()
+            for name, item in attributes.items():
+                try:
+                    copied = copy.deepcopy(item, self.memo)
+                except (TypeError, RuntimeError, ValueError, AttributeError):
+                    copied = item  # a lock, a handle: no tensor is in it that could move
+                with contextlib.suppress(AttributeError):  # a read-only slot
+                    object.__setattr__(made, name, copied)
+
+
+def beside_in(module: nn.Module, seen: set[int] | None = None) -> Iterator[tuple[str, Tensor]]:
+    """Tensors in objects that a module holds, with the names of its attributes.
+
+    seen: objects that are not looked into (again).
+    """
+    seen = set() if seen is None else seen
+    for name, item in vars(module).items():
+        if name not in ("_parameters", "_buffers", "_modules") and not isinstance(item, PLAIN):
+            yield from ((name, tensor) for tensor in tensors_in(item, seen))
+
+
+def _aliased(tensor: Tensor, storages: Mapping[int, Tensor]) -> Tensor | None:
+    """A meta tensor that shares its bytes with the twin of what `tensor` shares bytes with."""
+    if tensor.layout is not torch.strided or bytes_of(tensor) not in storages:
+        return None
+    base = storages[bytes_of(tensor)]
+    empty = torch.empty(0, dtype=tensor.dtype, device=META)
+    where = base.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride()
+    return empty.set_(*where)
+
+
+def _has_strides(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
+def _on_no_device(context: Any) -> Any:
+    """What a subclass knows beside its tensors, with META for a device among it."""
+    if isinstance(context, torch.device):
+        return META
+    if isinstance(context, dict):
+        return {key: _on_no_device(item) for key, item in context.items()}
+    if type(context) in (list, tuple):
+        return type(context)(_on_no_device(item) for item in context)
+    if isinstance(context, tuple) and hasattr(context, "_fields"):
+        kind: Any = type(context)
+        return kind(*(_on_no_device(item) for item in context))
+    devices = {
+        name: META
+        for name, item in getattr(context, "__dict__", {}).items()
+        if isinstance(item, torch.device)
+    }
+    if devices and dataclasses.is_dataclass(context) and not isinstance(context, type):
+        return dataclasses.replace(context, **devices)
+    return context
+
+
+def _name_in(owner: nn.Module, path: str, tensor: Tensor) -> str:
+    groups = (owner._parameters, owner._buffers, vars(owner))
+    names = (name for group in groups for name, item in group.items() if item is tensor)
+    return ".".join(part for part in (path, next(names, "")) if part)
+
+
+def parameter_twin(tensor: Tensor) -> Tensor:
+    """A meta tensor for an ordinary one that a module owns: a parameter stays one."""
+    if isinstance(tensor, LAZY):
+        kind: Any = type(tensor)
+        empty: Tensor = kind(tensor.requires_grad, device=META, dtype=tensor.dtype)
+        return empty
+    if isinstance(tensor, nn.Parameter):
+        made = nn.Parameter(_empty_like(tensor), tensor.requires_grad)
+        _refer(made, tensor)
+        return made
+    return _plain_twin(tensor)
+
+
+def _refer(empty: Tensor, tensor: Tensor) -> None:
+    """Let a twin know the real tensor, from which values are computed where code asks for them."""
+    plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+    if plain and tensor.device.type == "cpu":
+        empty.__dict__[REAL] = Real(tensor)
+    elif REAL in tensor.__dict__:
+        empty.__dict__[REAL] = tensor.__dict__[REAL]
+
+
+def is_lazy(module: nn.Module) -> bool:
+    """Whether some parameter has no shape before the first call (nn.LazyLinear)."""
+    return any(
+        isinstance(tensor, LAZY) for owner in module.modules() for tensor in own_tensors(owner)
+    )
+
+
+def inputs_on_meta(tree: Any) -> Any:
+    """A copy of nested arguments with a twin for every tensor, the user's own left as they are."""
+    twins = Twins()
+    for tensor in tensors_in(tree):
+        twins.of(tensor)
+    twins.finish()
+    return _copied(tree, twins.memo)
+
+
+def replaced(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """A copy of nested Python values with every tensor in it changed, each once."""
+    return _copied(tree, {id(tensor): change(tensor) for tensor in tensors_in(tree)})
+
+
+def _copied(tree: Any, memo: dict[int, Any]) -> Any:
+    try:
+        return copy.deepcopy(tree, dict(memo))
+    except (TypeError, RuntimeError):  # a generator, a lock ...: only the containers are copied
+        return tree_map_only(Tensor, lambda tensor: memo[id(tensor)], tree)
