@@ -251,6 +251,18 @@ def test_every_name_of_a_face_is_there() -> None:
             assert read.endswith(f".{name}") or name in source, f"{room}.{name}"
 
 
+def test_the_tree_in_contributing_shows_every_room() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    tree = text.partition("```\nrooftrace/\n")[2].partition("```")[0]
+    shown, layer = set(), ""
+    for line in tree.splitlines():
+        name = line.split("/")[0].strip()
+        layer = layer if line.startswith("    ") else name
+        shown.add(f"rooftrace.{name}" if layer == name else f"rooftrace.{layer}.{name}")
+    rooms = {room_of(path) for path in sources()} - {"rooftrace"}
+    assert shown - {"rooftrace.hardware.chips"} == rooms
+
+
 # What is still to be made smaller, as it is now: never larger, and gone when it is done.
 WIDE_FACES: dict[str, int] = {
     "rooftrace.costmodels.estimating": 13,
