@@ -1,9 +1,7 @@
-from rooftrace.costmodels.estimating import (
-    Estimate as Estimate,
+from rooftrace.costmodels.estimating import Estimate as Estimate
+from rooftrace.costmodels.execution import (
     ExecutionModel as ExecutionModel,
-    Plan as Plan,
     execution_model as execution_model,
-    plan as plan,
 )
 from rooftrace.costmodels.findings import (
     Headroom as Headroom,
@@ -13,6 +11,7 @@ from rooftrace.costmodels.findings import (
 from rooftrace.costmodels.memory import (
     memory as memory,
 )
+from rooftrace.costmodels.planning import Plan as Plan, plan as plan
 from rooftrace.costmodels.pricing import (
     Access as Access,
     Cost as Cost,

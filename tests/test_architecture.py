@@ -229,10 +229,16 @@ def test_no_room_imports_past_the_face_of_another() -> None:
         if (one.importer, one.target) in AGAINST_THE_DIRECTION:
             continue
         here, there = room_of(modules()[one.importer]), room_of(modules()[read])
-        package, _, name = one.target.rpartition(".")
-        if here != there and one.target != there and name not in faces().get(package, {}):
+        if here != there and one.target != there and not is_public(one.target):
             bad.append(one)
     assert not bad, listed(bad)
+
+
+def is_public(target: str) -> bool:
+    """Whether a face gives this name, or the whole file that has it (`hardware.units`)."""
+    package, _, name = target.rpartition(".")
+    room, _, file = package.rpartition(".")
+    return name in faces().get(package, {}) or faces().get(room, {}).get(file) == package
 
 
 def test_a_face_never_gives_a_name_that_is_also_a_file_beside_it() -> None:
@@ -265,13 +271,8 @@ def test_the_tree_in_contributing_shows_every_room() -> None:
 
 # What is still to be made smaller, as it is now: never larger, and gone when it is done.
 WIDE_FACES: dict[str, int] = {
-    "rooftrace.costmodels.estimating": 13,
-    "rooftrace.costmodels.findings": 18,
     "rooftrace.costmodels.fusion": 13,
-    "rooftrace.costmodels.memory": 9,
     "rooftrace.costmodels.pricing": 22,
-    "rooftrace.costmodels.timing": 25,
-    "rooftrace.hardware": 30,
     "rooftrace.measured.bench": 38,
     "rooftrace.measured.profiles": 21,
     "rooftrace.measured.suite": 9,
@@ -290,10 +291,6 @@ WIDE_FACES: dict[str, int] = {
     "rooftrace.tracer.tensors": 29,
 }
 CIRCLES: list[set[str]] = [
-    {
-        "rooftrace.costmodels.estimating.estimates",
-        "rooftrace.costmodels.findings.savings",
-    },
     {
         "rooftrace.costmodels.pricing.registry",
         "rooftrace.costmodels.rules",
@@ -371,12 +368,9 @@ CIRCLES: list[set[str]] = [
     },
 ]
 LONG: dict[str, int] = {
-    "rooftrace.costmodels.estimating.estimates": 545,
-    "rooftrace.costmodels.estimating.estimates:Estimate": 303,
     "rooftrace.costmodels.fusion.grouping": 618,
     "rooftrace.costmodels.fusion.grouping:_Grower": 392,
     "rooftrace.costmodels.rewriting.attention_forms": 549,
-    "rooftrace.hardware.chipfile": 697,
     "rooftrace.measured.profiles.aligning": 778,
     "rooftrace.measured.suite.micro": 501,
     "rooftrace.measured.suite.models": 537,

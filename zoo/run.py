@@ -79,7 +79,7 @@ def _phases(module: Any, inputs: Any, phases: dict[str, Any]) -> Result:
 
 
 def _phase(module: Any, inputs: Any, phase: str, phases: dict[str, Any]) -> Result:
-    from rooftrace.costmodels.estimating.estimates import plan
+    from rooftrace.costmodels.planning.plans import plan
     from rooftrace.tracer.api import collector_paused
     from rooftrace.tracer.asking.request import RequestError
     from rooftrace.tracer.phases.workload import trace_phases

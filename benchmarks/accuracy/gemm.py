@@ -22,9 +22,8 @@ from pathlib import Path
 from points import Point, write_points
 
 import rooftrace as rt
-from rooftrace.costmodels.timing.kernels import table
-from rooftrace.costmodels.timing.knobs import Knobs
-from rooftrace.costmodels.timing.utilization import Tiling
+from rooftrace.costmodels.kernels.tables import table
+from rooftrace.costmodels.knobs.knobs import Knobs, Tiling
 from rooftrace.hardware.chip import Chip
 from rooftrace.measured.fit.cases import Case, Errors, errors, predict
 from rooftrace.measured.fit.fitting import fit

@@ -19,9 +19,9 @@ from pathlib import Path
 from points import Point, write_points
 
 import rooftrace as rt
-from rooftrace.costmodels.estimating.executions import execution_model
-from rooftrace.costmodels.estimating.plans import plan
-from rooftrace.costmodels.timing.knobs import Knobs
+from rooftrace.costmodels.execution.executions import execution_model
+from rooftrace.costmodels.knobs.knobs import Knobs
+from rooftrace.costmodels.planning.plans import plan
 from rooftrace.hardware.chip import Chip
 from rooftrace.measured.fit.calibrating import usual_start
 from rooftrace.measured.fit.cases import Case, Errors, errors, predict, step_case

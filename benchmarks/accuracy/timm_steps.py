@@ -29,7 +29,7 @@ from typing import Any
 from points import Point, write_points
 
 import rooftrace as rt
-from rooftrace.costmodels.estimating.executions import execution_model
+from rooftrace.costmodels.execution.executions import execution_model
 from rooftrace.hardware.chip import Chip
 from rooftrace.measured.fit.calibrating import usual_start
 from rooftrace.measured.fit.cases import Case, Errors, errors, predict, step_case

@@ -1,7 +1,4 @@
-"""Chips as data: units, number formats, and sourced facts. Needs the standard library only.
-
-The function `precision.precision` is not re-exported: its name here is that of its module.
-"""
+"""Chips as data: units, number formats, and sourced facts. Needs the standard library only."""
 
 from rooftrace._face import face
 

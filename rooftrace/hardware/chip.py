@@ -57,8 +57,8 @@ class Fact:
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON: the value in SI units, with its source and kind."""
-        found = {"value": self.value, "text": self.text, "source": self.source, "kind": self.kind}
-        return {**found, "note": self.note} if self.note else {**found}
+        fact = {"value": self.value, "text": self.text, "source": self.source, "kind": self.kind}
+        return {**fact, "note": self.note} if self.note else {**fact}
 
 
 @dataclass(frozen=True)
@@ -83,39 +83,37 @@ class Link:
     latency: Fact | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Chip:
-    """One accelerator, or one CPU machine, as data. None means: not known to us.
+    """One accelerator, or one CPU machine, as data. None means: not known to us."""
 
-    kernel_gap         device seconds that a kernel costs beside its work, in one stream
-    dispatch_eager     host seconds per op in eager PyTorch
-    dispatch_compiled  host seconds per kernel launched from compiled code
-    graph_launch       host seconds to launch one captured graph, however many kernels it holds
-    """
-
-    name: str
-    title: str
+    name: str  # "h200-sxm", the name of its file
+    title: str  # "NVIDIA H200 SXM"
     vendor: str
     kind: ChipKind
     peaks: tuple[Peak, ...]
-    memory_capacity: Fact
-    memory_bandwidth: Fact
-    kernel_gap: Fact
-    dispatch_eager: Fact
-    dispatch_compiled: Fact
-    graph_launch: Fact
+    memory_capacity: Fact  # byte
+    memory_bandwidth: Fact  # byte/s
+    kernel_gap: Fact  # device seconds that a kernel costs beside its work, in one stream
+    dispatch_eager: Fact  # host seconds per op in eager PyTorch
+    dispatch_compiled: Fact  # host seconds per kernel launched from compiled code
+    graph_launch: Fact  # host seconds to launch one captured graph, whatever its number of kernels
     aliases: tuple[str, ...] = ()
-    l2_capacity: Fact | None = None
+    l2_capacity: Fact | None = None  # byte
     links: tuple[Link, ...] = ()
     sm_count: Fact | None = None
-    clock: Fact | None = None
-    power: Fact | None = None
-    price: Fact | None = None
-    # What the datasheet's arithmetic needs: bus width in bits, bandwidth of one pin in byte/s.
-    memory_bus: Fact | None = None
-    memory_pin: Fact | None = None
-    # Beside the datasheet, what was measured on real ones. For reading; nothing computes with it.
+    clock: Fact | None = None  # hertz
+    power: Fact | None = None  # watt
+    price: Fact | None = None  # dollar/hour
+    memory_bus: Fact | None = None  # bits, for the datasheet's own arithmetic
+    memory_pin: Fact | None = None  # byte/s of one pin, for the same
+    # Measured on real ones, beside the datasheet. For reading; nothing computes with it.
     measured: Mapping[str, Fact] = field(default_factory=dict, hash=False)
+
+    @property
+    def host_waits(self) -> bool:
+        """Whether an op has run when its call returns: a CPU computes in the thread that calls."""
+        return self.kind == "cpu"
 
     def find_peak(self, engine: str, precision: str) -> Peak | None:
         """The rate of `engine` in the compute family of `precision`, with its sources."""
@@ -130,10 +128,10 @@ class Chip:
 
     def peak(self, engine: str, precision: str) -> float:
         """FLOP/s, dense. Raises `MissingPeakError` where the chip has no such rate."""
-        found = self.find_peak(engine, precision)
-        if found is None:
+        peak = self.find_peak(engine, precision)
+        if peak is None:
             raise MissingPeakError(_no_rate(self, engine, precision))
-        return found.rate.value
+        return peak.rate.value
 
     def ridge(self, engine: str, precision: str) -> float:
         """FLOP per byte of memory traffic at which compute and memory take equally long."""

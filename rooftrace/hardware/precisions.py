@@ -115,9 +115,9 @@ ALIASES: Mapping[str, str] = {
 def precision(name: str) -> Precision:
     """The format called `name`; torch's names and prefixes ("torch.bfloat16") are understood."""
     key = name.strip().lower().removeprefix("torch.")
-    found = PRECISIONS.get(ALIASES.get(key, key))
-    if found is not None:
-        return found
+    known = PRECISIONS.get(ALIASES.get(key, key))
+    if known is not None:
+        return known
     close = difflib.get_close_matches(key, [*PRECISIONS, *ALIASES], n=1)
     hint = f' (did you mean "{ALIASES.get(close[0], close[0])}"?)' if close else ""
     raise PrecisionError(
@@ -158,8 +158,8 @@ COMPLEX_OF: Mapping[str, str] = {"fp16": "complex32", "fp64": "complex128"}  # o
 
 def compute_family(name: str) -> str:
     """The key under which a chip lists its rate: fp8_e4m3 -> fp8, nvfp4 -> fp4, uint8 -> int8."""
-    known = precision(name).name
-    return FAMILIES.get(known, known.removeprefix("u"))
+    plain = precision(name).name
+    return FAMILIES.get(plain, plain.removeprefix("u"))
 
 
 def widest(*names: str) -> str:

@@ -122,11 +122,11 @@ def parse(text: str, unit: str) -> float:
     """
     if unit not in SYMBOLS:
         raise UnitError(f'unit "{unit}": expected one of {", ".join(UNITS)}')
-    found = QUANTITY.fullmatch(text.strip())
-    if found is not None:
-        scale = SPELLINGS[unit].get(found["symbol"].strip())
+    quantity = QUANTITY.fullmatch(text.strip())
+    if quantity is not None:
+        scale = SPELLINGS[unit].get(quantity["symbol"].strip())
         if scale is not None:
-            value = Fraction(found["number"].replace(",", "")) * scale
+            value = Fraction(quantity["number"].replace(",", "")) * scale
             try:
                 return float(value)
             except OverflowError:
@@ -137,10 +137,10 @@ def parse(text: str, unit: str) -> float:
 
 def parse_any(text: str) -> tuple[float, str]:
     """The SI value of `text` and the unit it is in, whichever of `UNITS` that is."""
-    found = QUANTITY.fullmatch(text.strip())
-    if found is not None:
+    quantity = QUANTITY.fullmatch(text.strip())
+    if quantity is not None:
         for unit, spellings in SPELLINGS.items():
-            if found["symbol"].strip() in spellings:
+            if quantity["symbol"].strip() in spellings:
                 return parse(text, unit), unit
     raise UnitError(
         f'"{text}": expected a number with a unit, one of {", ".join(UNITS)}, '
@@ -150,15 +150,15 @@ def parse_any(text: str) -> tuple[float, str]:
 
 def _nearest_example(text: str, unit: str) -> str:
     """What the writer probably meant: the same number and prefix with the right symbol."""
-    found = QUANTITY.fullmatch(text.strip())
-    if found is None or unit == "count":
+    quantity = QUANTITY.fullmatch(text.strip())
+    if quantity is None or unit == "count":
         return EXAMPLES[unit]
     symbol = next(iter(SYMBOLS[unit]))
-    written = found["symbol"].strip()
+    written = quantity["symbol"].strip()
     prefixes = PREFIXES[unit]
     for prefix in (written[:2], written[:1]):
         if len(prefix) < len(written) and prefix in prefixes and prefix:
-            return f"{found['number']} {prefix}{symbol}"
+            return f"{quantity['number']} {prefix}{symbol}"
     return EXAMPLES[unit]
 
 

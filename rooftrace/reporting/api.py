@@ -10,24 +10,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rooftrace.costmodels.estimating import (
-    Estimate,
-    ExecutionModel,
-    Plan,
-    estimate as estimate_graph,
-    execution_model,
-)
-from rooftrace.costmodels.findings import (
-    Comparison,
-    Diff,
-    compare as compare_counts,
-    compare_sources,
-    diff_estimates,
-)
+from rooftrace.costmodels.estimating import Estimate, estimate as estimate_graph
+from rooftrace.costmodels.execution import ExecutionModel, execution_model
+from rooftrace.costmodels.findings.counters import Comparison, compare as compare_counts
+from rooftrace.costmodels.findings.diffs import Diff, compare_sources, diff_estimates
+from rooftrace.costmodels.knobs import Knobs, load_knobs
 from rooftrace.costmodels.memory import LargestBatch, largest, memory
+from rooftrace.costmodels.planning import Plan
 from rooftrace.costmodels.pricing import own_rules
 from rooftrace.costmodels.rewriting import check_precisions, reprice
-from rooftrace.costmodels.timing import Knobs, load_knobs
 from rooftrace.hardware import Chip, load_chip
 from rooftrace.measured.bench import Run
 from rooftrace.measured.fit import Calibration, calibrated

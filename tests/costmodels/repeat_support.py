@@ -8,7 +8,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from rooftrace.costmodels.estimating.plans import Plan
+from rooftrace.costmodels.planning.plans import Plan
 from rooftrace.tracer.graph.graph import Neighbour, OpGraph, Ref, Repeat
 from tests.costmodels.graph_support import Builder
 

@@ -1,7 +1,7 @@
 """What the structure of decode says: weights that are multiplied with the whole cache."""
 
 import rooftrace as rt
-from rooftrace.costmodels.estimating.advice import cache_products
+from rooftrace.costmodels.planning.advice import cache_products
 from rooftrace.costmodels.pricing.price import price_ops
 from rooftrace.hardware.units import format_flops
 from rooftrace.tracer.graph.graph import OpGraph, Ref

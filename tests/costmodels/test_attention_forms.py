@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import rooftrace as rt
-from rooftrace.costmodels.estimating.plans import plan
+from rooftrace.costmodels.planning.plans import plan
 from rooftrace.costmodels.pricing.cost import MATRIX
 from rooftrace.costmodels.pricing.price import price_ops
 from rooftrace.costmodels.rewriting.attention_forms import (

@@ -10,20 +10,25 @@ import torch.nn.functional as F
 from hypothesis import given, settings, strategies as st
 
 import rooftrace as rt
-from rooftrace.costmodels.estimating.executions import execution_model
-from rooftrace.costmodels.estimating.plans import plan
-from rooftrace.costmodels.timing.attention_rows import COLUMNS
-from rooftrace.costmodels.timing.attention_time import (
+from rooftrace.costmodels.execution.executions import execution_model
+from rooftrace.costmodels.kernels.attention_rows import COLUMNS
+from rooftrace.costmodels.kernels.attention_time import (
     AMPERE,
     HOPPER,
     IDEAL,
-    AttentionKnobs,
     attention_engine,
     attention_seconds,
 )
-from rooftrace.costmodels.timing.kernels import KernelTable, kernel_seconds, kernel_table
-from rooftrace.costmodels.timing.knobs import Knobs, KnobsError, dump_knobs, load_knobs
-from rooftrace.costmodels.timing.opclass import CLASSES
+from rooftrace.costmodels.kernels.tables import KernelTable, kernel_table
+from rooftrace.costmodels.knobs.classes import CLASSES
+from rooftrace.costmodels.knobs.knobs import (
+    AttentionKnobs,
+    Knobs,
+    KnobsError,
+    dump_knobs,
+    load_knobs,
+)
+from rooftrace.costmodels.planning.plans import plan
 from rooftrace.hardware.chip import Chip
 from rooftrace.hardware.chipfile import load_chip
 from rooftrace.measured.fit.cases import CalibrationError, Case, predict, step_case
@@ -116,7 +121,7 @@ def test_equal_attentions_of_a_step_are_one_row() -> None:
 
 def parts(graph: rt.OpGraph, knobs: Knobs, chip: Chip = H100) -> tuple[KernelTable, np.ndarray]:
     table, _ = kernel_table(plan(graph, "eager"), chip)
-    return table, kernel_seconds(table, knobs, False).device
+    return table, table.seconds(knobs, False).device
 
 
 def without_columns(table: KernelTable) -> KernelTable:
@@ -133,7 +138,7 @@ def test_a_row_takes_the_seconds_of_its_blocks(chip: Chip) -> None:
     on, numbers = attention_engine(chip), HOPPER if chip is H100 else AMPERE
     assert on is not None
     assert device[row] == attention_seconds(sizes, on, numbers, overlap=3.0).device[0]
-    shares = kernel_seconds(without_columns(table), USUAL, False).device
+    shares = without_columns(table).seconds(USUAL, False).device
     others = np.arange(len(table)) != row
     assert (device[others] == shares[others]).all() and device[row] > shares[row]
 
@@ -153,13 +158,13 @@ def test_what_is_not_known_keeps_the_share_of_its_class() -> None:
     unknown, _ = kernel_table(plan(traced((2, 4, 100, 64)), "eager"), UNKNOWN)
     single, _ = kernel_table(plan(traced((2, 4, 100, 64), dtype=torch.float32), "eager"), H100)
     for table in (written, unknown, single):
-        plain = kernel_seconds(without_columns(table), USUAL, False)
-        found = kernel_seconds(table, USUAL, False)
+        plain = without_columns(table).seconds(USUAL, False)
+        found = table.seconds(USUAL, False)
         for name in ("compute", "memory", "device"):
             assert getattr(found, name) == pytest.approx(getattr(plain, name))
     table, device = parts(traced((2, 4, 100, 64), phase="training"), USUAL)
     back = table.data["attention backward"] > 0
-    plain = kernel_seconds(without_columns(table), USUAL, False).device
+    plain = without_columns(table).seconds(USUAL, False).device
     assert back.any() and (device[back] == plain[back]).all()
 
 
@@ -193,9 +198,9 @@ def test_one_query_on_a_long_cache_takes_its_bytes_over_the_bandwidth(chip: Chip
 def test_what_the_last_cache_still_holds_is_sooner_there() -> None:
     table, cold = parts(traced((64, 8, 1, 128), (64, 8, 32768, 128)), USUAL)
     held = replace(table, data={**table.data, "warm": table.data["bytes"]})
-    warm = kernel_seconds(held, replace(USUAL, cache=2.0), False).device
+    warm = held.seconds(replace(USUAL, cache=2.0), False).device
     assert cold.max() / 2 < warm.max() < 0.7 * cold.max()
-    assert kernel_seconds(held, USUAL, False).device == pytest.approx(cold)
+    assert held.seconds(USUAL, False).device == pytest.approx(cold)
 
 
 @pytest.mark.parametrize("chip", [H100, A100], ids=lambda chip: chip.name)

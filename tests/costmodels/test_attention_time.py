@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from rooftrace.costmodels.timing.attention_time import (
+from rooftrace.costmodels.kernels.attention_time import (
     AMPERE,
     EFFICIENT,
     EXPONENTIALS,
@@ -19,12 +19,12 @@ from rooftrace.costmodels.timing.attention_time import (
     SPLIT2,
     AttentionEngine,
     AttentionKernel,
-    AttentionKnobs,
     attention_blocks,
     attention_engine,
     attention_knobs,
     attention_seconds,
 )
+from rooftrace.costmodels.knobs.knobs import AttentionKnobs
 from rooftrace.hardware.chipfile import load_chip
 
 USUAL = {"a100-sxm-80": AMPERE, "h100-sxm": HOPPER}

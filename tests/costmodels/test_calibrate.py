@@ -9,11 +9,13 @@ import torch
 from torch import nn
 
 import rooftrace as rt
-from rooftrace.costmodels.estimating.executions import execution_model
-from rooftrace.costmodels.estimating.plans import plan
-from rooftrace.costmodels.timing.kernels import kernel_seconds, kernel_table, p_norm
-from rooftrace.costmodels.timing.knobs import Knobs, Share
-from rooftrace.costmodels.timing.opclass import CLASSES, group_class, op_class
+from rooftrace.costmodels.execution.executions import execution_model
+from rooftrace.costmodels.kernels.opclass import group_class, op_class
+from rooftrace.costmodels.kernels.tables import kernel_table
+from rooftrace.costmodels.kernels.utilization import p_norm
+from rooftrace.costmodels.knobs.classes import CLASSES
+from rooftrace.costmodels.knobs.knobs import Knobs, Share
+from rooftrace.costmodels.planning.plans import plan
 from rooftrace.hardware.chipfile import load_chip
 from rooftrace.measured.bench.runfile import OpTime
 from rooftrace.measured.fit.cases import (
@@ -83,13 +85,13 @@ def test_a_prediction_is_the_estimate_by_the_same_knobs() -> None:
 
 def test_slower_knobs_take_longer_and_shares_touch_their_class_only() -> None:
     table, _ = kernel_table(plan(step(1024, 4096), "eager"), CHIP)
-    before = kernel_seconds(table, START, False).device
+    before = table.seconds(START, False).device
     norms = replace(START, shares={"layer norm": Share(memory=0.4)})
-    after = kernel_seconds(table, norms, False).device
+    after = table.seconds(norms, False).device
     kinds = [CLASSES[k] for k in table.kind]
     for kind, a, b in zip(kinds, before, after, strict=True):
         assert b > a if kind == "layer norm" else b == a
-    assert (kernel_seconds(table, TRUTH, False).device > before).all()
+    assert (table.seconds(TRUTH, False).device > before).all()
 
 
 def test_norms_of_order_one_add_and_of_infinite_order_take_the_larger() -> None:

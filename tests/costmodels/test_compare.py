@@ -9,7 +9,8 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 import rooftrace as rt
-from rooftrace.costmodels.findings.counters import EVERYWHERE, compare
+from rooftrace.costmodels.findings.counters import compare
+from rooftrace.costmodels.findings.counters.counting import EVERYWHERE
 from rooftrace.reporting.text.comparetext import notes
 from rooftrace.tracer.asking.request import RequestError
 from rooftrace.tracer.phases.peers import PeerCount, count_with

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from torch import nn
 
 import rooftrace as rt
-from rooftrace.costmodels.estimating.executions import PRESETS, ExecutionModel, Utilization
+from rooftrace.costmodels.execution.executions import PRESETS, ExecutionModel, Utilization
 from rooftrace.costmodels.pricing import registry
 from rooftrace.costmodels.pricing.cost import Cost
 from rooftrace.hardware.chip import MissingPeakError

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from rooftrace.costmodels.estimating.executions import (
+from rooftrace.costmodels.execution.executions import (
     PRESETS,
     SUMMARIES,
     ExecutionError,

@@ -7,11 +7,11 @@ import networkx
 import pytest
 from hypothesis import given, settings
 
-from rooftrace.costmodels.estimating.executions import execution_model
-from rooftrace.costmodels.estimating.plans import plan
+from rooftrace.costmodels.execution.executions import execution_model
 from rooftrace.costmodels.fusion import grouping as fusing, index_space as iterations
 from rooftrace.costmodels.fusion.grouping import MAX_GROUP, SMALL, FusionGroup, fuse
 from rooftrace.costmodels.fusion.index_space import FEW_ROWS, LONG_CHAIN, LONGEST_ROW, SPLIT_ROW
+from rooftrace.costmodels.planning.plans import plan
 from rooftrace.costmodels.pricing.registry import find_rule
 from rooftrace.costmodels.rewriting.rewrites import rewrite
 from rooftrace.tracer.graph.graph import Op, OpGraph, Ref

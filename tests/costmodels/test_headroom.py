@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 
 import rooftrace as rt
-from rooftrace.costmodels.estimating.plans import plan
 from rooftrace.costmodels.findings.savings import ATTENTION, CHAIN, EPILOGUE, Headroom, headroom
+from rooftrace.costmodels.planning.plans import plan
 from tests.costmodels.graph_support import Builder
 from tests.costmodels.random_graphs import programs
 
@@ -46,7 +46,7 @@ def test_savings_of_real_models_add_up(traced, model, phase):
     check(found)
     compiled = rt.estimate(traced(model, phase), "h100-sxm", "compiled")
     assert found.after.rows == compiled.rows
-    assert compiled.headroom().fused == found.fused
+    assert headroom(compiled).fused == found.fused
 
 
 @pytest.mark.parametrize("model, phase", [("gpt2", "forward"), ("resnet", "training")])
@@ -57,7 +57,7 @@ def test_before_is_the_eager_step_but_for_its_dispatch(traced, model, phase):
 
 def test_an_eager_estimate_has_its_savings_too(traced):
     eager = rt.estimate(traced("gpt2", "forward"), "h100-sxm", "eager")
-    found = eager.headroom()
+    found = headroom(eager)
     assert found.before.t_est == eager.t_est and found.before.bytes_hbm == eager.bytes_hbm
     assert found.after.execution.dispatch == "eager" and found.fused
 

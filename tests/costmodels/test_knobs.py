@@ -6,18 +6,17 @@ from pathlib import Path
 import pytest
 from hypothesis import given, strategies as st
 
-from rooftrace.costmodels.estimating.executions import ExecutionModel, execution_model
-from rooftrace.costmodels.timing.knobs import (
+from rooftrace.costmodels.execution.executions import ExecutionModel, execution_model
+from rooftrace.costmodels.knobs.classes import CLASSES
+from rooftrace.costmodels.knobs.knobs import (
     Knobs,
     KnobsError,
     Share,
+    Tiling,
     dump_knobs,
     load_knobs,
     shipped_knobs,
-    with_shares,
 )
-from rooftrace.costmodels.timing.opclass import CLASSES
-from rooftrace.costmodels.timing.utilization import Tiling
 
 NUMBERS = st.floats(0.01, 100).map(lambda x: float(f"{x:.6g}"))
 SHARES = st.builds(Share, NUMBERS, NUMBERS, st.sampled_from(["matrix", "vector"]), NUMBERS, NUMBERS)
@@ -90,6 +89,6 @@ def test_an_execution_model_carries_them() -> None:
 
 
 def test_shares_change_one_by_one() -> None:
-    knobs = with_shares(Knobs("x", shares={"mm": Share(0.5, 0.6)}), memory={"mm": 0.7, "bmm": 0.9})
+    knobs = Knobs("x", shares={"mm": Share(0.5, 0.6)}).with_shares(memory={"mm": 0.7, "bmm": 0.9})
     assert knobs.share("mm") == Share(0.5, 0.7) and knobs.share("bmm") == Share(1.0, 0.9)
     assert knobs.share("conv") == Share()

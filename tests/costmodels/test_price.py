@@ -1,6 +1,6 @@
 """Pricing a graph: equal ops once, each bound to its own storages; gaps have bounds."""
 
-from rooftrace.costmodels.estimating.plans import plan
+from rooftrace.costmodels.planning.plans import plan
 from rooftrace.costmodels.pricing import registry
 from rooftrace.costmodels.pricing.cost import Access, Cost, OpView, Work
 from rooftrace.costmodels.pricing.price import price_ops

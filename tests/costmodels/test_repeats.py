@@ -11,13 +11,14 @@ from hypothesis import example, given, settings, strategies as st
 
 import rooftrace as rt
 from rooftrace.costmodels.estimating.estimates import Estimate, estimate
-from rooftrace.costmodels.estimating.executions import PRESETS, ExecutionModel
-from rooftrace.costmodels.estimating.plans import plan
-from rooftrace.costmodels.findings.differences import diff_estimates
+from rooftrace.costmodels.execution.executions import PRESETS, ExecutionModel
+from rooftrace.costmodels.findings.diffs.differences import diff_estimates
 from rooftrace.costmodels.findings.narrow import islands
 from rooftrace.costmodels.memory.footprint import KINDS, memory
+from rooftrace.costmodels.planning.launches import Launch
+from rooftrace.costmodels.planning.plans import plan
 from rooftrace.costmodels.rewriting.rewrites import without_dead_ops
-from rooftrace.costmodels.timing.timing import Launch, schedule
+from rooftrace.costmodels.timing.queue import schedule
 from rooftrace.tracer.graph.graph import OpGraph, Ref, Repeat, pattern_of
 from rooftrace.tracer.lower.repeats import roll
 from tests.costmodels.conftest import DEEPSEEK, TEXT, language_model

@@ -9,12 +9,8 @@ from hypothesis import given, strategies as st
 from torch import nn
 
 import rooftrace as rt
-from rooftrace.costmodels.estimating.executions import (
-    ExecutionError,
-    ExecutionModel,
-    Utilization,
-)
-from rooftrace.costmodels.timing.utilization import (
+from rooftrace.costmodels.execution.executions import ExecutionError, ExecutionModel, Utilization
+from rooftrace.costmodels.kernels.utilization import (
     SPLITS,
     TILES,
     MatrixEngine,

@@ -5,11 +5,11 @@ import dataclasses
 import pytest
 
 import rooftrace as rt
-from rooftrace.costmodels.estimating.executions import execution_model
+from rooftrace.costmodels.execution.executions import execution_model
+from rooftrace.costmodels.kernels.opclass import op_class
+from rooftrace.costmodels.knobs.knobs import load_knobs
 from rooftrace.costmodels.pricing.cost import AttentionSizes
 from rooftrace.costmodels.pricing.registry import _RULES, find_rule
-from rooftrace.costmodels.timing.knobs import load_knobs
-from rooftrace.costmodels.timing.opclass import op_class
 from rooftrace.tracer.graph.graph import Ref
 from tests.costmodels.graph_support import Builder
 

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from rooftrace.hardware import chipfile
 from rooftrace.hardware.chipfile import (
     ChipFileError,
-    UnknownChipError,
     available_chips,
     lint_chip,
     load_chip,
+    reading,
 )
+from rooftrace.hardware.chipfile.reading import UnknownChipError
 from tests.reporting.conftest import run
 
 __all__ = ["run"]
@@ -22,11 +22,11 @@ __all__ = ["run"]
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """A copy of the bundled chips, to which files can be added."""
-    caches = (available_chips, chipfile._bundled, chipfile._aliases)
+    caches = (available_chips, reading._bundled, reading.bundled_aliases)
     source = resources.files("rooftrace.hardware").joinpath("chips")
     copy = tmp_path / "chips"
     shutil.copytree(Path(str(source)), copy)
-    monkeypatch.setattr(chipfile, "_folder", lambda: copy)
+    monkeypatch.setattr(reading, "_folder", lambda: copy)
     for cache in caches:
         cache.cache_clear()
     yield copy

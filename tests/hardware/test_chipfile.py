@@ -10,13 +10,13 @@ from hypothesis import given, strategies as st
 from rooftrace.hardware.chip import Fact
 from rooftrace.hardware.chipfile import (
     ChipFileError,
-    UnknownChipError,
     available_chips,
     dump_chip,
     lint_chip,
     load_chip,
     write_chip,
 )
+from rooftrace.hardware.chipfile.reading import UnknownChipError
 
 H200 = resources.files("rooftrace.hardware").joinpath("chips/h200-sxm.toml").read_text("utf-8")
 BF16 = 'precision = "bf16"\nrate = "989.4 TFLOP/s"'

@@ -5,12 +5,14 @@ Kernels are given as (name, module, family, part, count, matmul FLOP, vector FLO
 
 from collections.abc import Mapping, Sequence
 
-from rooftrace.costmodels.estimating.estimates import Coverage, Plan, Unsupported, estimate
-from rooftrace.costmodels.estimating.executions import PRESETS
+from rooftrace.costmodels.estimating.estimates import estimate
+from rooftrace.costmodels.execution.executions import PRESETS
 from rooftrace.costmodels.fusion.grouping import FusionGroup
 from rooftrace.costmodels.memory.footprint import Memory
+from rooftrace.costmodels.planning.coverage import Coverage, Unsupported
+from rooftrace.costmodels.planning.launches import Launch
+from rooftrace.costmodels.planning.plans import Plan
 from rooftrace.costmodels.pricing.cost import Access, Cost, Work
-from rooftrace.costmodels.timing.timing import Launch
 from rooftrace.hardware.chip import Chip
 from rooftrace.hardware.chipfile import load_chip
 from rooftrace.reporting.pages.report import Report
@@ -19,7 +21,11 @@ from rooftrace.tracer.graph.graph import ROLES, Assumption, Op, OpGraph, Tensor
 Kernel = tuple[str, str, str, str, int, int, int, Mapping[str, int]]
 
 ROPE = Unsupported(
-    "mylib.rope.default", 24, 10**6, "bf16[8, 2048, 16, 64]", ("model.layers.*.self_attn",)
+    target="mylib.rope.default",
+    count=24,
+    bytes=10**6,
+    shapes="bf16[8, 2048, 16, 64]",
+    modules=("model.layers.*.self_attn",),
 )
 ASSUMPTIONS = (
     Assumption(0, "balanced-routing", "model.layers.3.mlp", "Tokens go to all experts evenly.", 8),
@@ -70,26 +76,26 @@ def made_plan(
     dispatches = {"eager": 8, "compiled": 1, "graph": 0}[chosen.dispatch]
     total = sum(cost.bytes() for cost in costs)
     coverage = Coverage(
-        len(ops),
-        len(ops) - sum(entry.count for entry in unsupported),
-        total,
-        total - sum(entry.bytes for entry in unsupported),
-        tuple(unsupported),
+        ops=len(ops),
+        ops_with_rule=len(ops) - sum(entry.count for entry in unsupported),
+        bytes=total,
+        bytes_with_rule=total - sum(entry.bytes for entry in unsupported),
+        unsupported=tuple(unsupported),
     )
     groups = tuple(
         FusionGroup(ops=(op.id,), pattern="op", name=op.name.removeprefix("aten.")) for op in ops
     )
     launches = tuple(Launch(dispatches, True) for _ in ops)
     return Plan(
-        graph,
-        graph,
-        chosen,
-        tuple(costs),
-        groups,
-        tuple(costs),
-        launches,
-        coverage,
-        int(total * floor),
+        source=graph,
+        graph=graph,
+        execution=chosen,
+        op_costs=tuple(costs),
+        groups=groups,
+        costs=tuple(costs),
+        launches=launches,
+        coverage=coverage,
+        compulsory=int(total * floor),
     )
 
 

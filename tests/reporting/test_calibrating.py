@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import rooftrace as rt
-from rooftrace.costmodels.estimating.executions import execution_model
-from rooftrace.costmodels.timing.knobs import Knobs, load_knobs
+from rooftrace.costmodels.execution.executions import execution_model
+from rooftrace.costmodels.knobs.knobs import Knobs, load_knobs
 from rooftrace.measured.profiles.steps import StepTime
 from rooftrace.measured.validate.steps import MeasuredRequestError
 from rooftrace.tracer.asking.request import Request

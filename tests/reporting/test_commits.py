@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import rooftrace as rt
-from rooftrace.costmodels.findings.differences import Diff
+from rooftrace.costmodels.findings.diffs.changes import Diff
 from rooftrace.tracer.graph.graph import pattern_of
 from tests.reporting.conftest import Run
 

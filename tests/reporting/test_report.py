@@ -181,8 +181,8 @@ def test_below_the_floor_is_said(schema):
 
 
 def test_fitted_knobs_are_named_and_give_an_interval(schema):
-    from rooftrace.costmodels.estimating.executions import execution_model
-    from rooftrace.costmodels.timing.knobs import Knobs
+    from rooftrace.costmodels.execution.executions import execution_model
+    from rooftrace.costmodels.knobs.knobs import Knobs
     from rooftrace.reporting.pages.table import render_estimates
 
     b = Builder()

@@ -133,7 +133,7 @@ def test_every_figure_is_drawn_1800_wide(report, tmp_path):
 
 
 def test_every_role_and_regime_has_a_colour():
-    from rooftrace.costmodels.timing.timing import REGIMES
+    from rooftrace.costmodels.timing.timings import REGIMES
     from rooftrace.tracer.graph.graph import ROLES
 
     assert set(style.ROLES) == set(ROLES)

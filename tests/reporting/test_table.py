@@ -1,8 +1,10 @@
 """The terminal: everything on one screen, whatever its width."""
 
+from dataclasses import replace
+
 import pytest
 
-from rooftrace.costmodels.timing.timing import step_times
+from rooftrace.costmodels.timing.timings import step_times
 from rooftrace.hardware.units import format_time
 from rooftrace.reporting.pages.table import render_estimates, render_report, render_text
 from rooftrace.reporting.text import words
@@ -155,7 +157,7 @@ def test_short_module(path, width, short):
 
 
 def test_stub_of_every_unknown_op_is_in_the_page_not_on_the_screen():
-    many = [ROPE.__class__(f"mylib.op{i}.default", 1, 10, "", ("",)) for i in range(6)]
+    many = [replace(ROPE, target=f"mylib.op{i}.default", count=1, bytes=10) for i in range(6)]
     text = str(made_report(phases=("decode",), unsupported=many))
     assert text.count("no rule:") == 3
     assert "3 more ops" in text

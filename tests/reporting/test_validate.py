@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import rooftrace as rt
-from rooftrace.costmodels.timing.knobs import Knobs
+from rooftrace.costmodels.knobs.knobs import Knobs
 from rooftrace.measured.bench.runfile import ModelRow, OpTime, Run
 from rooftrace.measured.profiles.aligning import written_out
 from rooftrace.measured.profiles.counters import base_name

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import rooftrace as rt
-from rooftrace.costmodels.estimating.plans import plan
+from rooftrace.costmodels.planning.plans import plan
 from rooftrace.costmodels.pricing.kinds import FAMILIES
 
 

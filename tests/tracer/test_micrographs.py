@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from rooftrace.costmodels.estimating.plans import plan
+from rooftrace.costmodels.planning.plans import plan
 from rooftrace.costmodels.pricing.cost import MATRIX
 from rooftrace.measured.bench.runfile import MicroRow, RunFileError
 from rooftrace.measured.suite.micro import micro_cases

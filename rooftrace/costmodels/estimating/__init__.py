@@ -1,4 +1,4 @@
-"""Plans and estimates: a graph under an execution model, on a chip."""
+"""Estimates: what a plan costs on a chip, kernel by kernel and in total."""
 
 from rooftrace._face import face
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rooftrace.hardware import precision
+from rooftrace.hardware.precisions import precision
 from rooftrace.tracer.graph import OpGraph, Tensor, pattern_of
 
 

@@ -14,18 +14,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from rooftrace.costmodels.estimating import (
-    Estimate,
-    ExecutionModel,
-    Plan,
-    Row,
-    estimate,
-    plan,
-    regrouped,
-)
+from rooftrace.costmodels.estimating import Estimate, Row, estimate
+from rooftrace.costmodels.execution import ExecutionModel
 from rooftrace.costmodels.fusion import FusionGroup, fuse
+from rooftrace.costmodels.planning import Plan, plan
 from rooftrace.costmodels.pricing import MATRIX, find_rule
-from rooftrace.hardware import Chip, format_share, format_time, format_traffic
+from rooftrace.hardware import Chip
+from rooftrace.hardware.units import format_share, format_time, format_traffic
 from rooftrace.tracer.graph import OpGraph, pattern_of
 
 if TYPE_CHECKING:
@@ -132,12 +127,12 @@ def headroom(
     model = planned.execution
     if model.fusion != "detected":
         model = replace(model, fusion="detected", activation_fusion=1.0, elementwise=1.0)
-        planned = regrouped(replace(planned, execution=model), fuse(planned.graph, model))
+        planned = replace(planned, execution=model).regrouped(fuse(planned.graph, model))
     alone = fuse(planned.graph, replace(model, fusion="none"))
     return Headroom(
-        estimate(regrouped(planned, alone, generated=False), chip),
+        estimate(planned.regrouped(alone, generated=False), chip),
         estimate(planned, chip),
-        estimate(regrouped(planned, _Further(planned).groups()), chip),
+        estimate(planned.regrouped(_Further(planned).groups()), chip),
     )
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import takewhile
 
-from rooftrace.costmodels.estimating import ExecutionModel
+from rooftrace.costmodels.execution import ExecutionModel
 from rooftrace.costmodels.fusion.index_space import (
     UNROLLED,
     dependencies,

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from rooftrace.costmodels.pricing import REREADS, find_rule
-from rooftrace.hardware import precision
+from rooftrace.hardware.precisions import precision
 from rooftrace.tracer.graph import OpGraph
 
 MANY_READS = 5

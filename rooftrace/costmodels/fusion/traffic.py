@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rooftrace.costmodels.estimating import ExecutionModel
+from rooftrace.costmodels.execution import ExecutionModel
 from rooftrace.costmodels.fusion.grouping import FusionGroup
 from rooftrace.costmodels.fusion.inductor_stores import widths
 from rooftrace.costmodels.fusion.runs import listed

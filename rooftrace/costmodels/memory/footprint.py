@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from rooftrace.costmodels.fusion import storage_sizes
-from rooftrace.costmodels.memory.liveness import Lives, Step, Steps, lifetimes
+from rooftrace.costmodels.liveness import Lives, Step, Steps, lifetimes
 from rooftrace.hardware import Chip
 from rooftrace.tracer.asking import check_graph
 from rooftrace.tracer.graph import PARTS, ROLES, Op, OpGraph, Tensor, pattern_of
@@ -82,6 +82,11 @@ class Moment:
     sizes: tuple[int, ...]
 
     @property
+    def by_kind(self) -> dict[str, int]:
+        """Bytes by name in KINDS."""
+        return dict(zip(KINDS, self.sizes, strict=True))
+
+    @property
     def total(self) -> int:
         """Bytes of every kind."""
         return sum(self.sizes)
@@ -128,7 +133,7 @@ class Timeline:
                 "time": moment.time,
                 "op": moment.op,
                 "part": moment.part,
-                **dict(zip(KINDS, moment.sizes, strict=True)),
+                **moment.by_kind,
                 "total": moment.total,
             }
             for moment in self.moments

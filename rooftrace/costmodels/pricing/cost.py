@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rooftrace.hardware import bytes_per_element, widest
+from rooftrace.hardware.precisions import bytes_per_element, widest
 
 OPERATIONS = ("matmul", "convolution", "vector")
 MATRIX = ("matmul", "convolution")

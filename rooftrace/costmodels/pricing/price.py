@@ -19,7 +19,7 @@ from rooftrace.costmodels.pricing.cost import (
     Work,
 )
 from rooftrace.costmodels.pricing.registry import find_rule
-from rooftrace.hardware import precision, storage_bytes
+from rooftrace.hardware.precisions import precision, storage_bytes
 from rooftrace.tracer.graph import Argument, Op, OpGraph, Ref, Tensor, references
 
 

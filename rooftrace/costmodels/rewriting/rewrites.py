@@ -10,12 +10,12 @@ from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 
-from rooftrace.costmodels.estimating import ExecutionModel
+from rooftrace.costmodels.execution import ExecutionModel
 from rooftrace.costmodels.rewriting.attention_forms import (
     flash_from_products,
     materialise_attention,
 )
-from rooftrace.hardware import PrecisionError, precision
+from rooftrace.hardware.precisions import PrecisionError, precision
 from rooftrace.tracer.asking import check_graph
 from rooftrace.tracer.graph import Argument, Op, OpGraph, Tensor, references, refs
 

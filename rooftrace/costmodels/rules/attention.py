@@ -27,7 +27,7 @@ from rooftrace.costmodels.rules.common import (
     vector,
     write_all,
 )
-from rooftrace.hardware import precision as format_of
+from rooftrace.hardware.precisions import precision as format_of
 
 BOTTOM_RIGHT = 2
 """`custom_mask_type` of _efficient_attention_forward: 1 is causal from the top left corner."""

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 from rooftrace.costmodels.pricing import NOTHING, Access, Cost, OpView, Slot, TensorView
-from rooftrace.hardware import precision, widest
+from rooftrace.hardware.precisions import precision, widest
 
 
 def is_complex(tensor: TensorView) -> bool:

@@ -1,4 +1,4 @@
-"""Seconds of kernels and steps on a chip, by its peaks or by calibrated constants."""
+"""Seconds of a plan on a chip: its kernels, the queue of host and device, the step."""
 
 from rooftrace._face import face
 

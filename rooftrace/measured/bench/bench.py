@@ -19,7 +19,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rooftrace.hardware import Fact, units
+from rooftrace.hardware import units
+from rooftrace.hardware.chip import Fact
 
 if TYPE_CHECKING:
     import torch

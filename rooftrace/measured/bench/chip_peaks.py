@@ -14,7 +14,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from rooftrace.hardware import Chip, Engine, Fact, Peak
+from rooftrace.hardware import Chip
+from rooftrace.hardware.chip import Engine, Fact, Peak
 from rooftrace.measured.bench.bench import (
     OPS,
     Bench,

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rooftrace.costmodels.estimating import ExecutionModel, plan
-from rooftrace.costmodels.timing import Knobs, dump_knobs, load_knobs
+from rooftrace.costmodels.execution import ExecutionModel
+from rooftrace.costmodels.knobs import Knobs, dump_knobs, load_knobs
+from rooftrace.costmodels.planning import plan
 from rooftrace.hardware import Chip
 from rooftrace.measured.bench import Run
 from rooftrace.measured.fit.cases import (

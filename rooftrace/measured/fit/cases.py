@@ -12,17 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rooftrace.costmodels.estimating import ExecutionModel, Plan, dispatch_seconds, plan
-from rooftrace.costmodels.timing import (
-    KernelTable,
-    Knobs,
-    copies_layouts,
-    host_waits,
-    kernel_seconds,
-    kernel_table,
-    launch_seconds,
-    products_of,
-)
+from rooftrace.costmodels.execution import ExecutionModel
+from rooftrace.costmodels.kernels import KernelTable, kernel_table
+from rooftrace.costmodels.knobs import Knobs
+from rooftrace.costmodels.planning import Plan, plan
+from rooftrace.costmodels.timing import dispatch_seconds
 from rooftrace.hardware import Chip
 from rooftrace.measured.bench import OpTime
 from rooftrace.measured.profiles import Key, key_of_call, key_of_op
@@ -30,8 +24,6 @@ from rooftrace.tracer.graph import OpGraph
 
 if TYPE_CHECKING:
     import numpy as np
-
-    from rooftrace.costmodels.timing import TileTerms
 
     Array = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -52,7 +44,7 @@ class Case:
 
     seconds: of a whole step, or of `table`'s kernels alone.  dispatches: what the host enqueued for
     it, 0 where the host does not matter; dispatch: seconds each, None where that is the knob of the
-    same name.  layouts: see `kernel_seconds`.  group: cases of one group
+    same name.  layouts: see `KernelTable.seconds`.  group: cases of one group
     are left out together when the fit is checked (a family of models, a shape).
     """
 
@@ -104,7 +96,7 @@ def step_case(
         for launch in planned.launches
     )
     host = None if model.dispatch == "eager" else dispatch_seconds(model, chip)
-    return Case(name, table, seconds, dispatches, copies_layouts(planned), group, host)
+    return Case(name, table, seconds, dispatches, planned.copies_layouts, group, host)
 
 
 def alone_case(
@@ -114,7 +106,7 @@ def alone_case(
 
     None for one that tells little of its kernel: too short, or with a result that is mapped anew.
     """
-    values, waits = planned.graph.values, host_waits(chip)
+    values, waits = planned.graph.values, chip.host_waits
     largest = max((values[i].nbytes for op in planned.graph.ops for i in op.outputs), default=0)
     if seconds < SHORTEST or (waits and largest >= MAPPED):
         return None
@@ -175,14 +167,14 @@ class _Cases:
     ) -> None:
         self.planned, self.chip, self.table = planned, chip, table
         self.name, self.group = name, group
-        self.layouts = copies_layouts(planned)
+        self.layouts = planned.copies_layouts
         self.cases: list[Case] = []
 
     def add(self, groups: Sequence[int], place: Sequence[int], seconds: float) -> None:
         """One more: these kernels together took so long."""
         import numpy as np
 
-        waits = host_waits(self.chip)
+        waits = self.chip.host_waits
         count = sum(self.planned.groups[index].times for index in groups)
         if seconds <= 0 or (waits and seconds < count * SHORTEST):
             return
@@ -235,7 +227,7 @@ class Stack:
         self.measured = np.array([case.seconds for case in cases])
         self.dispatches = np.array([case.dispatches for case in cases], dtype=float)
         self.dispatch = np.array([math.nan if c.dispatch is None else c.dispatch for c in cases])
-        self.serial = np.array([host_waits(case.table.chip) for case in cases])
+        self.serial = np.array([case.table.chip.host_waits for case in cases])
         self.parts: list[tuple[bool, KernelTable, Any]] = []
         for layouts in (False, True):
             chosen = [(i, case.table) for i, case in enumerate(cases) if case.layouts is layouts]
@@ -243,7 +235,7 @@ class Stack:
                 owner = np.concatenate([np.full(len(t), i) for i, t in chosen])
                 self.parts.append((layouts, _joined([t for _, t in chosen]), owner))
         self._tiling = knobs.tiling
-        self._terms: list[TileTerms | None] = [products_of(t, knobs) for _, t, _ in self.parts]
+        self._terms = [t.tiles(knobs) for _, t, _ in self.parts]
 
     def predict(self, knobs: Knobs) -> Array:
         """Seconds of every case."""
@@ -251,9 +243,9 @@ class Stack:
 
         total = np.zeros(len(self.measured))
         for (layouts, table, owner), known in zip(self.parts, self._terms, strict=True):
-            terms = known if knobs.tiling == self._tiling else products_of(table, knobs)
-            device = kernel_seconds(table, knobs, layouts, terms).device
-            device = device + launch_seconds(knobs, table.chip)
+            terms = known if knobs.tiling == self._tiling else table.tiles(knobs)
+            device = table.seconds(knobs, layouts, terms).device
+            device = device + knobs.launch_on(table.chip)
             total += np.bincount(owner, table.data["count"] * device, len(total))
         dispatch = knobs.dispatch
         if dispatch is None and self.parts:

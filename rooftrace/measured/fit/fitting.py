@@ -13,15 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from rooftrace.costmodels.timing import (
-    CLASSES,
-    Knobs,
-    attention_engine,
-    host_waits,
-    kernel_seconds,
-    matrix_engine,
-    with_shares,
-)
+from rooftrace.costmodels.knobs import Knobs
+from rooftrace.costmodels.knobs.classes import CLASSES
 from rooftrace.measured.fit.cases import CalibrationError, Case, Errors, Stack, errors, predict
 from rooftrace.measured.fit.freeknobs import ATTENTION, TILING, UNKNOWN, Space
 
@@ -121,7 +114,7 @@ def _fitted(
     shown = outside if outside is not None else predicted.tolist()
     spread = _spread(shown, measured)
     by_class, spreads = _by_class(cases, knobs, shown)
-    knobs = replace(with_shares(knobs, spread=spreads), spread=spread, title=title or start.title)
+    knobs = replace(knobs.with_shares(spread=spreads), spread=spread, title=title or start.title)
     return Fit(
         knobs,
         (*parameters, *found),
@@ -148,7 +141,7 @@ def choose(
         return best, {}
     tried, mean = {", ".join(FEW): best.left_out}, best.left_out.mean
     # Where the host waits, a launch is a part of the call.
-    overheads = ("dispatch",) if host_waits(cases[0].table.chip) else ("launch", "dispatch")
+    overheads = ("dispatch",) if cases[0].table.chip.host_waits else ("launch", "dispatch")
     many = (*FEW, *overheads)
     sets = [(many, _Shares((), start))]
     if kernels:
@@ -195,12 +188,12 @@ def _kernels_first(kernels: Sequence[Case], start: Knobs) -> tuple[Knobs, tuple[
         if count >= _FEWEST_KERNELS
         for number in ("compute", "memory")
     ]
-    chip = kernels[0].table.chip
-    if matrix_engine(chip, 1.0) is not None and {"mm", "bmm"} & counts.keys():
+    table = kernels[0].table
+    if table.has_tiles and {"mm", "bmm"} & counts.keys():
         names += [f"tiling.{number}" for number in TILING]
-    if attention_engine(chip) is not None and "attention" in counts:
+    if table.has_attention_blocks and "attention" in counts:
         names += [f"attention.{number}" for number in ATTENTION]
-    space = Space(start, names, chip, alone=True)
+    space = Space(start, names, table.chip, alone=True)
     knobs, parameters, _ = _solved(space, Stack(kernels, start))
     return knobs, tuple(parameter for parameter in parameters if parameter.identified)
 
@@ -263,7 +256,7 @@ def _by_class(
 
     members: dict[str, list[int]] = defaultdict(list)
     for i, case in enumerate(cases):
-        device = kernel_seconds(case.table, knobs, case.layouts).device * case.table.data["count"]
+        device = case.table.seconds(knobs, case.layouts).device * case.table.data["count"]
         by_kind = np.bincount(case.table.kind, device, len(CLASSES))
         if by_kind.max() > 0.5 * by_kind.sum():
             members[CLASSES[int(by_kind.argmax())]].append(i)

@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from rooftrace.costmodels.timing import CLASSES, Knobs, attention_knobs, with_shares
+from rooftrace.costmodels.kernels import attention_knobs
+from rooftrace.costmodels.knobs import Knobs
+from rooftrace.costmodels.knobs.classes import CLASSES
 from rooftrace.hardware import Chip
 from rooftrace.measured.fit.cases import CalibrationError, Stack
 
@@ -112,7 +114,7 @@ class Space:
                 attention = replace(attention_knobs(attention, self.chip), **{number: value})
             else:
                 shares[number][kind] = value
-        return replace(with_shares(knobs, **shares), tiling=tiling, attention=attention)
+        return replace(knobs.with_shares(**shares), tiling=tiling, attention=attention)
 
     def solve(self, stack: Stack) -> tuple[Array, Array, Array]:
         """Where the fit ends, standard errors of the logarithms, and their covariance."""

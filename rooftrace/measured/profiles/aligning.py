@@ -25,7 +25,7 @@ from itertools import pairwise
 from typing import Any
 
 from rooftrace.costmodels.fusion import segments
-from rooftrace.hardware import format_share
+from rooftrace.hardware.units import format_share
 from rooftrace.measured.profiles.periods import Period, periods
 from rooftrace.measured.profiles.records import (
     NONE,

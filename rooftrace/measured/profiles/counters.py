@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from rooftrace.hardware import format_share
+from rooftrace.hardware.units import format_share
 from rooftrace.measured.profiles.aligning import Alignment, Key, common
 from rooftrace.measured.profiles.ncu import KernelCounters
 from rooftrace.measured.profiles.records import KINDS, NONE, ProfileError

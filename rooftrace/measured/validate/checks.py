@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rooftrace.costmodels.estimating import Estimate
-from rooftrace.costmodels.timing import group_class
+from rooftrace.costmodels.kernels import group_class
 from rooftrace.hardware import Chip
 from rooftrace.measured.fit import Errors, errors
 from rooftrace.measured.validate.misses import Node

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rooftrace.costmodels.estimating import Estimate, Row
+from rooftrace.costmodels.kernels import engine_of
 from rooftrace.costmodels.pricing import COMPUTED, MATRIX
-from rooftrace.costmodels.timing import engine_of
-from rooftrace.hardware import format_share, format_time
+from rooftrace.hardware.units import format_share, format_time
 from rooftrace.measured.profiles import Alignment
 
 CLOSE = 0.2

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from rooftrace.costmodels.estimating import Estimate, ExecutionModel, estimate, execution_model
+from rooftrace.costmodels.estimating import Estimate, estimate
+from rooftrace.costmodels.execution import ExecutionModel, execution_model
 from rooftrace.costmodels.rewriting import reprice
 from rooftrace.hardware import Chip
 from rooftrace.measured.bench import ModelRow, Run, load_run

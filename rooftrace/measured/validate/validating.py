@@ -9,8 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rooftrace.costmodels.estimating import Estimate, ExecutionModel, estimate
-from rooftrace.hardware import Chip, format_share, format_time, format_traffic
+from rooftrace.costmodels.estimating import Estimate, estimate
+from rooftrace.costmodels.execution import ExecutionModel
+from rooftrace.hardware import Chip
+from rooftrace.hardware.units import format_share, format_time, format_traffic
 from rooftrace.measured.bench import Run
 from rooftrace.measured.profiles import (
     LAUNCH,

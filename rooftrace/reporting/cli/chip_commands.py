@@ -36,7 +36,8 @@ def chips_show(name: str) -> None:
 @click.argument("paths", nargs=-1)
 def chips_lint(paths: tuple[str, ...]) -> None:
     """Check chip files (default: those that come with rooftrace); exit 1 on errors or warnings."""
-    from rooftrace.hardware import available_chips, lint_chip
+    from rooftrace.hardware import available_chips
+    from rooftrace.hardware.chipfile import lint_chip
 
     bad = 0
     for path in paths or available_chips():

@@ -90,7 +90,7 @@ def _measure_chip(
 ) -> None:
     if targets:
         raise click.UsageError(f"--chip-only measures no model: leave out {' '.join(targets)}")
-    from rooftrace.hardware import dump_chip, write_chip
+    from rooftrace.hardware.chipfile import dump_chip, write_chip
     from rooftrace.measured.bench import default_device, measure_chip
     from rooftrace.reporting.text import render_chip
 
@@ -137,7 +137,7 @@ def calibrate(
     step: model,batch,ms and where they matter seq, kv, phase, dtype, image_size; or a trace of
     torch.profiler, with --target and the sizes that were run.
     """
-    from rooftrace.costmodels.timing import dump_knobs
+    from rooftrace.costmodels.knobs import dump_knobs
     from rooftrace.reporting import calibrate as calibrate_to
 
     (loaded,), (model,) = load_chips((chip,)), load_executions((execution,), False, None)

@@ -182,7 +182,7 @@ def diff(
     **request: Any,
 ) -> None:
     """What changed in cost from BEFORE to AFTER: targets or saved graphs."""
-    from rooftrace.costmodels.findings import parse_condition
+    from rooftrace.costmodels.findings.diffs import parse_condition
     from rooftrace.reporting import diff as diff_of
     from rooftrace.reporting.text import diff_markdown, render_diff
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from rooftrace.costmodels.estimating import ExecutionModel
+    from rooftrace.costmodels.execution import ExecutionModel
     from rooftrace.hardware import Chip
 
 
@@ -44,8 +44,8 @@ def load_chips(names: Sequence[str]) -> list[Chip]:
 
 def load_executions(names: Sequence[str], tf32: bool, knobs: str | None) -> list[ExecutionModel]:
     """Execution models by name, with what --tf32 and --knobs change."""
-    from rooftrace.costmodels.estimating import execution_model
-    from rooftrace.costmodels.timing import load_knobs
+    from rooftrace.costmodels.execution import execution_model
+    from rooftrace.costmodels.knobs import load_knobs
 
     if not names:
         raise click.UsageError("--execution: expected at least one execution model")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rooftrace.hardware import format_capacity, format_time, format_traffic
+from rooftrace.hardware.units import format_capacity, format_time, format_traffic
 from rooftrace.reporting.figures import style
 from rooftrace.reporting.sections import tally
 from rooftrace.reporting.text import words

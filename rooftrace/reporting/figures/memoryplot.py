@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from rooftrace.costmodels.memory import KINDS, SAVED, Moment
-from rooftrace.hardware import format_capacity
+from rooftrace.costmodels.memory import Moment
+from rooftrace.hardware.units import format_capacity
 from rooftrace.reporting.figures import style
 from rooftrace.reporting.text import words
 
@@ -22,8 +22,17 @@ HEIGHT, TOP, BOTTOM = 5.2, 1.15, 0.62  # inches: the sheet, above and below the 
 LEFT, SPAN = 0.085, 0.895  # of the page
 ROOMY = 0.07  # of the step: a part that its name fits above
 PAPER: dict[str, Any] = {"facecolor": "white", "edgecolor": "none", "pad": 1.5}
-NAMES = {SAVED: "saved for backward", "kv": "KV"}
-ORDER = ("weights", "optimizer", "kv", "gradients", "constants", SAVED, "activations", "temporary")
+NAMES = {"saved": "saved for backward", "kv": "KV"}
+ORDER = (
+    "weights",
+    "optimizer",
+    "kv",
+    "gradients",
+    "constants",
+    "saved",
+    "activations",
+    "temporary",
+)
 """From the bottom up: what stays first, what comes and goes last."""
 
 
@@ -52,7 +61,8 @@ def _areas(axes: Axes, moments: Sequence[Moment]) -> None:
     times = [moment.time for moment in moments]
     if len(times) == 1:
         times, moments = [times[0], times[0] + 1], [*moments, *moments]
-    columns = dict(zip(KINDS, zip(*(moment.sizes for moment in moments), strict=True), strict=True))
+    sizes = [moment.by_kind for moment in moments]
+    columns = {kind: [size[kind] for size in sizes] for kind in ORDER}
     shown = [kind for kind in ORDER if any(columns[kind])]
     areas = axes.stackplot(
         times,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rooftrace.hardware import format_share, format_time
+from rooftrace.hardware.units import format_share, format_time
 from rooftrace.measured.validate import CLOSE, Node
 from rooftrace.reporting.figures import style
 from rooftrace.reporting.figures.labels import Box, Label, place

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rooftrace.costmodels.estimating import MATRIX, Estimate
-from rooftrace.costmodels.timing import engine_of
-from rooftrace.hardware import format_share, format_time
+from rooftrace.costmodels.estimating import Estimate
+from rooftrace.costmodels.kernels import engine_of
+from rooftrace.costmodels.pricing import MATRIX
+from rooftrace.hardware.units import format_share, format_time
 from rooftrace.reporting.figures import style
 from rooftrace.reporting.figures.roofplot import Point, Roof, draw
 from rooftrace.reporting.sections import tally

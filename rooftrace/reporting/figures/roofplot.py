@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rooftrace.hardware import Chip, format_flop_rate, format_intensity
+from rooftrace.hardware import Chip
+from rooftrace.hardware.units import format_flop_rate, format_intensity
 from rooftrace.reporting.figures import style
 from rooftrace.reporting.figures.labels import Box, Label, place
 from rooftrace.reporting.text import words

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rooftrace.costmodels.findings import Folded, Playback, Played, play
+from rooftrace.costmodels.findings.playback import Folded, Playback, Played, play
 from rooftrace.reporting.text import LIMITS, kernel_name
 from rooftrace.tracer.graph import pattern_of, write_bytes
 

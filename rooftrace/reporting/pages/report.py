@@ -8,15 +8,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rooftrace.costmodels.estimating import (
-    Estimate,
-    ExecutionModel,
-    estimate,
-    execution_model,
-    plan,
-)
-from rooftrace.costmodels.findings import Headroom
+from rooftrace.costmodels.estimating import Estimate, estimate
+from rooftrace.costmodels.execution import ExecutionModel, execution_model
+from rooftrace.costmodels.findings import Headroom, headroom
 from rooftrace.costmodels.memory import LargestBatch, Memory, memory
+from rooftrace.costmodels.planning import plan
 from rooftrace.hardware import Chip, load_chip
 from rooftrace.tracer.graph import Assumption, OpGraph
 
@@ -103,7 +99,7 @@ class Report:
     @cached_property
     def headroom(self) -> Mapping[str, Headroom]:
         """What fusing saves by phase: main execution, first chip."""
-        return {phase: self.estimate(phase).headroom() for phase in self.phases}
+        return {phase: headroom(self.estimate(phase)) for phase in self.phases}
 
     def of_first_chip(self) -> Iterator[tuple[str, str, Estimate]]:
         """(phase, execution, estimate) on the first chip, in order."""

@@ -6,7 +6,7 @@ import io
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from rooftrace.hardware import (
+from rooftrace.hardware.units import (
     format_capacity,
     format_count,
     format_flops,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rooftrace.costmodels.estimating import SUMMARIES
-from rooftrace.hardware import (
+from rooftrace.costmodels.execution import SUMMARIES
+from rooftrace.hardware.units import (
     format_capacity,
     format_count,
     format_flops,

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rooftrace.hardware import format_time, format_traffic
+from rooftrace.hardware.units import format_time, format_traffic
 from rooftrace.reporting.sections.pipes import share, table
 from rooftrace.reporting.text import words
 

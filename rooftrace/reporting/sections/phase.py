@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rooftrace.hardware import (
+from rooftrace.hardware.units import (
     MISSING,
     format_capacity,
     format_count,

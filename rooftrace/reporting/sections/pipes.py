@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from rooftrace.hardware import MISSING, format_share
+from rooftrace.hardware.units import MISSING, format_share
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> list[str]:

@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from rooftrace.costmodels.estimating import SUMMARIES, Coverage, Estimate, Unsupported
+from rooftrace.costmodels.estimating import Estimate
+from rooftrace.costmodels.execution import SUMMARIES
 from rooftrace.costmodels.findings import islands
+from rooftrace.costmodels.planning import Coverage, Unsupported
 
 if TYPE_CHECKING:
     from rooftrace.costmodels.findings import Headroom

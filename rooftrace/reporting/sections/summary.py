@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from rooftrace.hardware import (
+from rooftrace.hardware.units import (
     format_count,
     format_flops,
     format_share,

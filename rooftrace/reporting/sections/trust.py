@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from rooftrace.costmodels.findings import Island, islands
-from rooftrace.hardware import (
+from rooftrace.hardware.units import (
     format_bandwidth,
     format_flop_rate,
     format_intensity,

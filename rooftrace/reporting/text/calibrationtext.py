@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rooftrace.hardware import format_time
+from rooftrace.hardware.units import format_time
 from rooftrace.measured.fit import Errors
 from rooftrace.reporting.text.words import plural
 

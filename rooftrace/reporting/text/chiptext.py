@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rooftrace.hardware import (
-    Chip,
-    ChipFileError,
-    available_chips,
+from rooftrace.hardware import Chip, available_chips, load_chip
+from rooftrace.hardware.chipfile import ChipFileError
+from rooftrace.hardware.units import (
     format_bandwidth,
     format_capacity,
     format_flop_rate,
     format_intensity,
-    load_chip,
 )
 
 if TYPE_CHECKING:

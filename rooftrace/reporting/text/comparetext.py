@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rooftrace.hardware import format_flops
+from rooftrace.hardware.units import format_flops
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from rooftrace.costmodels.findings import Comparison, Difference
+    from rooftrace.costmodels.findings.counters import Comparison, Difference
 
 SHOWN = 12
 _UNEXPLAINED = "not explained"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from rooftrace.costmodels.findings import Change, Diff, ModuleChange
-from rooftrace.hardware import (
+from rooftrace.costmodels.findings.diffs import Change, Diff, ModuleChange
+from rooftrace.hardware.units import (
     format_capacity,
     format_count,
     format_flops,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rooftrace.hardware import MISSING, format_share, format_time
+from rooftrace.hardware.units import MISSING, format_share, format_time
 from rooftrace.measured.validate import Node, worst
 from rooftrace.reporting.text.words import kernel_name, plural
 from rooftrace.tracer.graph import pattern_of

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rooftrace.hardware import (
+from rooftrace.hardware.units import (
     MISSING,
     format_capacity,
     format_share,

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rooftrace.costmodels.timing import ranked
-from rooftrace.hardware import (
+from rooftrace.hardware.units import (
     MISSING,
     format_bandwidth,
     format_capacity,
@@ -22,8 +22,9 @@ from rooftrace.hardware import (
 from rooftrace.tracer.graph import pattern_of
 
 if TYPE_CHECKING:
-    from rooftrace.costmodels.estimating import Coverage, Estimate
+    from rooftrace.costmodels.estimating import Estimate
     from rooftrace.costmodels.memory import Held, LargestBatch, Memory
+    from rooftrace.costmodels.planning import Coverage
     from rooftrace.costmodels.timing import StepTimes
     from rooftrace.hardware import Chip
     from rooftrace.tracer.graph import Assumption

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from rooftrace.hardware import storage_bytes
+from rooftrace.hardware.precisions import storage_bytes
 
 ROLES = ("weights", "activations", "kv", "gradients", "optimizer", "temporary", "constants")
 """Whose bytes a tensor is.

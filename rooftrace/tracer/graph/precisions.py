@@ -6,7 +6,7 @@ import functools
 
 import torch
 
-from rooftrace.hardware import PrecisionError, precision
+from rooftrace.hardware.precisions import PrecisionError, precision
 from rooftrace.tracer.graph.graph import GraphError
 
 _PREFERRED = (torch.float8_e4m3fn, torch.float8_e5m2)

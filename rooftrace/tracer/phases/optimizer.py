@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from rooftrace.hardware import bytes_per_element
+from rooftrace.hardware.precisions import bytes_per_element
 from rooftrace.tracer.asking import RequestError
 from rooftrace.tracer.recording import Recorder
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
 
+from rooftrace.costmodels.knobs import Tiling
 from rooftrace.hardware import Chip
 
 if TYPE_CHECKING:
@@ -58,21 +59,6 @@ def matrix_engine(chip: Chip, rate: float) -> MatrixEngine | None:
     units = int(chip.sm_count.value)
     cache = FEED * units * chip.clock.value
     return MatrixEngine(units, rate, cache, chip.memory_bandwidth.value)
-
-
-@dataclass(frozen=True, slots=True)
-class Tiling:
-    """What a measurement tells about tiles.
-
-    prologue: steps of K that filling and draining a tile's pipeline takes.  split: seconds that a
-    split product takes on top.  feed: share of the L2 bandwidth that tiles get.  busy: HBM
-    bandwidth that the blocks of one wave reach if each SM has one, as a share; above 1 fewer do.
-    """
-
-    prologue: float = 0.0
-    split: float = 0.0
-    feed: float = 1.0
-    busy: float = float("inf")
 
 
 IDEAL = Tiling()

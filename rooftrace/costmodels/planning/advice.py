@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from rooftrace.costmodels.pricing import MATRIX, Cost, find_rule
-from rooftrace.hardware import format_flops
+from rooftrace.hardware.units import format_flops
 from rooftrace.tracer.graph import Op, OpGraph, pattern_of
 
 PRODUCT = ("matmul",)  # a convolution over a window of the state is no such thing

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rooftrace.costmodels.fusion import has_channels_last, weight_shape
-from rooftrace.costmodels.pricing import KINDS, Cost, find_rule, op_cost
-from rooftrace.hardware import precision
+from rooftrace.costmodels.knobs.classes import CLASSES, LAST
+from rooftrace.costmodels.pricing import Cost, find_rule, op_cost
+from rooftrace.hardware.precisions import precision
 from rooftrace.tracer.graph import Op, OpGraph
 
 LARGE_WINDOW = 5
@@ -24,28 +25,6 @@ LARGE_WINDOW_LAST = 7
 ACCESS = 16
 """Bytes that a thread loads at once: channels that lie side by side and are no whole number of
 these are loaded in smaller pieces."""
-
-LAST = ", channels last"
-"""What the name of a class ends in whose images are given with channels last: eager kernels differ
-there.  A knob file without a share for it means that of the class without it."""
-
-CLASSES = (
-    "conv",
-    f"conv{LAST}",
-    "conv 1x1",
-    f"conv 1x1{LAST}",
-    "conv 3d",
-    "conv, odd channels",
-    "grouped conv",
-    f"grouped conv{LAST}",
-    "depthwise conv",
-    "depthwise conv, large",
-    "depthwise conv, general",
-    "depthwise conv backward",
-    "grouped conv backward",
-    *KINDS[1:],
-)
-"""Every class, those of matrix work first; a group of the first that any of its ops is in."""
 
 
 def op_class(op: Op, graph: OpGraph, channels_last: bool = False, cost: Cost | None = None) -> str:

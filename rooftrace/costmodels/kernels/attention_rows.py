@@ -10,17 +10,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rooftrace.costmodels.estimating import ExecutionModel
-from rooftrace.costmodels.pricing import COMPUTED, AttentionSizes, Cost
-from rooftrace.costmodels.timing.attention_time import (
+from rooftrace.costmodels.execution import ExecutionModel
+from rooftrace.costmodels.kernels.attention_time import (
     AttentionSeconds,
     attention_engine,
     attention_knobs,
     attention_seconds,
 )
-from rooftrace.costmodels.timing.knobs import Knobs
-from rooftrace.costmodels.timing.timing import engine_of
-from rooftrace.hardware import Chip, precision
+from rooftrace.costmodels.kernels.engines import engine_of
+from rooftrace.costmodels.knobs import Knobs
+from rooftrace.costmodels.pricing import COMPUTED, AttentionSizes, Cost
+from rooftrace.hardware import Chip
+from rooftrace.hardware.precisions import precision
 
 if TYPE_CHECKING:
     import numpy as np

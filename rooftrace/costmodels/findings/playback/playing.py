@@ -12,9 +12,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rooftrace.costmodels.estimating import Estimate, Row, dispatch_seconds
+from rooftrace.costmodels.estimating import Estimate, Row
 from rooftrace.costmodels.fusion import segments
-from rooftrace.costmodels.timing import Launch, host_waits
+from rooftrace.costmodels.planning import Launch
+from rooftrace.costmodels.timing import dispatch_seconds
 from rooftrace.tracer.graph import REVERSED, OpGraph, pattern_of
 
 
@@ -93,7 +94,7 @@ class _Player:
     def __init__(self, estimate: Estimate, fold: frozenset[int]) -> None:
         self.estimate, self.fold = estimate, fold
         self.dispatch = dispatch_seconds(estimate.execution, estimate.chip)
-        self.waits = host_waits(estimate.chip)
+        self.waits = estimate.chip.host_waits
         self.launches = estimate.plan.launches
         self.places = [launch.repeats for launch in self.launches]
         groups = iter(range(len(estimate.rows)))

@@ -1,6 +1,6 @@
-"""The calibrated time of kernels, many at once: what a prediction and a fit both compute.
+"""Seconds of many kernels at once from calibrated constants; predictions and fits both use it.
 
-Equal formulas on arrays: a fit evaluates thousands of kernels hundreds of times.
+The formulas work on arrays, since a fit evaluates thousands of kernels hundreds of times.
 """
 
 from __future__ import annotations
@@ -9,52 +9,32 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rooftrace.costmodels.estimating import ExecutionModel
-from rooftrace.costmodels.pricing import COMPUTED, MATRIX, Cost
-from rooftrace.costmodels.timing.attention_rows import (
+from rooftrace.costmodels.execution import ExecutionModel
+from rooftrace.costmodels.kernels.attention_rows import (
     NO_ATTENTION,
     attention_row,
     attention_seconds_of,
     column_data,
 )
-from rooftrace.costmodels.timing.knobs import Knobs
-from rooftrace.costmodels.timing.opclass import CLASSES, LAST, group_class
-from rooftrace.costmodels.timing.reuse import warm_bytes
-from rooftrace.costmodels.timing.timing import product_engine, stored_widths
-from rooftrace.costmodels.timing.utilization import TileTerms, matrix_engine, p_norm, tile_terms
+from rooftrace.costmodels.kernels.attention_time import attention_engine
+from rooftrace.costmodels.kernels.engines import product_engine, stored_widths
+from rooftrace.costmodels.kernels.opclass import group_class
+from rooftrace.costmodels.kernels.reuse import warm_bytes
+from rooftrace.costmodels.kernels.utilization import TileTerms, matrix_engine, p_norm, tile_terms
+from rooftrace.costmodels.knobs import Knobs
+from rooftrace.costmodels.knobs.classes import CLASSES, LAST
+from rooftrace.costmodels.pricing import COMPUTED, MATRIX, Cost
 from rooftrace.hardware import Chip
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from rooftrace.costmodels.estimating import Plan
+    from rooftrace.costmodels.planning import Plan
 
     Array = np.ndarray[Any, np.dtype[np.float64]]
 
 _COLUMNS = ("count", "bytes", "warm", "moved", "vector", "matrix", "flop", "rate", "rows",
             "columns", "inner", "products", "width_a", "width_b", "whole")  # fmt: skip
-
-
-@dataclass(frozen=True)
-class KernelTable:
-    """Kernels on one chip, a row each; equal ones stand once.
-
-    kind: position in CLASSES.  data: by column, arrays of one length:
-    count: how many kernels a row stands for.  bytes: through HBM; warm: those of them that the last
-    cache still holds; moved: those that are no weights, of kernels that may copy them into another
-    layout.  vector: seconds of vector work at the peak; matrix: the same of matrix work that is no
-    plain product, or not the largest.  flop, rate, rows, columns, inner, products, width_a,
-    width_b, whole: the largest plain product (0 where there is none), FLOP/s of its engine, bytes
-    of a stored element of its operands, whether tiles are done whole (see `tile_terms`).  The
-    columns of attention are those of `attention_rows`.
-    """
-
-    chip: Chip
-    kind: np.ndarray[Any, np.dtype[np.int64]]
-    data: dict[str, Array]
-
-    def __len__(self) -> int:
-        return len(self.kind)
 
 
 @dataclass(frozen=True)
@@ -64,6 +44,68 @@ class KernelSeconds:
     compute: Array
     memory: Array
     device: Array
+
+
+@dataclass(frozen=True)
+class KernelTable:
+    """Kernels on one chip, a row each; equal ones stand once.
+
+    data has a column for each of these names, and those of `attention_rows`:
+      count               how many kernels the row stands for
+      bytes, warm         through HBM; and how many of them the last cache still holds
+      moved               bytes that are no weights, of kernels that may copy layouts
+      vector, matrix      seconds at the peak: vector work; matrix work beside the largest product
+      flop, rate          of the largest plain product, 0 where there is none; FLOP/s of its engine
+      rows, columns,      its sizes; how many such products;
+      inner, products,
+      width_a, width_b,   bytes of a stored element of its operands;
+      whole               whether its tiles are computed whole (see `tile_terms`)
+    """
+
+    chip: Chip
+    kind: np.ndarray[Any, np.dtype[np.int64]]  # position in CLASSES
+    data: dict[str, Array]
+
+    def __len__(self) -> int:
+        return len(self.kind)
+
+    @property
+    def has_tiles(self) -> bool:
+        """Whether products are timed by tiles: the chip's SM count and clock are known."""
+        return matrix_engine(self.chip, 1.0) is not None
+
+    @property
+    def has_attention_blocks(self) -> bool:
+        """Whether attention is timed by its blocks: the chip's SMs and bf16 rate are known."""
+        return attention_engine(self.chip) is not None
+
+    def tiles(self, knobs: Knobs) -> TileTerms | None:
+        """What each tile takes for the rows that have a product; None without `has_tiles`.
+
+        It does not depend on rates and shares, so a fit that keeps `knobs.tiling` needs it once.
+        """
+        engine = matrix_engine(self.chip, 1.0)
+        if engine is None:
+            return None
+        tiled = self.data["flop"] > 0
+        columns = {name: column[tiled] for name, column in self.data.items()}
+        return tile_terms(columns, engine.units, knobs.tiling)
+
+    def seconds(self, knobs: Knobs, layouts: bool, terms: TileTerms | None = None) -> KernelSeconds:
+        """Seconds of one kernel of each row, by the formula of `knobs`.
+
+        Attention takes the formula of `attention_time`, where its blocks are known.  layouts:
+        whether convolutions copy their activations into another layout.  terms: those of `tiles`,
+        to compute them once for many knobs.
+        """
+        result = _shared_seconds(self, knobs, layouts, terms)
+        sent = self.data["bytes"] - self.data["warm"] * (1 - 1 / knobs.cache)
+        blocks = attention_seconds_of(self.data, sent, self.chip, knobs)
+        if blocks is not None:
+            rows, by_blocks = blocks
+            result.compute[rows], result.memory[rows] = by_blocks.compute, by_blocks.memory
+            result.device[rows] = by_blocks.device
+        return result
 
 
 def kernel_table(
@@ -149,53 +191,10 @@ def _row(
     return (cost.bytes(), warm, moved, vector, matrix, flop, rate, *shape, count, *widths, whole)
 
 
-def copies_layouts(planned: Plan) -> bool:
-    """Whether convolutions copy what they read and write into another layout: where channels come
-    first, as in eager mode; a compiler chooses the layout once for all."""
-    return not planned.channels_last and planned.execution.fusion != "factor"
-
-
-def launch_seconds(knobs: Knobs, chip: Chip) -> float:
-    """Seconds that a kernel takes on top of its work."""
-    return chip.kernel_gap.value if knobs.launch is None else knobs.launch
-
-
-def products_of(table: KernelTable, knobs: Knobs) -> TileTerms | None:
-    """What tiles take for the rows of the table that have a product; None where its chip's SM count
-    is not known.
-
-    It does not depend on rates and shares, so a fit that keeps `knobs.tiling` needs it once.
-    """
-    engine = matrix_engine(table.chip, 1.0)
-    if engine is None:
-        return None
-    tiled = table.data["flop"] > 0
-    return tile_terms({k: v[tiled] for k, v in table.data.items()}, engine.units, knobs.tiling)
-
-
-def kernel_seconds(
-    table: KernelTable, knobs: Knobs, layouts: bool, terms: TileTerms | None = None
-) -> KernelSeconds:
-    """Seconds of one kernel of each row, by the formula of `rooftrace.costmodels.timing.knobs`; of
-    attention by that of `rooftrace.costmodels.timing.attention_time`, where its blocks are known.
-
-    layouts: whether convolutions copy their activations into another layout.  terms: those of
-    `products_of`, where they are there already.
-    """
-    found = _shared_seconds(table, knobs, layouts, terms)
-    sent = table.data["bytes"] - table.data["warm"] * (1 - 1 / knobs.cache)
-    blocks = attention_seconds_of(table.data, sent, table.chip, knobs)
-    if blocks is not None:
-        rows, by_blocks = blocks
-        found.compute[rows], found.memory[rows] = by_blocks.compute, by_blocks.memory
-        found.device[rows] = by_blocks.device
-    return found
-
-
 def _shared_seconds(
     table: KernelTable, knobs: Knobs, layouts: bool, terms: TileTerms | None
 ) -> KernelSeconds:
-    """The same by the shares of classes alone."""
+    """Seconds per row from class shares only, before attention takes those of its blocks."""
     import numpy as np
 
     d, chip = table.data, table.chip
@@ -221,7 +220,7 @@ def _shared_seconds(
     tiled = np.flatnonzero(d["flop"] > 0)
     if engine is None or not len(tiled):
         return KernelSeconds(t_compute, t_memory, p_norm(knobs.overlap, t_compute, t_memory))
-    terms = terms or products_of(table, knobs)
+    terms = terms or table.tiles(knobs)
     assert terms is not None
     work = terms.flop / (d["rate"] * compute)[tiled, None] + rest[tiled, None]
     feed = terms.feed / (engine.cache * knobs.tiling.feed)

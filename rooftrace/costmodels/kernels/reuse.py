@@ -11,8 +11,8 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 
-from rooftrace.costmodels.estimating import Plan
-from rooftrace.costmodels.memory import Steps
+from rooftrace.costmodels.liveness import Steps
+from rooftrace.costmodels.planning import Plan
 
 
 def warm_bytes(planned: Plan, capacity: float, cold: bool = False) -> list[float]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
-from rooftrace.costmodels.timing import Knobs
+from rooftrace.costmodels.knobs import Knobs
 
 ATTENTION = ("flash", "materialised")
 FUSION = ("none", "detected", "factor")

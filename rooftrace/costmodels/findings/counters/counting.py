@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rooftrace.costmodels.estimating import Plan, plan
 from rooftrace.costmodels.fusion import kernel_modules
+from rooftrace.costmodels.planning import Plan, plan
 from rooftrace.costmodels.pricing import COMPUTED, MATRIX
 from rooftrace.tracer.graph import Op, OpGraph, pattern_of
 

@@ -3,117 +3,24 @@
 from __future__ import annotations
 
 import difflib
-import math
 import os
-import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from rooftrace.costmodels.estimating import Estimate
+from rooftrace.costmodels.findings.diffs.changes import (
+    Change,
+    Diff,
+    ModuleChange,
+    PhaseDiff,
+    Sources,
+)
+from rooftrace.costmodels.findings.diffs.conditions import METRICS
 from rooftrace.costmodels.fusion import kernel_modules
 from rooftrace.costmodels.memory import memory
-from rooftrace.hardware import (
-    UnitError,
-    format_capacity,
-    format_count,
-    format_flops,
-    format_time,
-    format_traffic,
-    parse,
-)
 from rooftrace.tracer.graph import Op, OpGraph, pattern_of
-
-METRICS = ("time", "flops", "bytes", "memory", "params", "kernels")
-_UNITS = {
-    "time": "second",
-    "flops": "count",
-    "bytes": "byte",
-    "memory": "byte",
-    "params": "count",
-    "kernels": "count",
-}
-_FORMATS: Mapping[str, Callable[[float], str]] = {
-    "time": format_time,
-    "flops": format_flops,
-    "bytes": format_traffic,
-    "memory": format_capacity,
-    "params": format_count,
-    "kernels": format_count,
-}
-
-
-_ROUNDING = 1e-12
-"""Seconds are sums of floats; repeats are added up in another order than layer by layer."""
-
-
-class FailOnError(ValueError):
-    """A --fail-on condition that cannot be read."""
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """One quantity before and after (SI units)."""
-
-    before: float
-    after: float
-
-    @property
-    def delta(self) -> float:
-        """after - before; 0 where sums of the same parts differ by rounding only."""
-        delta = self.after - self.before
-        return 0.0 if abs(delta) <= _ROUNDING * abs(self.before) else delta
-
-    @property
-    def relative(self) -> float | None:
-        """delta / before; None where before is 0 and after is not."""
-        if self.before:
-            return self.delta / self.before
-        return 0.0 if not self.after else None
-
-
-@dataclass(frozen=True, slots=True)
-class ModuleChange:
-    """A module, or `count` equal modules whose paths differ only in indices.
-
-    status: added, removed or changed.  ops_added, ops_removed: operator names with their number,
-    over one of the modules; this is the cause.  resized: operators whose sizes or precisions
-    changed.  Quantities are over all of the modules.
-    """
-
-    path: str
-    count: int
-    status: str
-    kind: str
-    flops: Change
-    bytes: Change
-    time: Change
-    ops_added: Mapping[str, int]
-    ops_removed: Mapping[str, int]
-    resized: Sequence[str] = ()
-
-
-@dataclass(frozen=True)
-class PhaseDiff:
-    """What changed in one phase.  totals: by name in METRICS."""
-
-    phase: str
-    totals: Mapping[str, Change]
-    modules: tuple[ModuleChange, ...]
-
-
-@dataclass(frozen=True)
-class Sources:
-    """The source files of two revisions.
-
-    files: how many there are of each.  differing: names of those whose content differs, or that one
-    side alone has.  same_place: whether both were read from the very same files.
-    """
-
-    files: tuple[int, int]
-    differing: tuple[str, ...] = ()
-    same_place: bool = False
 
 
 def compare_sources(before: Mapping[str, str], after: Mapping[str, str]) -> Sources | None:
@@ -135,123 +42,6 @@ def compare_sources(before: Mapping[str, str], after: Mapping[str, str]) -> Sour
 def _below(files: Mapping[str, str]) -> dict[str, str]:
     folder = os.path.commonpath([os.path.dirname(path) for path in files])
     return {os.path.relpath(path, folder): content for path, content in files.items()}
-
-
-@dataclass(frozen=True)
-class Diff:
-    """The difference of two revisions on one chip under one execution model.
-
-    sources: the files that the two were made of, where that is known.
-    """
-
-    names: tuple[str, str]
-    chip: str
-    execution: str
-    phases: tuple[PhaseDiff, ...]
-    only_before: tuple[str, ...] = ()
-    only_after: tuple[str, ...] = ()
-    sources: Sources | None = None
-
-    @property
-    def unchanged(self) -> bool:
-        """True where no phase, no total and no module differs."""
-        return (
-            not self.only_before
-            and not self.only_after
-            and all(
-                not p.modules and not any(c.delta for c in p.totals.values()) for p in self.phases
-            )
-        )
-
-    def violations(self, conditions: Sequence[str]) -> list[str]:
-        """A sentence for each condition ("time>5%", "memory>1 GiB") that some phase breaks.
-
-        Raises FailOnError for a condition that cannot be read.
-        """
-        found = []
-        for metric, limit, relative, text in map(parse_condition, conditions):
-            for phase in self.phases:
-                change = phase.totals[metric]
-                growth = change.delta
-                if relative:
-                    growth = math.inf if change.relative is None else change.relative
-                if growth > limit:
-                    amount = f"{growth:+.2%}" if relative else f"+{_FORMATS[metric](growth)}"
-                    found.append(
-                        f"{phase.phase}: {metric} grew by {amount}, more than {text!r} allows"
-                    )
-        return found
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data: SI numbers, relative changes as fractions."""
-        return {
-            "schema": "rooftrace.diff/1",
-            "before": self.names[0],
-            "after": self.names[1],
-            "chip": self.chip,
-            "execution": self.execution,
-            "only_before": list(self.only_before),
-            "only_after": list(self.only_after),
-            "sources": None
-            if self.sources is None
-            else {
-                "files": list(self.sources.files),
-                "differing": list(self.sources.differing),
-                "same_place": self.sources.same_place,
-            },
-            "phases": {
-                p.phase: {
-                    "totals": {name: _change(c) for name, c in p.totals.items()},
-                    "modules": [
-                        {
-                            "path": m.path,
-                            "count": m.count,
-                            "status": m.status,
-                            "class": m.kind,
-                            "flops": _change(m.flops),
-                            "bytes": _change(m.bytes),
-                            "time": _change(m.time),
-                            "ops_added": dict(m.ops_added),
-                            "ops_removed": dict(m.ops_removed),
-                            "resized": list(m.resized),
-                        }
-                        for m in p.modules
-                    ],
-                }
-                for p in self.phases
-            },
-        }
-
-
-def _change(change: Change) -> dict[str, Any]:
-    return {
-        "before": change.before,
-        "after": change.after,
-        "delta": change.delta,
-        "relative": change.relative,
-    }
-
-
-_CONDITION = re.compile(r"\s*([a-z]+)\s*>\s*([0-9.eE+-]+)\s*(.*?)\s*")
-
-
-def parse_condition(text: str) -> tuple[str, float, bool, str]:
-    """("time", 0.05, True, text) for "time>5%"; an absolute limit takes a unit ("memory>1 GiB")."""
-    match = _CONDITION.fullmatch(text)
-    if match is None or match[1] not in METRICS:
-        raise FailOnError(
-            f"--fail-on {text!r}: expected METRIC>LIMIT with METRIC one of {', '.join(METRICS)}, "
-            'for example "time>5%" or "memory>1 GiB"'
-        )
-    metric, number, unit = match.groups()
-    try:
-        if unit == "%":
-            return metric, float(number) / 100, True, text
-        if not unit and _UNITS[metric] == "count":
-            return metric, float(number), False, text
-        return metric, parse(f"{number} {unit}", _UNITS[metric]), False, text
-    except (UnitError, ValueError) as error:
-        raise FailOnError(f"--fail-on {text!r}: {error}") from None
 
 
 def diff_estimates(

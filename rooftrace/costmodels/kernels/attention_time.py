@@ -23,7 +23,8 @@ from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING, Any
 
-from rooftrace.costmodels.timing.utilization import p_norm
+from rooftrace.costmodels.kernels.utilization import p_norm
+from rooftrace.costmodels.knobs import AttentionKnobs
 from rooftrace.hardware import Chip
 
 if TYPE_CHECKING:
@@ -116,27 +117,6 @@ def attention_engine(chip: Chip) -> AttentionEngine | None:
 # -- what measurements tell ------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionKnobs:
-    """What measurements tell about attention kernels.
-
-    products: share of the sustained matrix rate inside a step, beside exponentials counted in full:
-    it is high where a kernel hides some of them.  convert: what an fp8 step takes beside its
-    products, as a share of those in bf16, at a head width of 128; steps of wider heads hold fewer
-    keys, so the share grows with the width.  stream: share of the sustained bandwidth.  In seconds,
-    start: of a block.  combine: of the kernel that adds up splits.  prepare, request: with a paged
-    cache, of the kernels that copy queries, to fp8 or by groups, and of one more request.
-    """
-
-    products: float = 1.0
-    convert: float = 0.0
-    stream: float = 1.0
-    start: float = 0.0
-    combine: float = 0.0
-    prepare: float = 0.0
-    request: float = 0.0
-
-
 IDEAL = AttentionKnobs()
 HOPPER = AttentionKnobs(
     products=1.0, convert=0.65, stream=0.83,
@@ -154,14 +134,12 @@ AMPERE = AttentionKnobs(
 products at their full rate the growth of published step times of eva and eva02 (timm, RTX 3090 and
 4090) over image sizes is met within 1 %.  `EFFICIENT.vector` is from that of tiny_vit: 60 on RTX
 4090, 110 on RTX 3090."""
-USUAL = "usual"
-"""Instead of numbers: those that are usual for the chip's generation."""
 
 
-def attention_knobs(given: AttentionKnobs | str, chip: Chip) -> AttentionKnobs:
-    """The numbers as given; for `USUAL`, those of kernels like the ones that this chip runs."""
-    if isinstance(given, AttentionKnobs):
-        return given
+def attention_knobs(numbers: AttentionKnobs | str, chip: Chip) -> AttentionKnobs:
+    """The numbers themselves; for "usual", those of kernels like the ones this chip runs."""
+    if isinstance(numbers, AttentionKnobs):
+        return numbers
     on = attention_engine(chip)
     return HOPPER if on is not None and on.warp_groups else AMPERE
 
@@ -251,7 +229,7 @@ def attention_seconds(
     of one head that are computed), heads, kv_heads, width (of query and key), value_width, size and
     kv_size (bytes of what is multiplied, and of an element of key and value), rate (FLOP/s of the
     products), bytes (through HBM), masked (a mask of numbers: no flash kernel takes one), paged (a
-    cache in pages).  compute, memory, overlap: as in `rooftrace.costmodels.timing.knobs`.
+    cache in pages).  compute, memory, overlap: those of `Knobs`.
     """
     import numpy as np
 

@@ -1,4 +1,4 @@
-"""What a calibration leaves: how far below its datasheet a chip runs, by class of kernel.
+"""Calibrated constants: the fraction of its datasheet peaks a chip reaches, per kernel class.
 
 A kernel takes  (t_comp^p + t_hbm^p)^(1/p) + launch,  with
   t_comp = FLOP of whole tiles and waves / (compute * share of its class * datasheet peak),
@@ -20,9 +20,8 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from rooftrace.costmodels.timing.attention_time import USUAL, AttentionKnobs
-from rooftrace.costmodels.timing.opclass import CLASSES, LAST
-from rooftrace.costmodels.timing.utilization import Tiling
+from rooftrace.costmodels.knobs.classes import CLASSES, LAST
+from rooftrace.hardware import Chip
 
 SCHEMA = "rooftrace.knobs/1"
 _SHIPPED = Path(__file__).parent / "fitted"
@@ -49,6 +48,46 @@ class Share:
 
 
 PLAIN = Share()
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """What a measurement tells about tiles.
+
+    prologue: steps of K that filling and draining a tile's pipeline takes.  split: seconds that a
+    split product takes on top.  feed: share of the L2 bandwidth that tiles get.  busy: HBM
+    bandwidth that the blocks of one wave reach if each SM has one, as a share; above 1 fewer do.
+    """
+
+    prologue: float = 0.0
+    split: float = 0.0
+    feed: float = 1.0
+    busy: float = float("inf")
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionKnobs:
+    """What measurements tell about attention kernels.
+
+    products: share of the sustained matrix rate inside a step, beside exponentials counted in full:
+    it is high where a kernel hides some of them.  convert: what an fp8 step takes beside its
+    products, as a share of those in bf16, at a head width of 128; steps of wider heads hold fewer
+    keys, so the share grows with the width.  stream: share of the sustained bandwidth.  In seconds,
+    start: of a block.  combine: of the kernel that adds up splits.  prepare, request: with a paged
+    cache, of the kernels that copy queries, to fp8 or by groups, and of one more request.
+    """
+
+    products: float = 1.0
+    convert: float = 0.0
+    stream: float = 1.0
+    start: float = 0.0
+    combine: float = 0.0
+    prepare: float = 0.0
+    request: float = 0.0
+
+
+USUAL = "usual"
+"""Instead of numbers: those that are usual for the chip's generation."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +133,18 @@ class Knobs:
         """What a class of kernels reaches."""
         found = self.shares.get(name)
         return found or self.shares.get(name.removesuffix(LAST), PLAIN)
+
+    def with_shares(self, **changes: Mapping[str, Any]) -> Knobs:
+        """Equal knobs, but for some numbers of some classes: with_shares(compute={"mm": 0.9})."""
+        shares = dict(self.shares)
+        for number, by_class in changes.items():
+            for name, value in by_class.items():
+                shares[name] = replace(shares.get(name, PLAIN), **{number: value})
+        return replace(self, shares=shares)
+
+    def launch_on(self, chip: Chip) -> float:
+        """Seconds that a kernel takes on this chip on top of its work."""
+        return chip.kernel_gap.value if self.launch is None else self.launch
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dict, as the file has it."""
@@ -252,12 +303,3 @@ def _toml(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(map(_toml, value)) + "]"
     raise TypeError(f"{value!r} has no TOML form")
-
-
-def with_shares(knobs: Knobs, **changes: Mapping[str, Any]) -> Knobs:
-    """The same knobs with some numbers of some classes changed: with_shares(k, compute={...})."""
-    shares = dict(knobs.shares)
-    for number, by_class in changes.items():
-        for name, value in by_class.items():
-            shares[name] = replace(shares.get(name, PLAIN), **{number: value})
-    return replace(knobs, shares=shares)

@@ -1,0 +1,175 @@
+"""The rows of an estimate: what each kernel group costs on a chip, and sums of them by a key."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rooftrace.costmodels.fusion import FusionGroup, bytes_by_role, kernel_modules
+from rooftrace.costmodels.planning import Plan
+from rooftrace.costmodels.pricing import MATRIX, Cost
+from rooftrace.costmodels.timing import Timing
+from rooftrace.tracer.graph import ROLES, Op
+
+if TYPE_CHECKING:
+    import pandas
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One kernel group on one chip.  Quantities are totals over the kernels that it stands for.
+
+    module, family and part are those of the op that computes most (or moves most bytes, where none
+    computes).
+    """
+
+    index: int  # in `Plan.groups`
+    name: str  # of the pattern for a fused group, else of the op
+    pattern: str
+    ops: tuple[int, ...]  # indices into `graph.ops`
+    module: str  # the first of `modules`
+    family: str
+    part: str
+    flops: int  # dense, without recomputation
+    flops_causal: int  # of what the mask lets through
+    flops_recompute: int
+    bytes: int  # through HBM
+    bytes_by_role: Mapping[str, int]
+    bytes_net: int  # over links
+    precision: str  # of most of its work
+    known: bool  # whether every op has a rule
+    timing: Timing
+    count: int = 1  # kernels that it stands for
+    modules: tuple[str, ...] = ()  # where they run, as many in each
+
+    def __post_init__(self) -> None:
+        if not self.modules:
+            object.__setattr__(self, "modules", (self.module,))
+
+
+def row_of(planned: Plan, index: int, timing: Timing) -> Row:
+    """The row of a kernel group of a plan."""
+    group, cost = planned.groups[index], planned.costs[index]
+    lead, n = _lead(planned, group), group.times
+    modules = kernel_modules(planned.graph, group.ops, lead)
+    return Row(
+        index=index,
+        name=group.name,
+        pattern=group.pattern,
+        ops=group.ops,
+        module=modules[0],
+        family=lead.family,
+        part=lead.part,
+        flops=n * cost.flops(),
+        flops_causal=n * cost.flops(counts=("useful",)),
+        flops_recompute=n * cost.flops(counts=("recompute",)),
+        bytes=n * cost.bytes(),
+        bytes_by_role={r: n * size for r, size in bytes_by_role(planned.graph, cost).items()},
+        bytes_net=n * cost.bytes("link"),
+        precision=_precision(cost),
+        known=group.known,
+        timing=timing,
+        count=n,
+        modules=modules,
+    )
+
+
+def _precision(cost: Cost) -> str:
+    """The precision of most matrix FLOPs, else of most vector FLOPs; "" without any."""
+    flops: dict[tuple[bool, str], int] = {}
+    for work, flop in cost.work.items():
+        key = (work.operation in MATRIX, work.precision)
+        flops[key] = flops.get(key, 0) + flop
+    return max(flops, key=lambda key: (key[0], flops[key]))[1] if flops else ""
+
+
+def _lead(planned: Plan, group: FusionGroup) -> Op:
+    """The op of a group that stands for it: most FLOPs, then most bytes, then the first."""
+    ops = [planned.graph.ops[i] for i in group.ops]
+    if len(ops) == 1:
+        return ops[0]
+    costs = planned.op_costs
+    return max(ops, key=lambda op: (costs[op.id].flops(), costs[op.id].bytes(), -op.id))
+
+
+_NO_SUMS: Mapping[str, Any] = {
+    "calls": 0,
+    "flops": 0,
+    "flops_recompute": 0,
+    "bytes": 0,
+    "t_comp": 0.0,
+    "t_hbm": 0.0,
+    "t_net": 0.0,
+    "t_device": 0.0,
+}
+
+
+def sums_by(
+    rows: Sequence[Row], keys: Callable[[Row], Sequence[str]], total: float
+) -> list[dict[str, Any]]:
+    """Calls, FLOP, bytes and seconds by key, most seconds first, with the share of `total` seconds.
+
+    The kernels of a row belong to its keys in equal parts.
+    """
+    sums: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        timing, regime, names = row.timing, row.timing.regime, keys(row)
+        parts = len(names)
+        for name in names:
+            entry = sums.get(name)
+            if entry is None:
+                entry = sums[name] = {"key": name, **_NO_SUMS, "regimes": Counter()}
+            entry["calls"] += row.count // parts
+            entry["flops"] += row.flops // parts
+            entry["flops_recompute"] += row.flops_recompute // parts
+            entry["bytes"] += row.bytes // parts
+            entry["t_comp"] += timing.t_comp / parts
+            entry["t_hbm"] += timing.t_hbm / parts
+            entry["t_net"] += timing.t_net / parts
+            entry["t_device"] += timing.t_device / parts
+            entry["regimes"][regime] += timing.t_device / parts
+    result = sorted(sums.values(), key=lambda entry: (-entry["t_device"], entry["key"]))
+    for entry in result:
+        regimes = entry.pop("regimes")
+        entry["regime"] = regimes.most_common(1)[0][0] if regimes else "launch"
+        entry["share"] = entry["t_device"] / total if total else 0.0
+    return result
+
+
+def frame_of(rows: Sequence[Row]) -> pandas.DataFrame:
+    """A pandas frame with a line for each row, in launch order."""
+    import pandas
+
+    records = []
+    for row in rows:
+        timing = row.timing
+        records.append(
+            {
+                "kernel": row.index,
+                "name": row.name,
+                "pattern": row.pattern,
+                "count": row.count,
+                "ops": len(row.ops),
+                "module": row.module,
+                "module_last": row.modules[-1],
+                "family": row.family,
+                "part": row.part,
+                "precision": row.precision,
+                "flops": row.flops,
+                "flops_causal": row.flops_causal,
+                "bytes": row.bytes,
+                **{f"bytes_{role}": row.bytes_by_role.get(role, 0) for role in ROLES},
+                "bytes_net": row.bytes_net,
+                "t_comp": timing.t_comp,
+                "t_hbm": timing.t_hbm,
+                "t_net": timing.t_net,
+                "t_device": timing.t_device,
+                "start": timing.start,
+                "regime": timing.regime,
+                "margin": timing.margin,
+                "has_rule": row.known,
+            }
+        )
+    return pandas.DataFrame.from_records(records)

@@ -1,0 +1,6 @@
+from rooftrace.costmodels.execution.executions import (
+    SUMMARIES as SUMMARIES,
+    ExecutionError as ExecutionError,
+    ExecutionModel as ExecutionModel,
+    execution_model as execution_model,
+)

@@ -1,0 +1,5 @@
+from rooftrace.costmodels.findings.counters.counting import (
+    Comparison as Comparison,
+    Difference as Difference,
+    compare as compare,
+)

@@ -1,0 +1,86 @@
+"""Which engine of a chip does which work, and how long it takes by the chip's peaks."""
+
+from __future__ import annotations
+
+import math
+
+from rooftrace.costmodels.execution import ExecutionModel
+from rooftrace.costmodels.kernels.utilization import LEAST, matrix_engine, tile_efficiency
+from rooftrace.costmodels.pricing import COMPUTED, Cost, Work
+from rooftrace.hardware import Chip
+from rooftrace.hardware.precisions import compute_family, precision
+
+
+def engine_of(work: Work, chip: Chip, execution: ExecutionModel) -> tuple[str, str]:
+    """The (engine, precision) that runs this work.
+
+    fp32 matmul runs on the vector engine and fp32 convolution on TF32, as torch's defaults are on a
+    chip that has TF32; `tf32` sends matmul there too.  Complex products run as those of their
+    parts.  fp64 products use the matrix engine where the chip has an fp64 rate for it.
+    """
+    if work.operation == "vector":
+        return "vector", work.precision
+    family = compute_family(work.precision)
+    if family == "fp32":
+        wants_tf32 = work.operation == "convolution" or execution.tf32
+        if wants_tf32 and chip.has_peak("matrix", "tf32"):
+            return "matrix", "tf32"
+        return "vector", "fp32"
+    if family == "fp64" and not chip.has_peak("matrix", "fp64"):
+        return "vector", "fp64"
+    return "matrix", work.precision
+
+
+def compute_seconds(cost: Cost, chip: Chip, execution: ExecutionModel, headline: float) -> float:
+    """Seconds of the work of one group.
+
+    Matrix and vector work of one kernel are added: engines are not assumed to overlap inside it.
+    Raises MissingPeakError where the chip lacks a rate.
+    """
+    seconds = 0.0
+    utilization = execution.utilization
+    for work, flop in cost.work.items():
+        if work.count not in COMPUTED:
+            continue
+        if work.operation == "vector" and utilization.eta_scalar is not None:
+            rate = utilization.eta_scalar * headline
+        else:
+            # eta() is 1 for vector work: it has no rows.
+            tiles = utilization.tiles
+            engine = (product_engine if tiles else engine_of)(work, chip, execution)
+            rate = chip.peak(*engine) * utilization.eta(work.rows)
+            if tiles:
+                rate *= _tile_share(work, flop, chip, rate, engine[0] == "matrix")
+        seconds += flop / rate
+    return seconds
+
+
+def product_engine(work: Work, chip: Chip, execution: ExecutionModel) -> tuple[str, str]:
+    """The (engine, precision) of a product on a GPU; as `engine_of` where it is not a small one.
+
+    A product of fewer rows or columns than a matrix instruction has streams one matrix past a few
+    vectors.  It runs on the vector engine where that is faster than mostly empty instructions.
+    """
+    engine = engine_of(work, chip, execution)
+    if engine[0] == "vector" or work.operation != "matmul" or work.shape is None:
+        return engine
+    few = min(work.shape[:2])
+    if chip.kind != "gpu" or not 0 < few < LEAST or not chip.has_peak("vector", "fp32"):
+        return engine
+    streaming = chip.peak("vector", "fp32") / few > chip.peak(*engine) / LEAST
+    return ("vector", "fp32") if streaming else engine
+
+
+def stored_widths(work: Work) -> tuple[float, float]:
+    """Bytes of an element of A and of B of a product, as they are stored."""
+    computed = float(precision(work.precision).bits / 8)
+    return work.widths or (computed, computed)
+
+
+def _tile_share(work: Work, flop: int, chip: Chip, rate: float, whole: bool) -> float:
+    """Share of the rate that whole tiles in whole waves leave to these products; 1 if not known."""
+    engine, shape = matrix_engine(chip, rate), work.shape
+    if engine is None or shape is None or 0 in shape:
+        return 1.0
+    products = max(1, round(flop / (2 * math.prod(shape))))
+    return tile_efficiency(*shape, products, stored_widths(work), engine, whole)

@@ -1,0 +1,10 @@
+from rooftrace.costmodels.planning.coverage import (
+    Coverage as Coverage,
+    Unsupported as Unsupported,
+)
+from rooftrace.costmodels.planning.launches import Launch as Launch
+from rooftrace.costmodels.planning.plans import (
+    Bytes as Bytes,
+    Plan as Plan,
+    plan as plan,
+)

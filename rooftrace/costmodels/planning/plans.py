@@ -1,0 +1,150 @@
+"""From an op graph to a plan: price every op, group, add up traffic; still without a chip.
+
+A plan is made once per execution model; `estimate` puts it on chips.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from rooftrace.costmodels.execution import ExecutionModel, execution_model
+from rooftrace.costmodels.fusion import (
+    FusionGroup,
+    bytes_by_role,
+    compulsory_bytes,
+    fuse,
+    group_costs,
+    keeps_channels_last,
+)
+from rooftrace.costmodels.planning.advice import cache_products, given_formulas, unknown_groups
+from rooftrace.costmodels.planning.coverage import Coverage, coverage_of
+from rooftrace.costmodels.planning.launches import Launch, launches_of
+from rooftrace.costmodels.pricing import MATRIX, Cost, price_ops, with_families
+from rooftrace.costmodels.rewriting import rewrite
+from rooftrace.tracer.asking import check_graph
+from rooftrace.tracer.graph import ROLES, OpGraph
+
+
+@dataclass(frozen=True, slots=True)
+class Bytes:
+    """Bytes through HBM in one step, by role (see rooftrace.tracer.graph.graph.ROLES)."""
+
+    weights: int = 0
+    activations: int = 0
+    kv: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    temporary: int = 0
+    constants: int = 0
+
+    @property
+    def total(self) -> int:
+        """All roles together: bytes_hbm."""
+        return sum(self.to_dict().values())
+
+    def to_dict(self) -> dict[str, int]:
+        """Bytes by role name."""
+        return {role: getattr(self, role) for role in ROLES}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A graph priced under one execution model; still without a chip."""
+
+    source: OpGraph  # as captured
+    graph: OpGraph  # after rewriting: naive attention stands as its matrix products
+    execution: ExecutionModel
+    op_costs: tuple[Cost, ...]  # one per op of `graph`, bound to storages
+    groups: tuple[FusionGroup, ...]  # kernels in launch order
+    costs: tuple[Cost, ...]  # what each of them costs, once
+    launches: tuple[Launch, ...]  # what the host does
+    coverage: Coverage
+    compulsory: int  # bytes that any execution moves
+    notes: tuple[str, ...] = ()  # what was rewritten or is worth knowing, a sentence each
+
+    @cached_property
+    def total(self) -> Cost:
+        """Work and traffic of all groups."""
+        work: Counter[Any] = Counter()
+        traffic: Counter[Any] = Counter()
+        for group, cost in zip(self.groups, self.costs, strict=True):
+            for sums, amounts in ((work, cost.work), (traffic, cost.traffic)):
+                for key, amount in amounts.items():
+                    sums[key] += group.times * amount
+        return Cost(work, traffic)
+
+    @cached_property
+    def bytes(self) -> Bytes:
+        """HBM bytes by role."""
+        return Bytes(**bytes_by_role(self.graph, self.total))
+
+    @cached_property
+    def channels_last(self) -> bool:
+        """Whether a compiler lays out images with channels last."""
+        return self.execution.fusion == "detected" and keeps_channels_last(self.graph)
+
+    @property
+    def copies_layouts(self) -> bool:
+        """Whether convolutions copy what they read and write into another memory layout.
+
+        They do where channels come first, as in eager mode; a compiler chooses a layout once.
+        """
+        return not self.channels_last and self.execution.fusion != "factor"
+
+    @cached_property
+    def precision(self) -> str:
+        """The precision that most matrix FLOPs compute in ("fp32" where there are none)."""
+        flops: Counter[str] = Counter()
+        for work, flop in self.total.work.items():
+            if work.operation in MATRIX:
+                flops[work.precision] += flop
+        return flops.most_common(1)[0][0] if flops else "fp32"
+
+    def regrouped(self, groups: tuple[FusionGroup, ...], generated: bool = True) -> Plan:
+        """The step in other groups, which are in an order that every dependency allows.
+
+        generated: whether a compiler writes their kernels, if it does in this plan.
+        """
+        costing = self.execution if generated else replace(self.execution, fusion="none")
+        return replace(
+            self,
+            groups=groups,
+            costs=group_costs(self.graph, groups, self.op_costs, costing),
+            launches=launches_of(self.graph, groups, self.execution),
+        )
+
+
+def plan(graph: OpGraph, execution: str | ExecutionModel = "efficient") -> Plan:
+    """Price `graph` under an execution model: rewrite, price each op, fuse, add up traffic.
+
+    Raises ExecutionError for a preset that does not exist.
+    """
+    check_graph(graph, "plan")
+    model = execution_model(execution)
+    op_costs, known = price_ops(graph)
+    classified = with_families(graph, op_costs)
+    rewritten, notes = rewrite(classified, model)
+    if rewritten is not classified:
+        op_costs, known = price_ops(rewritten)
+    groups = fuse(rewritten, model)
+    costs = group_costs(rewritten, groups, op_costs, model)
+    return Plan(
+        source=graph,
+        graph=rewritten,
+        execution=model,
+        op_costs=op_costs,
+        groups=groups,
+        costs=costs,
+        launches=launches_of(rewritten, groups, model),
+        coverage=coverage_of(rewritten, op_costs, known),
+        compulsory=compulsory_bytes(rewritten, op_costs),
+        notes=(
+            *notes,
+            *given_formulas(rewritten),
+            *unknown_groups(rewritten, op_costs),
+            *cache_products(rewritten, op_costs),
+        ),
+    )

@@ -1,0 +1,99 @@
+"""A plan on a chip in seconds: every kernel group, and the end of the step."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from rooftrace.costmodels.kernels import compute_seconds, engine_of, kernel_table
+from rooftrace.costmodels.knobs import Knobs
+from rooftrace.costmodels.planning import Plan
+from rooftrace.costmodels.pricing import MATRIX
+from rooftrace.costmodels.timing.queue import dispatch_seconds, schedule
+from rooftrace.costmodels.timing.timings import StepTimes, Timing, step_times
+from rooftrace.hardware import Chip
+from rooftrace.hardware.chip import MissingPeakError
+from rooftrace.hardware.precisions import compute_family
+from rooftrace.hardware.units import format_traffic
+
+
+@dataclass(frozen=True, slots=True)
+class PlanTimes:
+    """Seconds of a plan on a chip."""
+
+    groups: tuple[Timing, ...]  # of each kernel group, over all kernels that it stands for
+    step: StepTimes
+    peak: float  # FLOP/s, dense, of the engine that runs most of the matrix FLOPs
+    peak_precision: str  # what that engine computes in
+
+
+def time_plan(planned: Plan, chip: Chip) -> PlanTimes:
+    """Seconds of each kernel group of a plan, and of the step.
+
+    Raises MissingPeakError where the chip has no rate for a precision that the plan computes in.
+    """
+    engine, precision = _headline(planned, chip)
+    peak = chip.peak(engine, precision)
+    single = _timings(planned, chip, peak)
+    starts, end = schedule(
+        [timing.t_device for timing in single],
+        planned.launches,
+        dispatch_seconds(planned.execution, chip),
+        [repeat.count for repeat in planned.graph.repeats],
+        chip.host_waits,
+    )
+    groups = tuple(
+        timing.of(group.times, start)
+        for group, timing, start in zip(planned.groups, single, starts, strict=True)
+    )
+    return PlanTimes(groups, step_times(groups, end), peak, compute_family(precision))
+
+
+def _timings(planned: Plan, chip: Chip, headline: float) -> list[Timing]:
+    """What one kernel of each group takes; groups with equal work are computed once."""
+    bandwidth, gap = chip.memory_bandwidth.value, chip.kernel_gap.value
+    moved = planned.total.bytes("link")
+    if moved and not chip.links:
+        raise MissingPeakError(
+            f"{chip.name} has no link, and the step moves {format_traffic(moved)} over one: "
+            "add a [[link]] to its TOML file"
+        )
+    link = max((link.bandwidth.value for link in chip.links), default=math.inf)
+    if planned.execution.knobs:
+        return _fitted_timings(planned, planned.execution.knobs, chip, link)
+    memo: dict[tuple[Any, ...], float] = {}
+    timings = []
+    for cost in planned.costs:
+        key = tuple(cost.work.items())
+        t_comp = memo.get(key)
+        if t_comp is None:
+            t_comp = memo[key] = compute_seconds(cost, chip, planned.execution, headline)
+        timings.append(Timing(t_comp, cost.bytes() / bandwidth, cost.bytes("link") / link, gap))
+    return timings
+
+
+def _fitted_timings(planned: Plan, knobs: Knobs, chip: Chip, link: float) -> list[Timing]:
+    """Timings from fitted knobs: equal kernels at once, with the fitted overlap of engines."""
+    rows, place = kernel_table(planned, chip, reuse=knobs.cache != 1)
+    seconds = rows.seconds(knobs, planned.copies_layouts)
+    gap = knobs.launch_on(chip)
+    compute, memory, device = (
+        part.tolist() for part in (seconds.compute, seconds.memory, seconds.device)
+    )
+    timings = []
+    for row, cost in zip(place, planned.costs, strict=True):
+        t_net = cost.bytes("link") / link
+        more = max(0.0, device[row] - max(compute[row], memory[row]))
+        timings.append(Timing(compute[row], memory[row], t_net, gap, more=more))
+    return timings
+
+
+def _headline(planned: Plan, chip: Chip) -> tuple[str, str]:
+    """The engine and precision that run most of the matrix FLOPs; theirs is the headline peak."""
+    flops: Counter[tuple[str, str]] = Counter()
+    for work, flop in planned.total.work.items():
+        if work.operation in MATRIX:
+            flops[engine_of(work, chip, planned.execution)] += flop
+    return flops.most_common(1)[0][0] if flops else ("vector", "fp32")

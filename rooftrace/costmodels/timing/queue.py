@@ -1,0 +1,134 @@
+"""The two-track queue: the host enqueues launches in order, the device runs them in order."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rooftrace.costmodels.execution import ExecutionModel
+from rooftrace.costmodels.fusion import segments
+from rooftrace.costmodels.planning import Launch
+from rooftrace.hardware import Chip
+
+
+def schedule(
+    durations: Sequence[float],
+    launches: Sequence[Launch],
+    dispatch: float,
+    counts: Sequence[int] = (),
+    waits: bool = False,
+) -> tuple[list[float], float]:
+    """Start of each group on the device (the first time), and when the step ends.
+
+    The host enqueues `dispatches` times (`dispatch` seconds each); the device starts a group when
+    it is enqueued and the one before has ended, and is busy for its duration; after a sync the host
+    goes on only when the device is idle.  counts: how many iterations each repeat has.  waits:
+    whether it does so after every launch (see `Chip.host_waits`).
+    """
+    placed = sum(launch.on_device for launch in launches)
+    if placed != len(durations):
+        raise ValueError(f"{len(durations)} durations for {placed} groups on the device")
+    times = iter(durations)
+    steps = [
+        _Step(one.dispatches * dispatch, next(times) if one.on_device else None, one.sync or waits)
+        for one in launches
+    ]
+    queue = _Queue(steps, [launch.repeats for launch in launches], counts)
+    host, device = queue.run(range(len(steps)), 0, (0.0, 0.0))
+    return queue.starts, max(host, device)
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A launch in seconds: of the host, and of the device (None where it has nothing to do)."""
+
+    host: float
+    device: float | None
+    sync: bool
+
+
+_Clocks = tuple[float, float]
+"""When the host and the device are done with what was enqueued so far."""
+_Shift = tuple[float, float, float, float]
+"""What an iteration does to the clocks (h, d): (max(h + a, d + b), max(h + c, d + e))."""
+_NEVER = -math.inf
+
+
+class _Queue:
+    """The two tracks.  Launches shift and join two clocks, and so do all iterations of a repeat."""
+
+    def __init__(
+        self, steps: Sequence[_Step], repeats: Sequence[tuple[int, ...]], counts: Sequence[int]
+    ) -> None:
+        self.steps, self.repeats, self.counts = steps, repeats, counts
+        self.starts: list[float] = []
+
+    def run(self, part: range, depth: int, clocks: _Clocks) -> _Clocks:
+        """Run these launches once, first iterations one by one; remember when groups start."""
+        for repeat, inside in segments(self.repeats, part, depth):
+            if repeat is None:
+                host, device = clocks
+                for step in self.steps[inside.start : inside.stop]:
+                    host += step.host
+                    if step.device is not None:
+                        start = max(host, device)
+                        self.starts.append(start)
+                        device = start + step.device
+                    if step.sync:
+                        host = max(host, device)
+                clocks = host, device
+            else:
+                host, device = self.run(inside, depth + 1, clocks)
+                a, b, c, e = _power(self._shift(inside, depth + 1), self.counts[repeat] - 1)
+                clocks = max(host + a, device + b), max(host + c, device + e)
+        return clocks
+
+    def _shift(self, part: range, depth: int) -> _Shift:
+        """What these launches do to any clocks."""
+        total = _NO_SHIFT
+        for repeat, inside in segments(self.repeats, part, depth):
+            if repeat is not None:
+                inner = self._shift(inside, depth + 1)
+                total = _after(total, _power(inner, self.counts[repeat]))
+                continue
+            for step in self.steps[inside.start : inside.stop]:
+                busy = step.device
+                shift: _Shift = (step.host, _NEVER, _NEVER, 0.0)
+                if busy is not None:
+                    shift = (step.host, _NEVER, step.host + busy, busy)
+                if step.sync:
+                    shift = (max(shift[0], shift[2]), shift[3], shift[2], shift[3])
+                total = _after(total, shift)
+        return total
+
+
+_NO_SHIFT: _Shift = (0.0, _NEVER, _NEVER, 0.0)
+
+
+def _after(first: _Shift, then: _Shift) -> _Shift:
+    """One shift after the other: a product of matrices whose sum is max and whose product is +."""
+    a, b, c, e = first
+    p, q, r, s = then
+    return max(p + a, q + c), max(p + b, q + e), max(r + a, s + c), max(r + b, s + e)
+
+
+def _power(shift: _Shift, count: int) -> _Shift:
+    """The same shift `count` times."""
+    result = _NO_SHIFT
+    while count:
+        if count & 1:
+            result = _after(result, shift)
+        shift, count = _after(shift, shift), count >> 1
+    return result
+
+
+def dispatch_seconds(execution: ExecutionModel, chip: Chip) -> float:
+    """Host seconds for one thing that is enqueued: an op, a kernel or a whole graph."""
+    if execution.knobs and execution.knobs.dispatch is not None and execution.dispatch == "eager":
+        return execution.knobs.dispatch
+    return {
+        "eager": chip.dispatch_eager,
+        "compiled": chip.dispatch_compiled,
+        "graph": chip.graph_launch,
+    }[execution.dispatch].value

@@ -1,0 +1,150 @@
+"""TOML tables of a chip file: hands out their keys, and says in an error where they stand."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, cast
+
+from rooftrace.hardware import units
+from rooftrace.hardware.chip import KINDS, Fact, FactKind
+
+
+class ChipFileError(ValueError):
+    """A chip file that cannot be read as a chip."""
+
+
+def read_toml(text: str, file: str) -> dict[str, Any]:
+    # Imported here, so that importing the package stays cheap.
+    if sys.version_info >= (3, 11):
+        import tomllib as toml
+    else:
+        import tomli as toml
+    try:
+        loaded: dict[str, Any] = toml.loads(text)
+    except toml.TOMLDecodeError as problem:
+        raise ChipFileError(f"{file}: not valid TOML: {problem}") from problem
+    return loaded
+
+
+class Table:
+    """One TOML table: hands out its keys, knows where it stands, and complains of leftovers."""
+
+    def __init__(self, table: object, place: str, file: str, sources: Mapping[str, str]) -> None:
+        self.place = place
+        self.file = file
+        self.sources = sources
+        if not isinstance(table, dict):
+            raise ChipFileError(f"{self._where()}expected a table, found {toml_value(table)}")
+        self.rest = dict(table)
+
+    def _where(self, key: str = "") -> str:
+        place = f"{self.place}: " if self.place else ""
+        return f"{self.file}: {place}{key}"
+
+    def error(self, key: str, value: object, expected: str) -> ChipFileError:
+        return ChipFileError(f"{self._where(key)} = {toml_value(value)}: {expected}")
+
+    def text(self, key: str, default: str | None = None) -> str:
+        if key not in self.rest:
+            if default is not None:
+                return default
+            raise ChipFileError(f"{self._where()}{key} is missing: expected a text")
+        value = self.rest.pop(key)
+        if not isinstance(value, str) or not (value.strip() or default is not None):
+            raise self.error(key, value, "expected a text")
+        return value
+
+    def choice(self, key: str, allowed: Iterable[str]) -> str:
+        value = self.text(key)
+        if value not in allowed:
+            raise self.error(key, value, f"expected one of {', '.join(allowed)}")
+        return value
+
+    def texts(self, key: str) -> tuple[str, ...]:
+        value = self.rest.pop(key, [])
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise self.error(key, value, "expected a list of texts")
+        return tuple(value)
+
+    def tables(self, key: str) -> Iterator[Table]:
+        value = self.rest.pop(key, [])
+        if not isinstance(value, list):
+            raise self.error(key, value, f"expected [[{key}]] tables")
+        for number, item in enumerate(value, start=1):
+            yield Table(item, f"[[{key}]] #{number}", self.file, self.sources)
+
+    def table(self, key: str) -> Table | None:
+        if key not in self.rest:
+            return None
+        inside = not self.place
+        place = f"[{key}]" if inside else f"{self.place}: {key}"
+        return Table(self.rest.pop(key), place, self.file, self.sources)
+
+    def quantity(self, key: str, unit: str | None) -> tuple[float, str]:
+        """The SI value and the text of a quantity; `unit` None takes whatever unit stands there."""
+        if key not in self.rest:
+            example = f', for example "{units.EXAMPLES[unit]}"' if unit else ""
+            expected = f"a quantity in {unit}" if unit else "a quantity"
+            raise ChipFileError(f"{self._where()}{key} is missing: expected {expected}{example}")
+        value = self.rest.pop(key)
+        if unit == "count" and isinstance(value, int) and not isinstance(value, bool):
+            value = str(value)
+        if not isinstance(value, str):
+            example = units.EXAMPLES[unit] if unit else units.EXAMPLES["byte/s"]
+            raise self.error(key, value, f'expected a text with a unit, for example "{example}"')
+        try:
+            return (units.parse(value, unit), value) if unit else (units.parse_any(value)[0], value)
+        except units.UnitError as problem:
+            raise ChipFileError(f"{self._where(key)} = {problem}") from problem
+
+    def source(self) -> str:
+        if "source" not in self.rest:
+            raise ChipFileError(
+                f"{self._where()}source is missing: a number without a source does not load; "
+                "say which document or measurement it comes from"
+            )
+        value = self.text("source")
+        if value in self.sources:
+            return self.sources[value]
+        if " " not in value.strip():
+            known = ", ".join(self.sources) or "nothing"
+            expected = f"expected a sentence, or a key of [sources], which has: {known}"
+            raise self.error("source", value, expected)
+        return value
+
+    def fact(self, key: str, unit: str | None) -> Fact:
+        """The fact whose quantity stands at `key`, with source, kind and note beside it."""
+        value, text = self.quantity(key, unit)
+        source = self.source()
+        kind = cast(FactKind, self.choice("kind", KINDS))
+        return Fact(value, text, source, kind, self.text("note", ""))
+
+    def finish(self, allowed: Iterable[str]) -> None:
+        """Complain of the first key that nobody asked for."""
+        for key in self.rest:
+            close = difflib.get_close_matches(key, list(allowed), n=1)
+            hint = f'; did you mean "{close[0]}"?' if close else ""
+            raise ChipFileError(
+                f"{self._where()}unknown key {key}: expected one of {', '.join(allowed)}{hint}"
+            )
+
+
+SPARSE = "with 2:4 sparsity"
+
+
+def toml_value(value: object) -> str:
+    """`value` as TOML would write it."""
+    if isinstance(value, str):
+        # A JSON string is a TOML basic string, but for DEL, which TOML wants escaped.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(toml_value(item) for item in value)}]"
+    if isinstance(value, dict):
+        inside = ", ".join(f"{key} = {toml_value(item)}" for key, item in value.items())
+        return f"{{ {inside} }}"
+    return str(value)

@@ -1,0 +1,81 @@
+"""Writes a chip as a TOML file that reads like those that ship: a section for each fact.
+
+The text is made here and not by a library: this layer needs the standard library only, and a
+library writes short tables of `[[peak]]` and `[[link]]` into one line.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from rooftrace.hardware import units
+from rooftrace.hardware.chip import FACT_UNITS, Chip, Fact
+from rooftrace.hardware.chipfile.tables import SPARSE, ChipFileError, toml_value
+
+
+def _toml_key(key: str) -> str:
+    bare = key.isascii() and key.replace("_", "").replace("-", "").isalnum()
+    return key if bare else toml_value(key)
+
+
+def _fact_rows(fact: Fact, key: str, unit: str | None, place: str) -> dict[str, str]:
+    """The keys of a fact; refuses a text that would not read back as the value."""
+    value = units.parse(fact.text, unit) if unit else units.parse_any(fact.text)[0]
+    if value != fact.value:
+        raise ChipFileError(
+            f"{place}: text {toml_value(fact.text)} is {value!r}, but the value is "
+            f"{fact.value!r}: expected a text that says the value (see Fact.of and units.write)"
+        )
+    rows = {key: fact.text, "kind": fact.kind, "source": fact.source}
+    return {**rows, "note": fact.note} if fact.note else rows
+
+
+def dump_chip(chip: Chip) -> str:
+    """TOML text from which `load_chip` builds an equal chip."""
+    head = {"name": chip.name, "title": chip.title, "vendor": chip.vendor, "kind": chip.kind}
+    sections: list[tuple[str, Mapping[str, object]]] = [("", {**head, "aliases": chip.aliases})]
+    for name, unit in FACT_UNITS.items():
+        fact = getattr(chip, name)
+        if fact is not None:
+            sections.append((f"[{name}]", _fact_rows(fact, "value", unit, name)))
+    for link in chip.links:
+        place = f"link {link.name}"
+        rows: dict[str, object] = {"name": link.name}
+        rows.update(_fact_rows(link.bandwidth, "bandwidth", "byte/s", place))
+        if link.latency is not None:
+            rows["latency"] = _fact_rows(link.latency, "value", "second", place)
+        sections.append(("[[link]]", rows))
+    for peak in chip.peaks:
+        place = f"peak ({peak.engine}, {peak.precision})"
+        rows = {"engine": peak.engine, "precision": peak.precision}
+        rows.update(_fact_rows(peak.rate, "rate", "FLOP/s", place))
+        if peak.quoted is not None:
+            quoted = _fact_rows(peak.quoted, "value", "FLOP/s", place)
+            plain = (peak.quoted.source, peak.quoted.kind, peak.quoted.note)
+            inherits = plain == (peak.rate.source, "datasheet", SPARSE)
+            rows["quoted"] = peak.quoted.text if inherits else quoted
+        sections.append(("[[peak]]", rows))
+    for name, fact in chip.measured.items():
+        key = f"[measured.{_toml_key(name)}]"
+        sections.append((key, _fact_rows(fact, "value", None, f"measured {name}")))
+    return "\n".join(
+        "".join(
+            [f"{title}\n" if title else ""]
+            + [f"{key} = {toml_value(value)}\n" for key, value in rows.items()]
+        )
+        for title, rows in sections
+    )
+
+
+def write_chip(chip: Chip, path: str | os.PathLike[str]) -> None:
+    """Write `chip` as TOML; a reader sees the old file or the whole new one, never a part."""
+    text = dump_chip(chip)
+    target = Path(path)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        temporary.write_text(text, encoding="utf-8", newline="\n")
+        os.replace(temporary, target)
+    finally:
+        temporary.unlink(missing_ok=True)
