@@ -458,6 +458,53 @@ def test_files_classes_and_functions_can_be_held_in_the_head() -> None:
     }
 
 
+def classes() -> Iterator[tuple[str, ast.ClassDef]]:
+    """(file, class) of every class that stands at the top of a file."""
+    for path in sources():
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef):
+                yield module_name(path), node
+
+
+# Calls of a record with seven or more positional arguments that are left, by layer: never more.
+POSITIONAL = {"tracer": 10, "costmodels": 6, "measured": 18, "reporting": 1}
+
+
+def test_a_record_of_many_fields_is_made_by_keyword() -> None:
+    records = {
+        node.name
+        for _, node in classes()
+        if any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list)
+    }
+    calls: dict[str, list[str]] = {}
+    for path in sources():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and len(node.args) >= 7:
+                name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
+                name = node.func.id if isinstance(node.func, ast.Name) else name
+                if name in records:
+                    place = f"{module_name(path)}:{node.lineno} {name}"
+                    calls.setdefault(layer_of(module_name(path)), []).append(place)
+    more = {layer: made for layer, made in calls.items() if len(made) > POSITIONAL.get(layer, 0)}
+    assert not more
+
+
+# Public names that two classes have today: never another, and gone from here when it is mended.
+SHARED_NAMES = {
+    *("Block", "Calls", "Inputs", "Names", "Plan", "Profile", "Run", "Sizes", "Step"),
+    "StepTimes",
+}
+
+
+def test_no_two_public_classes_have_one_name() -> None:
+    places: dict[str, list[str]] = {}
+    for module, node in classes():
+        if not node.name.startswith("_"):
+            places.setdefault(node.name, []).append(module)
+    shared = {name: modules for name, modules in places.items() if len(modules) > 1}
+    assert not {name: modules for name, modules in shared.items() if name not in SHARED_NAMES}
+
+
 def test_every_exception_to_the_direction_is_used_and_deferred() -> None:
     deferred = {(one.importer, one.target) for one in all_imports()}
     assert set(AGAINST_THE_DIRECTION) <= deferred

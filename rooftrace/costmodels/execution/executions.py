@@ -39,15 +39,13 @@ class WeightResidency:
 
 @dataclass(frozen=True, slots=True)
 class Utilization:
-    """Engines below their peak: eta_tc = min(1, M_eff / b_sat); vector work at eta_scalar of the
-    headline matrix peak.  None leaves that engine at its own peak.  tiles: products take whole
-    tiles in whole waves, where the chip's SM count is known (`rooftrace.costmodels.timing.
-    utilization`).
-    """
+    """Engines below their peak; None leaves an engine at its own peak."""
 
-    b_sat: float | None = None
-    eta_scalar: float | None = None
-    tiles: bool = True
+    b_sat: float | None = None  # rows at which products reach it: eta_tc = min(1, M_eff / b_sat)
+    eta_scalar: float | None = None  # rate of vector work over the headline matrix peak
+    tiles: bool = (
+        True  # whether products take whole tiles in whole waves, see `kernels.utilization`
+    )
 
     def eta(self, rows: int | None) -> float:
         """Share of the matrix peak that a product with this many rows reaches."""
@@ -58,28 +56,19 @@ class Utilization:
 
 @dataclass(frozen=True, slots=True)
 class ExecutionModel:
-    """Validated knobs.
-
-    attention: flash (one kernel) or materialised (scores and probabilities go through HBM).
-    fusion: none, detected (groups found in the graph) or factor (activation bytes x
-    `activation_fusion`, temporary bytes x `elementwise`).  dispatch: eager (the host enqueues every
-    op), compiled (every group) or graph (one launch for all).  knobs: what a calibration found, in
-    place of `utilization`.  kv_append: a cache append as-run (a
-    `cat` reads L rows and writes L+1) or in-place (writes the new rows only).  tf32: fp32 matrix
-    products on the matrix engine.
-    """
+    """How a step is run; validates itself."""
 
     name: str = "custom"
-    attention: str = "flash"
-    fusion: str = "none"
-    dispatch: str = "eager"
-    kv_append: str = "as-run"
+    attention: str = "flash"  # one kernel; or "materialised": the score matrix goes through HBM
+    fusion: str = "none"  # "detected": groups of the graph; "factor": by the two factors below
+    dispatch: str = "eager"  # the host enqueues every op; "compiled": every group; "graph": all
+    kv_append: str = "as-run"  # a `cat` reads L rows, writes L + 1; "in-place": the new rows only
     weight_residency: WeightResidency = field(default_factory=WeightResidency)
-    activation_fusion: float = 1.0
-    elementwise: float = 1.0
+    activation_fusion: float = 1.0  # factor on activation bytes
+    elementwise: float = 1.0  # factor on temporary bytes
     utilization: Utilization = field(default_factory=Utilization)
-    tf32: bool = False
-    knobs: Knobs | None = None
+    tf32: bool = False  # whether fp32 matrix products run on the matrix engine
+    knobs: Knobs | None = None  # calibrated constants, in place of `utilization`
 
     def __post_init__(self) -> None:
         for name, allowed in (

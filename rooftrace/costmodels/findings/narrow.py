@@ -27,14 +27,14 @@ def islands(graph: OpGraph) -> tuple[Island, ...]:
     """Islands of a graph, most bytes first; what the optimizer keeps and makes is left out."""
     expected = {graph.model.get("priced_dtype") or graph.model.get("dtype")}
     expected |= {graph.workload.get(name) for name in ("weights_dtype", "kv_dtype")}
-    found: dict[tuple[str, str], list[int]] = {}
+    counts: dict[tuple[str, str], list[int]] = {}
     for where, tensor in _owners(graph):
         if tensor.dtype in expected or precision(tensor.dtype).kind != "float":
             continue
-        entry = found.setdefault((tensor.dtype, pattern_of(where)), [0, 0])
+        entry = counts.setdefault((tensor.dtype, pattern_of(where)), [0, 0])
         entry[0] += graph.times(tensor)
         entry[1] += graph.times(tensor) * tensor.nbytes
-    made = (Island(name, where, *counts) for (name, where), counts in found.items())
+    made = (Island(name, where, *count) for (name, where), count in counts.items())
     return tuple(sorted(made, key=lambda i: (-i.bytes, i.where, i.precision)))
 
 

@@ -48,7 +48,7 @@ def attention_row(cost: Cost, chip: Chip, execution: ExecutionModel) -> tuple[fl
             engines[work.attention] = engine_of(work, chip, execution)
     if not flop:
         return NO_ATTENTION
-    sizes = max(flop, key=lambda one: (flop[one], one.keys))
+    sizes = max(flop, key=lambda sizes: (flop[sizes], sizes.keys))
     engine, name = engines[sizes]
     size = float(precision(name).bits / 8)
     rate = chip.peak(engine, name) if engine == "matrix" and size <= _WIDEST else 0.0
@@ -85,7 +85,7 @@ def attention_seconds_of(
     kernels = sizes["kernels"]
     sizes["bytes"] = bytes_[rows] / kernels
     numbers = attention_knobs(knobs.attention, chip)
-    found = attention_seconds(sizes, on, numbers, knobs.compute, knobs.memory, knobs.overlap)
+    single = attention_seconds(sizes, on, numbers, knobs.compute, knobs.memory, knobs.overlap)
     return rows, AttentionSeconds(
-        kernels * found.compute, kernels * found.memory, kernels * found.device
+        kernels * single.compute, kernels * single.memory, kernels * single.device
     )

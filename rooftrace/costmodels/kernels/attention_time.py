@@ -58,20 +58,16 @@ its smaller tiles is taken to run on that kernel, too."""
 class AttentionKernel:
     """How a kernel cuts its work.
 
-    rows: queries, times heads that share a tile, of a block.  keys: of a step.  packs: up to how
-    many queries the heads of a group share tiles.  splits: keys of any block may be split, not only
-    of those whose heads share a tile.  alone: one block fills an SM, stays there and takes the
-    longest work first; otherwise several share an SM, so that one computes while another loads, in
-    the order of the grid.  vector: instructions of a lane that a score takes beside its exponential
-    and its products, where they do not hide behind these.
+    Where one block does not fill an SM, several share it in the order of the grid, so that one
+    computes while another loads.
     """
 
-    rows: int
-    keys: int
-    packs: float
-    splits: bool
-    alone: bool
-    vector: float
+    rows: int  # of a block: queries, times heads that share a tile
+    keys: int  # of a step
+    packs: float  # up to how many queries the heads of a group share tiles
+    splits: bool  # whether keys of any block may be split, else only where heads share a tile
+    alone: bool  # whether one block fills an SM, stays there and takes the longest work first
+    vector: float  # instructions of a lane per score that do not hide behind exponential, products
 
 
 FLASH2 = AttentionKernel(rows=128, keys=128, packs=1, splits=False, alone=False, vector=8)
@@ -85,17 +81,13 @@ EFFICIENT = AttentionKernel(rows=64, keys=64, packs=0, splits=False, alone=False
 
 @dataclass(frozen=True, slots=True)
 class AttentionEngine:
-    """A chip as attention sees it: SMs, and what they do in a second.
+    """A chip as attention sees it: SMs, and what they do in a second."""
 
-    rate: FLOP of bf16.  clocks: of all SMs together.  lanes: instructions on fp32 of all of them.
-    memory: bytes.
-    """
-
-    units: int
-    rate: float
-    clocks: float
-    lanes: float
-    memory: float
+    units: int  # SMs
+    rate: float  # FLOP of bf16
+    clocks: float  # of all SMs together
+    lanes: float  # fp32 instructions of all SMs together
+    memory: float  # bytes
 
     @property
     def warp_groups(self) -> bool:
@@ -148,18 +140,19 @@ def attention_knobs(numbers: AttentionKnobs | str, chip: Chip) -> AttentionKnobs
 
 
 @dataclass(frozen=True, slots=True)
-class Blocks:
-    """Arrays by case.  count: blocks of the kernel.  tiles: of rows over one key and value head.
-    mean, longest: keys that a block walks over, in whole steps.  split: parts of a row's keys."""
+class AttentionBlocks:
+    """The blocks of a kernel: arrays by case."""
 
-    count: Array
-    tiles: Array
-    mean: Array
-    longest: Array
-    split: Array
+    count: Array  # blocks of the kernel
+    tiles: Array  # tiles of rows over one key and value head
+    mean: Array  # keys that a block walks over, in whole steps
+    longest: Array  # keys of the longest block
+    split: Array  # parts of a row's keys
 
 
-def attention_blocks(sizes: Mapping[str, Array], units: int, kernel: AttentionKernel) -> Blocks:
+def attention_blocks(
+    sizes: Mapping[str, Array], units: int, kernel: AttentionKernel
+) -> AttentionBlocks:
     """The blocks that `kernel` makes of each case (sizes as in `attention_seconds`)."""
     import numpy as np
 
@@ -175,7 +168,7 @@ def attention_blocks(sizes: Mapping[str, Array], units: int, kernel: AttentionKe
     can = (packed > 1) | kernel.splits
     split = np.where(can, np.clip(np.minimum(units // count, steps), 1, MOST_SPLITS), 1.0)
     longest = np.ceil(steps / split) * kernel.keys
-    return Blocks(count * split, tiles, np.minimum(mean / split, longest), longest, split)
+    return AttentionBlocks(count * split, tiles, np.minimum(mean / split, longest), longest, split)
 
 
 def _packed(sizes: Mapping[str, Array], kernel: AttentionKernel) -> Array:
@@ -207,12 +200,11 @@ def _most_seen(sizes: Mapping[str, Array]) -> Array:
 
 @dataclass(frozen=True, slots=True)
 class AttentionSeconds:
-    """Arrays by case.  compute: until the last block ends.  memory: of all bytes.  device: of the
-    kernel, and of those that only it needs."""
+    """Seconds of attention: arrays by case."""
 
-    compute: Array
-    memory: Array
-    device: Array
+    compute: Array  # until the last block ends
+    memory: Array  # of all bytes
+    device: Array  # of the kernel, and of those that only it needs
 
 
 def attention_seconds(
@@ -233,24 +225,24 @@ def attention_seconds(
     """
     import numpy as np
 
-    found = AttentionSeconds(*(np.zeros(len(sizes["batch"])) for _ in range(3)))
+    result = AttentionSeconds(*(np.zeros(len(sizes["batch"])) for _ in range(3)))
     for kernel, rows in _kernels(sizes, on):
-        one = {name: values[rows] for name, values in sizes.items()}
-        blocks = attention_blocks(one, on.units, kernel)
-        step = _step(one, on, kernel, knobs) / compute
+        cases = {name: values[rows] for name, values in sizes.items()}
+        blocks = attention_blocks(cases, on.units, kernel)
+        step = _step(cases, on, kernel, knobs) / compute
         walk = _walk(blocks, step, on.units, kernel, knobs.start)
         bandwidth = on.memory * memory * knobs.stream
-        stream = np.minimum(_cache_bytes(one), one["bytes"]) / bandwidth
-        moved = (one["bytes"] + _partial_bytes(one, blocks)) / bandwidth
+        stream = np.minimum(_cache_bytes(cases), cases["bytes"]) / bandwidth
+        moved = (cases["bytes"] + _partial_bytes(cases, blocks)) / bandwidth
         waves = 1.0 if kernel.alone else np.maximum(1.0, blocks.count / on.units)
         apart = (moved - stream) / waves
         inside = p_norm(overlap, walk, moved - apart)
-        copies = _copies(one, kernel) * knobs.prepare
-        beside = one["paged"] * (one["batch"] * knobs.request + copies)
+        copies = _copies(cases, kernel) * knobs.prepare
+        beside = cases["paged"] * (cases["batch"] * knobs.request + copies)
         combine = (blocks.split > 1) * knobs.combine
-        found.compute[rows], found.memory[rows] = walk, moved
-        found.device[rows] = inside + apart + beside + combine
-    return found
+        result.compute[rows], result.memory[rows] = walk, moved
+        result.device[rows] = inside + apart + beside + combine
+    return result
 
 
 def _kernels(
@@ -286,7 +278,9 @@ def _step(
     return step
 
 
-def _walk(blocks: Blocks, step: Array, units: int, kernel: AttentionKernel, start: float) -> Array:
+def _walk(
+    blocks: AttentionBlocks, step: Array, units: int, kernel: AttentionKernel, start: float
+) -> Array:
     """Seconds until the last block ends: even shares, and a tail while some SMs are idle."""
     import numpy as np
 
@@ -302,7 +296,7 @@ def _cache_bytes(sizes: Mapping[str, Array]) -> Array:
     return sizes["batch"] * sizes["keys"] * sizes["kv_heads"] * width * sizes["kv_size"]
 
 
-def _partial_bytes(sizes: Mapping[str, Array], blocks: Blocks) -> Array:
+def _partial_bytes(sizes: Mapping[str, Array], blocks: AttentionBlocks) -> Array:
     """Partial results of splits, and the fp8 copy of queries for a cache in fp8."""
     import numpy as np
 

@@ -60,8 +60,8 @@ def _convolution(op: Op, graph: OpGraph, channels_last: bool) -> str:
         return "conv"
     groups, window = op.arguments.get("groups", 1), shape[2:]
     image = graph.values[op.inputs[0]]
-    given = has_channels_last(image)
-    last, ending = channels_last or given, LAST if given else ""
+    stored_last = has_channels_last(image)
+    last, ending = channels_last or stored_last, LAST if stored_last else ""
     if groups > 1:
         alone = shape[1] == 1 or shape[0] == groups
         back = " backward" if "grad_output" in op.arguments else ""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 
-from rooftrace.costmodels.liveness import Steps
+from rooftrace.costmodels.liveness import Visits
 from rooftrace.costmodels.planning import Plan
 
 
@@ -41,7 +41,7 @@ class _Walk:
 
     def __init__(self, planned: Plan, capacity: float) -> None:
         self.planned, self.capacity = planned, capacity
-        self.steps = Steps(planned.graph)
+        self.ops = Visits(planned.graph)
         self.group_of = {op: i for i, group in enumerate(planned.groups) for op in group.ops}
         self.closing = {group.ops[-1] for group in planned.groups}
         values = planned.graph.values
@@ -56,14 +56,14 @@ class _Walk:
         """Run a step; add up what was warm if it is `measured`."""
         self.writes: list[tuple[int, int, float, float, float]] = []
         touched: dict[int, dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
-        for step in self.steps.steps:
-            group = self.group_of.get(step.op.id)
+        for visit in self.ops.order:
+            group = self.group_of.get(visit.op.id)
             if group is None:
                 continue
-            for storage, number in self.steps.bound(step):
+            for storage, number in self.ops.bound(visit):
                 touched[group][storage].add(number)
-            if step.op.id in self.closing:
-                others = self.steps.standing(step.at)
+            if visit.op.id in self.closing:
+                others = self.ops.standing(visit.at)
                 self._run(group, touched.pop(group), others, measured and others == 1)
         if measured:
             for group, number, wrote, size, before in self.writes:

@@ -44,12 +44,12 @@ _PARTIAL = 4 + 4
 
 @dataclass(frozen=True, slots=True)
 class MatrixEngine:
-    """A matrix engine as tiles see it: SMs, FLOP/s, and bytes a second from L2 and from HBM."""
+    """A matrix engine as tiles see it."""
 
-    units: int
-    rate: float
-    cache: float
-    memory: float
+    units: int  # SMs
+    rate: float  # FLOP/s
+    cache: float  # byte/s from L2
+    memory: float  # byte/s from HBM
 
 
 def matrix_engine(chip: Chip, rate: float) -> MatrixEngine | None:
@@ -66,18 +66,13 @@ IDEAL = Tiling()
 
 @dataclass(frozen=True, slots=True)
 class TileTerms:
-    """What every tile and split takes for some products: arrays [products, tiles x splits].
+    """What every tile and split takes for some products: arrays [products, tiles x splits]."""
 
-    flop: of whole waves; infinite where K is too short for the split.  feed: bytes from L2.
-    spill: bytes of partial results through HBM.  busy: share of the HBM bandwidth that the blocks
-    reach.  split: whether K is split.
-    """
-
-    flop: Array
-    feed: Array
-    spill: Array
-    busy: Array
-    split: np.ndarray[Any, np.dtype[np.bool_]]
+    flop: Array  # of whole waves; infinite where K is too short for the split
+    feed: Array  # bytes from L2
+    spill: Array  # bytes of partial results through HBM
+    busy: Array  # share of the HBM bandwidth that the blocks reach
+    split: np.ndarray[Any, np.dtype[np.bool_]]  # whether K is split
 
 
 def tile_terms(sizes: Mapping[str, Array], units: int, tiling: Tiling = IDEAL) -> TileTerms:
@@ -115,8 +110,8 @@ def tile_terms(sizes: Mapping[str, Array], units: int, tiling: Tiling = IDEAL) -
 def _combinations() -> tuple[Array, Array, Array]:
     import numpy as np
 
-    found = np.array([(a, b, s) for a, b in TILES for s in SPLITS], dtype=float)
-    return found[:, 0], found[:, 1], found[:, 2]
+    choices = np.array([(a, b, s) for a, b in TILES for s in SPLITS], dtype=float)
+    return choices[:, 0], choices[:, 1], choices[:, 2]
 
 
 @lru_cache(maxsize=65536)

@@ -33,18 +33,15 @@ class KnobsError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What kernels of one class reach of what the chip sustains.
-
-    engine: "vector" for products that run beside the matrix engine (depthwise convolutions).
-    layout: hidden copies into another memory layout, as a multiple of the activations' bytes.
-    spread: relative standard deviation of measured kernels around the prediction.
-    """
+    """What kernels of one class reach of what the chip sustains."""
 
     compute: float = 1.0
     memory: float = 1.0
-    engine: str = "matrix"
-    layout: float = 0.0
-    spread: float = 0.0
+    engine: str = "matrix"  # "vector" for products beside it, as of depthwise convolutions
+    layout: float = (
+        0.0  # hidden copies into another layout, as a multiple of the activations' bytes
+    )
+    spread: float = 0.0  # relative standard deviation of measured kernels around the prediction
 
 
 PLAIN = Share()
@@ -52,38 +49,29 @@ PLAIN = Share()
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """What a measurement tells about tiles.
+    """What a measurement tells about the tiles of matrix products."""
 
-    prologue: steps of K that filling and draining a tile's pipeline takes.  split: seconds that a
-    split product takes on top.  feed: share of the L2 bandwidth that tiles get.  busy: HBM
-    bandwidth that the blocks of one wave reach if each SM has one, as a share; above 1 fewer do.
-    """
-
-    prologue: float = 0.0
-    split: float = 0.0
-    feed: float = 1.0
-    busy: float = float("inf")
+    prologue: float = 0.0  # steps of K that filling and draining a tile's pipeline takes
+    split: float = 0.0  # seconds that a product takes on top where its K is split
+    feed: float = 1.0  # share of the L2 bandwidth that tiles get
+    busy: float = float("inf")  # share of HBM bandwidth that one block per SM reaches; may pass 1
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionKnobs:
     """What measurements tell about attention kernels.
 
-    products: share of the sustained matrix rate inside a step, beside exponentials counted in full:
-    it is high where a kernel hides some of them.  convert: what an fp8 step takes beside its
-    products, as a share of those in bf16, at a head width of 128; steps of wider heads hold fewer
-    keys, so the share grows with the width.  stream: share of the sustained bandwidth.  In seconds,
-    start: of a block.  combine: of the kernel that adds up splits.  prepare, request: with a paged
-    cache, of the kernels that copy queries, to fp8 or by groups, and of one more request.
+    products may pass 1: it is high where a kernel hides exponentials, which are counted in full.
+    convert holds at a head width of 128; steps of wider heads hold fewer keys, so it grows with it.
     """
 
-    products: float = 1.0
-    convert: float = 0.0
-    stream: float = 1.0
-    start: float = 0.0
-    combine: float = 0.0
-    prepare: float = 0.0
-    request: float = 0.0
+    products: float = 1.0  # share of the sustained matrix rate inside a step
+    convert: float = 0.0  # what an fp8 step takes beside its products, over those in bf16
+    stream: float = 1.0  # share of the sustained bandwidth
+    start: float = 0.0  # seconds of a block
+    combine: float = 0.0  # seconds of the kernel that adds up splits
+    prepare: float = 0.0  # seconds of the kernels that copy queries, with a paged cache
+    request: float = 0.0  # seconds of one more request, with a paged cache
 
 
 USUAL = "usual"
@@ -92,28 +80,21 @@ USUAL = "usual"
 
 @dataclass(frozen=True)
 class Knobs:
-    """Fitted numbers, and where they are from.
-
-    compute, memory: sustained over datasheet.  cache: bandwidth of the last cache over that of the
-    memory (1: as if there were none).  overlap: p of the formula above (infinite: perfect).
-    launch, dispatch: seconds a kernel on the device, and an op on the host; None leaves the chip's.
-    spread: relative standard deviation that all kernels of a step share.  attention: numbers of its
-    kernels, or "usual" for those of the chip's generation.  source: free text by key
-    (from, cases, date, error ...); shown, never computed with.
-    """
+    """Fitted numbers, and where they are from."""
 
     title: str
-    compute: float = 1.0
+    compute: float = 1.0  # sustained over datasheet
     memory: float = 1.0
-    overlap: float = math.inf
-    launch: float | None = None
-    dispatch: float | None = None
-    spread: float = 0.0
-    cache: float = 1.0
+    overlap: float = math.inf  # p of the formula above; infinite: compute and memory overlap fully
+    launch: float | None = None  # seconds of a kernel on the device; None: the chip's
+    dispatch: float | None = None  # seconds of an op on the host; None: the chip's
+    spread: float = 0.0  # relative standard deviation that all kernels of a step share
+    cache: float = 1.0  # bandwidth of the last cache over the memory's; 1: as if there were none
     tiling: Tiling = field(default_factory=Tiling)
-    shares: Mapping[str, Share] = field(default_factory=dict, hash=False)
+    shares: Mapping[str, Share] = field(default_factory=dict, hash=False)  # by class of kernels
+    # Free text by key (from, cases, date, error ...); shown, never computed with.
     source: Mapping[str, Any] = field(default_factory=dict, hash=False, compare=False)
-    attention: AttentionKnobs | str = field(default_factory=AttentionKnobs)
+    attention: AttentionKnobs | str = field(default_factory=AttentionKnobs)  # or "usual"
 
     def __post_init__(self) -> None:
         for name in ("compute", "memory", "overlap"):
@@ -131,8 +112,8 @@ class Knobs:
 
     def share(self, name: str) -> Share:
         """What a class of kernels reaches."""
-        found = self.shares.get(name)
-        return found or self.shares.get(name.removesuffix(LAST), PLAIN)
+        share = self.shares.get(name)
+        return share or self.shares.get(name.removesuffix(LAST), PLAIN)
 
     def with_shares(self, **changes: Mapping[str, Any]) -> Knobs:
         """Equal knobs, but for some numbers of some classes: with_shares(compute={"mm": 0.9})."""
@@ -153,16 +134,16 @@ class Knobs:
             value = getattr(self, name)
             if value is not None and value != math.inf and (name, value) != ("cache", 1.0):
                 result[name] = value
-        tiling = _given(self.tiling, Tiling())
+        tiling = _changed(self.tiling, Tiling())
         if tiling:
             result["tiling"] = tiling
         if isinstance(self.attention, str):
             result["attention"] = self.attention
-        elif attention := _given(self.attention, AttentionKnobs()):
+        elif attention := _changed(self.attention, AttentionKnobs()):
             result["attention"] = attention
         if self.source:
             result["source"] = dict(self.source)
-        result["share"] = {name: _given(share, PLAIN) for name, share in self.shares.items()}
+        result["share"] = {name: _changed(share, PLAIN) for name, share in self.shares.items()}
         return result
 
     @staticmethod
@@ -174,8 +155,8 @@ class Knobs:
             raise KnobsError(f"{where}: schema {schema!r}: expected {SCHEMA!r}")
         try:
             shares = {
-                name: _made(Share, found, f"share.{name}")
-                for name, found in dict(values.pop("share", {})).items()
+                name: _made(Share, table, f"share.{name}")
+                for name, table in dict(values.pop("share", {})).items()
             }
             tiling = _made(Tiling, values.pop("tiling", {}), "tiling")
             attention = values.pop("attention", {})
@@ -192,7 +173,7 @@ _RECORDS = ("source", "shares", "tiling", "attention")
 """Values of Knobs that are neither numbers nor text."""
 
 
-def _given(record: Any, default: Any) -> dict[str, Any]:
+def _changed(record: Any, default: Any) -> dict[str, Any]:
     """Fields that differ from the default's."""
     names = [f.name for f in fields(record)]
     return {n: getattr(record, n) for n in names if getattr(record, n) != getattr(default, n)}
@@ -218,15 +199,15 @@ def _made(kind: type[Any], values: Any, where: str) -> Any:
     return kind(**values)
 
 
-def _check_attention(given: Any) -> None:
-    if isinstance(given, str):
-        if given != USUAL:
-            raise KnobsError(f"attention={given!r}: expected a table of numbers, or {USUAL!r}")
+def _check_attention(attention: Any) -> None:
+    if isinstance(attention, str):
+        if attention != USUAL:
+            raise KnobsError(f"attention={attention!r}: expected a table of numbers, or {USUAL!r}")
         return
-    for name in (f.name for f in fields(given)):
+    for name in (f.name for f in fields(attention)):
         share = name in ("products", "stream")
         bound = {"above": 0.0} if share else {"least": 0.0}
-        _check(f"attention.{name}", getattr(given, name), **bound)
+        _check(f"attention.{name}", getattr(attention, name), **bound)
 
 
 def _check(name: str, value: Any, above: float | None = None, least: float | None = None) -> None:

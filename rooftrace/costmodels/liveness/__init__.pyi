@@ -1,6 +1,6 @@
 from rooftrace.costmodels.liveness.lives import (
     Lives as Lives,
-    Step as Step,
-    Steps as Steps,
+    Visit as Visit,
+    Visits as Visits,
     lifetimes as lifetimes,
 )

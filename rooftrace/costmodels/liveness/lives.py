@@ -35,17 +35,13 @@ _At = Mapping[int, int]
 
 
 @dataclass(slots=True)
-class Step:
-    """An op in one of the iterations that are gone through.
-
-    begins: how many iterations that stand for others begin here.  ends: for those that end here,
-    how many others they stand for.
-    """
+class Visit:
+    """An op in one of the iterations that are gone through."""
 
     op: Op
     at: _At
-    begins: int = 0
-    ends: tuple[int, ...] = ()
+    begins: int = 0  # iterations beginning here that stand for others, which are left out
+    ends: tuple[int, ...] = ()  # for each such iteration ending here, how many are left out
 
 
 _EDGE = 3
@@ -56,7 +52,7 @@ beside it made, which may be a view of what the one beside that made."""
 _VARIES = -1
 
 
-class Steps:
+class Visits:
     """The ops in order, of repeats the first and last iterations and one for all between.
 
     Storages have a number for each of these iterations.
@@ -77,7 +73,7 @@ class Steps:
         ]
         self.varying = {op.id for op in graph.ops if self._any_varies(op)}
         self.places = [op.repeats for op in graph.ops]
-        self.steps: list[Step] = []
+        self.order: list[Visit] = []
         self._write(range(len(graph.ops)), 0, {})
 
     def _varies(self, tensor: Tensor) -> bool:
@@ -94,60 +90,62 @@ class Steps:
         ops = self.graph.ops
         for repeat, inside in segments(self.places, part, depth):
             if repeat is None:
-                self.steps += [Step(op, at) for op in ops[inside.start : inside.stop]]
+                self.order += [Visit(op, at) for op in ops[inside.start : inside.stop]]
                 continue
             order = range(self.counts[repeat])
             for iteration in reversed(order) if ops[inside.start].part in REVERSED else order:
-                first = len(self.steps)
+                first = len(self.order)
                 self._write(inside, depth + 1, {**at, repeat: iteration})
                 if iteration == _EDGE and self.left_out[repeat]:
-                    self.steps[first].begins += 1
-                    self.steps[-1].ends += (self.left_out[repeat],)
+                    self.order[first].begins += 1
+                    self.order[-1].ends += (self.left_out[repeat],)
 
     # -- storages ----------------------------------------------------------------------------------
 
-    def touched(self, step: Step) -> list[int]:
+    def touched(self, visit: Visit) -> list[int]:
         """Numbers of the storages that an op reads or writes there."""
-        op = step.op
+        op = visit.op
         if op.id not in self.varying:
             return [self.alone[value] for value in _values(op)]
-        found: list[int] = []
+        result: list[int] = []
         for ref in _references(op):
             if ref.every:
-                found += self.copies(ref.id, step.at)
+                result += self.copies(ref.id, visit.at)
             else:
-                found.append(self._number(ref.id, ref.then, step.at))
-        return found + self.made(step)
+                result.append(self._number(ref.id, ref.then, visit.at))
+        return result + self.made(visit)
 
-    def bound(self, step: Step) -> list[tuple[int, int]]:
+    def bound(self, visit: Visit) -> list[tuple[int, int]]:
         """What an op reads and makes there: the storages that its cost names, and their numbers."""
-        op, values = step.op, self.graph.values
+        op, values = visit.op, self.graph.values
         if op.id not in self.varying:
             ids = chain(op.inputs, op.outputs)
             return [(values[value].storage, self.alone[value]) for value in ids]
-        found: list[tuple[int, int]] = []
+        result: list[tuple[int, int]] = []
         for ref in references(op.arguments):
             every = ref.every
             numbers = (
-                self.copies(ref.id, step.at) if every else [self._number(ref.id, ref.then, step.at)]
+                self.copies(ref.id, visit.at)
+                if every
+                else [self._number(ref.id, ref.then, visit.at)]
             )
-            found += [(values[ref.id].storage, number) for number in numbers]
+            result += [(values[ref.id].storage, number) for number in numbers]
         for value in op.outputs:
-            found += [(values[value].storage, n) for n in self.copies(value, step.at)]
-        return found
+            result += [(values[value].storage, n) for n in self.copies(value, visit.at)]
+        return result
 
     def standing(self, at: _At) -> int:
-        """How many iterations the one at `at` stands for."""
+        """How many iterations the iteration at `at` stands for."""
         return math.prod(
             1 + self.left_out[repeat] for repeat, iteration in at.items() if iteration == _EDGE
         )
 
-    def made(self, step: Step) -> list[int]:
+    def made(self, visit: Visit) -> list[int]:
         """Numbers of the storages of its outputs."""
-        op = step.op
+        op = visit.op
         if op.id not in self.varying:
             return [self.alone[value] for value in op.outputs]
-        return [number for value in op.outputs for number in self.copies(value, step.at)]
+        return [number for value in op.outputs for number in self.copies(value, visit.at)]
 
     def copies(self, value: int, at: _At) -> Iterator[int]:
         """Numbers of the storages of a value in all iterations of what `at` does not say."""
@@ -210,62 +208,60 @@ class Steps:
 
 @dataclass(frozen=True, slots=True)
 class Lives:
-    """(number of a storage, how many such) by step: born as it runs, gone after it, or gone before
-    what it makes.
+    """When storages come and go: by visit, (number of a storage, how many such).
 
-    Step -1: what is there from outside.  saved: what forward makes and backward reads or holds.
-    Of a value in a repeat these may be the copies of some iterations.
+    Visit -1 is what is there from outside.
     """
 
-    births: Mapping[int, list[tuple[int, int]]]
-    deaths: Mapping[int, list[tuple[int, int]]]
-    replaced: Mapping[int, list[tuple[int, int]]]
-    saved: frozenset[int]
+    births: Mapping[int, list[tuple[int, int]]]  # made as the op runs
+    deaths: Mapping[int, list[tuple[int, int]]]  # gone after it
+    replaced: Mapping[int, list[tuple[int, int]]]  # gone before what it makes
+    saved: frozenset[int]  # numbers that forward makes and backward reads or holds
 
 
-def lifetimes(steps: Steps) -> Lives:
-    """When storages are made, and when the last step that reads, makes or holds them is over."""
-    graph = steps.graph
+def lifetimes(visits: Visits) -> Lives:
+    """When storages are made, and when the last visit that reads, makes or holds them is over."""
+    graph = visits.graph
     values = graph.values
-    touched = [steps.touched(step) for step in steps.steps]
-    kept = {number for value in graph.outputs for number in steps.copies(value, {})}
-    given = {number for value in graph.inputs for number in steps.copies(value, {})}
-    used = {steps.storage(number) for number in kept | given | set(chain.from_iterable(touched))}
+    touched = [visits.touched(visit) for visit in visits.order]
+    kept = {number for value in graph.outputs for number in visits.copies(value, {})}
+    inputs = {number for value in graph.inputs for number in visits.copies(value, {})}
+    used = {visits.storage(number) for number in kept | inputs | set(chain.from_iterable(touched))}
     outside = {values[i].storage for i in graph.external} & used
-    born = {number: -1 for s in sorted(outside) for number in steps.copies(s, {})}
+    born = {number: -1 for s in sorted(outside) for number in visits.copies(s, {})}
     last: dict[int, int] = {}
-    for moment, step in enumerate(steps.steps):
-        for number in steps.made(step):
+    for moment, visit in enumerate(visits.order):
+        for number in visits.made(visit):
             born.setdefault(number, moment)
         for number in touched[moment]:
             last[number] = moment
     caches, sums = _replaced_caches(graph), _sums_in_place(graph)
-    saved = _saved(steps, touched) - {number for number, moment in born.items() if moment < 0}
-    found = Lives(defaultdict(list), defaultdict(list), defaultdict(list), saved)
+    saved = _saved(visits, touched) - {number for number, moment in born.items() if moment < 0}
+    result = Lives(defaultdict(list), defaultdict(list), defaultdict(list), saved)
     for number, moment in born.items():
-        storage = steps.storage(number)
-        at = steps.steps[moment].at if moment >= 0 else {}
-        found.births[moment].append((number, steps.times(number, storage, at)))
+        storage = visits.storage(number)
+        at = visits.order[moment].at if moment >= 0 else {}
+        result.births[moment].append((number, visits.times(number, storage, at)))
         stays = number in kept or (storage in outside and storage not in caches)
         if not stays and values[storage].role != "gradients":
             end = last.get(number, moment)
-            times = steps.times(number, storage, steps.steps[end].at if end >= 0 else {})
-            summed = end >= 0 and steps.steps[end].op.id in sums and touched[end][0] == number
-            (found.replaced if summed else found.deaths)[end].append((number, times))
-    return found
+            times = visits.times(number, storage, visits.order[end].at if end >= 0 else {})
+            summed = end >= 0 and visits.order[end].op.id in sums and touched[end][0] == number
+            (result.replaced if summed else result.deaths)[end].append((number, times))
+    return result
 
 
-def _saved(steps: Steps, touched: Sequence[Sequence[int]]) -> frozenset[int]:
+def _saved(visits: Visits, touched: Sequence[Sequence[int]]) -> frozenset[int]:
     """What forward makes and backward reads.
 
     What backward holds counts as read: kernels keep what no op of the graph names.
     """
     made: set[int] = set()
     read: set[int] = set()
-    for step, numbers in zip(steps.steps, touched, strict=True):
-        if step.op.part == "forward":
-            made.update(steps.made(step))
-        elif step.op.part in ("backward", "recompute"):
+    for visit, numbers in zip(visits.order, touched, strict=True):
+        if visit.op.part == "forward":
+            made.update(visits.made(visit))
+        elif visit.op.part in ("backward", "recompute"):
             read.update(numbers)
     return frozenset(made & read)
 

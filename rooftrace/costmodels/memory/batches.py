@@ -17,17 +17,13 @@ MOST = 65536
 
 @dataclass(frozen=True, slots=True)
 class LargestBatch:
-    """The largest batch that fits into `capacity` bytes, 0 where not even one sample does.
+    """The largest batch that fits into `capacity` bytes."""
 
-    peak: bytes at that batch (of one sample where none fits).  weights: bytes of weights, which
-    come with any batch.  open_ended: a larger one may fit, it was not looked for.
-    """
-
-    batch: int
-    peak: int
-    weights: int
+    batch: int  # 0 where not even one sample fits
+    peak: int  # bytes at that batch, of one sample where none fits
+    weights: int  # bytes of weights, which come with any batch
     capacity: float
-    open_ended: bool = False
+    open_ended: bool = False  # whether a larger one may fit, which was not looked for
 
     @property
     def weights_fit(self) -> bool:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from rooftrace.costmodels.fusion import storage_sizes
-from rooftrace.costmodels.liveness import Lives, Step, Steps, lifetimes
+from rooftrace.costmodels.liveness import Lives, Visit, Visits, lifetimes
 from rooftrace.hardware import Chip
 from rooftrace.tracer.asking import check_graph
 from rooftrace.tracer.graph import PARTS, ROLES, Op, OpGraph, Tensor, pattern_of
@@ -33,25 +33,20 @@ _WRITTEN_OUT = 2048
 """Moments that the middle of a repeat is drawn with at most."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """Tensors alike that are alive at the peak.
-
-    module: the path of the module whose weight it is, or which made it, indices starred.  op: the
-    operator that made it, "" for what was there before.  name: that of a weight, a state or an
-    input, starred.  saved: forward made it and backward reads it.  bytes: of all `count` together.
-    """
+    """Equal tensors that are alive at the peak."""
 
     role: str
-    module: str
-    op: str
+    module: str  # whose weight it is, or which made it; indices starred
+    op: str  # the operator that made it, "" for what was there before
     part: str
-    name: str
+    name: str  # of a weight, a state or an input; indices starred
     shape: tuple[int, ...]
     dtype: str
-    saved: bool
+    saved: bool  # whether forward made it and backward reads it
     count: int = 1
-    bytes: int = 0
+    bytes: int = 0  # of all `count` together
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dict for the report."""
@@ -71,15 +66,12 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """Bytes alive by kind (in the order of KINDS) as an op runs.
+    """Bytes alive as an op runs."""
 
-    time: how many ops have run before, every iteration counted.  op: its index in the graph.
-    """
-
-    time: int
-    op: int
+    time: int  # how many ops have run before, every iteration counted
+    op: int  # index in the graph
     part: str
-    sizes: tuple[int, ...]
+    sizes: tuple[int, ...]  # bytes by kind, in the order of KINDS
 
     @property
     def by_kind(self) -> dict[str, int]:
@@ -141,28 +133,23 @@ class Timeline:
         return pandas.DataFrame.from_records(records)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
     """Bytes alive over a step.
 
-    weights, kv, gradients, optimizer: the most that is alive of each.  activations_peak: the most
-    of everything else (activations, inputs, temporaries, constants).  peak: the most of all
-    together, which is not their sum where they do not peak at the same time.  at_peak: by role at
-    that moment.  where: index of the op at which the peak is (-1: before the first).  saved: of the
-    activations at the peak, what forward made and backward reads.  tensors: what the peak is made
-    of, most bytes first.
+    The peaks of the single roles need not add up to the peak of all: they may be at other moments.
     """
 
-    weights: int
+    weights: int  # the most that is alive of each role
     kv: int
     gradients: int
     optimizer: int
-    activations_peak: int
-    peak: int
-    at_peak: Mapping[str, int]
-    where: int
-    saved: int = 0
-    tensors: tuple[Held, ...] = ()
+    activations_peak: int  # the most of all else: activations, inputs, temporaries, constants
+    peak: int  # the most of everything together
+    at_peak: Mapping[str, int]  # bytes by role at that moment
+    where: int  # index of the op at which the peak is, -1: before the first
+    saved: int = 0  # of the activations at the peak, what forward made and backward reads
+    tensors: tuple[Held, ...] = ()  # what the peak is made of, most bytes first
     timeline: Timeline = field(default_factory=Timeline)
 
     def fits(self, chip: Chip) -> bool:
@@ -178,7 +165,7 @@ class Memory:
         return _grouped(self.tensors, lambda held: held.module)
 
     def by_block(self) -> list[dict[str, Any]]:
-        """The same by part of a layer: "model.layers.*.mlp" with all the modules inside."""
+        """Bytes and tensors at the peak by part of a layer: "model.layers.*.mlp" and all inside."""
         return _grouped(self.tensors, lambda held: _block(held.module))
 
     def to_frame(self) -> pandas.DataFrame:
@@ -207,21 +194,21 @@ class Memory:
 def memory(graph: OpGraph) -> Memory:
     """Liveness of `graph` in its captured order (eager, attention as one kernel)."""
     check_graph(graph, "memory")
-    steps = Steps(graph)
-    lives = lifetimes(steps)
-    stored = _Stored(graph, steps, lives)
+    visits = Visits(graph)
+    lives = lifetimes(visits)
+    stored = _Stored(graph, visits, lives)
     tally = _Tally(_from_outside(graph, lives, stored))
-    for number, step in enumerate(steps.steps):
-        tally.begin(step.begins)
-        for one, times in lives.replaced.get(number, ()):
-            tally.change(stored.kind(one), -times * stored.size(one))
-        for one, times in lives.births.get(number, ()):
-            tally.change(stored.kind(one), times * stored.size(one))
-        tally.look(number, step.op)
-        for one, times in lives.deaths.get(number, ()):
-            tally.change(stored.kind(one), -times * stored.size(one))
-        tally.end(step.ends)
-    there = _alive(steps.steps, lives, tally.step, stored)
+    for number, visit in enumerate(visits.order):
+        tally.begin(visit.begins)
+        for storage, times in lives.replaced.get(number, ()):
+            tally.change(stored.kind(storage), -times * stored.size(storage))
+        for storage, times in lives.births.get(number, ()):
+            tally.change(stored.kind(storage), times * stored.size(storage))
+        tally.look(number, visit.op)
+        for storage, times in lives.deaths.get(number, ()):
+            tally.change(stored.kind(storage), -times * stored.size(storage))
+        tally.end(visit.ends)
+    there = _alive(visits.order, lives, tally.step, stored)
     unread = tally.at_peak["weights"] - sum(
         count * stored.sizes[storage]
         for (storage, _), count in there.items()
@@ -233,28 +220,28 @@ def memory(graph: OpGraph) -> Memory:
 class _Stored:
     """What the number of a storage stands for."""
 
-    def __init__(self, graph: OpGraph, steps: Steps, lives: Lives) -> None:
+    def __init__(self, graph: OpGraph, visits: Visits, lives: Lives) -> None:
         self.sizes = storage_sizes(graph)
-        self._values, self._steps, self._saved = graph.values, steps, lives.saved
+        self._values, self._visits, self._saved = graph.values, visits, lives.saved
 
     def storage(self, number: int) -> int:
         """The value that owns these bytes."""
-        return self._steps.storage(number)
+        return self._visits.storage(number)
 
     def size(self, number: int) -> int:
         """Its bytes."""
-        return self.sizes[self._steps.storage(number)]
+        return self.sizes[self._visits.storage(number)]
 
     def saved(self, number: int) -> bool:
         """Whether it is an activation that backward reads: of this iteration, not of any."""
-        role = self._values[self._steps.storage(number)].role
+        role = self._values[self._visits.storage(number)].role
         return number in self._saved and role == "activations"
 
     def kind(self, number: int) -> str:
         """Its role, or `SAVED`."""
         if self.saved(number):
             return SAVED
-        return self._values[self._steps.storage(number)].role
+        return self._values[self._visits.storage(number)].role
 
 
 def _from_outside(graph: OpGraph, lives: Lives, stored: _Stored) -> Counter[str]:
@@ -326,22 +313,22 @@ class _Tally:
         saved = at_peak.pop(SAVED, 0)
         at_peak["activations"] += saved
         return Memory(
-            most["weights"],
-            most["kv"],
-            most["gradients"],
-            most["optimizer"],
-            self.most_others,
-            self.peak,
-            {role: at_peak[role] for role in ROLES},
-            self.where,
-            saved,
-            tensors,
-            Timeline(tuple(self.moments)),
+            weights=most["weights"],
+            kv=most["kv"],
+            gradients=most["gradients"],
+            optimizer=most["optimizer"],
+            activations_peak=self.most_others,
+            peak=self.peak,
+            at_peak={role: at_peak[role] for role in ROLES},
+            where=self.where,
+            saved=saved,
+            tensors=tensors,
+            timeline=Timeline(tuple(self.moments)),
         )
 
 
 def _later(moment: Moment, time: int, grown: Sequence[int], times: int) -> Moment:
-    """The same op in a later iteration."""
+    """The moment of this op in a later iteration."""
     sizes = tuple([a + times * b for a, b in zip(moment.sizes, grown, strict=True)])
     return Moment(moment.time + time, moment.op, moment.part, sizes)
 
@@ -353,7 +340,7 @@ _Key = tuple[int, bool]
 """A storage, and whether backward reads it."""
 
 
-def _alive(steps: Sequence[Step], lives: Lives, last: int, stored: _Stored) -> Counter[_Key]:
+def _alive(visits: Sequence[Visit], lives: Lives, last: int, stored: _Stored) -> Counter[_Key]:
     """How many tensors of each storage are alive as step `last` runs (-1: before the first)."""
     alive: Counter[_Key] = Counter()
     inside: list[Counter[_Key]] = []
@@ -369,14 +356,14 @@ def _alive(steps: Sequence[Step], lives: Lives, last: int, stored: _Stored) -> C
             yield (stored.storage(number), stored.saved(number)), times
 
     change(keyed(lives.births.get(-1, ())), 1)
-    for number, step in enumerate(steps[: last + 1]):
-        inside += [Counter() for _ in range(step.begins)]
+    for number, visit in enumerate(visits[: last + 1]):
+        inside += [Counter() for _ in range(visit.begins)]
         change(keyed(lives.replaced.get(number, ())), -1)
         change(keyed(lives.births.get(number, ())), 1)
         if number == last:
             break
         change(keyed(lives.deaths.get(number, ())), -1)
-        for left_out in step.ends:
+        for left_out in visit.ends:
             changed = inside.pop()
             if inside:
                 inside[-1].update(changed)
@@ -390,21 +377,25 @@ UNREAD = "(not read in this step)"
 def _held(
     graph: OpGraph, alive: Mapping[_Key, int], sizes: Sequence[int], unread: int
 ) -> tuple[Held, ...]:
-    """These storages, those alike together; and weights that the step does not read."""
+    """What is alive, equal tensors together, and weights that the step does not read."""
     counts: Counter[Held] = Counter()
     total: Counter[Held] = Counter()
     for (storage, saved), count in alive.items():
-        key = _one(graph, storage, saved)
+        key = _alone(graph, storage, saved)
         counts[key] += count
         total[key] += count * sizes[storage]
     if unread > 0:
-        key = Held("weights", "", "", "", UNREAD, (), "", False)
+        key = Held(
+            role="weights", module="", op="", part="", name=UNREAD, shape=(), dtype="", saved=False
+        )
         counts[key], total[key] = 1, unread
-    found = [replace(key, count=counts[key], bytes=size) for key, size in total.items() if size]
-    return tuple(sorted(found, key=lambda held: (-held.bytes, *map(str, held.to_dict().values()))))
+    tensors = [replace(key, count=counts[key], bytes=size) for key, size in total.items() if size]
+    return tuple(
+        sorted(tensors, key=lambda held: (-held.bytes, *map(str, held.to_dict().values())))
+    )
 
 
-def _one(graph: OpGraph, storage: int, saved: bool) -> Held:
+def _alone(graph: OpGraph, storage: int, saved: bool) -> Held:
     """One tensor of a storage, its bytes left out."""
     tensor = graph.values[storage]
     maker = graph.producers.get(storage)
@@ -414,14 +405,14 @@ def _one(graph: OpGraph, storage: int, saved: bool) -> Held:
         module = graph.ops[maker].module
     op = graph.ops[maker] if maker is not None else None
     return Held(
-        tensor.role,
-        pattern_of(module),
-        op.name if op else "",
-        op.part if op else "",
-        pattern_of(tensor.name),
-        tensor.shape,
-        tensor.dtype,
-        saved,
+        role=tensor.role,
+        module=pattern_of(module),
+        op=op.name if op else "",
+        part=op.part if op else "",
+        name=pattern_of(tensor.name),
+        shape=tensor.shape,
+        dtype=tensor.dtype,
+        saved=saved,
     )
 
 

@@ -16,8 +16,8 @@ def given_formulas(graph: OpGraph) -> tuple[str, ...]:
     """A sentence about FLOPs that are not by our rules, none where all are."""
     calls: Counter[str] = Counter()
     for op in graph.ops:
-        found = find_rule(op.target)
-        if "flops_given" in op.facts and not (found and found.source == "user"):
+        rule = find_rule(op.target)
+        if "flops_given" in op.facts and not (rule and rule.source == "user"):
             calls[op.name] += graph.times(op)
     named = ", ".join(f"{name} x{count}" for name, count in calls.items())
     return (f"FLOPs by a formula registered with torch: {named}",) if named else ()
@@ -48,21 +48,21 @@ def cache_products(graph: OpGraph, op_costs: Sequence[Cost]) -> tuple[str, ...]:
     if not cached:
         return ()
     weights = _made_of(graph, "weights", alone=True)
-    found = [
+    products = [
         op
         for op in graph.ops
         if op.part == "forward"
         and op_costs[op.id].flops(PRODUCT)
         and _multiplies(graph, op, cached, weights)
     ]
-    if not found:
+    if not products:
         return ()
-    count = sum(graph.times(op) for op in found)
-    again = sum(graph.times(op) * op_costs[op.id].flops(PRODUCT) for op in found)
+    count = sum(graph.times(op) for op in products)
+    again = sum(graph.times(op) * op_costs[op.id].flops(PRODUCT) for op in products)
     total = sum(
         graph.times(op) * cost.flops(MATRIX) for op, cost in zip(graph.ops, op_costs, strict=True)
     )
-    modules = ", ".join(dict.fromkeys(pattern_of(op.module) or "the model" for op in found))
+    modules = ", ".join(dict.fromkeys(pattern_of(op.module) or "the model" for op in products))
     verb = "product multiplies" if count == 1 else "products multiply"
     return (
         f"{count} matrix {verb} the whole cache with weights ({modules}): "
@@ -87,20 +87,20 @@ def _made_of(graph: OpGraph, role: str, alone: bool = False) -> dict[int, int]:
     With each, how many elements the value from outside has.  alone: of nothing else.
     """
     values = graph.values
-    found = {
+    derived = {
         i: values[i].elements
         for i in graph.external
         if values[i].role == role and values[i].elements
     }
     for op in graph.ops:
-        sources = [found[i] for i in op.inputs if i in found]
+        sources = [derived[i] for i in op.inputs if i in derived]
         if not sources or (alone and len(sources) < len(op.inputs)):
             continue
         # Appending to a cache makes a cache, however that is done.
         grows = any(values[i].role == "kv" for i in op.outputs)
         if op.kind == "view" or grows or _is_pointwise(op):
-            found.update(dict.fromkeys(op.outputs, max(sources)))
-    return found
+            derived.update(dict.fromkeys(op.outputs, max(sources)))
+    return derived
 
 
 def _is_pointwise(op: Op) -> bool:

@@ -31,8 +31,12 @@ def schedule(
         raise ValueError(f"{len(durations)} durations for {placed} groups on the device")
     times = iter(durations)
     steps = [
-        _Step(one.dispatches * dispatch, next(times) if one.on_device else None, one.sync or waits)
-        for one in launches
+        _Step(
+            launch.dispatches * dispatch,
+            next(times) if launch.on_device else None,
+            launch.sync or waits,
+        )
+        for launch in launches
     ]
     queue = _Queue(steps, [launch.repeats for launch in launches], counts)
     host, device = queue.run(range(len(steps)), 0, (0.0, 0.0))
@@ -114,7 +118,7 @@ def _after(first: _Shift, then: _Shift) -> _Shift:
 
 
 def _power(shift: _Shift, count: int) -> _Shift:
-    """The same shift `count` times."""
+    """A shift that stands for `count` equal ones, one after the other."""
     result = _NO_SHIFT
     while count:
         if count & 1:

@@ -42,7 +42,7 @@ from rooftrace.hardware.chip import (
     LinkName,
     Peak,
 )
-from rooftrace.hardware.chipfile.tables import SPARSE, ChipFileError, Table, read_toml
+from rooftrace.hardware.chipfile.tables import SPARSE, ChipFileError, ChipTable, read_toml
 from rooftrace.hardware.precisions import PrecisionError, compute_family
 
 if TYPE_CHECKING:
@@ -160,7 +160,7 @@ def _read(text: str, file: str) -> Chip:
     sources = table.pop("sources", {})
     if not isinstance(sources, dict) or not all(isinstance(item, str) for item in sources.values()):
         raise ChipFileError(f"{file}: [sources]: expected names with one text each")
-    root = Table(table, "", file, sources)
+    root = ChipTable(table, "", file, sources)
     name = root.text("name")
     title = root.text("title")
     vendor = root.text("vendor")
@@ -194,7 +194,7 @@ def _read(text: str, file: str) -> Chip:
     )
 
 
-def _single_fact(root: Table, key: str, unit: str) -> Fact | None:
+def _single_fact(root: ChipTable, key: str, unit: str) -> Fact | None:
     table = root.table(key)
     if table is None:
         return None
@@ -203,7 +203,7 @@ def _single_fact(root: Table, key: str, unit: str) -> Fact | None:
     return fact
 
 
-def _peak(table: Table) -> Peak:
+def _peak(table: ChipTable) -> Peak:
     engine = cast(Engine, table.choice("engine", ENGINES))
     precision = table.text("precision")
     try:
@@ -222,7 +222,7 @@ def _peak(table: Table) -> Peak:
     return Peak(engine, precision, rate, quoted)
 
 
-def _quoted(table: Table) -> Fact | tuple[float, str] | None:
+def _quoted(table: ChipTable) -> Fact | tuple[float, str] | None:
     """The sparse headline: a text takes the source of the rate; a table stands for itself."""
     if "quoted" not in table.rest:
         return None
@@ -236,7 +236,7 @@ def _quoted(table: Table) -> Fact | tuple[float, str] | None:
     return fact
 
 
-def _link(table: Table) -> Link:
+def _link(table: ChipTable) -> Link:
     name = cast(LinkName, table.choice("name", get_args(LinkName)))
     inner = table.table("latency")
     latency = inner.fact("value", "second") if inner else None
@@ -247,7 +247,7 @@ def _link(table: Table) -> Link:
     return Link(name, bandwidth, latency)
 
 
-def _measured(root: Table) -> dict[str, Fact]:
+def _measured(root: ChipTable) -> dict[str, Fact]:
     block = root.table("measured")
     if block is None:
         return {}

@@ -29,7 +29,7 @@ def read_toml(text: str, file: str) -> dict[str, Any]:
     return loaded
 
 
-class Table:
+class ChipTable:
     """One TOML table: hands out its keys, knows where it stands, and complains of leftovers."""
 
     def __init__(self, table: object, place: str, file: str, sources: Mapping[str, str]) -> None:
@@ -69,19 +69,19 @@ class Table:
             raise self.error(key, value, "expected a list of texts")
         return tuple(value)
 
-    def tables(self, key: str) -> Iterator[Table]:
+    def tables(self, key: str) -> Iterator[ChipTable]:
         value = self.rest.pop(key, [])
         if not isinstance(value, list):
             raise self.error(key, value, f"expected [[{key}]] tables")
         for number, item in enumerate(value, start=1):
-            yield Table(item, f"[[{key}]] #{number}", self.file, self.sources)
+            yield ChipTable(item, f"[[{key}]] #{number}", self.file, self.sources)
 
-    def table(self, key: str) -> Table | None:
+    def table(self, key: str) -> ChipTable | None:
         if key not in self.rest:
             return None
         inside = not self.place
         place = f"[{key}]" if inside else f"{self.place}: {key}"
-        return Table(self.rest.pop(key), place, self.file, self.sources)
+        return ChipTable(self.rest.pop(key), place, self.file, self.sources)
 
     def quantity(self, key: str, unit: str | None) -> tuple[float, str]:
         """The SI value and the text of a quantity; `unit` None takes whatever unit stands there."""

@@ -37,20 +37,15 @@ _Counts = Counter[tuple[str, str]]
 """FLOP (or calls) by module path and op."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """Modules in which two counts of matrix FLOPs differ.
+    """Modules in which two counts of matrix FLOPs differ."""
 
-    module: their path, with stars where there are several; instances: how many.  ours, theirs: FLOP
-    by op, of all instances, without ops that both count alike.  reason: why, as far as the two runs
-    show; "" where they do not.
-    """
-
-    module: str
+    module: str  # their path, with stars where there are several
     instances: int
-    ours: Mapping[str, int]
+    ours: Mapping[str, int]  # FLOP by op, of all instances, without ops that both count alike
     theirs: Mapping[str, int]
-    reason: str
+    reason: str  # why they differ as far as the two runs show, "" where they do not
 
     @property
     def delta(self) -> int:
@@ -58,29 +53,22 @@ class Difference:
         return sum(self.ours.values()) - sum(self.theirs.values())
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Our count of a step beside a peer's.
-
-    flops_matrix: ours in matrix products and convolutions, attention dense, recomputation included,
-    the optimizer left out.  flops_vector: our other FLOPs.  peer_matrix, peer_vector: the peer's, a
-    multiply-add as 2.  peer_unit: "FLOP", or "MAC" where the peer's own figures count a
-    multiply-add as 1.  differences: largest first; they add up to flops_matrix - peer_matrix.
-    note: what else to know of the peer's count.  error: why the peer has none.
-    """
+    """Our count of a step beside a peer's; the optimizer is left out."""
 
     peer: str
     version: str
     phase: str
     device: str
-    flops_matrix: int
-    flops_vector: int
-    peer_matrix: int = 0
+    flops_matrix: int  # ours in products and convolutions, attention dense, with recomputation
+    flops_vector: int  # our other FLOPs
+    peer_matrix: int = 0  # the peer's, a multiply-add as 2
     peer_vector: int = 0
-    peer_unit: str = "FLOP"
-    differences: tuple[Difference, ...] = ()
-    note: str = ""
-    error: str = ""
+    peer_unit: str = "FLOP"  # "MAC" where the peer's own figures count a multiply-add as 1
+    differences: tuple[Difference, ...] = ()  # largest first; they sum to ours - the peer's
+    note: str = ""  # what else to know of the peer's count
+    error: str = ""  # why the peer has none
 
     @property
     def ratio(self) -> float | None:
@@ -125,23 +113,29 @@ def compare(graph: OpGraph, peer: PeerCount) -> Comparison:
     matrix = ours.total()
     if peer.error:
         return Comparison(
-            peer.peer, peer.version, graph.phase, "", matrix, vector, error=peer.error
+            peer=peer.peer,
+            version=peer.version,
+            phase=graph.phase,
+            device="",
+            flops_matrix=matrix,
+            flops_vector=vector,
+            error=peer.error,
         )
     theirs: _Counts = Counter(
         {key: flop for key, flop in peer.flops.items() if not any(w in key[1] for w in _VECTOR)}
     )
     return Comparison(
-        peer.peer,
-        peer.version,
-        graph.phase,
-        peer.device,
-        matrix,
-        vector,
-        theirs.total(),
-        peer.total - theirs.total(),
-        "FLOP" if peer.scale == 1 else "MAC",
-        _differences(graph.phase == "training", ours, again, theirs, peer),
-        peer.note,
+        peer=peer.peer,
+        version=peer.version,
+        phase=graph.phase,
+        device=peer.device,
+        flops_matrix=matrix,
+        flops_vector=vector,
+        peer_matrix=theirs.total(),
+        peer_vector=peer.total - theirs.total(),
+        peer_unit="FLOP" if peer.scale == 1 else "MAC",
+        differences=_differences(graph.phase == "training", ours, again, theirs, peer),
+        note=peer.note,
     )
 
 
@@ -149,7 +143,7 @@ def _ours(planned: Plan) -> tuple[_Counts, _Counts, int]:
     """FLOP of matrix work by module and op; what of it a kernel does beyond what its ops would one
     by one; all vector work.  Without the optimizer."""
     graph = planned.graph
-    found: _Counts = Counter()
+    counts: _Counts = Counter()
     again: _Counts = Counter()
     vector = 0
     for op, cost in zip(graph.ops, planned.op_costs, strict=True):
@@ -165,9 +159,9 @@ def _ours(planned: Plan) -> tuple[_Counts, _Counts, int]:
             extra += unread_gradients(graph, op)
         modules = kernel_modules(graph, (op.id,), op)
         for module in modules:
-            found[module, op.name] += times * matrix // len(modules)
+            counts[module, op.name] += times * matrix // len(modules)
             again[module, op.name] += times * extra // len(modules)
-    return found, again, vector
+    return counts, again, vector
 
 
 def unread_gradients(graph: OpGraph, op: Op) -> int:
@@ -178,7 +172,7 @@ def unread_gradients(graph: OpGraph, op: Op) -> int:
     """
     values = graph.values
     params = [values[ref.id] for ref in op.arguments["params"]]
-    state, given = values[op.arguments["hx"][0].id], values[op.arguments["input"].id]
+    state, sequence = values[op.arguments["hx"][0].id], values[op.arguments["input"].id]
     directions = 2 if op.arguments.get("bidirectional") else 1
     layers = int(op.arguments["num_layers"]) * directions
     group = len(params) // layers
@@ -186,7 +180,7 @@ def unread_gradients(graph: OpGraph, op: Op) -> int:
     flops: int = sum(2 * batch * params[layer * group + 1].elements for layer in range(layers))
     used = {i for other in graph.ops for i in other.inputs} | set(graph.outputs)
     if op.outputs[0] not in used:
-        rows = given.elements // given.shape[-1]
+        rows = sequence.elements // sequence.shape[-1]
         flops += sum(2 * rows * params[way * group].elements for way in range(directions))
     return flops
 
@@ -197,23 +191,23 @@ def _differences(
     missed: _Counts = Counter()
     for (module, op), calls in peer.uncounted.items():
         missed[module, _short(op)] += calls
-    found: list[Difference] = []
+    result: list[Difference] = []
     if training:
         unknown = {op for _, op in ours} & {op for _, op in missed} - {op for _, op in theirs}
         alone: _Counts = Counter({key: n for key, n in ours.items() if key[1] in unknown})
-        found += _by_module(alone, again, Counter(), missed)
+        result += _by_module(alone, again, Counter(), missed)
         ours = ours - alone
         ours, again, theirs, missed = map(_everywhere, (ours, again, theirs, missed))
-    found += _by_module(ours, again, theirs, missed)
-    return tuple(sorted(found, key=lambda d: (-abs(d.delta), d.module)))
+    result += _by_module(ours, again, theirs, missed)
+    return tuple(sorted(result, key=lambda d: (-abs(d.delta), d.module)))
 
 
 def _everywhere(counts: _Counts) -> _Counts:
-    """The same with all modules as one."""
-    found: _Counts = Counter()
+    """Counts by op, with all modules as one."""
+    result: _Counts = Counter()
     for (_, op), n in counts.items():
-        found[EVERYWHERE, op] += n
-    return found
+        result[EVERYWHERE, op] += n
+    return result
 
 
 def _by_module(
@@ -235,19 +229,21 @@ def _by_module(
     for (pattern, (mine, other)), members in alike.items():
         n, first = len(members), members[0]
         yield Difference(
-            pattern if n > 1 else first,
-            n,
-            {op: n * flop for op, flop in mine},
-            {op: n * flop for op, flop in other},
-            _reason(dict(mine), dict(other), again_in.get(first, {}), missed_in.get(first, {})),
+            module=pattern if n > 1 else first,
+            instances=n,
+            ours={op: n * flop for op, flop in mine},
+            theirs={op: n * flop for op, flop in other},
+            reason=_reason(
+                dict(mine), dict(other), again_in.get(first, {}), missed_in.get(first, {})
+            ),
         )
 
 
 def _nested(counts: _Counts) -> dict[str, dict[str, int]]:
-    found: dict[str, dict[str, int]] = defaultdict(dict)
+    nested: dict[str, dict[str, int]] = defaultdict(dict)
     for (module, op), n in counts.items():
-        found[module][op] = n
-    return found
+        nested[module][op] = n
+    return nested
 
 
 def _reason(

@@ -34,63 +34,54 @@ class Change:
         return 0.0 if not self.after else None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleChange:
     """A module, or `count` equal modules whose paths differ only in indices.
 
-    status: added, removed or changed.  ops_added, ops_removed: operator names with their number,
-    over one of the modules; this is the cause.  resized: operators whose sizes or precisions
-    changed.  Quantities are over all of the modules.
+    Quantities are over all of the modules.
     """
 
     path: str
     count: int
-    status: str
-    kind: str
+    status: str  # added, removed or changed
+    kind: str  # name of the module's class
     flops: Change
     bytes: Change
     time: Change
-    ops_added: Mapping[str, int]
+    ops_added: Mapping[str, int]  # operator names with their number, in one of the modules
     ops_removed: Mapping[str, int]
-    resized: Sequence[str] = ()
+    resized: Sequence[str] = ()  # operators whose sizes or precisions changed
 
 
 @dataclass(frozen=True)
 class PhaseDiff:
-    """What changed in one phase.  totals: by name in METRICS."""
+    """What changed in one phase."""
 
     phase: str
-    totals: Mapping[str, Change]
+    totals: Mapping[str, Change]  # by name in METRICS
     modules: tuple[ModuleChange, ...]
 
 
 @dataclass(frozen=True)
 class Sources:
-    """The source files of two revisions.
+    """The source files of two revisions."""
 
-    files: how many there are of each.  differing: names of those whose content differs, or that one
-    side alone has.  same_place: whether both were read from the very same files.
-    """
-
-    files: tuple[int, int]
-    differing: tuple[str, ...] = ()
-    same_place: bool = False
+    files: tuple[int, int]  # how many there are of each
+    differing: tuple[str, ...] = ()  # names of those that differ, or that one side alone has
+    same_place: bool = False  # whether both were read from the very same files
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Diff:
-    """The difference of two revisions on one chip under one execution model.
-
-    sources: the files that the two were made of, where that is known.
-    """
+    """The difference of two revisions on one chip under one execution model."""
 
     names: tuple[str, str]
     chip: str
     execution: str
     phases: tuple[PhaseDiff, ...]
-    only_before: tuple[str, ...] = ()
+    only_before: tuple[str, ...] = ()  # phases that only one side has
     only_after: tuple[str, ...] = ()
-    sources: Sources | None = None
+    sources: Sources | None = None  # the files that the two were made of, where that is known
 
     @property
     def unchanged(self) -> bool:
@@ -108,7 +99,7 @@ class Diff:
 
         Raises FailOnError for a condition that cannot be read.
         """
-        found = []
+        sentences = []
         for metric, limit, relative, text in map(parse_condition, conditions):
             for phase in self.phases:
                 change = phase.totals[metric]
@@ -117,10 +108,10 @@ class Diff:
                     growth = math.inf if change.relative is None else change.relative
                 if growth > limit:
                     amount = f"{growth:+.2%}" if relative else f"+{FORMATS[metric](growth)}"
-                    found.append(
+                    sentences.append(
                         f"{phase.phase}: {metric} grew by {amount}, more than {text!r} allows"
                     )
-        return found
+        return sentences
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data: SI numbers, relative changes as fractions."""

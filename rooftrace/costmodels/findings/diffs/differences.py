@@ -55,18 +55,18 @@ def diff_estimates(
     """
     shared = [phase for phase in before if phase in after]
     everything = (*before.values(), *after.values())
-    priced = {(one.chip.name, one.execution): None for one in everything}
+    priced = {(each.chip.name, each.execution): None for each in everything}
     if len(priced) != 1:
         listed = ", ".join(f"{model.name} on {chip}" for chip, model in priced) or "no estimates"
         raise ValueError(f"expected estimates on one chip under one execution model, got {listed}")
     some = everything[0]
     return Diff(
-        names,
-        some.chip.name,
-        some.execution.name,
-        tuple(_phase(phase, before[phase], after[phase]) for phase in shared),
-        tuple(p for p in before if p not in after),
-        tuple(p for p in after if p not in before),
+        names=names,
+        chip=some.chip.name,
+        execution=some.execution.name,
+        phases=tuple(_phase(phase, before[phase], after[phase]) for phase in shared),
+        only_before=tuple(p for p in before if p not in after),
+        only_after=tuple(p for p in after if p not in before),
     )
 
 
@@ -112,16 +112,16 @@ def _modules(before: Estimate, after: Estimate) -> tuple[ModuleChange, ...]:
         kinds = after.graph.modules if status != "removed" else before.graph.modules
         single.append(
             ModuleChange(
-                path,
-                1,
-                status,
-                kinds.get(path, ""),
-                Change(a.flops, b.flops),
-                Change(a.bytes, b.bytes),
-                Change(a.time, b.time),
-                added,
-                removed,
-                resized,
+                path=path,
+                count=1,
+                status=status,
+                kind=kinds.get(path, ""),
+                flops=Change(a.flops, b.flops),
+                bytes=Change(a.bytes, b.bytes),
+                time=Change(a.time, b.time),
+                ops_added=added,
+                ops_removed=removed,
+                resized=resized,
             )
         )
     return tuple(
@@ -186,11 +186,11 @@ _Kernel = tuple[str, str, int]
 
 def _ops_by_module(graph: OpGraph) -> dict[str, list[_Kernel]]:
     """Each module's kernels in order."""
-    found: dict[str, list[_Kernel]] = defaultdict(list)
+    kernels: dict[str, list[_Kernel]] = defaultdict(list)
     for op in graph.kernels():
         for path, times in _calls(graph, op).items():
-            found[path].append((op.name, _sizes(graph, op), times))
-    return found
+            kernels[path].append((op.name, _sizes(graph, op), times))
+    return kernels
 
 
 def _calls(graph: OpGraph, op: Op) -> dict[str, int]:

@@ -19,36 +19,32 @@ from rooftrace.costmodels.timing import dispatch_seconds
 from rooftrace.tracer.graph import REVERSED, OpGraph, pattern_of
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Played:
-    """One launch.  Seconds since the step began.
-
-    row: index of the kernel in `Estimate.rows`, None for host work alone.  turn: which iteration of
-    its repeats this is, as they run.  module: where it runs.  start, end: on the device, None for
-    host work alone.
+    """One launch.  Times are seconds since the step began.
 
     Of a kernel at the edge of iterations, which stands in two rows, one row may be launched more
     often than it counts and the other less often; together they are right.
     """
 
-    row: int | None
-    turn: int
-    module: str
+    row: int | None  # index of the kernel in `Estimate.rows`, None for host work alone
+    turn: int  # which iteration of its repeats this is, as they run
+    module: str  # where it runs
     dispatches: int
     sync: bool
     host_start: float
     host_end: float
-    start: float | None = None
+    start: float | None = None  # on the device, None for host work alone
     end: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Folded:
-    """Iterations that are not written out: `count` of a repeat, on the device from start to end."""
+    """Iterations of a repeat that are not written out.  Times are seconds since the step began."""
 
     repeat: int
-    count: int
-    start: float
+    count: int  # iterations
+    start: float  # on the device
     end: float
     host_start: float
     host_end: float
@@ -77,7 +73,7 @@ def _to_fold(launches: Sequence[Launch], counts: dict[int, int], limit: int) -> 
     """The repeats that must stand once to keep to the limit: those with the highest counts."""
     left = dict(counts)
     folded: set[int] = set()
-    places = Counter(one.repeats for one in launches)
+    places = Counter(launch.repeats for launch in launches)
     while left and limit < sum(
         times * math.prod(1 if r in folded else counts[r] for r in repeats)
         for repeats, times in places.items()
@@ -98,7 +94,7 @@ class _Player:
         self.launches = estimate.plan.launches
         self.places = [launch.repeats for launch in self.launches]
         groups = iter(range(len(estimate.rows)))
-        self.rows = [next(groups) if one.on_device else None for one in self.launches]
+        self.rows = [next(groups) if launch.on_device else None for launch in self.launches]
         self.bases = [_shown_module(estimate.graph, row) for row in estimate.rows]
         self.inside: list[tuple[int, int]] = []  # (repeat, iteration), outermost first
         self.host = self.device = 0.0
@@ -123,7 +119,14 @@ class _Player:
                 self.inside.pop()
             if fold and written and count > 1:
                 self.folded.append(
-                    Folded(repeat, count - 1, before[1], self.device, before[0], self.host)
+                    Folded(
+                        repeat=repeat,
+                        count=count - 1,
+                        start=before[1],
+                        end=self.device,
+                        host_start=before[0],
+                        host_end=self.host,
+                    )
                 )
 
     def _launch(self, index: int, turn: int, written: bool) -> None:
@@ -141,15 +144,15 @@ class _Player:
         if written:
             self.played.append(
                 Played(
-                    row,
-                    turn,
-                    "" if row is None else self._module(row),
-                    launch.dispatches,
-                    launch.sync,
-                    begin,
-                    self.host if launch.sync else enqueued,
-                    start,
-                    None if start is None else self.device,
+                    row=row,
+                    turn=turn,
+                    module="" if row is None else self._module(row),
+                    dispatches=launch.dispatches,
+                    sync=launch.sync,
+                    host_start=begin,
+                    host_end=self.host if launch.sync else enqueued,
+                    start=start,
+                    end=None if start is None else self.device,
                 )
             )
 
