@@ -260,11 +260,12 @@ def test_every_name_of_a_face_is_there() -> None:
 def test_the_tree_in_contributing_shows_every_room() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     tree = text.partition("```\nrooftrace/\n")[2].partition("```")[0]
-    shown, layer = set(), ""
+    shown: set[str] = set()
+    above: list[str] = []
     for line in tree.splitlines():
-        name = line.split("/")[0].strip()
-        layer = layer if line.startswith("    ") else name
-        shown.add(f"rooftrace.{name}" if layer == name else f"rooftrace.{layer}.{name}")
+        name, indent = line.split("/")[0].strip(), len(line) - len(line.lstrip())
+        above = [*above[: indent // 2 - 1], name]
+        shown.add(".".join(("rooftrace", *above)))
     rooms = {room_of(path) for path in sources()} - {"rooftrace"}
     assert shown - {"rooftrace.hardware.chips"} == rooms
 
