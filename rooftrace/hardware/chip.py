@@ -124,6 +124,7 @@ class Chip:
         return None
 
     def has_peak(self, engine: str, precision: str) -> bool:
+        """Whether the chip has a rate for this engine and precision."""
         return self.find_peak(engine, precision) is not None
 
     def peak(self, engine: str, precision: str) -> float:
@@ -138,6 +139,7 @@ class Chip:
         return self.peak(engine, precision) / self.memory_bandwidth.value
 
     def link(self, name: str) -> Link | None:
+        """The link called "intra" or "inter", None where the chip has none."""
         return next((link for link in self.links if link.name == name), None)
 
     def facts(self) -> Iterable[tuple[str, Fact]]:

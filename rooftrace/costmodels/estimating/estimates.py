@@ -60,7 +60,7 @@ class Estimate:
 
     @property
     def coverage(self) -> Coverage:
-        """How much of the totals rests on rules."""
+        """The share of ops and bytes that have a rule."""
         return self.plan.coverage
 
     @property
@@ -70,7 +70,7 @@ class Estimate:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What was rewritten, and what about the structure is worth knowing."""
+        """Sentences on what was rewritten, and on what else is worth knowing."""
         return self.plan.notes
 
     def unsupported_ops(self) -> tuple[Unsupported, ...]:
@@ -81,7 +81,7 @@ class Estimate:
     def assumption_seconds(self) -> Mapping[int, float]:
         """Device seconds of the kernels that rest on each assumption, by its id.
 
-        Kernels whose own sizes, values or facts came from it; what follows from them is not traced.
+        A kernel rests on one if its own sizes, values or facts came from it.
         """
         seconds: dict[int, float] = defaultdict(float)
         for row in self.rows:
@@ -178,9 +178,9 @@ class Estimate:
 
     @cached_property
     def t_interval(self) -> tuple[float, float] | None:
-        """Seconds that 90 % of measured steps like this fell between; None without fitted knobs.
+        """Seconds between which 90 % of such steps were measured; None without fitted knobs.
 
-        From how far the measurements that the knobs were fitted to were off, by class of kernel.
+        The width comes from the errors of the fit, by class of kernel.
         """
         knobs = self.execution.knobs
         if knobs is None or not self.times.t_serial:

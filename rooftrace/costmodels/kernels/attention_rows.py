@@ -39,7 +39,7 @@ NO_ATTENTION = (0.0,) * len(COLUMNS)
 
 
 def attention_row(cost: Cost, chip: Chip, execution: ExecutionModel) -> tuple[float, ...]:
-    """The columns of a kernel: of its largest attention."""
+    """The attention columns of a kernel, which are those of its largest attention."""
     flop: dict[AttentionSizes, float] = {}
     engines: dict[AttentionSizes, tuple[str, str]] = {}
     for work, amount in cost.work.items():
@@ -56,12 +56,12 @@ def attention_row(cost: Cost, chip: Chip, execution: ExecutionModel) -> tuple[fl
 
 
 def columns(sizes: AttentionSizes, kernels: int, size: float, rate: float) -> tuple[float, ...]:
-    """The columns of a row."""
+    """The attention columns of a row with this many kernels of these sizes."""
     return (kernels, *(float(getattr(sizes, name)) for name in _SIZES), size, rate)
 
 
 def column_data(rows: Sequence[tuple[float, ...]]) -> dict[str, Array]:
-    """Rows as arrays by the name of their column in a table."""
+    """The attention columns of many rows, as arrays by their name in a table."""
     import numpy as np
 
     arrays = np.array(rows, dtype=float).reshape(len(rows), len(COLUMNS)).T
@@ -71,7 +71,7 @@ def column_data(rows: Sequence[tuple[float, ...]]) -> dict[str, Array]:
 def attention_seconds_of(
     data: Mapping[str, Array], bytes_: Array, chip: Chip, knobs: Knobs
 ) -> tuple[Array, AttentionSeconds] | None:
-    """Which rows of a table are priced by blocks, and their seconds; None where there are none.
+    """The rows of a table that are priced by blocks, with their seconds; None without such rows.
 
     bytes_: through HBM, by row.
     """

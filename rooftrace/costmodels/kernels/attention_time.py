@@ -91,12 +91,12 @@ class AttentionEngine:
 
     @property
     def warp_groups(self) -> bool:
-        """Whether FlashAttention 3 runs here, or what later chips have instead."""
+        """Whether the chip runs FlashAttention 3, or the kernels of later chips."""
         return self.rate / self.clocks >= _WARP_GROUPS
 
 
 def attention_engine(chip: Chip) -> AttentionEngine | None:
-    """None where the chip's SM count or clock is not known, or it has no matrix engine."""
+    """The chip as attention sees it; None without a matrix engine or a known SM count and clock."""
     if chip.sm_count is None or chip.clock is None or chip.kind != "gpu":
         return None
     if not chip.has_peak("matrix", "bf16"):
@@ -172,7 +172,7 @@ def attention_blocks(
 
 
 def _packed(sizes: Mapping[str, Array], kernel: AttentionKernel) -> Array:
-    """Heads that share a tile of rows."""
+    """How many heads share a tile of rows."""
     import numpy as np
 
     return np.where(sizes["queries"] <= kernel.packs, sizes["heads"] / sizes["kv_heads"], 1.0)

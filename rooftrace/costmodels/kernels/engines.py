@@ -56,7 +56,7 @@ def compute_seconds(cost: Cost, chip: Chip, execution: ExecutionModel, headline:
 
 
 def product_engine(work: Work, chip: Chip, execution: ExecutionModel) -> tuple[str, str]:
-    """The (engine, precision) of a product on a GPU; as `engine_of` where it is not a small one.
+    """The (engine, precision) of a product; `engine_of` says it for all but small ones on GPUs.
 
     A product of fewer rows or columns than a matrix instruction has streams one matrix past a few
     vectors.  It runs on the vector engine where that is faster than mostly empty instructions.

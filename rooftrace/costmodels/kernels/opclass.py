@@ -28,8 +28,9 @@ these are loaded in smaller pieces."""
 
 
 def op_class(op: Op, graph: OpGraph, channels_last: bool = False, cost: Cost | None = None) -> str:
-    """The class of one op: the kind that its rule says or its cost tells; "elementwise" of an op
-    without a rule.  A convolution's class follows from its sizes too.
+    """The class of one op: the kind of its rule or cost, and "elementwise" without a rule.
+
+    The class of a convolution also depends on its sizes.
 
     channels_last: whether a compiler lays all images out so.  cost: what the op costs, where that
     is known already.

@@ -16,7 +16,7 @@ from rooftrace.costmodels.planning import Plan
 
 
 def warm_bytes(planned: Plan, capacity: float, cold: bool = False) -> list[float]:
-    """Of the HBM bytes of each group of `planned`, those that a cache of `capacity` bytes holds.
+    """How many HBM bytes of each group a cache of `capacity` bytes still holds.
 
     The mean over the iterations that a group stands for.  Distances are in bytes of traffic, and
     what a kernel touches takes room itself: of a storage as large as what is left, nothing stays;
@@ -71,7 +71,7 @@ class _Walk:
                 self.sums[group] += self._held(size, min(before, life))
 
     def _run(self, group: int, touched: dict[int, set[int]], times: int, measured: bool) -> None:
-        """One kernel, which stands for `times`."""
+        """Run one kernel, which stands for `times` of them."""
         traffic = self.planned.costs[group].traffic
         parts: list[tuple[int, float, bool]] = []
         stays = set()

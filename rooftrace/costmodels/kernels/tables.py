@@ -113,8 +113,8 @@ def kernel_table(
 ) -> tuple[KernelTable, list[int]]:
     """The kernels of a plan on a chip, and the row of each group.
 
-    reuse: whether to find out what the last cache still holds; else, or where its size is not
-    known, nothing.  cold: it holds nothing when the step begins.
+    reuse: whether to work out what the last cache still holds, where its size is known.  cold:
+    whether the cache is empty when the step begins.
     """
     known: dict[Any, int] = {}
     rows: list[tuple[str, tuple[float, ...], tuple[float, ...]]] = []
@@ -167,7 +167,7 @@ def table(
 def _row(
     cost: Cost, warm: float, moved: int, chip: Chip, execution: ExecutionModel
 ) -> tuple[float, ...]:
-    """What a kernel's time depends on, after its count."""
+    """The numbers of a row that follow its count."""
     vector = matrix = 0.0
     products: list[tuple[int, float, tuple[int, int, int], tuple[float, float], bool]] = []
     for work, flop in cost.work.items():

@@ -111,12 +111,12 @@ class Knobs:
         _check_attention(self.attention)
 
     def share(self, name: str) -> Share:
-        """What a class of kernels reaches."""
+        """The share of a class of kernels; of the class without layout where it has none."""
         share = self.shares.get(name)
         return share or self.shares.get(name.removesuffix(LAST), PLAIN)
 
     def with_shares(self, **changes: Mapping[str, Any]) -> Knobs:
-        """Equal knobs, but for some numbers of some classes: with_shares(compute={"mm": 0.9})."""
+        """Knobs with some shares of classes changed: with_shares(compute={"mm": 0.9})."""
         shares = dict(self.shares)
         for number, by_class in changes.items():
             for name, value in by_class.items():
@@ -128,7 +128,7 @@ class Knobs:
         return chip.kernel_gap.value if self.launch is None else self.launch
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain dict, as the file has it."""
+        """A plain dict with the keys of a knob file."""
         result: dict[str, Any] = {"schema": SCHEMA, "title": self.title}
         for name in ("compute", "memory", "cache", "overlap", "launch", "dispatch", "spread"):
             value = getattr(self, name)
@@ -174,7 +174,7 @@ _RECORDS = ("source", "shares", "tiling", "attention")
 
 
 def _changed(record: Any, default: Any) -> dict[str, Any]:
-    """Fields that differ from the default's."""
+    """The fields of a record that differ from those of `default`."""
     names = [f.name for f in fields(record)]
     return {n: getattr(record, n) for n in names if getattr(record, n) != getattr(default, n)}
 

@@ -22,7 +22,7 @@ from rooftrace.tracer.graph import REVERSED, Neighbour, Op, OpGraph, Ref, Tensor
 
 
 def _values(op: Op) -> Iterator[int]:
-    """What an op reads, makes, and holds."""
+    """The values that an op reads, makes, and holds."""
     return chain(op.inputs, op.outputs, (ref.id for ref in op.holds))
 
 
@@ -36,7 +36,7 @@ _At = Mapping[int, int]
 
 @dataclass(slots=True)
 class Visit:
-    """An op in one of the iterations that are gone through."""
+    """An op in one of the iterations that are visited."""
 
     op: Op
     at: _At
@@ -53,7 +53,7 @@ _VARIES = -1
 
 
 class Visits:
-    """The ops in order, of repeats the first and last iterations and one for all between.
+    """The ops in order: of a repeat its first and last iterations, and one for all between.
 
     Storages have a number for each of these iterations.
     """
@@ -141,7 +141,7 @@ class Visits:
         )
 
     def made(self, visit: Visit) -> list[int]:
-        """Numbers of the storages of its outputs."""
+        """Numbers of the storages of an op's outputs."""
         op = visit.op
         if op.id not in self.varying:
             return [self.alone[value] for value in op.outputs]
@@ -188,11 +188,11 @@ class Visits:
         return 0 if back else self.counts[repeat] - 1
 
     def storage(self, number: int) -> int:
-        """Whose number this is."""
+        """The storage that has this number."""
         return bisect_right(self.first, number) - 1 if self.graph.repeats else number
 
     def times(self, number: int, storage: int, at: _At) -> int:
-        """How many copies come or go together with this one, in this iteration."""
+        """How many copies of a storage come or go together in this iteration."""
         repeats = self.graph.values[storage].repeats
         if not repeats:
             return 1
@@ -276,7 +276,7 @@ def _sums_in_place(graph: OpGraph) -> set[int]:
     return {
         op.id
         for op in graph.ops
-        if op.target == "aten.add.Tensor"
+        if op.target == "aten.add.Tensor"  # the one op by which autograd adds gradients up
         and op.part == "backward"
         and [*op.arguments] == ["self", "other"]
         and len(op.inputs) == 2
@@ -294,6 +294,7 @@ def _takes_the_sum(graph: OpGraph, op: Op) -> bool:
 def _replaced_caches(graph: OpGraph) -> set[int]:
     """Caches that a `cat` replaces: the old one goes, though it came from outside."""
     values = graph.values
+    # By name: `cat` is how caches grow that are no buffers, and no other op replaces its input.
     return {
         values[i].storage
         for op in graph.ops

@@ -169,13 +169,13 @@ class Memory:
         return _grouped(self.tensors, lambda held: _block(held.module))
 
     def to_frame(self) -> pandas.DataFrame:
-        """What the peak is made of: one row for tensors that are alike, most bytes first."""
+        """The tensors at the peak: one row for equal ones, most bytes first."""
         import pandas
 
         return pandas.DataFrame.from_records([held.to_dict() for held in self.tensors])
 
     def to_dict(self, most: int = 10) -> dict[str, Any]:
-        """Plain dict for the report; of what the peak is made of the first `most`."""
+        """Plain dict for the report, with the `most` largest tensors and modules of the peak."""
         return {
             "weights": self.weights,
             "kv": self.kv,
@@ -218,27 +218,27 @@ def memory(graph: OpGraph) -> Memory:
 
 
 class _Stored:
-    """What the number of a storage stands for."""
+    """Looks up the size, the kind and the owner of a storage by its number."""
 
     def __init__(self, graph: OpGraph, visits: Visits, lives: Lives) -> None:
         self.sizes = storage_sizes(graph)
         self._values, self._visits, self._saved = graph.values, visits, lives.saved
 
     def storage(self, number: int) -> int:
-        """The value that owns these bytes."""
+        """The value that owns the bytes of a storage."""
         return self._visits.storage(number)
 
     def size(self, number: int) -> int:
-        """Its bytes."""
+        """Bytes of a storage."""
         return self.sizes[self._visits.storage(number)]
 
     def saved(self, number: int) -> bool:
-        """Whether it is an activation that backward reads: of this iteration, not of any."""
+        """Whether the storage is an activation of this iteration that backward reads."""
         role = self._values[self._visits.storage(number)].role
         return number in self._saved and role == "activations"
 
     def kind(self, number: int) -> str:
-        """Its role, or `SAVED`."""
+        """The role of a storage, or `SAVED`."""
         if self.saved(number):
             return SAVED
         return self._values[self._visits.storage(number)].role
@@ -269,7 +269,7 @@ class _Tally:
         self._before: list[tuple[Counter[str], int, int]] = []
 
     def change(self, kind: str, size: int) -> None:
-        """`size` bytes of this kind come, or go if it is negative."""
+        """Add `size` bytes of this kind, or take them away if it is negative."""
         self.alive[kind] += size
         self.total += size
         if kind in _LISTED:
@@ -290,11 +290,11 @@ class _Tally:
             self.at_peak = Counter(alive)
 
     def begin(self, iterations: int) -> None:
-        """So many iterations that stand for others begin here."""
+        """Remember the state where iterations begin that stand for left-out ones."""
         self._before += [(Counter(self.alive), self.time, len(self.moments))] * iterations
 
     def end(self, left_out: Iterable[int]) -> None:
-        """They end here; of each as many others are left out."""
+        """Add the changes of left-out iterations; left_out: their number by ending iteration."""
         for times in left_out:
             before, time, first = self._before.pop()
             grown = [self.alive[kind] - before[kind] for kind in KINDS]
@@ -396,7 +396,7 @@ def _held(
 
 
 def _alone(graph: OpGraph, storage: int, saved: bool) -> Held:
-    """One tensor of a storage, its bytes left out."""
+    """The record of one tensor of a storage, without its bytes."""
     tensor = graph.values[storage]
     maker = graph.producers.get(storage)
     if maker is None or tensor.name:

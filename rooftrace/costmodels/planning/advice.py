@@ -13,7 +13,7 @@ PRODUCT = ("matmul",)  # a convolution over a window of the state is no such thi
 
 
 def given_formulas(graph: OpGraph) -> tuple[str, ...]:
-    """A sentence about FLOPs that are not by our rules, none where all are."""
+    """A sentence on ops whose FLOPs come from a formula registered with torch; none without any."""
     calls: Counter[str] = Counter()
     for op in graph.ops:
         rule = find_rule(op.target)
@@ -82,9 +82,10 @@ def _multiplies(
 
 
 def _made_of(graph: OpGraph, role: str, alone: bool = False) -> dict[int, int]:
-    """Values from outside of this role, and what views and element-by-element ops make of them.
+    """Values of this role that come from outside, and what views and pointwise ops make of them.
 
-    With each, how many elements the value from outside has.  alone: of nothing else.
+    Each value is mapped to the number of elements of the value from outside.  alone: leaves out
+    what is made of other values too.
     """
     values = graph.values
     derived = {

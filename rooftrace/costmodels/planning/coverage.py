@@ -55,6 +55,7 @@ class Coverage:
 
 
 def coverage_of(graph: OpGraph, costs: Sequence[Cost], known: Sequence[bool]) -> Coverage:
+    """The coverage of a graph.  costs, known: the cost of each op, and whether it has a rule."""
     counts: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
     least: Counter[str] = Counter()
@@ -99,6 +100,6 @@ def coverage_of(graph: OpGraph, costs: Sequence[Cost], known: Sequence[bool]) ->
 
 
 def _shapes(graph: OpGraph, inputs: Sequence[int]) -> str:
-    """ "bf16[8, 2048], int64[8]"."""
+    """The types and shapes of values as text: "bf16[8, 2048], int64[8]"."""
     tensors = (graph.values[i] for i in inputs)
     return ", ".join(f"{t.dtype}[{', '.join(map(str, t.shape))}]" for t in tensors)

@@ -25,11 +25,11 @@ class Launch:
 def launches_of(
     graph: OpGraph, groups: Sequence[FusionGroup], execution: ExecutionModel
 ) -> tuple[Launch, ...]:
-    """What the host does, in order: it enqueues groups, and waits at syncs.
+    """The launches of a step in order: the host enqueues groups, and waits at syncs.
 
-    eager: every op of the graph is dispatched, views too.  compiled: every group.  graph:
-    everything up to the next wait at once.  A wait stands before the first group with an op that
-    comes after it.
+    Under eager dispatch the host enqueues every op of the graph, views too; under compiled every
+    group; under graph everything up to the next wait at once.  A wait stands before the first group
+    with an op that comes after it.
     """
     dispatch = execution.dispatch
     syncs = deque(op for op in graph.ops if op.kind == "sync")

@@ -104,7 +104,7 @@ class Plan:
         return flops.most_common(1)[0][0] if flops else "fp32"
 
     def regrouped(self, groups: tuple[FusionGroup, ...], generated: bool = True) -> Plan:
-        """The step in other groups, which are in an order that every dependency allows.
+        """The plan of this step with other groups, given in an order that every dependency allows.
 
         generated: whether a compiler writes their kernels, if it does in this plan.
         """

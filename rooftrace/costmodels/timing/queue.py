@@ -89,7 +89,7 @@ class _Queue:
         return clocks
 
     def _shift(self, part: range, depth: int) -> _Shift:
-        """What these launches do to any clocks."""
+        """The shift of the clocks that these launches make."""
         total = _NO_SHIFT
         for repeat, inside in segments(self.repeats, part, depth):
             if repeat is not None:

@@ -39,7 +39,7 @@ class Timing:
 
     @property
     def t_device(self) -> float:
-        """How long the device is busy with the group, gaps included."""
+        """Seconds for which the group keeps the device busy, gaps included."""
         return max(self.t_comp, self.t_hbm, self.t_net) + self.more + self.gap
 
     @property

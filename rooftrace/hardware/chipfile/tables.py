@@ -17,6 +17,7 @@ class ChipFileError(ValueError):
 
 
 def read_toml(text: str, file: str) -> dict[str, Any]:
+    """The tables of a TOML text.  Raises ChipFileError, which names `file`."""
     # Imported here, so that importing the package stays cheap.
     if sys.version_info >= (3, 11):
         import tomllib as toml
@@ -45,9 +46,11 @@ class ChipTable:
         return f"{self.file}: {place}{key}"
 
     def error(self, key: str, value: object, expected: str) -> ChipFileError:
+        """The error about one value: its place, the value itself, and what was expected."""
         return ChipFileError(f"{self._where(key)} = {toml_value(value)}: {expected}")
 
     def text(self, key: str, default: str | None = None) -> str:
+        """The text at `key`; without a default it must be there, and not be blank."""
         if key not in self.rest:
             if default is not None:
                 return default
@@ -58,18 +61,21 @@ class ChipTable:
         return value
 
     def choice(self, key: str, allowed: Iterable[str]) -> str:
+        """The text at `key`, which must be one of `allowed`."""
         value = self.text(key)
         if value not in allowed:
             raise self.error(key, value, f"expected one of {', '.join(allowed)}")
         return value
 
     def texts(self, key: str) -> tuple[str, ...]:
+        """The list of texts at `key`; empty where there is none."""
         value = self.rest.pop(key, [])
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             raise self.error(key, value, "expected a list of texts")
         return tuple(value)
 
     def tables(self, key: str) -> Iterator[ChipTable]:
+        """The [[key]] tables, in order."""
         value = self.rest.pop(key, [])
         if not isinstance(value, list):
             raise self.error(key, value, f"expected [[{key}]] tables")
@@ -77,6 +83,7 @@ class ChipTable:
             yield ChipTable(item, f"[[{key}]] #{number}", self.file, self.sources)
 
     def table(self, key: str) -> ChipTable | None:
+        """The table at `key`, None where there is none."""
         if key not in self.rest:
             return None
         inside = not self.place
@@ -101,6 +108,7 @@ class ChipTable:
             raise ChipFileError(f"{self._where(key)} = {problem}") from problem
 
     def source(self) -> str:
+        """The source of a fact in full, looked up in [sources] where it is a key of that table."""
         if "source" not in self.rest:
             raise ChipFileError(
                 f"{self._where()}source is missing: a number without a source does not load; "
@@ -123,7 +131,7 @@ class ChipTable:
         return Fact(value, text, source, kind, self.text("note", ""))
 
     def finish(self, allowed: Iterable[str]) -> None:
-        """Complain of the first key that nobody asked for."""
+        """Raise ChipFileError for the first key that nothing has read."""
         for key in self.rest:
             close = difflib.get_close_matches(key, list(allowed), n=1)
             hint = f'; did you mean "{close[0]}"?' if close else ""
@@ -136,7 +144,7 @@ SPARSE = "with 2:4 sparsity"
 
 
 def toml_value(value: object) -> str:
-    """`value` as TOML would write it."""
+    """A value in TOML's notation, for files and for errors."""
     if isinstance(value, str):
         # A JSON string is a TOML basic string, but for DEL, which TOML wants escaped.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

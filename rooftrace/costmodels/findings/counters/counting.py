@@ -25,10 +25,12 @@ EVERYWHERE = "(all modules)"
 """Stands for the module where a peer does not know it: backward runs outside of its hooks."""
 
 _VECTOR = ("norm", "pool", "upsample", "grid_sampler")
-"""In names of ops that a counter has formulas for and that are no matrix work."""
+"""In names of ops that a counter has formulas for and that are no matrix work.  Names are all that
+a counter tells of an op."""
 _MATRIX_WORDS = ("mm", "matmul", "linear", "conv", "attention", "lstm", "gru", "rnn", "einsum")
 """In names of ops that may hold matrix work."""
 
+# By name: it is our own stand-in, and the only op whose backward autograd runs in part.
 _RNN_BACKWARD = "rooftrace.rnn_backward"
 _BEYOND = ("computes the scores a second time", "makes gradients that nothing reads")
 """What kernels for many ops do beyond them: of attention, and of a recurrent network."""
@@ -140,8 +142,10 @@ def compare(graph: OpGraph, peer: PeerCount) -> Comparison:
 
 
 def _ours(planned: Plan) -> tuple[_Counts, _Counts, int]:
-    """FLOP of matrix work by module and op; what of it a kernel does beyond what its ops would one
-    by one; all vector work.  Without the optimizer."""
+    """Matrix FLOP by module and op, the part of it that only fused kernels do, and all vector FLOP.
+
+    The optimizer is left out.
+    """
     graph = planned.graph
     counts: _Counts = Counter()
     again: _Counts = Counter()
@@ -213,7 +217,7 @@ def _everywhere(counts: _Counts) -> _Counts:
 def _by_module(
     ours: _Counts, again: _Counts, theirs: _Counts, missed: _Counts
 ) -> Iterator[Difference]:
-    """One for all modules of a pattern that differ in the same ops."""
+    """The differences: one for all modules of a pattern that differ in the same ops."""
     alike: dict[tuple[Any, ...], list[str]] = defaultdict(list)
     ours_in, theirs_in, again_in, missed_in = map(_nested, (ours, theirs, again, missed))
     for module in dict.fromkeys((*ours_in, *theirs_in)):
@@ -252,7 +256,7 @@ def _reason(
     again: Mapping[str, int],
     missed: Mapping[str, int],
 ) -> str:
-    """What the peer saw in the module and has no formula for, or what its run did not do."""
+    """Why the counts differ: ops without a formula at the peer, or work that its run did not do."""
     delta = sum(ours.values()) - sum(theirs.values())
     if delta == sum(again.get(op, 0) for op in ours) > 0:
         kernels = [f"{op} {_BEYOND[op == _RNN_BACKWARD]}" for op in ours if again.get(op)]
@@ -264,12 +268,12 @@ def _reason(
 
 
 def _is_foreign(op: str) -> bool:
-    """Whether an op of the dispatcher is none of torch's, so that it may hold anything."""
+    """Whether an op is not one of torch's own, so that it may do anything."""
     namespace, dot, _ = op.partition(".")
     return bool(dot) and namespace not in ("aten", "prim", "prims")
 
 
 def _short(op: str) -> str:
-    """An op without its overload."""
+    """The name of an op without its overload."""
     parts = op.split(".")
     return ".".join(parts[:-1]) if len(parts) > 2 else op

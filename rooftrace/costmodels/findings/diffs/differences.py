@@ -24,7 +24,7 @@ from rooftrace.tracer.graph import Op, OpGraph, pattern_of
 
 
 def compare_sources(before: Mapping[str, str], after: Mapping[str, str]) -> Sources | None:
-    """Two sides' digests of source files by path; None unless both have files.
+    """Compare the digests of two sides' source files by path; None unless both have files.
 
     Files are matched by their path below the folder that all of their side are in.
     """
@@ -130,7 +130,7 @@ def _modules(before: Estimate, after: Estimate) -> tuple[ModuleChange, ...]:
 
 
 def _collapsed(changes: Sequence[ModuleChange]) -> list[ModuleChange]:
-    """Equal changes of modules whose paths differ only in indices, as one."""
+    """The changes, with equal ones of modules whose paths differ only in indices as one."""
     groups: dict[Any, list[ModuleChange]] = defaultdict(list)
     for change in changes:
         key = (

@@ -52,7 +52,7 @@ class Folded:
 
 @dataclass(frozen=True, slots=True)
 class Playback:
-    """What host and device do, in order; `end` is t_est."""
+    """The launches of host and device in order; `end` is t_est."""
 
     launches: tuple[Played, ...]
     folded: tuple[Folded, ...]
@@ -102,7 +102,7 @@ class _Player:
         self.folded: list[Folded] = []
 
     def run(self, part: range, depth: int, turn: int, written: bool) -> None:
-        """These launches once, those in repeats as often as they say."""
+        """Run these launches once, and those in repeats as often as they repeat."""
         for repeat, inside in segments(self.places, part, depth):
             if repeat is None:
                 for index in inside:
