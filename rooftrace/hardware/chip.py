@@ -45,8 +45,8 @@ class Fact:
     """A number in SI units, how it was written, and who says so."""
 
     value: float
-    text: str
-    source: str
+    text: str  # "3.35 TB/s"
+    source: str  # a sentence that names the document or the measurement
     kind: FactKind
     note: str = ""
 
@@ -63,24 +63,21 @@ class Fact:
 
 @dataclass(frozen=True)
 class Peak:
-    """The dense rate of one engine in one precision [FLOP/s; OP/s for integers].
-
-    `quoted` is the headline of the datasheet where that one counts on 2:4 sparsity.
-    """
+    """The dense rate of one engine in one precision."""
 
     engine: Engine
-    precision: str
-    rate: Fact
-    quoted: Fact | None = None
+    precision: str  # the compute family, see `compute_family`
+    rate: Fact  # FLOP/s; OP/s for integers
+    quoted: Fact | None = None  # the datasheet's headline, where that counts on 2:4 sparsity
 
 
 @dataclass(frozen=True)
 class Link:
-    """A way out of the chip: bandwidth is byte/s per direction per chip, latency is seconds."""
+    """A way out of the chip."""
 
     name: LinkName
-    bandwidth: Fact
-    latency: Fact | None = None
+    bandwidth: Fact  # byte/s, per direction and chip
+    latency: Fact | None = None  # second
 
 
 @dataclass(frozen=True, kw_only=True)

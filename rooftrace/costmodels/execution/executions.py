@@ -43,9 +43,7 @@ class Utilization:
 
     b_sat: float | None = None  # rows at which products reach it: eta_tc = min(1, M_eff / b_sat)
     eta_scalar: float | None = None  # rate of vector work over the headline matrix peak
-    tiles: bool = (
-        True  # whether products take whole tiles in whole waves, see `kernels.utilization`
-    )
+    tiles: bool = True  # whether products take whole tiles in whole waves (kernels.utilization)
 
     def eta(self, rows: int | None) -> float:
         """Share of the matrix peak that a product with this many rows reaches."""

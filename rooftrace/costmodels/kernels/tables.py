@@ -56,9 +56,9 @@ class KernelTable:
       moved               bytes that are no weights, of kernels that may copy layouts
       vector, matrix      seconds at the peak: vector work; matrix work beside the largest product
       flop, rate          of the largest plain product, 0 where there is none; FLOP/s of its engine
-      rows, columns,      its sizes; how many such products;
-      inner, products,
-      width_a, width_b,   bytes of a stored element of its operands;
+      rows, columns,
+      inner, products     sizes of that product, and how many of them one kernel has
+      width_a, width_b    bytes of a stored element of its operands
       whole               whether its tiles are computed whole (see `tile_terms`)
     """
 

@@ -38,9 +38,7 @@ class Share:
     compute: float = 1.0
     memory: float = 1.0
     engine: str = "matrix"  # "vector" for products beside it, as of depthwise convolutions
-    layout: float = (
-        0.0  # hidden copies into another layout, as a multiple of the activations' bytes
-    )
+    layout: float = 0.0  # hidden copies into another layout, in multiples of activation bytes
     spread: float = 0.0  # relative standard deviation of measured kernels around the prediction
 
 
