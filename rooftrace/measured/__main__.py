@@ -26,17 +26,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--phase", help="of a target, comma-separated; default: all it has")
     parser.add_argument("--batch", type=int, help="of a target")
     parser.add_argument("--seq", type=int, help="sequence length of a target")
-    given = parser.parse_args(arguments)
+    wanted = parser.parse_args(arguments)
     try:
         plan = SuitePlan.of(
-            given.names,
-            out=given.out,
-            device=given.device,
-            budget_s=given.budget,
-            quick=given.quick,
-            phases=given.phase.split(",") if given.phase else None,
-            batch=given.batch,
-            seq=given.seq,
+            wanted.names,
+            out=wanted.out,
+            device=wanted.device,
+            budget_s=wanted.budget,
+            quick=wanted.quick,
+            phases=wanted.phase.split(",") if wanted.phase else None,
+            batch=wanted.batch,
+            seq=wanted.seq,
         )
         print(summary(measure_suite(plan, _tell, start_again), plan.out))
     except (MeasureError, ValueError, OSError) as error:

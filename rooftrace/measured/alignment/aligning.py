@@ -43,16 +43,16 @@ def align(trace: Trace, graph: OpGraph, minimum: float = 0.5) -> Alignment:
     return _checked(by_order(trace, graph), minimum)
 
 
-def _checked(found: Alignment, minimum: float) -> Alignment:
-    """`found`, or a ProfileError where trace and graph are not of the same step."""
-    if found.coverage >= minimum and found.ops_matched_share >= minimum:
-        return found
-    first = found.first_difference
+def _checked(match: Alignment, minimum: float) -> Alignment:
+    """`match`, or a ProfileError where trace and graph are not of the same step."""
+    if match.coverage >= minimum and match.ops_matched_share >= minimum:
+        return match
+    first = match.first_difference
     advice = "trace the model, the sizes and the phase that were run"
-    sizes = _other_sizes(found)
+    sizes = _other_sizes(match)
     if sizes:
         advice = f"the names agree and the sizes do not ({sizes}): trace the sizes that were run"
-    elif not found.trace.marked_by and found.ops_matched_share >= minimum:
+    elif not match.trace.marked_by and match.ops_matched_share >= minimum:
         advice = (
             "the trace holds the graph and more, and says not where a step begins: it has no "
             "range ProfilerStep#N and none named step, and no sequence of the graph's ops that "
@@ -60,29 +60,29 @@ def _checked(found: Alignment, minimum: float) -> Alignment:
             "profile(..., schedule=...) and prof.step(), or with record_function('step')"
         )
     raise ProfileError(
-        f"{found.trace.source}: not a run of this graph: "
-        f"{format_share(found.coverage)} of its measured time and "
-        f"{format_share(found.ops_matched_share)} of the graph's kernels find a counterpart"
+        f"{match.trace.source}: not a run of this graph: "
+        f"{format_share(match.coverage)} of its measured time and "
+        f"{format_share(match.ops_matched_share)} of the graph's kernels find a counterpart"
         f"{'; ' + first if first else ''}; {advice}"
     )
 
 
-def _other_sizes(found: Alignment) -> str:
+def _other_sizes(match: Alignment) -> str:
     """An op that both have, in other sizes; "" where the names differ too."""
-    graph = found.graph
+    graph = match.graph
     theirs: Counter[str] = Counter()
     ours: Counter[str] = Counter()
     keys: dict[str, Key] = {}
-    for one in found.only_in_trace:
-        theirs[key_of_call(one.name, one.shapes)[0]] += round(one.count)
-    for index in found.only_in_graph:
+    for stray in match.only_in_trace:
+        theirs[key_of_call(stray.name, stray.shapes)[0]] += round(stray.count)
+    for index in match.only_in_graph:
         key = key_of_op(graph, graph.ops[index])
         ours[key[0]] += graph.times(graph.ops[index])
         keys.setdefault(key[0], key)
     if 5 * (ours & theirs).total() < 4 * ours.total():
         return ""
-    for one in found.only_in_trace:
-        name = key_of_call(one.name, one.shapes)[0]
-        if name in keys and one.shapes:
-            return f"trace {key_words((one.name, one.shapes))}, graph {key_words(keys[name])}"
+    for stray in match.only_in_trace:
+        name = key_of_call(stray.name, stray.shapes)[0]
+        if name in keys and stray.shapes:
+            return f"trace {key_words((stray.name, stray.shapes))}, graph {key_words(keys[name])}"
     return ""

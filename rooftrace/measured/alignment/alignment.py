@@ -62,7 +62,7 @@ class Alignment:
     @property
     def seconds(self) -> dict[int, float]:
         """Measured seconds of a step by op id, all iterations together."""
-        return {op: one.total for op, one in self.measured.items()}
+        return {op: measurement.total for op, measurement in self.measured.items()}
 
     @cached_property
     def owners(self) -> Mapping[int, tuple[int, int]]:
@@ -82,8 +82,8 @@ class Alignment:
         """Share of the graph's kernels that were found, every iteration counted."""
         graph = self.graph
         kernels = sum(graph.times(op) for op in graph.ops if op.kind == "kernel")
-        found = sum(len(one.seconds) for one in self.measured.values())
-        return found / kernels if kernels else 1.0
+        matched = sum(len(measurement.seconds) for measurement in self.measured.values())
+        return matched / kernels if kernels else 1.0
 
     @property
     def score(self) -> float:
@@ -142,11 +142,11 @@ class Sums:
         measured = {
             op: OpMeasurement(
                 op,
-                tuple(median(self.seconds[op, turn]) for turn in found),
-                statistics.fmean(median(self.kernels[op, turn]) for turn in found),
+                tuple(median(self.seconds[op, turn]) for turn in iterations),
+                statistics.fmean(median(self.kernels[op, turn]) for turn in iterations),
                 min(self.starts[op]),
             )
-            for op, found in turns.items()
+            for op, iterations in turns.items()
         }
         strays = [
             Stray(name, key[1], count / self.steps, seconds / self.steps)

@@ -55,17 +55,17 @@ class CallTree:
         """The calls of a step, and what it launched outside of any op."""
         parents = self.trace.ops.parent
         inside = set(step.ops)
-        found: list[Call] = []
+        calls: list[Call] = []
         for op in step.ops:
             if parents[op] == records.NONE or parents[op] not in inside:
-                found += self._cut(op)
+                calls += self._cut(op)
         kernels = self.trace.kernels
         for kernel in step.kernels:
             if kernels.op[kernel] == records.NONE:
                 name = kernels.names.items[kernels.name[kernel]]
                 seconds = kernels.duration[kernel]
-                found.append(Call(records.NONE, (name, ()), name, seconds, (kernel,)))
-        return found
+                calls.append(Call(records.NONE, (name, ()), name, seconds, (kernel,)))
+        return calls
 
     def key(self, op: int) -> Key:
         """The key of a call."""
@@ -91,7 +91,7 @@ class CallTree:
         return [*below, *self._own(op, key)] if known or same else [self._whole(op, key)]
 
     def _own(self, op: int, key: Key) -> list[Call]:
-        """What a call did itself, beside those that it made."""
+        """The kernels that a call launched itself, beside those of the calls inside of it."""
         kernels = self.launches.get(op, ())
         if not kernels:
             return []

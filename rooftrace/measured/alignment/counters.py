@@ -34,40 +34,40 @@ class Counted:
     found: int  # of these, with counters
 
 
-def counted(found: Alignment, counters: Sequence[KernelCounters], source: str = "") -> Counted:
-    """The bytes of each op of `found.graph`, in the step of median length.
+def counted(alignment: Alignment, counters: Sequence[KernelCounters], source: str = "") -> Counted:
+    """The bytes of each op of `alignment.graph`, in the step of median length.
 
     counters: of that step, in order; other steps before and after do no harm.  Raises ProfileError
     for a trace without kernels, and where less than half of the step's kernels have counters.
     """
-    kernels = found.trace.kernels
-    mine = [index for index in found.step.kernels if kernels.kind[index] == _KERNEL]
+    kernels = alignment.trace.kernels
+    mine = [index for index in alignment.step.kernels if kernels.kind[index] == _KERNEL]
     if not mine:
         raise ProfileError(
-            f"{found.trace.source}: no kernels in the trace to set counters beside; profile with "
-            "ProfilerActivity.CUDA"
+            f"{alignment.trace.source}: no kernels in the trace to set counters beside; profile "
+            "with ProfilerActivity.CUDA"
         )
     have = [_key(kernels[index].name, kernels[index].grid) for index in mine]
-    wanted = [_key(one.name, one.grid) for one in counters]
+    wanted = [_key(launch.name, launch.grid) for launch in counters]
     pairs = common(have, wanted)
     if len(pairs) < _LEAST * len(mine):
         taken = {i for i, _ in pairs}
         first = next(i for i in range(len(mine)) if i not in taken)
         raise ProfileError(
             f"{source or 'the counters'}: {format_share(len(pairs) / len(mine))} of the "
-            f"{len(mine):,} kernels of {found.step.name!r} are there in order; the first that is "
-            f"not: {have[first][0]}: count the step that the trace has"
+            f"{len(mine):,} kernels of {alignment.step.name!r} are there in order; the first that "
+            f"is not: {have[first][0]}: count the step that the trace has"
         )
     moved = {mine[i]: float(counters[j].bytes) for i, j in pairs}
-    return Counted(_by_op(found, moved), len(mine), len(pairs))
+    return Counted(_by_op(alignment, moved), len(mine), len(pairs))
 
 
-def _by_op(found: Alignment, moved: Mapping[int, float]) -> dict[int, float]:
+def _by_op(alignment: Alignment, moved: Mapping[int, float]) -> dict[int, float]:
     """Bytes by op; an op with a kernel (or a copy) that was not counted has none."""
-    kernels, owners = found.trace.kernels, found.owners
+    kernels, owners = alignment.trace.kernels, alignment.owners
     sums: dict[int, float] = defaultdict(float)
     unknown: set[int] = set()
-    for index in found.step.kernels:
+    for index in alignment.step.kernels:
         call = kernels.op[index]
         target = owners.get(call) if call != records.NONE else None
         if target is None:
@@ -80,7 +80,7 @@ def _by_op(found: Alignment, moved: Mapping[int, float]) -> dict[int, float]:
 
 
 def _key(name: str, grid: tuple[int, ...] | None) -> Key:
-    """What launches are compared by: the function without arguments, templates and namespaces, and
+    """The key of a launch: the function without arguments, templates and namespaces, and
     how many blocks there are."""
     return base_name(name), () if grid is None else ((math.prod(grid),),)
 

@@ -1,4 +1,4 @@
-"""What the calls of a trace and the ops of a graph are compared by: names and input shapes."""
+"""Keys by which calls of a trace and ops of a graph are compared: names and input shapes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Key = tuple[str, tuple[records.Shape, ...]]
 """What a call and an op are compared by: a name, and the shapes of tensors with dimensions."""
 
 _WINDOW = 40_000
-"""So many calls and ops are matched at once: their table has a bit for every pair (200 MB)."""
+"""How many calls and ops are matched at once: their table has a bit for every pair (200 MB)."""
 
 _ONE_OP: Mapping[str, frozenset[str]] = {
     "attention": frozenset({"rooftrace.attention"}),
@@ -161,17 +161,17 @@ def paired(have: Sequence[Key], wanted: Sequence[Key]) -> tuple[list[tuple[int, 
     for way in range(1, WAYS + 1):
         if len(pairs) == min(len(have), len(wanted)):
             break
-        found: list[tuple[int, int]] = []
+        closer: list[tuple[int, int]] = []
         i = j = 0
         for a, b in [*pairs, (len(have), len(wanted))]:
             if i < a and j < b:
                 left = [looser(key, way) for key in have[i:a]]
                 right = [looser(key, way) for key in wanted[j:b]]
-                found += [(i + x, j + y) for x, y in common(left, right)]
+                closer += [(i + x, j + y) for x, y in common(left, right)]
             if a < len(have):
-                found.append((a, b))
+                closer.append((a, b))
             i, j = a + 1, b + 1
-        pairs = found
+        pairs = closer
     return pairs, len(pairs) - exact
 
 
@@ -186,18 +186,18 @@ def common(have: Sequence[Key], wanted: Sequence[Key]) -> list[tuple[int, int]]:
     i = j = 0
     while i < len(a) and j < len(b):
         last = len(a) - i <= _WINDOW and len(b) - j <= _WINDOW
-        found = [
+        block_pairs = [
             (i + block.src_start + k, j + block.dest_start + k)
             for block in LCSseq.opcodes(a[i : i + _WINDOW], b[j : j + _WINDOW])
             if block.tag == "equal"
             for k in range(block.src_end - block.src_start)
         ]
         if not last:  # what is near the end of a window may have its partner behind it
-            found = found[: max(1, len(found) * 3 // 4)]
-        pairs += found
-        if last or not found:
+            block_pairs = block_pairs[: max(1, len(block_pairs) * 3 // 4)]
+        pairs += block_pairs
+        if last or not block_pairs:
             break
-        i, j = found[-1][0] + 1, found[-1][1] + 1
+        i, j = block_pairs[-1][0] + 1, block_pairs[-1][1] + 1
     return pairs
 
 

@@ -20,8 +20,8 @@ _OP = re.compile(r"op (\d+)")
 
 def marks_of(trace: Trace) -> list[tuple[int, records.Annotation]]:
     """(op id, range) of each `record_function("op 17")`, by start."""
-    found = ((_OP.fullmatch(one.name), one) for one in trace.annotations)
-    return [(int(match[1]), one) for match, one in found if match]
+    matches = ((_OP.fullmatch(annotation.name), annotation) for annotation in trace.annotations)
+    return [(int(match[1]), annotation) for match, annotation in matches if match]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,11 @@ def by_annotation(
     sums = Sums(trace, graph)
     for step in trace.steps:
         end = step.start + step.duration
-        inside = [(number, one) for number, one in marks if step.start <= one.start <= end]
+        inside = [
+            (number, annotation)
+            for number, annotation in marks
+            if step.start <= annotation.start <= end
+        ]
         _add_marked(level, sums, step, _passes(graph, inside, order, short))
     return sums.alignment("annotations")
 
@@ -64,35 +68,35 @@ def _passes(
     order: Sequence[tuple[int, int]],
     short: bool,
 ) -> list[_Marked]:
-    """What each range stands for.  A pass is over when an op comes once more than it runs."""
-    found: list[_Marked] = []
+    """The op, iteration and pass of each range.  A pass ends before an op comes once too often."""
+    marked: list[_Marked] = []
     seen: Counter[int] = Counter()
     run = 0
-    for number, one in marks:
+    for number, annotation in marks:
         if seen[number] == (graph.times(graph.ops[number]) if short else 1):
             seen.clear()
             run += 1
-        found.append(_Marked(one, (number, seen[number]) if short else order[number], run))
+        marked.append(_Marked(annotation, (number, seen[number]) if short else order[number], run))
         seen[number] += 1
-    return found
+    return marked
 
 
 def _add_marked(level: CallTree, sums: Sums, step: TraceStep, marked: Sequence[_Marked]) -> None:
     """The calls of a step go to the range that they begin in, and kernels to that of their call."""
-    starts = [one.range.start for one in marked]
+    starts = [mark.range.start for mark in marked]
     ops, kernels = level.trace.ops, level.trace.kernels
     runs: dict[int, list[tuple[Call, tuple[int, int] | None]]] = defaultdict(list)
     for call in level.of(step):
         known = call.op != records.NONE
         start = ops.start[call.op] if known else kernels.launched[call.kernels[0]]
         place = bisect_right(starts, start) - 1
-        one = marked[place] if place >= 0 else None
-        inside = one is not None and start <= one.range.end
-        if one is not None and known:
-            inside = inside and ops.thread[call.op] == one.range.thread
-        target = one.target if one is not None and inside else None
+        mark = marked[place] if place >= 0 else None
+        inside = mark is not None and start <= mark.range.end
+        if mark is not None and known:
+            inside = inside and ops.thread[call.op] == mark.range.thread
+        target = mark.target if mark is not None and inside else None
         if target is not None or not call.host:
-            runs[one.run if one is not None else 0].append((call, target))
+            runs[mark.run if mark is not None else 0].append((call, target))
     for _, calls in sorted(runs.items()):
         for call, target in calls:
             sums.add(step, call, target)

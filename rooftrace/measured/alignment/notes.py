@@ -1,4 +1,4 @@
-"""What a reader should know of the steps of a trace: how they were told apart, in sentences."""
+"""Notes on the steps of a trace: how they were told apart, in sentences."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from rooftrace.measured.alignment.alignment import Alignment
 from rooftrace.measured.traces import records
 
 
-def step_notes(found: Alignment) -> list[str]:
+def step_notes(alignment: Alignment) -> list[str]:
     """How the steps of a trace are told apart, and kernels put into them where not by launch."""
-    trace = found.trace
+    trace = alignment.trace
     count = units.plural(len(trace.steps), "step")
     notes: list[str] = []
-    if found.outside is not None:
+    if alignment.outside is not None:
         notes.append(
             f"no ProfilerStep in the trace: the ops of the graph come again, which makes {count}; "
-            f"{format_share(found.outside)} of the measured time is in none of them"
+            f"{format_share(alignment.outside)} of the measured time is in none of them"
         )
     elif len(trace.steps) == 1 and trace.steps[0].name == records.WHOLE:
         notes.append("no ProfilerStep in the trace: all of it counts as one step")

@@ -28,17 +28,17 @@ def by_order(trace: Trace, graph: OpGraph) -> Alignment:
         return best
     whole = trace.cut.all()
     if trace.marked_by:
-        found = order.matched(replace(trace, steps=(whole,)))
-        best = found if found.score > best.score else best
+        other = order.matched(replace(trace, steps=(whole,)))
+        best = other if other.score > best.score else best
     calls = order.of_the_graph(whole)
     for period in periods([call.key for call in calls], order.wanted):
         steps = order.steps_of(period, calls, trace.cut)
         if len(steps) < 2:
             continue
-        found = order.matched(replace(trace, steps=steps))
+        other = order.matched(replace(trace, steps=steps))
         # What comes twice inside of a step is at most half of the graph.
-        if found.ops_matched_share > 0.5 and found.score > best.score:
-            best = replace(found, outside=order.outside(whole, steps))
+        if other.ops_matched_share > 0.5 and other.score > best.score:
+            best = replace(other, outside=order.outside(whole, steps))
     return best
 
 
@@ -96,7 +96,7 @@ class _Order:
         self, period: Period, calls: Sequence[Call], cut: records.Cut
     ) -> tuple[TraceStep, ...]:
         """From the first call of each period to that of the next; the last is as long as others."""
-        found: list[TraceStep] = []
+        steps: list[TraceStep] = []
         for first, count in period.runs:
             places = [first + turn * period.length for turn in range(count)]
             starts = [self._start(calls[place].op) for place in places]
@@ -110,8 +110,8 @@ class _Order:
                 until = self._start(calls[after].op) if after < len(calls) else math.inf
                 end = max(end, min(starts[-1] + statistics.median(lengths), until))
             for start, stop in zip(starts, [*starts[1:], end], strict=True):
-                found.append(cut(f"step {len(found)}", start, stop))
-        return tuple(found)
+                steps.append(cut(f"step {len(steps)}", start, stop))
+        return tuple(steps)
 
     def _outermost(self, op: int) -> int:
         parents = self.trace.ops.parent

@@ -11,15 +11,15 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 _ANCHORS = 4
-"""So many of the rarest keys are looked at: in a step they come once, or a few times."""
+"""How many of the rarest keys are looked at: in a step they come once, or a few times."""
 _PLACES = 48
-"""So many places of each are compared with its first two."""
+"""How many places of each are compared with its first two."""
 _BEGINNINGS = 8
-"""So many places where a step may begin are compared with the graph."""
+"""How many places where a step may begin are compared with the graph."""
 _STRETCHES = 4
-"""So many stretches, the longest, are compared with it."""
+"""How many stretches, the longest, are compared with it."""
 _TRIED = 3
-"""So many periods are worth a look."""
+"""How many periods are tried."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ def periods(have: Sequence[Hashable], wanted: Sequence[Hashable]) -> list[Period
     calls = [numbers.setdefault(key, len(numbers)) for key in have]
     graph = [numbers.setdefault(key, len(numbers)) for key in wanted]
     sequence = numpy.array(calls, dtype=numpy.int64)
-    found: list[tuple[float, int, Period]] = []
+    ranked: list[tuple[float, int, Period]] = []
     for length in sorted(_lengths(calls)):
         equal = sequence[length:] == sequence[:-length]
         edges = numpy.flatnonzero(numpy.diff(numpy.concatenate(([0], equal, [0]))))
@@ -52,8 +52,8 @@ def periods(have: Sequence[Hashable], wanted: Sequence[Hashable]) -> list[Period
         first, score = _beginning(calls, graph, length, stretches)
         runs = tuple(_runs(calls, first, length, stretches))
         if runs:
-            found.append((-score, length, Period(length, runs)))
-    return [period for _, _, period in sorted(found, key=lambda entry: entry[:2])[:_TRIED]]
+            ranked.append((-score, length, Period(length, runs)))
+    return [period for _, _, period in sorted(ranked, key=lambda entry: entry[:2])[:_TRIED]]
 
 
 def _lengths(calls: Sequence[int]) -> set[int]:
@@ -67,10 +67,10 @@ def _lengths(calls: Sequence[int]) -> set[int]:
             places.setdefault(number, []).append(place)
     return {
         after - before
-        for found in places.values()
+        for positions in places.values()
         for start in (0, 1)
-        for before in found[start : start + 1]
-        for after in found[start + 1 : start + 1 + _PLACES]
+        for before in positions[start : start + 1]
+        for after in positions[start + 1 : start + 1 + _PLACES]
     }
 
 

@@ -56,10 +56,10 @@ def _product(bench: Bench, precision: str, size: int) -> Callable[[], object]:
 
     left, right = bench.random(size, size), bench.random(size, size)
     if precision == "fp8":
-        one = torch.ones((), device=bench.device)
+        unit = torch.ones((), device=bench.device)
         # The fp8 kernels want the right operand column-major.
         a, b = left.to(torch.float8_e4m3fn), right.to(torch.float8_e4m3fn).t().contiguous().t()
-        return lambda: torch._scaled_mm(a, b, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+        return lambda: torch._scaled_mm(a, b, scale_a=unit, scale_b=unit, out_dtype=torch.bfloat16)
     if precision == "int8":
         a, b = (left * 30).to(torch.int8), (right * 30).to(torch.int8).t().contiguous().t()
         return lambda: torch._int_mm(a, b)

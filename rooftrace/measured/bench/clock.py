@@ -78,7 +78,7 @@ class Bench:
         return float(before.elapsed_time(after)) / 1e3  # torch gives milliseconds
 
     def cold(self, run: Callable[[], object]) -> float:
-        """As `once`, with caches that hold none of the data and a device that needs no waiting."""
+        """Device seconds of one `run`, on caches that hold none of its data."""
         import torch
 
         # Reading leaves clean lines: written ones would go back to memory while `run` is timed.

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _PACKAGES = ("rooftrace", "torch", "transformers", "triton", "numpy")
 IDENTITY = ("type", "name", "memory_bytes", "threads")
-"""What must be equal for two measurements to be of one device."""
+"""Facts that are equal where two measurements are of one device."""
 
 
 def default_device() -> str:
@@ -100,7 +100,7 @@ def clocks(device: torch.device) -> str | None:
 
 
 def smi(device: torch.device, names: Sequence[str]) -> str | None:
-    """What nvidia-smi reads (it changes nothing); None where there is none."""
+    """Values that nvidia-smi reads; None where there is no nvidia-smi.  It changes nothing."""
     command = ["nvidia-smi", f"--query-gpu={','.join(names)}", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
@@ -119,11 +119,11 @@ def versions() -> dict[str, str]:
     """Versions of Python and the libraries that matter; those that are not there are left out."""
     import torch
 
-    found = {"python": platform.python_version(), "torch": torch.__version__}
+    versions_here = {"python": platform.python_version(), "torch": torch.__version__}
     for package in _PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
-            found.setdefault(package, version(package))
-    return found
+            versions_here.setdefault(package, version(package))
+    return versions_here
 
 
 def load_note() -> str | None:

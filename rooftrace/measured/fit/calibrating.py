@@ -142,20 +142,20 @@ def _traced(
     cases: list[Case] = []
     alone: list[Case] = []
     failures: dict[str, str] = {}
-    for number, one in enumerate(measured):
-        wanted.tell(f"tracing {one.label} ({number + 1} of {len(measured)})")
+    for number, step in enumerate(measured):
+        wanted.tell(f"tracing {step.label} ({number + 1} of {len(measured)})")
         try:
-            planned = plan(one.graph(), model)
-            cases.append(step_case(one.label, planned, chip, model, one.seconds, one.group))
+            planned = plan(step.graph(), model)
+            cases.append(step_case(step.label, planned, chip, model, step.seconds, step.group))
         except (ValueError, LookupError, RuntimeError, OSError) as error:
-            failures[one.place] = one.why_not(error)
+            failures[step.place] = step.why_not(error)
             continue
-        row = one.row
+        row = step.row
         if row is not None and row.source == "replay":
             seconds = {op.id: op.seconds for op in row.ops if op.id is not None}
-            alone += kernel_cases(planned, chip, seconds, one.label, one.group)
+            alone += kernel_cases(planned, chip, seconds, step.label, step.group)
         elif row is not None:
-            alone += profiled_cases(planned, chip, row.ops, one.label, one.group)
+            alone += profiled_cases(planned, chip, row.ops, step.label, step.group)
     if not cases:
         first = next(iter(failures.values()), "the table is empty")
         raise MeasuredRequestError(
@@ -181,7 +181,7 @@ def _of_operations(run: Run, wanted: _Wanted, failures: dict[str, str]) -> list[
     from rooftrace.measured.suite import traced_micro
 
     wanted.tell(f"tracing {len(run.micro)} operations")
-    found: list[Case] = []
+    cases: list[Case] = []
     for row in run.micro:
         if row.bytes is None and row.flops is None:
             continue  # a launch
@@ -192,8 +192,8 @@ def _of_operations(run: Run, wanted: _Wanted, failures: dict[str, str]) -> list[
             failures[row.key] = str(error).splitlines()[0]
             continue
         if case is not None:
-            found.append(case)
-    return found
+            cases.append(case)
+    return cases
 
 
 def _of_trace(trace: Trace, graphs_of: Callable[[], Graphs] | None, wanted: _Wanted) -> Calibration:

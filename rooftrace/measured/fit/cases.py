@@ -274,8 +274,8 @@ class Stack:
         each = np.where(np.isnan(self.dispatch), dispatch or 0.0, self.dispatch)
         host = self.dispatches * each
         # A CPU runs an op when it is called; a GPU while the host goes on.
-        found: Array = np.where(self.serial, total + host, np.maximum(total, host))
-        return found
+        seconds: Array = np.where(self.serial, total + host, np.maximum(total, host))
+        return seconds
 
 
 def _joined(tables: Sequence[KernelTable]) -> KernelTable:

@@ -211,15 +211,15 @@ def _solved(space: Space, stack: Stack) -> tuple[Knobs, tuple[FittedNumber, ...]
     known = [d <= UNKNOWN * p for d, p in zip(deviations, space.priors, strict=True)]
     kept = [name for name, ok in zip(space.names, known, strict=True) if ok]
     final = Space(space.start, kept, space.chip, space.alone)
-    found, errors_kept, covariance = final.solve(stack)
-    at = dict(zip(kept, zip(found, errors_kept, strict=True), strict=True))
+    vector, errors_kept, covariance = final.solve(stack)
+    at = dict(zip(kept, zip(vector, errors_kept, strict=True), strict=True))
     parameters = tuple(
         FittedNumber(name, start, start * math.exp(at[name][0]), float(at[name][1]), True)
         if name in at
         else FittedNumber(name, start, start, float(deviation), False)
         for name, start, deviation in zip(space.names, space.starts, deviations, strict=True)
     )
-    return final.knobs(found), parameters, covariance
+    return final.knobs(vector), parameters, covariance
 
 
 # -- how far to trust it ---------------------------------------------------------------------------
@@ -264,22 +264,22 @@ def _by_class(
         by_kind = np.bincount(case.table.kind, device, len(CLASSES))
         if by_kind.max() > 0.5 * by_kind.sum():
             members[CLASSES[int(by_kind.argmax())]].append(i)
-    found, spreads = {}, {}
+    by_class, spreads = {}, {}
     for kind, indices in sorted(members.items()):
         names = [cases[i].name for i in indices]
         pair = [predicted[i] for i in indices], [cases[i].seconds for i in indices]
-        found[kind] = errors(names, *pair)
+        by_class[kind] = errors(names, *pair)
         if len(indices) >= FOLDS:
             spreads[kind] = _spread(*pair)
-    return found, spreads
+    return by_class, spreads
 
 
 def _correlations(names: Sequence[str], covariance: Array) -> dict[tuple[str, str], float]:
-    found = {}
+    correlations = {}
     for i, first in enumerate(names):
         for j in range(i + 1, len(names)):
             size = math.sqrt(covariance[i, i] * covariance[j, j])
             value = float(covariance[i, j] / size) if size else 0.0
             if abs(value) > 0.8:
-                found[first, names[j]] = value
-    return found
+                correlations[first, names[j]] = value
+    return correlations

@@ -89,8 +89,8 @@ def measured_row(
         del step
         state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         tensors: dict[str, Tensor] = {name: tensor.detach() for name, tensor in state.items()}
-        given = ((), inputs.decode or {}) if phase == "decode" else (args, kwargs)
-        tensors |= dict(named_inputs(model, *given))
+        call = ((), inputs.decode or {}) if phase == "decode" else (args, kwargs)
+        tensors |= dict(named_inputs(model, *call))
         attribution: dict[str, Any] = {}
         if ops:
             graph = _graph(model, args, kwargs, phase, loss, optimizer)

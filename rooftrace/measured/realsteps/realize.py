@@ -38,7 +38,7 @@ def realized(
 
 
 def _owned(tensor: Tensor, bench: Bench) -> Tensor:
-    """What stands for a tensor that a module owns: a parameter stays one."""
+    """A real tensor in place of one that a module owns; a parameter stays a parameter."""
     real = _filled(tensor, bench)
     return nn.Parameter(real, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else real
 

@@ -109,20 +109,20 @@ def _values(bench: Bench, graph: OpGraph, tensors: Mapping[str, Tensor]) -> dict
         for op in graph.ops
         for value in written(op.target, op.arguments)
     }
-    found: dict[str, Tensor] = {}
+    values: dict[str, Tensor] = {}
     for index in dict.fromkeys((*graph.inputs, *graph.external)):
         name = _name(graph, index)
-        if name in found or (name in graph.constants and name not in tensors):
+        if name in values or (name in graph.constants and name not in tensors):
             continue
-        given = tensors.get(name)
-        if given is None or tuple(given.shape) != graph.values[index].shape:
-            found[name] = _drawn(bench, graph, index)
+        tensor = tensors.get(name)
+        if tensor is None or tuple(tensor.shape) != graph.values[index].shape:
+            values[name] = _drawn(bench, graph, index)
         else:
             copied = graph.values[index].storage in changed
-            found[name] = given.detach().clone() if copied else given.detach()
+            values[name] = tensor.detach().clone() if copied else tensor.detach()
     for index in graph.inputs:  # an input whose value the graph knows
-        found.setdefault(_name(graph, index), _drawn(bench, graph, index))
-    return found
+        values.setdefault(_name(graph, index), _drawn(bench, graph, index))
+    return values
 
 
 def _drawn(bench: Bench, graph: OpGraph, index: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""What kind of measurements a file holds, told by its contents; its name says nothing."""
+"""The kinds of files with measurements, told apart by their contents; names say nothing."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ KINDS: dict[Kind, str] = {
     "steps": "a CSV of step times (model,batch,ms)",
     "counters": "a CSV of Nsight Compute",
 }
-"""What each kind is, in words."""
+"""Each kind in words."""
 
 _HEAD = 1 << 16
-"""Bytes that are looked at."""
+"""Bytes of a file that are looked at."""
 _GZIP = b"\x1f\x8b"
 _SCHEMA = re.compile(r'"schema"\s*:\s*"(rooftrace\.[\w.]+/[^"]*)"')
 _TRACE = re.compile(r'"(traceEvents|schemaVersion|deviceProperties|displayTimeUnit|ph)"\s*:')

@@ -15,7 +15,7 @@ BUDGET_S, QUICK_S = 480.0, 90.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SuitePlan:
-    """What to measure, on which device, into which file."""
+    """A plan: which cases to measure, on which device, into which file."""
 
     out: Path  # the run; one that is there is gone on with
     device: str  # "cpu", "cuda", "cuda:1"
@@ -58,13 +58,13 @@ class SuitePlan:
         )
 
     def arguments(self, budget_s: float) -> list[str]:
-        """The same plan as arguments of `main`, with another budget."""
-        found = [*self.names, "--out", str(self.out), "--device", self.device]
-        found += ["--budget", f"{budget_s:.0f}"]
-        found += ["--quick"] if self.quick else []
-        found += ["--phase", ",".join(self.phases)] if self.phases else []
-        found += ["--batch", str(self.batch)] if self.batch is not None else []
-        return [*found, "--seq", str(self.seq)] if self.seq is not None else found
+        """The arguments of the command that repeats this plan, with another budget."""
+        arguments = [*self.names, "--out", str(self.out), "--device", self.device]
+        arguments += ["--budget", f"{budget_s:.0f}"]
+        arguments += ["--quick"] if self.quick else []
+        arguments += ["--phase", ",".join(self.phases)] if self.phases else []
+        arguments += ["--batch", str(self.batch)] if self.batch is not None else []
+        return [*arguments, "--seq", str(self.seq)] if self.seq is not None else arguments
 
 
 def _usual_file(device: str) -> Path:

@@ -80,8 +80,8 @@ def _fp8_product(bench: Bench, m: int, n: int, k: int) -> Call:
         raise NotOfferedError("fp8 products need n and k in sixteens")
     x = bench.random(m, k).to(torch.float8_e4m3fn)
     w = bench.random(n, k).to(torch.float8_e4m3fn)
-    one = torch.ones((), device=bench.device)
-    return lambda: torch._scaled_mm(x, w.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+    unit = torch.ones((), device=bench.device)
+    return lambda: torch._scaled_mm(x, w.t(), scale_a=unit, scale_b=unit, out_dtype=torch.bfloat16)
 
 
 def batched(on_cuda: bool) -> Iterator[MicroCase]:

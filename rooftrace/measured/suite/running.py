@@ -79,26 +79,26 @@ def measure_suite(
 
 def _started(plan: SuitePlan, device: torch.device) -> Run:
     """The run in the file, to go on with, or a new one.  Raises MeasureError for another device."""
-    facts, found = devices.device_facts(device), devices.versions()
+    facts, libraries = devices.device_facts(device), devices.versions()
     today = time.strftime("%Y-%m-%d", time.gmtime())
     if not plan.out.exists():
         plan.out.parent.mkdir(parents=True, exist_ok=True)
-        return Run(device=facts, versions=found, dates=(today,))
+        return Run(device=facts, versions=libraries, dates=(today,))
     run = load_run(plan.out)
-    here = [facts.get(key) for key in devices.IDENTITY] + [found["torch"]]
+    here = [facts.get(key) for key in devices.IDENTITY] + [libraries["torch"]]
     there = [run.device.get(key) for key in devices.IDENTITY] + [run.versions.get("torch")]
     if here != there:
         raise MeasureError(
             f"{plan.out} holds measurements of {_described(run.device, run.versions)}; this is "
-            f"{_described(facts, found)}: name another file with --out"
+            f"{_described(facts, libraries)}: name another file with --out"
         )
     dates = run.dates if today in run.dates else (*run.dates, today)
     return replace(run, dates=dates)
 
 
-def _described(device: Any, found: Any) -> str:
+def _described(device: Any, libraries: Any) -> str:
     threads = f", {device['threads']} threads" if device.get("threads") else ""
-    return f"{device.get('name')} ({device.get('type')}{threads}, torch {found.get('torch')})"
+    return f"{device.get('name')} ({device.get('type')}{threads}, torch {libraries.get('torch')})"
 
 
 # -- operations ------------------------------------------------------------------------------------
@@ -106,7 +106,7 @@ def _described(device: Any, found: Any) -> str:
 
 @dataclass(frozen=True)
 class Speed:
-    """What the device does at best, roughly."""
+    """Rough upper speeds of a device."""
 
     flops: float  # FLOP/s of a product
     bandwidth: float  # byte/s of a copy
@@ -141,7 +141,9 @@ def in_order(cases: Iterable[MicroCase], speed: Speed) -> list[MicroCase]:
     kinds: dict[str, list[MicroCase]] = {}
     for case in sorted(cases, key=speed.floor):
         kinds.setdefault(case.kind, []).append(case)
-    queues = [[case for start in range(4) for case in found[start::4]] for found in kinds.values()]
+    queues = [
+        [case for start in range(4) for case in of_kind[start::4]] for of_kind in kinds.values()
+    ]
     longest = max((len(queue) for queue in queues), default=0)
     return [queue[turn] for turn in range(longest) for queue in queues if turn < len(queue)]
 
@@ -325,9 +327,9 @@ def _targets(plan: SuitePlan) -> tuple[list[SuiteModel], list[str]]:
     models: list[SuiteModel] = []
     others: list[str] = []
     for name in plan.names:
-        found = [m for m in suite_models.MODELS if fnmatch.fnmatchcase(m.name, name)]
-        models += [model for model in found if model not in models]
-        if found:
+        matching = [m for m in suite_models.MODELS if fnmatch.fnmatchcase(m.name, name)]
+        models += [model for model in matching if model not in models]
+        if matching:
             continue
         if ":" not in name and not name.endswith(".json") and not Path(name).is_dir():
             names = ", ".join(model.name for model in suite_models.MODELS)
@@ -376,7 +378,7 @@ def _target(session: Session, target: str) -> None:
 
 
 def summary(run: Run, path: Path) -> str:
-    """What a run holds, in a few lines, with its first errors."""
+    """A few lines on the contents of a run, with its first errors."""
     lines = [
         f"{len(run.micro)} operations, {len(run.models)} model steps, {len(run.errors)} errors, "
         f"{len(run.skipped)} left out -> {path}"

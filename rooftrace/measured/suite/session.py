@@ -229,7 +229,7 @@ def _alarm(seconds: float) -> Iterator[None]:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says first."""
+    """The first line of an error, or the name of its type."""
     lines = str(error).strip().splitlines()
     return lines[0][:300] if lines else type(error).__name__
 

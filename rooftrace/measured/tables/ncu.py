@@ -73,10 +73,10 @@ def read_counters(path: str | os.PathLike[str]) -> tuple[KernelCounters, ...]:
             f"make it with `{COMMAND} ... > FILE`"
         )
     read = _details if {"Metric Name", "Metric Value"} <= set(header) else _raw
-    found = tuple(read(path, line, header, rows))
-    if not found:
+    launches = tuple(read(path, line, header, rows))
+    if not launches:
         raise ProfileError(f"{path}: no kernel after the header in line {line}")
-    return found
+    return launches
 
 
 def _raw(

@@ -97,12 +97,12 @@ def read_steps(path: str | os.PathLike[str], skip_empty: bool = False) -> tuple[
     tabular.check_header(path, line, header)
     columns = _columns(path, line, header)
     table = ((n, tabular.cells(path, n, header, row)) for n, row in rows)
-    found = tuple(
+    steps = tuple(
         _step(path, n, row, columns) for n, row in table if row[columns.time] or not skip_empty
     )
-    if not found:
+    if not steps:
         raise ProfileError(f"{path}: no steps after the header in line {line}")
-    return found
+    return steps
 
 
 def _columns(path: Path, line: int, header: Sequence[str]) -> _Columns:

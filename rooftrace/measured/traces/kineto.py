@@ -122,12 +122,12 @@ def _devices(file: IO[bytes]) -> dict[int, str]:
     """Numbered of the devices by number, from the head of the file."""
     text = file.read(1 << 16).decode("utf-8", "replace")
     file.seek(0)
-    found = re.search(r'"deviceProperties"\s*:\s*', text)
+    head = re.search(r'"deviceProperties"\s*:\s*', text)
     try:
-        listed = json.JSONDecoder().raw_decode(text, found.end())[0] if found else []
+        listed = json.JSONDecoder().raw_decode(text, head.end())[0] if head else []
     except json.JSONDecodeError:
         return {}
-    return {one["id"]: str(one["name"]) for one in listed if {"id", "name"} <= set(one)}
+    return {device["id"]: str(device["name"]) for device in listed if {"id", "name"} <= set(device)}
 
 
 def _first_byte(file: IO[bytes]) -> bytes:
@@ -209,13 +209,13 @@ class _Reader:
             return NONE
         types, strides = facts.get("Input type"), facts.get("Input Strides")
         key = (repr(shapes), repr(types), repr(strides))
-        found = self._inputs.get(key)
-        if found is None:
+        number = self._inputs.get(key)
+        if number is None:
             record = CallInputs(
                 _tuples(shapes), tuple(map(str, types or ())), _tuples(strides or ())
             )
-            found = self._inputs[key] = self.ops.inputs_known.number(record)
-        return found
+            number = self._inputs[key] = self.ops.inputs_known.number(record)
+        return number
 
     def _kernel(self, kind: int, event: Mapping[str, Any]) -> None:
         kernels, facts = self.kernels, event.get("args", {})
@@ -309,8 +309,8 @@ def _shift(starts: array[float], by: float) -> None:
 
 def _external(facts: Mapping[str, Any]) -> int:
     """The id that ties a kernel to the op around its launch; spelled so or so by version."""
-    found = facts.get("External id", facts.get("external id", NONE))
-    return found if isinstance(found, int) else NONE
+    number = facts.get("External id", facts.get("external id", NONE))
+    return number if isinstance(number, int) else NONE
 
 
 def _tuples(item: Any) -> tuple[Any, ...]:

@@ -94,11 +94,11 @@ def link(
     _lend_modules_to_backward(ops)
     _launched_by(ops, kernels, launches)
     marks = _marks(annotations)
-    begun = {one.name: one.start for one in marks}
+    begun = {mark.name: mark.start for mark in marks}
     ranges = [(d.start, d.end, begun[d.name]) for d in device_steps if d.name in begun]
     moments, how = _moments(ops, kernels, launches, sorted(ranges))
     cut = Cutter(ops, kernels, moments, launches.waits)
-    steps = tuple(cut(one.name, one.start, one.end) for one in marks) or (cut.all(),)
+    steps = tuple(cut(mark.name, mark.start, mark.end) for mark in marks) or (cut.all(),)
     marked_by = "" if not marks else marks[0].name.rstrip("0123456789").rstrip("# _:")
     return Linked(steps, marked_by, cut, _placements(kernels, how, steps, bool(marks)))
 
@@ -221,12 +221,14 @@ class Linked(NamedTuple):
 def _marks(annotations: Sequence[Annotation]) -> list[Annotation]:
     """The ranges around steps: those of the profiler's schedule, else those that are named so."""
     for pattern in (STEP, _NAMED_STEP):
-        found: list[Annotation] = []
-        for one in annotations:
-            if pattern.fullmatch(one.name) and (not found or one.start >= found[-1].end - _SLACK):
-                found.append(one)
-        if found:
-            return found
+        marks: list[Annotation] = []
+        for annotation in annotations:
+            if pattern.fullmatch(annotation.name) and (
+                not marks or annotation.start >= marks[-1].end - _SLACK
+            ):
+                marks.append(annotation)
+        if marks:
+            return marks
     return []
 
 
@@ -275,10 +277,10 @@ def _placements(
 ) -> tuple[Placement, ...]:
     """How many kernels were put where, and by what; most seconds first."""
     inside = {index for step in steps for index in step.kernels}
-    found: dict[str, list[int]] = {}
+    by_rule: dict[str, list[int]] = {}
     for index, known in enumerate(how):
         outside = index not in inside and known != EARLIER
-        found.setdefault(OUTSIDE if outside and marked else known, []).append(index)
+        by_rule.setdefault(OUTSIDE if outside and marked else known, []).append(index)
     rows = [
         Placement(
             known,
@@ -286,7 +288,7 @@ def _placements(
             sum(kernels.kind[i] != 0 for i in listed),
             sum(kernels.duration[i] for i in listed),
         )
-        for known, listed in found.items()
+        for known, listed in by_rule.items()
     ]
     return tuple(sorted(rows, key=lambda row: (-row.seconds, row.how)))
 

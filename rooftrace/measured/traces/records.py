@@ -315,20 +315,22 @@ class Trace:
     @cached_property
     def calls(self) -> Mapping[int, tuple[int, ...]]:
         """The ops that an op called, by its index, in order of their start."""
-        found: dict[int, list[int]] = {}
+        called_by: dict[int, list[int]] = {}
         for index, parent in enumerate(self.ops.parent):
             if parent != NONE:
-                found.setdefault(parent, []).append(index)
+                called_by.setdefault(parent, []).append(index)
         start = self.ops.start
-        return {op: tuple(sorted(called, key=start.__getitem__)) for op, called in found.items()}
+        return {
+            op: tuple(sorted(called, key=start.__getitem__)) for op, called in called_by.items()
+        }
 
     @cached_property
     def launches(self) -> Mapping[int, tuple[int, ...]]:
         """Kernels by the op that launched them; NONE has those that no op did."""
-        found: dict[int, list[int]] = {}
+        launched_by: dict[int, list[int]] = {}
         for index, op in enumerate(self.kernels.op):
-            found.setdefault(op, []).append(index)
-        return {op: tuple(kernels) for op, kernels in found.items()}
+            launched_by.setdefault(op, []).append(index)
+        return {op: tuple(kernels) for op, kernels in launched_by.items()}
 
     def by_op(self) -> tuple[OpSum, ...]:
         """Sums by op name and input shapes over the whole trace, most seconds first."""
@@ -343,7 +345,7 @@ class Trace:
             entry[0] += 1
             entry[1] += on_device
             entry[2] += own
-        found = [
+        totals = [
             OpSum(
                 ops.names.items[name],
                 None if inputs == NONE else ops.inputs_known.items[inputs].shapes,
@@ -353,7 +355,7 @@ class Trace:
             )
             for (name, inputs), (count, seconds, own) in sums.items()
         ]
-        return tuple(sorted(found, key=lambda entry: (-entry.seconds, entry.name)))
+        return tuple(sorted(totals, key=lambda entry: (-entry.seconds, entry.name)))
 
 
 def busy_and_gaps(intervals: Sequence[tuple[float, float]]) -> tuple[float, tuple[float, ...]]:

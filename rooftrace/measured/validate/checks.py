@@ -181,7 +181,7 @@ def step_check(
 
 
 def node_checks(
-    step: str, estimate: Estimate, found: Sequence[Node], dram: Mapping[int, float] | None = None
+    step: str, estimate: Estimate, kernels: Sequence[Node], dram: Mapping[int, float] | None = None
 ) -> tuple[NodeCheck, ...]:
     """Kernels with their classes.  dram: bytes by the index of their row."""
     return tuple(
@@ -191,7 +191,7 @@ def node_checks(
             node,
             None if dram is None else dram.get(node.row.index),
         )
-        for node in found
+        for node in kernels
     )
 
 

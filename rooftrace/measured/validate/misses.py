@@ -50,16 +50,16 @@ def nodes(estimate: Estimate, measured: Alignment | Mapping[int, float]) -> tupl
     seconds = measured.seconds if isinstance(measured, Alignment) else measured
     launched: Mapping[int, float] = {}
     if isinstance(measured, Alignment) and measured.trace.on_device:
-        launched = {op: one.kernels for op, one in measured.measured.items()}
+        launched = {op: measurement.kernels for op, measurement in measured.measured.items()}
     standing: Counter[int] = Counter()  # an op may stand in two rows: at the edge of iterations
     for row in estimate.rows:
         standing.update(dict.fromkeys(row.ops, row.count))
     return tuple(_node(estimate, row, seconds, launched, standing) for row in estimate.rows)
 
 
-def worst(found: tuple[Node, ...], count: int = 20) -> tuple[Node, ...]:
+def worst(kernels: tuple[Node, ...], count: int = 20) -> tuple[Node, ...]:
     """The nodes with the largest |measured - predicted|, largest first."""
-    return tuple(sorted(found, key=lambda node: (-abs(node.miss), node.row.index))[:count])
+    return tuple(sorted(kernels, key=lambda node: (-abs(node.miss), node.row.index))[:count])
 
 
 def _node(
@@ -125,7 +125,7 @@ def _reason(estimate: Estimate, row: Row, measured: float, kernels: float | None
 
 
 def _compute_reason(estimate: Estimate, row: Row, measured: float) -> str:
-    """Of a kernel that computes: its shape where that wastes tiles, else the share of the peak."""
+    """The reason for a compute-bound kernel: a shape that wastes tiles, or a share of the peak."""
     cost, chip = estimate.plan.costs[row.index], estimate.chip
     at_peak = 0.0  # seconds
     shapes: list[tuple[int, tuple[int, int, int]]] = []

@@ -74,25 +74,25 @@ def seconds_of_row(row: ModelRow, estimate: Estimate) -> RowSeconds:
     if row.source == "replay":
         return _by_id(row, estimate, total)
     kernels = _Kernels(estimate)
-    calls = [(keys.key_of_call(one.target, one.shapes), one) for one in row.ops]
+    calls = [(keys.key_of_call(call.target, call.shapes), call) for call in row.ops]
     seen: Counter[tuple[keys.Key, str]] = Counter()  # a key may have wrappers of the same name
     inclusive: dict[tuple[keys.Key, str], float] = defaultdict(float)
-    for key, one in calls:
-        seen[key, one.target] += one.count
-        inclusive[key, one.target] += one.inclusive
+    for key, call in calls:
+        seen[key, call.target] += call.count
+        inclusive[key, call.target] += call.inclusive
     strays: list[Stray] = []
-    for key, one in calls:
-        if one.seconds <= 0:  # all of it is in the calls inside
+    for key, call in calls:
+        if call.seconds <= 0:  # all of it is in the calls inside
             continue
-        own = kernels.own_share(key, seen[key, one.target])
+        own = kernels.own_share(key, seen[key, call.target])
         if own:
-            kernels.add(kernels.exact[key], one.seconds * own)
+            kernels.add(kernels.exact[key], call.seconds * own)
         others = kernels.around(key) if own < 1 else ()
         if others:
-            kernels.add(others, one.seconds * (1 - own))
+            kernels.add(others, call.seconds * (1 - own))
         elif own < 1:
             left = 1 - own
-            strays.append(Stray(one.target, key[1], one.count * left, one.seconds * left))
+            strays.append(Stray(call.target, key[1], call.count * left, call.seconds * left))
     whole: dict[keys.Key, float] = {}
     for (key, target), seconds in inclusive.items():
         if kernels.own_share(key, seen[key, target]) == 1:
@@ -110,7 +110,7 @@ def _less(strays: Sequence[Stray], seconds: float) -> list[Stray]:
     kept = 1 - seconds / total
     if kept < 1e-9:  # but for rounding, all of them
         return []
-    return [replace(one, count=one.count * kept, seconds=one.seconds * kept) for one in strays]
+    return [replace(s, count=s.count * kept, seconds=s.seconds * kept) for s in strays]
 
 
 class _Kernels:
@@ -144,9 +144,9 @@ class _Kernels:
         """The ops that such calls are parts of."""
         own = self.exact.get(key)
         for name in (_innermost(key), _foreach(key)):
-            found = self.loose.get(name)
-            if found and found != own:
-                return found
+            ops = self.loose.get(name)
+            if ops and ops != own:
+                return ops
         return ()
 
     def fill(self, whole: Mapping[keys.Key, float], most: float) -> float:
@@ -183,7 +183,7 @@ def _innermost(key: keys.Key) -> keys.Key:
 
 
 def _foreach(key: keys.Key) -> keys.Key:
-    """What an optimizer's op on one parameter is in the graph: a part of one on all of them."""
+    """The key of the op on all parameters, of which the op on one parameter is a part."""
     return f"foreach {key[0].removeprefix('aten::')}", ()
 
 
@@ -191,9 +191,9 @@ def _by_id(row: ModelRow, estimate: Estimate, total: float) -> RowSeconds:
     ops = estimate.graph.ops
     seconds: dict[int, float] = {}
     strays: list[Stray] = []
-    for one in row.ops:
-        if one.id is not None and one.id < len(ops) and ops[one.id].target == one.target:
-            seconds[one.id] = seconds.get(one.id, 0.0) + one.seconds
+    for call in row.ops:
+        if call.id is not None and call.id < len(ops) and ops[call.id].target == call.target:
+            seconds[call.id] = seconds.get(call.id, 0.0) + call.seconds
         else:
-            strays.append(Stray(one.target, (), one.count, one.seconds))
+            strays.append(Stray(call.target, (), call.count, call.seconds))
     return RowSeconds(seconds, total, tuple(strays))

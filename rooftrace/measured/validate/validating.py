@@ -122,24 +122,24 @@ def _compared(
     failures: dict[str, str] = {}
     total = matched = 0.0
     shared = False
-    for number, one in enumerate(measured):
-        tell(f"tracing {one.label} ({number + 1} of {len(measured)})")
+    for number, step in enumerate(measured):
+        tell(f"tracing {step.label} ({number + 1} of {len(measured)})")
         try:
-            if one.seconds <= 0:
-                raise MeasuredRequestError(f"{one.seconds!r} seconds: expected a time above 0")
-            priced = estimate(one.graph(), chip, model)
+            if step.seconds <= 0:
+                raise MeasuredRequestError(f"{step.seconds!r} seconds: expected a time above 0")
+            priced = estimate(step.graph(), chip, model)
         except (ValueError, LookupError, RuntimeError, OSError) as error:
-            failures[one.place] = one.why_not(error)
+            failures[step.place] = step.why_not(error)
             continue
-        row = one.row
+        row = step.row
         device = row.device_seconds if row else None
         peak = row.peak_bytes if row else None
-        steps.append(step_check(one.label, one.group, priced, one.seconds, device, peak))
+        steps.append(step_check(step.label, step.group, priced, step.seconds, device, peak))
         if row is None or not row.ops or device is None:
             continue
         ops = seconds_of_row(row, priced)
-        checks += node_checks(one.label, priced, nodes(priced, ops.seconds))
-        strays += [(one.label, stray) for stray in ops.strays]
+        checks += node_checks(step.label, priced, nodes(priced, ops.seconds))
+        strays += [(step.label, stray) for stray in ops.strays]
         total += ops.total
         matched += sum(ops.seconds.values())
         shared = shared or row.source != "replay"
@@ -210,19 +210,19 @@ def validate_trace(
     """
     counts = None if counters is None else read_counters(counters)
     match = best_match(trace, graphs_of, chip, model, tell)
-    priced, found = match.estimate, match.alignment
-    graph, trace = priced.graph, found.trace  # with the steps that were told apart
+    priced, alignment = match.estimate, match.alignment
+    graph, trace = priced.graph, alignment.trace  # with the steps that were told apart
     label = f"{graph.model.get('name') or 'model'} {graph.phase}"
     busy = [step.busy for step in trace.steps if step.busy is not None]
     device = statistics.median(busy) if busy else None
     step = step_check(label, label, priced, trace.step_time, device)
-    notes = [*_trace_notes(found, match.phases, chip), _knob_note(model), _fusion_note(model)]
+    notes = [*_trace_notes(alignment, match.phases, chip), _knob_note(model), _fusion_note(model)]
     # Seconds without an op are means over the steps, and so is what they are a share of.
-    rest = sum(stray.seconds for stray in found.only_in_trace)
-    total = rest / (1 - found.coverage) if rest else sum(found.seconds.values())
+    rest = sum(stray.seconds for stray in alignment.only_in_trace)
+    total = rest / (1 - alignment.coverage) if rest else sum(alignment.seconds.values())
     dram = None
     if counts is not None:
-        seen = counted(found, counts, os.fspath(counters or ""))
+        seen = counted(alignment, counts, os.fspath(counters or ""))
         dram = dram_by_row(priced, seen.bytes)
         about = f"{seen.found:,} of {units.plural(seen.kernels, 'kernel')}"
         notes.append(f"counters of {about}: {_traffic(priced, dram)}")
@@ -235,12 +235,12 @@ def validate_trace(
         steps=(step,),
         planned=1,
         notes=tuple(filter(None, notes)),
-        nodes=node_checks(label, priced, nodes(priced, found), dram),
-        strays=tuple((label, stray) for stray in found.only_in_trace),
+        nodes=node_checks(label, priced, nodes(priced, alignment), dram),
+        strays=tuple((label, stray) for stray in alignment.only_in_trace),
         op_seconds=total,
-        op_matched=found.coverage * total,
+        op_matched=alignment.coverage * total,
         estimate=priced,
-        alignment=found,
+        alignment=alignment,
     )
 
 
@@ -255,8 +255,8 @@ def _traffic(priced: Estimate, dram: Mapping[int, float]) -> str:
     )
 
 
-def _trace_notes(found: Alignment, phases: Sequence[str], chip: Chip) -> list[str]:
-    trace, graph = found.trace, found.graph
+def _trace_notes(alignment: Alignment, phases: Sequence[str], chip: Chip) -> list[str]:
+    trace, graph = alignment.trace, alignment.graph
     count = len(trace.steps)
     names = sorted(set(trace.devices.values()))
     kind = "gpu" if trace.on_device else "cpu"
@@ -265,16 +265,16 @@ def _trace_notes(found: Alignment, phases: Sequence[str], chip: Chip) -> list[st
         notes.append(f"the trace matches {graph.phase} best of {units.listed(phases)}")
     if not trace.on_device:
         notes.append("no kernels in the trace: seconds of ops are the host's own")
-    notes += step_notes(found)
+    notes += step_notes(alignment)
     notes.append(
-        f"median of {units.plural(count, 'step')}, matched by {found.how}: "
-        f"{format_share(found.ops_matched_share)} of the graph's kernels are in the trace"
+        f"median of {units.plural(count, 'step')}, matched by {alignment.how}: "
+        f"{format_share(alignment.ops_matched_share)} of the graph's kernels are in the trace"
     )
-    if found.first_difference and (found.only_in_trace or found.only_in_graph):
-        notes.append(f"the two part {found.first_difference}")
-    if found.reshaped:
+    if alignment.first_difference and (alignment.only_in_trace or alignment.only_in_graph):
+        notes.append(f"the two part {alignment.first_difference}")
+    if alignment.reshaped:
         notes.append(
-            f"{units.plural(found.reshaped, 'call')} of the trace matched with shapes written "
+            f"{units.plural(alignment.reshaped, 'call')} of the trace matched with shapes written "
             "otherwise (dimensions of 1, leading ones as one, a weight transposed)"
         )
     kept = "; seconds of kernels stay what they are" if trace.on_device else ", and its ops"

@@ -18,7 +18,7 @@ from rooftrace.measured.validate.checks import LINES, ClassCheck, NodeCheck, Ste
 
 SCHEMA = "rooftrace.validation/1"
 _IN_JSON = 100
-"""So many nodes and calls, the worst, are in the JSON; nodes.csv has every node."""
+"""How many nodes and calls, the worst, are in the JSON; nodes.csv has every node."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +112,7 @@ class Validation:
             "compared_steps": len(self.steps),
             "left_out": dict(self.failures),
             "notes": list(self.notes),
-            "errors": {name: one.to_dict() for name, one in self.by_phase.items()},
+            "errors": {line: of_line.to_dict() for line, of_line in self.by_phase.items()},
             "peak_memory_errors": peaks.to_dict() if peaks else None,
             "inside_interval": {"steps": inside[0], "of": inside[1]} if inside else None,
             "steps": [step.to_dict() for step in self.steps],
@@ -128,7 +128,7 @@ class Validation:
             "measured_s": self.op_seconds,
             "matched_s": self.op_matched,
             "matched_share": self.coverage,
-            "classes": {name: one.to_dict() for name, one in self.by_class.items()},
+            "classes": {kind: check.to_dict() for kind, check in self.by_class.items()},
             "nodes": len(self.nodes),
             "nodes_measured": sum(check.node.measured is not None for check in self.nodes),
             "worst_nodes": [check.to_dict() for check in worst[:_IN_JSON]],
