@@ -88,7 +88,7 @@ accuracy: $(INSTALLED) ## write docs/accuracy.md; DATA=folder adds measurements 
 
 # With the Python and the torch that are there: a GPU's machine often has both, and no network.
 measure: ## measure this device with PYTHON's own torch: installs nothing (BUDGET=480 OUT=file.json.gz)
-	@unset OMP_NUM_THREADS; $(PYTHON) -m rooftrace.measured.suite.measure \
+	@unset OMP_NUM_THREADS; $(PYTHON) -m rooftrace.measured \
 		$(if $(BUDGET),--budget $(BUDGET)) $(if $(OUT),--out $(OUT)) $(if $(QUICK),--quick)
 
 clean: ## remove caches, builds and out/; .venv stays

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from rooftrace._face import face
 
 if TYPE_CHECKING:
-    from rooftrace.costmodels.estimating import Estimate
+    from pathlib import Path
 
 _public, _names, __all__ = face(__name__, __file__)
 
@@ -34,8 +34,15 @@ def __dir__() -> list[str]:
     return [*_names(), "__version__"]
 
 
-def _render(estimates: list[Estimate]) -> str:
-    """The table that print(estimate) shows; costmodels may not import reporting itself."""
-    from rooftrace.reporting.pages import render_estimates
+def _render(result: Any, *, rich: bool = False) -> Any:
+    """What print(result) shows, as text or for rich; only reporting knows how."""
+    from rooftrace.reporting.pages import rendering
 
-    return render_estimates(estimates)
+    return rendering.renderable(result) if rich else rendering.printed(result)
+
+
+def _write(result: Any, out: Path) -> list[Path]:
+    """Write the files of a result into a folder; only reporting knows how."""
+    from rooftrace.reporting.pages import rendering
+
+    return rendering.write(result, out)

@@ -1,3 +1,6 @@
+from pathlib import Path
+from typing import Any
+
 from rooftrace.costmodels.estimating import Estimate as Estimate
 from rooftrace.costmodels.execution import (
     ExecutionModel as ExecutionModel,
@@ -27,12 +30,14 @@ from rooftrace.hardware import (
     available_chips as available_chips,
     load_chip as load_chip,
 )
-from rooftrace.measured.bench import (
+from rooftrace.measured.realsteps import (
+    measure as measure,
+    measuring as measuring,
+)
+from rooftrace.measured.runs import (
     Run as Run,
     RunFileError as RunFileError,
     load_run as load_run,
-    measure as measure,
-    measuring as measuring,
 )
 from rooftrace.measured.validate import (
     Validation as Validation,
@@ -69,4 +74,5 @@ from rooftrace.tracer.recording import (
 
 __version__: str
 
-def _render(estimates: list[Estimate]) -> str: ...
+def _render(result: Any, *, rich: bool = False) -> Any: ...
+def _write(result: Any, out: Path) -> list[Path]: ...

@@ -76,7 +76,7 @@ def case_of(row: dict[str, str], chip: Chip, prompt: bool) -> Case:
     attention = [columns(sizes, 1, size, rate), NO_ATTENTION]
     name = f"{batch}x{queries}x{keys} {heads}/{kv_heads} of {width} {precision}"
     both = table(chip, ["attention", "gather"], rows, attention)
-    return Case(name, both, float(row["latency"]) * 1e-3)
+    return Case(name=name, table=both, seconds=float(row["latency"]) * 1e-3)
 
 
 def off(chosen: list[Case], knobs: Knobs) -> tuple[float, float, float]:

@@ -57,7 +57,11 @@ def cases(path: Path, chip: Chip) -> dict[str, list[Case]]:
                 before = (2 * WIDE + size) * m * k
                 kinds.append("cast")
                 rows.append((1, before, 0, before, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0))
-            one = Case(f"{m}x{n}x{k}", table(chip, kinds, rows), float(row["latency"]) * 1e-3)
+            one = Case(
+                name=f"{m}x{n}x{k}",
+                table=table(chip, kinds, rows),
+                seconds=float(row["latency"]) * 1e-3,
+            )
             found.setdefault(precision, []).append(one)
     return found
 

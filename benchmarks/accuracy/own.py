@@ -26,7 +26,7 @@ from rooftrace.hardware.chip import Chip
 from rooftrace.measured.fit.calibrating import usual_start
 from rooftrace.measured.fit.cases import Case, Errors, errors, predict, step_case
 from rooftrace.measured.fit.fitting import FEW, fit
-from rooftrace.measured.validate.steps import steps_of_run
+from rooftrace.measured.pairing.steps import steps_of_run
 
 MEASUREMENTS = Path(__file__).parents[2] / "measurements"
 MODES = ("eager", "compiled")

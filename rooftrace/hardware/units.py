@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 
 __all__ = [
@@ -24,8 +24,10 @@ __all__ = [
     "format_share",
     "format_time",
     "format_traffic",
+    "listed",
     "parse",
     "parse_any",
+    "plural",
     "write",
 ]
 
@@ -309,3 +311,20 @@ def format_share(share: float | None) -> str:
     if size < 0.005:
         return f"{sign}<0.01 %"
     return f"{sign}{size:.2f} %" if size < 0.995 else f"{sign}{size:.1f} %"
+
+
+# -- counts and lists in sentences ---------------------------------------------------------------
+
+
+def plural(count: int, noun: str) -> str:
+    """ "1 op", "2 ops"; nouns that end in y take -ies."""
+    if count == 1:
+        return f"{count:,} {noun}"
+    return f"{count:,} {noun[:-1]}ies" if noun.endswith("y") else f"{count:,} {noun}s"
+
+
+def listed(words: Sequence[str]) -> str:
+    """ "a", "a and b", "a, b and c"."""
+    if len(words) < 2:
+        return "".join(words)
+    return f"{', '.join(words[:-1])} and {words[-1]}"

@@ -20,9 +20,10 @@ from rooftrace.costmodels.planning import Plan
 from rooftrace.costmodels.pricing import own_rules
 from rooftrace.costmodels.rewriting import check_precisions, reprice
 from rooftrace.hardware import Chip, load_chip
-from rooftrace.measured.bench import Run
 from rooftrace.measured.fit import Calibration, calibrated
-from rooftrace.measured.profiles import KINDS, Kind, Profile as Trace, kind_of
+from rooftrace.measured.runs import Run
+from rooftrace.measured.sources import KINDS, Kind, kind_of
+from rooftrace.measured.traces import Trace
 from rooftrace.measured.validate import Validation, validated
 from rooftrace.reporting.pages import FORMATS, Report, build_report
 from rooftrace.tracer import (
@@ -452,7 +453,7 @@ def validate(
     """What was measured beside what is predicted for it; print it for one screen.
 
     measured: a path (told by its contents: a run of `rooftrace measure`, a trace of torch.profiler,
-    a table of step times), or a Run, a Profile, steps.  execution: how it was run.  target: what
+    a table of step times), or a Run, a Trace, steps.  execution: how it was run.  target: what
     ran: a graph (`trace(model, x)`), graphs by phase, or a target; of a trace at the batch, seq,
     kv, dtype ... that `report` takes; for a table a template such as "models.py:{target}"; rows of
     a run name it themselves.  knobs: what a calibration found, by name or path.  phases: only
@@ -461,9 +462,8 @@ def validate(
     Raises MeasuredRequestError where these do not go together, ProfileError and RunFileError for a
     file that cannot be read or a trace of something else.
     """
-    found = load_knobs(knobs) if isinstance(knobs, (str, os.PathLike)) else knobs
-    changes: dict[str, Any] = {} if found is None else {"knobs": found}
-    model = execution_model(execution, **changes)
+    knobs = load_knobs(knobs) if isinstance(knobs, (str, os.PathLike)) else knobs
+    model = execution_model(execution, **({} if knobs is None else {"knobs": knobs}))
     wanted = _wanted(target, {**_named(phases, {}), **kwargs}, validate)
     given, template = _what_ran(measured, target, wanted, progress)
     with keeping(Kept()):  # rows of one target share what it imported

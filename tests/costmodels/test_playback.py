@@ -8,7 +8,7 @@ import torch
 import rooftrace as rt
 from rooftrace.costmodels.findings.playback import play
 from rooftrace.tracer.graph.graph import OpGraph
-from tests.costmodels.profiles_support import Stack
+from tests.measured.profiles_support import Stack
 
 
 @pytest.fixture(scope="module")

@@ -9,13 +9,14 @@ import torch
 
 import rooftrace as rt
 from rooftrace.costmodels.estimating.estimates import Estimate
-from rooftrace.measured.profiles.aligning import Alignment, align
-from rooftrace.measured.profiles.kineto import read_trace
+from rooftrace.measured.alignment.aligning import align
+from rooftrace.measured.alignment.alignment import Alignment
+from rooftrace.measured.traces.kineto import read_trace
 from rooftrace.measured.validate.misses import nodes
 from rooftrace.reporting.figures.parity import ParityPoint, kernel_points, parity_figure
 from rooftrace.reporting.figures.timeline import timeline, write_timeline
 from rooftrace.reporting.text.misstext import miss_rows, misses_markdown, render_misses, summary
-from tests.costmodels.profiles_support import GpuTrace, Stack
+from tests.measured.profiles_support import GpuTrace, Stack
 from tests.reporting.report_support import made_report
 
 

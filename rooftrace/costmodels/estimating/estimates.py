@@ -266,7 +266,7 @@ class Estimate:
     def __str__(self) -> str:
         from rooftrace import _render  # the table lives in reporting, which imports this module
 
-        return str(_render([self]))
+        return str(_render(self))
 
 
 def estimate(

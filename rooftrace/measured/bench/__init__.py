@@ -1,4 +1,4 @@
-"""Times one device with its own torch, and one step on real tensors."""
+"""Timing on one device: the clock, costs of launches, the device's own facts, and its peaks."""
 
 from rooftrace._face import face
 

@@ -8,33 +8,25 @@ from __future__ import annotations
 
 import contextlib
 import os
-import platform
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 from rooftrace.hardware import Chip
 from rooftrace.hardware.chip import Engine, Fact, Peak
-from rooftrace.measured.bench.bench import (
+from rooftrace.measured.bench.clock import Bench, MeasureError
+from rooftrace.measured.bench.devices import checked_device, cpu_model, slug
+from rooftrace.measured.bench.launches import (
     OPS,
-    Bench,
-    MeasureError,
-    Progress,
-    checked_device,
-    default_device,
     direct_dispatch,
     eager_dispatch,
-    float32_precision,
     graph_of_tiny_kernels,
-    pinned_threads,
 )
-
-__all__ = ["MeasureError", "default_device", "measure_chip"]
+from rooftrace.measured.bench.threads import pinned_threads
 
 
 def measure_chip(
-    device: str = "cpu", budget_s: float = 20.0, progress: Progress | None = None
+    device: str = "cpu", budget_s: float = 20.0, progress: Callable[[str], None] | None = None
 ) -> Chip:
     """Measure `device` ("cpu", "cuda", "cuda:1") in about `budget_s` seconds.
 
@@ -65,10 +57,10 @@ def _product(bench: Bench, precision: str, size: int) -> Callable[[], object]:
 
     left, right = bench.random(size, size), bench.random(size, size)
     if precision == "fp8":
-        one = torch.ones((), device=bench.device)
+        unit = torch.ones((), device=bench.device)
         # The fp8 kernels want the right operand column-major.
         a, b = left.to(torch.float8_e4m3fn), right.to(torch.float8_e4m3fn).t().contiguous().t()
-        return lambda: torch._scaled_mm(a, b, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+        return lambda: torch._scaled_mm(a, b, scale_a=unit, scale_b=unit, out_dtype=torch.bfloat16)
     if precision == "int8":
         a, b = (left * 30).to(torch.int8), (right * 30).to(torch.int8).t().contiguous().t()
         return lambda: torch._int_mm(a, b)
@@ -82,7 +74,7 @@ def _product(bench: Bench, precision: str, size: int) -> Callable[[], object]:
 def _matmul_rate(bench: Bench, precision: str, share: float, largest: int) -> Fact | None:
     """FLOP/s of a large square product; None where torch has no such kernel here."""
     size = 256
-    with float32_precision("high" if precision == "tf32" else "highest"):
+    with bench.float32_precision("high" if precision == "tf32" else "highest"):
         try:
             run = _product(bench, precision, size)
             bench.once(run)
@@ -206,16 +198,6 @@ def _cores() -> int:
     return os.cpu_count() or 1
 
 
-def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """The processor's name."""
-    with contextlib.suppress(OSError):
-        for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
-            key, _, value = line.partition(":")
-            if key.strip().lower() in ("model name", "hardware") and value.strip():
-                return " ".join(value.split())
-    return platform.processor() or platform.machine() or "CPU"
-
-
 def _vendor(model: str) -> str:
     known = ("Intel", "AMD", "Apple", "NVIDIA", "Ampere")
     return next((name for name in known if name.lower() in model.lower()), "unknown")
@@ -308,10 +290,3 @@ def _graph(bench: Bench, share: float) -> tuple[Fact, Fact]:
     launches = bench.repeat(launch_once, share / 2)
     launch = bench.fact(launches, "second", f"launch of a graph of {OPS} kernels, host time")
     return gap, launch
-
-
-def slug(name: str) -> str:
-    """A chip name from a device's: "NVIDIA H200" -> "nvidia-h200-measured"."""
-    plain = re.sub(r"\((r|tm)\)|®|™", "", name, flags=re.IGNORECASE)
-    words = re.sub(r"[^a-z0-9.]+", "-", plain.lower()).strip("-.")
-    return f"{words or 'chip'}-measured"

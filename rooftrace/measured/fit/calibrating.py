@@ -12,7 +12,6 @@ from rooftrace.costmodels.execution import ExecutionModel
 from rooftrace.costmodels.knobs import Knobs, dump_knobs, load_knobs
 from rooftrace.costmodels.planning import plan
 from rooftrace.hardware import Chip
-from rooftrace.measured.bench import Run
 from rooftrace.measured.fit.cases import (
     Case,
     Errors,
@@ -24,18 +23,17 @@ from rooftrace.measured.fit.cases import (
     step_case,
 )
 from rooftrace.measured.fit.fitting import FEW, Fit, choose, fit
-from rooftrace.measured.profiles import Profile, StepTime
-from rooftrace.measured.validate import (
+from rooftrace.measured.pairing import (
     Graphs,
     MeasuredRequestError,
     MeasuredStep,
     best_match,
     read_measured,
-    steps_of_run,
-    steps_of_table,
-    what_ran,
-    why_not,
+    steps_of,
 )
+from rooftrace.measured.runs import Run
+from rooftrace.measured.tables import StepTime
+from rooftrace.measured.traces import Trace
 from rooftrace.tracer.graph import pattern_of
 
 Tell = Callable[[str], None]
@@ -43,29 +41,24 @@ _FEWEST_STEPS = 3
 """Below this a run is fitted to by its single kernels."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """A fit, and the measurements that it could not use.
-
-    what: steps, or kernels of a trace; measured: how many there were.  failures: why one was left
-    out, by where it stands.  before: errors without any knobs.  kernels: single kernels that shares
-    of classes were fitted to.  tried: errors on what was left out, by what was free, where the
-    measurements chose.
-    """
+    """A fit, and the measurements that it could not use."""
 
     fit: Fit
-    chip: str
-    execution: str
-    what: str
-    measured: int
-    failures: Mapping[str, str]
-    before: Errors
-    kernels: int = 0
+    chip: str  # its name
+    execution: str  # how the steps ran
+    what: str  # "steps", or "kernels" of a trace
+    measured: int  # how many there were
+    failures: Mapping[str, str]  # why some were left out, by where they stand
+    before: Errors  # of predictions without any knobs
+    kernels: int = 0  # single kernels that shares of classes were fitted to
+    # Errors on what was left out, by the names that were free, where the measurements chose.
     tried: Mapping[str, Errors] = field(default_factory=dict)
 
     @property
     def knobs(self) -> Knobs:
-        """What was found: for `knobs=` of an execution model."""
+        """The fitted knobs, for `knobs=` of an execution model."""
         return self.fit.knobs
 
     def save(self, path: str | os.PathLike[str]) -> Path:
@@ -77,18 +70,18 @@ class Calibration:
         return path
 
     def __rich__(self) -> Any:
-        from rooftrace.reporting.text import render_calibration
+        from rooftrace import _render
 
-        return render_calibration(self)
+        return _render(self, rich=True)
 
     def __str__(self) -> str:
-        from rooftrace.reporting.pages import as_text
+        from rooftrace import _render
 
-        return as_text(self.__rich__())
+        return str(_render(self))
 
 
 def calibrated(
-    measured: str | os.PathLike[str] | Run | Profile | Sequence[StepTime],
+    measured: str | os.PathLike[str] | Run | Trace | Sequence[StepTime],
     chip: Chip,
     model: ExecutionModel,
     graphs_of: Callable[[], Graphs] | None = None,
@@ -112,33 +105,33 @@ def calibrated(
     if isinstance(measured, (str, os.PathLike)):
         measured = read_measured(os.fspath(measured), "a fit")
     wanted = _Wanted(
-        chip,
-        model,
-        start_of(start, chip, model),
-        free,
-        title or f"{chip.name}, {model.name}",
-        progress or (lambda _: None),
+        chip=chip,
+        model=model,
+        start=start_of(start, chip, model),
+        free=free,
+        title=title or f"{chip.name}, {model.name}",
+        tell=progress or (lambda _: None),
     )
-    if isinstance(measured, Profile):
-        return _of_trace(measured, what_ran(measured, graphs_of), wanted)
+    if isinstance(measured, Trace):
+        return _of_trace(measured, graphs_of, wanted)
     target = template if graphs_of is None else graphs_of()
+    steps = steps_of(measured, model, target)
     if isinstance(measured, Run):
-        return _of_run(measured, target, wanted)
-    steps = steps_of_table(measured, "{target}" if target is None else target)
+        return _of_run(measured, steps, wanted)
     cases, _, failures = _traced(steps, wanted)
     few = FEW if free is None else free
-    return _found(cases, [], replace(wanted, free=few), len(steps), failures)
+    return _calibration(cases, [], replace(wanted, free=few), len(steps), failures)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Wanted:
-    """What is fitted, from where, and what it is called."""
+    """The request of a fit."""
 
     chip: Chip
-    model: ExecutionModel
-    start: Knobs
-    free: Sequence[str] | None
-    title: str
+    model: ExecutionModel  # how the steps ran
+    start: Knobs  # where the fit begins
+    free: Sequence[str] | None  # knobs to fit; None: as many as the measurements support
+    title: str  # of the knobs
     tell: Tell
 
 
@@ -150,20 +143,20 @@ def _traced(
     cases: list[Case] = []
     alone: list[Case] = []
     failures: dict[str, str] = {}
-    for number, one in enumerate(measured):
-        wanted.tell(f"tracing {one.label} ({number + 1} of {len(measured)})")
+    for number, step in enumerate(measured):
+        wanted.tell(f"tracing {step.label} ({number + 1} of {len(measured)})")
         try:
-            planned = plan(one.graph(), model)
-            cases.append(step_case(one.label, planned, chip, model, one.seconds, one.group))
+            planned = plan(step.graph(), model)
+            cases.append(step_case(step.label, planned, chip, model, step.seconds, step.group))
         except (ValueError, LookupError, RuntimeError, OSError) as error:
-            failures[one.place] = why_not(error, one)
+            failures[step.place] = step.why_not(error)
             continue
-        row = one.row
+        row = step.row
         if row is not None and row.source == "replay":
             seconds = {op.id: op.seconds for op in row.ops if op.id is not None}
-            alone += kernel_cases(planned, chip, seconds, one.label, one.group)
+            alone += kernel_cases(planned, chip, seconds, step.label, step.group)
         elif row is not None:
-            alone += profiled_cases(planned, chip, row.ops, one.label, one.group)
+            alone += profiled_cases(planned, chip, row.ops, step.label, step.group)
     if not cases:
         first = next(iter(failures.values()), "the table is empty")
         raise MeasuredRequestError(
@@ -172,9 +165,8 @@ def _traced(
     return cases, alone, failures
 
 
-def _of_run(run: Run, target: str | Graphs | None, wanted: _Wanted) -> Calibration:
+def _of_run(run: Run, steps: Sequence[MeasuredStep], wanted: _Wanted) -> Calibration:
     """Knobs from the steps of a run, and from single kernels: those of few steps alone."""
-    steps = steps_of_run(run, wanted.model, target)
     cases, alone, failures = _traced(steps, wanted)
     if len(cases) < _FEWEST_STEPS and alone:
         return _of_kernels(alone, wanted, len(alone), failures)
@@ -182,7 +174,7 @@ def _of_run(run: Run, target: str | Graphs | None, wanted: _Wanted) -> Calibrati
         alone += _of_operations(run, wanted, failures)
     else:
         alone = []  # kernels of other executions are fused: operations alone are none of theirs
-    return _found(cases, alone, wanted, len(steps), failures)
+    return _calibration(cases, alone, wanted, len(steps), failures)
 
 
 def _of_operations(run: Run, wanted: _Wanted, failures: dict[str, str]) -> list[Case]:
@@ -190,7 +182,7 @@ def _of_operations(run: Run, wanted: _Wanted, failures: dict[str, str]) -> list[
     from rooftrace.measured.suite import traced_micro
 
     wanted.tell(f"tracing {len(run.micro)} operations")
-    found: list[Case] = []
+    cases: list[Case] = []
     for row in run.micro:
         if row.bytes is None and row.flops is None:
             continue  # a launch
@@ -201,17 +193,18 @@ def _of_operations(run: Run, wanted: _Wanted, failures: dict[str, str]) -> list[
             failures[row.key] = str(error).splitlines()[0]
             continue
         if case is not None:
-            found.append(case)
-    return found
+            cases.append(case)
+    return cases
 
 
-def _of_trace(profile: Profile, graphs: Graphs, wanted: _Wanted) -> Calibration:
+def _of_trace(trace: Trace, graphs_of: Callable[[], Graphs] | None, wanted: _Wanted) -> Calibration:
     """Knobs from the kernels of one trace: alike ones are left out together."""
-    priced, found = best_match(profile, graphs, wanted.chip, wanted.model, wanted.tell)
-    cases = kernel_cases(priced.plan, wanted.chip, found.seconds, priced.phase)
+    match = best_match(trace, graphs_of, wanted.chip, wanted.model, wanted.tell)
+    priced = match.estimate
+    cases = kernel_cases(priced.plan, wanted.chip, match.alignment.seconds, priced.phase)
     if not cases:
         raise MeasuredRequestError(
-            f"{profile.source or 'the trace'}: no kernel of it is long enough to fit to"
+            f"{trace.source or 'the trace'}: no kernel of it is long enough to fit to"
         )
     return _of_kernels(cases, wanted, len(priced.plan.groups), {})
 
@@ -221,10 +214,10 @@ def _of_kernels(
 ) -> Calibration:
     """Knobs from single kernels; those of one op and one module pattern are left out together."""
     apart = [replace(case, group=pattern_of(case.name)) for case in cases]
-    return _found(apart, apart, wanted, measured, failures, "kernels")
+    return _calibration(apart, apart, wanted, measured, failures, "kernels")
 
 
-def _found(
+def _calibration(
     cases: Sequence[Case],
     alone: Sequence[Case],
     wanted: _Wanted,
@@ -236,33 +229,33 @@ def _found(
     start, free, title = wanted.start, wanted.free, wanted.title
     tried: Mapping[str, Errors] = {}
     if free is None:
-        found, tried = choose(cases, start, alone, title)
+        result, tried = choose(cases, start, alone, title)
     else:
-        found = fit(cases, start, free, title)
+        result = fit(cases, start, free, title)
     source = {
         "chip": wanted.chip.name,
         "execution": wanted.model.name,
         "cases": len(cases),
-        "error_fitted": found.errors.mean,
-        **({"error_left_out": found.left_out.mean} if found.left_out else {}),
-        "not_identified": list(found.unidentified),
+        "error_fitted": result.errors.mean,
+        **({"error_left_out": result.left_out.mean} if result.left_out else {}),
+        "not_identified": list(result.unidentified),
     }
-    found = replace(found, knobs=replace(found.knobs, source=source))
+    result = replace(result, knobs=replace(result.knobs, source=source))
     before = errors(
         [case.name for case in cases],
         predict(cases, Knobs("datasheet")),
         [case.seconds for case in cases],
     )
     return Calibration(
-        found,
-        wanted.chip.name,
-        wanted.model.name,
-        what,
-        measured,
-        failures,
-        before,
-        len(alone),
-        tried,
+        fit=result,
+        chip=wanted.chip.name,
+        execution=wanted.model.name,
+        what=what,
+        measured=measured,
+        failures=failures,
+        before=before,
+        kernels=len(alone),
+        tried=tried,
     )
 
 

@@ -1,4 +1,4 @@
-"""What a fit is fitted to: measured times, each with the kernels that took it.
+"""The cases of a fit: measured times, each with the kernels that took it.
 
 A whole step is one case.  A kernel of a step, or an operation alone, is a case with its own row of
 the table only, so that a fit sees which class was how fast.
@@ -18,8 +18,8 @@ from rooftrace.costmodels.knobs import Knobs
 from rooftrace.costmodels.planning import Plan, plan
 from rooftrace.costmodels.timing import dispatch_seconds
 from rooftrace.hardware import Chip
-from rooftrace.measured.bench import OpTime
-from rooftrace.measured.profiles import Key, key_of_call, key_of_op
+from rooftrace.measured.alignment import keys
+from rooftrace.measured.runs import OpTime
 from rooftrace.tracer.graph import OpGraph
 
 if TYPE_CHECKING:
@@ -38,36 +38,30 @@ class CalibrationError(ValueError):
     """Measurements that nothing can be fitted to: says what there is and what is needed."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Case:
-    """One measured time, and the kernels that took it.
-
-    seconds: of a whole step, or of `table`'s kernels alone.  dispatches: what the host enqueued for
-    it, 0 where the host does not matter; dispatch: seconds each, None where that is the knob of the
-    same name.  layouts: see `KernelTable.seconds`.  group: cases of one group
-    are left out together when the fit is checked (a family of models, a shape).
-    """
+    """One measured time, and the kernels that took it."""
 
     name: str
-    table: KernelTable
-    seconds: float
-    dispatches: int = 0
-    layouts: bool = False
-    group: str = ""
-    dispatch: float | None = None
+    table: KernelTable  # the kernels
+    seconds: float  # s, of a whole step, or of these kernels alone
+    dispatches: int = 0  # what the host enqueued for it; 0 where the host does not matter
+    layouts: bool = False  # whether hidden layout copies count; see `KernelTable.seconds`
+    group: str = ""  # cases of one group are left out together when a fit is checked
+    dispatch: float | None = None  # s of each dispatch; None: the knob of this name
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Errors:
     """Relative errors of predictions: (predicted - measured) / measured."""
 
-    count: int
-    bias: float
-    mean: float
-    median: float
-    p90: float
-    worst: float
-    worst_case: str
+    count: int  # predictions
+    bias: float  # mean, with its sign
+    mean: float  # mean size
+    median: float  # median size
+    p90: float  # size that 90 % are below
+    worst: float  # the largest, with its sign
+    worst_case: str  # its name
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dict for files."""
@@ -96,7 +90,15 @@ def step_case(
         for launch in planned.launches
     )
     host = None if model.dispatch == "eager" else dispatch_seconds(model, chip)
-    return Case(name, table, seconds, dispatches, planned.copies_layouts, group, host)
+    return Case(
+        name=name,
+        table=table,
+        seconds=seconds,
+        dispatches=dispatches,
+        layouts=planned.copies_layouts,
+        group=group,
+        dispatch=host,
+    )
 
 
 def alone_case(
@@ -112,8 +114,14 @@ def alone_case(
         return None
     table, _ = kernel_table(planned, chip, cold=True)
     count = len(planned.graph.ops) if waits else 0
-    return Case(name, table, seconds, count, group=group,
-                dispatch=dispatch_seconds(planned.execution, chip))  # fmt: skip
+    return Case(
+        name=name,
+        table=table,
+        seconds=seconds,
+        dispatches=count,
+        group=group,
+        dispatch=dispatch_seconds(planned.execution, chip),
+    )
 
 
 def kernel_cases(
@@ -141,15 +149,15 @@ def profiled_cases(
     Calls and ops are compared by name and input shapes.  An op that the profile has in other
     numbers (as it hides what it is made of, or another step ran in between) gives no case.
     """
-    calls: dict[Key, list[float]] = defaultdict(lambda: [0, 0.0])
+    calls: dict[keys.Key, list[float]] = defaultdict(lambda: [0, 0.0])
     for op in ops:
-        entry = calls[key_of_call(op.target, op.shapes)]
+        entry = calls[keys.key_of_call(op.target, op.shapes)]
         entry[0] += op.count
         entry[1] += op.inclusive
-    alike: dict[Key, list[int]] = defaultdict(list)
+    alike: dict[keys.Key, list[int]] = defaultdict(list)
     for index, one in enumerate(planned.groups):
         if len(one.ops) == 1:
-            alike[key_of_op(planned.graph, planned.graph.ops[one.ops[0]])].append(index)
+            alike[keys.key_of_op(planned.graph, planned.graph.ops[one.ops[0]])].append(index)
     table, place = kernel_table(planned, chip)
     made = _Cases(planned, chip, table, name, group)
     for key, groups in alike.items():
@@ -184,13 +192,13 @@ class _Cases:
         lead = self.planned.graph.ops[self.planned.groups[groups[0]].ops[0]]
         self.cases.append(
             Case(
-                f"{self.name}: {lead.name.removeprefix('aten.')} of {lead.module or '(root)'}",
-                KernelTable(self.chip, self.table.kind[rows], data),
-                seconds,
-                count if waits else 0,
-                self.layouts,
-                self.group,
-                dispatch_seconds(self.planned.execution, self.chip),
+                name=f"{self.name}: {lead.name.removeprefix('aten.')} of {lead.module or '(root)'}",
+                table=KernelTable(self.chip, self.table.kind[rows], data),
+                seconds=seconds,
+                dispatches=count if waits else 0,
+                layouts=self.layouts,
+                group=self.group,
+                dispatch=dispatch_seconds(self.planned.execution, self.chip),
             )
         )
 
@@ -213,9 +221,14 @@ def errors(names: Sequence[str], predicted: Sequence[float], measured: Sequence[
     size = np.abs(off)
     worst = int(size.argmax())
     return Errors(
-        len(names), float(off.mean()), float(size.mean()), float(np.median(size)),
-        float(np.quantile(size, 0.9)), float(off[worst]), names[worst],
-    )  # fmt: skip
+        count=len(names),
+        bias=float(off.mean()),
+        mean=float(size.mean()),
+        median=float(np.median(size)),
+        p90=float(np.quantile(size, 0.9)),
+        worst=float(off[worst]),
+        worst_case=names[worst],
+    )
 
 
 class Stack:
@@ -253,8 +266,8 @@ class Stack:
         each = np.where(np.isnan(self.dispatch), dispatch or 0.0, self.dispatch)
         host = self.dispatches * each
         # A CPU runs an op when it is called; a GPU while the host goes on.
-        found: Array = np.where(self.serial, total + host, np.maximum(total, host))
-        return found
+        seconds: Array = np.where(self.serial, total + host, np.maximum(total, host))
+        return seconds
 
 
 def _joined(tables: Sequence[KernelTable]) -> KernelTable:

@@ -27,41 +27,38 @@ FOLDS = 5
 _FEWEST_GROUPS = 3
 _FEWEST_KERNELS = 5
 FEW = ("compute", "memory")
-"""What whole steps usually tell."""
+"""The knobs that times of whole steps usually identify."""
 _GAIN = 0.1
 """Those that are left out are few: a smaller gain on them may be chance."""
 
 
 @dataclass(frozen=True)
-class Parameter:
-    """A fitted number.  error: relative standard error; identified: whether it was kept."""
+class FittedNumber:
+    """A number that a fit may change."""
 
-    name: str
-    start: float
-    value: float
-    error: float
-    identified: bool
+    name: str  # of the knob, as `free` takes it
+    start: float  # where the fit began
+    value: float  # where it ended; the start, where not identified
+    error: float  # relative standard error
+    identified: bool  # whether the measurements tell it
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Fit:
-    """Knobs and how far to trust them.
-
-    errors: on the cases that were fitted.  left_out: on groups that the fit had not seen, of up to
-    `FOLDS` fits (None with too few groups).  correlations: of pairs of kept numbers, beyond 0.8.
-    by_class: left-out errors of the cases in which a class takes most of the time.
-    """
+    """Fitted knobs and how far to trust them."""
 
     knobs: Knobs
-    parameters: tuple[Parameter, ...]
-    errors: Errors
-    left_out: Errors | None
+    parameters: tuple[FittedNumber, ...]
+    errors: Errors  # on the cases that were fitted
+    left_out: Errors | None  # on groups that a fit had not seen; None with too few groups
+    # Of pairs of kept numbers, beyond 0.8.
     correlations: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    # Left-out errors of the cases in which a class of kernels takes most of the time.
     by_class: Mapping[str, Errors] = field(default_factory=dict)
 
     @property
     def unidentified(self) -> tuple[str, ...]:
-        """Knobs that these measurements cannot tell; they stay where they started."""
+        """Knobs that these measurements cannot identify; they keep their starting values."""
         return tuple(p.name for p in self.parameters if not p.identified)
 
 
@@ -102,8 +99,8 @@ def _check_one_chip(cases: Sequence[Case]) -> None:
 def _fitted(
     cases: Sequence[Case], shares: _Shares, names: Sequence[str], title: str, check: bool = True
 ) -> Fit:
-    """What `fit` returns, from where the shares of single kernels leave its start."""
-    start, found = shares.without(())
+    """The fit of `cases`, begun at the shares that single kernels have."""
+    start, of_kernels = shares.without(())
     stack = Stack(cases, start)
     knobs, parameters, covariance = _solved(Space(start, names, cases[0].table.chip), stack)
     kept = [parameter.name for parameter in parameters if parameter.identified]
@@ -116,12 +113,12 @@ def _fitted(
     by_class, spreads = _by_class(cases, knobs, shown)
     knobs = replace(knobs.with_shares(spread=spreads), spread=spread, title=title or start.title)
     return Fit(
-        knobs,
-        (*parameters, *found),
-        fitted,
-        errors(labels, outside, measured) if outside is not None else None,
-        _correlations(kept, covariance),
-        by_class,
+        knobs=knobs,
+        parameters=(*parameters, *of_kernels),
+        errors=fitted,
+        left_out=errors(labels, outside, measured) if outside is not None else None,
+        correlations=_correlations(kept, covariance),
+        by_class=by_class,
     )
 
 
@@ -166,9 +163,9 @@ class _Shares:
 
     def __init__(self, kernels: Sequence[Case], start: Knobs) -> None:
         self.kernels, self.start = kernels, start
-        self._known: dict[frozenset[str], tuple[Knobs, tuple[Parameter, ...]]] = {}
+        self._known: dict[frozenset[str], tuple[Knobs, tuple[FittedNumber, ...]]] = {}
 
-    def without(self, groups: Iterable[str]) -> tuple[Knobs, tuple[Parameter, ...]]:
+    def without(self, groups: Iterable[str]) -> tuple[Knobs, tuple[FittedNumber, ...]]:
         """Knobs, and which of their numbers were found."""
         key = frozenset(groups)
         if key not in self._known:
@@ -177,7 +174,7 @@ class _Shares:
         return self._known[key]
 
 
-def _kernels_first(kernels: Sequence[Case], start: Knobs) -> tuple[Knobs, tuple[Parameter, ...]]:
+def _kernels_first(kernels: Sequence[Case], start: Knobs) -> tuple[Knobs, tuple[FittedNumber, ...]]:
     """Shares of the classes of which enough single kernels were measured, and what tiles take."""
     if not kernels:
         return start, ()
@@ -198,7 +195,7 @@ def _kernels_first(kernels: Sequence[Case], start: Knobs) -> tuple[Knobs, tuple[
     return knobs, tuple(parameter for parameter in parameters if parameter.identified)
 
 
-def _solved(space: Space, stack: Stack) -> tuple[Knobs, tuple[Parameter, ...], Array]:
+def _solved(space: Space, stack: Stack) -> tuple[Knobs, tuple[FittedNumber, ...], Array]:
     """Fit, put what was not identified back to its start, and fit the others again.
 
     The covariance is of those that were identified.
@@ -207,15 +204,15 @@ def _solved(space: Space, stack: Stack) -> tuple[Knobs, tuple[Parameter, ...], A
     known = [d <= UNKNOWN * p for d, p in zip(deviations, space.priors, strict=True)]
     kept = [name for name, ok in zip(space.names, known, strict=True) if ok]
     final = Space(space.start, kept, space.chip, space.alone)
-    found, errors_kept, covariance = final.solve(stack)
-    at = dict(zip(kept, zip(found, errors_kept, strict=True), strict=True))
+    vector, errors_kept, covariance = final.solve(stack)
+    at = dict(zip(kept, zip(vector, errors_kept, strict=True), strict=True))
     parameters = tuple(
-        Parameter(name, start, start * math.exp(at[name][0]), float(at[name][1]), True)
+        FittedNumber(name, start, start * math.exp(at[name][0]), float(at[name][1]), True)
         if name in at
-        else Parameter(name, start, start, float(deviation), False)
+        else FittedNumber(name, start, start, float(deviation), False)
         for name, start, deviation in zip(space.names, space.starts, deviations, strict=True)
     )
-    return final.knobs(found), parameters, covariance
+    return final.knobs(vector), parameters, covariance
 
 
 # -- how far to trust it ---------------------------------------------------------------------------
@@ -260,22 +257,22 @@ def _by_class(
         by_kind = np.bincount(case.table.kind, device, len(CLASSES))
         if by_kind.max() > 0.5 * by_kind.sum():
             members[CLASSES[int(by_kind.argmax())]].append(i)
-    found, spreads = {}, {}
+    by_class, spreads = {}, {}
     for kind, indices in sorted(members.items()):
         names = [cases[i].name for i in indices]
         pair = [predicted[i] for i in indices], [cases[i].seconds for i in indices]
-        found[kind] = errors(names, *pair)
+        by_class[kind] = errors(names, *pair)
         if len(indices) >= FOLDS:
             spreads[kind] = _spread(*pair)
-    return found, spreads
+    return by_class, spreads
 
 
 def _correlations(names: Sequence[str], covariance: Array) -> dict[tuple[str, str], float]:
-    found = {}
+    correlations = {}
     for i, first in enumerate(names):
         for j in range(i + 1, len(names)):
             size = math.sqrt(covariance[i, i] * covariance[j, j])
             value = float(covariance[i, j] / size) if size else 0.0
             if abs(value) > 0.8:
-                found[first, names[j]] = value
-    return found
+                correlations[first, names[j]] = value
+    return correlations

@@ -70,8 +70,8 @@ class Space:
             usual = {"prologue": 200.0, "split": 2e-6, "feed": 1.0, "busy": 1.3}[number]
             return value if 0 < value < math.inf else usual
         if kind == "attention" and number in ATTENTION:
-            given = attention_knobs(self.start.attention, self.chip)
-            return float(getattr(given, number)) or ATTENTION[number]
+            numbers = attention_knobs(self.start.attention, self.chip)
+            return float(getattr(numbers, number)) or ATTENTION[number]
         if dot and kind in CLASSES and number in ("compute", "memory"):
             return float(getattr(self.start.share(kind), number))
         raise CalibrationError(
@@ -133,9 +133,9 @@ class Space:
 
         vector, noise = np.zeros(len(self.names)), _NOISE
         for _ in range(2):  # how far off cases are is known after the first time
-            found = least_squares(residuals, vector, method="lm", args=(noise,))
-            vector = found.x
+            solution = least_squares(residuals, vector, method="lm", args=(noise,))
+            vector = solution.x
             off = np.log(stack.predict(self.knobs(vector)) / stack.measured)
             noise = max(_LEAST_NOISE, 1.4826 * float(np.median(np.abs(off))))
-        covariance = np.linalg.pinv(found.jac.T @ found.jac)
+        covariance = np.linalg.pinv(solution.jac.T @ solution.jac)
         return vector, np.sqrt(np.diag(covariance)), covariance

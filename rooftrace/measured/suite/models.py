@@ -7,106 +7,15 @@ on meta.
 
 from __future__ import annotations
 
-import contextlib
-import importlib.util
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from rooftrace.measured.bench import ModelRow, RunFileError
+from rooftrace.measured.runs import ModelRow, RunFileError
 from rooftrace.measured.suite import nets
-
-if TYPE_CHECKING:
-    from rooftrace.tracer.graph import OpGraph
-
-SCALES = ("full", "small", "tiny")
-Sizes = Mapping[str, int]
-Settings = Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class SuiteModel:
-    """One model: how it is built at each scale, and what it is given.
-
-    kind: the sort of model, by which a short budget is spread.  library: what it needs beside
-    torch.  settings: by scale.  build: from settings.  inputs: keyword arguments for given sizes,
-    made of `floats(*shape)` and `ids(below, *shape)`.  steps: phase and sizes, by scale, in order
-    of worth.
-    """
-
-    name: str
-    kind: str
-    settings: Mapping[str, Settings]
-    build: Callable[[Settings], nn.Module]
-    inputs: Callable[[Settings, Sizes, Make], dict[str, Tensor]]
-    steps: Mapping[str, Sequence[tuple[str, Sizes]]]
-    library: str = ""
-    channels_last: bool = False
-
-    def dtype(self, device: str) -> torch.dtype:
-        """What its weights are in on such a device."""
-        if device.startswith("cpu"):
-            return torch.float32
-        return torch.float16 if self.kind == "convolution" else torch.bfloat16
-
-    def there(self) -> bool:
-        """Whether its library is installed."""
-        return not self.library or importlib.util.find_spec(self.library) is not None
-
-    def made(self, scale: str, device: str, dtype: torch.dtype) -> nn.Module:
-        """The module with random weights, for inference."""
-        with _built_on(device, dtype), torch.random.fork_rng(devices=_generators(device)):
-            torch.manual_seed(0)
-            module = self.build(self.settings[scale]).eval()
-        if self.channels_last:
-            convert: Any = module.to
-            convert(memory_format=torch.channels_last)
-        return module
-
-
-@dataclass(frozen=True)
-class Make:
-    """Makes input tensors on one device."""
-
-    floats: Callable[..., Tensor]
-    ids: Callable[..., Tensor]
-
-    @staticmethod
-    def on(device: str, dtype: torch.dtype, channels_last: bool = False) -> Make:
-        """Random ones (on meta: sizes only, but for token ids, which stay known)."""
-        layout = torch.channels_last if channels_last else torch.contiguous_format
-
-        def floats(*shape: int) -> Tensor:
-            made = torch.randn(*shape, device=device).to(dtype)
-            return made.contiguous(memory_format=layout) if made.dim() == 4 else made
-
-        def ids(below: int, *shape: int) -> Tensor:
-            generator = torch.Generator().manual_seed(0)
-            drawn = torch.randint(below, shape, generator=generator)
-            return drawn if device == "meta" else drawn.to(device)
-
-        return Make(floats, ids)
-
-
-@contextlib.contextmanager
-def _built_on(device: str, dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with torch.device(device), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-def _generators(device: str) -> list[int]:
-    return [torch.device(device).index or 0] if device.startswith("cuda") else []
-
+from rooftrace.measured.suite.suitemodel import Make, Settings, Sizes, SuiteModel
+from rooftrace.tracer.graph import OpGraph
 
 # -- language --------------------------------------------------------------------------------------
 
@@ -191,7 +100,15 @@ def _language(
     **scales: Settings,
 ) -> SuiteModel:
     build = _hugging_face(model, config)
-    return SuiteModel(name, kind, scales, build, _prompt, steps, "transformers")
+    return SuiteModel(
+        name=name,
+        kind=kind,
+        settings=scales,
+        build=build,
+        inputs=_prompt,
+        steps=steps,
+        library="transformers",
+    )
 
 
 def _llama(
@@ -310,36 +227,43 @@ _MOBILE: dict[str, Settings] = {
 
 MODELS: tuple[SuiteModel, ...] = (
     SuiteModel(
-        "decoder",
-        "dense",
-        {
+        name="decoder",
+        kind="dense",
+        settings={
             "full": dict(
                 width=2048, layers=16, heads=16, key_heads=4, hidden=8192, vocabulary=32000
             ),
             "small": dict(width=512, layers=4, heads=8, key_heads=4, hidden=1408, vocabulary=8192),
             "tiny": dict(width=64, layers=2, heads=4, key_heads=2, hidden=128, vocabulary=512),
         },
-        _decoder,
-        _prompt,
-        _CACHED,
+        build=_decoder,
+        inputs=_prompt,
+        steps=_CACHED,
     ),
-    SuiteModel("resnet-50", "convolution", _RESNET, _convolutional, _image, _IMAGES),
     SuiteModel(
-        "vit-l",
-        "vision",
-        {
+        name="resnet-50",
+        kind="convolution",
+        settings=_RESNET,
+        build=_convolutional,
+        inputs=_image,
+        steps=_IMAGES,
+    ),
+    SuiteModel(
+        name="vit-l",
+        kind="vision",
+        settings={
             "full": dict(image=224, patch=16, width=1024, layers=24, heads=16),
             "small": dict(image=112, patch=16, width=384, layers=6, heads=6),
             "tiny": dict(image=32, patch=8, width=64, layers=2, heads=4),
         },
-        lambda settings: nets.VisionTransformer(**settings),
-        _image,
-        _IMAGES,
+        build=lambda settings: nets.VisionTransformer(**settings),
+        inputs=_image,
+        steps=_IMAGES,
     ),
     SuiteModel(
-        "mixture",
-        "experts",
-        {
+        name="mixture",
+        kind="experts",
+        settings={
             "full": dict(
                 width=2048,
                 layers=8,
@@ -356,33 +280,33 @@ MODELS: tuple[SuiteModel, ...] = (
                 width=64, layers=1, heads=4, key_heads=2, hidden=96, vocabulary=256, experts=4
             ),
         },
-        _decoder,
-        _prompt,
-        _SHORT,
+        build=_decoder,
+        inputs=_prompt,
+        steps=_SHORT,
     ),
     SuiteModel(
-        "unet",
-        "diffusion",
-        {
+        name="unet",
+        kind="diffusion",
+        settings={
             "full": dict(width=320, factors=(1, 2, 4), heads=8, context=768, side=64),
             "small": dict(width=64, factors=(1, 2, 4), heads=4, context=128, side=32),
             "tiny": dict(width=16, factors=(1, 2), heads=2, context=16, side=16),
         },
-        _unet,
-        _noise,
-        _PICTURES,
+        build=_unet,
+        inputs=_noise,
+        steps=_PICTURES,
     ),
     SuiteModel(
-        "lstm",
-        "recurrent",
-        {
+        name="lstm",
+        kind="recurrent",
+        settings={
             "full": dict(vocabulary=32000, width=512, hidden=1024, layers=3),
             "small": dict(vocabulary=4096, width=128, hidden=256, layers=2),
             "tiny": dict(vocabulary=256, width=16, hidden=32, layers=1),
         },
-        lambda settings: nets.Recurrent(**settings),
-        _words,
-        _WHOLE,
+        build=lambda settings: nets.Recurrent(**settings),
+        inputs=_words,
+        steps=_WHOLE,
     ),
     _language(
         "llama-1b",
@@ -433,17 +357,17 @@ MODELS: tuple[SuiteModel, ...] = (
         tiny=_deepseek(64, 128, 2, 4, 8, 32, 16, 16),
     ),
     SuiteModel(
-        "convnext-b",
-        "convolution",
-        {
+        name="convnext-b",
+        kind="convolution",
+        settings={
             "full": dict(hidden_sizes=[128, 256, 512, 1024], depths=[3, 3, 27, 3]),
             "small": dict(hidden_sizes=[48, 96, 192, 384], depths=[2, 2, 4, 2], image_size=96),
             "tiny": dict(hidden_sizes=[8, 16, 24, 32], depths=[1, 1, 1, 1], image_size=64),
         },
-        _hugging_face("ConvNextForImageClassification", "ConvNextConfig"),
-        _pixels,
-        _IMAGES,
-        "transformers",
+        build=_hugging_face("ConvNextForImageClassification", "ConvNextConfig"),
+        inputs=_pixels,
+        steps=_IMAGES,
+        library="transformers",
     ),
     _language(
         "mixtral-8x1b",
@@ -465,27 +389,34 @@ MODELS: tuple[SuiteModel, ...] = (
         small=_gpt2(4, 256, 4, 4096),
         tiny=_gpt2(2, 64, 4, 512),
     ),
-    SuiteModel("mobile", "convolution", _MOBILE, _convolutional, _image, _IMAGES),
     SuiteModel(
-        "resnet-50-channels-last",
-        "convolution",
-        _RESNET,
-        _convolutional,
-        _image,
-        _IMAGES,
+        name="mobile",
+        kind="convolution",
+        settings=_MOBILE,
+        build=_convolutional,
+        inputs=_image,
+        steps=_IMAGES,
+    ),
+    SuiteModel(
+        name="resnet-50-channels-last",
+        kind="convolution",
+        settings=_RESNET,
+        build=_convolutional,
+        inputs=_image,
+        steps=_IMAGES,
         channels_last=True,
     ),
     SuiteModel(
-        "recommender",
-        "recommender",
-        {
+        name="recommender",
+        kind="recommender",
+        settings={
             "full": dict(rows=400_000, tables=26, width=128, dense=13, hidden=1024, looked_up=20),
             "small": dict(rows=40_000, tables=12, width=64, dense=13, hidden=512, looked_up=10),
             "tiny": dict(rows=100, tables=3, width=8, dense=5, hidden=16, looked_up=2),
         },
-        _recommender,
-        _clicks,
-        _CLICKS,
+        build=_recommender,
+        inputs=_clicks,
+        steps=_CLICKS,
     ),
     _language(
         "t5-large-encoder",

@@ -55,8 +55,8 @@ class Gated(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         gate, value = self.into(x).chunk(2, dim=-1)
-        found: Tensor = self.out(F.silu(gate) * value)
-        return found
+        result: Tensor = self.out(F.silu(gate) * value)
+        return result
 
 
 class Mixture(nn.Module):
@@ -78,7 +78,7 @@ class Mixture(nn.Module):
         return result.view_as(x)
 
 
-class Block(nn.Module):
+class DecoderLayer(nn.Module):
     """Attention and feed-forward, each behind a norm and beside a shortcut."""
 
     def __init__(
@@ -116,7 +116,7 @@ class Decoder(nn.Module):
         self.tokens = nn.Embedding(vocabulary, width)
         self.places = nn.Embedding(positions, width)
         self.blocks = nn.ModuleList(
-            [Block(width, heads, key_heads, hidden, experts, chosen) for _ in range(layers)]
+            [DecoderLayer(width, heads, key_heads, hidden, experts, chosen) for _ in range(layers)]
         )
         self.norm = nn.RMSNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
@@ -146,7 +146,7 @@ class VisionTransformer(nn.Module):
         self.patches = nn.Conv2d(3, width, patch, patch)
         self.places = nn.Parameter(torch.randn(1, (image // patch) ** 2, width) * 0.02)
         self.blocks = nn.ModuleList(
-            [Block(width, heads, heads, 4 * width, 0, 0) for _ in range(layers)]
+            [DecoderLayer(width, heads, heads, 4 * width, 0, 0) for _ in range(layers)]
         )
         self.head = nn.Linear(width, classes)
 
@@ -154,8 +154,8 @@ class VisionTransformer(nn.Module):
         x = self.patches(x).flatten(2).transpose(1, 2) + self.places
         for block in self.blocks:
             x, _ = block(x)
-        found: Tensor = self.head(x.mean(1))
-        return found
+        result: Tensor = self.head(x.mean(1))
+        return result
 
 
 def _normed(cin: int, cout: int, kernel: int, stride: int = 1, groups: int = 1) -> nn.Sequential:
@@ -224,8 +224,8 @@ class ConvNet(nn.Module):
         self.head = nn.Linear(cin, 1000)
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.head(self.body(x).mean((2, 3)))
-        return found
+        result: Tensor = self.head(self.body(x).mean((2, 3)))
+        return result
 
 
 class Residual(nn.Module):
@@ -242,8 +242,8 @@ class Residual(nn.Module):
 
     def forward(self, x: Tensor, time: Tensor) -> Tensor:
         y = self.first(x) + self.time(time)[:, :, None, None]
-        found: Tensor = self.skip(x) + self.second(y)
-        return found
+        result: Tensor = self.skip(x) + self.second(y)
+        return result
 
 
 class Attended(nn.Module):
@@ -261,8 +261,8 @@ class Attended(nn.Module):
         y = y + self.inner(self.norms[0](y))[0]
         y = y + self.outer(self.norms[1](y), text)[0]
         y = y + self.feed(self.norms[2](y))
-        found: Tensor = y.transpose(1, 2).reshape(x.shape)
-        return found
+        result: Tensor = y.transpose(1, 2).reshape(x.shape)
+        return result
 
 
 class UNet(nn.Module):
@@ -306,8 +306,8 @@ class UNet(nn.Module):
         for block in self.up:
             x = F.interpolate(x, scale_factor=2.0, mode="nearest")
             x = block(torch.cat((x, across.pop()), dim=1), time)
-        found: Tensor = self.outside(x)
-        return found
+        result: Tensor = self.outside(x)
+        return result
 
 
 class Recurrent(nn.Module):
@@ -320,8 +320,8 @@ class Recurrent(nn.Module):
         self.head = nn.Linear(2 * hidden, 64)
 
     def forward(self, words: Tensor) -> Tensor:
-        found: Tensor = self.head(self.lstm(self.words(words))[0])
-        return found
+        result: Tensor = self.head(self.lstm(self.words(words))[0])
+        return result
 
 
 class Recommender(nn.Module):
@@ -350,5 +350,5 @@ class Recommender(nn.Module):
         x = self.bottom(dense)
         rows = torch.stack([x, *(table(ids[:, i]) for i, table in enumerate(self.tables))], dim=1)
         products = rows @ rows.transpose(1, 2)
-        found: Tensor = self.top(torch.cat((x, products[:, self.pairs[0], self.pairs[1]]), dim=1))
-        return found
+        result: Tensor = self.top(torch.cat((x, products[:, self.pairs[0], self.pairs[1]]), dim=1))
+        return result

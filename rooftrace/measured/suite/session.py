@@ -14,58 +14,19 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from rooftrace.measured.bench import (
-    Bench,
-    MeasureError,
-    MicroRow,
-    ModelRow,
-    Run,
-    Trouble,
-    clocks,
-    save_run,
-)
-from rooftrace.measured.suite.micro import NotOfferedError
+from rooftrace.measured.bench import Bench, MeasureError, devices
+from rooftrace.measured.runs import MicroRow, ModelRow, Run
+from rooftrace.measured.suite.cases import NotOfferedError
+from rooftrace.measured.suite.plan import SuitePlan
 from rooftrace.tracer.asking import RequestError, TargetError
 
-BUDGET_S = 480.0
-QUICK_S = 90.0
-"""The same of a trial."""
 _GRACE_S = 20.0
 """How long after its limit a case that cannot be interrupted may go on."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What to measure.
-
-    names: models of the suite (wildcards too) or targets as `rooftrace report` takes them; none is
-    the whole suite.  quick: a trial of everything in about a minute.  phases, batch, seq: of such a
-    target.
-    """
-
-    out: Path
-    device: str
-    budget_s: float = BUDGET_S
-    quick: bool = False
-    names: tuple[str, ...] = ()
-    phases: tuple[str, ...] | None = None
-    batch: int | None = None
-    seq: int | None = None
-
-    def arguments(self, budget_s: float) -> list[str]:
-        """The same plan as arguments of `main`, with another budget."""
-        found = [*self.names, "--out", str(self.out), "--device", self.device]
-        found += ["--budget", f"{budget_s:.0f}"]
-        found += ["--quick"] if self.quick else []
-        found += ["--phase", ",".join(self.phases)] if self.phases else []
-        found += ["--batch", str(self.batch)] if self.batch is not None else []
-        return [*found, "--seq", str(self.seq)] if self.seq is not None else found
 
 
 class CaseTimeoutError(Exception):
@@ -89,7 +50,7 @@ class Session:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: SuitePlan,
         bench: Bench,
         run: Run,
         deadline: float,
@@ -124,47 +85,55 @@ class Session:
             return True
         self.current = key
         limit = min(limit_s, max(self.left(), 1.0) + _GRACE_S / 2)
-        row: MicroRow | ModelRow | Trouble
-        fatal = False
+        reason, failed, lost = "", True, False
         try:
             with self._watched(limit + _GRACE_S), _alarm(limit):
                 row = work()
         except (TargetError, RequestError):
             raise
         except NotOfferedError as error:
-            row = Trouble(key, first_line(error), failed=False)
+            reason, failed = first_line(error), False
         except CaseTimeoutError:
-            ended = self.left() <= 0
-            reason = "the budget ended" if ended else f"did not end in {limit:.0f} s"
-            row = Trouble(key, reason, failed=not ended)
+            failed = self.left() > 0
+            reason = f"did not end in {limit:.0f} s" if failed else "the budget ended"
         except Exception as error:  # whatever a kernel, a compiler or a model may raise
-            row = Trouble(key, f"{type(error).__name__}: {first_line(error)}")
-            fatal = not self._alive()
+            reason = f"{type(error).__name__}: {first_line(error)}"
+            lost = not self._alive()
         self.current = ""
-        self.add(row)
-        if isinstance(row, Trouble):
-            if row.failed:
-                self.bench.progress(f"{key}: {row.reason}")
-            free()
-        if fatal:
+        if not reason:
+            self.add(row)
+            return True
+        self.add_trouble(key, reason, failed)
+        if failed:
+            self.bench.progress(f"{key}: {reason}")
+        free()
+        if lost:
             self.flush()
-            reason = row.reason if isinstance(row, Trouble) else ""
             raise DeviceLostError(
                 f"the device does not answer after {key!r} ({reason}); {self.plan.out} holds "
                 f"{self.counts()}: the same command goes on after that case"
             )
-        return not isinstance(row, Trouble)
+        return False
 
     def leave_out(self, key: str, reason: str) -> None:
         """Write down that a case was not tried; nothing where it was, once."""
         if not self.is_done(key):
-            self.add(Trouble(key, reason, failed=False))
+            self.add_trouble(key, reason, failed=False)
 
-    def add(self, row: MicroRow | ModelRow | Trouble) -> None:
+    def add(self, row: MicroRow | ModelRow) -> None:
         """Put a row into the run, and the run into its file."""
         self.run = self.run.with_row(row)
-        if not isinstance(row, Trouble) or row.failed:
-            self._done.add(row.key)
+        self._done.add(row.key)
+        self._added()
+
+    def add_trouble(self, key: str, reason: str, failed: bool = True) -> None:
+        """Write down why a case gave no row.  failed: it was tried, and is not tried again."""
+        self.run = self.run.with_trouble(key, reason, failed)
+        if failed:
+            self._done.add(key)
+        self._added()
+
+    def _added(self) -> None:
         # A large file takes a while to write: at most a twentieth of the time goes there.
         if self._flush_s < 0.02 or self.now() - self._flushed >= 20 * self._flush_s:
             self.flush()
@@ -175,7 +144,7 @@ class Session:
     def flush(self) -> None:
         """Write the run to its file."""
         start = self.now()
-        save_run(self.run, self.plan.out)
+        self.run.save(self.plan.out)
         self._flushed = self.now()
         self._flush_s = self._flushed - start
 
@@ -186,7 +155,7 @@ class Session:
 
     def clock(self, when: str) -> None:
         """Note the device's clocks, where it tells them."""
-        read = clocks(self.bench.device)
+        read = devices.clocks(self.bench.device)
         self.note(f"clocks, {when}: {read}" if read else None)
 
     def counts(self) -> str:
@@ -260,7 +229,7 @@ def _alarm(seconds: float) -> Iterator[None]:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says first."""
+    """The first line of an error, or the name of its type."""
     lines = str(error).strip().splitlines()
     return lines[0][:300] if lines else type(error).__name__
 
@@ -276,12 +245,12 @@ def free() -> None:
 def start_again(session: Session) -> None:
     """Write down the case that hangs, and replace this process by one that goes on after it."""
     key = session.current
-    session.add(Trouble(key, "could not be interrupted: it hangs"))
+    session.add_trouble(key, "could not be interrupted: it hangs")
     session.flush()
     if session.left() < 5:
         sys.stderr.write(f"rooftrace: {key} hangs; the budget has ended\n")
         os._exit(0)
-    arguments = ["-m", "rooftrace.measured.suite.measure", *session.plan.arguments(session.left())]
+    arguments = ["-m", "rooftrace.measured", *session.plan.arguments(session.left())]
     sys.stderr.write(f"rooftrace: {key} hangs; starting again after it\n")
     sys.stderr.flush()
     os.execv(sys.executable, [sys.executable, *arguments])

@@ -1,4 +1,4 @@
-"""Predicted beside measured: steps, what the errors are by phase, kernels, and errors by class.
+"""Predicted beside measured: one step, one kernel, one class of kernels.
 
 Errors are (predicted - measured) / measured.  What was not measured is None, never 0.
 """
@@ -6,47 +6,45 @@ Errors are (predicted - measured) / measured.  What was not measured is None, ne
 from __future__ import annotations
 
 import re
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rooftrace.costmodels.estimating import Estimate
 from rooftrace.costmodels.kernels import group_class
 from rooftrace.hardware import Chip
-from rooftrace.measured.fit import Errors, errors
 from rooftrace.measured.validate.misses import Node
 
-PHASES: Mapping[str, str] = {
+LINES: Mapping[str, str] = {
     "prefill": "prefill, forward",
     "forward": "prefill, forward",
     "training": "training",
     "decode": "decode",
 }
-"""Which line of the summary a phase counts for; others have one of their own."""
+"""The line of the summary that a phase counts for; others have a line of their own."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepCheck:
-    """One measured step beside its estimate.  Seconds and bytes.
-
-    group: what ran, whatever its sizes.  predicted: t_est.  interval: what 90 % of measured steps
-    are between, None without fitted knobs.  shares: of t_est by regime, as predicted.  device:
-    seconds of all kernels as measured, None where that was not seen; device_predicted: t_serial.
-    peak, peak_predicted: bytes at the peak; both None where the run does not say.
-    """
+    """One measured step beside its estimate."""
 
     label: str
-    group: str
+    group: str  # what ran, whatever its sizes
     phase: str
-    measured: float
-    predicted: float
-    interval: tuple[float, float] | None
-    shares: Mapping[str, float]
-    device: float | None
-    device_predicted: float
-    peak: int | None = None
-    peak_predicted: int | None = None
+    measured: float  # s
+    predicted: float  # s, `t_est`
+    interval: tuple[float, float] | None  # s that 90 % of steps are between; None without knobs
+    shares: Mapping[str, float]  # of `t_est` by regime, as predicted
+    device: float | None  # s of all kernels as measured; None where that was not seen
+    device_predicted: float  # s, `t_serial`
+    peak: int | None = None  # byte, measured; None where the run does not say
+    peak_predicted: int | None = None  # byte; None where none was measured
+
+    @property
+    def line(self) -> str:
+        """The line of the summary that the step counts for."""
+        return LINES.get(self.phase, self.phase)
 
     @property
     def error(self) -> float:
@@ -55,7 +53,7 @@ class StepCheck:
 
     @property
     def peak_error(self) -> float | None:
-        """The same of the memory."""
+        """Relative error of the predicted peak memory; None where it was not measured."""
         if not self.peak or self.peak_predicted is None:
             return None
         return self.peak_predicted / self.peak - 1
@@ -95,16 +93,12 @@ class StepCheck:
 
 @dataclass(frozen=True, slots=True)
 class NodeCheck:
-    """One kernel beside its measurement.  step: whose it is.  kind: its class (`opclass`).
+    """One kernel of a step beside its measurement."""
 
-    dram: bytes that counters saw for what `node.row.bytes` predicts, None where they did not see
-    all of it.
-    """
-
-    step: str
-    kind: str
+    step: str  # label of its step
+    kind: str  # its class (see `opclass`)
     node: Node
-    dram: float | None = None
+    dram: float | None = None  # byte that counters saw; None where they did not see all of it
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dict for files."""
@@ -134,21 +128,21 @@ class NodeCheck:
 
 @dataclass(frozen=True, slots=True)
 class ClassCheck:
-    """All measured kernels of one class: launches, seconds, and seconds that they are off by."""
+    """All measured kernels of one class."""
 
-    count: int
-    predicted: float
-    measured: float
-    off: float
+    count: int  # launches
+    predicted: float  # s
+    measured: float  # s
+    off: float  # s, the sum of |measured - predicted|
 
     @property
     def bias(self) -> float:
-        """Of the sums: predicted / measured - 1."""
+        """Relative error of the sum: predicted / measured - 1."""
         return self.predicted / self.measured - 1
 
     @property
     def mean(self) -> float:
-        """Mean error of a kernel's seconds, by its measured seconds."""
+        """Mean relative error of a kernel, weighted by its measured seconds."""
         return self.off / self.measured
 
     def to_dict(self) -> dict[str, Any]:
@@ -172,22 +166,22 @@ def step_check(
 ) -> StepCheck:
     """A measured step [s] beside its estimate."""
     return StepCheck(
-        label,
-        group,
-        estimate.phase,
-        measured,
-        estimate.t_est,
-        estimate.t_interval,
-        dict(estimate.times.regime_shares),
-        device,
-        estimate.times.t_serial,
-        peak,
-        estimate.memory.peak if peak else None,
+        label=label,
+        group=group,
+        phase=estimate.phase,
+        measured=measured,
+        predicted=estimate.t_est,
+        interval=estimate.t_interval,
+        shares=dict(estimate.times.regime_shares),
+        device=device,
+        device_predicted=estimate.times.t_serial,
+        peak=peak,
+        peak_predicted=estimate.memory.peak if peak else None,
     )
 
 
 def node_checks(
-    step: str, estimate: Estimate, found: Sequence[Node], dram: Mapping[int, float] | None = None
+    step: str, estimate: Estimate, kernels: Sequence[Node], dram: Mapping[int, float] | None = None
 ) -> tuple[NodeCheck, ...]:
     """Kernels with their classes.  dram: bytes by the index of their row."""
     return tuple(
@@ -197,7 +191,7 @@ def node_checks(
             node,
             None if dram is None else dram.get(node.row.index),
         )
-        for node in found
+        for node in kernels
     )
 
 
@@ -212,56 +206,6 @@ def dram_by_row(estimate: Estimate, counted: Mapping[int, float]) -> dict[int, f
         for row in estimate.rows
         if all(op in counted for op in row.ops)
     }
-
-
-# -- sums ------------------------------------------------------------------------------------------
-
-
-def by_phase(steps: Sequence[StepCheck]) -> dict[str, Errors]:
-    """Errors by the lines of PHASES, in its order, then others; "all" where there are several."""
-    groups: dict[str, list[StepCheck]] = {name: [] for name in dict.fromkeys(PHASES.values())}
-    for step in steps:
-        groups.setdefault(PHASES.get(step.phase, step.phase), []).append(step)
-    found = {name: _errors(group) for name, group in groups.items() if group}
-    return {**found, "all": _errors(steps)} if len(found) > 1 else found
-
-
-def _errors(steps: Sequence[StepCheck]) -> Errors:
-    return errors(
-        [step.label for step in steps],
-        [step.predicted for step in steps],
-        [step.measured for step in steps],
-    )
-
-
-def peak_errors(steps: Sequence[StepCheck]) -> Errors | None:
-    """Errors of the memory at the peak; None where no step has it."""
-    known = [step for step in steps if step.peak_error is not None]
-    if not known:
-        return None
-    return errors(
-        [step.label for step in known],
-        [float(step.peak_predicted or 0) for step in known],
-        [float(step.peak or 0) for step in known],
-    )
-
-
-def by_class(checks: Iterable[NodeCheck]) -> dict[str, ClassCheck]:
-    """Kernels whose ops were all measured by class, most measured seconds first."""
-    sums: dict[str, list[float]] = defaultdict(lambda: [0, 0.0, 0.0, 0.0])
-    for check in checks:
-        node = check.node
-        if node.measured and node.found == len(node.row.ops):
-            entry = sums[check.kind]
-            entry[0] += node.row.count
-            entry[1] += node.predicted
-            entry[2] += node.measured
-            entry[3] += abs(node.miss)
-    found = {
-        kind: ClassCheck(int(count), predicted, measured, off)
-        for kind, (count, predicted, measured, off) in sums.items()
-    }
-    return dict(sorted(found.items(), key=lambda entry: -entry[1].measured))
 
 
 # -- the chip that was measured --------------------------------------------------------------------

@@ -14,7 +14,7 @@ from rooftrace.costmodels.estimating import Estimate, Row
 from rooftrace.costmodels.kernels import engine_of
 from rooftrace.costmodels.pricing import COMPUTED, MATRIX
 from rooftrace.hardware.units import format_share, format_time
-from rooftrace.measured.profiles import Alignment
+from rooftrace.measured.alignment import Alignment
 
 CLOSE = 0.2
 """A measurement this near to the prediction, as a share of it, needs no reason."""
@@ -24,20 +24,16 @@ FEW_TILES = 0.7
 """Share of the tiles' work that is useful, below which the shape is the reason."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """One row of an estimate beside its measurement: seconds over all launches that it stands for.
-
-    measured: None where the run has none of its ops.  found: how many of its ops the run has.
-    kernels: kernels that the run launched for one of ours, None where that is not known.
-    """
+    """One row of an estimate beside its measurement."""
 
     row: Row
-    predicted: float
-    measured: float | None
-    found: int
-    kernels: float | None
-    reason: str
+    predicted: float  # s, all launches that the row stands for
+    measured: float | None  # s, of the same launches; None where the run has none of its ops
+    found: int  # how many of its ops the run has
+    kernels: float | None  # that the run launched for one of ours; None where it does not say
+    reason: str  # why the two differ, as far as the numbers show; "" where they are close
 
     @property
     def miss(self) -> float:
@@ -53,17 +49,17 @@ def nodes(estimate: Estimate, measured: Alignment | Mapping[int, float]) -> tupl
     """
     seconds = measured.seconds if isinstance(measured, Alignment) else measured
     launched: Mapping[int, float] = {}
-    if isinstance(measured, Alignment) and measured.profile.on_device:
-        launched = {op: one.kernels for op, one in measured.measured.items()}
+    if isinstance(measured, Alignment) and measured.trace.on_device:
+        launched = {op: measurement.kernels for op, measurement in measured.measured.items()}
     standing: Counter[int] = Counter()  # an op may stand in two rows: at the edge of iterations
     for row in estimate.rows:
         standing.update(dict.fromkeys(row.ops, row.count))
     return tuple(_node(estimate, row, seconds, launched, standing) for row in estimate.rows)
 
 
-def worst(found: tuple[Node, ...], count: int = 20) -> tuple[Node, ...]:
+def worst(kernels: tuple[Node, ...], count: int = 20) -> tuple[Node, ...]:
     """The nodes with the largest |measured - predicted|, largest first."""
-    return tuple(sorted(found, key=lambda node: (-abs(node.miss), node.row.index))[:count])
+    return tuple(sorted(kernels, key=lambda node: (-abs(node.miss), node.row.index))[:count])
 
 
 def _node(
@@ -76,14 +72,28 @@ def _node(
     predicted = row.timing.t_device
     here = [op for op in row.ops if op in seconds]
     if not here:
-        return Node(row, predicted, None, 0, None, "not in the run")
+        return Node(
+            row=row,
+            predicted=predicted,
+            measured=None,
+            found=0,
+            kernels=None,
+            reason="not in the run",
+        )
     measured = sum(seconds[op] * row.count / standing[op] for op in here)
     kernels = sum(launched[op] for op in here) if all(op in launched for op in here) else None
     reason = _reason(estimate, row, measured, kernels)
     if len(here) < len(row.ops):
         part = f"{len(here)} of its {len(row.ops)} ops are in the run"
         reason = f"{part}; {reason}" if reason else part
-    return Node(row, predicted, measured, len(here), kernels, reason)
+    return Node(
+        row=row,
+        predicted=predicted,
+        measured=measured,
+        found=len(here),
+        kernels=kernels,
+        reason=reason,
+    )
 
 
 def _reason(estimate: Estimate, row: Row, measured: float, kernels: float | None) -> str:
@@ -115,7 +125,7 @@ def _reason(estimate: Estimate, row: Row, measured: float, kernels: float | None
 
 
 def _compute_reason(estimate: Estimate, row: Row, measured: float) -> str:
-    """Of a kernel that computes: its shape where that wastes tiles, else the share of the peak."""
+    """The reason for a compute-bound kernel: a shape that wastes tiles, or a share of the peak."""
     cost, chip = estimate.plan.costs[row.index], estimate.chip
     at_peak = 0.0  # seconds
     shapes: list[tuple[int, tuple[int, int, int]]] = []

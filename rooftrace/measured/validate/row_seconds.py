@@ -1,4 +1,4 @@
-"""Which op of a graph the seconds of a run's row belong to.
+"""The op of a graph that each second of a run's row belongs to.
 
 A replay names ops by id.  The profiler has alike calls together, by name and input shapes, with
 their own time, and in newer runs the time with what ran inside of them.
@@ -12,47 +12,49 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rooftrace.costmodels.estimating import Estimate
-from rooftrace.measured.bench import ModelRow
-from rooftrace.measured.profiles import Key, Stray, key_of_call, key_of_op
+from rooftrace.measured.alignment import Stray, keys
+from rooftrace.measured.runs import ModelRow
 
 _FEWEST = 0.8
 """Share of the graph's calls of an op that a run must have to be a run of them: a mixture of
 experts that routes its tokens otherwise has calls of other sizes, and few of these."""
 
-# The profiler counts a kernel for the innermost op, which the graph may have under another name:
-# pattern, common name, and how many shapes tell two apart.
+# The profiler counts a kernel for the innermost op, which a graph has under another name or only as
+# a part of another op: pattern, common name, how many shapes tell two apart.
 _INNERMOST: tuple[tuple[re.Pattern[str], str, int], ...] = tuple(
     (re.compile(pattern), name, shapes)
     for pattern, name, shapes in (
+        # Casts and layout changes end in copy_.
         (r"aten::(_to_copy|clone|copy|contiguous)", "copy", 1),
+        # Each backend's own convolution is called inside of aten::convolution.
         (r"aten::(cudnn_|miopen_|mkldnn_|_slow_|slow_|thnn_)?_?conv(olution|_depthwise|2d|3d)\w*"
          r"(?<!backward)", "convolution", 2),
-        (r"aten::_(flash|efficient|cudnn)_attention_forward", "attention", 0),
+        (r"aten::(convolution|_slow_conv2d|mkldnn_convolution)_backward", "convolution back", 3),
+        # Kernels of attention are launched inside of the op with the layout of the model.
+        (r"aten::_(flash|efficient|cudnn)_attention_forward|attention", "attention", 0),
+        # A CPU runs an LSTM layer by layer.
         (r"aten::mkldnn_rnn_layer|rnn", "rnn", 0),
         (r"aten::mkldnn_rnn_layer_backward|rnn_backward", "rnn_backward", 0),
-        (r"attention", "attention", 0),
+        # stack calls cat; embedding calls index_select; relu is clamp_min on a GPU.
         (r"aten::(cat|stack)", "cat", 0),
-        (r"aten::_foreach_(\w+)", r"foreach \1", 0),
         (r"aten::(embedding|index_select)", "embedding", 1),
         (r"aten::(relu|clamp_min)", "relu", 1),
         (r"aten::(_index_put_impl|_?index_put|_unsafe_index_put)", "index put", 1),
+        # Dropout draws its mask by bernoulli_ on a CPU.
         (r"aten::(bernoulli|native_dropout)", "dropout", 1),
-        (r"aten::(convolution|_slow_conv2d|mkldnn_convolution)_backward", "convolution back", 3),
+        # An optimizer's step on many tensors falls back to one op for each.
+        (r"aten::_foreach_(\w+)", r"foreach \1", 0),
     )
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class RowSeconds:
-    """What a row says of the ops of its graph: seconds by op id, all iterations together.
+    """The measured seconds of a row by op of its graph."""
 
-    total: seconds of all ops of the row, unattributed ones included.  strays: those that the graph
-    has not, or not as often, most seconds first.
-    """
-
-    seconds: Mapping[int, float]
-    total: float
-    strays: tuple[Stray, ...]
+    seconds: Mapping[int, float]  # s by op id, all iterations together
+    total: float  # s of all ops of the row, unattributed seconds included
+    strays: tuple[Stray, ...]  # calls that the graph has not, or not as often; most seconds first
 
     @property
     def coverage(self) -> float:
@@ -72,26 +74,26 @@ def seconds_of_row(row: ModelRow, estimate: Estimate) -> RowSeconds:
     if row.source == "replay":
         return _by_id(row, estimate, total)
     kernels = _Kernels(estimate)
-    calls = [(key_of_call(one.target, one.shapes), one) for one in row.ops]
-    seen: Counter[tuple[Key, str]] = Counter()  # a key may have wrappers of the same name
-    inclusive: dict[tuple[Key, str], float] = defaultdict(float)
-    for key, one in calls:
-        seen[key, one.target] += one.count
-        inclusive[key, one.target] += one.inclusive
+    calls = [(keys.key_of_call(call.target, call.shapes), call) for call in row.ops]
+    seen: Counter[tuple[keys.Key, str]] = Counter()  # a key may have wrappers of the same name
+    inclusive: dict[tuple[keys.Key, str], float] = defaultdict(float)
+    for key, call in calls:
+        seen[key, call.target] += call.count
+        inclusive[key, call.target] += call.inclusive
     strays: list[Stray] = []
-    for key, one in calls:
-        if one.seconds <= 0:  # all of it is in the calls inside
+    for key, call in calls:
+        if call.seconds <= 0:  # all of it is in the calls inside
             continue
-        own = kernels.own_share(key, seen[key, one.target])
+        own = kernels.own_share(key, seen[key, call.target])
         if own:
-            kernels.add(kernels.exact[key], one.seconds * own)
+            kernels.add(kernels.exact[key], call.seconds * own)
         others = kernels.around(key) if own < 1 else ()
         if others:
-            kernels.add(others, one.seconds * (1 - own))
+            kernels.add(others, call.seconds * (1 - own))
         elif own < 1:
             left = 1 - own
-            strays.append(Stray(one.target, key[1], one.count * left, one.seconds * left))
-    whole: dict[Key, float] = {}
+            strays.append(Stray(call.target, key[1], call.count * left, call.seconds * left))
+    whole: dict[keys.Key, float] = {}
     for (key, target), seconds in inclusive.items():
         if kernels.own_share(key, seen[key, target]) == 1:
             whole[key] = max(seconds, whole.get(key, 0.0))
@@ -108,7 +110,7 @@ def _less(strays: Sequence[Stray], seconds: float) -> list[Stray]:
     kept = 1 - seconds / total
     if kept < 1e-9:  # but for rounding, all of them
         return []
-    return [replace(one, count=one.count * kept, seconds=one.seconds * kept) for one in strays]
+    return [replace(s, count=s.count * kept, seconds=s.seconds * kept) for s in strays]
 
 
 class _Kernels:
@@ -116,13 +118,13 @@ class _Kernels:
 
     def __init__(self, estimate: Estimate) -> None:
         graph = estimate.graph
-        self.exact: dict[Key, list[int]] = defaultdict(list)
-        self.loose: dict[Key, list[int]] = defaultdict(list)
-        self.launches: Counter[Key] = Counter()
+        self.exact: dict[keys.Key, list[int]] = defaultdict(list)
+        self.loose: dict[keys.Key, list[int]] = defaultdict(list)
+        self.launches: Counter[keys.Key] = Counter()
         self.seconds: dict[int, float] = defaultdict(float)
         for op in graph.ops:
             if op.kind == "kernel":
-                key = key_of_op(graph, op)
+                key = keys.key_of_op(graph, op)
                 self.exact[key].append(op.id)
                 self.loose[_innermost(key)].append(op.id)
                 self.launches[key] += graph.times(op)
@@ -131,23 +133,23 @@ class _Kernels:
             for index in row.ops:
                 self._weights[index] += row.timing.t_device / len(row.ops)
 
-    def own_share(self, key: Key, calls: int) -> float:
+    def own_share(self, key: keys.Key, calls: int) -> float:
         """Share of so many calls that are ops of the graph themselves."""
         launches = self.launches[key]
         if not launches or calls < _FEWEST * launches:
             return 0.0
         return min(1.0, launches / calls)
 
-    def around(self, key: Key) -> Sequence[int]:
+    def around(self, key: keys.Key) -> Sequence[int]:
         """The ops that such calls are parts of."""
         own = self.exact.get(key)
         for name in (_innermost(key), _foreach(key)):
-            found = self.loose.get(name)
-            if found and found != own:
-                return found
+            ops = self.loose.get(name)
+            if ops and ops != own:
+                return ops
         return ()
 
-    def fill(self, whole: Mapping[Key, float], most: float) -> float:
+    def fill(self, whole: Mapping[keys.Key, float], most: float) -> float:
         """Raise the seconds of ops to those with all that ran inside, by at most so many in all;
         by how many."""
         missing = {
@@ -171,7 +173,7 @@ class _Kernels:
             self.seconds[index] += seconds * share
 
 
-def _innermost(key: Key) -> Key:
+def _innermost(key: keys.Key) -> keys.Key:
     name, shapes = key
     for pattern, common, count in _INNERMOST:
         match = pattern.fullmatch(name)
@@ -180,8 +182,8 @@ def _innermost(key: Key) -> Key:
     return key
 
 
-def _foreach(key: Key) -> Key:
-    """What an optimizer's op on one parameter is in the graph: a part of one on all of them."""
+def _foreach(key: keys.Key) -> keys.Key:
+    """The key of the op on all parameters, of which the op on one parameter is a part."""
     return f"foreach {key[0].removeprefix('aten::')}", ()
 
 
@@ -189,9 +191,9 @@ def _by_id(row: ModelRow, estimate: Estimate, total: float) -> RowSeconds:
     ops = estimate.graph.ops
     seconds: dict[int, float] = {}
     strays: list[Stray] = []
-    for one in row.ops:
-        if one.id is not None and one.id < len(ops) and ops[one.id].target == one.target:
-            seconds[one.id] = seconds.get(one.id, 0.0) + one.seconds
+    for call in row.ops:
+        if call.id is not None and call.id < len(ops) and ops[call.id].target == call.target:
+            seconds[call.id] = seconds.get(call.id, 0.0) + call.seconds
         else:
-            strays.append(Stray(one.target, (), one.count, one.seconds))
+            strays.append(Stray(call.target, (), call.count, call.seconds))
     return RowSeconds(seconds, total, tuple(strays))

@@ -64,25 +64,21 @@ def measure(
     if chip_only:
         _measure_chip(targets, device, 20.0 if budget is None else budget, out)
         return
-    from rooftrace.measured.bench import default_device
-    from rooftrace.measured.suite import (
-        BUDGET_S,
-        QUICK_S,
-        Plan,
-        default_out,
-        measure_suite,
-        start_again,
-        summary as measured,
-    )
+    from rooftrace.measured.suite import SuitePlan, measure_suite, start_again, summary
 
-    device = device or default_device()
-    path = Path(out) if out else default_out(device)
-    usual = QUICK_S if quick else BUDGET_S
-    seconds = usual if budget is None else budget
-    plan = Plan(path, device, seconds, quick, targets, phases, batch, seq)
+    plan = SuitePlan.of(
+        targets,
+        out=out,
+        device=device,
+        budget_s=budget,
+        quick=quick,
+        phases=phases,
+        batch=batch,
+        seq=seq,
+    )
     with progress() as tell:
         run = measure_suite(plan, tell, start_again)
-    click.echo(measured(run, path))
+    click.echo(summary(run, plan.out))
 
 
 def _measure_chip(
@@ -91,11 +87,11 @@ def _measure_chip(
     if targets:
         raise click.UsageError(f"--chip-only measures no model: leave out {' '.join(targets)}")
     from rooftrace.hardware.chipfile import dump_chip, write_chip
-    from rooftrace.measured.bench import default_device, measure_chip
+    from rooftrace.measured.bench import devices, measure_chip
     from rooftrace.reporting.text import render_chip
 
     with progress() as tell:
-        chip = measure_chip(device or default_device(), budget, progress=tell)
+        chip = measure_chip(device or devices.default_device(), budget, progress=tell)
     if out in (None, "-"):
         click.echo(dump_chip(chip), nl=False)
         return

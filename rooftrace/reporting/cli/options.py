@@ -88,7 +88,7 @@ def pricing_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option(
             "--knobs",
             metavar="FILE",
-            help="What a calibration found (a TOML file), in place of datasheet peaks.",
+            help="Calibrated constants (a TOML file) to use instead of datasheet peaks.",
         ),
         click.option("--tf32", is_flag=True, help="Run fp32 matrix products on the matrix engine."),
         click.option(

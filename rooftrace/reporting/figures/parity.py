@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rooftrace.hardware.units import format_share, format_time
-from rooftrace.measured.validate import CLOSE, Node
+from rooftrace.measured.validate import Node, misses
 from rooftrace.reporting.figures import style
 from rooftrace.reporting.figures.labels import Box, Label, place
 from rooftrace.reporting.text import kernel_name, plural, short_module
@@ -117,7 +117,7 @@ def _limits(points: Sequence[ParityPoint]) -> tuple[float, float]:
 def _lines(axes: Axes, low: float, high: float) -> None:
     """The diagonal, and where the prediction is 20 % more and less than the measurement."""
     axes.plot([low, high], [low, high], color=style.INK, linewidth=1.4, zorder=2)
-    for factor in (1 / (1 - CLOSE), 1 / (1 + CLOSE)):
+    for factor in (1 / (1 - misses.CLOSE), 1 / (1 + misses.CLOSE)):
         axes.plot(
             [low, high],
             [low * factor, high * factor],
@@ -171,11 +171,11 @@ def _legend(figure: Figure, points: Sequence[ParityPoint], tones: dict[str, str]
 
 def _footer(points: Sequence[ParityPoint]) -> str:
     errors = [abs(point.error) for point in points]
-    inside = sum(error <= CLOSE for error in errors) / len(points)
+    inside = sum(error <= misses.CLOSE for error in errors) / len(points)
     return (
         f"{plural(len(points), 'point')}, {format_share(inside)} inside the dashed lines "
-        f"(\u00b1{format_share(CLOSE)}); median |error| {format_share(statistics.median(errors))} "
-        "of the measured.  Area: seconds of the step."
+        f"(\u00b1{format_share(misses.CLOSE)}); median |error| "
+        f"{format_share(statistics.median(errors))} of the measured.  Area: seconds of the step."
     )
 
 
@@ -190,7 +190,7 @@ def _names(
     from matplotlib.lines import Line2D
     from matplotlib.patheffects import withStroke
 
-    off = [p for p in points if abs(p.error) > CLOSE]
+    off = [p for p in points if abs(p.error) > misses.CLOSE]
     off.sort(key=lambda p: (-p.weight * abs(math.log(p.predicted / p.measured)), p.label))
     renderer = figure.canvas.get_renderer()  # type: ignore[attr-defined]
     halo = [withStroke(linewidth=2.5, foreground="white", alpha=0.85)]

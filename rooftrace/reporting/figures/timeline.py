@@ -1,7 +1,7 @@
 """A step as a timeline for Perfetto (ui.perfetto.dev) or chrome://tracing: predicted, and measured.
 
 One process of tracks shows the estimate: what the host enqueues, what the device runs, the modules.
-Another shows a run: its kernels by stream and its ops by thread, from a profile, or one track of
+Another shows a run: its kernels by stream and its ops by thread, from a trace, or one track of
 ops from seconds by op id.  Arrows go from each predicted kernel to the measured one.
 """
 
@@ -22,7 +22,7 @@ from rooftrace.tracer.graph import pattern_of, write_bytes
 
 if TYPE_CHECKING:
     from rooftrace.costmodels.estimating import Estimate, Row
-    from rooftrace.measured.profiles import Alignment
+    from rooftrace.measured.alignment import Alignment
     from rooftrace.reporting.pages import Report
 
 LIMIT = 50_000
@@ -45,16 +45,16 @@ def timeline(
 ) -> dict[str, Any]:
     """The contents of a trace file in Chrome's format; times in us from the start of the step.
 
-    measured: an alignment of a profile with `estimate.graph`, or seconds by op id of that graph,
+    measured: an alignment of a trace with `estimate.graph`, or seconds by op id of that graph,
     all iterations together.
     """
-    from rooftrace.measured.profiles import Alignment
+    from rooftrace.measured.alignment import Alignment
 
     playback = play(estimate, limit)
     events = [*_tracks(estimate), *_predicted(estimate, playback)]
     anchors = _anchors(estimate, playback)
     if isinstance(measured, Alignment):
-        shown, places = _of_profile(measured, limit)
+        shown, places = _of_trace(measured, limit)
         events += [*_measured_tracks(measured), *shown, *_arrows(anchors, places)]
     elif measured is not None:
         shown, places = _of_seconds(estimate, measured)
@@ -239,32 +239,30 @@ def _last(path: str) -> str:
 
 
 def _measured_tracks(found: Alignment) -> Iterator[Event]:
-    profile = found.profile
+    trace = found.trace
     streams = _streams(found)
     tracks = {
-        track: f"{profile.devices.get(device) or f'device {device}'}, stream {stream}"
+        track: f"{trace.devices.get(device) or f'device {device}'}, stream {stream}"
         for (device, stream), track in streams.items()
     }
-    threads = sorted({profile.ops.thread[op] for op in found.step.ops})
+    threads = sorted({trace.ops.thread[op] for op in found.step.ops})
     tracks |= {_OPS + thread: f"host thread {thread}" for thread in threads}
     return _named(_MEASURED, f"measured: {found.step.name}", tracks)
 
 
 def _streams(found: Alignment) -> dict[tuple[int, int], int]:
-    kernels = found.profile.kernels
+    kernels = found.trace.kernels
     pairs = sorted({(kernels.device[i], kernels.stream[i]) for i in found.step.kernels})
     return {pair: track for track, pair in enumerate(pairs, start=1)}
 
 
-def _of_profile(
-    found: Alignment, limit: int
-) -> tuple[list[Event], dict[Target, tuple[int, float]]]:
+def _of_trace(found: Alignment, limit: int) -> tuple[list[Event], dict[Target, tuple[int, float]]]:
     """Slices of the step of median length; the track and time where each op first shows."""
-    profile, step = found.profile, found.step
+    trace, step = found.trace, found.step
     events: list[Event] = []
     places: dict[Target, tuple[int, float]] = {}
     owner = found.owners
-    ops = profile.ops
+    ops = trace.ops
     shown = step.ops if len(step.ops) <= limit else [op for op in step.ops if op in found.places]
     for index in shown:
         op = ops[index]
@@ -272,7 +270,7 @@ def _of_profile(
         facts: dict[str, Any] = {}
         if index in found.places:
             facts["op"] = found.places[index][0]
-            if not profile.on_device:
+            if not trace.on_device:
                 places.setdefault(found.places[index], (_OPS + op.thread, start))
         if op.inputs is not None:
             facts["shapes"] = [list(shape) for shape in op.inputs.shapes if shape]
@@ -283,7 +281,7 @@ def _of_profile(
         )
     streams = _streams(found)
     for index in step.kernels:
-        kernel = profile.kernels[index]
+        kernel = trace.kernels[index]
         start = kernel.start - step.start
         track = streams[kernel.device, kernel.stream]
         facts = {"cpu_op": ops[kernel.op].name} if kernel.op is not None else {}

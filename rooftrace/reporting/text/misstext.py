@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rooftrace.hardware.units import MISSING, format_share, format_time
-from rooftrace.measured.validate import Node, worst
+from rooftrace.measured.validate import Node, misses
 from rooftrace.reporting.text.words import kernel_name, plural
 from rooftrace.tracer.graph import pattern_of
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from rooftrace.measured.profiles import Alignment, Stray
+    from rooftrace.measured.alignment import Alignment, Stray
 
 SHOWN = 20
 HEADS = ("kernel", "module", "launches", "predicted", "measured", "off by", "likely reason")
@@ -24,7 +24,7 @@ def miss_rows(
     nodes: Sequence[Node], alignment: Alignment | None = None, count: int = SHOWN
 ) -> list[tuple[str, ...]]:
     """Cells of the worst kernels and of calls that the graph has not, most seconds off first."""
-    rows = [(abs(node.miss), node_cells(node)) for node in worst(tuple(nodes), count)]
+    rows = [(abs(node.miss), node_cells(node)) for node in misses.worst(tuple(nodes), count)]
     for stray in alignment.only_in_trace if alignment else ():
         rows.append((stray.seconds, stray_cells(stray)))
     rows.sort(key=lambda row: -row[0])

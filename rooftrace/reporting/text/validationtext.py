@@ -15,17 +15,9 @@ from rooftrace.hardware.units import (
     format_time,
     format_traffic,
 )
+from rooftrace.measured.alignment import Stray
 from rooftrace.measured.fit import Errors
-from rooftrace.measured.profiles import Stray
-from rooftrace.measured.validate import (
-    PHASES,
-    ClassCheck,
-    NodeCheck,
-    StepCheck,
-    by_class,
-    by_phase,
-    peak_errors,
-)
+from rooftrace.measured.validate import NodeCheck, StepCheck
 from rooftrace.reporting.figures import ParityPoint, kernel_points
 from rooftrace.reporting.text.misstext import HEADS, node_cells, stray_cells
 from rooftrace.reporting.text.words import LIMITS, kernel_name, listed, percent, plural
@@ -97,8 +89,8 @@ def _coverage_words(found: Validation) -> str:
 
 def error_rows(found: Validation) -> list[list[str]]:
     """Errors of steps by phase, and of the memory; cells of _ERROR_HEADS."""
-    rows = [[name, *_error_cells(one)] for name, one in by_phase(found.steps).items()]
-    peaks = peak_errors(found.steps)
+    rows = [[name, *_error_cells(one)] for name, one in found.by_phase.items()]
+    peaks = found.peak_errors
     return [*rows, ["memory at the peak", *_error_cells(peaks)]] if peaks else rows
 
 
@@ -156,29 +148,29 @@ def _short(step: StepCheck) -> str:
     return " ".join(words) or step.label
 
 
-def _grouped(steps: Sequence[StepCheck]) -> dict[str, list[StepCheck]]:
+def _grouped(found: Validation) -> dict[str, list[StepCheck]]:
     """Steps by the lines of the summary, worst first."""
-    groups: dict[str, list[StepCheck]] = {name: [] for name in dict.fromkeys(PHASES.values())}
-    for step in sorted(steps, key=lambda one: (-abs(one.error), one.label)):
-        groups.setdefault(PHASES.get(step.phase, step.phase), []).append(step)
-    return {name: group for name, group in groups.items() if group}
+    return {
+        line: sorted(steps, key=lambda step: (-abs(step.error), step.label))
+        for line, steps in found.lines.items()
+    }
 
 
 def class_rows(found: Validation) -> list[list[str]]:
     """Cells of _CLASS_HEADS, most measured time first."""
-    classes = by_class(found.nodes)
+    classes = found.by_class
     whole = sum(one.measured for one in classes.values())
-    return [[name, *_class_cells(one, whole)] for name, one in classes.items()]
-
-
-def _class_cells(one: ClassCheck, whole: float) -> list[str]:
     return [
-        f"{one.count:,}",
-        format_time(one.predicted),
-        format_time(one.measured),
-        format_share(one.measured / whole),
-        f"{one.bias:+.1%}",
-        f"{one.mean:.1%}",
+        [
+            name,
+            f"{one.count:,}",
+            format_time(one.predicted),
+            format_time(one.measured),
+            format_share(one.measured / whole),
+            f"{one.bias:+.1%}",
+            f"{one.mean:.1%}",
+        ]
+        for name, one in classes.items()
     ]
 
 
@@ -277,7 +269,7 @@ def parity_points(found: Validation) -> tuple[list[ParityPoint], str]:
     points = [
         ParityPoint(
             f"{_short(step)} {step.phase}", step.predicted, step.measured,
-            PHASES.get(step.phase, step.phase), max(step.predicted, step.measured),
+            step.line, max(step.predicted, step.measured),
         )
         for step in found.steps
         if step.predicted > 0
@@ -342,7 +334,7 @@ def _steps_grid(found: Validation) -> Any:
     for head, _ in made:
         left = head == "limited by"
         columns.append(Column(head, right=not left, drop=_DROPS.get(head, 0), clipped=22 * left))
-    groups = _grouped(found.steps)
+    groups = _grouped(found)
     lines = max(3, STEPS // len(groups))
     rows: list[list[Any]] = []
     for name, group in groups.items():
@@ -370,7 +362,7 @@ def validation_markdown(found: Validation, files: Sequence[str] = ()) -> str:
         lines += ["![predicted and measured](parity.png)", ""]
     made = _step_columns(found.steps)
     heads = ["step", *(head for head, _ in made)]
-    for name, group in _grouped(found.steps).items():
+    for name, group in _grouped(found).items():
         rows = [[_short(step), *(make(step) for _, make in made)] for step in group]
         lines += [f"### {name[0].upper()}{name[1:]}", ""]
         lines += [*_table(heads, rows, left=("step", "limited by")), ""]

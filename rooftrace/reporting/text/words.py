@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rooftrace.costmodels.timing import ranked
+from rooftrace.hardware import units
 from rooftrace.hardware.units import (
     MISSING,
     format_bandwidth,
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from rooftrace.costmodels.timing import StepTimes
     from rooftrace.hardware import Chip
     from rooftrace.tracer.graph import Assumption
+
+plural, listed = units.plural, units.listed
 
 LIMITS: Mapping[str, str] = {
     "hbm": "HBM",
@@ -53,20 +56,6 @@ def percent(share: float | None) -> str:
 def bare(text: str, unit: str) -> str:
     """`text` without its unit, for a column with the unit in its head: "9.1 TFLOP" -> "9.1 T"."""
     return text.removesuffix(unit).rstrip()
-
-
-def plural(count: int, noun: str) -> str:
-    """ "1 op", "2 ops"; nouns that end in y take -ies."""
-    if count == 1:
-        return f"{count:,} {noun}"
-    return f"{count:,} {noun[:-1]}ies" if noun.endswith("y") else f"{count:,} {noun}s"
-
-
-def listed(words: Sequence[str]) -> str:
-    """ "a", "a and b", "a, b and c"."""
-    if len(words) < 2:
-        return "".join(words)
-    return f"{', '.join(words[:-1])} and {words[-1]}"
 
 
 def regime_words(times: StepTimes) -> str:

@@ -1,0 +1,56 @@
+"""`python3 -m rooftrace.measured`: the measurement suite as a command that needs torch only.
+
+python3 -m rooftrace.measured --out run.json.gz --budget 480
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from rooftrace.measured.bench import MeasureError
+from rooftrace.measured.suite import SuitePlan, measure_suite, start_again, summary
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command: 0 when done, 2 for a request that makes no sense, 130 where stopped."""
+    parser = argparse.ArgumentParser(
+        prog="rooftrace.measured", description="Measure this device into one file."
+    )
+    parser.add_argument("names", nargs="*", metavar="TARGET", help="only these models")
+    parser.add_argument("--out", help="the file; one that is there is gone on with")
+    parser.add_argument("--device", help="cpu or cuda; default: cuda where there is one")
+    parser.add_argument("--budget", type=float, help="seconds to spend; default 480, --quick 90")
+    parser.add_argument("--quick", action="store_true", help="a trial in about a minute")
+    parser.add_argument("--phase", help="of a target, comma-separated; default: all it has")
+    parser.add_argument("--batch", type=int, help="of a target")
+    parser.add_argument("--seq", type=int, help="sequence length of a target")
+    wanted = parser.parse_args(arguments)
+    try:
+        plan = SuitePlan.of(
+            wanted.names,
+            out=wanted.out,
+            device=wanted.device,
+            budget_s=wanted.budget,
+            quick=wanted.quick,
+            phases=wanted.phase.split(",") if wanted.phase else None,
+            batch=wanted.batch,
+            seq=wanted.seq,
+        )
+        print(summary(measure_suite(plan, _tell, start_again), plan.out))
+    except (MeasureError, ValueError, OSError) as error:
+        sys.stderr.write(f"rooftrace: {error}\n")
+        return 2
+    except KeyboardInterrupt:
+        sys.stderr.write("rooftrace: stopped; the same command goes on\n")
+        return 130
+    return 0
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,170 @@
+"""A trace beside a graph: the measured seconds of each op, and what only one side has."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from rooftrace.measured.alignment.calls import Call
+from rooftrace.measured.alignment.keys import Key
+from rooftrace.measured.traces import Trace, TraceStep, records
+from rooftrace.tracer.graph import OpGraph
+
+
+@dataclass(frozen=True, slots=True)
+class Stray:
+    """Calls of a trace that the graph has not: totals of one step."""
+
+    name: str
+    shapes: tuple[records.Shape, ...]
+    count: float  # calls
+    seconds: float  # s, all calls together
+
+
+@dataclass(frozen=True, slots=True)
+class OpMeasurement:
+    """The measured seconds of one op of the graph: medians over the steps."""
+
+    op: int  # its id
+    seconds: tuple[float, ...]  # s of each iteration; of the host in a trace without kernels
+    kernels: float = 0.0  # how many an iteration launched; 0 without any in the trace
+    start: float | None = None  # s, when the first of them began, after the step's beginning
+
+    @property
+    def total(self) -> float:
+        """Seconds of all iterations."""
+        return sum(self.seconds)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alignment:
+    """A trace beside a graph."""
+
+    trace: Trace
+    graph: OpGraph
+    how: str  # "annotations" or "order"
+    measured: Mapping[int, OpMeasurement]  # by op id, those that the trace has
+    coverage: float  # share of the measured seconds that belong to an op
+    only_in_trace: tuple[Stray, ...]  # most seconds first
+    only_in_graph: tuple[int, ...]  # ids of kernels of which the trace has no iteration
+    step: TraceStep  # the step of median length, for pictures
+    # (op id, iteration) by the index of the call
+    places: Mapping[int, tuple[int, int]] = field(default_factory=dict, repr=False)
+    first_difference: str = ""  # where the two part, in words
+    reshaped: int = 0  # calls that pair with their sizes written otherwise
+    # Share of the measured seconds that is in no step, where steps were cut by their period.
+    outside: float | None = None
+
+    @property
+    def seconds(self) -> dict[int, float]:
+        """Measured seconds of a step by op id, all iterations together."""
+        return {op: measurement.total for op, measurement in self.measured.items()}
+
+    @cached_property
+    def owners(self) -> Mapping[int, tuple[int, int]]:
+        """(op id, iteration) that each call of `step`, or the one around it, was matched to."""
+        parents = self.trace.ops.parent
+        owner: dict[int, tuple[int, int]] = {}
+        for op in self.step.ops:
+            above = op
+            while above != records.NONE and above not in self.places:
+                above = parents[above]
+            if above != records.NONE:
+                owner[op] = self.places[above]
+        return owner
+
+    @property
+    def ops_matched_share(self) -> float:
+        """Share of the graph's kernels that were found, every iteration counted."""
+        graph = self.graph
+        kernels = sum(graph.times(op) for op in graph.ops if op.kind == "kernel")
+        matched = sum(len(measurement.seconds) for measurement in self.measured.values())
+        return matched / kernels if kernels else 1.0
+
+    @property
+    def score(self) -> float:
+        """The smaller of the shares of seconds and of kernels that match."""
+        return min(self.coverage, self.ops_matched_share)
+
+
+class Sums:
+    """Adds up the calls of each step, by op and iteration."""
+
+    def __init__(self, trace: Trace, graph: OpGraph) -> None:
+        self.trace, self.graph = trace, graph
+        self.steps = 0
+        self.matched = self.total = 0.0
+        self.seconds: dict[tuple[int, int], list[float]] = defaultdict(list)
+        self.kernels: dict[tuple[int, int], list[int]] = defaultdict(list)
+        self.starts: dict[int, list[float]] = defaultdict(list)
+        self.strays: dict[tuple[str, Key], list[float]] = {}
+        self.places: dict[int, tuple[int, int]] = {}
+        self._step: dict[tuple[int, int], list[Any]] = {}
+
+    def add(self, step: TraceStep, call: Call, target: tuple[int, int] | None) -> None:
+        """Count one call for an (op, iteration), or as a stray where `target` is None."""
+        self.total += call.seconds
+        if target is None:
+            entry = self.strays.setdefault((call.name, call.key), [0, 0.0])
+            entry[0] += 1
+            entry[1] += call.seconds
+            return
+        self.matched += call.seconds
+        now = self._step.setdefault(target, [0.0, 0, None])
+        now[0] += call.seconds
+        now[1] += len(call.kernels)
+        if call.op != records.NONE:
+            self.places[call.op] = target
+        if now[2] is None:
+            table = self.trace.kernels if call.kernels else self.trace.ops
+            first = min(call.kernels, key=table.start.__getitem__) if call.kernels else call.op
+            now[2] = table.start[first] - step.start
+
+    def end(self) -> None:
+        """End the step."""
+        self.steps += 1
+        for target, (seconds, kernels, start) in self._step.items():
+            self.seconds[target].append(seconds)
+            self.kernels[target].append(kernels)
+            self.starts[target[0]].append(start)
+        self._step = {}
+
+    def alignment(self, how: str, first: str = "") -> Alignment:
+        """The alignment of all steps."""
+        turns: dict[int, list[int]] = defaultdict(list)
+        for op, turn in sorted(self.seconds):
+            turns[op].append(turn)
+        median = statistics.median
+        measured = {
+            op: OpMeasurement(
+                op,
+                tuple(median(self.seconds[op, turn]) for turn in iterations),
+                statistics.fmean(median(self.kernels[op, turn]) for turn in iterations),
+                min(self.starts[op]),
+            )
+            for op, iterations in turns.items()
+        }
+        strays = [
+            Stray(name, key[1], count / self.steps, seconds / self.steps)
+            for (name, key), (count, seconds) in self.strays.items()
+            if seconds > 0
+        ]
+        steps = sorted(self.trace.steps, key=lambda step: step.seconds)
+        return Alignment(
+            trace=self.trace,
+            graph=self.graph,
+            how=how,
+            measured=measured,
+            coverage=self.matched / self.total if self.total else 0.0,
+            only_in_trace=tuple(sorted(strays, key=lambda stray: (-stray.seconds, stray.name))),
+            only_in_graph=tuple(
+                op.id for op in self.graph.ops if op.kind == "kernel" and op.id not in measured
+            ),
+            step=steps[(len(steps) - 1) // 2],
+            places=self.places,
+            first_difference=first,
+        )

@@ -1,0 +1,207 @@
+"""Keys by which calls of a trace and ops of a graph are compared: names and input shapes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from rooftrace.costmodels.fusion import segments
+from rooftrace.costmodels.pricing import find_rule
+from rooftrace.measured.traces import records
+from rooftrace.tracer.graph import Op, OpGraph
+
+Key = tuple[str, tuple[records.Shape, ...]]
+"""What a call and an op are compared by: a name, and the shapes of tensors with dimensions."""
+
+_WINDOW = 40_000
+"""How many calls and ops are matched at once: their table has a bit for every pair (200 MB)."""
+
+_ONE_OP: Mapping[str, frozenset[str]] = {
+    "attention": frozenset({"rooftrace.attention"}),
+    "attention_backward": frozenset(
+        {"rooftrace.attention_backward", "aten._flash_attention_backward"}
+    ),
+    "rnn": frozenset({"rooftrace.rnn"}),
+    "rnn_backward": frozenset({"rooftrace.rnn_backward"}),
+    "batch_norm": frozenset(
+        {
+            "aten.native_batch_norm",
+            "aten._batch_norm_with_update",
+            "aten._native_batch_norm_legit_no_training",
+        }
+    ),
+    "batch_norm_backward": frozenset({"aten.native_batch_norm_backward"}),
+    "rms_norm": frozenset({"rooftrace.rms_norm"}),
+    "rms_norm_backward": frozenset({"rooftrace.rms_norm_backward"}),
+}
+"""Ops that every backend has under another name: whatever a rule of these prices is that op."""
+_SEVERAL_NAMES = frozenset({"attention", "rnn", "batch norm", "layer norm"})
+"""The kinds of these ops, to look no further for any other."""
+_ONLY_IN_TRACES: Mapping[str, str] = {
+    "aten::dropout": "aten::native_dropout",  # the call around it
+    "aten::_cudnn_attention_backward": "attention_backward",  # inside of the op, never in a graph
+    "aten::_scaled_dot_product_attention_math": "attention",  # a backend that is many kernels
+    "aten::_scaled_dot_product_attention_math_for_mps": "attention",
+}
+"""Names that no graph has, so that no rule knows them."""
+_BY_FIRST_SHAPE = frozenset(
+    {"attention", "batch_norm", "batch_norm_backward", "rms_norm", "rms_norm_backward"}
+)
+"""Backends take other arguments after the first."""
+_BY_NAME = frozenset({"attention_backward", "rnn", "rnn_backward"})
+"""Backends take all arguments in another order."""
+
+
+def key_of_op(graph: OpGraph, op: Op) -> Key:
+    """The key of an op of a graph."""
+    shapes = [graph.values[value].shape for value in op.inputs]
+    return _key(op.name.replace(".", "::", 1), shapes)
+
+
+def key_of_call(name: str, shapes: Sequence[records.Shape]) -> Key:
+    """The key of a call in a trace."""
+    return _key(name, list(_flat(shapes)))
+
+
+def _key(name: str, shapes: Sequence[records.Shape]) -> Key:
+    name = common_name(name)
+    with_dimensions = tuple(shape for shape in shapes if shape)
+    if name in _BY_FIRST_SHAPE:
+        with_dimensions = with_dimensions[:1]
+    elif name in _BY_NAME:
+        with_dimensions = ()
+    return name, with_dimensions
+
+
+def common_name(name: str) -> str:
+    """One name for all names of an op: "attention" of "aten::_scaled_dot_product_flash_attention".
+
+    Every other name stays, without the underscore of an op in place: add_ is what add is.
+    """
+    dotted = name.replace("::", ".", 1)
+    rule = find_rule(f"{dotted}.default")
+    if rule is not None and rule.kind in _SEVERAL_NAMES:
+        for common_to_all, ops in _ONE_OP.items():
+            if dotted in ops or any(_priced_by(op) is rule.price for op in ops):
+                return common_to_all
+    return _ONLY_IN_TRACES.get(name) or name.removesuffix("_")
+
+
+def _priced_by(op: str) -> Callable[..., object] | None:
+    rule = find_rule(f"{op}.default")
+    return None if rule is None else rule.price
+
+
+# A batch of one is a product of two matrices, and a weight may lie either way.
+_UNBATCHED = {"aten::bmm": "aten::mm", "aten::baddbmm": "aten::addmm"}
+_PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::linear"})
+WAYS = 3
+"""Ways to write the same sizes, each looser than the one before."""
+
+
+def looser(key: Key, way: int) -> Key:
+    """A key in which some harmless differences of shapes are gone.
+
+    way 1: no leading dimensions of 1.  way 2: no dimensions of 1 at all.  way 3: all dimensions but
+    the last as one, and of a matrix product the weight as if it lay either way.
+    """
+    name, shapes = key
+    if way == 1:
+        if name in _UNBATCHED and all(s[0] == 1 for s in shapes if len(s) == 3):
+            name = _UNBATCHED[name]
+        return name, tuple(filter(None, map(_without_leading, shapes)))
+    name, shapes = looser(key, 1)
+    plain = [tuple(size for size in shape if size != 1) for shape in shapes]
+    if way == 3:
+        plain = [(math.prod(s[:-1]), s[-1]) if len(s) > 1 else s for s in plain]
+        if name in _PRODUCTS:
+            weights = [i for i, s in enumerate(plain) if len(s) == 2][1:]
+            for i in weights[-1:]:
+                plain[i] = tuple(sorted(plain[i]))
+    return name, tuple(filter(None, plain))
+
+
+def _without_leading(shape: records.Shape) -> records.Shape:
+    first = next((i for i, size in enumerate(shape) if size != 1), len(shape))
+    return shape[first:]
+
+
+def _flat(shapes: Sequence[records.Shape]) -> Iterator[records.Shape]:
+    """Shapes, those in lists of tensors one by one."""
+    for shape in shapes:
+        if shape and isinstance(shape[0], tuple):
+            yield from _flat(shape)
+        else:
+            yield shape
+
+
+def written_out(graph: OpGraph) -> list[tuple[int, int]]:
+    """(op id, iteration) in the order of `graph.expand()`, iterations numbered as they run."""
+    places = [op.repeats for op in graph.ops]
+
+    def walk(part: range, depth: int, turn: int) -> Iterator[tuple[int, int]]:
+        for repeat, inside in segments(places, part, depth):
+            if repeat is None:
+                yield from ((index, turn) for index in inside)
+                continue
+            count = graph.repeats[repeat].count
+            for iteration in range(count):
+                yield from walk(inside, depth + 1, turn * count + iteration)
+
+    return list(walk(range(len(places)), 0, 0))
+
+
+def paired(have: Sequence[Key], wanted: Sequence[Key]) -> tuple[list[tuple[int, int]], int]:
+    """Pairs of positions, both rising, and how many of them only pair by `looser` keys.
+
+    Between two pairs of one way to write sizes the next looser one is tried.
+    """
+    pairs = common(have, wanted)
+    exact = len(pairs)
+    for way in range(1, WAYS + 1):
+        if len(pairs) == min(len(have), len(wanted)):
+            break
+        closer: list[tuple[int, int]] = []
+        i = j = 0
+        for a, b in [*pairs, (len(have), len(wanted))]:
+            if i < a and j < b:
+                left = [looser(key, way) for key in have[i:a]]
+                right = [looser(key, way) for key in wanted[j:b]]
+                closer += [(i + x, j + y) for x, y in common(left, right)]
+            if a < len(have):
+                closer.append((a, b))
+            i, j = a + 1, b + 1
+        pairs = closer
+    return pairs, len(pairs) - exact
+
+
+def common(have: Sequence[Key], wanted: Sequence[Key]) -> list[tuple[int, int]]:
+    """Pairs of positions of a longest common subsequence, both rising."""
+    from rapidfuzz.distance import LCSseq
+
+    numbers: dict[Key, int] = {}
+    a = [numbers.setdefault(key, len(numbers)) for key in have]
+    b = [numbers.setdefault(key, len(numbers)) for key in wanted]
+    pairs: list[tuple[int, int]] = []
+    i = j = 0
+    while i < len(a) and j < len(b):
+        last = len(a) - i <= _WINDOW and len(b) - j <= _WINDOW
+        block_pairs = [
+            (i + block.src_start + k, j + block.dest_start + k)
+            for block in LCSseq.opcodes(a[i : i + _WINDOW], b[j : j + _WINDOW])
+            if block.tag == "equal"
+            for k in range(block.src_end - block.src_start)
+        ]
+        if not last:  # what is near the end of a window may have its partner behind it
+            block_pairs = block_pairs[: max(1, len(block_pairs) * 3 // 4)]
+        pairs += block_pairs
+        if last or not block_pairs:
+            break
+        i, j = block_pairs[-1][0] + 1, block_pairs[-1][1] + 1
+    return pairs
+
+
+def key_words(key: Key) -> str:
+    """ "aten::mm [[8, 64], [64, 64]]"."""
+    shapes = ", ".join(str(list(shape)) for shape in key[1][:4])
+    return f"{key[0]} [{shapes}{', ...' if len(key[1]) > 4 else ''}]"

@@ -1,0 +1,63 @@
+"""The graph that a trace is a run of: of several, the one that matches best."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rooftrace.costmodels.estimating import Estimate, estimate
+from rooftrace.costmodels.execution import ExecutionModel
+from rooftrace.hardware import Chip, units
+from rooftrace.measured.alignment import Alignment, align
+from rooftrace.measured.pairing.reading import Graphs, MeasuredRequestError
+from rooftrace.measured.sources import ProfileError
+from rooftrace.measured.traces import Trace
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """A trace beside the graph that it matches best."""
+
+    estimate: Estimate  # of that graph
+    alignment: Alignment
+    phases: tuple[str, ...]  # of all graphs that were tried
+
+
+def best_match(
+    trace: Trace,
+    graphs_of: Callable[[], Graphs] | None,
+    chip: Chip,
+    model: ExecutionModel,
+    tell: Callable[[str], None],
+) -> Match:
+    """The graph that a trace matches best, priced, and how it matches.
+
+    graphs_of: makes the graphs of what ran, by phase.  Raises MeasuredRequestError where nobody
+    says what ran, and ProfileError where the trace matches no graph.
+    """
+    if graphs_of is None:
+        raise MeasuredRequestError(
+            f"{trace.source or 'the trace'}: a trace does not say what ran: name it with "
+            "--target, and its sizes with --batch, --seq, --phase (in Python: "
+            "target=rooftrace.trace(model, x))"
+        )
+    graphs = graphs_of()
+    best: Match | None = None
+    errors: list[ProfileError] = []
+    for phase, graph in graphs.items():
+        tell(f"aligning with {phase}")
+        priced = estimate(graph, chip, model)
+        try:
+            alignment = align(trace, priced.graph)
+        except ProfileError as error:
+            errors.append(error)
+            continue
+        if best is None or alignment.score > best.alignment.score:
+            best = Match(priced, alignment, tuple(graphs))
+    if best is not None:
+        return best
+    if not errors:
+        raise MeasuredRequestError(f"{trace.source}: the target has no graph to set it beside")
+    if len(errors) == 1:
+        raise errors[0]
+    raise ProfileError(f"{errors[0]} (tried {units.listed(list(graphs))}; this is of the first)")

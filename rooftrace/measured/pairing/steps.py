@@ -1,0 +1,183 @@
+"""Measured steps with the graphs of what ran: from a run file, or from a table of step times."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from rooftrace.costmodels.execution import ExecutionModel, execution_model
+from rooftrace.costmodels.rewriting import reprice
+from rooftrace.measured.pairing.reading import Graphs, MeasuredRequestError
+from rooftrace.measured.runs import ModelRow, Run
+from rooftrace.measured.tables import StepTime
+from rooftrace.tracer.graph import OpGraph
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredStep:
+    """One measured step, and how its graph is made."""
+
+    label: str  # what to call it
+    place: str  # where it stands: the key of a row, or a line of a table
+    group: str  # what ran, whatever its sizes
+    seconds: float  # s
+    graph: Callable[[], OpGraph]
+    phase: str | None = None  # None where a table does not say
+    row: ModelRow | None = None  # of a run
+
+    def why_not(self, error: Exception) -> str:
+        """One line on why the step could not be used."""
+        text = str(error.args[0]) if isinstance(error, LookupError) else str(error)
+        why = (text.splitlines() or [""])[0]
+        return why if self.group in self.place else f"{self.group}: {why}"
+
+
+def steps_of(
+    measured: Run | Sequence[StepTime], model: ExecutionModel, target: str | Graphs | None
+) -> list[MeasuredStep]:
+    """The measured steps of a run that ran as `model` dispatches, or of a table.
+
+    target: graphs of what ran by phase, or a target in which {target} stands for the name in the
+    measurements, {batch}, {seq}, {kv} and of a table {image_size} for its sizes; None: the names
+    are targets, of a run also models of the suite.  Raises MeasuredRequestError where a run has no
+    such step.
+    """
+    if isinstance(measured, Run):
+        return steps_of_run(measured, model, target)
+    return steps_of_table(measured, "{target}" if target is None else target)
+
+
+def steps_of_table(
+    steps: Sequence[StepTime], target: str | Graphs = "{target}"
+) -> list[MeasuredStep]:
+    """The steps of a table.
+
+    target: how the name in the table becomes a target, for example "models.py:{target}"; {batch},
+    {seq}, {kv} and {image_size} stand for those columns.  Or graphs, if all lines are steps of one.
+    """
+    return [
+        MeasuredStep(
+            label=" ".join(str(v) for v in (step.target, step.phase, step.batch, step.seq) if v),
+            place=f"line {step.line}",
+            group=step.target,
+            seconds=step.seconds,
+            graph=partial(_graph_of_step, step, target),
+            phase=step.phase,
+        )
+        for step in steps
+    ]
+
+
+def steps_of_run(
+    run: Run, execution: str | ExecutionModel, target: str | Graphs | None = None
+) -> list[MeasuredStep]:
+    """The models of a run that ran as `execution` dispatches.
+
+    target: graphs of what ran, or a target in which {target} stands for the row's model; without it
+    rows name models of the suite, or targets themselves.  Raises MeasuredRequestError where the
+    run has no such row.
+    """
+    mode = "eager" if execution_model(execution).dispatch == "eager" else "compiled"
+    steps = [
+        MeasuredStep(
+            label=row.key,
+            place=row.key,
+            group=row.model,
+            seconds=row.median,
+            graph=partial(_graph_of_row, row, target),
+            phase=row.phase,
+            row=row,
+        )
+        for row in run.models
+        if row.mode == mode
+    ]
+    if not steps:
+        raise MeasuredRequestError(
+            f"the run has no {mode} steps of models, only "
+            f"{', '.join(sorted({row.mode for row in run.models})) or 'operations'}; measure some "
+            "with `rooftrace measure`, or name another --execution"
+        )
+    return steps
+
+
+def _graph_of_step(step: StepTime, target: str | Graphs) -> OpGraph:
+    from rooftrace.tracer import trace_target
+    from rooftrace.tracer.asking import Options, Request
+
+    if not isinstance(target, str):
+        return _of_phase(target, step.phase)
+    sizes = ("target", "batch", "seq", "kv", "image_size")
+    name = filled(target, {size: getattr(step, size) for size in sizes})
+    request = Request(step.batch, step.seq, step.kv)
+    phases = [step.phase] if step.phase else None
+    graph = next(iter(trace_target(name, phases, request, Options(dtype=step.dtype)).values()))
+    return graph if step.dtype is None else reprice(graph, step.dtype)
+
+
+def _graph_of_row(row: ModelRow, target: str | Graphs | None) -> OpGraph:
+    if target is None and row.scale:
+        from rooftrace.measured.suite import traced_model
+
+        return traced_model(row)
+    if target is not None and not isinstance(target, str):
+        return _of_phase(target, None if row.phase == "step" else row.phase)
+    if target is None and not _names_a_target(row.model):
+        raise MeasuredRequestError(
+            f"{row.key!r}: {row.model!r} is no model of the suite and names no target; say with "
+            "--target what ran (in Python: target=rooftrace.trace(model, x))"
+        )
+    sizes = {size: row.sizes.get(size) for size in ("batch", "seq", "kv")}
+    name = row.model if target is None else filled(target, {"target": row.model, **sizes})
+    return _at_sizes(name, row.phase, sizes)
+
+
+def _at_sizes(name: str, phase: str, sizes: Mapping[str, int | None]) -> OpGraph:
+    """A phase of a target at these sizes.  A target that makes its own inputs is not told what it
+    does not take; what it has then must be these sizes."""
+    from rooftrace.tracer import trace_target
+    from rooftrace.tracer.asking import Request, RequestError, TargetError
+
+    batch, seq, kv = (sizes[size] for size in ("batch", "seq", "kv"))
+    first: Exception | None = None
+    for request in (Request(batch, seq, kv), Request(batch), Request()):
+        try:
+            graph = trace_target(name, [phase], request)[phase]
+        except (RequestError, TargetError) as error:
+            first = first or error
+            continue
+        known = {n: graph.workload[n] for n in sizes if graph.workload.get(n) is not None}
+        other = [n for n in known if sizes[n] not in (None, known[n])]
+        if not other:
+            return graph
+        first = first or MeasuredRequestError(
+            f"{name}: measured with {other[0]} {sizes[other[0]]}, traces with {known[other[0]]}"
+        )
+    raise first or MeasuredRequestError(f"{name}: does not trace at the sizes that were measured")
+
+
+def _names_a_target(model: str) -> bool:
+    return ":" in model or model.endswith(".json")
+
+
+def _of_phase(graphs: Graphs, phase: str | None) -> OpGraph:
+    """The graph of a phase, or the only one."""
+    if phase is not None and phase in graphs:
+        return graphs[phase]
+    if phase is None and len(graphs) == 1:
+        return next(iter(graphs.values()))
+    raise MeasuredRequestError(
+        f"phase {phase or 'not given'}: the target has {', '.join(graphs) or 'none'}"
+    )
+
+
+def filled(target: str, sizes: Mapping[str, Any]) -> str:
+    """A template with its names filled in.  Raises MeasuredRequestError for another name in it."""
+    try:
+        return target.format(**sizes)
+    except (KeyError, IndexError, ValueError) as error:
+        raise MeasuredRequestError(
+            f"--target {target!r}: {error}; expected some of "
+            f"{', '.join(f'{{{name}}}' for name in sizes)}"
+        ) from None

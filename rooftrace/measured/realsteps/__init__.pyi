@@ -1,0 +1,9 @@
+from rooftrace.measured.realsteps.measurement import (
+    measure as measure,
+    measured_row as measured_row,
+    measuring as measuring,
+    profiled_step as profiled_step,
+)
+from rooftrace.measured.realsteps.realize import (
+    realized as realized,
+)

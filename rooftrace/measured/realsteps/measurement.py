@@ -1,0 +1,309 @@
+"""Measuring a module of the user's: its step on the wall, and the time of every op of its graph."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rooftrace.measured.bench import Bench, devices
+from rooftrace.measured.realsteps.profiler import StepProfile, by_op, profiled, profiler
+from rooftrace.measured.realsteps.replay import attributed
+from rooftrace.measured.realsteps.steps import (
+    RealStep,
+    TimedStep,
+    real_inputs,
+    real_step,
+    timed,
+)
+from rooftrace.measured.runs import ModelRow, Run
+from rooftrace.tracer.asking import Loss, RequestError
+from rooftrace.tracer.graph import OpGraph, dtype_name
+from rooftrace.tracer.phases import as_before, named_inputs
+
+WARMUPS = 2
+
+
+def measure(
+    model: nn.Module,
+    *args: Any,
+    phase: str = "forward",
+    loss: Loss | None = None,
+    optimizer: str = "adamw",
+    compiled: bool = False,
+    ops: bool = True,
+    budget_s: float = 10.0,
+    name: str = "",
+    **kwargs: Any,
+) -> Run:
+    """Time a step of `model`, called with these arguments, where it is; and each op of its graph.
+
+    The step is what `rooftrace.trace` captures with the same arguments: forward, prefill, decode
+    (one token after the prompt that is given), or training with an optimizer, on a copy of the
+    weights.  compiled: the step is run through torch.compile.  ops: the captured graph is also run
+    op by op, eagerly, and the row's `ops` have the ids of `rooftrace.trace(model, ...,
+    phase=phase)`.  budget_s: about how long the timed repetitions may take.
+
+    The result is a run with one row: `run.models[0]`.  Raises RequestError for a model on meta, or
+    a phase that it has not, and what the model raises.
+    """
+    device = _device(model)
+    bench = Bench(device, budget_s, lambda line: None)
+    row = measured_row(
+        bench,
+        model,
+        args,
+        kwargs,
+        phase=phase,
+        name=name or type(model).__name__,
+        loss=loss,
+        optimizer=optimizer,
+        compiled=compiled,
+        ops=ops,
+    )
+    return run_of(device, row)
+
+
+def measured_row(
+    bench: Bench,
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    phase: str,
+    name: str,
+    loss: Loss | None = None,
+    optimizer: str = "adamw",
+    compiled: bool = False,
+    ops: bool = True,
+) -> ModelRow:
+    """The row of one phase of a model; see `measure`."""
+    inputs = real_inputs(model, args, kwargs, phase)
+    with as_before(model), _weights_kept(model, phase):
+        step = real_step(model, inputs, phase, optimizer, loss, compiled)
+        times = timed(bench, step, bench.budget_s, WARMUPS)
+        del step
+        state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        tensors: dict[str, Tensor] = {name: tensor.detach() for name, tensor in state.items()}
+        call = ((), inputs.decode or {}) if phase == "decode" else (args, kwargs)
+        tensors |= dict(named_inputs(model, *call))
+        attribution: dict[str, Any] = {}
+        if ops:
+            graph = _graph(model, args, kwargs, phase, loss, optimizer)
+            result = attributed(bench, graph, tensors)
+            attribution = {
+                "device_seconds": result.seconds,
+                "unattributed": result.unattributed,
+                "source": "replay",
+                "ops": result.ops,
+            }
+    mode = "compiled" if compiled else "eager"
+    sizes = {key: inputs.workload[key] for key in ("batch", "seq", "kv") if key in inputs.workload}
+    floating = [p for p in model.parameters() if p.is_floating_point()]
+    return ModelRow(
+        key=ModelRow.key_of(name, phase, mode, sizes),
+        model=name,
+        phase=phase,
+        mode=mode,
+        sizes=sizes,
+        seconds=times.seconds,
+        dtype=dtype_name(floating[0].dtype) if floating else "",
+        parameters=sum(p.numel() for p in model.parameters()),
+        peak_bytes=times.peak_bytes,
+        resident_bytes=times.resident_bytes,
+        **attribution,
+    )
+
+
+def profiled_step(
+    bench: Bench,
+    module: nn.Module,
+    kwargs: Mapping[str, Any],
+    phase: str,
+    compiled: bool,
+    seconds: float,
+) -> tuple[TimedStep, StepProfile]:
+    """Time a step of a module for about so many seconds, then run it once under the profiler.
+
+    The module is called with `kwargs`; for decode they are the prompt.  Training changes its
+    weights.  Raises what `real_step` and the module raise; no gradient is left behind.
+    """
+    try:
+        step = real_step(module, real_inputs(module, (), kwargs, phase), phase, compiled=compiled)
+        times = timed(bench, step, seconds, warmups=3 if compiled else WARMUPS)
+        return times, _profile(bench, step)
+    finally:
+        for parameter in module.parameters():  # of a step that failed halfway
+            parameter.grad = None
+
+
+def _profile(bench: Bench, step: RealStep) -> StepProfile:
+    """On a CPU the quicker of two: there the profiler itself needs a warm-up."""
+
+    def once() -> StepProfile:
+        state = step.ready()
+        return by_op(profiled(bench, lambda: step.run(state))[0], bench.on_cuda)
+
+    first = once()
+    return first if bench.on_cuda else min(first, once(), key=lambda profile: profile.seconds)
+
+
+def run_of(device: torch.device, *rows: ModelRow) -> Run:
+    """A run with these rows, on this device, today."""
+    today = time.strftime("%Y-%m-%d", time.gmtime())
+    return Run(
+        device=devices.device_facts(device),
+        versions=devices.versions(),
+        dates=(today,),
+        models=rows,
+    )
+
+
+def _device(model: Any) -> torch.device:
+    if not isinstance(model, nn.Module):
+        raise RequestError(
+            f"expected a torch.nn.Module to measure, got {type(model).__name__}: {model!r:.80}; "
+            "a step of your own is measured inside `with rooftrace.measuring() as steps:`"
+        )
+    tensors = (*model.parameters(), *model.buffers())
+    devices = {tensor.device for tensor in tensors} or {torch.device("cpu")}
+    if len(devices) > 1 or next(iter(devices)).type not in ("cpu", "cuda"):
+        where = ", ".join(sorted(map(str, devices)))
+        raise RequestError(
+            f"{type(model).__name__} is on {where}: expected all of it on one device, cpu or "
+            "cuda; move it there with .to(), or from meta with .to_empty()"
+        )
+    return devices.pop()
+
+
+@contextlib.contextmanager
+def _weights_kept(model: nn.Module, phase: str) -> Iterator[None]:
+    """Training changes weights and running statistics: they are afterwards what they were."""
+    tensors = [] if phase != "training" else [*model.parameters(), *model.buffers()]
+    copies = [tensor.detach().clone() for tensor in tensors]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, copy in zip(tensors, copies, strict=True):
+                tensor.copy_(copy)
+
+
+def _graph(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    phase: str,
+    loss: Loss | None,
+    optimizer: str,
+) -> OpGraph:
+    from rooftrace.tracer import trace
+
+    return trace(model, *args, phase=phase, loss=loss, optimizer=optimizer, **kwargs)
+
+
+# -- steps of the user's own -----------------------------------------------------------------------
+
+
+class StepTimer:
+    """Times steps that the user writes: each inside `with steps.step():`.
+
+    The first ones warm up; the next is profiled, where that was asked for; the rest are timed.
+    """
+
+    def __init__(self, name: str, device: str, profile: bool, compiled: bool) -> None:
+        self._name, self._profile, self._compiled = name, profile, compiled
+        self._bench = Bench(torch.device(device), 1.0, lambda line: None)
+        self._count = 0
+        self._seconds: list[float] = []
+        self._profile_fields: dict[str, Any] = {}
+        self._run: Run | None = None
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """One step, from an idle device to an idle device."""
+        profiles = self._profile and self._count == WARMUPS
+        self._count += 1
+        if profiles:
+            with self._profiled():
+                yield
+            return
+        self._bench.synchronize()
+        start = time.perf_counter()
+        yield
+        self._bench.synchronize()
+        if self._count > WARMUPS:
+            self._seconds.append(time.perf_counter() - start)
+        elif self._bench.on_cuda:
+            torch.cuda.reset_peak_memory_stats(self._bench.device)
+
+    @contextlib.contextmanager
+    def _profiled(self) -> Iterator[None]:
+        with profiler(self._bench) as recorded:
+            yield
+            self._bench.synchronize()
+        profile = by_op(recorded.events(), self._bench.on_cuda)
+        self._profile_fields = {
+            "device_seconds": profile.seconds,
+            "unattributed": profile.unattributed,
+            "source": "profiler",
+            "ops": profile.ops,
+        }
+
+    @property
+    def run(self) -> Run:
+        """The run with one row.  Raises RequestError before the block has ended."""
+        if self._run is None:
+            raise RequestError("the run of measured steps is there after their block has ended")
+        return self._run
+
+    def close(self) -> None:
+        """Make the row.  Raises RequestError where no step was timed."""
+        first = WARMUPS + self._profile
+        if not self._seconds:
+            raise RequestError(
+                f"{self._count} steps ran: the first {first} warm up and are profiled; "
+                f"run at least {first + 1}, each inside `with steps.step():`"
+            )
+        mode = "compiled" if self._compiled else "eager"
+        peak = resident = None
+        if self._bench.on_cuda:
+            peak = int(torch.cuda.max_memory_allocated(self._bench.device))
+            resident = int(torch.cuda.memory_allocated(self._bench.device))
+        row = ModelRow(
+            key=ModelRow.key_of(self._name, "step", mode, {}),
+            model=self._name,
+            phase="step",
+            mode=mode,
+            sizes={},
+            seconds=tuple(self._seconds),
+            peak_bytes=peak,
+            resident_bytes=resident,
+            **self._profile_fields,
+        )
+        self._run = run_of(self._bench.device, row)
+
+
+@contextlib.contextmanager
+def measuring(
+    name: str = "step", device: str | None = None, profile: bool = True, compiled: bool = False
+) -> Iterator[StepTimer]:
+    """Time steps of your own: any code, as often as you run it.
+
+        with rooftrace.measuring("fine-tuning") as steps:
+            for batch in batches:
+                with steps.step():
+                    train(batch)
+        steps.run.models[0].median  # seconds
+
+    The first two steps warm up, the third goes through the profiler (profile=False: none does), the
+    rest are timed.  device: what is waited for; default cuda where there is one.  compiled: what to
+    write down of how it runs.  Raises RequestError at the end where no step was timed.
+    """
+    steps = StepTimer(name, device or devices.default_device(), profile, compiled)
+    yield steps
+    steps.close()

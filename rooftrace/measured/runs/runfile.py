@@ -1,0 +1,287 @@
+"""Measurements as plain records, and their file; needs no torch.
+
+A file is one `Run`: what one device did, case by case, with every repetition.  It is written to a
+temporary file beside the target and then renamed, so that a reader sees the old or the new one.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import os
+import statistics
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rooftrace.tracer.graph import write_bytes
+
+SCHEMA = "rooftrace.run/1"
+_GZIP = b"\x1f\x8b"
+_ADVICE = "measure again with `rooftrace measure --out FILE`"
+
+
+class RunFileError(ValueError):
+    """A file that holds no measurements, or not those that were asked for: quotes it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpTime:
+    """The time of one op in one step; of a profiler, of all calls with equal shapes together."""
+
+    target: str  # "aten.mm.default" in a graph, "aten::mm" from the profiler
+    seconds: float  # s, all calls together, without the ops inside of them
+    count: int  # calls in the step
+    id: int | None = None  # of the op in its graph; None from the profiler
+    module: str = ""  # path of the op's module; "" from the profiler
+    shapes: tuple[Any, ...] = ()  # of the inputs, as the profiler writes them
+    kernels: tuple[str, ...] = ()  # names of what ran on the device
+    total: float | None = None  # s, with the ops inside; None where that is `seconds`
+
+    @property
+    def inclusive(self) -> float:
+        """Seconds of all calls, with the ops inside of them."""
+        return self.seconds if self.total is None else self.total
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroRow:
+    """The times of one operation alone, on caches that hold none of its data."""
+
+    key: str  # the name of the case, unique in a run
+    kind: str  # "matmul", "copy" ...
+    sizes: Mapping[str, Any]  # dtype, dimensions, layout
+    seconds: tuple[float, ...]  # s, of one call, every repetition
+    flops: float | None = None  # FLOP of one call; None for a launch
+    bytes: float | None = None  # byte: each input read once, each output written once; or None
+
+    @property
+    def median(self) -> float:
+        """Median seconds of one call."""
+        return statistics.median(self.seconds)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelRow:
+    """The times of one step of a model, and of its ops where they were measured."""
+
+    key: str  # the name of the case, unique in a run; see `key_of`
+    model: str  # a model of the suite, or a target
+    phase: str  # forward, training, prefill, decode; "step" for a step of the user's own
+    mode: str  # eager or compiled
+    sizes: Mapping[str, Any]  # batch, seq, kv
+    seconds: tuple[float, ...]  # s, on the wall from idle device to idle device, every repetition
+    kind: str = ""  # the sort of model, of the suite
+    scale: str = ""  # which sizes of a model of the suite
+    dtype: str = ""  # of the weights
+    parameters: int | None = None  # how many numbers the weights hold
+    # s, all kernels of a step (on a CPU: all ops; of a replay: its wall); None: not all was seen
+    device_seconds: float | None = None
+    unattributed: float | None = None  # s of `device_seconds` that belong to no op in `ops`
+    source: str = ""  # who measured `ops`: "profiler" in the step itself, "replay" op by op
+    ops: tuple[OpTime, ...] = ()  # empty where they were not measured
+    peak_bytes: int | None = (
+        None  # byte, the most that tensors took; None: the device does not tell
+    )
+    resident_bytes: int | None = None  # byte, what tensors take between steps
+    note: str = ""  # what a reader should know
+
+    @staticmethod
+    def key_of(name: str, phase: str, mode: str, sizes: Mapping[str, Any], scale: str = "") -> str:
+        """The key of a step: "gpt2 small decode batch=4 kv=128 eager"."""
+        shown = [f"{key}={value}" for key, value in sizes.items()]
+        return " ".join(filter(None, (name, scale, phase, *shown, mode)))
+
+    @property
+    def median(self) -> float:
+        """Median seconds of one step."""
+        return statistics.median(self.seconds)
+
+    @property
+    def attributed(self) -> float:
+        """Seconds of all `ops` together."""
+        return sum(op.seconds for op in self.ops)
+
+
+@dataclass(frozen=True, slots=True)
+class Trouble:
+    """A case that gave no row."""
+
+    key: str
+    reason: str
+    failed: bool = True  # it was tried, and is tried again only when asked; False: left out
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """All that was measured on one device."""
+
+    device: Mapping[str, Any]  # name, type, memory, clocks and driver, as the device tells them
+    versions: Mapping[str, str]  # of the libraries
+    dates: tuple[str, ...] = ()  # YYYY-MM-DD of each start
+    settings: Mapping[str, Any] = field(default_factory=dict)  # budget and choices
+    micro: tuple[MicroRow, ...] = ()  # operations alone
+    models: tuple[ModelRow, ...] = ()  # steps of models
+    troubles: tuple[Trouble, ...] = ()  # cases without a row
+    notes: tuple[str, ...] = ()  # conditions of the measurement
+
+    @property
+    def errors(self) -> tuple[Trouble, ...]:
+        """The cases that were tried and failed."""
+        return tuple(trouble for trouble in self.troubles if trouble.failed)
+
+    @property
+    def skipped(self) -> tuple[Trouble, ...]:
+        """The cases that were left out."""
+        return tuple(trouble for trouble in self.troubles if not trouble.failed)
+
+    def done(self) -> set[str]:
+        """Keys of the cases that need no other try: measured, or failed."""
+        rows = {row.key for row in self.micro} | {row.key for row in self.models}
+        return rows | {trouble.key for trouble in self.errors}
+
+    def with_row(self, row: MicroRow | ModelRow) -> Run:
+        """The run with one more row, in place of what it had under the same key."""
+        troubles = tuple(t for t in self.troubles if t.key != row.key)
+        if isinstance(row, MicroRow):
+            kept = tuple(other for other in self.micro if other.key != row.key)
+            return replace(self, micro=(*kept, row), troubles=troubles)
+        others = tuple(other for other in self.models if other.key != row.key)
+        return replace(self, models=(*others, row), troubles=troubles)
+
+    def with_trouble(self, key: str, reason: str, failed: bool = True) -> Run:
+        """The run with a case that gave no row, in place of earlier troubles with it."""
+        troubles = tuple(t for t in self.troubles if t.key != key)
+        return replace(self, troubles=(*troubles, Trouble(key, reason, failed)))
+
+    def __enter__(self) -> Run:
+        """`with rooftrace.measure(model, x) as run:` has the whole run in its block."""
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Nothing is open."""
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the run to `path`; see `save_run`."""
+        return save_run(self, path)
+
+
+# -- files -----------------------------------------------------------------------------------------
+
+
+def save_run(run: Run, path: str | os.PathLike[str]) -> Path:
+    """Write `run` to `path`, compressed if it ends in .gz; nothing is left half-written."""
+    path = Path(path)
+    text = json.dumps(encoded(run), separators=(",", ":"), allow_nan=False).encode()
+    content = gzip.compress(text, compresslevel=6, mtime=0) if path.suffix == ".gz" else text
+    write_bytes(path, content)
+    return path
+
+
+def load_run(path: str | os.PathLike[str]) -> Run:
+    """The run in a file.
+
+    Raises FileNotFoundError, or RunFileError for a file that is cut off, damaged or of another
+    kind or version.
+    """
+    path = Path(path)
+    raw = path.read_bytes()
+    try:
+        data = json.loads(gzip.decompress(raw) if raw[:2] == _GZIP else raw)
+    except (OSError, EOFError, zlib.error, ValueError) as error:
+        reason = str(error) or type(error).__name__
+        raise RunFileError(f"{path}: not a readable run ({reason}); {_ADVICE}") from None
+    schema = data.get("schema") if isinstance(data, dict) else None
+    if schema != SCHEMA:
+        raise RunFileError(f"{path}: schema is {schema!r}, expected {SCHEMA!r}; {_ADVICE}")
+    try:
+        return decoded(data)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise RunFileError(f"{path}: a damaged run ({reason}); {_ADVICE}") from None
+
+
+def encoded(run: Run) -> dict[str, Any]:
+    """The run as plain JSON values."""
+    data: dict[str, Any] = {"schema": SCHEMA, **_plain(run)}
+    data["micro"] = [_plain(row) for row in run.micro]
+    data["models"] = [{**_plain(row), "ops": [_plain(op) for op in row.ops]} for row in run.models]
+    data["troubles"] = [_plain(row) for row in run.troubles]
+    return data
+
+
+def decoded(data: Mapping[str, Any]) -> Run:
+    """The run of what `encoded` made.  Raises KeyError, TypeError or ValueError for other data."""
+    models = (
+        _record(ModelRow, {**row, "ops": tuple(_record(OpTime, op) for op in row.get("ops", ()))})
+        for row in data["models"]
+    )
+    rest = {name: value for name, value in data.items() if name != "schema"}
+    run = _record(
+        Run,
+        {
+            **rest,
+            "micro": tuple(_record(MicroRow, row) for row in data["micro"]),
+            "models": tuple(models),
+            "troubles": tuple(_record(Trouble, row) for row in data["troubles"]),
+        },
+    )
+    for micro in run.micro:
+        _check_times(micro)
+    for model in run.models:
+        _check_times(model)
+    return run
+
+
+def _plain(record: Any) -> dict[str, Any]:
+    """The fields of a record that are not at their defaults."""
+    return {
+        item.name: value
+        for item in fields(record)
+        if (value := getattr(record, item.name)) != item.default or item.name == "failed"
+    }
+
+
+Record = TypeVar("Record", Run, MicroRow, ModelRow, OpTime, Trouble)
+
+
+def _record(kind: type[Record], data: Mapping[str, Any]) -> Record:
+    names = {item.name: str(item.type) for item in fields(kind)}
+    unknown = sorted(set(data) - set(names))
+    if unknown:
+        raise ValueError(f"a {kind.__name__} has no {unknown[0]!r}")
+    values = {name: _typed(kind, name, names[name], value) for name, value in data.items()}
+    return kind(**values)
+
+
+_TYPES: Mapping[str, tuple[type, ...]] = {
+    "str": (str,),
+    "bool": (bool,),
+    "int": (int,),
+    "float": (int, float),
+    "Mapping": (dict,),
+    "tuple": (list, tuple),
+}
+
+
+def _typed(kind: type, name: str, annotation: str, value: Any) -> Any:
+    if value is None and annotation.endswith("| None"):
+        return None
+    expected = _TYPES[annotation.partition("[")[0].partition(" |")[0]]
+    if not isinstance(value, expected) or (isinstance(value, bool) and bool not in expected):
+        raise TypeError(f"{kind.__name__}.{name} is {value!r:.60}, expected {annotation}")
+    return _frozen(value) if tuple in expected else value
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(_frozen(item) for item in value) if isinstance(value, (list, tuple)) else value
+
+
+def _check_times(row: MicroRow | ModelRow) -> None:
+    times = row.seconds
+    numbers = all(isinstance(t, (int, float)) and math.isfinite(t) and t >= 0 for t in times)
+    if not times or not numbers:
+        raise ValueError(f"{row.key!r} has times {times!r:.60}, expected seconds of at least 0")

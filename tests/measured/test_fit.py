@@ -1,0 +1,334 @@
+"""Fits to times made with known knobs: what they can tell is found, the rest is named."""
+
+import math
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import rooftrace as rt
+from rooftrace.costmodels.execution.executions import execution_model
+from rooftrace.costmodels.kernels.opclass import group_class, op_class
+from rooftrace.costmodels.kernels.tables import kernel_table
+from rooftrace.costmodels.kernels.utilization import p_norm
+from rooftrace.costmodels.knobs.classes import CLASSES
+from rooftrace.costmodels.knobs.knobs import Knobs, Share
+from rooftrace.costmodels.planning.plans import plan
+from rooftrace.hardware.chipfile import load_chip
+from rooftrace.measured.fit.cases import (
+    CalibrationError,
+    Case,
+    alone_case,
+    errors,
+    kernel_cases,
+    predict,
+    profiled_cases,
+    step_case,
+)
+from rooftrace.measured.fit.fitting import choose, fit
+from rooftrace.measured.runs.runfile import OpTime
+
+CHIP = load_chip("rtx-4090")
+START = Knobs("start", overlap=3.0, launch=3e-6, shares={"layer norm": Share(memory=0.8)})
+TRUTH = replace(START, compute=0.8, memory=0.6)
+
+
+class Mlp(nn.Module):
+    def __init__(self, width: int, depth: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(depth))
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + torch.relu(layer(self.norm(x)))
+        return x
+
+
+def step(width: int, rows: int, depth: int = 2) -> rt.OpGraph:
+    with torch.device("meta"):
+        return rt.trace(Mlp(width, depth).half(), torch.empty(rows, width, dtype=torch.half))
+
+
+def cases(truth: Knobs, noise: float = 0.0, sizes=None, execution="eager") -> list[Case]:
+    draw = random.Random(0)
+    found = []
+    for width in (256, 1024, 4096):
+        for rows in sizes or (512, 4096, 16384, 65536):
+            one = step_case(f"{width}x{rows}", step(width, rows), CHIP, execution, 1.0, str(rows))
+            (seconds,) = predict([one], truth)
+            found.append(replace(one, seconds=seconds * math.exp(draw.gauss(0, noise))))
+    return found
+
+
+# -- the formula -----------------------------------------------------------------------------------
+
+
+def test_without_knobs_to_turn_a_table_has_the_times_of_an_estimate() -> None:
+    graph = step(1024, 4096)
+    ideal = execution_model("eager", knobs=Knobs("ideal"))
+    plain, same = rt.estimate(graph, CHIP, "eager"), rt.estimate(graph, CHIP, ideal)
+    assert same.times.t_serial == pytest.approx(plain.times.t_serial, rel=1e-3)
+    assert same.t_est == pytest.approx(plain.t_est, rel=1e-3)
+
+
+def test_a_prediction_is_the_estimate_by_the_same_knobs() -> None:
+    graph = step(4096, 16384)
+    one = step_case("x", graph, CHIP, "eager", 1.0)
+    (seconds,) = predict([one], TRUTH)
+    estimate = rt.estimate(graph, CHIP, execution_model("eager", knobs=TRUTH))
+    assert seconds == pytest.approx(estimate.times.t_serial, rel=1e-9)
+    assert estimate.times.t_bound <= estimate.times.t_serial <= estimate.t_est
+
+
+def test_slower_knobs_take_longer_and_shares_touch_their_class_only() -> None:
+    table, _ = kernel_table(plan(step(1024, 4096), "eager"), CHIP)
+    before = table.seconds(START, False).device
+    norms = replace(START, shares={"layer norm": Share(memory=0.4)})
+    after = table.seconds(norms, False).device
+    kinds = [CLASSES[k] for k in table.kind]
+    for kind, a, b in zip(kinds, before, after, strict=True):
+        assert b > a if kind == "layer norm" else b == a
+    assert (table.seconds(TRUTH, False).device > before).all()
+
+
+def test_norms_of_order_one_add_and_of_infinite_order_take_the_larger() -> None:
+    import numpy as np
+
+    a, b = np.array([3.0, 1.0]), np.array([4.0, 1.0])
+    assert p_norm(1, a, b) == pytest.approx([7, 2])
+    assert p_norm(2, a, b) == pytest.approx([5, math.sqrt(2)])
+    assert p_norm(math.inf, a, b) == pytest.approx([4, 1])
+
+
+def test_classes_go_by_the_heaviest_op_of_a_kernel() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.convs = nn.Sequential(
+                nn.Conv2d(8, 16, 3), nn.Conv2d(16, 16, 1), nn.Conv2d(16, 16, 3, groups=16),
+                nn.Conv2d(16, 16, 7, groups=16), nn.Conv2d(16, 16, 3, groups=4),
+            )  # fmt: skip
+            self.norm = nn.BatchNorm2d(16)
+
+        def forward(self, x):
+            return torch.relu(self.norm(self.convs(x))).mean((2, 3)).softmax(-1)
+
+    with torch.device("meta"):
+        graph = rt.trace(Net(), torch.empty(2, 8, 32, 32))
+    kernels = [op for op in graph.ops if op.kind == "kernel"]
+    assert [op_class(op, graph) for op in kernels] == [
+        "conv", "conv 1x1", "depthwise conv", "depthwise conv, large", "grouped conv",
+        "batch norm", "elementwise", "reduction", "softmax",
+    ]  # fmt: skip
+    assert group_class(graph, [op.id for op in kernels[-4:]]) == "batch norm"
+
+
+def test_the_backward_of_grouped_convolutions_is_of_a_class_of_its_own() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(
+            nn.Conv2d(16, 16, 3, groups=16), nn.Conv2d(16, 16, 3, groups=4), nn.Conv2d(16, 16, 3)
+        )
+        graph = rt.trace(model, torch.empty(2, 16, 32, 32), phase="training", optimizer="none")
+    backward = [op for op in graph.ops if op.name == "aten.convolution_backward"]
+    assert [op_class(op, graph) for op in backward] == [
+        "conv",
+        "grouped conv backward",
+        "depthwise conv backward",
+    ]
+
+
+# -- the fit ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.03])
+def test_what_the_chip_sustains_is_found_within_its_error(noise: float) -> None:
+    found = fit(cases(TRUTH, noise), START)
+    at = {p.name: p for p in found.parameters}
+    for name in ("compute", "memory"):
+        truth = getattr(TRUTH, name)
+        assert at[name].identified
+        assert abs(math.log(at[name].value / truth)) < 3 * at[name].error + 0.02
+    assert found.errors.mean < 0.01 + noise and found.left_out is not None
+    assert found.left_out.mean < 0.02 + 2 * noise
+    assert found.knobs.compute == at["compute"].value
+
+
+def test_what_the_measurements_cannot_tell_is_named_and_left_alone() -> None:
+    small = cases(TRUTH, sizes=(1, 2, 4, 8, 16))  # a few rows: nothing here is bound by compute
+    found = fit(small, START, free=("compute", "memory", "pooling.memory"))
+    assert set(found.unidentified) == {"compute", "pooling.memory"}
+    assert found.knobs.compute == START.compute and "pooling" not in found.knobs.shares
+    assert found.knobs.memory == pytest.approx(TRUTH.memory, rel=0.1)
+
+
+def test_one_bad_measurement_does_not_move_the_fit() -> None:
+    good = cases(TRUTH)
+    spoilt = [*good[:-1], replace(good[-1], seconds=20 * good[-1].seconds)]
+    found = fit(spoilt, START, check=False)
+    assert found.knobs.memory == pytest.approx(TRUTH.memory, rel=0.06)
+    assert found.errors.worst_case == good[-1].name and found.errors.worst < -0.9
+
+
+def test_the_share_of_a_class_and_the_launch_are_found_too() -> None:
+    truth = replace(START, launch=9e-6, shares={"layer norm": Share(memory=0.55)})
+    found = fit(cases(truth), START, free=("launch", "layer norm.memory"))
+    assert found.knobs.share("layer norm").memory == pytest.approx(0.55, rel=0.1)
+    assert found.knobs.launch == pytest.approx(9e-6, rel=0.1)
+
+
+def test_knobs_that_stand_for_each_other_are_reported_as_correlated() -> None:
+    found = fit(cases(TRUTH, sizes=(65536,) * 4), START, free=("memory", "elementwise.memory",
+                                                              "layer norm.memory"))  # fmt: skip
+    pairs = {frozenset(pair) for pair in found.correlations}
+    assert frozenset(("memory", "elementwise.memory")) in pairs or found.unidentified
+
+
+def test_spreads_come_from_what_was_left_out() -> None:
+    quiet, noisy = (fit(cases(TRUTH, noise), START).knobs.spread for noise in (0.0, 0.1))
+    assert quiet < 0.02 < noisy < 0.3
+
+
+def test_a_prediction_has_an_interval_by_the_spread_of_its_classes() -> None:
+    graph = step(4096, 16384)
+    spreads = {"mm": Share(spread=0.1), "layer norm": Share(spread=0.4)}
+    estimate = rt.estimate(
+        graph, CHIP, execution_model("eager", knobs=replace(START, shares=spreads))
+    )
+    low, high = estimate.t_interval
+    assert low < estimate.t_est < high
+    assert math.exp(1.645 * 0.1) < high / estimate.t_est < math.exp(1.645 * 0.4)
+    assert high * low == pytest.approx(estimate.t_est**2)
+    assert rt.estimate(graph, CHIP, "eager").t_interval is None
+
+
+def test_the_host_can_be_the_limit() -> None:
+    truth = replace(START, dispatch=40e-6)
+    found = fit(cases(truth, sizes=(1, 8, 64, 512)), START, free=("dispatch",), check=False)
+    assert found.knobs.dispatch == pytest.approx(40e-6, rel=0.05)
+
+
+def test_compiled_code_and_graphs_have_their_own_dispatch() -> None:
+    tiny = step(256, 1)
+    slow = replace(START, dispatch=1.0)
+    for execution, launches in (("compiled", CHIP.dispatch_compiled), ("efficient", None)):
+        one = step_case("x", tiny, CHIP, execution, 1.0)
+        (seconds,) = predict([one], slow)
+        estimate = rt.estimate(tiny, CHIP, execution_model(execution, knobs=slow))
+        assert seconds <= estimate.t_est < 1e-3
+        if launches is not None:
+            assert seconds >= one.dispatches * launches.value
+
+
+def test_errors_on_paper() -> None:
+    found = errors(["a", "b", "c"], [1.1, 0.5, 1.0], [1.0, 1.0, 1.0])
+    assert found.bias == pytest.approx(-0.4 / 3) and found.mean == pytest.approx(0.2)
+    assert found.median == pytest.approx(0.1) and (found.worst, found.worst_case) == (-0.5, "b")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda found: (found[:1], {}), "1 measurements for 2 knobs"),
+        (lambda found: (found, {"free": ["speed"]}), "free knob 'speed': expected one of compute"),
+        (lambda found: (found, {"free": ["mm.speed", "memory"]}), "free knob 'mm.speed'"),
+    ],
+)
+def test_what_cannot_be_fitted_is_refused(change, words: str) -> None:
+    given, options = change(cases(TRUTH, sizes=(512,)))
+    with pytest.raises(CalibrationError, match=words):
+        fit(given, START, **options)
+
+
+@pytest.mark.parametrize("seconds", [0, -1.0, float("nan"), float("inf"), None])
+def test_a_time_that_is_none_is_refused(seconds) -> None:
+    with pytest.raises(CalibrationError, match="expected a time above 0"):
+        step_case("x", step(256, 8), CHIP, "eager", seconds)
+
+
+def test_several_chips_are_not_mixed() -> None:
+    other = step_case("y", step(256, 8), load_chip("l4"), "eager", 1.0)
+    with pytest.raises(CalibrationError, match="several chips"):
+        fit([*cases(TRUTH, sizes=(512,)), other], START)
+
+
+# -- single kernels --------------------------------------------------------------------------------
+
+
+def kernels_of(truth: Knobs) -> list[Case]:
+    """The kernels of three steps, each with its time by these knobs."""
+    found = []
+    for width in (512, 1024, 2048):
+        planned = plan(step(width, 8192), "eager")
+        model = execution_model("eager", knobs=truth)
+        priced = rt.estimate(planned.source, CHIP, model)
+        seconds = {row.ops[0]: row.timing.t_device for row in priced.rows}
+        found += kernel_cases(planned, CHIP, seconds, str(width), str(width))
+    return found
+
+
+def test_kernels_tell_the_shares_of_their_classes() -> None:
+    slow = replace(TRUTH, compute=1.0, memory=1.0, shares={"elementwise": Share(memory=0.5)})
+    alone = kernels_of(slow)
+    found = fit(cases(slow), replace(START, shares={}), ("compute", "memory"), kernels=alone)
+    assert found.knobs.share("elementwise").memory * found.knobs.memory == pytest.approx(
+        0.5, rel=0.05
+    )
+    assert found.errors.mean < 0.02
+    assert {"elementwise.memory"} <= {p.name for p in found.parameters if p.identified}
+
+
+def test_more_is_fitted_only_where_it_helps_on_what_was_left_out() -> None:
+    start = replace(START, shares={})
+    plain, tried = choose(cases(TRUTH), replace(start, shares=START.shares))
+    assert list(tried) == ["compute, memory", "compute, memory, launch, dispatch"]
+    assert tried["compute, memory"] == plain.left_out
+    assert [p.name for p in plain.parameters] == ["compute", "memory"]
+    slow = replace(TRUTH, shares={"layer norm": Share(memory=0.1)})
+    better, tried = choose(cases(slow), start, kernels_of(slow))
+    assert better.left_out is not None
+    assert better.left_out.mean < 0.5 * tried["compute, memory"].mean
+    assert "layer norm.memory" in {p.name for p in better.parameters}
+
+
+def test_alike_ops_of_a_profile_are_one_case_if_it_has_as_many_as_the_graph() -> None:
+    planned = plan(step(1024, 4096), "eager")
+    shapes = ((4096, 1024), (1024, 1024))
+    ops = [
+        OpTime(target="aten::mm", seconds=4e-3, count=2, shapes=shapes),
+        OpTime(target="aten::relu", seconds=1e-3, count=7),
+    ]
+    (found,) = profiled_cases(planned, CHIP, ops, "x")
+    assert found.seconds == 4e-3 and found.table.data["count"].sum() == 2
+    assert CLASSES[found.table.kind[0]] == "mm" and "mm of layers" in found.name
+    inside = [OpTime(target="aten::mm", seconds=1e-6, count=2, shapes=shapes, total=5e-3)]
+    assert profiled_cases(planned, CHIP, inside, "x")[0].seconds == 5e-3
+
+
+def test_an_operation_alone_begins_with_a_cold_cache_and_tells_nothing_if_short() -> None:
+    planned = plan(step(256, 512), "eager")
+    assert alone_case("x", planned, CHIP, 1e-6) is None
+    one = alone_case("x", planned, CHIP, 1e-3)
+    assert one is not None
+    whole = step_case("x", planned, CHIP, "eager", 1e-3)
+    held = [(t.data["warm"] * t.data["count"]).sum() for t in (one.table, whole.table)]
+    assert 0 < held[0] < held[1]
+    cpu = replace(CHIP, kind="cpu")
+    assert alone_case("x", plan(step(4096, 65536), "eager"), cpu, 1e-1) is None  # mapped anew
+
+
+# -- where the host waits --------------------------------------------------------------------------
+
+
+def test_on_a_cpu_ops_and_their_calls_add_up() -> None:
+    cpu = replace(CHIP, kind="cpu")
+    graph = step(256, 512)
+    one, other = (step_case("x", graph, chip, "eager", 1.0) for chip in (cpu, CHIP))
+    knobs = replace(START, dispatch=1e-3)
+    (serial,), (beside,) = predict([one], knobs), predict([other], knobs)
+    assert beside == pytest.approx(other.dispatches * 1e-3)
+    assert serial > beside
+    estimate = rt.estimate(graph, cpu, execution_model("eager", knobs=knobs))
+    assert estimate.t_est == pytest.approx(serial, rel=1e-6)
