@@ -24,7 +24,11 @@ PACKAGE = ROOT / "rooftrace"
 # Imports run to the left, only.
 LAYERS = ("hardware", "tracer", "costmodels", "measured", "reporting")
 FACE = "the public face"  # rooftrace/__init__.py: stands above every layer
-BELOW = "rooftrace._face"  # how a package gives its names: stands below every layer
+BELOW = "below every layer"
+FILES_BELOW = (  # they know of no layer, so each may use them
+    "rooftrace._extensions",  # what users and third-party packages add
+    "rooftrace._face",  # how a package gives its names
+)
 
 # Which layers may import a library at all, and which of those only inside a function.
 LIBRARIES = {
@@ -84,7 +88,7 @@ def module_name(path: Path) -> str:
 
 def layer_of(module: str) -> str:
     """The layer of "rooftrace.tracer.graph.graph"; FACE for the root package and its names."""
-    if module.startswith(BELOW):
+    if module.startswith(FILES_BELOW):
         return BELOW
     second = [*module.split("."), ""][1]
     return second if second in LAYERS else FACE
@@ -224,7 +228,7 @@ def test_no_room_imports_past_the_face_of_another() -> None:
     bad = []
     for one in all_imports():
         read = file_of(one.target) if one.library == "rooftrace" else None
-        if read is None or read == BELOW or one.importer == "rooftrace.__main__":
+        if read is None or layer_of(read) == BELOW or one.importer == "rooftrace.__main__":
             continue
         if (one.importer, one.target) in AGAINST_THE_DIRECTION:
             continue
@@ -373,8 +377,6 @@ CIRCLES: list[set[str]] = [
 LONG: dict[str, int] = {
     "rooftrace.costmodels.estimating.estimates": 545,
     "rooftrace.costmodels.estimating.estimates:Estimate": 303,
-    "rooftrace.costmodels.fusion.grouping": 618,
-    "rooftrace.costmodels.fusion.grouping:_Grower": 392,
     "rooftrace.costmodels.rewriting.attention_forms": 549,
     "rooftrace.hardware.chipfile": 697,
     "rooftrace.measured.profiles.aligning": 778,

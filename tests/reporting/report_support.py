@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from rooftrace.costmodels.estimating.estimates import Coverage, Plan, Unsupported, estimate
 from rooftrace.costmodels.estimating.executions import PRESETS
-from rooftrace.costmodels.fusion.grouping import FusionGroup
+from rooftrace.costmodels.fusion.groups import FusionGroup
 from rooftrace.costmodels.memory.footprint import Memory
 from rooftrace.costmodels.pricing.cost import Access, Cost, Work
 from rooftrace.costmodels.timing.timing import Launch

@@ -164,7 +164,7 @@ def plan(graph: OpGraph, execution: str | ExecutionModel = "efficient") -> Plan:
     rewritten, notes = rewrite(classified, model)
     if rewritten is not classified:
         op_costs, known = price_ops(rewritten)
-    groups = fuse(rewritten, model)
+    groups = fuse(rewritten, model, op_costs)
     costs = group_costs(rewritten, groups, op_costs, model)
     return Plan(
         graph,

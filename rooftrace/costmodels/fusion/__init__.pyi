@@ -1,6 +1,18 @@
+from rooftrace.costmodels.fusion.finished import (
+    larger_groups as larger_groups,
+)
 from rooftrace.costmodels.fusion.grouping import (
-    FusionGroup as FusionGroup,
     fuse as fuse,
+)
+from rooftrace.costmodels.fusion.groups import (
+    FusionGroup as FusionGroup,
+)
+from rooftrace.costmodels.fusion.joins import (
+    JOINS as JOINS,
+    fusion as fusion,
+)
+from rooftrace.costmodels.fusion.kernels import (
+    Kernel as Kernel,
 )
 from rooftrace.costmodels.fusion.layouts import (
     has_channels_last as has_channels_last,

@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rooftrace.costmodels.estimating import ExecutionModel
-from rooftrace.costmodels.fusion.grouping import FusionGroup
-from rooftrace.costmodels.fusion.inductor_stores import widths
+from rooftrace.costmodels.fusion.groups import FusionGroup
 from rooftrace.costmodels.fusion.runs import listed
 from rooftrace.costmodels.fusion.slices import slices, union
+from rooftrace.costmodels.fusion.wide_stores import widths
 from rooftrace.costmodels.pricing import Access, Cost, Work, find_rule
 from rooftrace.tracer.graph import ROLES, Op, OpGraph, references
 

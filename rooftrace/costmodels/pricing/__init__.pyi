@@ -15,6 +15,7 @@ from rooftrace.costmodels.pricing.families import (
 )
 from rooftrace.costmodels.pricing.kinds import (
     KINDS as KINDS,
+    PICKS as PICKS,
     PLACES as PLACES,
     REREADS as REREADS,
     FusionClass as FusionClass,

@@ -61,7 +61,10 @@ REREADS = "rereads"
 """An activation that uses its input more than once and computes in fp32 (x * sigmoid(x))."""
 PLACES = "places"
 """Puts its inputs into a larger result: what makes an input computes it into its place."""
-TRAITS = (REREADS, PLACES)
+PICKS = "picks"
+"""Reads one number for each element of its `target`, not all of its input (a negative log
+likelihood)."""
+TRAITS = (REREADS, PLACES, PICKS)
 
 _FAMILY_OF: Mapping[str, str] = {
     "conv": "convolution",

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from rooftrace.costmodels.pricing import Cost, OpView, builtin
+from rooftrace.costmodels.pricing import PICKS, Cost, OpView, builtin
 from rooftrace.costmodels.rules.common import (
     needed,
     product_precision,
@@ -74,9 +74,10 @@ for _name, _formula in BACKWARD.items():
 
 
 @builtin("aten.nll_loss_forward", fusion="reduction", kind="elementwise", family="loss",
-         fused="cross entropy")
+         fused="cross entropy", traits=(PICKS,))
 @builtin("aten.nll_loss2d_forward", "aten.nll_loss", "aten.nll_loss2d",
-         "aten.nll_loss_nd", fusion="reduction", kind="elementwise", family="loss")
+         "aten.nll_loss_nd", fusion="reduction", kind="elementwise", family="loss",
+         traits=(PICKS,))
 def nll_loss(op: OpView) -> Cost:
     """loss = -sum_i w[t_i] x[i, t_i] / sum_i w[t_i]: of x only the chosen value per target is read.
 
