@@ -1,3 +1,4 @@
+from rooftrace.costmodels.costs import Access as Access, Cost as Cost, Work as Work
 from rooftrace.costmodels.estimating import (
     Estimate as Estimate,
     ExecutionModel as ExecutionModel,
@@ -13,13 +14,8 @@ from rooftrace.costmodels.findings import (
 from rooftrace.costmodels.memory import (
     memory as memory,
 )
-from rooftrace.costmodels.pricing import (
-    Access as Access,
-    Cost as Cost,
-    OpView as OpView,
-    Work as Work,
-    rule as rule,
-)
+from rooftrace.costmodels.opviews import OpView as OpView
+from rooftrace.costmodels.registry import rule as rule
 from rooftrace.costmodels.rewriting import (
     reprice as reprice,
 )

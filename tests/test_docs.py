@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from torch.utils.flop_counter import flop_registry
 
-from rooftrace.costmodels.pricing.registry import _RULES, all_rules
+from rooftrace.costmodels.registry.lookup import all_rules
+from rooftrace.costmodels.registry.rulebook import RULES
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
@@ -19,7 +20,7 @@ LINK = re.compile(r"\]\(([^)#]+)(#[^)]*)?\)")
 def test_the_code_of_a_page_runs_from_top_to_bottom(page: Path) -> None:
     blocks = re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
     list(all_rules())  # loads them
-    registries = [(registry, dict(registry)) for registry in (_RULES, flop_registry)]
+    registries = [(registry, dict(registry)) for registry in (RULES, flop_registry)]
     try:
         exec(compile("\n".join(blocks), str(page), "exec"), {"__name__": page.stem})
     finally:

@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import rooftrace as rt
+from rooftrace.costmodels.costs.cost import Cost, Work
 from rooftrace.costmodels.estimating.executions import ExecutionModel, Utilization
-from rooftrace.costmodels.pricing.cost import Cost, Work
 from rooftrace.costmodels.timing.timing import compute_seconds
 from rooftrace.hardware.units import format_capacity, format_traffic
 from rooftrace.reporting.pages.report import build_report

@@ -23,7 +23,7 @@ from pathlib import Path
 from points import Point, write_points
 
 import rooftrace as rt
-from rooftrace.costmodels.pricing.cost import AttentionSizes
+from rooftrace.costmodels.costs.cost import AttentionSizes
 from rooftrace.costmodels.timing.attention_rows import NO_ATTENTION, columns
 from rooftrace.costmodels.timing.kernels import table
 from rooftrace.costmodels.timing.knobs import Knobs, Share

@@ -25,7 +25,7 @@ from rooftrace.costmodels.findings import (
     diff_estimates,
 )
 from rooftrace.costmodels.memory import LargestBatch, largest, memory
-from rooftrace.costmodels.pricing import own_rules
+from rooftrace.costmodels.registry import own_rules
 from rooftrace.costmodels.rewriting import check_precisions, reprice
 from rooftrace.costmodels.timing import Knobs, load_knobs
 from rooftrace.hardware import Chip, load_chip

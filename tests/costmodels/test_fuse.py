@@ -9,12 +9,24 @@ from hypothesis import given, settings
 
 from rooftrace.costmodels.estimating.executions import execution_model
 from rooftrace.costmodels.estimating.plans import plan
-from rooftrace.costmodels.fusion import growing, index_space, joins, kernels, merging, partition
+from rooftrace.costmodels.fusion import (
+    growing,
+    index_space,
+    joins,
+    kernels,
+    merging,
+    partition,
+)
 from rooftrace.costmodels.fusion.grouping import fuse
 from rooftrace.costmodels.fusion.groups import FusionGroup
-from rooftrace.costmodels.fusion.index_space import FEW_ROWS, LONG_CHAIN, LONGEST_ROW, SPLIT_ROW
+from rooftrace.costmodels.fusion.index_space import (
+    FEW_ROWS,
+    LONG_CHAIN,
+    LONGEST_ROW,
+    SPLIT_ROW,
+)
 from rooftrace.costmodels.fusion.kernels import MAX_GROUP, SMALL
-from rooftrace.costmodels.pricing.registry import find_rule
+from rooftrace.costmodels.registry.lookup import find_rule
 from rooftrace.costmodels.rewriting.rewrites import rewrite
 from rooftrace.tracer.graph.graph import Op, OpGraph, Ref
 from tests.costmodels.graph_support import Builder

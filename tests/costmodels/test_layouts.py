@@ -6,10 +6,10 @@ from torch import nn
 
 import rooftrace as rt
 from rooftrace.costmodels.estimating.plans import Plan, plan
-from rooftrace.costmodels.fusion.layouts import keeps_channels_last
 from rooftrace.costmodels.timing.kernels import kernel_table
 from rooftrace.costmodels.timing.knobs import load_knobs
 from rooftrace.costmodels.timing.opclass import CLASSES, LAST, op_class
+from rooftrace.costmodels.traffic.layouts import keeps_channels_last
 from rooftrace.hardware.chipfile import load_chip
 
 IMAGE = 4 * 64 * 32 * 32  # elements

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 from hypothesis import given, settings, strategies as st
 
+from rooftrace.costmodels.costs.cost import Cost
 from rooftrace.costmodels.estimating.plans import Plan, plan
-from rooftrace.costmodels.pricing.cost import Cost
 from rooftrace.costmodels.timing.reuse import warm_bytes
 from rooftrace.tracer.graph.graph import OpGraph
 from rooftrace.tracer.lower.repeats import roll

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import rooftrace as rt
+from rooftrace.costmodels.costs.cost import Work
 from rooftrace.costmodels.estimating.executions import ExecutionModel, execution_model
-from rooftrace.costmodels.pricing.cost import Work
 from rooftrace.costmodels.timing.knobs import load_knobs
 from rooftrace.costmodels.timing.timing import stored_widths
 from rooftrace.costmodels.timing.utilization import matrix_engine, tile_efficiency

@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
+from rooftrace.costmodels.costs.cost import Cost
 from rooftrace.costmodels.estimating.executions import ExecutionModel, Utilization
-from rooftrace.costmodels.pricing.cost import Cost
 from rooftrace.costmodels.timing.timing import (
     Launch,
     Timing,

@@ -5,11 +5,11 @@ Kernels are given as (name, module, family, part, count, matmul FLOP, vector FLO
 
 from collections.abc import Mapping, Sequence
 
+from rooftrace.costmodels.costs.cost import Access, Cost, Work
 from rooftrace.costmodels.estimating.estimates import Coverage, Plan, Unsupported, estimate
 from rooftrace.costmodels.estimating.executions import PRESETS
 from rooftrace.costmodels.fusion.groups import FusionGroup
 from rooftrace.costmodels.memory.footprint import Memory
-from rooftrace.costmodels.pricing.cost import Access, Cost, Work
 from rooftrace.costmodels.timing.timing import Launch
 from rooftrace.hardware.chip import Chip
 from rooftrace.hardware.chipfile import load_chip

@@ -1,9 +1,6 @@
 from rooftrace.costmodels.estimating.estimates import (
-    MATRIX as MATRIX,
-    Coverage as Coverage,
     Estimate as Estimate,
     Row as Row,
-    Unsupported as Unsupported,
     dispatch_seconds as dispatch_seconds,
     estimate as estimate,
 )
@@ -13,7 +10,9 @@ from rooftrace.costmodels.estimating.executions import (
     execution_model as execution_model,
 )
 from rooftrace.costmodels.estimating.plans import (
+    Coverage as Coverage,
     Plan as Plan,
+    Unsupported as Unsupported,
     plan as plan,
     regrouped as regrouped,
 )

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from rooftrace.costmodels.pricing import MATRIX, Cost, find_rule
+from rooftrace.costmodels.costs import MATRIX, Cost
+from rooftrace.costmodels.registry import find_rule
 from rooftrace.hardware import format_flops
 from rooftrace.tracer.graph import Op, OpGraph, pattern_of
 

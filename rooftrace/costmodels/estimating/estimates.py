@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from rooftrace.costmodels.costs import COMPUTED, MATRIX, Cost
 from rooftrace.costmodels.estimating.executions import ExecutionModel
 from rooftrace.costmodels.estimating.plans import Bytes, Coverage, Plan, Unsupported, plan
-from rooftrace.costmodels.fusion import FusionGroup, bytes_by_role, kernel_modules, resting_shares
+from rooftrace.costmodels.fusion import FusionGroup, runs
 from rooftrace.costmodels.memory import Memory, memory as liveness_of
-from rooftrace.costmodels.pricing import COMPUTED, MATRIX, Cost
 from rooftrace.costmodels.timing import (
     Knobs,
     StepTimes,
@@ -29,6 +29,7 @@ from rooftrace.costmodels.timing import (
     schedule,
     step_times,
 )
+from rooftrace.costmodels.traffic import bytes_by_role
 from rooftrace.hardware import Chip, MissingPeakError, compute_family, format_traffic, load_chip
 from rooftrace.tracer.graph import ROLES, Op, OpGraph, pattern_of
 
@@ -36,18 +37,6 @@ if TYPE_CHECKING:
     import pandas
 
     from rooftrace.costmodels.findings import Headroom
-
-__all__ = [
-    "MATRIX",
-    "Bytes",
-    "Coverage",
-    "Estimate",
-    "Plan",
-    "Row",
-    "Unsupported",
-    "estimate",
-    "plan",
-]
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +146,7 @@ class Estimate:
         """
         seconds: dict[int, float] = defaultdict(float)
         for row in self.rows:
-            for assumption, share in resting_shares(self.graph, row.ops).items():
+            for assumption, share in runs.resting_shares(self.graph, row.ops).items():
                 seconds[assumption] += share * row.timing.t_device
         return dict(seconds)
 
@@ -361,8 +350,7 @@ class Estimate:
         return result
 
     def to_frame(self) -> pandas.DataFrame:
-        """One row per kernel, in launch order; `count` equal ones, of `module` up to `module_last`,
-        are one row with the sums of them all."""
+        """One row per kernel in launch order: sums of `count` ones, of `module` to `module_last`."""
         import pandas
 
         records = []
@@ -373,6 +361,7 @@ class Estimate:
                     "kernel": row.index,
                     "name": row.name,
                     "pattern": row.pattern,
+                    "joins": "; ".join(self.plan.groups[row.index].joins),
                     "count": row.count,
                     "ops": len(row.ops),
                     "module": row.module,
@@ -500,7 +489,7 @@ def _headline(planned: Plan, chip: Chip) -> tuple[str, str]:
 
 def _row(planned: Plan, index: int, group: FusionGroup, cost: Cost, timing: Timing) -> Row:
     lead, n = _lead(planned, group), group.times
-    modules = kernel_modules(planned.graph, group.ops, lead)
+    modules = runs.kernel_modules(planned.graph, group.ops, lead)
     return Row(
         index,
         group.name,

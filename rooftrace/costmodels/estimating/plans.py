@@ -12,19 +12,14 @@ from functools import cached_property
 from itertools import groupby
 from typing import Any
 
+from rooftrace.costmodels.costs import MATRIX, Cost
 from rooftrace.costmodels.estimating.advice import cache_products, given_formulas, unknown_groups
 from rooftrace.costmodels.estimating.executions import ExecutionModel, execution_model
-from rooftrace.costmodels.fusion import (
-    FusionGroup,
-    bytes_by_role,
-    compulsory_bytes,
-    fuse,
-    group_costs,
-    keeps_channels_last,
-)
-from rooftrace.costmodels.pricing import MATRIX, Cost, price_ops, unknown_bytes, with_families
+from rooftrace.costmodels.fusion import FusionGroup, fuse
+from rooftrace.costmodels.pricing import price_ops, unknown_bytes, with_families
 from rooftrace.costmodels.rewriting import rewrite
 from rooftrace.costmodels.timing import Launch
+from rooftrace.costmodels.traffic import bytes_by_role, compulsory_bytes, group_costs, layouts
 from rooftrace.tracer.asking import check_graph
 from rooftrace.tracer.graph import ROLES, OpGraph, pattern_of
 
@@ -132,6 +127,13 @@ class Plan:
                     sums[key] += group.times * amount
         return Cost(work, traffic)
 
+    def why(self, kernel: int) -> str:
+        """Why the ops of a kernel are one: a line for each step by which it grew.
+
+        kernel: its place in `groups`, which is the `index` of its row in an Estimate.
+        """
+        return self.groups[kernel].why(self.graph)
+
     @cached_property
     def bytes(self) -> Bytes:
         """HBM bytes by role."""
@@ -140,7 +142,7 @@ class Plan:
     @cached_property
     def channels_last(self) -> bool:
         """Whether a compiler lays out images with channels last."""
-        return self.execution.fusion == "detected" and keeps_channels_last(self.graph)
+        return self.execution.fusion == "detected" and layouts.keeps_channels_last(self.graph)
 
     @cached_property
     def precision(self) -> str:

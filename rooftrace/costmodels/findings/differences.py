@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rooftrace.costmodels.estimating import Estimate
-from rooftrace.costmodels.fusion import kernel_modules
+from rooftrace.costmodels.fusion import runs
 from rooftrace.costmodels.memory import memory
 from rooftrace.hardware import (
     UnitError,
@@ -405,7 +405,7 @@ def _ops_by_module(graph: OpGraph) -> dict[str, list[_Kernel]]:
 
 def _calls(graph: OpGraph, op: Op) -> dict[str, int]:
     """How often an op runs in each module."""
-    paths = kernel_modules(graph, (op.id,), op)
+    paths = runs.kernel_modules(graph, (op.id,), op)
     return dict.fromkeys(paths, graph.times(op) // len(paths))
 
 

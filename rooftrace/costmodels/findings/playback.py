@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rooftrace.costmodels.estimating import Estimate, Row, dispatch_seconds
-from rooftrace.costmodels.fusion import segments
+from rooftrace.costmodels.fusion import runs
 from rooftrace.costmodels.timing import Launch, host_waits
 from rooftrace.tracer.graph import REVERSED, OpGraph, pattern_of
 
@@ -106,7 +106,7 @@ class _Player:
 
     def run(self, part: range, depth: int, turn: int, written: bool) -> None:
         """These launches once, those in repeats as often as they say."""
-        for repeat, inside in segments(self.places, part, depth):
+        for repeat, inside in runs.segments(self.places, part, depth):
             if repeat is None:
                 for index in inside:
                     self._launch(index, turn, written)

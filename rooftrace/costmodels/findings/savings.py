@@ -22,7 +22,7 @@ from rooftrace.costmodels.estimating import (
     plan,
     regrouped,
 )
-from rooftrace.costmodels.fusion import JOINS, FusionGroup, fuse, larger_groups
+from rooftrace.costmodels.fusion import beyond, fuse
 from rooftrace.hardware import Chip, format_share, format_time, format_traffic
 from rooftrace.tracer.graph import OpGraph, pattern_of
 
@@ -125,17 +125,12 @@ def headroom(
         model = replace(model, fusion="detected", activation_fusion=1.0, elementwise=1.0)
         planned = regrouped(replace(planned, execution=model), fuse(planned.graph, model))
     alone = fuse(planned.graph, replace(model, fusion="none"))
+    further = beyond(planned.graph, planned.groups, planned.op_costs, planned.costs)
     return Headroom(
         estimate(regrouped(planned, alone, generated=False), chip),
         estimate(planned, chip),
-        estimate(regrouped(planned, _further(planned)), chip),
+        estimate(regrouped(planned, further), chip),
     )
-
-
-def _further(planned: Plan) -> tuple[FusionGroup, ...]:
-    """Larger kernels than the groups of a plan, by the joins that are off."""
-    joins = [join for join in JOINS if not join.on]
-    return larger_groups(planned.graph, planned.groups, planned.op_costs, planned.costs, joins)
 
 
 def _savings(before: Estimate, after: Estimate) -> tuple[Saving, ...]:

@@ -11,10 +11,10 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from rooftrace.costmodels.costs import Cost
 from rooftrace.costmodels.fusion.groups import FusionGroup, Merge
-from rooftrace.costmodels.fusion.joins import Join
+from rooftrace.costmodels.fusion.joins import JOINS, Join
 from rooftrace.costmodels.fusion.kernels import Facts, Kernel
-from rooftrace.costmodels.pricing import Cost
 from rooftrace.tracer.graph import OpGraph
 
 
@@ -31,6 +31,17 @@ def larger_groups(
     at most.
     """
     return _Finished(graph, groups, op_costs, costs).joined(joins)
+
+
+def beyond(
+    graph: OpGraph,
+    groups: Sequence[FusionGroup],
+    op_costs: Sequence[Cost],
+    costs: Sequence[Cost],
+) -> tuple[FusionGroup, ...]:
+    """Larger groups than these, by the joins that are off: what a compiler leaves undone."""
+    joins = [join for join in JOINS if not join.on]
+    return larger_groups(graph, groups, op_costs, costs, joins)
 
 
 class _Finished:

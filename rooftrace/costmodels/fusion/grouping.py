@@ -15,6 +15,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
+from rooftrace.costmodels.costs import Cost
 from rooftrace.costmodels.estimating import ExecutionModel
 from rooftrace.costmodels.fusion.finished import larger_groups
 from rooftrace.costmodels.fusion.groups import FusionGroup, Merge
@@ -25,8 +26,9 @@ from rooftrace.costmodels.fusion.labels import group_name
 from rooftrace.costmodels.fusion.merging import merge_kernels
 from rooftrace.costmodels.fusion.partition import Open, Partition
 from rooftrace.costmodels.fusion.runs import Neighbourhood
-from rooftrace.costmodels.fusion.traffic import group_costs
-from rooftrace.costmodels.pricing import Cost, find_rule, price_ops
+from rooftrace.costmodels.pricing import price_ops
+from rooftrace.costmodels.registry import find_rule
+from rooftrace.costmodels.traffic import group_costs
 from rooftrace.tracer.graph import OpGraph
 
 

@@ -32,6 +32,11 @@ class FusionGroup:
     repeats: tuple[int, ...] = ()  # in whose iterations it is launched
     merges: tuple[Merge, ...] = ()  # the steps by which it grew from one op
 
+    @property
+    def joins(self) -> tuple[str, ...]:
+        """The names of the joins that made it, each once."""
+        return tuple(dict.fromkeys(merge.join for merge in self.merges))
+
     def why(self, graph: OpGraph) -> str:
         """Why these ops are one kernel: a line for each step by which it grew."""
         if not self.merges:

@@ -15,7 +15,14 @@ from rooftrace.costmodels.fusion.index_space import (
     writes_many,
     writes_split_rows,
 )
-from rooftrace.costmodels.fusion.joins import GATHER, OP, SIBLING, TAKE, fitting, joins_at
+from rooftrace.costmodels.fusion.joins import (
+    GATHER,
+    OP,
+    SIBLING,
+    TAKE,
+    fitting,
+    joins_at,
+)
 from rooftrace.costmodels.fusion.kernels import MAX_GROUP, Kernel, single
 from rooftrace.costmodels.fusion.partition import Open, Partition
 from rooftrace.tracer.graph import Op

@@ -7,15 +7,13 @@ both (`growing`, `merging`, `finished`).
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from rooftrace._extensions import owner, same_definition
+from rooftrace._extensions import load, owner, same_definition, track
 from rooftrace.costmodels.fusion.index_space import FEW_PLACED, UNROLLED
 from rooftrace.costmodels.fusion.kernels import FEW_READS, SMALL, Kernel
-from rooftrace.costmodels.pricing import PLACES
 
 Condition = Callable[..., bool]
 
@@ -119,7 +117,7 @@ def _placed(first: Kernel, second: Kernel) -> bool:
         return False
     facts, own, other = first.facts, set(first.members), set(second.members)
     return facts.wide.isdisjoint(own) and all(
-        user in own or (user in other and facts.has_trait(user, PLACES))
+        user in own or (user in other and facts.has_trait(user, "places"))
         for number in own
         for user in facts.needed_by[number]
     )
@@ -266,7 +264,7 @@ JOINS = (
 )
 """Every join of this package, in the order in which they are tried."""
 
-_OWN: list[Join] = []
+_OWN: list[Join] = track([])
 
 
 def joins_at(stage: str) -> tuple[Join, ...]:
@@ -276,6 +274,7 @@ def joins_at(stage: str) -> tuple[Join, ...]:
 
 def own_joins() -> tuple[Join, ...]:
     """Joins that users and third-party packages registered, in order."""
+    load("rooftrace.joins")
     return tuple(_OWN)
 
 
@@ -345,13 +344,3 @@ def fusion(
         return when
 
     return register
-
-
-@contextlib.contextmanager
-def only_here() -> Iterator[None]:
-    """Joins that are registered inside are gone afterwards, and replaced ones are back."""
-    before = own_joins()
-    try:
-        yield
-    finally:
-        _OWN[:] = before

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from rooftrace.costmodels.costs import MATRIX, Cost
 from rooftrace.costmodels.fusion.index_space import (
     dependencies,
     index_space,
@@ -18,8 +19,9 @@ from rooftrace.costmodels.fusion.index_space import (
     stored,
 )
 from rooftrace.costmodels.fusion.runs import listed
-from rooftrace.costmodels.fusion.wide_stores import stored_wide
-from rooftrace.costmodels.pricing import MATRIX, Cost, FusionClass, find_rule, op_cost
+from rooftrace.costmodels.pricing import op_cost
+from rooftrace.costmodels.registry import find_rule
+from rooftrace.costmodels.traffic import stored_wide
 from rooftrace.tracer.graph import Op, OpGraph, Tensor
 
 MAX_GROUP = 64
@@ -46,10 +48,10 @@ class Facts:
         self.graph, self.costs = graph, costs
 
     @cached_property
-    def classes(self) -> list[FusionClass | None]:
+    def classes(self) -> list[str | None]:
         """The fusion class of each op: None for views and waits, opaque without a rule."""
-        memo: dict[str, FusionClass] = {}
-        classes: list[FusionClass | None] = []
+        memo: dict[str, str] = {}
+        classes: list[str | None] = []
         for op in self.graph.ops:
             if op.kind != "kernel":
                 classes.append(None)

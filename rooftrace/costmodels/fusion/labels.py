@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rooftrace.costmodels.pricing import find_rule
+from rooftrace.costmodels.registry import find_rule
 from rooftrace.tracer.graph import Op
 
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, product
 
-from rooftrace.costmodels.fusion import segments
+from rooftrace.costmodels.fusion import runs
 from rooftrace.tracer.graph import REVERSED, Neighbour, Op, OpGraph, Ref, Tensor, references
 
 
@@ -92,7 +92,7 @@ class Steps:
 
     def _write(self, part: range, depth: int, at: _At) -> None:
         ops = self.graph.ops
-        for repeat, inside in segments(self.places, part, depth):
+        for repeat, inside in runs.segments(self.places, part, depth):
             if repeat is None:
                 self.steps += [Step(op, at) for op in ops[inside.start : inside.stop]]
                 continue

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from rooftrace.costmodels.costs import COMPUTED, AttentionSizes, Cost
 from rooftrace.costmodels.estimating import ExecutionModel
-from rooftrace.costmodels.pricing import COMPUTED, AttentionSizes, Cost
 from rooftrace.costmodels.timing.attention_time import (
     AttentionSeconds,
     attention_engine,

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from rooftrace.costmodels.costs import COMPUTED, MATRIX, Cost
 from rooftrace.costmodels.estimating import ExecutionModel
-from rooftrace.costmodels.pricing import COMPUTED, MATRIX, Cost
 from rooftrace.costmodels.timing.attention_rows import (
     NO_ATTENTION,
     attention_row,

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rooftrace.costmodels.fusion import has_channels_last, weight_shape
-from rooftrace.costmodels.pricing import KINDS, Cost, find_rule, op_cost
+from rooftrace.costmodels.costs import Cost
+from rooftrace.costmodels.pricing import op_cost
+from rooftrace.costmodels.registry import KINDS, find_rule
+from rooftrace.costmodels.traffic import layouts
 from rooftrace.hardware import precision
 from rooftrace.tracer.graph import Op, OpGraph
 
@@ -76,12 +78,12 @@ def group_class(
 
 
 def _convolution(op: Op, graph: OpGraph, channels_last: bool) -> str:
-    shape = weight_shape(op, graph)
+    shape = layouts.weight_shape(op, graph)
     if shape is None:
         return "conv"
     groups, window = op.arguments.get("groups", 1), shape[2:]
     image = graph.values[op.inputs[0]]
-    given = has_channels_last(image)
+    given = layouts.has_channels_last(image)
     last, ending = channels_last or given, LAST if given else ""
     if groups > 1:
         alone = shape[1] == 1 or shape[0] == groups

@@ -13,9 +13,9 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from rooftrace.costmodels.costs import COMPUTED, Cost, Work
 from rooftrace.costmodels.estimating import ExecutionModel
-from rooftrace.costmodels.fusion import segments
-from rooftrace.costmodels.pricing import COMPUTED, Cost, Work
+from rooftrace.costmodels.fusion import runs
 from rooftrace.costmodels.timing.utilization import LEAST, matrix_engine, tile_efficiency
 from rooftrace.hardware import Chip, compute_family, precision
 
@@ -261,7 +261,7 @@ class _Queue:
 
     def run(self, part: range, depth: int, clocks: _Clocks) -> _Clocks:
         """Run these launches once, first iterations one by one; remember when groups start."""
-        for repeat, inside in segments(self.repeats, part, depth):
+        for repeat, inside in runs.segments(self.repeats, part, depth):
             if repeat is None:
                 host, device = clocks
                 for step in self.steps[inside.start : inside.stop]:
@@ -282,7 +282,7 @@ class _Queue:
     def _shift(self, part: range, depth: int) -> _Shift:
         """What these launches do to any clocks."""
         total = _NO_SHIFT
-        for repeat, inside in segments(self.repeats, part, depth):
+        for repeat, inside in runs.segments(self.repeats, part, depth):
             if repeat is not None:
                 inner = self._shift(inside, depth + 1)
                 total = _after(total, _power(inner, self.counts[repeat]))

@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from rooftrace.costmodels.costs import COMPUTED, MATRIX
 from rooftrace.costmodels.estimating import Estimate, Row
-from rooftrace.costmodels.pricing import COMPUTED, MATRIX
 from rooftrace.costmodels.timing import engine_of
 from rooftrace.hardware import format_share, format_time
 from rooftrace.measured.profiles import Alignment

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rooftrace.costmodels.estimating import MATRIX, Estimate
+from rooftrace.costmodels.costs import MATRIX
+from rooftrace.costmodels.estimating import Estimate
 from rooftrace.costmodels.timing import engine_of
 from rooftrace.hardware import format_share, format_time
 from rooftrace.reporting.figures import style

@@ -10,7 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
-from rooftrace.costmodels.pricing import find_rule
+from rooftrace.costmodels.registry import find_rule
 from rooftrace.tracer.graph import Op, OpGraph, Ref, Tensor
 
 LAST_OVER_FIRST = {"grouped": 1.358, "in_out": 0.725, "small": 0.783, "default": 0.823}
