@@ -29,10 +29,10 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields
-from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast, get_args
+from typing import Any, Literal, cast, get_args
 
+from rooftrace._extensions import failures
 from rooftrace.hardware import units
 from rooftrace.hardware.chip import (
     ENGINES,
@@ -47,10 +47,8 @@ from rooftrace.hardware.chip import (
     LinkName,
     Peak,
 )
+from rooftrace.hardware.chipfolders import chip_files
 from rooftrace.hardware.precisions import PrecisionError, compute_family
-
-if TYPE_CHECKING:
-    from importlib.resources.abc import Traversable
 
 __all__ = [
     "ChipFileError",
@@ -64,7 +62,6 @@ __all__ = [
     "write_chip",
 ]
 
-CHIPS = "rooftrace.hardware"
 Severity = Literal["error", "warning", "note"]
 
 
@@ -116,6 +113,7 @@ def load_chip(name_or_path: str | os.PathLike[str] | Chip) -> Chip:
     hint = f' Did you mean "{names.get(close[0], close)[0]}"?' if close else ""
     if unreadable:
         hint += f" (Not read for aliases: {', '.join(unreadable)}.)"
+    hint += "".join(f" ({failure}.)" for failure in failures("rooftrace.chips"))
     raise UnknownChipError(
         f'chip "{given}": expected a path ending in .toml or one of '
         f"{', '.join(available_chips())}.{hint}"
@@ -127,23 +125,16 @@ def _spelling(name: str) -> str:
     return name.strip().lower().replace("_", "-").replace(" ", "-")
 
 
-def _folder() -> Traversable:
-    """Where the bundled chips lie."""
-    return resources.files(CHIPS).joinpath("chips")
-
-
-@functools.cache
 def available_chips() -> tuple[str, ...]:
-    """The names of the bundled chips."""
-    files = (item.name for item in _folder().iterdir() if item.name.endswith(".toml"))
-    return tuple(sorted(name.removesuffix(".toml") for name in files))
+    """The names of the bundled chips, and of those that third-party packages bring."""
+    return tuple(sorted(chip_files()))
 
 
 @functools.cache
 def _bundled(name: str) -> Chip:
     file = f"{name}.toml"
     try:
-        text = _folder().joinpath(file).read_text(encoding="utf-8")
+        text = chip_files()[name].read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as problem:
         raise ChipFileError(f"{file}: cannot be read: {problem}") from problem
     return _read(text, file)
@@ -160,7 +151,7 @@ def _aliases() -> tuple[dict[str, tuple[str, ...]], tuple[str, ...]]:
     for name in available_chips():
         file = f"{name}.toml"
         try:
-            table = _toml(_folder().joinpath(file).read_text(encoding="utf-8"), file)
+            table = _toml(chip_files()[name].read_text(encoding="utf-8"), file)
         except (ChipFileError, OSError, UnicodeDecodeError):
             unreadable.append(file)
             continue

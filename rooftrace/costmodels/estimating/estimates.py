@@ -350,7 +350,7 @@ class Estimate:
         return result
 
     def to_frame(self) -> pandas.DataFrame:
-        """One row per kernel in launch order: sums of `count` ones, of `module` to `module_last`."""
+        """One row per kernel in launch order: sums of `count`, from `module` to `module_last`."""
         import pandas
 
         records = []

@@ -12,8 +12,14 @@ from functools import cached_property
 from itertools import groupby
 from typing import Any
 
+from rooftrace._extensions import failures
 from rooftrace.costmodels.costs import MATRIX, Cost
-from rooftrace.costmodels.estimating.advice import cache_products, given_formulas, unknown_groups
+from rooftrace.costmodels.estimating.advice import (
+    cache_products,
+    given_formulas,
+    joined_by_users,
+    unknown_groups,
+)
 from rooftrace.costmodels.estimating.executions import ExecutionModel, execution_model
 from rooftrace.costmodels.fusion import FusionGroup, fuse
 from rooftrace.costmodels.pricing import price_ops, unknown_bytes, with_families
@@ -181,8 +187,10 @@ def plan(graph: OpGraph, execution: str | ExecutionModel = "efficient") -> Plan:
         (
             *notes,
             *given_formulas(rewritten),
+            *joined_by_users(groups),
             *unknown_groups(rewritten, op_costs),
             *cache_products(rewritten, op_costs),
+            *failures("rooftrace.rules", "rooftrace.joins"),
         ),
     )
 

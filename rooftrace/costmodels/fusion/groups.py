@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rooftrace.costmodels.fusion.joins import because
+from rooftrace.costmodels.fusion.joins import JOINS, because
 from rooftrace.tracer.graph import OpGraph
 
 
@@ -36,6 +36,11 @@ class FusionGroup:
     def joins(self) -> tuple[str, ...]:
         """The names of the joins that made it, each once."""
         return tuple(dict.fromkeys(merge.join for merge in self.merges))
+
+    @property
+    def own_joins(self) -> tuple[str, ...]:
+        """The names of those that a user or a third-party package registered."""
+        return tuple(name for name in self.joins if all(join.name != name for join in JOINS))
 
     def why(self, graph: OpGraph) -> str:
         """Why these ops are one kernel: a line for each step by which it grew."""
