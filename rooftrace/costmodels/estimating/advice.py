@@ -19,7 +19,7 @@ def given_formulas(graph: OpGraph) -> tuple[str, ...]:
     calls: Counter[str] = Counter()
     for op in graph.ops:
         found = find_rule(op.target)
-        if "flops_given" in op.facts and not (found and found.source == "user"):
+        if "flops_given" in op.facts and not (found and found.is_own):
             calls[op.name] += graph.times(op)
     named = ", ".join(f"{name} x{count}" for name, count in calls.items())
     return (f"FLOPs by a formula registered with torch: {named}",) if named else ()

@@ -34,19 +34,19 @@ def grow(partition: Partition) -> None:
 
 
 class _Grower:
-    """waiting: ops that nothing has needed yet.  user: what needs those that are placed now.
-    recent: the kernels that were begun for it.  closed: how many stood before the last wait."""
+    """The state of `grow`, op after op."""
 
     def __init__(self, partition: Partition) -> None:
         self.partition, self.facts = partition, partition.facts
         self.graph, self.needs = self.facts.graph, self.facts.needs
         self.by_stage = {stage: joins_at(stage) for stage in (OP, GATHER, SIBLING, TAKE)}
-        self.waiting: dict[int, None] = {}
-        self.recent: list[Open] = []
-        self.user: Op | None = None
-        self.closed = 0
+        self.waiting: dict[int, None] = {}  # ops that nothing has needed yet, in order
+        self.user: Op | None = None  # what needs those that are placed now
+        self.recent: list[Open] = []  # the kernels that were begun for it
+        self.closed = 0  # how many kernels stood before the last wait
 
     def run(self) -> None:
+        """Place every op of the graph."""
         for op in self.graph.ops:
             kind = self.facts.classes[op.id]
             if op.kind == "sync":

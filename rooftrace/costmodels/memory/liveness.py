@@ -280,7 +280,7 @@ def _sums_in_place(graph: OpGraph) -> set[int]:
     return {
         op.id
         for op in graph.ops
-        if op.target == "aten.add.Tensor"
+        if op.target == "aten.add.Tensor"  # the op that autograd itself runs, and no other
         and op.part == "backward"
         and [*op.arguments] == ["self", "other"]
         and len(op.inputs) == 2
@@ -296,7 +296,10 @@ def _takes_the_sum(graph: OpGraph, op: Op) -> bool:
 
 
 def _replaced_caches(graph: OpGraph) -> set[int]:
-    """Caches that a `cat` replaces: the old one goes, though it came from outside."""
+    """Caches that a `cat` replaces: the old one goes, though it came from outside.
+
+    No fact of a rule says so: among all that joins tensors, a `cat` is how caches grow.
+    """
     values = graph.values
     return {
         values[i].storage

@@ -123,7 +123,7 @@ def _written(graph: OpGraph, op: Op) -> list[int]:
 
 def _price(view: OpView) -> tuple[Cost, bool]:
     found = find_rule(view.target)
-    given = None if found and found.source == "user" else view.fact("flops_given")
+    given = None if found and found.is_own else view.fact("flops_given")
     cost = found.price(view) if found else view.streamed()
     if given is not None:
         cost = _given(cost, given, view)

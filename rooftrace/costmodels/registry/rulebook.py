@@ -23,6 +23,10 @@ from rooftrace.costmodels.registry.kinds import (
 RuleFunction = Callable[[OpView], Cost]
 
 
+OURS = "rooftrace"
+"""The source of this package's own rules."""
+
+
 class DuplicateRuleError(ValueError):
     """Two rules for one op."""
 
@@ -34,12 +38,17 @@ class Rule:
     name: str  # of the op, with or without overload
     price: RuleFunction
     fusion: FusionClass  # how a compiler may fuse it
-    source: str = "rooftrace"  # who says so
+    source: str = OURS  # who says so
     kind: str | None = None  # None: its cost tells
     family: str | None = None  # None: its cost tells
     label: str | None = None  # what reports call its kernel; None: the op's name
     fused: str | None = None  # and a kernel of several ops that it leads; None: what others say
     traits: frozenset[str] = frozenset()  # see `kinds`
+
+    @property
+    def is_own(self) -> bool:
+        """Whether a user or a third-party package registered it."""
+        return self.source != OURS
 
     def kind_of(self, cost: Cost) -> str:
         """Its kind, for an op of this cost."""
@@ -102,5 +111,5 @@ def register(
     return add
 
 
-builtin = partial(register, source="rooftrace")
+builtin = partial(register, source=OURS)
 """`rule` for this package's own rules: `@builtin("aten.mm")`."""
