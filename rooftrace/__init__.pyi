@@ -1,3 +1,4 @@
+from rooftrace.costmodels.costs import Access as Access, Cost as Cost, Work as Work
 from rooftrace.costmodels.estimating import Estimate as Estimate
 from rooftrace.costmodels.execution import (
     ExecutionModel as ExecutionModel,
@@ -8,17 +9,13 @@ from rooftrace.costmodels.findings import (
     Saving as Saving,
     headroom as headroom,
 )
+from rooftrace.costmodels.fusion import Kernel as Kernel, fusion as fusion
 from rooftrace.costmodels.memory import (
     memory as memory,
 )
+from rooftrace.costmodels.opviews import OpView as OpView
 from rooftrace.costmodels.planning import Plan as Plan, plan as plan
-from rooftrace.costmodels.pricing import (
-    Access as Access,
-    Cost as Cost,
-    OpView as OpView,
-    Work as Work,
-    rule as rule,
-)
+from rooftrace.costmodels.registry import rule as rule
 from rooftrace.costmodels.rewriting import (
     reprice as reprice,
 )

@@ -14,8 +14,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from rooftrace.costmodels.pricing.cost import Cost
-from rooftrace.costmodels.pricing.registry import find_rule
+from rooftrace.costmodels.costs import Cost
+from rooftrace.costmodels.registry import find_rule
 from rooftrace.tracer.graph import Op, OpGraph
 
 UNDECIDED = "other"

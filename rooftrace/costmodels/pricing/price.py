@@ -8,17 +8,14 @@ from functools import lru_cache
 from itertools import groupby, product
 from typing import Any
 
-from rooftrace.costmodels.fusion import missing
-from rooftrace.costmodels.pricing.cost import (
-    NOTHING,
+from rooftrace.costmodels.costs import (
     Access,
     Cost,
-    OpView,
-    Slot,
-    TensorView,
     Work,
 )
-from rooftrace.costmodels.pricing.registry import find_rule
+from rooftrace.costmodels.fusion import runs
+from rooftrace.costmodels.opviews import OpView, Slot, TensorView
+from rooftrace.costmodels.registry import find_rule
 from rooftrace.hardware.precisions import precision, storage_bytes
 from rooftrace.tracer.graph import Argument, Op, OpGraph, Ref, Tensor, references
 
@@ -40,7 +37,7 @@ def price_ops(graph: OpGraph) -> tuple[tuple[Cost, ...], tuple[bool, ...]]:
     outside = {storages[i] for i in graph.external}
     for op in graph.ops:
         if op.kind != "kernel":
-            costs.append(NOTHING)
+            costs.append(Cost())
             known.append(True)
             continue
         key, local = _signature(copies.written_out(op), sizes, storages)
@@ -56,9 +53,9 @@ def price_ops(graph: OpGraph) -> tuple[tuple[Cost, ...], tuple[bool, ...]]:
 
 
 def op_cost(graph: OpGraph, op: Op) -> Cost:
-    """The cost of one op alone, its storages by their local index; NOTHING of a view or a wait."""
+    """The cost of one op alone, its storages by their local index; no cost of a view or a wait."""
     if op.kind != "kernel":
-        return NOTHING
+        return Cost()
     sizes = [(t.shape, t.dtype, t.stride) for t in graph.values]
     storages = [t.storage for t in graph.values]
     key, _ = _signature(_Copies(graph, sizes, storages).written_out(op), sizes, storages)
@@ -126,7 +123,7 @@ def _written(graph: OpGraph, op: Op) -> list[int]:
 
 def _price(view: OpView) -> tuple[Cost, bool]:
     found = find_rule(view.target)
-    given = None if found and found.source == "user" else view.fact("flops_given")
+    given = None if found and found.is_own else view.fact("flops_given")
     cost = found.price(view) if found else view.streamed()
     if given is not None:
         cost = _given(cost, given, view)
@@ -206,7 +203,7 @@ class _Copies:
 
     def _listed(self, op: Op, values: Sequence[int]) -> Iterator[int]:
         """Copy by copy, where several values stand side by side."""
-        for outside, group in groupby(values, lambda v: missing(self.graph, op, v)):
+        for outside, group in groupby(values, lambda v: runs.missing(self.graph, op, v)):
             copies = [self._copies(v, outside) if outside else [v] for v in group]
             for side_by_side in zip(*copies, strict=True):
                 yield from side_by_side

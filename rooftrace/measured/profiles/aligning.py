@@ -24,7 +24,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
-from rooftrace.costmodels.fusion import segments
+from rooftrace.costmodels.fusion import runs
 from rooftrace.hardware.units import format_share
 from rooftrace.measured.profiles.periods import Period, periods
 from rooftrace.measured.profiles.records import (
@@ -255,7 +255,7 @@ def written_out(graph: OpGraph) -> list[tuple[int, int]]:
     places = [op.repeats for op in graph.ops]
 
     def walk(part: range, depth: int, turn: int) -> Iterator[tuple[int, int]]:
-        for repeat, inside in segments(places, part, depth):
+        for repeat, inside in runs.segments(places, part, depth):
             if repeat is None:
                 yield from ((index, turn) for index in inside)
                 continue

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from rooftrace.costmodels.pricing import REREADS, find_rule
+from rooftrace.costmodels.registry import find_rule
 from rooftrace.hardware.precisions import precision
 from rooftrace.tracer.graph import OpGraph
 
@@ -38,7 +38,7 @@ def stored_wide(graph: OpGraph) -> dict[int, int]:
         rule = find_rule(op.target)
         if (
             rule is not None
-            and REREADS in rule.traits
+            and "rereads" in rule.traits
             and bits < 32
             and any(len(reads[values[i].storage]) >= MANY_READS for i in op.inputs)
             and not any(opaque.get(s, -1) > op.id or s in results for s in made)
