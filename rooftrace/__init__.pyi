@@ -9,7 +9,7 @@ from rooftrace.costmodels.findings import (
     Saving as Saving,
     headroom as headroom,
 )
-from rooftrace.costmodels.fusion import Kernel as Kernel, fusion as fusion
+from rooftrace.costmodels.fusion import KernelView as KernelView, fusion as fusion
 from rooftrace.costmodels.memory import (
     memory as memory,
 )

@@ -93,7 +93,7 @@ def test_without_a_join_its_kernels_stay_apart(monkeypatch):
 # -- joins of users --------------------------------------------------------------------------------
 
 
-def epilogue(first: rt.Kernel, second: rt.Kernel) -> bool:
+def epilogue(first: rt.KernelView, second: rt.KernelView) -> bool:
     """A product and what follows it."""
     return first.kinds == {"mm"} and second.classes == {"pointwise"}
 

@@ -1,8 +1,8 @@
-"""What fusing saves: what the groups found in a graph saved, and what could be saved beyond them.
+"""What fusing saves: what the kernels of a plan save, and what larger ones would save beyond that.
 
-Both are differences of two estimates of one graph on one chip: of every op a kernel and the groups
-as found, and of those and larger ones that take more than a compiler's usual rules.  So what the
-groups save adds up to the difference of the totals.
+Both are differences of two estimates of one graph on one chip.  The first is between a kernel for
+every op and the kernels of the plan, the second between those and the larger kernels that the joins
+make which are off.  So the savings add up to the difference of the totals.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ EPILOGUE, ATTENTION, CHAIN = BEYOND = ("epilogue", "attention", "chain")
 class Saving:
     """What putting these ops into one kernel saves, over all `count` groups that are alike.
 
-    kind: fused (a group that was found), unread (results of one op that nobody reads, and a
+    kind: fused (a kernel of several ops), unread (results of one op that nobody reads, and a
     compiler leaves out), or one of EPILOGUE, ATTENTION, CHAIN.  ops: their names.
     module: path with starred indices.  launches: kernels that are not launched.  bytes: through
     HBM.  seconds: of the device.  share: seconds over t_est of the step without it.
@@ -60,7 +60,7 @@ class Saving:
 
 @dataclass(frozen=True)
 class Headroom:
-    """Estimates before fusing (every op a kernel), after (groups as found), and beyond that.
+    """Estimates before fusing (every op a kernel), after it, and with larger kernels beyond that.
 
     The host dispatches in all three as the execution model says.
     """
@@ -71,7 +71,7 @@ class Headroom:
 
     @cached_property
     def fused(self) -> tuple[Saving, ...]:
-        """What the groups that were found save, most seconds first."""
+        """What the kernels of the plan save, most seconds first."""
         return _savings(self.before, self.after)
 
     @cached_property
@@ -84,7 +84,7 @@ class Headroom:
         return _savings(self.after, self.beyond)
 
     def to_frame(self) -> pandas.DataFrame:
-        """One row per saving, those that were found first."""
+        """One row per saving: those of the plan, then those that are left."""
         import pandas
 
         return pandas.DataFrame.from_records(
@@ -109,8 +109,8 @@ def headroom(
 ) -> Headroom:
     """What fusion saves in a step on `chip` (an Estimate has its own chip and execution).
 
-    Where the execution model does not find groups, they are found all the same in the graph that it
-    runs; its factors for bytes, which describe the same effect, are left out.
+    Where the execution model does not fuse, ops are fused all the same in the graph that it runs.
+    Its factors for bytes, which describe the same effect, are left out.
     """
     if isinstance(graph, Estimate):
         return headroom(graph.plan, graph.chip)
@@ -131,7 +131,7 @@ def headroom(
 def _savings(before: Estimate, after: Estimate) -> tuple[Saving, ...]:
     """What each kernel of `after` saves that is several of `before`; alike ones together."""
     row_of = {op: row for row in before.rows for op in row.ops}
-    found: dict[tuple[str, ...], list[tuple[Row, int, int, float]]] = defaultdict(list)
+    kernels: dict[tuple[str, ...], list[tuple[Row, int, int, float]]] = defaultdict(list)
     ops = after.graph.ops
     for row in after.rows:
         parts = list({row_of[op].index: row_of[op] for op in row.ops}.values())
@@ -143,9 +143,9 @@ def _savings(before: Estimate, after: Estimate) -> tuple[Saving, ...]:
         seconds -= row.timing.t_device
         names = [ops[op].name for op in row.ops]
         key = (row.pattern, row.name, pattern_of(row.module), row.part, *names)
-        found[key].append((row, (len(parts) - 1) * row.count, size, seconds))
+        kernels[key].append((row, (len(parts) - 1) * row.count, size, seconds))
     savings = []
-    for (pattern, name, module, part, *members), entries in found.items():
+    for (pattern, name, module, part, *members), entries in kernels.items():
         seconds = sum(entry[3] for entry in entries)
         savings.append(
             Saving(

@@ -12,5 +12,5 @@ from rooftrace.costmodels.fusion.joins import (
     fusion as fusion,
 )
 from rooftrace.costmodels.fusion.kernels import (
-    Kernel as Kernel,
+    KernelView as KernelView,
 )

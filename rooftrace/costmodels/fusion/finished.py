@@ -14,7 +14,7 @@ from dataclasses import replace
 from rooftrace.costmodels.costs import Cost
 from rooftrace.costmodels.fusion.groups import FusionGroup, Merge
 from rooftrace.costmodels.fusion.joins import JOINS, Join
-from rooftrace.costmodels.fusion.kernels import Facts, Kernel
+from rooftrace.costmodels.fusion.kernels import Facts, KernelView
 from rooftrace.tracer.graph import OpGraph
 
 
@@ -139,13 +139,13 @@ class _Finished:
         )
 
 
-def _kernel(facts: Facts, group: FusionGroup, cost: Cost) -> Kernel:
+def _kernel(facts: Facts, group: FusionGroup, cost: Cost) -> KernelView:
     """A finished kernel; one of a library goes over the elements that it writes."""
     values = facts.graph.values
     spaces = [facts.space(n) for n in group.ops if facts.classes[n] != "opaque"]
     made = {access.storage for access in cost.traffic if access.write}
     written = max((values[storage].elements for storage in made), default=0)
-    return Kernel(
+    return KernelView(
         facts=facts,
         members=list(group.ops),
         size=max((size for size, _ in spaces), default=written),

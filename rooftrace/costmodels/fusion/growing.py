@@ -23,7 +23,7 @@ from rooftrace.costmodels.fusion.joins import (
     fitting,
     joins_at,
 )
-from rooftrace.costmodels.fusion.kernels import MAX_GROUP, Kernel, single
+from rooftrace.costmodels.fusion.kernels import MAX_GROUP, KernelView, single
 from rooftrace.costmodels.fusion.partition import Open, Partition
 from rooftrace.tracer.graph import Op
 
@@ -95,7 +95,7 @@ class _Grower:
             if part.reduced is not None:
                 self._take(part, kernel, producers)
 
-    def _join(self, part: Kernel, producers: Sequence[Open]) -> bool:
+    def _join(self, part: KernelView, producers: Sequence[Open]) -> bool:
         """Put an op into the last kernel that makes what it reads, or beside one that reads the
         same tensor (halves of a rotary embedding); whether there is such a kernel."""
         (number,) = part.members
@@ -147,7 +147,7 @@ class _Grower:
             producers.pop()
         return producers
 
-    def _take(self, part: Kernel, own: Open, producers: Sequence[Open]) -> None:
+    def _take(self, part: KernelView, own: Open, producers: Sequence[Open]) -> None:
         """Move what only this reduction needs so far out of the kernels that made it, to its own.
 
         A residual sum and its square belong to the norm that follows, not to the reduction before.
@@ -156,10 +156,10 @@ class _Grower:
             if kernel.fusable and kernel.rank >= self.closed:
                 self._take_from(kernel, part, own)
 
-    def _take_from(self, kernel: Open, part: Kernel, own: Open) -> None:
+    def _take_from(self, kernel: Open, part: KernelView, own: Open) -> None:
         members = set(kernel.members)
         (join,) = self.by_stage[TAKE]
-        taken: dict[int, Kernel] = {}
+        taken: dict[int, KernelView] = {}
         stack = [n for n in self.needs[part.members[0]] if n in members]
         while stack:
             number = stack.pop()
@@ -181,7 +181,7 @@ class _Grower:
         for number in sorted(taken):
             self.partition.add(taken[number], own, late=False, join=join)
 
-    def _is_needed_elsewhere(self, number: int, own: Open, taken: dict[int, Kernel]) -> bool:
+    def _is_needed_elsewhere(self, number: int, own: Open, taken: dict[int, KernelView]) -> bool:
         """Whether an op is needed outside of a kernel and of what is taken to it.
 
         What waits to be placed does not count, but for a kernel that reduces columns.
@@ -192,7 +192,7 @@ class _Grower:
             for user in self.facts.needed_by[number]
         )
 
-    def _start(self, part: Kernel, late: bool = False) -> Open:
+    def _start(self, part: KernelView, late: bool = False) -> Open:
         op = part.ops[0]
         beside = (
             part.fusable and self.user is not None and self.partition.around.beside(self.user, op)
@@ -203,7 +203,7 @@ class _Grower:
             self.recent.append(kernel)
         return kernel
 
-    def _is_long(self, part: Kernel) -> bool:
+    def _is_long(self, part: KernelView) -> bool:
         """Whether the op reduces rows too long to stay on the SM, and writes only the result."""
         if part.reduced is None:
             return False

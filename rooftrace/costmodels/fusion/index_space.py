@@ -132,16 +132,16 @@ def long_chains(
         graph.values[i].storage for op in graph.ops if op.kind != "view" for i in op.inputs
     )
     lengths = [0] * len(graph.ops)
-    found: set[int] = set()
+    long: set[int] = set()
     for op in graph.ops:
         if classes[op.id] != "pointwise":
             continue
         length = 1 + sum(lengths[n] for n in needs[op.id])
         if length >= LONG_CHAIN and any(uses[graph.values[i].storage] > 1 for i in op.outputs):
-            found.add(op.id)
+            long.add(op.id)
             length = 0  # it is written, and read from there
         lengths[op.id] = min(length, LONG_CHAIN)
-    return found
+    return long
 
 
 def dependencies(graph: OpGraph, classes: Sequence[str | None]) -> list[list[int]]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from rooftrace._extensions import load, owner, same_definition, track
 from rooftrace.costmodels.fusion.index_space import FEW_PLACED, UNROLLED
-from rooftrace.costmodels.fusion.kernels import FEW_READS, SMALL, Kernel
+from rooftrace.costmodels.fusion.kernels import FEW_READS, SMALL, KernelView
 
 Condition = Callable[..., bool]
 
@@ -56,34 +56,34 @@ class Join:
 # -- conditions ------------------------------------------------------------------------------------
 
 
-def _same_elements(first: Kernel, second: Kernel) -> bool:
+def _same_elements(first: KernelView, second: KernelView) -> bool:
     return second.size == first.size and (
         first.reduced is None or second.reduced is None or first.reduced == second.reduced
     )
 
 
-def _rows_of_a_reduction(first: Kernel, second: Kernel) -> bool:
+def _rows_of_a_reduction(first: KernelView, second: KernelView) -> bool:
     return second.reduced is None and second.size == first.reduced
 
 
-def _is_repeated(first: Kernel, second: Kernel) -> bool:
+def _is_repeated(first: KernelView, second: KernelView) -> bool:
     """Whether the second goes over what the first makes a whole number of times."""
     return first.reduced is None and first.size > 0 and second.size % first.size == 0
 
 
-def _small_producer(first: Kernel, second: Kernel) -> bool:
+def _small_producer(first: KernelView, second: KernelView) -> bool:
     return _is_repeated(first, second) and first.size <= SMALL
 
 
-def _few_reads(first: Kernel, second: Kernel) -> bool:
+def _few_reads(first: KernelView, second: KernelView) -> bool:
     return _is_repeated(first, second) and not first.stored and not first.long and _reads_few(first)
 
 
-def _reads_few(kernel: Kernel) -> bool:
+def _reads_few(kernel: KernelView) -> bool:
     return len(kernel.reads - kernel.made) <= FEW_READS
 
 
-def _part_of_the_producer(first: Kernel, second: Kernel) -> bool:
+def _part_of_the_producer(first: KernelView, second: KernelView) -> bool:
     return (
         first.reduced is second.reduced is None
         and not first.stored
@@ -92,27 +92,27 @@ def _part_of_the_producer(first: Kernel, second: Kernel) -> bool:
     )
 
 
-def _small_consumer(first: Kernel, second: Kernel) -> bool:
+def _small_consumer(first: KernelView, second: KernelView) -> bool:
     reduces = first.reduced is not None and second.reduced is None
     return reduces and 0 < second.size <= SMALL and first.size % second.size == 0
 
 
-def _shared_tensor(first: Kernel, second: Kernel) -> bool:
+def _shared_tensor(first: KernelView, second: KernelView) -> bool:
     apart = second.reads.isdisjoint(first.reads) and second.reads.isdisjoint(first.made)
     return not apart and _same_elements(first, second)
 
 
-def _input_of_a_reduction(first: Kernel, second: Kernel) -> bool:
+def _input_of_a_reduction(first: KernelView, second: KernelView) -> bool:
     return first.size == second.size and "reduction" not in first.classes
 
 
-def _only_consumer(first: Kernel, second: Kernel) -> bool:
+def _only_consumer(first: KernelView, second: KernelView) -> bool:
     values = first.facts.graph.values
     large = (values[i].elements > SMALL for op in first.ops for i in op.inputs)
     return first.reduced is second.reduced is None and first.size == second.size and sum(large) == 1
 
 
-def _placed(first: Kernel, second: Kernel) -> bool:
+def _placed(first: KernelView, second: KernelView) -> bool:
     if first.reduced is not None or first.stored or first.size >= second.size:
         return False
     facts, own, other = first.facts, set(first.members), set(second.members)
@@ -123,11 +123,11 @@ def _placed(first: Kernel, second: Kernel) -> bool:
     )
 
 
-def _attention(first: Kernel, second: Kernel, third: Kernel) -> bool:
+def _attention(first: KernelView, second: KernelView, third: KernelView) -> bool:
     return first.is_product and "softmax" in second.labels and third.is_product
 
 
-def _epilogue(first: Kernel, second: Kernel) -> bool:
+def _epilogue(first: KernelView, second: KernelView) -> bool:
     """The second goes over no more than the elements that the product writes."""
     if not first.is_product or second.classes != {"pointwise"} or second.goes_over_lists:
         return False
@@ -135,7 +135,7 @@ def _epilogue(first: Kernel, second: Kernel) -> bool:
     return written[1] <= written[0]
 
 
-def _chain(first: Kernel, second: Kernel) -> bool:
+def _chain(first: KernelView, second: KernelView) -> bool:
     kernels = (first, second)
     return not any("opaque" in kernel.classes or kernel.goes_over_lists for kernel in kernels)
 
@@ -283,7 +283,7 @@ def because(name: str) -> str:
     return next((join.because for join in (*JOINS, *_OWN) if join.name == name), "")
 
 
-def fitting(joins: Sequence[Join], first: Kernel, second: Kernel) -> Join | None:
+def fitting(joins: Sequence[Join], first: KernelView, second: KernelView) -> Join | None:
     """The first of some joins whose condition holds."""
     for join in joins:
         if join.when(first, second):

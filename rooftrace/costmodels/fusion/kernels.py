@@ -124,7 +124,7 @@ class Facts:
 
 
 @dataclass(slots=True, kw_only=True)
-class Kernel:
+class KernelView:
     """Ops that share a kernel, or a single op that may join one.
 
     A condition reads `names`, `kinds`, `classes`, `ops`, `inputs`, `results`, `size` and `reduced`;
@@ -200,11 +200,11 @@ class Kernel:
         return any(isinstance(op.arguments.get("self"), tuple) for op in self.ops)
 
 
-def single(facts: Facts, number: int, fusable: bool = True) -> Kernel:
+def single(facts: Facts, number: int, fusable: bool = True) -> KernelView:
     """A kernel of one op; one of a library (not `fusable`) has no elements to agree on."""
     op, values = facts.graph.ops[number], facts.graph.values
     size, reduced = facts.space(number) if fusable else (0, None)
-    return Kernel(
+    return KernelView(
         facts=facts,
         members=[number],
         size=size,

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 
 from rooftrace.costmodels.fusion.groups import Merge
 from rooftrace.costmodels.fusion.joins import Join, fitting
-from rooftrace.costmodels.fusion.kernels import MAX_GROUP, Facts, Kernel
+from rooftrace.costmodels.fusion.kernels import MAX_GROUP, Facts, KernelView
 from rooftrace.costmodels.fusion.runs import Neighbourhood
 
 
 @dataclass(slots=True, kw_only=True)
-class Open(Kernel):
+class Open(KernelView):
     """A kernel with its place in the launch order."""
 
     rank: int
@@ -34,7 +34,7 @@ class Partition:
         self.kernels: list[Open] = []
         self.kernel_of: dict[int, Open] = {}
 
-    def start(self, part: Kernel, epoch: int, repeats: tuple[int, ...], late: bool) -> Open:
+    def start(self, part: KernelView, epoch: int, repeats: tuple[int, ...], late: bool) -> Open:
         """A new kernel of one op, launched after all others."""
         opened = Open(
             facts=self.facts,
@@ -50,7 +50,7 @@ class Partition:
         self.add(part, opened, late)
         return opened
 
-    def add(self, part: Kernel, kernel: Open, late: bool, join: Join | None = None) -> None:
+    def add(self, part: KernelView, kernel: Open, late: bool, join: Join | None = None) -> None:
         """Put an op into a kernel.  late: its result is there only when the kernel has ended."""
         (number,) = part.members
         kernel.members.append(number)
@@ -123,7 +123,7 @@ class Partition:
         count = len(target.members) + len(kernel.members)
         return kernel.fusable and target.fusable and count <= MAX_GROUP
 
-    def reads_part(self, numbers: Iterable[int], kernel: Kernel) -> bool:
+    def reads_part(self, numbers: Iterable[int], kernel: KernelView) -> bool:
         """Whether one of these ops reads a part of something long in the kernel."""
         if kernel.reduced is not None:
             return False

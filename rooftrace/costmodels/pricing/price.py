@@ -41,14 +41,14 @@ def price_ops(graph: OpGraph) -> tuple[tuple[Cost, ...], tuple[bool, ...]]:
             known.append(True)
             continue
         key, local = _signature(copies.written_out(op), sizes, storages)
-        found = memo.get(key)
-        if found is None:
-            found = memo[key] = _price(_view(key))
-        cost = found[0].bind(copies.owners(local)) if found[0].traffic else found[0]
+        priced = memo.get(key)
+        if priced is None:
+            priced = memo[key] = _price(_view(key))
+        cost = priced[0].bind(copies.owners(local)) if priced[0].traffic else priced[0]
         if find_rule(op.target) is None:
             cost = without_rule(graph, op, cost, outside)
         costs.append(cost.recomputed() if op.part == "recompute" else cost)
-        known.append(found[1])
+        known.append(priced[1])
     return tuple(costs), tuple(known)
 
 
@@ -114,20 +114,20 @@ def _written(graph: OpGraph, op: Op) -> list[int]:
     """The storages of its operands that an op writes in place."""
     values = graph.values
     given = {values[i].storage for i in op.inputs}
-    found = {values[i].storage: None for i in op.outputs if values[i].storage in given}
+    storages = {values[i].storage: None for i in op.outputs if values[i].storage in given}
     for name in op.facts.get("writes", ()):
         for ref in references({name: op.arguments.get(name)}):
-            found[values[ref.id].storage] = None
-    return list(found)
+            storages[values[ref.id].storage] = None
+    return list(storages)
 
 
 def _price(view: OpView) -> tuple[Cost, bool]:
-    found = find_rule(view.target)
-    given = None if found and found.is_own else view.fact("flops_given")
-    cost = found.price(view) if found else view.streamed()
+    rule = find_rule(view.target)
+    given = None if rule and rule.is_own else view.fact("flops_given")
+    cost = rule.price(view) if rule else view.streamed()
     if given is not None:
         cost = _given(cost, given, view)
-    if found is None:
+    if rule is None:
         return cost, given is not None
     return _split_masked(cost, view), True
 
@@ -210,24 +210,24 @@ class _Copies:
 
     def _copies(self, value: int, repeats: tuple[int, ...]) -> list[int]:
         """Numbers for the copies of a value in these repeats."""
-        found = self.known.get((value, repeats))
-        if found is None:
-            found = self.known[value, repeats] = []
+        numbers = self.known.get((value, repeats))
+        if numbers is None:
+            numbers = self.known[value, repeats] = []
             storage = self.graph.values[value].storage
             own = [r in self.graph.values[storage].repeats for r in repeats]
             for place in product(*(range(self.graph.repeats[r].count) for r in repeats)):
-                found.append(len(self.sizes))
+                numbers.append(len(self.sizes))
                 self.sizes.append(self.sizes[value])
                 part = tuple(q for q, is_own in zip(place, own, strict=True) if is_own)
                 self.storages.append(self._storage(storage, part))
-        return found
+        return numbers
 
     def _storage(self, storage: int, place: tuple[int, ...]) -> int:
         if not place:
             return storage
-        found = self.stored.setdefault((storage, place), -1 - len(self.stored))
-        self.owner[found] = storage
-        return found
+        copy = self.stored.setdefault((storage, place), -1 - len(self.stored))
+        self.owner[copy] = storage
+        return copy
 
 
 def _numbers(argument: Any) -> Iterator[int]:

@@ -83,12 +83,12 @@ class Editor:
 
     def causal_mask(self, queries: int, length: int) -> int:
         """A constant bool[S, L], the same one for every attention of this size."""
-        found = self._causal.get((queries, length))
-        if found is None:
-            found = self._causal[queries, length] = self.value(
+        mask = self._causal.get((queries, length))
+        if mask is None:
+            mask = self._causal[queries, length] = self.value(
                 (queries, length), "bool", "constants", (), f"causal_mask_{queries}x{length}"
             )
-        return found
+        return mask
 
     def turned(self, like: Op, item: Ref) -> Ref:
         """The [H, b, a] view of an [H, a, b] value."""

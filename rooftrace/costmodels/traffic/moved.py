@@ -286,11 +286,11 @@ class _Floor:
     def _read_slices(self, op: Op, storage: int, size: int) -> None:
         """Remember which slices of a storage an op reads, if it does so through one view of it."""
         values = {i for i in op.inputs if self.graph.values[i].storage == storage}
-        found = self.slices.get(min(values)) if len(values) == 1 else None
-        if found is None or any(ref.then for ref in references(op.arguments) if ref.id in values):
+        sliced = self.slices.get(min(values)) if len(values) == 1 else None
+        if sliced is None or any(ref.then for ref in references(op.arguments) if ref.id in values):
             return
-        parts = self.parts[storage].setdefault((found.base, found.dimension), {})
-        for place in found.ranges:
+        parts = self.parts[storage].setdefault((sliced.base, sliced.dimension), {})
+        for place in sliced.ranges:
             parts[place] = max(parts.get(place, 0), size)
 
     def write(self, op: Op, storage: int, size: int) -> None:
