@@ -1,6 +1,7 @@
 from pathlib import Path
 from typing import Any
 
+from rooftrace.costmodels.costs import Access as Access, Cost as Cost, Work as Work
 from rooftrace.costmodels.estimating import Estimate as Estimate
 from rooftrace.costmodels.execution import (
     ExecutionModel as ExecutionModel,
@@ -11,17 +12,13 @@ from rooftrace.costmodels.findings import (
     Saving as Saving,
     headroom as headroom,
 )
+from rooftrace.costmodels.fusion import KernelView as KernelView, fusion as fusion
 from rooftrace.costmodels.memory import (
     memory as memory,
 )
+from rooftrace.costmodels.opviews import OpView as OpView
 from rooftrace.costmodels.planning import Plan as Plan, plan as plan
-from rooftrace.costmodels.pricing import (
-    Access as Access,
-    Cost as Cost,
-    OpView as OpView,
-    Work as Work,
-    rule as rule,
-)
+from rooftrace.costmodels.registry import rule as rule
 from rooftrace.costmodels.rewriting import (
     reprice as reprice,
 )

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import rooftrace as rt
-from rooftrace.costmodels.pricing.registry import _RULES
+from rooftrace.costmodels.registry.rulebook import RULES
 from rooftrace.hardware.chipfile import available_chips
 
 PAGE = Path(__file__).parents[1] / "docs" / "counter-graveyard.md"
@@ -140,7 +140,7 @@ def test_05_a_custom_op_is_named_and_takes_a_rule() -> None:
         assert rt.estimate(graph).flops_matrix == 1000
         assert not rt.estimate(graph).unsupported_ops()
     finally:
-        del _RULES["graveyard.mystery"]
+        del RULES["graveyard.mystery"]
 
 
 def test_06_flex_attention_is_counted_dense_and_by_its_mask() -> None:

@@ -14,9 +14,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import rooftrace as rt
+from rooftrace.costmodels.costs.cost import Cost, Work
 from rooftrace.costmodels.execution.executions import ExecutionModel, Utilization
 from rooftrace.costmodels.kernels.engines import compute_seconds
-from rooftrace.costmodels.pricing.cost import Cost, Work
 from rooftrace.hardware.units import format_capacity, format_traffic
 from rooftrace.reporting.pages.report import build_report
 

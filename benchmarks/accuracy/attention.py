@@ -23,10 +23,10 @@ from pathlib import Path
 from points import Point, write_points
 
 import rooftrace as rt
+from rooftrace.costmodels.costs.cost import AttentionSizes
 from rooftrace.costmodels.kernels.attention_rows import NO_ATTENTION, columns
 from rooftrace.costmodels.kernels.tables import table
 from rooftrace.costmodels.knobs.knobs import Knobs, Share
-from rooftrace.costmodels.pricing.cost import AttentionSizes
 from rooftrace.hardware.chip import Chip
 from rooftrace.measured.fit.cases import Case, errors, predict
 from rooftrace.measured.fit.fitting import fit

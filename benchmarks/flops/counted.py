@@ -19,9 +19,9 @@ import torch
 from torch._higher_order_ops.flex_attention import flex_attention, flex_attention_backward
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
+from rooftrace.costmodels.costs.cost import MATRIX
 from rooftrace.costmodels.findings.counters.counting import unread_gradients
 from rooftrace.costmodels.planning.plans import plan
-from rooftrace.costmodels.pricing.cost import MATRIX
 from rooftrace.tracer.asking.request import Inputs, Options
 from rooftrace.tracer.graph.graph import Op, OpGraph
 from rooftrace.tracer.phases import workload

@@ -10,7 +10,7 @@ from math import comb
 import rooftrace as rt
 from rooftrace.costmodels.execution.executions import execution_model
 from rooftrace.costmodels.planning.plans import plan
-from rooftrace.costmodels.pricing.registry import find_rule
+from rooftrace.costmodels.registry.lookup import find_rule
 from rooftrace.costmodels.rewriting.rewrites import rewrite
 from rooftrace.tracer.graph.graph import OpGraph
 

@@ -17,7 +17,7 @@ from rooftrace.costmodels.findings.diffs import Diff, compare_sources, diff_esti
 from rooftrace.costmodels.knobs import Knobs, load_knobs
 from rooftrace.costmodels.memory import LargestBatch, largest, memory
 from rooftrace.costmodels.planning import Plan
-from rooftrace.costmodels.pricing import own_rules
+from rooftrace.costmodels.registry import own_rules
 from rooftrace.costmodels.rewriting import check_precisions, reprice
 from rooftrace.hardware import Chip, load_chip
 from rooftrace.measured.fit import Calibration, calibrated

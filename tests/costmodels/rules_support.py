@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rooftrace.costmodels.pricing.cost import NOTHING, Cost, OpView, Slot, TensorView
-from rooftrace.costmodels.pricing.registry import find_rule
+from rooftrace.costmodels.costs.cost import Cost
+from rooftrace.costmodels.opviews.opview import OpView, Slot, TensorView
+from rooftrace.costmodels.registry.lookup import find_rule
 from rooftrace.hardware.precisions import precision
 
 
@@ -133,7 +134,7 @@ def cost(function: Callable[[], Any], name: str = "", **facts: Any) -> Cost:
     """The cost of the op named `name`, or of everything that `function` runs."""
     if name:
         return price(view(function, name, **facts))
-    total = NOTHING
+    total = Cost()
     for op in views(function, facts):
         total += price(op)
     return total

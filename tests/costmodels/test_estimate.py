@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from torch import nn
 
 import rooftrace as rt
+from rooftrace.costmodels.costs.cost import Cost
 from rooftrace.costmodels.execution.executions import PRESETS, ExecutionModel, Utilization
-from rooftrace.costmodels.pricing import registry
-from rooftrace.costmodels.pricing.cost import Cost
+from rooftrace.costmodels.registry.lookup import own_rules
 from rooftrace.hardware.chip import MissingPeakError
 from rooftrace.hardware.chipfile import load_chip
 from rooftrace.tracer.graph.graph import Op, OpGraph, Ref, Tensor
@@ -308,8 +308,8 @@ def test_an_op_without_a_rule_is_listed_and_its_bytes_are_counted():
     assert [row.known for row in est.rows] == [True, False, True, False]
 
 
-def test_a_users_rule_makes_coverage_complete(monkeypatch):
-    monkeypatch.setattr(registry, "_RULES", dict(registry._RULES))
+@own_rules()
+def test_a_users_rule_makes_coverage_complete():
     graph = rt.trace(Custom(), torch.empty(8, 16))
     before = rt.estimate(graph, H200, "eager")
 
@@ -323,8 +323,8 @@ def test_a_users_rule_makes_coverage_complete(monkeypatch):
     assert after.bytes_hbm == before.bytes_hbm
 
 
-def test_the_stub_is_a_rule_that_runs(monkeypatch):
-    monkeypatch.setattr(registry, "_RULES", dict(registry._RULES))
+@own_rules()
+def test_the_stub_is_a_rule_that_runs():
     graph = rt.trace(Custom(), torch.empty(8, 16))
     (unknown,) = rt.estimate(graph, H200).unsupported_ops()
     exec(unknown.stub.replace("...", "1"), {"rooftrace": rt})

@@ -98,12 +98,12 @@ def test_nothing_is_left_of_the_difference(
 
 def test_a_wrong_count_is_seen(tool: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second run is one of its own: it does not repeat what our rules say."""
-    from rooftrace.costmodels.pricing import registry
-    from rooftrace.costmodels.pricing.cost import Cost
+    from rooftrace.costmodels.costs.cost import Cost
+    from rooftrace.costmodels.registry import lookup, rulebook
 
-    registry.find_rule("aten.mm.default")  # loads the rules
-    half = registry.Rule("aten.addmm", lambda op: Cost.of(matmul=7), "opaque")
-    monkeypatch.setitem(registry._RULES, "aten.addmm", half)
+    lookup.find_rule("aten.mm.default")  # loads the rules
+    half = rulebook.Rule(name="aten.addmm", price=lambda op: Cost.of(matmul=7), fusion="opaque")
+    monkeypatch.setitem(rulebook.RULES, "aten.addmm", half)
     module = nn.Linear(8, 4)
     inputs = call_inputs(module, (torch.ones(2, 8),), {})
     found = tool("counted").compared(module, inputs, "forward")

@@ -8,11 +8,25 @@ import pytest
 from hypothesis import given, settings
 
 from rooftrace.costmodels.execution.executions import execution_model
-from rooftrace.costmodels.fusion import grouping as fusing, index_space as iterations
-from rooftrace.costmodels.fusion.grouping import MAX_GROUP, SMALL, FusionGroup, fuse
-from rooftrace.costmodels.fusion.index_space import FEW_ROWS, LONG_CHAIN, LONGEST_ROW, SPLIT_ROW
+from rooftrace.costmodels.fusion import (
+    growing,
+    index_space,
+    joins,
+    kernels,
+    merging,
+    partition,
+)
+from rooftrace.costmodels.fusion.grouping import fuse
+from rooftrace.costmodels.fusion.groups import FusionGroup
+from rooftrace.costmodels.fusion.index_space import (
+    FEW_ROWS,
+    LONG_CHAIN,
+    LONGEST_ROW,
+    SPLIT_ROW,
+)
+from rooftrace.costmodels.fusion.kernels import MAX_GROUP, SMALL
 from rooftrace.costmodels.planning.plans import plan
-from rooftrace.costmodels.pricing.registry import find_rule
+from rooftrace.costmodels.registry.lookup import find_rule
 from rooftrace.costmodels.rewriting.rewrites import rewrite
 from rooftrace.tracer.graph.graph import Op, OpGraph, Ref
 from tests.costmodels.graph_support import Builder
@@ -83,7 +97,7 @@ def test_so_they_are_where_every_limit_is_reached(program):
     limits = {"MAX_GROUP": 4, "SMALL": 4, "UNROLLED": 3, "SPLIT_ROW": 4, "FEW_ROWS": 6, "NEAR": 2}
     with pytest.MonkeyPatch.context() as patch:
         for name, value in limits.items():
-            for module in (fusing, iterations):
+            for module in (growing, index_space, joins, kernels, merging, partition):
                 if hasattr(module, name):
                     patch.setattr(module, name, value)
         check(graph, fuse(graph, EFFICIENT))

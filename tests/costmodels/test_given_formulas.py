@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode, flop_registry, register_flop_formula
 
 import rooftrace as rt
-from rooftrace.costmodels.pricing.registry import _RULES
+from rooftrace.costmodels.registry.rulebook import RULES
 
 library = torch.library.Library("given", "DEF")
 library.define("blend(Tensor x, Tensor y) -> Tensor")
@@ -83,7 +83,7 @@ def test_a_whole_rule_of_the_users_stands_above_them(registered: None) -> None:
     try:
         estimate = rt.estimate(traced(), execution="eager")
     finally:
-        del _RULES["given.blend"]
+        del RULES["given.blend"]
     assert estimate.flops - estimate.flops_matrix == 7
     assert "given.blend" not in "".join(estimate.notes)
 

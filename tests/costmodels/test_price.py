@@ -1,9 +1,10 @@
 """Pricing a graph: equal ops once, each bound to its own storages; gaps have bounds."""
 
+from rooftrace.costmodels.costs.cost import Access, Cost, Work
+from rooftrace.costmodels.opviews.opview import OpView
 from rooftrace.costmodels.planning.plans import plan
-from rooftrace.costmodels.pricing import registry
-from rooftrace.costmodels.pricing.cost import Access, Cost, OpView, Work
 from rooftrace.costmodels.pricing.price import price_ops
+from rooftrace.costmodels.registry import rulebook
 from rooftrace.tracer.graph.graph import Ref
 from tests.costmodels.graph_support import Builder
 
@@ -52,8 +53,8 @@ def test_arguments_that_are_equal_but_of_other_types_are_kept_apart(monkeypatch)
         seen.append(op.attribute("exponent"))
         return Cost()
 
-    rule = registry.Rule("tests.power", record, "opaque")
-    monkeypatch.setitem(registry._RULES, "tests.power", rule)
+    rule = rulebook.Rule(name="tests.power", price=record, fusion="opaque")
+    monkeypatch.setitem(rulebook.RULES, "tests.power", rule)
     price_ops(b.graph(*outs))
     assert [type(value) for value in seen] == [int, float, bool]
 

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 from hypothesis import given, settings, strategies as st
 
+from rooftrace.costmodels.costs.cost import Cost
 from rooftrace.costmodels.kernels.reuse import warm_bytes
 from rooftrace.costmodels.planning.plans import Plan, plan
-from rooftrace.costmodels.pricing.cost import Cost
 from rooftrace.tracer.graph.graph import OpGraph
 from rooftrace.tracer.lower.repeats import roll
 from tests.costmodels.graph_support import Builder

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 import rooftrace as rt
+from rooftrace.costmodels.costs.cost import Access
 from rooftrace.costmodels.planning.plans import plan
-from rooftrace.costmodels.pricing.cost import Access
 from rooftrace.costmodels.pricing.price import price_ops
 from rooftrace.costmodels.rewriting.rewrites import (
     append_in_place,

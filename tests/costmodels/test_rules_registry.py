@@ -7,12 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from rooftrace.costmodels.pricing.registry import (
-    DuplicateRuleError,
-    all_rules,
-    builtin,
-    find_rule,
-)
+from rooftrace.costmodels.registry.lookup import all_rules, find_rule
+from rooftrace.costmodels.registry.rulebook import DuplicateRuleError, builtin
 from tests.costmodels.rules_support import index, meta, price, views
 
 OURS = [r for r in all_rules() if r.source == "rooftrace"]

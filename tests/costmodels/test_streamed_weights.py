@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 import rooftrace as rt
+from rooftrace.costmodels.costs.cost import Work
 from rooftrace.costmodels.execution.executions import ExecutionModel, execution_model
 from rooftrace.costmodels.kernels.engines import stored_widths
 from rooftrace.costmodels.kernels.utilization import matrix_engine, tile_efficiency
 from rooftrace.costmodels.knobs.knobs import load_knobs
-from rooftrace.costmodels.pricing.cost import Work
 from rooftrace.hardware.chip import Chip
 from rooftrace.hardware.chipfile import available_chips, load_chip
 from rooftrace.tracer.graph.graph import OpGraph

@@ -4,10 +4,10 @@ import dataclasses
 
 import pytest
 
+from rooftrace.costmodels.costs.cost import Cost
 from rooftrace.costmodels.execution.executions import ExecutionModel, Utilization
 from rooftrace.costmodels.kernels.engines import compute_seconds, engine_of
 from rooftrace.costmodels.planning.launches import Launch
-from rooftrace.costmodels.pricing.cost import Cost
 from rooftrace.costmodels.timing.queue import schedule
 from rooftrace.costmodels.timing.timings import Timing, step_times
 from rooftrace.hardware.chip import MissingPeakError

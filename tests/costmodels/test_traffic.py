@@ -7,12 +7,13 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from rooftrace.costmodels.costs.cost import MATRIX, Access, Cost
 from rooftrace.costmodels.execution.executions import PRESETS, ExecutionModel, WeightResidency
-from rooftrace.costmodels.fusion.grouping import FusionGroup, fuse
-from rooftrace.costmodels.fusion.traffic import bytes_by_role, compulsory_bytes, group_costs
+from rooftrace.costmodels.fusion.grouping import fuse
+from rooftrace.costmodels.fusion.groups import FusionGroup
 from rooftrace.costmodels.planning.plans import plan
-from rooftrace.costmodels.pricing.cost import MATRIX, Access, Cost
 from rooftrace.costmodels.pricing.price import price_ops
+from rooftrace.costmodels.traffic.moved import bytes_by_role, compulsory_bytes, group_costs
 from rooftrace.tracer.graph.graph import ROLES, OpGraph, Ref, Repeat
 from tests.costmodels.graph_support import Builder
 from tests.costmodels.random_graphs import programs

@@ -5,11 +5,12 @@ import dataclasses
 import pytest
 
 import rooftrace as rt
+from rooftrace.costmodels.costs.cost import AttentionSizes
 from rooftrace.costmodels.execution.executions import execution_model
 from rooftrace.costmodels.kernels.opclass import op_class
 from rooftrace.costmodels.knobs.knobs import load_knobs
-from rooftrace.costmodels.pricing.cost import AttentionSizes
-from rooftrace.costmodels.pricing.registry import _RULES, find_rule
+from rooftrace.costmodels.registry.lookup import find_rule
+from rooftrace.costmodels.registry.rulebook import RULES
 from rooftrace.tracer.graph.graph import Ref
 from tests.costmodels.graph_support import Builder
 
@@ -19,10 +20,10 @@ M, K, N = 512, 4096, 4096
 @pytest.fixture(autouse=True)
 def rules_made_here_go_away():
     find_rule("aten.mm.default")
-    before = dict(_RULES)
+    before = dict(RULES)
     yield
-    _RULES.clear()
-    _RULES.update(before)
+    RULES.clear()
+    RULES.update(before)
 
 
 def product(op: rt.OpView) -> rt.Cost:

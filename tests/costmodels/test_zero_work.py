@@ -13,8 +13,8 @@ from unittest import mock
 import pytest
 import torch
 
-from rooftrace.costmodels.pricing.cost import OpView, Slot, TensorView
-from rooftrace.costmodels.pricing.registry import all_rules, find_rule
+from rooftrace.costmodels.opviews.opview import OpView, Slot, TensorView
+from rooftrace.costmodels.registry.lookup import all_rules, find_rule
 from tests.costmodels.rules_support import views
 
 WITHOUT_WORK = {

@@ -8,7 +8,6 @@ import pytest
 
 from rooftrace.hardware.chipfile import (
     ChipFileError,
-    available_chips,
     lint_chip,
     load_chip,
     reading,
@@ -22,11 +21,15 @@ __all__ = ["run"]
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """A copy of the bundled chips, to which files can be added."""
-    caches = (available_chips, reading._bundled, reading.bundled_aliases)
+    caches = (reading._bundled, reading.bundled_aliases)
     source = resources.files("rooftrace.hardware").joinpath("chips")
     copy = tmp_path / "chips"
     shutil.copytree(Path(str(source)), copy)
-    monkeypatch.setattr(reading, "_folder", lambda: copy)
+
+    def files() -> dict[str, Path]:
+        return {path.stem: path for path in copy.glob("*.toml")}
+
+    monkeypatch.setattr(reading, "chip_files", files)
     for cache in caches:
         cache.cache_clear()
     yield copy

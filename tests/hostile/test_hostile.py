@@ -36,7 +36,7 @@ from typing import Any
 import pytest
 
 import rooftrace as rt
-from rooftrace.costmodels.pricing.cost import MATRIX
+from rooftrace.costmodels.costs.cost import MATRIX
 from rooftrace.costmodels.pricing.price import price_ops
 
 from . import harness

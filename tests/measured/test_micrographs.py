@@ -4,8 +4,8 @@ import math
 
 import pytest
 
+from rooftrace.costmodels.costs.cost import MATRIX
 from rooftrace.costmodels.planning.plans import plan
-from rooftrace.costmodels.pricing.cost import MATRIX
 from rooftrace.measured.runs.runfile import MicroRow, RunFileError
 from rooftrace.measured.suite.micro import micro_cases, traced_micro as traced
 

@@ -5,14 +5,14 @@ Kernels are given as (name, module, family, part, count, matmul FLOP, vector FLO
 
 from collections.abc import Mapping, Sequence
 
+from rooftrace.costmodels.costs.cost import Access, Cost, Work
 from rooftrace.costmodels.estimating.estimates import estimate
 from rooftrace.costmodels.execution.executions import PRESETS
-from rooftrace.costmodels.fusion.grouping import FusionGroup
+from rooftrace.costmodels.fusion.groups import FusionGroup
 from rooftrace.costmodels.memory.footprint import Memory
 from rooftrace.costmodels.planning.coverage import Coverage, Unsupported
 from rooftrace.costmodels.planning.launches import Launch
 from rooftrace.costmodels.planning.plans import Plan
-from rooftrace.costmodels.pricing.cost import Access, Cost, Work
 from rooftrace.hardware.chip import Chip
 from rooftrace.hardware.chipfile import load_chip
 from rooftrace.reporting.pages.report import Report

@@ -232,7 +232,7 @@ def everything(ran: Ran, folder: Path) -> tuple[str, dict[str, bytes]]:
 def test_an_option_is_felt_or_refused(
     base: tuple[str, ...], way: tuple[str, ...], here: Path, run: Run
 ) -> None:
-    from rooftrace.costmodels.pricing.registry import own_rules
+    from rooftrace.costmodels.registry.lookup import own_rules
 
     with own_rules():
         plain = run(*base)

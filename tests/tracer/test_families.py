@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import rooftrace as rt
 from rooftrace.costmodels.planning.plans import plan
-from rooftrace.costmodels.pricing.kinds import FAMILIES
+from rooftrace.costmodels.registry.kinds import FAMILIES
 
 
 def classified(*args: Any, **kwargs: Any) -> rt.OpGraph:

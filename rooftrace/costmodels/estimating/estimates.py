@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from rooftrace.costmodels.costs import COMPUTED, MATRIX
 from rooftrace.costmodels.estimating.rows import Row, frame_of, row_of, sums_by
 from rooftrace.costmodels.execution import ExecutionModel
-from rooftrace.costmodels.fusion import resting_shares
+from rooftrace.costmodels.fusion import runs
 from rooftrace.costmodels.kernels import group_class
 from rooftrace.costmodels.memory import Memory, memory as liveness_of
 from rooftrace.costmodels.planning import Bytes, Coverage, Plan, Unsupported, plan
-from rooftrace.costmodels.pricing import COMPUTED, MATRIX
 from rooftrace.costmodels.timing import StepTimes, time_plan
 from rooftrace.hardware import Chip, load_chip
 from rooftrace.tracer.graph import OpGraph, pattern_of
@@ -85,7 +85,7 @@ class Estimate:
         """
         seconds: dict[int, float] = defaultdict(float)
         for row in self.rows:
-            for assumption, share in resting_shares(self.graph, row.ops).items():
+            for assumption, share in runs.resting_shares(self.graph, row.ops).items():
                 seconds[assumption] += share * row.timing.t_device
         return dict(seconds)
 
@@ -261,7 +261,7 @@ class Estimate:
     def to_frame(self) -> pandas.DataFrame:
         """One row per kernel, in launch order; `count` equal ones, of `module` up to `module_last`,
         are one row with the sums of them all."""
-        return frame_of(self.rows)
+        return frame_of(self.plan, self.rows)
 
     def __str__(self) -> str:
         from rooftrace import _render  # the table lives in reporting, which imports this module

@@ -7,10 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rooftrace.costmodels.fusion import FusionGroup, bytes_by_role, kernel_modules
+from rooftrace.costmodels.costs import MATRIX, Cost
+from rooftrace.costmodels.fusion import FusionGroup, runs
 from rooftrace.costmodels.planning import Plan
-from rooftrace.costmodels.pricing import MATRIX, Cost
 from rooftrace.costmodels.timing import Timing
+from rooftrace.costmodels.traffic import bytes_by_role
 from rooftrace.tracer.graph import ROLES, Op
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ def row_of(planned: Plan, index: int, timing: Timing) -> Row:
     """The row of a kernel group of a plan."""
     group, cost = planned.groups[index], planned.costs[index]
     lead, n = _lead(planned, group), group.times
-    modules = kernel_modules(planned.graph, group.ops, lead)
+    modules = runs.kernel_modules(planned.graph, group.ops, lead)
     return Row(
         index=index,
         name=group.name,
@@ -138,8 +139,8 @@ def sums_by(
     return result
 
 
-def frame_of(rows: Sequence[Row]) -> pandas.DataFrame:
-    """A pandas frame with a line for each row, in launch order."""
+def frame_of(planned: Plan, rows: Sequence[Row]) -> pandas.DataFrame:
+    """A pandas frame with a line for each row of a plan, in launch order."""
     import pandas
 
     records = []
@@ -150,6 +151,7 @@ def frame_of(rows: Sequence[Row]) -> pandas.DataFrame:
                 "kernel": row.index,
                 "name": row.name,
                 "pattern": row.pattern,
+                "joins": "; ".join(planned.groups[row.index].joins),
                 "count": row.count,
                 "ops": len(row.ops),
                 "module": row.module,

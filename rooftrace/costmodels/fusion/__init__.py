@@ -1,4 +1,4 @@
-"""Which ops are one kernel, and the bytes that the kernel moves through HBM."""
+"""Which ops are one kernel, and which named join made it so."""
 
 from rooftrace._face import face
 

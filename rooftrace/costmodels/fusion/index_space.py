@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 from rooftrace.costmodels.fusion.runs import copies
-from rooftrace.costmodels.pricing import FusionClass
+from rooftrace.costmodels.registry import find_rule
 from rooftrace.tracer.graph import Op, OpGraph, Ref, references
 
 LONG_CHAIN = 14
@@ -53,7 +53,8 @@ def writes_split_rows(graph: OpGraph, op: Op, size: int, reduced: int | None) ->
 
 def writes_many(op: Op) -> bool:
     """Whether the op puts so many tensors together that what uses the result reads it again."""
-    return op.name == "aten.cat" and len(op.inputs) > FEW_PLACED
+    rule = find_rule(op.target) if len(op.inputs) > FEW_PLACED else None
+    return rule is not None and "places" in rule.traits
 
 
 def goes_down(graph: OpGraph, op: Op) -> bool:
@@ -71,8 +72,8 @@ def goes_down(graph: OpGraph, op: Op) -> bool:
     return math.prod(shape[d] for d in reduced) > DOWN and left < math.prod(shape)
 
 
-def iteration(graph: OpGraph, op: Op, kind: FusionClass | None) -> tuple[int, int | None]:
-    """(elements iterated over, elements after the reduction or None)."""
+def index_space(graph: OpGraph, op: Op, kind: str | None) -> tuple[int, int | None]:
+    """How many elements an op goes over, and how many its reduction leaves (None without one)."""
     outputs = [graph.values[i].elements for i in op.outputs]
     # A batch norm in evaluation knows its mean and variance: nothing is left to reduce.
     if kind != "reduction" or op.arguments.get("training") is False:
@@ -82,9 +83,9 @@ def iteration(graph: OpGraph, op: Op, kind: FusionClass | None) -> tuple[int, in
         ):
             return sum(copies(graph, op, i) * graph.values[i].elements for i in op.outputs), None
         return max(outputs, default=0), None
-    target = op.arguments.get("target")
-    if op.name.startswith("aten.nll_loss") and isinstance(target, Ref):
-        return graph.values[target.id].elements, 1  # one logarithm per target is read
+    target, rule = op.arguments.get("target"), find_rule(op.target)
+    if isinstance(target, Ref) and rule is not None and "picks" in rule.traits:
+        return graph.values[target.id].elements, 1
     inputs = [graph.values[i].elements for i in op.inputs]
     size = max([*inputs, *outputs], default=0)
     smallest = min((n for n in outputs if n), default=1)
@@ -110,7 +111,7 @@ def needed_by(needs: Sequence[Sequence[int]]) -> list[list[int]]:
 
 
 def stored(
-    graph: OpGraph, classes: Sequence[FusionClass | None], needs: Sequence[Sequence[int]]
+    graph: OpGraph, classes: Sequence[str | None], needs: Sequence[Sequence[int]]
 ) -> set[int]:
     """Ops whose results a library kernel, a wait or the caller reads: they are written to HBM."""
     outputs = {graph.values[i].storage for i in graph.outputs}
@@ -124,26 +125,26 @@ def stored(
 
 
 def long_chains(
-    graph: OpGraph, classes: Sequence[FusionClass | None], needs: Sequence[Sequence[int]]
+    graph: OpGraph, classes: Sequence[str | None], needs: Sequence[Sequence[int]]
 ) -> set[int]:
     """Ops whose result is used several times, and takes LONG_CHAIN pointwise ops or more."""
     uses = Counter(
         graph.values[i].storage for op in graph.ops if op.kind != "view" for i in op.inputs
     )
     lengths = [0] * len(graph.ops)
-    found: set[int] = set()
+    long: set[int] = set()
     for op in graph.ops:
         if classes[op.id] != "pointwise":
             continue
         length = 1 + sum(lengths[n] for n in needs[op.id])
         if length >= LONG_CHAIN and any(uses[graph.values[i].storage] > 1 for i in op.outputs):
-            found.add(op.id)
+            long.add(op.id)
             length = 0  # it is written, and read from there
         lengths[op.id] = min(length, LONG_CHAIN)
-    return found
+    return long
 
 
-def dependencies(graph: OpGraph, classes: Sequence[FusionClass | None]) -> list[list[int]]:
+def dependencies(graph: OpGraph, classes: Sequence[str | None]) -> list[list[int]]:
     """For each op the kernels that have to run before it.
 
     Those are writers of what it reads and, for what it overwrites, earlier readers too.

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rooftrace.costmodels.pricing import find_rule
+from rooftrace.costmodels.registry import find_rule
 from rooftrace.tracer.graph import Op
 
 
@@ -68,7 +68,7 @@ def group_name(ops: Sequence[Op]) -> str:
     if len(ops) == 1:
         label = rules[0].label if rules[0] else None
         return label or ops[0].name
-    own = next((rule.label for rule in rules if rule and rule.source == "user" and rule.label), "")
+    own = next((rule.label for rule in rules if rule and rule.is_own and rule.label), "")
     if own:
         return f"{own} (fused)"
     said = {rule.fused for rule in rules if rule and rule.fused}

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from rooftrace.costmodels.costs import COMPUTED, AttentionSizes, Cost
 from rooftrace.costmodels.execution import ExecutionModel
 from rooftrace.costmodels.kernels.attention_time import (
     AttentionSeconds,
@@ -19,7 +20,6 @@ from rooftrace.costmodels.kernels.attention_time import (
 )
 from rooftrace.costmodels.kernels.engines import engine_of
 from rooftrace.costmodels.knobs import Knobs
-from rooftrace.costmodels.pricing import COMPUTED, AttentionSizes, Cost
 from rooftrace.hardware import Chip
 from rooftrace.hardware.precisions import precision
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
+from rooftrace.costmodels.costs import COMPUTED, Cost, Work
 from rooftrace.costmodels.execution import ExecutionModel
 from rooftrace.costmodels.kernels.utilization import LEAST, matrix_engine, tile_efficiency
-from rooftrace.costmodels.pricing import COMPUTED, Cost, Work
 from rooftrace.hardware import Chip
 from rooftrace.hardware.precisions import compute_family, precision
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rooftrace.costmodels.fusion import has_channels_last, weight_shape
+from rooftrace.costmodels.costs import Cost
 from rooftrace.costmodels.knobs.classes import CLASSES, LAST
-from rooftrace.costmodels.pricing import Cost, find_rule, op_cost
+from rooftrace.costmodels.pricing import op_cost
+from rooftrace.costmodels.registry import find_rule
+from rooftrace.costmodels.traffic import layouts
 from rooftrace.hardware.precisions import precision
 from rooftrace.tracer.graph import Op, OpGraph
 
@@ -56,12 +58,12 @@ def group_class(
 
 
 def _convolution(op: Op, graph: OpGraph, channels_last: bool) -> str:
-    shape = weight_shape(op, graph)
+    shape = layouts.weight_shape(op, graph)
     if shape is None:
         return "conv"
     groups, window = op.arguments.get("groups", 1), shape[2:]
     image = graph.values[op.inputs[0]]
-    stored_last = has_channels_last(image)
+    stored_last = layouts.has_channels_last(image)
     last, ending = channels_last or stored_last, LAST if stored_last else ""
     if groups > 1:
         alone = shape[1] == 1 or shape[0] == groups

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from rooftrace.costmodels.costs import COMPUTED, MATRIX, Cost
 from rooftrace.costmodels.execution import ExecutionModel
 from rooftrace.costmodels.kernels.attention_rows import (
     NO_ATTENTION,
@@ -23,7 +24,6 @@ from rooftrace.costmodels.kernels.reuse import warm_bytes
 from rooftrace.costmodels.kernels.utilization import TileTerms, matrix_engine, p_norm, tile_terms
 from rooftrace.costmodels.knobs import Knobs
 from rooftrace.costmodels.knobs.classes import CLASSES, LAST
-from rooftrace.costmodels.pricing import COMPUTED, MATRIX, Cost
 from rooftrace.hardware import Chip
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """Names of the classes of kernels that reach alike shares of a chip's peaks."""
 
-from rooftrace.costmodels.pricing import KINDS
+from rooftrace.costmodels.registry import KINDS
 
 LAST = ", channels last"
 """What the name of a class ends in whose images are given with channels last: eager kernels differ

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, product
 
-from rooftrace.costmodels.fusion import segments
+from rooftrace.costmodels.fusion import runs
 from rooftrace.tracer.graph import REVERSED, Neighbour, Op, OpGraph, Ref, Tensor, references
 
 
@@ -88,7 +88,7 @@ class Visits:
 
     def _write(self, part: range, depth: int, at: _At) -> None:
         ops = self.graph.ops
-        for repeat, inside in segments(self.places, part, depth):
+        for repeat, inside in runs.segments(self.places, part, depth):
             if repeat is None:
                 self.order += [Visit(op, at) for op in ops[inside.start : inside.stop]]
                 continue
@@ -276,7 +276,7 @@ def _sums_in_place(graph: OpGraph) -> set[int]:
     return {
         op.id
         for op in graph.ops
-        if op.target == "aten.add.Tensor"  # the one op by which autograd adds gradients up
+        if op.target == "aten.add.Tensor"  # the op that autograd itself runs, and no other
         and op.part == "backward"
         and [*op.arguments] == ["self", "other"]
         and len(op.inputs) == 2
@@ -292,7 +292,10 @@ def _takes_the_sum(graph: OpGraph, op: Op) -> bool:
 
 
 def _replaced_caches(graph: OpGraph) -> set[int]:
-    """Caches that a `cat` replaces: the old one goes, though it came from outside."""
+    """Caches that a `cat` replaces: the old one goes, though it came from outside.
+
+    No fact of a rule says so: among all that joins tensors, a `cat` is how caches grow.
+    """
     values = graph.values
     # By name: `cat` is how caches grow that are no buffers, and no other op replaces its input.
     return {

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from rooftrace.costmodels.fusion import storage_sizes
 from rooftrace.costmodels.liveness import Lives, Visit, Visits, lifetimes
+from rooftrace.costmodels.traffic import storage_sizes
 from rooftrace.hardware import Chip
 from rooftrace.tracer.asking import check_graph
 from rooftrace.tracer.graph import PARTS, ROLES, Op, OpGraph, Tensor, pattern_of

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from rooftrace.costmodels.pricing import MATRIX, Cost, find_rule
+from rooftrace.costmodels.costs import MATRIX, Cost
+from rooftrace.costmodels.fusion import FusionGroup
+from rooftrace.costmodels.registry import find_rule
 from rooftrace.hardware.units import format_flops
 from rooftrace.tracer.graph import Op, OpGraph, pattern_of
 
@@ -17,10 +19,20 @@ def given_formulas(graph: OpGraph) -> tuple[str, ...]:
     calls: Counter[str] = Counter()
     for op in graph.ops:
         rule = find_rule(op.target)
-        if "flops_given" in op.facts and not (rule and rule.source == "user"):
+        if "flops_given" in op.facts and not (rule and rule.is_own):
             calls[op.name] += graph.times(op)
     named = ", ".join(f"{name} x{count}" for name, count in calls.items())
     return (f"FLOPs by a formula registered with torch: {named}",) if named else ()
+
+
+def joined_by_users(groups: Sequence[FusionGroup]) -> tuple[str, ...]:
+    """A sentence about kernels that joins of users made, none where there are none."""
+    kernels: Counter[str] = Counter()
+    for group in groups:
+        for join in group.own_joins:
+            kernels[join] += group.times
+    named = ", ".join(f"{name} x{count}" for name, count in kernels.items())
+    return (f"kernels joined as registered with rooftrace.fusion: {named}",) if named else ()
 
 
 def unknown_groups(graph: OpGraph, op_costs: Sequence[Cost]) -> tuple[str, ...]:

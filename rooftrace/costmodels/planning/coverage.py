@@ -6,7 +6,8 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rooftrace.costmodels.pricing import Cost, unknown_bytes
+from rooftrace.costmodels.costs import Cost
+from rooftrace.costmodels.pricing import unknown_bytes
 from rooftrace.tracer.graph import OpGraph, pattern_of
 
 

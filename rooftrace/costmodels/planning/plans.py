@@ -10,20 +10,21 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from rooftrace._extensions import failures
+from rooftrace.costmodels.costs import MATRIX, Cost
 from rooftrace.costmodels.execution import ExecutionModel, execution_model
-from rooftrace.costmodels.fusion import (
-    FusionGroup,
-    bytes_by_role,
-    compulsory_bytes,
-    fuse,
-    group_costs,
-    keeps_channels_last,
+from rooftrace.costmodels.fusion import FusionGroup, fuse
+from rooftrace.costmodels.planning.advice import (
+    cache_products,
+    given_formulas,
+    joined_by_users,
+    unknown_groups,
 )
-from rooftrace.costmodels.planning.advice import cache_products, given_formulas, unknown_groups
 from rooftrace.costmodels.planning.coverage import Coverage, coverage_of
 from rooftrace.costmodels.planning.launches import Launch, launches_of
-from rooftrace.costmodels.pricing import MATRIX, Cost, price_ops, with_families
+from rooftrace.costmodels.pricing import price_ops, with_families
 from rooftrace.costmodels.rewriting import rewrite
+from rooftrace.costmodels.traffic import bytes_by_role, compulsory_bytes, group_costs, layouts
 from rooftrace.tracer.asking import check_graph
 from rooftrace.tracer.graph import ROLES, OpGraph
 
@@ -76,6 +77,13 @@ class Plan:
                     sums[key] += group.times * amount
         return Cost(work, traffic)
 
+    def why(self, kernel: int) -> str:
+        """Why the ops of a kernel are one: a line for each step by which it grew.
+
+        kernel: its place in `groups`, which is the `index` of its row in an Estimate.
+        """
+        return self.groups[kernel].why(self.graph)
+
     @cached_property
     def bytes(self) -> Bytes:
         """HBM bytes by role."""
@@ -84,7 +92,7 @@ class Plan:
     @cached_property
     def channels_last(self) -> bool:
         """Whether a compiler lays out images with channels last."""
-        return self.execution.fusion == "detected" and keeps_channels_last(self.graph)
+        return self.execution.fusion == "detected" and layouts.keeps_channels_last(self.graph)
 
     @property
     def copies_layouts(self) -> bool:
@@ -129,7 +137,7 @@ def plan(graph: OpGraph, execution: str | ExecutionModel = "efficient") -> Plan:
     rewritten, notes = rewrite(classified, model)
     if rewritten is not classified:
         op_costs, known = price_ops(rewritten)
-    groups = fuse(rewritten, model)
+    groups = fuse(rewritten, model, op_costs)
     costs = group_costs(rewritten, groups, op_costs, model)
     return Plan(
         source=graph,
@@ -144,7 +152,9 @@ def plan(graph: OpGraph, execution: str | ExecutionModel = "efficient") -> Plan:
         notes=(
             *notes,
             *given_formulas(rewritten),
+            *joined_by_users(groups),
             *unknown_groups(rewritten, op_costs),
             *cache_products(rewritten, op_costs),
+            *failures("rooftrace.rules", "rooftrace.joins"),
         ),
     )

@@ -1,4 +1,4 @@
-"""What an op is and what it costs on any chip: costs, kinds, families, and the rules' registry."""
+"""What every op of a graph costs, and which family it belongs to."""
 
 from rooftrace._face import face
 

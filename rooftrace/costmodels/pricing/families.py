@@ -14,8 +14,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from rooftrace.costmodels.pricing.cost import Cost
-from rooftrace.costmodels.pricing.registry import find_rule
+from rooftrace.costmodels.costs import Cost
+from rooftrace.costmodels.registry import find_rule
 from rooftrace.tracer.graph import Op, OpGraph
 
 UNDECIDED = "other"
@@ -96,11 +96,11 @@ class _Flow:
     @cached_property
     def readers(self) -> list[list[int]]:
         """The ops that read what each op made."""
-        found: list[list[int]] = [[] for _ in self.graph.ops]
+        readers_of: list[list[int]] = [[] for _ in self.graph.ops]
         for op, sources in enumerate(self.sources):
             for source in sources:
-                found[source].append(op)
-        return found
+                readers_of[source].append(op)
+        return readers_of
 
     def reached(self, start: Iterable[int], up: bool, most: int | None = None) -> set[int]:
         """What lies above or below some ops, up to and with the next products.
@@ -166,14 +166,14 @@ class _Attention:
     def _reaching(self, ends: Collection[int], within: Collection[int], up: bool) -> set[int]:
         """What of `within` lies on a way to one of `ends`."""
         edges = self.flow.readers if up else self.flow.sources
-        found: set[int] = set()
+        reached: set[int] = set()
         stack = [n for op in ends for n in edges[op]]
         while stack:
             op = stack.pop()
-            if op in within and op not in found and op not in ends:
-                found.add(op)
+            if op in within and op not in reached and op not in ends:
+                reached.add(op)
                 stack += edges[op]
-        return found
+        return reached
 
     def _is_whole(self, path: str) -> bool:
         """Whether every product under a path makes what attention reads, or is the first one to
@@ -203,50 +203,50 @@ class _Attention:
 
     def _after(self, core: set[int]) -> set[int]:
         """Where results go, up to the first products, or until they are joined to others."""
-        flow, found = self.flow, set(core)
+        flow, members = self.flow, set(core)
         front = [n for op in sorted(core) for n in flow.readers[op]]
         while front:
             op = front.pop()
-            if op in found or self._joins_others(op, found):
+            if op in members or self._joins_others(op, members):
                 continue
-            found.add(op)
+            members.add(op)
             if not flow.is_product(op):
                 front += flow.readers[op]
-        ways = {op for op in found if flow.is_product(op)}
-        return ways | self._reaching(ways, found, up=False)
+        ways = {op for op in members if flow.is_product(op)}
+        return ways | self._reaching(ways, members, up=False)
 
-    def _joins_others(self, op: int, found: Collection[int]) -> bool:
+    def _joins_others(self, op: int, members: Collection[int]) -> bool:
         """Whether an op, no product, brings results together with other activations."""
         graph, flow = self.flow.graph, self.flow
         if flow.is_product(op):
             return False
         made = graph.producers
         return any(
-            graph.owner(value).role == "activations" and made.get(value) not in found
+            graph.owner(value).role == "activations" and made.get(value) not in members
             for value in graph.ops[op].inputs
         )
 
     def _before(self, core: set[int]) -> set[int]:
         """What is made for these alone, from the first products on."""
-        flow, found = self.flow, set(core)
+        flow, members = self.flow, set(core)
         front = [n for op in sorted(core) for n in flow.sources[op]]
         while front:
             op = front.pop()
-            if op in found or any(user not in found for user in flow.readers[op]):
+            if op in members or any(user not in members for user in flow.readers[op]):
                 continue
-            found.add(op)
+            members.add(op)
             front += flow.sources[op]
         # A norm before the first product is no attention; a cast of a weight is.
-        products = {op for op in found if flow.is_product(op)} - core
-        below = self._reaching(products, found, up=True) | products
+        products = {op for op in members if flow.is_product(op)} - core
+        below = self._reaching(products, members, up=True) | products
         weights: set[int] = set()
-        for op in sorted(found - core):
+        for op in sorted(members - core):
             owners = {flow.graph.owner(value).role for value in flow.graph.ops[op].inputs}
             if owners <= {"weights", "constants"} or (
                 flow.sources[op] and all(source in weights for source in flow.sources[op])
             ):
                 weights.add(op)
-        return (below | weights) & found
+        return (below | weights) & members
 
 
 def _inside(
@@ -286,15 +286,15 @@ def _moe_modules(flow: _Flow, attention: _Attention) -> frozenset[str]:
         if op.part == "forward" and flow.is_product(op.id):
             for prefix in _ancestors(op.module):
                 products[prefix] += 100 if flow.kinds[op.id] == "grouped mm" else 1
-    found: set[str] = set()
+    modules: set[str] = set()
     for path in routing:
         for prefix in _ancestors(path):
             if prefix in calls:
                 break
             if products[prefix] >= _EXPERTS and not any(a.startswith(f"{prefix}.") for a in calls):
-                found.add(prefix)
+                modules.add(prefix)
                 break
-    return frozenset(found)
+    return frozenset(modules)
 
 
 def _hand_written_norms(flow: _Flow) -> frozenset[str]:

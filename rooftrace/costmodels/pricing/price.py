@@ -8,17 +8,14 @@ from functools import lru_cache
 from itertools import groupby, product
 from typing import Any
 
-from rooftrace.costmodels.fusion import missing
-from rooftrace.costmodels.pricing.cost import (
-    NOTHING,
+from rooftrace.costmodels.costs import (
     Access,
     Cost,
-    OpView,
-    Slot,
-    TensorView,
     Work,
 )
-from rooftrace.costmodels.pricing.registry import find_rule
+from rooftrace.costmodels.fusion import runs
+from rooftrace.costmodels.opviews import OpView, Slot, TensorView
+from rooftrace.costmodels.registry import find_rule
 from rooftrace.hardware.precisions import precision, storage_bytes
 from rooftrace.tracer.graph import Argument, Op, OpGraph, Ref, Tensor, references
 
@@ -40,25 +37,25 @@ def price_ops(graph: OpGraph) -> tuple[tuple[Cost, ...], tuple[bool, ...]]:
     outside = {storages[i] for i in graph.external}
     for op in graph.ops:
         if op.kind != "kernel":
-            costs.append(NOTHING)
+            costs.append(Cost())
             known.append(True)
             continue
         key, local = _signature(copies.written_out(op), sizes, storages)
-        found = memo.get(key)
-        if found is None:
-            found = memo[key] = _price(_view(key))
-        cost = found[0].bind(copies.owners(local)) if found[0].traffic else found[0]
+        priced = memo.get(key)
+        if priced is None:
+            priced = memo[key] = _price(_view(key))
+        cost = priced[0].bind(copies.owners(local)) if priced[0].traffic else priced[0]
         if find_rule(op.target) is None:
             cost = without_rule(graph, op, cost, outside)
         costs.append(cost.recomputed() if op.part == "recompute" else cost)
-        known.append(found[1])
+        known.append(priced[1])
     return tuple(costs), tuple(known)
 
 
 def op_cost(graph: OpGraph, op: Op) -> Cost:
-    """The cost of one op alone, its storages by their local index; NOTHING of a view or a wait."""
+    """The cost of one op alone, its storages by their local index; no cost of a view or a wait."""
     if op.kind != "kernel":
-        return NOTHING
+        return Cost()
     sizes = [(t.shape, t.dtype, t.stride) for t in graph.values]
     storages = [t.storage for t in graph.values]
     key, _ = _signature(_Copies(graph, sizes, storages).written_out(op), sizes, storages)
@@ -117,20 +114,20 @@ def _written(graph: OpGraph, op: Op) -> list[int]:
     """The storages of its operands that an op writes in place."""
     values = graph.values
     given = {values[i].storage for i in op.inputs}
-    found = {values[i].storage: None for i in op.outputs if values[i].storage in given}
+    storages = {values[i].storage: None for i in op.outputs if values[i].storage in given}
     for name in op.facts.get("writes", ()):
         for ref in references({name: op.arguments.get(name)}):
-            found[values[ref.id].storage] = None
-    return list(found)
+            storages[values[ref.id].storage] = None
+    return list(storages)
 
 
 def _price(view: OpView) -> tuple[Cost, bool]:
-    found = find_rule(view.target)
-    given = None if found and found.source == "user" else view.fact("flops_given")
-    cost = found.price(view) if found else view.streamed()
+    rule = find_rule(view.target)
+    given = None if rule and rule.is_own else view.fact("flops_given")
+    cost = rule.price(view) if rule else view.streamed()
     if given is not None:
         cost = _given(cost, given, view)
-    if found is None:
+    if rule is None:
         return cost, given is not None
     return _split_masked(cost, view), True
 
@@ -206,31 +203,31 @@ class _Copies:
 
     def _listed(self, op: Op, values: Sequence[int]) -> Iterator[int]:
         """Copy by copy, where several values stand side by side."""
-        for outside, group in groupby(values, lambda v: missing(self.graph, op, v)):
+        for outside, group in groupby(values, lambda v: runs.missing(self.graph, op, v)):
             copies = [self._copies(v, outside) if outside else [v] for v in group]
             for side_by_side in zip(*copies, strict=True):
                 yield from side_by_side
 
     def _copies(self, value: int, repeats: tuple[int, ...]) -> list[int]:
         """Numbers for the copies of a value in these repeats."""
-        found = self.known.get((value, repeats))
-        if found is None:
-            found = self.known[value, repeats] = []
+        numbers = self.known.get((value, repeats))
+        if numbers is None:
+            numbers = self.known[value, repeats] = []
             storage = self.graph.values[value].storage
             own = [r in self.graph.values[storage].repeats for r in repeats]
             for place in product(*(range(self.graph.repeats[r].count) for r in repeats)):
-                found.append(len(self.sizes))
+                numbers.append(len(self.sizes))
                 self.sizes.append(self.sizes[value])
                 part = tuple(q for q, is_own in zip(place, own, strict=True) if is_own)
                 self.storages.append(self._storage(storage, part))
-        return found
+        return numbers
 
     def _storage(self, storage: int, place: tuple[int, ...]) -> int:
         if not place:
             return storage
-        found = self.stored.setdefault((storage, place), -1 - len(self.stored))
-        self.owner[found] = storage
-        return found
+        copy = self.stored.setdefault((storage, place), -1 - len(self.stored))
+        self.owner[copy] = storage
+        return copy
 
 
 def _numbers(argument: Any) -> Iterator[int]:

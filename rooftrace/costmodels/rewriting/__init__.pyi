@@ -1,4 +1,4 @@
-from rooftrace.costmodels.rewriting.attention_forms import (
+from rooftrace.costmodels.rewriting.editing import (
     WRITTEN_OUT as WRITTEN_OUT,
 )
 from rooftrace.costmodels.rewriting.rewrites import (

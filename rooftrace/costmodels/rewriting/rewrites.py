@@ -11,10 +11,8 @@ from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 from rooftrace.costmodels.execution import ExecutionModel
-from rooftrace.costmodels.rewriting.attention_forms import (
-    flash_from_products,
-    materialise_attention,
-)
+from rooftrace.costmodels.rewriting.attention_kernels import flash_from_products
+from rooftrace.costmodels.rewriting.attention_products import materialise_attention
 from rooftrace.hardware.precisions import PrecisionError, precision
 from rooftrace.tracer.asking import check_graph
 from rooftrace.tracer.graph import Argument, Op, OpGraph, Tensor, references, refs
@@ -79,6 +77,7 @@ def append_in_place(graph: OpGraph) -> tuple[OpGraph, int]:
     grown: set[int] = set()
     count = 0
     for op in graph.ops:
+        # No fact of a rule: among all that joins tensors, a `cat` is how caches grow.
         if op.name == "aten.cat" and op.outputs and values[op.outputs[0]].role == "kv":
             whole, *new = references(op.arguments)
             old = whole.id

@@ -15,18 +15,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from rooftrace.costmodels.pricing import AttentionSizes, Cost, OpView, TensorView, builtin
+from rooftrace.costmodels.costs import AttentionSizes, Cost
+from rooftrace.costmodels.opviews import OpView, TensorView
+from rooftrace.costmodels.registry import builtin
 from rooftrace.costmodels.rewriting import WRITTEN_OUT
-from rooftrace.costmodels.rules.common import (
-    given,
-    needed,
-    operands,
-    product_precision,
-    read_all,
-    share,
-    vector,
-    write_all,
-)
+from rooftrace.costmodels.rules.common import product_precision, share, vector
 from rooftrace.hardware.precisions import precision as format_of
 
 BOTTOM_RIGHT = 2
@@ -86,7 +79,7 @@ def _sizes(op: OpView, heads_first: bool = True) -> Sizes:
     With heads_first=False they are [B, S, H, E], or [S of all sequences, H, E] with `cum_seq_q`:
     then all sequences count as equally long, since offsets are data.
     """
-    query, key, value = needed(op, "query"), needed(op, "key"), needed(op, "value")
+    query, key, value = op.needed("query"), op.needed("key"), op.needed("value")
     e, ev = query.shape[-1], value.shape[-1]
     if heads_first:
         queries, length = query.shape[-2], key.shape[-2]
@@ -94,7 +87,7 @@ def _sizes(op: OpView, heads_first: bool = True) -> Sizes:
         k_heads = key.shape[-3] if key.dim > 2 else 1
         batch = math.prod(map(max, query.shape[:-3], key.shape[:-3]))
     else:
-        offsets = given(op, "cum_seq_q", "cu_seqlens_q")
+        offsets = op.first("cum_seq_q", "cu_seqlens_q")
         parts = 1 if offsets is None else max(offsets.elements - 1, 1)
         queries, length = query.shape[-3] // parts, key.shape[-3] // parts
         q_heads, k_heads = query.shape[-2], key.shape[-2]
@@ -138,7 +131,7 @@ def _keys_read(op: OpView, s: Sizes, tensor: TensorView) -> Cost:
 
 
 def _mask(op: OpView) -> TensorView | None:
-    return given(op, "mask", "attn_mask", "attn_bias", "bias")
+    return op.first("mask", "attn_mask", "attn_bias", "bias")
 
 
 def _per_pair_extras(op: OpView) -> int:
@@ -149,17 +142,17 @@ def _per_pair_extras(op: OpView) -> int:
 
 
 def _forward(op: OpView, s: Sizes) -> Cost:
-    query, key, value = needed(op, "query"), needed(op, "key"), needed(op, "value")
+    query, key, value = op.needed("query"), op.needed("key"), op.needed("value")
     softmax = (SOFTMAX + _per_pair_extras(op)) * s.heads * s.computed + s.heads * s.queries * s.ev
     return (_products(s, 2 * s.e + 2 * s.ev, product_precision(query, key, value))
             + vector(op, softmax)
             + op.read(query) + _keys_read(op, s, key) + _keys_read(op, s, value)
-            + read_all(op, (t for _, t in operands(op, but=QKV)))
-            + write_all(op, op.outputs))
+            + op.read_all((t for _, t in op.operands(but=QKV)))
+            + op.write_all(op.outputs))
 
 
 def _backward(op: OpView, s: Sizes) -> Cost:
-    query, key, value = needed(op, "query"), needed(op, "key"), needed(op, "value")
+    query, key, value = op.needed("query"), op.needed("key"), op.needed("value")
     precision = product_precision(query, key, value)
     per_pair = 3 + _per_pair_extras(op)
     again = Cost.of(matmul=2 * s.heads * s.computed * s.e, precision=precision, rows=s.rows,
@@ -168,8 +161,8 @@ def _backward(op: OpView, s: Sizes) -> Cost:
             + vector(op, 3 * s.heads * s.computed, count="recompute")
             + vector(op, per_pair * s.heads * s.computed + 2 * s.heads * s.queries * s.ev)
             + op.read(query) + _keys_read(op, s, key) + _keys_read(op, s, value)
-            + read_all(op, (t for _, t in operands(op, but=QKV)))
-            + write_all(op, op.outputs))
+            + op.read_all((t for _, t in op.operands(but=QKV)))
+            + op.write_all(op.outputs))
 
 
 @builtin("rooftrace.attention", kind="attention", label="flash attention")
@@ -227,4 +220,4 @@ def attention_backward_heads_last(op: OpView) -> Cost:
 @builtin("aten._fill_mem_eff_dropout_mask_")
 def fill_dropout_mask(op: OpView) -> Cost:
     """Writes random numbers."""
-    return write_all(op, op.outputs)
+    return op.write_all(op.outputs)

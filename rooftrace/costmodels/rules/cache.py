@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from rooftrace.costmodels.pricing import NOTHING, Cost, OpView, builtin
+from rooftrace.costmodels.costs import Cost
+from rooftrace.costmodels.opviews import OpView
+from rooftrace.costmodels.registry import builtin
 
 
 @builtin("rooftrace.cache_append", label="cache append")
@@ -10,4 +12,4 @@ def cache_append(op: OpView) -> Cost:
     """cache[L, D] <- new[n, D] at row L: new rows are read and written, the others stay."""
     new = op.tensors("new")
     size = sum(t.nbytes for t in new)
-    return sum((op.read(t) for t in new), NOTHING) + op.write(op.outputs[0], size)
+    return sum((op.read(t) for t in new), Cost()) + op.write(op.outputs[0], size)

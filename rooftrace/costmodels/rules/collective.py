@@ -11,17 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from fractions import Fraction
 
-from rooftrace.costmodels.pricing import NOTHING, Cost, OpView, TensorView, builtin
-from rooftrace.costmodels.rules.common import (
-    operands,
-    over_link,
-    read_all,
-    streamed,
-    total,
-    vector,
-    write_all,
-    written,
-)
+from rooftrace.costmodels.costs import Cost
+from rooftrace.costmodels.opviews import OpView, TensorView
+from rooftrace.costmodels.registry import builtin
+from rooftrace.costmodels.rules.common import over_link, total, vector
 
 RESULTS = ("output", "outputs", "output_tensor", "output_tensors", "output_lists", "out")
 """Arguments that are written and not read."""
@@ -41,24 +34,24 @@ def _share(op: OpView) -> Fraction:
 
 def _sources(op: OpView) -> tuple[TensorView, ...]:
     """What a device brings."""
-    return tuple(tensor for _, tensor in operands(op, but=RESULTS))
+    return tuple(tensor for _, tensor in op.operands(but=RESULTS))
 
 
 def _results(op: OpView) -> tuple[TensorView, ...]:
     """What a device has afterwards: of ops that return handles, the buffers that they fill."""
-    buffers = tuple(tensor for _, tensor in operands(op, only=RESULTS))
-    return buffers or written(op) or _sources(op)
+    buffers = tuple(tensor for _, tensor in op.operands(only=RESULTS))
+    return buffers or op.written() or _sources(op)
 
 
 def _moved(op: OpView) -> Cost:
     """Memory: what a device brings is read once, what it gets is written once."""
-    return read_all(op, _sources(op)) + write_all(op, _results(op))
+    return op.read_all(_sources(op)) + op.write_all(_results(op))
 
 
 def _sent(op: OpView, tensors: Iterable[TensorView], times: int = 1) -> Cost:
     """`times` (n - 1) / n of these tensors."""
     share = _share(op)
-    return sum((over_link(t, round(times * share * t.nbytes)) for t in tensors), NOTHING)
+    return sum((over_link(t, round(times * share * t.nbytes)) for t in tensors), Cost())
 
 
 @builtin("_c10d_functional.all_reduce", "_c10d_functional.all_reduce_",
@@ -78,7 +71,7 @@ def one_shot_all_reduce(op: OpView) -> Cost:
     """Every device reads the buffers of the n - 1 others, and adds all: n - 1 of each (n = 2 where
     it is not known)."""
     sources, others = _sources(op), (group_size(op) or 2) - 1
-    links = sum((over_link(t, others * t.nbytes) for t in sources), NOTHING)
+    links = sum((over_link(t, others * t.nbytes) for t in sources), Cost())
     return vector(op, others * total(sources)) + links + _moved(op)
 
 
@@ -131,17 +124,17 @@ def scatter(op: OpView) -> Cost:
          "_c10d_functional.irecv", "_c10d_functional.batch_p2p_ops", family="communication")
 def between_two(op: OpView) -> Cost:
     """The whole of the tensors goes over the link, and through memory once."""
-    return sum((over_link(t, t.nbytes) for t in _sources(op)), NOTHING) + read_all(op, _sources(op))
+    return sum((over_link(t, t.nbytes) for t in _sources(op)), Cost()) + op.read_all(_sources(op))
 
 
 @builtin("c10d.check_for_nan", family="communication")
 def check_for_nan(op: OpView) -> Cost:
     """A comparison per value."""
-    return vector(op, total(op.inputs)) + streamed(op)
+    return vector(op, total(op.inputs)) + op.streamed()
 
 
 @builtin("_c10d_functional.wait_tensor", "_c10d_functional._wrap_tensor_autograd", "c10d.barrier",
          "c10d.monitored_barrier_", fusion="free", family="communication")
 def wait(op: OpView) -> Cost:
     """Waiting moves nothing."""
-    return NOTHING
+    return Cost()

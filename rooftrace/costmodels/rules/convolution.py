@@ -10,16 +10,10 @@ from __future__ import annotations
 
 import math
 
-from rooftrace.costmodels.pricing import NOTHING, Cost, OpView, TensorView, builtin
-from rooftrace.costmodels.rules.common import (
-    needed,
-    product_precision,
-    read_all,
-    streamed,
-    vector,
-    widths,
-    write_all,
-)
+from rooftrace.costmodels.costs import Cost
+from rooftrace.costmodels.opviews import OpView, TensorView
+from rooftrace.costmodels.registry import builtin
+from rooftrace.costmodels.rules.common import product_precision, vector, widths
 
 
 def convolution_flop(batch: int, positions: int, weight: TensorView) -> int:
@@ -42,7 +36,7 @@ def _forward(op: OpView, x: TensorView, weight: TensorView, transposed: bool) ->
     return (Cost.of(convolution=convolution_flop(batch, positions, weight),
                     precision=product_precision(x, weight), rows=batch * positions,
                     columns=columns, inner=inner, widths=widths(x, weight))
-            + (vector(op, epilogue * out.elements) if epilogue else NOTHING) + streamed(op))
+            + (vector(op, epilogue * out.elements) if epilogue else Cost()) + op.streamed())
 
 
 def _sides(op: OpView, weight: TensorView, transposed: bool) -> tuple[int, int]:
@@ -68,7 +62,7 @@ def convolution(op: OpView) -> Cost:
 
     As a matrix product it has N P rows.  The bias is one vector add per output.
     """
-    x, weight = needed(op, "input", "self"), needed(op, "weight")
+    x, weight = op.needed("input", "self"), op.needed("weight")
     return _forward(op, x, weight, bool(op.attribute("transposed", False)))
 
 
@@ -77,7 +71,7 @@ def convolution(op: OpView) -> Cost:
          "aten.conv_transpose1d", "aten.conv_transpose2d", "aten.conv_transpose3d", kind="conv")
 def convolution_transpose(op: OpView) -> Cost:
     """y[N, C_out, P] from x[N, C_in, Q] and w[C_in, C_out / groups, R S]: Q positions."""
-    return _forward(op, needed(op, "input", "self"), needed(op, "weight"), True)
+    return _forward(op, op.needed("input", "self"), op.needed("weight"), True)
 
 
 @builtin("aten.convolution_backward", "aten.convolution_backward_overrideable", kind="conv")
@@ -88,14 +82,14 @@ def convolution_backward(op: OpView) -> Cost:
     dx has N P rows per weight tile (P: positions of the forward, see `convolution_flop`), dw has
     C_out rows per group.  The bias gradient adds N P values per channel.
     """
-    grad, x, weight = needed(op, "grad_output"), needed(op, "input"), needed(op, "weight")
+    grad, x, weight = op.needed("grad_output"), op.needed("input"), op.needed("weight")
     wants_x, wants_weight, wants_bias = op.attribute("output_mask", (True, True, True))
     transposed = bool(op.attribute("transposed", False))
     positions = math.prod((x if transposed else grad).shape[2:])
     batch = x.shape[0]
     flop = convolution_flop(batch, positions, weight)
     precision = product_precision(grad, x, weight)
-    cost = NOTHING
+    cost = Cost()
     columns, inner = _sides(op, weight, transposed)
     if wants_x:
         cost += Cost.of(convolution=flop, precision=precision, rows=batch * positions,
@@ -106,7 +100,7 @@ def convolution_backward(op: OpView) -> Cost:
     if wants_bias:
         cost += vector(op, grad.elements - grad.shape[1])
     read = [grad, weight if wants_x else None, x if wants_weight else None]
-    return cost + read_all(op, read) + write_all(op, op.outputs)
+    return cost + op.read_all(read) + op.write_all(op.outputs)
 
 
 @builtin("aten._convolution_double_backward", kind="conv")
@@ -116,7 +110,7 @@ def convolution_double_backward(op: OpView) -> Cost:
     dy: w with the gradient of dx, and x with that of dw.  dx: dy with that of dw.  dw: dy with
     that of dx.
     """
-    grad, x, weight = needed(op, "gO"), needed(op, "self"), needed(op, "weight")
+    grad, x, weight = op.needed("gO"), op.needed("self"), op.needed("weight")
     dx, dw = op.tensor("ggI") is not None, op.tensor("ggW") is not None
     transposed = bool(op.attribute("transposed", False))
     positions = math.prod((x if transposed else grad).shape[2:])
@@ -126,4 +120,4 @@ def convolution_double_backward(op: OpView) -> Cost:
     adds = (wants_grad and dx and dw) + (wants_grad and op.tensor("ggb") is not None)
     return (Cost.of(convolution=flop, precision=product_precision(grad, x, weight),
                     rows=x.shape[0] * positions)
-            + vector(op, adds * grad.elements) + streamed(op))
+            + vector(op, adds * grad.elements) + op.streamed())

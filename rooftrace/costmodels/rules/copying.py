@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-from rooftrace.costmodels.pricing import PLACES, Cost, OpView, builtin
-from rooftrace.costmodels.rules.common import (
-    needed,
-    operands,
-    read_all,
-    reading,
-    streamed,
-    vector,
-    write_all,
-    written,
-)
+from rooftrace.costmodels.costs import Cost
+from rooftrace.costmodels.opviews import OpView
+from rooftrace.costmodels.registry import builtin
+from rooftrace.costmodels.rules.common import vector
 
 
 @builtin("aten._foreach_clone", fusion="pointwise")
@@ -31,7 +24,7 @@ def copied(op: OpView) -> Cost:
 
     A cast is a copy: conversion between floating types costs no flop, nor does taking one apart.
     """
-    return streamed(op)
+    return op.streamed()
 
 
 @builtin("aten._foreach_copy", "aten._foreach_copy_", fusion="pointwise")
@@ -39,20 +32,20 @@ def copied(op: OpView) -> Cost:
          fusion="pointwise", kind="cast")
 def copy_into(op: OpView) -> Cost:
     """The source is read, the destination written; what the destination held is not read."""
-    return reading(op, "src") if "_copy_from" not in op.target else reading(op, "self")
+    return op.reading("src") if "_copy_from" not in op.target else op.reading("self")
 
 
 @builtin("aten.cat", "aten.stack", fusion="pointwise", kind="copy", fused="concatenation",
-         traits=(PLACES,))
+         traits=("places",))
 @builtin("aten.concat", "aten.concatenate", "aten.hstack", "aten.vstack",
          "aten.dstack", "aten.column_stack", "aten.block_diag", "aten._chunk_cat",
          fusion="pointwise", kind="copy")
 def joined(op: OpView) -> Cost:
     """All inputs read, the whole output written."""
-    return streamed(op)
+    return op.streamed()
 
 
-@builtin("aten.constant_pad_nd", fusion="pointwise", kind="copy", traits=(PLACES,))
+@builtin("aten.constant_pad_nd", fusion="pointwise", kind="copy", traits=("places",))
 @builtin("aten.repeat", "aten.tile", "aten.roll", "aten.flip",
          "aten.fliplr", "aten.flipud", "aten.rot90", "aten.tril", "aten.tril_", "aten.triu",
          "aten.triu_", "aten.diag_embed", "aten.diag", "aten.pixel_shuffle",
@@ -64,13 +57,13 @@ def rearranged(op: OpView) -> Cost:
     tril and triu count the whole input, of which they need about half: a triangle does not make
     whole cache lines.
     """
-    return streamed(op)
+    return op.streamed()
 
 
 @builtin("aten.where", "aten.masked_fill", "aten.masked_fill_", fusion="pointwise")
 def chosen(op: OpView) -> Cost:
     """Both sides and the condition read, the output written; choosing is no flop."""
-    return streamed(op)
+    return op.streamed()
 
 
 @builtin("aten.reflection_pad1d", "aten.reflection_pad2d", "aten.reflection_pad3d",
@@ -78,7 +71,7 @@ def chosen(op: OpView) -> Cost:
          "aten._pad_circular", fusion="gather", kind="copy")
 def mirrored(op: OpView) -> Cost:
     """The input read once, the padded output written once."""
-    return streamed(op)
+    return op.streamed()
 
 
 @builtin("aten.reflection_pad1d_backward", "aten.reflection_pad2d_backward",
@@ -89,15 +82,15 @@ def mirrored_backward(op: OpView) -> Cost:
 
     Writes: zeros once, sums once.  The forward's input only says the shape.
     """
-    grad, result = needed(op, "grad_output"), written(op)
-    return vector(op, grad.elements) + op.read(grad) + write_all(op, result) + write_all(op, result)
+    grad, result = op.needed("grad_output"), op.written()
+    return vector(op, grad.elements) + op.read(grad) + op.write_all(result) + op.write_all(result)
 
 
 @builtin("aten.col2im")
 def col2im(op: OpView) -> Cost:
     """Adds overlapping columns: one add per column value beyond the first of each pixel."""
-    x, out = needed(op, "self"), op.outputs[0]
-    return vector(op, max(x.elements - out.elements, 0)) + streamed(op)
+    x, out = op.needed("self"), op.outputs[0]
+    return vector(op, max(x.elements - out.elements, 0)) + op.streamed()
 
 
 # -- gradients of views: a tensor of zeros, with the gradient copied into a part of it -------------
@@ -107,7 +100,7 @@ def col2im(op: OpView) -> Cost:
          fusion="pointwise")
 def part_backward(op: OpView) -> Cost:
     """Writes zeros everywhere, then the gradient over its part: whole output and gradient."""
-    grad, out = needed(op, "grad_output"), op.outputs[0]
+    grad, out = op.needed("grad_output"), op.outputs[0]
     size = out.nbytes // max(out.unique_elements, 1) * grad.elements
     return op.read(grad) + op.write(out) + op.write(out, size)
 
@@ -115,18 +108,18 @@ def part_backward(op: OpView) -> Cost:
 @builtin("aten.unfold_backward")
 def unfold_backward(op: OpView) -> Cost:
     """Zeros, then every window value added to where it came from."""
-    grad = needed(op, "grad_in")
-    return (vector(op, grad.elements) + op.read(grad) + write_all(op, op.outputs)
-            + write_all(op, op.outputs))
+    grad = op.needed("grad_in")
+    return (vector(op, grad.elements) + op.read(grad) + op.write_all(op.outputs)
+            + op.write_all(op.outputs))
 
 
 @builtin("aten.select_scatter", "aten.slice_scatter", "aten.diagonal_scatter",
          "aten.as_strided_scatter", fusion="pointwise", kind="copy")
 def part_replaced(op: OpView) -> Cost:
     """A copy of self with a part replaced: self read where it survives, src once, all written."""
-    whole, part = needed(op, "self"), needed(op, "src")
+    whole, part = op.needed("self"), op.needed("src")
     survives = max(whole.nbytes - part.nbytes, 0)
-    return op.read(whole, survives) + op.read(part) + write_all(op, op.outputs)
+    return op.read(whole, survives) + op.read(part) + op.write_all(op.outputs)
 
 
 @builtin("aten._pack_padded_sequence", "aten._pad_packed_sequence",
@@ -134,7 +127,7 @@ def part_replaced(op: OpView) -> Cost:
          "aten._padded_dense_to_jagged_forward", "aten._nested_from_padded", kind="copy")
 def packed(op: OpView) -> Cost:
     """Rows that are there are read and written."""
-    smaller = min([t.nbytes for _, t in operands(op)][:1] + [t.nbytes for t in op.outputs][:1])
+    smaller = min([t.nbytes for _, t in op.operands()][:1] + [t.nbytes for t in op.outputs][:1])
     first = op.inputs[0]
     rest = op.inputs[1:]
-    return op.read(first, smaller) + read_all(op, rest) + write_all(op, op.outputs)
+    return op.read(first, smaller) + op.read_all(rest) + op.write_all(op.outputs)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from rooftrace.costmodels.pricing import NOTHING, Cost, OpView, builtin
-from rooftrace.costmodels.rules.common import reading, vector, write_all, written
+from rooftrace.costmodels.costs import Cost
+from rooftrace.costmodels.opviews import OpView
+from rooftrace.costmodels.registry import builtin
+from rooftrace.costmodels.rules.common import vector
 from rooftrace.costmodels.rules.elementwise import flop_per_element
 
 
@@ -12,7 +14,7 @@ from rooftrace.costmodels.rules.elementwise import flop_per_element
          "aten.empty_quantized", fusion="free")
 def empty(op: OpView) -> Cost:
     """An allocation: no kernel."""
-    return NOTHING
+    return Cost()
 
 
 @builtin("aten.zeros", "aten.zeros_like", "aten.new_zeros", "aten._efficientzerotensor",
@@ -23,7 +25,7 @@ def empty(op: OpView) -> Cost:
          "aten._foreach_zero_", fusion="pointwise")
 def filled(op: OpView) -> Cost:
     """Every element written; what was there (or the tensor it is like) is not read."""
-    return write_all(op, written(op))
+    return op.write_all(op.written())
 
 
 SERIES: dict[str, str] = {  # i: the index of the element
@@ -40,7 +42,7 @@ def _series(name: str, formula: str) -> None:
     @builtin(f"aten.{name}", fusion="pointwise")
     def price(op: OpView) -> Cost:
         flop = flop_per_element(formula) * op.outputs[0].elements
-        return vector(op, flop) + write_all(op, op.outputs)
+        return vector(op, flop) + op.write_all(op.outputs)
 
     price.__doc__ = f"{formula} for every element i; of integers bytes only."
 
@@ -52,4 +54,4 @@ for _name, _formula in SERIES.items():
 @builtin("aten.fill", "aten.fill_", "aten.fill_diagonal_", fusion="pointwise")
 def fill(op: OpView) -> Cost:
     """The value read (where it is a tensor), every element written."""
-    return reading(op, "value")
+    return op.reading("value")

@@ -17,8 +17,10 @@ import ast
 from collections.abc import Iterable, Mapping
 from functools import cache
 
-from rooftrace.costmodels.pricing import REREADS, Cost, OpView, builtin
-from rooftrace.costmodels.rules.common import is_complex, needed, streamed, vector, written
+from rooftrace.costmodels.costs import Cost
+from rooftrace.costmodels.opviews import OpView
+from rooftrace.costmodels.registry import builtin
+from rooftrace.costmodels.rules.common import is_complex, vector
 
 # -- counting a formula ----------------------------------------------------------------------------
 
@@ -89,10 +91,10 @@ def _sum(parts: Iterable[tuple[int, bool]], own: int) -> tuple[int, bool]:
 def pointwise(op: OpView, formula: str, elements: int | None = None) -> Cost:
     """The formula once per output element (per element of all lists for a _foreach op)."""
     if elements is None:
-        sizes = [t.elements for t in written(op)]
+        sizes = [t.elements for t in op.written()]
         elements = sum(sizes) if "._foreach_" in op.target else max(sizes, default=0)
     complex_values = any(is_complex(t) for t in (*op.inputs, *op.outputs))
-    return vector(op, flop_per_element(formula, complex_values) * elements) + streamed(op)
+    return vector(op, flop_per_element(formula, complex_values) * elements) + op.streamed()
 
 
 # -- one operation or one function value per element -----------------------------------------------
@@ -232,7 +234,7 @@ def _register(name: str, formula: str) -> None:
         builtin(*forms, fusion="pointwise", fused=step)(lambda op: pointwise(op, formula))
 
     @builtin(*_in_place(name), fusion="pointwise", fused=fused,
-             traits=(REREADS,) if name in INPUT_TWICE else ())
+             traits=("rereads",) if name in INPUT_TWICE else ())
     def price(op: OpView) -> Cost:
         return pointwise(op, formula)
 
@@ -251,7 +253,7 @@ for _name, _formula in FORMULAS.items():
 @builtin(*(form for name in LOGICAL for form in _in_place(name)), fusion="pointwise")
 def logical(op: OpView) -> Cost:
     """Bit and truth operations: every input read, every output written, no flop."""
-    return streamed(op)
+    return op.streamed()
 
 
 # -- formulas that depend on an attribute ----------------------------------------------------------
@@ -313,7 +315,7 @@ def clamp(op: OpView) -> Cost:
 def glu_backward(op: OpView) -> Cost:
     """Gradients of x and y in x sigmoid(y): both halves of the output from one incoming value."""
     formula = "((s := 1 / (1 + exp(-y))) * g, (1 - s) * s * g * x)"
-    return pointwise(op, formula, needed(op, "grad_output").elements)
+    return pointwise(op, formula, op.needed("grad_output").elements)
 
 
 POLYNOMIALS: tuple[str, ...] = (
@@ -330,13 +332,13 @@ def polynomial(op: OpView) -> Cost:
     """Each degree from the two before it: p = a x q - b r, 4 flop (of an unknown degree, once)."""
     degree = op.attribute("n", 1)
     steps = max(int(degree), 1) if isinstance(degree, (int, float)) else 1
-    return vector(op, 4 * steps * op.outputs[0].elements) + streamed(op)
+    return vector(op, 4 * steps * op.outputs[0].elements) + op.streamed()
 
 
 @builtin("aten.polar", fusion="pointwise")
 def polar(op: OpView) -> Cost:
     """abs (cos(angle) + i sin(angle)): two functions, two products of real numbers."""
-    return vector(op, 4 * op.outputs[0].elements) + streamed(op)
+    return vector(op, 4 * op.outputs[0].elements) + op.streamed()
 
 
 @builtin("aten.quantize_per_tensor", "aten.quantize_per_channel", "aten.dequantize",
@@ -346,7 +348,7 @@ def quantised(op: OpView) -> Cost:
     """To integers: scale, round, shift.  Back: shift, scale.  A gradient: times its mask."""
     name = op.target.split(".")[1]
     each = 1 if "backward" in name else 2 if name == "dequantize" else 3
-    return vector(op, each * op.outputs[0].elements) + streamed(op)
+    return vector(op, each * op.outputs[0].elements) + op.streamed()
 
 
 GELU = {
@@ -360,7 +362,7 @@ GELU_BACKWARD = {
 }
 
 
-@builtin("aten.gelu", "aten.gelu_", fusion="pointwise", fused="activation", traits=(REREADS,))
+@builtin("aten.gelu", "aten.gelu_", fusion="pointwise", fused="activation", traits=("rereads",))
 def gelu(op: OpView) -> Cost:
     """x Phi(x), with erf or its tanh approximation (arXiv 1606.08415)."""
     return pointwise(op, GELU[op.attribute("approximate", "none")])
@@ -377,4 +379,4 @@ def gelu_backward(op: OpView) -> Cost:
          "aten.resolve_conj", "aten.resolve_neg", fusion="pointwise")
 def complex_parts(op: OpView) -> Cost:
     """Taking complex numbers apart or together: bytes only."""
-    return streamed(op)
+    return op.streamed()

@@ -6,9 +6,11 @@ The kernels materialise the score matrix; what stays inside of them is not count
 
 from __future__ import annotations
 
-from rooftrace.costmodels.pricing import NOTHING, Cost, OpView, TensorView, builtin
+from rooftrace.costmodels.costs import Cost
+from rooftrace.costmodels.opviews import OpView, TensorView
+from rooftrace.costmodels.registry import builtin
 from rooftrace.costmodels.rules.attention import SOFTMAX
-from rooftrace.costmodels.rules.common import needed, product_precision, streamed, vector
+from rooftrace.costmodels.rules.common import product_precision, vector
 from rooftrace.costmodels.rules.elementwise import GELU, flop_per_element
 from rooftrace.costmodels.rules.matmul import product
 from rooftrace.costmodels.rules.norm import standardise_flop
@@ -21,7 +23,7 @@ def _attention(op: OpView, query: TensorView, key: TensorView, masked: bool) -> 
     """
     (batch, s, d), length = query.shape, key.shape[1]
     heads = int(op.attribute("num_head", op.attribute("num_heads", 1)))
-    weight, out = needed(op, "qkv_weight"), needed(op, "proj_weight")
+    weight, out = op.needed("qkv_weight"), op.needed("proj_weight")
     rows = batch * (s + 2 * length)
     pairs = batch * heads * s * length
     each = SOFTMAX + (1 if masked else 0)
@@ -34,12 +36,12 @@ def _attention(op: OpView, query: TensorView, key: TensorView, masked: bool) -> 
 @builtin("aten._native_multi_head_attention", kind="attention")
 def native_multi_head_attention(op: OpView) -> Cost:
     """nn.MultiheadAttention of packed weights; averaging the heads' weights is an add per pair."""
-    query, key = needed(op, "query"), needed(op, "key")
+    query, key = op.needed("query"), op.needed("key")
     batch, s, _ = query.shape
     averaged = op.attribute("need_weights", True) and op.attribute("average_attn_weights", True)
     pairs = batch * int(op.attribute("num_head", 1)) * s * key.shape[1]
     return (_attention(op, query, key, op.tensor("mask") is not None)
-            + (vector(op, pairs) if averaged else NOTHING) + streamed(op))
+            + (vector(op, pairs) if averaged else Cost()) + op.streamed())
 
 
 @builtin("aten._transformer_encoder_layer_fwd")
@@ -48,7 +50,7 @@ def transformer_encoder_layer(op: OpView) -> Cost:
 
     src[B, S, D], inner width F: 4 B S D F flop besides the attention's.
     """
-    x, up, down = needed(op, "src"), needed(op, "ffn_weight_1"), needed(op, "ffn_weight_2")
+    x, up, down = op.needed("src"), op.needed("ffn_weight_1"), op.needed("ffn_weight_2")
     rows, d, inner = x.elements // x.shape[-1], x.shape[-1], up.shape[0]
     activation = flop_per_element(GELU["none"]) if op.attribute("use_gelu") else 1
     norms = 2 * (standardise_flop(rows, d) + 2 * x.elements)
@@ -56,4 +58,4 @@ def transformer_encoder_layer(op: OpView) -> Cost:
             + Cost.of(matmul=2 * 2 * rows * d * inner,
                       precision=product_precision(x, up, down), rows=rows)
             + vector(op, norms + rows * (inner * (1 + activation) + d) + 2 * x.elements)
-            + streamed(op))
+            + op.streamed())

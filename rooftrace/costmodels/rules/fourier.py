@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 
-from rooftrace.costmodels.pricing import Cost, OpView, builtin
-from rooftrace.costmodels.rules.common import axes, extent, needed, streamed, vector
+from rooftrace.costmodels.costs import Cost
+from rooftrace.costmodels.opviews import OpView
+from rooftrace.costmodels.registry import builtin
+from rooftrace.costmodels.rules.common import axes, extent, vector
 
 
 def fft_flop(transforms: int, n: int) -> int:
@@ -19,14 +21,14 @@ def fft(op: OpView) -> Cost:
 
     One pass over memory: what a transform that fits on chip needs.
     """
-    x = needed(op, "self")
+    x = op.needed("self")
     n = extent(x.shape, axes(op, x.dim))
-    return vector(op, fft_flop(x.elements // n if n else 0, n)) + streamed(op)
+    return vector(op, fft_flop(x.elements // n if n else 0, n)) + op.streamed()
 
 
 @builtin("aten._fft_r2c", "aten._fft_c2r")
 def real_fft(op: OpView) -> Cost:
     """Real on one side: half of the complex transform of the real side's size."""
-    real = op.outputs[0] if "c2r" in op.target else needed(op, "self")
+    real = op.outputs[0] if "c2r" in op.target else op.needed("self")
     n = extent(real.shape, axes(op, real.dim))
-    return vector(op, fft_flop(real.elements // n if n else 0, n) // 2) + streamed(op)
+    return vector(op, fft_flop(real.elements // n if n else 0, n) // 2) + op.streamed()

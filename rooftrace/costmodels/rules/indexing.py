@@ -8,18 +8,10 @@ from __future__ import annotations
 
 import math
 
-from rooftrace.costmodels.pricing import NOTHING, Cost, OpView, TensorView, builtin
-from rooftrace.costmodels.rules.common import (
-    given,
-    needed,
-    operands,
-    read_all,
-    reading,
-    share,
-    streamed,
-    vector,
-    write_all,
-)
+from rooftrace.costmodels.costs import Cost
+from rooftrace.costmodels.opviews import OpView, TensorView
+from rooftrace.costmodels.registry import builtin
+from rooftrace.costmodels.rules.common import share, vector
 
 
 def _touched(op: OpView, indices: int, rows: int) -> int:
@@ -33,7 +25,7 @@ def _part(tensor: TensorView, elements: int) -> int:
 
 def _others(op: OpView, *names: str) -> Cost:
     """All operands but these, read once."""
-    return read_all(op, (t for _, t in operands(op, but=names)))
+    return op.read_all((t for _, t in op.operands(but=names)))
 
 
 # -- embeddings ------------------------------------------------------------------------------------
@@ -42,10 +34,10 @@ def _others(op: OpView, *names: str) -> Cost:
 @builtin("aten.embedding", fusion="gather", kind="gather", family="embedding", fused="embedding")
 def embedding(op: OpView) -> Cost:
     """y[T, D] = table[V, D][index[T]]: distinct rows and indices read, y written."""
-    table, index = needed(op, "weight"), needed(op, "indices")
+    table, index = op.needed("weight"), op.needed("indices")
     rows = _touched(op, index.elements, table.shape[0])
     return (op.read(table, share(table, rows, table.shape[0])) + op.read(index)
-            + write_all(op, op.outputs))
+            + op.write_all(op.outputs))
 
 
 @builtin("aten.embedding_dense_backward", "aten.embedding_backward", kind="gather",
@@ -55,7 +47,7 @@ def embedding_backward(op: OpView) -> Cost:
 
     Reads dy and indices; reads and writes the touched rows of dW once; T D adds.
     """
-    grad, index = needed(op, "grad_output", "grad"), needed(op, "indices")
+    grad, index = op.needed("grad_output", "grad"), op.needed("indices")
     out = op.outputs[0]
     size = share(out, _touched(op, index.elements, out.shape[0]), out.shape[0])
     return (vector(op, grad.elements) + op.read(grad) + op.read(index) + op.write(out)
@@ -66,7 +58,7 @@ def embedding_backward(op: OpView) -> Cost:
          kind="gather", family="embedding")
 def embedding_bag(op: OpView) -> Cost:
     """y[B, D] = sum (mean, max) of the rows of a bag: (T - B) D adds, B D divisions of a mean."""
-    table, index = needed(op, "weight"), needed(op, "indices")
+    table, index = op.needed("weight"), op.needed("indices")
     out = op.outputs[0]
     width = table.shape[1]
     mean = out.elements if op.attribute("mode", 0) == 1 else 0
@@ -74,14 +66,14 @@ def embedding_bag(op: OpView) -> Cost:
     rows = _touched(op, index.elements, table.shape[0])
     return (vector(op, max(index.elements * width - out.elements, 0) + mean + weights)
             + op.read(table, share(table, rows, table.shape[0])) + _others(op, "weight")
-            + write_all(op, op.outputs))
+            + op.write_all(op.outputs))
 
 
 @builtin("aten._embedding_bag_backward", "aten._embedding_bag_dense_backward", kind="gather",
          family="embedding")
 def embedding_bag_backward(op: OpView) -> Cost:
     """dW zeroed, then the gradient of its bag added to every row that was in it."""
-    index, out = needed(op, "indices"), op.outputs[0]
+    index, out = op.needed("indices"), op.outputs[0]
     size = share(out, _touched(op, index.elements, out.shape[0]), out.shape[0])
     return (vector(op, index.elements * out.shape[1]) + _others(op) + op.write(out)
             + op.read(out, size) + op.write(out, size))
@@ -90,7 +82,7 @@ def embedding_bag_backward(op: OpView) -> Cost:
 @builtin("aten.embedding_renorm_", kind="gather", family="embedding")
 def embedding_renorm(op: OpView) -> Cost:
     """Rows touched: norm (2 per value), scaled (1): read and written."""
-    table, index = needed(op, "self"), needed(op, "indices")
+    table, index = op.needed("self"), op.needed("indices")
     rows = _touched(op, index.elements, table.shape[0])
     size = share(table, rows, table.shape[0])
     return (vector(op, 3 * rows * table.shape[1]) + op.read(table, size) + op.read(index)
@@ -103,10 +95,10 @@ def embedding_renorm(op: OpView) -> Cost:
 @builtin("aten.index_select", fusion="gather", fused="gather")
 def index_select(op: OpView) -> Cost:
     """y = x[.., index, ..] along `dim`: distinct rows and indices read, y written."""
-    x, index = needed(op, "self"), needed(op, "index")
+    x, index = op.needed("self"), op.needed("index")
     rows = x.shape[op.attribute("dim")] if x.dim else 1
     touched = _touched(op, index.elements, rows)
-    return op.read(x, share(x, touched, rows)) + op.read(index) + write_all(op, op.outputs)
+    return op.read(x, share(x, touched, rows)) + op.read(index) + op.write_all(op.outputs)
 
 
 def _indexed(op: OpView, x: TensorView) -> tuple[int, int]:
@@ -128,7 +120,7 @@ def _indexed(op: OpView, x: TensorView) -> tuple[int, int]:
 @builtin("aten._unsafe_index", "aten._unsafe_masked_index", fusion="gather")
 def index(op: OpView) -> Cost:
     """y = x[indices]: distinct elements chosen, the indices (or masks) read; y written."""
-    x, out = needed(op, "self"), op.outputs[0]
+    x, out = op.needed("self"), op.outputs[0]
     rows, width = _indexed(op, x)
     touched = _touched(op, out.elements // width if width else 0, rows)
     return op.read(x, _part(x, touched * width)) + _others(op, "self") + op.write(out)
@@ -138,7 +130,7 @@ def index(op: OpView) -> Cost:
 @builtin("aten.take", "aten.take_along_dim", fusion="gather")
 def gather(op: OpView) -> Cost:
     """y[i] = x[index[i]], one element each: as many elements read as y has, or as x has."""
-    x, out = needed(op, "self"), op.outputs[0]
+    x, out = op.needed("self"), op.outputs[0]
     return (op.read(x, _part(x, int(op.fact("rows_touched", out.elements))))
             + _others(op, "self") + op.write(out))
 
@@ -146,7 +138,7 @@ def gather(op: OpView) -> Cost:
 @builtin("aten.masked_select", "aten.nonzero", "aten.nonzero_static", "aten.argwhere")
 def compacted(op: OpView) -> Cost:
     """What is chosen is written, after a pass that counts and one that moves; inputs count once."""
-    return streamed(op)
+    return op.streamed()
 
 
 # -- scatters --------------------------------------------------------------------------------------
@@ -160,7 +152,7 @@ def _scattered(op: OpView, elements: int, touched: int, accumulate: bool,
     elements are written (read as well if they accumulate, one add per value); out of place, self is
     copied first.
     """
-    table, out = needed(op, "self"), op.outputs[0] if op.outputs else needed(op, "self")
+    table, out = op.needed("self"), op.outputs[0] if op.outputs else op.needed("self")
     size = _part(table, touched)
     source = op.tensor("src") if reached is not None else None
     cost = _others(op, "self", "src" if source is not None else "self") + op.write(out, size)
@@ -177,7 +169,7 @@ def _scattered(op: OpView, elements: int, touched: int, accumulate: bool,
          "aten._unsafe_masked_index_put_accumulate", kind="gather")
 def index_put(op: OpView) -> Cost:
     """x[indices] = values, or += with `accumulate`."""
-    x, values = needed(op, "self"), needed(op, "values")
+    x, values = op.needed("self"), op.needed("values")
     rows, width = _indexed(op, x)
     positions = _positions(op, rows)
     touched = _touched(op, positions, rows)
@@ -201,21 +193,21 @@ def _positions(op: OpView, rows: int) -> int:
          "aten.index_copy", "aten.index_copy_", kind="gather")
 def index_add(op: OpView) -> Cost:
     """x[.., index, ..] += alpha source along `dim` (or =, or another reduction)."""
-    x, source = needed(op, "self"), needed(op, "source")
+    x, source = op.needed("self"), op.needed("source")
     rows = x.shape[op.attribute("dim")] if x.dim else 1
     width = x.elements // rows if rows else 0
-    touched = _touched(op, needed(op, "index").elements, rows) * width
-    scaled = vector(op, source.elements) if op.attribute("alpha", 1) != 1 else NOTHING
+    touched = _touched(op, op.needed("index").elements, rows) * width
+    scaled = vector(op, source.elements) if op.attribute("alpha", 1) != 1 else Cost()
     return scaled + _scattered(op, source.elements, touched, "copy" not in op.target)
 
 
 @builtin("aten.index_fill", "aten.index_fill_", kind="gather")
 def index_fill(op: OpView) -> Cost:
     """x[.., index, ..] = value along `dim`."""
-    x = needed(op, "self")
+    x = op.needed("self")
     rows = x.shape[op.attribute("dim")] if x.dim else 1
     width = x.elements // rows if rows else 0
-    touched = _touched(op, needed(op, "index").elements, rows) * width
+    touched = _touched(op, op.needed("index").elements, rows) * width
     return _scattered(op, 0, touched, False)
 
 
@@ -226,7 +218,7 @@ def scatter(op: OpView) -> Cost:
 
     The source is read where `index` reaches it: as many elements as there are indices.
     """
-    x, index = needed(op, "self"), needed(op, "index")
+    x, index = op.needed("self"), op.needed("index")
     reduce = "scatter_add" in op.target or op.attribute("reduce") is not None
     touched = _touched(op, index.elements, x.elements)
     return _scattered(op, index.elements, touched, reduce, reached=index.elements)
@@ -235,7 +227,7 @@ def scatter(op: OpView) -> Cost:
 @builtin("aten.put", "aten.put_")
 def put(op: OpView) -> Cost:
     """x.flatten()[index[i]] = source[i], or +=."""
-    x, index, source = needed(op, "self"), needed(op, "index"), needed(op, "source")
+    x, index, source = op.needed("self"), op.needed("index"), op.needed("source")
     touched = _touched(op, index.elements, x.elements)
     return _scattered(op, source.elements, touched, bool(op.attribute("accumulate", False)))
 
@@ -243,10 +235,10 @@ def put(op: OpView) -> Cost:
 @builtin("aten.masked_scatter", "aten.masked_scatter_", kind="gather")
 def masked_scatter(op: OpView) -> Cost:
     """x[mask] = source, in order: x and mask read, x written, as much of source as x can take."""
-    x, source = needed(op, "self"), needed(op, "source")
+    x, source = op.needed("self"), op.needed("source")
     taken = min(source.nbytes, _part(source, x.elements))
-    return (op.read(x) + op.read(given(op, "mask")) + op.read(source, taken)
-            + write_all(op, op.outputs))
+    return (op.read(x) + op.read(op.first("mask")) + op.read(source, taken)
+            + op.write_all(op.outputs))
 
 
 @builtin("aten.masked_scatter_backward", "aten.index_select_backward",
@@ -254,16 +246,16 @@ def masked_scatter(op: OpView) -> Cost:
 def gathered_backward(op: OpView) -> Cost:
     """Zeros everywhere, then the gradient put (or added) where it was taken from."""
     out = op.outputs[0]
-    grad = needed(op, "grad", "grad_output")
+    grad = op.needed("grad", "grad_output")
     size = min(grad.nbytes, out.nbytes)
-    adds = vector(op, grad.elements) if "index_select" in op.target else NOTHING
-    return adds + streamed(op) + op.write(out, size)
+    adds = vector(op, grad.elements) if "index_select" in op.target else Cost()
+    return adds + op.streamed() + op.write(out, size)
 
 
 @builtin("aten.repeat_interleave", fusion="gather", kind="copy")
 def repeat_interleave(op: OpView) -> Cost:
     """Everything read once, the repeated rows (or their indices) written."""
-    return reading(op, "self", "repeats")
+    return op.reading("self", "repeats")
 
 
 @builtin("aten.one_hot")

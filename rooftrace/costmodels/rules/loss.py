@@ -5,15 +5,10 @@
 
 from __future__ import annotations
 
-from rooftrace.costmodels.pricing import Cost, OpView, builtin
-from rooftrace.costmodels.rules.common import (
-    needed,
-    product_precision,
-    reading,
-    share,
-    streamed,
-    vector,
-)
+from rooftrace.costmodels.costs import Cost
+from rooftrace.costmodels.opviews import OpView
+from rooftrace.costmodels.registry import builtin
+from rooftrace.costmodels.rules.common import product_precision, share, vector
 from rooftrace.costmodels.rules.elementwise import flop_per_element
 
 FORWARD: dict[str, str] = {
@@ -53,18 +48,18 @@ def reduction_flop(op: OpView, elements: int) -> int:
 def _forward(name: str, formula: str) -> None:
     @builtin(f"aten.{name}", fusion="reduction", kind="elementwise", family="loss")
     def price(op: OpView) -> Cost:
-        n = needed(op, "self").elements
+        n = op.needed("self").elements
         weights = sum(op.tensor(w) is not None for w in ("weight", "pos_weight"))
         flop = (flop_per_element(formula) + weights) * n + reduction_flop(op, n)
-        return vector(op, flop) + streamed(op)
+        return vector(op, flop) + op.streamed()
 
 
 def _backward(name: str, formula: str) -> None:
     @builtin(f"aten.{name}", fusion="pointwise", family="loss")
     def price(op: OpView) -> Cost:
-        n = needed(op, "self").elements
+        n = op.needed("self").elements
         weight = op.tensor("weight") is not None
-        return vector(op, (flop_per_element(formula) + weight) * n) + streamed(op)
+        return vector(op, (flop_per_element(formula) + weight) * n) + op.streamed()
 
 
 for _name, _formula in FORWARD.items():
@@ -74,20 +69,21 @@ for _name, _formula in BACKWARD.items():
 
 
 @builtin("aten.nll_loss_forward", fusion="reduction", kind="elementwise", family="loss",
-         fused="cross entropy")
+         fused="cross entropy", traits=("picks",))
 @builtin("aten.nll_loss2d_forward", "aten.nll_loss", "aten.nll_loss2d",
-         "aten.nll_loss_nd", fusion="reduction", kind="elementwise", family="loss")
+         "aten.nll_loss_nd", fusion="reduction", kind="elementwise", family="loss",
+         traits=("picks",))
 def nll_loss(op: OpView) -> Cost:
     """loss = -sum_i w[t_i] x[i, t_i] / sum_i w[t_i]: of x only the chosen value per target is read.
 
     Per target a negation; with weights a product, and an add for the sum of weights; then the
     reduction.
     """
-    x, target = needed(op, "self"), needed(op, "target")
+    x, target = op.needed("self"), op.needed("target")
     n = target.elements
     weights = 2 * n if op.tensor("weight") is not None else 0
     return (vector(op, n + weights + reduction_flop(op, n))
-            + op.read(x, share(x, n, max(x.unique_elements, 1))) + reading(op, "target", "weight"))
+            + op.read(x, share(x, n, max(x.unique_elements, 1))) + op.reading("target", "weight"))
 
 
 @builtin("aten.nll_loss_backward", "aten.nll_loss2d_backward", fusion="pointwise", family="loss")
@@ -96,24 +92,24 @@ def nll_loss_backward(op: OpView) -> Cost:
 
     The log-probabilities only say the shape.
     """
-    out, n = op.outputs[0], needed(op, "target").elements
+    out, n = op.outputs[0], op.needed("target").elements
     each = 3 if op.tensor("weight") is not None else 2
-    return (vector(op, each * n) + reading(op, "grad_output", "target", "weight", "total_weight")
+    return (vector(op, each * n) + op.reading("grad_output", "target", "weight", "total_weight")
             + op.write(out, share(out, n, max(out.unique_elements, 1))))
 
 
 @builtin("aten.multi_margin_loss", fusion="reduction", kind="elementwise", family="loss")
 def multi_margin_loss(op: OpView) -> Cost:
     """max(0, margin - x[t] + x[j])^p over the classes: difference, add, comparison, power, add."""
-    x = needed(op, "self")
-    reduced = reduction_flop(op, needed(op, "target").elements)
-    return vector(op, 5 * x.elements + reduced) + streamed(op)
+    x = op.needed("self")
+    reduced = reduction_flop(op, op.needed("target").elements)
+    return vector(op, 5 * x.elements + reduced) + op.streamed()
 
 
 @builtin("aten.multi_margin_loss_backward", family="loss")
 def multi_margin_loss_backward(op: OpView) -> Cost:
     """Difference, add, comparison, product, add to the target's gradient, per class."""
-    return vector(op, 5 * needed(op, "self").elements) + streamed(op)
+    return vector(op, 5 * op.needed("self").elements) + op.streamed()
 
 
 @builtin("aten._ctc_loss", "aten._cudnn_ctc_loss", "aten.ctc_loss", family="loss")
@@ -124,23 +120,23 @@ def ctc_loss(op: OpView) -> Cost:
     first.
     """
     alpha = op.outputs[-1].elements
-    return vector(op, 11 * alpha) + streamed(op)
+    return vector(op, 11 * alpha) + op.streamed()
 
 
 @builtin("aten._ctc_loss_backward", family="loss")
 def ctc_loss_backward(op: OpView) -> Cost:
     """beta as alpha, then 3 flop per class and step for the gradient (eq. 16)."""
-    alpha, out = needed(op, "log_alpha").elements, op.outputs[0]
-    return vector(op, 11 * alpha + 3 * out.elements) + streamed(op)
+    alpha, out = op.needed("log_alpha").elements, op.outputs[0]
+    return vector(op, 11 * alpha + 3 * out.elements) + op.streamed()
 
 
 @builtin("aten.cross_entropy_loss", fusion="reduction", kind="elementwise", family="loss")
 def cross_entropy(op: OpView) -> Cost:
     """The composite: log-softmax over classes (5 n - 1 per row) and a picked value per row."""
-    x = needed(op, "self", "input")
+    x = op.needed("self", "input")
     classes = x.shape[1] if x.dim > 1 else x.elements
     rows = x.elements // classes if classes else 0
-    return vector(op, rows * (5 * classes - 1) + 2 * rows) + streamed(op)
+    return vector(op, rows * (5 * classes - 1) + 2 * rows) + op.streamed()
 
 
 @builtin("torch_nn._linear_cross_entropy_batch_chunked",
@@ -151,11 +147,11 @@ def linear_cross_entropy(op: OpView) -> Cost:
     2 N K C flop, and as much for the gradient of x and for that of W, which are made at once.
     Vector: log-softmax as in `softmax` (5 per logit), and 3 for its gradient.
     """
-    x, weight = needed(op, "input"), needed(op, "linear_weight")
+    x, weight = op.needed("input"), op.needed("linear_weight")
     n, (c, k) = x.elements // x.shape[-1], weight.shape
     wanted = [bool(op.attribute(f"compute_{name}_grad", False))
               for name in ("input", "linear_weight")]
     flop = 2 * n * k * c * (1 + sum(wanted))
     rows = min(int(op.attribute("batch_chunk_size", 0)) or n, n)
     return (Cost.of(matmul=flop, precision=product_precision(x, weight), rows=rows)
-            + vector(op, n * c * (5 + 3 * any(wanted))) + streamed(op))
+            + vector(op, n * c * (5 + 3 * any(wanted))) + op.streamed())

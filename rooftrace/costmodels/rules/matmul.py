@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import math
 
-from rooftrace.costmodels.pricing import NOTHING, Cost, OpView, TensorView, builtin
+from rooftrace.costmodels.costs import Cost
+from rooftrace.costmodels.opviews import OpView, TensorView
+from rooftrace.costmodels.registry import builtin
 from rooftrace.costmodels.rules.common import (
     is_complex,
-    needed,
     product_precision,
     stored_width,
-    streamed,
     vector,
     widths,
 )
@@ -39,17 +39,17 @@ def epilogue(op: OpView, elements: int) -> Cost:
     """
     alpha, beta = op.attribute("alpha", 1), op.attribute("beta", 1)
     each = (alpha != 1) + (0 if beta == 0 else 1 + (beta != 1))
-    return vector(op, elements * each) if each else NOTHING
+    return vector(op, elements * each) if each else Cost()
 
 
 @builtin("aten.mm", kind="mm")
 def mm(op: OpView) -> Cost:
     """C[M, N] = A[M, K] B[K, N]: 2 M K N flop; of a sparse A only what it stores."""
-    a, b = needed(op, "self"), needed(op, "mat2")
+    a, b = op.needed("self"), op.needed("mat2")
     (m, k), n = a.shape, b.shape[1]
     if op.fact("stored") is not None:
         return sparse_product(op, "self", n)
-    return product(1, m, k, n, a, b) + streamed(op)
+    return product(1, m, k, n, a, b) + op.streamed()
 
 
 @builtin("aten.addmm", "aten.addmm_", "aten._addmm_activation", kind="mm")
@@ -58,9 +58,9 @@ def addmm(op: OpView) -> Cost:
 
     With an activation, relu or gelu, of every C.
     """
-    a, b = needed(op, "mat1"), needed(op, "mat2")
+    a, b = op.needed("mat1"), op.needed("mat2")
     (m, k), n = a.shape, b.shape[1]
-    cost = product(1, m, k, n, a, b) + epilogue(op, m * n) + streamed(op)
+    cost = product(1, m, k, n, a, b) + epilogue(op, m * n) + op.streamed()
     if "_activation" not in op.target:
         return cost
     activation = flop_per_element(GELU["tanh"]) if op.attribute("use_gelu") else 1
@@ -73,25 +73,25 @@ def bmm(op: OpView) -> Cost:
 
     With one column it is A that no other row shares: the experts' weights of one token.
     """
-    a, b = needed(op, "self"), needed(op, "mat2")
+    a, b = op.needed("self"), op.needed("mat2")
     (batch, m, k), n = a.shape, b.shape[2]
-    return product(batch, m, k, n, a, b, rows=1 if n == 1 else m) + streamed(op)
+    return product(batch, m, k, n, a, b, rows=1 if n == 1 else m) + op.streamed()
 
 
 @builtin("aten.baddbmm", "aten.baddbmm_", kind="bmm")
 def baddbmm(op: OpView) -> Cost:
     """C[B, M, N] = beta D + alpha A[B, M, K] B[B, K, N]."""
-    a, b = needed(op, "batch1"), needed(op, "batch2")
+    a, b = op.needed("batch1"), op.needed("batch2")
     (batch, m, k), n = a.shape, b.shape[2]
-    return product(batch, m, k, n, a, b) + epilogue(op, batch * m * n) + streamed(op)
+    return product(batch, m, k, n, a, b) + epilogue(op, batch * m * n) + op.streamed()
 
 
 @builtin("aten.addbmm", "aten.addbmm_", kind="mm")
 def addbmm(op: OpView) -> Cost:
     """C[M, N] = beta D + alpha sum_B A[B, M, K] B[B, K, N]: one product with inner size B K."""
-    a, b = needed(op, "batch1"), needed(op, "batch2")
+    a, b = op.needed("batch1"), op.needed("batch2")
     (batch, m, k), n = a.shape, b.shape[2]
-    return product(1, m, batch * k, n, a, b) + epilogue(op, m * n) + streamed(op)
+    return product(1, m, batch * k, n, a, b) + epilogue(op, m * n) + op.streamed()
 
 
 @builtin("aten.matmul", "aten.linalg_matmul", kind="bmm")
@@ -100,33 +100,33 @@ def matmul(op: OpView) -> Cost:
 
     Without batch dimensions of B, those of A fold into its rows, as torch does.
     """
-    a, b = needed(op, "self", "input"), needed(op, "other")
+    a, b = op.needed("self", "input"), op.needed("other")
     k = a.shape[-1]
     m = a.shape[-2] if a.dim > 1 else 1
     n = b.shape[-1] if b.dim > 1 else 1
     batch = op.outputs[0].elements // (m * n) if m * n else 0
     rows = m * batch if b.dim <= 2 else m
-    return product(batch, m, k, n, a, b, rows) + streamed(op)
+    return product(batch, m, k, n, a, b, rows) + op.streamed()
 
 
 @builtin("aten.linear", "aten.mkldnn_linear", kind="mm")
 def linear(op: OpView) -> Cost:
     """y[..., N] = x[..., K] W[N, K]^T + bias[N]: 2 M K N flop for M rows of x, M N adds of bias."""
-    x, weight = needed(op, "input", "self"), needed(op, "weight")
+    x, weight = op.needed("input", "self"), op.needed("weight")
     k = x.shape[-1]
     n = weight.shape[0] if weight.dim > 1 else 1
     m = math.prod(x.shape[:-1])
-    bias = vector(op, m * n) if op.tensor("bias") is not None else NOTHING
-    return product(1, m, k, n, x, weight) + bias + streamed(op)
+    bias = vector(op, m * n) if op.tensor("bias") is not None else Cost()
+    return product(1, m, k, n, x, weight) + bias + op.streamed()
 
 
 @builtin("aten.linear_backward", kind="mm")
 def linear_backward(op: OpView) -> Cost:
     """dx = dy W, dW = dy^T x, db = sum dy: 2 M K N flop for each matrix gradient asked for."""
-    x, weight = needed(op, "self"), needed(op, "weight")
+    x, weight = op.needed("self"), op.needed("weight")
     (n, k), m = weight.shape, math.prod(x.shape[:-1])
     wanted = op.attribute("output_mask", (True, True, True))
-    cost = streamed(op)
+    cost = op.streamed()
     if wanted[0]:
         cost += product(1, m, n, k, x, weight)
     if wanted[1]:
@@ -143,36 +143,36 @@ def linear_backward(op: OpView) -> Cost:
 @builtin("aten.mv", family="dense")
 def mv(op: OpView) -> Cost:
     """y[M] = A[M, K] x[K]: K products and K-1 adds per row, counted as 2 M K like every product."""
-    m, k = needed(op, "self").shape
+    m, k = op.needed("self").shape
     if op.fact("stored") is not None:
         return sparse_product(op, "self", 1)
-    return vector(op, 2 * m * k) + streamed(op)
+    return vector(op, 2 * m * k) + op.streamed()
 
 
 @builtin("aten.addmv", "aten.addmv_", family="dense")
 def addmv(op: OpView) -> Cost:
     """y[M] = beta z[M] + alpha A[M, K] x[K]: 2 M K flop and M adds."""
-    m, k = needed(op, "mat").shape
-    return vector(op, 2 * m * k) + epilogue(op, m) + streamed(op)
+    m, k = op.needed("mat").shape
+    return vector(op, 2 * m * k) + epilogue(op, m) + op.streamed()
 
 
 @builtin("aten.dot", "aten.vdot", "aten.linalg_vecdot", family="dense")
 def dot(op: OpView) -> Cost:
     """s = sum_K x[K] y[K]: 2 K flop."""
-    return vector(op, 2 * op.inputs[0].elements) + streamed(op)
+    return vector(op, 2 * op.inputs[0].elements) + op.streamed()
 
 
 @builtin("aten.ger", "aten.outer")
 def outer(op: OpView) -> Cost:
     """C[M, N] = x[M] y[N]: one product per output."""
-    return vector(op, op.outputs[0].elements) + streamed(op)
+    return vector(op, op.outputs[0].elements) + op.streamed()
 
 
 @builtin("aten.addr", "aten.addr_")
 def addr(op: OpView) -> Cost:
     """C[M, N] = beta D + alpha x[M] y[N]: one product and one add per output."""
-    m, n = needed(op, "vec1").elements, needed(op, "vec2").elements
-    return vector(op, m * n) + epilogue(op, m * n) + streamed(op)
+    m, n = op.needed("vec1").elements, op.needed("vec2").elements
+    return vector(op, m * n) + epilogue(op, m * n) + op.streamed()
 
 
 @builtin("aten._trilinear")
@@ -183,20 +183,20 @@ def trilinear(op: OpView) -> Cost:
     """
     sizes: list[int] = []
     for position in ("1", "2", "3"):
-        shape = list(needed(op, "i" + position).shape)
+        shape = list(op.needed("i" + position).shape)
         for dim in sorted(op.attribute("expand" + position, ())):
             shape.insert(dim, 1)
         sizes = [max(pair) for pair in zip(sizes or shape, shape, strict=True)]
-    return vector(op, 3 * math.prod(sizes)) + streamed(op)
+    return vector(op, 3 * math.prod(sizes)) + op.streamed()
 
 
 @builtin("aten._int_mm", kind="mm")
 def int_mm(op: OpView) -> Cost:
     """C[M, N] = A[M, K] B[K, N] of int8 with int32 sums, on the matrix engine: 2 M K N flop."""
-    a, b = needed(op, "self"), needed(op, "mat2")
+    a, b = op.needed("self"), op.needed("mat2")
     (m, k), n = a.shape, b.shape[1]
     return Cost.of(matmul=2 * m * k * n, precision=product_precision(a, b), rows=m,
-                   columns=n, inner=k, widths=widths(a, b)) + streamed(op)
+                   columns=n, inner=k, widths=widths(a, b)) + op.streamed()
 
 
 @builtin("aten._scaled_mm", "aten._scaled_mm_v2", kind="mm")
@@ -206,11 +206,11 @@ def scaled_mm(op: OpView) -> Cost:
     Applying the scales is 2 flop per output, once (block scales apply them once per block of K).
     Two values per byte (fp4_x2) double the inner size that the shape says.
     """
-    a, b = needed(op, "self"), needed(op, "mat2")
+    a, b = op.needed("self"), op.needed("mat2")
     (m, k), n = a.shape, b.shape[1]
     k *= 2 if a.dtype == "fp4_x2" else 1
     bias = 1 if op.tensor("bias") is not None else 0
-    return product(1, m, k, n, a, b) + vector(op, (2 + bias) * m * n) + streamed(op)
+    return product(1, m, k, n, a, b) + vector(op, (2 + bias) * m * n) + op.streamed()
 
 
 @builtin("aten._weight_int8pack_mm", "aten._weight_int4pack_mm", "aten._weight_int4pack_mm_for_cpu",
@@ -220,10 +220,10 @@ def weight_only_mm(op: OpView) -> Cost:
 
     Unpacking is vector work: per weight a scale (int8), or a scale and a zero point (int4).
     """
-    a, packed = needed(op, "self", "inp"), needed(op, "mat2", "packed_weights")
+    a, packed = op.needed("self", "inp"), op.needed("mat2", "packed_weights")
     m, k = a.shape
     n = op.outputs[0].shape[1]
     unpack = 1 if "int8" in op.target else 2
     return (Cost.of(matmul=2 * m * k * n, precision=product_precision(a), rows=m,
                     columns=n, inner=k, widths=(stored_width(a), packed.nbytes / max(k * n, 1)))
-            + vector(op, unpack * k * n) + streamed(op))
+            + vector(op, unpack * k * n) + op.streamed())

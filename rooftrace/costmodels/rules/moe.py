@@ -5,16 +5,10 @@ The tracer may say how many groups got rows (`groups_touched`); otherwise as man
 
 from __future__ import annotations
 
-from rooftrace.costmodels.pricing import NOTHING, Cost, OpView, builtin
-from rooftrace.costmodels.rules.common import (
-    needed,
-    product_precision,
-    read_all,
-    share,
-    vector,
-    widths,
-    write_all,
-)
+from rooftrace.costmodels.costs import Cost
+from rooftrace.costmodels.opviews import OpView
+from rooftrace.costmodels.registry import builtin
+from rooftrace.costmodels.rules.common import product_precision, share, vector, widths
 
 
 @builtin("aten._grouped_mm", "aten._scaled_grouped_mm", "aten._scaled_grouped_mm_v2",
@@ -29,7 +23,7 @@ def grouped_mm(op: OpView) -> Cost:
     Each is 2 T K N flop (M for the side that is not grouped), whatever the sizes of the groups; T
     are the rows before the last offset (`rows_routed`), which may leave some of A out.
     """
-    a, b = needed(op, "self"), needed(op, "mat2")
+    a, b = op.needed("self"), op.needed("mat2")
     offsets = op.tensor("offs")
     out = op.outputs[0]
     scales = [t for name in ("scale_a", "scale_b") for t in op.tensors(name)]
@@ -57,11 +51,11 @@ def grouped_mm(op: OpView) -> Cost:
     cost = (Cost.of(matmul=flop, precision=product_precision(a, b), rows=max(rows, 1),
                     columns=columns, inner=inner,
                     widths=widths(a, b) if weights is not a else widths(b, a))
-            + read_all(op, (*others, offsets, op.tensor("bias"), *scales)) + write_all(op, (out,)))
+            + op.read_all((*others, offsets, op.tensor("bias"), *scales)) + op.write_all((out,)))
     if weights is not None:
         cost += op.read(weights, share(weights, touched, groups))
     epilogue = (op.tensor("bias") is not None) + (2 if any(scales) else 0)
-    return cost + (vector(op, epilogue * out.elements) if epilogue else NOTHING)
+    return cost + (vector(op, epilogue * out.elements) if epilogue else Cost())
 
 
 def _touched(op: OpView, groups: int, rows: int) -> int:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import math
 
-from rooftrace.costmodels.pricing import Cost, OpView, TensorView, builtin
-from rooftrace.costmodels.rules.common import needed, streamed, vector, write_all
+from rooftrace.costmodels.costs import Cost
+from rooftrace.costmodels.opviews import OpView, TensorView
+from rooftrace.costmodels.registry import builtin
+from rooftrace.costmodels.rules.common import vector
 
 
 def _affine(op: OpView) -> int:
@@ -39,10 +41,10 @@ def standardise_backward_flop(rows: int, n: int, weighted: bool) -> int:
 @builtin("aten.layer_norm", fusion="reduction", kind="layer norm")
 def layer_norm(op: OpView) -> Cost:
     """y[M, n] = standardised x[M, n] times weight[n] plus bias[n]; mean and rstd are written."""
-    x = needed(op, "input")
+    x = op.needed("input")
     n = math.prod(op.attribute("normalized_shape"))
     rows = x.elements // n if n else 0
-    return vector(op, standardise_flop(rows, n) + _affine(op) * x.elements) + streamed(op)
+    return vector(op, standardise_flop(rows, n) + _affine(op) * x.elements) + op.streamed()
 
 
 @builtin("aten.native_layer_norm_backward", fusion="reduction", kind="layer norm",
@@ -52,11 +54,11 @@ def layer_norm_backward(op: OpView) -> Cost:
 
     dw: M n products and (M - 1) n adds.  db: (M - 1) n adds.
     """
-    x = needed(op, "input")
+    x = op.needed("input")
     n = math.prod(op.attribute("normalized_shape"))
     rows = x.elements // n if n else 0
     flop = _backward_flop(op, x, rows, n, n)
-    return vector(op, flop) + streamed(op, unread=("bias",))
+    return vector(op, flop) + op.streamed(unread=("bias",))
 
 
 def _backward_flop(op: OpView, x: TensorView, rows: int, n: int, channels: int) -> int:
@@ -75,30 +77,30 @@ def _backward_flop(op: OpView, x: TensorView, rows: int, n: int, channels: int) 
 @builtin("aten.native_group_norm", fusion="reduction", kind="layer norm", fused="group norm")
 def group_norm(op: OpView) -> Cost:
     """x[N, C, HW] standardised over each of N * group slices, times weight[C] plus bias[C]."""
-    x = needed(op, "input")
+    x = op.needed("input")
     rows = int(op.attribute("N")) * int(op.attribute("group"))
     n = x.elements // rows if rows else 0
-    return vector(op, standardise_flop(rows, n) + _affine(op) * x.elements) + streamed(op)
+    return vector(op, standardise_flop(rows, n) + _affine(op) * x.elements) + op.streamed()
 
 
 @builtin("aten.native_group_norm_backward", fusion="reduction", kind="layer norm")
 def group_norm_backward(op: OpView) -> Cost:
     """As layer norm, over N * group slices; weight and bias gradients have C values."""
-    x = needed(op, "input")
+    x = op.needed("input")
     rows = int(op.attribute("N")) * int(op.attribute("group"))
     n = x.elements // rows if rows else 0
     flop = _backward_flop(op, x, rows, n, int(op.attribute("C")))
-    return vector(op, flop) + streamed(op)
+    return vector(op, flop) + op.streamed()
 
 
 @builtin("aten.instance_norm", fusion="reduction", kind="batch norm")
 @builtin("aten.group_norm", fusion="reduction", kind="layer norm")
 def composite_group_norm(op: OpView) -> Cost:
     """The composites: instance norm has one group per channel."""
-    x = needed(op, "input")
+    x = op.needed("input")
     rows = x.shape[0] * int(op.attribute("num_groups", x.shape[1]))
     n = x.elements // rows if rows else 0
-    return vector(op, standardise_flop(rows, n) + _affine(op) * x.elements) + streamed(op)
+    return vector(op, standardise_flop(rows, n) + _affine(op) * x.elements) + op.streamed()
 
 
 # -- batch norm: statistics over N and space, one row per channel ----------------------------------
@@ -108,20 +110,20 @@ RUNNING = 7
 
 
 def _batch_norm(op: OpView, training: bool) -> Cost:
-    x = needed(op, "input")
+    x = op.needed("input")
     channels = x.shape[1] if x.dim > 1 else 1
     n = x.elements // channels if channels else 0
     running = (op.tensor("running_mean"), op.tensor("running_var"))
     if not training:
         # (x - mean) * rstd * w + b per element; eps added and a reciprocal root per channel.
         flop = (2 + _affine(op)) * x.elements + 2 * channels
-        return vector(op, flop) + streamed(op)
+        return vector(op, flop) + op.streamed()
     flop = standardise_flop(channels, n) + _affine(op) * x.elements
-    cost = streamed(op)
+    cost = op.streamed()
     if running[0] is not None:
         flop += RUNNING * channels
         written = {t.storage for t in op.outputs}
-        cost += write_all(op, (t for t in running if t is not None and t.storage not in written))
+        cost += op.write_all(t for t in running if t is not None and t.storage not in written)
     return vector(op, flop) + cost
 
 
@@ -167,7 +169,7 @@ def batch_norm_backward(op: OpView) -> Cost:
     rstd^2, its product with S2, its division by n, w rstd.
     In evaluation dx = dy w rstd: n + 1.
     """
-    x = needed(op, "input")
+    x = op.needed("input")
     channels = x.shape[1] if x.dim > 1 else 1
     n = x.elements // channels if channels else 0
     training = bool(op.attribute("train", op.attribute("update", True)))
@@ -183,40 +185,40 @@ def batch_norm_backward(op: OpView) -> Cost:
         per_channel += 4 * n + 5 if training else n + 1
     saved = ("save_mean", "save_invstd", "save_var")
     unread = ("running_mean", "running_var") if training else saved
-    return vector(op, channels * per_channel) + streamed(op, unread=unread)
+    return vector(op, channels * per_channel) + op.streamed(unread=unread)
 
 
 @builtin("aten.batch_norm_stats", fusion="reduction", kind="batch norm")
 def batch_norm_stats(op: OpView) -> Cost:
     """Mean and reciprocal deviation per channel: 4 n + 2 (SyncBatchNorm)."""
-    x = needed(op, "input")
+    x = op.needed("input")
     channels = x.shape[1]
-    return vector(op, 4 * x.elements + 2 * channels) + streamed(op)
+    return vector(op, 4 * x.elements + 2 * channels) + op.streamed()
 
 
 @builtin("aten.batch_norm_elemt", fusion="pointwise", kind="batch norm")
 def batch_norm_elemt(op: OpView) -> Cost:
     """Difference, product, and weight and bias where given, per element."""
-    return vector(op, (2 + _affine(op)) * needed(op, "input").elements) + streamed(op)
+    return vector(op, (2 + _affine(op)) * op.needed("input").elements) + op.streamed()
 
 
 @builtin("aten.batch_norm_gather_stats_with_counts", "aten.batch_norm_gather_stats",
          kind="batch norm")
 def batch_norm_gather_stats(op: OpView) -> Cost:
     """Merges statistics of W ranks: of the order of 10 flop per rank and channel."""
-    return vector(op, 10 * needed(op, "mean").elements) + streamed(op)
+    return vector(op, 10 * op.needed("mean").elements) + op.streamed()
 
 
 @builtin("aten.batch_norm_backward_reduce", fusion="reduction", kind="batch norm")
 def batch_norm_backward_reduce(op: OpView) -> Cost:
     """The two sums of `batch_norm_backward`: 4 n per channel."""
-    return vector(op, 4 * needed(op, "input").elements) + streamed(op)
+    return vector(op, 4 * op.needed("input").elements) + op.streamed()
 
 
 @builtin("aten.batch_norm_backward_elemt", fusion="pointwise", kind="batch norm")
 def batch_norm_backward_elemt(op: OpView) -> Cost:
     """dx of `batch_norm_backward`: the difference again and 4 flop, per element."""
-    return vector(op, 5 * needed(op, "input").elements) + streamed(op)
+    return vector(op, 5 * op.needed("input").elements) + op.streamed()
 
 
 # -- RMS norm --------------------------------------------------------------------------------------
@@ -231,11 +233,11 @@ def rms_norm(op: OpView) -> Cost:
     n squares, n - 1 adds, a division, eps, a reciprocal root, n products; n more with a weight: as
     many as the ops that it is spelled with, one by one.
     """
-    x = needed(op, "input")
+    x = op.needed("input")
     n = math.prod(op.attribute("normalized_shape"))
     rows = x.elements // n if n else 0
     weight = x.elements if op.tensor("weight") is not None else 0
-    return vector(op, rows * (3 * n + 2) + weight) + streamed(op)
+    return vector(op, rows * (3 * n + 2) + weight) + op.streamed()
 
 
 @builtin("rooftrace.rms_norm_backward", fusion="reduction", kind="layer norm",
@@ -248,7 +250,7 @@ def rms_norm_backward(op: OpView) -> Cost:
     norm.  That is 9 n with a weight; the ops that autograd makes of the spelled norm do 11 n, since
     they square and divide again.
     """
-    x = needed(op, "input")
+    x = op.needed("input")
     n = math.prod(op.attribute("normalized_shape"))
     rows = x.elements // n if n else 0
     wants_x, wants_weight = op.attribute("output_mask", (True, True))
@@ -256,24 +258,24 @@ def rms_norm_backward(op: OpView) -> Cost:
     flop = rows * (6 * n + (n if weighted else 0)) if wants_x else 0
     if wants_weight and weighted:
         flop += 2 * x.elements - n + (0 if wants_x else x.elements)
-    return vector(op, flop) + streamed(op)
+    return vector(op, flop) + op.streamed()
 
 
 @builtin("aten._weight_norm_interface", fusion="reduction")
 def weight_norm(op: OpView) -> Cost:
     """w = g v / ||v||: squares, adds and a root per slice, then a product; and g / ||v||."""
-    v = needed(op, "v")
-    return vector(op, 3 * v.elements + 2 * needed(op, "g").elements) + streamed(op)
+    v = op.needed("v")
+    return vector(op, 3 * v.elements + 2 * op.needed("g").elements) + op.streamed()
 
 
 @builtin("aten._weight_norm_interface_backward", fusion="reduction")
 def weight_norm_backward(op: OpView) -> Cost:
     """dg = sum dw v / ||v||, dv = g / ||v|| (dw - v sum(dw v) / ||v||^2): 5 per element."""
-    v = needed(op, "saved_v")
-    return vector(op, 5 * v.elements + 4 * needed(op, "saved_g").elements) + streamed(op)
+    v = op.needed("saved_v")
+    return vector(op, 5 * v.elements + 4 * op.needed("saved_g").elements) + op.streamed()
 
 
 @builtin("aten.linalg_norm", "aten.linalg_matrix_norm", fusion="reduction")
 def matrix_norm(op: OpView) -> Cost:
     """The Frobenius norm: a square and an add per element, a root.  Other orders decompose."""
-    return vector(op, 2 * op.inputs[0].elements) + streamed(op)
+    return vector(op, 2 * op.inputs[0].elements) + op.streamed()

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from rooftrace.costmodels.pricing import Cost, OpView, TensorView, builtin
-from rooftrace.costmodels.rules.common import operands, read_all, total, vector, write_all
+from rooftrace.costmodels.costs import Cost
+from rooftrace.costmodels.opviews import OpView, TensorView
+from rooftrace.costmodels.registry import builtin
+from rooftrace.costmodels.rules.common import total, vector
 
 
 def adam_flop(decoupled: bool, decay: bool, amsgrad: bool) -> int:
@@ -28,8 +30,8 @@ def _fused(op: OpView, flop: int, states: Iterable[str]) -> Cost:
     if op.tensor("grad_scale") is not None:
         changed += op.tensors("grads")
         flop += 1
-    return (vector(op, flop * total(parameters)) + read_all(op, (t for _, t in operands(op)))
-            + write_all(op, changed))
+    return (vector(op, flop * total(parameters)) + op.read_all((t for _, t in op.operands()))
+            + op.write_all(changed))
 
 
 @builtin("aten._fused_adam_", "aten._fused_adam", "aten._fused_adamw_", "aten._fused_adamw",
@@ -66,12 +68,12 @@ def fused_adagrad(op: OpView) -> Cost:
 def unscale(op: OpView) -> Cost:
     """Gradients tested and multiplied by 1 / scale in place: 2 flop."""
     gradients = op.tensors("self")
-    return (vector(op, 2 * total(gradients)) + read_all(op, (t for _, t in operands(op)))
-            + write_all(op, gradients) + op.write(op.tensor("found_inf")))
+    return (vector(op, 2 * total(gradients)) + op.read_all((t for _, t in op.operands()))
+            + op.write_all(gradients) + op.write(op.tensor("found_inf")))
 
 
 @builtin("aten._amp_update_scale_", "aten._amp_update_scale")
 def update_scale(op: OpView) -> Cost:
     """A scalar and its counter."""
-    return (read_all(op, (t for _, t in operands(op))) + op.write(op.tensor("self"))
+    return (op.read_all((t for _, t in op.operands())) + op.write(op.tensor("self"))
             + op.write(op.tensor("growth_tracker")))

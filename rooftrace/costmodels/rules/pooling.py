@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import math
 
-from rooftrace.costmodels.pricing import Cost, OpView, TensorView, builtin
-from rooftrace.costmodels.rules.common import needed, reading, streamed, vector
+from rooftrace.costmodels.costs import Cost
+from rooftrace.costmodels.opviews import OpView, TensorView
+from rooftrace.costmodels.registry import builtin
+from rooftrace.costmodels.rules.common import vector
 
 
 def _window(op: OpView, rank: int) -> int:
@@ -30,7 +32,7 @@ def _rank(op: OpView) -> int:
 def max_pool(op: OpView) -> Cost:
     """k cells per output: k - 1 comparisons.  Overlapping windows read from cache."""
     k = _window(op, _rank(op))
-    return vector(op, (k - 1) * op.outputs[0].elements) + streamed(op)
+    return vector(op, (k - 1) * op.outputs[0].elements) + op.streamed()
 
 
 @builtin("aten.max_pool2d_with_indices_backward", "aten.max_pool3d_with_indices_backward",
@@ -39,22 +41,22 @@ def max_pool(op: OpView) -> Cost:
          kind="pooling")
 def max_pool_backward(op: OpView) -> Cost:
     """Every incoming value added where its maximum was; the forward's input only says the shape."""
-    grad = needed(op, "grad_output")
-    return vector(op, grad.elements) + reading(op, "grad_output", "indices")
+    grad = op.needed("grad_output")
+    return vector(op, grad.elements) + op.reading("grad_output", "indices")
 
 
 @builtin("aten.avg_pool1d", "aten.avg_pool2d", "aten.avg_pool3d", fusion="gather", kind="pooling")
 def avg_pool(op: OpView) -> Cost:
     """k cells per output: k - 1 adds and a division."""
     k = _window(op, _rank(op))
-    return vector(op, k * op.outputs[0].elements) + streamed(op)
+    return vector(op, k * op.outputs[0].elements) + op.streamed()
 
 
 @builtin("aten.avg_pool2d_backward", "aten.avg_pool3d_backward", kind="pooling")
 def avg_pool_backward(op: OpView) -> Cost:
     """Every incoming value divided by k and added to its k cells."""
-    k, grad = _window(op, _rank(op)), needed(op, "grad_output")
-    return vector(op, (k + 1) * grad.elements) + reading(op, "grad_output")
+    k, grad = _window(op, _rank(op)), op.needed("grad_output")
+    return vector(op, (k + 1) * grad.elements) + op.reading("grad_output")
 
 
 def adaptive_cells(inputs: int, outputs: int) -> int:
@@ -74,28 +76,28 @@ def _cells(large: TensorView, small: TensorView, rank: int) -> int:
          fusion="gather", kind="pooling")
 def adaptive_avg_pool(op: OpView) -> Cost:
     """Windows of k cells, k varying: k - 1 adds and a division each."""
-    x, out = needed(op, "self"), op.outputs[0]
-    return vector(op, _cells(x, out, _rank(op))) + streamed(op)
+    x, out = op.needed("self"), op.outputs[0]
+    return vector(op, _cells(x, out, _rank(op))) + op.streamed()
 
 
 @builtin("aten._adaptive_avg_pool2d_backward", "aten._adaptive_avg_pool3d_backward", kind="pooling")
 def adaptive_avg_pool_backward(op: OpView) -> Cost:
     """Every incoming value divided by its k and added to its k cells."""
-    grad = needed(op, "grad_output")
+    grad = op.needed("grad_output")
     cells = _cells(op.outputs[0], grad, _rank(op))
-    return vector(op, cells + grad.elements) + reading(op, "grad_output")
+    return vector(op, cells + grad.elements) + op.reading("grad_output")
 
 
 @builtin("aten.adaptive_max_pool1d", "aten.adaptive_max_pool2d", "aten.adaptive_max_pool3d",
          fusion="gather", kind="pooling")
 def adaptive_max_pool(op: OpView) -> Cost:
     """Windows of k cells, k varying: k - 1 comparisons each."""
-    x, out = needed(op, "self"), op.outputs[0]
-    return vector(op, _cells(x, out, _rank(op)) - out.elements) + streamed(op)
+    x, out = op.needed("self"), op.outputs[0]
+    return vector(op, _cells(x, out, _rank(op)) - out.elements) + op.streamed()
 
 
 @builtin("aten.max_unpool2d", "aten.max_unpool3d", kind="pooling")
 def max_unpool(op: OpView) -> Cost:
     """Zeros everywhere, then every value to its index."""
-    out, x = op.outputs[0], needed(op, "self")
-    return streamed(op) + op.write(out, min(x.nbytes, out.nbytes))
+    out, x = op.outputs[0], op.needed("self")
+    return op.streamed() + op.write(out, min(x.nbytes, out.nbytes))

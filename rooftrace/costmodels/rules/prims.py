@@ -5,18 +5,10 @@ Each does what an op of aten does, whose formula counts (`elementwise`).
 
 from __future__ import annotations
 
-from rooftrace.costmodels.pricing import NOTHING, Cost, OpView, builtin
-from rooftrace.costmodels.rules.common import (
-    axes,
-    extent,
-    is_complex,
-    needed,
-    reading,
-    streamed,
-    vector,
-    write_all,
-    written,
-)
+from rooftrace.costmodels.costs import Cost
+from rooftrace.costmodels.opviews import OpView
+from rooftrace.costmodels.registry import builtin
+from rooftrace.costmodels.rules.common import axes, extent, is_complex, vector
 from rooftrace.costmodels.rules.elementwise import FORMULAS, pointwise
 from rooftrace.costmodels.rules.fourier import fft_flop
 
@@ -55,7 +47,7 @@ for _name, _formula in OTHERS.items():
          "prims.conj_physical", fusion="pointwise")
 def logical(op: OpView) -> Cost:
     """Bits, truth values and choices: bytes only."""
-    return streamed(op)
+    return op.streamed()
 
 
 @builtin("prims.sum", "prims.prod", "prims.amax", "prims.amin", "prims.xor_sum",
@@ -64,13 +56,13 @@ def reduction(op: OpView) -> Cost:
     """n - 1 adds, products or comparisons for rows of n."""
     x, rows = op.inputs[0], op.outputs[0].elements
     parts = 2 if is_complex(x) else 1
-    return vector(op, parts * max(x.elements - rows, 0)) + streamed(op)
+    return vector(op, parts * max(x.elements - rows, 0)) + op.streamed()
 
 
 @builtin("prims.var", fusion="reduction", fused="reduction")
 def variance(op: OpView) -> Cost:
     """Mean (n), differences (n), squares (n), n - 1 adds and a division."""
-    return vector(op, 4 * op.inputs[0].elements) + streamed(op)
+    return vector(op, 4 * op.inputs[0].elements) + op.streamed()
 
 
 @builtin("prims.clone", "prims.device_put", "prims.cat", "prims.rev", "prims.collapse",
@@ -79,48 +71,48 @@ def variance(op: OpView) -> Cost:
 def copied(op: OpView) -> Cost:
     """Read once, written once; free where the output is the input's bytes."""
     if op.inputs and all(t.storage == op.inputs[0].storage for t in op.outputs):
-        return NOTHING
-    return streamed(op)
+        return Cost()
+    return op.streamed()
 
 
 @builtin("prims.convert_element_type", fusion="pointwise", kind="cast", fused="cast")
 def converted(op: OpView) -> Cost:
     """A copy in another type."""
-    return streamed(op)
+    return op.streamed()
 
 
 @builtin("prims.copy_to", fusion="pointwise", kind="cast")
 def copy_to(op: OpView) -> Cost:
     """The source is read, the destination written."""
-    return reading(op, "b")
+    return op.reading("b")
 
 
 @builtin("prims.full", "prims.full_like", "prims.fill", "prims.scalar_tensor", fusion="pointwise")
 def filled(op: OpView) -> Cost:
     """Every element written."""
-    return write_all(op, written(op))
+    return op.write_all(op.written())
 
 
 @builtin("prims.iota", "prims.normal", "prims.uniform", fusion="pointwise")
 def made(op: OpView) -> Cost:
     """A scale and an offset for every element; of whole numbers bytes only."""
-    return vector(op, 2 * op.outputs[0].elements) + write_all(op, op.outputs)
+    return vector(op, 2 * op.outputs[0].elements) + op.write_all(op.outputs)
 
 
 @builtin("prims.fft_c2c", "prims.fft_r2c", "prims.fft_c2r")
 def fft(op: OpView) -> Cost:
     """5 N log2 N flop for each transform, half of it where one side is real."""
     name = op.target.split(".")[1]
-    x = op.outputs[0] if name == "fft_c2r" else needed(op, "self")
+    x = op.outputs[0] if name == "fft_c2r" else op.needed("self")
     n = extent(x.shape, axes(op, x.dim))
     flop = fft_flop(x.elements // n if n else 0, n)
-    return vector(op, flop if name == "fft_c2c" else flop // 2) + streamed(op)
+    return vector(op, flop if name == "fft_c2c" else flop // 2) + op.streamed()
 
 
 @builtin("prims.item")
 def item(op: OpView) -> Cost:
     """A value that the host waits for."""
-    return reading(op, "a")
+    return op.reading("a")
 
 
 @builtin("prims.as_strided", "prims.broadcast_in_dim", "prims.collapse_view", "prims.conj",
@@ -131,4 +123,4 @@ def item(op: OpView) -> Cost:
          "prims._sink_tokens", fusion="free")
 def free(op: OpView) -> Cost:
     """Views, allocations and bookkeeping."""
-    return NOTHING
+    return Cost()

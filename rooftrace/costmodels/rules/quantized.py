@@ -9,15 +9,10 @@ from __future__ import annotations
 
 import math
 
-from rooftrace.costmodels.pricing import Cost, OpView, TensorView, builtin
-from rooftrace.costmodels.rules.common import (
-    needed,
-    read_all,
-    share,
-    stored_width,
-    streamed,
-    write_all,
-)
+from rooftrace.costmodels.costs import Cost
+from rooftrace.costmodels.opviews import OpView, TensorView
+from rooftrace.costmodels.registry import builtin
+from rooftrace.costmodels.rules.common import share, stored_width
 
 REQUANTIZE = 3
 """Flop to store a result in 8 bits: scale, round, clamp."""
@@ -61,14 +56,14 @@ def quantized_linear(op: OpView) -> Cost:
     Dynamic: x comes in floats, is searched for its range and quantised (5 flop each), and y is
     scaled back to floats.  In fp16 the weight is multiplied as floats.
     """
-    x, weight = needed(op, "X"), packed_weight(op)[0]
+    x, weight = op.needed("X"), packed_weight(op)[0]
     (n, k), m = weight.shape, math.prod(x.shape[:-1])
     precision = "fp16" if "fp16" in op.target else "int8"
     each = 1 + (len(packed_weight(op)) > 1) + ("relu" in op.target)
     own = m * n * (each if "dynamic" in op.target else each - 1 + REQUANTIZE)
     before = 5 * x.elements if "dynamic" in op.target and precision == "int8" else 0
     return _matmul(m, n, k, precision, x, stored_width(weight)) + _vector(own + before) \
-        + streamed(op)
+        + op.streamed()
 
 
 @builtin(*CONVOLUTION)
@@ -78,14 +73,14 @@ def quantized_convolution(op: OpView) -> Cost:
     The weight is [C_out, C_in / groups, R, S]; transposed it is [C_in, C_out / groups, R, S], and P
     are the positions of the input.
     """
-    x, out = needed(op, "qx"), op.outputs[0]
+    x, out = op.needed("qx"), op.outputs[0]
     weight = packed_weight(op)[0]
     transposed = "transpose" in op.target
     rows = x.shape[0] * math.prod((x if transposed else out).shape[2:])
     each = (len(packed_weight(op)) > 1) + ("relu" in op.target) + ("_add" in op.target)
     before = 5 * x.elements if "dynamic" in op.target else 0
     return (Cost.of(convolution=2 * rows * weight.elements, precision="int8", rows=rows)
-            + _vector((each + REQUANTIZE) * out.elements + before) + streamed(op))
+            + _vector((each + REQUANTIZE) * out.elements + before) + op.streamed())
 
 
 POINTWISE = {
@@ -101,23 +96,23 @@ POINTWISE = {
 @builtin(*(f"quantized.{name}" for name in POINTWISE), fusion="pointwise")
 def quantized_pointwise(op: OpView) -> Cost:
     """y = quantise(f(dequantise(x), ...)): so many flop per element."""
-    return _vector(POINTWISE[op.target.split(".")[1]] * op.outputs[0].elements) + streamed(op)
+    return _vector(POINTWISE[op.target.split(".")[1]] * op.outputs[0].elements) + op.streamed()
 
 
 @builtin("quantized.cat", "quantized.cat_relu", fusion="pointwise")
 def quantized_cat(op: OpView) -> Cost:
     """Copies, each scaled anew."""
-    return _vector((1 + REQUANTIZE) * op.outputs[0].elements) + streamed(op)
+    return _vector((1 + REQUANTIZE) * op.outputs[0].elements) + op.streamed()
 
 
 @builtin("quantized.matmul")
 def quantized_matmul(op: OpView) -> Cost:
     """C[..., M, N] = A[..., M, K] B[..., K, N] of int8: 2 M K N flop each, and requantising."""
-    a, b, out = needed(op, "qa"), needed(op, "qb"), op.outputs[0]
+    a, b, out = op.needed("qa"), op.needed("qb"), op.outputs[0]
     flop = 2 * out.elements * a.shape[-1]
     return (Cost.of(matmul=flop, precision="int8", rows=a.shape[-2], columns=b.shape[-1],
                     inner=a.shape[-1])
-            + _vector(REQUANTIZE * out.elements) + streamed(op))
+            + _vector(REQUANTIZE * out.elements) + op.streamed())
 
 
 @builtin("quantized.embedding_byte", "quantized.embedding_4bit", "quantized.embedding_2bit",
@@ -130,14 +125,14 @@ def quantized_embedding(op: OpView) -> Cost:
 
     Read are the rows touched, with their own scale and bias.
     """
-    table, indices = packed_weight(op)[0], needed(op, "indices")
+    table, indices = packed_weight(op)[0], op.needed("indices")
     rows = min(int(op.fact("rows_touched", indices.elements)), table.shape[0])
     width = op.outputs[0].shape[-1]
     each = 3 if "bag" in op.target else 2
     return (_vector(each * indices.elements * width)
             + op.read(table, share(table, rows, table.shape[0]))
-            + read_all(op, (indices, op.tensor("offsets"), op.tensor("per_sample_weights")))
-            + write_all(op, op.outputs))
+            + op.read_all((indices, op.tensor("offsets"), op.tensor("per_sample_weights")))
+            + op.write_all(op.outputs))
 
 
 # -- fake quantisation -----------------------------------------------------------------------------
@@ -150,15 +145,15 @@ def observe_and_fake_quantize(op: OpView) -> Cost:
 
     y = (clamp(round(x / s) + z) - z) * s and a mask of what was not clamped: 8 flop each.
     """
-    x = needed(op, "self")
-    return _vector((2 + 8) * x.elements) + streamed(op)
+    x = op.needed("self")
+    return _vector((2 + 8) * x.elements) + op.streamed()
 
 
 @builtin("aten._fake_quantize_learnable_per_tensor_affine",
          "aten._fake_quantize_learnable_per_channel_affine", fusion="pointwise")
 def learnable_fake_quantize(op: OpView) -> Cost:
     """y = (clamp(round(x / s) + z) - z) * s: 7 flop each."""
-    return _vector(7 * needed(op, "self").elements) + streamed(op)
+    return _vector(7 * op.needed("self").elements) + op.streamed()
 
 
 @builtin("aten._fake_quantize_learnable_per_tensor_affine_backward",
@@ -168,7 +163,7 @@ def learnable_fake_quantize_backward(op: OpView) -> Cost:
 
     Quantising again (6), dx (1), the terms of the two sums (6), and adding them up (2).
     """
-    return _vector(15 * needed(op, "self").elements) + streamed(op)
+    return _vector(15 * op.needed("self").elements) + op.streamed()
 
 
 # -- bitsandbytes:: --------------------------------------------------------------------------------
@@ -180,31 +175,31 @@ def product_of_4bit(op: OpView) -> Cost:
 
     Each weight is looked up and scaled on the vector engine.
     """
-    a = needed(op, "A")
+    a = op.needed("A")
     n, k = op.attribute("shapeB")
     m = a.elements // max(k, 1)
     bias = m * n if op.tensor("bias") is not None else 0
-    width = needed(op, "B").nbytes / max(n * k, 1)
-    return (_matmul(m, n, k, a.dtype, a, width) + _vector(UNPACK * n * k + bias) + streamed(op))
+    width = op.needed("B").nbytes / max(n * k, 1)
+    return (_matmul(m, n, k, a.dtype, a, width) + _vector(UNPACK * n * k + bias) + op.streamed())
 
 
 @builtin("bitsandbytes.int8_linear_matmul", "bitsandbytes.int8_scaled_mm")
 def product_of_int8(op: OpView) -> Cost:
     """C[M, N] = A[M, K] B[N, K]^T of int8: 2 M K N flop; scales by row and column: 2 M N."""
-    a, b = needed(op, "A"), needed(op, "B")
+    a, b = op.needed("A"), op.needed("B")
     (n, k), m = b.shape, math.prod(a.shape[:-1])
     each = (2 if "scaled" in op.target else 0) + (op.tensor("bias") is not None)
-    return _matmul(m, n, k, "int8", a, stored_width(b)) + _vector(each * m * n) + streamed(op)
+    return _matmul(m, n, k, "int8", a, stored_width(b)) + _vector(each * m * n) + op.streamed()
 
 
 @builtin("bitsandbytes.int8_mixed_scaled_mm")
 def product_of_int8_and_outliers(op: OpView) -> Cost:
     """As `int8_scaled_mm`, and a product in the type of A of the columns that stand out."""
-    a, b = needed(op, "CA"), needed(op, "CB")
-    wide, columns = needed(op, "A"), op.tensor("outlier_cols")
+    a, b = op.needed("CA"), op.needed("CB")
+    wide, columns = op.needed("A"), op.tensor("outlier_cols")
     (n, k), m = b.shape, math.prod(a.shape[:-1])
     few = columns.elements if columns is not None else 0
-    cost = _matmul(m, n, k, "int8", a, stored_width(b)) + _vector(2 * m * n) + streamed(op)
+    cost = _matmul(m, n, k, "int8", a, stored_width(b)) + _vector(2 * m * n) + op.streamed()
     if few:
         cost += Cost.of(matmul=2 * m * n * few, precision=wide.dtype) + _vector(n * few)
     return cost
@@ -215,7 +210,7 @@ def product_of_int8_and_outliers(op: OpView) -> Cost:
          fusion="pointwise")
 def dequantize(op: OpView) -> Cost:
     """A look-up or a cast, and a scale, of each result."""
-    return _vector(UNPACK * op.outputs[0].elements) + streamed(op)
+    return _vector(UNPACK * op.outputs[0].elements) + op.streamed()
 
 
 @builtin("bitsandbytes.quantize_4bit", "bitsandbytes.quantize_blockwise",
@@ -225,6 +220,6 @@ def quantize(op: OpView) -> Cost:
 
     A code of 2^b values is searched by b comparisons: 4, or 8.
     """
-    a = needed(op, "A")
+    a = op.needed("A")
     search = 4 if "4bit" in op.target else 8 if "blockwise" in op.target else 0
-    return _vector((4 + search) * a.elements) + streamed(op)
+    return _vector((4 + search) * a.elements) + op.streamed()

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from rooftrace.costmodels.pricing import Cost, OpView, builtin
-from rooftrace.costmodels.rules.common import (
-    needed,
-    reading,
-    streamed,
-    total,
-    vector,
-    write_all,
-    written,
-)
+from rooftrace.costmodels.costs import Cost
+from rooftrace.costmodels.opviews import OpView
+from rooftrace.costmodels.registry import builtin
+from rooftrace.costmodels.rules.common import total, vector
 
 
 @builtin("aten.rand", "aten.randn", "aten.randint", "aten.rand_like", "aten.randn_like",
@@ -24,13 +18,13 @@ def random_fill(op: OpView) -> Cost:
     Shaping a distribution is counted as 2 flop per value, a scale and an offset; its special
     functions belong to the generator.
     """
-    return vector(op, 2 * total(written(op))) + write_all(op, written(op))
+    return vector(op, 2 * total(op.written())) + op.write_all(op.written())
 
 
 @builtin("aten.normal", "aten.normal_functional", fusion="pointwise")
 def normal(op: OpView) -> Cost:
     """mean + std * noise: 2 flop, with mean and std read where they are tensors."""
-    return vector(op, 2 * total(op.outputs)) + reading(op, "mean", "std")
+    return vector(op, 2 * total(op.outputs)) + op.reading("mean", "std")
 
 
 @builtin("aten.bernoulli_", fusion="pointwise", fused="dropout")
@@ -43,19 +37,19 @@ def sampled(op: OpView) -> Cost:
     """
     shaped = op.target.split(".")[1].endswith("_") or op.attribute("p") is not None
     names = ("p",) if shaped else ("self", "p", "count", "prob")
-    return vector(op, total(written(op))) + reading(op, *names)
+    return vector(op, total(op.written())) + op.reading(*names)
 
 
 @builtin("aten.randperm")
 def randperm(op: OpView) -> Cost:
     """A sort of random keys: the result is written once."""
-    return write_all(op, op.outputs)
+    return op.write_all(op.outputs)
 
 
 @builtin("aten.multinomial")
 def multinomial(op: OpView) -> Cost:
     """A running sum and its normalisation per row of n weights: 2 n; samples are index work."""
-    return vector(op, 2 * needed(op, "self").elements) + reading(op, "self")
+    return vector(op, 2 * op.needed("self").elements) + op.reading("self")
 
 
 @builtin("aten.native_dropout", fusion="pointwise", fused="dropout")
@@ -65,17 +59,17 @@ def multinomial(op: OpView) -> Cost:
 def dropout(op: OpView) -> Cost:
     """y = x [u > p] / (1 - p): a comparison and two products; mask and y are written."""
     if not op.attribute("train", True):
-        return streamed(op)
-    return vector(op, 3 * op.inputs[0].elements) + streamed(op)
+        return op.streamed()
+    return vector(op, 3 * op.inputs[0].elements) + op.streamed()
 
 
 @builtin("aten.native_dropout_backward", "aten._masked_scale", fusion="pointwise")
 def dropout_backward(op: OpView) -> Cost:
     """dx = dy mask scale: two products."""
-    return vector(op, 2 * op.inputs[0].elements) + streamed(op)
+    return vector(op, 2 * op.inputs[0].elements) + op.streamed()
 
 
 @builtin("rngprims.philox_rand", fusion="pointwise")
 def philox(op: OpView) -> Cost:
     """Random bits, written."""
-    return write_all(op, op.outputs)
+    return op.write_all(op.outputs)

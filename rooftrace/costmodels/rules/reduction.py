@@ -7,16 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from rooftrace.costmodels.pricing import Cost, OpView, builtin
+from rooftrace.costmodels.costs import Cost
+from rooftrace.costmodels.opviews import OpView
+from rooftrace.costmodels.registry import builtin
 from rooftrace.costmodels.rules.common import (
     axes,
     extent,
     has_arithmetic,
     is_complex,
-    needed,
     product_precision,
-    reading,
-    streamed,
     total,
     vector,
 )
@@ -36,7 +35,7 @@ def _reduction(*names: str, flop: Callable[[int], int], why: str,
     def price(op: OpView) -> Cost:
         rows, n = _rows(op)
         parts = 2 if is_complex(op.inputs[0]) else 1
-        return vector(op, parts * rows * max(flop(n), 0)) + streamed(op)
+        return vector(op, parts * rows * max(flop(n), 0)) + op.streamed()
 
     price.__doc__ = why
 
@@ -60,7 +59,7 @@ _reduction("count_nonzero", flop=lambda n: n, why="n comparisons; counting is in
          "aten._is_any_true", fusion="reduction")
 def truth(op: OpView) -> Cost:
     """Bytes only: what is reduced are truth values."""
-    return streamed(op)
+    return op.streamed()
 
 
 @builtin("aten.linalg_vector_norm", "aten.norm", fusion="reduction", fused="reduction")
@@ -85,19 +84,19 @@ def vector_norm(op: OpView) -> Cost:
     else:
         flop = 3 * elements
     extra = elements if op.target.startswith("aten.dist") else 0
-    return vector(op, max(flop, 0) + extra) + streamed(op)
+    return vector(op, max(flop, 0) + extra) + op.streamed()
 
 
 @builtin("aten._foreach_max", fusion="reduction")
 def foreach_max(op: OpView) -> Cost:
     """n - 1 comparisons per tensor."""
-    return vector(op, total(op.inputs) - total(op.outputs)) + streamed(op)
+    return vector(op, total(op.inputs) - total(op.outputs)) + op.streamed()
 
 
 @builtin("aten.trace", fusion="reduction")
 def trace(op: OpView) -> Cost:
     """Adds the n values of the diagonal, and reads no others."""
-    matrix = needed(op, "self")
+    matrix = op.needed("self")
     n = min(matrix.shape)
     size = matrix.nbytes // max(matrix.unique_elements, 1)
     return (vector(op, max(n - 1, 0)) + op.read(matrix, n * size)
@@ -107,28 +106,28 @@ def trace(op: OpView) -> Cost:
 @builtin("aten.sum_to_size", "aten._sparse_sum", fusion="reduction")
 def sum_to_size(op: OpView) -> Cost:
     """One add per value that disappears."""
-    return vector(op, op.inputs[0].elements - op.outputs[0].elements) + streamed(op)
+    return vector(op, op.inputs[0].elements - op.outputs[0].elements) + op.streamed()
 
 
 @builtin("aten.segment_reduce", "aten._segment_reduce_backward")
 def segment_reduce(op: OpView) -> Cost:
     """An add (or comparison, or product) per value of the segments."""
-    return vector(op, max(op.inputs[0].elements, op.outputs[0].elements)) + streamed(op)
+    return vector(op, max(op.inputs[0].elements, op.outputs[0].elements)) + op.streamed()
 
 
 @builtin("aten.median", "aten.nanmedian", "aten.kthvalue", "aten.mode", "aten.nanquantile",
          "aten.quantile", kind="sort")
 def selection(op: OpView) -> Cost:
     """Radix selection works on the bits of the values: bytes only, read once per row."""
-    return streamed(op)
+    return op.streamed()
 
 
 @builtin("aten.renorm", "aten.renorm_", fusion="reduction")
 def renorm(op: OpView) -> Cost:
     """The norm of every slice along `dim` (as `vector_norm`, p = 2), then a product per element."""
-    x = needed(op, "self")
+    x = op.needed("self")
     slices = extent(x.shape, axes(op, x.dim, "dim", 0))
-    return vector(op, 3 * x.elements + 2 * slices) + streamed(op)
+    return vector(op, 3 * x.elements + 2 * slices) + op.streamed()
 
 
 @builtin("aten._cdist_forward", "aten.cdist")
@@ -138,8 +137,8 @@ def cdist(op: OpView) -> Cost:
     For p = 1 and inf the power is an absolute value and there is no root.  For p = 2 and many rows
     torch uses a matrix product instead, which is then seen as one.
     """
-    terms = op.outputs[0].elements * needed(op, "x1").shape[-1]
-    return vector(op, 3 * terms) + streamed(op)
+    terms = op.outputs[0].elements * op.needed("x1").shape[-1]
+    return vector(op, 3 * terms) + op.streamed()
 
 
 @builtin("aten._euclidean_dist", kind="mm")
@@ -150,28 +149,28 @@ def euclidean_dist(op: OpView) -> Cost:
     Vector: a square and an add per value of x1 and x2, a product by -2, and a comparison and a root
     per distance.
     """
-    x1, x2 = needed(op, "x1"), needed(op, "x2")
+    x1, x2 = op.needed("x1"), op.needed("x2")
     p, r, inner = x1.shape[-2], x2.shape[-2], x1.shape[-1] + 2
     batch = op.outputs[0].elements // (p * r) if p * r else 0
     squares = 3 * x1.elements + 2 * x2.elements
     return (Cost.of(matmul=2 * batch * p * r * inner, precision=product_precision(x1, x2), rows=p,
                     columns=r, inner=inner)
-            + vector(op, squares + 2 * op.outputs[0].elements) + streamed(op))
+            + vector(op, squares + 2 * op.outputs[0].elements) + op.streamed())
 
 
 @builtin("aten._cdist_backward")
 def cdist_backward(op: OpView) -> Cost:
     """Per term: a difference, its share of the distance, a product with the gradient, an add."""
-    terms = needed(op, "grad").elements * needed(op, "x1").shape[-1]
-    return vector(op, 4 * terms) + streamed(op)
+    terms = op.needed("grad").elements * op.needed("x1").shape[-1]
+    return vector(op, 4 * terms) + op.streamed()
 
 
 @builtin("aten._pdist_forward", "aten._pdist_backward", "aten.pdist")
 def pdist(op: OpView) -> Cost:
     """As cdist, for the n (n - 1) / 2 pairs of rows of one matrix."""
-    n, m = needed(op, "self").shape
+    n, m = op.needed("self").shape
     per_term = 4 if "backward" in op.target else 3
-    return vector(op, per_term * m * n * (n - 1) // 2) + streamed(op)
+    return vector(op, per_term * m * n * (n - 1) // 2) + op.streamed()
 
 
 @builtin("aten._local_scalar_dense", "aten.item", "aten._linalg_check_errors", "aten._assert_async",
@@ -179,4 +178,4 @@ def pdist(op: OpView) -> Cost:
          "aten._functional_assert_scalar")
 def to_host(op: OpView) -> Cost:
     """A value the host waits for: its bytes."""
-    return reading(op, "self", "info") if has_arithmetic(op) or op.inputs else Cost()
+    return op.reading("self", "info") if has_arithmetic(op) or op.inputs else Cost()

@@ -6,14 +6,10 @@ reads them again from L2 or memory, which is not modelled.  Outputs of inner lay
 
 from __future__ import annotations
 
-from rooftrace.costmodels.pricing import NOTHING, Cost, OpView, TensorView, builtin
-from rooftrace.costmodels.rules.common import (
-    needed,
-    product_precision,
-    stored_width,
-    streamed,
-    vector,
-)
+from rooftrace.costmodels.costs import Cost
+from rooftrace.costmodels.opviews import OpView, TensorView
+from rooftrace.costmodels.registry import builtin
+from rooftrace.costmodels.rules.common import product_precision, stored_width, vector
 
 GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 POINTWISE = {
@@ -39,7 +35,7 @@ def _weights(op: OpView) -> tuple[tuple[TensorView, ...], int]:
 
 def _sizes(op: OpView, mode: str) -> tuple[int, int]:
     """(rows over all time steps, rows of one time step)."""
-    x = needed(op, "input", "data")
+    x = op.needed("input", "data")
     state = op.tensor("hx") or op.tensors("hx")[0]
     batch = state.shape[-2] if state.dim > 1 else 1
     return x.elements // x.shape[-1], batch
@@ -48,7 +44,7 @@ def _sizes(op: OpView, mode: str) -> tuple[int, int]:
 def _products(op: OpView, params: tuple[TensorView, ...], group: int, steps: int, batch: int,
               precision: str, backward: bool = False) -> Cost:
     """x W^T for all steps at once, h W^T and a projection by step: 2 rows a b per W[a, b]."""
-    cost, x = NOTHING, needed(op, "input", "data")
+    cost, x = Cost(), op.needed("input", "data")
     for position, weight in enumerate(params):
         if weight.dim != 2:
             continue
@@ -70,8 +66,8 @@ def _network(op: OpView, mode: str, backward: bool) -> Cost:
     biases = 2 * GATES[mode] if len(matrices) < len(params) else 0
     each = POINTWISE[mode] + biases
     products = _products(op, params, group, steps, batch,
-                         product_precision(needed(op, "input", "data"), *matrices), backward)
-    return products + vector(op, steps * hidden * each * (2 if backward else 1)) + streamed(op)
+                         product_precision(op.needed("input", "data"), *matrices), backward)
+    return products + vector(op, steps * hidden * each * (2 if backward else 1)) + op.streamed()
 
 
 def _mode(op: OpView) -> str:
@@ -107,13 +103,13 @@ def rnn_backward(op: OpView) -> Cost:
 def mkldnn_rnn_layer(op: OpView) -> Cost:
     """One layer and direction: weight0 is W_ih, weight1 is W_hh."""
     mode = CUDNN_MODES[int(op.attribute("mode", 2))]
-    x, matrices = needed(op, "input"), (needed(op, "weight0"), needed(op, "weight1"))
+    x, matrices = op.needed("input"), (op.needed("weight0"), op.needed("weight1"))
     steps = x.elements // x.shape[-1]
     hidden = int(op.attribute("hidden_size"))
     batch = x.shape[0] if op.attribute("batch_first", False) else x.shape[-2]
     products = _products(op, matrices, 2, steps, batch, product_precision(x, *matrices))
     each = POINTWISE[mode] + (2 * GATES[mode] if op.attribute("has_biases", True) else 0)
-    return products + vector(op, steps * hidden * each) + streamed(op)
+    return products + vector(op, steps * hidden * each) + op.streamed()
 
 
 # -- cells: the products are ops of their own, this is what is left --------------------------------
@@ -124,14 +120,14 @@ def lstm_cell(op: OpView) -> Cost:
     """Gates from the two products, cell and hidden state."""
     biases = sum(op.tensor(name) is not None for name in ("input_bias", "hidden_bias"))
     each = POINTWISE["lstm"] + GATES["lstm"] * biases
-    return vector(op, each * needed(op, "cx").elements) + streamed(op)
+    return vector(op, each * op.needed("cx").elements) + op.streamed()
 
 
 @builtin("aten._thnn_fused_lstm_cell_backward", "aten._thnn_fused_lstm_cell_backward_impl",
          fusion="pointwise", kind="rnn")
 def lstm_cell_backward(op: OpView) -> Cost:
     """Gradients of three sigmoids and two tanh (3 each), and nine products and adds."""
-    return vector(op, (3 * 3 + 2 * 3 + 9) * needed(op, "cx").elements) + streamed(op)
+    return vector(op, (3 * 3 + 2 * 3 + 9) * op.needed("cx").elements) + op.streamed()
 
 
 @builtin("aten._thnn_fused_gru_cell", fusion="pointwise", kind="rnn")
@@ -139,10 +135,10 @@ def gru_cell(op: OpView) -> Cost:
     """Gates from the two products, and the hidden state."""
     biases = sum(op.tensor(name) is not None for name in ("input_bias", "hidden_bias"))
     each = POINTWISE["gru"] + GATES["gru"] * biases
-    return vector(op, each * needed(op, "hx").elements) + streamed(op)
+    return vector(op, each * op.needed("hx").elements) + op.streamed()
 
 
 @builtin("aten._thnn_fused_gru_cell_backward", fusion="pointwise", kind="rnn")
 def gru_cell_backward(op: OpView) -> Cost:
     """Gradients of two sigmoids (3 each) and a tanh (3), and eight products and adds."""
-    return vector(op, (2 * 3 + 3 + 8) * needed(op, "grad_hy").elements) + streamed(op)
+    return vector(op, (2 * 3 + 3 + 8) * op.needed("grad_hy").elements) + op.streamed()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from rooftrace.costmodels.pricing import NOTHING, Cost, OpView, builtin
-from rooftrace.costmodels.rules.common import streamed
+from rooftrace.costmodels.costs import Cost
+from rooftrace.costmodels.opviews import OpView
+from rooftrace.costmodels.registry import builtin
 
 VIEWS: tuple[str, ...] = (
     "_conj", "_fw_primal", "_make_dual", "_neg_view", "_reshape_alias", "_unsafe_view", "adjoint",
@@ -30,7 +31,7 @@ BOOKKEEPING: tuple[str, ...] = (
 @builtin(*(f"aten.{name}" for name in VIEWS), *BOOKKEEPING, fusion="free")
 def free(op: OpView) -> Cost:
     """Metadata only: no kernel, no bytes."""
-    return NOTHING
+    return Cost()
 
 
 @builtin("aten.reshape", "aten.contiguous", "aten.flatten", "aten.to", "aten.type_as", "aten.ravel",
@@ -38,5 +39,5 @@ def free(op: OpView) -> Cost:
 def view_or_copy(op: OpView) -> Cost:
     """Composites that copy when they must: free if the output shares the input's bytes."""
     if op.inputs and all(t.storage == op.inputs[0].storage for t in op.outputs):
-        return NOTHING
-    return streamed(op)
+        return Cost()
+    return op.streamed()

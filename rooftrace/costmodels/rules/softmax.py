@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from rooftrace.costmodels.pricing import Cost, OpView, TensorView, builtin
-from rooftrace.costmodels.rules.common import axes, extent, needed, reading, streamed, vector
+from rooftrace.costmodels.costs import Cost
+from rooftrace.costmodels.opviews import OpView, TensorView
+from rooftrace.costmodels.registry import builtin
+from rooftrace.costmodels.rules.common import axes, extent, vector
 
 
 def _rows(op: OpView, x: TensorView) -> tuple[int, int]:
@@ -20,8 +22,8 @@ def softmax(op: OpView) -> Cost:
 
     n - 1 comparisons, n differences, n exponentials, n - 1 adds, n divisions: 5 n - 2.
     """
-    rows, n = _rows(op, needed(op, "self"))
-    return vector(op, rows * (5 * n - 2)) + streamed(op)
+    rows, n = _rows(op, op.needed("self"))
+    return vector(op, rows * (5 * n - 2)) + op.streamed()
 
 
 @builtin("aten._log_softmax", fusion="reduction", kind="softmax", family="loss",
@@ -32,35 +34,35 @@ def log_softmax(op: OpView) -> Cost:
 
     n - 1 comparisons, n differences, n exponentials, n - 1 adds, a log, n differences: 5 n - 1.
     """
-    rows, n = _rows(op, needed(op, "self"))
-    return vector(op, rows * (5 * n - 1)) + streamed(op)
+    rows, n = _rows(op, op.needed("self"))
+    return vector(op, rows * (5 * n - 1)) + op.streamed()
 
 
 @builtin("aten._softmax_backward_data", fusion="reduction", kind="softmax",
          fused="softmax backward")
 def softmax_backward(op: OpView) -> Cost:
     """dx = y (dy - sum dy y): n products, n - 1 adds, n differences, n products: 4 n - 1."""
-    rows, n = _rows(op, needed(op, "output"))
-    return vector(op, rows * (4 * n - 1)) + reading(op, "grad_output", "output")
+    rows, n = _rows(op, op.needed("output"))
+    return vector(op, rows * (4 * n - 1)) + op.reading("grad_output", "output")
 
 
 @builtin("aten._log_softmax_backward_data", fusion="reduction", kind="softmax", family="loss",
          fused="cross entropy")
 def log_softmax_backward(op: OpView) -> Cost:
     """dx = dy - exp(y) sum dy: n - 1 adds, n exponentials, n products, n differences: 4 n - 1."""
-    rows, n = _rows(op, needed(op, "output"))
-    return vector(op, rows * (4 * n - 1)) + reading(op, "grad_output", "output")
+    rows, n = _rows(op, op.needed("output"))
+    return vector(op, rows * (4 * n - 1)) + op.reading("grad_output", "output")
 
 
 @builtin("aten._masked_softmax", fusion="reduction", kind="softmax")
 def masked_softmax(op: OpView) -> Cost:
     """As softmax; selecting by the mask is free."""
-    rows, n = _rows(op, needed(op, "self"))
-    return vector(op, rows * (5 * n - 2)) + streamed(op)
+    rows, n = _rows(op, op.needed("self"))
+    return vector(op, rows * (5 * n - 2)) + op.streamed()
 
 
 @builtin("aten._masked_softmax_backward", fusion="reduction", kind="softmax")
 def masked_softmax_backward(op: OpView) -> Cost:
     """As softmax_backward."""
-    rows, n = _rows(op, needed(op, "output"))
-    return vector(op, rows * (4 * n - 1)) + streamed(op)
+    rows, n = _rows(op, op.needed("output"))
+    return vector(op, rows * (4 * n - 1)) + op.streamed()

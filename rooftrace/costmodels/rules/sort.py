@@ -5,8 +5,10 @@ Sorting and selecting work on the bits of keys (radix), so they are bytes only; 
 
 from __future__ import annotations
 
-from rooftrace.costmodels.pricing import NOTHING, Cost, OpView, builtin
-from rooftrace.costmodels.rules.common import axes, extent, needed, reading, streamed, vector
+from rooftrace.costmodels.costs import Cost
+from rooftrace.costmodels.opviews import OpView
+from rooftrace.costmodels.registry import builtin
+from rooftrace.costmodels.rules.common import axes, extent, vector
 
 IN_SHARED_MEMORY = 4096
 """Rows up to this length are sorted on chip, in one pass (aten/src/ATen/native/cuda/Sort.cu)."""
@@ -21,9 +23,9 @@ def sort(op: OpView) -> Cost:
     Longer rows take one pass per 8 bits of key, each reading and writing keys and indices: all
     passes but the last move what the outputs hold once more in both directions.
     """
-    x = needed(op, "self")
+    x = op.needed("self")
     n = extent(x.shape, axes(op, x.dim, "dim", -1)) if x.dim else 1
-    cost = streamed(op)
+    cost = op.streamed()
     if n > IN_SHARED_MEMORY:
         key_bits = 8 * x.nbytes // max(x.unique_elements, 1)
         for out in op.outputs:
@@ -35,21 +37,21 @@ def sort(op: OpView) -> Cost:
 @builtin("aten.topk", kind="sort")
 def topk(op: OpView) -> Cost:
     """Radix selection: rows read, k values and indices written.  Later passes hit in cache."""
-    return streamed(op)
+    return op.streamed()
 
 
 @builtin("aten._unique", "aten._unique2", "aten.unique_dim", "aten.unique_consecutive")
 def unique(op: OpView) -> Cost:
     """Inputs read once, outputs written once: a lower bound where the kernel sorts first."""
-    return streamed(op)
+    return op.streamed()
 
 
 @builtin("aten.searchsorted", "aten.bucketize")
 def searched(op: OpView) -> Cost:
     """Binary search of each value among n boundaries: up to log2(n) + 1 comparisons."""
-    boundaries = needed(op, "sorted_sequence", "boundaries")
+    boundaries = op.needed("sorted_sequence", "boundaries")
     n = boundaries.shape[-1] if boundaries.dim else 1
-    return vector(op, n.bit_length() * op.outputs[0].elements) + streamed(op)
+    return vector(op, n.bit_length() * op.outputs[0].elements) + op.streamed()
 
 
 @builtin("aten.isin")
@@ -57,7 +59,7 @@ def isin(op: OpView) -> Cost:
     """Is each of N elements among M?  Sorted, then searched: up to log2(M) + 1 comparisons."""
     among = op.tensor("test_elements")
     m = among.elements if among is not None else 1
-    return vector(op, m.bit_length() * op.outputs[0].elements) + streamed(op)
+    return vector(op, m.bit_length() * op.outputs[0].elements) + op.streamed()
 
 
 @builtin("aten.bincount")
@@ -65,12 +67,12 @@ def bincount(op: OpView) -> Cost:
     """Values (and weights, an add each) read, counts written: how experts count their tokens."""
     weights = op.tensor("weights")
     adds = weights.elements if weights is not None else 0
-    return vector(op, adds) + reading(op, "self", "weights")
+    return vector(op, adds) + op.reading("self", "weights")
 
 
 @builtin("aten.histc", "aten.histogram")
 def histogram(op: OpView) -> Cost:
     """The bin of a value, (x - min) bins / (max - min), is 3 flop; a weight is added to it."""
-    x, weight = needed(op, "self"), op.tensor("weight")
+    x, weight = op.needed("self"), op.tensor("weight")
     flop = 3 * x.elements + (weight.elements if weight is not None else 0)
-    return (vector(op, flop) if x.floating else NOTHING) + reading(op, "self", "weight", "bins")
+    return (vector(op, flop) if x.floating else Cost()) + op.reading("self", "weight", "bins")

@@ -8,15 +8,10 @@ cuSPARSE's do.  Bytes: a stored element moves with its indices, 8 bytes each.
 
 from __future__ import annotations
 
-from rooftrace.costmodels.pricing import NOTHING, Cost, OpView, TensorView, builtin
-from rooftrace.costmodels.rules.common import (
-    needed,
-    operands,
-    read_all,
-    share,
-    vector,
-    write_all,
-)
+from rooftrace.costmodels.costs import Cost
+from rooftrace.costmodels.opviews import OpView, TensorView
+from rooftrace.costmodels.registry import builtin
+from rooftrace.costmodels.rules.common import share, vector
 
 INDEX = 8
 """Bytes of an index (int64)."""
@@ -34,12 +29,12 @@ def stored_bytes(op: OpView, tensor: TensorView) -> int:
 
 
 def _others(op: OpView, *names: str) -> Cost:
-    return read_all(op, (t for _, t in operands(op, but=names))) + write_all(op, op.outputs)
+    return op.read_all((t for _, t in op.operands(but=names))) + op.write_all(op.outputs)
 
 
 def sparse_product(op: OpView, name: str, columns: int) -> Cost:
     """C[M, N] = A[M, K] B[K, N] with Z stored elements in A: 2 Z N flop."""
-    a = needed(op, name)
+    a = op.needed(name)
     return (vector(op, 2 * stored(op, a) * columns) + op.read(a, stored_bytes(op, a))
             + _others(op, name))
 
@@ -52,7 +47,7 @@ def sparse_addmm(op: OpView) -> Cost:
     """
     alpha, beta = op.attribute("alpha", 1), op.attribute("beta", 1)
     each = (alpha != 1) + (0 if beta == 0 else 1 + (beta != 1))
-    return (sparse_product(op, "mat1", needed(op, "mat2").shape[-1])
+    return (sparse_product(op, "mat1", op.needed("mat2").shape[-1])
             + vector(op, each * op.outputs[0].elements))
 
 
@@ -66,20 +61,20 @@ def sparse_mm(op: OpView) -> Cost:
 @builtin("aten._sparse_sparse_matmul")
 def sparse_sparse_matmul(op: OpView) -> Cost:
     """Both sparse.  An element of A meets a row of B: counted as one of all its columns."""
-    return sparse_product(op, "self", needed(op, "other").shape[-1])
+    return sparse_product(op, "self", op.needed("other").shape[-1])
 
 
 @builtin("aten.sparse_sampled_addmm")
 def sampled_addmm(op: OpView) -> Cost:
     """beta S + alpha (A[M, K] B[K, N]) where S stores: 2 Z K flop, a product and a sum each."""
-    a, z = needed(op, "mat1"), stored(op, needed(op, "self"))
+    a, z = op.needed("mat1"), stored(op, op.needed("self"))
     return vector(op, z * (2 * a.shape[-1] + 2)) + _others(op)
 
 
 @builtin("aten._coalesce", "aten.coalesce")
 def coalesce(op: OpView) -> Cost:
     """Indices sorted, elements of one place added: up to one add per stored element."""
-    x = needed(op, "self")
+    x = op.needed("self")
     size = stored_bytes(op, x)
     return vector(op, stored(op, x)) + op.read(x, size) + op.write(op.outputs[0], size)
 
@@ -87,7 +82,7 @@ def coalesce(op: OpView) -> Cost:
 @builtin("aten._sparse_softmax", "aten._sparse_log_softmax", kind="softmax")
 def sparse_softmax(op: OpView) -> Cost:
     """Softmax over what is stored: 5 flop each, as in `softmax`."""
-    x = needed(op, "self")
+    x = op.needed("self")
     size = stored_bytes(op, x)
     return vector(op, 5 * stored(op, x)) + op.read(x, size) + op.write(op.outputs[0], size)
 
@@ -96,15 +91,15 @@ def sparse_softmax(op: OpView) -> Cost:
          "aten._to_sparse_bsc", "aten.to_sparse", "aten.to_sparse_csr")
 def to_sparse(op: OpView) -> Cost:
     """Every element compared with zero; what is stored, at most all, is written."""
-    x = needed(op, "self")
-    return vector(op, x.elements) + op.read(x) + write_all(op, op.outputs)
+    x = op.needed("self")
+    return vector(op, x.elements) + op.read(x) + op.write_all(op.outputs)
 
 
 @builtin("aten._to_dense", "aten.to_dense", "aten.sparse_mask", "aten._sparse_mask_projection")
 def to_dense(op: OpView) -> Cost:
     """What is stored read, the result written."""
-    x = needed(op, "self")
-    return op.read(x, stored_bytes(op, x)) + write_all(op, op.outputs)
+    x = op.needed("self")
+    return op.read(x, stored_bytes(op, x)) + op.write_all(op.outputs)
 
 
 @builtin("aten._sparse_coo_tensor_with_dims_and_tensors", "aten._sparse_coo_tensor_unsafe",
@@ -112,4 +107,4 @@ def to_dense(op: OpView) -> Cost:
          "aten._sparse_csr_tensor_unsafe", "aten._coalesced_", fusion="free")
 def sparse_tensor(op: OpView) -> Cost:
     """Indices and values put together: nothing moves."""
-    return NOTHING
+    return Cost()

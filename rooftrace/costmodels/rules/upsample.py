@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import math
 
-from rooftrace.costmodels.pricing import Cost, OpView, builtin
-from rooftrace.costmodels.rules.common import needed, reading, streamed, vector
+from rooftrace.costmodels.costs import Cost
+from rooftrace.costmodels.opviews import OpView
+from rooftrace.costmodels.registry import builtin
+from rooftrace.costmodels.rules.common import vector
 
 TAPS: dict[str, int] = {
     "upsample_linear1d": 2, "upsample_bilinear2d": 4, "upsample_trilinear3d": 8,
@@ -24,29 +26,29 @@ NEAREST: tuple[str, ...] = (
 @builtin(*(f"aten.{name}" for name in NEAREST), fusion="pointwise", kind="upsample")
 def nearest(op: OpView) -> Cost:
     """A copy: input read once, output written."""
-    return streamed(op)
+    return op.streamed()
 
 
 @builtin(*(f"aten.{name}_backward" for name in NEAREST), kind="upsample")
 def nearest_backward(op: OpView) -> Cost:
     """Every output pixel that came from a pixel is added up: one add per value beyond the first."""
-    grad, out = needed(op, "grad_output"), op.outputs[0]
-    return vector(op, max(grad.elements - out.elements, 0)) + streamed(op)
+    grad, out = op.needed("grad_output"), op.outputs[0]
+    return vector(op, max(grad.elements - out.elements, 0)) + op.streamed()
 
 
 @builtin(*(f"aten.{name}" for name in TAPS), fusion="gather", kind="upsample")
 def interpolate(op: OpView) -> Cost:
     """k taps per output: 2 k - 1 flop."""
     k = TAPS[op.target.split(".")[1]]
-    return vector(op, (2 * k - 1) * op.outputs[0].elements) + streamed(op)
+    return vector(op, (2 * k - 1) * op.outputs[0].elements) + op.streamed()
 
 
 @builtin(*(f"aten.{name}_backward" for name in TAPS), kind="upsample")
 def interpolate_backward(op: OpView) -> Cost:
     """Zeros, then every incoming value times its k weights added to k pixels: 2 k flop."""
     k = TAPS[op.target.split(".")[1].removesuffix("_backward")]
-    grad, out = needed(op, "grad_output"), op.outputs[0]
-    return vector(op, 2 * k * grad.elements) + streamed(op) + op.write(out)
+    grad, out = op.needed("grad_output"), op.outputs[0]
+    return vector(op, 2 * k * grad.elements) + op.streamed() + op.write(out)
 
 
 ANTIALIASED = {"_upsample_bilinear2d_aa": 1, "_upsample_bicubic2d_aa": 2,
@@ -67,15 +69,15 @@ def _antialiased_taps(op: OpView, name: str) -> int:
 def antialiased(op: OpView) -> Cost:
     """As `interpolate`, with a filter that widens when the image shrinks."""
     k = _antialiased_taps(op, op.target.split(".")[1])
-    return vector(op, (2 * k - 1) * op.outputs[0].elements) + streamed(op)
+    return vector(op, (2 * k - 1) * op.outputs[0].elements) + op.streamed()
 
 
 @builtin(*(f"aten.{name}_backward" for name in ANTIALIASED), kind="upsample")
 def antialiased_backward(op: OpView) -> Cost:
     """As `interpolate_backward`."""
     k = _antialiased_taps(op, op.target.split(".")[1].removesuffix("_backward"))
-    grad, out = needed(op, "grad_output"), op.outputs[0]
-    return vector(op, 2 * k * grad.elements) + streamed(op) + op.write(out)
+    grad, out = op.needed("grad_output"), op.outputs[0]
+    return vector(op, 2 * k * grad.elements) + op.streamed() + op.write(out)
 
 
 GRID_TAPS = {0: 2, 1: 1, 2: 4}
@@ -84,7 +86,7 @@ GRID_TAPS = {0: 2, 1: 1, 2: 4}
 
 def _grid(op: OpView) -> tuple[int, int, int]:
     """(positions, taps, dimensions) of a grid sample."""
-    grid = needed(op, "grid")
+    grid = op.needed("grid")
     dims = grid.shape[-1]
     return grid.elements // dims, GRID_TAPS[op.attribute("interpolation_mode", 0)] ** dims, dims
 
@@ -95,7 +97,7 @@ def grid_sample(op: OpView) -> Cost:
     """Per position its weights (3 flop per coordinate, 3 per tap), then 2 k - 1 per channel."""
     positions, k, dims = _grid(op)
     flop = positions * (3 * dims + 3 * k) + (2 * k - 1) * op.outputs[0].elements
-    return vector(op, flop) + streamed(op)
+    return vector(op, flop) + op.streamed()
 
 
 @builtin("aten.grid_sampler_2d_backward", "aten.grid_sampler_3d_backward",
@@ -103,20 +105,20 @@ def grid_sample(op: OpView) -> Cost:
 def grid_sample_backward(op: OpView) -> Cost:
     """Weights again; per channel 2 k for the image, and 2 k per dimension for the grid."""
     positions, k, dims = _grid(op)
-    grad = needed(op, "grad_output")
+    grad = op.needed("grad_output")
     flop = positions * (3 * dims + 3 * k) + 2 * k * (1 + dims) * grad.elements
-    return vector(op, flop) + streamed(op)
+    return vector(op, flop) + op.streamed()
 
 
 @builtin("aten.affine_grid_generator")
 def affine_grid(op: OpView) -> Cost:
     """grid = theta [x, y, 1]: a product and an add for each of d + 1 terms, d coordinates."""
     out = op.outputs[0]
-    return vector(op, 2 * (out.shape[-1] + 1) * out.elements) + streamed(op)
+    return vector(op, 2 * (out.shape[-1] + 1) * out.elements) + op.streamed()
 
 
 @builtin("aten.affine_grid_generator_backward")
 def affine_grid_backward(op: OpView) -> Cost:
     """The same products, summed over positions."""
     grad = op.inputs[0]
-    return vector(op, 2 * (grad.shape[-1] + 1) * grad.elements) + reading(op, "grad")
+    return vector(op, 2 * (grad.shape[-1] + 1) * grad.elements) + op.reading("grad")

@@ -7,10 +7,10 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
+from rooftrace.costmodels.costs import MATRIX
 from rooftrace.costmodels.kernels import compute_seconds, engine_of, kernel_table
 from rooftrace.costmodels.knobs import Knobs
 from rooftrace.costmodels.planning import Plan
-from rooftrace.costmodels.pricing import MATRIX
 from rooftrace.costmodels.timing.queue import dispatch_seconds, schedule
 from rooftrace.costmodels.timing.timings import StepTimes, Timing, step_times
 from rooftrace.hardware import Chip

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rooftrace.costmodels.execution import ExecutionModel
-from rooftrace.costmodels.fusion import segments
+from rooftrace.costmodels.fusion import runs
 from rooftrace.costmodels.planning import Launch
 from rooftrace.hardware import Chip
 
@@ -70,7 +70,7 @@ class _Queue:
 
     def run(self, part: range, depth: int, clocks: _Clocks) -> _Clocks:
         """Run these launches once, first iterations one by one; remember when groups start."""
-        for repeat, inside in segments(self.repeats, part, depth):
+        for repeat, inside in runs.segments(self.repeats, part, depth):
             if repeat is None:
                 host, device = clocks
                 for step in self.steps[inside.start : inside.stop]:
@@ -91,7 +91,7 @@ class _Queue:
     def _shift(self, part: range, depth: int) -> _Shift:
         """The shift of the clocks that these launches make."""
         total = _NO_SHIFT
-        for repeat, inside in segments(self.repeats, part, depth):
+        for repeat, inside in runs.segments(self.repeats, part, depth):
             if repeat is not None:
                 inner = self._shift(inside, depth + 1)
                 total = _after(total, _power(inner, self.counts[repeat]))

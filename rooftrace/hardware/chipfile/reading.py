@@ -26,10 +26,10 @@ import functools
 import os
 from collections.abc import Callable
 from dataclasses import MISSING, fields
-from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, cast, get_args
+from typing import cast, get_args
 
+from rooftrace._extensions import failures
 from rooftrace.hardware import units
 from rooftrace.hardware.chip import (
     ENGINES,
@@ -42,14 +42,9 @@ from rooftrace.hardware.chip import (
     LinkName,
     Peak,
 )
+from rooftrace.hardware.chipfile.folders import chip_files
 from rooftrace.hardware.chipfile.tables import SPARSE, ChipFileError, ChipTable, read_toml
 from rooftrace.hardware.precisions import PrecisionError, compute_family
-
-if TYPE_CHECKING:
-    from importlib.resources.abc import Traversable
-
-
-CHIPS = "rooftrace.hardware"
 
 
 class UnknownChipError(LookupError):
@@ -81,6 +76,7 @@ def load_chip(name_or_path: str | os.PathLike[str] | Chip) -> Chip:
     hint = f' Did you mean "{names.get(close[0], close)[0]}"?' if close else ""
     if unreadable:
         hint += f" (Not read for aliases: {', '.join(unreadable)}.)"
+    hint += "".join(f" ({failure}.)" for failure in failures("rooftrace.chips"))
     raise UnknownChipError(
         f'chip "{name}": expected a path ending in .toml or one of '
         f"{', '.join(available_chips())}.{hint}"
@@ -92,23 +88,16 @@ def _spelling(name: str) -> str:
     return name.strip().lower().replace("_", "-").replace(" ", "-")
 
 
-def _folder() -> Traversable:
-    """Where the bundled chips lie."""
-    return resources.files(CHIPS).joinpath("chips")
-
-
-@functools.cache
 def available_chips() -> tuple[str, ...]:
-    """The names of the bundled chips."""
-    files = (item.name for item in _folder().iterdir() if item.name.endswith(".toml"))
-    return tuple(sorted(name.removesuffix(".toml") for name in files))
+    """The names of the bundled chips, and of those that third-party packages bring."""
+    return tuple(sorted(chip_files()))
 
 
 @functools.cache
 def _bundled(name: str) -> Chip:
     file = f"{name}.toml"
     try:
-        text = _folder().joinpath(file).read_text(encoding="utf-8")
+        text = chip_files()[name].read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as problem:
         raise ChipFileError(f"{file}: cannot be read: {problem}") from problem
     return _read(text, file)
@@ -125,7 +114,7 @@ def bundled_aliases() -> tuple[dict[str, tuple[str, ...]], tuple[str, ...]]:
     for name in available_chips():
         file = f"{name}.toml"
         try:
-            table = read_toml(_folder().joinpath(file).read_text(encoding="utf-8"), file)
+            table = read_toml(chip_files()[name].read_text(encoding="utf-8"), file)
         except (ChipFileError, OSError, UnicodeDecodeError):
             unreadable.append(file)
             continue

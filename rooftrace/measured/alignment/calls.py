@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rooftrace.costmodels.pricing import find_rule
+from rooftrace.costmodels.registry import find_rule
 from rooftrace.measured.alignment.keys import WAYS, Key, key_of_call, looser
 from rooftrace.measured.traces import Trace, TraceStep, records
 

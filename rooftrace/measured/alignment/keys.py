@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from rooftrace.costmodels.fusion import segments
-from rooftrace.costmodels.pricing import find_rule
+from rooftrace.costmodels.fusion import runs
+from rooftrace.costmodels.registry import find_rule
 from rooftrace.measured.traces import records
 from rooftrace.tracer.graph import Op, OpGraph
 
@@ -140,7 +140,7 @@ def written_out(graph: OpGraph) -> list[tuple[int, int]]:
     places = [op.repeats for op in graph.ops]
 
     def walk(part: range, depth: int, turn: int) -> Iterator[tuple[int, int]]:
-        for repeat, inside in segments(places, part, depth):
+        for repeat, inside in runs.segments(places, part, depth):
             if repeat is None:
                 yield from ((index, turn) for index in inside)
                 continue

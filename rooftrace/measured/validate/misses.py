@@ -10,9 +10,9 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from rooftrace.costmodels.costs import COMPUTED, MATRIX
 from rooftrace.costmodels.estimating import Estimate, Row
 from rooftrace.costmodels.kernels import engine_of
-from rooftrace.costmodels.pricing import COMPUTED, MATRIX
 from rooftrace.hardware.units import format_share, format_time
 from rooftrace.measured.alignment import Alignment
 

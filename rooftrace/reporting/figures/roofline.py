@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from rooftrace.costmodels.costs import MATRIX
 from rooftrace.costmodels.estimating import Estimate
 from rooftrace.costmodels.kernels import engine_of
-from rooftrace.costmodels.pricing import MATRIX
 from rooftrace.hardware.units import format_share, format_time
 from rooftrace.reporting.figures import style
 from rooftrace.reporting.figures.roofplot import Point, Roof, draw

@@ -26,7 +26,7 @@ _START = (
 )
 PROCESSES = True
 """Whether processes may be started: tests set it to False, to do the same in their own."""
-_COST_MODELS = "rooftrace.costmodels.pricing.registry"
+_COST_MODELS = "rooftrace.costmodels.registry.lookup"
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rooftrace.costmodels.fusion import kernel_modules
+from rooftrace.costmodels.costs import COMPUTED, MATRIX
+from rooftrace.costmodels.fusion import runs
 from rooftrace.costmodels.planning import Plan, plan
-from rooftrace.costmodels.pricing import COMPUTED, MATRIX
 from rooftrace.tracer.graph import Op, OpGraph, pattern_of
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ def _ours(planned: Plan) -> tuple[_Counts, _Counts, int]:
         extra = cost.flops(MATRIX, ("recompute",)) if op.part != "recompute" else 0
         if op.name == _RNN_BACKWARD:
             extra += unread_gradients(graph, op)
-        modules = kernel_modules(graph, (op.id,), op)
+        modules = runs.kernel_modules(graph, (op.id,), op)
         for module in modules:
             counts[module, op.name] += times * matrix // len(modules)
             again[module, op.name] += times * extra // len(modules)

@@ -18,7 +18,7 @@ from rooftrace.costmodels.findings.diffs.changes import (
     Sources,
 )
 from rooftrace.costmodels.findings.diffs.conditions import METRICS
-from rooftrace.costmodels.fusion import kernel_modules
+from rooftrace.costmodels.fusion import runs
 from rooftrace.costmodels.memory import memory
 from rooftrace.tracer.graph import Op, OpGraph, pattern_of
 
@@ -195,7 +195,7 @@ def _ops_by_module(graph: OpGraph) -> dict[str, list[_Kernel]]:
 
 def _calls(graph: OpGraph, op: Op) -> dict[str, int]:
     """How often an op runs in each module."""
-    paths = kernel_modules(graph, (op.id,), op)
+    paths = runs.kernel_modules(graph, (op.id,), op)
     return dict.fromkeys(paths, graph.times(op) // len(paths))
 
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rooftrace.costmodels.estimating import Estimate, Row
-from rooftrace.costmodels.fusion import segments
+from rooftrace.costmodels.fusion import runs
 from rooftrace.costmodels.planning import Launch
 from rooftrace.costmodels.timing import dispatch_seconds
 from rooftrace.tracer.graph import REVERSED, OpGraph, pattern_of
@@ -103,7 +103,7 @@ class _Player:
 
     def run(self, part: range, depth: int, turn: int, written: bool) -> None:
         """Run these launches once, and those in repeats as often as they repeat."""
-        for repeat, inside in segments(self.places, part, depth):
+        for repeat, inside in runs.segments(self.places, part, depth):
             if repeat is None:
                 for index in inside:
                     self._launch(index, turn, written)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from rooftrace.costmodels.pricing import REREADS, find_rule
+from rooftrace.costmodels.registry import find_rule
 from rooftrace.hardware.precisions import precision
 from rooftrace.tracer.graph import OpGraph
 
@@ -29,7 +29,7 @@ def stored_wide(graph: OpGraph) -> dict[int, int]:
             opaque.update(dict.fromkeys((values[i].storage for i in op.inputs), op.id))
     results = {values[i].storage for i in graph.outputs}
     reads: dict[int, set[int]] = defaultdict(set)
-    found: dict[int, int] = {}
+    wider: dict[int, int] = {}
     for op in graph.ops:
         if op.kind != "kernel":
             continue
@@ -38,12 +38,12 @@ def stored_wide(graph: OpGraph) -> dict[int, int]:
         rule = find_rule(op.target)
         if (
             rule is not None
-            and REREADS in rule.traits
+            and "rereads" in rule.traits
             and bits < 32
             and any(len(reads[values[i].storage]) >= MANY_READS for i in op.inputs)
             and not any(opaque.get(s, -1) > op.id or s in results for s in made)
         ):
-            found[op.id] = 32 // int(bits)
+            wider[op.id] = 32 // int(bits)
         pointwise = rule is not None and _is_pointwise(rule.fusion, op.arguments.get("training"))
         taken = set[int]()
         for i in op.inputs if pointwise else ():
@@ -51,7 +51,7 @@ def stored_wide(graph: OpGraph) -> dict[int, int]:
             taken |= reads[storage] or {storage}
         for storage in made:
             reads[storage] = taken
-    return found
+    return wider
 
 
 def _is_pointwise(fusion: str, training: object) -> bool:
@@ -65,10 +65,10 @@ def widths(graph: OpGraph, groups: Sequence[Sequence[int]]) -> dict[int, int]:
         return {}
     group_of = {op: index for index, group in enumerate(groups) for op in group}
     made = {graph.values[i].storage: op for op in wide for i in graph.ops[op].outputs}
-    found: dict[int, int] = {}
+    wider: dict[int, int] = {}
     for op in graph.ops:
         for i in op.inputs if op.kind == "kernel" else ():
             maker = made.get(graph.values[i].storage)
             if maker is not None and op.id > maker and group_of.get(op.id) != group_of.get(maker):
-                found[graph.values[i].storage] = wide[maker]
-    return found
+                wider[graph.values[i].storage] = wide[maker]
+    return wider

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 
-from rooftrace.costmodels.fusion.runs import missing
+from rooftrace.costmodels.fusion import runs
 from rooftrace.tracer.graph import Op, OpGraph, references
 
 
@@ -63,7 +63,7 @@ def _cut(graph: OpGraph, op: Op, base: Hashable) -> Iterator[tuple[int, Slices]]
         return
     dimension %= len(x.shape)
     length = x.shape[dimension]
-    copied = any(missing(graph, op, i) for i in op.outputs)
+    copied = any(runs.missing(graph, op, i) for i in op.outputs)
     ranges: Iterable[Iterable[tuple[int, int]]] = ()
     if not x.stride[dimension] or not length:
         return

@@ -6,11 +6,10 @@ internal values and reading a shared one once, which is done by whoever adds cos
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
-from rooftrace.hardware.precisions import bytes_per_element, widest
+from rooftrace.hardware.precisions import bytes_per_element
 
 OPERATIONS = ("matmul", "convolution", "vector")
 MATRIX = ("matmul", "convolution")
@@ -174,117 +173,3 @@ class Cost:
                 again = replace(key, count="recompute")
                 work[again] = work.get(again, 0) + flop
         return Cost(work, self.traffic)
-
-
-NOTHING = Cost()
-
-
-@dataclass(frozen=True, slots=True)
-class TensorView:
-    """A tensor as a rule sees it: sizes only, and a local storage index, shared with its views."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    stride: tuple[int, ...]
-    storage: int
-    elements: int
-    unique_elements: int
-    nbytes: int
-    floating: bool
-
-    @property
-    def dim(self) -> int:
-        """Number of dimensions."""
-        return len(self.shape)
-
-
-@dataclass(frozen=True, slots=True)
-class Slot:
-    """Stands in an OpView's arguments for the tensor at this position of `inputs`."""
-
-    index: int
-
-
-@dataclass(frozen=True, slots=True)
-class OpView:
-    """An op as a rule sees it: shapes, precisions and attributes, but not which tensors they are.
-
-    Two ops with equal views cost the same, so each view is priced once.  `arguments` is a tuple of
-    (schema name, value); tensors stand as Slot(position in inputs).
-    """
-
-    target: str
-    inputs: tuple[TensorView, ...]
-    outputs: tuple[TensorView, ...]
-    arguments: tuple[tuple[str, Any], ...]
-    facts: tuple[tuple[str, Any], ...] = ()
-
-    def attribute(self, name: str, default: Any = None) -> Any:
-        """A non-tensor argument by schema name."""
-        for key, value in self.arguments:
-            if key == name:
-                return value
-        return default
-
-    def fact(self, name: str, default: Any = None) -> Any:
-        """Something the tracer learnt about this op (rows_touched, groups_touched, mask ...)."""
-        for key, value in self.facts:
-            if key == name:
-                return value
-        return default
-
-    def tensor(self, name: str) -> TensorView | None:
-        """A tensor argument by schema name; None where it was not given."""
-        value = self.attribute(name)
-        return self.inputs[value.index] if isinstance(value, Slot) else None
-
-    def tensors(self, name: str) -> tuple[TensorView, ...]:
-        """A tensor-list argument by schema name (absent members left out), or the one tensor."""
-        value = self.attribute(name, ())
-        if value is None or isinstance(value, Slot):
-            value = (value,)
-        return tuple(self.inputs[item.index] for item in value if isinstance(item, Slot))
-
-    @property
-    def precision(self) -> str:
-        """The widest precision of its floating inputs (of inputs and outputs if it has none)."""
-        names = [t.dtype for t in self.inputs if t.floating]
-        if not names:
-            names = [t.dtype for t in (*self.inputs, *self.outputs)]
-        return widest(*names) if names else "fp32"
-
-    def read(self, tensor: TensorView | None, size: int | None = None) -> Cost:
-        """Reading `size` bytes of a tensor (default: each distinct element once)."""
-        if tensor is None:
-            return NOTHING
-        amount = tensor.nbytes if size is None else size
-        return Cost({}, {Access(tensor.storage, False): amount}) if amount else NOTHING
-
-    def write(self, tensor: TensorView | None, size: int | None = None) -> Cost:
-        """Writing `size` bytes of a tensor (default: each distinct element once)."""
-        if tensor is None:
-            return NOTHING
-        amount = tensor.nbytes if size is None else size
-        return Cost({}, {Access(tensor.storage, True): amount}) if amount else NOTHING
-
-    def streamed(self) -> Cost:
-        """Every input read once, every output written once."""
-        traffic: dict[Access, int] = {}
-        # The same tensor given twice (x * x) has one slot and is read once; two slices of one
-        # storage are both read, even if they look alike.
-        for index in sorted(set(_slots(tuple(value for _, value in self.arguments)))):
-            tensor = self.inputs[index]
-            key = Access(tensor.storage, False)
-            traffic[key] = traffic.get(key, 0) + tensor.nbytes
-        for tensor in self.outputs:
-            key = Access(tensor.storage, True)
-            traffic[key] = traffic.get(key, 0) + tensor.nbytes
-        return Cost({}, {key: size for key, size in traffic.items() if size})
-
-
-def _slots(argument: Any) -> Iterator[int]:
-    if isinstance(argument, Slot):
-        yield argument.index
-    elif isinstance(argument, tuple):
-        for item in argument:
-            yield from _slots(item)

@@ -8,20 +8,27 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
+from rooftrace.costmodels.costs import Access, Cost, Work
 from rooftrace.costmodels.execution import ExecutionModel
-from rooftrace.costmodels.fusion.grouping import FusionGroup
-from rooftrace.costmodels.fusion.inductor_stores import widths
-from rooftrace.costmodels.fusion.runs import listed
-from rooftrace.costmodels.fusion.slices import slices, union
-from rooftrace.costmodels.pricing import Access, Cost, Work, find_rule
+from rooftrace.costmodels.fusion import runs
+from rooftrace.costmodels.registry import find_rule
+from rooftrace.costmodels.traffic.slices import slices, union
+from rooftrace.costmodels.traffic.wide_stores import widths
 from rooftrace.tracer.graph import ROLES, Op, OpGraph, references
+
+
+class _Group(Protocol):
+    """Ops that share a kernel."""
+
+    @property
+    def ops(self) -> tuple[int, ...]: ...
 
 
 def group_costs(
     graph: OpGraph,
-    groups: Sequence[FusionGroup],
+    groups: Sequence[_Group],
     op_costs: Sequence[Cost],
     execution: ExecutionModel,
 ) -> tuple[Cost, ...]:
@@ -54,11 +61,9 @@ def _is_generated(graph: OpGraph, op: int) -> bool:
 class _Merger:
     """Adds up the ops of a group, knowing which storages later groups and the caller read."""
 
-    def __init__(
-        self, graph: OpGraph, groups: Sequence[FusionGroup], op_costs: Sequence[Cost]
-    ) -> None:
+    def __init__(self, graph: OpGraph, groups: Sequence[_Group], op_costs: Sequence[Cost]) -> None:
         self.graph, self.groups, self.op_costs = graph, groups, op_costs
-        self.sizes, self.listed = storage_sizes(graph), listed(graph)
+        self.sizes, self.listed = storage_sizes(graph), runs.listed(graph)
         self.last_reader: dict[int, int] = {}
         for index, group in enumerate(groups):
             for op in group.ops:
@@ -167,12 +172,12 @@ class _Factors:
 
     def __init__(self, graph: OpGraph, execution: ExecutionModel) -> None:
         residency = execution.weight_residency
-        self.graph, self.execution, self.listed = graph, execution, listed(graph)
+        self.graph, self.execution, self.listed = graph, execution, runs.listed(graph)
         self.active = execution.fusion == "factor" or any(
             getattr(residency, family) != 1 for family in ("attention", "dense", "moe")
         )
 
-    def __call__(self, cost: Cost, group: FusionGroup, op_costs: Sequence[Cost]) -> Cost:
+    def __call__(self, cost: Cost, group: _Group, op_costs: Sequence[Cost]) -> Cost:
         if not self.active:
             return cost
         lead = max(group.ops, key=lambda op: op_costs[op].bytes())
@@ -244,7 +249,7 @@ class _Floor:
     """
 
     def __init__(self, graph: OpGraph) -> None:
-        self.graph, self.listed = graph, listed(graph)
+        self.graph, self.listed = graph, runs.listed(graph)
         self.slices, self.sizes = slices(graph), storage_sizes(graph)
         kernels = (op for op in graph.ops if op.kind == "kernel")
         self.written = {graph.values[i].storage for op in kernels for i in op.outputs}
@@ -281,11 +286,11 @@ class _Floor:
     def _read_slices(self, op: Op, storage: int, size: int) -> None:
         """Remember which slices of a storage an op reads, if it does so through one view of it."""
         values = {i for i in op.inputs if self.graph.values[i].storage == storage}
-        found = self.slices.get(min(values)) if len(values) == 1 else None
-        if found is None or any(ref.then for ref in references(op.arguments) if ref.id in values):
+        sliced = self.slices.get(min(values)) if len(values) == 1 else None
+        if sliced is None or any(ref.then for ref in references(op.arguments) if ref.id in values):
             return
-        parts = self.parts[storage].setdefault((found.base, found.dimension), {})
-        for place in found.ranges:
+        parts = self.parts[storage].setdefault((sliced.base, sliced.dimension), {})
+        for place in sliced.ranges:
             parts[place] = max(parts.get(place, 0), size)
 
     def write(self, op: Op, storage: int, size: int) -> None:

@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
+from rooftrace.costmodels.registry import find_rule
 from rooftrace.tracer.graph import Op, OpGraph, Ref, Tensor
 
 LAST_OVER_FIRST = {"grouped": 1.358, "in_out": 0.725, "small": 0.783, "default": 0.823}
@@ -30,7 +31,7 @@ def keeps_channels_last(graph: OpGraph) -> bool:
     convolutions = [
         (op, shape, graph.times(op))
         for op in graph.ops
-        if op.name == "aten.convolution" and (shape := weight_shape(op, graph)) is not None
+        if _is_forward(op) and (shape := weight_shape(op, graph)) is not None
     ]
     count = sum(times for _, _, times in convolutions)
     if not count or sum(map(graph.times, graph.ops)) >= FEW * count:
@@ -43,6 +44,12 @@ def keeps_channels_last(graph: OpGraph) -> bool:
         out = graph.values[op.outputs[0]].shape
         flop[kind] += times * math.prod(shape) * out[0] * math.prod(out[2:])
     return sum(LAST_OVER_FIRST[kind] * n for kind, n in flop.items()) <= flop.total()
+
+
+def _is_forward(op: Op) -> bool:
+    """Whether the op is a convolution, and no gradient of one."""
+    rule = find_rule(op.target) if op.kind == "kernel" else None
+    return rule is not None and rule.kind == "conv" and "grad_output" not in op.arguments
 
 
 def _kind(op: Op, shape: Sequence[int]) -> str:

@@ -10,7 +10,7 @@ import difflib
 from collections.abc import Collection, Mapping
 from typing import Literal
 
-from rooftrace.costmodels.pricing.cost import Cost
+from rooftrace.costmodels.costs import Cost
 
 FusionClass = Literal["opaque", "pointwise", "reduction", "gather", "free"]
 """How a compiler may fuse the op.
@@ -57,11 +57,11 @@ FAMILIES = (
     "communication",
 )
 
-REREADS = "rereads"
-"""An activation that uses its input more than once and computes in fp32 (x * sigmoid(x))."""
-PLACES = "places"
-"""Puts its inputs into a larger result: what makes an input computes it into its place."""
-TRAITS = (REREADS, PLACES)
+TRAITS = (
+    "rereads",  # an activation that uses its input more than once, computing in fp32: x sigmoid(x)
+    "places",  # puts its inputs into a larger result: what makes an input computes it there
+    "picks",  # reads one number for each element of its `target`, not all of its input
+)
 
 _FAMILY_OF: Mapping[str, str] = {
     "conv": "convolution",

@@ -1,0 +1,87 @@
+"""What users and third-party packages add to rooftrace: rules, joins and chips.
+
+A package names a module of its own in the entry points of a group:
+
+    [project.entry-points."rooftrace.rules"]
+    acme = "acme_ops.rooftrace"        # a module with @rooftrace.rule functions
+
+Groups are `rooftrace.rules`, `rooftrace.joins` (modules with @rooftrace.fusion functions) and
+`rooftrace.chips` (packages whose folder holds chip files).  Each is loaded once, when something of
+its kind is first asked for.  What cannot be loaded is left out, and `failures` says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any, TypeVar
+
+GROUPS = ("rooftrace.rules", "rooftrace.joins", "rooftrace.chips")
+
+Registry = TypeVar("Registry", dict[Any, Any], list[Any])
+
+_REGISTRIES: list[dict[Any, Any] | list[Any]] = []
+_FAILURES: dict[str, list[str]] = {group: [] for group in GROUPS}
+
+
+def owner(function: Callable[..., Any]) -> str:
+    """Where a function is defined: "mylib.rules.rope:12"."""
+    code = getattr(function, "__code__", None)
+    where = f":{code.co_firstlineno}" if code else ""
+    return f"{function.__module__}.{function.__qualname__}{where}"
+
+
+def same_definition(old: Callable[..., Any], new: Callable[..., Any]) -> bool:
+    """Whether two functions are one, defined twice (a file or a notebook cell that ran again)."""
+    names = [(f.__module__, getattr(f, "__qualname__", "")) for f in (old, new)]
+    return names[0] == names[1] and "<lambda>" not in names[0][1]
+
+
+def track(registry: Registry) -> Registry:
+    """A dict or list of what was registered, which `only_here` puts back."""
+    _REGISTRIES.append(registry)
+    return registry
+
+
+@contextlib.contextmanager
+def only_here() -> Iterator[None]:
+    """What is registered inside is gone afterwards, and what is replaced inside is back."""
+    before = [(registry, registry.copy()) for registry in _REGISTRIES]
+    try:
+        yield
+    finally:
+        for registry in _REGISTRIES:
+            registry.clear()
+        for registry, content in before:
+            if isinstance(registry, dict):
+                registry.update(content)
+            else:
+                registry.extend(content)
+
+
+@cache
+def load(group: str) -> tuple[tuple[str, Any], ...]:
+    """(name of the package, what its entry point names) of a group, loaded once.
+
+    An entry point that raises is left out; `failures` names it.
+    """
+    from importlib.metadata import entry_points
+
+    loaded = []
+    for point in entry_points(group=group):
+        package = f"{point.dist.name} {point.dist.version}" if point.dist else point.value
+        try:
+            loaded.append((package, point.load()))
+        except Exception as error:  # whatever the code of another package may raise
+            reason = f"{type(error).__name__}: {error}"
+            _FAILURES[group].append(
+                f'package {package}: entry point "{point.name}" of {group} ({point.value}) cannot '
+                f"be loaded, so nothing of it is used: {reason}"
+            )
+    return tuple(loaded)
+
+
+def failures(*groups: str) -> tuple[str, ...]:
+    """A sentence for each entry point of these groups that could not be loaded so far."""
+    return tuple(sentence for group in groups for sentence in _FAILURES[group])

@@ -1,0 +1,156 @@
+"""Joins kernels that are finished: what users register, and what `headroom` tries beyond that.
+
+A kernel goes to the one that alone reads what it writes, so only where nothing on the way waits for
+the device or overwrites what it touches.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from rooftrace.costmodels.costs import Cost
+from rooftrace.costmodels.fusion.groups import FusionGroup, Merge
+from rooftrace.costmodels.fusion.joins import JOINS, Join
+from rooftrace.costmodels.fusion.kernels import Facts, KernelView
+from rooftrace.tracer.graph import OpGraph
+
+
+def larger_groups(
+    graph: OpGraph,
+    groups: Sequence[FusionGroup],
+    op_costs: Sequence[Cost],
+    costs: Sequence[Cost],
+    joins: Sequence[Join],
+) -> tuple[FusionGroup, ...]:
+    """The groups in launch order, with the larger ones that joins make in place of their last part.
+
+    op_costs, costs: of the graph's ops, and of the groups.  Each group goes into one larger group
+    at most.
+    """
+    return _Finished(graph, groups, op_costs, costs).joined(joins)
+
+
+def beyond(
+    graph: OpGraph,
+    groups: Sequence[FusionGroup],
+    op_costs: Sequence[Cost],
+    costs: Sequence[Cost],
+) -> tuple[FusionGroup, ...]:
+    """Larger groups than these, by the joins that are off: what a compiler leaves undone."""
+    joins = [join for join in JOINS if not join.on]
+    return larger_groups(graph, groups, op_costs, costs, joins)
+
+
+class _Finished:
+    """The kernels of a graph, and which of them read what each one writes."""
+
+    def __init__(
+        self,
+        graph: OpGraph,
+        groups: Sequence[FusionGroup],
+        op_costs: Sequence[Cost],
+        costs: Sequence[Cost],
+    ) -> None:
+        self.groups, self.costs = groups, costs
+        facts = Facts(graph, op_costs)
+        self.kernels = [_kernel(facts, g, cost) for g, cost in zip(groups, costs, strict=True)]
+        self.syncs = [op.id for op in graph.ops if op.kind == "sync"]
+        self.sources: list[list[int]] = []  # the kernels that each one reads from
+        self.readers: dict[tuple[int, int], set[int]] = defaultdict(set)  # of (kernel, storage)
+        writer: dict[int, int] = {}
+        for i, kernel in enumerate(self.kernels):
+            read = [storage for storage in kernel.reads if storage in writer]
+            for storage in read:
+                self.readers[writer[storage], storage].add(i)
+            self.sources.append(sorted({writer[storage] for storage in read}))
+            writer.update(dict.fromkeys(kernel.made, i))
+
+    def joined(self, joins: Sequence[Join]) -> tuple[FusionGroup, ...]:
+        """All groups in launch order after each join, one after the other, was applied once."""
+        taken: set[int] = set()
+        larger: dict[int, FusionGroup] = {}
+        for join in joins:
+            for row in self._rows(join):
+                if taken.isdisjoint(row):
+                    taken.update(row)
+                    larger[row[-1]] = self._larger(join, row)
+        return tuple(
+            larger.get(i, group)
+            for i, group in enumerate(self.groups)
+            if i in larger or i not in taken
+        )
+
+    def _rows(self, join: Join) -> Iterator[tuple[int, ...]]:
+        """Kernels in a row, each read by the next alone, that a join makes one."""
+        for i, kernel in enumerate(self.kernels):
+            before = [j for j in self.sources[i] if self._next(j) == i]
+            if join.parts == 2:
+                firsts = [j for j in before if join.when(self.kernels[j], kernel)]
+                if firsts:
+                    yield max(firsts, key=lambda j: self._shared(j, i)), i
+            elif before and (last := self._next(i)) is not None:
+                after = self.kernels[last]
+                firsts = [j for j in before if join.when(self.kernels[j], kernel, after)]
+                if firsts:
+                    yield firsts[-1], i, last
+
+    def _larger(self, join: Join, row: Sequence[int]) -> FusionGroup:
+        parts = [self.groups[i] for i in row]
+        merges = [
+            merge for part in parts[1:] for merge in (*part.merges, Merge(join.name, part.ops))
+        ]
+        # As reports show names: that an op is torch's own goes without saying.
+        names = " + ".join(part.name.removeprefix("aten.") for part in parts)
+        return replace(
+            parts[0],
+            ops=tuple(sorted(op for part in parts for op in part.ops)),
+            pattern=join.name,
+            name=join.label or names,
+            known=all(part.known for part in parts),
+            merges=(*parts[0].merges, *merges),
+        )
+
+    def _next(self, first: int) -> int | None:
+        """The only kernel that reads what this one writes, if the two may be one kernel."""
+        kernel = self.kernels[first]
+        readers = set[int]().union(*(self.readers[first, s] for s in kernel.made))
+        if len(readers) != 1:
+            return None
+        (second,) = readers
+        group, other = self.groups[first], self.groups[second]
+        if (group.times, group.repeats) != (other.times, other.repeats):
+            return None
+        waits = bisect_left(self.syncs, group.ops[0]) != bisect_left(self.syncs, other.ops[-1])
+        touched = kernel.reads | kernel.made
+        between = self.kernels[first + 1 : second]
+        if waits or any(not touched.isdisjoint(other.made) for other in between):
+            return None
+        return second
+
+    def _shared(self, first: int, second: int) -> int:
+        """Bytes that the second kernel reads of what the first one writes."""
+        return sum(
+            size
+            for access, size in self.costs[second].traffic.items()
+            if not access.write and access.storage in self.kernels[first].made
+        )
+
+
+def _kernel(facts: Facts, group: FusionGroup, cost: Cost) -> KernelView:
+    """A finished kernel; one of a library goes over the elements that it writes."""
+    values = facts.graph.values
+    spaces = [facts.space(n) for n in group.ops if facts.classes[n] != "opaque"]
+    made = {access.storage for access in cost.traffic if access.write}
+    written = max((values[storage].elements for storage in made), default=0)
+    return KernelView(
+        facts=facts,
+        members=list(group.ops),
+        size=max((size for size, _ in spaces), default=written),
+        reduced=next((reduced for _, reduced in spaces if reduced is not None), None),
+        fusable=len(spaces) == len(group.ops),
+        reads={access.storage for access in cost.traffic if not access.write},
+        made=made,
+    )

@@ -1,0 +1,53 @@
+"""A kernel of a graph: its ops, what to call it, and the joins that made it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rooftrace.costmodels.fusion.joins import JOINS, because
+from rooftrace.tracer.graph import OpGraph
+
+
+@dataclass(frozen=True, slots=True)
+class Merge:
+    """One step by which a kernel grew."""
+
+    join: str  # the name of the join
+    ops: tuple[int, ...]  # which came to the kernel by it
+
+
+@dataclass(frozen=True, slots=True)
+class FusionGroup:
+    """One kernel.
+
+    What joins the end of an iteration to the beginning of the next stands there twice: once for the
+    first iteration, and once for all others.
+    """
+
+    ops: tuple[int, ...]  # numbers of its ops, in execution order
+    pattern: str  # the name of a fused group, "op" for a single one
+    name: str  # the same, or the name of the single op
+    known: bool = True  # whether every op has a rule
+    times: int = 1  # how many kernels it stands for: those of its first op
+    repeats: tuple[int, ...] = ()  # in whose iterations it is launched
+    merges: tuple[Merge, ...] = ()  # the steps by which it grew from one op
+
+    @property
+    def joins(self) -> tuple[str, ...]:
+        """The names of the joins that made it, each once."""
+        return tuple(dict.fromkeys(merge.join for merge in self.merges))
+
+    @property
+    def own_joins(self) -> tuple[str, ...]:
+        """The names of those that a user or a third-party package registered."""
+        return tuple(name for name in self.joins if all(join.name != name for join in JOINS))
+
+    def why(self, graph: OpGraph) -> str:
+        """Why these ops are one kernel: a line for each step by which it grew."""
+        if not self.merges:
+            return "one op, joined by nothing" if len(self.ops) == 1 else "not said"
+        lines = []
+        for merge in self.merges:
+            names = ", ".join(f"{graph.ops[op].name} (op {op})" for op in merge.ops)
+            lines.append(f"{names}: {merge.join}: {because(merge.join)}")
+        return "\n".join(lines)

@@ -1,0 +1,11 @@
+from rooftrace.costmodels.registry.kinds import (
+    KINDS as KINDS,
+)
+from rooftrace.costmodels.registry.lookup import (
+    find_rule as find_rule,
+    own_rules as own_rules,
+    rule as rule,
+)
+from rooftrace.costmodels.registry.rulebook import (
+    builtin as builtin,
+)

@@ -1,0 +1,115 @@
+"""The rules that are registered.  Files of rules import this one; it imports none of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from functools import partial
+
+from rooftrace._extensions import owner, same_definition, track
+from rooftrace.costmodels.costs import Cost
+from rooftrace.costmodels.opviews import OpView
+from rooftrace.costmodels.registry.kinds import (
+    FAMILIES,
+    FUSION_CLASSES,
+    KINDS,
+    TRAITS,
+    FusionClass,
+    check,
+    family_of,
+    kind_of,
+)
+
+RuleFunction = Callable[[OpView], Cost]
+
+
+OURS = "rooftrace"
+"""The source of this package's own rules."""
+
+
+class DuplicateRuleError(ValueError):
+    """Two rules for one op."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """How one op is priced, and what it is."""
+
+    name: str  # of the op, with or without overload
+    price: RuleFunction
+    fusion: FusionClass  # how a compiler may fuse it
+    source: str = OURS  # who says so
+    kind: str | None = None  # None: its cost tells
+    family: str | None = None  # None: its cost tells
+    label: str | None = None  # what reports call its kernel; None: the op's name
+    fused: str | None = None  # and a kernel of several ops that it leads; None: what others say
+    traits: frozenset[str] = frozenset()  # see `kinds`
+
+    @property
+    def is_own(self) -> bool:
+        """Whether a user or a third-party package registered it."""
+        return self.source != OURS
+
+    def kind_of(self, cost: Cost) -> str:
+        """Its kind, for an op of this cost."""
+        return self.kind or kind_of(cost, self.fusion)
+
+    def family_of(self, cost: Cost) -> str:
+        """Its family, for an op of this cost."""
+        return self.family or family_of(cost, self.kind_of(cost))
+
+
+RULES: dict[str, Rule] = track({})
+"""By op."""
+
+
+def register(
+    *names: str,
+    fusion: FusionClass = "opaque",
+    kind: str | None = None,
+    family: str | None = None,
+    label: str | None = None,
+    fused: str | None = None,
+    traits: Collection[str] = (),
+    source: str,
+    override: bool = False,
+) -> Callable[[RuleFunction], RuleFunction]:
+    """A decorator that registers a function for these ops; see `lookup.rule` for the arguments."""
+    if not names:
+        raise ValueError('rule(): expected the name of an op, for example "mylib::fast_gemm"')
+    of = f"rule({', '.join(map(repr, names[:1]))}): "
+    check(f"{of}fusion", fusion, FUSION_CLASSES)
+    check(f"{of}kind", kind, KINDS)
+    check(f"{of}family", family, FAMILIES)
+    for trait in traits:
+        check(f"{of}trait", trait, TRAITS)
+
+    def add(function: RuleFunction) -> RuleFunction:
+        for name in names:
+            key = name.replace("::", ".")
+            if "." not in key:
+                raise ValueError(f'rule({name!r}): expected "namespace::{name}"')
+            old = RULES.get(key)
+            if old is not None and not override and not same_definition(old.price, function):
+                raise DuplicateRuleError(
+                    f"{name!r} already has a rule, {owner(old.price)}; {owner(function)} would "
+                    "be a second one: pass override=True to replace it"
+                )
+            RULES[key] = Rule(
+                name=key,
+                price=function,
+                fusion=fusion,
+                source=source,
+                kind=kind,
+                family=family,
+                label=label,
+                fused=fused or label,
+                traits=frozenset(traits),
+            )
+        return function
+
+    return add
+
+
+builtin = partial(register, source=OURS)
+"""`rule` for this package's own rules: `@builtin("aten.mm")`."""

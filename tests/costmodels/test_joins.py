@@ -1,0 +1,191 @@
+"""Joins: why ops are one kernel, those that users register, and what says so afterwards."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+
+import rooftrace as rt
+from rooftrace.costmodels.execution.executions import execution_model
+from rooftrace.costmodels.fusion import joins as table, partition
+from rooftrace.costmodels.fusion.grouping import fuse
+from rooftrace.costmodels.fusion.groups import FusionGroup, Merge
+from rooftrace.costmodels.fusion.joins import JOINS, DuplicateJoinError
+from rooftrace.costmodels.registry.lookup import own_rules
+from tests.costmodels.graph_support import Builder
+from tests.costmodels.random_graphs import programs
+from tests.costmodels.test_fuse import check
+
+EFFICIENT = execution_model("efficient")
+BF16 = 2  # bytes
+
+
+@pytest.fixture(autouse=True)
+def joins_made_here_go_away() -> Iterator[None]:
+    with own_rules():
+        yield
+
+
+def came_by_none(group: FusionGroup) -> set[int]:
+    """The ops of a group that no join brought: the one that it began with."""
+    return set(group.ops) - {op for merge in group.merges for op in merge.ops}
+
+
+@settings(deadline=None, max_examples=150)
+@given(programs())
+def test_every_op_of_a_kernel_but_one_came_by_a_join(program):
+    names = {join.name for join in JOINS if join.on}
+    for group in fuse(program[0], EFFICIENT):
+        assert len(came_by_none(group)) == 1
+        assert set(group.joins) <= names
+        assert {op for merge in group.merges for op in merge.ops} <= set(group.ops)
+
+
+@pytest.mark.parametrize("model, phase", [("llama", "training"), ("deepseek", "decode")])
+def test_every_kernel_of_a_real_model_says_why(traced, model, phase):
+    planned = rt.plan(traced(model, phase))
+    for number, group in enumerate(planned.groups):
+        assert len(came_by_none(group)) == 1
+        assert len(planned.why(number).splitlines()) == max(1, len(group.merges))
+
+
+def test_what_is_taken_out_of_a_kernel_leaves_one_op_that_came_by_no_join():
+    merges = [Merge("b", (2,)), Merge("c", (4,)), Merge("d", (3, 4))]
+    left = partition.left_over([2, 3, 4], merges)  # without 1, with which it began
+    assert left == [Merge("c", (4,)), Merge("d", (3, 4))]
+    assert partition.left_over([1, 2, 4], merges) == [*merges[:2], Merge("d", (4,))]
+
+
+def joins_of(*results: int, builder: Builder) -> list[tuple[str, ...]]:
+    return [group.joins for group in fuse(builder.graph(*results), EFFICIENT)]
+
+
+def test_each_kernel_names_the_join_that_made_it():
+    b = Builder()
+    x = b.input(64, 8192)
+    assert joins_of(b.unary("relu", b.unary("exp", x)), builder=b) == [("same elements",)]
+    b = Builder()
+    x, w = b.input(64, 64), b.weight(64, 64)
+    first, second = b.binary("mul", b.mm(x, w), x), b.binary("mul", b.mm(w, x), x)
+    assert ("shared tensor",) in joins_of(b.mm(first, w), b.mm(second, w), builder=b)
+    b = Builder()
+    gain = b.binary("add", b.weight(8192), 1.0)
+    y = b.binary("mul", b.softmax(b.input(64, 8192)), gain)
+    assert "few reads" in joins_of(y, builder=b)[0]
+    b = Builder()
+    x, w = b.input(64, 512), b.weight(512, 512)
+    y = b.unary("exp", b.mm(x, w))
+    assert ("placed",) in joins_of(b.cat(y, b.mm(b.input(32, 512), w)), builder=b)
+
+
+def test_without_a_join_its_kernels_stay_apart(monkeypatch):
+    b = Builder()
+    x, w = b.input(64, 64), b.weight(64, 64)
+    first, second = b.binary("mul", b.mm(x, w), x), b.binary("mul", b.mm(w, x), x)
+    graph = b.graph(b.mm(first, w), b.mm(second, w))
+    assert len(fuse(graph, EFFICIENT)) == 5
+    off = tuple(replace(join, on=join.name != "shared tensor" and join.on) for join in JOINS)
+    monkeypatch.setattr(table, "JOINS", off)
+    assert len(fuse(graph, EFFICIENT)) == 6
+
+
+# -- joins of users --------------------------------------------------------------------------------
+
+
+def epilogue(first: rt.KernelView, second: rt.KernelView) -> bool:
+    """A product and what follows it."""
+    return first.kinds == {"mm"} and second.classes == {"pointwise"}
+
+
+def product_and_relu(reads: int = 1) -> rt.OpGraph:
+    b = Builder()
+    x, w = b.input(64, 512), b.weight(512, 512)
+    y = b.mm(x, w)
+    results = [b.unary("relu", y), *(b.mm(y, w) for _ in range(reads - 1))]
+    return b.graph(*results)
+
+
+def test_a_join_of_a_user_makes_one_kernel_and_saves_what_lies_between():
+    graph = product_and_relu()
+    before = rt.estimate(graph, "h100-sxm")
+    rt.fusion("gemm epilogue")(epilogue)
+    after = rt.estimate(graph, "h100-sxm")
+    assert before.bytes_hbm - after.bytes_hbm == BF16 * 2 * 64 * 512  # written once, read once
+    assert [row.name for row in after.rows] == ["mm + relu"]
+    assert list(after.to_frame()["joins"]) == ["gemm epilogue"]
+    assert after.plan.why(0) == "aten.relu (op 1): gemm epilogue: A product and what follows it."
+    (note,) = after.plan.notes
+    assert note == "kernels joined as registered with rooftrace.fusion: gemm epilogue x1"
+    assert rt.plan(graph, "eager").bytes == rt.plan(graph, "eager").bytes
+    assert len(rt.plan(graph, "eager").groups) == 2
+
+
+def test_headroom_counts_what_a_users_join_saves_as_saved_already():
+    graph = product_and_relu()
+    assert [s.kind for s in rt.headroom(graph).left] == ["epilogue"]
+    rt.fusion("gemm epilogue")(epilogue)
+    found = rt.headroom(graph)
+    assert not found.left
+    assert [s.bytes for s in found.fused] == [BF16 * 2 * 64 * 512]
+
+
+def test_what_something_else_reads_too_is_joined_by_no_one():
+    rt.fusion("gemm epilogue")(epilogue)
+    assert len(rt.plan(product_and_relu(reads=2)).groups) == 3
+
+
+def test_it_is_asked_again_of_what_comes_out_and_of_three_in_a_row():
+    b = Builder()
+    q, k, v = b.input(256, 64), b.input(64, 256), b.input(256, 64)
+    graph = b.graph(b.mm(b.softmax(b.mm(q, k)), v))
+    with own_rules():
+        rt.fusion("everything")(lambda first, second: True)
+        (group,) = rt.plan(graph).groups
+        assert group.joins == ("everything",) and len(group.merges) == 2
+    rt.fusion("attention of mine", label="my attention")(
+        lambda first, second, third: first.is_product and "softmax" in second.kinds
+    )
+    assert [group.name for group in rt.plan(graph).groups] == ["my attention"]
+
+
+@settings(deadline=None, max_examples=60)
+@given(programs())
+def test_a_join_that_takes_all_leaves_an_order_that_works(program):
+    with own_rules():
+        rt.fusion("everything")(lambda first, second: True)
+        planned = rt.plan(program[0])
+    check(planned.graph, planned.groups)
+
+
+def test_a_condition_sees_ops_tensors_and_sizes():
+    seen = []
+    rt.fusion("looks only")(lambda first, second: seen.append((first, second)))
+    rt.plan(product_and_relu())
+    ((first, second),) = seen
+    assert (first.names, first.kinds, first.classes) == ({"aten.mm"}, {"mm"}, {"opaque"})
+    assert (second.names, second.labels) == ({"aten.relu"}, {"activation"})
+    assert [t.shape for t in first.inputs] == [(64, 512), (512, 512)]
+    assert [t.shape for t in first.results] == [t.shape for t in second.inputs] == [(64, 512)]
+    assert first.size == second.size == 64 * 512 and second.reduced is None
+
+
+def test_a_second_join_of_one_name_is_refused():
+    rt.fusion("mine")(epilogue)
+    rt.fusion("mine")(epilogue)  # the same function, defined again
+    with pytest.raises(DuplicateJoinError, match=r"'mine' already is a join, .*epilogue:\d+; .*"):
+        rt.fusion("mine")(lambda first, second: True)
+    rt.fusion("mine", override=True)(lambda first, second: False)
+    with pytest.raises(DuplicateJoinError, match="'chain' is a join of rooftrace's own"):
+        rt.fusion("chain")(epilogue)
+
+
+@pytest.mark.parametrize("name", ["", 3])
+def test_a_join_needs_a_name(name):
+    with pytest.raises(ValueError, match=r'expected a name, for example "gemm epilogue"'):
+        rt.fusion(name)
+
+
+def test_a_condition_takes_two_or_three_kernels():
+    with pytest.raises(ValueError, match=r"takes 1 kernels; expected when\(first, second\)"):
+        rt.fusion("mine")(lambda first: True)

@@ -1,0 +1,118 @@
+"""A third-party package: its rules, joins and chips are there, and what is broken is named."""
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import rooftrace as rt
+from rooftrace import _extensions
+from rooftrace.costmodels.registry.lookup import find_rule, own_rules
+from rooftrace.hardware.chipfile import folders, reading
+from rooftrace.tracer.graph.graph import Ref
+from tests.costmodels.graph_support import Builder
+
+RULES = """
+import rooftrace
+
+@rooftrace.rule("acme::rope", fusion="pointwise", label="acme rope", source="acme")
+def rope(op):
+    return rooftrace.Cost.of(vector=6 * op.outputs[0].elements) + op.streamed()
+"""
+JOINS = """
+import rooftrace
+
+@rooftrace.fusion("acme epilogue", source="acme")
+def epilogue(first, second):
+    "The library's product applies what follows it."
+    return first.is_product
+"""
+CACHES = (_extensions.load, folders.chip_files, reading.bundled_aliases, reading._bundled)
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """`install(rules=..., joins=...)`: puts a package with these files beside rooftrace."""
+    find_rule("aten.mm.default")  # the rules of rooftrace are there before
+
+    def forget() -> None:
+        for cached in CACHES:
+            cached.cache_clear()
+        for failures in _extensions._FAILURES.values():
+            failures.clear()
+        for name in [name for name in sys.modules if name.partition(".")[0] == "acme_rooftrace"]:
+            del sys.modules[name]
+
+    def put(**files: str) -> None:
+        package, info = tmp_path / "acme_rooftrace", tmp_path / "acme-1.2.dist-info"
+        package.mkdir()
+        info.mkdir()
+        (package / "__init__.py").write_text("")
+        lines = []
+        for kind, text in files.items():
+            if kind == "chips":
+                (package / "chips").mkdir()
+                (package / "chips" / "__init__.py").write_text("")
+                (package / "chips" / "acme-x1.toml").write_text(text)
+            else:
+                (package / f"{kind}.py").write_text(text)
+            lines.append(f"[rooftrace.{kind}]\nacme = acme_rooftrace.{kind}\n")
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme\nVersion: 1.2\n")
+        (info / "entry_points.txt").write_text("\n".join(lines))
+        monkeypatch.syspath_prepend(str(tmp_path))
+        forget()
+
+    with own_rules():
+        yield put
+    forget()
+
+
+def rope_after_a_product() -> rt.OpGraph:
+    b = Builder()
+    y = b.mm(b.input(64, 64), b.weight(64, 64))
+    out = b.value((64, 64))
+    b.op("acme.rope", {"x": Ref(y)}, [out])
+    return b.graph(out)
+
+
+def test_rules_joins_and_chips_of_a_package_are_there_without_a_word(install, root):
+    chip = (root / "rooftrace/hardware/chips/h100-sxm.toml").read_text()
+    chip = chip.replace('name = "h100-sxm"', 'name = "acme-x1"')
+    aliases = next(line for line in chip.splitlines() if line.startswith("aliases"))
+    install(rules=RULES, joins=JOINS, chips=chip.replace(aliases, 'aliases = ["x1"]'))
+    assert "acme-x1" in rt.available_chips() and rt.load_chip("x1").name == "acme-x1"
+    estimate = rt.estimate(rope_after_a_product(), "acme-x1")
+    assert [row.name for row in estimate.rows] == ["mm + acme rope"]
+    assert estimate.flops == 2 * 64**3 + 6 * 64 * 64
+    assert estimate.coverage.ops == estimate.coverage.ops_with_rule == 2
+    assert estimate.notes == (
+        "kernels joined as registered with rooftrace.fusion: acme epilogue x1",
+    )
+
+
+def test_a_package_that_is_broken_is_named_and_nothing_else_breaks(install):
+    install(rules="import no_such_thing", joins=JOINS)
+    estimate = rt.estimate(rope_after_a_product(), "h100-sxm")
+    assert estimate.coverage.ops_with_rule == 1
+    assert estimate.notes[-1] == (
+        'package acme 1.2: entry point "acme" of rooftrace.rules (acme_rooftrace.rules) cannot be '
+        "loaded, so nothing of it is used: ModuleNotFoundError: No module named 'no_such_thing'"
+    )
+
+
+def test_a_package_whose_chips_cannot_be_loaded_is_named_where_one_is_asked_for(install):
+    install(chips="")
+    (Path(sys.path[0]) / "acme_rooftrace" / "chips" / "__init__.py").write_text("1 / 0")
+    assert rt.load_chip("h100-sxm").name == "h100-sxm"
+    with pytest.raises(LookupError, match=r"package acme 1\.2: .*ZeroDivisionError"):
+        rt.load_chip("acme-x1")
+
+
+def test_what_is_registered_inside_is_gone_afterwards():
+    with own_rules():
+        rt.rule("acme::thing")(lambda op: op.streamed())
+        rt.fusion("acme thing")(lambda first, second: True)
+        assert find_rule("acme.thing.default") is not None
+    assert find_rule("acme.thing.default") is None
+    rt.fusion("acme thing")  # is free again
