@@ -90,6 +90,18 @@ def test_without_a_join_its_kernels_stay_apart(monkeypatch):
     assert len(fuse(graph, EFFICIENT)) == 6
 
 
+@pytest.mark.parametrize("name", [join.name for join in JOINS if join.on])
+@settings(deadline=None, max_examples=25)
+@given(program=programs())
+def test_each_join_can_be_switched_off(name, program):
+    off = tuple(replace(join, on=join.on and join.name != name) for join in JOINS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(table, "JOINS", off)
+        groups = fuse(program[0], EFFICIENT)
+    check(program[0], groups)
+    assert all(name not in group.joins for group in groups)
+
+
 # -- joins of users --------------------------------------------------------------------------------
 
 

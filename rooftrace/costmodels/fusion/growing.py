@@ -6,7 +6,7 @@ formed right before its use.  A wait of the host closes every kernel before it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import takewhile
 
 from rooftrace.costmodels.fusion.index_space import (
@@ -15,14 +15,7 @@ from rooftrace.costmodels.fusion.index_space import (
     writes_many,
     writes_split_rows,
 )
-from rooftrace.costmodels.fusion.joins import (
-    GATHER,
-    OP,
-    SIBLING,
-    TAKE,
-    fitting,
-    joins_at,
-)
+from rooftrace.costmodels.fusion.joins import GATHER, OP, SIBLING, TAKE, Join, fitting, joins_at
 from rooftrace.costmodels.fusion.kernels import MAX_GROUP, KernelView, single
 from rooftrace.costmodels.fusion.partition import Open, Partition
 from rooftrace.tracer.graph import Op
@@ -158,17 +151,17 @@ class _Grower:
 
     def _take_from(self, kernel: Open, part: KernelView, own: Open) -> None:
         members = set(kernel.members)
-        (join,) = self.by_stage[TAKE]
-        taken: dict[int, KernelView] = {}
+        taken: dict[int, tuple[KernelView, Join]] = {}
         stack = [n for n in self.needs[part.members[0]] if n in members]
         while stack:
             number = stack.pop()
             if number in taken or len(taken) + 1 >= MAX_GROUP or number in kernel.late:
                 continue
             candidate = single(self.facts, number)
-            if not join.when(candidate, part):
+            join = fitting(self.by_stage[TAKE], candidate, part)
+            if join is None:
                 continue
-            taken[number] = candidate
+            taken[number] = candidate, join
             stack.extend(n for n in self.needs[number] if n in members)
         for number in sorted(taken, reverse=True):
             if self._is_needed_elsewhere(number, own, taken):
@@ -179,9 +172,10 @@ class _Grower:
             return
         self.partition.withdraw(taken.keys(), kernel)
         for number in sorted(taken):
-            self.partition.add(taken[number], own, late=False, join=join)
+            candidate, join = taken[number]
+            self.partition.add(candidate, own, late=False, join=join)
 
-    def _is_needed_elsewhere(self, number: int, own: Open, taken: dict[int, KernelView]) -> bool:
+    def _is_needed_elsewhere(self, number: int, own: Open, taken: Collection[int]) -> bool:
         """Whether an op is needed outside of a kernel and of what is taken to it.
 
         What waits to be placed does not count, but for a kernel that reduces columns.

@@ -13,7 +13,7 @@ from rooftrace.costmodels.fusion.joins import (
     PLACE,
     READER,
     SIBLING,
-    Join,
+    fitting,
     joins_at,
 )
 from rooftrace.costmodels.fusion.kernels import MAX_GROUP, single
@@ -29,7 +29,7 @@ def merge_kernels(partition: Partition) -> None:
 
 def _move_to_only_consumer(partition: Partition) -> None:
     """An op that only one later kernel uses is computed there, where that moves no more bytes."""
-    (join,) = joins_at(MOVE)
+    joins = joins_at(MOVE)
     for kernel in reversed(partition.kernels):
         if not kernel.fusable or kernel.reduced is not None:
             continue
@@ -39,17 +39,16 @@ def _move_to_only_consumer(partition: Partition) -> None:
             if len(targets) != 1:
                 continue
             (target,) = targets.values()
-            if (
-                target is not None
-                and target is not kernel
-                and _may_move(partition, number, kernel, target, join)
-            ):
+            if target is None or target is kernel:
+                continue
+            part = single(partition.facts, number)
+            join = fitting(joins, part, target)
+            if join is not None and _may_move(partition, number, kernel, target):
                 partition.withdraw((number,), kernel)
-                part = single(partition.facts, number)
                 partition.add(part, target, late=False, join=join)
 
 
-def _may_move(partition: Partition, number: int, kernel: Open, target: Open, join: Join) -> bool:
+def _may_move(partition: Partition, number: int, kernel: Open, target: Open) -> bool:
     """Whether an op can leave its kernel for another one, and each result that it reads is
     written anyway."""
     facts = partition.facts
@@ -62,7 +61,6 @@ def _may_move(partition: Partition, number: int, kernel: Open, target: Open, joi
         and number not in facts.stored
         and len(kernel.members) > 1
         and len(target.members) < MAX_GROUP
-        and join.when(single(facts, number), target)
         and all(_is_written(partition, n, number, kernel) for n in facts.needs[number])
         and partition.may_share([number], target)
     )
