@@ -16,12 +16,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from rooftrace.tracer.tensors import PLAIN
+from rooftrace.tracer.tensors import trees
 
 _CONTAINERS = (dict, OrderedDict, defaultdict, set, list, deque)
 _DEPTH = 6
 """How deep objects inside objects are looked into."""
-_NOT_THEIRS = (Tensor, nn.Module, type, ModuleType, bytes, *PLAIN)
+_NOT_THEIRS = (Tensor, nn.Module, type, ModuleType, bytes, *trees.PLAIN)
 _ABSENT = object()
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rooftrace.tracer.recording.standins import replaced_function, replaced_methods
-from rooftrace.tracer.tensors import is_wrapper
+from rooftrace.tracer.tensors import subclasses
 
 _KEY = "AutocastCUDA"
 _DEVICE = "cuda"
@@ -170,7 +170,7 @@ def _listed(names: str) -> Iterator[tuple[str, Any]]:
 
 def _eligible(tensor: Tensor) -> bool:
     """Autocast leaves fp64 alone, and here the tensors of the host."""
-    on_host = tensor.device.type == "cpu" and not is_wrapper(type(tensor))
+    on_host = tensor.device.type == "cpu" and not subclasses.is_wrapper(type(tensor))
     return tensor.is_floating_point() and tensor.dtype != torch.float64 and not on_host
 
 

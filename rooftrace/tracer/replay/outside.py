@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rooftrace.tracer.tensors import PLAIN
+from rooftrace.tracer.tensors import trees
 
 _DEPTH = 3
 """How deep objects inside objects are looked into."""
@@ -140,7 +140,7 @@ class Outside:
         for name in frame.f_code.co_freevars:
             value = values.get(name, _ABSENT)
             try:
-                if isinstance(value, PLAIN):
+                if isinstance(value, trees.PLAIN):
                     self._closures.append(frame.f_code)
                 else:
                     self._add(Place(value))
@@ -158,7 +158,7 @@ class Outside:
             if isinstance(function, FunctionType):
                 for cell in function.__closure__ or ():
                     place = Place(cell)
-                    if isinstance(place.value(), PLAIN):
+                    if isinstance(place.value(), trees.PLAIN):
                         self._add(place)
         self._closures.clear()
 
@@ -232,7 +232,7 @@ def _defaults(function: Any, code: CodeType) -> Iterator[Place]:
     """Default arguments and attributes of a function, which calls of it share."""
     if isinstance(function, FunctionType) and function.__code__ is code:
         for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
-            if not isinstance(value, PLAIN):
+            if not isinstance(value, trees.PLAIN):
                 yield Place(value)
         if function.__dict__:
             yield Place(function.__dict__)
@@ -256,7 +256,7 @@ def _collect(value: Any, depth: int, seen: set[int], found: State) -> None:
     Raises UnfollowableError for an object that may change where nobody sees it.
     """
     found.append(value)
-    if isinstance(value, PLAIN) or id(value) in seen:
+    if isinstance(value, trees.PLAIN) or id(value) in seen:
         return
     if isinstance(value, (type, ModuleType, logging.Logger)):
         return  # a class and a module by the names that code reads of them; a logger has caches
@@ -304,6 +304,6 @@ _TELLS: dict[type, Callable[[Any], str]] = {
 
 def _same(before: State, after: State) -> bool:
     return len(before) == len(after) and all(
-        a is b or (type(a) is type(b) and isinstance(a, PLAIN) and a == b)
+        a is b or (type(a) is type(b) and isinstance(a, trees.PLAIN) and a == b)
         for a, b in zip(before, after, strict=True)
     )

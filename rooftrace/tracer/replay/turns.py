@@ -5,16 +5,15 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 
+from rooftrace.tracer.ops import Call
 from rooftrace.tracer.replay.loop_bodies import PLAIN, Body, Names, Refused, is_tensor, is_value
-from rooftrace.tracer.tensors import bytes_of, listed
-
-if TYPE_CHECKING:
-    from rooftrace.tracer.recording import OpInfo, Recorder
+from rooftrace.tracer.tape import META_KEY, Tape
+from rooftrace.tracer.tensors import trees
 
 RUN = 3
 """Turns that are run before the last ones."""
@@ -33,8 +32,8 @@ class State:
 class _Eye:
     """Says how values look; memory is numbered in the order in which it is met."""
 
-    def __init__(self, recorder: Recorder) -> None:
-        self._known = recorder.values.known
+    def __init__(self, tape: Tape) -> None:
+        self._known = tape.values.known
         self._memory: dict[int, int] = {}
 
     def look(self, item: Any) -> Any:
@@ -47,7 +46,7 @@ class _Eye:
         raise Refused
 
     def _tensor(self, tensor: Tensor) -> Any:
-        memory = self._memory.setdefault(bytes_of(tensor), len(self._memory))
+        memory = self._memory.setdefault(trees.bytes_of(tensor), len(self._memory))
         keys = torch._C._dispatch_keys(tensor).raw_repr()
         known = self._known(tensor) is not None
         return _sizes(tensor), tensor.requires_grad, tensor.is_leaf, keys, known, memory
@@ -58,8 +57,8 @@ def _sizes(tensor: Tensor) -> tuple[Any, ...]:
     return tuple(tensor.shape), tensor.dtype, stride, tensor.device.type
 
 
-def state_of(body: Body, names: Names, recorder: Recorder) -> State:
-    eye = _Eye(recorder)
+def state_of(body: Body, names: Names, tape: Tape) -> State:
+    eye = _Eye(tape)
     roots = {chain[0] for chain, _ in body.chains}
     looks = {name: eye.look(names.local(name)) for name in sorted(body.assigned)}
     for name in sorted((body.read | body.indexed | roots) - body.assigned):
@@ -71,7 +70,7 @@ def state_of(body: Body, names: Names, recorder: Recorder) -> State:
         items = names.get(name)
         if not items or not is_tensor(items[-1]):
             raise Refused
-        lists[name] = (id(items), len(items), _Eye(recorder).look(items[-1]))
+        lists[name] = (id(items), len(items), _Eye(tape).look(items[-1]))
     return State(looks, lists)
 
 
@@ -95,31 +94,27 @@ class _Seen(NamedTuple):
 
 @dataclass(slots=True)
 class Turn:
-    """A turn while it runs: its ops, the node and the storage before it, whether it is plain.
+    """A turn while it runs."""
 
-    plain: nothing in it depends on a value.  known: the views that it made of known tensors.
-    """
-
-    label: tuple[int, int]
-    node: fx.Node
-    storage: int
+    label: tuple[int, int]  # the serial number of the loop, and which of its turns this is
+    node: fx.Node  # the last one before it
+    storage: int  # how many storages there were before it
     ops: list[_Seen] = field(default_factory=list)
-    plain: bool = True
-    known: dict[int, Tensor] = field(default_factory=dict)
+    plain: bool = True  # nothing in it depends on a value
+    known: dict[int, Tensor] = field(default_factory=dict)  # views that it made of known tensors
 
-    def saw(
-        self, func: Any, info: OpInfo, args: Any, kwargs: Any, outputs: Any, known: list[Tensor]
-    ) -> None:
+    def saw(self, call: Call, outputs: Sequence[Tensor], known: list[Tensor]) -> None:
         """Take down an op; known: those of its outputs whose value is known."""
-        if info.view:
+        args, kwargs = call.args, call.kwargs
+        if call.info.view:
             self.known.update({id(tensor): tensor for tensor in known})
         else:
-            written = {id(tensor) for tensor in info.written(args, kwargs)}
-            read = {id(tensor) for tensor in listed([*args, *kwargs.values()])} - written
+            written = {id(tensor) for tensor in call.written()}
+            read = {id(tensor) for tensor in trees.listed([*args, *kwargs.values()])} - written
             self.plain &= not known and read.isdisjoint(self.known)
         self.ops.append(
             _Seen(
-                func,
+                call.func,
                 tuple([_shown(item) for item in args]),
                 tuple([(name, _shown(item)) for name, item in kwargs.items()]),
                 tuple([_sizes(output) for output in outputs]),
@@ -136,7 +131,7 @@ def _shown(item: Any) -> Any:
     return type(item), item
 
 
-def alike(first: _Seen, second: _Seen, turns: int) -> bool:
+def same_op(first: _Seen, second: _Seen, turns: int) -> bool:
     """Whether an op of turns 1 and 2 makes the same sizes in all turns up to the last but one."""
     if first == second:
         return True
@@ -179,8 +174,6 @@ def wiring(number: int, ops: Sequence[Sequence[fx.Node]], turns: Sequence[Turn])
 
     What was made before the turn before it stands for itself.
     """
-    from rooftrace.tracer.recording import META_KEY
-
     near = [*ops[number - 1], *ops[number]]
     places = {node: place for place, node in enumerate(near, -len(ops[number - 1]))}
     before, turn = turns[number - 1 : number + 1]

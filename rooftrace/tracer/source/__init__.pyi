@@ -1,0 +1,7 @@
+from rooftrace.tracer.source.lines import (
+    TraceError as TraceError,
+    asked_under_not as asked_under_not,
+    deciding_line as deciding_line,
+    source_line as source_line,
+    users_traceback as users_traceback,
+)
