@@ -44,10 +44,10 @@ def of_finite_numbers(node: fx.Node, depth: int = 16) -> bool | None:
         return None
     if isinstance(first, (list, tuple)):
         parts = tuple(first)
-    found = [of_finite_numbers(p, depth - 1) if isinstance(p, fx.Node) else None for p in parts]
-    if not found or None in found:
+    truths = [of_finite_numbers(p, depth - 1) if isinstance(p, fx.Node) else None for p in parts]
+    if not truths or None in truths:
         return None
     if name in _NOT:
-        return not found[0]
+        return not truths[0]
     some = name in _EITHER or name == "aten.any"
-    return any(found) if some else all(found)
+    return any(truths) if some else all(truths)

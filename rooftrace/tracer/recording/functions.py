@@ -216,7 +216,7 @@ def _makers() -> Any:
 
 
 def _holds_numbers(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Whether `x.new_tensor(data)` or `x.new(data)` is given numbers: not a tensor, not sizes."""
+    """Whether `x.new_tensor(data)` or `x.new(data)` takes numbers: no tensor, no sizes."""
     data = args[1] if len(args) > 1 else kwargs.get("data")
     if data is None or len(args) > 2 or isinstance(data, (Tensor, torch.Size)):
         return False
@@ -240,7 +240,7 @@ def _placed(device: Any) -> Any:
     if isinstance(device, int) and not isinstance(device, bool):
         return META  # the number of an accelerator
     if isinstance(device, str):
-        with contextlib.suppress(RuntimeError):  # Tensor.to may be given anything
+        with contextlib.suppress(RuntimeError):  # Tensor.to takes anything
             device = torch.device(device)
     if isinstance(device, torch.device) and device.type not in ("cpu", "meta"):
         return META

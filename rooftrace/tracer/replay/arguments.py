@@ -29,7 +29,7 @@ class Arguments:
         self._leaves, self._structure = tree_flatten((args, kwargs))
         self.tensors = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
         self.own = [tensor for _, part, _ in parts_of(module) for tensor in own_tensors(part)]
-        self.look = self._look()  # equal for calls that look alike; None where that is unknown
+        self.look = self._look()  # equal calls have equal looks; None: unknown
 
     def _look(self) -> Any:
         plain = [leaf for leaf in self._leaves if not isinstance(leaf, Tensor)]

@@ -1,14 +1,14 @@
-"""Modules that are alike run once: the Python of a later call is not run, its block is repeated.
+"""Calls that would record the same run once: a later call repeats the block of the first.
 
 A stack of layers calls modules of one build again and again.  The first call of each kind is
 recorded; a later one becomes a single node that refers to that block, with the weights and inputs
 that stand in its place.  Done only where the later call could not have recorded anything else:
 
-1. Both modules are built alike: classes, names, sizes of parameters and buffers, training flags, no
-   hooks.  All their attributes are alike, but for those that the recorded call did not read
+1. Both modules have one build: classes, names, sizes of parameters and buffers, training flags, no
+   hooks.  All their attributes are equal, but for those that the recorded call did not read
    (`Watch` sees reads of attributes in which the modules differ, as a layer's number), and those of
    the recorded one are still what they were.
-2. The arguments, and the module's own tensors, look alike: trees of plain values and tensors;
+2. The arguments, and the module's own tensors, look the same: trees of plain values and tensors;
    tensors in sizes, strides, precision, in what is the same or shares memory, and in their known
    values.  A call with any other object (a cache) is run.
 3. The recorded call wrote to nothing that it did not make, changed no attribute of the modules and
@@ -75,11 +75,11 @@ class _Recording:
 
 
 _ATTEMPTS = 3
-"""How many calls that look alike are recorded before we give up: the first may fill a cache."""
+"""How many calls that look the same are recorded before we give up: the first may fill a cache."""
 
 
 class Calls:
-    """Decides for every module call of a recorder whether to run it."""
+    """Decides for every module call of one recording whether to run it."""
 
     def __init__(self, tape: Tape, enabled: bool) -> None:
         self._tape, self._enabled = tape, enabled
@@ -89,19 +89,19 @@ class Calls:
         self._watchers = (0, 0)
 
     def watch(self, root: nn.Module) -> None:
-        """Find the modules of `root` that are built alike."""
+        """Note which modules of `root` have one build."""
         if not self._enabled or any("@" in key for key in self._tape.values.choices):
             return
         builds: dict[int, Any] = {}
-        found: dict[Any, list[nn.Module]] = {}
+        by_build: dict[Any, list[nn.Module]] = {}
         for module in reversed(list(root.modules())):
             build = builds[id(module)] = build_of(module, builds)
             if not type(module).__module__.startswith("torch.") and build is not None:
-                found.setdefault(build, []).append(module)
-        for alike in found.values():
-            if len(alike) > 1:
-                for module in alike:
-                    self._groups[id(module)] = alike[::-1]
+                by_build.setdefault(build, []).append(module)
+        for equal in by_build.values():
+            if len(equal) > 1:
+                for module in equal:
+                    self._groups[id(module)] = equal[::-1]
 
     @contextlib.contextmanager
     def injected(self) -> Iterator[None]:
@@ -149,11 +149,11 @@ class Calls:
             return original(module, *args, **kwargs)
         if self._failures[key] == _ATTEMPTS:
             return original(module, *args, **kwargs)
-        output, found = self._recorded(original, module, args, kwargs, call)
-        if found is None:
+        output, recording = self._recorded(original, module, args, kwargs, call)
+        if recording is None:
             self._failures[key] += 1
         else:
-            self._known[key] = found
+            self._known[key] = recording
         return output
 
     # -- recording ---------------------------------------------------------------------------------
@@ -247,8 +247,8 @@ class Calls:
             for old, new in zip(before, taint, strict=True):
                 if assumptions.setdefault(old, new) != new:
                     return False, None
-        given = call.nodes()
-        if [node is None for node in given] != [node is None for node in known.nodes]:
+        nodes = call.nodes()
+        if [node is None for node in nodes] != [node is None for node in known.nodes]:
             return False, None
         path = tape.paths.of(module)
         for number in block.assumptions:
@@ -257,7 +257,7 @@ class Calls:
         again = RepeatedCall(block, path, source_line(4), tape.tags.storages, assumptions)
         node = None
         if tape.recording and block.nodes:
-            places = dict(zip(known.nodes, given, strict=True))
+            places = dict(zip(known.nodes, nodes, strict=True))
             inputs = [places.get(item) or item for item in block.inputs]
             node = repeat_node(tape, inputs, again)
         include(known.outside)
@@ -293,8 +293,8 @@ class Calls:
 def _paths(tape: Tape, module: nn.Module) -> list[str]:
     """The paths of the modules inside, as seen from the module; whole where they are elsewhere."""
     path = tape.paths.of(module)
-    found = [tape.paths.of(part) for part in module.modules()]
-    return [inner[len(path) :] if inner.startswith(f"{path}.") else inner for inner in found[1:]]
+    paths = [tape.paths.of(part) for part in module.modules()]
+    return [inner[len(path) :] if inner.startswith(f"{path}.") else inner for inner in paths[1:]]
 
 
 def _modes() -> tuple[Any, ...]:

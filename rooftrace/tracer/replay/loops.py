@@ -160,7 +160,7 @@ class _Shortened:
         return False
 
     def _repeats(self) -> bool:
-        """Whether turn 2 did what turn 1 did, and left what it found."""
+        """Whether turn 2 did what turn 1 did, and left its names as they were."""
         first, second = self.turns[1].ops, self.turns[2].ops
         pairs = zip(first, second, strict=False)
         return (
@@ -256,14 +256,14 @@ class Rolling(LoopWatch):
 
     def _starts(self, func: Any, tensors: Sequence[Tensor], dimension: int = 0) -> frozenset[int]:
         """Where in their joined tensor the stand-ins begin."""
-        found, start = set(), 0
+        starts, start = set(), 0
         for tensor in tensors:
             empty = tuple(tensor.shape) == (0,)  # may be joined with tensors of any shape
             size = 1 if func is _STACK else 0 if empty else tensor.shape[dimension]
             if size and id(tensor) in self.detached:
-                found.add(start)
+                starts.add(start)
             start += size
-        return frozenset(found)
+        return frozenset(starts)
 
     def watch(self, root: nn.Module) -> None:
         """The modules that define the classes of this tree, and the functions that those import."""

@@ -158,15 +158,15 @@ def _inside(first: Sequence[Any], second: Sequence[Any], turns: int) -> bool:
 
 def ops_of(node: fx.Node, turn: Turn) -> list[fx.Node]:
     """The nodes of ops from `node` back to where the turn began."""
-    found = []
+    ops = []
     while node is not turn.node:
         if node.op != "call_function":
             if turn.label[1]:
                 raise Refused  # a constant of its own in every turn
         elif node.target is not operator.getitem:
-            found.append(node)
+            ops.append(node)
         node = node.prev
-    return found[::-1]
+    return ops[::-1]
 
 
 def wiring(number: int, ops: Sequence[Sequence[fx.Node]], turns: Sequence[Turn]) -> list[Any]:
@@ -189,14 +189,14 @@ def wiring(number: int, ops: Sequence[Sequence[fx.Node]], turns: Sequence[Turn])
         close = spec.storage > before.storage
         return close, spec.storage - turn.storage if close else spec.storage
 
-    found = []
+    wired = []
     for node in ops[number]:
         recorded = node.meta[META_KEY]
         reads = [place(item) for item in (*node.args, *node.kwargs.values())]
         origin = replace(recorded.origin, loop=None)
         rest = replace(recorded, specs=(), origin=origin)
-        found.append((reads, [storage(spec) for spec in recorded.specs], rest))
-    return found
+        wired.append((reads, [storage(spec) for spec in recorded.specs], rest))
+    return wired
 
 
 def carried(reads: Sequence[Any]) -> int:

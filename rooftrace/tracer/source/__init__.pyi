@@ -1,3 +1,6 @@
+from rooftrace.tracer.source.imports import (
+    spec_after as spec_after,
+)
 from rooftrace.tracer.source.lines import (
     TraceError as TraceError,
     asked_under_not as asked_under_not,

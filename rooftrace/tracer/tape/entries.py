@@ -156,7 +156,7 @@ class Entries:
         """The storage number of the weight or input that a tensor is another view of."""
         key = trees.bytes_of(tensor)
         storage, reference = self._storages.get(key, (None, no_storage))
-        bytes_there = reference()  # another storage may lie where one was that was given up
+        bytes_there = reference()  # another storage may lie where a freed one was
         return storage if bytes_there is not None and bytes_there._cdata == key else None
 
     # -- reading -----------------------------------------------------------------------------------

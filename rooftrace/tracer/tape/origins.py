@@ -57,7 +57,7 @@ class Origins:
     def note(self, origin: Origin) -> None:
         """The op that was run last comes from here, unless an earlier one has its number.
 
-        The autograd node of an op exists before the op runs and has the last number given out.
+        The autograd node of an op exists before the op runs and has the newest number.
         Later ops without a node (integers, a kernel's inner ops) see the same number.
         """
         self._by_number.setdefault(torch._C._autograd._get_sequence_nr() - 1, origin)

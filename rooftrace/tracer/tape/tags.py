@@ -88,7 +88,7 @@ class Tags:
                     continue  # of bytes that were freed
             else:
                 if trees.bytes_of(entered) != trees.bytes_of(tensor):
-                    continue  # it was given other bytes
+                    continue  # it has other bytes now
                 entry = self._values.known(entered)
                 if entry is not None and marks.KNOWN not in tensor.__dict__:
                     self._values.learn(tensor, entry.value, entry.taint)

@@ -79,7 +79,7 @@ class Tape:
 
     @property
     def own_step(self) -> bool:
-        """Whether the code is a whole step of the user's: its parts are found out while it runs,
+        """Whether the code is a whole step of the user's: what it does tells its parts,
         and tensors that nothing made are its inputs."""
         return self.entries.own_step
 

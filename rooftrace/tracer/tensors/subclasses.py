@@ -32,13 +32,13 @@ def is_wrapper(kind: type) -> bool:
 
 def attributes_of(tensor: Tensor) -> dict[str, Any]:
     """What a user's code has set on a tensor, in its `__dict__` or its slots."""
-    found = {name: item for name, item in vars(tensor).items() if not name.startswith(OURS)}
+    attributes = {name: item for name, item in vars(tensor).items() if not name.startswith(OURS)}
     for kind in type(tensor).__mro__:
         slots = vars(kind).get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:
             if name not in ("__dict__", "__weakref__") and hasattr(tensor, name):
-                found.setdefault(name, getattr(tensor, name))
-    return found
+                attributes.setdefault(name, getattr(tensor, name))
+    return attributes
 
 
 def is_hollow(tensor: Tensor) -> bool:
@@ -69,20 +69,20 @@ def parts_of(tensor: Tensor, beside: bool = True) -> list[tuple[Tensor, str]]:
     if hasattr(kind, "__tensor_flatten__"):
         flat: Any = tensor
         inside = [(name, getattr(tensor, name)) for name in flat.__tensor_flatten__()[0]]
-        found = [(name, part) for name, part in inside if isinstance(part, Tensor)]
+        named = [(name, part) for name, part in inside if isinstance(part, Tensor)]
     else:
         if not is_hollow(tensor):
             own = [(tensor, "")]
             if not beside:
                 return own
-        found = [
+        named = [
             (name, part)
             for name, item in attributes_of(tensor).items()
             for part in tensors_in(item)
             if part is not tensor
         ]
-    alone = len(found) + len(own) == 1
-    for name, inner in found:
+    alone = len(named) + len(own) == 1
+    for name, inner in named:
         parts = [(inner, "")] if inner is tensor else parts_of(inner)
         own += [(part, ("" if alone else f".{name}") + suffix) for part, suffix in parts]
     return own or [(tensor, "")]

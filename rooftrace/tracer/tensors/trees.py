@@ -40,12 +40,12 @@ def tensors_in(tree: Any, seen: set[int] | None = None) -> list[Tensor]:
 
     seen: identities of objects not to look into, to which those are added that were met.
     """
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     depths: dict[int, int] = {}
-    _search(tree, _DEPTH, frozenset() if seen is None else seen, depths, found)
+    _search(tree, _DEPTH, frozenset() if seen is None else seen, depths, tensors)
     if seen is not None:
         seen.update(depths)
-    return found
+    return tensors
 
 
 def _search(
@@ -53,7 +53,7 @@ def _search(
     depth: int,
     seen: Collection[int],
     depths: dict[int, int],
-    found: list[Tensor],
+    tensors: list[Tensor],
 ) -> None:
     """Append the tensors at most `depth` steps below.
 
@@ -68,10 +68,10 @@ def _search(
     depths[id(tree)] = depth
     if isinstance(tree, Tensor):
         if new:
-            found.append(tree)
+            tensors.append(tree)
     elif depth:
         for item in held_in(tree):
-            _search(item, depth - 1, seen, depths, found)
+            _search(item, depth - 1, seen, depths, tensors)
 
 
 def held_in(item: Any) -> Iterable[Any]:
@@ -102,13 +102,13 @@ def cell_content(cell: CellType) -> Any:
         return ABSENT
 
 
-def arguments_in(items: Iterable[Any], found: list[Tensor]) -> None:
-    """Append the tensors among an op's arguments (lists and tuples only) to `found`."""
+def arguments_in(items: Iterable[Any], tensors: list[Tensor]) -> None:
+    """Append the tensors among an op's arguments (lists and tuples only) to `tensors`."""
     for item in items:
         if isinstance(item, Tensor):
-            found.append(item)
+            tensors.append(item)
         elif isinstance(item, (list, tuple)):
-            arguments_in(item, found)
+            arguments_in(item, tensors)
 
 
 def bytes_of(tensor: Tensor) -> int:
@@ -147,6 +147,6 @@ def pieces_of(tensor: Tensor) -> list[Tensor]:
 
 def listed(item: Any) -> list[Tensor]:
     """The tensors of one argument: itself, or those in a list of it."""
-    found: list[Tensor] = []
-    arguments_in((item,), found)
-    return found
+    tensors: list[Tensor] = []
+    arguments_in((item,), tensors)
+    return tensors

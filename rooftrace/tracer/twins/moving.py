@@ -26,10 +26,10 @@ def twin(tensor: Tensor) -> Tensor:
 
     Of a tensor subclass, one of its class with the same attributes (see `Twins`).
     """
-    made = Twins()
-    found = made.of(tensor)
-    made.finish()
-    return found
+    twins = Twins()
+    made = twins.of(tensor)
+    twins.finish()
+    return made
 
 
 def _empty_like(tensor: Tensor) -> Tensor:
@@ -92,7 +92,7 @@ def _scripted(module: nn.Module) -> list[torch.jit.ScriptModule]:
     """The outermost modules that TorchScript compiled."""
     if isinstance(module, torch.jit.ScriptModule):
         return [module]
-    return [found for child in module.children() for found in _scripted(child)]
+    return [inner for child in module.children() for inner in _scripted(child)]
 
 
 def _loaded_on_meta(script: torch.jit.ScriptModule) -> nn.Module:

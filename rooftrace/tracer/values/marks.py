@@ -12,7 +12,7 @@ META = torch.device("meta")
 MAX_INTEGERS = 1 << 22
 """Integer and boolean tensors up to this many elements are carried along."""
 MAX_ASSUMED = 1 << 24
-"""Unknown tensors up to this many elements are given a value where the code needs one."""
+"""Unknown tensors up to this many elements get an assumed value where the code needs one."""
 MAX_FLOATS = 1 << 16
 """Floating tensors up to this many elements: they seldom decide anything."""
 

@@ -136,7 +136,7 @@ class Values(Assumptions):
         return self.ones(tensor, why)
 
     def from_data(self, tensor: Tensor) -> Known | None:
-        """The value of an unknown tensor as the real tensors that were given make it.
+        """The value of an unknown tensor as the caller's real tensors make it.
 
         None where they do not, and where the user decided what is taken.
         """
