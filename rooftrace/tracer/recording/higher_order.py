@@ -19,7 +19,7 @@ _MAX_LOOPS = 4096
 """How often a while_loop may go round."""
 
 
-def run(
+def run_higher_order(
     tape: Tape, again: Callable[[], AbstractContextManager[None]], func: Any, args: Any, kwargs: Any
 ) -> Any:
     """What a higher-order op returns; what it runs inside is recorded, for those named here.

@@ -20,10 +20,11 @@ from torch.nn.modules import module as nn_module
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from rooftrace.tracer.ops import info_of
-from rooftrace.tracer.recording import finite, higher_order
+from rooftrace.tracer.recording import finite
 from rooftrace.tracer.recording.autocast import followed
 from rooftrace.tracer.recording.flex import flex_whole
 from rooftrace.tracer.recording.functions import Functions, backward_kept, draws_repeated
+from rooftrace.tracer.recording.higher_order import run_higher_order
 from rooftrace.tracer.recording.realdata import RealData
 from rooftrace.tracer.recording.running import Runner
 from rooftrace.tracer.recording.standins import (
@@ -32,7 +33,7 @@ from rooftrace.tracer.recording.standins import (
     plain_imports,
 )
 from rooftrace.tracer.recording.threads import Threads
-from rooftrace.tracer.replay import Calls, Loop, Rolling
+from rooftrace.tracer.replay import CallReplay, Loop, Rolling
 from rooftrace.tracer.tape import Tape
 from rooftrace.tracer.tensors import subclasses
 from rooftrace.tracer.values import META, Values
@@ -82,7 +83,7 @@ class Recorder(TorchDispatchMode, Tape):
         self.values.finite = self._finite
         self.values.where = lambda: self.here.path
         self._rolling = self.rolling = Rolling(self, enabled=record and roll_loops)
-        self._module_calls = Calls(self, enabled=record and repeat_calls)
+        self._module_calls = CallReplay(self, enabled=record and repeat_calls)
         self._runner = Runner(self, self.again)
         self._followers = Threads(self, self.__torch_dispatch__)
         self._exit = contextlib.ExitStack()
@@ -134,7 +135,7 @@ class Recorder(TorchDispatchMode, Tape):
         outer, self.values.op = self.values.op, func.name() if whole else info_of(func).name
         try:
             if whole:
-                return higher_order.run(self, self.again, func, args, kwargs)
+                return run_higher_order(self, self.again, func, args, kwargs)
             with torch._C.DisableTorchFunction():  # what is called from here on is nobody's call
                 return self._runner.run(func, args, kwargs)
         except Exception as error:

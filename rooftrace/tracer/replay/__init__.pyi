@@ -4,7 +4,7 @@ from rooftrace.tracer.replay.blocks import (
     repeated as repeated,
 )
 from rooftrace.tracer.replay.calls import (
-    Calls as Calls,
+    CallReplay as CallReplay,
 )
 from rooftrace.tracer.replay.loops import (
     Loop as Loop,

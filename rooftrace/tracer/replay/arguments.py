@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten
 
 from rooftrace.tracer.replay import blocks
 from rooftrace.tracer.replay.blocks import RecordedCall
-from rooftrace.tracer.replay.sameness import PLAIN, has_hooks, parts_of, same_state, state_of
+from rooftrace.tracer.replay.sameness import PLAIN, has_hooks, held_state, modules_below, same_state
 from rooftrace.tracer.source import source_line
 from rooftrace.tracer.tape import Tape, records
 from rooftrace.tracer.tensors import own_tensors, trees
@@ -28,7 +28,7 @@ class Arguments:
         self._tape = tape
         self._leaves, self._structure = tree_flatten((args, kwargs))
         self.tensors = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
-        self.own = [tensor for _, part, _ in parts_of(module) for tensor in own_tensors(part)]
+        self.own = [tensor for _, part, _ in modules_below(module) for tensor in own_tensors(part)]
         self.look = self._look()  # equal calls have equal looks; None: unknown
 
     def _look(self) -> Any:
@@ -102,7 +102,7 @@ class Beginning:
 
     def __init__(self, tape: Tape, module: nn.Module, call: Arguments) -> None:
         self._tape, self.module, self.call = tape, module, call
-        self.nodes, self.state = call.nodes(), state_of(module)
+        self.nodes, self.state = call.nodes(), held_state(module)
         self.calls = dict(tape.paths.counts)
         self._node = next(iter(reversed(tape.graph.nodes)), None)
         self._storages = tape.tags.storages
@@ -117,7 +117,7 @@ class Beginning:
 
     def unchanged(self) -> bool:
         """Whether nothing outside of the graph was drawn, decided or written since."""
-        same = same_state(self.state, state_of(self.module)) and not has_hooks(self.module)
+        same = same_state(self.state, held_state(self.module)) and not has_hooks(self.module)
         return same and bool(self._now() == self._outside)
 
     def block(self, returned: Sequence[Any]) -> RecordedCall | None:

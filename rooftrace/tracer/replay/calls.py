@@ -1,4 +1,4 @@
-"""Calls that would record the same run once: a later call repeats the block of the first.
+"""CallReplay that would record the same run once: a later call repeats the block of the first.
 
 A stack of layers calls modules of one build again and again.  The first call of each kind is
 recorded; a later one becomes a single node that refers to that block, with the weights and inputs
@@ -47,9 +47,9 @@ from rooftrace.tracer.replay.sameness import (
     Watch,
     build_of,
     differences,
+    held_state,
     note,
     same_state,
-    state_of,
 )
 from rooftrace.tracer.source import source_line
 from rooftrace.tracer.tape import Tape, records
@@ -78,7 +78,7 @@ _ATTEMPTS = 3
 """How many calls that look the same are recorded before we give up: the first may fill a cache."""
 
 
-class Calls:
+class CallReplay:
     """Decides for every module call of one recording whether to run it."""
 
     def __init__(self, tape: Tape, enabled: bool) -> None:
@@ -105,7 +105,7 @@ class Calls:
 
     @contextlib.contextmanager
     def injected(self) -> Iterator[None]:
-        """Calls of modules come to us while this is entered."""
+        """CallReplay of modules come to us while this is entered."""
         if not self._groups:
             yield
             return
@@ -233,7 +233,7 @@ class Calls:
             places is not None
             and places <= known.watched
             and not places & known.read
-            and same_state(known.state, state_of(known.module))
+            and same_state(known.state, held_state(known.module))
             and known.outside.unchanged()
         )
 

@@ -345,7 +345,7 @@ def _is_function(item: Any) -> bool:
     return item in get_testing_overrides()
 
 
-class Names:
+class FrameNames:
     """The names that one frame sees now."""
 
     def __init__(self, frame: FrameType) -> None:
@@ -402,7 +402,7 @@ def is_value(item: Any) -> bool:
     return is_tensor(item) or isinstance(item, PLAIN)
 
 
-def fits(body: Body, names: Names) -> bool:
+def fits(body: Body, names: FrameNames) -> bool:
     """Whether the names stand for what `read_body` took them for."""
     return (
         all(names.stands(chain, called) for chain, called in body.chains)

@@ -10,7 +10,7 @@ Why the turns that are left out would have recorded what turn 2 recorded:
    (`read_body`).  It calls torch's functions of tensors and methods of tensors, which do the same
    whenever their arguments look the same and nobody asks for the value of a tensor.
 2. What a turn can see is the names in its body.  Each is a tensor, a plain Python value, or a list
-   that the body only appends to, and so never reads.  How they look (`state_of`: sizes, strides,
+   that the body only appends to, and so never reads.  How they look (`loop_state`: sizes, strides,
    precision, gradients, what shares memory, whether a value is known) is the state of the loop.
 3. The loop variable stands only in indices of a tensor that the body does not replace, as a sum
    or a product with integers.  So it changes the numbers of `select` and `slice` ops by a constant
@@ -55,17 +55,17 @@ from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from rooftrace.tracer.ops import Call
-from rooftrace.tracer.replay.loop_bodies import Body, Names, Refused, bodies_of, fits
+from rooftrace.tracer.replay.loop_bodies import Body, FrameNames, Refused, bodies_of, fits
 from rooftrace.tracer.replay.turns import (
     RUN,
     SELECT,
     SLICE,
-    State,
+    LoopState,
     Turn,
     carried,
+    loop_state,
     ops_of,
     same_op,
-    state_of,
     unchanged,
     wiring,
     written,
@@ -114,7 +114,7 @@ class _Shortened:
         self.rolling, self.values, self.body, self.frame = rolling, values, body, frame
         self.tape = rolling.tape
         self.turns: list[Turn] = []
-        self.states: list[State] = []
+        self.states: list[LoopState] = []
         self.last = 1
 
     def __iter__(self) -> Iterator[int]:
@@ -150,10 +150,10 @@ class _Shortened:
         if number == 0:
             return True
         with torch._C.DisableTorchFunction(), contextlib.suppress(Refused):
-            names = Names(self.frame)
+            names = FrameNames(self.frame)
             try:
                 if self.turns[-1].plain and fits(self.body, names):
-                    self.states.append(state_of(self.body, names, self.tape))
+                    self.states.append(loop_state(self.body, names, self.tape))
                     return number == 1 or self._repeats()
             finally:
                 names.forget()
@@ -181,7 +181,7 @@ class _Shortened:
 
     def _stand_in(self, count: int) -> None:
         """Make the lists as long as the turns left out would have."""
-        names = Names(self.frame)
+        names = FrameNames(self.frame)
         for name in self.body.lists:
             items = names.get(name)
             joined = name in self.body.joined and names.get("torch") is torch

@@ -48,7 +48,7 @@ def build_of(module: nn.Module, builds: Mapping[int, Any]) -> Any:
 
 def differences(module: nn.Module, other: nn.Module) -> frozenset[tuple[str, str]] | None:
     """Attributes in which two modules of one build differ, by path below; None: more than that."""
-    parts, twins = parts_of(module), parts_of(other)
+    parts, twins = modules_below(module), modules_below(other)
     if [(path, first) for path, _, first in parts] != [(path, first) for path, _, first in twins]:
         return None
     places = set()
@@ -65,7 +65,7 @@ def differences(module: nn.Module, other: nn.Module) -> frozenset[tuple[str, str
     return frozenset(places)
 
 
-def parts_of(module: nn.Module) -> list[tuple[str, nn.Module, int]]:
+def modules_below(module: nn.Module) -> list[tuple[str, nn.Module, int]]:
     """Modules inside, by every path below, each with a number that only its other paths have."""
     numbers: dict[int, int] = {}
     return [
@@ -114,7 +114,7 @@ class _Simple:
     """An object of which all that can be told apart is in its `__dict__`."""
 
 
-def state_of(module: nn.Module) -> list[Any]:
+def held_state(module: nn.Module) -> list[Any]:
     """What a call could change: attributes of the modules inside, and what these hold in turn."""
     state: list[Any] = []
     seen: set[int] = set()

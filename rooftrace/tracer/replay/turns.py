@@ -11,7 +11,14 @@ import torch
 from torch import Tensor, fx
 
 from rooftrace.tracer.ops import Call
-from rooftrace.tracer.replay.loop_bodies import PLAIN, Body, Names, Refused, is_tensor, is_value
+from rooftrace.tracer.replay.loop_bodies import (
+    PLAIN,
+    Body,
+    FrameNames,
+    Refused,
+    is_tensor,
+    is_value,
+)
 from rooftrace.tracer.tape import META_KEY, Tape
 from rooftrace.tracer.tensors import trees
 
@@ -22,7 +29,7 @@ SLICE = torch.ops.aten.slice.Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class LoopState:
     """How the names of a body look after a turn, and the lists that it appends to."""
 
     looks: Mapping[str, Any]
@@ -57,7 +64,7 @@ def _sizes(tensor: Tensor) -> tuple[Any, ...]:
     return tuple(tensor.shape), tensor.dtype, stride, tensor.device.type
 
 
-def state_of(body: Body, names: Names, tape: Tape) -> State:
+def loop_state(body: Body, names: FrameNames, tape: Tape) -> LoopState:
     eye = _Eye(tape)
     roots = {chain[0] for chain, _ in body.chains}
     looks = {name: eye.look(names.local(name)) for name in sorted(body.assigned)}
@@ -71,10 +78,10 @@ def state_of(body: Body, names: Names, tape: Tape) -> State:
         if not items or not is_tensor(items[-1]):
             raise Refused
         lists[name] = (id(items), len(items), _Eye(tape).look(items[-1]))
-    return State(looks, lists)
+    return LoopState(looks, lists)
 
 
-def unchanged(before: State, after: State) -> bool:
+def unchanged(before: LoopState, after: LoopState) -> bool:
     """Whether two states are the same, but for lists that are one longer."""
     longer = {name: (i, length + 1, look) for name, (i, length, look) in before.lists.items()}
     return before.looks == after.looks and longer == after.lists
