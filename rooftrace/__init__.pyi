@@ -65,7 +65,7 @@ from rooftrace.tracer.asking import (
 from rooftrace.tracer.graph import (
     OpGraph as OpGraph,
 )
-from rooftrace.tracer.recording import (
+from rooftrace.tracer.source import (
     TraceError as TraceError,
 )
 

@@ -289,9 +289,7 @@ WIDE_FACES: dict[str, int] = {
     "rooftrace.tracer.asking": 26,
     "rooftrace.tracer.graph": 34,
     "rooftrace.tracer.phases": 15,
-    "rooftrace.tracer.recording": 21,
     "rooftrace.tracer.targets": 14,
-    "rooftrace.tracer.tensors": 29,
 }
 CIRCLES: list[set[str]] = [
     {
@@ -319,18 +317,6 @@ CIRCLES: list[set[str]] = [
         "rooftrace.tracer.graph.expand",
         "rooftrace.tracer.graph.graph",
     },
-    {
-        "rooftrace.tracer.recording.dynamic",
-        "rooftrace.tracer.recording.flex",
-        "rooftrace.tracer.recording.functions",
-        "rooftrace.tracer.recording.packed",
-        "rooftrace.tracer.recording.realdata",
-        "rooftrace.tracer.recording.recorder",
-        "rooftrace.tracer.recording.threads",
-        "rooftrace.tracer.replay.calls",
-        "rooftrace.tracer.replay.loops",
-        "rooftrace.tracer.replay.turns",
-    },
 ]
 LONG: dict[str, int] = {
     "rooftrace.reporting.api": 620,
@@ -340,13 +326,6 @@ LONG: dict[str, int] = {
     "rooftrace.tracer.lower.repeats": 739,
     "rooftrace.tracer.phases.workload": 704,
     "rooftrace.tracer.phases.workload:Run": 289,
-    "rooftrace.tracer.recording.dynamic": 770,
-    "rooftrace.tracer.recording.fused_ops": 604,
-    "rooftrace.tracer.recording.recorder": 1288,
-    "rooftrace.tracer.recording.recorder:Recorder": 994,
-    "rooftrace.tracer.recording.values": 595,
-    "rooftrace.tracer.recording.values:Values": 351,
-    "rooftrace.tracer.replay.calls": 594,
 }
 
 

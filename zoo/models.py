@@ -19,12 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from rooftrace.tracer.asking.request import Inputs, Request, RequestError
-from rooftrace.tracer.recording.values import REAL_VALUE
 from rooftrace.tracer.targets import huggingface
 from rooftrace.tracer.targets.inputs import call_inputs
 from rooftrace.tracer.targets.modalities import Sizes, required
 from rooftrace.tracer.targets.target import built, load_target
 from rooftrace.tracer.tensors.trees import tensors_in
+from rooftrace.tracer.values.marks import REAL_VALUE
 
 BATCH, LENGTH = 1, 64
 _DEPTHS = re.compile(

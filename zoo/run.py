@@ -83,7 +83,7 @@ def _phase(module: Any, inputs: Any, phase: str, phases: dict[str, Any]) -> Resu
     from rooftrace.tracer.api import collector_paused
     from rooftrace.tracer.asking.request import RequestError
     from rooftrace.tracer.phases.workload import trace_phases
-    from rooftrace.tracer.recording.origin import TraceError
+    from rooftrace.tracer.source.lines import TraceError
 
     started = time.perf_counter()
     try:

@@ -25,7 +25,7 @@ from rooftrace.costmodels.planning.plans import plan
 from rooftrace.tracer.asking.request import Inputs, Options
 from rooftrace.tracer.graph.graph import Op, OpGraph
 from rooftrace.tracer.phases import workload
-from rooftrace.tracer.recording import recorder as capture
+from rooftrace.tracer.recording import recorder, running
 
 Counts = dict[str, Any]
 """What `compared` says of one phase; all FLOPs are of matrix products and convolutions.
@@ -150,7 +150,7 @@ def run_under(counter: FlopCounterMode) -> Iterator[None]:
     Our recorder stays below: it knows the values that data-dependent code asks for.
     """
 
-    class Counted(capture.Recorder):
+    class Counted(recorder.Recorder):
         def __init__(self, values: Any = None, record: bool = True, **options: Any) -> None:
             super().__init__(values, record, roll_loops=False, repeat_calls=False)
 
@@ -166,7 +166,7 @@ def run_under(counter: FlopCounterMode) -> Iterator[None]:
     with (
         mock.patch.object(workload, "Recorder", Counted),
         mock.patch.object(workload, "graph_of", lambda *_: None),
-        mock.patch.object(capture, "kept_whole", contextlib.nullcontext),
-        mock.patch.object(capture, "whole_entry", lambda func: None),
+        mock.patch.object(recorder, "kept_whole", contextlib.nullcontext),
+        mock.patch.object(running, "whole_entry", lambda func: None),
     ):
         yield

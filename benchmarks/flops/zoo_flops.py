@@ -48,7 +48,7 @@ def count_inputs(module: Any, inputs: Any) -> Result:
 
     from rooftrace.tracer.api import collector_paused
     from rooftrace.tracer.asking.request import RequestError
-    from rooftrace.tracer.recording.origin import TraceError
+    from rooftrace.tracer.source.lines import TraceError
 
     phases: dict[str, Any] = {}
     failure = error_text = ""

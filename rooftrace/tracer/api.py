@@ -367,7 +367,7 @@ def _module_at(
 ) -> _RunAt:
     from rooftrace.tracer.phases import trace_phases
     from rooftrace.tracer.targets import call_inputs, with_batch
-    from rooftrace.tracer.tensors import inputs_on_meta
+    from rooftrace.tracer.twins import inputs_on_meta
 
     given = inputs_on_meta((tuple(args), dict(kwargs)))
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import rooftrace as rt
 from rooftrace.tracer.lower.roles import made_role
-from rooftrace.tracer.recording.values import index_output, is_random
+from rooftrace.tracer.ops.traits import index_output, is_random
 
 SEEDED = (torch.Tag.nondeterministic_seeded,)
 

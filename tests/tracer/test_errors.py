@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import rooftrace as rt
 from rooftrace.tracer.asking.request import RequestError
-from rooftrace.tracer.recording.origin import TraceError
+from rooftrace.tracer.source.lines import TraceError
 
 X = torch.ones(2, 8)
 

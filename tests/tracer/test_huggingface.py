@@ -14,9 +14,9 @@ from rooftrace.tracer.api import trace_target
 from rooftrace.tracer.asking.request import Request, RequestError, TargetError
 from rooftrace.tracer.graph.graph import OpGraph
 from rooftrace.tracer.phases.workload import trace_phases
-from rooftrace.tracer.recording.values import REAL_VALUE
 from rooftrace.tracer.targets.huggingface import model_inputs
 from rooftrace.tracer.targets.target import load_target
+from rooftrace.tracer.values.marks import REAL_VALUE
 
 pytest.importorskip("transformers")
 

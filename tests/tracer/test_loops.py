@@ -13,8 +13,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rooftrace.tracer.recording.recorder import META_KEY, Recorded, Recorder
-from rooftrace.tracer.recording.values import META
+from rooftrace.tracer.ops import Call
+from rooftrace.tracer.recording.recorder import Recorder
+from rooftrace.tracer.tape.records import META_KEY, Recorded
+from rooftrace.tracer.values.marks import META
 
 F = nn.functional
 STEPS = 20
@@ -265,9 +267,9 @@ def test_what_is_not_recorded_is_cut_short_too() -> None:
     turns: list[int] = []
 
     class Counting(Recorder):
-        def record(self, func: Any, *args: Any, **more: Any) -> None:
-            turns.append(func is torch.ops.aten.tanh.default)
-            super().record(func, *args, **more)
+        def record(self, call: Call, *args: Any, **more: Any) -> None:
+            turns.append(call.func is torch.ops.aten.tanh.default)
+            super().record(call, *args, **more)
 
     recorder = Counting()
     module = Scanning(states)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import rooftrace as rt
+from rooftrace.tracer.ops import traits
 from rooftrace.tracer.recording import realdata
 
 Made = Callable[..., nn.Module]
@@ -220,13 +221,13 @@ def test_a_loop_does_not_start_from_the_beginning(
         return x
 
     ran: list[str] = []
-    original = realdata.run_on_cpu
+    original = traits.run_on_cpu
 
     def counting(name: str, *args: Any) -> Any:
         ran.append(name)
         return original(name, *args)
 
-    monkeypatch.setattr(realdata, "run_on_cpu", counting)
+    monkeypatch.setattr(traits, "run_on_cpu", counting)
     rt.trace(module(forward), X, repeats=False)
     assert ran.count("aten.addmm") == 20
 

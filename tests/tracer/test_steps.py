@@ -13,7 +13,7 @@ import rooftrace as rt
 from rooftrace.tracer.api import capture
 from rooftrace.tracer.asking.request import RequestError
 from rooftrace.tracer.graph.graph import OpGraph
-from rooftrace.tracer.recording.origin import TraceError
+from rooftrace.tracer.source.lines import TraceError
 
 X = torch.ones(3, 8)
 

@@ -8,8 +8,8 @@ import pytest
 
 from rooftrace.tracer.api import trace_target
 from rooftrace.tracer.asking.request import Request, RequestError, TargetError
-from rooftrace.tracer.recording.values import REAL_VALUE
 from rooftrace.tracer.targets.target import load_target
+from rooftrace.tracer.values.marks import REAL_VALUE
 
 HEAD = "import torch\nfrom torch import nn\n"
 LINEAR = "nn.Linear(8, 8)"

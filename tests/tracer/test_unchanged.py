@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 import rooftrace as rt
-from rooftrace.tracer.recording.origin import TraceError
-from rooftrace.tracer.recording.values import REAL
-from rooftrace.tracer.tensors.onmeta import inputs_on_meta, on_meta
+from rooftrace.tracer.source.lines import TraceError
 from rooftrace.tracer.tensors.trees import tensors_in
+from rooftrace.tracer.twins.moving import inputs_on_meta, on_meta
+from rooftrace.tracer.values.marks import REAL
 
 
 class Stateful(nn.Module):

@@ -224,7 +224,7 @@ def test_bytes_that_were_given_up_are_nobodys() -> None:
         with _disable_current_modes():
             made += [torch.empty(8, 8, device="meta") for _ in range(64)]
         stale = [t for t in made if bytes_of(t) in places]
-        assert all(recorder._entered_bytes(t) is None for t in stale)
+        assert all(recorder.entries.storage_of(t) is None for t in stale)
     recorder.close()
 
 

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import rooftrace as rt
-from rooftrace.tracer.recording.dynamic import classify
-from rooftrace.tracer.recording.values import MAX_SAME_BRANCH, drawn
+from rooftrace.tracer.recording.facts import classify
+from rooftrace.tracer.values.assumptions import MAX_SAME_BRANCH
+from rooftrace.tracer.values.drawing import drawn
 
 
 def at(rows: list[list[int]]) -> Tensor:

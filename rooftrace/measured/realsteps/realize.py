@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from rooftrace.measured.bench import Bench
 from rooftrace.tracer.asking import Request
-from rooftrace.tracer.recording import REAL_VALUE
 from rooftrace.tracer.targets import load_target
-from rooftrace.tracer.tensors import own_tensors, replaced
+from rooftrace.tracer.tensors import own_tensors
+from rooftrace.tracer.twins import replaced
+from rooftrace.tracer.values import REAL_VALUE
 
 
 def realized(

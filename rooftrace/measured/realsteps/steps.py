@@ -18,7 +18,8 @@ from rooftrace.measured.bench import Bench
 from rooftrace.tracer.asking import Inputs, Loss, Options, RequestError
 from rooftrace.tracer.phases import PlainCall, Run, made_optimizer, optimizer_class
 from rooftrace.tracer.targets import call_inputs
-from rooftrace.tracer.tensors import parameters_of, replaced
+from rooftrace.tracer.tensors import parameters_of
+from rooftrace.tracer.twins import replaced
 
 _PLAIN = (Tensor, int, float, bool, str, type(None))
 

@@ -32,9 +32,11 @@ from rooftrace.tracer.lower.blocks import NotAlikeError
 from rooftrace.tracer.lower.inline import Template, fold, inline, repeated_call, template
 from rooftrace.tracer.lower.repeats import roll, roll_loops
 from rooftrace.tracer.lower.roles import made_role
-from rooftrace.tracer.recording import META_KEY, UNINITIALISED, Entry, Recorded, Recorder, Spec
-from rooftrace.tracer.replay import Block, RepeatedCall, repeated
-from rooftrace.tracer.tensors import is_sparse
+from rooftrace.tracer.ops import traits
+from rooftrace.tracer.recording import Recorder
+from rooftrace.tracer.replay import RecordedCall, RepeatedCall, repeated
+from rooftrace.tracer.tape import META_KEY, Entry, Recorded, records
+from rooftrace.tracer.tensors import trees
 
 _ENTRY_ROLES = {
     "parameter": "weights",
@@ -75,16 +77,16 @@ def lower(
     builder = _Builder(frozenset(kv_storages), gradients or {})
     for node in recorder.graph.nodes:
         builder.add(node)
-    builder.hold(recorder.last_held)
+    builder.hold(recorder.tags.last_held)
     flat = OpGraph(
         phase=phase,
         values=tuple(builder.values),
         ops=tuple(builder.ops),
         inputs=tuple(builder.inputs),
-        outputs=builder.outputs(results, recorder.survivors),
-        modules=dict(recorder.modules),
+        outputs=builder.outputs(results, recorder.tags.survivors),
+        modules=dict(recorder.paths.kinds),
         assumptions=tuple(assumptions),
-        constants=_constants(recorder.constants),
+        constants=_constants(recorder.entries.constants),
         model=dict(model or {}),
         workload=dict(workload or {}),
         provenance=dict(provenance or {}),
@@ -107,7 +109,7 @@ def _constants(constants: Mapping[str, TorchTensor]) -> dict[str, str]:
 
 
 def _dense(value: TorchTensor) -> TorchTensor:
-    return value.to_dense() if is_sparse(value) else value.contiguous()
+    return value.to_dense() if trees.is_sparse(value) else value.contiguous()
 
 
 class _Builder:
@@ -119,7 +121,7 @@ class _Builder:
         self.inputs: list[int] = []
         self._entries: list[int] = []
         self.turns: list[tuple[int, int] | None] = []
-        self.blocks: list[Block] = []
+        self.blocks: list[RecordedCall] = []
         self._blocks: dict[int, int] = {}
         self._numbers: dict[fx.Node, int] = {}
         self._owners: dict[int, int] = {}
@@ -206,14 +208,14 @@ class _Builder:
         for number, found in held.items():
             self.ops[number] = replace(self.ops[number], holds=in_order(found))
 
-    def _results(self, block: Block) -> list[int]:
+    def _results(self, block: RecordedCall) -> list[int]:
         """The values that the recorded call of a block returned."""
         return [
             self._single[node] if index is None else self._multiple[node][index]
             for node, index, _ in block.results
         ]
 
-    def template(self, graph: OpGraph, ids: Mapping[int, int], block: Block) -> Template:
+    def template(self, graph: OpGraph, ids: Mapping[int, int], block: RecordedCall) -> Template:
         """The ops that a block recorded, in `graph`.  ids: what became of the ids of this builder.
 
         `graph` has the ops of this builder one by one.
@@ -233,7 +235,7 @@ class _Builder:
     def _entry_role(self, entry: Entry) -> str:
         return "kv" if entry.spec.storage in self._kv else _ENTRY_ROLES[entry.kind]
 
-    def _value(self, spec: Spec, role: str, name: str = "") -> int:
+    def _value(self, spec: records.Spec, role: str, name: str = "") -> int:
         index = len(self.values)
         owner = self._owners.setdefault(spec.storage, index)
         if owner != index:
@@ -257,7 +259,7 @@ class _Builder:
         if len(outputs) == 1:
             self._single[node] = outputs[0]
         self._multiple[node] = outputs
-        allocates = target.rpartition(".")[0] in UNINITIALISED
+        allocates = target.rpartition(".")[0] in traits.UNINITIALISED
         kind = (
             "sync"
             if recorded.sync
@@ -288,7 +290,7 @@ class _Builder:
             )
         )
 
-    def _output(self, spec: Spec, role: str) -> int:
+    def _output(self, spec: records.Spec, role: str) -> int:
         """The value of one output; a storage that is kept past the step has its own role."""
         if spec.storage in self._kv:
             return self._value(spec, "kv")
@@ -336,7 +338,7 @@ class _TorchFlops:
         args: Any,
         kwargs: Any,
         tensor_of: Callable[[fx.Node], Tensor],
-        specs: Sequence[Spec],
+        specs: Sequence[records.Spec],
     ) -> int | None:
         formula: Callable[..., int] | None = flop_registry.get(target.overloadpacket)
         if formula is None:
@@ -367,7 +369,7 @@ class _TorchFlops:
         return self._known[key]
 
 
-def _empty(target: Any, specs: Sequence[Spec]) -> bool:
+def _empty(target: Any, specs: Sequence[records.Spec]) -> bool:
     """Whether all that an op makes has no elements, so that it returns at once.
 
     Where the values decide how many there are, it has to look at them first.

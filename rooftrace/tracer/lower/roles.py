@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from rooftrace.tracer.recording import draws
+from rooftrace.tracer.ops import traits
 
 
 def made_role(target: str, part: str, inputs: Collection[str]) -> str:
@@ -14,7 +14,7 @@ def made_role(target: str, part: str, inputs: Collection[str]) -> str:
     """
     if part in ("backward", "optimizer"):
         return "temporary"
-    if draws(target):
+    if traits.draws(target):
         return "activations"
     roles = set(inputs)
     if roles <= {"constants"}:

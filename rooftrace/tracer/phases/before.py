@@ -16,13 +16,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from rooftrace.tracer.tensors import PLAIN
+from rooftrace.tracer.tensors import trees
 
 _CONTAINERS = (dict, OrderedDict, defaultdict, set, list, deque)
 _DEPTH = 6
 """How deep objects inside objects are looked into."""
-_NOT_THEIRS = (Tensor, nn.Module, type, ModuleType, bytes, *PLAIN)
-_ABSENT = object()
+_NOT_THEIRS = (Tensor, nn.Module, type, ModuleType, bytes, *trees.PLAIN)
 
 
 @contextlib.contextmanager
@@ -68,7 +67,7 @@ class _State:
         for container, content in (*self._attributes, *self._containers):
             _put_back(container, content)
         for cell, value in self._cells:
-            if _content(cell) is not value and value is not _ABSENT:
+            if trees.cell_content(cell) is not value and value is not trees.ABSENT:
                 cell.cell_contents = value
 
     def _look(self, item: Any, depth: int) -> None:
@@ -96,8 +95,8 @@ class _State:
         if isinstance(item, FunctionType):
             cells = item.__closure__ or ()
             if new:
-                self._cells += [(cell, _content(cell)) for cell in cells]
-            return [*map(_content, cells), *(item.__defaults__ or ())]
+                self._cells += [(cell, trees.cell_content(cell)) for cell in cells]
+            return [*map(trees.cell_content, cells), *(item.__defaults__ or ())]
         if not _of_the_user(type(item)) or not isinstance(getattr(item, "__dict__", None), dict):
             return []
         if new:
@@ -109,13 +108,6 @@ def _of_the_user(kind: type) -> bool:
     """Whether a class is neither torch's nor Python's, whose objects other threads may use."""
     top = kind.__module__.partition(".")[0]
     return top not in ("torch", "rooftrace") and top not in sys.stdlib_module_names
-
-
-def _content(cell: CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not assigned yet
-        return _ABSENT
 
 
 def _put_back(container: Any, content: Any) -> None:

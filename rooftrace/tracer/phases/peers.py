@@ -30,8 +30,9 @@ from rooftrace.tracer.asking import Inputs, Options, RequestError
 from rooftrace.tracer.graph import OpGraph
 from rooftrace.tracer.phases.before import as_before
 from rooftrace.tracer.phases.workload import PlainCall, Run, trace_phases
-from rooftrace.tracer.recording import META, REAL_VALUE
-from rooftrace.tracer.tensors import own_tensors, replaced, tensors_in
+from rooftrace.tracer.tensors import own_tensors, tensors_in
+from rooftrace.tracer.twins import replaced
+from rooftrace.tracer.values import META, REAL_VALUE
 
 MOST_REAL_BYTES = 2 * 1024**3
 """A module with more is not made real."""

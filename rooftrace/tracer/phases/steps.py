@@ -36,18 +36,11 @@ from rooftrace.tracer.phases.workload import (
     graph_of,
     learn,
 )
-from rooftrace.tracer.recording import META, META_KEY, Recorded, Recorder, Values
-from rooftrace.tracer.tensors import (
-    LAZY,
-    Twins,
-    copy_hooks,
-    fresh_handles,
-    held_by,
-    hooks_of,
-    own_tensors,
-    rebound,
-    tensors_in,
-)
+from rooftrace.tracer.recording import Recorder
+from rooftrace.tracer.tape import META_KEY, Recorded
+from rooftrace.tracer.tensors import own_tensors, owners, tensors_in
+from rooftrace.tracer.twins import Twins, closures
+from rooftrace.tracer.values import META, Values
 
 
 class Capture:
@@ -173,7 +166,10 @@ def _on_meta(step: Callable[..., Any], tree: Any, modules: Sequence[nn.Module]) 
     own = [t for module in modules for part in module.modules() for t in own_tensors(part)]
     memo: dict[int, Any] = {}
     twins = Twins(memo)
-    held = [held_by(function) for function in (step, *(h for t in own for h in hooks_of(t)))]
+    held = [
+        closures.held_by(function)
+        for function in (step, *(h for t in own for h in closures.hooks_of(t)))
+    ]
     optimizers = optimizers_in((tree, held))
     if all(tensor.device.type == "meta" for tensor in own):
         memo.update({id(item): item for item in (*modules, *optimizers, *own)})
@@ -183,18 +179,18 @@ def _on_meta(step: Callable[..., Any], tree: Any, modules: Sequence[nn.Module]) 
             twins.of(tensor, owned=True)
         twins.beside(part for module in modules for part in module.modules())
         for module in modules:
-            fresh_handles(module, memo)
+            twins.handles(module)
     for tensor in tensors_in((tree, [vars(optimizer) for optimizer in optimizers])):
         twins.of(tensor)
-    shapes = {tensor.shape for tensor in own if not isinstance(tensor, LAZY)}
+    shapes = {tensor.shape for tensor in own if not isinstance(tensor, owners.LAZY)}
     for tensor in tensors_in(held):
         if _is_kept_for_weights(tensor, shapes):
             twins.of(tensor)
     twins.finish()
     copy_optimizers(optimizers, memo)
     args, kwargs = copy.deepcopy(tree, memo)
-    copy_hooks(own, memo)
-    return rebound(step, memo), args, kwargs
+    closures.copy_hooks(own, memo)
+    return closures.rebound(step, memo), args, kwargs
 
 
 def _is_kept_for_weights(tensor: Tensor, shapes: Collection[torch.Size]) -> bool:
@@ -202,7 +198,7 @@ def _is_kept_for_weights(tensor: Tensor, shapes: Collection[torch.Size]) -> bool
 
     It is on the device then, wherever it is kept here, and what the step does to it is its work.
     """
-    if tensor.device.type != "cpu" or isinstance(tensor, LAZY):
+    if tensor.device.type != "cpu" or isinstance(tensor, owners.LAZY):
         return False
     weighs = tensor.is_floating_point() and tensor.dim() > 0 and tensor.shape in shapes
     return weighs or (tensor.is_leaf and tensor.requires_grad)
@@ -340,7 +336,7 @@ def _graph(
 ) -> OpGraph:
     recorded = [node.meta.get(META_KEY) for node in recorder.graph.nodes]
     parts = {item.origin.part for item in recorded if isinstance(item, Recorded)}
-    entered = recorder.inputs if not tensors_in(inputs) else inputs
+    entered = recorder.entries.inputs if not tensors_in(inputs) else inputs
     graph = graph_of(
         recorder,
         "training" if "backward" in parts else "forward",

@@ -19,26 +19,11 @@ from rooftrace.tracer.graph import OpGraph, dtype_name
 from rooftrace.tracer.lower import NotAlikeError, lower
 from rooftrace.tracer.phases.before import as_before
 from rooftrace.tracer.phases.optimizer import optimizer_class, run_optimizer
-from rooftrace.tracer.recording import (
-    META,
-    REAL_VALUE,
-    Recorder,
-    TraceError,
-    UnknownValueError,
-    Values,
-    shown_path,
-    users_traceback,
-)
-from rooftrace.tracer.tensors import (
-    is_lazy,
-    on_meta,
-    own_tensors,
-    parameters_of,
-    parts_of,
-    replaced,
-    stored_bytes,
-    tensors_in,
-)
+from rooftrace.tracer.recording import Recorder, look_for_gaps
+from rooftrace.tracer.source import TraceError, users_traceback
+from rooftrace.tracer.tensors import own_tensors, owners, parameters_of, subclasses, tensors_in
+from rooftrace.tracer.twins import on_meta, replaced
+from rooftrace.tracer.values import META, REAL_VALUE, UnknownValueError, Values
 
 MAX_BRANCH_RETRIES = 6
 """How many unknown conditions of one source line are turned one by one."""
@@ -110,7 +95,9 @@ def check_request(module: Any, phases: Sequence[str] | None, options: Options) -
     if options.optimizer != "none":
         optimizer_class(options.optimizer)
     if options.assume:
-        paths = [shown_path(path) for path, _ in module.named_modules(remove_duplicate=False)]
+        paths = [
+            owners.shown_path(path) for path, _ in module.named_modules(remove_duplicate=False)
+        ]
         check_modules(options.assume, paths, type(module).__name__)
 
 
@@ -243,7 +230,7 @@ class Run:
 
     def materialise(self) -> None:
         """Give lazy parameters their shapes by one call that is not recorded."""
-        if is_lazy(self.module):
+        if owners.is_lazy(self.module):
             recorder = Recorder(record=False)
             with torch.no_grad(), recorder:
                 self._call(self.inputs.args, self.inputs.kwargs)
@@ -288,7 +275,7 @@ class Run:
                     _, state = self._prompted(self.inputs.kwargs if prompt is None else prompt)
             if not state:
                 raise NoCacheError(self.without_cache("decode"))
-            recorder.reset_calls()
+            recorder.paths.counts.clear()
             encoded = state.get("encoder_outputs")
             for tensor in tensors_in(encoded):
                 recorder.enter(tensor, "input", "encoder_outputs")
@@ -564,10 +551,12 @@ def graph_of(
         "items": _first_size((inputs.args, inputs.kwargs)) if items is None else items,
         "optimizer": optimizer,
     }
-    outputs = [part for t in tensors_in(step.output) for part, _ in parts_of(t, beside=False)]
+    outputs = [
+        part for t in tensors_in(step.output) for part, _ in subclasses.parts_of(t, beside=False)
+    ]
     return lower(
         recorder,
-        recorder.look_for_gaps(outputs, module),
+        look_for_gaps(recorder, outputs, module),
         phase=phase,
         kv_storages={s for s in kv if s is not None},
         gradients=step.gradients,
@@ -601,8 +590,8 @@ def describe(module: nn.Module) -> dict[str, Any]:
         "params": sum(p.numel() for p in parameters),
         "params_trainable": sum(p.numel() for p in parameters if p.requires_grad),
         "dtype": max(sizes, key=lambda n: sizes[n]) if sizes else "fp32",
-        "bytes_parameters": stored_bytes(parameters),
-        "bytes_buffers": stored_bytes(buffers),
+        "bytes_parameters": subclasses.stored_bytes(parameters),
+        "bytes_buffers": subclasses.stored_bytes(buffers),
     }
 
 

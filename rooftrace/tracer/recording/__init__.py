@@ -1,4 +1,4 @@
-"""Runs code under a dispatch mode and records every op as a `torch.fx.Graph`."""
+"""Runs code under a dispatch mode, which records every op on a tape."""
 
 from rooftrace._face import face
 

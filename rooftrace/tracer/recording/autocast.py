@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rooftrace.tracer.recording.standins import replaced_function, replaced_methods
-from rooftrace.tracer.tensors import is_wrapper
+from rooftrace.tracer.tensors import subclasses
 
 _KEY = "AutocastCUDA"
 _DEVICE = "cuda"
@@ -53,7 +53,7 @@ _FP32_RESULT = """
     prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm
     linalg_matrix_norm linalg_matrix_norm.str_ord sum sum.dim_IntList
 """
-"""Computed in fp32 by their `dtype` argument, where none is given."""
+"""Computed in fp32 by their `dtype` argument, where there is none."""
 _PROMOTE = """
     addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add
 """
@@ -108,8 +108,8 @@ class Autocast:
                 yield name, _wrapped(op, policy)
         for name, op in _overloads(_RECURRENT):
             yield name, _wrapped(op, self._lower)
-        for name, given in (("norm.Scalar", 1), ("norm.ScalarOpt_dim", 2)):
-            yield name, _norm(name, given)
+        for name, count in (("norm.Scalar", 1), ("norm.ScalarOpt_dim", 2)):
+            yield name, _norm(name, count)
 
     # -- policies ----------------------------------------------------------------------------------
 
@@ -121,9 +121,9 @@ class Autocast:
         return self._changed(args, torch.float32), self._changed(kwargs, torch.float32)
 
     def _promote(self, args: Any, kwargs: Any) -> Any:
-        found: list[Tensor] = []
-        _eligible_in((args, kwargs), found)
-        wide = any(tensor.dtype == torch.float32 for tensor in found)
+        tensors: list[Tensor] = []
+        _eligible_in((args, kwargs), tensors)
+        wide = any(tensor.dtype == torch.float32 for tensor in tensors)
         return (self._fp32 if wide else self._lower)(args, kwargs)
 
     def _changed(self, item: Any, dtype: torch.dtype) -> Any:
@@ -156,9 +156,9 @@ def _overloads(names: str) -> Iterator[tuple[str, Any]]:
     """The ops of a list; those that this version of torch has not are left out."""
     for name in names.split():
         packet, _, overload = name.partition(".")
-        found = getattr(getattr(_aten, packet, None), overload or "default", None)
-        if found is not None:
-            yield name, found
+        op = getattr(getattr(_aten, packet, None), overload or "default", None)
+        if op is not None:
+            yield name, op
 
 
 def _listed(names: str) -> Iterator[tuple[str, Any]]:
@@ -170,19 +170,19 @@ def _listed(names: str) -> Iterator[tuple[str, Any]]:
 
 def _eligible(tensor: Tensor) -> bool:
     """Autocast leaves fp64 alone, and here the tensors of the host."""
-    on_host = tensor.device.type == "cpu" and not is_wrapper(type(tensor))
+    on_host = tensor.device.type == "cpu" and not subclasses.is_wrapper(type(tensor))
     return tensor.is_floating_point() and tensor.dtype != torch.float64 and not on_host
 
 
-def _eligible_in(tree: Any, found: list[Tensor]) -> None:
+def _eligible_in(tree: Any, tensors: list[Tensor]) -> None:
     if isinstance(tree, Tensor):
         if _eligible(tree):
-            found.append(tree)
+            tensors.append(tree)
     elif isinstance(tree, (list, tuple)):
         for item in tree:
-            _eligible_in(item, found)
+            _eligible_in(item, tensors)
     elif isinstance(tree, Mapping):
-        _eligible_in(list(tree.values()), found)
+        _eligible_in(list(tree.values()), tensors)
 
 
 def _recorded() -> bool:
@@ -206,17 +206,17 @@ def _with_fp32_result(args: Any, kwargs: Any) -> Any:
     return args, kwargs
 
 
-def _norm(name: str, given: int) -> Kernel:
-    """norm: the overload that takes a dtype, behind the arguments `given` (and defaults)."""
+def _norm(name: str, count: int) -> Kernel:
+    """The overload of norm that takes a dtype, behind the first `count` arguments and defaults."""
     plain = getattr(_aten.norm, name.partition(".")[2])
-    wide = _aten.norm.ScalarOpt_dtype if given == 1 else _aten.norm.ScalarOpt_dim_dtype
+    wide = _aten.norm.ScalarOpt_dtype if count == 1 else _aten.norm.ScalarOpt_dim_dtype
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         with _torch_c._DisableAutocast():
             if not (_eligible(args[0]) and _recorded()):
                 return plain(*args, **kwargs)
             values = (*args, *kwargs.values())
-            rest: tuple[Any, ...] = (2,) if given == 1 else (2, [], False)
+            rest: tuple[Any, ...] = (2,) if count == 1 else (2, [], False)
             return wide(*values, *rest[len(values) - 1 :], dtype=torch.float32)
 
     return kernel

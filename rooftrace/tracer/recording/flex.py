@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,13 +18,10 @@ from torch._higher_order_ops.flex_attention import flex_attention_backward as fl
 from torch.nn.attention import flex_attention as flex
 from torch.utils._python_dispatch import _disable_current_modes
 
-from rooftrace.tracer.recording.dynamic import classify
-from rooftrace.tracer.recording.fused_ops import define
-from rooftrace.tracer.recording.shown import shown, unrecorded, watched
-from rooftrace.tracer.recording.values import MAX_INTEGERS, META
-
-if TYPE_CHECKING:
-    from rooftrace.tracer.recording.recorder import Recorder
+from rooftrace.tracer.recording.facts import classify
+from rooftrace.tracer.tape import Tape
+from rooftrace.tracer.values import META, marks
+from rooftrace.tracer.whole import define, shown
 
 _MAX_PAIRS = 1 << 26
 """Pairs that a mask function is asked for; of more, every n-th row."""
@@ -83,7 +80,7 @@ class _Flex(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         query, key, value, out, logsumexp = ctx.saved_tensors
-        found = ctx.show(
+        grads_of = ctx.show(
             _ops.flex_attention_backward,
             grads[0],
             query,
@@ -93,17 +90,17 @@ class _Flex(torch.autograd.Function):
             logsumexp,
             *ctx.options,
         )
-        return (None, *found, None, None, None)
+        return (None, *grads_of, None, None, None)
 
 
 @contextlib.contextmanager
-def flex_whole(recorder: Recorder) -> Iterator[None]:
+def flex_whole(tape: Tape) -> Iterator[None]:
     """While active, flex_attention on meta tensors is one op."""
     home: Any = flex
     patched: dict[str, Any] = {
         "_validate_device": lambda query, key, value: None,
         "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG": True,  # it compiles itself otherwise
-        "flex_attention_hop": _whole(recorder, home.flex_attention_hop),
+        "flex_attention_hop": _whole(tape, home.flex_attention_hop),
     }
     originals = {name: getattr(home, name) for name in patched if hasattr(home, name)}
     for name in originals:
@@ -115,7 +112,7 @@ def flex_whole(recorder: Recorder) -> Iterator[None]:
             setattr(home, name, original)
 
 
-def _whole(recorder: Recorder, original: Any) -> Callable[..., Any]:
+def _whole(tape: Tape, original: Any) -> Callable[..., Any]:
     """What flex_attention calls for its kernel."""
     seen: dict[Any, tuple[int | None, str]] = {}
 
@@ -132,7 +129,7 @@ def _whole(recorder: Recorder, original: Any) -> Callable[..., Any]:
         if query.device.type != "meta":
             return original(query, key, value, score_mod, block_mask, scale, options, *captured)
         if _name(score_mod) != flex._identity.__name__:
-            recorder.values.assume(
+            tape.values.assume(
                 "score-mod",
                 "the work of flex_attention's score_mod, and gradients to what it reads, are not "
                 "counted",
@@ -140,7 +137,7 @@ def _whole(recorder: Recorder, original: Any) -> Callable[..., Any]:
         mask, planes = block_mask[-1], tuple(block_mask[2].shape[:2])
         case = (mask, planes, query.shape[-2], key.shape[-2])  # layers share their mask
         if case not in seen:
-            seen[case] = _visible(recorder, *case)
+            seen[case] = _visible(tape, *case)
         run: Any = _Flex.apply
         show = _Shown(original, score_mod, block_mask, scale, options, captured)
         out, logsumexp = run(show, query, key, value, float(scale), *seen[case])
@@ -165,7 +162,7 @@ class _Shown:
         self._rest = (block_mask, scale, options, *captured)
 
     def __call__(self, op: Any, *args: Any) -> Any:
-        if not watched():
+        if not shown.watched():
             return op(*args)
         if op is _ops.flex_attention:
             query, key, value, *_ = args
@@ -177,19 +174,19 @@ class _Shown:
             arguments = (query, key, value, out, logsumexp, grad_out, None, *graphs, *self._rest)
 
         def run(*_: Any, **__: Any) -> Any:
-            found = op(*args)
-            return (*found, unrecorded()) if len(found) == 2 else (*found, ())
+            made = op(*args)
+            return (*made, shown.unrecorded()) if len(made) == 2 else (*made, ())
 
         # Autograd would trace a backward of its own; torch functions have been called before.
         with torch._C._AutoDispatchBelowAutograd(), torch._C.DisableTorchFunction():
-            made = shown(public, run, *arguments)
+            made = shown.show(public, run, *arguments)
         if made is NotImplemented:  # by a mode that takes no higher-order op
             return op(*args)
         return made[: 2 if op is _ops.flex_attention else 3]
 
 
 def _visible(
-    recorder: Recorder, mask: Any, planes: tuple[int, ...], rows: int, columns: int
+    tape: Tape, mask: Any, planes: tuple[int, ...], rows: int, columns: int
 ) -> tuple[int | None, str]:
     """The visible pairs of one head, on average, and the kind of the mask; None where unknown."""
     if _name(mask) == flex.noop_mask.__name__:
@@ -197,43 +194,43 @@ def _visible(
     heads = list(itertools.product(*map(range, planes)))
     asked = max(1, min(rows, _MAX_PAIRS // max(len(heads) * columns, 1)))
     picked = ((torch.arange(asked, device="cpu") + 0.5) * rows / asked).long()
-    at_once = max(1, MAX_INTEGERS // max(columns, 1))
+    at_once = max(1, marks.MAX_INTEGERS // max(columns, 1))
     pairs = 0
     first: list[Tensor] = []
-    with recorder.paused(), torch.no_grad():
+    with tape.paused(), torch.no_grad():
         keys = torch.arange(columns, device=META)
         for place in heads:
             batch, head = (torch.tensor(i, device=META) for i in place)
             for part in torch.split(picked, at_once):
                 queries = torch.tensor(part.tolist(), device=META)
-                shown = _known(recorder, mask, batch, head, queries[:, None], keys)
-                if shown is None:
-                    recorder.values.assume(
+                pairs_shown = _known(tape, mask, batch, head, queries[:, None], keys)
+                if pairs_shown is None:
+                    tape.values.assume(
                         "mask", "flex_attention's mask is not known: all is taken as visible"
                     )
                     return None, "full"
-                shown = shown.expand(part.numel(), columns)
-                pairs += int(shown.sum())
+                pairs_shown = pairs_shown.expand(part.numel(), columns)
+                pairs += int(pairs_shown.sum())
                 if place == heads[0]:
-                    first.append(shown)
+                    first.append(pairs_shown)
     pairs = round(pairs / len(heads) * rows / asked)
     if asked == rows:
         with torch._C.DisableTorchFunction(), _disable_current_modes():
             kind = classify(torch.cat(first))
         return pairs, "block" if kind == "full" else kind  # hidden blocks are always skipped
-    recorder.values.assume(
+    tape.values.assume(
         "mask", f"flex_attention's mask was asked for {asked} of its {rows} rows", pairs
     )
     return pairs, "block"
 
 
-def _known(recorder: Recorder, mask: Any, *indices: Tensor) -> Tensor | None:
+def _known(tape: Tape, mask: Any, *indices: Tensor) -> Tensor | None:
     """What a mask function shows of whole rows and columns at once; None where that is unknown."""
     try:
-        shown = mask(*indices)
+        visible = mask(*indices)
     except (RuntimeError, TypeError, IndexError):  # it may be written for one pair at a time
         return None
-    entry = recorder.values.known(shown) if isinstance(shown, Tensor) else None
+    entry = tape.values.known(visible) if isinstance(visible, Tensor) else None
     return None if entry is None else entry.value
 
 

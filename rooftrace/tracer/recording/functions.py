@@ -10,20 +10,18 @@ import contextlib
 import random
 import sys
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 
-from rooftrace.tracer.recording.recompute import SET_GRAD_ENABLED
+from rooftrace.tracer.ops import Call
 from rooftrace.tracer.recording.standins import replaced_function
-from rooftrace.tracer.recording.values import META, small
-from rooftrace.tracer.tensors import listed
-
-if TYPE_CHECKING:
-    from rooftrace.tracer.recording.recorder import Recorder
+from rooftrace.tracer.tape import Tape, records
+from rooftrace.tracer.tensors import trees
+from rooftrace.tracer.values import META, marks
 
 _TO_PYTHON = frozenset({Tensor.tolist, Tensor.numpy})
 _CONSTRUCTORS = frozenset({torch.tensor, torch.as_tensor, torch.asarray})
@@ -34,45 +32,49 @@ _LIKE = frozenset({Tensor.new_tensor, Tensor.new})
 """Constructors that take precision and device from a tensor."""
 _PACK = torch._VF._pack_padded_sequence
 _SEED = 0
+_SET_GRAD_ENABLED: Any = torch._C._set_grad_enabled
+"""What every change of the grad mode calls."""
+_SCALAR = torch.ops.aten._local_scalar_dense.default
+"""What `item()` calls: the op that stands for the host's wait for a value."""
 _UNNAMED = frozenset({"__get__", "__set__", "backward"})
 """Attribute access is no function of its own, and a backward is not what its ops are for."""
 _BACKWARD = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.grad})
 
 
 class Functions(TorchFunctionMode):
-    """Tells the recorder which torch function runs, and answers the calls that need values.
+    """Tells the tape which torch function runs, and answers the calls that need values.
 
     device: where this thread makes tensors, if no mode of torch's says so.
     """
 
-    def __init__(self, recorder: Recorder, device: torch.device | None = None) -> None:
+    def __init__(self, tape: Tape, device: torch.device | None = None) -> None:
         super().__init__()
-        self.recorder, self.device = recorder, device
+        self.tape, self.device = tape, device
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        recorder = self.recorder
-        if not recorder.live:  # in a thread that outlives the capture
+        tape = self.tape
+        if not tape.live:  # in a thread that outlives the capture
             return func(*args, **kwargs)
         if self.device is not None and func in _makers() and kwargs.get("device") is None:
             kwargs = {**kwargs, "device": self.device}
         if func in _TO_PYTHON:
             if args[0].device.type == "meta":
-                return recorder.to_python(args[0], func.__name__)
+                return _to_python(tape, args[0], func.__name__)
         elif func is Tensor.__array__:
             if args[0].device.type == "meta":
-                array = recorder.to_python(args[0], "numpy")
+                array = _to_python(tape, args[0], "numpy")
                 kind = args[1] if len(args) > 1 else kwargs.get("dtype")
                 return array if kind is None else array.astype(kind, copy=False)
         elif func in _INDEXING and args[0].device.type == "meta":
             args = (args[0], self._indexed(args[1]), *args[2:])
         elif func is Tensor.__repr__:
             if args[0].device.type == "meta" and type(args[0]) in _PLAIN_TENSORS:
-                recorder.shown(args[0])
+                _wait(tape, args[0])
         elif func == _SET_DATA:
-            data = recorder.brought(args[1]) if args[0].is_meta else args[1]
+            data = tape.brought(args[1]) if args[0].is_meta else args[1]
             _set_data(args[0], data)
-            recorder.stands_for(args[0], data)
+            tape.stands_for(args[0], data)
             return None
         elif func is Tensor.__format__:
             if args[0].device.type == "meta" and args[0].dim() == 0:
@@ -90,24 +92,24 @@ class Functions(TorchFunctionMode):
         elif func is Tensor.to:
             args = tuple([_placed(item) for item in args])
         elif func is _PACK:
-            entry = recorder.values.known(args[1])  # the lengths must be on the host
+            entry = tape.values.known(args[1])  # the lengths must be on the host
             args = (args[0], args[1] if entry is None else entry.value, *args[2:])
-        elif func is SET_GRAD_ENABLED:
-            recorder.recomputation.switched(bool(args[0]))
+        elif func is _SET_GRAD_ENABLED:
+            tape.origins.recomputation.switched(bool(args[0]))
             return func(*args, **kwargs)
         elif func in _BACKWARD:
             with self._in_backward():
                 return func(*args, **kwargs)
         if "device" in kwargs:
             kwargs = {**kwargs, "device": _placed(kwargs["device"])}
-        outer = recorder.function
+        outer = tape.function
         if not outer:
             name = getattr(func, "__name__", "")
-            recorder.function = "" if name in _UNNAMED else name
+            tape.function = "" if name in _UNNAMED else name
         try:
             return func(*args, **kwargs)
         finally:
-            recorder.function = outer
+            tape.function = outer
 
     @contextlib.contextmanager
     def _in_backward(self) -> Iterator[None]:
@@ -116,17 +118,17 @@ class Functions(TorchFunctionMode):
         A function mode is off while it handles a call, and what a checkpoint runs again needs it:
         `backward_kept` enters it.
         """
-        recorder = self.recorder
-        here, before = recorder.here, recorder.part
+        tape = self.tape
+        here, before = tape.here, tape.part
         outer, here.functions = here.functions, self
-        if recorder.own_step:
-            recorder.part = "backward"
+        if tape.own_step:
+            tape.part = "backward"
         try:
             yield
         finally:
             here.functions = outer
-            recorder.part = before
-            recorder.after_backward = True
+            tape.part = before
+            tape.after_backward = True
 
     def _indexed(self, index: Any) -> Any:
         """An index with known tensors in place of lists of numbers, which torch makes unseen."""
@@ -143,7 +145,7 @@ class Functions(TorchFunctionMode):
         device = kwargs.get("device")
         default = self.device or torch.get_default_device()
         target = default if device is None else torch.device(device)
-        if isinstance(data, (list, tuple)) and any(t.is_meta for t in listed(data)):
+        if isinstance(data, (list, tuple)) and any(t.is_meta for t in trees.listed(data)):
             args = (_numbers(data), *args[1:])
             kwargs = {name: item for name, item in kwargs.items() if name not in ("data", "obj")}
         elif target.type == "cpu" or isinstance(data, Tensor):
@@ -154,12 +156,29 @@ class Functions(TorchFunctionMode):
         on_cpu = {**kwargs, "device": "cpu"}
         needs_gradient = bool(on_cpu.pop("requires_grad", False))
         value = func(*args, **on_cpu)
-        with self.recorder.paused():
+        with self.tape.paused():
             made = torch.empty(value.shape, dtype=value.dtype, device=META)
         made.requires_grad_(needs_gradient)
-        if small(value):
-            self.recorder.values.learn(made, value)
+        if marks.small(value):
+            self.tape.values.learn(made, value)
         return made
+
+
+def _to_python(tape: Tape, tensor: Tensor, method: str) -> Any:
+    """`tensor.tolist()` or `.numpy()` of a meta tensor: the host waits for its value."""
+    tape.values.op = method
+    value, taint = tape.values.value_of(tensor, f"{method}()")
+    if method == "numpy" and tensor.is_floating_point() and tape.recording:
+        tape.entries.numpy_read = True
+    tape.values.op = ""
+    _wait(tape, tensor, taint)
+    return getattr(value.clone(), method)()
+
+
+def _wait(tape: Tape, tensor: Tensor, taint: frozenset[int] = records.NO_TAINT) -> None:
+    """Record that the host waits for the value of a meta tensor (also where it is printed)."""
+    facts = {"elements": tensor.numel()}
+    tape.record(Call.of(_SCALAR, tensor), [], sync=True, facts=facts, taint=taint)
 
 
 def _set_data(tensor: Tensor, data: Tensor) -> None:
@@ -175,13 +194,13 @@ def _set_data(tensor: Tensor, data: Tensor) -> None:
 
 
 @contextlib.contextmanager
-def backward_kept(recorder: Recorder) -> Iterator[None]:
+def backward_kept(tape: Tape) -> Iterator[None]:
     """Inside, autograd runs under the function mode of the thread that called it."""
     engine: Any = torch.autograd
     original = engine._engine_run_backward
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        mode = recorder.here.functions
+        mode = tape.here.functions
         if mode is None:
             return original(*args, **kwargs)
         with mode:
@@ -197,7 +216,7 @@ def _makers() -> Any:
 
 
 def _holds_numbers(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Whether `x.new_tensor(data)` or `x.new(data)` is given numbers: not a tensor, not sizes."""
+    """Whether `x.new_tensor(data)` or `x.new(data)` takes numbers: no tensor, no sizes."""
     data = args[1] if len(args) > 1 else kwargs.get("data")
     if data is None or len(args) > 2 or isinstance(data, (Tensor, torch.Size)):
         return False
@@ -221,7 +240,7 @@ def _placed(device: Any) -> Any:
     if isinstance(device, int) and not isinstance(device, bool):
         return META  # the number of an accelerator
     if isinstance(device, str):
-        with contextlib.suppress(RuntimeError):  # Tensor.to may be given anything
+        with contextlib.suppress(RuntimeError):  # Tensor.to takes anything
             device = torch.device(device)
     if isinstance(device, torch.device) and device.type not in ("cpu", "meta"):
         return META

@@ -7,16 +7,15 @@ tensors that it is made of; shapes come from the float op that the quantised one
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from rooftrace.tracer.recording.values import META
-
-if TYPE_CHECKING:
-    from rooftrace.tracer.recording.recorder import Recorder
+from rooftrace.tracer.ops import Call
+from rooftrace.tracer.tape import Tape
+from rooftrace.tracer.values import META
 
 _STORED = {torch.quint8: torch.uint8, torch.qint8: torch.int8, torch.qint32: torch.int32}
 """What a quantised tensor is on meta: its integers."""
@@ -28,33 +27,32 @@ _CONVOLVE = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 _TRANSPOSE = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
 
 
-def by_packed(
-    recorder: Recorder, func: Any, name: str, args: Any, kwargs: Mapping[str, Any]
-) -> Any:
+def by_packed(tape: Tape, call: Call) -> Any:
     """Run and record an op on quantised values; NotImplemented for all others."""
+    name, args, kwargs = call.name, call.args, call.kwargs
     if name in _QUANTIZE or name == _QUANTIZE_DYNAMIC:
         dtype = kwargs.get("dtype", args[2] if name == _QUANTIZE_DYNAMIC else args[-1])
         if isinstance(args[0], Tensor) and dtype in _STORED:
             out = torch.empty_like(args[0], dtype=_STORED[dtype])
-            return _recorded(recorder, func, args, kwargs, out)
+            return _recorded(tape, call, out)
     elif name == "aten.dequantize":
         if isinstance(args[0], Tensor) and not args[0].dtype.is_floating_point:
             out = torch.empty_like(args[0], dtype=torch.float32)
-            return _recorded(recorder, func, args, kwargs, out)
+            return _recorded(tape, call, out)
     elif name == "aten.int_repr":
         return args[0]
     if not name.startswith("quantized."):
         return NotImplemented
-    parts = {i: _unpacked(recorder, a) for i, a in enumerate(args) if _is_packed(a)}
+    parts = {i: _unpacked(tape, a) for i, a in enumerate(args) if _is_packed(a)}
     result = _result(name, args, parts)
     if result is None:
         return NotImplemented
-    given = tuple(parts.get(i, item) for i, item in enumerate(args))
-    return _recorded(recorder, func, given, kwargs, result)
+    unpacked = tuple(parts.get(i, item) for i, item in enumerate(args))
+    return _recorded(tape, call.with_args(unpacked), result)
 
 
-def _recorded(recorder: Recorder, func: Any, args: Any, kwargs: Any, out: Tensor) -> Tensor:
-    recorder.record(func, args, kwargs, [out], single=True)
+def _recorded(tape: Tape, call: Call, out: Tensor) -> Tensor:
+    tape.record(call, [out], single=True)
     return out
 
 
@@ -62,19 +60,19 @@ def _is_packed(item: Any) -> bool:
     return isinstance(item, torch.ScriptObject) and hasattr(item, "unpack")
 
 
-def _unpacked(recorder: Recorder, packed: Any) -> list[Tensor]:
+def _unpacked(tape: Tape, packed: Any) -> list[Tensor]:
     """Meta tensors of the integers of a packed weight, and of its bias, which stay the same."""
-    known = recorder.packed.get(id(packed))
+    known = tape.packed.get(id(packed))
     if known is None:
         with torch.utils._python_dispatch._disable_current_modes():
             inside = packed.unpack()
             tensors = inside if isinstance(inside, tuple) else (inside,)
             tensors = tuple(t for t in tensors if isinstance(t, Tensor))
             made = [_stored(t) for t in tensors]
-        path = recorder.values.where()
+        path = tape.values.where()
         for tensor, what in zip(made, ("weight", "bias"), strict=False):
-            recorder.enter(tensor, "parameter", f"{path}.{what}" if path else what)
-        known = recorder.packed[id(packed)] = (packed, made)
+            tape.enter(tensor, "parameter", f"{path}.{what}" if path else what)
+        known = tape.packed[id(packed)] = (packed, made)
     return list(known[1])
 
 

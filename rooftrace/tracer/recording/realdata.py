@@ -14,7 +14,7 @@ from __future__ import annotations
 import operator
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -22,12 +22,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
 
-from rooftrace.tracer.recording.values import is_random, run_on_cpu
+from rooftrace.tracer.ops import traits, written_nodes
 from rooftrace.tracer.replay import RepeatedCall
-from rooftrace.tracer.tensors import listed
-
-if TYPE_CHECKING:
-    from rooftrace.tracer.recording.recorder import Recorder
+from rooftrace.tracer.tape import META_KEY, Tape
+from rooftrace.tracer.tensors import trees
 
 MAX_FLOP = 2 * 10**10
 """FLOP of products that are computed for values of one capture: about a second of a CPU."""
@@ -59,7 +57,6 @@ _MAX_RESTARTS = 8
 """How often everything is computed afresh, as an earlier state of a tensor is asked for."""
 
 _CPU = torch.device("cpu")
-_META = "rooftrace"
 
 
 class _NotComputableError(Exception):
@@ -73,47 +70,24 @@ class _StaleError(Exception):
 class RealData:
     """Runs recorded ops of one capture on real tensors, where their values are asked for."""
 
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
-        self._leaves: dict[fx.Node, tuple[Tensor, int]] = {}  # and the version that counts
-        self._kept: dict[fx.Node, Any] = {}
+    def __init__(self, tape: Tape) -> None:
+        self._tape = tape
+        self._leaves = tape.entries.leaves.tensors
+        self._kept = tape.entries.leaves.computed
         self._copied: set[int] = set()  # storages of leaves that something writes to
         self._places: dict[fx.Node, int] = {}
         self._writers: dict[int, list[fx.Node]] = defaultdict(list)
         self._last_write: dict[int, int] = {}
         self._flop = self._bytes = self._ops = self._restarts = 0
 
-    def enter(self, node: fx.Node, tensor: Tensor) -> None:
-        """The real tensor for a value of the graph that no op made."""
-        version = 0 if tensor.is_inference() else tensor._version
-        self._leaves[node] = tensor, version
-
-    def replace(self, node: fx.Node, tensor: Tensor) -> None:
-        """A weight was put where another stood, as the same value of the graph.
-
-        Where they differ and the first was read, no value follows from either any more.
-        """
-        if node not in self._leaves or tensor.device.type != "cpu":
-            self._leaves.pop(node, None)
-        elif node.users:
-            before = self._leaves[node][0]
-            with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
-                same = before.shape == tensor.shape and torch.equal(before, tensor)
-            if same:
-                return
-            self._leaves.pop(node)
-        else:
-            self.enter(node, tensor.detach())
-        self._kept.pop(node, None)
-
     def forget(self) -> None:
         """Give back what is kept."""
-        for table in (self._leaves, self._kept, self._places, self._writers):
+        for table in (self._places, self._writers):
             table.clear()
 
     def value(self, tensor: Tensor) -> Tensor | None:
         """The value of a recorded tensor; None where it cannot be computed."""
-        made = self._recorder.made_by(tensor)
+        made = self._tape.tags.made_by(tensor)
         if made is None or not self._leaves or torch._C._functorch.peek_interpreter_stack():
             return None
         node, index, spec = made
@@ -146,7 +120,7 @@ class RealData:
 
     def _look(self) -> None:
         """Take note of the ops that were recorded since the last time."""
-        nodes = self._recorder.graph.nodes
+        nodes = self._tape.graph.nodes
         new = []
         for node in reversed(nodes):
             if node in self._places:
@@ -158,13 +132,11 @@ class RealData:
                 self._writers[storage].append(node)
 
     def _written(self, node: fx.Node) -> list[int]:
-        if not isinstance(node.target, torch._ops.OpOverload):
-            return []
-        return [self._storage(item) for item in self._recorder.written_by(node)]
+        return [self._storage(item) for item in written_nodes(node)]
 
     def _storage(self, node: fx.Node) -> int:
         base, index = _base(node)
-        item = base.meta[_META]
+        item = base.meta[META_KEY]
         if isinstance(item, RepeatedCall):
             return item.first_storage + item.block.results[index or 0][2].storage
         if hasattr(item, "spec"):
@@ -219,7 +191,7 @@ class RealData:
                 continue
             if node.target is operator.getitem:
                 continue
-            recorded = node.meta[_META]
+            recorded = node.meta[META_KEY]
             self._check(node, recorded)
             ops += 1
             if not recorded.view:
@@ -238,9 +210,9 @@ class RealData:
         if (
             recorded.taint
             or "fallback" in recorded.facts
-            or is_random(target)
+            or traits.is_random(target)
             or (name == "rooftrace.attention" and node.args[4])
-            or (loop is not None and loop[0] in self._recorder.loops)
+            or (loop is not None and self._tape.rolling.is_short(loop[0]))
         ):
             raise _NotComputableError
 
@@ -259,7 +231,7 @@ class RealData:
                     if self._storage(node) in self._copied:
                         leaf = leaf.clone()
                     self._kept[node] = leaf
-                elif isinstance(node.meta[_META], RepeatedCall):
+                elif isinstance(node.meta[META_KEY], RepeatedCall):
                     self._kept[node] = self._repeat(node, self._get)
                 else:
                     self._kept[node] = self._call(node, self._get)
@@ -272,7 +244,7 @@ class RealData:
 
     def _repeat(self, node: fx.Node, get: Callable[[fx.Node], Any]) -> list[Any]:
         """What a call that repeats a block returns: its ops, with its own weights and inputs."""
-        block = node.meta[_META].block
+        block = node.meta[META_KEY].block
         made: dict[fx.Node, Any] = {
             inner: get(outer)  # type: ignore[arg-type]
             for inner, outer in zip(block.inputs, node.args, strict=True)
@@ -286,7 +258,7 @@ class RealData:
 
         for item in block.nodes:
             if item.target is not operator.getitem:
-                repeats = isinstance(item.meta[_META], RepeatedCall)
+                repeats = isinstance(item.meta[META_KEY], RepeatedCall)
                 made[item] = self._repeat(item, inside) if repeats else self._call(item, inside)
         return [made[n] if index is None else made[n][index] for n, index, _ in block.results]
 
@@ -302,13 +274,13 @@ class RealData:
         kwargs = {name: real(item) for name, item in node.kwargs.items()}
         target: Any = node.target
         try:
-            result = run_on_cpu(f"{target.namespace}.{target._opname}", target, args, kwargs)
+            result = traits.run_on_cpu(f"{target.namespace}.{target._opname}", target, args, kwargs)
         except (RuntimeError, NotImplementedError, TypeError, IndexError, ValueError) as error:
             raise _NotComputableError from error
         if result is None:  # what it writes is its result
-            result = [get(item) for item in self._recorder.written_by(node)]
-        specs = node.meta[_META].specs
-        for output, spec in zip(listed(result), specs, strict=False):
+            result = [get(item) for item in written_nodes(node)]
+        specs = node.meta[META_KEY].specs
+        for output, spec in zip(trees.listed(result), specs, strict=False):
             if tuple(output.shape) != spec.shape:
                 raise _NotComputableError
         return result
@@ -327,7 +299,7 @@ def _written_out(order: Sequence[fx.Node]) -> list[fx.Node]:
     """Ops in order, with those of blocks in place of the calls that repeat them."""
     result: list[fx.Node] = []
     for node in order:
-        item = node.meta.get(_META)
+        item = node.meta.get(META_KEY)
         result += _written_out(item.block.nodes) if isinstance(item, RepeatedCall) else [node]
     return result
 
@@ -360,7 +332,7 @@ def _flop(node: fx.Node, recorded: Any) -> int:
 
 def _shape(node: fx.Node) -> torch.Size:
     base, index = _base(node)
-    item = base.meta[_META]
+    item = base.meta[META_KEY]
     if isinstance(item, RepeatedCall):
         return torch.Size(item.block.results[index or 0][2].shape)
     spec = item.spec if hasattr(item, "spec") else item.specs[index or 0]

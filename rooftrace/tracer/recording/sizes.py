@@ -140,10 +140,10 @@ def _recipe(result: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _storages(items: Any) -> set[int]:
-    found: set[int] = set()
+    storages: set[int] = set()
     for item in items:
         if isinstance(item, Tensor):
-            found.add(item.untyped_storage()._cdata)
+            storages.add(item.untyped_storage()._cdata)
         elif not isinstance(item, (str, bytes)) and hasattr(item, "__iter__"):
-            found |= _storages(item)
-    return found
+            storages |= _storages(item)
+    return storages

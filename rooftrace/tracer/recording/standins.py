@@ -16,6 +16,8 @@ import torch
 from torch.nested._internal import sdpa
 from torch.utils._python_dispatch import _disable_current_modes
 
+from rooftrace.tracer.source import spec_after
+
 
 @contextlib.contextmanager
 def replaced_function(home: Any, name: str, replacement: Callable[..., Any]) -> Iterator[None]:
@@ -56,15 +58,11 @@ class _PlainImports:
     """A finder that lets modules run as they would outside: none of their tensors is on meta."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        finders = sys.meta_path
-        for finder in finders[finders.index(self) + 1 :] if self in finders else ():
-            if hasattr(finder, "find_spec"):
-                spec: Any = finder.find_spec(name, path, target)
-                if spec is not None:
-                    if hasattr(spec.loader, "exec_module") and not isinstance(spec.loader, type):
-                        spec.loader.exec_module = _plainly(spec.loader)
-                    return spec
-        return None
+        spec: Any = spec_after(self, name, path, target)
+        loader: Any = None if spec is None else spec.loader
+        if hasattr(loader, "exec_module") and not isinstance(loader, type):
+            loader.exec_module = _plainly(loader)
+        return spec
 
 
 def _plainly(loader: Any) -> Callable[[Any], None]:

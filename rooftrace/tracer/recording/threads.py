@@ -18,17 +18,15 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from multiprocessing.process import BaseProcess
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
 from rooftrace.tracer.graph import UNRECORDED
 from rooftrace.tracer.recording.functions import Functions
-from rooftrace.tracer.recording.origin import source_line
-
-if TYPE_CHECKING:
-    from rooftrace.tracer.recording.recorder import Recorder
+from rooftrace.tracer.source import source_line
+from rooftrace.tracer.tape import Tape
 
 _PATIENCE = 30.0
 """Seconds that a thread of the step may go on computing after the step has returned."""
@@ -36,23 +34,8 @@ _WAITING = frozenset({threading.__file__, queue.__file__, selectors.__file__})
 """Files of the standard library in which a thread stands that waits for others."""
 
 
-class Here(threading.local):
-    """Where one thread stands in the code that is being traced."""
-
-    def __init__(self) -> None:
-        self.stack: list[tuple[str, int]] = []
-        self.modules: list[Any] = []
-        self.called_for: list[Any] = []  # the autograd node that ran when each module was called
-        self.part = "forward"
-        self.function = ""
-        self.after_backward = False
-        self.inside = 0
-        self.paused = False  # what runs does not enter the graph
-        self.functions: Functions | None = None  # the mode under which autograd runs
-        self.source = ""  # the line that handed this thread its work
-        self.device: torch.device | None = None  # where another thread makes tensors
-        self.submitting = False
-        self.leave: Callable[[], None] | None = None  # what a module's call has begun
+Dispatch = Callable[..., Any]
+"""The `__torch_dispatch__` of a recorder."""
 
 
 class _Follower(TorchDispatchMode):
@@ -64,43 +47,31 @@ class _Follower(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, tape: Tape, dispatch: Dispatch) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.recorder = recorder
+        self._tape, self._dispatch = tape, dispatch
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not self.recorder.live:  # a thread that outlives the capture
+        if not self._tape.live:  # a thread that outlives the capture
             return func(*args, **(kwargs or {}))
-        return self.recorder.__torch_dispatch__(func, types, args, kwargs)
+        return self._dispatch(func, types, args, kwargs)
 
 
 class Threads:
-    """The threads in which one recorder records."""
+    """Follows one recording into other threads.
 
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
-        self._idents: set[int] = set()
-        self.entered = 0
-        """How often another thread was entered so far."""
+    dispatch: records an op, as `__torch_dispatch__` of the recorder does.
+    """
 
-    @property
-    def running(self) -> bool:
-        """Whether another thread than the recorder's own is recorded now."""
-        return len(self._idents) > 1
-
-    def here(self) -> bool:
-        """Whether the running thread is recorded."""
-        return threading.get_ident() in self._idents
-
-    def own(self) -> bool:
-        """Whether only the thread that entered the recorder is recorded, and runs."""
-        return len(self._idents) == 1 and self.here()
+    def __init__(self, tape: Tape, dispatch: Dispatch) -> None:
+        self._tape, self._dispatch = tape, dispatch
+        self._threads = tape.threads
 
     @contextlib.contextmanager
     def followed(self) -> Iterator[None]:
         """Inside, work that this thread hands to others is recorded."""
         ident = threading.get_ident()
-        self._idents.add(ident)
+        self._threads.idents.add(ident)
         kinds: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
             (threading.Thread, "start", self._started),
             (ThreadPoolExecutor, "submit", self._submitted),
@@ -115,7 +86,7 @@ class Threads:
         finally:
             for kind, name, original in originals:
                 setattr(kind, name, original)
-            self._idents.clear()
+            self._threads.idents.clear()
 
     def settle(self) -> None:
         """Let threads that nobody joined come to their end: those that do not are said.
@@ -124,28 +95,28 @@ class Threads:
         """
         end = time.monotonic() + _PATIENCE
         before: dict[int, tuple[Any, int]] = {}
-        while self.running and time.monotonic() < end:
+        while self._threads.running and time.monotonic() < end:
             now = self._places()
             if now == before and all(_waits(frame) for frame, _ in now.values()):
                 break
             before = now
             time.sleep(0.001)
-        if self.running:
+        if self._threads.running:
             self._say("a thread that the step started was still running when the step ended")
 
     def _places(self) -> dict[int, tuple[Any, int]]:
         """Where the other threads stand: the innermost frame of each, and its instruction."""
         frames = sys._current_frames()
-        others = self._idents - {threading.get_ident()}
+        others = self._threads.idents - {threading.get_ident()}
         return {n: (frames[n], frames[n].f_lasti) for n in others if n in frames}
 
     def _say(self, text: str) -> None:
-        recorder = self._recorder
-        with recorder.lock:
-            recorder.values.assume(UNRECORDED, f"{text}: what it runs is not counted")
+        tape = self._tape
+        with tape.lock:
+            tape.values.assume(UNRECORDED, f"{text}: what it runs is not counted")
 
     def _started(self, original: Callable[..., Any], thread: threading.Thread) -> Any:
-        own = self.here() and not self._recorder.here.submitting
+        own = self._threads.here() and not self._tape.here.submitting
         if own:
             run = self._task(thread.run)
 
@@ -159,9 +130,9 @@ class Threads:
     def _submitted(
         self, original: Callable[..., Any], pool: Any, function: Any, /, *args: Any, **kwargs: Any
     ) -> Any:
-        if not self.here():
+        if not self._threads.here():
             return original(pool, function, *args, **kwargs)
-        here = self._recorder.here
+        here = self._tape.here
         before, here.submitting = here.submitting, True  # the pool's own threads serve others too
         try:
             return original(pool, self._task(function), *args, **kwargs)
@@ -169,67 +140,56 @@ class Threads:
             here.submitting = before
 
     def _elsewhere(self, original: Callable[..., Any], worker: Any, *args: Any, **kw: Any) -> Any:
-        if self.here():
+        if self._threads.here():
             self._say("the step hands work to another process")
         return original(worker, *args, **kw)
 
     def _task(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function` as it is to run in another thread: recorded."""
-        here = self._recorder.here
+        here = self._tape.here
         device = here.device or torch.get_default_device()
         start = list(here.stack), list(here.modules), here.part, here.function
         source, paused = source_line(3) or here.source, here.paused
 
         @functools.wraps(function, updated=())
         def task(*args: Any, **kwargs: Any) -> Any:
-            with self.entered_here(device) as inside:
-                if inside is not None:
-                    inside.stack, inside.modules, inside.part, inside.function = start
-                    inside.source, inside.paused = source, paused
+            leave = self.enter_here(device)
+            if leave is None:  # it is recorded already, or no more
                 return function(*args, **kwargs)
+            here.stack, here.modules, here.part, here.function = start
+            here.source, here.paused = source, paused
+            try:
+                return function(*args, **kwargs)
+            finally:
+                leave()
 
         return task
 
-    @contextlib.contextmanager
-    def entered_here(self, device: torch.device) -> Iterator[Here | None]:
-        """Record what this thread runs inside; None where it is recorded already, or no more.
-
-        device: on which it makes tensors.
-        """
-        leave = self.enter_here(device)
-        if leave is None:
-            yield None
-            return
-        try:
-            yield self._recorder.here
-        finally:
-            leave()
-
     def enter_here(self, device: torch.device) -> Callable[[], None] | None:
         """Begin to record this thread, and what ends that; None where there is nothing to do."""
-        recorder, ident = self._recorder, threading.get_ident()
-        with recorder.lock:
-            if not recorder.live or ident in self._idents:
+        tape, ident = self._tape, threading.get_ident()
+        with tape.lock:
+            if not tape.live or ident in self._threads.idents:
                 return None
-            self._idents.add(ident)
-            self.entered += 1
-            recorder.rolling.depends()
+            self._threads.idents.add(ident)
+            self._threads.entered += 1
+            tape.rolling.depends()
         # Modes that enter themselves note what was on in variables that all threads share.
-        functions = Functions(recorder, device)
+        functions = Functions(tape, device)
         functions.__enter__()  # type: ignore[no-untyped-call]
-        _push_mode(_Follower(recorder))
+        _push_mode(_Follower(tape, self._dispatch))
         multithreading = torch._C._is_multithreading_enabled()
         torch._C._set_multithreading_enabled(False)
-        here = recorder.here
+        here = tape.here
         here.device = device
 
         def leave() -> None:
             torch._C._set_multithreading_enabled(multithreading)
             _pop_mode()
             functions.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-            with recorder.lock:
+            with tape.lock:
                 here.__init__()  # type: ignore[misc]
-                self._idents.discard(ident)
+                self._threads.idents.discard(ident)
 
         return leave
 

@@ -1,4 +1,4 @@
-"""Calls and loop turns that repeat: a few are run, the rest are replayed."""
+"""Code that would record the same again is not run: equal calls and equal turns of loops."""
 
 from rooftrace._face import face
 

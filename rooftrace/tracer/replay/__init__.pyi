@@ -1,8 +1,10 @@
-from rooftrace.tracer.replay.calls import (
-    Block as Block,
-    Calls as Calls,
+from rooftrace.tracer.replay.blocks import (
+    RecordedCall as RecordedCall,
     RepeatedCall as RepeatedCall,
     repeated as repeated,
+)
+from rooftrace.tracer.replay.calls import (
+    CallReplay as CallReplay,
 )
 from rooftrace.tracer.replay.loops import (
     Loop as Loop,

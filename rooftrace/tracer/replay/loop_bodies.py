@@ -72,10 +72,10 @@ _BODIES: dict[CodeType, Mapping[int, Body]] = {}
 
 def bodies_of(code: CodeType) -> Mapping[int, Body]:
     """The loops of a function that may be cut short, by the line of their `range`."""
-    found = _BODIES.get(code)
-    if found is None:
-        found = _BODIES[code] = _bodies(code)
-    return found
+    bodies = _BODIES.get(code)
+    if bodies is None:
+        bodies = _BODIES[code] = _bodies(code)
+    return bodies
 
 
 def _bodies(code: CodeType) -> dict[int, Body]:
@@ -86,7 +86,7 @@ def _bodies(code: CodeType) -> dict[int, Body]:
         return {}
     named = [n.lineno for n in ast.walk(tree) if isinstance(n, ast.Name) and n.id == "range"]
     own = {*code.co_varnames, *code.co_cellvars}
-    found = {}
+    bodies = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.For) and _over_range(node) and named.count(node.iter.lineno) == 1:
             with contextlib.suppress(Refused):
@@ -94,8 +94,8 @@ def _bodies(code: CodeType) -> dict[int, Body]:
                 if body.assigned | {body.variable} <= own:
                     joined = frozenset(name for name in body.lists if _is_joined(name, node, tree))
                     line = node.iter.lineno + max(first, 1) - 1
-                    found[line] = replace(body, joined=joined)
-    return found
+                    bodies[line] = replace(body, joined=joined)
+    return bodies
 
 
 def _is_joined(name: str, loop: ast.For, tree: ast.AST) -> bool:
@@ -115,12 +115,12 @@ def _is_joined(name: str, loop: ast.For, tree: ast.AST) -> bool:
 
 
 def _new_lists(target: ast.expr, value: ast.expr) -> list[ast.expr]:
-    """Of the targets of an assignment those that are given a list display."""
+    """The targets of an assignment that become a list display."""
     if isinstance(value, ast.List):
         return [target]
     if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
         pairs = zip(target.elts, value.elts, strict=False)
-        return [inner for inner, given in pairs if isinstance(given, ast.List)]
+        return [inner for inner, item in pairs if isinstance(item, ast.List)]
     return []
 
 
@@ -345,7 +345,7 @@ def _is_function(item: Any) -> bool:
     return item in get_testing_overrides()
 
 
-class Names:
+class FrameNames:
     """The names that one frame sees now."""
 
     def __init__(self, frame: FrameType) -> None:
@@ -388,8 +388,8 @@ def _is_weight(module: nn.Module, name: str) -> bool:
     """Whether this attribute is a parameter or a buffer that the module itself looks up."""
     kind = type(module)
     plain = kind.__getattr__ is nn.Module.__getattr__ and not hasattr(kind, name)
-    found = module._parameters.get(name, module._buffers.get(name))
-    return plain and name not in vars(module) and is_tensor(found)
+    weight = module._parameters.get(name, module._buffers.get(name))
+    return plain and name not in vars(module) and is_tensor(weight)
 
 
 def is_tensor(item: Any) -> bool:
@@ -402,7 +402,7 @@ def is_value(item: Any) -> bool:
     return is_tensor(item) or isinstance(item, PLAIN)
 
 
-def fits(body: Body, names: Names) -> bool:
+def fits(body: Body, names: FrameNames) -> bool:
     """Whether the names stand for what `read_body` took them for."""
     return (
         all(names.stands(chain, called) for chain, called in body.chains)

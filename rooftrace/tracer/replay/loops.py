@@ -10,7 +10,7 @@ Why the turns that are left out would have recorded what turn 2 recorded:
    (`read_body`).  It calls torch's functions of tensors and methods of tensors, which do the same
    whenever their arguments look the same and nobody asks for the value of a tensor.
 2. What a turn can see is the names in its body.  Each is a tensor, a plain Python value, or a list
-   that the body only appends to, and so never reads.  How they look (`state_of`: sizes, strides,
+   that the body only appends to, and so never reads.  How they look (`loop_state`: sizes, strides,
    precision, gradients, what shares memory, whether a value is known) is the state of the loop.
 3. The loop variable stands only in indices of a tensor that the body does not replace, as a sum
    or a product with integers.  So it changes the numbers of `select` and `slice` ops by a constant
@@ -48,31 +48,31 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType, FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from rooftrace.tracer.recording import META, source_line
-from rooftrace.tracer.replay.loop_bodies import Body, Names, Refused, bodies_of, fits
+from rooftrace.tracer.ops import Call
+from rooftrace.tracer.replay.loop_bodies import Body, FrameNames, Refused, bodies_of, fits
 from rooftrace.tracer.replay.turns import (
     RUN,
     SELECT,
     SLICE,
-    State,
+    LoopState,
     Turn,
-    alike,
     carried,
+    loop_state,
     ops_of,
-    state_of,
+    same_op,
     unchanged,
     wiring,
     written,
 )
-
-if TYPE_CHECKING:
-    from rooftrace.tracer.recording import OpInfo, Recorder
+from rooftrace.tracer.source import source_line
+from rooftrace.tracer.tape import LoopWatch, Tape
+from rooftrace.tracer.values import META
 
 MIN_TURNS = 8
 """Shorter loops are run as they are written."""
@@ -82,11 +82,11 @@ _CAT = torch.ops.aten.cat.default
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """A loop that was not run in full.  count: how many turns its turn 2 stands for, itself too."""
+    """A loop that was not run in full."""
 
-    count: int
-    source: str
-    function: str
+    count: int  # how many turns its turn 2 stands for, itself too
+    source: str  # the line of its `for`
+    function: str  # in which it stands
 
 
 class _StandIns(torch.autograd.Function):
@@ -108,17 +108,17 @@ def _like(tensor: Tensor) -> Tensor:
 
 
 class _Shortened:
-    """Goes in place of a `range`: gives all its numbers, or the first three and the last ones."""
+    """Stands in for `range`: yields every index, or only the first three and the last few."""
 
     def __init__(self, rolling: Rolling, values: range, body: Body, frame: FrameType) -> None:
         self.rolling, self.values, self.body, self.frame = rolling, values, body, frame
-        self.recorder = rolling.recorder
+        self.tape = rolling.tape
         self.turns: list[Turn] = []
-        self.states: list[State] = []
+        self.states: list[LoopState] = []
         self.last = 1
 
     def __iter__(self) -> Iterator[int]:
-        recorder, values = self.recorder, self.values
+        values = self.values
         serial = next(self.rolling.serials)
         source, function = source_line(1), self.frame.f_code.co_name
         try:
@@ -131,7 +131,7 @@ class _Shortened:
                     return
             left_out = len(values) - RUN - self.last
             self._stand_in(left_out)
-            recorder.loops[serial] = Loop(left_out + 1, source, function)
+            self.rolling.loops[serial] = Loop(left_out + 1, source, function)
             for number, value in enumerate(values[-self.last :], RUN):
                 self._begin((serial, number))
                 yield value
@@ -140,8 +140,8 @@ class _Shortened:
             del self.frame
 
     def _begin(self, label: tuple[int, int]) -> None:
-        recorder = self.recorder
-        turn = Turn(label, _last(recorder.graph), recorder.storages)
+        tape = self.tape
+        turn = Turn(label, _last(tape.graph), tape.tags.storages)
         self.turns.append(turn)
         self.rolling.turn = turn
 
@@ -150,29 +150,29 @@ class _Shortened:
         if number == 0:
             return True
         with torch._C.DisableTorchFunction(), contextlib.suppress(Refused):
-            names = Names(self.frame)
+            names = FrameNames(self.frame)
             try:
                 if self.turns[-1].plain and fits(self.body, names):
-                    self.states.append(state_of(self.body, names, self.recorder))
+                    self.states.append(loop_state(self.body, names, self.tape))
                     return number == 1 or self._repeats()
             finally:
                 names.forget()
         return False
 
     def _repeats(self) -> bool:
-        """Whether turn 2 did what turn 1 did, and left what it found."""
+        """Whether turn 2 did what turn 1 did, and left its names as they were."""
         first, second = self.turns[1].ops, self.turns[2].ops
         pairs = zip(first, second, strict=False)
         return (
             unchanged(*self.states)
             and len(first) == len(second)
-            and all(alike(a, b, len(self.values)) for a, b in pairs)
-            and (not self.recorder.recording or self._samewiring())
+            and all(same_op(a, b, len(self.values)) for a, b in pairs)
+            and (not self.tape.recording or self._samewiring())
             and len(self.values) > RUN + self.last
         )
 
     def _samewiring(self) -> bool:
-        ends = [self.turns[1].node, self.turns[2].node, _last(self.recorder.graph)]
+        ends = [self.turns[1].node, self.turns[2].node, _last(self.tape.graph)]
         ops = [ops_of(end, turn) for end, turn in zip(ends, self.turns, strict=True)]
         first, second = (wiring(number, ops, self.turns) for number in (1, 2))
         if torch.is_grad_enabled():
@@ -181,7 +181,7 @@ class _Shortened:
 
     def _stand_in(self, count: int) -> None:
         """Make the lists as long as the turns left out would have."""
-        names = Names(self.frame)
+        names = FrameNames(self.frame)
         for name in self.body.lists:
             items = names.get(name)
             joined = name in self.body.joined and names.get("torch") is torch
@@ -197,11 +197,11 @@ class _Shortened:
             self.rolling.detached[id(made)] = made
             return [made] * count
         with torch._C.DisableTorchFunction(), _disable_current_modes():
-            if self.recorder.recording:
-                self.recorder.node_of(tensor)
+            if self.tape.recording:
+                self.tape.node_of(tensor)
             separate: Any = _StandIns.apply(tensor, count)  # type: ignore[no-untyped-call]
             for item in separate:
-                self.recorder.same_as(item, tensor)
+                self.tape.tags.same_as(item, tensor)
         return list(separate)
 
 
@@ -212,11 +212,12 @@ def _last(graph: fx.Graph) -> fx.Node:
 # -- the name `range` in the modules of the traced code --------------------------------------------
 
 
-class Rolling:
-    """The loops of one recorder: which module names are replaced, and which turn is running."""
+class Rolling(LoopWatch):
+    """The loops of one recording: which module names are replaced, and which turn is running."""
 
-    def __init__(self, recorder: Recorder, enabled: bool) -> None:
-        self.recorder, self.enabled = recorder, enabled
+    def __init__(self, tape: Tape, enabled: bool) -> None:
+        self.tape, self.enabled = tape, enabled
+        self.loops: dict[int, Loop] = {}  # those that were cut short, by serial number
         self.turn: Turn | None = None
         self.serials = itertools.count()
         self.detached: dict[int, Tensor] = {}
@@ -233,33 +234,36 @@ class Rolling:
         if self.turn is not None:
             self.turn.plain = False
 
-    def saw(
-        self, func: Any, info: OpInfo, args: Any, kwargs: Any, outputs: Sequence[Tensor]
-    ) -> bool:
+    def is_short(self, serial: int) -> bool:
+        """Whether the loop of this number was not run in full."""
+        return serial in self.loops
+
+    def saw(self, call: Call, outputs: Sequence[Tensor]) -> bool:
         """Look at an op that has run; False for one that is not to be recorded."""
+        func = call.func
         if self.turn is not None:
-            values = self.recorder.values
+            values = self.tape.values
             known = [output for output in outputs if values.known(output) is not None]
-            self.turn.saw(func, info, args, kwargs, outputs, known)
+            self.turn.saw(call, outputs, known)
         elif self._unread and (func is SELECT or func is SLICE):
             node: Any = torch._C._current_autograd_node()
-            return node is None or args[2] not in self._unread.get(node._sequence_nr(), ())
+            return node is None or call.args[2] not in self._unread.get(node._sequence_nr(), ())
         elif self.detached and (func is _STACK or func is _CAT) and torch.is_grad_enabled():
-            starts = self._starts(func, *args)
+            starts = self._starts(func, *call.args)
             if starts:
                 self._unread[torch._C._autograd._get_sequence_nr() - 1] = starts
         return True
 
     def _starts(self, func: Any, tensors: Sequence[Tensor], dimension: int = 0) -> frozenset[int]:
         """Where in their joined tensor the stand-ins begin."""
-        found, start = set(), 0
+        starts, start = set(), 0
         for tensor in tensors:
             empty = tuple(tensor.shape) == (0,)  # may be joined with tensors of any shape
             size = 1 if func is _STACK else 0 if empty else tensor.shape[dimension]
             if size and id(tensor) in self.detached:
-                found.add(start)
+                starts.add(start)
             start += size
-        return frozenset(found)
+        return frozenset(starts)
 
     def watch(self, root: nn.Module) -> None:
         """The modules that define the classes of this tree, and the functions that those import."""
@@ -301,7 +305,7 @@ class Rolling:
 
     def called(self, values: range, frame: FrameType) -> Any:
         """What `range` gives to the code of this frame."""
-        alone = self.recorder.threads.own()
+        alone = self.tape.threads.own()
         free = self.enabled and self.turn is None and alone and not _transformed()
         if free and values[MIN_TURNS - 1 :]:
             body = bodies_of(frame.f_code).get(frame.f_lineno)

@@ -22,13 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rooftrace.tracer.tensors import PLAIN
+from rooftrace.tracer.tensors import trees
 
 _DEPTH = 3
 """How deep objects inside objects are looked into."""
 _MAX_ITEMS = 512
 """Of larger containers only the length is compared."""
-_ABSENT = object()
 _HERE = __file__.rpartition("tracer")[0]
 _TORCH = (torch.__file__ or "").rpartition("__init__")[0]
 _STANDARD = sysconfig.get_paths()["stdlib"]
@@ -50,11 +49,8 @@ class Place:
     def value(self) -> Any:
         """What is there now."""
         if isinstance(self.holder, CellType):
-            try:
-                return self.holder.cell_contents
-            except ValueError:  # the cell is empty
-                return _ABSENT
-        return self.holder if self.key is None else self.holder.get(self.key, _ABSENT)
+            return trees.cell_content(self.holder)
+        return self.holder if self.key is None else self.holder.get(self.key, trees.ABSENT)
 
 
 State = list[Any]
@@ -138,9 +134,9 @@ class Outside:
         """The free variables of a function: what they hold, or their cells if that is plain."""
         values = frame.f_locals
         for name in frame.f_code.co_freevars:
-            value = values.get(name, _ABSENT)
+            value = values.get(name, trees.ABSENT)
             try:
-                if isinstance(value, PLAIN):
+                if isinstance(value, trees.PLAIN):
                     self._closures.append(frame.f_code)
                 else:
                     self._add(Place(value))
@@ -158,7 +154,7 @@ class Outside:
             if isinstance(function, FunctionType):
                 for cell in function.__closure__ or ():
                     place = Place(cell)
-                    if isinstance(place.value(), PLAIN):
+                    if isinstance(place.value(), trees.PLAIN):
                         self._add(place)
         self._closures.clear()
 
@@ -232,7 +228,7 @@ def _defaults(function: Any, code: CodeType) -> Iterator[Place]:
     """Default arguments and attributes of a function, which calls of it share."""
     if isinstance(function, FunctionType) and function.__code__ is code:
         for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
-            if not isinstance(value, PLAIN):
+            if not isinstance(value, trees.PLAIN):
                 yield Place(value)
         if function.__dict__:
             yield Place(function.__dict__)
@@ -245,54 +241,54 @@ def _is_library(owner: type | ModuleType) -> bool:
 
 
 def _state_of(value: Any) -> State:
-    found: State = []
-    _collect(value, _DEPTH, set(), found)
-    return found
+    state: State = []
+    _collect(value, _DEPTH, set(), state)
+    return state
 
 
-def _collect(value: Any, depth: int, seen: set[int], found: State) -> None:
-    """What can be told of a value, into `found`: objects by identity, what they hold by content.
+def _collect(value: Any, depth: int, seen: set[int], state: State) -> None:
+    """Append what can be told of a value: objects by identity, what they hold by content.
 
     Raises UnfollowableError for an object that may change where nobody sees it.
     """
-    found.append(value)
-    if isinstance(value, PLAIN) or id(value) in seen:
+    state.append(value)
+    if isinstance(value, trees.PLAIN) or id(value) in seen:
         return
     if isinstance(value, (type, ModuleType, logging.Logger)):
         return  # a class and a module by the names that code reads of them; a logger has caches
     seen.add(id(value))
     if isinstance(value, Tensor):
-        found.append(0 if value.is_inference() else value._version)
+        state.append(0 if value.is_inference() else value._version)
         return
     told = _TELLS.get(type(value))
     if told is not None:
-        found.append(told(value))
+        state.append(told(value))
         return
     if isinstance(value, contextvars.ContextVar):
-        _collect(value.get(_ABSENT), depth, seen, found)
+        _collect(value.get(trees.ABSENT), depth, seen, state)
         return
     if hasattr(value, "__next__") or hasattr(value, "bit_generator"):
         raise UnfollowableError
     if depth == 0:
         return
     if isinstance(value, dict):
-        _items(value, depth, seen, found)
+        _items(value, depth, seen, state)
     elif isinstance(value, (list, tuple, set, frozenset, deque)):
-        found.append(len(value))
+        state.append(len(value))
         if len(value) <= _MAX_ITEMS:
             for item in value:
-                _collect(item, depth - 1, seen, found)
+                _collect(item, depth - 1, seen, state)
     held = getattr(value, "__dict__", None)
     if isinstance(held, dict):
-        _items(held, depth, seen, found)
+        _items(held, depth, seen, state)
 
 
-def _items(held: Mapping[Any, Any], depth: int, seen: set[int], found: State) -> None:
-    found.append(len(held))
+def _items(held: Mapping[Any, Any], depth: int, seen: set[int], state: State) -> None:
+    state.append(len(held))
     if len(held) <= _MAX_ITEMS:
         for key, item in held.items():
-            found.append(key)
-            _collect(item, depth - 1, seen, found)
+            state.append(key)
+            _collect(item, depth - 1, seen, state)
 
 
 _TELLS: dict[type, Callable[[Any], str]] = {
@@ -304,6 +300,6 @@ _TELLS: dict[type, Callable[[Any], str]] = {
 
 def _same(before: State, after: State) -> bool:
     return len(before) == len(after) and all(
-        a is b or (type(a) is type(b) and isinstance(a, PLAIN) and a == b)
+        a is b or (type(a) is type(b) and isinstance(a, trees.PLAIN) and a == b)
         for a, b in zip(before, after, strict=True)
     )

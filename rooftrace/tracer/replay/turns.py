@@ -5,16 +5,22 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 
-from rooftrace.tracer.replay.loop_bodies import PLAIN, Body, Names, Refused, is_tensor, is_value
-from rooftrace.tracer.tensors import bytes_of, listed
-
-if TYPE_CHECKING:
-    from rooftrace.tracer.recording import OpInfo, Recorder
+from rooftrace.tracer.ops import Call
+from rooftrace.tracer.replay.loop_bodies import (
+    PLAIN,
+    Body,
+    FrameNames,
+    Refused,
+    is_tensor,
+    is_value,
+)
+from rooftrace.tracer.tape import META_KEY, Tape
+from rooftrace.tracer.tensors import trees
 
 RUN = 3
 """Turns that are run before the last ones."""
@@ -23,7 +29,7 @@ SLICE = torch.ops.aten.slice.Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class LoopState:
     """How the names of a body look after a turn, and the lists that it appends to."""
 
     looks: Mapping[str, Any]
@@ -33,8 +39,8 @@ class State:
 class _Eye:
     """Says how values look; memory is numbered in the order in which it is met."""
 
-    def __init__(self, recorder: Recorder) -> None:
-        self._known = recorder.values.known
+    def __init__(self, tape: Tape) -> None:
+        self._known = tape.values.known
         self._memory: dict[int, int] = {}
 
     def look(self, item: Any) -> Any:
@@ -47,7 +53,7 @@ class _Eye:
         raise Refused
 
     def _tensor(self, tensor: Tensor) -> Any:
-        memory = self._memory.setdefault(bytes_of(tensor), len(self._memory))
+        memory = self._memory.setdefault(trees.bytes_of(tensor), len(self._memory))
         keys = torch._C._dispatch_keys(tensor).raw_repr()
         known = self._known(tensor) is not None
         return _sizes(tensor), tensor.requires_grad, tensor.is_leaf, keys, known, memory
@@ -58,8 +64,8 @@ def _sizes(tensor: Tensor) -> tuple[Any, ...]:
     return tuple(tensor.shape), tensor.dtype, stride, tensor.device.type
 
 
-def state_of(body: Body, names: Names, recorder: Recorder) -> State:
-    eye = _Eye(recorder)
+def loop_state(body: Body, names: FrameNames, tape: Tape) -> LoopState:
+    eye = _Eye(tape)
     roots = {chain[0] for chain, _ in body.chains}
     looks = {name: eye.look(names.local(name)) for name in sorted(body.assigned)}
     for name in sorted((body.read | body.indexed | roots) - body.assigned):
@@ -71,11 +77,11 @@ def state_of(body: Body, names: Names, recorder: Recorder) -> State:
         items = names.get(name)
         if not items or not is_tensor(items[-1]):
             raise Refused
-        lists[name] = (id(items), len(items), _Eye(recorder).look(items[-1]))
-    return State(looks, lists)
+        lists[name] = (id(items), len(items), _Eye(tape).look(items[-1]))
+    return LoopState(looks, lists)
 
 
-def unchanged(before: State, after: State) -> bool:
+def unchanged(before: LoopState, after: LoopState) -> bool:
     """Whether two states are the same, but for lists that are one longer."""
     longer = {name: (i, length + 1, look) for name, (i, length, look) in before.lists.items()}
     return before.looks == after.looks and longer == after.lists
@@ -95,31 +101,27 @@ class _Seen(NamedTuple):
 
 @dataclass(slots=True)
 class Turn:
-    """A turn while it runs: its ops, the node and the storage before it, whether it is plain.
+    """A turn while it runs."""
 
-    plain: nothing in it depends on a value.  known: the views that it made of known tensors.
-    """
-
-    label: tuple[int, int]
-    node: fx.Node
-    storage: int
+    label: tuple[int, int]  # the serial number of the loop, and which of its turns this is
+    node: fx.Node  # the last one before it
+    storage: int  # how many storages there were before it
     ops: list[_Seen] = field(default_factory=list)
-    plain: bool = True
-    known: dict[int, Tensor] = field(default_factory=dict)
+    plain: bool = True  # nothing in it depends on a value
+    known: dict[int, Tensor] = field(default_factory=dict)  # views that it made of known tensors
 
-    def saw(
-        self, func: Any, info: OpInfo, args: Any, kwargs: Any, outputs: Any, known: list[Tensor]
-    ) -> None:
+    def saw(self, call: Call, outputs: Sequence[Tensor], known: list[Tensor]) -> None:
         """Take down an op; known: those of its outputs whose value is known."""
-        if info.view:
+        args, kwargs = call.args, call.kwargs
+        if call.info.view:
             self.known.update({id(tensor): tensor for tensor in known})
         else:
-            written = {id(tensor) for tensor in info.written(args, kwargs)}
-            read = {id(tensor) for tensor in listed([*args, *kwargs.values()])} - written
+            written = {id(tensor) for tensor in call.written()}
+            read = {id(tensor) for tensor in trees.listed([*args, *kwargs.values()])} - written
             self.plain &= not known and read.isdisjoint(self.known)
         self.ops.append(
             _Seen(
-                func,
+                call.func,
                 tuple([_shown(item) for item in args]),
                 tuple([(name, _shown(item)) for name, item in kwargs.items()]),
                 tuple([_sizes(output) for output in outputs]),
@@ -136,7 +138,7 @@ def _shown(item: Any) -> Any:
     return type(item), item
 
 
-def alike(first: _Seen, second: _Seen, turns: int) -> bool:
+def same_op(first: _Seen, second: _Seen, turns: int) -> bool:
     """Whether an op of turns 1 and 2 makes the same sizes in all turns up to the last but one."""
     if first == second:
         return True
@@ -163,15 +165,15 @@ def _inside(first: Sequence[Any], second: Sequence[Any], turns: int) -> bool:
 
 def ops_of(node: fx.Node, turn: Turn) -> list[fx.Node]:
     """The nodes of ops from `node` back to where the turn began."""
-    found = []
+    ops = []
     while node is not turn.node:
         if node.op != "call_function":
             if turn.label[1]:
                 raise Refused  # a constant of its own in every turn
         elif node.target is not operator.getitem:
-            found.append(node)
+            ops.append(node)
         node = node.prev
-    return found[::-1]
+    return ops[::-1]
 
 
 def wiring(number: int, ops: Sequence[Sequence[fx.Node]], turns: Sequence[Turn]) -> list[Any]:
@@ -179,8 +181,6 @@ def wiring(number: int, ops: Sequence[Sequence[fx.Node]], turns: Sequence[Turn])
 
     What was made before the turn before it stands for itself.
     """
-    from rooftrace.tracer.recording import META_KEY
-
     near = [*ops[number - 1], *ops[number]]
     places = {node: place for place, node in enumerate(near, -len(ops[number - 1]))}
     before, turn = turns[number - 1 : number + 1]
@@ -196,14 +196,14 @@ def wiring(number: int, ops: Sequence[Sequence[fx.Node]], turns: Sequence[Turn])
         close = spec.storage > before.storage
         return close, spec.storage - turn.storage if close else spec.storage
 
-    found = []
+    wired = []
     for node in ops[number]:
         recorded = node.meta[META_KEY]
         reads = [place(item) for item in (*node.args, *node.kwargs.values())]
         origin = replace(recorded.origin, loop=None)
         rest = replace(recorded, specs=(), origin=origin)
-        found.append((reads, [storage(spec) for spec in recorded.specs], rest))
-    return found
+        wired.append((reads, [storage(spec) for spec in recorded.specs], rest))
+    return wired
 
 
 def carried(reads: Sequence[Any]) -> int:

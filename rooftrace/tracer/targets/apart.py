@@ -130,7 +130,7 @@ def _error(names: Sequence[str], message: str) -> Exception:
     }
     for name in names:
         if name == "TraceError":
-            from rooftrace.tracer.recording import TraceError
+            from rooftrace.tracer.source import TraceError
 
             return TraceError(message)
         if name in known:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from rooftrace.tracer.asking import Inputs, Loaded, Request, RequestError, TargetError
 from rooftrace.tracer.phases import cache_arguments
-from rooftrace.tracer.recording import META, REAL_VALUE, Recorder, Values
+from rooftrace.tracer.recording import Recorder
 from rooftrace.tracer.targets.inputs import (
     check_names,
     is_tokens,
@@ -31,7 +31,9 @@ from rooftrace.tracer.targets.modalities import (
     required,
 )
 from rooftrace.tracer.targets.quantization import weights_precision
-from rooftrace.tracer.tensors import own_tensors, parameters_of, twin
+from rooftrace.tracer.tensors import own_tensors, parameters_of
+from rooftrace.tracer.twins import twin
+from rooftrace.tracer.values import META, REAL_VALUE, Values
 
 DEFAULT_LENGTH = 2048
 """Sequence length where none is asked for and the model allows it."""

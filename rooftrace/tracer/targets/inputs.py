@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from rooftrace.tracer.asking import Inputs, RequestError
 from rooftrace.tracer.graph import GraphError, torch_dtype
 from rooftrace.tracer.phases import cache_arguments
-from rooftrace.tracer.recording import META, REAL_VALUE
-from rooftrace.tracer.tensors import inputs_on_meta, parameters_of, replaced, tensors_in, twin
+from rooftrace.tracer.tensors import parameters_of, tensors_in
+from rooftrace.tracer.twins import inputs_on_meta, replaced, twin
+from rooftrace.tracer.values import META, REAL_VALUE
 
 _SEED = 0
 _PROMPTS = ("decoder_input_ids", "input_ids")

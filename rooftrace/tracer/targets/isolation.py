@@ -27,6 +27,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from rooftrace.tracer.source import spec_after
+
 _LOCK = threading.RLock()
 _OWN = frozenset({"rooftrace", "torch"})
 _PACKAGES = frozenset({"site-packages", "dist-packages"})
@@ -384,17 +386,10 @@ class _Finder:
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        finders = list(sys.meta_path)
-        for finder in finders[finders.index(self) + 1 :] if self in finders else ():
-            find = getattr(finder, "find_spec", None)
-            spec = None if find is None else find(name, path, target)
-            if spec is None:
-                continue
-            if type(spec.loader) is SourceFileLoader and _users(str(spec.origin)):
-                spec.loader = _FromSource(spec.loader.name, spec.loader.path)
-            found: ModuleSpec = spec
-            return found
-        return None
+        spec = spec_after(self, name, path, target)
+        if spec is not None and type(spec.loader) is SourceFileLoader and _users(str(spec.origin)):
+            spec.loader = _FromSource(spec.loader.name, spec.loader.path)
+        return spec
 
 
 def from_source(name: str, path: Path) -> ModuleSpec | None:

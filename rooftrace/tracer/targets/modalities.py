@@ -17,8 +17,10 @@ from torch import Tensor, nn
 
 from rooftrace.tracer.asking import RequestError
 from rooftrace.tracer.phases import as_before, learn
-from rooftrace.tracer.recording import META, REAL_VALUE, Recorder
-from rooftrace.tracer.tensors import own_tensors, parameters_of, tensors_in, twin
+from rooftrace.tracer.recording import Recorder
+from rooftrace.tracer.tensors import own_tensors, parameters_of, tensors_in
+from rooftrace.tracer.twins import twin
+from rooftrace.tracer.values import META, REAL_VALUE
 
 MAX_TRIALS = 48
 _SIDE = 24

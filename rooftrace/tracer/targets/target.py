@@ -23,7 +23,8 @@ from torch import Tensor, nn
 
 from rooftrace.tracer.asking import Inputs, Loaded, Request, RequestError, TargetError, is_config
 from rooftrace.tracer.graph import dtype_name
-from rooftrace.tracer.recording import META, Recorder, Values, followed, users_traceback
+from rooftrace.tracer.recording import Recorder, followed
+from rooftrace.tracer.source import users_traceback
 from rooftrace.tracer.targets import huggingface
 from rooftrace.tracer.targets.inputs import call_inputs, check_names, parsed_inputs, with_batch
 from rooftrace.tracer.targets.isolation import (
@@ -33,7 +34,8 @@ from rooftrace.tracer.targets.isolation import (
     place_of,
     prepare,
 )
-from rooftrace.tracer.tensors import inputs_on_meta
+from rooftrace.tracer.twins import inputs_on_meta
+from rooftrace.tracer.values import META, Values
 
 
 def load_target(target: str, request: Request | None = None) -> Loaded:

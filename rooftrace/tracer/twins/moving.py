@@ -5,33 +5,20 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import inspect
 import io
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils._pytree import tree_map_only
 
-from rooftrace.tracer.recording import META, REAL, REAL_VALUE, Real, TraceError, small
-from rooftrace.tracer.tensors.closures import copy_hooks
-from rooftrace.tracer.tensors.trees import (
-    HAS_BYTES,
-    ORDINARY,
-    PLAIN,
-    attributes_of,
-    bytes_of,
-    is_hollow,
-    parts_of,
-    pieces_of,
-    tensors_in,
-)
-
-LAZY = (UninitializedParameter, UninitializedBuffer)
+from rooftrace.tracer.source import TraceError
+from rooftrace.tracer.tensors import own_tensors, owners, subclasses, tensors_in, trees
+from rooftrace.tracer.twins.closures import copy_hooks
+from rooftrace.tracer.values import META, REAL_VALUE, marks
 
 
 def twin(tensor: Tensor) -> Tensor:
@@ -39,17 +26,17 @@ def twin(tensor: Tensor) -> Tensor:
 
     Of a tensor subclass, one of its class with the same attributes (see `Twins`).
     """
-    made = Twins()
-    found = made.of(tensor)
-    made.finish()
-    return found
+    twins = Twins()
+    made = twins.of(tensor)
+    twins.finish()
+    return made
 
 
 def _empty_like(tensor: Tensor) -> Tensor:
     """A meta tensor of its size; of a sparse one with as many stored elements."""
     if tensor.layout is not torch.sparse_coo:
         return torch.empty_like(tensor, device=META)
-    places, values = (torch.empty_like(piece, device=META) for piece in pieces_of(tensor))
+    places, values = (torch.empty_like(piece, device=META) for piece in trees.pieces_of(tensor))
     with torch.no_grad():
         return torch.sparse_coo_tensor(
             places, values, tensor.shape, is_coalesced=tensor.is_coalesced(), check_invariants=False
@@ -60,7 +47,7 @@ def _plain_twin(tensor: Tensor) -> Tensor:
     empty = _empty_like(tensor)
     empty.requires_grad_(tensor.requires_grad and tensor.dtype.is_floating_point)
     _refer(empty, tensor)
-    if tensor.device.type == "cpu" and small(tensor) and type(tensor) is Tensor:
+    if tensor.device.type == "cpu" and marks.small(tensor) and type(tensor) is Tensor:
         empty.__dict__[REAL_VALUE] = tensor.detach().clone()
     elif REAL_VALUE in tensor.__dict__:
         empty.__dict__[REAL_VALUE] = tensor.__dict__[REAL_VALUE]
@@ -82,13 +69,13 @@ def on_meta(module: nn.Module) -> nn.Module:
             memo[id(script)] = _loaded_on_meta(script)
     for path, owner in module.named_modules():
         for tensor in () if id(owner) in inside else own_tensors(owner):
-            if any(part.device.type != "meta" for part, _ in parts_of(tensor)):
+            if any(part.device.type != "meta" for part, _ in subclasses.parts_of(tensor)):
                 twins.of(tensor, owned=True, name=_name_in(owner, path, tensor))
     if not memo:
         return module
     twins.beside(part for part in module.modules() if id(part) not in inside)
     own = [t for part in module.modules() if id(part) not in inside for t in own_tensors(part)]
-    fresh_handles(module, memo)
+    twins.handles(module)
     try:
         twins.finish()
         made: nn.Module = copy.deepcopy(module, memo)
@@ -101,46 +88,11 @@ def on_meta(module: nn.Module) -> nn.Module:
         ) from error
 
 
-_HANDLES: dict[type, Callable[[Any], Any]] = {
-    ThreadPoolExecutor: lambda pool: ThreadPoolExecutor(pool._max_workers),
-    type(threading.Lock()): lambda lock: threading.Lock(),
-    type(threading.RLock()): lambda lock: threading.RLock(),
-    threading.Event: lambda event: threading.Event(),
-    threading.Semaphore: lambda semaphore: threading.Semaphore(semaphore._value),
-    threading.local: lambda local: threading.local(),
-}
-"""What cannot be copied, and how one like it is made: nobody waits for it or holds it yet."""
-
-
-def fresh_handles(module: nn.Module, memo: dict[int, Any]) -> None:
-    """Put handles of their own for the pools and locks of modules into the memo of a deep copy."""
-    waiting = [item for part in module.modules() for item in vars(part).values()]
-    for _ in range(_HANDLE_DEPTH):
-        inside: list[Any] = []
-        for item in waiting:
-            make = _HANDLES.get(type(item))
-            if make is not None:
-                memo.setdefault(id(item), make(item))
-            elif isinstance(item, dict):
-                inside += item.values()
-            elif isinstance(item, (list, tuple)):
-                inside += item
-            elif type(item).__module__ in ("threading", "queue", "_thread", "_queue"):
-                continue  # a queue is emptied by a thread that knows the original: none like it
-            elif not isinstance(item, (*PLAIN, Tensor, nn.Module, type)) and not callable(item):
-                inside += getattr(item, "__dict__", {}).values()
-        waiting = inside
-
-
-_HANDLE_DEPTH = 3
-"""How deep objects that modules hold are looked into for pools and locks."""
-
-
 def _scripted(module: nn.Module) -> list[torch.jit.ScriptModule]:
     """The outermost modules that TorchScript compiled."""
     if isinstance(module, torch.jit.ScriptModule):
         return [module]
-    return [found for child in module.children() for found in _scripted(child)]
+    return [inner for child in module.children() for inner in _scripted(child)]
 
 
 def _loaded_on_meta(script: torch.jit.ScriptModule) -> nn.Module:
@@ -154,24 +106,17 @@ def _loaded_on_meta(script: torch.jit.ScriptModule) -> nn.Module:
     return loaded
 
 
-def parameters_of(module: nn.Module) -> Mapping[str, inspect.Parameter]:
-    """The parameters of a module's forward, by name; of TorchScript's as its schema has them."""
-    forward: Any = module.forward
-    if not isinstance(module, torch.jit.ScriptModule):
-        return inspect.signature(forward).parameters
-    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    names = [argument.name for argument in forward.schema.arguments[1:]]
-    return {name: inspect.Parameter(name, kind) for name in names}
-
-
-def own_tensors(module: nn.Module) -> Iterable[Tensor]:
-    """Parameters, buffers and plain tensor attributes of one module, without its children's."""
-    for tensor in (*module._parameters.values(), *module._buffers.values()):
-        if tensor is not None:
-            yield tensor
-    for value in vars(module).values():
-        if isinstance(value, Tensor):
-            yield value
+_HANDLES: dict[type, Callable[[Any], Any]] = {
+    ThreadPoolExecutor: lambda pool: ThreadPoolExecutor(pool._max_workers),
+    type(threading.Lock()): lambda lock: threading.Lock(),
+    type(threading.RLock()): lambda lock: threading.RLock(),
+    threading.Event: lambda event: threading.Event(),
+    threading.Semaphore: lambda semaphore: threading.Semaphore(semaphore._value),
+    threading.local: lambda local: threading.local(),
+}
+"""What cannot be copied, and how one like it is made: nobody waits for it or holds it yet."""
+_HANDLE_DEPTH = 3
+"""How deep objects that modules hold are looked into for pools and locks."""
 
 
 class Twins:
@@ -197,7 +142,7 @@ class Twins:
         known: Tensor | None = self.memo.get(id(tensor))
         if known is not None:
             return known
-        if type(tensor) in ORDINARY or isinstance(tensor, LAZY):
+        if type(tensor) in subclasses.ORDINARY or isinstance(tensor, owners.LAZY):
             made = _aliased(tensor, self._storages) if not owned else None
             if made is None:
                 made = parameter_twin(tensor) if owned else _plain_twin(tensor)
@@ -213,12 +158,17 @@ class Twins:
                     "class __tensor_flatten__ and __tensor_unflatten__, or build the module under "
                     "`with torch.device('meta'):` and pass that"
                 ) from error
-        lazy = isinstance(tensor, LAZY)
-        if owned and not lazy and tensor.layout is torch.strided and not is_hollow(tensor):
-            self._storages.setdefault(bytes_of(tensor), made)
+        lazy = isinstance(tensor, owners.LAZY)
+        if (
+            owned
+            and not lazy
+            and tensor.layout is torch.strided
+            and not subclasses.is_hollow(tensor)
+        ):
+            self._storages.setdefault(trees.bytes_of(tensor), made)
         self.memo[id(tensor)] = made
         self._kept.append(tensor)
-        attributes = attributes_of(tensor)
+        attributes = subclasses.attributes_of(tensor)
         known_names = vars(made)
         rest = {n: item for n, item in attributes.items() if n not in known_names}
         if rest:
@@ -237,7 +187,7 @@ class Twins:
             inner = {n: self._part(getattr(tensor, n), owned) for n in names}
             size, stride = tensor.size(), tensor.stride() if _has_strides(tensor) else None
             made = kind.__tensor_unflatten__(inner, _on_no_device(context), size, stride)
-        elif is_hollow(tensor):
+        elif subclasses.is_hollow(tensor):
             made = Tensor._make_wrapper_subclass(
                 kind,
                 tensor.size(),
@@ -251,8 +201,8 @@ class Twins:
                 tensor.size(), tensor.stride(), dtype=tensor.dtype, device=META
             )
             made = Tensor._make_subclass(kind, empty, False)
-            made.__dict__[HAS_BYTES] = True
-            if not owned and tensor.device.type == "cpu" and small(tensor):
+            made.__dict__[subclasses.HAS_BYTES] = True
+            if not owned and tensor.device.type == "cpu" and marks.small(tensor):
                 made.__dict__[REAL_VALUE] = tensor.detach().as_subclass(Tensor).clone()
         if made.requires_grad != tensor.requires_grad and made.is_leaf:
             made.requires_grad_(tensor.requires_grad)
@@ -277,12 +227,27 @@ class Twins:
         """
         seen: set[int] = set()
         for module in modules:
-            special = any(type(tensor) not in ORDINARY for tensor in own_tensors(module))
-            for name, tensor in beside_in(module, seen):
+            special = any(type(tensor) not in subclasses.ORDINARY for tensor in own_tensors(module))
+            for name, tensor in owners.beside_in(module, seen):
                 if tensor.device.type != "cpu" or id(tensor) in self.memo:
                     continue
-                if special or bytes_of(tensor) in self._storages:
+                if special or trees.bytes_of(tensor) in self._storages:
                     self.of(tensor, name=name)
+
+    def handles(self, module: nn.Module) -> None:
+        """Put new pools and locks in the memo, for those that a module and its parts hold."""
+        waiting = [item for part in module.modules() for item in vars(part).values()]
+        for _ in range(_HANDLE_DEPTH):
+            inside: list[Any] = []
+            for item in waiting:
+                make = _HANDLES.get(type(item))
+                if make is not None:
+                    self.memo.setdefault(id(item), make(item))
+                elif type(item).__module__ in ("threading", "queue", "_thread", "_queue"):
+                    continue  # a queue is emptied by a thread that knows the original
+                elif not isinstance(item, (*trees.PLAIN, Tensor, nn.Module, type)):
+                    inside += trees.held_in(item)
+            waiting = inside
 
     def finish(self) -> None:
         """Copy the attributes of subclasses, once all tensors that they may name are there."""
@@ -297,22 +262,11 @@ class Twins:
                     object.__setattr__(made, name, copied)
 
 
-def beside_in(module: nn.Module, seen: set[int] | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Tensors in objects that a module holds, with the names of its attributes.
-
-    seen: objects that are not looked into (again).
-    """
-    seen = set() if seen is None else seen
-    for name, item in vars(module).items():
-        if name not in ("_parameters", "_buffers", "_modules") and not isinstance(item, PLAIN):
-            yield from ((name, tensor) for tensor in tensors_in(item, seen))
-
-
 def _aliased(tensor: Tensor, storages: Mapping[int, Tensor]) -> Tensor | None:
     """A meta tensor that shares its bytes with the twin of what `tensor` shares bytes with."""
-    if tensor.layout is not torch.strided or bytes_of(tensor) not in storages:
+    if tensor.layout is not torch.strided or trees.bytes_of(tensor) not in storages:
         return None
-    base = storages[bytes_of(tensor)]
+    base = storages[trees.bytes_of(tensor)]
     empty = torch.empty(0, dtype=tensor.dtype, device=META)
     where = base.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride()
     return empty.set_(*where)
@@ -351,7 +305,7 @@ def _name_in(owner: nn.Module, path: str, tensor: Tensor) -> str:
 
 def parameter_twin(tensor: Tensor) -> Tensor:
     """A meta tensor for an ordinary one that a module owns: a parameter stays one."""
-    if isinstance(tensor, LAZY):
+    if isinstance(tensor, owners.LAZY):
         kind: Any = type(tensor)
         empty: Tensor = kind(tensor.requires_grad, device=META, dtype=tensor.dtype)
         return empty
@@ -366,16 +320,9 @@ def _refer(empty: Tensor, tensor: Tensor) -> None:
     """Let a twin know the real tensor, from which values are computed where code asks for them."""
     plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
     if plain and tensor.device.type == "cpu":
-        empty.__dict__[REAL] = Real(tensor)
-    elif REAL in tensor.__dict__:
-        empty.__dict__[REAL] = tensor.__dict__[REAL]
-
-
-def is_lazy(module: nn.Module) -> bool:
-    """Whether some parameter has no shape before the first call (nn.LazyLinear)."""
-    return any(
-        isinstance(tensor, LAZY) for owner in module.modules() for tensor in own_tensors(owner)
-    )
+        empty.__dict__[marks.REAL] = marks.Real(tensor)
+    elif marks.REAL in tensor.__dict__:
+        empty.__dict__[marks.REAL] = tensor.__dict__[marks.REAL]
 
 
 def inputs_on_meta(tree: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Whether two modules are alike: no code could tell calls of one from calls of the other."""
+"""Whether two modules are the same to their code: it could not tell their calls apart."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _ABSENT = object()
 
 
 def build_of(module: nn.Module, builds: Mapping[int, Any]) -> Any:
-    """How a module is built, equal for those built alike; None where a hook watches its calls."""
+    """How a module is built, equal for equal builds; None where a hook watches its calls."""
     if any(getattr(module, hooks, None) for hooks in _HOOKS):
         return None
     children = []
@@ -48,10 +48,10 @@ def build_of(module: nn.Module, builds: Mapping[int, Any]) -> Any:
 
 def differences(module: nn.Module, other: nn.Module) -> frozenset[tuple[str, str]] | None:
     """Attributes in which two modules of one build differ, by path below; None: more than that."""
-    parts, twins = parts_of(module), parts_of(other)
+    parts, twins = modules_below(module), modules_below(other)
     if [(path, first) for path, _, first in parts] != [(path, first) for path, _, first in twins]:
         return None
-    found = set()
+    places = set()
     for (path, mine, _), (_, theirs, _) in zip(parts, twins, strict=True):
         own, others = vars(mine), vars(theirs)
         if type(mine) is not type(theirs) or own.keys() != others.keys():
@@ -60,12 +60,12 @@ def differences(module: nn.Module, other: nn.Module) -> frozenset[tuple[str, str
             if name in _STRUCTURE or value is others[name]:
                 continue
             both = isinstance(value, Tensor) and isinstance(others[name], Tensor)
-            if not (_look(value) == _look(others[name]) if both else _alike(value, others[name])):
-                found.add((path, name))
-    return frozenset(found)
+            if not (_look(value) == _look(others[name]) if both else _same(value, others[name])):
+                places.add((path, name))
+    return frozenset(places)
 
 
-def parts_of(module: nn.Module) -> list[tuple[str, nn.Module, int]]:
+def modules_below(module: nn.Module) -> list[tuple[str, nn.Module, int]]:
     """Modules inside, by every path below, each with a number that only its other paths have."""
     numbers: dict[int, int] = {}
     return [
@@ -83,7 +83,7 @@ def _look(tensor: Tensor) -> Any:
     return type(tensor), *trees.look_of(tensor), tensor.device
 
 
-def _alike(value: Any, other: Any, depth: int = _DEPTH) -> bool:
+def _same(value: Any, other: Any, depth: int = _DEPTH) -> bool:
     """Whether no code could tell two attributes apart, but by identity."""
     if value is other:
         return True
@@ -99,45 +99,45 @@ def _alike(value: Any, other: Any, depth: int = _DEPTH) -> bool:
         return bool(value == other)
     if isinstance(value, (list, tuple)):
         same = len(value) == len(other) and all(
-            _alike(a, b, depth - 1) for a, b in zip(value, other, strict=True)
+            _same(a, b, depth - 1) for a, b in zip(value, other, strict=True)
         )
     elif isinstance(value, dict):
         same = list(value) == list(other) and all(
-            _alike(a, other[key], depth - 1) for key, a in value.items()
+            _same(a, other[key], depth - 1) for key, a in value.items()
         )
     else:
         same = type(value).__basicsize__ == _Simple.__basicsize__ and hasattr(value, "__dict__")
-    return same and _alike(getattr(value, "__dict__", 0), getattr(other, "__dict__", 0), depth - 1)
+    return same and _same(getattr(value, "__dict__", 0), getattr(other, "__dict__", 0), depth - 1)
 
 
 class _Simple:
     """An object of which all that can be told apart is in its `__dict__`."""
 
 
-def state_of(module: nn.Module) -> list[Any]:
+def held_state(module: nn.Module) -> list[Any]:
     """What a call could change: attributes of the modules inside, and what these hold in turn."""
-    found: list[Any] = []
+    state: list[Any] = []
     seen: set[int] = set()
     for part in module.modules():
-        _collect(vars(part), _REACH, seen, found)
-    return found
+        _collect(vars(part), _REACH, seen, state)
+    return state
 
 
-def _collect(value: Any, depth: int, seen: set[int], found: list[Any]) -> None:
-    found.append(value)
+def _collect(value: Any, depth: int, seen: set[int], state: list[Any]) -> None:
+    state.append(value)
     hidden = isinstance(value, (*PLAIN, Tensor, nn.Module, type)) or callable(value)
     if hidden or depth == 0 or id(value) in seen:
         return
     seen.add(id(value))
     if isinstance(value, dict):
         for key, item in value.items():
-            found.append(key)
-            _collect(item, depth - 1, seen, found)
+            state.append(key)
+            _collect(item, depth - 1, seen, state)
     elif isinstance(value, (list, tuple, set, frozenset, deque)):
         for item in value:
-            _collect(item, depth - 1, seen, found)
+            _collect(item, depth - 1, seen, state)
     if type(value) not in _CONTAINERS and hasattr(value, "__dict__"):
-        _collect(vars(value), depth - 1, seen, found)
+        _collect(vars(value), depth - 1, seen, state)
 
 
 def same_state(before: list[Any], after: list[Any]) -> bool:

@@ -15,6 +15,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from rooftrace.tracer.tensors import trees
+
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _REGISTER = ("register_hook", "register_post_accumulate_grad_hook")
 _DEPTH = 6
@@ -23,7 +25,7 @@ _DEPTH = 6
 
 def held_by(item: Any) -> list[Any]:
     """What a function, bound method or partial refers to, through other functions too."""
-    found: list[Any] = []
+    held: list[Any] = []
     seen: set[int] = set()
 
     def search(item: Any) -> None:
@@ -32,12 +34,12 @@ def held_by(item: Any) -> list[Any]:
         seen.add(id(item))
         inside = _parts_of_callable(item)
         if inside is None:
-            found.append(item)
+            held.append(item)
         for part in inside or ():
             search(part)
 
     search(item)
-    return [part for part in found if part is not item]
+    return [part for part in held if part is not item]
 
 
 def _parts_of_callable(item: Any) -> list[Any] | None:
@@ -51,13 +53,8 @@ def _parts_of_callable(item: Any) -> list[Any] | None:
 
 
 def _contents(cells: Iterable[CellType]) -> list[Any]:
-    contents = []
-    for cell in cells:
-        try:
-            contents.append(cell.cell_contents)
-        except ValueError:  # not assigned yet
-            continue
-    return contents
+    contents = map(trees.cell_content, cells)
+    return [content for content in contents if content is not trees.ABSENT]
 
 
 def rebound(item: Any, memo: dict[int, Any]) -> Any:

@@ -1,0 +1,7 @@
+from rooftrace.tracer.ops import groups as groups, traits as traits
+from rooftrace.tracer.ops.calls import (
+    Call as Call,
+    OpInfo as OpInfo,
+    info_of as info_of,
+    written_nodes as written_nodes,
+)

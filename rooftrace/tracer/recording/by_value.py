@@ -1,0 +1,354 @@
+"""Ops whose result depends on values, which meta tensors have not.
+
+Values come from `values`: exact where they are known, else by a named policy that is put on record.
+ANSWERS is the one table of such ops: each has a function that runs and records a call of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map_only
+
+from rooftrace.tracer.ops import Call
+from rooftrace.tracer.recording.packed import QUANTIZED, by_packed
+from rooftrace.tracer.tape import Tape, records
+from rooftrace.tracer.tensors import trees
+from rooftrace.tracer.values import META, Values, marks
+
+Answer = Callable[[Tape, Call], Any]
+"""Runs and records a call, and returns what it returns; NotImplemented: run it like any other."""
+
+ANSWERS: dict[str, Answer] = {}
+
+
+def answers(*names: str) -> Callable[[Answer], Answer]:
+    """Let a function run the ops of these names."""
+
+    def added(function: Answer) -> Answer:
+        ANSWERS.update(dict.fromkeys(names, function))
+        return function
+
+    return added
+
+
+def by_value(tape: Tape, call: Call) -> Any:
+    """Run and record an op whose result depends on values; NotImplemented for all others."""
+    if call.kwargs.get("check_errors"):
+        _checked_inside(tape, call)
+    answer = ANSWERS.get(call.name)
+    if answer is not None:
+        return answer(tape, call)
+    if call.info.answers and not call.info.mutated:
+        return _answered(tape, call)
+    return by_packed(tape, call) if call.name.startswith("quantized.") else NotImplemented
+
+
+def is_mask(index: Any) -> bool:
+    """Whether an index is a tensor that says of each element whether it is taken."""
+    return isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
+
+
+def _lifted(values: Values, value: Tensor, taint: frozenset[int]) -> Tensor:
+    """A meta tensor of this value."""
+    out = torch.empty(value.shape, dtype=value.dtype, device=META)
+    values.learn(out, value, taint)
+    return out
+
+
+ANSWERS.update(dict.fromkeys(QUANTIZED, by_packed))
+
+
+# -- ops that answer with a Python value ---------------------------------------------------------
+
+
+@answers("aten._local_scalar_dense")
+def _read(tape: Tape, call: Call) -> Any:
+    """item()"""
+    value, taint = tape.values.value_of(call.args[0], "item()")
+    tape.record(call, [], sync=True, taint=taint)
+    return value.reshape(-1)[0].item()
+
+
+@answers("aten.equal", "aten.allclose")
+def _compared(tape: Tape, call: Call) -> bool:
+    """Whether two tensors are equal; of unknown ones, whether their shapes are."""
+    values, args = tape.values, call.args
+    first, second = (values.exact(t) for t in args[:2])
+    if first is not None and second is not None:
+        tape.record(call, [], sync=True, taint=first.taint | second.taint)
+        return bool(call.func(first.value, second.value, *args[2:], **call.kwargs))
+    decided = values.decision("branch")
+    taken = tuple(args[0].shape) == tuple(args[1].shape) if decided is None else bool(decided)
+    shown = "shapes are equal" if decided is None else f"{taken}, as given"
+    taint = values.assume("branch", f"{call.short_name}() of unknown tensors is taken as: {shown}")
+    tape.record(call, [], sync=True, taint=frozenset([taint]))
+    return taken
+
+
+def _answered(tape: Tape, call: Call) -> Any:
+    """What an op answers for known values, with zeros for unknown ones."""
+    values = tape.values
+    decided = values.decision("value")
+    value_for_unknown = 0 if decided is None else decided
+    taint = records.NO_TAINT
+    unknown: list[Tensor] = []
+
+    def value(tensor: Tensor) -> Tensor:
+        nonlocal taint
+        entry = values.exact(tensor)
+        if entry is None:
+            unknown.append(tensor)
+            # One element seen everywhere: an unknown activation can be larger than this machine.
+            fill = torch.full((), value_for_unknown, dtype=tensor.dtype)
+            return fill.expand(tuple(tensor.shape))
+        taint |= entry.taint
+        return entry.value
+
+    args, kwargs = tree_map_only(Tensor, value, (tuple(call.args), dict(call.kwargs)))
+    answer = call.func(*args, **kwargs)
+    if unknown:
+        text = (
+            f"{call.short_name}() is asked with {value_for_unknown or 'zeros'} for what is unknown"
+        )
+        taint |= {values.assume("value", text, answer)}
+    tape.record(call, [], sync=True, taint=taint)
+    return answer
+
+
+# -- checks: ops that raise by the value of a tensor ---------------------------------------------
+
+_FUNCTIONAL_ASSERT = "aten._functional_assert_async"
+_FACTORISATION_CHECK = "aten._linalg_check_errors"
+_ASSERT = torch.ops.aten._assert_async.msg
+
+
+@answers(_FACTORISATION_CHECK, "aten._assert_async", _FUNCTIONAL_ASSERT)
+def _checked(tape: Tape, call: Call) -> Any:
+    """A check of a value, which raises what torch raises where the value is known.
+
+    Else it passes.  Code goes on after a failed factorisation, with another matrix: that it does
+    not fail is put on record.
+    """
+    values, args = tape.values, call.args
+    entry = values.exact(args[0])
+    taint = records.NO_TAINT if entry is None else entry.taint
+    if entry is None and call.name == _FACTORISATION_CHECK:
+        text = f"{args[1]} of an unknown matrix is taken to succeed"
+        taint = frozenset([values.assume("branch", text, False)])
+    tape.record(call, [], sync=True, taint=taint)
+    functional = call.name == _FUNCTIONAL_ASSERT
+    if entry is not None and not entry.taint:
+        rest = [item for item in args[1:] if not isinstance(item, Tensor)]
+        with _disable_current_modes():
+            check = _ASSERT if functional else call.func
+            check(entry.value, *rest, **call.kwargs)
+    return args[2] if functional else None
+
+
+@answers("aten.cholesky")
+def _factorised(tape: Tape, call: Call) -> Any:
+    """A factorisation that fails by itself: the check is made, then it runs like any other op."""
+    if not call.kwargs.get("check_errors"):
+        _checked_inside(tape, call)
+    return NotImplemented
+
+
+def _checked_inside(tape: Tape, call: Call) -> None:
+    """Raise what a factorisation with a check of its own raises, as `_checked` does."""
+    values = tape.values
+    matrices = trees.listed(call.args)
+    entries = [values.exact(t) for t in matrices]
+    exact = {id(t): e.value for t, e in zip(matrices, entries, strict=True) if e is not None}
+    if any(entry is None for entry in entries):
+        text = f"{call.short_name} of an unknown matrix is taken to succeed"
+        values.assume("branch", text, False)
+    elif all(e is not None and not e.taint and marks.small(e.value) for e in entries):
+        args = tree_map_only(Tensor, lambda t: exact[id(t)], tuple(call.args))
+        with _disable_current_modes(), torch.no_grad():
+            call.func(*args, **call.kwargs)
+
+
+# -- ops whose output has as many elements as a value says ---------------------------------------
+
+
+@answers("aten.index", "aten.index_put", "aten.index_put_", "aten._index_put_impl_")
+def _masked_index(tape: Tape, call: Call) -> Any:
+    """Run a boolean index as the integer indices of its true elements; record it as it was."""
+    values, args = tape.values, call.args
+    if not any(is_mask(index) for index in args[1]):
+        return NotImplemented
+    indices: list[Tensor | None] = []
+    taint = records.NO_TAINT
+    for item in args[1]:
+        if is_mask(item):
+            value, why = values.value_of(item, "a boolean index")
+            taint |= why
+            indices += [
+                _lifted(values, column.contiguous(), why) for column in value.nonzero().unbind(1)
+            ]
+        else:
+            indices.append(item)
+    count = next((i.numel() for i in indices if i is not None), 0)
+    rest = list(args[2:])
+    if call.name != "aten.index" and rest and isinstance(rest[0], Tensor):
+        put = rest[0]
+        if put.dim() and put.shape[0] not in (1, count) and count:
+            rest[0] = put[:1].expand(count, *put.shape[1:])
+            text = f"index_put of {put.shape[0]} values where {count} positions are assumed"
+            taint |= {values.assume("shape", text)}
+    run_args = (args[0], indices, *rest)
+    run = replace(call, args=run_args, tensors=trees.listed(run_args))
+    out = run.run()
+    if call.info.mutated:
+        values.forget(args[0])
+    else:
+        values.propagate(run, [out])
+    tape.record(call, [out], single=True, taint=taint)
+    return out
+
+
+@answers(
+    "aten.nonzero",
+    "aten.masked_select",
+    "aten._unique2",
+    "aten.unique_dim",
+    "aten.unique_consecutive",
+    "aten.bincount",
+    "aten.unique_dim_consecutive",
+    "aten.nonzero_static",
+)
+def _counted(tape: Tape, call: Call) -> Any:
+    """nonzero, unique, bincount ...: the output's size is a value."""
+    values = tape.values
+    taint = records.NO_TAINT
+    plain = []
+    unknown = False
+    for position, item in enumerate(call.args):
+        if not isinstance(item, Tensor):
+            plain.append(item)
+        elif call.name == "aten.masked_select" and position == 0 and values.known(item) is None:
+            unknown = True
+            plain.append(torch.zeros(tuple(item.shape), dtype=item.dtype))
+        else:
+            value, why = values.value_of(item, call.short_name)
+            taint |= why
+            plain.append(value)
+
+    def lift(value: Tensor) -> Tensor:
+        if unknown:
+            return torch.empty(value.shape, dtype=value.dtype, device=META)
+        return _lifted(values, value, taint)
+
+    out = tree_map_only(Tensor, lift, call.func(*plain, **call.kwargs))
+    tape.record(call, trees.listed(out), single=isinstance(out, Tensor), taint=taint)
+    return out
+
+
+@answers("aten.repeat_interleave")
+def _interleaved(tape: Tape, call: Call) -> Any:
+    """How often each element stands is a tensor: the size of the output depends on it."""
+    by_tensor = len(call.args) == 1 or isinstance(call.args[1], Tensor)
+    return _counted(tape, call) if by_tensor else NotImplemented
+
+
+@answers("aten._padded_dense_to_jagged_forward")
+def _jagged(tape: Tape, call: Call) -> Tensor:
+    """Rows of a padded tensor [B, S, ...] that offsets name, [L, ...]; they say L too."""
+    padded, offsets, *rest = call.args
+    rows = rest[0] if rest else call.kwargs.get("total_L")
+    taint = records.NO_TAINT
+    if rows is None:
+        ends, taint = tape.values.value_of(offsets[0], "the rows of a jagged tensor")
+        rows = ends.reshape(-1)[-1].item()
+    out = torch.empty((int(rows), *padded.shape[2:]), dtype=padded.dtype, device=META)
+    tape.record(call, [out], single=True, taint=taint)
+    return out
+
+
+@answers("torchvision.nms")
+def _suppressed(tape: Tape, call: Call) -> Tensor:
+    """Non-maximum suppression: which boxes stay, or half of them."""
+    values, args = tape.values, call.args
+    boxes, scores = (values.exact(t) for t in args[:2])
+    if boxes is not None and scores is not None and not boxes.taint | scores.taint:
+        kept = call.func(boxes.value, scores.value, *args[2:], **call.kwargs)
+        out = _lifted(values, kept, records.NO_TAINT)
+        tape.record(call, [out], single=True)
+        return out
+    count = max(1, args[0].shape[0] // 2)
+    text = "non-maximum suppression keeps half of the boxes"
+    taint = frozenset([values.assume("nms", text, count)])
+    out = _lifted(values, torch.arange(count), taint)
+    tape.record(call, [out], single=True, taint=taint)
+    return out
+
+
+# -- copies to the host, and a scaler that looks at gradients ------------------------------------
+
+_NOT_FOLLOWED = "a copy to the host of an unknown value is not followed"
+_SCALAR = torch.ops.aten._local_scalar_dense.default
+
+
+@answers("aten._to_copy")
+def _to_host(tape: Tape, call: Call) -> Any:
+    """`.cpu()`: floats stay on meta, so that what is made of them is recorded, wherever it runs.
+
+    Known whole numbers (indices, lengths, masks) become real: the host keeps its books with them.
+    Unknown ones stay on meta, and that is said.
+    """
+    device = call.kwargs.get("device")
+    if device is None or torch.device(device).type != "cpu":
+        return NotImplemented
+    values, tensor = tape.values, call.args[0]
+    entry = values.known(tensor)
+    tape.record(call, [], sync=True, taint=records.NO_TAINT if entry is None else entry.taint)
+    whole = not (tensor.is_floating_point() or tensor.is_complex())
+    if entry is not None and whole and not tape.entries.is_stored(tensor):
+        return entry.value.to(call.kwargs.get("dtype") or entry.value.dtype).clone()
+    if entry is None:
+        values.assume("host-copy", _NOT_FOLLOWED)
+    there = replace(call, kwargs={**call.kwargs, "device": META})
+    out: Tensor = there.run()
+    if out.dtype == tensor.dtype:
+        tape.tags.same_as(out, tensor)
+    else:
+        tape.record(there, [out], single=True)
+    if entry is not None and marks.small(tensor):
+        values.learn(out, entry.value.to(out.dtype).clone(), entry.taint)
+    return out
+
+
+@answers("aten.copy_")
+def _into_host(tape: Tape, call: Call) -> Any:
+    """A copy into a tensor of the host: what it holds from here on, if known."""
+    target, source = call.args[:2]
+    if target.device.type != "cpu" or source.device.type == "cpu":
+        return NotImplemented
+    entry = tape.values.known(source)
+    if entry is not None:
+        target.copy_(entry.value)
+        tape.record(Call.of(_SCALAR, source), [], sync=True, taint=entry.taint)
+        return target
+    tape.values.assume("host-copy", _NOT_FOLLOWED)
+    tape.record(call, [target], single=True)
+    return target
+
+
+@answers("aten._amp_foreach_non_finite_check_and_unscale_")
+def _unscaled(tape: Tape, call: Call) -> None:
+    """A loss scaler's look for infinite gradients finds none, so that its step is taken."""
+    values, (gradients, infinite) = tape.values, call.args[:2]
+    call.run()
+    for gradient in gradients:
+        values.forget(gradient)
+    text = "all gradients are finite: the scaled step is taken"
+    taint = frozenset([values.assume("value", text, 0)])
+    tape.record(call, [], taint=taint)
+    values.forget(infinite)
+    values.learn(infinite, torch.zeros(tuple(infinite.shape)), taint)

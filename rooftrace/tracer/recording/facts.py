@@ -1,0 +1,214 @@
+"""Counts that cost rules need and that only known values give: rows that are read, pairs shown.
+
+FACTS is the table of ops that have such counts: each has a function that finds them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rooftrace.tracer.ops import Call
+from rooftrace.tracer.recording.by_value import is_mask
+from rooftrace.tracer.tape import records
+from rooftrace.tracer.tensors import trees
+from rooftrace.tracer.values import Values
+
+_MASKED = -1e4
+"""An additive attention mask below this hides its position."""
+
+Fact = Callable[[Values, Call, dict[str, Any]], frozenset[int] | None]
+"""Adds counts of a call; returns the assumptions they rest on; None: the call is like any other."""
+
+FACTS: dict[str, Fact] = {}
+
+
+def facts_of(*names: str) -> Callable[[Fact], Fact]:
+    """Let a function find the counts of the ops of these names."""
+
+    def added(function: Fact) -> Fact:
+        FACTS.update(dict.fromkeys(names, function))
+        return function
+
+    return added
+
+
+def learn_facts(values: Values, call: Call, facts: dict[str, Any]) -> frozenset[int]:
+    """Add rows_touched, groups_touched, mask ... to `facts`; returns what they rest on.
+
+    Raises IndexError for known indices outside of what they point into, as a CPU does.
+    """
+    _check_range(values, call)
+    fact = FACTS.get(call.name)
+    taint = None if fact is None else fact(values, call, facts)
+    if taint is not None:
+        return taint
+    sparse = next((t for t in call.tensors if t.layout is not torch.strided), None)
+    if sparse is not None and sparse._nnz():  # what `to_sparse` makes on meta has none
+        facts["stored"] = trees.pieces_of(sparse)[-1].numel()
+    return records.NO_TAINT
+
+
+# -- rows ----------------------------------------------------------------------------------------
+
+
+@facts_of("aten.embedding")
+def _embedded(values: Values, call: Call, facts: dict[str, Any]) -> frozenset[int]:
+    return _rows(values, call.args[1], facts)
+
+
+@facts_of("aten.index_select")
+def _selected(values: Values, call: Call, facts: dict[str, Any]) -> frozenset[int]:
+    return _rows(values, call.args[2], facts)
+
+
+@facts_of("aten.index")
+def _indexed(values: Values, call: Call, facts: dict[str, Any]) -> frozenset[int] | None:
+    indices = call.args[1]
+    if len(indices) != 1 or not isinstance(indices[0], Tensor):
+        return None
+    entry = values.known(indices[0])
+    if entry is None or entry.value.numel() > 1:
+        return _rows(values, indices[0], facts)
+    return entry.taint
+
+
+def _rows(values: Values, index: Tensor, facts: dict[str, Any]) -> frozenset[int]:
+    """How many different rows an index reads."""
+    entry = values.known(index)
+    if entry is None:
+        return records.NO_TAINT
+    facts.update(values.results.once(entry.value, ("rows",), _distinct))
+    return entry.taint
+
+
+def _distinct(index: Tensor) -> dict[str, Any]:
+    return {"rows_touched": int(torch.unique(index).numel())}
+
+
+def _check_range(values: Values, call: Call) -> None:
+    name, args = call.name, call.args
+    if name == "aten.index":
+        places = [(i, args[0].shape[n], True) for n, i in enumerate(args[1]) if i is not None]
+    elif name == "aten.embedding":
+        places = [(args[1], args[0].shape[0], False)]
+    elif name in ("aten.index_select", "aten.gather"):
+        places = [(args[2], args[0].shape[args[1]] if args[0].dim() else 1, False)]
+    else:
+        return
+    for index, size, negative in places:
+        entry = values.known(index)
+        if entry is None or entry.taint or not entry.value.numel() or is_mask(entry.value):
+            continue
+        least, most = values.results.once(entry.value, ("range",), _range)
+        if least < (-size if negative else 0) or most >= size:
+            wrong = most if most >= size else least
+            raise IndexError(f"index out of range in self: {wrong} of {size} rows ({name})")
+
+
+def _range(index: Tensor) -> tuple[int, int]:
+    least, most = index.aminmax()
+    return int(least), int(most)
+
+
+# -- groups --------------------------------------------------------------------------------------
+
+
+@facts_of("aten._grouped_mm", "aten._scaled_grouped_mm")
+def _groups(values: Values, call: Call, facts: dict[str, Any]) -> frozenset[int]:
+    """How many groups have rows, how many rows the largest has, and all."""
+    offsets = next((t for t in call.tensors if t.dtype == torch.int32 and t.dim() == 1), None)
+    entry = values.known(offsets) if offsets is not None else None
+    if entry is None:
+        return records.NO_TAINT
+    sizes = torch.diff(entry.value, prepend=entry.value.new_zeros(1))
+    facts["groups_touched"] = int((sizes > 0).sum())
+    facts["rows_largest"] = int(sizes.max()) if sizes.numel() else 0
+    facts["rows_routed"] = int(sizes.sum())
+    return entry.taint
+
+
+# -- attention -----------------------------------------------------------------------------------
+
+
+@facts_of("rooftrace.flex_attention", "rooftrace.flex_attention_backward")
+def _flex(values: Values, call: Call, facts: dict[str, Any]) -> frozenset[int]:
+    """The pairs that its mask function shows stand among its arguments."""
+    pairs, mask = call.args[-2:]
+    facts.update({"mask": mask} if pairs is None else {"mask": mask, "visible_pairs": pairs})
+    return records.NO_TAINT
+
+
+_OFFSETS = {"aten._flash_attention_forward": 3, "aten._flash_attention_backward": 6}
+"""Where the offsets of the sequences stand."""
+
+
+@facts_of(*_OFFSETS)
+def _packed_attention(values: Values, call: Call, facts: dict[str, Any]) -> frozenset[int] | None:
+    """Sequences of different lengths in one row are counted as equally long, which is said."""
+    if len(call.args) <= _OFFSETS[call.name]:
+        return None
+    offsets = call.args[_OFFSETS[call.name]]
+    entry = values.known(offsets) if isinstance(offsets, Tensor) else None
+    if isinstance(offsets, Tensor) and (entry is None or not _equal_steps(entry.value)):
+        text = "attention over packed sequences counts them as equally long"
+        return frozenset([values.assume("lengths", text)])
+    return records.NO_TAINT if entry is None else entry.taint
+
+
+def _equal_steps(offsets: Tensor) -> bool:
+    steps = offsets.diff()
+    return bool((steps == steps[:1]).all())
+
+
+_MASK = {"rooftrace.attention": 3, "rooftrace.attention_backward": 4}
+"""Where attention has its mask; query and key stand three and two places before it."""
+
+
+@facts_of(*_MASK)
+def _masked_attention(values: Values, call: Call, facts: dict[str, Any]) -> frozenset[int] | None:
+    """How many pairs a known mask shows."""
+    position = _MASK[call.name]
+    query, key, mask = (call.args[position - back] for back in (3, 2, 0))
+    if mask is None:
+        return None
+    entry = values.known(mask)
+    if entry is None or entry.value.dim() < 2:
+        return records.NO_TAINT
+    rows, columns = query.shape[-2], key.shape[-2]
+    facts.update(
+        values.results.once(
+            entry.value, (rows, columns), lambda mask: _mask_facts(mask, rows, columns)
+        )
+    )
+    return entry.taint
+
+
+def _mask_facts(mask: Tensor, rows: int, columns: int) -> dict[str, Any]:
+    """How many (query, key) pairs of one head a mask leaves visible, and its kind."""
+    visible = mask if mask.dtype == torch.bool else mask > _MASKED
+    leading = visible.shape[:-2]
+    shown_rows, shown_columns = visible.shape[-2:]  # 1 where it is the same for all
+    pairs = int(visible.sum()) * (rows // shown_rows) * (columns // shown_columns)
+    return {"visible_pairs": pairs // max(1, leading.numel()), "mask": classify(visible)}
+
+
+def classify(visible: Tensor) -> str:
+    """What a boolean mask [..., S, L] hides: none, causal, sliding-window, padding or full."""
+    if bool(visible.all()):
+        return "none"
+    plane = visible.reshape(-1, *visible.shape[-2:])[0]
+    rows, columns = plane.shape
+    shift = columns - rows
+    causal = torch.ones(rows, columns, dtype=torch.bool).tril(shift)
+    if torch.equal(plane, causal):
+        return "causal"
+    if bool((plane & ~causal).any()):
+        same = bool((plane == plane[:1]).all())
+        return "padding" if same else "full"
+    window = int(plane.sum(1).max())
+    band = causal & ~torch.ones(rows, columns, dtype=torch.bool).tril(shift - window)
+    return "sliding-window" if torch.equal(plane, band) else "full"

@@ -1,0 +1,72 @@
+"""Higher-order ops: cond takes one path, loops go round while they are known to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._higher_order_ops.scan import generic_scan
+from torch.utils._pytree import tree_map_only
+
+from rooftrace.tracer.tape import Tape
+from rooftrace.tracer.tensors import trees
+from rooftrace.tracer.values import Values
+
+_MAX_LOOPS = 4096
+"""How often a while_loop may go round."""
+
+
+def run_higher_order(
+    tape: Tape, again: Callable[[], AbstractContextManager[None]], func: Any, args: Any, kwargs: Any
+) -> Any:
+    """What a higher-order op returns; what it runs inside is recorded, for those named here.
+
+    again: turns the recorder's mode on again, which is off while an op is handled.
+    """
+    name = func.name() if callable(getattr(func, "name", None)) else str(func)
+    with again():
+        if name == "cond":
+            condition, when_true, when_false, operands = args[:4]
+            if isinstance(condition, Tensor):
+                condition = bool(condition.item())
+            return (when_true if condition else when_false)(*operands)
+        if name == "while_loop":
+            return _looped(tape.values, *args)
+        if name == "scan":
+            combine, start, rows, *more = args
+            scan: Any = generic_scan
+            return scan(combine, start, rows, additional_inputs=tuple(*more))
+        if name == "invoke_subgraph":
+            return args[0](*args[2:])
+        if name == "out_dtype":
+            return _with_wide_sums(*args)
+    tape.values.assume("higher-order", f"what {name} runs inside is not recorded")
+    return func(*args, **kwargs)
+
+
+def _with_wide_sums(op: Any, dtype: torch.dtype, *args: Any) -> Any:
+    """An op that sums in another type: a GPU has a kernel for int8 products with int32 sums."""
+    tensors = trees.listed(args)
+    small_integers = all(t.dtype == torch.int8 for t in tensors)
+    if op is torch.ops.aten.mm.default and dtype == torch.int32 and small_integers:
+        return torch._int_mm(*args)
+    return op(*tree_map_only(Tensor, lambda t: t.to(dtype), args))
+
+
+def _looped(values: Values, condition: Any, body: Any, carried: Any, more: Any = ()) -> Any:
+    """What a while_loop returns; where its condition is unknown the body runs once."""
+    for turn in range(_MAX_LOOPS):
+        go_on = condition(*carried, *more)
+        if isinstance(go_on, Tensor):
+            entry = values.exact(go_on)
+            if entry is None:
+                values.assume("branch", "while_loop runs its body once", 1)
+                return body(*carried, *more) if turn == 0 else carried
+            go_on = bool(entry.value)
+        if not go_on:
+            break
+        carried = body(*carried, *more)
+    return carried

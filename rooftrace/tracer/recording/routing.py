@@ -1,0 +1,60 @@
+"""Indices that ops choose by unknown floats: topk, argmax, sort, multinomial ..."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map_only
+
+from rooftrace.tracer.ops import Call, traits
+from rooftrace.tracer.tape import records
+from rooftrace.tracer.tensors import trees
+from rooftrace.tracer.values import Values, marks
+
+
+def route(values: Values, call: Call, index: Tensor, position: int) -> frozenset[int]:
+    """Learn balanced values for an index output of a call, or those that real data give.
+
+    position: which output it is.  Returns the assumptions that these rest on.
+    """
+    if index.dtype.is_floating_point:
+        return records.NO_TAINT
+    if values.decision("balanced-routing") is None and _as_the_data_chooses(
+        values, call, index, position
+    ):
+        return records.NO_TAINT
+    schema = [a.name for a in call.func._schema.arguments]
+    dimension = None
+    if "dim" in schema:
+        place = schema.index("dim")
+        dimension = call.kwargs.get("dim", call.args[place] if place < len(call.args) else None)
+    along = -1 if dimension is None else int(dimension)
+    source, sorts = call.tensors[0], "descending" in schema
+    routed = values.route(call.name, source, index, along, sorts=sorts)
+    return records.NO_TAINT if routed is None else frozenset([routed])
+
+
+def _as_the_data_chooses(values: Values, call: Call, index: Tensor, position: int) -> bool:
+    """Learn the indices that the real tensors give, where they do; that is put on record."""
+    if index.numel() > marks.MAX_INTEGERS:
+        return False
+    exact = {}
+    for tensor in trees.listed(call.args):
+        entry = values.known(tensor)
+        value = values.compute(tensor) if entry is None else entry.value
+        if value is None or (entry is not None and entry.taint):
+            return False
+        exact[id(tensor)] = value
+    args, kwargs = tree_map_only(
+        Tensor, lambda t: exact[id(t)], (tuple(call.args), dict(call.kwargs))
+    )
+    with _disable_current_modes(), torch.no_grad():
+        try:
+            results = traits.run_on_cpu(call.name, call.func, list(args), kwargs)
+        except (NotImplementedError, RuntimeError):  # no kernel for a CPU, or not for these types
+            return False
+    values.computed += 1
+    values.learn(index, trees.listed(results)[position])
+    values.assume("data-routing", f"{call.name} chooses as the given weights and inputs do")
+    return True

@@ -1,0 +1,148 @@
+"""Substitutes for ops that have no meta kernel, or whose kernel refuses what devices run."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from rooftrace.tracer.ops import Call
+from rooftrace.tracer.tape import Tape
+from rooftrace.tracer.tensors import trees
+from rooftrace.tracer.values import META, marks
+
+_BF16_ONLY = frozenset({"aten._grouped_mm", "aten._scaled_grouped_mm"})
+"""Products whose meta kernels know one precision."""
+_TYPED_SUMS = frozenset({"aten.addmm.dtype", "aten.baddbmm.dtype"})
+"""Products with a type of the output, whose meta kernels multiply by it: addmm until torch 2.13."""
+_MAX_ZEROS = 1 << 24
+"""The largest inputs (elements) that are made for real to learn an op's output shape."""
+_NO_FAKE = "no fake impl registered"
+"""What torch says of a custom op of Python that does not know its shapes."""
+_REFUSED = (NotImplementedError, RuntimeError, TypeError)
+
+
+def off_host(tape: Tape, call: Call, out: Any) -> Any:
+    """`out`, on meta: some kernels (solve_triangular) answer where a stray CPU tensor is."""
+    if call.info.mutated or call.info.may_alias or "device" in call.kwargs:
+        return out
+    outputs = trees.listed(out)
+    if len({t.device.type for t in call.tensors}) < 2 or any(t.device == META for t in outputs):
+        return out
+    return _with(call, lambda tensor: _off_host(tape, tensor)) if outputs else out
+
+
+def _with(call: Call, change: Callable[[Tensor], Tensor]) -> Any:
+    """What a call returns for other tensors than its own."""
+    args, kwargs = tree_map_only(Tensor, change, (tuple(call.args), dict(call.kwargs)))
+    return call.func(*args, **kwargs)
+
+
+def without_meta_kernel(tape: Tape, call: Call, error: Exception) -> Any:
+    """The outputs of an op that meta refused.
+
+    In order: stray CPU tensors to meta, a precision that meta knows, a decomposition, a run on CPU
+    zeros, "writes in place", "like its first input".  Raises `error` where it was the user's.
+    """
+    for attempt in _attempts(tape, call, error):
+        with contextlib.suppress(*_REFUSED):
+            return attempt()
+    if not isinstance(error, NotImplementedError) and _NO_FAKE not in str(error):
+        raise error
+    with contextlib.suppress(*_REFUSED):
+        result = call.func.decompose(*call.args, **call.kwargs)
+        if result is not NotImplemented:
+            return result
+    return _assumed(tape, call, error)
+
+
+def _attempts(tape: Tape, call: Call, error: Exception) -> Iterator[Callable[[], Any]]:
+    """Ways to run an op that know its shapes for certain, where they apply."""
+    if {"cpu", "meta"} <= {t.device.type for t in call.tensors}:
+        yield lambda: _with(call, lambda tensor: _off_host(tape, tensor))
+    if call.name in _BF16_ONLY:
+        yield lambda: _in_bf16(call)
+    if str(call.func) in _TYPED_SUMS:
+        yield lambda: _with_type(call.func, *call.args)
+    if any(t.layout is not torch.strided for t in call.tensors):
+        yield lambda: _as_dense(call)  # a sum or product has the sizes of the dense one
+    if tape.packed and not call.info.mutated and isinstance(error, RuntimeError):
+        yield lambda: _on_quantised(call)
+
+
+def _assumed(tape: Tape, call: Call, error: Exception) -> Any:
+    """The outputs of an op whose shapes nobody knows for certain: that is put on record."""
+    values, name = tape.values, call.name
+    if call.info.mutated:
+        values.assume("shape", f"{name} has no meta kernel: taken as writing in place")
+        written = call.written()
+        return written[0] if call.func._schema.returns and written else None
+    if sum(t.numel() for t in call.tensors) <= _MAX_ZEROS:
+        with contextlib.suppress(*_REFUSED):
+            result = _with(call, lambda t: torch.zeros(tuple(t.shape), dtype=t.dtype))
+            text = f"{name} has no meta kernel: its output shape is that of a run on zeros"
+            values.assume("shape", text)
+            return tree_map_only(Tensor, lambda t: torch.empty_like(t, device=META), result)
+    if not call.tensors:
+        raise error
+    text = f"{name} has no meta kernel: its outputs are taken to be like its first input"
+    values.assume("shape", text)
+    returns = call.func._schema.returns
+    results = tuple(torch.empty_like(call.tensors[0], device=META) for _ in returns)
+    return results[0] if len(results) == 1 else results
+
+
+def _off_host(tape: Tape, tensor: Tensor) -> Tensor:
+    """A meta tensor for a CPU tensor that met meta tensors; the graph reads it as a constant."""
+    if tensor.device.type != "cpu":
+        return tensor
+    moved = torch.empty_like(tensor, device=META)
+    if tape.recording:
+        tape.node_of(tensor)
+        tape.tags.same_as(moved, tensor)
+    if marks.small(tensor):
+        tape.values.learn(moved, tensor.detach())
+    return moved
+
+
+def _on_quantised(call: Call) -> Any:
+    """An op of floats (a mean, a pooling) on quantised values, which are their integers on meta."""
+    stored = {t.dtype for t in call.tensors} & {torch.uint8, torch.int8}
+    if len(stored) != 1:
+        raise TypeError("no quantised values of one type")
+    dtype = stored.pop()
+    floats = _with(call, lambda t: t.float() if t.dtype == dtype else t)
+    return tree_map_only(Tensor, lambda t: t.to(dtype), floats)
+
+
+def _in_bf16(call: Call) -> Tensor:
+    """A grouped product of another precision: devices run it, its meta kernel knows bf16 only."""
+    product = _with(
+        call,
+        lambda t: torch.empty_like(t, dtype=torch.bfloat16) if t.is_floating_point() else t,
+    )
+    return torch.empty_like(product, dtype=call.args[0].dtype)
+
+
+def _as_dense(call: Call) -> Any:
+    """An op on dense tensors in place of sparse ones, where its result is dense then too."""
+
+    def dense(tensor: Tensor) -> Tensor:
+        strided = tensor.layout is torch.strided
+        return tensor if strided else torch.empty(tensor.shape, dtype=tensor.dtype, device=META)
+
+    if all(t.layout is not torch.strided for t in call.tensors):
+        raise NotImplementedError  # of sparse tensors alone it would be sparse
+    return _with(call, dense)
+
+
+def _with_type(func: Any, added: Tensor, first: Tensor, second: Tensor, dtype: Any) -> Tensor:
+    """The sum of a tensor and a product, in the type that was asked for."""
+    plain = func.overloadpacket.default
+    return torch.empty_like(
+        plain(torch.empty_like(added, dtype=first.dtype), first, second), dtype=dtype
+    )

@@ -1,0 +1,213 @@
+"""The arguments of a module's call, and where the recording stood when it began."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_flatten
+
+from rooftrace.tracer.replay import blocks
+from rooftrace.tracer.replay.blocks import RecordedCall
+from rooftrace.tracer.replay.sameness import PLAIN, has_hooks, held_state, modules_below, same_state
+from rooftrace.tracer.source import source_line
+from rooftrace.tracer.tape import Tape, records
+from rooftrace.tracer.tensors import own_tensors, trees
+
+
+class Arguments:
+    """The arguments of a module's call and the module's own tensors."""
+
+    def __init__(self, tape: Tape, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._tape = tape
+        self._leaves, self._structure = tree_flatten((args, kwargs))
+        self.tensors = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
+        self.own = [tensor for _, part, _ in modules_below(module) for tensor in own_tensors(part)]
+        self.look = self._look()  # equal calls have equal looks; None: unknown
+
+    def _look(self) -> Any:
+        plain = [leaf for leaf in self._leaves if not isinstance(leaf, Tensor)]
+        if not all(type(leaf) in PLAIN for leaf in plain):
+            return None
+        everything = (*self.tensors, *self.own)
+        for tensor in everything:
+            if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
+                return None
+        kinds = [type(leaf) for leaf in self._leaves]
+        objects: dict[int, int] = {}
+        memory: dict[int, int] = {}
+        nodes: dict[Any, int] = {}
+        looks = []
+        for tensor in everything:
+            made = self._tape.tags.made_by(tensor)
+            looks.append(
+                (
+                    tuple(tensor.shape),
+                    tensor.stride(),
+                    tensor.storage_offset(),
+                    tensor.dtype,
+                    tensor.device,
+                    tensor.requires_grad,
+                    objects.setdefault(id(tensor), len(objects)),
+                    memory.setdefault(trees.bytes_of(tensor), len(memory)),
+                    made and nodes.setdefault(made[:2], len(nodes)),
+                    self._value(tensor),
+                    self._cast_before(made and made[0]),
+                )
+            )
+        return tuple(plain), tuple(kinds), tuple(looks), self._structure
+
+    def _value(self, tensor: Tensor) -> Any:
+        entry = self._tape.values.known(tensor)
+        if entry is None:
+            return None
+        value = tensor if tensor.device.type == "cpu" else entry.value
+        return self._tape.values.results.once(value, "content", _content)
+
+    @staticmethod
+    def _cast_before(node: fx.Node | None) -> bool:
+        """Whether autocast may have cast this weight: it does so once."""
+        return node is not None and torch.is_autocast_enabled("cuda") and bool(node.users)
+
+    def nodes(self) -> list[fx.Node | None]:
+        """The nodes of the arguments and of the module's own tensors."""
+        if not self._tape.recording:
+            return []
+        tape, tensors = self._tape, (*self.tensors, *self.own)
+        return [tape.node_of(tensor) if tape.tags.has(tensor) else None for tensor in tensors]
+
+    def taints(self) -> list[list[int]]:
+        """The assumptions that the arguments rest on."""
+        entries = map(self._tape.values.known, self.tensors)
+        return [[] if entry is None else sorted(entry.taint) for entry in entries]
+
+    def versions(self) -> list[int]:
+        """How often each tensor was written to."""
+        return [0 if t.is_inference() else t._version for t in (*self.tensors, *self.own)]
+
+    def same_arguments(self, args: Any, kwargs: Any) -> bool:
+        """Whether the containers among the arguments hold what they held."""
+        leaves, structure = tree_flatten((args, kwargs))
+        return structure == self._structure and same_state(self._leaves, leaves)
+
+
+class Beginning:
+    """Where the recording stood when a module's call began."""
+
+    def __init__(self, tape: Tape, module: nn.Module, call: Arguments) -> None:
+        self._tape, self.module, self.call = tape, module, call
+        self.nodes, self.state = call.nodes(), held_state(module)
+        self.calls = dict(tape.paths.counts)
+        self._node = next(iter(reversed(tape.graph.nodes)), None)
+        self._storages = tape.tags.storages
+        self._assumptions = len(tape.values.assumptions)
+        self._source = source_line(4)
+        self._outside = self._now()
+
+    def _now(self) -> Any:
+        tape = self._tape
+        seen = tape.values.decisions, tape.values.computed, tape.threads.entered
+        return seen, self.call.versions(), _random_states()
+
+    def unchanged(self) -> bool:
+        """Whether nothing outside of the graph was drawn, decided or written since."""
+        same = same_state(self.state, held_state(self.module)) and not has_hooks(self.module)
+        return same and bool(self._now() == self._outside)
+
+    def block(self, returned: Sequence[Any]) -> RecordedCall | None:
+        """What was recorded since; None where a later call could not repeat it.
+
+        returned: the leaves of what the call returned.
+        """
+        tape = self._tape
+        nodes = list(blocks.nodes_since(tape.graph, self._node))
+        leaves = self._leaves(returned)
+        calls = self._calls_inside()
+        if leaves is None or calls is None:
+            return None
+        passed, results = leaves
+        if blocks.holds_others(tape, self._storages, nodes, [spec.storage for *_, spec in results]):
+            return None
+        inputs = blocks.read_from_outside(nodes)
+        if blocks.writes_outside(nodes, self._storages) or any(
+            node.op == "call_function" and node not in self.nodes for node in inputs
+        ):
+            return None
+        if any(node.op != "call_function" for node in nodes):
+            return None
+        path = tape.paths.of(self.module)
+        new = range(self._assumptions, len(tape.values.assumptions))
+        return RecordedCall(
+            path=path,
+            call=tape.paths.times(path) - 1,
+            source=self._source,
+            nodes=tuple(nodes),
+            inputs=tuple(inputs),
+            passed=tuple(passed),
+            results=tuple(results),
+            first_storage=self._storages,
+            storages=tape.tags.storages - self._storages,
+            calls=calls,
+            assumptions=tuple(sorted(blocks.taint_of(nodes).union(new))),
+            origin=blocks.first_origin(nodes),
+        )
+
+    def _leaves(
+        self, returned: Sequence[Any]
+    ) -> tuple[list[int | None], list[tuple[fx.Node, int | None, records.Spec]]] | None:
+        """`passed` and `results` of a RecordedCall; None for leaves that cannot be made again."""
+        tape = self._tape
+        positions = {id(tensor): place for place, tensor in enumerate(self.call.tensors)}
+        passed: list[int | None] = []
+        results: list[tuple[fx.Node, int | None, records.Spec]] = []
+        seen: set[int] = set()
+        for leaf in returned:
+            passed.append(positions.get(id(leaf)) if isinstance(leaf, Tensor) else None)
+            if isinstance(leaf, Tensor) and passed[-1] is None:
+                if type(leaf) is not Tensor or leaf.layout is not torch.strided:
+                    return None
+                if tape.recording and id(leaf) not in seen:
+                    seen.add(id(leaf))
+                    made = tape.tags.made_by(leaf)
+                    if made is None or made[2].storage <= self._storages:
+                        return None
+                    node, index, spec = made
+                    results.append(
+                        (node, index, replace(spec, storage=spec.storage - self._storages))
+                    )
+            elif not isinstance(leaf, Tensor) and type(leaf) not in PLAIN:
+                return None
+        return passed, results
+
+    def _calls_inside(self) -> dict[str, int] | None:
+        """How often each module was called since, by the path below; None: one elsewhere was."""
+        path = self._tape.paths.of(self.module)
+        calls = {
+            inner: count - self.calls.get(inner, 0)
+            for inner, count in self._tape.paths.counts.items()
+            if count != self.calls.get(inner, 0)
+        }
+        if any(inner != path and not inner.startswith(f"{path}.") for inner in calls):
+            return None
+        return {inner[len(path) :]: count for inner, count in calls.items()}
+
+
+def _content(tensor: Tensor) -> Any:
+    with _disable_current_modes():
+        plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+        return hash(bytes(plain.reshape(-1).view(torch.uint8).numpy()))
+
+
+def _random_states() -> tuple[Any, ...]:
+    """Where the generators of random numbers stand that Python code draws from."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        drawn = torch.default_generator.get_state().numpy().tobytes()
+    numpy = sys.modules.get("numpy.random")
+    state = numpy.get_state() if numpy else None
+    return random.getstate(), drawn, state and (state[1].tobytes(), *state[2:])

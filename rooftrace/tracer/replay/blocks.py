@@ -1,0 +1,152 @@
+"""Blocks: what one call of a module recorded, and later calls that repeat it."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from rooftrace.tracer.ops import written_nodes
+from rooftrace.tracer.tape import META_KEY, Recorded, Tape, records
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedCall:
+    """What one call of a module recorded."""
+
+    path: str  # of the module
+    call: int  # how often the module had been called before
+    source: str  # the line that called, which is also that of ops in modules of torch inside
+    nodes: tuple[fx.Node, ...]
+    inputs: tuple[fx.Node, ...]  # nodes outside that these read
+    passed: tuple[int | None, ...]  # which argument each returned leaf is; None for others
+    results: tuple[tuple[fx.Node, int | None, records.Spec], ...]
+    """Of the other returned tensors the node, the index there, and how they look, with storages
+    counted from `first_storage`."""
+    first_storage: int  # how many storages there were before
+    storages: int  # how many it made
+    calls: Mapping[str, int]  # how often it called each module inside, by the path below its own
+    assumptions: tuple[int, ...]  # ids of those that something inside rests on
+    origin: records.Origin | None  # where the first op comes from; None where there is none
+
+
+@dataclass(frozen=True, slots=True)
+class RepeatedCall:
+    """A later call that repeats a recorded one."""
+
+    block: RecordedCall
+    path: str  # of the module that is called
+    source: str  # the line that calls
+    first_storage: int  # how many storages there were before
+    assumptions: Mapping[int, int]  # ids of the block's, and what they are here
+
+
+def repeated(*inputs: Any) -> Any:
+    """The target of a node that stands for a whole block; `lower` writes the block in its place."""
+    raise NotImplementedError("a repeated block has to be lowered before it can be run")
+
+
+def repeat_node(tape: Tape, inputs: Sequence[fx.Node], call: RepeatedCall) -> fx.Node:
+    """A node for a call that repeats a block."""
+    node = tape.graph.create_node("call_function", repeated, name="repeated")
+    node.args = tuple(inputs)
+    node.meta[META_KEY] = call
+    tape.tags.last = node
+    return node
+
+
+def count_again(tape: Tape, block: RecordedCall, path: str) -> None:
+    """Count the storages and the calls of modules of a block that the module at `path` repeats."""
+    tape.tags.storages += block.storages
+    if block.origin is not None:  # a sum of gradients names the op that was recorded last
+        module = path + block.origin.module[len(block.path) :]
+        tape.origins.note(replace(block.origin, module=module))
+    paths = tape.paths
+    for inner, count in block.calls.items():
+        paths.counts[path + inner] = paths.times(path + inner) + count
+        paths.kinds.setdefault(path + inner, paths.kinds[block.path + inner])
+
+
+# -- what nodes did --------------------------------------------------------------------------------
+
+
+def nodes_since(graph: fx.Graph, last: fx.Node | None) -> Iterator[fx.Node]:
+    """What was recorded after the node `last`, without pieces taken out of earlier results."""
+    inside: set[fx.Node] = set()
+    node = next(iter(graph.nodes), None) if last is None else last.next
+    while node is not None and node.op != "root":
+        if node.target is not operator.getitem or node.args[0] in inside:
+            inside.add(node)
+            yield node
+        node = node.next
+
+
+def read_from_outside(nodes: Sequence[fx.Node]) -> dict[fx.Node, None]:
+    """The nodes that these read and that are none of them, in order."""
+    inside = set(nodes)
+    return {
+        argument: None
+        for node in nodes
+        for argument in node.all_input_nodes
+        if argument not in inside
+    }
+
+
+def writes_outside(nodes: Sequence[fx.Node], first_storage: int) -> bool:
+    """Whether some node writes what was there before storage `first_storage`, or a constant."""
+    for node in nodes:
+        for written in written_nodes(node):
+            base: Any = written.args[0] if written.target is operator.getitem else written
+            recorded = base.meta[META_KEY]
+            if not isinstance(recorded, Recorded):
+                return True
+            if any(spec.storage <= first_storage for spec in recorded.specs):
+                return True
+    return False
+
+
+_CAST = torch.ops.aten._to_copy.default
+"""The op whose results autocast keeps; like every op it is named by its own object."""
+
+
+def holds_others(
+    tape: Tape, first_storage: int, nodes: Sequence[fx.Node], made: Sequence[int]
+) -> bool:
+    """Whether a list or an attribute outside holds a storage that these nodes have made.
+
+    made: storages that may be held, counted from `first_storage`.  Autocast keeps its casts.
+    """
+    allowed = {first_storage + storage for storage in made}
+    for node in nodes:
+        recorded = node.meta.get(META_KEY)
+        if node.target is _CAST and isinstance(recorded, Recorded):
+            allowed.update(spec.storage for spec in recorded.specs)
+    return any(n > first_storage and n not in allowed for n in list(tape.tags.alive))
+
+
+def taint_of(nodes: Sequence[fx.Node]) -> frozenset[int]:
+    """The assumptions that these nodes rest on."""
+    taint: set[int] = set()
+    for node in nodes:
+        recorded = node.meta.get(META_KEY)
+        if isinstance(recorded, Recorded):
+            taint |= recorded.taint
+        elif isinstance(recorded, RepeatedCall):
+            taint.update(recorded.assumptions.get(a, a) for a in recorded.block.assumptions)
+    return frozenset(taint)
+
+
+def first_origin(nodes: Sequence[fx.Node]) -> records.Origin | None:
+    """Where the first op among these nodes comes from; None where there is no op."""
+    for node in nodes:
+        recorded = node.meta.get(META_KEY)
+        if isinstance(recorded, Recorded):
+            return recorded.origin
+        if isinstance(recorded, RepeatedCall) and recorded.block.origin is not None:
+            origin, old = recorded.block.origin, recorded.block.path
+            return replace(origin, module=recorded.path + origin.module[len(old) :])
+    return None

@@ -1,0 +1,5 @@
+"""The tape: what was recorded of a run, as an fx graph with records beside it."""
+
+from rooftrace._face import face
+
+__getattr__, __dir__, __all__ = face(__name__, __file__)

@@ -1,0 +1,294 @@
+"""Values that no op made: parameters, buffers, inputs, states and constants enter the graph.
+
+A tensor that an op reads, and that the graph does not know, is a weight that the code has just put
+into a module, an input of a step, or a constant.  It is said where nobody knows what made it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from rooftrace.tracer.graph import UNRECORDED
+from rooftrace.tracer.tape.here import Here
+from rooftrace.tracer.tape.leaves import Leaves
+from rooftrace.tracer.tape.records import META_KEY, Entry, Spec, Tag
+from rooftrace.tracer.tape.tags import Tags, no_storage
+from rooftrace.tracer.tensors import own_tensors, owners, subclasses, tensors_in, trees
+from rooftrace.tracer.values import Values, marks
+
+_INDICES = frozenset({torch.int64, torch.int32, torch.bool})
+"""Types of tensors that torch makes unseen of Python's numbers, and that no product has."""
+_SPARSE = (
+    "a sparse tensor is recorded as a dense one of its shape; products count what it stores, or "
+    "everything where that is not known"
+)
+_MAX_BROUGHT = 10**9
+"""Bytes of the host's tensors that are held, until the recording ends, as data of weights."""
+
+
+class Entries:
+    """The values of one recording that no op made, and the tensors that stand for them."""
+
+    def __init__(self, graph: fx.Graph, values: Values, tags: Tags, here: Here) -> None:
+        self._graph, self._values, self._tags, self._here = graph, values, tags, here
+        self.own_step = False  # the code is a whole step: what nothing made is its input
+        self.numpy_read = False  # floats of the step were handed to numpy
+        self.leaves = Leaves()
+        self.inputs: list[Tensor] = []  # of an own step
+        self.constants: dict[str, Tensor] = {}  # values of constants, by name
+        self._tensors: list[Tensor] = []  # those that bear a tag
+        self._parameters: dict[int, str] = {}  # names, by identity
+        self._beside: dict[int, tuple[str, str]] = {}  # kind and name of what stands for weights
+        self._storages: dict[int, tuple[int, Any]] = {}  # bytes of weights and inputs, while alive
+        self._first: dict[int, Tensor] = {}  # the tensor that entered first, by its bytes
+        self._named: dict[str, tuple[Tag, tuple[int, ...], torch.dtype]] = {}  # the weights
+        self._numbers = itertools.count()
+        self._brought = 0  # bytes of the host that weights were filled with
+
+    # -- names -------------------------------------------------------------------------------------
+
+    def name_tensors(self, module: nn.Module, prefix: str, recording: bool) -> None:
+        """Enter the tensors of a module, under its path and a dot."""
+        names = {
+            id(t): name
+            for group in (vars(module), module._buffers, module._parameters)
+            for name, t in group.items()
+            if isinstance(t, Tensor)
+        }
+        transient = getattr(module, "_non_persistent_buffers_set", ())
+        if any(type(tensor) not in subclasses.ORDINARY for tensor in own_tensors(module)):
+            for of, part in owners.beside_in(module):  # the state of a quantised layer
+                self._beside.setdefault(id(part), ("parameter", f"{prefix}{of}"))
+        for tensor in own_tensors(module):
+            name = names[id(tensor)]
+            if name in module._parameters:
+                kind = "parameter"
+                self._parameters.setdefault(id(tensor), prefix + name)
+            elif name in module._buffers:
+                kind = "table" if name in transient else "buffer"
+            else:
+                kind = "constant"
+            if recording:
+                self.enter(tensor, kind, prefix + name)
+            if kind != "constant" and type(tensor) in subclasses.ORDINARY:
+                for of, item in subclasses.attributes_of(tensor).items():
+                    for part in tensors_in(item):  # scales beside a packed weight
+                        self._beside.setdefault(id(part), (kind, f"{prefix}{name}.{of}"))
+
+    def name_of(self, parameter: Tensor) -> str:
+        """The dotted name of a parameter ("" for a tensor that is none)."""
+        return self._parameters.get(id(parameter), "")
+
+    # -- entering ----------------------------------------------------------------------------------
+
+    def enter(self, tensor: Tensor, kind: str, name: str) -> None:
+        """Make `tensor`, or what it wraps, a value of the graph that no op made (once)."""
+        storages: dict[int, int] = {}
+        for part, suffix in subclasses.parts_of(tensor):
+            tag = self._tags.of(part)
+            if tag is None and part.device.type != "cpu":
+                tag = self._entered(part, kind, name + suffix, storages.get(trees.bytes_of(part)))
+            if tag is not None:
+                storages.setdefault(trees.bytes_of(part), tag.storage)
+
+    def constant(self, tensor: Tensor) -> Tag:
+        """Enter `tensor` as a constant of the graph."""
+        return self._entered(tensor, "constant", f"constant_{next(self._numbers)}")
+
+    def _entered(self, tensor: Tensor, kind: str, name: str, storage: int | None = None) -> Tag:
+        """The tag of a tensor that becomes a value of this kind and name.
+
+        storage: where it is known that its bytes have this number.
+        """
+        if kind == "input":
+            node = self._graph.placeholder(_identifier(name))
+        else:
+            node = self._graph.create_node("get_attr", name, name=_identifier(name))
+        if kind == "constant":
+            kind, name = self._beside.get(id(tensor), (kind, name))
+            storage = self.storage_of(tensor)
+        if storage is None:
+            storage = self._tags.new_storage()
+        if kind != "constant" and self.storage_of(tensor) is None:
+            self._storages[trees.bytes_of(tensor)] = storage, _reference(tensor)
+        if tensor.layout is not torch.strided:
+            self.say_sparse()
+        node.meta[META_KEY] = Entry(kind, name, Spec.of(tensor, storage))
+        tag = Tag(node, None, storage)
+        self._tag(tensor, tag)
+        self._tags.remember(tensor, tag, entered=True)
+        if kind in ("parameter", "buffer", "table"):
+            self._named[name] = tag, tuple(tensor.shape), tensor.dtype
+        self._note_value(tensor, tag.node, kind, name)
+        return tag
+
+    def _note_value(self, tensor: Tensor, node: fx.Node, kind: str, name: str) -> None:
+        """Remember what is known of the value of a tensor that enters."""
+        entry = self._values.known(tensor)
+        real = tensor.__dict__.get(marks.REAL)
+        if real is not None:
+            self.leaves.enter(node, real.tensor)
+        elif entry is not None and not entry.taint and tensor.layout is torch.strided:
+            self.leaves.enter(node, entry.value)
+        if tensor.device.type == "cpu":
+            self.constants[name] = tensor.detach()
+        elif kind == "constant" and entry is not None:
+            self.constants[name] = entry.value
+
+    def say_sparse(self) -> int:
+        """The assumption under which a sparse tensor is recorded."""
+        return self._values.assume("sparse", _SPARSE)
+
+    def _tag(self, tensor: Tensor, tag: Tag) -> None:
+        self._tags.mark(tensor, tag)
+        self._tensors.append(tensor)
+        key = trees.bytes_of(tensor)
+        if key not in self._first or trees.bytes_of(self._first[key]) != key:
+            self._first[key] = tensor
+
+    def storage_of(self, tensor: Tensor) -> int | None:
+        """The storage number of the weight or input that a tensor is another view of."""
+        key = trees.bytes_of(tensor)
+        storage, reference = self._storages.get(key, (None, no_storage))
+        bytes_there = reference()  # another storage may lie where a freed one was
+        return storage if bytes_there is not None and bytes_there._cdata == key else None
+
+    # -- reading -----------------------------------------------------------------------------------
+
+    def node_of(self, tensor: Tensor) -> fx.Node:
+        """The fx node of `tensor`; a tensor that the graph does not know enters it."""
+        self._tags.recognise([tensor])
+        tag = self._tags.of(tensor) or self._stranger(tensor)
+        if tag.index is None:
+            return tag.node
+        item = self._graph.call_function(operator.getitem, (tag.node, tag.index))
+        self._tags.mark(tensor, Tag(item, None, tag.storage))
+        return item
+
+    def _stranger(self, tensor: Tensor) -> Tag:
+        """Enter a tensor that the graph does not know: that is said where nobody knows its value.
+
+        A weight that the code has put into a module while it runs is that module's weight.
+        """
+        kind, name = self.place_of(tensor)
+        if name:
+            return self._put_in_place(tensor, kind, name)
+        same = self._same_value(tensor)
+        if same is not None:
+            self._tag(tensor, same)
+            return same
+        if id(tensor) in self._beside or self.storage_of(tensor) is not None:
+            return self.constant(tensor)
+        is_known = self._values.known(tensor) is not None
+        if self.own_step and not is_known and tensor.grad_fn is None:
+            self.inputs.append(tensor)
+            return self._entered(tensor, "input", f"input_{len(self.inputs)}")
+        label = trees.label_of(tensor)
+        op = self._values.op
+        reader = f"{op} reads" if op else "the step returns"
+        if not is_known and tensor.device.type != "cpu" and tensor.dtype not in _INDICES:
+            self.unrecorded(f"{reader} a {label} that no recorded op made")
+        elif self.numpy_read and _made_by_numpy(tensor):
+            self.unrecorded(f"{reader} a {label} that was computed with numpy")
+        return self.constant(tensor)
+
+    def unrecorded(self, text: str) -> int:
+        """Say that something ran out of sight, so that totals are a lower bound."""
+        return self._values.assume(UNRECORDED, f"{text}: what that costs is not counted")
+
+    def _same_value(self, tensor: Tensor) -> Tag | None:
+        """The tag of what entered first with the bytes and the look of `tensor`.
+
+        Such a tensor has been written in place since (`Tags.recognise` knows the others).  What is
+        known of another object of these bytes is known of `tensor` too.
+        """
+        if tensor.layout is not torch.strided:
+            return None
+        key, look = trees.bytes_of(tensor), trees.look_of(tensor)
+        first = self._first.get(key)
+        if first is not None and trees.bytes_of(first) == key:
+            return self._tags.of(first) if trees.look_of(first) == look else None
+        for other in self._values.tensors():
+            if trees.bytes_of(other) == key and tuple(other.shape) == look[0]:
+                entry = self._values.known(other)
+                if entry is not None and other is not tensor:
+                    self._values.learn(tensor, entry.value, entry.taint)
+        return None
+
+    def place_of(self, tensor: Tensor) -> tuple[str, str]:
+        """Kind and name of a weight of the running modules, or of any parameter; ("", "")."""
+        name = self.name_of(tensor)
+        return self._here.place_of(tensor) or (("parameter", name) if name else ("", ""))
+
+    def _put_in_place(self, tensor: Tensor, kind: str, name: str) -> Tag:
+        """The tag of a weight that stands where the one of this name stood."""
+        before = self._named.get(name)
+        if before is None:
+            return self._entered(tensor, kind, name)
+        self._values.assume(
+            "host-copy",
+            "weights that are put in place while the step runs are taken to be on the device: "
+            "moving them there is not counted",
+        )
+        tag, *look = before
+        if look != [tuple(tensor.shape), tensor.dtype]:
+            return self._entered(tensor, kind, name)
+        real = tensor.__dict__.get(marks.REAL)
+        self.leaves.replace(tag.node, tensor if real is None else real.tensor)
+        self._tag(tensor, tag)
+        return tag
+
+    # -- data that is replaced ---------------------------------------------------------------------
+
+    def brought(self, data: Tensor, empty: Tensor) -> Tensor:
+        """`empty`, a meta tensor, as what stands for a tensor of the host that fills a weight.
+
+        Its values are known, or computed where code asks for them, as those of any weight.
+        """
+        self._tags.same_as(empty, data)
+        self._brought += data.numel() * data.element_size()
+        if marks.small(data):
+            self._values.learn(empty, data.detach().clone())
+        elif self._brought <= _MAX_BROUGHT:
+            empty.__dict__[marks.REAL] = marks.Real(data.detach())
+        return empty
+
+    def is_stored(self, tensor: Tensor) -> bool:
+        """Whether a tensor is a parameter or a buffer, as the graph knows it."""
+        entry = self.entry_of(tensor)
+        return entry is not None and entry.kind in ("parameter", "buffer")
+
+    def entry_of(self, tensor: Tensor) -> Entry | None:
+        """The value that a tensor stands for, if no op made it."""
+        tag = self._tags.of(tensor)
+        entry = None if tag is None else tag.node.meta.get(META_KEY)
+        return entry if isinstance(entry, Entry) else None
+
+    def close(self) -> None:
+        """Take the tags off tensors that outlive the recording."""
+        for tensor in self._tensors:
+            self._tags.mark(tensor, None)
+        self._tensors.clear()
+        self._first.clear()
+
+
+def _made_by_numpy(tensor: Tensor) -> bool:
+    """Whether a CPU tensor of floats lies in memory that torch did not allocate."""
+    return tensor.is_floating_point() and not tensor.untyped_storage().resizable()
+
+
+def _reference(tensor: Tensor) -> Any:
+    """Gives the storage of a tensor while it lives; of a sparse one nothing."""
+    if tensor.layout is not torch.strided:
+        return no_storage
+    return weakref.ref(tensor.untyped_storage())
+
+
+def _identifier(name: str) -> str:
+    return name.replace(".", "_") or "value"

@@ -1,0 +1,82 @@
+"""Where each thread stands in the code that is recorded, and which threads are recorded."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rooftrace.tracer.tape.recompute import running_node
+from rooftrace.tracer.tensors import owners
+
+
+class Here(threading.local):
+    """Where one thread stands in the code that is recorded."""
+
+    def __init__(self) -> None:
+        self.stack: list[tuple[str, int]] = []  # the running modules: path and number of the call
+        self.modules: list[nn.Module] = []  # these modules
+        self.called_for: list[Any] = []  # the autograd node that ran when each module was called
+        self.part = "forward"  # of the step
+        self.function = ""  # the torch-level function that runs now
+        self.after_backward = False  # a backward of the user's has run, and no module since
+        self.inside = 0  # how many ops that the recorder takes apart are being run
+        self.paused = False  # what runs does not enter the graph
+        self.functions: Any = None  # the function mode under which autograd runs
+        self.source = ""  # the line that handed this thread its work
+        self.device: torch.device | None = None  # where another thread makes tensors
+        self.submitting = False  # the thread hands work to a pool
+        self.leave: Callable[[], None] | None = None  # ends what a module's call has begun
+
+    def call(self, module: nn.Module, path: str, number: int) -> None:
+        """A module begins to run: the one at `path`, for the `number`-th time."""
+        self.after_backward = False
+        self.stack.append((path, number))
+        self.called_for.append(running_node())
+        self.modules.append(module)
+
+    def end_call(self) -> None:
+        """The innermost module has run."""
+        for running in (self.stack, self.modules, self.called_for):
+            running.pop()
+
+    def place_of(self, tensor: Tensor) -> tuple[str, str] | None:
+        """Kind and name of a parameter or buffer of the running modules; None if it is none."""
+        for (path, _), module in zip(reversed(self.stack), reversed(self.modules), strict=True):
+            inside = module.named_modules() if isinstance(tensor, nn.Parameter) else [("", module)]
+            for place, part in inside:
+                for kind, group in (("parameter", part._parameters), ("buffer", part._buffers)):
+                    for name, own in group.items():
+                        if own is tensor:
+                            steps = (step for step in (path, place, name) if step)
+                            return kind, owners.shown_path(".".join(steps))
+        return None
+
+    @property
+    def path(self) -> str:
+        """The path of the running module; "" outside of any."""
+        return self.stack[-1][0] if self.stack else ""
+
+
+class RecordedThreads:
+    """The threads that one recorder records."""
+
+    def __init__(self) -> None:
+        self.idents: set[int] = set()
+        self.entered = 0  # how often another thread began to be recorded
+
+    @property
+    def running(self) -> bool:
+        """Whether another thread than the recorder's own is recorded now."""
+        return len(self.idents) > 1
+
+    def here(self) -> bool:
+        """Whether the running thread is recorded."""
+        return threading.get_ident() in self.idents
+
+    def own(self) -> bool:
+        """Whether only the thread that entered the recorder is recorded, and runs."""
+        return len(self.idents) == 1 and self.here()

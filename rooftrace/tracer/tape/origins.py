@@ -1,0 +1,99 @@
+"""Where an op comes from: its module, the part of the step, the function and the source line.
+
+In backward this is the forward op that the running autograd node differentiates: both have the
+node's number.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from rooftrace.tracer.source import source_line
+from rooftrace.tracer.tape.entries import Entries
+from rooftrace.tracer.tape.here import Here
+from rooftrace.tracer.tape.recompute import Recomputation, running_node
+from rooftrace.tracer.tape.records import Origin
+from rooftrace.tracer.tensors import owners
+
+
+class Origins:
+    """Finds the origins of the ops of one recording."""
+
+    def __init__(self, here: Here, entries: Entries) -> None:
+        self._here, self._entries = here, entries
+        self.recomputation = Recomputation()
+        self._by_number: dict[int, Origin] = {}  # of the op of an autograd node
+        self._by_source: dict[tuple[str, str], tuple[str, int]] = {}  # module and call, by line, op
+
+    def origin(self, name: str, loop: tuple[int, int] | None) -> Origin:
+        """Where the op of this name that is being run comes from.
+
+        loop: the turn of a loop that is running (see `Origin`).
+        """
+        here = self._here
+        part = self._part_of_own_step() if self._entries.own_step else here.part
+        if part == "optimizer":
+            return Origin("", 0, part, here.function)
+        if part == "backward":
+            if not self._runs_again():
+                return self._of_backward()
+            part = "recompute"
+        source = source_line(4) or here.source
+        if here.stack:
+            path, call = here.stack[-1]
+        elif part == "recompute":
+            path, call = self._by_source.get((source, name), ("", 0))
+        else:
+            path, call = "", 0
+        origin = Origin(path, call, part, here.function, source, loop)
+        if part == "forward":
+            self._by_source[source, name] = (path, call)
+        self.note(origin)
+        return origin
+
+    def note(self, origin: Origin) -> None:
+        """The op that was run last comes from here, unless an earlier one has its number.
+
+        The autograd node of an op exists before the op runs and has the newest number.
+        Later ops without a node (integers, a kernel's inner ops) see the same number.
+        """
+        self._by_number.setdefault(torch._C._autograd._get_sequence_nr() - 1, origin)
+
+    def _runs_again(self) -> bool:
+        """Whether the running autograd node has called forward code: a module, or what wants
+        gradients of its own.  False before the engine starts, where it gets its first gradients."""
+        node = running_node()
+        if node is None:
+            return False
+        calls = self._here.called_for
+        return (bool(calls) and calls[-1] == node) or self.recomputation.active(node)
+
+    def _part_of_own_step(self) -> str:
+        """The part that the op being run belongs to, where nobody announces the parts."""
+        here = self._here
+        if here.part != "forward":
+            return here.part
+        if torch._C._current_autograd_node() is not None:
+            return "backward"
+        # Clipping, scaling and averaging stand between backward and step, outside of modules.
+        updates = here.after_backward and not here.stack and not torch.is_grad_enabled()
+        return "optimizer" if updates else "forward"
+
+    def _of_backward(self) -> Origin:
+        """The origin of the forward op that the running autograd node differentiates."""
+        node: Any = torch._C._current_autograd_node()
+        if node is None:
+            return Origin("", 0, "backward", self._here.function)
+        name = node.name()
+        number = node._sequence_nr()
+        if name.endswith("CopySlices"):
+            number -= 1  # wraps the node of the op that wrote into a view, made just before it
+        origin = self._by_number.get(number)
+        if origin is not None:
+            return replace(origin, part="backward", function=name)
+        variable = getattr(node, "variable", None)
+        owner = "" if variable is None else self._entries.name_of(variable).rpartition(".")[0]
+        return Origin(owners.shown_path(owner), 0, "backward", name)

@@ -1,0 +1,80 @@
+"""What is remembered of the nodes of a recorded graph, and of the tensors that they stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from rooftrace.tracer.graph import contiguous
+
+META_KEY = "rooftrace"
+"""The one key of fx `node.meta` that is ours: there is a Recorded, an Entry or a RepeatedCall."""
+
+NO_TAINT: frozenset[int] = frozenset()
+"""The assumptions that a fact rests on: none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """How one recorded tensor looks, and where its bytes are."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    stride: tuple[int, ...]  # in elements; of a sparse tensor as if it were dense
+    storage: int  # a number of its own for each storage of the recording
+
+    @classmethod
+    def of(cls, tensor: Tensor, storage: int) -> Spec:
+        """How `tensor` looks; its bytes have this storage number."""
+        shape = tuple(tensor.shape)
+        strided = tensor.layout is torch.strided
+        return cls(shape, tensor.dtype, tensor.stride() if strided else contiguous(shape), storage)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A value that no op made."""
+
+    kind: str  # parameter, buffer, table, input, gradient, optimizer, kv or constant
+    name: str  # a dotted name, as "layers.0.weight"
+    spec: Spec
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Which code an op came from."""
+
+    module: str = ""  # the dotted path of the module that ran
+    call: int = 0  # how often that module had been called before
+    part: str = "forward"  # forward, backward, recompute or optimizer
+    function: str = ""  # the torch-level function, in backward the autograd node
+    source: str = ""  # "file.py:12", a line of the user's
+    loop: tuple[int, int] | None = None  # number of a loop, and of its turn, while it may be cut
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """What is remembered of one op besides its fx node."""
+
+    specs: tuple[Spec, ...]  # of its outputs
+    origin: Origin
+    view: bool = False  # it moves no bytes
+    sync: bool = False  # the host waits for it
+    facts: Mapping[str, Any] = field(default_factory=dict)  # counts that its cost rule needs
+    taint: frozenset[int] = NO_TAINT  # ids of the assumptions that it rests on
+
+
+@dataclass(frozen=True, slots=True)
+class Tag:
+    """Which value of the graph a tensor stands for."""
+
+    node: fx.Node
+    index: int | None  # which of the outputs; None: the only one
+    storage: int
+
+    def __deepcopy__(self, memo: Any) -> Tag:
+        return self  # a tensor that the code copies deeply stands for the same value

@@ -1,0 +1,270 @@
+"""The tape: ops become an fx graph, with what is known of each beside it.
+
+A tape knows nothing of how ops come to it (recording/recorder is the mode that sees them) and
+prices nothing; `lower` turns its graph into plain records.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from rooftrace.tracer.ops import Call
+from rooftrace.tracer.tape.entries import Entries
+from rooftrace.tracer.tape.here import Here, RecordedThreads
+from rooftrace.tracer.tape.loopwatch import LoopWatch
+from rooftrace.tracer.tape.origins import Origins
+from rooftrace.tracer.tape.paths import Paths
+from rooftrace.tracer.tape.records import META_KEY, NO_TAINT, Recorded, Spec, Tag
+from rooftrace.tracer.tape.tags import Tags
+from rooftrace.tracer.tensors import owners, subclasses, trees
+from rooftrace.tracer.values import META, Values, marks
+
+
+class Tape:
+    """What one recording has recorded so far.
+
+    record=False keeps only the values that are known (to build modules).
+    """
+
+    def __init__(self, values: Values, record: bool) -> None:
+        self._records = record
+        self.values = values
+        self.graph = fx.Graph()
+        self.here = Here()
+        self.lock = threading.RLock()  # ops are recorded one at a time
+        self.live = False  # the recording is under way
+        self.threads = RecordedThreads()
+        self.paths = Paths()
+        self.tags = Tags(values)
+        self.entries = Entries(self.graph, values, self.tags, self.here)
+        self.origins = Origins(self.here, self.entries)
+        self.rolling = LoopWatch()
+        self.packed: dict[int, tuple[Any, list[Tensor]]] = {}  # weights of TorchScript, unpacked
+
+    # -- where the running thread stands -----------------------------------------------------------
+
+    @property
+    def part(self) -> str:
+        """The part of the step that runs now."""
+        return self.here.part
+
+    @part.setter
+    def part(self, part: str) -> None:
+        self.here.part = part
+
+    @property
+    def function(self) -> str:
+        """The torch-level function that runs now; "" outside of any."""
+        return self.here.function
+
+    @function.setter
+    def function(self, function: str) -> None:
+        self.here.function = function
+
+    @property
+    def after_backward(self) -> bool:
+        """Whether a backward of the user's has run and no module since."""
+        return self.here.after_backward
+
+    @after_backward.setter
+    def after_backward(self, after: bool) -> None:
+        self.here.after_backward = after
+
+    @property
+    def own_step(self) -> bool:
+        """Whether the code is a whole step of the user's: what it does tells its parts,
+        and tensors that nothing made are its inputs."""
+        return self.entries.own_step
+
+    @own_step.setter
+    def own_step(self, own_step: bool) -> None:
+        self.entries.own_step = own_step
+
+    @property
+    def recording(self) -> bool:
+        """Whether ops that this thread runs now enter the graph."""
+        return self._records and not self.here.paused
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Ops inside are run and their values followed, but they do not enter the graph.
+
+        Those of this thread, and of threads that it starts inside; others go on.
+        """
+        here = self.here
+        before, here.paused = here.paused, True
+        try:
+            yield
+        finally:
+            here.paused = before
+
+    # -- tensors -----------------------------------------------------------------------------------
+
+    def name_modules(self, root: nn.Module) -> None:
+        """Use the dotted paths of `root` for its modules and the tensors that they hold."""
+        self.paths.name(root)
+        for path, module in root.named_modules(remove_duplicate=False):
+            self.entries.name_tensors(module, f"{path}." if path else "", self.recording)
+
+    def name_of(self, parameter: Tensor) -> str:
+        """The dotted name of a parameter ("" for a tensor that is none)."""
+        return self.entries.name_of(parameter)
+
+    def enter(self, tensor: Tensor, kind: str, name: str) -> None:
+        """Make `tensor`, or what it wraps, a value of the graph that no op made (once)."""
+        if self.recording:
+            self.entries.enter(tensor, kind, name)
+
+    def node_of(self, tensor: Tensor) -> fx.Node:
+        """The fx node of `tensor`; a tensor that the graph does not know enters it."""
+        return self.entries.node_of(tensor)
+
+    def storage_of(self, tensor: Tensor) -> int | None:
+        """The storage number of a tensor that the graph knows."""
+        tag = self.tags.of(subclasses.parts_of(tensor)[0][0])
+        return tag.storage if tag else None
+
+    def brought(self, data: Tensor) -> Tensor:
+        """A tensor of the host, as what it is on meta where a weight is filled with it."""
+        plain = type(data) in subclasses.ORDINARY and data.layout is torch.strided
+        if data.device.type != "cpu" or not plain:
+            return data
+        with _disable_current_modes():
+            empty = torch.empty_like(data, device=META, requires_grad=False)
+        return self.entries.brought(data, empty)
+
+    def stands_for(self, tensor: Tensor, other: Tensor) -> None:
+        """`tensor.data = other`: from here on it is another value, and known if that is."""
+        if isinstance(tensor, owners.LAZY):
+            return  # it becomes a parameter, and has no bytes until then
+        tags, entries = self.tags, self.entries
+        tags.recognise([other])
+        if not tags.has(other) and (entries.name_of(tensor) or entries.place_of(tensor)[1]):
+            tags.mark(tensor, None)  # entered by its name where something reads it
+        elif self.recording and tags.has(tensor):
+            self.node_of(other)
+        tags.same_as(tensor, other)
+        tensor.__dict__.pop(marks.REAL, None)
+        if marks.REAL in other.__dict__:
+            tensor.__dict__[marks.REAL] = other.__dict__[marks.REAL]
+        entry = self.values.known(other)
+        tensor.__dict__.pop(marks.KNOWN, None)
+        if entry is not None and tensor.device.type == "meta":
+            self.values.learn(tensor, entry.value, entry.taint)
+
+    # -- ops ---------------------------------------------------------------------------------------
+
+    def record(
+        self,
+        call: Call,
+        outputs: Sequence[Tensor],
+        *,
+        single: bool = False,
+        sync: bool = False,
+        facts: Mapping[str, Any] | None = None,
+        taint: frozenset[int] = NO_TAINT,
+    ) -> None:
+        """Add one call to the graph, if recording.
+
+        single: it returns a tensor, not a list.  sync: the host waits for it.  facts: counts that
+        its cost rule needs.  taint: the assumptions that its outputs rest on.
+        """
+        if sync:
+            self.rolling.depends()
+        if not self.rolling.saw(call, outputs) or not self.recording:
+            return
+        node = self._node(call)
+        written = call.written()
+        specs, sparse = self._outputs(call, node, outputs or written, bool(outputs), single)
+        if single:
+            for tensor in written:
+                tag = self.tags.of(tensor)
+                self.tags.mark(tensor, Tag(node, None, tag.storage if tag else 0))
+        info = call.info
+        origin = self.origins.origin(info.name, self.rolling.label)
+        node.meta[META_KEY] = Recorded(specs, origin, info.view, sync, facts or {}, taint | sparse)
+        self.tags.last = node
+
+    def _node(self, call: Call) -> fx.Node:
+        """A node for a call.
+
+        fx looks through the arguments of a new node for symbolic sizes, which none of ours is: they
+        are set afterwards.
+        """
+        arguments = tuple([self._argument(item) for item in call.args])
+        node = self.graph.create_node("call_function", call.func, name=call.info.name)
+        node.args = arguments
+        if call.kwargs:
+            node.kwargs = {name: self._argument(item) for name, item in call.kwargs.items()}
+        return node
+
+    def _argument(self, item: Any) -> Any:
+        if isinstance(item, Tensor):
+            return self.entries.node_of(item)
+        if isinstance(item, (list, tuple)):
+            return [self._argument(x) for x in item]
+        return item
+
+    def _outputs(
+        self, call: Call, node: fx.Node, outputs: Sequence[Tensor], returned: bool, single: bool
+    ) -> tuple[tuple[Spec, ...], frozenset[int]]:
+        """How the outputs of a node look, and the assumption about sparse ones.
+
+        returned: the outputs are returned; else they are what the op writes (_foreach_add_).
+        """
+        tags, sparse = self.tags, NO_TAINT
+        owned = self._storages_read(call) if call.info.may_alias else {}
+        specs = []
+        for index, output in enumerate(outputs):
+            if output.layout is not torch.strided:
+                sparse |= {self.entries.say_sparse()}
+            storage = owned.get(trees.bytes_of(output)) if owned else None
+            if storage is None:
+                storage = tags.new_storage()
+                tags.watch(output, storage)
+            specs.append(Spec.of(output, storage))
+            if returned:
+                tag = Tag(node, None if single else index, storage)
+                tags.mark(output, tag)
+                tags.remember(output, tag)
+        return tuple(specs), sparse
+
+    def _storages_read(self, call: Call) -> dict[int, int]:
+        """The storage numbers of the arguments, by their bytes."""
+        tensors: list[Tensor] = []
+        trees.arguments_in((*call.args, *call.kwargs.values()), tensors)
+        tags = ((tensor, self.tags.of(tensor)) for tensor in tensors)
+        return {trees.bytes_of(tensor): tag.storage for tensor, tag in tags if tag is not None}
+
+    # -- afterwards --------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Take our marks off tensors that outlive the recording."""
+        self.entries.close()
+        self.tags.forget_places()
+        self.values.close()
+
+    def forget(self) -> None:
+        """Give the memory of the graph back, once it is lowered.
+
+        Its nodes refer to each other, and the collector of cycles is off while a model is traced.
+        """
+        self.tags.last_held.clear()
+        self.entries.leaves.forget()
+        self.tags.last = None
+        graph, self.graph = self.graph, fx.Graph()
+        for node in (*graph.nodes, graph._root):
+            node.meta.clear()
+            node.users.clear()
+            node._input_nodes.clear()
+            for name, nothing in (("_args", ()), ("_kwargs", {}), ("_prev", None), ("_next", None)):
+                object.__setattr__(node, name, nothing)
+        graph._graph_namespace._obj_to_name.clear()
+        graph._find_nodes_lookup_table.table.clear()

@@ -1,0 +1,61 @@
+"""Modules: the tensors that they own, what their forward takes, and their paths."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+
+from rooftrace.tracer.tensors.trees import PLAIN, tensors_in
+
+LAZY = (UninitializedParameter, UninitializedBuffer)
+"""Classes of tensors that have no shape before their module is called the first time."""
+
+
+def own_tensors(module: nn.Module) -> Iterable[Tensor]:
+    """Parameters, buffers and plain tensor attributes of one module, without its children's."""
+    for tensor in (*module._parameters.values(), *module._buffers.values()):
+        if tensor is not None:
+            yield tensor
+    for value in vars(module).values():
+        if isinstance(value, Tensor):
+            yield value
+
+
+def beside_in(module: nn.Module, seen: set[int] | None = None) -> Iterator[tuple[str, Tensor]]:
+    """Tensors in objects that a module holds, with the names of its attributes.
+
+    seen: objects that are not looked into (again).
+    """
+    seen = set() if seen is None else seen
+    for name, item in vars(module).items():
+        if name not in ("_parameters", "_buffers", "_modules") and not isinstance(item, PLAIN):
+            yield from ((name, tensor) for tensor in tensors_in(item, seen))
+
+
+def parameters_of(module: nn.Module) -> Mapping[str, inspect.Parameter]:
+    """The parameters of a module's forward, by name; of TorchScript's as its schema has them."""
+    forward: Any = module.forward
+    if not isinstance(module, torch.jit.ScriptModule):
+        return inspect.signature(forward).parameters
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    names = [argument.name for argument in forward.schema.arguments[1:]]
+    return {name: inspect.Parameter(name, kind) for name in names}
+
+
+def is_lazy(module: nn.Module) -> bool:
+    """Whether some parameter has no shape before the first call (nn.LazyLinear)."""
+    return any(
+        isinstance(tensor, LAZY) for owner in module.modules() for tensor in own_tensors(owner)
+    )
+
+
+def shown_path(path: str) -> str:
+    """A module path without the steps that torch.compile puts in."""
+    if "_orig_mod" not in path:
+        return path
+    return ".".join(step for step in path.split(".") if step != "_orig_mod")

@@ -1,0 +1,114 @@
+"""What is assumed where a value is not known: by policy, or as the user decided."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rooftrace.tracer.asking import assumed
+from rooftrace.tracer.graph import Assumption
+from rooftrace.tracer.source import asked_under_not, deciding_line
+from rooftrace.tracer.tensors import trees
+
+MAX_SAME_BRANCH = 256
+"""How often in a row one place may get the same answer to an unknown condition: loops must end."""
+
+DENSITY = 0.5
+"""The share of an unknown mask that is taken as true."""
+
+
+class Assumptions:
+    """The assumptions of one capture, each on record once."""
+
+    def __init__(
+        self,
+        where: Callable[[], str] = lambda: "",  # the path of the running module
+        branches: Mapping[int, bool] | None = None,  # answers to unknown conditions, by number
+        assume: Mapping[str, Any] | None = None,  # the user's choices, by kind and module
+        number: int = 1,  # what an unknown number is taken as
+        turned: Collection[str] = (),  # source lines whose unknown conditions go the other way
+    ) -> None:
+        self.where = where
+        self.op = ""  # the one that is being run
+        self.branches = dict(branches or {})
+        self.choices = dict(assume or {})
+        self.number = number
+        self.turned = frozenset(turned)
+        self.by_number = False  # the user's branches count conditions: none is computed
+        self.last_line = ""  # the line that asked for the last unknown condition
+        self.assumptions: list[Assumption] = []
+        self.decisions = 0  # how many unknown conditions were decided
+        self.decided = False  # the last of these decisions was the user's
+        self._same_branch: Counter[tuple[str, str]] = Counter()
+        self._index: dict[tuple[Any, ...], int] = {}
+
+    def assume(self, kind: str, text: str, value: Any = None) -> int:
+        """Record an assumption (once per kind, module and text) and return its id."""
+        return self._assume(kind, self.where(), text, value, self.op)
+
+    def assume_again(self, number: int, path: str, other: str) -> int:
+        """The id of an assumption made below one module path, for the module at another."""
+        old = self.assumptions[number]
+        inside = old.where == path or old.where.startswith(f"{path}.")
+        where = other + old.where[len(path) :] if inside else old.where
+        return self._assume(old.kind, where, old.text, old.value, old.op)
+
+    def _assume(self, kind: str, where: str, text: str, value: Any, op: str) -> int:
+        key = (kind, where, text, repr(value))
+        index = self._index.get(key)
+        if index is None:
+            index = self._index[key] = len(self.assumptions)
+            self.assumptions.append(Assumption(index, kind, where, text, value, op))
+        return index
+
+    def decision(self, kind: str) -> Any:
+        """What the user decided for this kind of assumption, here; None where nothing."""
+        return assumed(self.choices, kind, self.where()) if self.choices else None
+
+    def mask(self, shape: tuple[int, ...], why: str) -> tuple[Tensor, frozenset[int]]:
+        """An unknown mask begins with its true elements; at least one, unless the user says 0."""
+        decided = self.decision("density")
+        density = DENSITY if decided is None else float(decided)
+        flat = torch.zeros(math.prod(shape), dtype=torch.bool)
+        flat[: max(1 if density else 0, math.ceil(flat.numel() * density))] = True
+        text = f"{why}: {100 * density:.3g}% of an unknown mask {list(shape)} is taken as true"
+        taint = self.assume("density", _says_who(text, decided), density)
+        return flat.reshape(shape), frozenset([taint])
+
+    def ones(self, tensor: Tensor, why: str) -> tuple[Tensor, frozenset[int]]:
+        """An unknown number is one, unless the user says so or the code fails with it."""
+        decided = self.decision("value")
+        value = self.number if decided is None else decided
+        shown = str(value) if decided is not None else "ones" if value else "zeros"
+        text = f"{why}: an unknown {trees.label_of(tensor)} tensor is taken as {shown}"
+        taint = self.assume("value", _says_who(text, decided), value)
+        return torch.full(tuple(tensor.shape), value, dtype=tensor.dtype), frozenset([taint])
+
+    def branch(self, shape: tuple[int, ...], why: str) -> tuple[Tensor, frozenset[int]]:
+        """An unknown condition is False, unless the user says so or a loop waits for it."""
+        index, self.decisions = self.decisions, self.decisions + 1
+        place = (self.where(), why)
+        decided = self.decision("branch")
+        self.last_line = deciding_line(2)
+        if decided is not None:
+            usual = bool(decided)
+        else:  # what is tested is false; so where the code takes `not` of it, the condition is true
+            usual = asked_under_not(2) != (self.last_line in self.turned)
+        endless = self._same_branch[place] >= MAX_SAME_BRANCH
+        taken = self.branches.get(index, usual != endless)
+        self.decided = index in self.branches or decided is not None
+        self._same_branch[place] = self._same_branch[place] + 1 if taken == usual else 0
+        text = _says_who(f"{why} of an unknown condition is taken as {taken}", decided)
+        if endless:
+            text += f" after {MAX_SAME_BRANCH} times"
+        return torch.full(shape, taken), frozenset([self.assume("branch", text, taken)])
+
+
+def _says_who(text: str, decided: Any) -> str:
+    """A text that says whether the user decided."""
+    return text if decided is None else f"{text}, as given"

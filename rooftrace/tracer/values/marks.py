@@ -1,0 +1,50 @@
+"""Marks on meta tensors: the real tensor that one stands for, and the value that one holds."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+META = torch.device("meta")
+
+MAX_INTEGERS = 1 << 22
+"""Integer and boolean tensors up to this many elements are carried along."""
+MAX_ASSUMED = 1 << 24
+"""Unknown tensors up to this many elements get an assumed value where the code needs one."""
+MAX_FLOATS = 1 << 16
+"""Floating tensors up to this many elements: they seldom decide anything."""
+
+KNOWN = "_rooftrace_known"
+"""Attribute of a meta tensor whose value one running capture knows."""
+REAL = "_rooftrace_real"
+"""Attribute of a meta tensor made from a real one: that one, as a `Real`."""
+REAL_VALUE = "_rooftrace_value"
+"""Attribute of a meta tensor made from a small real one: its value, for a capture to learn."""
+
+
+class Real:
+    """A reference to the user's own tensor, which is only read; a copy of it is itself."""
+
+    __slots__ = ("tensor",)
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+    def __deepcopy__(self, memo: Any) -> Real:
+        return self
+
+
+class Known(NamedTuple):
+    """The value of a meta tensor (on the CPU), the assumptions it rests on, its storage's epoch."""
+
+    value: Tensor
+    taint: frozenset[int]
+    epoch: int
+
+
+def small(tensor: Tensor) -> bool:
+    """Whether a tensor of this size is worth carrying."""
+    inexact = tensor.dtype.is_floating_point or tensor.dtype.is_complex
+    return tensor.numel() <= (MAX_FLOATS if inexact else MAX_INTEGERS)

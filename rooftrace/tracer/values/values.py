@@ -1,0 +1,252 @@
+"""Small values that are known while tracing on meta, and what is assumed where they are not.
+
+Positions, masks, lengths and indices are computed beside the meta tensors on the CPU, so that
+`.item()`, `.tolist()`, boolean indexing and `nonzero` on them are exact.  Where a value depends on
+weights or activations a named policy takes one and records an :class:`Assumption`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rooftrace.tracer.ops import Call, groups, traits
+from rooftrace.tracer.tensors import trees
+from rooftrace.tracer.values.assumptions import Assumptions
+from rooftrace.tracer.values.drawing import drawn
+from rooftrace.tracer.values.marks import (
+    KNOWN,
+    MAX_ASSUMED,
+    MAX_INTEGERS,
+    REAL_VALUE,
+    Known,
+    small,
+)
+from rooftrace.tracer.values.results import Results
+
+_NO_TAINT: frozenset[int] = frozenset()
+
+
+class UnknownValueError(RuntimeError):
+    """Code asked for a value that is neither known nor small enough to assume."""
+
+
+class Values(Assumptions):
+    """What is known of the meta tensors of one capture, and what is assumed of the others.
+
+    draws: random integers are drawn with a fixed seed (while a user's function makes inputs)
+    instead of being unknown.
+    """
+
+    def __init__(
+        self,
+        branches: Mapping[int, bool] | None = None,
+        assume: Mapping[str, Any] | None = None,
+        draws: bool = False,
+        number: int = 1,
+        turned: Collection[str] = (),
+    ) -> None:
+        super().__init__(branches=branches, assume=assume, number=number, turned=turned)
+        self.results = Results(torch.Generator().manual_seed(0) if draws else None)
+        self.computed = 0  # how many values were computed from real data
+        self.compute: Callable[[Tensor], Tensor | None] = lambda tensor: None
+        """Gives the value of a tensor from the real tensors of the caller, where it can."""
+        self.finite: Callable[[Tensor], bool | None] = lambda tensor: None
+        """Gives what a test for inf and nan says of finite numbers; None for what is no such."""
+        self._epochs: dict[int, int] = {}  # how often bytes became unknown
+        self._alive: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+
+    # -- knowing -----------------------------------------------------------------------------------
+
+    def learn(self, tensor: Tensor, value: Tensor, taint: frozenset[int] = frozenset()) -> None:
+        """Remember that `tensor` holds `value` (a CPU tensor of its shape)."""
+        tensor.__dict__[KNOWN] = Known(value, taint, self._epochs.get(trees.bytes_of(tensor), 0))
+        self._alive[id(tensor)] = tensor
+
+    def tensors(self) -> list[Tensor]:
+        """The meta tensors of which something is known."""
+        return list(self._alive.values())
+
+    def known(self, tensor: Tensor) -> Known | None:
+        """The value of `tensor` if it is known and its storage was not overwritten since.
+
+        A CPU tensor is its own value.
+        """
+        entry: Known | None = tensor.__dict__.get(KNOWN)
+        if entry is None:
+            if tensor.device.type == "cpu":
+                return Known(tensor.detach(), _NO_TAINT, 0)
+            return None
+        if entry.epoch != self._epochs.get(trees.bytes_of(tensor), 0):
+            return None
+        return entry
+
+    def forget(self, tensor: Tensor) -> None:
+        """`tensor` was overwritten with something unknown: it and its views are unknown now."""
+        tensor.__dict__.pop(KNOWN, None)
+        key = trees.bytes_of(tensor)
+        self._epochs[key] = self._epochs.get(key, 0) + 1
+
+    def close(self, keep: bool = False) -> None:
+        """Take what is known off the tensors that outlive this capture.
+
+        keep: what rests on no assumption stays as a `REAL_VALUE`, for a later capture to learn.
+        """
+        for tensor in list(self._alive.values()):
+            entry = self.known(tensor)
+            if keep and entry is not None and not entry.taint:
+                tensor.__dict__[REAL_VALUE] = entry.value
+            tensor.__dict__.pop(KNOWN, None)
+        self._alive.clear()
+
+    # -- asking ------------------------------------------------------------------------------------
+
+    def exact(self, tensor: Tensor) -> Known | None:
+        """The value of `tensor` where it is known, or computed from real data; else None."""
+        return self.known(tensor) or self.from_data(tensor)
+
+    def value_of(self, tensor: Tensor, why: str) -> tuple[Tensor, frozenset[int]]:
+        """The value of `tensor`: exact where known, otherwise by policy.
+
+        Raises UnknownValueError for an unknown tensor too large to assume.
+        """
+        entry = self.exact(tensor)
+        if entry is not None:
+            return entry.value, entry.taint
+        shape = tuple(tensor.shape)
+        single = tensor.dtype == torch.bool and tensor.numel() == 1
+        if tensor.dtype == torch.bool and not (single and self.by_number):
+            finite = self.finite(tensor)
+            if finite is not None and self.decision("branch" if single else "density") is None:
+                text = f"{why}: unknown numbers are taken as finite"
+                return torch.full(shape, finite), frozenset([self.assume("finite", text, finite)])
+        if single:
+            return self.branch(shape, why)
+        if tensor.numel() > MAX_ASSUMED:
+            raise UnknownValueError(
+                f"{why} needs the value of a {trees.label_of(tensor)} tensor, "
+                "which depends on weights or activations"
+            )
+        if tensor.dtype == torch.bool:
+            return self.mask(shape, why)
+        return self.ones(tensor, why)
+
+    def from_data(self, tensor: Tensor) -> Known | None:
+        """The value of an unknown tensor as the caller's real tensors make it.
+
+        None where they do not, and where the user decided what is taken.
+        """
+        single = tensor.dtype == torch.bool and tensor.numel() == 1
+        kind = "branch" if single else "density" if tensor.dtype == torch.bool else "value"
+        if self.decision(kind) is not None or (single and self.by_number):
+            return None
+        value = self.compute(tensor)
+        if value is None:
+            return None
+        self.computed += 1
+        if tensor.device.type == "meta":
+            self.learn(tensor, value)
+        return Known(value, _NO_TAINT, 0)
+
+    def route(
+        self, name: str, source: Tensor, index: Tensor, dimension: int, sorts: bool = False
+    ) -> int | None:
+        """Give the index output of topk, argmax, sort ... on unknown floats balanced values.
+
+        Every class is chosen equally often (round robin), or by lot where the user wants that; a
+        full sort keeps the order (sorts: the op is one).  Returns the id of the assumption.
+        """
+        if not 0 < index.numel() <= MAX_INTEGERS:
+            return None
+        classes = source.shape[dimension] if source.dim() else 1
+        shape = tuple(index.shape)
+        full = shape == tuple(source.shape) and sorts
+        by_lot = not full and self.decision("balanced-routing") == "uniform"
+        key = ("route", full, by_lot, shape, classes, index.dtype, dimension)
+        value = self.results.memo.get(key)
+        if value is None:
+            if full:
+                spread = [-1 if i == dimension % source.dim() else 1 for i in range(source.dim())]
+                value = torch.arange(classes).reshape(spread).expand(shape).contiguous()
+            elif by_lot:
+                keeps = index.dim() == source.dim()  # argmax may drop the dimension
+                value = drawn(shape, max(classes, 1), dimension if keeps else None)
+            else:
+                value = (torch.arange(index.numel()) % max(classes, 1)).reshape(shape)
+            value = self.results.memo[key] = value.to(index.dtype)
+            self.results.shared.add(trees.bytes_of(value))
+        how = "by lot, as given" if by_lot else "equally often"
+        taint = self.assume(
+            "uniform-routing" if by_lot else "balanced-routing",
+            f"{name} over {classes} classes on unknown scores chooses each {how}",
+            classes,
+        )
+        self.learn(index, value, frozenset([taint]))
+        return taint
+
+    def decide(self, name: str, tensors: Sequence[Tensor], output: Tensor) -> frozenset[int] | None:
+        """Learn what `&` or `|` gives where one side alone decides it; None where none does."""
+        deciding = traits.DECIDING[name]
+        for tensor in tensors:
+            entry = self.known(tensor)
+            if entry is None or tensor.dtype != torch.bool or not small(output):
+                continue
+            if bool((entry.value == deciding).all()):
+                value = torch.full(tuple(output.shape), deciding, dtype=torch.bool)
+                self.learn(output, value, entry.taint)
+                return entry.taint
+        return None
+
+    # -- propagating -------------------------------------------------------------------------------
+
+    def propagate(self, call: Call, outputs: Sequence[Tensor]) -> frozenset[int] | None:
+        """Compute a call on known values too, and learn its outputs.
+
+        Returns the assumptions that they rest on; None if they are unknown.
+        """
+        written = call.written()
+        entries = self._followed(call, outputs)
+        if entries is None:
+            self._forget_all(written)
+            return None
+        for tensor in written:
+            if trees.bytes_of(entries[id(tensor)].value) in self.results.shared:
+                entries[id(tensor)] = self._unshared(tensor, entries[id(tensor)])
+        by_id = {key: entry.value for key, entry in entries.items()}
+        result = self.results.of(call, by_id)
+        if result is None:
+            self._forget_all(written)
+            return None
+        taint: frozenset[int] = frozenset().union(*(entry.taint for entry in entries.values()))
+        for output, value in zip(outputs, trees.listed(result), strict=False):
+            self.learn(output, value, taint)
+        return taint
+
+    def _followed(self, call: Call, outputs: Sequence[Tensor]) -> dict[int, Known] | None:
+        """The values of the tensors of a call by identity; None where it cannot be computed."""
+        func = call.func
+        if groups.is_collective(func):  # the other processes have a say
+            return None
+        if traits.is_random(func) and not self.results.can_draw(func, outputs):
+            return None
+        entries: dict[int, Known] = {}
+        for tensor in call.tensors:
+            entry = self.known(tensor)
+            if entry is None or not small(tensor):
+                return None
+            entries[id(tensor)] = entry
+        return entries if all(small(output) for output in outputs) else None
+
+    def _forget_all(self, written: Sequence[Tensor]) -> None:
+        for tensor in written:
+            self.forget(tensor)
+
+    def _unshared(self, tensor: Tensor, entry: Known) -> Known:
+        """A value of its own for a tensor that is about to be written; its views become unknown."""
+        self.forget(tensor)
+        self.learn(tensor, entry.value.clone(), entry.taint)
+        return Known(tensor.__dict__[KNOWN].value, entry.taint, entry.epoch)

@@ -1,0 +1,271 @@
+"""Attention as one op with its backward, where PyTorch on meta takes it apart.
+
+On the meta device `scaled_dot_product_attention` becomes some thirty ops with a materialised score
+matrix; a GPU runs one kernel.  The CPU kernels let a captured graph run on real tensors.
+
+Operands are query [..., H, S, E], key [..., H or fewer, L, E], value [..., L, Ev] and a mask or
+None.  Options, behind them, are dropout_p, is_causal and scale.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rooftrace.tracer.whole import shown
+from rooftrace.tracer.whole.library import OPS, define, differentiable
+
+_aten: Any = torch.ops.aten
+_broadcast: Any = torch.broadcast_shapes
+_LOW = (torch.float16, torch.bfloat16)
+_WIDEST_FLASH = 256
+"""The widest head that flash attention takes."""
+
+
+def _attention_meta(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *options: Any
+) -> tuple[Tensor, Tensor]:
+    batch = _broadcast(query.shape[:-3], key.shape[:-3])
+    heads = query.shape[-3:-2]
+    rows = query.shape[-2]
+    if query.dim() == 4:
+        # Flash kernels write [B, S, H, D] and return it transposed, so the view back is free.
+        out = query.new_empty((*batch, rows, *heads, value.shape[-1])).transpose(1, 2)
+    else:
+        out = query.new_empty((*batch, *heads, rows, value.shape[-1]))
+    return out, query.new_empty((*batch, *heads, rows), dtype=torch.float32)
+
+
+def _composed(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float,
+) -> Tensor:
+    """Attention on real tensors by torch; with fewer heads of keys than of queries too."""
+    grouped = query.dim() >= 3 and query.shape[-3] != key.shape[-3]
+    return torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=grouped
+    )
+
+
+def _attention_cpu(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *options: Any
+) -> tuple[Tensor, Tensor]:
+    result = _composed(query, key, value, mask, *options)
+    # The strides that the graph was captured with: CPU kernels choose others, by their case.
+    out, logsumexp = _attention_meta(query, key, value, mask)
+    # Nothing but our own backward reads the log-sum-exp, and that recomputes what it needs.
+    return out.copy_(result), logsumexp.zero_()
+
+
+def _backward_meta(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    grad_mask = (
+        torch.empty_like(mask)
+        if mask is not None and mask.is_floating_point()
+        else query.new_empty(0)
+    )
+    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), grad_mask
+
+
+def _backward_cpu(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    out: Tensor,
+    logsumexp: Tensor,
+    *options: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    with differentiable():
+        leaves = [t.detach().requires_grad_() for t in (query, key, value)]
+        float_mask = mask is not None and mask.is_floating_point()
+        bias = mask.detach().requires_grad_() if mask is not None and float_mask else mask
+        again = _composed(leaves[0], leaves[1], leaves[2], bias, *options)
+        wanted = [*leaves, bias] if float_mask and bias is not None else leaves
+        grads = torch.autograd.grad(again, wanted, grad_out)
+    grad_mask = grads[3] if float_mask else query.new_empty(0)
+    # As on meta, gradients have their input's strides.
+    operands = zip((query, key, value), grads, strict=False)
+    strided = [torch.empty_like(t).copy_(g) for t, g in operands]
+    return strided[0], strided[1], strided[2], grad_mask
+
+
+_OPERANDS = "Tensor query, Tensor key, Tensor value, Tensor? mask"
+_OPTIONS = "float dropout_p, bool is_causal, float scale"
+define(
+    f"attention({_OPERANDS}, {_OPTIONS}) -> (Tensor, Tensor)",
+    Meta=_attention_meta,
+    CPU=_attention_cpu,
+)
+define(
+    f"attention_backward(Tensor grad_out, {_OPERANDS}, Tensor out, Tensor logsumexp, {_OPTIONS}) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
+    Meta=_backward_meta,
+    CPU=_backward_cpu,
+)
+
+
+# -- as the user's modes see it ------------------------------------------------------------------
+
+
+def _kernel(query: Tensor, key: Tensor, value: Tensor, mask: Any, is_causal: bool) -> str:
+    """The kernel that CUDA takes: flash where it can, else the memory-efficient one.
+
+    Flash attention takes fp16 and bf16 heads of one width up to 256, no mask, and a causal flag for
+    square scores only.  `sdpa_kernel` regions are kept to.  That a device or its cuDNN may prefer
+    cuDNN's kernel is not modelled; nor is that some shapes have no fused kernel there.
+    """
+    allowed: Any = torch.backends.cuda
+    width = query.shape[-1]
+    flash = (
+        query.dtype in _LOW
+        and mask is None
+        and width == value.shape[-1] <= _WIDEST_FLASH
+        and (not is_causal or query.shape[-2] == key.shape[-2])
+    )
+    if flash and allowed.flash_sdp_enabled():
+        return "flash"
+    if allowed.cudnn_sdp_enabled() and not allowed.mem_efficient_sdp_enabled():
+        return "cudnn"
+    return "efficient"
+
+
+def _shown_forward(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *options: Any
+) -> tuple[Tensor, Tensor]:
+    """`rooftrace.attention`, shown as the op of CUDA's kernel.  Operands have four dimensions."""
+    dropout_p, is_causal, scale = options
+    name = _kernel(query, key, value, mask, is_causal)
+    public = getattr(_aten, f"_scaled_dot_product_{name}_attention").default
+
+    def run(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **_: Any) -> Any:
+        made = OPS.attention(query, key, value, mask, *options)
+        seed, offset = shown.unrecorded(), shown.unrecorded()
+        if name == "efficient":
+            return (*made, seed, offset)
+        return (*made, None, None, query.shape[-2], key.shape[-2], seed, offset, None)
+
+    flags: tuple[Any, ...] = (dropout_p, is_causal)
+    if name == "flash":
+        flags = (*flags, False)
+    else:
+        flags = (mask, True, *flags, *((False,) if name == "cudnn" else ()))
+    out = shown.show(public, run, query, key, value, *flags, scale=scale)
+    return out[0], out[1]
+
+
+def _shown_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    out: Tensor,
+    logsumexp: Tensor,
+    *options: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`rooftrace.attention_backward`, shown as the op of CUDA's kernel."""
+    dropout_p, is_causal, scale = options
+    name = _kernel(query, key, value, mask, is_causal)
+    public = getattr(_aten, f"_scaled_dot_product_{name}_attention_backward").default
+    made: list[Any] = []
+
+    def run(grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Any:
+        made[:] = OPS.attention_backward(
+            grad_out, query, key, value, mask, out, logsumexp, *options
+        )
+        return tuple(made) if name == "efficient" else tuple(made[:3])
+
+    seed, offset = shown.unrecorded(), shown.unrecorded()
+    lengths = (None, None, query.shape[-2], key.shape[-2])
+    wanted = [True, True, True, mask is not None and mask.requires_grad]
+    rest: dict[str, tuple[Any, ...]] = {
+        "flash": (out, logsumexp, *lengths, dropout_p, is_causal, seed, offset),
+        "efficient": (mask, out, logsumexp, seed, offset, dropout_p, wanted, is_causal),
+        "cudnn": (out, logsumexp, seed, offset, mask, *lengths, dropout_p, is_causal),
+    }
+    grads = shown.show(public, run, grad_out, query, key, value, *rest[name], scale=scale)
+    last: Any = grads[3] if len(grads) > 3 else made[3] if made else None
+    return grads[0], grads[1], grads[2], last
+
+
+def _is_shown(query: Tensor) -> bool:
+    """Whether modes of the user's see this call: their formulas know four dimensions."""
+    return query.dim() == 4 and shown.watched()
+
+
+# -- in place of aten's entry point --------------------------------------------------------------
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *options: Any
+    ) -> Tensor:
+        op = _shown_forward if _is_shown(query) else OPS.attention
+        out, logsumexp = op(query, key, value, mask, *options)
+        ctx.save_for_backward(query, key, value, mask, out, logsumexp)
+        ctx.options = options
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        query, key, value, mask, out, logsumexp = ctx.saved_tensors
+        op = _shown_backward if _is_shown(query) else OPS.attention_backward
+        *operands, grad_mask = op(grads[0], query, key, value, mask, out, logsumexp, *ctx.options)
+        wants_mask = mask is not None and mask.requires_grad
+        return (*operands, grad_mask if wants_mask else None, None, None, None)
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """What aten's entry point calls for meta tensors while `kept_whole` is on."""
+    whole = (
+        query.is_floating_point()
+        and query.dim() >= 2
+        and query.dim() == key.dim() == value.dim()
+        and (query.dim() < 3 or query.shape[-3] % max(key.shape[-3], 1) == 0)
+    )
+    if not whole:
+        spelled = torch.ops.aten._scaled_dot_product_attention_math(
+            query,
+            key,
+            value,
+            attn_mask,
+            dropout_p,
+            is_causal,
+            None,
+            scale=scale,
+            enable_gqa=enable_gqa,
+        )
+        return spelled[0]  # type: ignore[no-any-return]
+    factor = 1.0 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
+    missing = 3 - query.dim() if query.dim() < 3 else 0
+    if query.dim() < 4 and shown.watched():
+        missing = 4 - query.dim()
+    for _ in range(missing):
+        query, key, value = query[None], key[None], value[None]
+    run: Any = _Attention.apply
+    out: Tensor = run(query, key, value, attn_mask, float(dropout_p), bool(is_causal), factor)
+    for _ in range(missing):
+        out = out[0]
+    return out

@@ -1,0 +1,55 @@
+"""The entry points of aten that stay whole: attention, recurrent networks, RMS norm, dropout."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rooftrace.tracer.whole.attention import scaled_dot_product_attention
+from rooftrace.tracer.whole.library import Library
+from rooftrace.tracer.whole.recurrent import entry, packed_entry
+from rooftrace.tracer.whole.rms_norm import rms_norm
+
+
+def _dropout(input: Tensor, p: float, train: bool) -> Tensor:
+    """One kernel, as on a GPU; elsewhere PyTorch makes the noise, scales it and multiplies."""
+    if not train or p == 0 or input.numel() == 0:
+        return input
+    return torch.native_dropout(input, p, train)[0]
+
+
+RMS_NORM_IS_ONE_KERNEL = hasattr(torch.ops.aten, "_fused_rms_norm_backward")
+"""On CUDA, from torch 2.9 on."""
+
+_ENTRIES: dict[str, Callable[..., Any]] = {
+    "scaled_dot_product_attention": scaled_dot_product_attention,
+    "dropout": _dropout,
+    **({"rms_norm": rms_norm} if RMS_NORM_IS_ONE_KERNEL else {}),
+    **{f"{mode}.input": entry(mode) for mode in ("lstm", "gru", "rnn_tanh", "rnn_relu")},
+    **{f"{mode}.data": packed_entry(mode) for mode in ("lstm", "gru", "rnn_tanh", "rnn_relu")},
+}
+
+
+def whole_entry(func: Any) -> Callable[..., Any] | None:
+    """What stands for an entry point of aten that stays whole."""
+    overload = "" if func._overloadname == "default" else f".{func._overloadname}"
+    return _ENTRIES.get(f"{func._opname}{overload}") if func.namespace == "aten" else None
+
+
+@contextlib.contextmanager
+def kept_whole() -> Iterator[None]:
+    """While active, attention, recurrent networks, RMS norm and dropout on meta tensors are one op
+    each."""
+    library = Library("aten", "IMPL")
+    for name, function in _ENTRIES.items():
+        for key in ("Meta", "AutogradMeta"):
+            # Library.impl refuses ops with a composite implementation; the binding does not.
+            library.m.impl(name, key, function)
+    try:
+        yield
+    finally:
+        library._destroy()

@@ -1,0 +1,253 @@
+"""Recurrent networks as one op with its backward, where PyTorch on meta unrolls them over time.
+
+A GPU runs one cuDNN kernel.  The CPU kernels let a captured graph run on real tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rooftrace.tracer.whole import shown
+from rooftrace.tracer.whole.library import OPS, define, differentiable
+
+_aten: Any = torch.ops.aten
+_CUDNN_MODES = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}
+_KEPT = {"lstm": 5, "gru": 5, "rnn_tanh": 0, "rnn_relu": 0}
+"""Values that a layer keeps for backward for each element of its output, beside the output: LSTM
+four gates and a cell, GRU five (`_thnn_fused_lstm_cell`, `_thnn_fused_gru_cell`, RNN.cu).  What
+cuDNN keeps it does not say."""
+
+
+class _Options(NamedTuple):
+    """How a network is built, as its op takes it behind its tensors."""
+
+    mode: str  # lstm, gru, rnn_tanh or rnn_relu
+    has_biases: bool
+    num_layers: int
+    bidirectional: bool
+    batch_first: bool
+    batch_sizes: Sequence[int] | None = None  # rows of each time step of packed sequences
+
+
+def _rnn_meta(
+    input: Tensor, hx: Sequence[Tensor], params: Sequence[Tensor], *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    options = _Options(*rest)
+    width = hx[0].shape[-1] * (2 if options.bidirectional else 1)
+    if options.batch_first and input.dim() == 3:
+        # cuDNN and the CPU work time-major and return a transposed view.
+        batch, steps = input.shape[:2]
+        output = input.new_empty((steps, batch, width)).transpose(0, 1)
+    else:
+        output = input.new_empty((*input.shape[:-1], width))
+    cell = torch.empty_like(hx[1]) if options.mode == "lstm" else input.new_empty(0)
+    return output, torch.empty_like(hx[0]), cell
+
+
+def _rnn_cpu(
+    input: Tensor, hx: Sequence[Tensor], params: Sequence[Tensor], *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    options = _Options(*rest)
+    kernel: Any = getattr(torch.ops.aten, options.mode)
+    states: Any = list(hx) if options.mode == "lstm" else hx[0]
+    build = (options.has_biases, options.num_layers, 0.0, False, options.bidirectional)
+    if options.batch_sizes is None:
+        result = kernel.input(input, states, list(params), *build, options.batch_first)
+    else:
+        result = kernel.data(input, torch.tensor(options.batch_sizes), states, list(params), *build)
+    return (*result, input.new_empty(0))[:3]
+
+
+def _backward_meta(
+    grads: Sequence[Tensor | None],
+    input: Tensor,
+    hx: Sequence[Tensor],
+    params: Sequence[Tensor],
+    *rest: Any,
+) -> list[Tensor]:
+    return [torch.empty_like(t) for t in (input, *hx, *params)]
+
+
+def _backward_cpu(
+    grads: Sequence[Tensor | None],
+    input: Tensor,
+    hx: Sequence[Tensor],
+    params: Sequence[Tensor],
+    output: Tensor,
+    *options: Any,
+) -> list[Tensor]:
+    with differentiable():
+        leaves = [t.detach().requires_grad_() for t in (input, *hx, *params)]
+        states = 1 + len(hx)
+        outputs = _rnn_cpu(leaves[0], leaves[1:states], leaves[states:], *options)
+        pairs = [(o, g) for o, g in zip(outputs, grads, strict=False) if g is not None]
+        return list(torch.autograd.grad([o for o, _ in pairs], leaves, [g for _, g in pairs]))
+
+
+_TENSORS = "Tensor input, Tensor[] hx, Tensor[] params"
+_OPTIONS = (
+    "str mode, bool has_biases, int num_layers, bool bidirectional, bool batch_first, "
+    "int[]? batch_sizes=None"
+)
+define(f"rnn({_TENSORS}, {_OPTIONS}) -> (Tensor, Tensor, Tensor)", Meta=_rnn_meta, CPU=_rnn_cpu)
+define(
+    f"rnn_backward(Tensor?[] grads, {_TENSORS}, Tensor output, {_OPTIONS}) -> Tensor[]",
+    Meta=_backward_meta,
+    CPU=_backward_cpu,
+)
+
+
+# -- as the user's modes see it ------------------------------------------------------------------
+
+
+def _shown_forward(
+    input: Tensor, hx: Sequence[Tensor], params: Sequence[Tensor], *options: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`rooftrace.rnn`, shown as cuDNN's op."""
+
+    def run(*args: Any, **_: Any) -> Any:
+        made = OPS.rnn(input, list(hx), list(params), *options)
+        return (*made, shown.unrecorded(), shown.unrecorded())
+
+    how = _Options(*options)
+    args = (input, list(params), 4 if how.has_biases else 2, None, hx[0])
+    cell = hx[1] if hx[1:] else None
+    rest = _cudnn_options(hx, how)
+    outputs = shown.show(_aten._cudnn_rnn.default, run, *args, cell, *rest, None)
+    return outputs[0], outputs[1], outputs[2]
+
+
+def _shown_backward(
+    grads: Sequence[Tensor | None],
+    input: Tensor,
+    hx: Sequence[Tensor],
+    params: Sequence[Tensor],
+    output: Tensor,
+    *options: Any,
+) -> list[Tensor]:
+    """`rooftrace.rnn_backward`, shown as cuDNN's op."""
+    states, how = len(hx), _Options(*options)
+
+    def run(*args: Any, **_: Any) -> Any:
+        made = OPS.rnn_backward(grads, input, hx, params, output, *options)
+        cell = made[2] if states > 1 else None
+        return made[0], made[1], cell, made[1 + states :]
+
+    made = shown.show(
+        _aten._cudnn_rnn_backward.default,
+        run,
+        input,
+        list(params),
+        4 if how.has_biases else 2,
+        shown.unrecorded(),
+        hx[0],
+        hx[1] if states > 1 else None,
+        output,
+        *(*grads, None, None)[:2],
+        grads[2] if states > 1 else None,
+        *_cudnn_options(hx, how),
+        None,
+        shown.unrecorded(),
+        [True] * 4,
+    )
+    return [made[0], *made[1 : 1 + states], *made[3]]
+
+
+def _cudnn_options(hx: Sequence[Tensor], how: _Options) -> tuple[Any, ...]:
+    """Arguments of cuDNN's ops from the mode to the sizes of the packed batches, in training."""
+    sizes = list(how.batch_sizes or ())
+    built = (hx[0].shape[-1], 0, how.num_layers, how.batch_first, 0.0, True, how.bidirectional)
+    return (_CUDNN_MODES[how.mode], *built, sizes)
+
+
+# -- in place of aten's entry points -------------------------------------------------------------
+
+
+class _Rnn(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        options: _Options,
+        states: int,
+        keeps: bool,
+        input: Tensor,
+        *tensors: Tensor,
+    ) -> Any:
+        hx, params = tensors[:states], tensors[states:]
+        op = _shown_forward if shown.watched() else OPS.rnn
+        outputs = op(input, list(hx), list(params), *options)
+        reserve = _reserve(outputs[0], options) if keeps else None
+        ctx.save_for_backward(input, outputs[0], *tensors)
+        ctx.reserve = reserve
+        ctx.options, ctx.states = options, states
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        input, output, *tensors = ctx.saved_tensors
+        hx, params = tensors[: ctx.states], tensors[ctx.states :]
+        reserve, ctx.reserve = ctx.reserve, None
+        op = _shown_backward if shown.watched() else OPS.rnn_backward
+        result = op(list(grads), input, hx, params, output, *ctx.options)
+        del reserve  # was there until now
+        return None, None, None, *result
+
+
+def _reserve(output: Tensor, options: _Options) -> Tensor:
+    """Room for what training keeps: of each layer its gates, and of those inside the output."""
+    size = ((_KEPT[options.mode] + 1) * options.num_layers - 1) * output.numel()
+    return output.new_empty(size)
+
+
+def _run(input: Tensor, hx: Any, params: Sequence[Tensor], options: _Options) -> Any:
+    """What aten's op of this mode returns."""
+    run: Any = _Rnn.apply
+    states = list(hx) if options.mode == "lstm" else [hx]
+    outputs = run(options, len(states), torch.is_grad_enabled(), input, *states, *params)
+    return outputs if options.mode == "lstm" else outputs[:2]
+
+
+def entry(mode: str) -> Callable[..., Any]:
+    """What `aten.lstm.input` and its like call for meta tensors while `kept_whole` is on."""
+
+    def call(
+        input: Tensor,
+        hx: Any,
+        params: Sequence[Tensor],
+        has_biases: bool,
+        num_layers: int,
+        dropout: float,
+        train: bool,
+        bidirectional: bool,
+        batch_first: bool,
+    ) -> Any:
+        options = _Options(mode, has_biases, num_layers, bidirectional, batch_first)
+        return _run(input, hx, params, options)
+
+    return call
+
+
+def packed_entry(mode: str) -> Callable[..., Any]:
+    """The entry for sequences of unequal length: the rows of all time steps, and how many each
+    step has."""
+
+    def call(
+        data: Tensor,
+        batch_sizes: Tensor,
+        hx: Any,
+        params: Sequence[Tensor],
+        has_biases: bool,
+        num_layers: int,
+        dropout: float,
+        train: bool,
+        bidirectional: bool,
+    ) -> Any:
+        sizes = batch_sizes.tolist()
+        options = _Options(mode, has_biases, num_layers, bidirectional, False, sizes)
+        return _run(data, hx, params, options)
+
+    return call
