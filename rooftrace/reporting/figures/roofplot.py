@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from rooftrace.hardware import Chip, format_flop_rate, format_intensity
 from rooftrace.reporting.figures import style
 from rooftrace.reporting.figures.labels import Box, Label, place
-from rooftrace.reporting.text import words
+from rooftrace.reporting.view import words
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
