@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 import rooftrace as rt
-from rooftrace.reporting.text.difftext import diff_markdown
+from rooftrace.reporting.text import as_markdown
 
 
 class Norm(nn.Module):
@@ -40,6 +40,6 @@ def model(upcast: bool) -> nn.Module:
 
 x = torch.empty(8192, 2048, dtype=torch.bfloat16)
 change = rt.diff(model(False), model(True), x, phases=["forward"], execution="eager")
-print(diff_markdown(change))
+print(as_markdown(change))
 for sentence in change.violations(["time>5%"]):
     print(sentence)

@@ -5,7 +5,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import rooftrace as rt
-from rooftrace.reporting.text.comparetext import comparisons_markdown
+from rooftrace.reporting.text import as_markdown, comparisons_view
 
 
 class Tagger(nn.Module):
@@ -25,4 +25,4 @@ class Tagger(nn.Module):
 # On real CPU tensors FlopCounterMode meets a fused LSTM; on meta it would see its products.
 model, ids = Tagger().eval(), torch.zeros(8, 128, dtype=torch.long)
 found = rt.compare(model, ids, phases=["forward"])
-print(comparisons_markdown("Tagger", found), end="")
+print(as_markdown(comparisons_view("Tagger", found)), end="")

@@ -19,6 +19,9 @@ from rooftrace._face import face
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from rooftrace.costmodels.estimating import Estimate
+    from rooftrace.costmodels.findings import Headroom
+
 _public, _names, __all__ = face(__name__, __file__)
 
 
@@ -36,13 +39,20 @@ def __dir__() -> list[str]:
 
 def _render(result: Any, *, rich: bool = False) -> Any:
     """What print(result) shows, as text or for rich; only reporting knows how."""
-    from rooftrace.reporting.pages import rendering
+    from rooftrace.reporting.text import as_text, renderable
 
-    return rendering.renderable(result) if rich else rendering.printed(result)
+    return renderable(result) if rich else as_text(result)
+
+
+def _headroom(estimate: Estimate) -> Headroom:
+    """What estimate.headroom() gives: findings price by estimates, and so stand above them."""
+    from rooftrace.costmodels.findings import headroom
+
+    return headroom(estimate)
 
 
 def _write(result: Any, out: Path) -> list[Path]:
-    """Write the files of a result into a folder; only reporting knows how."""
-    from rooftrace.reporting.pages import rendering
+    """Write the files of a validation into a folder; only reporting knows how."""
+    from rooftrace.reporting.pages import write_validation
 
-    return rendering.write(result, out)
+    return write_validation(result, out)

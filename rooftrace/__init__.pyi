@@ -12,7 +12,10 @@ from rooftrace.costmodels.findings import (
     Saving as Saving,
     headroom as headroom,
 )
-from rooftrace.costmodels.fusion import KernelView as KernelView, fusion as fusion
+from rooftrace.costmodels.fusion import (
+    KernelView as KernelView,
+    fusion as fusion,
+)
 from rooftrace.costmodels.memory import (
     memory as memory,
 )
@@ -71,5 +74,6 @@ from rooftrace.tracer.source import (
 
 __version__: str
 
+def _headroom(estimate: Estimate) -> Headroom: ...
 def _render(result: Any, *, rich: bool = False) -> Any: ...
 def _write(result: Any, out: Path) -> list[Path]: ...

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import rooftrace as rt
 from rooftrace.costmodels.findings.counters import compare
 from rooftrace.costmodels.findings.counters.counting import EVERYWHERE
-from rooftrace.reporting.text.comparetext import notes
+from rooftrace.reporting.text.comparisons import notes
 from rooftrace.tracer.asking.request import RequestError
 from rooftrace.tracer.phases.peers import PeerCount, count_with
 from rooftrace.tracer.targets.inputs import call_inputs

@@ -8,7 +8,9 @@ from collections.abc import Mapping, Sequence
 from rooftrace.costmodels.costs.cost import Access, Cost, Work
 from rooftrace.costmodels.estimating.estimates import estimate
 from rooftrace.costmodels.execution.executions import PRESETS
-from rooftrace.costmodels.fusion.groups import FusionGroup
+from rooftrace.costmodels.fusion.groups import (
+    FusionGroup,
+)
 from rooftrace.costmodels.memory.footprint import Memory
 from rooftrace.costmodels.planning.coverage import Coverage, Unsupported
 from rooftrace.costmodels.planning.launches import Launch

@@ -14,9 +14,10 @@ import pytest
 from rooftrace.costmodels.estimating.estimates import estimate
 from rooftrace.reporting.pages import files
 from rooftrace.reporting.pages.files import ReportFolderError, check_folder
-from rooftrace.reporting.pages.page import markdown
 from rooftrace.reporting.pages.report import FORMATS, Report, build_report
-from rooftrace.reporting.sections.report_document import _times
+from rooftrace.reporting.sections.report_keys import TIMES
+from rooftrace.reporting.sections.shapes import Object
+from rooftrace.reporting.text import as_markdown, as_text
 from rooftrace.tracer.graph.graph import ROLES
 from tests.costmodels.graph_support import Builder
 from tests.reporting.report_support import ROPE, made_plan, made_report, sized_memory
@@ -115,12 +116,12 @@ def test_savings_of_fusion_stand_in_every_form(schema):
     steps = [fusing[name]["bytes_hbm"] for name in ("before", "after", "beyond")]
     assert steps[0] - steps[1] == steps[1] - steps[2] == size
     assert fusing["after"]["t_est"] == found["phases"]["forward"]["efficient"]["t_est"]
-    page = markdown(made)
+    page = as_markdown(made)
     assert "### What fusing saves, efficient" in page and "| exp, relu " in page
 
 
 def test_a_report_of_nothing_to_fuse_says_nothing_about_it(report):
-    assert "What fusing saves" not in markdown(report)
+    assert "What fusing saves" not in as_markdown(report)
 
 
 def test_times_are_ordered_and_those_of_the_first_chip_stand_outside(document):
@@ -142,7 +143,7 @@ def test_a_margin_over_nothing_is_null():
     step = made_report("tiny", phases=("forward",), executions=("efficient",))
     assert step.to_dict()["phases"]["forward"]["efficient"]["regime_margin"] > 1
     idle = estimate(made_plan("forward", []), "h200-sxm")
-    assert _times(idle)["regime_margin"] is None
+    assert Object("", TIMES).plain(idle)["regime_margin"] is None
 
 
 def test_coverage_sums_the_phases_of_the_main_execution(document, report):
@@ -176,14 +177,14 @@ def test_below_the_floor_is_said(schema):
     promised = made_report(phases=("decode",), floor=1.2)
     assert promised.to_dict()["phases"]["decode"]["efficient"]["below_floor"] is True
     assert "below the floor" in str(promised)
-    steps = markdown(promised).split("## What a step costs")[1].split("\n## ")[0]
+    steps = as_markdown(promised).split("## What a step costs")[1].split("\n## ")[0]
     assert "(below the floor)" in steps
 
 
 def test_fitted_knobs_are_named_and_give_an_interval(schema):
+
     from rooftrace.costmodels.execution.executions import execution_model
     from rooftrace.costmodels.knobs.knobs import Knobs
-    from rooftrace.reporting.pages.table import render_estimates
 
     b = Builder()
     graph = b.graph(b.mm(b.input(64, 64), b.weight(64, 64)))
@@ -193,7 +194,7 @@ def test_fitted_knobs_are_named_and_give_an_interval(schema):
     jsonschema.validate(document, schema)
     low, high = document["phases"]["forward"]["eager"]["t_interval"]
     assert low < document["phases"]["forward"]["eager"]["t_est"] < high
-    text = render_estimates([report.estimate("forward")])
+    text = as_text(report.estimate("forward"))
     assert "times by knobs: of a test" in text and "90 % of measured steps: forward eager" in text
 
 
@@ -208,7 +209,7 @@ def test_nothing_to_report_is_refused(name):
 @pytest.mark.parametrize("name", ["chips", "executions"])
 def test_two_of_one_name_are_refused(name):
     given = {"graphs": {"forward": None}, "chips": ["h200-sxm"], "executions": ["naive"]}
-    with pytest.raises(ValueError, match="is there twice"):
+    with pytest.raises(ValueError, match="is given twice"):
         build_report(**{**given, name: given[name] * 2})
 
 
@@ -295,7 +296,7 @@ def test_a_folder_without_permission_is_refused(tmp_path, monkeypatch):
 
 
 def test_a_failure_half_way_leaves_nothing(report, tmp_path, monkeypatch):
-    monkeypatch.setattr("rooftrace.reporting.pages.page.markdown", lambda *_: 1 / 0)
+    monkeypatch.setattr("rooftrace.reporting.text.results.as_page", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         report.write(tmp_path / "a" / "out", formats=("json", "md"))
     assert list(tmp_path.iterdir()) == []
@@ -315,10 +316,8 @@ def test_a_full_disk_is_a_folder_error_and_leaves_nothing(report, tmp_path, monk
 
 
 def test_page_tables_are_whole(report):
-    from rooftrace.reporting.pages.page import markdown
-
     width = None
-    for line in markdown(report).splitlines():
+    for line in as_markdown(report).splitlines():
         if line.startswith("|"):
             columns = line.replace("\\|", "").count("|")
             assert width in (None, columns), line
@@ -328,9 +327,7 @@ def test_page_tables_are_whole(report):
 
 
 def test_page_says_what_a_reader_needs(report):
-    from rooftrace.reporting.pages.page import markdown
-
-    text = markdown(report)
+    text = as_markdown(report)
     for title in ("Summary", "Does it fit", "What a step costs", "Training", "Prefill", "Decode",
                   "Assumptions", "Coverage", "Chips", "How to read this report"):  # fmt: skip
         assert f"\n## {title}\n" in text
@@ -342,16 +339,16 @@ def test_page_says_what_a_reader_needs(report):
 
 
 def test_summary_is_short(report):
-    from rooftrace.reporting.sections.summary import summary
+    from rooftrace.reporting.sections.heads import summary
 
-    assert len(summary(report)) <= 6
+    assert len(summary(report).parts) <= 6
 
 
 @pytest.mark.subprocess
 def test_importing_the_report_loads_no_heavy_library(root: Path):
     code = (
-        "import sys, rooftrace.reporting.pages.report, rooftrace.reporting.pages.table, "
-        "rooftrace.reporting.figures.roofline, rooftrace.reporting.pages.page, "
+        "import sys, rooftrace.reporting.pages.report, rooftrace.reporting.text.results, "
+        "rooftrace.reporting.figures.roofline, rooftrace.reporting.sections.report_json, "
         "rooftrace.reporting.pages.files\n"
         "print([m for m in ('torch', 'matplotlib', 'pandas', 'rich', 'numpy') if m in sys.modules])"
     )

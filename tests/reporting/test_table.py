@@ -6,8 +6,8 @@ import pytest
 
 from rooftrace.costmodels.timing.timings import step_times
 from rooftrace.hardware.units import format_time
-from rooftrace.reporting.pages.table import render_estimates, render_report, render_text
-from rooftrace.reporting.text import words
+from rooftrace.reporting.text import as_text, renderable
+from rooftrace.reporting.view import words
 from tests.reporting.report_support import ROPE, made_report
 
 
@@ -20,13 +20,13 @@ def test_three_phases_fit_one_screen():
 @pytest.mark.parametrize("width", [40, 60, 80, 100, 160])
 def test_no_line_is_wider_than_the_terminal(width):
     for report in (made_report(), made_report("tiny", phases=("forward",))):
-        assert max(len(line) for line in render_text(report, width).splitlines()) <= width
+        assert max(len(line) for line in as_text(report, width).splitlines()) <= width
 
 
 def test_every_chip_has_a_row_in_every_phase():
     report = made_report(chips=("h200-sxm", "b200-sxm", "l4"))
     for width in (100, 60):
-        lines = render_text(report, width).splitlines()
+        lines = as_text(report, width).splitlines()
         assert max(map(len, lines)) <= width
         for chip in report.chips:
             rows = [line for line in lines if line.startswith(f"  {chip.name} ")]
@@ -47,7 +47,7 @@ def test_the_first_chip_is_the_detailed_one():
 
 
 def test_what_matters_survives_a_narrow_terminal():
-    text = render_text(made_report(), 60)
+    text = as_text(made_report(), 60)
     for word in ("t_est", "limited by", "HBM", "do not fit", "coverage:", "module"):
         assert word in text
 
@@ -59,7 +59,7 @@ def test_misfit_comes_before_the_numbers_in_bold_red():
         width=100, force_terminal=True, color_system="standard", record=True, file=None
     )
     with console.capture() as capture:
-        console.print(render_report(made_report()))
+        console.print(renderable(made_report()))
     text = capture.get()
     assert text.index("671.0 GB of weights do not fit one") < text.index("t_est")
     assert "\x1b[1;31m" in text[: text.index("t_est")]
@@ -110,7 +110,7 @@ def test_waiting_for_the_host_is_a_row():
 
 def test_one_estimate_prints_without_a_report():
     one = made_report().estimate("decode")
-    text = render_estimates([one])
+    text = as_text(one)
     assert "decode" in text
     assert "training" not in text
     assert "coverage:" in text

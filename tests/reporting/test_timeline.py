@@ -15,7 +15,8 @@ from rooftrace.measured.traces.kineto import read_trace
 from rooftrace.measured.validate.misses import nodes
 from rooftrace.reporting.figures.parity import ParityPoint, kernel_points, parity_figure
 from rooftrace.reporting.figures.timeline import timeline, write_timeline
-from rooftrace.reporting.text.misstext import miss_rows, misses_markdown, render_misses, summary
+from rooftrace.reporting.text import as_markdown, as_text
+from rooftrace.reporting.text.misses import matched_words, miss_rows, misses_view
 from tests.measured.profiles_support import GpuTrace, Stack
 from tests.reporting.report_support import made_report
 
@@ -140,13 +141,15 @@ def test_the_table_has_the_worst_first_and_what_the_graph_has_not(
     found = nodes(one, run)
     rows = miss_rows(found, run, count=5)
     assert len(rows) == 5
-    assert rows[0][0] == max(found, key=lambda node: abs(node.miss)).row.name.removeprefix("aten.")
-    assert "100 % of the run's time is matched to the graph by order" in summary(
+    furthest = max(found, key=lambda node: abs(node.miss))
+    assert rows[0]["kernel"] == furthest.row.name.removeprefix("aten.")
+    assert "100 % of the run's time is matched to the graph by order" in matched_words(
         found, run
     ).replace("100.0 %", "100 %")
-    text = misses_markdown(found, run, count=3)
+    text = as_markdown(misses_view(found, run, count=3))
     assert text.count("\n| ") == 1 + 3 and "launch bound" in text
-    assert render_misses(found, run) is not None
+    screen = as_text(misses_view(found, run, count=3), width=200)
+    assert len(screen.splitlines()) == 1 + 1 + 3  # what was matched, the heads, the rows
 
 
 def test_the_parity_plot_has_a_point_for_each_kernel(one: Estimate, run: Alignment) -> None:

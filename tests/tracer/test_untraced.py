@@ -394,12 +394,12 @@ def test_a_result_that_nothing_recorded_made_is_said(forward: Any, module: Made)
 
 
 def test_a_report_says_that_its_totals_are_a_lower_bound(module: Made) -> None:
-    from rooftrace.reporting.pages.page import markdown
-    from rooftrace.reporting.sections.report_document import document
+    from rooftrace.reporting.sections import document
+    from rooftrace.reporting.text import as_markdown
 
     report = rt.report(module(out_of_sight), X, chip="h100-sxm")
     assert document(report)["coverage"]["lower_bound"] is True
-    assert "**Not everything was recorded: all totals are a lower bound.**" in markdown(report)
+    assert "**Not everything was recorded: all totals are a lower bound.**" in as_markdown(report)
 
 
 def test_a_step_that_runs_its_products_elsewhere_is_no_zero(module: Made) -> None:

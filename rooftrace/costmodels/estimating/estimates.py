@@ -263,6 +263,12 @@ class Estimate:
         are one row with the sums of them all."""
         return frame_of(self.plan, self.rows)
 
+    def headroom(self) -> Any:
+        """What fusing saves, as a :class:`rooftrace.Headroom`; `rt.headroom` takes graphs too."""
+        from rooftrace import _headroom  # findings price by estimates, and so stand above them
+
+        return _headroom(self)
+
     def __str__(self) -> str:
         from rooftrace import _render  # the table lives in reporting, which imports this module
 

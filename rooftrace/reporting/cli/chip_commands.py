@@ -17,9 +17,9 @@ def chips() -> None:
 @chips.command("list")
 def chips_list() -> None:
     """Every chip with its dense peaks, memory and ridge point."""
-    from rooftrace.reporting.text import render_chip_list
+    from rooftrace.reporting.text import chip_list, renderable
 
-    console().print(render_chip_list())
+    console().print(renderable(chip_list()))
 
 
 @chips.command("show")
@@ -27,9 +27,9 @@ def chips_list() -> None:
 def chips_show(name: str) -> None:
     """Every fact of one chip (a name or a TOML path) with its source and kind."""
     from rooftrace.hardware import load_chip
-    from rooftrace.reporting.text import render_chip
+    from rooftrace.reporting.text import renderable
 
-    console().print(render_chip(load_chip(name)))
+    console().print(renderable(load_chip(name)))
 
 
 @chips.command("lint")

@@ -88,7 +88,7 @@ def _measure_chip(
         raise click.UsageError(f"--chip-only measures no model: leave out {' '.join(targets)}")
     from rooftrace.hardware.chipfile import dump_chip, write_chip
     from rooftrace.measured.bench import devices, measure_chip
-    from rooftrace.reporting.text import render_chip
+    from rooftrace.reporting.text import renderable
 
     with progress() as tell:
         chip = measure_chip(device or devices.default_device(), budget, progress=tell)
@@ -96,7 +96,7 @@ def _measure_chip(
         click.echo(dump_chip(chip), nl=False)
         return
     write_chip(chip, str(out))
-    console().print(render_chip(chip))
+    console().print(renderable(chip))
     click.echo(f"\nwritten to {out}; use it as --chip {out}")
 
 
@@ -199,7 +199,7 @@ def validate(
     """
     from rooftrace.reporting import validate as validate_with
     from rooftrace.reporting.pages import check_folder
-    from rooftrace.reporting.text import render_validation, validation_markdown
+    from rooftrace.reporting.text import as_markdown, renderable
 
     (loaded,), (model,) = load_chips((chip,)), load_executions((execution,), tf32, knobs)
     load_rules(rules)
@@ -220,8 +220,8 @@ def validate(
     write_text(
         form,
         None,
-        lambda: render_validation(found),
-        lambda: validation_markdown(found),
+        lambda: renderable(found),
+        lambda: as_markdown(found),
         found.to_dict,
     )
     if written and form == "terminal":

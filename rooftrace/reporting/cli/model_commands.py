@@ -184,7 +184,7 @@ def diff(
     """What changed in cost from BEFORE to AFTER: targets or saved graphs."""
     from rooftrace.costmodels.findings.diffs import parse_condition
     from rooftrace.reporting import diff as diff_of
-    from rooftrace.reporting.text import diff_markdown, render_diff
+    from rooftrace.reporting.text import as_markdown, renderable
 
     for condition in fail_on:
         parse_condition(condition)
@@ -200,9 +200,7 @@ def diff(
             progress=tell,
             **workload(**request),
         )
-    write_text(
-        form, out, lambda: render_diff(result), lambda: diff_markdown(result), result.to_dict
-    )
+    write_text(form, out, lambda: renderable(result), lambda: as_markdown(result), result.to_dict)
     broken = result.violations(fail_on)
     for sentence in broken:
         click.echo(f"rooftrace: {sentence}", err=True)
@@ -239,7 +237,7 @@ def compare(
     op and the reason.
     """
     from rooftrace.reporting import compare as compare_of
-    from rooftrace.reporting.text import comparisons_markdown, render_comparisons
+    from rooftrace.reporting.text import as_markdown, comparisons_view, renderable
     from rooftrace.tracer.graph import looks_saved
 
     if looks_saved(target):
@@ -252,8 +250,8 @@ def compare(
     write_text(
         form,
         out,
-        lambda: render_comparisons(target, found),
-        lambda: comparisons_markdown(target, found),
+        lambda: renderable(comparisons_view(target, found)),
+        lambda: as_markdown(comparisons_view(target, found)),
         lambda: {"target": target, "comparisons": [one.to_dict() for one in found]},
     )
 
@@ -264,6 +262,6 @@ def _to_stdout(result: Any, form: str) -> None:
     elif form == "csv":
         click.echo(result.to_frame().to_csv(index=False, lineterminator="\n"), nl=False)
     else:
-        from rooftrace.reporting.pages import markdown
+        from rooftrace.reporting.text import as_markdown
 
-        click.echo(markdown(result, ()), nl=False)
+        click.echo(as_markdown(result), nl=False)

@@ -2,10 +2,6 @@ from rooftrace.reporting.figures import parity as parity, style as style
 from rooftrace.reporting.figures.folder import (
     write_figures as write_figures,
 )
-from rooftrace.reporting.figures.parity import (
-    ParityPoint as ParityPoint,
-    kernel_points as kernel_points,
-)
 from rooftrace.reporting.figures.timeline import (
     write_timeline as write_timeline,
     write_timelines as write_timelines,

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rooftrace.hardware.units import format_capacity, format_time, format_traffic
 from rooftrace.reporting.figures import style
 from rooftrace.reporting.sections import tally
-from rooftrace.reporting.text import words
+from rooftrace.reporting.view import words
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from rooftrace.reporting.pages import Report
+    from rooftrace.reporting.sections import Results
 
 MOST_PARTS = 9  # families with a colour of their own; the rest is one part
 LEFT, SPAN = 0.155, 0.69  # of the page: before the bars, and the longest bar
@@ -42,33 +42,41 @@ class Bar:
         return sum(self.parts.values())
 
 
-def byte_bars(report: Report) -> list[Bar]:
+def byte_bars(report: Results) -> list[Bar]:
     """HBM bytes by role; the mark is the compulsory floor."""
     bars = []
-    for phase, execution, one in report.of_first_chip():
-        parts = {role: float(size) for role, size in one.bytes.to_dict().items() if size}
+    for phase, execution, estimate in report.of_first_chip():
+        parts = {role: float(size) for role, size in estimate.bytes.to_dict().items() if size}
         bars.append(
-            Bar(phase, execution, parts, format_traffic(one.bytes_hbm), float(one.bytes_compulsory))
+            Bar(
+                phase,
+                execution,
+                parts,
+                format_traffic(estimate.bytes_hbm),
+                float(estimate.bytes_compulsory),
+            )
         )
     return bars
 
 
-def family_bars(report: Report) -> list[Bar]:
+def family_bars(report: Results) -> list[Bar]:
     """Seconds of t_est by family, host waiting included."""
     ranking = _ranking(report)
     bars = []
-    for phase, execution, one in report.of_first_chip():
-        seconds = {entry.key: entry.seconds for entry in tally(one.rows, lambda row: row.family)}
+    for phase, execution, estimate in report.of_first_chip():
+        seconds = {
+            entry.key: entry.seconds for entry in tally(estimate.rows, lambda row: row.family)
+        }
         parts = {name: seconds.pop(name) for name in ranking if name in seconds}
         if seconds:
             parts["others"] = sum(seconds.values())
-        if one.times.t_launch > 0:
-            parts[WAITING] = one.times.t_launch
-        bars.append(Bar(phase, execution, parts, format_time(one.t_est)))
+        if estimate.times.t_launch > 0:
+            parts[WAITING] = estimate.times.t_launch
+        bars.append(Bar(phase, execution, parts, format_time(estimate.t_est)))
     return bars
 
 
-def regime_bars(report: Report) -> list[Bar]:
+def regime_bars(report: Results) -> list[Bar]:
     """Seconds of t_est by what limits them."""
     return [
         Bar(
@@ -76,16 +84,16 @@ def regime_bars(report: Report) -> list[Bar]:
             execution,
             {
                 words.LIMITS[name]: seconds
-                for name, seconds in one.times.regime_seconds.items()
+                for name, seconds in estimate.times.regime_seconds.items()
                 if seconds > 0
             },
-            f"{format_time(one.t_est)}, {words.percent(one.mfu)} MFU",
+            f"{format_time(estimate.t_est)}, {words.percent(estimate.mfu)} MFU",
         )
-        for phase, execution, one in report.of_first_chip()
+        for phase, execution, estimate in report.of_first_chip()
     ]
 
 
-def memory_bars(report: Report) -> list[Bar]:
+def memory_bars(report: Results) -> list[Bar]:
     """Bytes alive at the peak of each phase; the mark is one chip's capacity."""
     chip = report.chips[0]
     return [
@@ -101,12 +109,12 @@ def memory_bars(report: Report) -> list[Bar]:
     ]
 
 
-def _ranking(report: Report) -> list[str]:
+def _ranking(report: Results) -> list[str]:
     """Families by their largest share of any estimate: the ones that get a colour."""
     shares: dict[str, float] = {}
-    for _, _, one in report.of_first_chip():
-        for entry in tally(one.rows, lambda row: row.family):
-            share = entry.seconds / one.t_est if one.t_est else 0.0
+    for _, _, estimate in report.of_first_chip():
+        for entry in tally(estimate.rows, lambda row: row.family):
+            share = entry.seconds / estimate.t_est if estimate.t_est else 0.0
             shares[entry.key] = max(shares.get(entry.key, 0.0), share)
     return sorted(shares, key=lambda name: (-shares[name], name))[:MOST_PARTS]
 
@@ -114,7 +122,7 @@ def _ranking(report: Report) -> list[str]:
 # -- figures -------------------------------------------------------------------------------------
 
 
-def byte_figure(report: Report) -> Figure:
+def byte_figure(report: Results) -> Figure:
     """HBM bytes of every phase and execution by role, with the compulsory floor."""
     return _figure(
         f"HBM bytes of a step: {report.model.get('name') or 'model'}",
@@ -124,7 +132,7 @@ def byte_figure(report: Report) -> Figure:
     )
 
 
-def time_figure(report: Report) -> Figure:
+def time_figure(report: Results) -> Figure:
     """Estimated time of every phase and execution, by family and by regime."""
     families = family_bars(report)
     names = [*_ranking(report), "others", WAITING]
@@ -141,7 +149,7 @@ def time_figure(report: Report) -> Figure:
     )
 
 
-def memory_figure(report: Report) -> Figure:
+def peak_figure(report: Results) -> Figure:
     """Peak memory of every phase beside the capacity of one chip."""
     chip = report.chips[0]
     return _figure(
@@ -208,68 +216,31 @@ def _bar(
     *,
     first: bool,
 ) -> None:
+    """One bar with its parts, its mark, its total and its names at the left."""
+    mark = bar.mark / scale if bar.mark is not None and _near(bar) else None
     left = 0.0
     for name, amount in bar.parts.items():
         width = amount / scale
         colour = tones.get(name, style.GREY)
         axes.barh(y, width, left=left, height=0.74, color=colour, edgecolor="white", linewidth=0.8)
-        start, room = _clear_part(
-            left, left + width, bar.mark / scale if bar.mark and _near(bar) else None
-        )
-        for text in (
-            f"{name} {wording(amount)}",
-            wording(amount),
-            words.percent(amount / bar.length),
-        ):
-            if len(text) * 5.6 + 6 < room * SPAN * style.WIDTH * 72:  # points
-                axes.text(
-                    start + room / 2,
-                    y,
-                    text,
-                    fontsize=9,
-                    ha="center",
-                    va="center",
-                    color=style.ink_on(colour),
-                )
-                break
+        start, room = _clear_part(left, left + width, mark)
+        texts = (f"{name} {wording(amount)}", wording(amount), words.percent(amount / bar.length))
+        fitting = [text for text in texts if len(text) * 5.6 + 6 < room * SPAN * style.WIDTH * 72]
+        if fitting:  # in points
+            middle, ink = start + room / 2, style.ink_on(colour)
+            axes.text(middle, y, fitting[0], fontsize=9, ha="center", va="center", color=ink)
         left += width
-    end = left
-    if bar.mark is not None and _near(bar):
-        at = bar.mark / scale
-        axes.plot(
-            [at, at],
-            [y - 0.48, y + 0.48],
-            color=style.INK,
-            linewidth=2.2,
-            clip_on=False,
-            solid_capstyle="butt",
-        )
-        end = max(end, at)
-    axes.text(
-        end + 0.008, y, bar.total, fontsize=10, fontweight="bold", va="center", color=style.INK
-    )
-    transform = axes.get_yaxis_transform()
+    if mark is not None:
+        line: dict[str, Any] = {"color": style.INK, "linewidth": 2.2, "solid_capstyle": "butt"}
+        axes.plot([mark, mark], [y - 0.48, y + 0.48], clip_on=False, **line)
+    end = max(left, mark or 0.0) + 0.008
+    strong: dict[str, Any] = {"fontweight": "bold", "va": "center", "color": style.INK}
+    axes.text(end, y, bar.total, fontsize=10, **strong)
+    at: dict[str, Any] = {"transform": axes.get_yaxis_transform()}
     if first:
-        axes.text(
-            -LEFT / SPAN + 0.018,
-            y,
-            bar.group,
-            fontsize=11,
-            fontweight="bold",
-            va="center",
-            color=style.INK,
-            transform=transform,
-        )
-    axes.text(
-        -0.008,
-        y,
-        bar.name,
-        fontsize=10,
-        ha="right",
-        va="center",
-        color=style.FAINT,
-        transform=transform,
-    )
+        axes.text(-LEFT / SPAN + 0.018, y, bar.group, fontsize=11, **strong, **at)
+    faint: dict[str, Any] = {"ha": "right", "va": "center", "color": style.FAINT}
+    axes.text(-0.008, y, bar.name, fontsize=10, **faint, **at)
 
 
 def _near(bar: Bar) -> bool:

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from rooftrace.reporting.pages import Report
+    from rooftrace.reporting.sections import Results
 
 
-def figures(report: Report) -> Iterator[tuple[str, Callable[[], Figure]]]:
+def figures(report: Results) -> Iterator[tuple[str, Callable[[], Figure]]]:
     """(file name, how to draw it) in the order of the report."""
     from rooftrace.reporting.figures import breakdown, memoryplot, roofline
 
@@ -22,13 +22,13 @@ def figures(report: Report) -> Iterator[tuple[str, Callable[[], Figure]]]:
     yield "time.png", lambda: breakdown.time_figure(report)
     yield "bytes.png", lambda: breakdown.byte_figure(report)
     if report.memory:
-        yield "memory.png", lambda: breakdown.memory_figure(report)
+        yield "memory.png", lambda: breakdown.peak_figure(report)
     for phase, need in report.memory.items():
         if need.timeline.moments:
             yield f"memory-{phase}.png", lambda phase=phase: memoryplot.memory_figure(report, phase)  # type: ignore[misc]
 
 
-def write_figures(report: Report, folder: Path) -> list[str]:
+def write_figures(report: Results, folder: Path) -> list[str]:
     """Draw every figure into `folder`; the names of the files."""
     from rooftrace.reporting.figures import style
 

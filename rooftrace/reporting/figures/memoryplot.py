@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 from rooftrace.costmodels.memory import Moment
 from rooftrace.hardware.units import format_capacity
 from rooftrace.reporting.figures import style
-from rooftrace.reporting.text import words
+from rooftrace.reporting.view import words
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
     from rooftrace.costmodels.memory import Memory
-    from rooftrace.reporting.pages import Report
+    from rooftrace.reporting.sections import Results
 
 MOMENTS = 1200  # about as many as the figure has pixels for
 HEIGHT, TOP, BOTTOM = 5.2, 1.15, 0.62  # inches: the sheet, above and below the axes
@@ -36,7 +36,7 @@ ORDER = (
 """From the bottom up: what stays first, what comes and goes last."""
 
 
-def memory_figure(report: Report, phase: str) -> Figure:
+def memory_figure(report: Results, phase: str) -> Figure:
     """Bytes alive by role over the ops of a phase."""
     need, chip = report.memory[phase], report.chips[0]
     name = report.model.get("name") or "model"

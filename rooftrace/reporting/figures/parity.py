@@ -12,7 +12,7 @@ from rooftrace.hardware.units import format_share, format_time
 from rooftrace.measured.validate import Node, misses
 from rooftrace.reporting.figures import style
 from rooftrace.reporting.figures.labels import Box, Label, place
-from rooftrace.reporting.text import kernel_name, plural, short_module
+from rooftrace.reporting.view import words
 from rooftrace.tracer.graph import pattern_of
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def kernel_points(nodes: Sequence[Node]) -> list[ParityPoint]:
     """A point for each kernel that the run has: seconds of one launch, coloured by family."""
     return [
         ParityPoint(
-            f"{kernel_name(node.row.name)} {short_module(pattern_of(node.row.module), 26)}".strip(),
+            _label(node),
             node.predicted / node.row.count,
             node.measured / node.row.count,
             node.row.family,
@@ -57,6 +57,11 @@ def kernel_points(nodes: Sequence[Node]) -> list[ParityPoint]:
         for node in nodes
         if node.measured and node.predicted > 0
     ]
+
+
+def _label(node: Node) -> str:
+    module = words.short_module(pattern_of(node.row.module), 26)
+    return f"{words.kernel_name(node.row.name)} {module}".strip()
 
 
 def parity_figure(
@@ -85,7 +90,7 @@ def parity_figure(
     _lines(axes, low, high)
     tones = _tones(points)
     largest = max(point.weight for point in points) or 1.0
-    for point in sorted(points, key=lambda one: -one.weight):
+    for point in sorted(points, key=lambda point: -point.weight):
         axes.plot(
             point.predicted,
             point.measured,
@@ -173,7 +178,7 @@ def _footer(points: Sequence[ParityPoint]) -> str:
     errors = [abs(point.error) for point in points]
     inside = sum(error <= misses.CLOSE for error in errors) / len(points)
     return (
-        f"{plural(len(points), 'point')}, {format_share(inside)} inside the dashed lines "
+        f"{words.plural(len(points), 'point')}, {format_share(inside)} inside the dashed lines "
         f"(\u00b1{format_share(misses.CLOSE)}); median |error| "
         f"{format_share(statistics.median(errors))} of the measured.  Area: seconds of the step."
     )

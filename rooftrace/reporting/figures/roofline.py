@@ -11,19 +11,19 @@ from rooftrace.hardware.units import format_share, format_time
 from rooftrace.reporting.figures import style
 from rooftrace.reporting.figures.roofplot import Point, Roof, draw
 from rooftrace.reporting.sections import tally
-from rooftrace.reporting.text import words
+from rooftrace.reporting.view import words
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from rooftrace.reporting.pages import Report
+    from rooftrace.reporting.sections import Results
 
 FAMILIES_SHOWN = 8
 LEAST_SHARE = 0.005  # of t_est: a family with less has no point
 SHAPES = {"o": "circle", "s": "square", "D": "diamond", "^": "triangle", "v": "wedge", "P": "plus"}
 
 
-def roofs(report: Report) -> list[Roof]:
+def roofs(report: Results) -> list[Roof]:
     """The roof of every chip, with the ceilings of the rates that any phase uses."""
     result = []
     for position, chip in enumerate(report.chips):
@@ -38,23 +38,23 @@ def roofs(report: Report) -> list[Roof]:
     return result
 
 
-def _rates(one: Estimate) -> dict[str, float]:
+def _rates(estimate: Estimate) -> dict[str, float]:
     """The matrix rates that the work of an estimate runs at, and the vector rate beside them."""
     rates = (
-        {"vector fp32": one.chip.peak("vector", "fp32")}
-        if one.chip.has_peak("vector", "fp32")
+        {"vector fp32": estimate.chip.peak("vector", "fp32")}
+        if estimate.chip.has_peak("vector", "fp32")
         else {}
     )
-    for work, flop in one.plan.total.work.items():
+    for work, flop in estimate.plan.total.work.items():
         if flop and (work.operation in MATRIX or not rates):
-            engine, precision = engine_of(work, one.chip, one.execution)
-            peak = one.chip.find_peak(engine, precision)
+            engine, precision = engine_of(work, estimate.chip, estimate.execution)
+            peak = estimate.chip.find_peak(engine, precision)
             if peak is not None:
                 rates[f"{engine} {peak.precision}"] = peak.rate.value
     return rates
 
 
-def phase_points(report: Report) -> list[Point]:
+def phase_points(report: Results) -> list[Point]:
     """One point per phase and execution on the first chip, and per phase on the others.
 
     What computes or moves nothing has no point.
@@ -66,24 +66,26 @@ def phase_points(report: Report) -> list[Point]:
         for phase in report.phases:
             # More points than these leave no room for their names.
             for execution in shown if roof.chip is report.chips[0] else [report.main]:
-                one = report.estimate(phase, execution, roof.chip.name)
-                if not one.ai_hbm or not one.t_est:
+                estimate = report.estimate(phase, execution, roof.chip.name)
+                if not estimate.ai_hbm or not estimate.t_est:
                     continue
-                rate = one.flops_causal / one.t_est
+                rate = estimate.flops_causal / estimate.t_est
                 name = f"{phase}, {execution}"
                 if len(report.chips) > 1:
                     name += f", {roof.chip.name}"
                 label = (
-                    f"{name}\n{format_time(one.t_est)}, "
-                    f"{words.percent(rate / roof.at(one.ai_hbm))} of its roof"
+                    f"{name}\n{format_time(estimate.t_est)}, "
+                    f"{words.percent(rate / roof.at(estimate.ai_hbm))} of its roof"
                 )
                 points.append(
-                    Point(one.ai_hbm, rate, label, tones[phase], marker, execution == report.main)
+                    Point(
+                        estimate.ai_hbm, rate, label, tones[phase], marker, execution == report.main
+                    )
                 )
     return points
 
 
-def family_points(report: Report, phase: str) -> tuple[list[Point], str]:
+def family_points(report: Results, phase: str) -> tuple[list[Point], str]:
     """One point per family of a phase on the first chip, for the main execution and one other.
 
     The text names the families that have no point since they compute nothing.
@@ -92,11 +94,11 @@ def family_points(report: Report, phase: str) -> tuple[list[Point], str]:
     tones = style.colours(names)
     points, idle = [], []
     for execution in _shown(report, 1):
-        one = report.estimate(phase, execution)
+        estimate = report.estimate(phase, execution)
         main = execution == report.main
-        entries = tally(one.rows, lambda row: row.family)
+        entries = tally(estimate.rows, lambda row: row.family)
         for rank, entry in enumerate(entries):
-            share = entry.seconds / one.t_est if one.t_est else 0.0
+            share = entry.seconds / estimate.t_est if estimate.t_est else 0.0
             if not entry.flops_causal or not entry.bytes:
                 if main and share >= LEAST_SHARE:
                     idle.append(f"{entry.key} {words.percent(share)}")
@@ -117,11 +119,11 @@ def family_points(report: Report, phase: str) -> tuple[list[Point], str]:
     return points, f"Without a point, since they compute nothing: {', '.join(idle)}" if idle else ""
 
 
-def _markers(report: Report) -> list[str]:
+def _markers(report: Results) -> list[str]:
     return [style.MARKERS[i % len(style.MARKERS)] for i in range(len(report.chips))]
 
 
-def roofline(report: Report) -> Figure:
+def roofline(report: Results) -> Figure:
     """The roofline of every phase and execution on every chip."""
     first = report.estimate(report.phases[0])
     shapes = [
@@ -137,30 +139,30 @@ def roofline(report: Report) -> Figure:
     )
 
 
-def family_roofline(report: Report, phase: str) -> Figure:
+def family_roofline(report: Results, phase: str) -> Figure:
     """The roofline of the families of one phase on the first chip."""
     points, idle = family_points(report, phase)
-    one = report.estimate(phase)
+    estimate = report.estimate(phase)
     return draw(
         roofs(report)[:1],
         points,
-        title=f"{phase.capitalize()} by family on {one.chip.title}",
-        subtitle=f"{_legend_words(report, 1)}; area is the share of {format_time(one.t_est)}",
+        title=f"{phase.capitalize()} by family on {estimate.chip.title}",
+        subtitle=f"{_legend_words(report, 1)}; area is the share of {format_time(estimate.t_est)}",
         footer=idle,
     )
 
 
-def _others(report: Report) -> int:
+def _others(report: Results) -> int:
     """How many executions beside the main one the points of all phases leave room for."""
     return 2 if len(report.chips) == 1 else 1
 
 
-def _shown(report: Report, others: int) -> list[str]:
+def _shown(report: Results, others: int) -> list[str]:
     """The main execution and the first few of the others, in their order."""
     rest = [name for name in report.executions if name != report.main][:others]
     return [name for name in report.executions if name == report.main or name in rest]
 
 
-def _legend_words(report: Report, others: int) -> str:
+def _legend_words(report: Results, others: int) -> str:
     names = [name for name in _shown(report, others) if name != report.main]
     return f"filled {report.main}" + (f", hollow {words.listed(names)}" if names else "")

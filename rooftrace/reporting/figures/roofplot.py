@@ -12,7 +12,7 @@ from rooftrace.hardware import Chip
 from rooftrace.hardware.units import format_flop_rate, format_intensity
 from rooftrace.reporting.figures import style
 from rooftrace.reporting.figures.labels import Box, Label, place
-from rooftrace.reporting.text import words
+from rooftrace.reporting.view import words
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rooftrace.costmodels.findings.playback import Folded, Playback, Played, play
-from rooftrace.reporting.text import LIMITS, kernel_name
+from rooftrace.reporting.view import words
 from rooftrace.tracer.graph import pattern_of, write_bytes
 
 if TYPE_CHECKING:
     from rooftrace.costmodels.estimating import Estimate, Row
     from rooftrace.measured.alignment import Alignment
-    from rooftrace.reporting.pages import Report
+    from rooftrace.reporting.sections import Results
 
 LIMIT = 50_000
 """Slices of a track; more launches than this are folded (see `playback`)."""
@@ -86,7 +86,7 @@ def write_timeline(
     return path
 
 
-def write_timelines(report: Report, folder: Path) -> list[str]:
+def write_timelines(report: Results, folder: Path) -> list[str]:
     """timeline_<phase>.json.gz of the main execution on the first chip; the names of the files."""
     names = []
     for phase in report.phases:
@@ -144,19 +144,26 @@ def _tracks(estimate: Estimate) -> Iterator[Event]:
 
 def _predicted(estimate: Estimate, playback: Playback) -> Iterator[Event]:
     facts = [_facts(row) for row in estimate.rows]
-    for one in playback.launches:
-        name = "host only" if one.row is None else kernel_name(estimate.rows[one.row].name)
-        if one.sync:
+    for launch in playback.launches:
+        name = (
+            "host only" if launch.row is None else words.kernel_name(estimate.rows[launch.row].name)
+        )
+        if launch.sync:
             name = "wait for the device"
-        if one.host_end > one.host_start:
+        if launch.host_end > launch.host_start:
             yield _slice(
-                _PREDICTED, _HOST, name, one.host_start, one.host_end, dispatches=one.dispatches
+                _PREDICTED,
+                _HOST,
+                name,
+                launch.host_start,
+                launch.host_end,
+                dispatches=launch.dispatches,
             )
-        if one.row is not None and one.start is not None and one.end is not None:
-            more = {"turn": one.turn} if one.turn else {}
+        if launch.row is not None and launch.start is not None and launch.end is not None:
+            more = {"turn": launch.turn} if launch.turn else {}
             yield _slice(
-                _PREDICTED, _DEVICE, name, one.start, one.end,
-                module=one.module, **facts[one.row], **more,
+                _PREDICTED, _DEVICE, name, launch.start, launch.end,
+                module=launch.module, **facts[launch.row], **more,
             )  # fmt: skip
     for fold in playback.folded:
         name = f"{_repeat_name(estimate, fold)} x{fold.count}"
@@ -179,7 +186,7 @@ def _facts(row: Row) -> dict[str, Any]:
     """What a launch of this kernel does: FLOP, byte, what limits it, and which ops it is."""
     n = row.count
     facts: dict[str, Any] = {
-        "bound": LIMITS[row.timing.regime],
+        "bound": words.LIMITS[row.timing.regime],
         "flop": row.flops_causal // n,
         "bytes": {role: size // n for role, size in row.bytes_by_role.items() if size},
         "family": row.family,
@@ -208,16 +215,16 @@ def _modules(estimate: Estimate, launches: Sequence[Played]) -> Iterator[Event]:
             known = {"class": classes[path]} if path in classes else {}
             yield _slice(_PREDICTED, _MODULES, _last(path), start, end, module=path, **known)
 
-    for one in launches:
-        if one.start is None or one.end is None:
+    for launch in launches:
+        if launch.start is None or launch.end is None:
             continue
-        path = list(_levels(one.module))
+        path = list(_levels(launch.module))
         shared = 0
         while shared < min(len(path), len(opened)) and opened[shared][0] == path[shared]:
             shared += 1
         yield from closed(shared)
-        opened += [(level, one.start) for level in path[shared:]]
-        end = one.end
+        opened += [(level, launch.start) for level in path[shared:]]
+        end = launch.end
     yield from closed(0)
 
 
@@ -238,40 +245,40 @@ def _last(path: str) -> str:
 # -- measured ------------------------------------------------------------------------------------
 
 
-def _measured_tracks(found: Alignment) -> Iterator[Event]:
-    trace = found.trace
-    streams = _streams(found)
+def _measured_tracks(run: Alignment) -> Iterator[Event]:
+    trace = run.trace
+    streams = _streams(run)
     tracks = {
         track: f"{trace.devices.get(device) or f'device {device}'}, stream {stream}"
         for (device, stream), track in streams.items()
     }
-    threads = sorted({trace.ops.thread[op] for op in found.step.ops})
+    threads = sorted({trace.ops.thread[op] for op in run.step.ops})
     tracks |= {_OPS + thread: f"host thread {thread}" for thread in threads}
-    return _named(_MEASURED, f"measured: {found.step.name}", tracks)
+    return _named(_MEASURED, f"measured: {run.step.name}", tracks)
 
 
-def _streams(found: Alignment) -> dict[tuple[int, int], int]:
-    kernels = found.trace.kernels
-    pairs = sorted({(kernels.device[i], kernels.stream[i]) for i in found.step.kernels})
+def _streams(run: Alignment) -> dict[tuple[int, int], int]:
+    kernels = run.trace.kernels
+    pairs = sorted({(kernels.device[i], kernels.stream[i]) for i in run.step.kernels})
     return {pair: track for track, pair in enumerate(pairs, start=1)}
 
 
-def _of_trace(found: Alignment, limit: int) -> tuple[list[Event], dict[Target, tuple[int, float]]]:
+def _of_trace(run: Alignment, limit: int) -> tuple[list[Event], dict[Target, tuple[int, float]]]:
     """Slices of the step of median length; the track and time where each op first shows."""
-    trace, step = found.trace, found.step
+    trace, step = run.trace, run.step
     events: list[Event] = []
     places: dict[Target, tuple[int, float]] = {}
-    owner = found.owners
+    owner = run.owners
     ops = trace.ops
-    shown = step.ops if len(step.ops) <= limit else [op for op in step.ops if op in found.places]
+    shown = step.ops if len(step.ops) <= limit else [op for op in step.ops if op in run.places]
     for index in shown:
         op = ops[index]
         start = op.start - step.start
         facts: dict[str, Any] = {}
-        if index in found.places:
-            facts["op"] = found.places[index][0]
+        if index in run.places:
+            facts["op"] = run.places[index][0]
             if not trace.on_device:
-                places.setdefault(found.places[index], (_OPS + op.thread, start))
+                places.setdefault(run.places[index], (_OPS + op.thread, start))
         if op.inputs is not None:
             facts["shapes"] = [list(shape) for shape in op.inputs.shapes if shape]
         if op.modules:
@@ -279,7 +286,7 @@ def _of_trace(found: Alignment, limit: int) -> tuple[list[Event], dict[Target, t
         events.append(
             _slice(_MEASURED, _OPS + op.thread, op.name, start, start + op.duration, **facts)
         )
-    streams = _streams(found)
+    streams = _streams(run)
     for index in step.kernels:
         kernel = trace.kernels[index]
         start = kernel.start - step.start
@@ -309,7 +316,7 @@ def _of_seconds(
     for index in sorted(seconds):
         op = estimate.graph.ops[index]
         times = estimate.graph.times(op)
-        name = kernel_name(op.name) + (f" x{times}" if times > 1 else "")
+        name = words.kernel_name(op.name) + (f" x{times}" if times > 1 else "")
         end = now + seconds[index]
         events.append(_slice(_MEASURED, 1, name, now, end, op=index, module=op.module))
         places[index, 0] = (1, now)
@@ -322,12 +329,12 @@ def _of_seconds(
 
 def _anchors(estimate: Estimate, playback: Playback) -> dict[Target, float]:
     """When the device first runs each op of each iteration, as predicted."""
-    found: dict[Target, float] = {}
-    for one in playback.launches:
-        if one.row is not None and one.start is not None:
-            for op in estimate.rows[one.row].ops:
-                found.setdefault((op, one.turn), one.start)
-    return found
+    anchors: dict[Target, float] = {}
+    for launch in playback.launches:
+        if launch.row is not None and launch.start is not None:
+            for op in estimate.rows[launch.row].ops:
+                anchors.setdefault((op, launch.turn), launch.start)
+    return anchors
 
 
 def _arrows(

@@ -1,9 +1,6 @@
-from rooftrace.reporting.pages import rendering as rendering
 from rooftrace.reporting.pages.files import (
     check_folder as check_folder,
-)
-from rooftrace.reporting.pages.page import (
-    markdown as markdown,
+    write_validation as write_validation,
 )
 from rooftrace.reporting.pages.report import (
     ALL_FORMATS as ALL_FORMATS,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rooftrace.measured.validate import Validation
-    from rooftrace.reporting.pages.report import Report
+    from rooftrace.reporting.sections import Results
 
 
 class ReportFolderError(OSError):
@@ -27,70 +27,67 @@ def check_folder(out: Path) -> None:
         pass
 
 
-def write_report(report: Report, out: Path, formats: Sequence[str]) -> list[Path]:
+def write_report(results: Results, out: Path, formats: Sequence[str]) -> list[Path]:
     """Make the files of `formats` and move them into `out`; their final paths, in order."""
-    from rooftrace.reporting.pages.report import ALL_FORMATS
-
-    for name in formats:
-        if name not in ALL_FORMATS:
-            raise ValueError(f"format {name!r}: expected one of {', '.join(ALL_FORMATS)}")
     with _aside(out) as folder:
         names: list[str] = []
         if "png" in formats:
             from rooftrace.reporting.figures import write_figures
 
-            names += write_figures(report, folder)
+            names += write_figures(results, folder)
         figures = tuple(names)
         if "csv" in formats:
             with (folder / "ops.csv").open("w", encoding="utf-8", newline="") as file:
-                for number, frame in enumerate(report.frames()):
+                for number, frame in enumerate(results.frames()):
                     frame.to_csv(file, index=False, header=number == 0, lineterminator="\n")
             names.append("ops.csv")
         if "json" in formats:
-            text = json.dumps(report.to_dict(), indent=1, allow_nan=False, ensure_ascii=False)
+            from rooftrace.reporting.sections import document
+
+            text = json.dumps(document(results), indent=1, allow_nan=False, ensure_ascii=False)
             (folder / "report.json").write_text(text + "\n", encoding="utf-8")
             names.append("report.json")
         if "trace" in formats:
             from rooftrace.reporting.figures import write_timelines
 
-            names += write_timelines(report, folder)
+            names += write_timelines(results, folder)
         if "md" in formats:
-            from rooftrace.reporting.pages.page import markdown
+            from rooftrace.reporting.text import as_markdown
 
-            (folder / "report.md").write_text(markdown(report, figures), encoding="utf-8")
+            (folder / "report.md").write_text(as_markdown(results, figures), encoding="utf-8")
             names.append("report.md")
         return _move(folder, out, names)
 
 
-def write_validation(found: Validation, out: Path) -> list[Path]:
+def write_validation(result: Validation, out: Path) -> list[Path]:
     """Make the files of a validation and move them into `out`; their final paths, in order."""
     from rooftrace.reporting.figures import parity, style
-    from rooftrace.reporting.text import parity_points, validation_markdown
+    from rooftrace.reporting.text import as_markdown, parity_points
 
     with _aside(out) as folder:
         names = []
-        points, left_out = parity_points(found)
+        points, left_out = parity_points(result)
         if points:
             title = "Predicted and measured"
-            about = (found.chip.title, found.execution, found.knobs, left_out)
+            about = (result.chip.title, result.execution, result.knobs, left_out)
             subtitle = ", ".join(filter(None, about))
             style.save(parity.parity_figure(points, title, subtitle), folder / "parity.png")
             names.append("parity.png")
-        if found.nodes:
-            rows = [check.to_dict() for check in found.nodes]
+        if result.nodes:
+            rows = [check.to_dict() for check in result.nodes]
             with (folder / "nodes.csv").open("w", encoding="utf-8", newline="") as file:
                 table = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
                 table.writeheader()
                 table.writerows(rows)  # None is an empty cell
             names.append("nodes.csv")
-        if found.estimate is not None and found.alignment is not None:
+        if result.estimate is not None and result.alignment is not None:
             from rooftrace.reporting.figures import write_timeline
 
             names.append("timeline.json.gz")
-            write_timeline(folder / names[-1], found.estimate, found.alignment)
-        text = json.dumps(found.to_dict(), indent=1, allow_nan=False, ensure_ascii=False)
+            write_timeline(folder / names[-1], result.estimate, result.alignment)
+        text = json.dumps(result.to_dict(), indent=1, allow_nan=False, ensure_ascii=False)
         (folder / "validation.json").write_text(text + "\n", encoding="utf-8")
-        page = validation_markdown(found, tuple(names))
+        page = as_markdown(result, names)
         (folder / "validation.md").write_text(page, encoding="utf-8")
         return _move(folder, out, ["validation.md", "validation.json", *names])
 

@@ -1,4 +1,4 @@
-"""The sections of report.md: each is a function from a report to lines of markdown."""
+"""What a report is about, and the functions that make its sections and its JSON."""
 
 from rooftrace._face import face
 

@@ -1,5 +1,14 @@
 """The fixed part of report.md: definitions that hold for every report."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rooftrace.reporting.view import model as view
+
+if TYPE_CHECKING:
+    from rooftrace.reporting.sections.results import Results
+
 HOW_TO_READ = """
 One multiply-add is 2 FLOP. Traffic and bandwidth are decimal (1 GB = 10^9 byte), capacity is binary
 (1 GiB = 2^30 byte). Every rate is dense; rates that count on 2:4 sparsity are never used.
@@ -27,3 +36,9 @@ One multiply-add is 2 FLOP. Traffic and bandwidth are decimal (1 GB = 10^9 byte)
 t_bound <= t_serial <= t_est. Memory is what is alive at the peak of the step, not what moves:
 the tensors of an eager run. Saved for backward: activations that forward makes and backward reads.
 """
+
+
+def glossary(results: Results) -> view.Section:
+    """How to read a report."""
+    note = view.Note(HOW_TO_READ.strip())
+    return view.Section(title="How to read this report", parts=[note])

@@ -48,3 +48,8 @@ def tally(rows: Iterable[Row], key: Callable[[Row], Key]) -> list[Tally[Key]]:
         for name, (n, flops, causal, size, seconds) in sums.items()
     ]
     return sorted(tallies, key=lambda entry: (-entry.seconds, str(entry.key)))
+
+
+def ratio(part: float, whole: float) -> float | None:
+    """A part of a whole; None where there is no whole."""
+    return part / whole if whole else None

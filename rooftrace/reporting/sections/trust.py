@@ -1,56 +1,87 @@
-"""What the numbers rest on: assumptions, coverage, and the facts of the chips."""
+"""What the numbers rest on: coverage, assumptions, precisions, and the facts of the chips."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rooftrace.costmodels.findings import Island, islands
+from rooftrace.hardware import Chip
 from rooftrace.hardware.units import (
     format_bandwidth,
     format_flop_rate,
     format_intensity,
     format_share,
+    format_time,
     format_traffic,
 )
-from rooftrace.reporting.sections.pipes import table
-from rooftrace.reporting.sections.report_document import unsupported_ops
-from rooftrace.tracer.graph import pattern_of
+from rooftrace.reporting.view import model as view, units, words
+from rooftrace.tracer.graph import LOWER_BOUND, pattern_of
 
 if TYPE_CHECKING:
-    from rooftrace.reporting.pages import Report
-
+    from rooftrace.costmodels.planning import Unsupported
+    from rooftrace.reporting.sections.results import Results
 
 ASSUMPTIONS_SHOWN = 40
 ISLANDS_SHOWN = 20
+UNSUPPORTED_ON_A_SCREEN = 3
 
 
-def assumptions_section(report: Report) -> list[str]:
+def _code(path: str) -> str:
+    return units.MODULE.page(path)
+
+
+def _few(names: Sequence[str], most: int = 3) -> str:
+    shown = ", ".join(names[:most])
+    return f"{shown} and {len(names) - most:,} more" if len(names) > most else shown
+
+
+def _shown(rows: Sequence[Any], most: int) -> list[view.Part]:
+    """A line on the rows that a page leaves out."""
+    more = len(rows) - most
+    return [view.Note(f"{more:,} more are in report.json.")] if more > 0 else []
+
+
+# -- assumptions -----------------------------------------------------------------------------------
+
+
+def assumptions(results: Results) -> view.Section:
     """Each assumption once, with the phases that make it and every place in starred form."""
+    title = "Assumptions"
     merged: dict[tuple[str, str, str], tuple[dict[str, float], dict[str, None]]] = {}
-    for phase, item in report.assumptions:
+    for phase, item in results.assumptions:
         key = (item.kind, item.text, "" if item.value is None else str(item.value))
         phases, places = merged.setdefault(key, ({}, {}))
-        phases[phase] = phases.get(phase, 0.0) + report.resting_share(phase, item.id)
-        places[f"`{pattern_of(item.where) or '(root)'}`"] = None
+        phases[phase] = phases.get(phase, 0.0) + results.resting_share(phase, item.id)
+        places[_code(pattern_of(item.where))] = None
     if not merged:
-        return ["None: nothing had to be assumed."]
+        return view.Section(title=title, parts=[view.Note("None: nothing had to be assumed.")])
+    heads = {
+        "number": "#",
+        "kind": "Kind",
+        "phases": "Phases",
+        "where": "Where",
+        "text": "What was assumed",
+        "value": "Value",
+    }
+    columns = [view.Column(key, units.TEXT, head) for key, head in heads.items()]
+    columns.append(view.Column("share", units.WORDS, "Time resting on it"))
     rows = [
-        [str(number), kind, ", ".join(phases), _few(list(places)), text, value, _shares(phases)]
+        {
+            "number": number,
+            "kind": kind,
+            "phases": ", ".join(phases),
+            "where": _few(list(places)),
+            "text": text,
+            "value": value,
+            "share": _shares(phases),
+        }
         for number, ((kind, text, value), (phases, places)) in enumerate(merged.items(), 1)
     ]
-    lines = table(
-        ["#", "Kind", "Phases", "Where", "What was assumed", "Value", "Time resting on it"],
-        rows[:ASSUMPTIONS_SHOWN],
-        left=6,
-    )
-    lines += [
-        "",
-        "Time resting on it: share of t_est in kernels whose sizes or values came from it.",
-    ]
-    if len(rows) > ASSUMPTIONS_SHOWN:
-        lines += ["", f"{len(rows) - ASSUMPTIONS_SHOWN:,} more are in report.json."]
-    return lines
+    note = "Time resting on it: share of t_est in kernels whose sizes or values came from it."
+    table = view.Table(columns=columns, rows=rows[:ASSUMPTIONS_SHOWN])
+    parts = [table, view.Note(note), *_shown(rows, ASSUMPTIONS_SHOWN)]
+    return view.Section(title=title, parts=parts)
 
 
 def _shares(phases: Mapping[str, float]) -> str:
@@ -61,118 +92,195 @@ def _shares(phases: Mapping[str, float]) -> str:
     return ", ".join(f"{phase} {share}" for phase, share in shown.items())
 
 
-def _few(names: Sequence[str], most: int = 3) -> str:
-    shown = ", ".join(names[:most])
-    return f"{shown} and {len(names) - most:,} more" if len(names) > most else shown
+# -- islands ---------------------------------------------------------------------------------------
 
 
-def islands_section(report: Report) -> list[str]:
+def islands_of(results: Results) -> view.Section:
     """What stays in another floating precision than the one that the step is priced in."""
     merged: dict[tuple[str, str], dict[str, Island]] = {}
-    for phase, graph in report.graphs.items():
+    for phase, graph in results.graphs.items():
         for island in islands(graph):
             merged.setdefault((island.where, island.precision), {})[phase] = island
     if not merged:
-        return []
-    phases = list(report.graphs)
-    rows = [
-        [f"`{where or '(root)'}`", name]
-        + [
-            f"{format_traffic(by_phase[p].bytes)} in {by_phase[p].tensors:,}"
-            if p in by_phase
-            else "–"
-            for p in phases
-        ]
-        for (where, name), by_phase in merged.items()
+        return view.Section()
+    columns = [
+        view.Column("where", units.MODULE, "Where"),
+        view.Column("precision", units.TEXT, "Precision"),
     ]
-    own = report.model.get("priced_dtype") or report.model.get("dtype")
-    lines = [f"Priced in {own}; these tensors are explicitly in another precision and stay so.", ""]
-    lines += table(["Where", "Precision", *phases], rows[:ISLANDS_SHOWN], left=2)
-    if len(rows) > ISLANDS_SHOWN:
-        lines += ["", f"{len(rows) - ISLANDS_SHOWN:,} more are in report.json."]
-    return lines
-
-
-def coverage_section(report: Report) -> list[str]:
+    columns += [view.Column(f"in {p}", units.WORDS, p) for p in results.graphs]
     rows = []
-    for phase, execution, one in report.of_first_chip():
-        coverage = one.coverage
+    for (where, precision), by_phase in merged.items():
+        row: dict[str, Any] = {"where": where, "precision": precision}
+        for phase in results.graphs:
+            here = by_phase.get(phase)
+            row[f"in {phase}"] = here and f"{format_traffic(here.bytes)} in {here.tensors:,}"
+        rows.append(row)
+    own = results.model.get("priced_dtype") or results.model.get("dtype")
+    text = f"Priced in {own}; these tensors are explicitly in another precision and stay so."
+    table = view.Table(columns=columns, rows=rows[:ISLANDS_SHOWN])
+    parts = [view.Note(text), table, *_shown(rows, ISLANDS_SHOWN)]
+    return view.Section(title="Islands of another precision", parts=parts)
+
+
+# -- coverage --------------------------------------------------------------------------------------
+
+COVERAGE = (
+    view.Column("phase", units.TEXT, "Phase"),
+    view.Column("execution", units.TEXT, "Execution"),
+    view.Column("ops", units.COUNT, "Ops"),
+    view.Column("ops_with_rule", units.COUNT, "With a rule"),
+    view.Column("bytes_with_rule", units.WORDS, "Bytes with a rule"),
+)
+UNSUPPORTED = (
+    view.Column("target", units.CODE, "Op"),
+    view.Column("phase", units.TEXT, "Phase"),
+    view.Column("where", units.TEXT, "Where"),
+    view.Column("shapes", units.CODE, "Operands", left="both"),
+    view.Column("count", units.COUNT, "Calls"),
+    view.Column("bytes", units.BYTE, "Bytes"),
+    view.Column("bytes_least", units.BYTE, "At least"),
+    view.Column("most", units.BYTE, "At most"),
+)
+
+
+def coverage(results: Results) -> view.Section:
+    """Ops and bytes with a rule, what was out of sight, and each op without a rule."""
+    rows = []
+    for phase, execution, estimate in results.of_first_chip():
+        of = estimate.coverage
+        whole = of.bytes == of.bytes_with_rule
         rows.append(
-            [
-                phase,
-                execution,
-                f"{coverage.ops:,}",
-                f"{coverage.ops_with_rule:,}",
-                "100 %"
-                if coverage.bytes == coverage.bytes_with_rule
-                else format_share(coverage.bytes_with_rule_share),
-            ]
+            {
+                "phase": phase,
+                "execution": execution,
+                "ops": of.ops,
+                "ops_with_rule": of.ops_with_rule,
+                "bytes_with_rule": "100 %" if whole else format_share(of.bytes_with_rule_share),
+            }
         )
-    lines = table(["Phase", "Execution", "Ops", "With a rule", "Bytes with a rule"], rows, left=2)
-    gaps = [item for graph in report.graphs.values() for item in graph.unrecorded]
-    if gaps:
-        texts = dict.fromkeys(f"- `{item.where or '(root)'}`: {item.text}." for item in gaps)
-        lines += ["", "**Not everything was recorded: all totals are a lower bound.**", "", *texts]
-    missing = unsupported_ops(report)
-    if not missing:
-        return lines
-    lines += [
-        "",
-        "Of these ops no FLOP is counted. Their bytes: operands are read and results written; of "
-        "a cache or buffer that an op writes in place, as much as its other operands bring. The "
-        "truth is between the bounds if no byte is touched twice.",
-        "",
-    ]
-    lines += table(
-        ["Op", "Phase", "Where", "Operands", "Calls", "Bytes", "At least", "At most"],
-        [
-            [
-                f"`{entry.target}`",
-                phase,
-                _few([f"`{module or '(root)'}`" for module in entry.modules]),
-                f"`{entry.shapes}`",
-                f"{entry.count:,}",
-                format_traffic(entry.bytes),
-                format_traffic(entry.bytes_least),
-                format_traffic(entry.most),
-            ]
-            for phase, entry in missing
-        ],
-        left=4,
-    )
-    stubs = dict.fromkeys(entry.stub for _, entry in missing)
-    return [
-        *lines,
-        "",
-        "To fill in, and to pass with `--rules FILE.py`:",
-        "",
-        "```python",
-        "import rooftrace",
-        *(f"\n\n{stub}" for stub in stubs),
-        "```",
-    ]
+    parts: list[view.Part] = [view.Table(columns=COVERAGE, rows=rows)]
+    if results.unrecorded:
+        text = "Not everything was recorded: all totals are a lower bound."
+        parts.append(view.Note(text, "strong"))
+        texts = [f"{_code(item.where)}: {item.text}." for item in results.unrecorded]
+        parts += [view.Note(text, bullet=1) for text in dict.fromkeys(texts)]
+    missing = results.unsupported_ops()
+    if missing:
+        parts += _without_a_rule(missing)
+    return view.Section(title="Coverage", parts=parts)
 
 
-def chips_section(report: Report) -> list[str]:
-    lines = []
-    for chip in report.chips:
-        rows = [[name, fact.text, fact.kind, fact.source, fact.note] for name, fact in chip.facts()]
-        lines += [
-            "",
-            f"### {chip.title} (`{chip.name}`)",
-            "",
-            *table(["Fact", "Value", "Kind", "Source", "Note"], rows, left=5),
-        ]
-        used = {
-            (one.peak_precision, one.peak, one.ridge)
-            for one in (report.estimate(phase, chip=chip.name) for phase in report.phases)
+def _without_a_rule(missing: Sequence[tuple[str, Unsupported]]) -> list[view.Part]:
+    """The ops, what of them is counted, and a rule for each to fill in."""
+    keys = ("target", "shapes", "count", "bytes", "bytes_least", "most")
+    rows = [
+        {
+            "phase": phase,
+            "where": _few([_code(module) for module in entry.modules]),
+            **{key: getattr(entry, key) for key in keys},
         }
-        lines += [
-            "",
-            *(
-                f"Bandwidth {format_bandwidth(chip.memory_bandwidth.value)} and "
-                f"{format_flop_rate(peak)} {precision} meet at {format_intensity(ridge)}."
-                for precision, peak, ridge in sorted(used)
-            ),
-        ]
-    return lines[1:]
+        for phase, entry in missing
+    ]
+    stubs = dict.fromkeys(entry.stub for _, entry in missing)
+    code = "\n".join(["```python", "import rooftrace", *(f"\n\n{s}" for s in stubs), "```"])
+    return [
+        view.Note(
+            "Of these ops no FLOP is counted. Their bytes: operands are read and results written; "
+            "of a cache or buffer that an op writes in place, as much as its other operands bring. "
+            "The truth is between the bounds if no byte is touched twice."
+        ),
+        view.Table(columns=UNSUPPORTED, rows=rows),
+        view.Note("To fill in, and to pass with `--rules FILE.py`:"),
+        view.Note(code),
+    ]
+
+
+# -- the same, in a few lines ----------------------------------------------------------------------
+
+
+def trust(results: Results) -> view.Section:
+    """What a screen says below the numbers: coverage, assumptions, guesses, floors and knobs."""
+    estimates = [estimate for _, _, estimate in results.of_first_chip()]
+    gaps = [item for _, item in results.assumptions if item.kind in LOWER_BOUND]
+    whole, sentence = words.coverage_words((e.coverage for e in results.broken_down()), gaps)
+    assumed = words.assumption_words(assumption for _, assumption in results.assumptions)
+    guesses = words.guess_words(results.chips[0])
+    notes = [view.Note(f"coverage: {sentence}", "" if whole else "bad")]
+    notes += _missing_rules(results)
+    notes.append(view.Note(f"assumptions: {assumed}; guessed chip facts: {guesses}"))
+    notes += [
+        view.Note(
+            f"below the floor: {estimate.phase}, {estimate.execution.name} moves "
+            f"{format_traffic(estimate.bytes_hbm)}; "
+            f"{format_traffic(estimate.bytes_compulsory)} is the least",
+            "warn",
+        )
+        for estimate in estimates
+        if estimate.below_floor
+    ]
+    titles = dict.fromkeys(k.title for e in estimates if (k := e.execution.knobs) is not None)
+    notes += [view.Note(f"times by knobs: {title}") for title in titles]
+    ranges = [
+        f"{e.phase} {e.execution.name} {format_time(low)} to {format_time(high)}"
+        for e in estimates
+        if e.t_interval is not None
+        for low, high in [e.t_interval]
+    ]
+    if ranges:
+        notes.append(view.Note(f"90 % of measured steps: {', '.join(ranges)}"))
+    return view.Section(place=5, parts=notes)
+
+
+def _missing_rules(results: Results) -> list[view.Note]:
+    """The first few ops without a rule, and how to add one."""
+    missing = {
+        entry.target: entry
+        for _, _, estimate in results.of_first_chip()
+        for entry in estimate.unsupported_ops()
+    }
+    if not missing:
+        return []
+    ranked = sorted(missing.values(), key=lambda entry: (-entry.bytes, entry.target))
+    shown = ranked[:UNSUPPORTED_ON_A_SCREEN]
+    notes = [
+        view.Note(
+            f"  no rule: {entry.target} x{entry.count:,}, {format_traffic(entry.bytes)}, in "
+            f"{entry.modules[0] or '(root)'}; no FLOP counts, and its bytes are between "
+            f"{format_traffic(entry.bytes_least)} and {format_traffic(entry.most)}",
+            "bad",
+        )
+        for entry in shown
+    ]
+    stub = next(iter(missing.values())).stub.splitlines()[0]
+    rest = len(missing) - len(shown)
+    more = f" ({rest} more ops)" if rest else ""
+    return [*notes, view.Note(f"  add one with {stub}, see report.md{more}", "bad")]
+
+
+# -- chips -----------------------------------------------------------------------------------------
+
+
+def chips(results: Results) -> view.Section:
+    """Every fact of every chip with its source, and where its roofs meet."""
+    return view.Section(title="Chips", parts=[_chip(results, chip) for chip in results.chips])
+
+
+def _chip(results: Results, chip: Chip) -> view.Section:
+    heads = {"fact": "Fact", "text": "Value", "kind": "Kind", "source": "Source", "note": "Note"}
+    columns = [view.Column(key, units.TEXT, head) for key, head in heads.items()]
+    rows = [
+        {"fact": name, **{key: getattr(fact, key) for key in heads if key != "fact"}}
+        for name, fact in chip.facts()
+    ]
+    here = [results.estimate(phase, chip=chip.name) for phase in results.phases]
+    used = sorted({(e.peak_precision, e.peak, e.ridge) for e in here})
+    bandwidth = format_bandwidth(chip.memory_bandwidth.value)
+    lines = [
+        f"Bandwidth {bandwidth} and {format_flop_rate(peak)} {precision} meet at "
+        f"{format_intensity(ridge)}."
+        for precision, peak, ridge in used
+    ]
+    return view.Section(
+        title=f"{chip.title} (`{chip.name}`)",
+        parts=[view.Table(columns=columns, rows=rows), view.Note("\n".join(lines))],
+    )

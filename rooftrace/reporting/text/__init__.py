@@ -1,4 +1,4 @@
-"""Results other than a report in words, and the words that all outputs share."""
+"""Any result in words: on a screen, as text, as a page."""
 
 from rooftrace._face import face
 

@@ -6,33 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rooftrace.reporting.text.words import short_module
+from rooftrace.reporting.view.words import short_module
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
     from rich.text import Text
 
-LEAST_FLEXIBLE = 16  # columns that a flexible cell keeps before another column is dropped
+    from rooftrace.reporting.view.model import Column
 
-
-@dataclass(frozen=True, slots=True)
-class Column:
-    """drop: 0 stays always; columns of the highest number go first, all at once, so that no half of
-    a sum is shown.  flexible: cut from the left to fit.  clipped: cut from the right to fit, down
-    to so many characters; 0 is never cut."""
-
-    head: str
-    right: bool = True
-    drop: int = 0
-    flexible: bool = False
-    clipped: int = 0
-
-    @property
-    def least(self) -> int | None:
-        """How far it may be cut; None where it may not."""
-        if self.flexible:
-            return LEAST_FLEXIBLE
-        return self.clipped or None
+LEAST = 16  # letters that a flexible or folded cell keeps before another column is dropped
 
 
 @dataclass(frozen=True)
@@ -51,10 +33,11 @@ class Grid:
         for position in kept:
             column = self.columns[position]
             table.add_column(
-                column.head,
-                justify="right" if column.right else "left",
-                no_wrap=True,
-                overflow="ellipsis",
+                column.name("screen"),
+                justify="left" if column.is_left("screen") else "right",
+                no_wrap=not column.folded,
+                overflow="fold" if column.folded else "ellipsis",
+                max_width=rooms[position] if column.folded else None,
             )
         for row in self.rows:
             cells = []
@@ -72,12 +55,12 @@ class Grid:
     def _fit(self, width: int) -> tuple[list[int], dict[int, int]]:
         """Positions of the columns that fit into `width`, and the widths of those that are cut."""
         widths = [
-            max([len(column.head), *(row[i].cell_len for row in self.rows)])
+            max([len(column.name("screen")), *(row[i].cell_len for row in self.rows)])
             for i, column in enumerate(self.columns)
         ]
         kept = list(range(len(self.columns)))
         while True:
-            cut = {i: least for i in kept if (least := self.columns[i].least) is not None}
+            cut = {i: least for i in kept if (least := _least(self.columns[i])) is not None}
             fixed = sum(widths[i] for i in kept if i not in cut) + len(kept) - 1
             needed = {i: min(widths[i], least) for i, least in cut.items()}
             droppable = [i for i in kept if self.columns[i].drop]
@@ -91,23 +74,18 @@ class Grid:
         """What each column that is cut gets of the room: what it needs, then the first what it
         wants."""
         left = room - sum(needed.values())
-        found = {}
+        shared = {}
         for i, least in needed.items():
             more = min(max(left, 0), widths[i] - least)
-            found[i], left = least + more, left - more
-        if left < 0 and found:  # not even that fits: the last gives way
-            last = max(found)
-            found[last] = max(4, found[last] + left)
-        return found
+            shared[i], left = least + more, left - more
+        if left < 0 and shared:  # not even that fits: the last gives way
+            last = max(shared)
+            shared[last] = max(4, shared[last] + left)
+        return shared
 
 
-def grid(columns: Sequence[Column], rows: Sequence[Sequence[str | Text]]) -> Grid:
-    """A Grid of plain or styled cells."""
-    from rich.text import Text
-
-    return Grid(
-        tuple(columns),
-        tuple(
-            tuple(cell if isinstance(cell, Text) else Text(cell) for cell in row) for row in rows
-        ),
-    )
+def _least(column: Column) -> int | None:
+    """How narrow a column may be made; None where it may not."""
+    if column.flexible or column.folded:
+        return LEAST
+    return column.clipped or None

@@ -104,6 +104,11 @@ def kernel_name(name: str) -> str:
     return name.removeprefix("aten.")
 
 
+def op_name(name: str) -> str:
+    """The name of an op without its namespace, where that is PyTorch's or ours."""
+    return name.removeprefix("aten.").removeprefix("rooftrace.")
+
+
 def chip_words(estimate: Estimate) -> str:
     """ "H200 SXM, 1979 TFLOP/s fp8 dense, 4800 GB/s, ridge 412.3 FLOP/byte, 131.3 GiB"."""
     chip = estimate.chip
@@ -129,20 +134,20 @@ def fit_words(memory: Mapping[str, Memory], chip: Chip) -> tuple[bool, str]:
     if not memory:
         return True, ""
     misfits = [phase for phase, need in memory.items() if not need.fits(chip)]
-    one = f"one {chip.name} ({capacity_words(chip)})"
+    chip_name = f"one {chip.name} ({capacity_words(chip)})"
     if not misfits:
         largest = max(memory, key=lambda phase: memory[phase].peak)
         return True, (
-            f"Fits {one}: the peak is {format_capacity(memory[largest].peak)}, in {largest}."
+            f"Fits {chip_name}: the peak is {format_capacity(memory[largest].peak)}, in {largest}."
         )
     weights = max(memory[phase].weights for phase in misfits)
     if weights > chip.memory_capacity.value:
-        cause = f"{format_traffic(weights)} of weights do not fit {one}"
+        cause = f"{format_traffic(weights)} of weights do not fit {chip_name}"
     else:
         cause = (
-            f"{listed(misfits)} does not fit {one}"
+            f"{listed(misfits)} does not fit {chip_name}"
             if len(misfits) == 1
-            else (f"{listed(misfits)} do not fit {one}")
+            else (f"{listed(misfits)} do not fit {chip_name}")
         )
     by_count: dict[int, list[str]] = {}
     for phase in misfits:
@@ -169,13 +174,13 @@ def held_words(held: Held) -> str:
     return name or held.role
 
 
-def batch_words(found: LargestBatch) -> str:
+def batch_words(batch: LargestBatch) -> str:
     """ "12", "65,536 or more", "0: weights alone do not fit", "0: one sample takes 150.2 GiB"."""
-    if found.batch:
-        return f"{found.batch:,} or more" if found.open_ended else f"{found.batch:,}"
-    if not found.weights_fit:
+    if batch.batch:
+        return f"{batch.batch:,} or more" if batch.open_ended else f"{batch.batch:,}"
+    if not batch.weights_fit:
         return "0: weights alone do not fit"
-    return f"0: one sample takes {format_capacity(found.peak)}"
+    return f"0: one sample takes {format_capacity(batch.peak)}"
 
 
 def alive(memory: Memory) -> dict[str, int]:

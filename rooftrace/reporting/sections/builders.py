@@ -1,0 +1,104 @@
+"""Which sections a report has, in the order of its page; a new one is one function, added here.
+
+Anybody can add a section without a change here:
+
+    @rooftrace.reporting.section("energy")
+    def energy(results):
+        rows = [{"phase": e.phase, "joule": 700 * e.t_est} for e in results.broken_down()]
+        return Section(title="Energy", parts=[Table(columns=(PHASE, JOULE), rows=rows)])
+
+It then stands on the screen, in report.md and, under `sections`, in report.json.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, TypeAlias
+
+from rooftrace.reporting.sections.glossary import glossary
+from rooftrace.reporting.sections.heads import head, summary, title
+from rooftrace.reporting.sections.kernels import kernels_on_screen
+from rooftrace.reporting.sections.memory import fit
+from rooftrace.reporting.sections.phase import phase
+from rooftrace.reporting.sections.steps import chips_beside, steps
+from rooftrace.reporting.sections.trust import assumptions, chips, coverage, islands_of, trust
+from rooftrace.reporting.view import model as view
+
+if TYPE_CHECKING:
+    from rooftrace.reporting.sections.results import Results
+
+Builder: TypeAlias = "Callable[[Results], view.Section]"
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """A builder, and the output that its section stands on."""
+
+    build: Builder
+    on: view.Output = "both"
+
+
+BEFORE_PHASES = (
+    Listed(head),
+    Listed(summary, "page"),
+    Listed(fit),
+    Listed(steps),
+    Listed(chips_beside, "screen"),
+    Listed(kernels_on_screen, "screen"),
+)
+AFTER_PHASES = (
+    Listed(trust, "screen"),
+    Listed(assumptions, "page"),
+    Listed(islands_of, "page"),
+    Listed(coverage, "page"),
+    Listed(chips, "page"),
+)
+LAST = (Listed(glossary, "page"),)
+_ADDED: dict[str, Listed] = {}
+
+
+def section(key: str, on: view.Output = "both") -> Callable[[Builder], Builder]:
+    """Add a section to every report: a decorator of a function from Results to Section.
+
+    key: its name in report.json, under `sections`.  Raises ValueError where another one has it.
+    """
+
+    def add(build: Builder) -> Builder:
+        if key in _ADDED:
+            raise ValueError(
+                f"section {key!r}: {_ADDED[key].build.__module__} has added one of this name; "
+                "choose another, or remove_section() it first"
+            )
+        _ADDED[key] = Listed(build, on)
+        return build
+
+    return add
+
+
+def remove_section(key: str) -> None:
+    """Take a section that was added away again.  Raises KeyError where there is none."""
+    del _ADDED[key]
+
+
+def added_sections(results: Results) -> dict[str, view.Section]:
+    """The sections that were added, by key."""
+    return {key: replace(added.build(results), key=key) for key, added in _ADDED.items()}
+
+
+def report_view(results: Results, output: view.Output) -> view.View:
+    """Everything that stands on an output, in the order of the page."""
+    sections = [
+        listed.build(results) for listed in _listed(results) if listed.on in ("both", output)
+    ]
+    return view.View(tuple(sections), title(results), level=1)
+
+
+def _listed(results: Results) -> Iterator[Listed]:
+    yield from BEFORE_PHASES
+    for name in results.phases:
+        yield Listed(partial(phase, name=name), "page")
+    yield from AFTER_PHASES
+    yield from _ADDED.values()
+    yield from LAST

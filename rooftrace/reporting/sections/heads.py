@@ -1,0 +1,121 @@
+"""What is priced and where, whether it fits, and the first lines that sum it up."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from rooftrace.hardware.units import (
+    format_count,
+    format_flops,
+    format_share,
+    format_time,
+    format_traffic,
+)
+from rooftrace.reporting.sections.tallies import tally
+from rooftrace.reporting.view import model as view, words
+
+if TYPE_CHECKING:
+    from rooftrace.costmodels.estimating import Estimate
+    from rooftrace.reporting.sections.results import Results
+
+
+def head(results: Results) -> view.Section:
+    """Model, chip and workload.  What does not fit is said before anything else."""
+    workloads = {
+        phase: words.workload_words(phase, graph.workload)
+        for phase, graph in results.graphs.items()
+    }
+    page = [f"On {line}.  " for line in _headlines(results)]
+    page += [f"{phase.capitalize()}: {text}.  " for phase, text in workloads.items()]
+    screen = [*_headlines(results, first=True)]
+    screen.append("; ".join(f"{phase} {text}".rstrip() for phase, text in workloads.items()))
+    fits, sentence = words.fit_words(results.memory, results.chips[0])
+    parts = [
+        view.Note(title(results), "strong", on="screen"),
+        view.Note("\n".join(screen), on="screen"),
+    ]
+    if sentence:
+        note = view.Note(sentence, "" if fits else "worst", on="screen")
+        parts.insert(2 if fits else 0, note)
+    return view.Section(place=1, parts=[*parts, view.Note("\n".join(page), on="page")])
+
+
+def title(results: Results) -> str:
+    """The model, its parameters and its precision."""
+    first = results.estimate(results.phases[0])
+    return words.model_words(results.model, first.graph.workload)
+
+
+def _headlines(results: Results, first: bool = False) -> list[str]:
+    """A line for each chip, one more where a phase computes in another precision."""
+    if first:
+        return list(dict.fromkeys(words.chip_words(e) for _, _, e in results.of_first_chip()))
+    chips = [chip.name for chip in results.chips]
+    estimates = [results.estimate(phase, None, c) for c in chips for phase in results.phases]
+    return list(dict.fromkeys(words.chip_words(estimate) for estimate in estimates))
+
+
+def summary(results: Results) -> view.Section:
+    """Fit, each phase, what executions change, and how far to trust it; one line each."""
+    notes = []
+    if results.memory:
+        fits, sentence = words.fit_words(results.memory, results.chips[0])
+        notes.append(view.Note(sentence, "" if fits else "bad", bullet=1))
+    lines = [_phase_sentence(results.estimate(phase)) for phase in results.phases]
+    if len(results.executions) > 1:
+        lines.append(_speed_sentence(results))
+    lines.append(_trust_sentence(results))
+    below = [
+        f"{phase}, {execution}" for phase, execution, e in results.of_first_chip() if e.below_floor
+    ]
+    if below:
+        lines.append(
+            f"**Below the compulsory floor: {words.listed(below)}**: the knobs promise "
+            "fewer bytes than the step has to move at least."
+        )
+    notes += [view.Note(line, bullet=1) for line in lines]
+    return view.Section(title="Summary", parts=notes)
+
+
+def _phase_sentence(estimate: Estimate) -> str:
+    rate = estimate.items_per_s
+    speed = f", {format_count(rate)} {estimate.item}s/s" if rate else ""
+    families = tally(estimate.rows, lambda row: row.family)
+    most = (
+        f" Most time goes to {families[0].key}, "
+        f"{format_share(families[0].seconds / estimate.t_est)}."
+        if families and estimate.t_est
+        else ""
+    )
+    largest = ""
+    if estimate.bytes_hbm:
+        role, size = Counter(estimate.bytes.to_dict()).most_common(1)[0]
+        largest = f", {format_share(size / estimate.bytes_hbm)} of it {role}"
+    return (
+        f"**{estimate.phase.capitalize()}** ({estimate.execution.name}): "
+        f"{format_time(estimate.t_est)} on one {estimate.chip.title}{speed}; "
+        f"limited by {words.regime_words(estimate.times)}; "
+        f"{format_flops(estimate.flops)} and {format_traffic(estimate.bytes_hbm)} of HBM traffic"
+        f"{largest}.{most}"
+    )
+
+
+def _speed_sentence(results: Results) -> str:
+    other = next(name for name in results.executions if name != results.main)
+    ratios = []
+    for phase in results.phases:
+        slow, fast = results.estimate(phase, other).t_est, results.estimate(phase).t_est
+        if fast:
+            ratios.append(f"{phase} {slow / fast:.2f}x")
+    return f"Time of {other} over {results.main}: {', '.join(ratios)}."
+
+
+def _trust_sentence(results: Results) -> str:
+    gaps = results.unrecorded
+    coverage = words.coverage_words((e.coverage for e in results.broken_down()), gaps)[1]
+    assumed = words.assumption_words(assumption for _, assumption in results.assumptions)
+    return (
+        f"Coverage: {f'**{coverage}**' if gaps else coverage}. Assumptions: {assumed}. "
+        f"Chip facts that are guesses: {words.guess_words(results.chips[0])}."
+    )

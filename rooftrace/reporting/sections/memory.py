@@ -1,0 +1,157 @@
+"""Whether each phase fits, and what its peak is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from rooftrace.hardware.units import format_capacity
+from rooftrace.reporting.sections.tallies import ratio
+from rooftrace.reporting.view import model as view, units, words
+
+if TYPE_CHECKING:
+    from rooftrace.costmodels.memory import Memory
+    from rooftrace.hardware import Chip
+    from rooftrace.reporting.sections.results import Results
+
+SHOWN = 10  # modules, and kinds of tensors, of what a peak is made of
+
+
+def fit_cell(need: Memory, chip: Chip, yes: str = "yes") -> view.Cell:
+    """ "yes", or "no: 98 chips", marked as bad: whether a chip holds it, else how many would."""
+    fits = need.fits(chip)
+    return view.Cell(yes) if fits else view.Cell(f"no: {need.chips_needed(chip):,} chips", "bad")
+
+
+def fit(results: Results) -> view.Section:
+    """What is alive at the peak of each phase, whether it fits each chip, and the largest batch."""
+    if not results.memory:
+        return view.Section()
+    parts: list[view.Part] = [
+        _on_screen(results),
+        _on_page(results),
+        view.Note(
+            "Alive at the peak of the step; activations are all but the other four. The number of "
+            "chips is capacity alone: the peak over what one holds, without what parallelism adds.",
+            on="page",
+        ),
+    ]
+    if results.largest:
+        names = [chip.name for chip in results.chips]
+        columns = [view.Column("phase", units.TEXT, "Largest batch")]
+        columns += [view.Column(f"on {name}", units.WORDS, f"on one {name}") for name in names]
+        rows = [
+            {"phase": phase, **{f"on {name}": words.batch_words(batches[name]) for name in names}}
+            for phase, batches in results.largest.items()
+        ]
+        note = "Found by tracing: this batch fits, and one more does not."
+        parts += [view.Table(columns=columns, rows=rows, on="page"), view.Note(note, on="page")]
+    return view.Section(title="Does it fit", place=5, parts=[*parts, view.Image("memory.png")])
+
+
+def _on_page(results: Results) -> view.Table:
+    """A column for each kind of memory, and for each chip."""
+    kinds = list(words.alive(next(iter(results.memory.values()))))
+    columns = [view.Column("phase", units.TEXT, "Phase")]
+    columns += [view.Column(kind, units.CAPACITY, kind[0].upper() + kind[1:]) for kind in kinds]
+    columns.append(view.Column("peak", units.CAPACITY, "Peak", mark="strong"))
+    for chip in results.chips:
+        size = format_capacity(chip.memory_capacity.value)
+        columns.append(view.Column(f"on {chip.name}", units.WORDS, f"{chip.name} ({size})"))
+    rows = [
+        {
+            "phase": phase,
+            **words.alive(need),
+            "peak": need.peak,
+            **{f"on {c.name}": fit_cell(need, c, "fits") for c in results.chips},
+        }
+        for phase, need in results.memory.items()
+    ]
+    return view.Table(columns=columns, rows=rows, on="page")
+
+
+def _on_screen(results: Results) -> view.Table:
+    """The first chip alone; kinds of which no phase holds any have no column."""
+    chip = results.chips[0]
+    capacity = chip.memory_capacity.value
+    sizes = {phase: words.alive(need) for phase, need in results.memory.items()}
+    kinds = [kind for kind in next(iter(sizes.values())) if any(s[kind] for s in sizes.values())]
+    columns = [
+        view.Column("phase", units.TEXT, "memory"),
+        *(view.Column(kind, units.CAPACITY, kind, drop=2) for kind in kinds),
+        view.Column("peak", units.CAPACITY, "= peak"),
+        view.Column("share", units.SHARE, f"of {format_capacity(capacity)}"),
+        view.Column("chips", units.COUNT, "chips", drop=1),
+    ]
+    if results.largest:
+        columns.append(view.Column("largest", units.WORDS, "largest batch"))
+    rows = []
+    for phase, need in results.memory.items():
+        batch = results.largest.get(phase, {}).get(chip.name)
+        row = {
+            "phase": f"  {phase}",
+            **sizes[phase],
+            "peak": need.peak,
+            "share": need.peak / capacity,
+            "chips": need.chips_needed(chip),
+            "largest": words.batch_words(batch) if batch is not None else "",
+        }
+        mark = "" if need.fits(chip) else "bad"
+        rows.append({key: view.Cell(value, mark) for key, value in row.items()})
+    return view.Table(columns=columns, rows=rows, on="screen")
+
+
+def memory_at_peak(need: Memory) -> view.Section:
+    """What the peak of a phase is made of: by module, and the tensors with most bytes."""
+    if not need.tensors:
+        return view.Section()
+    groups, held = need.by_block(), need.tensors
+    size = view.Column("bytes", units.CAPACITY, "Bytes")
+    share = view.Column("share", units.SHARE, "Share of the peak")
+    count = view.Column("tensors", units.COUNT, "Tensors")
+    module = view.Column("module", units.MODULE, "Module")
+    modules = [
+        {
+            **group,
+            "roles": ", ".join(f"{r} {format_capacity(s)}" for r, s in group["roles"].items()),
+            "share": ratio(group["bytes"], need.peak),
+        }
+        for group in groups[:SHOWN]
+    ]
+    tensors: list[dict[str, Any]] = [
+        {
+            "made_by": words.held_words(tensor),
+            "role": "saved for backward" if tensor.saved else tensor.role,
+            "module": tensor.module,
+            "each": f"{tensor.dtype}[{', '.join(map(str, tensor.shape))}]" if tensor.dtype else "",
+            "tensors": tensor.count,
+            "bytes": tensor.bytes,
+            "share": ratio(tensor.bytes, need.peak),
+        }
+        for tensor in held[:SHOWN]
+    ]
+    of_which = view.Column("roles", units.TEXT, "Of which")
+    each = (
+        view.Column("made_by", units.CODE, "Made by"),
+        view.Column("role", units.TEXT, "Role"),
+        module,
+        view.Column("each", units.TEXT, "Each"),
+    )
+    return view.Section(
+        title="Memory at the peak",
+        parts=[
+            view.Table(columns=(module, of_which, count, size, share), rows=modules),
+            *_rest("module", [group["bytes"] for group in groups]),
+            view.Table(columns=(*each, count, size, share), rows=tensors),
+            *_rest("kind", [tensor.bytes for tensor in held]),
+        ],
+    )
+
+
+def _rest(noun: str, sizes: Sequence[int]) -> list[view.Part]:
+    """A line on what the table before it leaves out."""
+    rest = sizes[SHOWN:]
+    if not rest:
+        return []
+    more = words.plural(len(rest), f"more {noun}")
+    return [view.Note(f"{more}: {format_capacity(sum(rest))}.")]

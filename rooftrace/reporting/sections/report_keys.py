@@ -1,0 +1,348 @@
+"""What the keys of report.json mean and where they are read: by phase, and of everything around it.
+
+A key that is declared here is written, and known to report.schema.json.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rooftrace.reporting.sections.shapes import Anything, Choice, Key, Many, Named, Object
+from rooftrace.reporting.view import units
+from rooftrace.tracer.graph import ROLES
+
+SAVINGS = 10
+"""How many savings of each kind stand there, those of most time."""
+TEXT, FLAG, COUNT, FLOP, BYTE = units.TEXT, units.FLAG, units.COUNT, units.FLOP, units.BYTE
+SECOND, SHARE, RATE, FRACTION = units.SECOND, units.SHARE, units.RATE, units.FRACTION
+INTENSITY, POSITIVE = units.INTENSITY, units.POSITIVE
+REGIME = Choice(("compute", "hbm", "network", "launch"))
+
+
+def _keys(shape: Any, *names: str) -> tuple[Key, ...]:
+    """Keys of one shape whose names say what they are."""
+    return tuple(Key(name, shape) for name in names)
+
+
+# -- what a step costs -----------------------------------------------------------------------------
+
+SUMS = (
+    *_keys(COUNT, "calls"),
+    *_keys(FLOP, "flops"),
+    *_keys(BYTE, "bytes"),
+    *_keys(SECOND, "t_comp", "t_hbm", "t_net"),
+    Key("t_device", SECOND, "s, kernel gaps included"),
+    Key("regime", REGIME),
+    Key("share", SHARE, "of t_serial"),
+)
+ENTRY = Object("entry", SUMS, open=True)
+
+
+def _named(entries: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
+    """Sums over kernels by something, which stands under `name` in place of "key"."""
+    return [
+        {name: entry["key"], **{k: v for k, v in entry.items() if k != "key"}} for entry in entries
+    ]
+
+
+def _time(name: str, about: str = "s") -> Key:
+    return Key(name, SECOND, about, of=lambda e: getattr(e.times, name))
+
+
+TIMES = (
+    Key("peak", RATE, "FLOP/s, dense, of the dominant matrix precision"),
+    Key("ridge", INTENSITY, "FLOP/byte"),
+    Key("flops_realizable", SHARE, "t_comp times peak"),
+    *(_time(name) for name in ("t_comp", "t_hbm", "t_net")),
+    _time("t_launch", "s: t_est - t_serial"),
+    _time("t_bound", "s: largest of the totals, a lower bound"),
+    _time("t_serial", "s: sum over kernels"),
+    _time("t_est", "s: end of the two-track queue"),
+    Key(
+        "t_interval",
+        Many(SECOND, 2),
+        "s: 90 % of measured steps lie between, by fitted knobs; null without any",
+        null=True,
+        of=lambda e: e.t_interval or None,
+    ),
+    Key("regime", REGIME, of=lambda e: e.times.regime),
+    Key(
+        "regime_shares",
+        Named(FRACTION),
+        "share of t_est by regime",
+        of=lambda e: e.times.regime_shares,
+    ),
+    Key("regime_next", REGIME, of=lambda e: e.times.next_regime),
+    Key(
+        "regime_margin",
+        SHARE,
+        "largest regime over the next; null where nothing else takes time",
+        null=True,
+        of=lambda e: e.times.margin,
+    ),
+    Key("mfu", SHARE, null=True),
+    Key("hfu", SHARE, null=True),
+    Key("items_per_s", RATE, null=True),
+)
+
+STEP = (
+    Key("flops", FLOP, "FLOP, attention dense, without recomputation"),
+    Key("flops_causal", FLOP, "FLOP that kernels knowing the mask compute"),
+    *_keys(FLOP, "flops_recompute", "flops_matrix"),
+    Key("macs", FLOP, "flops_matrix / 2"),
+    Key("precision", TEXT, "the dominant matrix precision", of=lambda e: e.plan.precision),
+    Key(
+        "bytes",
+        Object("", _keys(BYTE, *ROLES)),
+        "byte through HBM by role; sums to bytes_hbm",
+        of=lambda e: e.bytes.to_dict(),
+    ),
+    *_keys(BYTE, "bytes_hbm"),
+    Key("bytes_net", BYTE, null=True),
+    *_keys(BYTE, "bytes_compulsory"),
+    *_keys(FLAG, "below_floor"),
+    Key("ai_hbm", INTENSITY, "FLOP/byte", null=True),
+    Key("ai_total", INTENSITY, null=True),
+    *_keys(COUNT, "kernels"),
+    *_keys(TEXT, "item"),
+    *_keys(COUNT, "items"),
+    Key("by_family", Named(ENTRY), of=lambda e: e.by_family()),
+    Key("by_part", Named(ENTRY), of=lambda e: e.by_part()),
+    Key(
+        "by_module",
+        Many(Object("", (Key("module", TEXT, "path with starred indices"), *SUMS), open=True)),
+        of=lambda e: _named(e.by_pattern(), "module"),
+    ),
+    Key(
+        "by_operator",
+        Many(Object("", (*_keys(TEXT, "operator"), *SUMS), open=True)),
+        of=lambda e: _named(e.by_operator(), "operator"),
+    ),
+    *TIMES,
+)
+PHASE = Object(
+    "phase",
+    (
+        *(key.within(lambda by_chip: next(iter(by_chip.values()))) for key in STEP),
+        Key(
+            "chips",
+            Named(Object("times", TIMES), 1),
+            "the time fields on every chip",
+            of=lambda by_chip: by_chip,
+        ),
+    ),
+)
+
+# -- what fusing saves -----------------------------------------------------------------------------
+
+SAVING = Object(
+    "saving",
+    (
+        Key("kind", TEXT, "fused, unread, or the kind of larger kernel"),
+        *_keys(TEXT, "name"),
+        Key("ops", Many(TEXT)),
+        Key("module", TEXT, "module path with starred indices"),
+        *_keys(TEXT, "part"),
+        Key("count", POSITIVE, "kernels that stay, of all equal groups"),
+        Key("launches", POSITIVE, "kernels that are not launched"),
+        *_keys(BYTE, "bytes"),
+        *_keys(SECOND, "seconds"),
+        Key("share", SHARE, "seconds over t_est of the step without it"),
+    ),
+)
+FUSED_STEP = Object(
+    "",
+    (
+        *_keys(BYTE, "bytes_hbm"),
+        *_keys(COUNT, "kernels"),
+        Key("t_serial", SECOND, of=lambda e: e.times.t_serial),
+        *_keys(SECOND, "t_est"),
+    ),
+)
+HEADROOM = Object(
+    "headroom",
+    (
+        Key("execution", TEXT, of=lambda h: h.after.execution.name),
+        Key("before", FUSED_STEP, "every op a kernel"),
+        Key("after", FUSED_STEP, "with the fusion groups"),
+        Key("beyond", FUSED_STEP, "with larger kernels than those: a bound"),
+        Key("fused", Many(SAVING), "those of most time", of=lambda h: h.fused[:SAVINGS]),
+        Key("left", Many(SAVING), "those of most time", of=lambda h: h.left[:SAVINGS]),
+    ),
+)
+
+# -- memory ----------------------------------------------------------------------------------------
+
+BATCH = Object(
+    "",
+    (
+        *_keys(COUNT, "batch"),
+        *_keys(BYTE, "peak"),
+        *_keys(FLAG, "weights_fit"),
+        Key("open_ended", FLAG, "a larger one may fit"),
+    ),
+)
+ON_A_CHIP = Object(
+    "",
+    (
+        *_keys(FLAG, "fits"),
+        *_keys(COUNT, "chips_needed"),
+        Key(
+            "max_batch",
+            BATCH,
+            "the largest batch that fits, and its peak in byte (of one sample for 0); "
+            "null: not looked for",
+            null=True,
+        ),
+    ),
+)
+TENSOR = Object(
+    "",
+    (
+        *_keys(TEXT, "role"),
+        Key("module", TEXT, "path with starred indices"),
+        Key("op", TEXT, "what made it; empty: it was there before"),
+        *_keys(TEXT, "part", "name"),
+        Key("shape", Many(COUNT)),
+        *_keys(TEXT, "dtype"),
+        *_keys(FLAG, "saved"),
+        *_keys(POSITIVE, "count"),
+        Key("bytes", BYTE, "of all of them"),
+    ),
+)
+BLOCK = Object(
+    "",
+    (
+        *_keys(TEXT, "module"),
+        *_keys(BYTE, "bytes"),
+        *_keys(POSITIVE, "tensors"),
+        Key("roles", Named(BYTE)),
+    ),
+)
+MEMORY = Object(
+    "memory",
+    (
+        *_keys(BYTE, "weights", "kv", "gradients", "optimizer", "activations_peak", "peak"),
+        Key("at_peak", Named(BYTE), "byte by role at the peak; sums to it"),
+        Key(
+            "saved_at_peak",
+            BYTE,
+            "of the activations at the peak, those that forward made and backward reads",
+        ),
+        Key("where", units.INDEX, "index of the op at the peak, in the graph as saved"),
+        Key(
+            "tensors",
+            Many(TENSOR),
+            "what the peak is made of, equal tensors together, the ten with most bytes",
+        ),
+        Key("modules", Many(BLOCK), "the peak by part of a layer, the ten with most bytes"),
+        Key("fits", FLAG, "one of the first chip"),
+        Key("chips", Named(ON_A_CHIP, 1)),
+    ),
+)
+
+
+# -- how far to trust it ---------------------------------------------------------------------------
+
+UNSUPPORTED = Object(
+    "unsupported",
+    (
+        *_keys(TEXT, "phase", "target"),
+        *_keys(COUNT, "count"),
+        Key("bytes", BYTE, "byte: what the totals have"),
+        Key("bytes_least", BYTE, "byte: results made anew, written"),
+        Key("bytes_most", BYTE, "byte: every operand read, everything written in whole"),
+        *_keys(TEXT, "shapes"),
+        Key("modules", Many(TEXT)),
+        *_keys(TEXT, "stub"),
+    ),
+)
+COVERED = (*_keys(COUNT, "ops", "ops_with_rule"), Key("bytes_with_rule_share", FRACTION))
+COVERAGE = Object(
+    "",
+    (
+        *COVERED,
+        Key("lower_bound", FLAG, "something ran out of sight of the trace"),
+        Key("unsupported", Many(UNSUPPORTED)),
+        Key("phases", Named(Named(Object("", COVERED)))),
+    ),
+)
+ASSUMPTION = Object(
+    "",
+    (
+        *_keys(TEXT, "phase"),
+        *_keys(COUNT, "id"),
+        *_keys(TEXT, "kind", "where", "text"),
+        Key("value", Anything()),
+        Key("op", TEXT, 'the op that needed it, "" where none did'),
+        Key(
+            "time_share",
+            FRACTION,
+            "share of t_est in kernels that rest on it (main execution, first chip)",
+        ),
+    ),
+)
+ISLAND = Object(
+    "",
+    (
+        *_keys(TEXT, "phase", "precision"),
+        Key("where", TEXT, "module path with starred indices"),
+        *_keys(POSITIVE, "tensors"),
+        *_keys(BYTE, "bytes"),
+    ),
+)
+
+
+# -- chips, the model, what was added ------------------------------------------------------------
+
+FACT = Object(
+    "fact",
+    (
+        Key("value", units.AMOUNT),
+        *_keys(TEXT, "text", "source"),
+        Key("kind", Choice(("datasheet", "measured", "derived", "guess"))),
+    ),
+    open=True,
+)
+CHIP = Object(
+    "chip",
+    (
+        *_keys(TEXT, "name", "title", "vendor"),
+        Key("peaks", Many(Anything(("engine", "precision", "rate")))),
+        *_keys(FACT, "memory_capacity", "memory_bandwidth"),
+    ),
+    open=True,
+)
+OF_A_MODEL = ("name", "params", "params_trainable")
+MODEL = Object(
+    "",
+    (Key("name", TEXT, null=True), *(Key(key, COUNT, null=True) for key in OF_A_MODEL[1:])),
+    open=True,
+)
+OF_A_WORKLOAD = ("batch", "seq", "kv", "dtype", "optimizer")
+WORKLOAD = Object(
+    "",
+    (*_keys(Anything(), *OF_A_WORKLOAD), Key("phases", Named(Named(Anything())))),
+    open=True,
+)
+EXECUTION = Anything(("name", "attention", "fusion", "dispatch", "summary"))
+SECTION = Object(
+    "section",
+    (
+        *_keys(TEXT, "title"),
+        Key(
+            "tables",
+            Named(
+                Object(
+                    "",
+                    (
+                        Key("units", Named(TEXT), "by column; empty where the values have none"),
+                        Key("rows", Many(Named(Anything()))),
+                    ),
+                )
+            ),
+        ),
+        Key("notes", Many(TEXT)),
+    ),
+)
+NOTE = Object("", _keys(TEXT, "phase", "execution", "text"))

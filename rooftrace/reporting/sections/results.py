@@ -1,0 +1,133 @@
+"""What a report is about: estimates by phase, execution and chip, with memory and graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from rooftrace.hardware import Chip
+from rooftrace.tracer.graph import Assumption, OpGraph
+
+if TYPE_CHECKING:
+    import pandas
+
+    from rooftrace.costmodels.estimating import Estimate
+    from rooftrace.costmodels.findings import Headroom
+    from rooftrace.costmodels.memory import LargestBatch, Memory
+    from rooftrace.costmodels.planning import Unsupported
+
+
+@dataclass(frozen=True)
+class Results:
+    """Estimates by phase, execution and chip name, in the order they were asked for.
+
+    The first chip is the one that tables show; `main` is the execution that they break down.
+    """
+
+    estimates: Mapping[str, Mapping[str, Mapping[str, Estimate]]]
+    memory: Mapping[str, Memory]  # by phase
+    graphs: Mapping[str, OpGraph]  # by phase
+    # The largest batch that fits, by phase and chip, where that was asked for.
+    largest: Mapping[str, Mapping[str, LargestBatch]] = field(default_factory=dict)
+
+    @property
+    def phases(self) -> tuple[str, ...]:
+        """Names of the phases."""
+        return tuple(self.estimates)
+
+    @property
+    def executions(self) -> tuple[str, ...]:
+        """Names of the execution models."""
+        return tuple(next(iter(self.estimates.values())))
+
+    @property
+    def main(self) -> str:
+        """The execution that breakdowns show: efficient where it was asked for, else the last."""
+        return "efficient" if "efficient" in self.executions else self.executions[-1]
+
+    @property
+    def chips(self) -> tuple[Chip, ...]:
+        """The chips."""
+        by_execution = next(iter(self.estimates.values()))
+        by_chip = next(iter(by_execution.values()))
+        return tuple(estimate.chip for estimate in by_chip.values())
+
+    @property
+    def model(self) -> Mapping[str, Any]:
+        """Name and parameter counts."""
+        return next(iter(self.graphs.values())).model
+
+    @property
+    def workload(self) -> dict[str, Any]:
+        """What all phases share; a key whose value differs between phases is left out."""
+        shared: dict[str, Any] = {}
+        differing = set()
+        for graph in self.graphs.values():
+            for key, value in graph.workload.items():
+                if value is not None and shared.setdefault(key, value) != value:
+                    differing.add(key)
+        return {key: value for key, value in shared.items() if key not in differing}
+
+    @property
+    def assumptions(self) -> tuple[tuple[str, Assumption], ...]:
+        """(phase, assumption) for every assumption that the traces rest on."""
+        return tuple(
+            (phase, assumption)
+            for phase, graph in self.graphs.items()
+            for assumption in graph.assumptions
+        )
+
+    @property
+    def unrecorded(self) -> list[Assumption]:
+        """What ran out of sight of the traces, of every phase."""
+        return [item for graph in self.graphs.values() for item in graph.unrecorded]
+
+    def resting_share(self, phase: str, assumption: int) -> float:
+        """Share of t_est in kernels that rest on an assumption, main execution, first chip."""
+        estimate = self.estimate(phase)
+        seconds = estimate.assumption_seconds.get(assumption, 0.0)
+        return seconds / estimate.t_est if estimate.t_est else 0.0
+
+    def estimate(
+        self, phase: str, execution: str | None = None, chip: str | None = None
+    ) -> Estimate:
+        """One estimate; by default of the main execution on the first chip."""
+        by_chip = self.estimates[phase][execution or self.main]
+        return by_chip[chip] if chip else next(iter(by_chip.values()))
+
+    @cached_property
+    def headroom(self) -> Mapping[str, Headroom]:
+        """What fusing saves by phase: main execution, first chip."""
+        return {phase: self.estimate(phase).headroom() for phase in self.phases}
+
+    def of_first_chip(self) -> Iterator[tuple[str, str, Estimate]]:
+        """(phase, execution, estimate) on the first chip, in order."""
+        for phase, executions in self.estimates.items():
+            for execution, by_chip in executions.items():
+                yield phase, execution, next(iter(by_chip.values()))
+
+    def broken_down(self) -> list[Estimate]:
+        """The estimate of each phase under the main execution on the first chip."""
+        return [self.estimate(phase) for phase in self.phases]
+
+    def unsupported_ops(self) -> list[tuple[str, Unsupported]]:
+        """(phase, op without a rule) over every execution, each op once a phase, most bytes
+        first."""
+        ops: dict[tuple[str, str], Unsupported] = {}
+        for phase, _, estimate in self.of_first_chip():
+            for entry in estimate.unsupported_ops():
+                ops.setdefault((phase, entry.target), entry)
+        ranked = sorted(ops.items(), key=lambda pair: (-pair[1].bytes, pair[0]))
+        return [(phase, entry) for (phase, _), entry in ranked]
+
+    def frames(self) -> Iterator[pandas.DataFrame]:
+        """Rows of kernels as `Estimate.to_frame` has them, a frame for each phase and execution."""
+        for phase, execution, estimate in self.of_first_chip():
+            frame = estimate.to_frame()
+            for position, (name, value) in enumerate(
+                (("phase", phase), ("execution", execution), ("chip", estimate.chip.name))
+            ):
+                frame.insert(position, name, value)
+            yield frame

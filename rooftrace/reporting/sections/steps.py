@@ -1,0 +1,136 @@
+"""What every step costs, side by side, and on every chip."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rooftrace.costmodels.execution import SUMMARIES
+from rooftrace.reporting.sections.memory import fit_cell
+from rooftrace.reporting.view import model as view, units, words
+
+if TYPE_CHECKING:
+    from rooftrace.costmodels.estimating import Estimate
+    from rooftrace.reporting.sections.results import Results
+
+FIGURES = ("roofline.png", "time.png", "bytes.png")
+
+
+def _least(value: float, estimate: Estimate) -> view.Cell:
+    return view.Cell(value, before="≥ " if estimate.lower_bound else "")
+
+
+def _regime(estimate: Estimate) -> view.Cell:
+    return view.Cell(words.regime_words(estimate.times), estimate.times.regime)
+
+
+def _columns(item: str) -> tuple[view.Column, ...]:
+    """A row is an estimate.  A screen has a few of them, and marks lower bounds."""
+    return (
+        view.Column("phase", units.TEXT, "Phase", on="page"),
+        view.Column("execution", units.TEXT, "Execution", short="", of=lambda e: e.execution.name),
+        view.Column("flops", units.FLOP, "FLOP", on="page"),
+        view.Column(
+            "flops_least", units.FLOP, "FLOP", on="screen", of=lambda e: _least(e.flops, e)
+        ),
+        view.Column(
+            "bytes_hbm",
+            units.BYTE,
+            "HBM",
+            on="page",
+            of=lambda e: view.Cell(
+                e.bytes_hbm, after=" (below the floor)" if e.below_floor else ""
+            ),
+        ),
+        view.Column(
+            "bytes_least", units.BYTE, "HBM", on="screen", of=lambda e: _least(e.bytes_hbm, e)
+        ),
+        view.Column("ai_hbm", units.INTENSITY, "FLOP/byte", short="FLOP/B", drop=3),
+        view.Column("kernels", units.COUNT, "Kernels", on="page"),
+        view.Column("t_comp", units.SECOND, "t_comp", on="page", of=lambda e: e.times.t_comp),
+        view.Column("t_hbm", units.SECOND, "t_hbm", on="page", of=lambda e: e.times.t_hbm),
+        view.Column("t_bound", units.SECOND, "t_bound", drop=2, of=lambda e: e.times.t_bound),
+        view.Column("t_serial", units.SECOND, "t_serial", drop=4, of=lambda e: e.times.t_serial),
+        view.Column("t_est", units.SECOND, "t_est", on="page", mark="strong"),
+        view.Column(
+            "t_est_least",
+            units.SECOND,
+            "t_est",
+            on="screen",
+            mark="strong",
+            of=lambda e: _least(e.t_est, e),
+        ),
+        view.Column("regime", units.LIMITS, "Limited by", short="limited by", of=_regime),
+        view.Column("mfu", units.SHARE, "MFU", drop=1),
+        view.Column("hfu", units.SHARE, "HFU", on="page"),
+        view.Column("items_per_s", units.RATE, "Items/s", short=f"{item}s/s", drop=1),
+    )
+
+
+def item_of(results: Results) -> str:
+    """What all steps process: token or sample; "item" where they differ."""
+    items = {estimate.item for _, _, estimate in results.of_first_chip()}
+    return items.pop() if len(items) == 1 else "item"
+
+
+def steps(results: Results) -> view.Section:
+    """A line per phase and execution, on a page for every chip."""
+    columns = _columns(item_of(results))
+    shown = [estimate for _, _, estimate in results.of_first_chip()]
+    parts: list[view.Part] = [
+        view.Table(columns=columns, rows=shown, group=lambda e: e.phase, on="screen")
+    ]
+    for chip in results.chips:
+        rows = [
+            results.estimate(phase, execution, chip.name)
+            for phase in results.phases
+            for execution in results.executions
+        ]
+        parts.append(view.Note(f"On {chip.title}:", on="page"))
+        parts.append(view.Table(columns=columns, rows=rows, on="page"))
+    items = words.listed([f"{item}s" for item in sorted({e.item for e in shown})])
+    about = [f"{name}: {SUMMARIES[name]}." for name in results.executions if name in SUMMARIES]
+    parts.append(view.Note(f"Items are {items}. {' '.join(about)}", on="page"))
+    notes = dict.fromkeys(note for estimate in shown for note in estimate.notes)
+    parts += [view.Note(note, on="page", bullet=1) for note in notes]
+    parts += [view.Image(name) for name in FIGURES]
+    return view.Section(title="What a step costs", place=2, parts=parts)
+
+
+def chips_beside(results: Results) -> view.Section:
+    """Each phase on each chip under the execution that is broken down, and whether it fits there.
+
+    times: how often the time on the first chip.
+    """
+    columns = [
+        view.Column("chip", units.TEXT, f"chips, {results.main}"),
+        view.Column("t_bound", units.SECOND, "t_bound", drop=2),
+        view.Column("t_est", units.SECOND, "t_est", mark="strong"),
+        view.Column("times", units.WORDS, "times", drop=3),
+        view.Column("regime", units.LIMITS, "limited by", clipped=9),
+        view.Column("mfu", units.SHARE, "MFU", drop=1),
+        view.Column("items_per_s", units.RATE, f"{item_of(results)}s/s", drop=1),
+        view.Column("memory", units.SHARE, "memory"),
+        view.Column("fits", units.TEXT, "fits"),
+    ]
+    if results.largest:
+        columns.append(view.Column("largest", units.WORDS, "largest batch", drop=1))
+    rows = []
+    for phase in results.phases if len(results.chips) > 1 else ():
+        first, need = results.estimate(phase).t_est, results.memory[phase]
+        for chip in results.chips:
+            estimate = results.estimate(phase, chip=chip.name)
+            batch = results.largest.get(phase, {}).get(chip.name)
+            row = {name: getattr(estimate, name) for name in ("t_est", "mfu", "items_per_s")}
+            row |= {
+                "phase": phase,
+                "chip": chip.name,
+                "t_bound": estimate.times.t_bound,
+                "times": f"{estimate.t_est / first:.2f}" if first else None,
+                "regime": _regime(estimate),
+                "memory": need.peak / chip.memory_capacity.value,
+                "fits": fit_cell(need, chip),
+                "largest": words.batch_words(batch) if batch is not None else "",
+            }
+            rows.append(row)
+    table = view.Table(columns=columns, rows=rows, group=lambda row: row["phase"], on="screen")
+    return view.Section(place=3, parts=[table])

@@ -1,0 +1,52 @@
+"""Which function makes the view of a result, by its type."""
+
+from __future__ import annotations
+
+from functools import singledispatch
+from typing import Any
+
+from rooftrace.costmodels.estimating import Estimate
+from rooftrace.costmodels.findings.diffs import Diff
+from rooftrace.hardware import Chip
+from rooftrace.reporting.sections import Results, report_view
+from rooftrace.reporting.text.chips import chip_view
+from rooftrace.reporting.text.differences import diff_view
+from rooftrace.reporting.view import model as view
+
+
+@singledispatch
+def view_of(result: Any, output: view.Output) -> view.View:
+    """What stands of a result on an output.  Another type of result registers its function:
+
+        @view_of.register
+        def _(result: Sweep, output: Output) -> View: ...
+
+    Raises TypeError for a type without one.
+    """
+    raise TypeError(f"{type(result).__name__}: no view of this type is registered with view_of")
+
+
+@view_of.register
+def _(result: Results, output: view.Output) -> view.View:
+    return report_view(result, output)
+
+
+@view_of.register
+def _(result: Estimate, output: view.Output) -> view.View:
+    estimates = {result.phase: {result.execution.name: {result.chip.name: result}}}
+    return report_view(Results(estimates, {}, {result.phase: result.plan.source}), output)
+
+
+@view_of.register
+def _(result: view.View, output: view.Output) -> view.View:
+    return result
+
+
+@view_of.register
+def _(result: Chip, output: view.Output) -> view.View:
+    return chip_view(result)
+
+
+@view_of.register
+def _(result: Diff, output: view.Output) -> view.View:
+    return diff_view(result)

@@ -1,0 +1,47 @@
+"""Any result in words, on every output; an output is one function of a view.
+
+`view_of` says what stands there.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
+
+from rooftrace.reporting.text.dispatch import view_of
+from rooftrace.reporting.view import as_page, as_screen, model as view
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+WIDTH = 100
+
+
+def as_text(result: Any, width: int = WIDTH) -> str:
+    """What a terminal of this width shows of a result, without colours: print(result)."""
+    from rich.console import Console
+
+    console = Console(file=io.StringIO(), width=width, color_system=None, legacy_windows=False)
+    console.print(renderable(result))
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def renderable(result: Any) -> RenderableType:
+    """A result for rich to print: on one screen, in colours."""
+    return as_screen(_view(result, "screen"))
+
+
+def as_markdown(result: Any, files: Collection[str] = ()) -> str:
+    """A result as a GitHub-flavoured page.  files: the names of the figures that it may show."""
+    return as_page(_view(result, "page"), files)
+
+
+def _view(result: Any, output: view.Output) -> view.View:
+    if type(result).__module__.startswith("rooftrace.measured"):
+        # A report of what was predicted does not load what is about measured time.
+        from rooftrace.reporting.text import measurements
+
+        measurements.register()
+    return view_of(result, output)

@@ -1,0 +1,388 @@
+"""Predicted against measured: the sections of its view, and the points of its figure."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rooftrace.hardware.units import format_share, format_time
+from rooftrace.measured.alignment import Stray
+from rooftrace.measured.validate import NodeCheck, StepCheck, Validation
+from rooftrace.reporting.figures import parity
+from rooftrace.reporting.text import misses
+from rooftrace.reporting.view import model as view, units, words
+from rooftrace.tracer.graph import pattern_of
+
+STEPS, CLASSES, NODES = 12, 8, 10
+"""Lines on the one screen: steps of all phases, classes, kernels.  The page has more."""
+_NODES_OF_PAGE = 40
+_TRAFFIC_SHOWN = 20
+_LEFT_OUT = 5
+_LEAST_SHOWN = 1e-3
+"""Share of the time below which a kernel is no point of the figure: axes end where time does."""
+
+
+def headline(result: Validation) -> str:
+    """What was compared with what."""
+    name = f"{Path(result.source).name} on " if result.source else ""
+    knobs = f", knobs {result.knobs}" if result.knobs else ""
+    steps = f"{len(result.steps)} of {words.plural(result.planned, 'measured step')}"
+    return f"{name}{result.chip.title}, {result.execution}{knobs}: {steps}"
+
+
+def remarks(result: Validation) -> list[str]:
+    """What the numbers rest on, one sentence each."""
+    lines = list(result.notes)
+    if result.inside is not None:
+        inside, of = result.inside
+        lines.append(
+            f"{inside} of {words.plural(of, 'step')} ({format_share(inside / of)}) "
+            f"{'is' if inside == 1 else 'are'} inside the predicted interval, made to hold 90 %"
+        )
+    decode = [step for step in result.steps if step.phase == "decode"]
+    if len(decode) > 1:
+        launch = [step.shares.get("launch", 0.0) for step in decode]
+        lines.append(
+            f"decode is predicted to be bound by launches for {format_share(min(launch))} to "
+            f"{format_share(max(launch))} of a step, median "
+            f"{format_share(statistics.median(launch))}"
+        )
+    if result.coverage is not None:
+        lines.append(_coverage_words(result))
+    return lines
+
+
+def _coverage_words(result: Validation) -> str:
+    share = result.coverage or 0.0
+    text = f"{format_share(share)} of the measured op time belongs to a predicted kernel"
+    sums: dict[str, float] = {}
+    for _, stray in result.strays:
+        sums[stray.name] = sums.get(stray.name, 0.0) + stray.seconds
+    most = sorted(sums.items(), key=lambda entry: -entry[1])[:3]
+    if not most:
+        return text
+    names = [f"{n.removeprefix('aten::')} {format_share(s / result.op_seconds)}" for n, s in most]
+    return f"{text}; the most of the rest: {words.listed(names)}"
+
+
+# -- tables ----------------------------------------------------------------------------------------
+
+_ERRORS = (
+    view.Column("name", units.TEXT, "error of"),
+    view.Column("count", units.COUNT, "steps"),
+    view.Column("bias", units.ERROR, "bias"),
+    view.Column("mean", units.SPREAD, "mean"),
+    view.Column("median", units.SPREAD, "median"),
+    view.Column("p90", units.SPREAD, "p90"),
+    view.Column("worst", units.TEXT, "worst", clipped=30),
+)
+_CLASSES = (
+    view.Column("name", units.TEXT, "class"),
+    view.Column("count", units.COUNT, "launches"),
+    view.Column("predicted", units.SECOND, "predicted"),
+    view.Column("measured", units.SECOND, "measured"),
+    view.Column("share", units.full(units.SHARE), "of the time"),
+    view.Column("bias", units.ERROR, "bias"),
+    view.Column("mean", units.SPREAD, "mean error"),
+)
+_TRAFFIC = (
+    view.Column("kernel", units.CODE, "kernel"),
+    view.Column("module", units.CODE, "module"),
+    view.Column("launches", units.COUNT, "launches"),
+    view.Column("bytes", units.BYTE, "HBM"),
+    view.Column("counted", units.BYTE, "counted"),
+    view.Column("error", units.ERROR, "error"),
+)
+
+
+def _error_rows(result: Validation) -> list[dict[str, Any]]:
+    """Errors of steps by phase, and of the memory."""
+    errors = dict(result.by_phase)
+    peaks = result.peak_errors
+    if peaks:
+        errors["memory at the peak"] = peaks
+    return [
+        {
+            "name": name,
+            **{key: getattr(of, key) for key in ("count", "bias", "mean", "median", "p90")},
+            "worst": f"{of.worst:+.0%} {of.worst_case}",
+        }
+        for name, of in errors.items()
+    ]
+
+
+def _step_columns(steps: Sequence[StepCheck]) -> list[view.Column]:
+    """The columns that these steps fill; a row is a step."""
+    columns = [
+        view.Column("step", units.TEXT, "step", clipped=24, of=_short),
+        view.Column("measured", units.SECOND, "measured"),
+        view.Column("predicted", units.SECOND, "predicted"),
+        view.Column("interval", units.WORDS, "90 % between", drop=1, of=_interval),
+        view.Column("error", units.ERROR, "error"),
+        view.Column("limits", units.TEXT, "limited by", clipped=22, of=_limits),
+        view.Column("device", units.SECOND, "device", drop=3),
+        view.Column("device_predicted", units.SECOND, "device predicted", drop=3),
+        view.Column("peak", units.CAPACITY, "peak", drop=2),
+        view.Column("peak_error", units.ERROR, "peak error", drop=2),
+    ]
+    empty = set()
+    if not any(step.interval for step in steps):
+        empty |= {"interval"}
+    if not any(step.device is not None for step in steps):
+        empty |= {"device", "device_predicted"}
+    if not any(step.peak_error is not None for step in steps):
+        empty |= {"peak", "peak_error"}
+    return [column for column in columns if column.key not in empty]
+
+
+def _interval(step: StepCheck) -> str | None:
+    if step.interval is None:
+        return None
+    return f"{format_time(step.interval[0])}, {format_time(step.interval[1])}"
+
+
+def _limits(step: StepCheck) -> str:
+    """ "launch 62%, HBM 30%": the two largest, and of decode always the launches."""
+    ranked = sorted(step.shares.items(), key=lambda entry: -entry[1])
+    shown = [(name, share) for name, share in ranked[:2] if share]
+    if step.phase == "decode":
+        shown += [(name, share) for name, share in ranked[2:] if name == "launch"]
+    return ", ".join(f"{words.LIMITS[name]} {words.percent(share)}" for name, share in shown)
+
+
+def _short(step: StepCheck) -> str:
+    """The label without what the heading above it says."""
+    said = {step.phase, "eager", "compiled"}
+    rest = [word for word in step.label.split() if word not in said]
+    return " ".join(rest) or step.label
+
+
+def _grouped(result: Validation) -> dict[str, list[StepCheck]]:
+    """Steps by the lines of the summary, worst first."""
+    return {
+        line: sorted(steps, key=lambda step: (-abs(step.error), step.label))
+        for line, steps in result.lines.items()
+    }
+
+
+def _class_rows(result: Validation) -> list[dict[str, Any]]:
+    """Classes of kernels, most measured time first."""
+    classes = result.by_class
+    whole = sum(of.measured for of in classes.values())
+    keys = ("count", "predicted", "measured", "bias", "mean")
+    return [
+        {"name": name, "share": of.measured / whole, **{key: getattr(of, key) for key in keys}}
+        for name, of in classes.items()
+    ]
+
+
+def _node_columns(result: Validation) -> list[view.Column]:
+    """The step where there are several, what was counted where it was."""
+    several = len(result.steps) > 1
+    kernel, module, launches, *times, miss, reason = misses.COLUMNS
+    columns = [
+        replace(kernel, unit=units.CODE, clipped=20),
+        replace(module, flexible=not several, drop=2 * several),
+        replace(launches, drop=4),
+        *times,
+        replace(miss, drop=3),
+        view.Column("bytes", units.BYTE, "HBM"),
+        view.Column("counted", units.BYTE, "counted"),
+        replace(reason, clipped=38),
+    ]
+    if not any(check.dram is not None for check in result.nodes):
+        columns = [column for column in columns if column.key not in ("bytes", "counted")]
+    step = view.Column("step", units.TEXT, "step", clipped=18)
+    return [step, *columns] if several else columns
+
+
+def _node_rows(result: Validation, count: int, names: Mapping[str, str]) -> list[dict[str, Any]]:
+    """The worst kernels and unmatched calls.  names: of the steps, by label."""
+    rows = []
+    for miss in worst(result, count):
+        if isinstance(miss, NodeCheck):
+            row = {
+                **misses.node_row(miss.node),
+                "step": names[miss.step],
+                "bytes": miss.node.row.bytes,
+                "counted": miss.dram,
+            }
+        else:
+            step, stray = miss
+            row = {**misses.stray_row(stray), "step": names[step], "bytes": None, "counted": None}
+        rows.append(row)
+    return rows
+
+
+def worst(result: Validation, count: int) -> list[NodeCheck | tuple[str, Stray]]:
+    """The kernels, and calls without a kernel, that are most seconds off, most first.
+
+    Kernels of one name in modules that are alike are one, with the reason of the worst of them.
+    """
+    rows: list[tuple[float, NodeCheck | tuple[str, Stray]]] = []
+    rows += [(abs(check.node.miss), check) for check in alike(result.nodes)]
+    rows += [(stray.seconds, (step, stray)) for step, stray in result.strays]
+    rows.sort(key=lambda entry: -entry[0])
+    return [miss for _, miss in rows[:count]]
+
+
+def alike(checks: Sequence[NodeCheck]) -> list[NodeCheck]:
+    """Kernels of one step with the same name and work, in modules that differ by their numbers, as
+    one."""
+    groups: dict[Any, list[NodeCheck]] = {}
+    for check in checks:
+        row, unknown = check.node.row, (check.node.measured is None, check.dram is None)
+        work = (row.flops_causal or row.bytes) // row.count
+        key = (check.step, row.name, pattern_of(row.module), row.part, work, unknown)
+        groups.setdefault(key, []).append(check)
+    return [_summed(group) if len(group) > 1 else group[0] for group in groups.values()]
+
+
+def _summed(group: Sequence[NodeCheck]) -> NodeCheck:
+    first = max(group, key=lambda check: abs(check.node.miss))
+    all_nodes = [check.node for check in group]
+    row = replace(
+        first.node.row,
+        count=sum(node.row.count for node in all_nodes),
+        bytes=sum(node.row.bytes for node in all_nodes),
+    )
+    known = first.node.measured is not None
+    node = replace(
+        first.node,
+        row=row,
+        predicted=sum(node.predicted for node in all_nodes),
+        measured=sum(node.measured or 0.0 for node in all_nodes) if known else None,
+    )
+    dram = None if first.dram is None else sum(check.dram or 0.0 for check in group)
+    return replace(first, node=node, dram=dram)
+
+
+def _traffic_rows(result: Validation) -> list[dict[str, Any]]:
+    """Kernels whose predicted bytes are furthest from what was counted."""
+    counted = [(c.node.row, c.dram) for c in alike(result.nodes) if c.dram is not None]
+    counted.sort(key=lambda pair: (-abs(pair[0].bytes - pair[1]), pair[0].index))
+    return [
+        {
+            "kernel": words.kernel_name(row.name),
+            "module": pattern_of(row.module) or "(root)",
+            "launches": row.count,
+            "bytes": row.bytes,
+            "counted": dram,
+            "error": row.bytes / dram - 1 if dram else None,
+        }
+        for row, dram in counted[:_TRAFFIC_SHOWN]
+    ]
+
+
+def parity_points(result: Validation) -> tuple[list[parity.ParityPoint], str]:
+    """By kernel for a trace, else by step, coloured by phase; and what is left out, in words."""
+    if result.kind == "trace":
+        points = parity.kernel_points([check.node for check in alike(result.nodes)])
+        least = _LEAST_SHOWN * sum(point.weight for point in points)
+        shown = [point for point in points if point.weight >= least]
+        few = len(points) - len(shown)
+        left = (
+            f"{words.plural(few, 'kernel')} below {format_share(_LEAST_SHOWN)} of the time left out"
+        )
+        return shown, left if few else ""
+    points = [
+        parity.ParityPoint(
+            f"{_short(step)} {step.phase}", step.predicted, step.measured,
+            step.line, max(step.predicted, step.measured),
+        )
+        for step in result.steps
+        if step.predicted > 0
+    ]  # fmt: skip
+    return points, ""
+
+
+# -- screen and page -------------------------------------------------------------------------------
+
+
+def validation_view(result: Validation) -> view.View:
+    """Errors by phase, every step, classes of kernels, and the worst kernels."""
+    sections = [_head(result)]
+    if len(result.steps) > 1:
+        rows = _error_rows(result)
+        table = view.Table(columns=_ERRORS, rows=rows, padded=False)
+        sections.append(view.Section(parts=[table], place=1))
+    sections.append(view.Section(parts=[view.Image("parity.png", "predicted and measured")]))
+    sections += _steps(result)
+    if result.nodes:
+        sections += _kernels(result)
+    return view.View(tuple(sections), "Predicted and measured")
+
+
+def _head(result: Validation) -> view.Section:
+    text = headline(result)
+    parts: list[view.Part] = [
+        view.Note(text, on="screen", label="validation  "),
+        view.Note(f"{text}.", on="page"),
+    ]
+    failures = [f"{place}: {why}" for place, why in result.failures.items()]
+    for failure in failures[:_LEFT_OUT]:
+        parts.append(view.Note(f"  left out, {failure}", "warn", on="screen"))
+    if len(failures) > _LEFT_OUT:
+        more = f"  and {len(failures) - _LEFT_OUT} more"
+        parts.append(view.Note(more, "warn", on="screen"))
+    lines = remarks(result)
+    parts += [view.Note(f"  {line}", "faint", on="screen") for line in lines]
+    lines += [f"Left out, {failure}" for failure in failures]
+    parts += [view.Note(f"{line}.", on="page", bullet=1) for line in lines]
+    parts.append(view.Note("Errors are (predicted - measured) / measured.", on="page"))
+    return view.Section(parts=parts, place=0)
+
+
+def _steps(result: Validation) -> list[view.Section]:
+    """A table of each phase on a page; on a screen one of the worst of each."""
+    columns, groups = _step_columns(result.steps), _grouped(result)
+    lines = max(3, STEPS // len(groups))
+    rows: list[Any] = []
+    for name, group in groups.items():
+        shown = group[:lines] if len(group) > lines + 1 else group
+        mine = [{c.key: c.read(step) for c in columns} for step in shown]
+        if len(group) > len(shown):
+            mine.append({"step": f"{len(group) - len(shown)} nearer"})
+        rows += [{**row, "phase": name} for row in mine]
+    several = len(result.steps) > 1
+    if not several:
+        rows = [{**row, "step": f"  {row['step']}"} for row in rows]
+    screen = view.Table(
+        columns=columns,
+        rows=rows,
+        group=(lambda row: row["phase"]) if several else None,
+        on="screen",
+    )
+    sections = [view.Section(parts=[screen], place=2)]
+    for name, group in groups.items():
+        table = view.Table(columns=columns, rows=group, padded=False, on="page")
+        sections.append(view.Section(title=f"{name[0].upper()}{name[1:]}", parts=[table]))
+    return sections
+
+
+def _kernels(result: Validation) -> list[view.Section]:
+    """Classes of kernels and the worst kernels; of the classes a screen has a table of its own."""
+    classes, columns = _class_rows(result), _node_columns(result)
+    short = {step.label: f"{step.group} {step.phase}" for step in result.steps}
+    long = {step.label: f"{_short(step)} {step.phase}" for step in result.steps}
+    worst_few = _node_rows(result, NODES, short)
+    worst_many = _node_rows(result, _NODES_OF_PAGE, long)
+    few = classes[:CLASSES] if len(classes) > 1 else []
+    parts: list[view.Part] = [
+        view.Table(columns=columns, rows=worst_few, on="screen"),
+        view.Table(columns=_CLASSES, rows=classes, padded=False, on="page"),
+        view.Note("Most seconds off first:", on="page"),
+        view.Table(columns=columns, rows=worst_many, padded=False, on="page"),
+    ]
+    traffic = _traffic_rows(result)
+    if traffic:
+        parts.append(view.Note("Most bytes off first:", on="page"))
+        parts.append(view.Table(columns=_TRAFFIC, rows=traffic, padded=False, on="page"))
+    table = view.Table(columns=_CLASSES, rows=few, on="screen")
+    return [
+        view.Section(parts=[table], place=3),
+        view.Section(title="Kernels", parts=parts, place=4),
+    ]

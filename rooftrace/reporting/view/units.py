@@ -1,0 +1,124 @@
+"""How values are written: a unit for each kind of cell, on a page, on a screen and in report.json.
+
+SECOND = Unit("s", "number", format_time)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from rooftrace.hardware.units import (
+    MISSING,
+    format_capacity,
+    format_count,
+    format_flops,
+    format_intensity,
+    format_share,
+    format_time,
+    format_traffic,
+)
+from rooftrace.reporting.view import words
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """What the numbers of a column are and how they are written.  Text is a unit too."""
+
+    symbol: str  # of the numbers as they are stored: "s", "byte"
+    type: str  # in JSON: "integer", "number", "string", "boolean"
+    page: Callable[[Any], str]
+    screen: Callable[[Any], str] | None = None  # where that is shorter than on a page
+    left: Literal["both", "page", "screen", ""] = ""  # where it is flush left
+    least: float | None = 0  # the smallest number that JSON may hold
+    most: float | None = None  # the largest
+
+    def written(self, value: Any, *, page: bool) -> str:
+        """The text of a value; "" stays blank, and None is a dash."""
+        if isinstance(value, str) and self.type != "string":
+            return value
+        if value is None:
+            return MISSING
+        return (self.page if page or self.screen is None else self.screen)(value)
+
+    def schema(self, definitions: dict[str, Any]) -> dict[str, Any]:
+        """The JSON schema of a value; `definitions` gets what is referred to."""
+        if self.type not in ("integer", "number"):
+            return {"type": self.type}
+        least = {} if self.least is None else {"minimum": self.least}
+        most = {} if self.most is None else {"maximum": self.most}
+        return {"type": self.type, **least, **most}
+
+    def plain(self, value: Any) -> Any:
+        """The value as JSON holds it; a number that is not finite is null."""
+        return plain(value)
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON holds it: tuples become lists, keys text, and infinities null."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if value is None or isinstance(value, (bool, int, str)) else str(value)
+
+
+def _count(number: float) -> str:
+    return f"{number:,.0f}"
+
+
+def _code(text: str) -> str:
+    return f"`{text}`" if text else ""
+
+
+def _kernel(name: str) -> str:
+    name = words.kernel_name(name)
+    return name if len(name) <= KERNEL_WIDTH else f"{name[: KERNEL_WIDTH - 1]}…"
+
+
+def full(unit: Unit) -> Unit:
+    """A unit whose numbers are written in full on screens too."""
+    return replace(unit, screen=None)
+
+
+def signed(unit: Unit) -> Unit:
+    """A unit whose numbers have a sign: "+2.10 GB", "0"."""
+
+    def written(value: float) -> str:
+        return f"{'+' if value > 0 else '-'}{unit.page(abs(value))}" if value else "0"
+
+    return replace(unit, page=written, screen=None, least=None)
+
+
+KERNEL_WIDTH = 26  # of a kernel's name on a screen
+
+TEXT = Unit("", "string", str, left="both")
+WORDS = Unit("", "string", str)
+"""A few words that stand under a number's head: flush right."""
+LIMITS = Unit("", "string", str, left="screen")
+CODE = Unit("", "string", _code, str, left="both")
+MODULE = Unit("", "string", lambda path: f"`{path or '(root)'}`", lambda p: p or "(root)", "both")
+KERNEL = Unit("", "string", lambda name: _code(words.kernel_name(name)), _kernel, "both")
+FLAG = Unit("", "boolean", str)
+COUNT = Unit("", "integer", _count)
+POSITIVE = Unit("", "integer", _count, least=1)
+INDEX = Unit("", "integer", str, least=None)
+FLOP = Unit("FLOP", "integer", format_flops, lambda n: words.bare(format_flops(n), "FLOP"))
+BYTE = Unit("byte", "integer", format_traffic)
+CAPACITY = Unit("byte", "integer", format_capacity)
+SECOND = Unit("s", "number", format_time)
+RATE = Unit("1/s", "number", format_count)
+AMOUNT = Unit("", "number", str, least=None)
+"""In the unit that its neighbour names."""
+NUMBER = Unit("", "number", format_count)
+SHARE = Unit("", "number", format_share, words.percent)
+FRACTION = Unit("", "number", format_share, words.percent, most=1.0000001)
+ERROR = Unit("", "number", lambda error: f"{error:+.1%}", least=None)
+SPREAD = Unit("", "number", lambda error: f"{error:.1%}")
+INTENSITY = Unit(
+    "FLOP/byte", "number", lambda ratio: words.bare(format_intensity(ratio), "FLOP/byte")
+)

@@ -1,0 +1,173 @@
+"""The view model: one function is a section on every output, and the schema is made from keys."""
+
+import html
+import json
+from collections.abc import Iterator
+
+import jsonschema
+import pytest
+
+from rooftrace.reporting.sections import builders, section
+from rooftrace.reporting.sections.report_json import report_schema
+from rooftrace.reporting.sections.results import Results
+from rooftrace.reporting.sections.shapes import Key, Many, Object, schema_of
+from rooftrace.reporting.text import as_markdown, as_text
+from rooftrace.reporting.text.dispatch import view_of
+from rooftrace.reporting.view import as_page, model as view, units
+from rooftrace.reporting.view.model import Cell, Column, Note, Section, Table, View
+from tests.reporting.report_support import made_report
+
+JOULE = units.Unit("J", "number", lambda energy: f"{energy:.1f} J")
+
+
+@pytest.fixture
+def energy() -> Iterator[None]:
+    """A section from outside: what a step takes from the wall at 700 W."""
+
+    @section("energy")
+    def build(results: Results) -> Section:
+        columns = (Column("phase", units.TEXT, "energy"), Column("joule", JOULE, "at 700 W"))
+        rows = [{"phase": e.phase, "joule": 700 * e.t_est} for e in results.broken_down()]
+        note = Note("Idle power is left out.")
+        return Section(title="Energy", parts=[Table(columns=columns, rows=rows, key="w"), note])
+
+    yield
+    builders.remove_section("energy")
+
+
+def test_a_section_from_outside_stands_on_every_output(energy: None) -> None:
+    report = made_report()
+    joules = {phase: 700 * report.estimate(phase).t_est for phase in report.phases}
+
+    screen = str(report)
+    assert "\nenergy   at 700 W\n" in screen and "Idle power is left out." in screen
+    page = as_markdown(report)
+    assert "\n## Energy\n\n| energy   | at 700 W |\n" in page and "Idle power is left out." in page
+    for phase, joule in joules.items():
+        assert f"{phase:8} {joule:6.1f} J" in screen
+        assert f"| {phase:8} | {joule:6.1f} J |" in page
+
+    document = json.loads(json.dumps(report.to_dict(), allow_nan=False))
+    jsonschema.validate(document, json.loads(report_schema()))
+    added = document["sections"]["energy"]
+    assert added["title"] == "Energy" and added["notes"] == ["Idle power is left out."]
+    assert added["tables"]["w"]["units"] == {"phase": "", "joule": "J"}
+    assert {row["phase"]: row["joule"] for row in added["tables"]["w"]["rows"]} == joules
+
+
+def test_a_report_without_added_sections_has_no_such_key() -> None:
+    assert "sections" not in made_report("tiny", phases=("forward",)).to_dict()
+
+
+def test_two_sections_of_one_name_are_refused(energy: None) -> None:
+    with pytest.raises(
+        ValueError, match=r"section 'energy': tests\.reporting\.test_view has added"
+    ):
+        section("energy")(lambda results: Section())
+
+
+def test_the_schema_in_the_package_is_the_one_of_the_keys(golden) -> None:
+    golden("../../rooftrace/reporting/report.schema.json", report_schema())
+
+
+def test_a_type_without_a_view_is_named() -> None:
+    with pytest.raises(TypeError, match="complex: no view of this type"):
+        as_text(1j)
+
+
+def test_a_new_output_is_one_function_of_a_view() -> None:
+    def as_html(shown: View) -> str:
+        lines = [f"<h1>{html.escape(shown.title)}</h1>"]
+        for part in [part for each in shown.sections for part in each.parts]:
+            if isinstance(part, Table) and part.on != "screen":
+                heads = [c.name("page") for c in part.columns if c.stands("page")]
+                lines += [f"<th>{html.escape(head)}" for head in heads]
+        return "\n".join(lines)
+
+    report = made_report()
+    page = as_html(view_of(report, "page"))
+    assert page.startswith("<h1>DeepSeek-V3, 671.0 B parameters, fp8</h1>")
+    assert "<th>FLOP/byte" in page and "<th>FLOP/B\n" not in page
+
+
+# -- columns and cells -----------------------------------------------------------------------------
+
+
+def printed(column: Column, value: object) -> tuple[str, str]:
+    """The cell on a page and on a screen."""
+    shown = View((Section(parts=[Table(columns=(column,), rows=[{column.key: value}])]),))
+    page, screen = as_page(shown), as_text(shown)
+    return page.splitlines()[2].strip("| "), screen.partition("\n")[2].strip()
+
+
+@pytest.mark.parametrize(
+    ("unit", "value", "page", "screen"),
+    [
+        (units.FLOP, 2 * 10**12, "2.00 TFLOP", "2.00 T"),  # a screen's head says FLOP
+        (units.BYTE, 3 * 10**9, "3.00 GB", "3.00 GB"),
+        (units.CAPACITY, 3 * 2**30, "3.00 GiB", "3.00 GiB"),
+        (units.SHARE, 0.5, "50.0 %", "50%"),
+        (units.SECOND, None, "–", "–"),
+        (units.MODULE, "", "`(root)`", "(root)"),
+        (units.CODE, "", "", ""),
+        (units.signed(units.SECOND), -0.001, "-1.00 ms", "-1.00 ms"),
+        (units.signed(units.BYTE), 0, "0", "0"),
+        (units.SECOND, Cell(0.002, "strong"), "**2.00 ms**", "2.00 ms"),
+        (units.SECOND, Cell(7, unit=units.COUNT), "7", "7"),
+        (units.SECOND, Cell("3 more", "plain"), "3 more", "3 more"),
+        (units.BYTE, Cell(1000, before="≥ "), "≥ 1.00 kB", "≥ 1.00 kB"),
+    ],
+)
+def test_a_unit_writes_its_numbers(unit, value, page, screen) -> None:
+    assert printed(Column("x", unit, "x"), value) == (page, screen)
+
+
+def test_a_key_that_a_row_lacks_leaves_its_cell_blank() -> None:
+    columns = (Column("a", units.TEXT, "a"), Column("b", units.SECOND, "b"))
+    shown = View((Section(parts=[Table(columns=columns, rows=[{"a": "x"}], padded=False)]),))
+    assert as_page(shown).splitlines()[-1] == "| x | |"
+
+
+def test_parts_stand_where_they_say() -> None:
+    columns = (Column("a", units.TEXT, "a"), Column("b", units.TEXT, "b", on="page"))
+    table = Table(columns=columns, rows=[{"a": "1", "b": "2"}], padded=False)
+    notes = [Note("long", on="page"), Note("short", on="screen"), view.Image("plot.png")]
+    shown = View((Section(title="T", parts=[table, *notes]),))
+    assert as_text(shown) == "a\n1\nshort"
+    assert as_page(shown) == "### T\n\n| a | b |\n|---|---|\n| 1 | 2 |\n\nlong\n"
+    assert as_page(shown, ["plot.png"]).endswith("long\n\n![plot](plot.png)\n")
+
+
+def test_places_order_a_screen_and_a_group_heads_its_rows() -> None:
+    columns = (Column("a", units.TEXT, "a"),)
+    rows = [{"a": "1", "g": "x"}, {"a": "2", "g": "x"}, {"a": "3", "g": "y"}]
+    grouped = Table(columns=columns, rows=rows, group=lambda row: row["g"])
+    shown = View((Section(parts=[Note("last")]), Section(parts=[grouped], place=1)))
+    assert as_text(shown) == "a\nx\n  1\n  2\ny\n  3\n\nlast"
+    assert as_page(shown).startswith("last\n\n|")
+
+
+# -- shapes of documents ---------------------------------------------------------------------------
+
+
+def test_a_key_that_is_written_is_a_key_that_the_schema_knows() -> None:
+    shape = Object(
+        "",
+        (
+            Key("t", units.SECOND, "s"),
+            Key("n", Many(units.COUNT), null=True),
+            Key("x", units.TEXT, optional=True),
+        ),
+    )
+    schema = schema_of(shape, {"title": "a test"})
+    for value in ({"t": 1.5, "n": (1, 2)}, {"t": 0.0, "n": None, "x": "y"}):
+        document = json.loads(json.dumps(shape.plain(value)))
+        jsonschema.validate(document, schema)
+        assert ("x" in document) == ("x" in value)
+    for wrong in ({"t": -1.0, "n": []}, {"n": []}, {"t": 1.0, "n": [], "surprise": 1}):
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(wrong, schema)
+
+
+def test_what_is_not_finite_is_null() -> None:
+    assert units.plain({"a": (float("inf"), 1.0), 2: float("nan")}) == {"a": [None, 1.0], "2": None}
