@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rooftrace.tracer.targets.modalities import Sizes, required
 from torch import Tensor, nn
 
-from rooftrace.tracer.asking.request import Inputs, Request, RequestError
+from rooftrace.errors import RequestError
+from rooftrace.tracer.asking.request import Request
+from rooftrace.tracer.inputs.calls import Inputs, call_inputs
 from rooftrace.tracer.recording.values import REAL_VALUE
 from rooftrace.tracer.targets import huggingface
-from rooftrace.tracer.targets.inputs import call_inputs
-from rooftrace.tracer.targets.modalities import Sizes, required
 from rooftrace.tracer.targets.target import built, load_target
 from rooftrace.tracer.tensors.trees import tensors_in
 
@@ -141,7 +142,7 @@ def given(args: Any, kwargs: Any) -> Inputs:
     for tensor in tensors_in((args, kwargs)):
         if "_value" in tensor.__dict__:
             tensor.__dict__[REAL_VALUE] = tensor.__dict__["_value"].clone()
-    return Inputs(tuple(args), dict(kwargs))
+    return Inputs(args=tuple(args), kwargs=dict(kwargs))
 
 
 def _hf(name: str, depth: int | None) -> Entry:

@@ -22,8 +22,9 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from rooftrace.costmodels.estimating.plans import plan
 from rooftrace.costmodels.findings.counters import unread_gradients
 from rooftrace.costmodels.pricing.cost import MATRIX
-from rooftrace.tracer.asking.request import Inputs, Options
+from rooftrace.tracer.asking.request import Options
 from rooftrace.tracer.graph.graph import Op, OpGraph
+from rooftrace.tracer.inputs.calls import Inputs
 from rooftrace.tracer.phases import workload
 from rooftrace.tracer.recording import recorder as capture
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import rooftrace as rt
-from rooftrace.tracer.asking.arguments import UnusedError
+from rooftrace.errors import UnusedError
 
 
 class Open(nn.Module):

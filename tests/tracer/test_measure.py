@@ -21,6 +21,7 @@ from torch import nn
 from torch._C._autograd import DeviceType
 
 import rooftrace as rt
+from rooftrace.errors import RequestError, TargetError
 from rooftrace.measured.bench import attribute
 from rooftrace.measured.bench.attribute import attributed
 from rooftrace.measured.bench.bench import Bench, MeasureError
@@ -45,7 +46,7 @@ from rooftrace.measured.suite.measure import measure_suite
 from rooftrace.measured.suite.micro import MicroCase, NotOfferedError, micro_cases
 from rooftrace.measured.suite.models import MODELS, Make
 from rooftrace.measured.suite.session import Plan, Session
-from rooftrace.tracer.asking.request import Request, RequestError, TargetError
+from rooftrace.tracer.asking.request import Request
 
 CPU = torch.device("cpu")
 

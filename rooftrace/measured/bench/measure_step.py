@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from rooftrace.errors import RequestError
 from rooftrace.measured.bench.attribute import attributed
 from rooftrace.measured.bench.bench import Bench, MeasureError, default_device
 from rooftrace.measured.bench.environment import device_facts, versions
 from rooftrace.measured.bench.realsteps import by_op, profiler, real_inputs, real_step, timed
 from rooftrace.measured.bench.runfile import ModelRow, Run
-from rooftrace.tracer.asking import Loss, RequestError
 from rooftrace.tracer.graph import OpGraph, dtype_name
-from rooftrace.tracer.phases import as_before, named_inputs
+from rooftrace.tracer.inputs import arguments, as_before
 
 WARMUPS = 2
 
@@ -26,7 +26,7 @@ def measure(
     model: nn.Module,
     *args: Any,
     phase: str = "forward",
-    loss: Loss | None = None,
+    loss: Callable[[Any], Any] | None = None,
     optimizer: str = "adamw",
     compiled: bool = False,
     ops: bool = True,
@@ -70,7 +70,7 @@ def measured_row(
     *,
     phase: str,
     name: str,
-    loss: Loss | None = None,
+    loss: Callable[[Any], Any] | None = None,
     optimizer: str = "adamw",
     compiled: bool = False,
     ops: bool = True,
@@ -84,7 +84,7 @@ def measured_row(
         state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         tensors: dict[str, Tensor] = {name: tensor.detach() for name, tensor in state.items()}
         given = ((), inputs.decode or {}) if phase == "decode" else (args, kwargs)
-        tensors |= dict(named_inputs(model, *given))
+        tensors |= dict(arguments.named_inputs(model, *given))
         found: dict[str, Any] = {}
         if ops:
             graph = _graph(model, args, kwargs, phase, loss, optimizer)
@@ -160,7 +160,7 @@ def _graph(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     phase: str,
-    loss: Loss | None,
+    loss: Callable[[Any], Any] | None,
     optimizer: str,
 ) -> OpGraph:
     from rooftrace.tracer import trace

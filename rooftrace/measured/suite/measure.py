@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from rooftrace.errors import RequestError, TargetError
 from rooftrace.measured.bench import (
     IDENTITY,
     Bench,
@@ -61,7 +62,7 @@ from rooftrace.measured.suite.session import (
     free,
     start_again,
 )
-from rooftrace.tracer.asking import PHASES, Request, RequestError, TargetError
+from rooftrace.tracer.asking import Request, names
 from rooftrace.tracer.graph import dtype_name
 
 _FULL_FLOPS = 2e13
@@ -86,8 +87,8 @@ def measure_suite(
     if not (math.isfinite(plan.budget_s) and plan.budget_s > 0):
         raise MeasureError(f"--budget {plan.budget_s!r}: expected a number of seconds above 0")
     for phase in plan.phases or ():
-        if phase not in PHASES:
-            raise RequestError(f"phase {phase!r}: expected one of {', '.join(PHASES)}")
+        if phase not in names.PHASES:
+            raise RequestError(f"phase {phase!r}: expected one of {', '.join(names.PHASES)}")
     device = checked_device(plan.device)
     deadline = clock() + plan.budget_s
     targets = _targets(plan)
@@ -407,7 +408,7 @@ def _target(session: Session, target: str) -> None:
     request = Request(plan.batch, plan.seq)
     sizes = {k: v for k, v in (("batch", plan.batch), ("seq", plan.seq)) if v is not None}
     loaded: list[Any] = []
-    for phase in plan.phases or PHASES:
+    for phase in plan.phases or names.PHASES:
         key = row_key(target, phase, "eager", sizes)
 
         def work(phase: str = phase, key: str = key) -> ModelRow:

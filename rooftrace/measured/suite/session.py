@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from rooftrace.errors import RequestError, TargetError
 from rooftrace.measured.bench import (
     Bench,
     MeasureError,
@@ -31,7 +32,6 @@ from rooftrace.measured.bench import (
     save_run,
 )
 from rooftrace.measured.suite.micro import NotOfferedError
-from rooftrace.tracer.asking import RequestError, TargetError
 
 BUDGET_S = 480.0
 QUICK_S = 90.0

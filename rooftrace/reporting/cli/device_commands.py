@@ -8,6 +8,8 @@ from typing import Any
 
 import click
 
+import rooftrace as rt
+from rooftrace._progress import tell
 from rooftrace.reporting.cli.options import (
     TARGET_HELP,
     Commas,
@@ -80,7 +82,7 @@ def measure(
     usual = QUICK_S if quick else BUDGET_S
     seconds = usual if budget is None else budget
     plan = Plan(path, device, seconds, quick, targets, phases, batch, seq)
-    with progress() as tell:
+    with progress():
         run = measure_suite(plan, tell, start_again)
     click.echo(measured(run, path))
 
@@ -94,7 +96,7 @@ def _measure_chip(
     from rooftrace.measured.bench import default_device, measure_chip
     from rooftrace.reporting.text import render_chip
 
-    with progress() as tell:
+    with progress():
         chip = measure_chip(device or default_device(), budget, progress=tell)
     if out in (None, "-"):
         click.echo(dump_chip(chip), nl=False)
@@ -138,11 +140,10 @@ def calibrate(
     torch.profiler, with --target and the sizes that were run.
     """
     from rooftrace.costmodels.timing import dump_knobs
-    from rooftrace.reporting import calibrate as calibrate_to
 
     (loaded,), (model,) = load_chips((chip,)), load_executions((execution,), False, None)
-    with progress() as tell:
-        found = calibrate_to(
+    with progress():
+        result = rt.calibrate(
             measured,
             loaded,
             model,
@@ -150,14 +151,13 @@ def calibrate(
             start=start,
             free=free or None,
             title=title,
-            progress=tell,
             **workload(**request),
         )
     if out == "-":
-        click.echo(dump_knobs(found.knobs), nl=False)
+        click.echo(dump_knobs(result.knobs), nl=False)
         return
-    found.save(out)
-    console().print(found)
+    result.save(out)
+    console().print(result)
     click.echo(f"\nwritten to {out}; use it as --knobs {out}")
 
 
@@ -201,7 +201,6 @@ def validate(
     with --target and the sizes that were run; or a CSV of step times as `rooftrace calibrate` takes
     it.
     """
-    from rooftrace.reporting import validate as validate_with
     from rooftrace.reporting.pages import check_folder
     from rooftrace.reporting.text import render_validation, validation_markdown
 
@@ -210,23 +209,17 @@ def validate(
     folder = None if out in (None, "-") else Path(str(out))
     if folder is not None:
         check_folder(folder)
-    with progress() as tell:
-        found = validate_with(
-            measured,
-            loaded,
-            model,
-            target,
-            counters=counters,
-            progress=tell,
-            **workload(**request),
+    with progress():
+        result = rt.validate(
+            measured, loaded, model, target, counters=counters, **workload(**request)
         )
-        written = found.write(folder) if folder is not None else []
+        written = result.write(folder) if folder is not None else []
     write_text(
         form,
         None,
-        lambda: render_validation(found),
-        lambda: validation_markdown(found),
-        found.to_dict,
+        lambda: render_validation(result),
+        lambda: validation_markdown(result),
+        result.to_dict,
     )
     if written and form == "terminal":
         names = ", ".join(path.name for path in written)

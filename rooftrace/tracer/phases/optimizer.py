@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
+from rooftrace.errors import RequestError
 from rooftrace.hardware import bytes_per_element
-from rooftrace.tracer.asking import RequestError
 from rooftrace.tracer.recording import Recorder
 
 _LEARNING_RATE = 1e-3

@@ -24,18 +24,15 @@ from torch.optim.optimizer import (
 )
 from torch.utils._python_dispatch import _disable_current_modes
 
-from rooftrace.tracer.asking import Inputs, Options, RequestError
+from rooftrace.errors import RequestError
+from rooftrace.tracer.asking import Options
 from rooftrace.tracer.graph import OpGraph
-from rooftrace.tracer.phases.before import as_before
+from rooftrace.tracer.inputs import Inputs, arguments, as_before
+from rooftrace.tracer.phases.attempts import attempted
+from rooftrace.tracer.phases.calls import drained
 from rooftrace.tracer.phases.optimizer import copy_optimizers, optimizers_in
-from rooftrace.tracer.phases.workload import (
-    Step,
-    attempted,
-    check_request,
-    drained,
-    graph_of,
-    learn,
-)
+from rooftrace.tracer.phases.results import Step, graph_of
+from rooftrace.tracer.phases.running import check_request
 from rooftrace.tracer.recording import META, META_KEY, Recorded, Recorder, Values
 from rooftrace.tracer.tensors import (
     LAZY,
@@ -51,7 +48,7 @@ from rooftrace.tracer.tensors import (
 
 
 class Capture:
-    """What `rooftrace.tracer.api.capture` gives: after its block, `graph` is what ran in it."""
+    """A block of code that is recorded (`rooftrace.capture`); after it, `graph` is what ran."""
 
     def __init__(self, modules: Sequence[nn.Module], options: Options) -> None:
         self._root = _root(modules)
@@ -103,7 +100,7 @@ def trace_step(
 
     def run(recorder: Recorder) -> OpGraph:
         for tensor in tensors_in((args, kwargs)):
-            learn(recorder.values, tensor)
+            arguments.learn(recorder.values, tensor)
         _enter_modules(recorder, root)
         for index, item in enumerate((*args, *kwargs.values())):
             for tensor in () if isinstance(item, Optimizer) else tensors_in(item):
@@ -211,7 +208,7 @@ def _is_kept_for_weights(tensor: Tensor, shapes: Collection[torch.Size]) -> bool
 def _enter_modules(recorder: Recorder, root: nn.Module) -> None:
     for module in root.modules():
         for tensor in own_tensors(module):
-            learn(recorder.values, tensor)
+            arguments.learn(recorder.values, tensor)
     recorder.name_modules(root)
     for parameter in root.parameters():
         if parameter.grad is not None:
@@ -346,7 +343,7 @@ def _graph(
         "training" if "backward" in parts else "forward",
         Step((output, [p.grad for p in root.parameters()]), gradients=learnt.gradients),
         root,
-        Inputs(tuple(entered), workload=_sizes(entered)),
+        Inputs(args=tuple(entered), workload=_sizes(entered)),
         "+".join(dict.fromkeys(learnt.optimizers)) or None,
     )
     if type(root) is not nn.ModuleDict:

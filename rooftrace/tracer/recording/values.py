@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rooftrace.tracer.asking import assumed
+from rooftrace.tracer.asking import assumptions
 from rooftrace.tracer.graph import Assumption
 from rooftrace.tracer.recording.groups import is_collective
 from rooftrace.tracer.recording.origin import asked_under_not, deciding_line
@@ -316,7 +316,7 @@ class Values:
 
     def decision(self, kind: str) -> Any:
         """What the user decided for this kind of assumption, here; None where nothing."""
-        return assumed(self.given, kind, self.where()) if self.given else None
+        return assumptions.decided(self.given, kind, self.where()) if self.given else None
 
     def _mask(self, shape: tuple[int, ...], why: str) -> tuple[Tensor, frozenset[int]]:
         """An unknown mask begins with its true elements; at least one, unless the user says 0."""

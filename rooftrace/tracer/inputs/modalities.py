@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rooftrace.tracer.asking import RequestError
-from rooftrace.tracer.phases import as_before, learn
+from rooftrace.errors import RequestError
+from rooftrace.tracer.inputs.arguments import learn
+from rooftrace.tracer.inputs.before import as_before
 from rooftrace.tracer.recording import META, REAL_VALUE, Recorder
 from rooftrace.tracer.tensors import own_tensors, parameters_of, tensors_in, twin
 
