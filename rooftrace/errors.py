@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 
 class RequestError(ValueError):
@@ -37,10 +37,14 @@ def near(name: str, names: Iterable[str], cutoff: float = 0.6) -> str:
     return next(iter(difflib.get_close_matches(name, others, n=1, cutoff=cutoff)), "")
 
 
-def hint(name: str, names: Iterable[str]) -> str:
-    """The end of a message about a name that is not among `names`: "; did you mean 'batch'?"."""
+def hint(name: str, names: Collection[str] | Mapping[str, str]) -> str:
+    """The end of a message about a name that is not among `names`: "; did you mean 'batch'?".
+
+    names: a mapping has other spellings of the names that it shows.
+    """
     close = near(name, names)
-    return f"; did you mean {close!r}?" if close else ""
+    shown = names[close] if close and isinstance(names, Mapping) else close
+    return f"; did you mean {shown!r}?" if close else ""
 
 
 def is_ours(error: BaseException) -> bool:

@@ -21,7 +21,6 @@ source = "datasheet"
 
 from __future__ import annotations
 
-import difflib
 import functools
 import json
 import math
@@ -33,6 +32,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
+from rooftrace.errors import hint
 from rooftrace.hardware import units
 from rooftrace.hardware.chip import (
     ENGINES,
@@ -112,13 +112,12 @@ def load_chip(name_or_path: str | os.PathLike[str] | Chip) -> Chip:
         raise ChipFileError(f'chip "{given}": an alias of {" and of ".join(owners)}; name one')
     if owners:
         return _bundled(owners[0])
-    close = difflib.get_close_matches(key, [*available_chips(), *names], n=1)
-    hint = f' Did you mean "{names.get(close[0], close)[0]}"?' if close else ""
-    if unreadable:
-        hint += f" (Not read for aliases: {', '.join(unreadable)}.)"
+    spellings = {name: name for name in available_chips()}
+    spellings |= {alias: chips[0] for alias, chips in names.items()}
+    skipped = f" (Not read for aliases: {', '.join(unreadable)}.)" if unreadable else ""
     raise UnknownChipError(
         f'chip "{given}": expected a path ending in .toml or one of '
-        f"{', '.join(available_chips())}.{hint}"
+        f"{', '.join(available_chips())}{hint(key, spellings)}{skipped}"
     )
 
 
@@ -293,10 +292,9 @@ class _Table:
     def finish(self, allowed: Iterable[str]) -> None:
         """Complain of the first key that nobody asked for."""
         for key in self.rest:
-            close = difflib.get_close_matches(key, list(allowed), n=1)
-            hint = f'; did you mean "{close[0]}"?' if close else ""
             raise ChipFileError(
-                f"{self._where()}unknown key {key}: expected one of {', '.join(allowed)}{hint}"
+                f"{self._where()}unknown key {key}: expected one of {', '.join(allowed)}"
+                f"{hint(key, list(allowed))}"
             )
 
 
