@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rooftrace.tracer.targets.modalities import Sizes, required
 from torch import Tensor, nn
 
 from rooftrace.errors import RequestError
 from rooftrace.tracer.asking.request import Request
 from rooftrace.tracer.inputs.calls import Inputs, call_inputs
+from rooftrace.tracer.inputs.huggingface_inputs import model_inputs
+from rooftrace.tracer.inputs.modalities import Sizes, required
 from rooftrace.tracer.recording.values import REAL_VALUE
 from rooftrace.tracer.targets import huggingface
 from rooftrace.tracer.targets.target import built, load_target
@@ -152,9 +153,9 @@ def _hf(name: str, depth: int | None) -> Entry:
     if depth is not None:
         shallow(config, depth)
     module = huggingface.built_from(config, name)
-    inputs = huggingface.model_inputs(module, Request(BATCH))
+    inputs = model_inputs(module, Request(BATCH))
     if "seq" in inputs.workload:
-        inputs = huggingface.model_inputs(module, Request(BATCH, LENGTH))
+        inputs = model_inputs(module, Request(BATCH, LENGTH))
     return Entry(module, [inputs])
 
 

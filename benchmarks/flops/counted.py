@@ -25,7 +25,7 @@ from rooftrace.costmodels.pricing.cost import MATRIX
 from rooftrace.tracer.asking.request import Options
 from rooftrace.tracer.graph.graph import Op, OpGraph
 from rooftrace.tracer.inputs.calls import Inputs
-from rooftrace.tracer.phases import workload
+from rooftrace.tracer.phases import attempts, running
 from rooftrace.tracer.recording import recorder as capture
 
 Counts = dict[str, Any]
@@ -47,7 +47,7 @@ WHOLE = ("rooftrace.attention", "rooftrace.rnn", *["rooftrace.flex_attention"] *
 def compared(module: Any, inputs: Inputs, phase: str) -> Counts:
     """Trace one phase and price it; run it again under FlopCounterMode; say where they differ."""
     options = Options(optimizer="none")
-    graph = workload.trace_phases(module, inputs, (phase,), options)[phase]
+    graph = running.trace_phases(module, inputs, (phase,), options)[phase]
     found = ours(graph)
     try:
         found["torch"] = counted_by_torch(module, inputs, phase)
@@ -116,7 +116,7 @@ def counted_by_torch(module: Any, inputs: Inputs, phase: str) -> int:
     counter = FlopCounterMode(display=False, custom_mapping=flex_flops())
     counter.mod_tracker = _OneTotal()
     with run_under(counter):
-        workload.trace_phases(module, inputs, (phase,), Options(optimizer="none", repeats=False))
+        running.trace_phases(module, inputs, (phase,), Options(optimizer="none", repeats=False))
     return counter.get_total_flops()
 
 
@@ -165,8 +165,9 @@ def run_under(counter: FlopCounterMode) -> Iterator[None]:
             return super().__exit__(*exception)
 
     with (
-        mock.patch.object(workload, "Recorder", Counted),
-        mock.patch.object(workload, "graph_of", lambda *_: None),
+        mock.patch.object(attempts, "Recorder", Counted),
+        mock.patch.object(running, "Recorder", Counted),
+        mock.patch.object(running, "graph_of", lambda *_: None),
         mock.patch.object(capture, "kept_whole", contextlib.nullcontext),
         mock.patch.object(capture, "whole_entry", lambda func: None),
     ):

@@ -131,6 +131,25 @@ def test_what_forward_names_is_forwards(of: SimpleNamespace) -> None:
     assert len(tensor.ops) == len(plain.ops) or tensor.ops
 
 
+class Phased(Open):
+    """Takes an argument that some of our calls have by name."""
+
+    def forward(self, x: torch.Tensor, dtype: str = "") -> torch.Tensor:  # type: ignore[override]
+        return self.fc(x)
+
+
+def test_what_a_call_of_ours_has_by_name_is_ours(of: SimpleNamespace) -> None:
+    graph = rt.report(Phased(), of.x, dtype="bf16", phases=["forward"]).graphs["forward"]
+    assert {value.dtype for value in graph.values if value.role == "weights"} == {"bf16"}
+
+
+def test_the_habits_price_in_other_precisions_too(of: SimpleNamespace) -> None:
+    halves = rt.profile(of.model, (of.x,), dtype="bf16").estimate
+    assert halves.bytes.weights == 2 * (8 * 8 + 8)  # bf16 weight and bias
+    assert halves.bytes.activations == 2 * (2 * 8 + 2 * 8)  # bf16 x and result
+    assert rt.summary(of.model, (2, 8), dtype="bf16").bytes == halves.bytes
+
+
 Ask = Callable[[SimpleNamespace], Any]
 
 REFUSED: dict[str, tuple[Ask, str]] = {
@@ -241,6 +260,26 @@ REFUSED: dict[str, tuple[Ask, str]] = {
     "size as text": (lambda of: rt.report(of.target, batch="8"), "--batch '8': expected a whole"),
     "size that is a truth": (lambda of: rt.report(of.target, batch=True), "expected a whole"),
     "graph to compare": (lambda of: rt.compare(of.graph), "have to run the module itself"),
+    "a size beside all sizes": (
+        lambda of: rt.trace_target(of.target, request=rt.Request(batch=2), kv=3),
+        "request and kv say the same",
+    ),
+    "neither module nor step": (
+        lambda of: rt.report(3, of.x),
+        "expected a torch.nn.Module to trace, got int: 3",
+    ),
+    "function of no module": (
+        lambda of: rt.trace(lambda x: x, of.x),
+        "expected a torch.nn.Module to trace, got function",
+    ),
+    "optimizer of other phases": (
+        lambda of: rt.report(of.target, phases=["forward"], optimizer="sgd"),
+        "it is for training, and this is forward",
+    ),
+    "one of several phases": (
+        lambda of: rt.estimate({"forward": of.graph, "training": of.graph}),
+        "which phase",
+    ),
 }
 
 

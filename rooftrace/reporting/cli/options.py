@@ -69,7 +69,7 @@ def workload_options(command: Callable[..., Any]) -> Callable[..., Any]:
             "--repeats/--no-repeats",
             default=True,
             show_default=True,
-            help="Run layers that are alike once, and list them once.",
+            help="Trace equal layers once, and list them once.",
         ),
         click.option(
             "--trust-remote-code",
@@ -88,7 +88,7 @@ def pricing_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option(
             "--knobs",
             metavar="FILE",
-            help="What a calibration found (a TOML file), in place of datasheet peaks.",
+            help="Calibrated constants (a TOML file) to use instead of datasheet peaks.",
         ),
         click.option("--tf32", is_flag=True, help="Run fp32 matrix products on the matrix engine."),
         click.option(

@@ -62,16 +62,14 @@ class Job:
     ) -> Job:
         """What a call of `function`, one of ours, asks of a source.
 
-        named: keyword arguments of the call, for the source or for us.  ours: arguments that can
-        only be for us; None leaves one out.  Raises RequestError for an argument that neither
-        takes, with the nearest name, and UnusedError for one that would change nothing.
+        named: keyword arguments of the call, for the source or for us.  ours: arguments that
+        `function` has by name, so that they are for us; None leaves one out.  Raises RequestError
+        for an argument that neither takes, with the nearest name, and UnusedError for one that
+        would change nothing.
         """
         arguments, kwargs = _sorted(function, source, args, named)
-        both = {name for name in arguments.keys() & ours.keys() if ours[name] is not None}
-        if both:
-            raise RequestError(f"{function.__name__}: {', '.join(sorted(both))} given twice")
-        known = {n: v for n, v in {**arguments, **ours}.items() if v is not None}
-        job = _read(known, Job(source=source, args=tuple(args), kwargs=kwargs))
+        arguments = {n: v for n, v in {**arguments, **ours}.items() if v is not None}
+        job = _read(arguments, Job(source=source, args=tuple(args), kwargs=kwargs))
         job._check_source()
         if job.phases is not None:
             job.check_phases(job.phases)
@@ -96,8 +94,7 @@ class Job:
 
     @property
     def is_step(self) -> bool:
-        """Whether the source is a step of the user's: a function whose first argument is a
-        module."""
+        """Whether the source is a function of the user's whose first argument is a module."""
         if self.is_named or self.is_graph or not callable(self.source):
             return False
         from torch import nn

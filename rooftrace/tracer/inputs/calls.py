@@ -61,11 +61,11 @@ def call_inputs(
     """
     moved: tuple[tuple[Any, ...], dict[str, Any]] = inputs_on_meta((tuple(args), dict(kwargs)))
     args, kwargs = moved if batch is None else _with_batch(moved, batch)
-    found = tensors_in((args, kwargs))
-    batch = int(found[0].shape[0]) if found and found[0].dim() else 1
+    tensors = tensors_in((args, kwargs))
+    batch = int(tensors[0].shape[0]) if tensors and tensors[0].dim() else 1
     names = [n for n, p in parameters_of(module).items() if p.kind is p.POSITIONAL_OR_KEYWORD]
     named = {**dict(zip(names, args, strict=False)), **kwargs}
-    key = _prompt(named, found)
+    key = _prompt(named, tensors)
     if key is None:
         return Inputs(args=tuple(args), kwargs=kwargs, workload={"batch": batch})
     tokens: Tensor = named[key]
@@ -86,9 +86,9 @@ def call_inputs(
     )
 
 
-def _prompt(named: Mapping[str, Any], found: list[Tensor]) -> str | None:
+def _prompt(named: Mapping[str, Any], tensors: list[Tensor]) -> str | None:
     """The name of the argument that holds the prompt, if it is one of those or the first of all."""
-    first = [name for name, item in named.items() if found and item is found[0]]
+    first = [name for name, item in named.items() if tensors and item is tensors[0]]
     return next((name for name in (*_PROMPTS, *first) if is_tokens(named.get(name))), None)
 
 
@@ -124,10 +124,10 @@ def _with_batch(tree: Any, batch: int) -> Any:
 
     Known values are repeated.  Raises RequestError where no input has a first dimension.
     """
-    found = [t for t in tensors_in(tree) if t.dim()]
-    if not found:
+    tensors = [t for t in tensors_in(tree) if t.dim()]
+    if not tensors:
         raise RequestError(f"--batch {batch}: no input is a tensor with a first dimension")
-    old = int(found[0].shape[0])
+    old = int(tensors[0].shape[0])
 
     def resized(tensor: Tensor) -> Tensor:
         if not tensor.dim() or tensor.shape[0] != old:
@@ -165,12 +165,12 @@ def _parsed(name: str, text: str) -> Tensor:
     return twin(torch.randint(0, 2, shape, generator=generator).to(dtype))
 
 
-def check_names(module: nn.Module, given: Mapping[str, Any]) -> None:
+def check_names(module: nn.Module, texts: Mapping[str, Any]) -> None:
     """Raise RequestError for an input that the module's forward does not take."""
     parameters = parameters_of(module)
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return
-    for name in given:
+    for name in texts:
         if name not in parameters:
             raise RequestError(
                 f"--input {name}: {type(module).__name__}.forward takes "

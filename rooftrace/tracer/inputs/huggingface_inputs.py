@@ -44,25 +44,25 @@ def model_inputs(module: nn.Module, request: Request) -> Inputs:
     Raises RequestError for a size that the model does not have, or an input that cannot be guessed.
     """
     config: Any = module.config
-    given = parsed_inputs(request.inputs)
-    check_names(module, given)
-    patches = grids(module, given)
-    rows = [] if patches else [int(t.shape[0]) for t in given.values() if t.dim()]
+    passed = parsed_inputs(request.inputs)
+    check_names(module, passed)
+    patches = grids(module, passed)
+    rows = [] if patches else [int(t.shape[0]) for t in passed.values() if t.dim()]
     batch = next(iter(rows), request.batch or 1)
-    given |= patches
+    passed |= patches
     if request.batch not in (None, batch):
         raise RequestError(f"--batch {request.batch}: the inputs that were given have {batch}")
     main = _main_input(module)
-    tokens, others = _chosen(module, config, main, given, batch)
+    tokens, others = _chosen(module, config, main, passed, batch)
     if tokens:
-        return _Text(module, config, request, batch).inputs({**others, **given}, tokens)
+        return _Text(module, config, request, batch).inputs({**others, **passed}, tokens)
     for flag in ("seq", "kv"):
         if getattr(request, flag) is not None:
             raise RequestError(
                 f"--{flag} {getattr(request, flag)}: {type(module).__name__} takes "
                 f"{main}, which has no such length; leave it out"
             )
-    inputs = {**others, **given}
+    inputs = {**others, **passed}
     shapes = {name: list(tensor.shape) for name, tensor in inputs.items()}
     return Inputs(kwargs=inputs, workload={"batch": batch, "inputs": shapes})
 
@@ -75,22 +75,22 @@ def _main_input(module: nn.Module) -> str:
 
 
 def _chosen(
-    module: Any, config: Any, main: str, given: Mapping[str, Tensor], batch: int
+    module: Any, config: Any, main: str, passed: Mapping[str, Tensor], batch: int
 ) -> tuple[list[str], dict[str, Tensor]]:
     """Names of the token ids that the model is given, and its other inputs beside the given ones.
 
     A model that writes text is given text; of the layouts of others the first that they accept.
     """
     parameters = parameters_of(module)
-    needed = [n for n in dict.fromkeys((main, *required(module))) if n not in given]
+    needed = [n for n in dict.fromkeys((main, *required(module))) if n not in passed]
     ids_needed = [name for name in needed if name.endswith("input_ids")]
     possible = list(dict.fromkeys([*(name for name in TOKENS if name in parameters), *ids_needed]))
     writes = bool(getattr(module, "can_generate", lambda: False)())
     only_text = all(name in TOKENS for name in needed)
     if (
         only_text
-        and (main in TOKENS or main in given)
-        and (writes or given or not other_than_text(module))
+        and (main in TOKENS or main in passed)
+        and (writes or passed or not other_than_text(module))
     ):
         prompts = {main, *needed, "decoder_input_ids"}
         if writes and "decoder_input_ids" not in parameters:
@@ -98,8 +98,8 @@ def _chosen(
         return [name for name in possible if name in prompts], {}
     length = min(_TRIAL, _limit(_text(config)) or _TRIAL)
     ids = {name: random_tokens(batch, length, _vocabulary(config)) for name in possible}
-    found, complaint = guessed(module, config, main, ids, given, batch)
-    if found is None:
+    guess, complaint = guessed(module, config, main, ids, passed, batch)
+    if guess is None:
         missing = next((n for n in needed if n not in TOKENS), main)
         said = f" (to a guess it says {complaint})" if complaint else ""
         raise RequestError(
@@ -107,8 +107,8 @@ def _chosen(
             f"pass --input {missing}=SHAPE:DTYPE, for example --input {missing}=1,80,3000:fp32"
         )
     return (
-        [name for name in found if name in possible],
-        {name: tensor for name, tensor in found.items() if name not in possible},
+        [name for name in guess if name in possible],
+        {name: tensor for name, tensor in guess.items() if name not in possible},
     )
 
 
@@ -119,8 +119,8 @@ def _text(config: Any) -> Any:
 
 def _vocabulary(config: Any) -> int:
     text = _text(config)
-    found = getattr(text, "vocab_size", None) or getattr(config, "vocab_size", None)
-    return int(found or 1000)
+    size = getattr(text, "vocab_size", None) or getattr(config, "vocab_size", None)
+    return int(size or 1000)
 
 
 class _Text:
@@ -138,18 +138,18 @@ class _Text:
             self.prompt = "decoder_input_ids"
         self.keeps = self.writes and bool(cache_arguments(module))
 
-    def inputs(self, given: Mapping[str, Tensor], tokens: Sequence[str]) -> Inputs:
+    def inputs(self, passed: Mapping[str, Tensor], tokens: Sequence[str]) -> Inputs:
         """Inputs of every phase, of which `tokens` are ids; what is given stays as it is."""
-        seq, kv = self._lengths(given)
-        kwargs = dict(given)
+        seq, kv = self._lengths(passed)
+        kwargs = dict(passed)
         for name in tokens:
             kwargs.setdefault(name, self._tokens(seq))
-        if "input_ids" in tokens and "input_ids" not in given:
-            kwargs |= self._with_placeholders(kwargs["input_ids"], given)
+        if "input_ids" in tokens and "input_ids" not in passed:
+            kwargs |= self._with_placeholders(kwargs["input_ids"], passed)
         step = last_token(kwargs[self.prompt])
         cached = {**kwargs, self.prompt: self._tokens(kv)} if kv != seq else None
         labels: dict[str, Any] = {}
-        own_loss = "labels" in self.parameters and "labels" not in given
+        own_loss = "labels" in self.parameters and "labels" not in passed
         if own_loss and (self.writes or not other_than_text(self.module)):
             labels["labels"] = kwargs[self.prompt]
         if "use_cache" in self.parameters:
@@ -168,12 +168,12 @@ class _Text:
             ),
         )
 
-    def _with_placeholders(self, tokens: Tensor, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _with_placeholders(self, tokens: Tensor, passed: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """A prompt in which images, videos and sounds have their places, behind the first token.
 
         With it goes, where forward asks for it, what each token stands for.
         """
-        places = placeholders(self.module, self.config, given) if given else []
+        places = placeholders(self.module, self.config, passed) if passed else []
         if not places:
             return {"input_ids": tokens}
         ids: Tensor = tokens.__dict__[REAL_VALUE].clone()
@@ -190,16 +190,16 @@ class _Text:
             ids[:, start : start + each] = token
             types[:, start : start + each] = type_id
             start += each
-        asked = [n for n in _TYPES if n in self.parameters and n not in given]
+        asked = [n for n in _TYPES if n in self.parameters and n not in passed]
         return {"input_ids": twin(ids), **{name: twin(types) for name in asked}}
 
     def _tokens(self, length: int) -> Tensor:
         return random_tokens(self.batch, length, self.vocabulary)
 
-    def _lengths(self, given: Mapping[str, Tensor]) -> tuple[int, int]:
+    def _lengths(self, passed: Mapping[str, Tensor]) -> tuple[int, int]:
         """Length of the sequence and of the cache.  Raises RequestError for one too long."""
         request = self.request
-        tokens = given.get(self.prompt)
+        tokens = passed.get(self.prompt)
         if tokens is not None and is_tokens(tokens):
             if request.seq not in (None, tokens.shape[1]):
                 raise RequestError(
@@ -227,9 +227,9 @@ class _Text:
 def _limit(config: Any) -> int | None:
     """The longest sequence that a config speaks of."""
     for name in ("max_target_positions", "max_position_embeddings", "n_positions", "max_seq_len"):
-        found = getattr(config, name, None)
-        if isinstance(found, int) and found > 0:
-            return found
+        limit = getattr(config, name, None)
+        if isinstance(limit, int) and limit > 0:
+            return limit
     return None
 
 

@@ -30,11 +30,11 @@ def module_inputs(
     """
     target = target or type(module).__name__
     args, kwargs = _arguments(inputs)
-    given = parsed_inputs(request.inputs)
-    check_names(module, given)
+    described = parsed_inputs(request.inputs)
+    check_names(module, described)
     if not args and not kwargs and hasattr(module, "main_input_name"):
         return model_inputs(module, request)  # a Hugging Face model says what it takes
-    if not args and not kwargs and not given:
+    if not args and not kwargs and not described:
         raise RequestError(
             f"{target}: no inputs; let {attribute} return (module, inputs), or pass "
             "--input NAME=SHAPE:DTYPE, for example --input x=8,3,224,224:fp32"
@@ -42,7 +42,7 @@ def module_inputs(
             else f"{target}: no inputs; pass them, or their shapes, for example "
             'inputs={"x": "8,3,224,224:fp32"}'
         )
-    return _fixed_inputs(module, args, {**kwargs, **given}, target, request)
+    return _fixed_inputs(module, args, {**kwargs, **described}, target, request)
 
 
 def _fixed_inputs(

@@ -72,10 +72,10 @@ def count_with(
         _attempts(module, inputs, phase), _PEERS[peer]
     ):
         try:
-            made, given = prepared()
+            made, filled = prepared()
             with as_before(made):
                 device = where.partition(",")[0]
-                call = ModuleCalls(made, given, options.loss, device).plain_call(phase)
+                call = ModuleCalls(made, filled, options.loss, device).plain_call(phase)
                 return replace(counter(call), peer=peer, device=where)
         except CannotCountError as error:
             return PeerCount(peer, error=str(error))

@@ -30,15 +30,15 @@ def by_trace(call: PlainCall) -> PeerCount:
     from importlib.metadata import version
 
     wrapped = _Positional(call)
-    analysis = FlopCountAnalysis(wrapped, tuple(wrapped.given))
+    analysis = FlopCountAnalysis(wrapped, tuple(wrapped.tensors))
     analysis.unsupported_ops_warnings(False).uncalled_modules_warnings(False)
     analysis.tracer_warnings("none")
     with torch.no_grad(), torch.device(call.device), _quiet("fvcore"):
-        found = analysis.by_module_and_operator()
-    inclusive = {_inside(path): counts for path, counts in found.items()}
+        by_module = analysis.by_module_and_operator()
+    inclusive = {_inside(path): counts for path, counts in by_module.items()}
     uncounted = {
         (_inside(path), op): calls
-        for path in found
+        for path in by_module
         for op, calls in _own_unsupported(analysis, path).items()
     }
     doubled = {key: 2 * round(count) for key, count in exclusive(inclusive).items()}
@@ -52,10 +52,10 @@ class _Positional(nn.Module):
         super().__init__()
         self.module = call.module
         self.arguments = (tuple(call.args), dict(call.kwargs))
-        self.given = tensors_in(self.arguments)
+        self.tensors = tensors_in(self.arguments)
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        instead = {id(old): new for old, new in zip(self.given, tensors, strict=True)}
+        instead = {id(old): new for old, new in zip(self.tensors, tensors, strict=True)}
         args, kwargs = replaced(self.arguments, lambda tensor: instead[id(tensor)])
         return tuple(tensors_in(self.module(*args, **kwargs)))
 
@@ -83,12 +83,12 @@ def _named(analysis: Any, path: str) -> nn.Module:
 @contextlib.contextmanager
 def _quiet(logger: str) -> Iterator[None]:
     """Without the warnings of a library, and those that Python gives about it."""
-    found = logging.getLogger(logger)
-    level = found.level
-    found.setLevel(logging.ERROR)
+    log = logging.getLogger(logger)
+    level = log.level
+    log.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        found.setLevel(level)
+        log.setLevel(level)

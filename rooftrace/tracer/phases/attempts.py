@@ -125,7 +125,8 @@ def _explained(error: Exception, recorder: Recorder, what: str, root: str) -> Tr
         )
     else:
         lines.append(
-            "If it runs on real tensors of these sizes, this is a gap of ours: please report it. "
-            "Else pass inputs that it takes (in code, or with --input NAME=SHAPE:DTYPE)."
+            "If the module runs on real tensors of these shapes, this is a bug of rooftrace: "
+            "please report it. Otherwise pass inputs that it accepts (in code, or with --input "
+            "NAME=SHAPE:DTYPE)."
         )
     return TraceError("\n".join(line for line in lines if line))

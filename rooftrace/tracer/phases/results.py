@@ -95,14 +95,14 @@ def provenance(target: str) -> dict[str, Any]:
     """Versions of what made the graph."""
     from importlib.metadata import PackageNotFoundError, version
 
-    found = {}
+    versions = {}
     for package in ("rooftrace", "torch", "transformers"):
         with contextlib.suppress(PackageNotFoundError):
-            found[package] = version(package)
-    return {"target": target, "versions": found, "python": platform.python_version()}
+            versions[package] = version(package)
+    return {"target": target, "versions": versions, "python": platform.python_version()}
 
 
 def _first_size(tree: Any) -> int:
     """The first dimension of the first tensor: the batch."""
-    found = tensors_in(tree)
-    return int(found[0].shape[0]) if found and found[0].dim() else 1
+    tensors = tensors_in(tree)
+    return int(tensors[0].shape[0]) if tensors and tensors[0].dim() else 1

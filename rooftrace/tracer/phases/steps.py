@@ -93,9 +93,9 @@ def trace_step(
     Raises TraceError where the step fails, RequestError where it makes no sense.
     """
     name = getattr(step, "__name__", type(step).__name__)
-    given = _modules((tuple(args), dict(kwargs)))
-    check_request(_root(given), (), options)
-    step, args, kwargs = _on_meta(step, (tuple(args), dict(kwargs)), given)
+    modules = _modules((tuple(args), dict(kwargs)))
+    check_request(_root(modules), (), options)
+    step, args, kwargs = _on_meta(step, (tuple(args), dict(kwargs)), modules)
     root = _root(_modules((args, kwargs)))
 
     def run(recorder: Recorder) -> OpGraph:
@@ -352,5 +352,5 @@ def _graph(
 
 
 def _sizes(inputs: Sequence[Any]) -> dict[str, Any]:
-    found = tensors_in(inputs)
-    return {"batch": int(found[0].shape[0])} if found and found[0].dim() else {}
+    tensors = tensors_in(inputs)
+    return {"batch": int(tensors[0].shape[0])} if tensors and tensors[0].dim() else {}

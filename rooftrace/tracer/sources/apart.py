@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from rooftrace._progress import tell
-from rooftrace.errors import RequestError, TargetError, naming
+from rooftrace.errors import NoCacheError, RequestError, TargetError, naming
 from rooftrace.tracer.asking import Job, Options, Request
 from rooftrace.tracer.graph import GraphError, GraphFileError, OpGraph, load_graphs
 
@@ -133,18 +133,9 @@ def job_told(told: Mapping[str, Any]) -> Job:
 
 
 def _error(names: Iterable[str], message: str) -> Exception:
-    """The error of the other process, as the nearest class of ours."""
-    known: dict[str, type[Exception]] = {
-        "RequestError": RequestError,
-        "TargetError": TargetError,
-        "GraphFileError": GraphFileError,
-        "GraphError": GraphError,
-    }
-    for name in names:
-        if name == "TraceError":
-            from rooftrace.tracer.recording import TraceError
+    """The error of the other process, as the nearest class of ours that is made of a message."""
+    from rooftrace.tracer.recording import TraceError
 
-            return TraceError(message)
-        if name in known:
-            return known[name](message)
-    return TargetError(message)
+    kinds = (NoCacheError, RequestError, TargetError, GraphFileError, GraphError, TraceError)
+    kind = next((kind for name in names for kind in kinds if kind.__name__ == name), TargetError)
+    return kind(message)

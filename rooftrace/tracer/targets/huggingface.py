@@ -96,9 +96,9 @@ def _model_class(config: Any, target: str) -> Any:
         *_OTHERS,
     )
     for mapping in heads:
-        found = getattr(transformers, mapping, {})
-        if type(config) in found:
-            kind = found[type(config)]
+        classes = getattr(transformers, mapping, {})
+        if type(config) in classes:
+            kind = classes[type(config)]
             return kind[0] if isinstance(kind, (list, tuple)) else kind
     raise TargetError(
         f"target {target!r}: transformers has no model class for {type(config).__name__}"

@@ -58,9 +58,9 @@ def _from_attribute(target: str, request: Request) -> Loaded:
 
 
 def _attribute(source: ModuleType, attribute: str, target: str) -> Any:
-    found: Any = source
+    value: Any = source
     for part in attribute.split("."):
-        if not hasattr(found, part):
+        if not hasattr(value, part):
             names = [
                 n
                 for n, value in vars(source).items()
@@ -70,8 +70,8 @@ def _attribute(source: ModuleType, attribute: str, target: str) -> Any:
                 f"target {target!r}: there is no {attribute!r}; "
                 f"there are {', '.join(names[:12]) or 'no names at all'}"
             )
-        found = getattr(found, part)
-    return found
+        value = getattr(value, part)
+    return value
 
 
 def _module_and_inputs(made: Any, target: str) -> tuple[nn.Module, Any]:
