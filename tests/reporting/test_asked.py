@@ -276,6 +276,10 @@ REFUSED: dict[str, tuple[Ask, str]] = {
         lambda of: rt.report(of.target, phases=["forward"], optimizer="sgd"),
         "it is for training, and this is forward",
     ),
+    "module among graphs": (
+        lambda of: rt.report({"forward": of.model}),
+        "'forward': expected an OpGraph, got Linear; trace it first",
+    ),
     "one of several phases": (
         lambda of: rt.estimate({"forward": of.graph, "training": of.graph}),
         "which phase",
@@ -287,6 +291,11 @@ REFUSED: dict[str, tuple[Ask, str]] = {
 def test_what_nothing_would_use_is_refused(call: Ask, message: str, of: SimpleNamespace) -> None:
     with pytest.raises(rt.RequestError, match=message):
         call(of)
+
+
+def test_the_largest_batch_of_every_phase_takes_what_is_for_one_of_them(config: Path) -> None:
+    fits = rt.largest_batch(config, chip="l4", phases=["prefill", "decode"], seq=16, kv=8)
+    assert list(fits) == ["prefill", "decode"]
 
 
 def test_a_size_may_be_a_number_of_numpy(config: Path) -> None:

@@ -30,21 +30,23 @@ def at_batches(job: Job) -> tuple[tuple[str, ...], BatchTrace]:
             "the target that it was made from"
         )
     run = _target_at(job) if job.is_named else _module_at(job)
-    known = {(phase, 1): graph for phase, graph in run(job.phases, 1).items()}
+    first = run(job.phases, 1)
+    job.check_used(first)
+    traces = {(phase, 1): graph for phase, graph in first.items()}
 
     def trace_at(phase: str, batch: int) -> OpGraph:
-        if (phase, batch) not in known:
+        if (phase, batch) not in traces:
             tell(f"{phase} at batch {batch:,}")
             try:
-                known[phase, batch] = run((phase,), batch)[phase]
+                traces[phase, batch] = run((phase,), batch)[phase]
             except RuntimeError as error:  # a TraceError, or torch's own
                 raise RequestError(
                     f"{phase} runs with batch 1 and not with {batch}, so the first dimension of "
                     f"its inputs is not their batch: {str(error).splitlines()[0]}"
                 ) from error
-        return known[phase, batch]
+        return traces[phase, batch]
 
-    return tuple(phase for phase, _ in known), trace_at
+    return tuple(first), trace_at
 
 
 def _target_at(job: Job) -> _RunAt:
@@ -54,8 +56,10 @@ def _target_at(job: Job) -> _RunAt:
 
     def run(phases: tuple[str, ...] | None, batch: int) -> dict[str, OpGraph]:
         request = replace(job.request, batch=batch)
+        # What is explicit was checked for all phases, and may be for another than this.
+        at_batch = replace(job, phases=phases, request=request, explicit=())
         with isolation.keeping(kept):
-            return dict(traced(replace(job, phases=phases, request=request)).graphs)
+            return dict(traced(at_batch).graphs)
 
     return run
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from rooftrace._progress import tell
-from rooftrace.errors import TargetError
+from rooftrace.errors import RequestError, TargetError
 from rooftrace.tracer.asking import Job, names
 from rooftrace.tracer.graph import GraphFileError, OpGraph, load_graphs
 from rooftrace.tracer.sources.apart import Traced, can_go_apart, trace_apart
@@ -30,8 +30,7 @@ def traced(job: Job) -> Traced:
         made = traced_target(job)
     else:
         made = Traced(_graph_of_step(job) if job.is_step else _graphs_of_module(job))
-    if all(isinstance(graph, OpGraph) for graph in made.graphs.values()):
-        job.check_used(made.graphs)
+    job.check_used(made.graphs)
     return made
 
 
@@ -61,6 +60,11 @@ def _graphs_there(job: Job) -> dict[str, OpGraph]:
         graphs, name = {source.phase: source}, "the graphs that were given"
     else:
         graphs, name = dict(source), "the graphs that were given"
+        for phase, graph in graphs.items():
+            if not isinstance(graph, OpGraph):
+                raise RequestError(
+                    f"{phase!r}: expected an OpGraph, got {type(graph).__name__}; trace it first"
+                )
     for phase in job.phases or ():
         if phase not in graphs:
             raise GraphFileError(
