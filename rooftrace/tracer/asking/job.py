@@ -67,9 +67,10 @@ class Job:
         for an argument that neither takes, with the nearest name, and UnusedError for one that
         would change nothing.
         """
-        arguments, kwargs = _sorted(function, source, args, named)
+        job = Job(source=source, args=tuple(args))
+        arguments, kwargs = _sorted(function, job, named)
         arguments = {n: v for n, v in {**arguments, **ours}.items() if v is not None}
-        job = _read(arguments, Job(source=source, args=tuple(args), kwargs=kwargs))
+        job = _read(arguments, replace(job, kwargs=kwargs))
         job._check_source()
         if job.phases is not None:
             job.check_phases(job.phases)
@@ -80,12 +81,13 @@ class Job:
     @property
     def is_named(self) -> bool:
         """Whether the source is named by a string or a path."""
-        return is_named(self.source)
+        return isinstance(self.source, (str, os.PathLike))
 
     @property
     def is_graph(self) -> bool:
         """Whether the source is a graph, graphs by phase, or a file of them."""
-        return is_graph(self.source)
+        graph = isinstance(self.source, (OpGraph, Mapping))
+        return graph or (self.is_named and looks_saved(self.name))
 
     @property
     def is_code(self) -> bool:
@@ -220,18 +222,6 @@ class Job:
             raise RequestError(f"{type(self.source).__name__}: {error}; it takes {takes}") from None
 
 
-def is_named(source: Any) -> bool:
-    """Whether a source is named by a string or a path."""
-    return isinstance(source, (str, os.PathLike))
-
-
-def is_graph(source: Any) -> bool:
-    """Whether a source is a graph, graphs by phase, or a file of them."""
-    if isinstance(source, (OpGraph, Mapping)):
-        return True
-    return is_named(source) and looks_saved(os.fspath(source))
-
-
 def check_graph(value: Any, function: str) -> None:
     """Raise RequestError for a model where one of our functions takes its graph."""
     if not isinstance(value, OpGraph):
@@ -245,16 +235,16 @@ def check_graph(value: Any, function: str) -> None:
 
 
 def _sorted(
-    function: Callable[..., Any], source: Any, args: Sequence[Any], named: Mapping[str, Any]
+    function: Callable[..., Any], job: Job, named: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Keyword arguments that are for us, and those that are for the call of `source`."""
+    """Keyword arguments that are for us, and those that are for the call of a job's source."""
     parameters: Mapping[str, inspect.Parameter] = {}
-    if not (is_named(source) or isinstance(source, (OpGraph, Mapping))):
-        parameters = _parameters(source)
-    elif args:
+    if not (job.is_named or job.is_graph):
+        parameters = _parameters(job.source)
+    elif job.args:
         raise RequestError(
-            f"{function.__name__}({_shown(source)}, {_shown(args[0])}): the arguments of a call "
-            "are for a module; pass sizes by name, for example batch=8"
+            f"{function.__name__}({_shown(job.source)}, {_shown(job.args[0])}): the arguments of a "
+            "call are for a module; pass sizes by name, for example batch=8"
         )
     open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     ours: dict[str, Any] = {}
@@ -268,7 +258,7 @@ def _sorted(
         elif open_ended and (_is_data(value) or not near(name, _names_of(function), _SLIP)):
             theirs[name] = value
         else:
-            raise RequestError(_unknown(function, source, name, value, parameters))
+            raise RequestError(_unknown(function, job.source, name, value, parameters))
     return ours, theirs
 
 
@@ -387,5 +377,5 @@ def _shown(value: Any) -> str:
         return "..."
     if isinstance(value, os.PathLike):
         value = os.fspath(value)
-    text = repr(value) if is_named(value) or not callable(value) else type(value).__name__
+    text = repr(value) if not callable(value) else type(value).__name__
     return text if len(text) <= 40 else f"{text[:37]}..."
