@@ -54,6 +54,11 @@ class PlainCall:
         return output
 
 
+def _call(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Call a module.  By this name `recording.origin` knows where the user's code ends."""
+    return drained(module(*args, **kwargs))
+
+
 class ModuleCalls:
     """A module with its inputs on a device: calls it as a phase does."""
 
@@ -135,7 +140,7 @@ class ModuleCalls:
     ) -> Any:
         """Call the module; of `extras` (use_cache, labels) only what its forward takes."""
         with torch.device(self.device):
-            return drained(self.module(*args, **{**kwargs, **self._taken(extras or {})}))
+            return _call(self.module, args, {**kwargs, **self._taken(extras or {})})
 
     def _taken(self, extras: Mapping[str, Any]) -> dict[str, Any]:
         """Of these arguments those that forward takes."""

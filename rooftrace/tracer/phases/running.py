@@ -175,7 +175,7 @@ class PhaseRunner:
             parameter.grad = None
         with torch.enable_grad():
             output = self.calls.call(self.inputs.args, self.inputs.kwargs, self.inputs.labels)
-            self._run_backward(recorder, output)
+            self.run_backward(recorder, output)
         trained = [p for p in parameters if p.grad is not None]
         if not trained:
             raise RequestError(
@@ -192,7 +192,7 @@ class PhaseRunner:
         results = [*tensors_in(output)[:1], *(p.grad for p in trained)]
         return Step(results, gradients=gradients)
 
-    def _run_backward(self, recorder: Recorder, output: Any) -> None:
+    def run_backward(self, recorder: Recorder, output: Any) -> None:
         """Gradients of the loss, or of each output from a unit one."""
         losses, is_loss = self.calls.losses(output)
         if not is_loss:
