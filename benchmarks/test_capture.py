@@ -11,10 +11,11 @@ import pytest
 import torch
 
 import rooftrace as rt
-from rooftrace.tracer.api import collector_paused
-from rooftrace.tracer.asking.request import Inputs
-from rooftrace.tracer.phases.workload import trace_phases
-from rooftrace.tracer.targets.target import Request, load_target
+from rooftrace.tracer.asking.request import Request
+from rooftrace.tracer.inputs.calls import Inputs
+from rooftrace.tracer.phases.running import trace_phases
+from rooftrace.tracer.sources.tracing import collector_paused
+from rooftrace.tracer.targets.target import load_target
 
 CONFIGS = Path(__file__).parents[1] / "examples" / "configs"
 MODELS = ("gpt2", "llama-3.1-8b", "deepseek-v3")

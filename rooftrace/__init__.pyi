@@ -1,6 +1,7 @@
 from pathlib import Path
 from typing import Any
 
+from rooftrace._progress import telling as telling
 from rooftrace.costmodels.costs import Access as Access, Cost as Cost, Work as Work
 from rooftrace.costmodels.estimating import Estimate as Estimate
 from rooftrace.costmodels.execution import (
@@ -25,6 +26,10 @@ from rooftrace.costmodels.registry import rule as rule
 from rooftrace.costmodels.rewriting import (
     reprice as reprice,
 )
+from rooftrace.errors import (
+    RequestError as RequestError,
+    TargetError as TargetError,
+)
 from rooftrace.hardware import (
     Chip as Chip,
     available_chips as available_chips,
@@ -42,18 +47,25 @@ from rooftrace.measured.runs import (
 from rooftrace.measured.validate import (
     Validation as Validation,
 )
-from rooftrace.reporting.api import (
-    calibrate as calibrate,
+from rooftrace.reporting.differences import (
     compare as compare,
     diff as diff,
+)
+from rooftrace.reporting.estimates import (
     estimate as estimate,
-    largest_batch as largest_batch,
+    priced_graphs as priced_graphs,
     profile as profile,
-    report as report,
     summary as summary,
+)
+from rooftrace.reporting.measurements import (
+    calibrate as calibrate,
     validate as validate,
 )
-from rooftrace.tracer.api import (
+from rooftrace.reporting.reports import (
+    largest_batch as largest_batch,
+    report as report,
+)
+from rooftrace.tracer import (
     capture as capture,
     load as load,
     save as save,
@@ -62,8 +74,6 @@ from rooftrace.tracer.api import (
 )
 from rooftrace.tracer.asking import (
     Request as Request,
-    RequestError as RequestError,
-    TargetError as TargetError,
 )
 from rooftrace.tracer.graph import (
     OpGraph as OpGraph,

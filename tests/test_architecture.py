@@ -24,11 +24,16 @@ PACKAGE = ROOT / "rooftrace"
 # Imports run to the left, only.
 LAYERS = ("hardware", "tracer", "costmodels", "measured", "reporting")
 FACE = "the public face"  # rooftrace/__init__.py: stands above every layer
-BELOW = "below every layer"
-FILES_BELOW = (  # they know of no layer, so each may use them
+# What every layer may use: they know of no layer.
+FILES_BELOW = (
     "rooftrace._extensions",  # what users and third-party packages add
     "rooftrace._face",  # how a package gives its names
+    "rooftrace._progress",  # what is told while something runs
+    "rooftrace.errors",  # errors of a request, and hints
 )
+BELOW = "below every layer"
+# The command line stands above the public face: it calls what users call.
+CLI = "rooftrace.reporting.cli"
 
 # Which layers, or rooms of a layer, may import a library at all.
 LIBRARIES = {
@@ -189,6 +194,7 @@ def test_imports_run_one_way() -> None:
         one
         for one in all_imports()
         if one.library == "rooftrace"
+        and not one.importer.startswith(CLI)
         and order.index(layer_of(one.target)) > order.index(layer_of(one.importer))
         and (one.importer, one.target) not in AGAINST_THE_DIRECTION
     ]
@@ -284,30 +290,18 @@ def test_the_tree_in_contributing_shows_every_room() -> None:
 
 # What is still to be made smaller, as it is now: never larger, and gone when it is done.
 WIDE_FACES: dict[str, int] = {
-    "rooftrace.reporting": 10,
-    "rooftrace.tracer": 13,
-    "rooftrace.tracer.asking": 26,
     "rooftrace.tracer.graph": 34,
-    "rooftrace.tracer.phases": 15,
-    "rooftrace.tracer.targets": 14,
 }
 CIRCLES: list[set[str]] = [
     {},
-    {
-        "rooftrace.tracer.api",
-        "rooftrace.tracer.targets.apart",
-    },
     {
         "rooftrace.tracer.graph.expand",
         "rooftrace.tracer.graph.graph",
     },
 ]
 LONG: dict[str, int] = {
-    "rooftrace.reporting.api": 620,
     "rooftrace.tracer.graph.graphfile:_decode": 72,
     "rooftrace.tracer.lower.repeats": 739,
-    "rooftrace.tracer.phases.workload": 704,
-    "rooftrace.tracer.phases.workload:Run": 289,
 }
 
 

@@ -18,10 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rooftrace.tracer.asking.request import Inputs, Request, RequestError
+from rooftrace.errors import RequestError
+from rooftrace.tracer.asking.request import Request
+from rooftrace.tracer.inputs.calls import Inputs, call_inputs
+from rooftrace.tracer.inputs.huggingface_inputs import model_inputs
+from rooftrace.tracer.inputs.modalities import Sizes, required
 from rooftrace.tracer.targets import huggingface
-from rooftrace.tracer.targets.inputs import call_inputs
-from rooftrace.tracer.targets.modalities import Sizes, required
 from rooftrace.tracer.targets.target import built, load_target
 from rooftrace.tracer.tensors.trees import tensors_in
 from rooftrace.tracer.values.marks import REAL_VALUE
@@ -141,7 +143,7 @@ def given(args: Any, kwargs: Any) -> Inputs:
     for tensor in tensors_in((args, kwargs)):
         if "_value" in tensor.__dict__:
             tensor.__dict__[REAL_VALUE] = tensor.__dict__["_value"].clone()
-    return Inputs(tuple(args), dict(kwargs))
+    return Inputs(args=tuple(args), kwargs=dict(kwargs))
 
 
 def _hf(name: str, depth: int | None) -> Entry:
@@ -151,9 +153,9 @@ def _hf(name: str, depth: int | None) -> Entry:
     if depth is not None:
         shallow(config, depth)
     module = huggingface.built_from(config, name)
-    inputs = huggingface.model_inputs(module, Request(BATCH))
+    inputs = model_inputs(module, Request(BATCH))
     if "seq" in inputs.workload:
-        inputs = huggingface.model_inputs(module, Request(BATCH, LENGTH))
+        inputs = model_inputs(module, Request(BATCH, LENGTH))
     return Entry(module, [inputs])
 
 

@@ -41,7 +41,7 @@ def trace_one(name: str, depth: int | None = None) -> Result:
     """
     from models import load
 
-    from rooftrace.tracer.asking.request import RequestError, TargetError
+    from rooftrace.errors import RequestError, TargetError
 
     result: Result = {"name": name, "failure": "", "error": "", "phases": {}}
     try:
@@ -80,10 +80,10 @@ def _phases(module: Any, inputs: Any, phases: dict[str, Any]) -> Result:
 
 def _phase(module: Any, inputs: Any, phase: str, phases: dict[str, Any]) -> Result:
     from rooftrace.costmodels.planning.plans import plan
-    from rooftrace.tracer.api import collector_paused
-    from rooftrace.tracer.asking.request import RequestError
-    from rooftrace.tracer.phases.workload import trace_phases
+    from rooftrace.errors import RequestError
+    from rooftrace.tracer.phases.running import trace_phases
     from rooftrace.tracer.source.lines import TraceError
+    from rooftrace.tracer.sources.tracing import collector_paused
 
     started = time.perf_counter()
     try:

@@ -22,9 +22,10 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from rooftrace.costmodels.costs.cost import MATRIX
 from rooftrace.costmodels.findings.counters.counting import unread_gradients
 from rooftrace.costmodels.planning.plans import plan
-from rooftrace.tracer.asking.request import Inputs, Options
+from rooftrace.tracer.asking.request import Options
 from rooftrace.tracer.graph.graph import Op, OpGraph
-from rooftrace.tracer.phases import workload
+from rooftrace.tracer.inputs.calls import Inputs
+from rooftrace.tracer.phases import attempts, running as phases_running
 from rooftrace.tracer.recording import recorder, running
 
 Counts = dict[str, Any]
@@ -46,7 +47,7 @@ WHOLE = ("rooftrace.attention", "rooftrace.rnn", *["rooftrace.flex_attention"] *
 def compared(module: Any, inputs: Inputs, phase: str) -> Counts:
     """Trace one phase and price it; run it again under FlopCounterMode; say where they differ."""
     options = Options(optimizer="none")
-    graph = workload.trace_phases(module, inputs, (phase,), options)[phase]
+    graph = running.trace_phases(module, inputs, (phase,), options)[phase]
     found = ours(graph)
     try:
         found["torch"] = counted_by_torch(module, inputs, phase)
@@ -115,7 +116,7 @@ def counted_by_torch(module: Any, inputs: Inputs, phase: str) -> int:
     counter = FlopCounterMode(display=False, custom_mapping=flex_flops())
     counter.mod_tracker = _OneTotal()
     with run_under(counter):
-        workload.trace_phases(module, inputs, (phase,), Options(optimizer="none", repeats=False))
+        running.trace_phases(module, inputs, (phase,), Options(optimizer="none", repeats=False))
     return counter.get_total_flops()
 
 
@@ -164,8 +165,9 @@ def run_under(counter: FlopCounterMode) -> Iterator[None]:
             return super().__exit__(*exception)
 
     with (
-        mock.patch.object(workload, "Recorder", Counted),
-        mock.patch.object(workload, "graph_of", lambda *_: None),
+        mock.patch.object(attempts, "Recorder", Counted),
+        mock.patch.object(phases_running, "Recorder", Counted),
+        mock.patch.object(phases_running, "graph_of", lambda *_: None),
         mock.patch.object(recorder, "kept_whole", contextlib.nullcontext),
         mock.patch.object(running, "whole_entry", lambda func: None),
     ):

@@ -26,7 +26,7 @@ def count_entry(name: str, depth: int | None = None) -> Result:
     """Both phases of one entry of the zoo; `failure` says why there is none."""
     from models import load
 
-    from rooftrace.tracer.asking.request import RequestError, TargetError
+    from rooftrace.errors import RequestError, TargetError
 
     result: Result = {"name": name, "failure": "", "error": "", "phases": {}}
     try:
@@ -46,9 +46,9 @@ def count_inputs(module: Any, inputs: Any) -> Result:
     """Both phases of a module; what it refuses (training without parameters) is left out."""
     from counted import compared
 
-    from rooftrace.tracer.api import collector_paused
-    from rooftrace.tracer.asking.request import RequestError
+    from rooftrace.errors import RequestError
     from rooftrace.tracer.source.lines import TraceError
+    from rooftrace.tracer.sources.tracing import collector_paused
 
     phases: dict[str, Any] = {}
     failure = error_text = ""

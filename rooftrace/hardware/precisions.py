@@ -6,11 +6,12 @@ Storage and compute are two questions. `storage_bytes` answers the first, block 
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
+
+from rooftrace.errors import hint
 
 __all__ = [
     "PRECISIONS",
@@ -118,10 +119,9 @@ def precision(name: str) -> Precision:
     known = PRECISIONS.get(ALIASES.get(key, key))
     if known is not None:
         return known
-    close = difflib.get_close_matches(key, [*PRECISIONS, *ALIASES], n=1)
-    hint = f' (did you mean "{ALIASES.get(close[0], close[0])}"?)' if close else ""
+    close = hint(key, {**{name: name for name in PRECISIONS}, **ALIASES})
     raise PrecisionError(
-        f'precision "{name}": expected one of {", ".join(PRECISIONS)}, or a torch dtype{hint}'
+        f'precision "{name}": expected one of {", ".join(PRECISIONS)}, or a torch dtype{close}'
     )
 
 

@@ -1,15 +1,8 @@
 from rooftrace.tracer.api import (
-    at_batches as at_batches,
     capture as capture,
-    collector_paused as collector_paused,
-    floating_input as floating_input,
-    graphs_of as graphs_of,
-    is_step as is_step,
     load as load,
+    only as only,
     save as save,
     trace as trace,
-    trace_apart_each as trace_apart_each,
-    trace_sources as trace_sources,
     trace_target as trace_target,
-    traced_target as traced_target,
 )

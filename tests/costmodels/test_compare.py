@@ -11,10 +11,11 @@ from torch.utils.flop_counter import FlopCounterMode
 import rooftrace as rt
 from rooftrace.costmodels.findings.counters import compare
 from rooftrace.costmodels.findings.counters.counting import EVERYWHERE
+from rooftrace.errors import RequestError
 from rooftrace.reporting.text.comparisons import notes
-from rooftrace.tracer.asking.request import RequestError
-from rooftrace.tracer.phases.peers import PeerCount, count_with
-from rooftrace.tracer.targets.inputs import call_inputs
+from rooftrace.tracer.inputs.calls import call_inputs
+from rooftrace.tracer.peers.counting import count_with
+from rooftrace.tracer.peers.counts import PeerCount
 
 B, S, E = 2, 10, 16
 

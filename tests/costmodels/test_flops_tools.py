@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.attention.flex_attention import flex_attention
 
-from rooftrace.tracer.targets.inputs import call_inputs
+from rooftrace.tracer.inputs.calls import call_inputs
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULES = ("counted", "zoo_flops", "torchvision_ops", "run", "models")

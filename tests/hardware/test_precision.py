@@ -74,7 +74,7 @@ def test_an_unknown_name_is_quoted_with_a_guess():
     with pytest.raises(PrecisionError) as error:
         precision("bfloat61")
     assert str(error.value).startswith('precision "bfloat61": expected one of fp64, fp32, tf32')
-    assert str(error.value).endswith('(did you mean "bf16"?)')
+    assert str(error.value).endswith("; did you mean 'bf16'?")
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,8 @@ torch = pytest.importorskip("torch")
 
 from rooftrace.hardware.chipfile import load_chip, write_chip  # noqa: E402  (after the skip)
 from rooftrace.measured.bench import chip_peaks as module, devices, threads  # noqa: E402
-from rooftrace.measured.bench.chip_peaks import MeasureError, measure_chip  # noqa: E402
+from rooftrace.measured.bench.chip_peaks import measure_chip  # noqa: E402
+from rooftrace.measured.bench.clock import MeasureError  # noqa: E402
 
 
 @pytest.fixture(scope="module")

@@ -21,6 +21,7 @@ from torch import nn
 from torch._C._autograd import DeviceType
 
 import rooftrace as rt
+from rooftrace.errors import RequestError, TargetError
 from rooftrace.measured import __main__ as command
 from rooftrace.measured.__main__ import main
 from rooftrace.measured.bench.clock import Bench, MeasureError
@@ -52,7 +53,7 @@ from rooftrace.measured.suite.plan import SuitePlan
 from rooftrace.measured.suite.running import measure_suite
 from rooftrace.measured.suite.session import Session
 from rooftrace.measured.suite.suitemodel import Make
-from rooftrace.tracer.asking.request import Request, RequestError, TargetError
+from rooftrace.tracer.asking.request import Request
 
 CPU = torch.device("cpu")
 

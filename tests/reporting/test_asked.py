@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import rooftrace as rt
-from rooftrace.tracer.asking.arguments import UnusedError
+from rooftrace.errors import UnusedError
 
 
 class Open(nn.Module):
@@ -131,6 +131,25 @@ def test_what_forward_names_is_forwards(of: SimpleNamespace) -> None:
     assert len(tensor.ops) == len(plain.ops) or tensor.ops
 
 
+class Phased(Open):
+    """Takes an argument that some of our calls have by name."""
+
+    def forward(self, x: torch.Tensor, dtype: str = "") -> torch.Tensor:  # type: ignore[override]
+        return self.fc(x)
+
+
+def test_what_a_call_of_ours_has_by_name_is_ours(of: SimpleNamespace) -> None:
+    graph = rt.report(Phased(), of.x, dtype="bf16", phases=["forward"]).graphs["forward"]
+    assert {value.dtype for value in graph.values if value.role == "weights"} == {"bf16"}
+
+
+def test_the_habits_price_in_other_precisions_too(of: SimpleNamespace) -> None:
+    halves = rt.profile(of.model, (of.x,), dtype="bf16").estimate
+    assert halves.bytes.weights == 2 * (8 * 8 + 8)  # bf16 weight and bias
+    assert halves.bytes.activations == 2 * (2 * 8 + 2 * 8)  # bf16 x and result
+    assert rt.summary(of.model, (2, 8), dtype="bf16").bytes == halves.bytes
+
+
 Ask = Callable[[SimpleNamespace], Any]
 
 REFUSED: dict[str, tuple[Ask, str]] = {
@@ -241,6 +260,30 @@ REFUSED: dict[str, tuple[Ask, str]] = {
     "size as text": (lambda of: rt.report(of.target, batch="8"), "--batch '8': expected a whole"),
     "size that is a truth": (lambda of: rt.report(of.target, batch=True), "expected a whole"),
     "graph to compare": (lambda of: rt.compare(of.graph), "have to run the module itself"),
+    "a size beside all sizes": (
+        lambda of: rt.trace_target(of.target, request=rt.Request(batch=2), kv=3),
+        "request and kv say the same",
+    ),
+    "neither module nor step": (
+        lambda of: rt.report(3, of.x),
+        "expected a torch.nn.Module to trace, got int: 3",
+    ),
+    "function of no module": (
+        lambda of: rt.trace(lambda x: x, of.x),
+        "expected a torch.nn.Module to trace, got function",
+    ),
+    "optimizer of other phases": (
+        lambda of: rt.report(of.target, phases=["forward"], optimizer="sgd"),
+        "it is for training, and this is forward",
+    ),
+    "module among graphs": (
+        lambda of: rt.report({"forward": of.model}),
+        "'forward': expected an OpGraph, got Linear; trace it first",
+    ),
+    "one of several phases": (
+        lambda of: rt.estimate({"forward": of.graph, "training": of.graph}),
+        "which phase",
+    ),
 }
 
 
@@ -248,6 +291,11 @@ REFUSED: dict[str, tuple[Ask, str]] = {
 def test_what_nothing_would_use_is_refused(call: Ask, message: str, of: SimpleNamespace) -> None:
     with pytest.raises(rt.RequestError, match=message):
         call(of)
+
+
+def test_the_largest_batch_of_every_phase_takes_what_is_for_one_of_them(config: Path) -> None:
+    fits = rt.largest_batch(config, chip="l4", phases=["prefill", "decode"], seq=16, kv=8)
+    assert list(fits) == ["prefill", "decode"]
 
 
 def test_a_size_may_be_a_number_of_numpy(config: Path) -> None:

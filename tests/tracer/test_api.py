@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 import rooftrace as rt
-from rooftrace.tracer.api import collector_paused, floating_input
+from rooftrace.tracer.inputs.arguments import floating_input
+from rooftrace.tracer.sources.tracing import collector_paused
 
 
 def test_what_a_trace_made_can_be_freed(model: Callable[..., Any]) -> None:

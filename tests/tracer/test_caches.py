@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import rooftrace as rt
-from rooftrace.tracer.phases.workload import trace_phases
-from rooftrace.tracer.targets.inputs import call_inputs
+from rooftrace.tracer.inputs.calls import call_inputs
+from rooftrace.tracer.phases.running import trace_phases
 
 IDS = torch.randint(0, 16, (2, 5))
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import rooftrace as rt
-from rooftrace.tracer.asking.request import RequestError
+from rooftrace.errors import RequestError
 from rooftrace.tracer.source.lines import TraceError
 
 X = torch.ones(2, 8)

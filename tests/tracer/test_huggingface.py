@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 import rooftrace as rt
+from rooftrace.errors import RequestError, TargetError
 from rooftrace.tracer.api import trace_target
-from rooftrace.tracer.asking.request import Request, RequestError, TargetError
+from rooftrace.tracer.asking.request import Request
 from rooftrace.tracer.graph.graph import OpGraph
-from rooftrace.tracer.phases.workload import trace_phases
-from rooftrace.tracer.targets.huggingface import model_inputs
+from rooftrace.tracer.inputs.huggingface_inputs import model_inputs
+from rooftrace.tracer.phases.running import trace_phases
 from rooftrace.tracer.targets.target import load_target
 from rooftrace.tracer.values.marks import REAL_VALUE
 

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from rooftrace.errors import TargetError
 from rooftrace.tracer.api import trace_target
-from rooftrace.tracer.asking.request import Request, TargetError
+from rooftrace.tracer.asking.request import Request
 from rooftrace.tracer.targets.isolation import Kept, keeping
 
 Write = Callable[..., None]

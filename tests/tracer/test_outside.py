@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import rooftrace as rt
-from rooftrace.tracer.phases.workload import trace_phases
-from rooftrace.tracer.targets.inputs import call_inputs
+from rooftrace.tracer.inputs.calls import call_inputs
+from rooftrace.tracer.phases.running import trace_phases
 
 LAYERS = 7
 

@@ -13,12 +13,12 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor, nn
 
 import rooftrace as rt
-from rooftrace.tracer.asking.request import Options
+from rooftrace.tracer.asking.request import Options, Request
 from rooftrace.tracer.graph.graph import OpGraph, Repeat
 from rooftrace.tracer.graph.rebuild import to_fx
-from rooftrace.tracer.phases.workload import trace_phases
-from rooftrace.tracer.targets.inputs import call_inputs
-from rooftrace.tracer.targets.target import Request, load_target
+from rooftrace.tracer.inputs.calls import call_inputs
+from rooftrace.tracer.phases.running import trace_phases
+from rooftrace.tracer.targets.target import load_target
 from tests.tracer.conftest import DEEPSEEK, TEXT, Case, built, config, tokens
 
 DEPTH = 7

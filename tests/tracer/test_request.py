@@ -7,7 +7,9 @@ import torch
 from torch import nn
 
 import rooftrace as rt
-from rooftrace.tracer.asking.request import ASSUMABLE, Options, RequestError, parse_assumption
+from rooftrace.errors import RequestError
+from rooftrace.tracer.asking.assumptions import ASSUMABLE, parse_assumption
+from rooftrace.tracer.asking.request import Options
 
 
 @pytest.mark.parametrize(

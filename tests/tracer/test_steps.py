@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import rooftrace as rt
+from rooftrace.errors import RequestError
 from rooftrace.tracer.api import capture
-from rooftrace.tracer.asking.request import RequestError
 from rooftrace.tracer.graph.graph import OpGraph
 from rooftrace.tracer.source.lines import TraceError
 

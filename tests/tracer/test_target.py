@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from rooftrace.errors import RequestError, TargetError
 from rooftrace.tracer.api import trace_target
-from rooftrace.tracer.asking.request import Request, RequestError, TargetError
+from rooftrace.tracer.asking.request import Request
 from rooftrace.tracer.targets.target import load_target
 from rooftrace.tracer.values.marks import REAL_VALUE
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from rooftrace.costmodels.knobs import Knobs
+from rooftrace.errors import hint
 
 ATTENTION = ("flash", "materialised")
 FUSION = ("none", "detected", "factor")
@@ -182,7 +182,8 @@ def execution_model(name: str | ExecutionModel, **changes: Any) -> ExecutionMode
         )
     preset = PRESETS.get(name)
     if preset is None:
-        close = difflib.get_close_matches(name, PRESETS, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise ExecutionError(f"execution {name!r}: expected one of {', '.join(PRESETS)}{hint}")
+        names = list(PRESETS)
+        raise ExecutionError(
+            f"execution {name!r}: expected one of {', '.join(names)}{hint(name, names)}"
+        )
     return replace(preset, **changes) if changes else preset

@@ -6,11 +6,11 @@ splits "conv" by sizes).  family: the part of a model that reports put the op un
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection, Mapping
 from typing import Literal
 
 from rooftrace.costmodels.costs import Cost
+from rooftrace.errors import hint
 
 FusionClass = Literal["opaque", "pointwise", "reduction", "gather", "free"]
 """How a compiler may fuse the op.
@@ -104,6 +104,6 @@ def check(what: str, value: str | None, known: Collection[str]) -> None:
     """Raise ValueError for a kind, family, trait or fusion class that does not exist."""
     if value is None or value in known:
         return
-    near = difflib.get_close_matches(str(value), known, 1)
-    hint = f'; did you mean "{near[0]}"?' if near else ""
-    raise ValueError(f'{what} "{value}": expected one of {", ".join(known)}{hint}')
+    raise ValueError(
+        f'{what} "{value}": expected one of {", ".join(known)}{hint(str(value), known)}'
+    )

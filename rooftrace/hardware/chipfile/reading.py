@@ -21,7 +21,6 @@ source = "datasheet"
 
 from __future__ import annotations
 
-import difflib
 import functools
 import os
 from collections.abc import Callable
@@ -30,6 +29,7 @@ from pathlib import Path
 from typing import cast, get_args
 
 from rooftrace._extensions import failures
+from rooftrace.errors import hint
 from rooftrace.hardware import units
 from rooftrace.hardware.chip import (
     ENGINES,
@@ -72,14 +72,13 @@ def load_chip(name_or_path: str | os.PathLike[str] | Chip) -> Chip:
         raise ChipFileError(f'chip "{name}": an alias of {" and of ".join(owners)}; name one')
     if owners:
         return _bundled(owners[0])
-    close = difflib.get_close_matches(key, [*available_chips(), *names], n=1)
-    hint = f' Did you mean "{names.get(close[0], close)[0]}"?' if close else ""
-    if unreadable:
-        hint += f" (Not read for aliases: {', '.join(unreadable)}.)"
-    hint += "".join(f" ({failure}.)" for failure in failures("rooftrace.chips"))
+    spellings = {name: name for name in available_chips()}
+    spellings |= {alias: chips[0] for alias, chips in names.items()}
+    skipped = f" (Not read for aliases: {', '.join(unreadable)}.)" if unreadable else ""
+    skipped += "".join(f" ({failure}.)" for failure in failures("rooftrace.chips"))
     raise UnknownChipError(
         f'chip "{name}": expected a path ending in .toml or one of '
-        f"{', '.join(available_chips())}.{hint}"
+        f"{', '.join(available_chips())}{hint(key, spellings)}{skipped}"
     )
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, cast
 
+from rooftrace.errors import hint
 from rooftrace.hardware import units
 from rooftrace.hardware.chip import KINDS, Fact, FactKind
 
@@ -133,10 +133,9 @@ class ChipTable:
     def finish(self, allowed: Iterable[str]) -> None:
         """Raise ChipFileError for the first key that nothing has read."""
         for key in self.rest:
-            close = difflib.get_close_matches(key, list(allowed), n=1)
-            hint = f'; did you mean "{close[0]}"?' if close else ""
             raise ChipFileError(
-                f"{self._where()}unknown key {key}: expected one of {', '.join(allowed)}{hint}"
+                f"{self._where()}unknown key {key}: expected one of {', '.join(allowed)}"
+                f"{hint(key, list(allowed))}"
             )
 
 

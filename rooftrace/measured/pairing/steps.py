@@ -136,8 +136,9 @@ def _graph_of_row(row: ModelRow, target: str | Graphs | None) -> OpGraph:
 def _at_sizes(name: str, phase: str, sizes: Mapping[str, int | None]) -> OpGraph:
     """A phase of a target at these sizes.  A target that makes its own inputs is not told what it
     does not take; what it has then must be these sizes."""
+    from rooftrace.errors import RequestError, TargetError
     from rooftrace.tracer import trace_target
-    from rooftrace.tracer.asking import Request, RequestError, TargetError
+    from rooftrace.tracer.asking import Request
 
     batch, seq, kv = (sizes[size] for size in ("batch", "seq", "kv"))
     first: Exception | None = None

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from rooftrace.errors import RequestError
 from rooftrace.measured.bench import Bench, devices
 from rooftrace.measured.realsteps.profiler import StepProfile, by_op, profiled, profiler
 from rooftrace.measured.realsteps.replay import attributed
@@ -21,9 +22,8 @@ from rooftrace.measured.realsteps.steps import (
     timed,
 )
 from rooftrace.measured.runs import ModelRow, Run
-from rooftrace.tracer.asking import Loss, RequestError
 from rooftrace.tracer.graph import OpGraph, dtype_name
-from rooftrace.tracer.phases import as_before, named_inputs
+from rooftrace.tracer.inputs import arguments, as_before
 
 WARMUPS = 2
 
@@ -32,7 +32,7 @@ def measure(
     model: nn.Module,
     *args: Any,
     phase: str = "forward",
-    loss: Loss | None = None,
+    loss: Callable[[Any], Any] | None = None,
     optimizer: str = "adamw",
     compiled: bool = False,
     ops: bool = True,
@@ -76,7 +76,7 @@ def measured_row(
     *,
     phase: str,
     name: str,
-    loss: Loss | None = None,
+    loss: Callable[[Any], Any] | None = None,
     optimizer: str = "adamw",
     compiled: bool = False,
     ops: bool = True,
@@ -90,7 +90,7 @@ def measured_row(
         state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         tensors: dict[str, Tensor] = {name: tensor.detach() for name, tensor in state.items()}
         call = ((), inputs.decode or {}) if phase == "decode" else (args, kwargs)
-        tensors |= dict(named_inputs(model, *call))
+        tensors |= dict(arguments.named_inputs(model, *call))
         attribution: dict[str, Any] = {}
         if ops:
             graph = _graph(model, args, kwargs, phase, loss, optimizer)
@@ -198,7 +198,7 @@ def _graph(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     phase: str,
-    loss: Loss | None,
+    loss: Callable[[Any], Any] | None,
     optimizer: str,
 ) -> OpGraph:
     from rooftrace.tracer import trace

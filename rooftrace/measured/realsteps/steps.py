@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rooftrace.errors import RequestError
 from rooftrace.measured.bench import Bench
-from rooftrace.tracer.asking import Inputs, Loss, Options, RequestError
-from rooftrace.tracer.phases import PlainCall, Run, made_optimizer, optimizer_class
-from rooftrace.tracer.targets import call_inputs
+from rooftrace.tracer.inputs import Inputs, call_inputs
+from rooftrace.tracer.phases import ModuleCalls, PlainCall, optimizer as optimizers
 from rooftrace.tracer.tensors import parameters_of
 from rooftrace.tracer.twins import replaced
 
@@ -55,7 +55,7 @@ def real_step(
     inputs: Inputs,
     phase: str,
     optimizer: str = "adamw",
-    loss: Loss | None = None,
+    loss: Callable[[Any], Any] | None = None,
     compiled: bool = False,
 ) -> RealStep:
     """The step that `phase` is, on the device that the module is on.
@@ -64,8 +64,7 @@ def real_step(
     raises while a decode's prompt runs.
     """
     device = str(next((t.device for t in module.parameters()), torch.device("cpu")))
-    run = Run(module, inputs, Options(loss=loss, optimizer=optimizer), device=device)
-    call = run.plain_call(phase)
+    call = ModuleCalls(module, inputs, loss, device).plain_call(phase)
     called: Callable[..., Any] = torch.compile(module) if compiled else module
     if phase == "training":
         stepped = Stepped.of(module, optimizer)
@@ -119,7 +118,7 @@ class Stepped:
             raise RequestError(
                 f"training of {type(module).__name__}: no parameter requires a gradient"
             )
-        return Stepped(parameters, None if name == "none" else optimizer_class(name))
+        return Stepped(parameters, None if name == "none" else optimizers.optimizer_class(name))
 
     def step(self) -> None:
         """Take the gradients, step, and set them to None."""
@@ -149,7 +148,7 @@ class Stepped:
             if parameter.element_size() < 4:
                 self.masters[id(parameter)] = parameter.detach().float()
         stepped = [self.masters.get(id(p), p) for p in trained]
-        self.optimizer = made_optimizer(self.kind, stepped)
+        self.optimizer = optimizers.made_optimizer(self.kind, stepped)
 
 
 # -- timing ----------------------------------------------------------------------------------------

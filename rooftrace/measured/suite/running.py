@@ -19,7 +19,13 @@ from typing import Any
 
 import torch
 
-from rooftrace.measured.bench import Bench, MeasureError, devices, pinned_threads
+from rooftrace.errors import RequestError, TargetError
+from rooftrace.measured.bench import (
+    Bench,
+    MeasureError,
+    devices,
+    pinned_threads,
+)
 from rooftrace.measured.realsteps import measured_row, profiled_step, realized
 from rooftrace.measured.runs import MicroRow, ModelRow, Run, load_run
 from rooftrace.measured.suite import cases as microcases, micro, models as suite_models
@@ -27,7 +33,7 @@ from rooftrace.measured.suite.cases import MicroCase, NotOfferedError
 from rooftrace.measured.suite.plan import SuitePlan
 from rooftrace.measured.suite.session import Clock, Hang, Session, first_line, free
 from rooftrace.measured.suite.suitemodel import Make, Sizes, SuiteModel
-from rooftrace.tracer.asking import PHASES, Request, RequestError, TargetError
+from rooftrace.tracer.asking import Request, names
 from rooftrace.tracer.graph import dtype_name
 
 _FULL_FLOPS = 2e13
@@ -52,8 +58,8 @@ def measure_suite(
     if not (math.isfinite(plan.budget_s) and plan.budget_s > 0):
         raise MeasureError(f"--budget {plan.budget_s!r}: expected a number of seconds above 0")
     for phase in plan.phases or ():
-        if phase not in PHASES:
-            raise RequestError(f"phase {phase!r}: expected one of {', '.join(PHASES)}")
+        if phase not in names.PHASES:
+            raise RequestError(f"phase {phase!r}: expected one of {', '.join(names.PHASES)}")
     device = devices.checked_device(plan.device)
     deadline = clock() + plan.budget_s
     targets = _targets(plan)
@@ -357,7 +363,7 @@ def _target(session: Session, target: str) -> None:
     request = Request(plan.batch, plan.seq)
     sizes = {k: v for k, v in (("batch", plan.batch), ("seq", plan.seq)) if v is not None}
     loaded: list[Any] = []
-    for phase in plan.phases or PHASES:
+    for phase in plan.phases or names.PHASES:
         key = ModelRow.key_of(target, phase, "eager", sizes)
 
         def work(phase: str = phase, key: str = key) -> ModelRow:

@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 
+from rooftrace.errors import RequestError, TargetError
 from rooftrace.measured.bench import Bench, MeasureError, devices
 from rooftrace.measured.runs import MicroRow, ModelRow, Run
 from rooftrace.measured.suite.cases import NotOfferedError
 from rooftrace.measured.suite.plan import SuitePlan
-from rooftrace.tracer.asking import RequestError, TargetError
 
 _GRACE_S = 20.0
 """How long after its limit a case that cannot be interrupted may go on."""

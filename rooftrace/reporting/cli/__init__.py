@@ -13,6 +13,7 @@ from typing import Any
 
 import click
 
+from rooftrace.errors import UnusedError, is_ours
 from rooftrace.reporting.cli.chip_commands import chips
 from rooftrace.reporting.cli.device_commands import calibrate, measure, validate
 from rooftrace.reporting.cli.model_commands import compare, diff, report, trace
@@ -55,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
     except (ValueError, LookupError, RuntimeError, OSError) as error:
-        if not (isinstance(error, OSError) or type(error).__module__.startswith("rooftrace.")):
+        if not (isinstance(error, OSError) or is_ours(error)):
             raise
         sys.stderr.write(f"rooftrace: {_message(error)}\n")
         sys.exit(2)
@@ -86,17 +87,11 @@ _OPTIONS = {"inputs": "input", "phases": "phase", "repeats": "no-repeats"}
 
 
 def _message(error: BaseException) -> str:
-    from rooftrace.tracer.asking import UnusedError
-
     if isinstance(error, UnusedError):
         option = "--" + _OPTIONS.get(error.name, error.name).replace("_", "-")
         value = "" if error.shown in ("True", "False") else f" {error.shown}"
         return f"{option}{value}: {error.reason}"
-    if (
-        isinstance(error, OSError)
-        and error.strerror
-        and not type(error).__module__.startswith("rooftrace.")
-    ):
+    if isinstance(error, OSError) and error.strerror and not is_ours(error):
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     if isinstance(error, LookupError) and error.args:
         return str(error.args[0])

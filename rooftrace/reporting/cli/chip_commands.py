@@ -6,6 +6,7 @@ import sys
 
 import click
 
+import rooftrace as rt
 from rooftrace.reporting.cli.shared import console
 
 
@@ -26,21 +27,19 @@ def chips_list() -> None:
 @click.argument("name")
 def chips_show(name: str) -> None:
     """Every fact of one chip (a name or a TOML path) with its source and kind."""
-    from rooftrace.hardware import load_chip
     from rooftrace.reporting.text import renderable
 
-    console().print(renderable(load_chip(name)))
+    console().print(renderable(rt.load_chip(name)))
 
 
 @chips.command("lint")
 @click.argument("paths", nargs=-1)
 def chips_lint(paths: tuple[str, ...]) -> None:
     """Check chip files (default: those that come with rooftrace); exit 1 on errors or warnings."""
-    from rooftrace.hardware import available_chips
     from rooftrace.hardware.chipfile import lint_chip
 
     bad = 0
-    for path in paths or available_chips():
+    for path in paths or rt.available_chips():
         findings = lint_chip(path)
         serious = [f for f in findings if f.severity != "note"]
         bad += len(serious)

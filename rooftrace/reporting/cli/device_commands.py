@@ -8,6 +8,8 @@ from typing import Any
 
 import click
 
+import rooftrace as rt
+from rooftrace._progress import tell
 from rooftrace.reporting.cli.options import (
     TARGET_HELP,
     Commas,
@@ -76,7 +78,7 @@ def measure(
         batch=batch,
         seq=seq,
     )
-    with progress() as tell:
+    with progress():
         run = measure_suite(plan, tell, start_again)
     click.echo(summary(run, plan.out))
 
@@ -90,7 +92,7 @@ def _measure_chip(
     from rooftrace.measured.bench import devices, measure_chip
     from rooftrace.reporting.text import renderable
 
-    with progress() as tell:
+    with progress():
         chip = measure_chip(device or devices.default_device(), budget, progress=tell)
     if out in (None, "-"):
         click.echo(dump_chip(chip), nl=False)
@@ -134,11 +136,10 @@ def calibrate(
     torch.profiler, with --target and the sizes that were run.
     """
     from rooftrace.costmodels.knobs import dump_knobs
-    from rooftrace.reporting import calibrate as calibrate_to
 
     (loaded,), (model,) = load_chips((chip,)), load_executions((execution,), False, None)
-    with progress() as tell:
-        found = calibrate_to(
+    with progress():
+        result = rt.calibrate(
             measured,
             loaded,
             model,
@@ -146,14 +147,13 @@ def calibrate(
             start=start,
             free=free or None,
             title=title,
-            progress=tell,
             **workload(**request),
         )
     if out == "-":
-        click.echo(dump_knobs(found.knobs), nl=False)
+        click.echo(dump_knobs(result.knobs), nl=False)
         return
-    found.save(out)
-    console().print(found)
+    result.save(out)
+    console().print(result)
     click.echo(f"\nwritten to {out}; use it as --knobs {out}")
 
 
@@ -197,7 +197,6 @@ def validate(
     with --target and the sizes that were run; or a CSV of step times as `rooftrace calibrate` takes
     it.
     """
-    from rooftrace.reporting import validate as validate_with
     from rooftrace.reporting.pages import check_folder
     from rooftrace.reporting.text import as_markdown, renderable
 
@@ -206,23 +205,17 @@ def validate(
     folder = None if out in (None, "-") else Path(str(out))
     if folder is not None:
         check_folder(folder)
-    with progress() as tell:
-        found = validate_with(
-            measured,
-            loaded,
-            model,
-            target,
-            counters=counters,
-            progress=tell,
-            **workload(**request),
+    with progress():
+        result = rt.validate(
+            measured, loaded, model, target, counters=counters, **workload(**request)
         )
-        written = found.write(folder) if folder is not None else []
+        written = result.write(folder) if folder is not None else []
     write_text(
         form,
         None,
-        lambda: renderable(found),
-        lambda: as_markdown(found),
-        found.to_dict,
+        lambda: renderable(result),
+        lambda: as_markdown(result),
+        result.to_dict,
     )
     if written and form == "terminal":
         names = ", ".join(path.name for path in written)

@@ -13,6 +13,8 @@ from typing import Any
 
 import click
 
+import rooftrace as rt
+from rooftrace._progress import tell
 from rooftrace.reporting.cli.options import (
     TARGET_HELP,
     Commas,
@@ -80,9 +82,8 @@ def report(
     **request: Any,
 ) -> None:
     """Cost of each phase of TARGET: one screen, and a folder of files with --out."""
-    from rooftrace.reporting import report as report_of
     from rooftrace.reporting.pages import ALL_FORMATS, FORMATS, check_folder
-    from rooftrace.tracer import collector_paused
+    from rooftrace.tracer.sources import collector_paused
 
     for name in formats or ():
         if name not in ALL_FORMATS:
@@ -94,18 +95,13 @@ def report(
     if out is not None and out != "-":
         check_folder(Path(out))
     atexit.register(gc.unfreeze)  # what `keep` sets aside is still taken down at the end
-    with progress() as tell, collector_paused(keep=True):
-        result = report_of(
-            target,
-            chip=loaded,
-            execution=models,
-            max_batch=max_batch,
-            progress=tell,
-            **workload(**request),
+    with progress(), collector_paused(keep=True):
+        result = rt.report(
+            target, chip=loaded, execution=models, max_batch=max_batch, **workload(**request)
         )
     written: Sequence[Path] = ()
     if out is not None and out != "-":
-        with progress() as tell:
+        with progress():
             tell("writing the report")
             written = result.write(Path(out), formats or FORMATS)
     if out == "-":
@@ -126,15 +122,14 @@ def report(
 )
 def trace(target: str, out: str, **request: Any) -> None:
     """Capture TARGET and save its operator graphs, one per phase."""
-    from rooftrace.reporting import priced_graphs
-    from rooftrace.tracer.graph import graphs_bytes, write_bytes
-
-    with progress() as tell:
-        graphs = priced_graphs(target, progress=tell, **workload(**request))
+    with progress():
+        graphs = rt.priced_graphs(target, **workload(**request))
     if out == "-":
+        from rooftrace.tracer.graph import graphs_bytes
+
         sys.stdout.buffer.write(graphs_bytes(graphs, compress=False))
         return
-    write_bytes(Path(out), graphs_bytes(graphs, compress=out.endswith(".gz")))
+    rt.save(graphs, out)
     ops = {phase: sum(map(graph.times, graph.ops)) for phase, graph in graphs.items()}
     counts = ", ".join(f"{phase} {count} ops" for phase, count in ops.items())
     click.echo(f"{out}: {counts}")
@@ -183,22 +178,15 @@ def diff(
 ) -> None:
     """What changed in cost from BEFORE to AFTER: targets or saved graphs."""
     from rooftrace.costmodels.findings.diffs import parse_condition
-    from rooftrace.reporting import diff as diff_of
     from rooftrace.reporting.text import as_markdown, renderable
 
     for condition in fail_on:
         parse_condition(condition)
     (loaded,), (model,) = load_chips((chip,)), load_executions((execution,), tf32, knobs)
     load_rules(rules)
-    with progress() as tell:
-        result = diff_of(
-            before,
-            after,
-            chip=loaded,
-            execution=model,
-            names=names,
-            progress=tell,
-            **workload(**request),
+    with progress():
+        result = rt.diff(
+            before, after, chip=loaded, execution=model, names=names, **workload(**request)
         )
     write_text(form, out, lambda: renderable(result), lambda: as_markdown(result), result.to_dict)
     broken = result.violations(fail_on)
@@ -236,8 +224,11 @@ def compare(
     They run the same module on the same inputs; what they do not count stands with its module, its
     op and the reason.
     """
-    from rooftrace.reporting import compare as compare_of
-    from rooftrace.reporting.text import as_markdown, comparisons_view, renderable
+    from rooftrace.reporting.text import (
+        as_markdown,
+        comparisons_view,
+        renderable,
+    )
     from rooftrace.tracer.graph import looks_saved
 
     if looks_saved(target):
@@ -245,14 +236,14 @@ def compare(
             f"{target}: other counters have to run the module; pass the target it was traced from"
         )
     load_rules(rules)
-    with progress() as tell:
-        found = compare_of(target, peers=peers, progress=tell, **workload(**request))
+    with progress():
+        comparisons = rt.compare(target, peers=peers, **workload(**request))
     write_text(
         form,
         out,
-        lambda: renderable(comparisons_view(target, found)),
-        lambda: as_markdown(comparisons_view(target, found)),
-        lambda: {"target": target, "comparisons": [one.to_dict() for one in found]},
+        lambda: renderable(comparisons_view(target, comparisons)),
+        lambda: as_markdown(comparisons_view(target, comparisons)),
+        lambda: {"target": target, "comparisons": [item.to_dict() for item in comparisons]},
     )
 
 

@@ -69,7 +69,7 @@ def workload_options(command: Callable[..., Any]) -> Callable[..., Any]:
             "--repeats/--no-repeats",
             default=True,
             show_default=True,
-            help="Run layers that are alike once, and list them once.",
+            help="Trace equal layers once, and list them once.",
         ),
         click.option(
             "--trust-remote-code",

@@ -6,20 +6,18 @@ import contextlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-if TYPE_CHECKING:
-    from rooftrace.costmodels.execution import ExecutionModel
-    from rooftrace.hardware import Chip
+import rooftrace as rt
 
 
 def workload(
     inputs: Sequence[str], assumed: Sequence[str], repeats: bool, **others: Any
 ) -> dict[str, Any]:
     """The workload options as the calls of `rooftrace` take them.  None is: not given."""
-    from rooftrace.tracer.asking import parse_assumption
+    from rooftrace.tracer.asking import assumptions
 
     named = {}
     for item in inputs:
@@ -29,22 +27,20 @@ def workload(
                 f"--input {item!r}: expected NAME=SHAPE:DTYPE, for example x=8,3,224,224:fp32"
             )
         named[name] = text
-    found = {"inputs": named, "assume": dict(map(parse_assumption, assumed)), "repeats": repeats}
-    return {name: value for name, value in {**found, **others}.items() if value is not None}
+    decided = dict(map(assumptions.parse_assumption, assumed))
+    options = {"inputs": named, "assume": decided, "repeats": repeats, **others}
+    return {name: value for name, value in options.items() if value is not None}
 
 
-def load_chips(names: Sequence[str]) -> list[Chip]:
+def load_chips(names: Sequence[str]) -> list[rt.Chip]:
     """Chips by name or path, one or more."""
-    from rooftrace.hardware import load_chip
-
     if not names:
         raise click.UsageError("--chip: expected at least one chip")
-    return [load_chip(name) for name in names]
+    return [rt.load_chip(name) for name in names]
 
 
-def load_executions(names: Sequence[str], tf32: bool, knobs: str | None) -> list[ExecutionModel]:
+def load_executions(names: Sequence[str], tf32: bool, knobs: str | None) -> list[rt.ExecutionModel]:
     """Execution models by name, with what --tf32 and --knobs change."""
-    from rooftrace.costmodels.execution import execution_model
     from rooftrace.costmodels.knobs import load_knobs
 
     if not names:
@@ -52,7 +48,7 @@ def load_executions(names: Sequence[str], tf32: bool, knobs: str | None) -> list
     changes: dict[str, Any] = {"tf32": True} if tf32 else {}
     if knobs is not None:
         changes["knobs"] = load_knobs(knobs)
-    return [execution_model(name, **changes) for name in names]
+    return [rt.execution_model(name, **changes) for name in names]
 
 
 def load_rules(paths: Sequence[str]) -> None:
@@ -94,13 +90,13 @@ def console() -> Any:
 
 
 @contextlib.contextmanager
-def progress() -> Iterator[Callable[[str], None]]:
-    """A spinner on stderr that says what is being done, where stderr is a terminal."""
+def progress() -> Iterator[None]:
+    """A spinner on stderr that says what the calls inside do, where stderr is a terminal."""
     from rich.console import Console
 
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield lambda _: None
+        yield
         return
-    with console.status("starting") as status:
-        yield lambda text: status.update(text)
+    with console.status("starting") as status, rt.telling(status.update):
+        yield

@@ -1,4 +1,4 @@
-"""What is run: the phases of a step, a step of the user, the optimizer, other counters."""
+"""What is run: the phases of a step, a step of the user, the optimizer."""
 
 from rooftrace._face import face
 

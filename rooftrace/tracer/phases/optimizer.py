@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
+from rooftrace.errors import RequestError
 from rooftrace.hardware.precisions import bytes_per_element
-from rooftrace.tracer.asking import RequestError
 from rooftrace.tracer.recording import Recorder
 
 _LEARNING_RATE = 1e-3
@@ -63,7 +63,7 @@ _DEPTH = 6
 
 def optimizers_in(tree: Any) -> list[Optimizer]:
     """The optimizers in nested arguments: in containers, schedulers, scalers, other optimizers."""
-    found: dict[int, Optimizer] = {}
+    optimizers: dict[int, Optimizer] = {}
     depths: dict[int, int] = {}
 
     def search(item: Any, depth: int) -> None:
@@ -72,7 +72,7 @@ def optimizers_in(tree: Any) -> list[Optimizer]:
             return
         depths[id(item)] = depth
         if isinstance(item, Optimizer):
-            found[id(item)] = item
+            optimizers[id(item)] = item
         inside: Iterable[Any] = vars(item).values() if hasattr(item, "__dict__") else ()
         if isinstance(item, Mapping):
             inside = (*item.values(), *inside)
@@ -82,7 +82,7 @@ def optimizers_in(tree: Any) -> list[Optimizer]:
             search(part, depth - 1)
 
     search(tree, _DEPTH)
-    return list(found.values())
+    return list(optimizers.values())
 
 
 def copy_optimizers(optimizers: Sequence[Optimizer], memo: dict[int, Any]) -> None:

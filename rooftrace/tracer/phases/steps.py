@@ -24,18 +24,15 @@ from torch.optim.optimizer import (
 )
 from torch.utils._python_dispatch import _disable_current_modes
 
-from rooftrace.tracer.asking import Inputs, Options, RequestError
+from rooftrace.errors import RequestError
+from rooftrace.tracer.asking import Options
 from rooftrace.tracer.graph import OpGraph
-from rooftrace.tracer.phases.before import as_before
+from rooftrace.tracer.inputs import Inputs, arguments, as_before
+from rooftrace.tracer.phases.attempts import attempted
+from rooftrace.tracer.phases.calls import drained
 from rooftrace.tracer.phases.optimizer import copy_optimizers, optimizers_in
-from rooftrace.tracer.phases.workload import (
-    Step,
-    attempted,
-    check_request,
-    drained,
-    graph_of,
-    learn,
-)
+from rooftrace.tracer.phases.results import Step, graph_of
+from rooftrace.tracer.phases.running import check_request
 from rooftrace.tracer.recording import Recorder
 from rooftrace.tracer.tape import META_KEY, Recorded
 from rooftrace.tracer.tensors import own_tensors, owners, tensors_in
@@ -44,7 +41,7 @@ from rooftrace.tracer.values import META, Values
 
 
 class Capture:
-    """What `rooftrace.tracer.api.capture` gives: after its block, `graph` is what ran in it."""
+    """A block of code that is recorded (`rooftrace.capture`); after it, `graph` is what ran."""
 
     def __init__(self, modules: Sequence[nn.Module], options: Options) -> None:
         self._root = _root(modules)
@@ -89,14 +86,14 @@ def trace_step(
     Raises TraceError where the step fails, RequestError where it makes no sense.
     """
     name = getattr(step, "__name__", type(step).__name__)
-    given = _modules((tuple(args), dict(kwargs)))
-    check_request(_root(given), (), options)
-    step, args, kwargs = _on_meta(step, (tuple(args), dict(kwargs)), given)
+    modules = _modules((tuple(args), dict(kwargs)))
+    check_request(_root(modules), (), options)
+    step, args, kwargs = _on_meta(step, (tuple(args), dict(kwargs)), modules)
     root = _root(_modules((args, kwargs)))
 
     def run(recorder: Recorder) -> OpGraph:
         for tensor in tensors_in((args, kwargs)):
-            learn(recorder.values, tensor)
+            arguments.learn(recorder.values, tensor)
         _enter_modules(recorder, root)
         for index, item in enumerate((*args, *kwargs.values())):
             for tensor in () if isinstance(item, Optimizer) else tensors_in(item):
@@ -207,7 +204,7 @@ def _is_kept_for_weights(tensor: Tensor, shapes: Collection[torch.Size]) -> bool
 def _enter_modules(recorder: Recorder, root: nn.Module) -> None:
     for module in root.modules():
         for tensor in own_tensors(module):
-            learn(recorder.values, tensor)
+            arguments.learn(recorder.values, tensor)
     recorder.name_modules(root)
     for parameter in root.parameters():
         if parameter.grad is not None:
@@ -342,7 +339,7 @@ def _graph(
         "training" if "backward" in parts else "forward",
         Step((output, [p.grad for p in root.parameters()]), gradients=learnt.gradients),
         root,
-        Inputs(tuple(entered), workload=_sizes(entered)),
+        Inputs(args=tuple(entered), workload=_sizes(entered)),
         "+".join(dict.fromkeys(learnt.optimizers)) or None,
     )
     if type(root) is not nn.ModuleDict:
@@ -351,5 +348,5 @@ def _graph(
 
 
 def _sizes(inputs: Sequence[Any]) -> dict[str, Any]:
-    found = tensors_in(inputs)
-    return {"batch": int(found[0].shape[0])} if found and found[0].dim() else {}
+    tensors = tensors_in(inputs)
+    return {"batch": int(tensors[0].shape[0])} if tensors and tensors[0].dim() else {}

@@ -288,10 +288,10 @@ def _see(name: str, module: Any) -> None:
 def _stamp(file: str) -> tuple[int, ...]:
     """What changes when a file is written, without reading it."""
     try:
-        found = os.stat(file)
+        state = os.stat(file)
     except OSError:
         return ()
-    return found.st_mtime_ns, found.st_ctime_ns, found.st_size, found.st_ino
+    return state.st_mtime_ns, state.st_ctime_ns, state.st_size, state.st_ino
 
 
 def _set_aside(imports: _Imports, names: set[str]) -> None:

@@ -35,20 +35,20 @@ def weights_precision(config: Any) -> tuple[str | None, str | None]:
     if not isinstance(settings, Mapping):
         return None, f"quantization_config {settings!r:.60}"
     method = str(getattr(settings.get("quant_method"), "value", settings.get("quant_method", "")))
-    found = _BY_METHOD.get(method)
-    if found is None and method in ("gptq", "awq", "auto-round", "hqq", "eetq", "vptq"):
+    precision = _BY_METHOD.get(method)
+    if precision is None and method in ("gptq", "awq", "auto-round", "hqq", "eetq", "vptq"):
         bits = settings.get("bits") or settings.get("nbits") or (8 if method == "eetq" else None)
-        found = {2: "int2", 4: "int4", 8: "int8"}.get(int(bits)) if bits else None
-    if found is None and method == "bitsandbytes":
-        found = (
+        precision = {2: "int2", 4: "int4", 8: "int8"}.get(int(bits)) if bits else None
+    if precision is None and method == "bitsandbytes":
+        precision = (
             "fp4"
             if settings.get("load_in_4bit")
             else "int8"
             if settings.get("load_in_8bit")
             else None
         )
-    if found is None and method == "quanto":
-        found = {"int2": "int2", "int4": "int4", "int8": "int8", "float8": "fp8"}.get(
+    if precision is None and method == "quanto":
+        precision = {"int2": "int2", "int4": "int4", "int8": "int8", "float8": "fp8"}.get(
             str(settings.get("weights"))
         )
-    return (found, None) if found else (None, f"quantization method {method!r}")
+    return (precision, None) if precision else (None, f"quantization method {method!r}")

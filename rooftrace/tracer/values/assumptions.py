@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rooftrace.tracer.asking import assumed
+from rooftrace.tracer.asking import assumptions as asked
 from rooftrace.tracer.graph import Assumption
 from rooftrace.tracer.source import asked_under_not, deciding_line
 from rooftrace.tracer.tensors import trees
@@ -68,7 +68,7 @@ class Assumptions:
 
     def decision(self, kind: str) -> Any:
         """What the user decided for this kind of assumption, here; None where nothing."""
-        return assumed(self.choices, kind, self.where()) if self.choices else None
+        return asked.decided(self.choices, kind, self.where()) if self.choices else None
 
     def mask(self, shape: tuple[int, ...], why: str) -> tuple[Tensor, frozenset[int]]:
         """An unknown mask begins with its true elements; at least one, unless the user says 0."""

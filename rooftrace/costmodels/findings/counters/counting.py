@@ -19,7 +19,7 @@ from rooftrace.costmodels.planning import Plan, plan
 from rooftrace.tracer.graph import Op, OpGraph, pattern_of
 
 if TYPE_CHECKING:
-    from rooftrace.tracer.phases import PeerCount
+    from rooftrace.tracer.peers import PeerCount
 
 EVERYWHERE = "(all modules)"
 """Stands for the module where a peer does not know it: backward runs outside of its hooks."""

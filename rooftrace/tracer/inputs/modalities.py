@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rooftrace.tracer.asking import RequestError
-from rooftrace.tracer.phases import as_before, learn
+from rooftrace.errors import RequestError
+from rooftrace.tracer.inputs.arguments import learn
+from rooftrace.tracer.inputs.before import as_before
 from rooftrace.tracer.recording import Recorder
 from rooftrace.tracer.tensors import own_tensors, parameters_of, tensors_in
 from rooftrace.tracer.twins import twin
@@ -238,7 +239,7 @@ def guessed(
     config: Any,
     main: str,
     tokens: Mapping[str, Tensor],
-    given: Mapping[str, Tensor],
+    passed: Mapping[str, Tensor],
     batch: int,
 ) -> tuple[dict[str, Tensor] | None, str]:
     """Arguments beside the given ones that the module accepts, or None and what it says.
@@ -246,10 +247,10 @@ def guessed(
     tokens: ids that it could be given, by name.
     """
     complaint = ""
-    tries = _candidates(module, config, main, tokens, given, batch)
+    tries = _candidates(module, config, main, tokens, passed, batch)
     names: set[str] = set()
     for arguments in itertools.islice(tries, MAX_TRIALS):
-        error = _refusal(module, {**arguments, **given})
+        error = _refusal(module, {**arguments, **passed})
         if error is None:
             return arguments, ""
         if set(arguments) > names:  # what it says of the likeliest layout of most arguments
@@ -263,7 +264,7 @@ def _candidates(
     config: Any,
     main: str,
     tokens: Mapping[str, Tensor],
-    given: Mapping[str, Tensor],
+    passed: Mapping[str, Tensor],
     batch: int,
 ) -> Iterator[dict[str, Tensor]]:
     """Arguments that the module may accept, the likeliest first.
@@ -276,17 +277,17 @@ def _candidates(
     dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
     known: dict[str, Layouts] = {name: [{name: ids}] for name, ids in tokens.items()}
     known |= {n: _layouts(sizes, n) for n in parameters if n in _LAYOUTS or _is_embedded(n)}
-    needed = [name for name in required(module) if name not in given]
-    known = {name: layouts for name, layouts in known.items() if name not in given}
+    needed = [name for name in required(module) if name not in passed]
+    known = {name: layouts for name, layouts in known.items() if name not in passed}
     wanted = (main, "decoder_input_ids", *needed)
     first = [name for name in dict.fromkeys(wanted) if name in known]
     others = [name for name in known if name not in first and not _is_embedded(name)]
     for names in (first, *([*first, other] for other in others), [*first, *others]):
         for filled in itertools.product(*(known[name] for name in names)):
-            found = {name: t for part in filled for name, t in part.items() if name in parameters}
-            if found and all(name in found for name in needed):
+            tensors = {name: t for part in filled for name, t in part.items() if name in parameters}
+            if tensors and all(name in tensors for name in needed):
                 yield {
-                    name: t.to(dtype) if t.is_floating_point() else t for name, t in found.items()
+                    name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()
                 }
 
 
@@ -320,13 +321,13 @@ def _unrecorded(module: nn.Module, arguments: Mapping[str, Any]) -> Iterator[Non
 _GRIDS = {"pixel_values": "image_grid_thw", "pixel_values_videos": "video_grid_thw"}
 
 
-def grids(module: nn.Module, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def grids(module: nn.Module, passed: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The grid that the rows of given patches come from, where forward asks for it: one image."""
     parameters = parameters_of(module)
     return {
-        grid: _whole(torch.tensor([[1, *_rectangle(given[name].shape[0])]]))
+        grid: _whole(torch.tensor([[1, *_rectangle(passed[name].shape[0])]]))
         for name, grid in _GRIDS.items()
-        if name in given and given[name].dim() == 2 and grid in parameters and grid not in given
+        if name in passed and passed[name].dim() == 2 and grid in parameters and grid not in passed
     }
 
 
@@ -342,14 +343,14 @@ def _rectangle(count: int) -> tuple[int, int]:
 
 
 def placeholders(
-    module: Any, config: Any, given: Mapping[str, Tensor]
+    module: Any, config: Any, passed: Mapping[str, Tensor]
 ) -> list[tuple[int, int, int]]:
     """The token that stands in a prompt for given images (1), videos (2), sounds (3); how often.
 
     A model says how many features it makes of them, and refuses another number of tokens.  Raises
     RequestError where it makes none.
     """
-    found = []
+    places = []
     for type_id, kind in enumerate(("image", "video", "audio"), start=1):
         make = getattr(module, f"get_{kind}_features", None)
         token = getattr(config, f"{kind}_token_id", getattr(config, f"{kind}_token_index", None))
@@ -357,11 +358,11 @@ def placeholders(
             continue
         accepts = inspect.signature(make).parameters
         needed = [n for n, p in accepts.items() if p.default is p.empty and p.kind not in (2, 4)]
-        if not needed or needed[0] not in given:
+        if not needed or needed[0] not in passed:
             continue
         try:
-            with _unrecorded(module, given):
-                features = make(**{name: t for name, t in given.items() if name in accepts})
+            with _unrecorded(module, passed):
+                features = make(**{name: t for name, t in passed.items() if name in accepts})
         except Exception as error:  # whatever the code of a model may raise
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             raise RequestError(
@@ -370,5 +371,5 @@ def placeholders(
             ) from error
         features = tensors_in(getattr(features, "pooler_output", features))
         count = sum(t.numel() // t.shape[-1] for t in features if t.dim() > 1)
-        found.append((type_id, int(token), count))
-    return found
+        places.append((type_id, int(token), count))
+    return places

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from rooftrace.tracer.asking import Inputs, RequestError
+from rooftrace.errors import RequestError
 from rooftrace.tracer.graph import GraphError, torch_dtype
-from rooftrace.tracer.phases import cache_arguments
+from rooftrace.tracer.inputs.arguments import cache_arguments
 from rooftrace.tracer.tensors import parameters_of, tensors_in
 from rooftrace.tracer.twins import inputs_on_meta, replaced, twin
 from rooftrace.tracer.values import META, REAL_VALUE
@@ -21,18 +22,53 @@ _PROMPTS = ("decoder_input_ids", "input_ids")
 argument, where it looks like token ids."""
 
 
-def call_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """Arguments of one call of a module, and of the calls that belong to other phases."""
+
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    labels: Mapping[str, Any] = field(default_factory=dict)  # more, of a training call
+    # Of a step that continues from a cache, without the cache; None: the module has no such step.
+    decode: Mapping[str, Any] | None = None
+    cached: Mapping[str, Any] = field(default_factory=dict)  # more, of calls that return a cache
+    cached_kwargs: Mapping[str, Any] | None = None  # a prompt of the cached length, if another
+    items: int | None = None  # how many a step produces; None: the batch
+    item: str = "sample"  # what it produces
+    workload: Mapping[str, Any] = field(default_factory=dict)  # sizes, for the report
+    assumptions: tuple[tuple[str, str], ...] = ()  # kind and text
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A module on meta with inputs for it, and what it is called."""
+
+    module: nn.Module
+    inputs: Inputs
+    name: str
+
+
+def call_inputs(
+    module: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    batch: int | None = None,
+) -> Inputs:
     """`Inputs` of a plain call; for decode the arguments are the prompt, and its last token the
-    step's own input."""
+    step's own input.
+
+    batch: another batch size than that of the arguments.  Raises RequestError where no argument has
+    a first dimension to change.
+    """
     moved: tuple[tuple[Any, ...], dict[str, Any]] = inputs_on_meta((tuple(args), dict(kwargs)))
-    args, kwargs = moved
-    found = tensors_in((args, kwargs))
-    batch = int(found[0].shape[0]) if found and found[0].dim() else 1
+    args, kwargs = moved if batch is None else _with_batch(moved, batch)
+    tensors = tensors_in((args, kwargs))
+    batch = int(tensors[0].shape[0]) if tensors and tensors[0].dim() else 1
     names = [n for n, p in parameters_of(module).items() if p.kind is p.POSITIONAL_OR_KEYWORD]
     named = {**dict(zip(names, args, strict=False)), **kwargs}
-    key = _prompt(named, found)
+    key = _prompt(named, tensors)
     if key is None:
-        return Inputs(args, kwargs, workload={"batch": batch})
+        return Inputs(args=tuple(args), kwargs=kwargs, workload={"batch": batch})
     tokens: Tensor = named[key]
     length = int(tokens.shape[1])
     workload = {"batch": batch, "seq": length}
@@ -41,23 +77,23 @@ def call_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         workload["kv"] = length
         decode = {key: last_token(tokens)}
     return Inputs(
-        args,
-        kwargs,
+        args=tuple(args),
+        kwargs=kwargs,
         decode=decode,
-        cached=cache_switch(module),
+        cached=_cache_switch(module),
         items=tokens.numel(),
         item="token",
         workload=workload,
     )
 
 
-def _prompt(named: Mapping[str, Any], found: list[Tensor]) -> str | None:
+def _prompt(named: Mapping[str, Any], tensors: list[Tensor]) -> str | None:
     """The name of the argument that holds the prompt, if it is one of those or the first of all."""
-    first = [name for name, item in named.items() if found and item is found[0]]
+    first = [name for name, item in named.items() if tensors and item is tensors[0]]
     return next((name for name in (*_PROMPTS, *first) if is_tokens(named.get(name))), None)
 
 
-def cache_switch(module: nn.Module) -> dict[str, Any]:
+def _cache_switch(module: nn.Module) -> dict[str, Any]:
     """The argument that asks a module for its cache, where it has one."""
     named = "use_cache" in parameters_of(module)
     return {"use_cache": True} if named or hasattr(module, "can_generate") else {}
@@ -84,15 +120,15 @@ def random_tokens(batch: int, length: int, vocabulary: int) -> Tensor:
     return twin(torch.randint(first, vocabulary, (batch, length), generator=generator))
 
 
-def with_batch(tree: Any, batch: int) -> Any:
+def _with_batch(tree: Any, batch: int) -> Any:
     """Inputs with another batch size: tensors whose first dimension is that of the first one.
 
     Known values are repeated.  Raises RequestError where no input has a first dimension.
     """
-    found = [t for t in tensors_in(tree) if t.dim()]
-    if not found:
+    tensors = [t for t in tensors_in(tree) if t.dim()]
+    if not tensors:
         raise RequestError(f"--batch {batch}: no input is a tensor with a first dimension")
-    old = int(found[0].shape[0])
+    old = int(tensors[0].shape[0])
 
     def resized(tensor: Tensor) -> Tensor:
         if not tensor.dim() or tensor.shape[0] != old:
@@ -130,12 +166,12 @@ def _parsed(name: str, text: str) -> Tensor:
     return twin(torch.randint(0, 2, shape, generator=generator).to(dtype))
 
 
-def check_names(module: nn.Module, given: Mapping[str, Any]) -> None:
+def check_names(module: nn.Module, texts: Mapping[str, Any]) -> None:
     """Raise RequestError for an input that the module's forward does not take."""
     parameters = parameters_of(module)
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return
-    for name in given:
+    for name in texts:
         if name not in parameters:
             raise RequestError(
                 f"--input {name}: {type(module).__name__}.forward takes "

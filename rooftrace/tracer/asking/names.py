@@ -1,10 +1,15 @@
-"""What kind of thing a target names, by its spelling; needs no torch."""
+"""Names that may be asked for: phases, and what a target names by its spelling; no torch."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from rooftrace.tracer.graph import looks_saved
+
+PHASES = ("forward", "training", "prefill", "decode")
+"""What is run of a module."""
+USUAL = ("forward", "training")
+"""Those of a module that is called with arguments, where none are asked for."""
 
 
 def is_config(target: str) -> bool:

@@ -1,0 +1,38 @@
+"""What a long call is doing now, told to whoever listens; no parameter has to carry the listener.
+
+    with telling(print):
+        rooftrace.report(model, x)
+
+Each thread, and each task of asyncio, has its own listener.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+
+Listener = Callable[[str], None]
+"""Takes a few words: "tracing decode"."""
+
+_LISTENER: ContextVar[Listener | None] = ContextVar("_LISTENER", default=None)
+
+
+@contextlib.contextmanager
+def telling(listener: Listener | None) -> Iterator[None]:
+    """Calls made inside tell `listener` what they are doing.  None: whoever listens already."""
+    if listener is None:
+        yield
+        return
+    token = _LISTENER.set(listener)
+    try:
+        yield
+    finally:
+        _LISTENER.reset(token)
+
+
+def tell(text: str) -> None:
+    """Say what is being done now."""
+    listener = _LISTENER.get()
+    if listener is not None:
+        listener(text)

@@ -1,0 +1,68 @@
+"""The errors that a user of rooftrace can meet, and how they are worded; no layer is below this.
+
+Each is also the builtin that a caller would catch.  A message quotes what was passed, says what was
+expected and what to do next.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+from collections.abc import Collection, Iterable, Iterator, Mapping
+
+
+class RequestError(ValueError):
+    """A request that makes no sense for this module: quotes what was asked and says what to do."""
+
+
+class UnusedError(RequestError):
+    """An argument that would change nothing: its name, its value as shown, and why."""
+
+    def __init__(self, name: str, shown: str, reason: str) -> None:
+        super().__init__(f"{name}={shown}: {reason}")
+        self.name, self.shown, self.reason = name, shown, reason
+
+
+class NoCacheError(RequestError):
+    """A phase that continues from a cache was asked of a module that returned none."""
+
+
+class TargetError(ValueError):
+    """A target that cannot be found or built: quotes it and says what was expected."""
+
+
+def near(name: str, names: Iterable[str], cutoff: float = 0.6) -> str:
+    """The nearest of these names to another one; "" where none is near."""
+    others = [other for other in names if other != name]
+    return next(iter(difflib.get_close_matches(name, others, n=1, cutoff=cutoff)), "")
+
+
+def hint(name: str, names: Collection[str] | Mapping[str, str]) -> str:
+    """The end of a message about a name that is not among `names`: "; did you mean 'batch'?".
+
+    names: a mapping has other spellings of the names that it shows.
+    """
+    close = near(name, names)
+    shown = names[close] if close and isinstance(names, Mapping) else close
+    return f"; did you mean {shown!r}?" if close else ""
+
+
+def is_ours(error: BaseException) -> bool:
+    """Whether the message of an error is meant for the user of rooftrace."""
+    return type(error).__module__.startswith("rooftrace.")
+
+
+@contextlib.contextmanager
+def naming(name: str) -> Iterator[None]:
+    """Errors of rooftrace that are raised inside say which of two sources they are about."""
+    try:
+        yield
+    except (ValueError, LookupError, RuntimeError) as error:
+        kind, text = type(error), str(error)
+        if f"{name}: " in text or repr(name) in text or not is_ours(error):
+            raise
+        try:
+            named = kind(f"{name}: {text}")
+        except TypeError:  # it is made of more than its text
+            raise error from None
+        raise named from error

@@ -1,0 +1,131 @@
+"""What a change costs, and what other counters say of the same step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from rooftrace._progress import telling
+from rooftrace.costmodels.estimating import Estimate, estimate as estimate_graph
+from rooftrace.costmodels.execution import ExecutionModel, execution_model
+from rooftrace.costmodels.findings.counters import Comparison, compare as compare_counts
+from rooftrace.costmodels.findings.diffs import Diff, compare_sources, diff_estimates
+from rooftrace.costmodels.registry import own_rules
+from rooftrace.costmodels.rewriting import check_precisions
+from rooftrace.errors import RequestError, TargetError, naming
+from rooftrace.hardware import Chip, load_chip
+from rooftrace.reporting.estimates import CHIP, Source, in_precisions, priced
+from rooftrace.tracer.asking import Job
+from rooftrace.tracer.sources import Traced, trace_each_apart
+
+
+def diff(
+    before: Source,
+    after: Source,
+    *args: Any,
+    chip: str | Chip = CHIP,
+    execution: str | ExecutionModel = "efficient",
+    phases: Sequence[str] | None = None,
+    names: tuple[str, str] | None = None,
+    progress: Callable[[str], None] | None = None,
+    **kwargs: Any,
+) -> Diff:
+    """What changed in cost from `before` to `after`.
+
+    Each is a module (called with the same arguments), a graph, graphs by phase, a saved graph or a
+    target.  Code is run from its own files in a process of its own.  Sizes and precisions, as
+    `report` takes them, are those of both sides; beside a graph, which has its sizes, those of the
+    other.  names: what to call the two.  Raises RequestError for what neither side takes.
+    """
+    if names is not None and (isinstance(names, str) or len(names) != 2):
+        raise RequestError(f"names={names!r:.60}: expected two, for example ('main', 'branch')")
+    named = kwargs if phases is None else {**kwargs, "phases": phases}
+    jobs = [_of_side(before, after, args, named), _of_side(after, before, args, named)]
+    loaded, model = load_chip(chip), execution_model(execution)
+    sides = [job.name if job.is_named else usual for job, usual in zip(jobs, SIDES, strict=True)]
+    placed: list[dict[str, Estimate]] = []
+    files: list[Mapping[str, str]] = []
+    with telling(progress):
+        for graphs_of_side, name in zip(_sides(jobs), sides, strict=True):
+            # Rules that come with the code of one side are not the other's.
+            with own_rules(), naming(name):
+                made = graphs_of_side()
+                placed.append(
+                    {phase: estimate_graph(g, loaded, model) for phase, g in made.graphs.items()}
+                )
+            files.append(made.files)
+    result = diff_estimates(placed[0], placed[1], names or (sides[0], sides[1]))
+    return replace(result, sources=compare_sources(files[0], files[1]))
+
+
+SIDES = ("before", "after")
+
+
+def _of_side(side: Source, other: Source, args: Sequence[Any], named: Mapping[str, Any]) -> Job:
+    """What is asked of one side of a diff: what a graph has already is asked of the other."""
+    this, that = Job(source=side), Job(source=other)
+    if this.is_graph and not that.is_graph:
+        keep = ("phase", "phases", *this.precisions._fields)
+        args, named = (), {name: value for name, value in named.items() if name in keep}
+    elif this.is_named and not that.is_named and not that.is_graph:
+        args = ()  # the arguments of the module on the other side
+    job = Job.of(diff, side, args, named)
+    check_precisions(*job.precisions)
+    return job
+
+
+def _sides(jobs: Sequence[Job]) -> list[Callable[[], Traced]]:
+    """How the graphs of each side are had.  Code runs apart, all of it at once, unless it brings
+    rules of its own: those are needed here."""
+    code = [i for i, job in enumerate(jobs) if job.is_code]
+    apart = dict(zip(code, trace_each_apart([jobs[i] for i in code]), strict=True))
+    rules = any(made is not None and made.rules for made in apart.values())
+    if rules or None in apart.values():
+        apart = {}
+
+    def with_rules(job: Job) -> Traced:
+        try:
+            return priced(job)
+        except TargetError as error:
+            raise TargetError(
+                f"{error}\nThe code of the two brings cost rules, so both run in this process, and "
+                "it cannot be run twice in one: put the rules into a file of their own (--rules)"
+            ) from error
+
+    return [
+        partial(in_precisions, job, made)
+        if (made := apart.get(i)) is not None
+        else partial(with_rules if rules and i in code else priced, job)
+        for i, job in enumerate(jobs)
+    ]
+
+
+def compare(
+    model: Source,
+    *args: Any,
+    peers: Sequence[str] = ("flopcounter", "fvcore"),
+    phases: Sequence[str] | None = None,
+    progress: Callable[[str], None] | None = None,
+    **kwargs: Any,
+) -> list[Comparison]:
+    """Our matrix FLOPs beside those of other counters, with every difference by module and op.
+
+    model: a module, called with these arguments, or a target (a string or path) at batch, seq, kv
+    and inputs.  peers: flopcounter (torch.utils.flop_counter) and fvcore.  phases: default forward
+    and training; of a target those that fit the model.  Raises RequestError for an unknown peer,
+    for a graph, which no counter can run, and for an argument that nothing takes; TargetError,
+    TraceError.
+    """
+    from rooftrace.tracer.peers import count_phases
+
+    job = Job.of(compare, model, args, kwargs, phases=phases)
+    if job.is_graph or job.is_step:
+        raise RequestError(
+            "other counters have to run the module itself: give the module or the target that it "
+            "was traced from"
+        )
+    job.refuse(job.precisions._fields, "FLOPs do not depend on it; leave it out")
+    with telling(progress):
+        return [compare_counts(graph, peer) for graph, peer in count_phases(job, peers)]

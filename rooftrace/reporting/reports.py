@@ -1,0 +1,124 @@
+"""Reports on several chips and executions, and the largest batch that fits."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rooftrace._progress import tell, telling
+from rooftrace.costmodels.execution import ExecutionModel
+from rooftrace.costmodels.memory import LargestBatch, largest, memory
+from rooftrace.costmodels.rewriting import reprice
+from rooftrace.hardware import Chip, load_chip
+from rooftrace.reporting.estimates import CHIP, Source, priced
+from rooftrace.reporting.pages import FORMATS, Report, build_report
+from rooftrace.tracer.asking import Job, Options, Request
+from rooftrace.tracer.sources import at_batches
+
+
+def report(
+    model: Source,
+    *args: Any,
+    chip: str | Chip | Sequence[str | Chip] = CHIP,
+    execution: str | ExecutionModel | Sequence[str | ExecutionModel] = ("naive", "efficient"),
+    phases: Sequence[str] | None = None,
+    dtype: str | None = None,
+    weights_dtype: str | None = None,
+    kv_dtype: str | None = None,
+    out: str | os.PathLike[str] | None = None,
+    formats: Sequence[str] = FORMATS,
+    max_batch: bool = False,
+    progress: Callable[[str], None] | None = None,
+    **kwargs: Any,
+) -> Report:
+    """Trace `model` called with these arguments and price it.
+
+    model: a module with its arguments, a graph, graphs by phase, a saved graph or a target; of a
+    target batch, seq, kv and inputs are the sizes, and so are they of a Hugging Face model without
+    arguments.  loss, optimizer, branches, assume, repeats: as `trace` takes them.  phases: default
+    forward and training, of a target those that fit.  chip: one or several names, chips or TOML
+    paths.  dtype, weights_dtype, kv_dtype: storage precisions to price in.  out: a folder for
+    report.md, report.json, ops.csv and figures.  max_batch: also look for the largest batch that
+    fits each chip (`largest_batch`).  progress: is told what is being done.
+
+    Returns the Report; print it for one screen.  Raises RequestError for an argument that neither
+    the model nor rooftrace takes.
+    """
+    chips = _several(chip, (str, Chip, os.PathLike))
+    models = _several(execution, (str, ExecutionModel))
+    prices = {"dtype": dtype, "weights_dtype": weights_dtype, "kv_dtype": kv_dtype}
+    job = Job.of(report, model, args, kwargs, phases=phases, **prices)
+    with telling(progress):
+        result = build_report(priced(job).graphs, chips, models, tell)
+        if max_batch:
+            again = replace(job.without("batch"), phases=tuple(result.phases))
+            result = replace(result, largest=_largest(again, chips))
+    if out is not None:
+        result.write(Path(out), formats)
+    return result
+
+
+def _several(value: Any, kinds: tuple[type[Any], ...]) -> list[Any]:
+    """One or several values as a list; what is neither is refused where it is read."""
+    several = isinstance(value, Iterable) and not isinstance(value, kinds)
+    return list(value) if several else [value]
+
+
+def largest_batch(
+    model: Source,
+    *args: Any,
+    chip: str | Chip | Sequence[str | Chip] = CHIP,
+    phases: Sequence[str] | None = None,
+    request: Request | None = None,
+    options: Options | None = None,
+    dtype: str | None = None,
+    weights_dtype: str | None = None,
+    kv_dtype: str | None = None,
+    progress: Callable[[str], None] | None = None,
+    **kwargs: Any,
+) -> dict[str, dict[str, LargestBatch]]:
+    """The largest batch that fits each chip, by phase and name of the chip.
+
+    model: a module with its arguments, or a target (with seq, kv and inputs, or a Request, for its
+    other sizes).  The batch is the first dimension of the inputs; every answer is traced, and so is
+    the batch after it.  loss, optimizer, assume and the like, or options: as for tracing.  dtype,
+    weights_dtype, kv_dtype: storage precisions to price in.  Raises RequestError for a graph, for a
+    batch, and for a module that runs at no other batch.
+    """
+    whole = {"phases": phases, "request": request, "options": options}
+    prices = {"dtype": dtype, "weights_dtype": weights_dtype, "kv_dtype": kv_dtype}
+    job = Job.of(largest_batch, model, args, kwargs, **whole, **prices)
+    job.refuse(("batch",), "the batch is what is looked for; leave it out")
+    with telling(progress):
+        return _largest(job, _several(chip, (str, Chip, os.PathLike)))
+
+
+def _largest(job: Job, chips: Sequence[str | Chip]) -> dict[str, dict[str, LargestBatch]]:
+    """The largest batch of each phase of a job that fits each chip."""
+    if not job.is_named and not job.is_graph:
+        job.refuse(
+            ("seq", "kv", "inputs"),
+            "the inputs of the call have their sizes; only their batch is changed",
+        )
+    names, trace_at = at_batches(job)
+    peaks: dict[tuple[str, int], int] = {}
+
+    def peak_of(phase: str, batch: int) -> int:
+        if (phase, batch) not in peaks:
+            peaks[phase, batch] = memory(reprice(trace_at(phase, batch), *job.precisions)).peak
+        return peaks[phase, batch]
+
+    def fit(phase: str, weights: int, chip: Chip) -> LargestBatch:
+        capacity = chip.memory_capacity.value
+        batch, open_ended = largest(partial(peak_of, phase), capacity)
+        return LargestBatch(batch, peak_of(phase, max(1, batch)), weights, capacity, open_ended)
+
+    result: dict[str, dict[str, LargestBatch]] = {}
+    for phase in names:
+        weights = memory(reprice(trace_at(phase, 1), *job.precisions)).weights
+        result[phase] = {chip.name: fit(phase, weights, chip) for chip in map(load_chip, chips)}
+    return result

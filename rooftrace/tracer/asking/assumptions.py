@@ -1,0 +1,90 @@
+"""Assumptions that a user can decide: their kinds, what each takes, and where it counts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+from rooftrace.errors import RequestError
+from rooftrace.tracer.graph import pattern_of
+
+ROUTINGS = ("balanced", "uniform")
+ASSUMABLE: Mapping[str, str] = {
+    "branch": "True or False, for an unknown condition",
+    "density": "a share from 0 to 1, of an unknown mask that is true",
+    "value": "a number, for an unknown one",
+    "balanced-routing": "balanced (each class equally often) or uniform (drawn by a fixed seed), "
+    "for choices by unknown scores",
+}
+"""The kinds of assumption that a user can decide, and what each takes."""
+
+_WORDS = {"true": True, "false": False}
+
+
+def check_assumption(key: str, value: Any) -> None:
+    """Raise RequestError for a kind that there is not, or a value that it does not take."""
+    kind, at, module = key.partition("@")
+    if kind not in ASSUMABLE or (at and not module):
+        raise RequestError(
+            f"assumption {key!r}: expected KIND or KIND@MODULE, for example "
+            f"'branch@model.layers.*.mlp'; kinds are {', '.join(ASSUMABLE)}"
+        )
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    fits = {
+        "branch": isinstance(value, bool),
+        "density": number and 0 <= value <= 1,
+        "value": number and math.isfinite(value),
+        "balanced-routing": value in ROUTINGS,
+    }
+    if not fits[kind]:
+        raise RequestError(f"assumption {key}={value}: expected {ASSUMABLE[kind]}")
+
+
+def parse_assumption(text: str) -> tuple[str, Any]:
+    """The key and value of "KIND[@MODULE]=VALUE".  Raises RequestError."""
+    key, equals, written = text.partition("=")
+    key, written = key.strip(), written.strip()
+    if not equals or not written:
+        raise RequestError(
+            f"assumption {text!r}: expected KIND[@MODULE]=VALUE, for example density=0.1; "
+            f"kinds are {', '.join(ASSUMABLE)}"
+        )
+    value: Any = _WORDS.get(written.lower(), written)
+    for number in (float, int):  # int last: 3 is both
+        try:
+            value = number(written)
+        except ValueError:
+            continue
+    check_assumption(key, value)
+    return key, value
+
+
+def decided(assume: Mapping[str, Any], kind: str, where: str) -> Any:
+    """What the user decided for `kind` in the module `where`; None where nothing.
+
+    A key that names the module counts before one that does not; of several the last.
+    """
+    for key, value in reversed(tuple(assume.items())):
+        name, _, pattern = key.partition("@")
+        if name == kind and pattern and _stands_for(pattern, where):
+            return value
+    return assume.get(kind)
+
+
+def check_modules(assume: Mapping[str, Any], paths: Iterable[str], name: str) -> None:
+    """Raise RequestError for an assumption about a module that is not among `paths`."""
+    known = [path for path in paths if path]
+    for key in assume:
+        pattern = key.partition("@")[2]
+        if pattern and not any(_stands_for(pattern, path) for path in known):
+            shown = list(dict.fromkeys(pattern_of(path) for path in known))
+            raise RequestError(
+                f"assumption {key!r}: no module of {name} is called {pattern!r}; "
+                f"there are {', '.join(shown[:12]) or 'none'}{', ...' if shown[12:] else ''}"
+            )
+
+
+def _stands_for(pattern: str, path: str) -> bool:
+    return fnmatchcase(path, pattern) or fnmatchcase(pattern_of(path), pattern)

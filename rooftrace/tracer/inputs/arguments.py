@@ -1,0 +1,50 @@
+"""Arguments by the parameters of a module's forward: their names, their values, a cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rooftrace.tracer.tensors import parameters_of, tensors_in
+from rooftrace.tracer.values import REAL_VALUE, Values
+
+
+def cache_arguments(module: nn.Module) -> set[str]:
+    """Names of the arguments by which a module could take a cache: the first call has none yet.
+
+    Whether it does, a run says: what it returns under such a name is for the next call.
+    """
+    parameters = parameters_of(module).values()
+    return {parameter.name for parameter in parameters if parameter.default is None}
+
+
+def named_inputs(
+    module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors among the arguments of a call, by the names that a graph has for them."""
+    names = [
+        n
+        for n, p in parameters_of(module).items()
+        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
+    labels = [*names[: len(args)], *(f"input_{i}" for i in range(len(names), len(args)))]
+    for label, item in (*zip(labels, args, strict=True), *kwargs.items()):
+        tensors = tensors_in(item)
+        for index, tensor in enumerate(tensors):
+            yield (label if len(tensors) == 1 else f"{label}_{index}"), tensor
+
+
+def floating_input(model: nn.Module, shape: tuple[int, ...]) -> Tensor:
+    """A meta tensor of this shape in the precision of the model's first floating parameter."""
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def learn(values: Values, tensor: Tensor) -> None:
+    """Tell a recorder's values what is known of a tensor."""
+    value = tensor.__dict__.get(REAL_VALUE)
+    if value is not None:
+        values.learn(tensor, value.clone())

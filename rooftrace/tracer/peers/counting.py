@@ -1,0 +1,138 @@
+"""What other counters say of the same call of the same module.
+
+They see the module as it is: nothing of ours is active while they run.  Where they cannot run it on
+meta tensors, it is copied to real ones of any value, if it is small.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rooftrace._progress import tell
+from rooftrace.errors import RequestError
+from rooftrace.tracer.asking import Job, Options, names
+from rooftrace.tracer.graph import OpGraph
+from rooftrace.tracer.inputs import Inputs, as_before
+from rooftrace.tracer.peers import flopcounter, fvcore_counter
+from rooftrace.tracer.peers.counts import CannotCountError, PeerCount
+from rooftrace.tracer.phases import ModuleCalls, PlainCall, trace_phases
+from rooftrace.tracer.sources import loaded
+from rooftrace.tracer.targets import isolation
+from rooftrace.tracer.tensors import own_tensors
+from rooftrace.tracer.twins import replaced
+from rooftrace.tracer.values import META, REAL_VALUE
+
+MOST_REAL_BYTES = 2 * 1024**3
+"""A module with more is not made real."""
+REAL = "cpu"
+
+
+def count_phases(job: Job, peers: Sequence[str]) -> list[tuple[OpGraph, PeerCount]]:
+    """The graph of each phase of a job with each peer's count of it.
+
+    The source is a module or names one.  Raises what tracing it does, and RequestError for an
+    unknown peer.
+    """
+    check_peers(peers)
+    usual = None if job.is_named else names.USUAL
+    with isolation.own_imports():
+        made = loaded(job)
+        module, inputs, options = made.module, made.inputs, job.options
+        graphs = trace_phases(module, inputs, job.phases or usual, options, made.name)
+        counts = []
+        for phase, graph in graphs.items():
+            for peer in peers:
+                tell(f"counting {phase} with {peer}")
+                counts.append((graph, count_with(peer, module, inputs, phase, options)))
+    return counts
+
+
+def check_peers(peers: Sequence[str]) -> None:
+    """Raise RequestError for a counter that we do not know."""
+    for peer in peers or ("",):
+        if peer not in _PEERS:
+            raise RequestError(f"--with {peer!r}: expected some of {', '.join(_PEERS)}")
+
+
+def count_with(
+    peer: str, module: nn.Module, inputs: Inputs, phase: str, options: Options | None = None
+) -> PeerCount:
+    """What `peer` counts when `phase` of `module` runs.  Raises RequestError where there is no such
+    peer."""
+    check_peers((peer,))
+    options = options or Options()
+    errors = []
+    for (where, prepared), counter in itertools.product(
+        _attempts(module, inputs, phase), _PEERS[peer]
+    ):
+        try:
+            made, filled = prepared()
+            with as_before(made):
+                device = where.partition(",")[0]
+                call = ModuleCalls(made, filled, options.loss, device).plain_call(phase)
+                return replace(counter(call), peer=peer, device=where)
+        except CannotCountError as error:
+            return PeerCount(peer, error=str(error))
+        except Exception as error:  # whatever a module or another counter may raise
+            first = str(error).strip().splitlines()
+            errors.append(f"on {where}: {type(error).__name__}: {first[0] if first else ''}")
+    return PeerCount(peer, error="; ".join(dict.fromkeys(errors)))
+
+
+def _attempts(
+    module: nn.Module, inputs: Inputs, phase: str
+) -> Iterator[tuple[str, Callable[[], tuple[nn.Module, Inputs]]]]:
+    """Where to run, and how to get there: the module as it is; if that is on meta and small, with
+    real tensors; on meta without labels, whose loss may ask for their values."""
+    own = [tensor for part in module.modules() for tensor in own_tensors(part)]
+    if any(not tensor.is_meta for tensor in own):
+        yield REAL, lambda: (module, _real_inputs(inputs))
+        return
+    yield META.type, lambda: (module, inputs)
+    if sum(tensor.numel() * tensor.element_size() for tensor in own) <= MOST_REAL_BYTES:
+        yield REAL, lambda: (_real_module(module, own), _real_inputs(inputs))
+    elif phase == "training" and inputs.labels:
+        yield f"{META.type}, without labels", lambda: (module, replace(inputs, labels={}))
+
+
+def _real_module(module: nn.Module, own: list[Tensor]) -> nn.Module:
+    memo: dict[int, Any] = {}
+    for tensor in own:
+        if id(tensor) not in memo:
+            made = _real(tensor)
+            if isinstance(tensor, nn.Parameter):
+                made = nn.Parameter(made, tensor.requires_grad)
+            memo[id(tensor)] = made
+    return copy.deepcopy(module, memo)
+
+
+def _real_inputs(inputs: Inputs) -> Inputs:
+    """The same calls with real tensors."""
+    names = ("args", "kwargs", "labels", "decode", "cached", "cached_kwargs")
+    return replace(inputs, **{name: replaced(getattr(inputs, name), _real) for name in names})
+
+
+def _real(tensor: Tensor) -> Tensor:
+    """A real tensor of this size: its value where that is known, ones of a float, else zeros."""
+    if not tensor.is_meta:
+        return tensor
+    value = tensor.__dict__.get(REAL_VALUE)
+    if value is not None:
+        return torch.as_tensor(value).clone()
+    number = 1 if tensor.dtype.is_floating_point or tensor.dtype.is_complex else 0
+    made = torch.full(tensor.shape, number, dtype=tensor.dtype, device=REAL)
+    return made.requires_grad_(tensor.requires_grad)
+
+
+_PEERS: Mapping[str, tuple[Callable[[PlainCall], PeerCount], ...]] = {
+    "flopcounter": (flopcounter.by_tensor_hooks, flopcounter.by_module_hooks),
+    "fvcore": (fvcore_counter.by_trace,),
+}
+"""How each counts; a second way is for where the first one fails."""

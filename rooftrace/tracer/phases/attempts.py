@@ -1,0 +1,128 @@
+"""Attempts to run code under a recorder: unknown conditions are turned until it runs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Mapping
+
+from rooftrace.errors import RequestError
+from rooftrace.tracer.asking import Options
+from rooftrace.tracer.graph import OpGraph
+from rooftrace.tracer.lower import NotAlikeError
+from rooftrace.tracer.recording import Recorder
+from rooftrace.tracer.source import TraceError, users_traceback
+from rooftrace.tracer.values import UnknownValueError, Values
+
+MAX_BRANCH_RETRIES = 6
+"""How many unknown conditions of one source line are turned one by one."""
+MAX_LINES = 64
+"""How many source lines may have their unknown conditions turned."""
+UNKNOWN_NUMBERS = (1, 0)
+"""Values tried in turn for an unknown number, until the code runs."""
+_DECIDED = frozenset({"branch", "density", "value"})
+"""Kinds of assumptions that a user can decide."""
+
+
+def attempted(
+    run: Callable[[Recorder], OpGraph], options: Options, what: str, root: str
+) -> OpGraph:
+    """`run` under a recorder; again, where it fails, with its last unknown condition turned.
+
+    Checks of arguments stand in one line and are asked many times, so all conditions of a line are
+    turned together; where that fails too, they are turned one by one.  Where that does not help
+    and a number was unknown, once more with it taken as zero.
+    what, root: what is run and the class of its module, for the message of the TraceError.
+    """
+    first: TraceError | None = None
+    repeats = options.repeats
+    for number in UNKNOWN_NUMBERS:
+        turns = _Turns(options.branches)
+        while True:
+            values = Values(
+                branches=turns.branches,
+                assume=options.assume,
+                number=number,
+                turned=turns.lines,
+            )
+            values.by_number = bool(options.branches)
+            recorder = Recorder(values, roll_loops=repeats, repeat_calls=repeats)
+            try:
+                return run(recorder)
+            except RequestError:
+                raise
+            except NotAlikeError as error:  # what was left out has to be run after all
+                assert repeats, error
+                repeats = False
+            except Exception as error:  # whatever a user's module may raise
+                first = first or _explained(error, recorder, what, root)
+                first.__cause__ = first.__cause__ or error
+                if not turns.turn(values):
+                    break
+            finally:
+                recorder.close()
+                with contextlib.suppress(AttributeError):  # what is private may go away
+                    recorder.forget()
+        if "value" in options.assume or all(a.kind != "value" for a in values.assumptions):
+            break
+    assert first is not None
+    raise first from first.__cause__
+
+
+class _Turns:
+    """Which unknown conditions go the other way than usual, learnt from attempts that failed.
+
+    lines: all those of a source line.  branches: single ones, by their number.
+    """
+
+    def __init__(self, branches: Mapping[int, bool]) -> None:
+        self.branches, self.lines = dict(branches), set[str]()
+        self._first: dict[str, int] = {}  # the condition with which a line was turned
+        self._single: Counter[str] = Counter()
+
+    def turn(self, values: Values) -> bool:
+        """Turn the last condition of an attempt that failed; False where nothing is left to try."""
+        last, line = values.decisions - 1, values.last_line
+        if last < 0 or values.decided or len(self._first) > MAX_LINES:
+            return False
+        if line and line not in self._first:
+            self._first[line] = last
+            self.lines.add(line)
+            return True
+        if line in self.lines:  # it fails either way as a whole
+            self.lines.discard(line)
+            last = self._first[line]
+        if last in self.branches or self._single[line] == MAX_BRANCH_RETRIES:
+            return False
+        self._single[line] += 1
+        self.branches[last] = True
+        return True
+
+
+def _explained(error: Exception, recorder: Recorder, what: str, root: str) -> TraceError:
+    """The user's own traceback, shortened to their code, and the module that it happened in."""
+    path, kind = recorder.failed_in or ("", root)
+    where = f"module {path!r} ({kind})" if path else f"module {kind}"
+    failed = recorder.failed_op
+    if failed is not None and failed[0] is error:
+        where += f" at {failed[1]}"
+    lines = [
+        f"{what} failed in {where}: {type(error).__name__}: {error}",
+        users_traceback(error),
+    ]
+    asked = [a for a in recorder.values.assumptions if a.kind in _DECIDED]
+    for item in list({(a.kind, a.where): a for a in asked}.values())[-3:]:
+        place = f"{item.kind}@{item.where}" if item.where else item.kind
+        other = str(not item.value).lower() if item.kind == "branch" else "NUMBER"
+        lines.append(f"{item.text}; --assume {place}={other} takes it otherwise.")
+    if isinstance(error, UnknownValueError):
+        lines.append(
+            "Its code needs a value that only real weights give; pass inputs that avoid that path."
+        )
+    else:
+        lines.append(
+            "If the module runs on real tensors of these shapes, this is a bug of rooftrace: "
+            "please report it. Otherwise pass inputs that it accepts (in code, or with --input "
+            "NAME=SHAPE:DTYPE)."
+        )
+    return TraceError("\n".join(line for line in lines if line))

@@ -1,0 +1,208 @@
+"""Calls of a module as each phase makes them; nothing is recorded here."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rooftrace.errors import NoCacheError, RequestError
+from rooftrace.tracer.inputs import Inputs, arguments
+from rooftrace.tracer.tensors import parameters_of, tensors_in
+from rooftrace.tracer.twins import replaced
+from rooftrace.tracer.values import META
+
+
+class EncoderOutputs(tuple[Any, ...]):
+    """What an encoder returned, for decoders that take it by place or by name; the rest is None."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return self[0] if name == "last_hidden_state" else None
+
+
+def drained(output: Any) -> Any:
+    """What a module returned; of a generator everything that it gives, as its caller would take."""
+    return list(output) if inspect.isgenerator(output) else output
+
+
+@dataclass(frozen=True)
+class PlainCall:
+    """A call of a module as a phase makes it, with nothing recorded.
+
+    losses: what backward starts from, given the output; None leaves backward out.
+    """
+
+    module: nn.Module
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    device: str
+    losses: Callable[[Any], tuple[list[Tensor], bool]] | None
+
+    def __call__(self) -> Any:
+        """Forward, and backward where there is one; the output of forward."""
+        with torch.device(self.device), torch.set_grad_enabled(self.losses is not None):
+            output = drained(self.module(*self.args, **self.kwargs))
+            if self.losses is not None:
+                losses, _ = self.losses(output)
+                torch.autograd.backward(losses, [torch.ones_like(loss) for loss in losses])
+        return output
+
+
+def _call(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Call a module.  By this name `recording.origin` knows where the user's code ends."""
+    return drained(module(*args, **kwargs))
+
+
+class ModuleCalls:
+    """A module with its inputs on a device: calls it as a phase does."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        inputs: Inputs,
+        loss: Callable[[Any], Any] | None = None,
+        device: str = META.type,
+    ) -> None:
+        self.module, self.inputs, self.loss, self.device = module, inputs, loss, device
+
+    def plain_call(self, phase: str) -> PlainCall:
+        """What a phase calls, without a recorder.  What comes before it (the prompt of a decode
+        step) runs here.  Raises NoCacheError, and whatever the module raises."""
+        training, inputs = phase == "training", self.inputs
+        self.module.train(training)
+        if training:
+            kwargs = {**inputs.kwargs, **self._taken(inputs.labels)}
+            return PlainCall(self.module, inputs.args, kwargs, self.device, self.losses)
+        extras = {} if phase == "forward" else self._taken(inputs.cached)
+        if phase != "decode":
+            return PlainCall(
+                self.module, inputs.args, {**inputs.kwargs, **extras}, self.device, None
+            )
+        prompt = inputs.kwargs if inputs.cached_kwargs is None else inputs.cached_kwargs
+        with torch.no_grad():
+            _, state = self.prompted(prompt)
+        if not state:
+            raise NoCacheError(self.without_cache(phase))
+        kwargs = {**(inputs.decode or {}), **state, **extras}
+        return PlainCall(self.module, (), kwargs, self.device, None)
+
+    def losses(self, output: Any) -> tuple[list[Tensor], bool]:
+        """What backward starts from, and whether that is a loss: the user's, the module's own, else
+        every floating output.  Raises RequestError where none needs a gradient."""
+        own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+        if self.loss is not None:
+            losses = [self.loss(output)]
+        elif isinstance(own, Tensor) and own.requires_grad:
+            losses = [own]
+        else:
+            state = self.state(output, self.inputs.kwargs, {})
+            state.pop("encoder_outputs", None)
+            kept = {id(t) for t in tensors_in(state)}
+            floating = [t for t in tensors_in(output) if t.requires_grad]
+            # A cache is for the next call, not for a loss; unless there is nothing else.
+            losses = [t for t in floating if id(t) not in kept] or floating
+        losses = [t for t in losses if isinstance(t, Tensor) and t.requires_grad]
+        if not losses:
+            raise RequestError(
+                f"training of {type(self.module).__name__}: no output needs a gradient; pass loss="
+            )
+        scalar = isinstance(output, Tensor) and not output.dim()
+        is_loss = self.loss is not None or losses[0] is own or scalar
+        return losses, is_loss
+
+    def without_cache(self, phase: str) -> str:
+        """The message for a phase that needs a cache."""
+        name = type(self.module).__name__
+        generates = getattr(
+            self.module, "can_generate", lambda: arguments.cache_arguments(self.module)
+        )
+        if self.inputs.decode is None and generates():
+            return (
+                f"{phase} of {name}: pass the prompt as token ids, for example input_ids=ids; "
+                "what keeps no cache has --phase forward and training"
+            )
+        return (
+            f"{phase} of {name}: its forward takes and returns no cache; "
+            "use --phase forward or training"
+        )
+
+    def call(
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        extras: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Call the module; of `extras` (use_cache, labels) only what its forward takes."""
+        with torch.device(self.device):
+            return _call(self.module, args, {**kwargs, **self._taken(extras or {})})
+
+    def _taken(self, extras: Mapping[str, Any]) -> dict[str, Any]:
+        """Of these arguments those that forward takes."""
+        parameters = parameters_of(self.module)
+        open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        return {k: v for k, v in extras.items() if k in parameters or open_ended}
+
+    def prompted(self, prompt: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+        prompt = {name: _unshared(item) for name, item in prompt.items()}
+        objects = {name: item for name, item in prompt.items() if _may_be_filled(item)}
+        before = {id(tensor) for tensor in tensors_in(objects)}
+        output = self.call(self.inputs.args, prompt, self.inputs.cached)
+        filled = {
+            name: item
+            for name, item in objects.items()
+            if any(id(tensor) not in before for tensor in tensors_in(item))
+        }
+        return output, self.state(output, prompt, filled)
+
+    def state(
+        self, output: Any, passed: Mapping[str, Any], filled: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """What of the output the next call takes: entries named like parameters of forward.
+
+        passed: the arguments of the call.  filled: those that it wrote tensors into.
+        """
+        names = list(parameters_of(self.module))
+        taken = {*names[: len(self.inputs.args)], *(self.inputs.decode or {})}
+        named = _named_outputs(output)
+        state = {
+            key: value
+            for key, value in named.items()
+            if key in names
+            and key not in taken
+            and not isinstance(passed.get(key), Tensor)
+            and tensors_in(value)
+        }
+        state |= {key: item for key, item in filled.items() if key not in {*state, *taken}}
+        hidden = named.get("encoder_last_hidden_state")
+        if state and hidden is not None and "encoder_outputs" in names:
+            state["encoder_outputs"] = EncoderOutputs((hidden,))
+        return state
+
+
+def _named_outputs(output: Any) -> dict[str, Any]:
+    """The parts of what a module returned by their names; none of a tensor or a plain tuple."""
+    if isinstance(output, Mapping):
+        return dict(output)
+    if dataclasses.is_dataclass(output) and not isinstance(output, type):
+        return {f.name: getattr(output, f.name) for f in dataclasses.fields(output)}
+    if isinstance(output, tuple) and hasattr(output, "_asdict"):
+        return dict(output._asdict())
+    return {}
+
+
+def _may_be_filled(item: Any) -> bool:
+    """Whether an argument is an object that a call may write into, as into a cache."""
+    plain = (Tensor, nn.Module, Mapping, str, bytes, int, float, list, tuple, set, type(None))
+    return not isinstance(item, plain) and not callable(item) and hasattr(item, "__dict__")
+
+
+def _unshared(item: Any) -> Any:
+    """A copy of such an object around the same tensors."""
+    return replaced(item, lambda tensor: tensor) if _may_be_filled(item) else item

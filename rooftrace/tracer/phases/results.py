@@ -1,0 +1,110 @@
+"""What one run of a phase leaves, and the graph of it."""
+
+from __future__ import annotations
+
+import contextlib
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from rooftrace.tracer.graph import OpGraph, dtype_name
+from rooftrace.tracer.inputs import Inputs
+from rooftrace.tracer.lower import lower
+from rooftrace.tracer.recording import Recorder, look_for_gaps
+from rooftrace.tracer.tensors import subclasses, tensors_in
+
+
+@dataclass
+class Step:
+    """What one run of a phase leaves: outputs, cache, gradients by storage, and how many items.
+
+    phase: which one it was, where that was not known before.
+    """
+
+    output: Any
+    state: Mapping[str, Any] = field(default_factory=dict)
+    gradients: Mapping[int, str] = field(default_factory=dict)
+    items: int | None = None
+    phase: str = ""
+
+
+def graph_of(
+    recorder: Recorder,
+    phase: str,
+    step: Step,
+    module: nn.Module,
+    inputs: Inputs,
+    optimizer: str | None,
+    target: str = "",
+) -> OpGraph:
+    """The OpGraph of what was recorded of one step of `module`."""
+    kept = tensors_in({k: v for k, v in step.state.items() if k != "encoder_outputs"})
+    for tensor in kept:
+        recorder.node_of(tensor)  # also one that no op has read yet
+    kv = {recorder.storage_of(tensor) for tensor in kept}
+    items = inputs.items if step.items is None else step.items
+    sizes = dict(inputs.workload)
+    if phase not in ("prefill", "decode"):
+        sizes.pop("kv", None)  # no cache is there
+    workload = {
+        **sizes,
+        "item": inputs.item,
+        "items": _first_size((inputs.args, inputs.kwargs)) if items is None else items,
+        "optimizer": optimizer,
+    }
+    outputs = [
+        part for t in tensors_in(step.output) for part, _ in subclasses.parts_of(t, beside=False)
+    ]
+    return lower(
+        recorder,
+        look_for_gaps(recorder, outputs, module),
+        phase=phase,
+        kv_storages={s for s in kv if s is not None},
+        gradients=step.gradients,
+        assumptions=recorder.values.assumptions,
+        model=describe(module),
+        workload=workload,
+        provenance=provenance(target),
+        repeats=recorder.repeat_calls,
+    )
+
+
+def describe(module: nn.Module) -> dict[str, Any]:
+    """Name, parameter counts, the model's own precision, bytes of parameters and buffers."""
+    parameters = list(module.parameters())
+    buffers = list(module.buffers())
+    sizes: dict[str, int] = {}
+    for parameter in parameters:
+        if parameter.dtype.is_floating_point:
+            name = dtype_name(parameter.dtype)
+            sizes[name] = sizes.get(name, 0) + parameter.numel()
+    config = getattr(module, "config", None)
+    return {
+        "name": getattr(config, "name_or_path", "") or type(module).__name__,
+        "class": type(module).__name__,
+        "params": sum(p.numel() for p in parameters),
+        "params_trainable": sum(p.numel() for p in parameters if p.requires_grad),
+        "dtype": max(sizes, key=lambda n: sizes[n]) if sizes else "fp32",
+        "bytes_parameters": subclasses.stored_bytes(parameters),
+        "bytes_buffers": subclasses.stored_bytes(buffers),
+    }
+
+
+def provenance(target: str) -> dict[str, Any]:
+    """Versions of what made the graph."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    versions = {}
+    for package in ("rooftrace", "torch", "transformers"):
+        with contextlib.suppress(PackageNotFoundError):
+            versions[package] = version(package)
+    return {"target": target, "versions": versions, "python": platform.python_version()}
+
+
+def _first_size(tree: Any) -> int:
+    """The first dimension of the first tensor: the batch."""
+    tensors = tensors_in(tree)
+    return int(tensors[0].shape[0]) if tensors and tensors[0].dim() else 1

@@ -1,0 +1,259 @@
+"""Runs the phases of a module under a recorder, one by one: a graph each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from rooftrace._progress import tell
+from rooftrace.errors import NoCacheError, RequestError
+from rooftrace.tracer.asking import Options, assumptions, names
+from rooftrace.tracer.graph import OpGraph
+from rooftrace.tracer.inputs import Inputs, arguments, as_before
+from rooftrace.tracer.phases.attempts import attempted
+from rooftrace.tracer.phases.calls import ModuleCalls
+from rooftrace.tracer.phases.optimizer import optimizer_class, run_optimizer
+from rooftrace.tracer.phases.results import Step, graph_of
+from rooftrace.tracer.recording import Recorder
+from rooftrace.tracer.tensors import own_tensors, owners, tensors_in
+from rooftrace.tracer.twins import on_meta
+from rooftrace.tracer.values import META, REAL_VALUE
+
+
+def trace_phases(
+    module: nn.Module,
+    inputs: Inputs,
+    phases: Sequence[str] | None = None,
+    options: Options | None = None,
+    target: str = "",
+) -> dict[str, OpGraph]:
+    """Capture `phases` of `module` (default: by whether it returns a cache) as one OpGraph each.
+
+    The module is not run on real data and not changed: a module with real parameters is copied to
+    meta first.  Raises TraceError where its code fails, RequestError for a phase that it has not.
+    """
+    options = options or Options()
+    module, inputs = _unwrapped(module, inputs)
+    check_request(module, phases, options)
+    run = PhaseRunner(ModuleCalls(on_meta(module), inputs, options.loss), options, target)
+    keeps = inputs.decode is not None
+    for phase in phases or ():
+        if phase in ("prefill", "decode") and not keeps:
+            raise NoCacheError(run.calls.without_cache(phase))
+    run.materialise()
+    with as_before(run.module):
+        if phases is not None:
+            return run.phases(phases)
+        return run.usual_phases() if keeps else run.phases(("forward", "training"))
+
+
+def _unwrapped(module: Any, inputs: Inputs) -> tuple[Any, Inputs]:
+    """The module inside a wrapper that runs it on several devices, with what that leaves out."""
+    wrappers = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+    while isinstance(module, wrappers):
+        text = (
+            f"{type(module).__name__} is taken off: one device's share is traced, and the "
+            "exchange of gradients is not counted"
+        )
+        inputs = replace(inputs, assumptions=(*inputs.assumptions, ("communication", text)))
+        module = module.module
+    return module, inputs
+
+
+def check_request(module: Any, phases: Sequence[str] | None, options: Options) -> None:
+    """Raise RequestError for what no module could do."""
+    if not isinstance(module, nn.Module):
+        raise RequestError(
+            f"expected a torch.nn.Module to trace, got {type(module).__name__}: {module!r:.80}"
+        )
+    for phase in phases or ():
+        if phase not in names.PHASES:
+            raise RequestError(f"phase {phase!r}: expected one of {', '.join(names.PHASES)}")
+    if options.optimizer != "none":
+        optimizer_class(options.optimizer)
+    if options.assume:
+        paths = [
+            owners.shown_path(path) for path, _ in module.named_modules(remove_duplicate=False)
+        ]
+        assumptions.check_modules(options.assume, paths, type(module).__name__)
+
+
+class PhaseRunner:
+    """Captures the phases of one module; each phase method records one run of it."""
+
+    def __init__(self, calls: ModuleCalls, options: Options, target: str = "") -> None:
+        self.calls, self.options, self.target = calls, options, target
+        self.module, self.inputs = calls.module, calls.inputs
+        self._prefilled: dict[str, Any] | None = None
+
+    def phases(self, phases: Sequence[str]) -> dict[str, OpGraph]:
+        """The graphs of these phases, in order."""
+        graphs = {}
+        for phase in phases:
+            tell(f"tracing {phase}")
+            self.module.train(phase == "training")
+            graphs[phase] = self._captured(phase, getattr(self, f"_{phase}"))
+        return graphs
+
+    def usual_phases(self) -> dict[str, OpGraph]:
+        """Prefill, decode and training; forward and training where no cache comes back."""
+        tell(f"tracing {'prefill' if self.inputs.cached else 'forward'}")
+        self.module.train(False)
+        first = self._captured("forward", self._prompt)
+        rest = ("decode", "training") if first.phase == "prefill" else ("training",)
+        return {first.phase: first, **self.phases(rest)}
+
+    def materialise(self) -> None:
+        """Give lazy parameters their shapes by one call that is not recorded."""
+        if owners.is_lazy(self.module):
+            recorder = Recorder(record=False)
+            with torch.no_grad(), recorder:
+                self.calls.call(self.inputs.args, self.inputs.kwargs)
+            recorder.close()
+
+    # -- phases ------------------------------------------------------------------------------------
+
+    def _forward(self, recorder: Recorder) -> Step:
+        """Eval mode, no gradients."""
+        with torch.no_grad():
+            return Step(self.calls.call(self.inputs.args, self.inputs.kwargs))
+
+    def _prefill(self, recorder: Recorder) -> Step:
+        """Forward that returns a cache; what of it the next call receives has role kv."""
+        step = self._prompt(recorder)
+        if not step.state:
+            raise NoCacheError(self.calls.without_cache("prefill"))
+        return step
+
+    def _prompt(self, recorder: Recorder) -> Step:
+        """A call with the prompt: a prefill where it returns a cache, else a forward."""
+        with torch.no_grad():
+            output, state = self.calls.prompted(self.inputs.kwargs)
+        if not state:
+            return Step(output, phase="forward")
+        if self.inputs.cached_kwargs is None:
+            for tensor in tensors_in(state):
+                entry = recorder.values.known(tensor)
+                if entry is not None and not entry.taint:
+                    tensor.__dict__[REAL_VALUE] = entry.value
+            self._prefilled = state
+        return Step(output, state, phase="prefill")
+
+    def _decode(self, recorder: Recorder) -> Step:
+        """One more token with the cache that a prefill of the cached length returned."""
+        # The step changes the cache, so a prefill's cache serves once.
+        state, self._prefilled = self._prefilled, None
+        with torch.no_grad():
+            if state is None:
+                prompt = self.inputs.cached_kwargs
+                with recorder.paused():
+                    _, state = self.calls.prompted(self.inputs.kwargs if prompt is None else prompt)
+            if not state:
+                raise NoCacheError(self.calls.without_cache("decode"))
+            recorder.paths.counts.clear()
+            encoded = state.get("encoder_outputs")
+            for tensor in tensors_in(encoded):
+                recorder.enter(tensor, "input", "encoder_outputs")
+            for index, tensor in enumerate(tensors_in(state)):
+                arguments.learn(recorder.values, tensor)
+                recorder.enter(tensor, "kv", f"cache_{index}")
+            output = self.calls.call(
+                (), {**(self.inputs.decode or {}), **state}, self.inputs.cached
+            )
+        return Step(
+            output, self.calls.state(output, {}, {}), items=self.inputs.workload.get("batch")
+        )
+
+    def _training(self, recorder: Recorder) -> Step:
+        """Train mode: forward, loss, backward, optimizer step."""
+        parameters = [p for p in self.module.parameters() if p.requires_grad]
+        if not parameters:
+            raise RequestError(
+                f"training of {type(self.module).__name__}: no parameter requires a gradient"
+            )
+        for parameter in parameters:
+            parameter.grad = None
+        with torch.enable_grad():
+            output = self.calls.call(self.inputs.args, self.inputs.kwargs, self.inputs.labels)
+            self.run_backward(recorder, output)
+        trained = [p for p in parameters if p.grad is not None]
+        if not trained:
+            raise RequestError(
+                f"training of {type(self.module).__name__}: no parameter got a gradient; its "
+                "output does not depend on them, or an op between has no backward"
+            )
+        gradients = {}
+        for parameter in trained:
+            storage = recorder.storage_of(parameter.grad) if parameter.grad is not None else None
+            if storage is not None:
+                gradients[storage] = f"{recorder.name_of(parameter)}.grad"
+        gradients |= run_optimizer(recorder, trained, self.options.optimizer, self.options.dtype)
+        # Gradients stay until somebody sets them to None: they are results of the step too.
+        results = [*tensors_in(output)[:1], *(p.grad for p in trained)]
+        return Step(results, gradients=gradients)
+
+    def run_backward(self, recorder: Recorder, output: Any) -> None:
+        """Gradients of the loss, or of each output from a unit one."""
+        losses, is_loss = self.calls.losses(output)
+        if not is_loss:
+            recorder.values.assume(
+                "loss",
+                "no loss was given: a unit gradient enters each of the "
+                f"{len(losses)} floating outputs",
+                len(losses),
+            )
+        recorder.part = "backward"
+        with torch.no_grad():  # in the order in which backward takes them up
+            seeds = [torch.ones_like(t) for t in reversed(losses)][::-1]
+        # What torch.autograd.backward ends in; that one would switch function modes off, which
+        # the forward of a checkpoint needs again.
+        engine: Any = torch.autograd.graph
+        with torch.device(META):
+            engine._engine_run_backward(
+                tuple(losses),
+                tuple(seeds),
+                False,
+                False,
+                (),
+                allow_unreachable=True,
+                accumulate_grad=True,
+            )
+
+    # -- recording ---------------------------------------------------------------------------------
+
+    def _captured(self, phase: str, body: Callable[[Recorder], Step]) -> OpGraph:
+        """Run `body` under a recorder, and lower what was recorded."""
+
+        def run(recorder: Recorder) -> OpGraph:
+            self._enter_inputs(recorder, phase)
+            with recorder:
+                step = body(recorder)
+            optimizer = self.options.optimizer if phase == "training" else None
+            named = step.phase or phase
+            return graph_of(recorder, named, step, self.module, self.inputs, optimizer, self.target)
+
+        kind = type(self.module).__name__
+        return attempted(run, self.options, f"{phase} of {kind}", kind)
+
+    def _enter_inputs(self, recorder: Recorder, phase: str) -> None:
+        """Make weights and inputs values of the graph, and what is known of them known."""
+        inputs = self.inputs
+        used = (
+            ((), inputs.decode or {})
+            if phase == "decode"
+            else (inputs.args, {**inputs.kwargs, **(inputs.labels if phase == "training" else {})})
+        )
+        known = tensors_in(
+            (inputs.args, inputs.kwargs, inputs.labels, inputs.decode, inputs.cached_kwargs)
+        )
+        for tensor in (*known, *(t for m in self.module.modules() for t in own_tensors(m))):
+            arguments.learn(recorder.values, tensor)
+        recorder.name_modules(self.module)
+        for name, tensor in arguments.named_inputs(self.module, *used):
+            recorder.enter(tensor, "input", name)
+        for kind, text in inputs.assumptions:
+            recorder.values.assume(kind, text)

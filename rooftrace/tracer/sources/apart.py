@@ -1,0 +1,141 @@
+"""Traces a target in a process of its own: nothing that was imported or patched before is there.
+
+The job goes in as JSON; graphs come back through a graph file, progress and errors as lines of
+JSON.  What the target prints goes to stderr.  No object is pickled.  `worker` is the other side.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rooftrace._progress import tell
+from rooftrace.errors import NoCacheError, RequestError, TargetError, naming
+from rooftrace.tracer.asking import Job, Options, Request
+from rooftrace.tracer.graph import GraphError, GraphFileError, OpGraph, load_graphs
+
+_START = (
+    "import json, sys; told = json.loads(sys.stdin.read()); sys.path[:] = told['path']; "
+    "from rooftrace.tracer.sources.worker import work; work(told)"
+)
+PROCESSES = True
+"""Whether processes may be started: tests set it to False, to do the same in their own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """Graphs by phase, and the source files that they were traced from."""
+
+    graphs: Mapping[str, OpGraph]
+    files: Mapping[str, str] = field(default_factory=dict)  # digests by path; empty for no code
+    # Whether the target's code brought cost rules, which stay in the process that ran it.
+    rules: bool = False
+
+
+def can_go_apart(job: Job) -> bool:
+    """Whether a job can be told to another process: a loss function cannot."""
+    return PROCESSES and job.options.loss is None
+
+
+def trace_each_apart(jobs: Sequence[Job]) -> list[Traced | None]:
+    """Jobs on targets that are code, each in a process of its own, all at the same time.
+
+    None of them sees what another one, or this process, imported or patched.  None in the list is
+    what cannot be told to another process.  Raises what the first that fails raises.
+    """
+    if not all(map(can_go_apart, jobs)):
+        return [None] * len(jobs)
+    with ThreadPoolExecutor(max(1, len(jobs))) as pool:
+        running = [pool.submit(copy_context().run, trace_apart, job) for job in jobs]
+        return [future.result() for future in running]
+
+
+def trace_apart(job: Job) -> Traced:
+    """A job on a target, traced in a process of its own.  Raises what tracing it here would raise,
+    and TargetError where the process ends without an answer."""
+    with tempfile.TemporaryDirectory(prefix="rooftrace-") as folder:
+        out = Path(folder) / "graphs.json"
+        answers, code = _answers({**_told(job), "path": sys.path, "out": str(out)})
+        if "error" in answers:
+            with naming(job.name):
+                raise _error(answers["error"], answers["message"])
+        if code or "files" not in answers:
+            raise TargetError(f"target {job.name!r}: the process that traced it ended with {code}")
+        return Traced(load_graphs(out), answers["files"], answers["rules"])
+
+
+def _answers(told: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
+    """What the other process answers, and its exit code; its progress is passed on."""
+    child = subprocess.Popen(
+        [sys.executable, "-c", _START],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        encoding="utf-8",
+    )
+    assert child.stdin is not None and child.stdout is not None
+    answers: dict[str, Any] = {}
+    try:
+        with contextlib.suppress(BrokenPipeError):
+            child.stdin.write(json.dumps(told))
+            child.stdin.close()
+        for line in child.stdout:
+            said = json.loads(line)
+            if "progress" in said:
+                tell(said["progress"])
+            answers |= said
+        return answers, child.wait()
+    finally:
+        if child.poll() is None:
+            child.kill()
+            child.wait()
+        child.stdout.close()
+
+
+def _told(job: Job) -> dict[str, Any]:
+    """A job as JSON; `job_told` is the way back."""
+    options = job.options
+    return {
+        "source": job.name,
+        "phases": job.phases,
+        "request": {**asdict(job.request), "inputs": dict(job.request.inputs)},
+        "optimizer": options.optimizer,
+        "dtype": options.dtype,
+        "branches": list(options.branches.items()),
+        "assume": dict(options.assume),
+        "repeats": options.repeats,
+    }
+
+
+def job_told(told: Mapping[str, Any]) -> Job:
+    """The job that was told as JSON."""
+    return Job(
+        source=told["source"],
+        phases=None if told["phases"] is None else tuple(told["phases"]),
+        request=Request(**told["request"]),
+        options=Options(
+            optimizer=told["optimizer"],
+            dtype=told["dtype"],
+            branches={int(number): bool(way) for number, way in told["branches"]},
+            assume=told["assume"],
+            repeats=told["repeats"],
+        ),
+    )
+
+
+def _error(names: Iterable[str], message: str) -> Exception:
+    """The error of the other process, as the nearest class of ours that is made of a message."""
+    from rooftrace.tracer.source import TraceError
+
+    kinds = (NoCacheError, RequestError, TargetError, GraphFileError, GraphError, TraceError)
+    kind = next((kind for name in names for kind in kinds if kind.__name__ == name), TargetError)
+    return kind(message)
