@@ -47,7 +47,7 @@ WHOLE = ("rooftrace.attention", "rooftrace.rnn", *["rooftrace.flex_attention"] *
 def compared(module: Any, inputs: Inputs, phase: str) -> Counts:
     """Trace one phase and price it; run it again under FlopCounterMode; say where they differ."""
     options = Options(optimizer="none")
-    graph = running.trace_phases(module, inputs, (phase,), options)[phase]
+    graph = phases_running.trace_phases(module, inputs, (phase,), options)[phase]
     found = ours(graph)
     try:
         found["torch"] = counted_by_torch(module, inputs, phase)
@@ -116,7 +116,9 @@ def counted_by_torch(module: Any, inputs: Inputs, phase: str) -> int:
     counter = FlopCounterMode(display=False, custom_mapping=flex_flops())
     counter.mod_tracker = _OneTotal()
     with run_under(counter):
-        running.trace_phases(module, inputs, (phase,), Options(optimizer="none", repeats=False))
+        phases_running.trace_phases(
+            module, inputs, (phase,), Options(optimizer="none", repeats=False)
+        )
     return counter.get_total_flops()
 
 

@@ -160,7 +160,7 @@ def test_a_step_that_fails_names_the_module_and_the_users_line() -> None:
     first, *frames, advice = str(caught.value).splitlines()
     assert first.startswith("step step failed in module '0' (Linear) at aten.addmm: RuntimeError")
     assert "test_steps.py" in frames[-1] and "model(x[:, :5])" in frames[-1]
-    assert "pass inputs that it takes" in advice
+    assert "pass inputs that it accepts" in advice
 
 
 def _real() -> None:

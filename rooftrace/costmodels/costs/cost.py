@@ -119,7 +119,16 @@ class Cost:
         if widths is not None and set(widths) == {bytes_per_element(precision)}:
             widths = None
         if matmul:
-            key = Work("matmul", precision, rows, count, columns, inner, attention, widths)
+            key = Work(
+                operation="matmul",
+                precision=precision,
+                rows=rows,
+                count=count,
+                columns=columns,
+                inner=inner,
+                attention=attention,
+                widths=widths,
+            )
             work[key] = matmul
         if convolution:
             key = Work("convolution", precision, rows, count, columns, inner, widths=widths)

@@ -149,16 +149,16 @@ def _savings(before: Estimate, after: Estimate) -> tuple[Saving, ...]:
         seconds = sum(entry[3] for entry in entries)
         savings.append(
             Saving(
-                pattern if pattern in BEYOND else _how(members),
-                name,
-                tuple(members),
-                module,
-                part,
-                sum(entry[0].count for entry in entries),
-                sum(entry[1] for entry in entries),
-                sum(entry[2] for entry in entries),
-                seconds,
-                seconds / before.t_est if before.t_est else 0.0,
+                kind=pattern if pattern in BEYOND else _how(members),
+                name=name,
+                ops=tuple(members),
+                module=module,
+                part=part,
+                count=sum(entry[0].count for entry in entries),
+                launches=sum(entry[1] for entry in entries),
+                bytes=sum(entry[2] for entry in entries),
+                seconds=seconds,
+                share=seconds / before.t_est if before.t_est else 0.0,
             )
         )
     return tuple(sorted(savings, key=lambda s: (-s.seconds, -s.bytes, s.module, s.name, s.ops)))

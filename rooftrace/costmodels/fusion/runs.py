@@ -16,7 +16,7 @@ from rooftrace.tracer.graph import REVERSED, Op, OpGraph, references
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class Pass:
     """One pass: ops[start:stop] stand for `count` iterations, the last one first if `reverse`."""
 
     repeat: int
@@ -26,9 +26,9 @@ class Run:
     reverse: bool
 
 
-def runs(graph: OpGraph) -> list[Run]:
+def runs(graph: OpGraph) -> list[Pass]:
     """Every pass through every repeat, outer ones before those inside."""
-    found: list[Run] = []
+    found: list[Pass] = []
 
     places = [op.repeats for op in graph.ops]
 
@@ -37,7 +37,7 @@ def runs(graph: OpGraph) -> list[Run]:
             if repeat is not None:
                 backward = graph.ops[inside.start].part in REVERSED
                 count = graph.repeats[repeat].count
-                found.append(Run(repeat, count, inside.start, inside.stop, backward))
+                found.append(Pass(repeat, count, inside.start, inside.stop, backward))
                 search(inside, depth + 1)
 
     if graph.repeats:
@@ -111,7 +111,7 @@ class Neighbourhood:
                         site = Site(run.repeat, zone, (number, place))
                         self.sites.setdefault(first + place, []).append(site)
 
-    def _alike(self, part: range, run: Run, around: range) -> bool:
+    def _alike(self, part: range, run: Pass, around: range) -> bool:
         """Whether these ops, as far as they are there, are those of an iteration."""
         if part.start < around.start or part.stop > around.stop:
             return False

@@ -308,12 +308,12 @@ def _tensor(
     unique = tensor.unique_elements
     floating = precision(dtype).kind in ("float", "complex")
     return TensorView(
-        shape,
-        dtype,
-        stride,
-        storage,
-        tensor.elements,
-        unique,
-        storage_bytes(dtype, unique),
-        floating,
+        shape=shape,
+        dtype=dtype,
+        stride=stride,
+        storage=storage,
+        elements=tensor.elements,
+        unique_elements=unique,
+        nbytes=storage_bytes(dtype, unique),
+        floating=floating,
     )

@@ -42,7 +42,17 @@ class Editor:
         """A new contiguous value."""
         index = len(self.values)
         stride = contiguous(shape)
-        self.values.append(Tensor(shape, dtype, stride, role, index, name, repeats))
+        self.values.append(
+            Tensor(
+                shape=shape,
+                dtype=dtype,
+                stride=stride,
+                role=role,
+                storage=index,
+                name=name,
+                repeats=repeats,
+            )
+        )
         return index
 
     def view(

@@ -40,7 +40,7 @@ _PATTERNED = ("none", "causal", "sliding-window", "padding")
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class AttentionShape:
     """heads: query heads over the whole batch.  visible, dense: (query, key) pairs of one head that
     the mask lets through, and all of them.  skips: whether the kernel leaves the others out.  keys:
     keys that some query sees.  rows: queries that share one tile of keys.  kernel: the same sizes
@@ -73,7 +73,7 @@ def causal_pairs(queries: int, length: int) -> int:
     return steps * (steps + 1) // 2 + (queries - steps) * length
 
 
-def _sizes(op: OpView, heads_first: bool = True) -> Sizes:
+def _sizes(op: OpView, heads_first: bool = True) -> AttentionShape:
     """Sizes from query[..., Hq, S, E], key[..., Hk, L, E], value[..., Hk, L, Ev].
 
     With heads_first=False they are [B, S, H, E], or [S of all sequences, H, E] with `cum_seq_q`:
@@ -108,15 +108,25 @@ def _sizes(op: OpView, heads_first: bool = True) -> Sizes:
         keys = min(length, pairs) if skips else length
     rows = queries * max(q_heads // max(k_heads, 1), 1)
     kernel = None if op.fact(WRITTEN_OUT) else AttentionSizes(
-        int(batch), queries, length, pairs if skips else queries * length, q_heads, k_heads, e, ev,
-        float(format_of(key.dtype).bits / 8),
+        batch=int(batch),
+        queries=queries,
+        keys=length,
+        visible=pairs if skips else queries * length,
+        heads=q_heads,
+        kv_heads=k_heads,
+        width=e,
+        value_width=ev,
+        kv_size=float(format_of(key.dtype).bits / 8),
         masked=_mask(op) is not None and op.fact("mask") not in _PATTERNED,
         backward="backward" in op.target,
     )  # fmt: skip
-    return Sizes(int(batch) * q_heads, e, ev, queries, length, pairs, keys, rows, skips, kernel)
+    return AttentionShape(
+        heads=int(batch) * q_heads, e=e, ev=ev, queries=queries, length=length, visible=pairs,
+        keys=keys, rows=rows, skips=skips, kernel=kernel,
+    )  # fmt: skip
 
 
-def _products(s: Sizes, flop_per_pair: int, precision: str) -> Cost:
+def _products(s: AttentionShape, flop_per_pair: int, precision: str) -> Cost:
     """`flop_per_pair` of matrix work over the dense score matrix, split by visibility."""
     hidden = "masked" if s.skips else "masked_executed"
     return (Cost.of(matmul=s.heads * s.visible * flop_per_pair, precision=precision, rows=s.rows,
@@ -125,7 +135,7 @@ def _products(s: Sizes, flop_per_pair: int, precision: str) -> Cost:
                       rows=s.rows, count=hidden, attention=s.kernel))
 
 
-def _keys_read(op: OpView, s: Sizes, tensor: TensorView) -> Cost:
+def _keys_read(op: OpView, s: AttentionShape, tensor: TensorView) -> Cost:
     """Key or value: the rows that some query sees (one query with a window reads the window)."""
     return op.read(tensor, share(tensor, s.keys, max(s.length, 1)))
 
@@ -141,7 +151,7 @@ def _per_pair_extras(op: OpView) -> int:
     return (1 if additive else 0) + (2 if op.attribute("dropout_p", 0.0) > 0 else 0)
 
 
-def _forward(op: OpView, s: Sizes) -> Cost:
+def _forward(op: OpView, s: AttentionShape) -> Cost:
     query, key, value = op.needed("query"), op.needed("key"), op.needed("value")
     softmax = (SOFTMAX + _per_pair_extras(op)) * s.heads * s.computed + s.heads * s.queries * s.ev
     return (_products(s, 2 * s.e + 2 * s.ev, product_precision(query, key, value))
@@ -151,7 +161,7 @@ def _forward(op: OpView, s: Sizes) -> Cost:
             + op.write_all(op.outputs))
 
 
-def _backward(op: OpView, s: Sizes) -> Cost:
+def _backward(op: OpView, s: AttentionShape) -> Cost:
     query, key, value = op.needed("query"), op.needed("key"), op.needed("value")
     precision = product_precision(query, key, value)
     per_pair = 3 + _per_pair_extras(op)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from rooftrace.measured.alignment.calls import Call
+from rooftrace.measured.alignment.calls import OpCall
 from rooftrace.measured.alignment.keys import Key
 from rooftrace.measured.traces import Trace, TraceStep, records
 from rooftrace.tracer.graph import OpGraph
@@ -105,7 +105,7 @@ class Sums:
         self.places: dict[int, tuple[int, int]] = {}
         self._step: dict[tuple[int, int], list[Any]] = {}
 
-    def add(self, step: TraceStep, call: Call, target: tuple[int, int] | None) -> None:
+    def add(self, step: TraceStep, call: OpCall, target: tuple[int, int] | None) -> None:
         """Count one call for an (op, iteration), or as a stray where `target` is None."""
         self.total += call.seconds
         if target is None:

@@ -22,7 +22,7 @@ def on_host(name: str) -> bool:
 
 
 @dataclass(slots=True)
-class Call:
+class OpCall:
     """A call in a trace at the level of a graph."""
 
     op: int  # index in the trace; records.NONE for a kernel that no op launched
@@ -51,11 +51,11 @@ class CallTree:
             self._nearly[key] = any(looser(key, way) in self.loose for way in ways)
         return self._nearly[key]
 
-    def of(self, step: TraceStep) -> list[Call]:
+    def of(self, step: TraceStep) -> list[OpCall]:
         """The calls of a step, and what it launched outside of any op."""
         parents = self.trace.ops.parent
         inside = set(step.ops)
-        calls: list[Call] = []
+        calls: list[OpCall] = []
         for op in step.ops:
             if parents[op] == records.NONE or parents[op] not in inside:
                 calls += self._cut(op)
@@ -64,7 +64,7 @@ class CallTree:
             if kernels.op[kernel] == records.NONE:
                 name = kernels.names.items[kernels.name[kernel]]
                 seconds = kernels.duration[kernel]
-                calls.append(Call(records.NONE, (name, ()), name, seconds, (kernel,)))
+                calls.append(OpCall(records.NONE, (name, ()), name, seconds, (kernel,)))
         return calls
 
     def key(self, op: int) -> Key:
@@ -77,7 +77,7 @@ class CallTree:
             self._keys[number] = key_of_call(ops.names.items[number[0]], shapes)
         return self._keys[number]
 
-    def _cut(self, op: int) -> list[Call]:
+    def _cut(self, op: int) -> list[OpCall]:
         key = self.key(op)
         if key in self.keys:
             return [self._whole(op, key)]
@@ -90,22 +90,22 @@ class CallTree:
         same = key[0] not in self.names and any(call.key[0] in self.names for call in below)
         return [*below, *self._own(op, key)] if known or same else [self._whole(op, key)]
 
-    def _own(self, op: int, key: Key) -> list[Call]:
+    def _own(self, op: int, key: Key) -> list[OpCall]:
         """The kernels that a call launched itself, beside those of the calls inside of it."""
         kernels = self.launches.get(op, ())
         if not kernels:
             return []
         seconds = sum(self.trace.kernels.duration[k] for k in kernels)
-        return [Call(op, key, self._name(op), seconds, kernels)]
+        return [OpCall(op, key, self._name(op), seconds, kernels)]
 
-    def _whole(self, op: int, key: Key) -> Call:
+    def _whole(self, op: int, key: Key) -> OpCall:
         """A call with everything below it."""
         name = self._name(op)
         if not self.trace.on_device:
-            return Call(op, key, name, self.trace.ops.duration[op], (), self._on_host(op))
+            return OpCall(op, key, name, self.trace.ops.duration[op], (), self._on_host(op))
         kernels = tuple(k for below in self._below(op) for k in self.launches.get(below, ()))
         seconds = sum(self.trace.kernels.duration[k] for k in kernels)
-        return Call(op, key, name, seconds, kernels, not kernels)
+        return OpCall(op, key, name, seconds, kernels, not kernels)
 
     def _below(self, op: int) -> Iterator[int]:
         yield op

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rooftrace.measured.alignment.alignment import Alignment, Sums
-from rooftrace.measured.alignment.calls import Call, CallTree
+from rooftrace.measured.alignment.calls import CallTree, OpCall
 from rooftrace.measured.alignment.keys import written_out
 from rooftrace.measured.sources import ProfileError
 from rooftrace.measured.traces import Trace, TraceStep, records
@@ -85,7 +85,7 @@ def _add_marked(level: CallTree, sums: Sums, step: TraceStep, marked: Sequence[_
     """The calls of a step go to the range that they begin in, and kernels to that of their call."""
     starts = [mark.range.start for mark in marked]
     ops, kernels = level.trace.ops, level.trace.kernels
-    runs: dict[int, list[tuple[Call, tuple[int, int] | None]]] = defaultdict(list)
+    runs: dict[int, list[tuple[OpCall, tuple[int, int] | None]]] = defaultdict(list)
     for call in level.of(step):
         known = call.op != records.NONE
         start = ops.start[call.op] if known else kernels.launched[call.kernels[0]]

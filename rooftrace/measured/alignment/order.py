@@ -9,7 +9,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from rooftrace.measured.alignment.alignment import Alignment, Sums
-from rooftrace.measured.alignment.calls import Call, CallTree
+from rooftrace.measured.alignment.calls import CallTree, OpCall
 from rooftrace.measured.alignment.keys import Key, key_of_op, key_words, paired, written_out
 from rooftrace.measured.alignment.periods import Period, periods
 from rooftrace.measured.traces import Trace, TraceStep, records
@@ -58,7 +58,7 @@ class _Order:
     def matched(self, trace: Trace) -> Alignment:
         """The steps of `trace` beside the graph."""
         sums = Sums(trace, self.graph)
-        differing: tuple[list[Call], list[tuple[int, int]]] | None = None
+        differing: tuple[list[OpCall], list[tuple[int, int]]] | None = None
         reshaped = 0
         for step in trace.steps:
             calls = self._calls(step)
@@ -77,13 +77,13 @@ class _Order:
             first = _first_difference(self.graph, *differing, self.kernels, self.wanted)
         return replace(sums.alignment("order", first), reshaped=reshaped)
 
-    def _calls(self, step: TraceStep) -> list[Call]:
+    def _calls(self, step: TraceStep) -> list[OpCall]:
         level = self.level
         return [call for call in level.of(step) if not call.host or call.key in level.keys]
 
     # -- steps without marks -----------------------------------------------------------------------
 
-    def of_the_graph(self, whole: TraceStep) -> list[Call]:
+    def of_the_graph(self, whole: TraceStep) -> list[OpCall]:
         """The calls of a trace that the graph has, too."""
         level = self.level
         return [
@@ -93,7 +93,7 @@ class _Order:
         ]
 
     def steps_of(
-        self, period: Period, calls: Sequence[Call], cut: records.Cut
+        self, period: Period, calls: Sequence[OpCall], cut: records.Cut
     ) -> tuple[TraceStep, ...]:
         """From the first call of each period to that of the next; the last is as long as others."""
         steps: list[TraceStep] = []
@@ -135,7 +135,7 @@ class _Order:
 
 def _first_difference(
     graph: OpGraph,
-    calls: Sequence[Call],
+    calls: Sequence[OpCall],
     pairs: Sequence[tuple[int, int]],
     kernels: Sequence[tuple[int, int]],
     wanted: Sequence[Key],

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from rooftrace.measured.sources import ProfileError
-from rooftrace.measured.traces.linking import STEP, Launches, ModuleCalls, link
+from rooftrace.measured.traces.linking import STEP, Launches, ModuleSpans, link
 from rooftrace.measured.traces.records import (
     NONE,
     Annotation,
@@ -142,7 +142,7 @@ class _Reader:
 
     def __init__(self) -> None:
         self.ops, self.kernels = Ops(), Kernels()
-        self.launches, self.modules = Launches(), ModuleCalls()
+        self.launches, self.modules = Launches(), ModuleSpans()
         self.annotations: list[Annotation] = []
         self.device_steps: list[Annotation] = []
         self.threads = Numbered()

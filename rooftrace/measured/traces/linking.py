@@ -62,8 +62,8 @@ class Launches:
         self.external.append(external)
 
 
-class ModuleCalls:
-    """ModuleCalls of modules."""
+class ModuleSpans:
+    """ModuleSpans of modules."""
 
     def __init__(self) -> None:
         self.names = Numbered()
@@ -82,7 +82,7 @@ def link(
     ops: Ops,
     kernels: Kernels,
     launches: Launches,
-    modules: ModuleCalls,
+    modules: ModuleSpans,
     annotations: Sequence[Annotation],
     device_steps: Sequence[Annotation] = (),
 ) -> Linked:
@@ -103,7 +103,7 @@ def link(
     return Linked(steps, marked_by, cut, _placements(kernels, how, steps, bool(marks)))
 
 
-def _nest(ops: Ops, modules: ModuleCalls) -> None:
+def _nest(ops: Ops, modules: ModuleSpans) -> None:
     """Parents, self times and module stacks, by how intervals lie in each other on a thread."""
     count = len(ops)
     ops.parent = array("i", [NONE]) * count

@@ -120,7 +120,7 @@ class Numbered:
         return number
 
 
-class Table(Sequence[Record], Generic[Record]):
+class Records(Sequence[Record], Generic[Record]):
     """Records as columns; `table[i]` makes the i-th."""
 
     def __len__(self) -> int:
@@ -149,7 +149,7 @@ class Table(Sequence[Record], Generic[Record]):
         raise NotImplementedError
 
 
-class Ops(Table[CpuOp]):
+class Ops(Records[CpuOp]):
     """CPU ops in the order of the file."""
 
     def __init__(self) -> None:
@@ -178,7 +178,7 @@ class Ops(Table[CpuOp]):
         )
 
 
-class Kernels(Table[Kernel]):
+class Kernels(Records[Kernel]):
     """Kernels, copies and fills in the order of the file."""
 
     def __init__(self) -> None:

@@ -171,14 +171,14 @@ def _decode(data: Mapping[str, Any]) -> OpGraph:
     words: list[str] = data["words"]
     values = tuple(
         Tensor(
-            tuple(shape),
-            words[dtype],
-            tuple(stride),
-            words[role],
-            storage,
-            name,
-            tuple(repeats),
-            _decode_neighbour(then),
+            shape=tuple(shape),
+            dtype=words[dtype],
+            stride=tuple(stride),
+            role=words[role],
+            storage=storage,
+            name=name,
+            repeats=tuple(repeats),
+            then=_decode_neighbour(then),
         )
         for shape, dtype, stride, role, storage, name, repeats, then in data["values"]
     )
@@ -205,24 +205,24 @@ def _decode(data: Mapping[str, Any]) -> OpGraph:
         decoded = {k: _decode_argument(v) for k, v in arguments.items()}
         ops.append(
             Op(
-                index,
-                words[target],
-                decoded,
-                tuple(refs(decoded)),
-                tuple(outputs),
-                words[module],
-                call,
-                words[part],
-                words[kind],
-                words[family],
-                words[function],
-                words[source],
-                flops,
-                facts,
-                tuple(assumptions),
-                tuple(repeats),
-                steps,
-                tuple(_decode_argument(ref) for ref in holds),
+                id=index,
+                target=words[target],
+                arguments=decoded,
+                inputs=tuple(refs(decoded)),
+                outputs=tuple(outputs),
+                module=words[module],
+                call=call,
+                part=words[part],
+                kind=words[kind],
+                family=words[family],
+                function=words[function],
+                source=words[source],
+                flops_torch=flops,
+                facts=facts,
+                assumptions=tuple(assumptions),
+                repeats=tuple(repeats),
+                steps=steps,
+                holds=tuple(_decode_argument(ref) for ref in holds),
             )
         )
     return OpGraph(
@@ -265,14 +265,14 @@ def _decode_repeat(
     assumptions: list[Any],
 ) -> Repeat:
     return Repeat(
-        number,
-        count,
-        container,
-        first,
-        step,
-        source,
-        {value: tuple(found) for value, found in names},
-        {number: tuple(others) for number, others in assumptions},
+        id=number,
+        count=count,
+        container=container,
+        first=first,
+        step=step,
+        source=source,
+        names={value: tuple(found) for value, found in names},
+        assumptions={number: tuple(others) for number, others in assumptions},
     )
 
 

@@ -60,15 +60,15 @@ def template(
     """The block of some ops of a graph that stand side by side."""
     ops = graph.ops[numbers.start : numbers.stop]
     return Template(
-        module,
-        call,
-        source,
-        ops,
-        tuple((value, graph.values[value].storage) for value in inputs),
-        {value: graph.values[value] for op in ops for value in op.outputs},
-        tuple(results),
-        tuple(assumptions),
-        numbers.start,
+        module=module,
+        call=call,
+        source=source,
+        ops=ops,
+        inputs=tuple((value, graph.values[value].storage) for value in inputs),
+        values={value: graph.values[value] for op in ops for value in op.outputs},
+        results=tuple(results),
+        assumptions=tuple(assumptions),
+        first=numbers.start,
     )
 
 
@@ -85,13 +85,13 @@ def repeated_call(
     """The op that stands for a call which repeats a block, by its number among the templates."""
     arguments: dict[str, Argument] = {"block": block, "inputs": inputs}
     return Op(
-        number,
-        REPEATED,
-        arguments,
-        tuple(refs(arguments)),
-        outputs,
-        module,
-        call,
+        id=number,
+        target=REPEATED,
+        arguments=arguments,
+        inputs=tuple(refs(arguments)),
+        outputs=outputs,
+        module=module,
+        call=call,
         source=source,
         assumptions=assumptions,
     )
@@ -196,14 +196,14 @@ def _whole(block: Template, others: Sequence[Template]) -> Template:
     values = [block.values.get(i, replace(absent, storage=owners.get(i, i))) for i in range(size)]
     done = _Inlined(values, block.ops, others)
     return Template(
-        block.module,
-        block.call,
-        block.source,
-        tuple(done.ops),
-        tuple((done.ids[value], done.ids[owner]) for value, owner in block.inputs),
-        {value: done.values[value] for op in done.ops for value in op.outputs},
-        tuple(done.ids[i] for i in block.results),
-        block.assumptions,
+        module=block.module,
+        call=block.call,
+        source=block.source,
+        ops=tuple(done.ops),
+        inputs=tuple((done.ids[value], done.ids[owner]) for value, owner in block.inputs),
+        values={value: done.values[value] for op in done.ops for value in op.outputs},
+        results=tuple(done.ids[i] for i in block.results),
+        assumptions=block.assumptions,
     )
 
 

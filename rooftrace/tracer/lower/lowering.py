@@ -272,21 +272,21 @@ class _Builder:
         flops = self._flops(node.target, node.args, node.kwargs, self._tensor, recorded.specs)
         self.ops.append(
             Op(
-                len(self.ops),
-                target,
-                arguments,
-                inputs,
-                outputs,
-                origin.module,
-                origin.call,
-                origin.part,
-                kind,
-                "other",
-                origin.function,
-                origin.source,
-                flops,
-                {**recorded.facts, **_given(node.target, flops)},
-                tuple(sorted(recorded.taint)),
+                id=len(self.ops),
+                target=target,
+                arguments=arguments,
+                inputs=inputs,
+                outputs=outputs,
+                module=origin.module,
+                call=origin.call,
+                part=origin.part,
+                kind=kind,
+                family="other",
+                function=origin.function,
+                source=origin.source,
+                flops_torch=flops,
+                facts={**recorded.facts, **_given(node.target, flops)},
+                assumptions=tuple(sorted(recorded.taint)),
             )
         )
 

@@ -164,13 +164,13 @@ class _Reader:
         if (self.indexed | self.counts) & self.assigned:
             raise Refused
         return Body(
-            self.variable,
-            frozenset(self.read),
-            frozenset(self.assigned),
-            frozenset(self.indexed),
-            frozenset(self.counts),
-            frozenset(self.lists),
-            frozenset(self.chains),
+            variable=self.variable,
+            read=frozenset(self.read),
+            assigned=frozenset(self.assigned),
+            indexed=frozenset(self.indexed),
+            counts=frozenset(self.counts),
+            lists=frozenset(self.lists),
+            chains=frozenset(self.chains),
         )
 
     def statement(self, node: ast.stmt) -> None:

@@ -14,7 +14,7 @@ from rooftrace.tracer.tensors import trees
 _CPU = torch.device("cpu")
 
 
-class Results:
+class ResultMemo:
     """What ops gave for known values, in one capture.
 
     generator: random integers are drawn from it; None: they are unknown.

@@ -26,7 +26,7 @@ from rooftrace.tracer.values.marks import (
     Known,
     small,
 )
-from rooftrace.tracer.values.results import Results
+from rooftrace.tracer.values.results import ResultMemo
 
 _NO_TAINT: frozenset[int] = frozenset()
 
@@ -51,7 +51,7 @@ class Values(Assumptions):
         turned: Collection[str] = (),
     ) -> None:
         super().__init__(branches=branches, assume=assume, number=number, turned=turned)
-        self.results = Results(torch.Generator().manual_seed(0) if draws else None)
+        self.results = ResultMemo(torch.Generator().manual_seed(0) if draws else None)
         self.computed = 0  # how many values were computed from real data
         self.compute: Callable[[Tensor], Tensor | None] = lambda tensor: None
         """Gives the value of a tensor from the real tensors of the caller, where it can."""
