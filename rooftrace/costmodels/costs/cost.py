@@ -167,7 +167,7 @@ class Cost:
         return sum(size for access, size in self.traffic.items() if access.wire == wire)
 
     def bind(self, storages: tuple[int, ...]) -> Cost:
-        """The same cost with local storage indices replaced by `storages[index]`."""
+        """Replace each local storage index by `storages[index]`."""
         traffic: dict[Access, int] = {}
         for access, size in self.traffic.items():
             key = Access(storages[access.storage], access.write, access.wire)
@@ -175,7 +175,7 @@ class Cost:
         return Cost(self.work, traffic)
 
     def recomputed(self) -> Cost:
-        """The same, done a second time: all that is computed counts as recompute."""
+        """The cost of doing this work a second time: all of it counts as recompute."""
         work: dict[Work, int] = {}
         for key, flop in self.work.items():
             if key.count != "masked":

@@ -26,11 +26,11 @@ _EXPERTS = 3
 """Routing and at least so many products are a mixture of experts."""
 _ROOTS = frozenset({"aten.rsqrt", "aten.sqrt"})
 _MOMENTS = frozenset({"aten.mean", "aten.var", "aten.var_mean"})
-"""Elementary arithmetic that makes a norm written by hand: no rule can say so of one of them."""
+"""Elementary arithmetic that makes a norm written by hand: no rule of a single op can say so."""
 
 
 def with_families(graph: OpGraph, costs: Sequence[Cost]) -> OpGraph:
-    """The same graph with the family of every op that has none yet.  costs: those of its ops."""
+    """Decide the family of every op that has none yet.  costs: of the graph's ops, in order."""
     if all(op.family != UNDECIDED for op in graph.ops):
         return graph
     flow = _Flow(graph, costs)

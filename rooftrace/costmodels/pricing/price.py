@@ -91,16 +91,16 @@ def without_rule(graph: OpGraph, op: Op, cost: Cost, outside: Collection[int]) -
 def unknown_bytes(graph: OpGraph, op: Op) -> tuple[int, int]:
     """Bytes that an op without a rule moves at least, and at most if it touches each byte once.
 
-    At least: the results that it makes anew are written; of its operands it may need the sizes
-    alone, or single rows.  At most: every operand is read, and everything that it writes, results
-    and operands, is written whole.
+    At least: it writes its new results, and reads nothing, as it may need only the sizes of its
+    operands or single rows.  At most: it reads every operand, and writes every result and every
+    operand that it changes, whole.
     """
     cost = op_cost(graph, op)
     values = graph.values
-    given = {values[i].storage for i in op.inputs}
+    operands = {values[i].storage for i in op.inputs}
     sizes = {access: size for access, size in cost.traffic.items() if access.wire == "hbm"}
     local = list(dict.fromkeys(values[i].storage for i in (*op.inputs, *op.outputs)))
-    least = sum(s for a, s in sizes.items() if a.write and local[a.storage] not in given)
+    least = sum(s for a, s in sizes.items() if a.write and local[a.storage] not in operands)
     known = {local[access.storage] for access in sizes if access.write}
     more = sum(
         sizes.get(Access(local.index(storage), False), 0)
@@ -113,8 +113,8 @@ def unknown_bytes(graph: OpGraph, op: Op) -> tuple[int, int]:
 def _written(graph: OpGraph, op: Op) -> list[int]:
     """The storages of its operands that an op writes in place."""
     values = graph.values
-    given = {values[i].storage for i in op.inputs}
-    storages = {values[i].storage: None for i in op.outputs if values[i].storage in given}
+    operands = {values[i].storage for i in op.inputs}
+    storages = {values[i].storage: None for i in op.outputs if values[i].storage in operands}
     for name in op.facts.get("writes", ()):
         for ref in references({name: op.arguments.get(name)}):
             storages[values[ref.id].storage] = None
@@ -123,20 +123,21 @@ def _written(graph: OpGraph, op: Op) -> list[int]:
 
 def _price(view: OpView) -> tuple[Cost, bool]:
     rule = find_rule(view.target)
-    given = None if rule and rule.is_own else view.fact("flops_given")
+    flops = None if rule and rule.is_own else view.fact("flops_given")
     cost = rule.price(view) if rule else view.streamed()
-    if given is not None:
-        cost = _given(cost, given, view)
+    if flops is not None:
+        cost = _with_flops(cost, flops, view)
     if rule is None:
-        return cost, given is not None
+        return cost, flops is not None
     return _split_masked(cost, view), True
 
 
-def _given(cost: Cost, flops: int, view: OpView) -> Cost:
-    """The cost with `flops` instead of its own work: those of a formula registered with torch.
+def _with_flops(cost: Cost, flops: int, view: OpView) -> Cost:
+    """The cost with `flops` instead of its own work.
 
-    They are of the kind that the rule has most of.  Without a rule they are a matrix product's,
-    which is what torch's counter counts, in the widest precision of the inputs.
+    flops: what a formula registered with torch's counter returns.  They count as the kind of work
+    that the rule has most of.  Without a rule they count as a matrix product, which is what torch's
+    counter counts, in the widest precision of the inputs.
     """
     if cost.work:
         key = max(cost.work, key=lambda k: (k.operation != "vector", cost.work[k]))

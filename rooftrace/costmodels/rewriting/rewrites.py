@@ -195,14 +195,15 @@ def reprice(
     weights_dtype: str | None = None,
     kv_dtype: str | None = None,
 ) -> OpGraph:
-    """The same ops with other storage precisions.
+    """Change the storage precisions of a graph; its ops stay.
 
-    dtype: for every float in the model's own precision (`graph.model["dtype"]`).  Explicit islands
-    in another precision (fp32 norms, routers, logits) stay, and are counted in
-    `model["islands"]`; so do integers, optimizer states, and what the optimizer makes for itself.
-    weights_dtype, kv_dtype: instead of it, for tensors of that role.  Where nothing is said about
-    weights, now or before, they take the precision that the model's quantization_config declares.
-    Raises PrecisionError for a name that does not exist, or that values cannot have.
+    dtype: of every float in the model's own precision (`graph.model["dtype"]`).  Tensors that are
+    explicitly in another floating precision (fp32 norms, routers, logits) stay as they are and are
+    counted in `model["islands"]`.  Integers, optimizer states and the optimizer's own tensors stay
+    too.  weights_dtype, kv_dtype: of tensors of that role, instead of `dtype`.  Without any
+    precision for the weights, in this call or an earlier one, they take what the model's
+    quantization_config declares.
+    Raises PrecisionError for an unknown name, or a precision that values cannot have.
     """
     check_graph(graph, "reprice")
     if dtype is None and weights_dtype is None and "priced_dtype" not in graph.model:
@@ -238,7 +239,7 @@ def reprice(
     asked = {"dtype": dtype, "weights_dtype": weights_dtype, "kv_dtype": kv_dtype}
     workload = {
         **graph.workload,
-        **{name: given or graph.workload.get(name) for name, given in asked.items()},
+        **{name: chosen or graph.workload.get(name) for name, chosen in asked.items()},
     }
     return graph.replace(values=tuple(values), model=model, workload=workload)
 

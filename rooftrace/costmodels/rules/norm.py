@@ -85,7 +85,7 @@ def group_norm(op: OpView) -> Cost:
 
 @builtin("aten.native_group_norm_backward", fusion="reduction", kind="layer norm")
 def group_norm_backward(op: OpView) -> Cost:
-    """As layer norm, over N * group slices; weight and bias gradients have C values."""
+    """Gradients of layer norm over N * group slices; those of weight and bias have C values."""
     x = op.needed("input")
     rows = int(op.attribute("N")) * int(op.attribute("group"))
     n = x.elements // rows if rows else 0
@@ -96,7 +96,7 @@ def group_norm_backward(op: OpView) -> Cost:
 @builtin("aten.instance_norm", fusion="reduction", kind="batch norm")
 @builtin("aten.group_norm", fusion="reduction", kind="layer norm")
 def composite_group_norm(op: OpView) -> Cost:
-    """The composites: instance norm has one group per channel."""
+    """Group norm before decomposition; instance norm has one group per channel."""
     x = op.needed("input")
     rows = x.shape[0] * int(op.attribute("num_groups", x.shape[1]))
     n = x.elements // rows if rows else 0

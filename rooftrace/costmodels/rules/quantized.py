@@ -43,9 +43,9 @@ CONVOLUTION = tuple(f"quantized.conv{name}" for name in (
 def packed_weight(op: OpView) -> tuple[TensorView, ...]:
     """(weight, bias if any) of a packed weight, whatever the schema calls it."""
     for name in ("W_prepack", "packed_weight", "weight"):
-        found = op.tensors(name)
-        if found:
-            return found
+        tensors = op.tensors(name)
+        if tensors:
+            return tensors
     raise ValueError(f"{op.target}: its packed weight is not known")
 
 
@@ -194,7 +194,11 @@ def product_of_int8(op: OpView) -> Cost:
 
 @builtin("bitsandbytes.int8_mixed_scaled_mm")
 def product_of_int8_and_outliers(op: OpView) -> Cost:
-    """As `int8_scaled_mm`, and a product in the type of A of the columns that stand out."""
+    """A scaled int8 product, plus a product of the outlier columns in the type of A.
+
+    2 M K N flop of int8 and 2 M N for the scales.  Each outlier column adds 2 M N, and N to scale
+    its weights.
+    """
     a, b = op.needed("CA"), op.needed("CB")
     wide, columns = op.needed("A"), op.tensor("outlier_cols")
     (n, k), m = b.shape, math.prod(a.shape[:-1])

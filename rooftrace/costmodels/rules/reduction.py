@@ -167,7 +167,7 @@ def cdist_backward(op: OpView) -> Cost:
 
 @builtin("aten._pdist_forward", "aten._pdist_backward", "aten.pdist")
 def pdist(op: OpView) -> Cost:
-    """As cdist, for the n (n - 1) / 2 pairs of rows of one matrix."""
+    """Distances of the n (n - 1) / 2 pairs of rows of one matrix: 3 flop a term, backward 4."""
     n, m = op.needed("self").shape
     per_term = 4 if "backward" in op.target else 3
     return vector(op, per_term * m * n * (n - 1) // 2) + op.streamed()

@@ -67,14 +67,14 @@ def _antialiased_taps(op: OpView, name: str) -> int:
 
 @builtin(*(f"aten.{name}" for name in ANTIALIASED), kind="upsample")
 def antialiased(op: OpView) -> Cost:
-    """As `interpolate`, with a filter that widens when the image shrinks."""
+    """k taps per output: 2 k - 1 flop.  The filter widens when the image shrinks."""
     k = _antialiased_taps(op, op.target.split(".")[1])
     return vector(op, (2 * k - 1) * op.outputs[0].elements) + op.streamed()
 
 
 @builtin(*(f"aten.{name}_backward" for name in ANTIALIASED), kind="upsample")
 def antialiased_backward(op: OpView) -> Cost:
-    """As `interpolate_backward`."""
+    """Zeros, then every incoming value times its k weights added to k pixels: 2 k flop."""
     k = _antialiased_taps(op, op.target.split(".")[1].removesuffix("_backward"))
     grad, out = op.needed("grad_output"), op.outputs[0]
     return vector(op, 2 * k * grad.elements) + op.streamed() + op.write(out)
@@ -119,6 +119,6 @@ def affine_grid(op: OpView) -> Cost:
 
 @builtin("aten.affine_grid_generator_backward")
 def affine_grid_backward(op: OpView) -> Cost:
-    """The same products, summed over positions."""
+    """dtheta: a product and an add for each of d + 1 terms, summed over positions."""
     grad = op.inputs[0]
     return vector(op, 2 * (grad.shape[-1] + 1) * grad.elements) + op.reading("grad")
