@@ -1,4 +1,4 @@
-"""What one op costs on any chip: work, and bytes by whose bytes move."""
+"""What one op costs on any chip: work, and bytes by the storage that they belong to."""
 
 from rooftrace._face import face
 

@@ -1,7 +1,7 @@
-"""What one op costs on any chip: work by operation and precision, bytes by whose bytes move.
+"""What one op costs on any chip: work by operation and precision, bytes by storage and wire.
 
-A :class:`Cost` is additive.  It knows no chip, no knob and no fusion: fusing means dropping
-internal values and reading a shared one once, which is done by whoever adds costs up (`traffic`).
+A :class:`Cost` is additive.  It knows no chip, no knob and no fusion. Fusing drops internal values
+and reads a shared value once; `traffic` does so when it adds up costs.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ COMPUTED = ("useful", "masked_executed", "recompute")
 
 @dataclass(frozen=True, slots=True)
 class AttentionSizes:
-    """What one attention kernel is given.
+    """The sizes of one attention kernel.
 
-    batch: requests.  queries, keys: of one of them.  visible: (query, key) pairs of one head that
+    batch: requests.  queries, keys: of one request.  visible: (query, key) pairs of one head that
     are computed.  heads, kv_heads: of queries, and of keys and values.  width: of query and key.
-    kv_size: bytes of an element of key and value.  masked: numbers are added to the scores, or hide
-    pairs without a pattern.  paged: key and value lie in pages of a cache.
+    kv_size: bytes of an element of key and value.  masked: the mask is a tensor of numbers, so it
+    follows no known pattern.  paged: key and value lie in pages of a cache.
     """
 
     batch: int
@@ -43,7 +43,7 @@ class AttentionSizes:
 
     @property
     def flop(self) -> int:
-        """Of its products, without what backward does again."""
+        """FLOP of its products, without those that backward computes again."""
         each = 2 * (self.width + self.value_width) * (2 if self.backward else 1)
         return self.batch * self.heads * self.visible * each
 
@@ -59,7 +59,7 @@ class Work:
     count: useful; masked (in the dense count, skipped by a kernel that knows the mask);
     masked_executed (the same, but this kernel computes it anyway); recompute (done again in
     backward: takes time, is not part of the model's FLOPs).
-    attention: of which attention kernel these are the products.
+    attention: the attention kernel that computes these products.
     widths: bytes of an element of A[M, K] and of B[K, N] as they are stored and loaded; None where
     both are in `precision`.
     """

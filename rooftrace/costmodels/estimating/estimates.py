@@ -70,7 +70,7 @@ class Estimate:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Sentences on what was rewritten, and on what else is worth knowing."""
+        """Sentences that say what was rewritten and what else is worth knowing."""
         return self.plan.notes
 
     def unsupported_ops(self) -> tuple[Unsupported, ...]:
@@ -213,7 +213,7 @@ class Estimate:
 
     @property
     def items(self) -> int:
-        """How many of them one step produces."""
+        """How many items (tokens or samples) one step produces."""
         return int(self.graph.workload.get("items", 1))
 
     @property

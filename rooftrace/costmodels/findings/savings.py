@@ -1,8 +1,8 @@
 """What fusing saves: what the kernels of a plan save, and what larger ones would save beyond that.
 
-Both are differences of two estimates of one graph on one chip.  The first is between a kernel for
-every op and the kernels of the plan, the second between those and the larger kernels that the joins
-make which are off.  So the savings add up to the difference of the totals.
+Both are differences between two estimates of one graph on one chip.  The first compares a kernel
+for every op with the kernels of the plan.  The second compares these with the larger kernels that
+the joins that are off would make.  So the savings add up to the difference of the totals.
 """
 
 from __future__ import annotations
@@ -109,8 +109,8 @@ def headroom(
 ) -> Headroom:
     """What fusion saves in a step on `chip` (an Estimate has its own chip and execution).
 
-    Where the execution model does not fuse, ops are fused all the same in the graph that it runs.
-    Its factors for bytes, which describe the same effect, are left out.
+    If the execution model does not fuse, the ops of its graph are fused nevertheless.  Its factors
+    for bytes, which describe the same effect, are left out.
     """
     if isinstance(graph, Estimate):
         return headroom(graph.plan, graph.chip)
@@ -129,7 +129,7 @@ def headroom(
 
 
 def _savings(before: Estimate, after: Estimate) -> tuple[Saving, ...]:
-    """What each kernel of `after` saves that is several of `before`; alike ones together."""
+    """What each kernel of `after` saves that replaces several of `before`; equal ones as one."""
     row_of = {op: row for row in before.rows for op in row.ops}
     kernels: dict[tuple[str, ...], list[tuple[Row, int, int, float]]] = defaultdict(list)
     ops = after.graph.ops

@@ -1,7 +1,7 @@
-"""Joins kernels that are finished: what users register, and what `headroom` tries beyond that.
+"""Applies joins to finished kernels: the joins that users register, and those of `headroom`.
 
-A kernel goes to the one that alone reads what it writes, so only where nothing on the way waits for
-the device or overwrites what it touches.
+A kernel moves into the only kernel that reads its results.  It stays where something in between
+waits for the device or overwrites what the kernel touches.
 """
 
 from __future__ import annotations

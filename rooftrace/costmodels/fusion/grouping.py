@@ -4,9 +4,10 @@
 the groups leaves no cycle.  Which ops may fuse comes from their rules (pointwise, reduction,
 gather); why they do is the table in `joins`; what a group is called is the table in `labels`.
 
-Of a repeat one iteration stands in the graph, between two equal ones.  What joins those to it joins
-every two; a kernel never goes on through more than two (see `Neighbourhood`), where Inductor, of a
-loop written out, would put as many turns into one as MAX_GROUP has room for.
+The graph shows one iteration of a repeat between two equal neighbours.  A kernel that joins it to a
+neighbour does so between every two iterations, and never spans more than two (see `Neighbourhood`).
+Inductor, which sees the loop unrolled, would put as many iterations into one kernel as MAX_GROUP
+has room for.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ def _named(
 
 
 def _adds_up(graph: OpGraph, groups: Sequence[FusionGroup]) -> bool:
-    """Whether as many kernels of each kind are launched as there are."""
+    """Whether the launches of each kind of kernel add up to the number of such kernels."""
     if not graph.repeats:
         return True
     left: Counter[tuple[str, ...]] = Counter()

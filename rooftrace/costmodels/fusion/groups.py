@@ -20,8 +20,8 @@ class Merge:
 class FusionGroup:
     """One kernel.
 
-    What joins the end of an iteration to the beginning of the next stands there twice: once for the
-    first iteration, and once for all others.
+    A kernel that joins the end of an iteration to the start of the next is in the list twice: once
+    for the first iteration, and once for all others.
     """
 
     ops: tuple[int, ...]  # numbers of its ops, in execution order

@@ -22,7 +22,7 @@ from rooftrace.tracer.graph import Op
 
 
 def grow(partition: Partition) -> None:
-    """Every op that runs on the device is in a kernel afterwards."""
+    """Put every op that runs on the device into a kernel."""
     _Grower(partition).run()
 
 
@@ -118,7 +118,7 @@ class _Grower:
         return False
 
     def _gathered(self, needs: Sequence[int], size: int) -> list[Open]:
-        """The kernels that made these, by rank; those that may are put into an earlier one of them.
+        """The kernels that made these values, by rank, after merging the last where a join says so.
 
         So the scale of a norm, made from its weight between the norm and its use, joins the norm.
         """
@@ -141,7 +141,7 @@ class _Grower:
         return producers
 
     def _take(self, part: KernelView, own: Open, producers: Sequence[Open]) -> None:
-        """Move what only this reduction needs so far out of the kernels that made it, to its own.
+        """Move ops that so far only this reduction needs from their kernels into its own.
 
         A residual sum and its square belong to the norm that follows, not to the reduction before.
         """
@@ -176,9 +176,9 @@ class _Grower:
             self.partition.add(candidate, own, late=False, join=join)
 
     def _is_needed_elsewhere(self, number: int, own: Open, taken: Collection[int]) -> bool:
-        """Whether an op is needed outside of a kernel and of what is taken to it.
+        """Whether anything but this kernel and the ops moved into it needs an op.
 
-        What waits to be placed does not count, but for a kernel that reduces columns.
+        Ops that wait to be placed do not count, except for a kernel that reduces columns.
         """
         kernel_of = self.partition.kernel_of
         return any(

@@ -14,8 +14,8 @@ from rooftrace.costmodels.registry import find_rule
 from rooftrace.tracer.graph import Op, OpGraph, Ref, references
 
 LONG_CHAIN = 14
-"""What is used several times and takes at least this many ops for an element is not computed again
-where a part of it is read or where it is broadcast, but written first
+"""A result that is used several times and takes at least this many ops per element is written
+first, and not computed again where a part of it is read or where it is broadcast
 (realize_opcount_threshold, of 30 of Inductor's own smaller ops)."""
 
 FEW_PLACED = 8
@@ -26,12 +26,13 @@ UNROLLED = 8
 
 LONGEST_ROW = 1 << 18
 """Rows up to this length stay near the SM that reduces them, so that the same kernel can go over
-them again.  What a longer reduction leaves (the norm of all gradients) is there when it has ended.
+them again.  The result of a longer reduction (the norm of all gradients) exists only when its
+kernel has ended.
 """
 
 SPLIT_ROW, FEW_ROWS = 8192, 264
 """Longer rows than this are split over SMs when there are fewer of them than two per SM (of 132, an
-H100's): a second kernel then takes what the first has left (Inductor's split reductions)."""
+H100's): a second kernel then reduces the results of the first (Inductor's split reductions)."""
 
 
 DOWN = 32

@@ -304,9 +304,10 @@ def fusion(
 ) -> Callable[[Condition], Condition]:
     """Register the decorated function `when(first, second) -> bool` as a join.
 
-    It is asked of every two finished kernels of which only the second reads what the first makes,
-    where no wait and no write stands between them; with three parameters, of three in a row.  Where
-    it says True the kernels are one, wherever an execution model has `fusion="detected"`.
+    It is called with two finished kernels where only the second reads the results of the first, and
+    no wait and no write stands between them.  A function of three parameters is called with three
+    kernels in a row.  If it returns True they become one kernel, in every execution model with
+    `fusion="detected"`.
 
     name: what reports say of such a kernel.  because: a sentence for `why()`, by default the first
     line of the docstring.  source: who says so.  label: what to call the kernel, by default the

@@ -25,14 +25,14 @@ from rooftrace.costmodels.traffic import stored_wide
 from rooftrace.tracer.graph import Op, OpGraph, Tensor
 
 MAX_GROUP = 64
-"""No more ops than this in one kernel (Inductor's own limit, config.max_fusion_size)."""
+"""The most ops that one kernel holds (Inductor's own limit, config.max_fusion_size)."""
 
 SMALL = 4096
 """A producer of at most this many elements is computed inside its consumer, whatever it reads."""
 
 FEW_READS = 4
-"""A larger producer is too, if it is broadcast and reads no more than this
-(realize_reads_threshold).
+"""A larger producer is also computed inside its consumer if it is broadcast and reads at most this
+many tensors (realize_reads_threshold).
 
 Inductor computes it again in every consumer; here it stands in the first, which writes it.
 """

@@ -267,7 +267,7 @@ def _kernels(
 def _step(
     sizes: Mapping[str, Array], on: AttentionEngine, kernel: AttentionKernel, knobs: AttentionKnobs
 ) -> Array:
-    """Seconds of arithmetic that one key takes a block."""
+    """Seconds of arithmetic per key in one block."""
     import numpy as np
 
     width = sum(np.ceil(sizes[name] / _WIDTHS) * _WIDTHS for name in ("width", "value_width"))

@@ -1,8 +1,8 @@
-"""Classes of kernels that reach alike shares of a chip's peaks.
+"""Classes of kernels: those of one class reach similar shares of a chip's peaks.
 
-A group's class is that of its heaviest op: a convolution with its epilogue is a convolution.  The
-classes are those between which measured efficiencies differ; which op is in which its rule says, or
-its cost (`Rule.kind_of`).
+A group's class is that of its heaviest op: a convolution with its epilogue is a convolution.
+Measured efficiencies differ between the classes.  An op's rule or its cost says which class it is
+in (`Rule.kind_of`).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ LARGE_WINDOW_LAST = 7
 """With channels last cuDNN has such kernels up to this; wider windows go to one for any groups
 (`conv2d_grouped_direct_kernel`), which is several times slower."""
 ACCESS = 16
-"""Bytes that a thread loads at once: channels that lie side by side and are no whole number of
-these are loaded in smaller pieces."""
+"""Bytes that a thread loads at once.  Adjacent channels that are no whole number of such loads are
+loaded in smaller pieces."""
 
 
 def op_class(op: Op, graph: OpGraph, channels_last: bool = False, cost: Cost | None = None) -> str:
@@ -50,7 +50,7 @@ def group_class(
     channels_last: bool = False,
     costs: Sequence[Cost] | None = None,
 ) -> str:
-    """The class of a kernel group: the heaviest of those of its ops.  costs: those of all ops."""
+    """The class of a kernel group: the heaviest class of its ops.  costs: of all ops."""
     return min(
         (op_class(graph.ops[i], graph, channels_last, costs[i] if costs else None) for i in ops),
         key=CLASSES.index,

@@ -1,9 +1,10 @@
-"""Bytes that a kernel finds in the last-level cache, because they were touched not long ago.
+"""Bytes that a kernel reads from the last-level cache, because they were touched recently.
 
-A cache that evicts what was used least recently still holds what was touched less than its capacity
-of traffic ago (reuse distance; Mattson et al., "Evaluation techniques for storage hierarchies",
-IBM Systems Journal 9(2), 1970).  A step follows one like itself, so weights of a small model stay.
-What is written need not reach memory if it is dead, and its block written again, before that long.
+A cache that evicts the least recently used bytes still holds those that were touched within the
+last `capacity` bytes of traffic (reuse distance; Mattson et al., "Evaluation techniques for storage
+hierarchies", IBM Systems Journal 9(2), 1970).  Each step follows an equal step, so the weights of a
+small model stay.  A result need not reach memory if it is dead, and its block is written again,
+within that distance.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ def warm_bytes(planned: Plan, capacity: float, cold: bool = False) -> list[float
     """How many HBM bytes of each group a cache of `capacity` bytes still holds.
 
     The mean over the iterations that a group stands for.  Distances are in bytes of traffic, and
-    what a kernel touches takes room itself: of a storage as large as what is left, nothing stays;
-    of one half as large, all.  cold: the step begins with a cache that holds none of its data.
+    the bytes that a kernel touches take room too: a storage as large as the room that is left is
+    evicted entirely, and a storage half as large stays entirely.  cold: the step begins with a
+    cache that holds none of its data.
     """
     walk = _Walk(planned, capacity)
     if not cold:
@@ -35,8 +37,8 @@ def warm_bytes(planned: Plan, capacity: float, cold: bool = False) -> list[float
 class _Walk:
     """Two steps in a row, kernel by kernel, with the time (in bytes) of every storage's last touch.
 
-    An iteration that stands for many others moves the clock on for all of them, and is not measured
-    itself: those beside it are.
+    An iteration that stands for many others moves the clock on for all of them.  It is not measured
+    itself; its neighbours are.
     """
 
     def __init__(self, planned: Plan, capacity: float) -> None:
@@ -96,5 +98,5 @@ class _Walk:
             self.began[number], self.last[number] = begin, self.clock
 
     def _held(self, size: float, distance: float) -> float:
-        """Bytes of `size` that are still there after so many bytes of other traffic."""
+        """Bytes of `size` that are still in the cache after `distance` bytes of other traffic."""
         return min(size, max(0.0, self.capacity - max(0.0, distance) - size))

@@ -1,10 +1,10 @@
-"""Names of the classes of kernels that reach alike shares of a chip's peaks."""
+"""Names of the classes of kernels; those of one class reach similar shares of a chip's peaks."""
 
 from rooftrace.costmodels.registry import KINDS
 
 LAST = ", channels last"
-"""What the name of a class ends in whose images are given with channels last: eager kernels differ
-there.  A knob file without a share for it means that of the class without it."""
+"""Suffix of the classes for images with channels last, where eager kernels differ.  If a knob file
+has no share for such a class, the share of the class without the suffix applies."""
 CLASSES = (
     "conv",
     f"conv{LAST}",
@@ -21,4 +21,5 @@ CLASSES = (
     "grouped conv backward",
     *KINDS[1:],
 )
-"""Every class, those of matrix work first; a group of the first that any of its ops is in."""
+"""Every class, matrix work first.  A group is in the first class that one of its ops has.
+"""

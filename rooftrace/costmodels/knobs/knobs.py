@@ -33,7 +33,7 @@ class KnobsError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What kernels of one class reach of what the chip sustains."""
+    """Fractions of the chip's sustained rates that kernels of one class reach."""
 
     compute: float = 1.0
     memory: float = 1.0
@@ -47,7 +47,7 @@ PLAIN = Share()
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """What a measurement tells about the tiles of matrix products."""
+    """Fitted constants of the tiles of matrix products."""
 
     prologue: float = 0.0  # steps of K that filling and draining a tile's pipeline takes
     split: float = 0.0  # seconds that a product takes on top where its K is split
@@ -57,7 +57,7 @@ class Tiling:
 
 @dataclass(frozen=True, slots=True)
 class AttentionKnobs:
-    """What measurements tell about attention kernels.
+    """Fitted constants of attention kernels.
 
     products may pass 1: it is high where a kernel hides exponentials, which are counted in full.
     convert holds at a head width of 128; steps of wider heads hold fewer keys, so it grows with it.
@@ -73,12 +73,12 @@ class AttentionKnobs:
 
 
 USUAL = "usual"
-"""Instead of numbers: those that are usual for the chip's generation."""
+"""Stands for the numbers that are usual for the chip's generation."""
 
 
 @dataclass(frozen=True)
 class Knobs:
-    """Fitted numbers, and where they are from."""
+    """Calibrated constants of one chip, and the measurements that they come from."""
 
     title: str
     compute: float = 1.0  # sustained over datasheet

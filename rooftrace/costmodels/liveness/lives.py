@@ -1,11 +1,12 @@
 """Who allocates when, and who reads or holds last: the lives of storages over the ops of a step.
 
 Weights, inputs, caches, gradients, optimizer states and results stay to the end of the step;
-everything else lives from the op that makes it to the last one that touches or holds it.  What is
-held, the trace has seen: variables that outlive their use, what a running autograd node has.
+everything else lives from the op that makes it to the last one that touches or holds it.  The trace
+has recorded what is held: variables that outlive their use, and the tensors of a running autograd
+node.
 
-Of many equal iterations a few are gone through.  What an iteration leaves behind or takes away is
-the same for all in the middle.
+Of many equal iterations only a few are visited.  Those in the middle all make and free equally
+much.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ class Visit:
 
 
 _EDGE = 3
-"""Iterations at either end of a repeat that are gone through: an iteration reads what the one
-beside it made, which may be a view of what the one beside that made."""
+"""Iterations that are visited at either end of a repeat.  An iteration reads what its neighbour
+made, which may be a view of what the neighbour's neighbour made."""
 
 
 _VARIES = -1
@@ -292,7 +293,7 @@ def _takes_the_sum(graph: OpGraph, op: Op) -> bool:
 
 
 def _replaced_caches(graph: OpGraph) -> set[int]:
-    """Caches that a `cat` replaces: the old one goes, though it came from outside.
+    """Caches that a `cat` replaces: the old cache is freed, though it came from outside.
 
     No fact of a rule says so: among all that joins tensors, a `cat` is how caches grow.
     """

@@ -1,10 +1,10 @@
-"""How many bytes are alive over a step, what the most of them are, and how they come and go.
+"""How many bytes are alive over a step, what the peak consists of, and how it builds up.
 
 The peak is what the tensors of an eager run take (attention as one kernel).  What an allocator adds
 comes on top: fragmentation, workspaces inside of kernels, the framework's own context.
 
-Bytes grow or fall in a straight line over the iterations in the middle of a repeat, so the most is
-at one of their ends.
+Bytes grow or fall in a straight line over the iterations in the middle of a repeat, so their
+maximum is at one end of these.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 _LISTED = ("weights", "kv", "gradients", "optimizer")
 SAVED = "saved"
 KINDS = (*_LISTED, SAVED, "activations", "temporary", "constants")
-"""The roles, and of activations those apart that forward makes and backward reads."""
+"""The roles; activations that forward makes and backward reads are a kind of their own."""
 
 _WRITTEN_OUT = 2048
-"""Moments that the middle of a repeat is drawn with at most."""
+"""The most moments that the middle of a repeat is drawn with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

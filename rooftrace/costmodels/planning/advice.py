@@ -53,7 +53,7 @@ def unknown_groups(graph: OpGraph, op_costs: Sequence[Cost]) -> tuple[str, ...]:
 def cache_products(graph: OpGraph, op_costs: Sequence[Cost]) -> tuple[str, ...]:
     """A sentence about matrix products of the whole cache with weights, none where there are none.
 
-    They do again for every token what was done for it when it was cached; as the product is linear,
+    In every step they repeat the same product for every cached token.  As the product is linear,
     the weights can be multiplied into the query instead.
     """
     cached = _made_of(graph, "kv")

@@ -19,11 +19,11 @@ from rooftrace.costmodels.registry import find_rule
 from rooftrace.tracer.graph import Op, OpGraph
 
 UNDECIDED = "other"
-"""The family of an op as it is traced."""
+"""The family of a traced op before `with_families` decides it."""
 _STEPS_AFTER_HEAD = 16
 _STEPS_TO_SOFTMAX = 16
 _EXPERTS = 3
-"""Routing and at least so many products are a mixture of experts."""
+"""A module with routing and at least this many products is a mixture of experts."""
 _ROOTS = frozenset({"aten.rsqrt", "aten.sqrt"})
 _MOMENTS = frozenset({"aten.mean", "aten.var", "aten.var_mean"})
 """Elementary arithmetic that makes a norm written by hand: no rule of a single op can say so."""

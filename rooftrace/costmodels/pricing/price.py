@@ -63,11 +63,12 @@ def op_cost(graph: OpGraph, op: Op) -> Cost:
 
 
 def without_rule(graph: OpGraph, op: Op, cost: Cost, outside: Collection[int]) -> Cost:
-    """What is taken of an op without a rule, from the cost of streaming all that it is given.
+    """The traffic that is assumed for an op without a rule.  cost: of streaming all its operands.
 
-    Operands are read and results are written, whole.  What it writes in place and the step has made
-    itself is read and written.  Of a storage that outlives the step (`outside`: a cache, a buffer)
-    it writes as many bytes as its other operands bring: a store into a large cache writes rows.
+    It reads its operands and writes its results, whole.  It also reads and writes each operand that
+    it changes in place.  Where such an operand outlives the step (`outside`: a cache, a buffer) and
+    is larger than all others together, it only writes as many bytes as they have: a store into a
+    large cache writes rows.
     """
     written = _written(graph, op)
     if not written:

@@ -69,7 +69,7 @@ def all_rules() -> Iterator[Rule]:
 
 @contextlib.contextmanager
 def own_rules() -> Iterator[None]:
-    """Rules and joins that are registered inside are gone afterwards; replaced ones are back."""
+    """Undo at the end of the `with` block whatever rules and joins it registers or replaces."""
     _load()
     _extensions.load("rooftrace.joins")
     with _extensions.only_here():

@@ -1,8 +1,8 @@
 """Attention as one kernel: products and a softmax that a model wrote by hand become one flash op.
 
 The pass takes a verified OpGraph and returns one, with the number of attentions that it changed.
-It names ops of torch: several elementary ones make an attention together, and no rule can say so
-of one of them.
+It names ops of torch: several elementary ones make an attention together, and no rule of a single
+op can say so.
 """
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ _LONGEST_CHAIN = 12
 def flash_from_products(graph: OpGraph) -> tuple[OpGraph, int]:
     """Hand-written attention as one op: bmm, scale / mask / cast, softmax, cast / dropout, bmm.
 
-    Only where nothing else reads what lies between, so that the score matrix can stay on the chip;
-    in training backward reads the probabilities, and the attention stays as it was written.  What
-    comes out is for pricing: a scale that is a tensor, and what a mask fills in, are not kept.
+    It does so only where nothing else reads the values in between, so that the score matrix can
+    stay on the chip.  In training backward reads the probabilities, so the attention stays as it
+    was written.  The new graph is for pricing only: it drops a scale that is a tensor, and the
+    number that a mask fills in.
     """
     finder = _Finder(graph)
     inner: set[int] = set()

@@ -30,8 +30,9 @@ def materialise_attention(graph: OpGraph) -> tuple[OpGraph, int]:
     """Every attention op as q k^T, scale, mask, softmax, dropout, p v, each a kernel of its own.
 
     Backward uses the probabilities that forward saved.  Reshapes are taken as free, as if batched
-    products took any strides; attention over batches that broadcast stays as it is.  What comes out
-    runs (`to_fx`) and gives the same numbers; a causal mask is a constant "causal_mask_SxL" of it.
+    products took any strides; attention over batches that broadcast stays as it is.  The new graph
+    runs (`to_fx`) and gives the same numbers; it holds a causal mask as a constant
+    "causal_mask_SxL".
     """
     edit = Editor(graph)
     saved: dict[int, _Saved] = {}

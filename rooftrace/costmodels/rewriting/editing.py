@@ -19,7 +19,7 @@ from rooftrace.tracer.graph import (
 ATTENTION = "rooftrace.attention.default"
 ATTENTION_BACKWARD = "rooftrace.attention_backward.default"
 WRITTEN_OUT = "written_out"
-"""A fact of attention that no library's kernel was called for: how it is cut is not known."""
+"""Fact of an attention that calls no library's kernel, so that its tiles are not known."""
 
 
 class Editor:

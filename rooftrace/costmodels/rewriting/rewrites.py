@@ -105,7 +105,7 @@ def append_in_place(graph: OpGraph) -> tuple[OpGraph, int]:
 
 
 def without_dead_ops(graph: OpGraph) -> tuple[OpGraph, int]:
-    """Without ops that neither make an output nor write into something that lives on.
+    """Remove ops that neither make an output nor write into something that outlives the step.
 
     Returns the graph and how many kernels were left out.
     """
@@ -258,7 +258,7 @@ def _optimizers_own(graph: OpGraph) -> frozenset[int]:
 
 
 def _parameter_bytes(graph: OpGraph, values: list[Tensor]) -> int:
-    """Bytes of the parameters then: of those this step reads, and the rest at the same rate."""
+    """Bytes of all parameters with these values; unread ones change like those that are read."""
     own = new = 0
     for index in graph.external:
         if graph.values[index].role == "weights" and graph.values[index].storage == index:

@@ -24,7 +24,7 @@ def schedule(
     The host enqueues `dispatches` times (`dispatch` seconds each); the device starts a group when
     it is enqueued and the one before has ended, and is busy for its duration; after a sync the host
     goes on only when the device is idle.  counts: how many iterations each repeat has.  waits:
-    whether it does so after every launch (see `Chip.host_waits`).
+    whether the host waits after every launch (see `Chip.host_waits`).
     """
     placed = sum(launch.on_device for launch in launches)
     if placed != len(durations):

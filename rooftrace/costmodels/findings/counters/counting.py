@@ -22,18 +22,19 @@ if TYPE_CHECKING:
     from rooftrace.tracer.peers import PeerCount
 
 EVERYWHERE = "(all modules)"
-"""Stands for the module where a peer does not know it: backward runs outside of its hooks."""
+"""Stands for a module that the peer does not know: backward runs outside of its hooks."""
 
 _VECTOR = ("norm", "pool", "upsample", "grid_sampler")
-"""In names of ops that a counter has formulas for and that are no matrix work.  Names are all that
-a counter tells of an op."""
+"""Parts of op names: a counter has formulas for these ops, but they are no matrix work.  A counter
+tells nothing of an op but its name."""
 _MATRIX_WORDS = ("mm", "matmul", "linear", "conv", "attention", "lstm", "gru", "rnn", "einsum")
-"""In names of ops that may hold matrix work."""
+"""Parts of the names of ops that may hold matrix work."""
 
 # By name: it is our own stand-in, and the only op whose backward autograd runs in part.
 _RNN_BACKWARD = "rooftrace.rnn_backward"
 _BEYOND = ("computes the scores a second time", "makes gradients that nothing reads")
-"""What kernels for many ops do beyond them: of attention, and of a recurrent network."""
+"""What a fused kernel computes beyond its ops: for attention, for a recurrent network.
+"""
 
 _Counts = Counter[tuple[str, str]]
 """FLOP (or calls) by module path and op."""
@@ -169,10 +170,11 @@ def _ours(planned: Plan) -> tuple[_Counts, _Counts, int]:
 
 
 def unread_gradients(graph: OpGraph, op: Op) -> int:
-    """FLOP of gradients that the backward of a whole network makes, and autograd leaves out.
+    """FLOP of gradients that only a whole recurrent backward makes; autograd leaves them out.
 
-    By layer and direction the gradient of the first hidden state, 2 B (G H) H, which never needs
-    one here; and that of the input, 2 T B (G H) I, where nothing takes it.
+    Each layer and direction makes the gradient of its first hidden state, 2 B (G H) H, which is
+    never needed here, and the gradient of its input, 2 T B (G H) I, which counts if nothing reads
+    it.
     """
     values = graph.values
     params = [values[ref.id] for ref in op.arguments["params"]]
