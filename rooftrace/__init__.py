@@ -45,7 +45,7 @@ def _render(result: Any, *, rich: bool = False) -> Any:
 
 
 def _headroom(estimate: Estimate) -> Headroom:
-    """What estimate.headroom() gives: findings price by estimates, and so stand above them."""
+    """What estimate.headroom() returns: findings import estimates, not the other way round."""
     from rooftrace.costmodels.findings import headroom
 
     return headroom(estimate)

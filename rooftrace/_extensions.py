@@ -33,20 +33,20 @@ def owner(function: Callable[..., Any]) -> str:
 
 
 def same_definition(old: Callable[..., Any], new: Callable[..., Any]) -> bool:
-    """Whether two functions are one, defined twice (a file or a notebook cell that ran again)."""
+    """Whether two functions are the same one, defined again (a file or notebook cell ran twice)."""
     names = [(f.__module__, getattr(f, "__qualname__", "")) for f in (old, new)]
     return names[0] == names[1] and "<lambda>" not in names[0][1]
 
 
 def track(registry: Registry) -> Registry:
-    """A dict or list of what was registered, which `only_here` puts back."""
+    """A dict or list of registered things, which `only_here` restores."""
     _REGISTRIES.append(registry)
     return registry
 
 
 @contextlib.contextmanager
 def only_here() -> Iterator[None]:
-    """What is registered inside is gone afterwards, and what is replaced inside is back."""
+    """Undo at the end of the `with` block whatever it registers or replaces."""
     before = [(registry, registry.copy()) for registry in _REGISTRIES]
     try:
         yield

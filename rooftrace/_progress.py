@@ -13,14 +13,14 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 
 Listener = Callable[[str], None]
-"""Takes a few words: "tracing decode"."""
+"""A function that is called with a few words, for example "tracing decode"."""
 
 _LISTENER: ContextVar[Listener | None] = ContextVar("_LISTENER", default=None)
 
 
 @contextlib.contextmanager
 def telling(listener: Listener | None) -> Iterator[None]:
-    """Calls made inside tell `listener` what they are doing.  None: whoever listens already."""
+    """Calls in the `with` block tell `listener` what they are doing.  None keeps the listener."""
     if listener is None:
         yield
         return

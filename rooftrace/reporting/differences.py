@@ -35,9 +35,10 @@ def diff(
     """What changed in cost from `before` to `after`.
 
     Each is a module (called with the same arguments), a graph, graphs by phase, a saved graph or a
-    target.  Code is run from its own files in a process of its own.  Sizes and precisions, as
-    `report` takes them, are those of both sides; beside a graph, which has its sizes, those of the
-    other.  names: what to call the two.  Raises RequestError for what neither side takes.
+    target.  The code of a target runs from its own files in a process of its own.  Sizes and
+    precisions, as for `report`, hold for both sides.  A graph has its own sizes, so beside a graph
+    they hold for the other side.  names: what to call the two.  Raises RequestError for an argument
+    that neither side takes.
     """
     if names is not None and (isinstance(names, str) or len(names) != 2):
         raise RequestError(f"names={names!r:.60}: expected two, for example ('main', 'branch')")
@@ -64,7 +65,7 @@ SIDES = ("before", "after")
 
 
 def _of_side(side: Source, other: Source, args: Sequence[Any], named: Mapping[str, Any]) -> Job:
-    """What is asked of one side of a diff: what a graph has already is asked of the other."""
+    """The job of one side of a diff.  Sizes and arguments go only to a side that takes them."""
     this, that = Job(source=side), Job(source=other)
     if this.is_graph and not that.is_graph:
         keep = ("phase", "phases", *this.precisions._fields)
@@ -77,8 +78,8 @@ def _of_side(side: Source, other: Source, args: Sequence[Any], named: Mapping[st
 
 
 def _sides(jobs: Sequence[Job]) -> list[Callable[[], Traced]]:
-    """How the graphs of each side are had.  Code runs apart, all of it at once, unless it brings
-    rules of its own: those are needed here."""
+    """For each side a function that makes its graphs.  Code runs in processes of its own, all at
+    once, unless it brings cost rules, which are needed in this one."""
     code = [i for i, job in enumerate(jobs) if job.is_code]
     apart = dict(zip(code, trace_each_apart([jobs[i] for i in code]), strict=True))
     rules = any(made is not None and made.rules for made in apart.values())
@@ -113,10 +114,10 @@ def compare(
     """Our matrix FLOPs beside those of other counters, with every difference by module and op.
 
     model: a module, called with these arguments, or a target (a string or path) at batch, seq, kv
-    and inputs.  peers: flopcounter (torch.utils.flop_counter) and fvcore.  phases: default forward
-    and training; of a target those that fit the model.  Raises RequestError for an unknown peer,
-    for a graph, which no counter can run, and for an argument that nothing takes; TargetError,
-    TraceError.
+    and inputs.  peers: flopcounter (torch.utils.flop_counter) and fvcore.  phases: by default
+    forward and training; for a target those that fit the model.  Raises RequestError for an unknown
+    peer, for a graph (no counter can run it), and for an argument that neither the model nor
+    rooftrace takes; TargetError and TraceError as `trace` does.
     """
     from rooftrace.tracer.peers import count_phases
 

@@ -40,7 +40,7 @@ def in_precisions(job: Job, made: Traced) -> Traced:
 
 
 def priced_graphs(source: Source, *args: Any, **kwargs: Any) -> dict[str, OpGraph]:
-    """The graphs by phase of a source, which takes what `report` takes, in its precisions."""
+    """The graphs by phase of a source, in the precisions of the call; takes what `report` takes."""
     return dict(priced(Job.of(priced_graphs, source, args, kwargs)).graphs)
 
 

@@ -1,4 +1,4 @@
-"""Predictions beside measurements, and knobs fitted to them."""
+"""Compares measurements with predictions, and fits knobs to measurements."""
 
 from __future__ import annotations
 
@@ -33,17 +33,18 @@ def validate(
     progress: Callable[[str], None] | None = None,
     **kwargs: Any,
 ) -> Validation:
-    """What was measured beside what is predicted for it; print it for one screen.
+    """Compare measurements with their predictions; print the result to see it on one screen.
 
-    measured: a path (told by its contents: a run of `rooftrace measure`, a trace of torch.profiler,
-    a table of step times), or a Run, a Profile, steps.  execution: how it was run.  target: what
-    ran: a graph (`trace(model, x)`), graphs by phase, or a target; of a trace at the batch, seq,
-    kv, dtype ... that `report` takes; for a table a template such as "models.py:{target}"; rows of
-    a run name it themselves.  knobs: what a calibration found, by name or path.  phases: only
-    these.  counters: a CSV of Nsight Compute of the same step as a trace.
+    measured: a path to a run of `rooftrace measure`, a trace of torch.profiler or a table of step
+    times, told apart by its contents; or a Run, a Profile or steps.  execution: how the step was
+    run.  target: what was run: a graph (`trace(model, x)`), graphs by phase, or a target.  With a
+    trace also give the target's sizes as for `report` (batch, seq, kv, dtype ...).  With a table
+    give a template such as "models.py:{target}".  With a run leave it out: its rows name what was
+    run.  knobs: calibrated constants, by name or path.  phases: compare only these.  counters: a
+    CSV of Nsight Compute of the same step as the trace.
 
-    Raises MeasuredRequestError where these do not go together, ProfileError and RunFileError for a
-    file that cannot be read or a trace of something else.
+    Raises MeasuredRequestError for arguments that do not go together; ProfileError and RunFileError
+    for a file that cannot be read, or a trace of something else.
     """
     loaded = load_knobs(knobs) if isinstance(knobs, (str, os.PathLike)) else knobs
     changes: dict[str, Any] = {} if loaded is None else {"knobs": loaded}
@@ -70,14 +71,15 @@ def calibrate(
     progress: Callable[[str], None] | None = None,
     **kwargs: Any,
 ) -> Calibration:
-    """Knobs that make predictions for `chip` right, and how sure they are; print it to see both.
+    """Fit knobs to measurements on `chip`; print the result to see them and how sure they are.
 
-    measured, execution, target, phases, sizes: as `validate` takes them.  start: knobs to begin
-    with, by name or path; default: typical ones of GPUs, the datasheet of others.  free: names of
-    the knobs to fit; default: compute and memory, and of a run or a trace as many as it supports.
-    `.knobs` is for `execution_model(name, knobs=...)`, `.save(path)` writes them for --knobs.
+    measured, execution, target, phases, sizes: as for `validate`.  start: knobs to begin with, by
+    name or path; by default typical ones for a GPU, and the datasheet for other chips.  free: names
+    of the knobs to fit; by default compute and memory, and with a run or a trace as many as it
+    supports.  Pass `.knobs` of the result to `execution_model(name, knobs=...)`; `.save(path)`
+    writes them to a file for --knobs.
 
-    Raises what `validate` does, and CalibrationError for less than there are knobs to fit.
+    Raises what `validate` does, and CalibrationError for fewer measurements than knobs to fit.
     """
     job = Job.of(calibrate, "" if target is None else target, (), kwargs, phases=phases)
     begin = os.fspath(start) if isinstance(start, os.PathLike) else start
@@ -92,11 +94,11 @@ def calibrate(
 def _what_ran(
     measured: Any, job: Job, all_phases: bool = False
 ) -> tuple[Callable[[], Mapping[str, OpGraph]] | None, str | None]:
-    """How the graphs of what was measured are made, or a template for the names in it.
+    """A function that makes the graphs of the measured steps, or a template for their names.
 
-    job: what is asked of the target; its source is "" where there is none.  all_phases: whether
-    rows of all phases are taken, whatever is asked.
-    Raises MeasuredRequestError for sizes of what says itself what ran, or without a target.
+    job: the request; its source is "" without a target.  all_phases: use rows of all phases, even
+    if the job names some.  Raises MeasuredRequestError for sizes without a target, and for sizes
+    beside a file that names what was run.
     """
     if isinstance(measured, Profile):
         kind: Kind = "trace"

@@ -37,13 +37,14 @@ def report(
 ) -> Report:
     """Trace `model` called with these arguments and price it.
 
-    model: a module with its arguments, a graph, graphs by phase, a saved graph or a target; of a
-    target batch, seq, kv and inputs are the sizes, and so are they of a Hugging Face model without
-    arguments.  loss, optimizer, branches, assume, repeats: as `trace` takes them.  phases: default
-    forward and training, of a target those that fit.  chip: one or several names, chips or TOML
-    paths.  dtype, weights_dtype, kv_dtype: storage precisions to price in.  out: a folder for
-    report.md, report.json, ops.csv and figures.  max_batch: also look for the largest batch that
-    fits each chip (`largest_batch`).  progress: is told what is being done.
+    model: a module with its arguments, a graph, graphs by phase, a saved graph or a target.  batch,
+    seq, kv and inputs: the sizes of a target, or of a Hugging Face model without arguments.  loss,
+    optimizer, branches, assume, repeats: as for `trace`.  phases: by default forward and training;
+    for a target those that fit it.  chip: one or several names, chips or TOML paths.  dtype,
+    weights_dtype, kv_dtype: storage precisions to price in.  out: a folder for report.md,
+    report.json, ops.csv and figures.  max_batch: also look for the largest batch that fits each
+    chip (`largest_batch`).  progress: a function that is called with a few words on each thing that
+    is being done.
 
     Returns the Report; print it for one screen.  Raises RequestError for an argument that neither
     the model nor rooftrace takes.
@@ -63,7 +64,7 @@ def report(
 
 
 def _several(value: Any, kinds: tuple[type[Any], ...]) -> list[Any]:
-    """One or several values as a list; what is neither is refused where it is read."""
+    """One or several values as a list.  Whoever reads the list checks its values."""
     several = isinstance(value, Iterable) and not isinstance(value, kinds)
     return list(value) if several else [value]
 
@@ -85,9 +86,9 @@ def largest_batch(
 
     model: a module with its arguments, or a target (with seq, kv and inputs, or a Request, for its
     other sizes).  The batch is the first dimension of the inputs; every answer is traced, and so is
-    the batch after it.  loss, optimizer, assume and the like, or options: as for tracing.  dtype,
-    weights_dtype, kv_dtype: storage precisions to price in.  Raises RequestError for a graph, for a
-    batch, and for a module that runs at no other batch.
+    the batch after it.  loss, optimizer, assume and the like, or options: as for `trace`.  dtype,
+    weights_dtype, kv_dtype: storage precisions to price in.  Raises RequestError for a graph, for
+    an argument `batch`, and for a module that runs at no other batch.
     """
     whole = {"phases": phases, "request": request, "options": options}
     prices = {"dtype": dtype, "weights_dtype": weights_dtype, "kv_dtype": kv_dtype}

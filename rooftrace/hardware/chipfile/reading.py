@@ -83,7 +83,7 @@ def load_chip(name_or_path: str | os.PathLike[str] | Chip) -> Chip:
 
 
 def _spelling(name: str) -> str:
-    """A name of a chip as it is compared: case, blanks and underscores make no difference."""
+    """A chip's name as it is compared: in lower case, with hyphens for blanks and underscores."""
     return name.strip().lower().replace("_", "-").replace(" ", "-")
 
 
@@ -104,9 +104,9 @@ def _bundled(name: str) -> Chip:
 
 @functools.cache
 def bundled_aliases() -> tuple[dict[str, tuple[str, ...]], tuple[str, ...]]:
-    """The bundled chips that each alias means, and files that cannot be read for theirs.
+    """The bundled chips that each alias means, and the files whose aliases cannot be read.
 
-    Nothing else in a file is looked at, so that a mistake in one chip is none of another's.
+    It checks nothing else in a file, so a mistake in one chip's file cannot break another chip.
     """
     names: dict[str, tuple[str, ...]] = {}
     unreadable = []

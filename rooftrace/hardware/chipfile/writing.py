@@ -21,7 +21,7 @@ def _toml_key(key: str) -> str:
 
 
 def _fact_rows(fact: Fact, key: str, unit: str | None, place: str) -> dict[str, str]:
-    """The keys of a fact; refuses a text that would not read back as the value."""
+    """The keys of a fact.  Raises ChipFileError if its text would not read back as its value."""
     value = units.parse(fact.text, unit) if unit else units.parse_any(fact.text)[0]
     if value != fact.value:
         raise ChipFileError(

@@ -63,10 +63,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def run() -> None:
-    """The installed command: as `main`, and over at once.
+    """The installed command: runs `main`, then ends the process at once.
 
-    Python takes down object by object what the end of the process frees anyway, and needs seconds
-    for a large model.
+    Otherwise Python first frees every object by itself, which takes seconds for a large model.
     """
     code: Any = 0
     try:

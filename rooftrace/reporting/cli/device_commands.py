@@ -38,15 +38,17 @@ from rooftrace.reporting.cli.shared import (
     "--budget", type=float, help="Seconds to spend; default 480, --quick 90, --chip-only 20."
 )
 @click.option("--quick", is_flag=True, help="A trial of the whole suite, in about a minute.")
-@click.option("--phase", "phases", type=Commas(), help="Of a TARGET; default: all it has.")
+@click.option(
+    "--phase", "phases", type=Commas(), help="Phases of a TARGET; default: all that it has."
+)
 @click.option("--batch", type=int, help="Batch size of a TARGET.")
 @click.option("--seq", type=int, help="Sequence (prompt) length of a TARGET.")
 @click.option(
     "-o",
     "--out",
     metavar="FILE",
-    help="The run (default measurements/DEVICE-DATE.json.gz; one that is there is gone on with), "
-    "or with --chip-only the TOML of the chip (default: stdout).",
+    help="File of the run (default measurements/DEVICE-DATE.json.gz); a run that it already holds "
+    "is continued.  With --chip-only the TOML file of the chip (default: stdout).",
 )
 def measure(
     targets: tuple[str, ...],
@@ -61,7 +63,8 @@ def measure(
 ) -> None:
     """Measure this device: operations alone, then whole models, into one file.
 
-    TARGET: only these, models of the suite (wildcards too) or any that the other commands take.
+    TARGET: measure only these: models of the suite (wildcards too), or targets as for the other
+    commands.
     """
     if chip_only:
         _measure_chip(targets, device, 20.0 if budget is None else budget, out)
@@ -111,8 +114,8 @@ def _measure_chip(
     "--free",
     type=Commas(),
     help="Knobs to fit: compute, memory, cache, overlap, launch, dispatch, layout, tiling.split "
-    'and its like, or the share of a class, such as "mm.compute".  Default: compute, memory; of a '
-    "run or a trace as many as it supports.",
+    'and its like, or the share of a class, such as "mm.compute".  Default: compute, memory; with '
+    "a run or a trace as many as it supports.",
 )
 @click.option("--title", default="", help="What to call the result.")
 @click.option(
@@ -131,9 +134,9 @@ def calibrate(
 ) -> None:
     """Fit knobs to measurements, for --knobs of the other commands.
 
-    MEASURED, told by its contents: a run file of `rooftrace measure`; a CSV of step times, a line a
-    step: model,batch,ms and where they matter seq, kv, phase, dtype, image_size; or a trace of
-    torch.profiler, with --target and the sizes that were run.
+    MEASURED is a run file of `rooftrace measure`; a CSV of step times, one step per line, with the
+    columns model,batch,ms and where they matter seq, kv, phase, dtype, image_size; or a trace of
+    torch.profiler, with --target and the sizes that were run.  Its contents tell which.
     """
     from rooftrace.costmodels.knobs import dump_knobs
 
@@ -193,9 +196,9 @@ def validate(
 ) -> None:
     """Predicted against measured: steps, kernels, bytes.
 
-    MEASURED, told by its contents: a run file of `rooftrace measure`; a trace of torch.profiler,
-    with --target and the sizes that were run; or a CSV of step times as `rooftrace calibrate` takes
-    it.
+    MEASURED is a run file of `rooftrace measure`; a trace of torch.profiler, with --target and the
+    sizes that were run; or a CSV of step times as for `rooftrace calibrate`.  Its contents tell
+    which.
     """
     from rooftrace.reporting.pages import check_folder
     from rooftrace.reporting.text import as_markdown, renderable

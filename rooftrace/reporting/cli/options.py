@@ -35,7 +35,7 @@ def workload_options(command: Callable[..., Any]) -> Callable[..., Any]:
             help="forward, training, prefill, decode; default: those that fit the model.",
         ),
         click.option(
-            "--batch", type=int, help="Batch size; default 1, or that of the given inputs."
+            "--batch", type=int, help="Batch size; default 1, or the batch of the inputs."
         ),
         click.option("--seq", type=int, help="Sequence (prompt) length in tokens."),
         click.option("--kv", type=int, help="Cached length before a decode step; default: --seq."),
@@ -106,18 +106,18 @@ def pricing_options(command: Callable[..., Any]) -> Callable[..., Any]:
 def measured_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """--chip, --execution, --target: what measurements are of."""
     options = (
-        click.option("--chip", required=True, help="The chip that it was measured on."),
+        click.option("--chip", required=True, help="The chip that the steps were measured on."),
         click.option(
             "--execution",
             default="eager",
             show_default=True,
-            help="How it was run: eager, compiled, efficient (one CUDA graph).",
+            help="How the steps were run: eager, compiled, efficient (one CUDA graph).",
         ),
         click.option(
             "--target",
             metavar="TARGET|TEMPLATE",
-            help="What ran.  Of a trace: a TARGET.  Of a table: how a name in it becomes one, for "
-            "example models.py:{target}.  Rows of a run name it themselves.",
+            help="What was run.  With a trace: a TARGET.  With a table: a template that makes a "
+            "TARGET of each name in it, for example models.py:{target}.  A run needs none.",
         ),
     )
     for option in reversed(options):

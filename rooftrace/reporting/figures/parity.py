@@ -28,8 +28,8 @@ BESIDE = 18  # letters of a group's name that leave room for its numbers in one 
 class ParityPoint:
     """Seconds predicted and measured for one kernel or case.
 
-    group: what it is coloured by.  weight: how much it matters [s]: the points that are furthest
-    off by weight are named; its area in the plot follows it too.
+    group: points of a group share a colour.  weight: how much the point matters, in seconds.  Its
+    area in the plot follows it, and the points with the largest weighted errors are named.
     """
 
     label: str

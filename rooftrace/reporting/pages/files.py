@@ -108,7 +108,7 @@ def _move(folder: Path, out: Path, names: Sequence[str]) -> list[Path]:
 @contextmanager
 def _aside(out: Path) -> Iterator[Path]:
     """A temporary folder on the file system of `out`, gone afterwards; parents that had to be made
-    for it are taken away again where nothing was put into `out`."""
+    for it are removed again if nothing was put into `out`."""
     missing = [parent for parent in out.absolute().parents if not parent.exists()]
     if out.exists() and not (out.is_dir() and os.access(out, os.W_OK | os.X_OK)):
         reason = "Permission denied" if out.is_dir() else "it is a file"
@@ -135,7 +135,7 @@ def _aside(out: Path) -> Iterator[Path]:
 
 
 def _remove_empty(folders: Sequence[Path]) -> None:
-    """Take away these folders, innermost first, as far as they are empty."""
+    """Remove those of these folders that are empty, innermost first."""
     for folder in folders:
         try:
             folder.rmdir()

@@ -78,7 +78,7 @@ def section(key: str, on: view.Output = "both") -> Callable[[Builder], Builder]:
 
 
 def remove_section(key: str) -> None:
-    """Take a section that was added away again.  Raises KeyError where there is none."""
+    """Remove a section that was added.  Raises KeyError if there is none with this key."""
     del _ADDED[key]
 
 

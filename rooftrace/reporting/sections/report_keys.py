@@ -12,7 +12,7 @@ from rooftrace.reporting.view import units
 from rooftrace.tracer.graph import ROLES
 
 SAVINGS = 10
-"""How many savings of each kind stand there, those of most time."""
+"""How many savings of each kind report.json lists: those that save most time."""
 TEXT, FLAG, COUNT, FLOP, BYTE = units.TEXT, units.FLAG, units.COUNT, units.FLOP, units.BYTE
 SECOND, SHARE, RATE, FRACTION = units.SECOND, units.SHARE, units.RATE, units.FRACTION
 INTENSITY, POSITIVE = units.INTENSITY, units.POSITIVE

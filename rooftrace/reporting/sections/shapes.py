@@ -19,7 +19,7 @@ Schema = dict[str, Any]
 
 
 class Shape(Protocol):
-    """What stands at a place of a document.  A `Unit` is a shape, of one value."""
+    """The shape of one place in a document.  A `Unit` is a shape too: that of a single value."""
 
     def schema(self, definitions: Schema) -> Schema:
         """Its JSON schema; `definitions` gets what it refers to."""
@@ -96,7 +96,7 @@ class Object:
 
 @dataclass(frozen=True, slots=True)
 class Many:
-    """A list of what has one shape."""
+    """A list whose members all have one shape."""
 
     item: Shape
     count: int | None = None
@@ -113,7 +113,7 @@ class Many:
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """What has one shape, by names that a document chooses: phases, chips, families."""
+    """An object with free names (phases, chips, families), whose values all have one shape."""
 
     item: Shape
     least: int = 0
@@ -145,7 +145,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Anything:
-    """What is not described further, or an object of which only some keys are."""
+    """A value that is not described further, or an object with only some keys described."""
 
     required: tuple[str, ...] = ()
 

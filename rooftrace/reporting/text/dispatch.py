@@ -16,7 +16,7 @@ from rooftrace.reporting.view import model as view
 
 @singledispatch
 def view_of(result: Any, output: view.Output) -> view.View:
-    """What stands of a result on an output.  Another type of result registers its function:
+    """The view of a result on an output.  Register a function for another type of result:
 
         @view_of.register
         def _(result: Sweep, output: Output) -> View: ...

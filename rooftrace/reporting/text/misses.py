@@ -1,4 +1,4 @@
-"""The kernels whose prediction was furthest off, as a table."""
+"""The kernels with the largest errors of prediction, as a table."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ COLUMNS = (
 def miss_rows(
     nodes: Sequence[Node], alignment: Alignment | None = None, count: int = SHOWN
 ) -> list[dict[str, Any]]:
-    """The worst kernels and calls that the graph has not, most seconds off first."""
+    """The worst kernels, and calls that the graph lacks; the largest error in seconds first."""
     rows = [node_row(node) for node in misses.worst(tuple(nodes), count)]
     rows += [stray_row(stray) for stray in (alignment.only_in_trace if alignment else ())]
     return sorted(rows, key=lambda row: -abs(row["miss"]))[:count]
 
 
 def stray_row(stray: Stray) -> dict[str, Any]:
-    """A call that the graph has not; its shapes stand in place of a module."""
+    """A call that the graph lacks; the row has its shapes in place of a module."""
     shapes = ", ".join(str(list(shape)) for shape in stray.shapes if shape)
     return {
         "kernel": stray.name.removeprefix("aten::"),
@@ -50,7 +50,7 @@ def stray_row(stray: Stray) -> dict[str, Any]:
 
 
 def node_row(node: Node) -> dict[str, Any]:
-    """A kernel, predicted and measured."""
+    """The row of a kernel: its predicted and measured seconds."""
     return {
         "kernel": words.kernel_name(node.row.name),
         "module": pattern_of(node.row.module) or "(root)",

@@ -17,16 +17,16 @@ from rooftrace.reporting.view import model as view, units, words
 from rooftrace.tracer.graph import pattern_of
 
 STEPS, CLASSES, NODES = 12, 8, 10
-"""Lines on the one screen: steps of all phases, classes, kernels.  The page has more."""
+"""Lines of a screen for steps of all phases, classes and kernels.  A page has more."""
 _NODES_OF_PAGE = 40
 _TRAFFIC_SHOWN = 20
 _LEFT_OUT = 5
 _LEAST_SHOWN = 1e-3
-"""Share of the time below which a kernel is no point of the figure: axes end where time does."""
+"""Kernels below this share of the time are not drawn: they would only stretch the axes."""
 
 
 def headline(result: Validation) -> str:
-    """What was compared with what."""
+    """A sentence that says what was compared with what."""
     name = f"{Path(result.source).name} on " if result.source else ""
     knobs = f", knobs {result.knobs}" if result.knobs else ""
     steps = f"{len(result.steps)} of {words.plural(result.planned, 'measured step')}"
@@ -218,9 +218,9 @@ def _node_rows(result: Validation, count: int, names: Mapping[str, str]) -> list
 
 
 def worst(result: Validation, count: int) -> list[NodeCheck | tuple[str, Stray]]:
-    """The kernels, and calls without a kernel, that are most seconds off, most first.
+    """The kernels with the largest errors in seconds, and calls without a kernel; largest first.
 
-    Kernels of one name in modules that are alike are one, with the reason of the worst of them.
+    Equal kernels in similar modules (see `alike`) are one, with the reason of the worst of them.
     """
     rows: list[tuple[float, NodeCheck | tuple[str, Stray]]] = []
     rows += [(abs(check.node.miss), check) for check in alike(result.nodes)]
@@ -230,8 +230,7 @@ def worst(result: Validation, count: int) -> list[NodeCheck | tuple[str, Stray]]
 
 
 def alike(checks: Sequence[NodeCheck]) -> list[NodeCheck]:
-    """Kernels of one step with the same name and work, in modules that differ by their numbers, as
-    one."""
+    """Merge kernels of a step with equal name and work in modules that differ only in numbers."""
     groups: dict[Any, list[NodeCheck]] = {}
     for check in checks:
         row, unknown = check.node.row, (check.node.measured is None, check.dram is None)
@@ -337,7 +336,7 @@ def _head(result: Validation) -> view.Section:
 
 
 def _steps(result: Validation) -> list[view.Section]:
-    """A table of each phase on a page; on a screen one of the worst of each."""
+    """On a page a table for each phase; on a screen one table of the worst steps of each."""
     columns, groups = _step_columns(result.steps), _grouped(result)
     lines = max(3, STEPS // len(groups))
     rows: list[Any] = []

@@ -98,7 +98,7 @@ KERNEL_WIDTH = 26  # of a kernel's name on a screen
 
 TEXT = Unit("", "string", str, left="both")
 WORDS = Unit("", "string", str)
-"""A few words that stand under a number's head: flush right."""
+"""A few words in a column of numbers: flush right."""
 LIMITS = Unit("", "string", str, left="screen")
 CODE = Unit("", "string", _code, str, left="both")
 MODULE = Unit("", "string", lambda path: f"`{path or '(root)'}`", lambda p: p or "(root)", "both")
@@ -113,7 +113,7 @@ CAPACITY = Unit("byte", "integer", format_capacity)
 SECOND = Unit("s", "number", format_time)
 RATE = Unit("1/s", "number", format_count)
 AMOUNT = Unit("", "number", str, least=None)
-"""In the unit that its neighbour names."""
+"""A number whose unit stands in the next column."""
 NUMBER = Unit("", "number", format_count)
 SHARE = Unit("", "number", format_share, words.percent)
 FRACTION = Unit("", "number", format_share, words.percent, most=1.0000001)
