@@ -50,7 +50,7 @@ def diff(
     files: list[Mapping[str, str]] = []
     with telling(progress):
         for graphs_of_side, name in zip(_sides(jobs), sides, strict=True):
-            # Rules that come with the code of one side are not the other's.
+            # The rules in the code of one side do not hold for the other.
             with own_rules(), naming(name):
                 made = graphs_of_side()
                 placed.append(

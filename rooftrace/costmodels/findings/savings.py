@@ -137,7 +137,7 @@ def _savings(before: Estimate, after: Estimate) -> tuple[Saving, ...]:
         parts = list({row_of[op].index: row_of[op] for op in row.ops}.values())
         if len(parts) == 1 and parts[0].bytes == row.bytes:
             continue
-        # A group stands for as many kernels as its first op; what it crosses into is alike.
+        # A group stands for as many kernels as its first op, also if it crosses iterations.
         size = sum(part.bytes // part.count for part in parts) * row.count - row.bytes
         seconds = sum(part.timing.t_device / part.count for part in parts) * row.count
         seconds -= row.timing.t_device

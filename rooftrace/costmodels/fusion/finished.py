@@ -102,7 +102,7 @@ class _Finished:
         merges = [
             merge for part in parts[1:] for merge in (*part.merges, Merge(join.name, part.ops))
         ]
-        # As reports show names: that an op is torch's own goes without saying.
+        # As in reports, names of torch's own ops have no namespace.
         names = " + ".join(part.name.removeprefix("aten.") for part in parts)
         return replace(
             parts[0],

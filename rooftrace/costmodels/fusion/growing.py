@@ -33,8 +33,8 @@ class _Grower:
         self.partition, self.facts = partition, partition.facts
         self.graph, self.needs = self.facts.graph, self.facts.needs
         self.by_stage = {stage: joins_at(stage) for stage in (OP, GATHER, SIBLING, TAKE)}
-        self.waiting: dict[int, None] = {}  # ops that nothing has needed yet, in order
-        self.user: Op | None = None  # what needs those that are placed now
+        self.waiting: dict[int, None] = {}  # ops that no other op has needed yet, in order
+        self.user: Op | None = None  # the op that needs those that are placed now
         self.recent: list[Open] = []  # the kernels that were begun for it
         self.closed = 0  # how many kernels stood before the last wait
 

@@ -140,7 +140,7 @@ class KernelView:
     made: set[int] = field(default_factory=set)  # storages
     stored: bool = False  # whether a library's kernel or the caller reads a result of it
     long: bool = False  # whether a result larger than SMALL ends a LONG_CHAIN
-    split: bool = False  # whether it takes what a split reduction left, and so finds it in HBM
+    split: bool = False  # whether it reads the result of a split reduction, which lies in HBM
     down: bool = False  # whether it reduces columns (see DOWN)
     late: set[int] = field(default_factory=set)  # ops whose results are there when it has ended
 

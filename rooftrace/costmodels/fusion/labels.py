@@ -30,7 +30,7 @@ def _any(*names: str) -> frozenset[str]:
     return frozenset(f"aten.{name}" for name in names)
 
 
-# No rule can say this: it is several elementary ops that make a norm or a rotation together.
+# No rule can say this: several elementary ops together make a norm or a rotation.
 PATTERNS: tuple[str | Pattern, ...] = (
     "optimizer step",
     "cross entropy",

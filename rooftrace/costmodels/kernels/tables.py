@@ -208,7 +208,7 @@ def _shared_seconds(
     touched = d["bytes"] + layout * d["moved"]
     t_memory = touched / (bandwidth * memory)
     if knobs.cache != 1:
-        # What the memory sends, and what the kernel takes in: one of them is slower.
+        # The memory's rate and the kernel's rate: the slower of the two holds.
         sent = touched - d["warm"] * (1 - 1 / knobs.cache)
         t_memory = np.maximum(sent / (bandwidth * knobs.memory), t_memory)
     rest = (d["vector"] + d["matrix"]) / compute

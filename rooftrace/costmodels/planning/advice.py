@@ -11,7 +11,7 @@ from rooftrace.costmodels.registry import find_rule
 from rooftrace.hardware.units import format_flops
 from rooftrace.tracer.graph import Op, OpGraph, pattern_of
 
-PRODUCT = ("matmul",)  # a convolution over a window of the state is no such thing
+PRODUCT = ("matmul",)  # not a convolution over a window of the state
 
 
 def given_formulas(graph: OpGraph) -> tuple[str, ...]:
@@ -109,7 +109,7 @@ def _made_of(graph: OpGraph, role: str, alone: bool = False) -> dict[int, int]:
         sources = [derived[i] for i in op.inputs if i in derived]
         if not sources or (alone and len(sources) < len(op.inputs)):
             continue
-        # Appending to a cache makes a cache, however that is done.
+        # Any op that appends to a cache makes a cache.
         grows = any(values[i].role == "kv" for i in op.outputs)
         if op.kind == "view" or grows or _is_pointwise(op):
             derived.update(dict.fromkeys(op.outputs, max(sources)))

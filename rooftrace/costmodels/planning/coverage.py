@@ -17,7 +17,7 @@ class Unsupported:
 
     target: str
     count: int
-    bytes: int  # what the totals have, see `price.without_rule`
+    bytes: int  # the bytes in the totals, see `price.without_rule`
     shapes: str  # "bf16[8, 2048], int64[8]"
     modules: tuple[str, ...]
     bytes_least: int = 0  # bounds, if it touches no byte twice: see `price.unknown_bytes`

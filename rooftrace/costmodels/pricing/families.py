@@ -327,7 +327,7 @@ def _heads(flow: _Flow) -> frozenset[int]:
         index = producers.get(value)
         for _ in range(_STEPS_AFTER_HEAD):
             if index is None or graph.ops[index].part == "backward":
-                break  # a gradient is no output of the model
+                break  # a gradient is not an output of the model
             op = graph.ops[index]
             if flow.is_product(index):
                 heads.add(index)

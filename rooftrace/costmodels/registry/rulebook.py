@@ -42,7 +42,7 @@ class Rule:
     kind: str | None = None  # None: its cost tells
     family: str | None = None  # None: its cost tells
     label: str | None = None  # what reports call its kernel; None: the op's name
-    fused: str | None = None  # and a kernel of several ops that it leads; None: what others say
+    fused: str | None = None  # label of a kernel of several ops; None: the other ops decide it
     traits: frozenset[str] = frozenset()  # see `kinds`
 
     @property

@@ -46,7 +46,7 @@ def flash_from_products(graph: OpGraph) -> tuple[OpGraph, int]:
     inner: set[int] = set()
     last: dict[int, _Chain] = {}
     for op in graph.ops:
-        # What ends one attention does not begin another.
+        # The last product of an attention cannot be the first of another.
         if op.name == "aten.bmm" and op.part == "forward" and op.id not in last:
             chain = finder.chain(op)
             if chain is not None:
@@ -106,7 +106,7 @@ class _Finder:
         for op in graph.ops:
             for storage in {graph.values[i].storage for i in op.inputs}:
                 self.users[storage].append(op.id)
-        # What iterations hand on, or all of them leave for an op outside, is no inner value.
+        # A value that the next iteration or an op outside of the repeat reads is no inner value.
         handed = [r for op in graph.ops for r in references(op.arguments)] if graph.repeats else []
         handed_on = [r.id for r in handed if r.every] + [r.then.value for r in handed if r.then]
         self.results = {graph.values[i].storage for i in (*graph.outputs, *handed_on)}

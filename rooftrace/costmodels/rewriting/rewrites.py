@@ -77,7 +77,7 @@ def append_in_place(graph: OpGraph) -> tuple[OpGraph, int]:
     grown: set[int] = set()
     count = 0
     for op in graph.ops:
-        # No fact of a rule: among all that joins tensors, a `cat` is how caches grow.
+        # By name: of all ops that join tensors, `cat` is the one by which caches grow.
         if op.name == "aten.cat" and op.outputs and values[op.outputs[0]].role == "kv":
             whole, *new = references(op.arguments)
             old = whole.id
@@ -110,7 +110,7 @@ def without_dead_ops(graph: OpGraph) -> tuple[OpGraph, int]:
     Returns the graph and how many kernels were left out.
     """
     across: set[tuple[int, int]] = set()
-    while True:  # what an iteration reads of the one before it, that one makes
+    while True:  # an iteration also makes what the next iteration reads
         kept = _needed(graph, across)
         more = {pair for op in kept if op.repeats for pair in _read_across(graph, op)}
         if more <= across:

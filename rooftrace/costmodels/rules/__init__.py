@@ -1,9 +1,9 @@
 """What every operator costs: one module per kind of operator, each of which registers its rules.
 
 A rule knows shapes, precisions and attributes of one call.  It knows no chip, no fusion and no
-other op.  Where its FLOPs come from is said at the rule; how FLOPs of elementwise arithmetic are
-counted is said once, in `elementwise`.  Bytes are the compulsory ones: each distinct byte that the
-kernel needs once, whatever its caches make of the rest.
+other op.  The docstring of a rule says where its FLOPs come from; `elementwise` says how FLOPs of
+elementwise arithmetic are counted.  Bytes are the compulsory ones: a kernel moves each distinct
+byte that it needs once, however often its caches read it again.
 
 Importing this package imports every file in it: a new file of rules needs no line here.
 """

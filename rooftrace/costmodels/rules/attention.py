@@ -2,8 +2,8 @@
 
 FLOPs are those of the dense score matrix, split into pairs that a query may see ("useful") and the
 rest: "masked" where the mask has a pattern (causal, window, padding) that a kernel skips by,
-"masked_executed" where it has none.  Which kernel runs, and the materialised form, are for the
-execution model.  Block granularity of the skipping is not modelled.
+"masked_executed" where it has none.  The execution model decides which kernel runs, and whether the
+scores are materialised.  A kernel skips whole blocks of pairs; here it skips single pairs.
 
 Bytes are compulsory: query, key, value, mask once; key and value at their own number of heads
 (grouped queries share them).  Kernels read key and value again per tile of queries; that comes from
@@ -34,17 +34,17 @@ add, are counted apart or not at all: the former depends on the tile size.
 
 QKV = ("query", "key", "value")
 UNSTRUCTURED = "full"
-"""The tracer's word for a mask without a pattern that a kernel could skip by."""
+"""What the tracer calls a mask that has no pattern for a kernel to skip by."""
 _PATTERNED = ("none", "causal", "sliding-window", "padding")
-"""Its words for those with one."""
+"""What the tracer calls the masks that have such a pattern."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
     """heads: query heads over the whole batch.  visible, dense: (query, key) pairs of one head that
     the mask lets through, and all of them.  skips: whether the kernel leaves the others out.  keys:
-    keys that some query sees.  rows: queries that share one tile of keys.  kernel: the same sizes
-    as a kernel has them; None for attention written out, of which no kernel is known."""
+    keys that some query sees.  rows: queries that share one tile of keys.  kernel: the sizes for
+    `attention_time`; None for hand-written attention, whose kernel is not known."""
 
     heads: int
     e: int  # width of query and key

@@ -1,8 +1,8 @@
 """Collectives between devices: bytes that one device sends over its links, as ring algorithms do.
 
 n is the size of the group: an argument of the op, or a fact of the tracer (`group_size`).  Where it
-is not known, n - 1 over n is taken as 1: the bound for large groups, which a note of the estimate
-says.  (Thakur et al. 2005, section 4.)  A group of one sends nothing.  Memory is read and written
+is not known, (n - 1) / n is taken as 1, its limit for large groups, and a note of the estimate says
+so.  (Thakur et al. 2005, section 4.)  A group of one sends nothing.  Memory is read and written
 once.  In the schemas of c10d results are arguments; what an op sends is chosen by their names.
 """
 
@@ -27,29 +27,30 @@ def group_size(op: OpView) -> int | None:
 
 
 def _share(op: OpView) -> Fraction:
-    """(n - 1) / n: what of a buffer belongs to the others."""
+    """(n - 1) / n: the share of a buffer that belongs to the other devices."""
     n = group_size(op)
     return Fraction(1) if n is None else Fraction(n - 1, n) if n else Fraction(0)
 
 
 def _sources(op: OpView) -> tuple[TensorView, ...]:
-    """What a device brings."""
+    """The tensors that a device sends."""
     return tuple(tensor for _, tensor in op.operands(but=RESULTS))
 
 
 def _results(op: OpView) -> tuple[TensorView, ...]:
-    """What a device has afterwards: of ops that return handles, the buffers that they fill."""
+    """The tensors that a device has afterwards; for ops that return handles, their buffers.
+    """
     buffers = tuple(tensor for _, tensor in op.operands(only=RESULTS))
     return buffers or op.written() or _sources(op)
 
 
 def _moved(op: OpView) -> Cost:
-    """Memory: what a device brings is read once, what it gets is written once."""
+    """Memory traffic: the tensors that a device sends are read once, those it gets written once."""
     return op.read_all(_sources(op)) + op.write_all(_results(op))
 
 
 def _sent(op: OpView, tensors: Iterable[TensorView], times: int = 1) -> Cost:
-    """`times` (n - 1) / n of these tensors."""
+    """Link traffic: `times` (n - 1) / n of the bytes of these tensors."""
     share = _share(op)
     return sum((over_link(t, round(times * share * t.nbytes)) for t in tensors), Cost())
 
@@ -103,7 +104,7 @@ def all_gather(op: OpView) -> Cost:
          "symm_mem.all_to_all_vdev", "symm_mem.nvshmem_all_to_all", "c10d.gather_",
          family="communication")
 def all_to_all(op: OpView) -> Cost:
-    """(n - 1) / n of the input is for others.  So it is, over all devices, where one gathers."""
+    """(n - 1) / n of the input is for others.  Over all devices this also holds for a gather."""
     return _sent(op, _sources(op)) + _moved(op)
 
 

@@ -1,4 +1,4 @@
-"""What rules share: in what products and vector work compute, and sizes along dimensions."""
+"""What rules share: the precisions of products and vector work, and sizes along dimensions."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def vector(op: OpView, flop: int, count: str = "useful") -> Cost:
 
 
 def product_precision(*operands: TensorView | None) -> str:
-    """What a matrix product of these operands computes in; scales and biases have no say.
+    """The precision of a matrix product of these operands; scales and biases do not matter.
 
-    Whole numbers of 8 bits in int8; wider ones at the rate of fp32, as no chip has another.
+    Integers of 8 bits compute in int8; wider ones at the rate of fp32, as no chip has another.
     """
     known = [t for t in operands if t is not None]
     if all(precision(t.dtype).kind in ("int", "bool") for t in known):

@@ -1,9 +1,9 @@
-"""Convolutions, forward and backward.  FLOPs as in torch.utils.flop_counter, but for one case.
+"""Convolutions, forward and backward.  FLOPs as in torch.utils.flop_counter, with one exception.
 
-The case: for the weight gradient of a grouped convolution that counter multiplies all input with
-all output channels, `groups` times what is there (torch 2.13, `conv_backward_flop`).  We count what
-is there. Winograd and FFT algorithms do fewer multiplications; which one runs is the library's
-choice, not counted.
+The exception is the weight gradient of a grouped convolution: that counter multiplies all input
+with all output channels, which is `groups` times too much (torch 2.13, `conv_backward_flop`).
+Winograd and FFT algorithms do fewer multiplications; which one runs is the library's choice, not
+counted.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _forward(op: OpView, x: TensorView, weight: TensorView, transposed: bool) ->
 
 
 def _sides(op: OpView, weight: TensorView, transposed: bool) -> tuple[int, int]:
-    """N and K of a group's product: output channels, and the values that each of them sums."""
+    """N and K of one group's product: output channels, and the values that each channel sums."""
     groups = max(int(op.attribute("groups", 1)), 1)
     first, second, window = weight.shape[0], weight.shape[1], math.prod(weight.shape[2:])
     if transposed:

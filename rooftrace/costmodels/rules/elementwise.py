@@ -2,9 +2,9 @@
 
 Convention: one flop per arithmetic operation, per comparison (min and max included) and per value
 of an elementary function (exp, log, sqrt, tanh, erf ...), which is how jax.roofline counts too.
-What a special-function unit makes of exp is a chip's business.  Composites count the operations of
-the formula in this file; of two branches the longer one counts.  Casts, copies and selections are
-free, and integer, index and boolean work is bytes only.
+How fast a special-function unit computes exp belongs to the chip.  Composites count the operations
+of the formula in this file; of two branches the longer one counts.  Casts, copies and selections
+are free, and integer, index and boolean work is bytes only.
 
 In a formula lower-case names are per element (x: the first operand, y: the second or the saved
 output, g: the incoming gradient, t: the target, w: a weight or mask, a, b: tensor1, tensor2),
@@ -194,7 +194,7 @@ LOGICAL: tuple[str, ...] = (
     "__and__", "__or__", "__xor__", "__lshift__", "__rshift__", "__iand__", "__ior__", "__ixor__",
     "__ilshift__", "__irshift__", "isreal", "gcd", "lcm",
 )
-"""Bytes only: what they do is not floating arithmetic, whatever they are given."""
+"""Bytes only: they do no floating arithmetic, whatever the type of their operands."""
 
 
 NO_IN_PLACE: frozenset[str] = frozenset((

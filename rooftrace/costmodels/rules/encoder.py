@@ -1,7 +1,7 @@
 """A whole transformer layer as one op: what nn.MultiheadAttention and nn.TransformerEncoderLayer
 call on real tensors, in eval mode and without gradients (their "fast path").
 
-The kernels materialise the score matrix; what stays inside of them is not counted as traffic.
+The kernels materialise the score matrix; their inner values do not count as traffic.
 """
 
 from __future__ import annotations

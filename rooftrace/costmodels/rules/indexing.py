@@ -1,7 +1,7 @@
 """Reading and writing by index: embeddings, gathers, scatters.  Only the rows touched move.
 
-How many rows that is depends on values: the tracer may say (`rows_touched`, distinct rows of the
-table); otherwise as many as there are indices, or rows if that is less.
+Their number depends on values.  The tracer may know it (`rows_touched`, distinct rows of the
+table); otherwise it is the number of indices, or of rows if that is less.
 """
 
 from __future__ import annotations

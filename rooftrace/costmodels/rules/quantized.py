@@ -2,7 +2,7 @@
 
 A packed weight is given as the tensors inside of it.  Products of int8 by int8 run on the matrix
 engine in int8; a weight that is narrower than its activations is multiplied in the activations'
-precision.  What scales and unpacks is vector work in fp32, whatever is stored.
+precision.  Scaling and unpacking are vector work in fp32, whatever the stored type.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ POINTWISE = {
 
 @builtin(*(f"quantized.{name}" for name in POINTWISE), fusion="pointwise")
 def quantized_pointwise(op: OpView) -> Cost:
-    """y = quantise(f(dequantise(x), ...)): so many flop per element."""
+    """y = quantise(f(dequantise(x), ...)): POINTWISE says how many flop per element."""
     return _vector(POINTWISE[op.target.split(".")[1]] * op.outputs[0].elements) + op.streamed()
 
 

@@ -92,7 +92,7 @@ def rnn(op: OpView) -> Cost:
 @builtin("rooftrace.rnn_backward", kind="rnn", label="rnn backward")
 @builtin("aten._cudnn_rnn_backward", "aten.miopen_rnn_backward", kind="rnn")
 def rnn_backward(op: OpView) -> Cost:
-    """Two products for each one of the forward: the gradients of its two operands.
+    """Two products for each product of the forward: the gradients of its two operands.
 
     Pointwise gradients are counted as twice the forward.
     """

@@ -1,4 +1,4 @@
-"""Views and bookkeeping: ops that move no bytes, whatever the graph says of their kind."""
+"""Views and bookkeeping: ops that move no bytes, whatever kind the graph gives them."""
 
 from __future__ import annotations
 

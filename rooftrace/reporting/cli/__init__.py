@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         error.show()
         sys.exit(2)
     except BrokenPipeError:
-        # The reader of our output has gone (| head): nothing is wrong.
+        # The reader of our output has closed it (| head): this is no error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
     except (ValueError, LookupError, RuntimeError, OSError) as error:

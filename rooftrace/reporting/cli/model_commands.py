@@ -94,7 +94,7 @@ def report(
     load_rules(rules)
     if out is not None and out != "-":
         check_folder(Path(out))
-    atexit.register(gc.unfreeze)  # what `keep` sets aside is still taken down at the end
+    atexit.register(gc.unfreeze)  # objects that `keep` set aside are freed at the end too
     with progress(), collector_paused(keep=True):
         result = rt.report(
             target, chip=loaded, execution=models, max_batch=max_batch, **workload(**request)

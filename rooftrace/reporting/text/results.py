@@ -40,7 +40,7 @@ def as_markdown(result: Any, files: Collection[str] = ()) -> str:
 
 def _view(result: Any, output: view.Output) -> view.View:
     if type(result).__module__.startswith("rooftrace.measured"):
-        # A report of what was predicted does not load what is about measured time.
+        # A report of predictions does not load the code about measured time.
         from rooftrace.reporting.text import measurements
 
         measurements.register()

@@ -44,11 +44,11 @@ _Counts = Counter[tuple[str, str]]
 class Difference:
     """Modules in which two counts of matrix FLOPs differ."""
 
-    module: str  # their path, with stars where there are several
+    module: str  # path of the modules, with stars if there are several
     instances: int
-    ours: Mapping[str, int]  # FLOP by op, of all instances, without ops that both count alike
+    ours: Mapping[str, int]  # FLOP by op, of all instances, without ops on which both agree
     theirs: Mapping[str, int]
-    reason: str  # why they differ as far as the two runs show, "" where they do not
+    reason: str  # why they differ, "" if the two runs do not show it
 
     @property
     def delta(self) -> int:
