@@ -41,24 +41,22 @@ _PATTERNED = ("none", "causal", "sliding-window", "padding")
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """heads: query heads over the whole batch.  visible, dense: (query, key) pairs of one head that
-    the mask lets through, and all of them.  skips: whether the kernel leaves the others out.  keys:
-    keys that some query sees.  rows: queries that share one tile of keys.  kernel: the sizes for
-    `attention_time`; None for hand-written attention, whose kernel is not known."""
+    """The sizes of an attention op, and which (query, key) pairs its kernel computes."""
 
-    heads: int
+    heads: int  # query heads over the whole batch
     e: int  # width of query and key
     ev: int  # width of value
     queries: int
     length: int
-    visible: int
-    keys: int
-    rows: int
-    skips: bool
-    kernel: AttentionSizes | None
+    visible: int  # (query, key) pairs of one head that the mask lets through
+    keys: int  # keys that some query sees
+    rows: int  # queries that share one tile of keys
+    skips: bool  # whether the kernel leaves out pairs that are not visible
+    kernel: AttentionSizes | None  # for `attention_time`; None: hand-written, no known kernel
 
     @property
     def dense(self) -> int:
+        """All (query, key) pairs of one head."""
         return self.queries * self.length
 
     @property
