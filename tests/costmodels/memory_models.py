@@ -261,7 +261,19 @@ def tracked_peak(model: nn.Module, inputs: Mapping[str, Tensor], phase: str) -> 
 
 
 def allocated_peak(model: nn.Module, inputs: Mapping[str, Tensor], phase: str) -> int:
-    """Peak bytes that the CPU's allocator gave out in a real step, and what was there before."""
+    """Peak bytes that the CPU's allocator gave out in a real step, and what was there before.
+
+    On one thread: convolutions on the CPU take a workspace for each.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return _allocated_peak(model, inputs, phase)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _allocated_peak(model: nn.Module, inputs: Mapping[str, Tensor], phase: str) -> int:
     step = step_of(model, inputs, phase)
     optimizer = getattr(step, "optimizer", None)
     states = [s for of in optimizer.state.values() for s in of.values()] if optimizer else []
