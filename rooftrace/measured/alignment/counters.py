@@ -29,9 +29,9 @@ _LEAST = 0.5
 class Counted:
     """The DRAM bytes of the ops of a step."""
 
-    bytes: Mapping[int, float]  # byte by op id, all iterations, where all its kernels are counted
-    kernels: int  # of the step
-    found: int  # of these, with counters
+    bytes: Mapping[int, float]  # byte by op id, all iterations; ops with every kernel counted
+    kernels: int  # how many kernels the step launched
+    with_counters: int  # how many of those kernels have counters
 
 
 def counted(alignment: Alignment, counters: Sequence[KernelCounters], source: str = "") -> Counted:
@@ -59,7 +59,7 @@ def counted(alignment: Alignment, counters: Sequence[KernelCounters], source: st
             f"is not: {have[first][0]}: count the step that the trace has"
         )
     moved = {mine[i]: float(counters[j].bytes) for i, j in pairs}
-    return Counted(_by_op(alignment, moved), len(mine), len(pairs))
+    return Counted(bytes=_by_op(alignment, moved), kernels=len(mine), with_counters=len(pairs))
 
 
 def _by_op(alignment: Alignment, moved: Mapping[int, float]) -> dict[int, float]:

@@ -81,7 +81,7 @@ def _beginning(
     from rapidfuzz.distance import LCSseq
 
     best, most = stretches[0][0], -1.0
-    for start, end in sorted(stretches, key=lambda one: one[0] - one[1])[:_STRETCHES]:
+    for start, end in sorted(stretches, key=lambda stretch: stretch[0] - stretch[1])[:_STRETCHES]:
         turn = calls[start : start + length]
         there = set(turn)
         heads = [number for number in dict.fromkeys(graph) if number in there][:2]

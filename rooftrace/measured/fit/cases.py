@@ -134,9 +134,9 @@ def kernel_cases(
     """
     table, place = kernel_table(planned, chip)
     made = _Cases(planned, chip, table, name, group)
-    for index, one in enumerate(planned.groups):
-        known = [seconds[op] for op in one.ops if op in seconds]
-        if len(known) == len(one.ops):
+    for index, kernel in enumerate(planned.groups):
+        known = [seconds[op] for op in kernel.ops if op in seconds]
+        if len(known) == len(kernel.ops):
             made.add([index], place, sum(known))
     return made.cases
 
@@ -155,9 +155,9 @@ def profiled_cases(
         entry[0] += op.count
         entry[1] += op.inclusive
     alike: dict[keys.Key, list[int]] = defaultdict(list)
-    for index, one in enumerate(planned.groups):
-        if len(one.ops) == 1:
-            alike[keys.key_of_op(planned.graph, planned.graph.ops[one.ops[0]])].append(index)
+    for index, kernel in enumerate(planned.groups):
+        if len(kernel.ops) == 1:
+            alike[keys.key_of_op(planned.graph, planned.graph.ops[kernel.ops[0]])].append(index)
     table, place = kernel_table(planned, chip)
     made = _Cases(planned, chip, table, name, group)
     for key, groups in alike.items():

@@ -147,13 +147,13 @@ def choose(
     for free, shares in sets:
         if len(cases) < len(free) + _FEWEST_GROUPS:
             continue
-        found = _fitted(cases, shares, free, title)
-        if found.left_out is None:
+        attempt = _fitted(cases, shares, free, title)
+        if attempt.left_out is None:
             continue
         label, alone = ", ".join(free), len(shares.kernels)
-        tried[f"{label}, and shares by {alone} kernels" if alone else label] = found.left_out
-        if found.left_out.mean < (1 - _GAIN) * mean:
-            best, mean = found, found.left_out.mean
+        tried[f"{label}, and shares by {alone} kernels" if alone else label] = attempt.left_out
+        if attempt.left_out.mean < (1 - _GAIN) * mean:
+            best, mean = attempt, attempt.left_out.mean
     return best, tried
 
 
@@ -166,7 +166,7 @@ class _Shares:
         self._known: dict[frozenset[str], tuple[Knobs, tuple[FittedNumber, ...]]] = {}
 
     def without(self, groups: Iterable[str]) -> tuple[Knobs, tuple[FittedNumber, ...]]:
-        """Knobs, and which of their numbers were found."""
+        """Knobs, and which of their numbers were fitted."""
         key = frozenset(groups)
         if key not in self._known:
             seen = [case for case in self.kernels if case.group not in key]

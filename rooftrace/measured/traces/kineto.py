@@ -272,20 +272,20 @@ class _Reader:
         tables = (self.ops.start, self.kernels.start, self.launches.start, self.modules.start)
         earliest = min(
             *(min(starts, default=0.0) for starts in tables),
-            *(one.start for listed in ranges for one in listed),
+            *(timed.start for listed in ranges for timed in listed),
             0.0,
         )
         for starts in tables:
             _shift(starts, earliest)
         for listed in ranges:
-            listed[:] = [replace(one, start=one.start - earliest) for one in listed]
+            listed[:] = [replace(timed, start=timed.start - earliest) for timed in listed]
         waits = self.launches.waits
         waits[:] = [(start - earliest, end - earliest) for start, end in waits]
 
     def profile(self, source: str) -> Trace:
         """The records, linked; times since the earliest event, wherever in the file it stands."""
         self._begin_at_zero()
-        annotations = tuple(sorted(self.annotations, key=lambda one: (one.start, -one.duration)))
+        annotations = tuple(sorted(self.annotations, key=lambda span: (span.start, -span.duration)))
         linked = link(
             self.ops, self.kernels, self.launches, self.modules, annotations, self.device_steps
         )

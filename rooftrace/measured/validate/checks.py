@@ -113,7 +113,7 @@ class NodeCheck:
             "part": row.part,
             "count": row.count,
             "ops": len(row.ops),
-            "ops_found": node.found,
+            "ops_found": node.measured_ops,
             "predicted_s": node.predicted,
             "measured_s": node.measured,
             "miss_s": None if node.measured is None else node.miss,

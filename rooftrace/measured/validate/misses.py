@@ -31,7 +31,7 @@ class Node:
     row: Row
     predicted: float  # s, all launches that the row stands for
     measured: float | None  # s, of the same launches; None where the run has none of its ops
-    found: int  # how many of its ops the run has
+    measured_ops: int  # how many of its ops the run has
     kernels: float | None  # that the run launched for one of ours; None where it does not say
     reason: str  # why the two differ, as far as the numbers show; "" where they are close
 
@@ -76,7 +76,7 @@ def _node(
             row=row,
             predicted=predicted,
             measured=None,
-            found=0,
+            measured_ops=0,
             kernels=None,
             reason="not in the run",
         )
@@ -90,7 +90,7 @@ def _node(
         row=row,
         predicted=predicted,
         measured=measured,
-        found=len(here),
+        measured_ops=len(here),
         kernels=kernels,
         reason=reason,
     )

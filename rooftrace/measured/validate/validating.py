@@ -226,7 +226,7 @@ def validate_trace(
     if counts is not None:
         seen = counted(alignment, counts, os.fspath(counters or ""))
         dram = dram_by_row(priced, seen.bytes)
-        about = f"{seen.found:,} of {units.plural(seen.kernels, 'kernel')}"
+        about = f"{seen.with_counters:,} of {units.plural(seen.kernels, 'kernel')}"
         notes.append(f"counters of {about}: {_traffic(priced, dram)}")
     return Validation(
         kind="trace",

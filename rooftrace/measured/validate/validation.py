@@ -84,7 +84,7 @@ class Validation:
         sums: dict[str, list[float]] = defaultdict(lambda: [0, 0.0, 0.0, 0.0])
         for check in self.nodes:
             node = check.node
-            if node.measured and node.found == len(node.row.ops):
+            if node.measured and node.measured_ops == len(node.row.ops):
                 entry = sums[check.kind]
                 entry[0] += node.row.count
                 entry[1] += node.predicted

@@ -114,7 +114,7 @@ def _real_module(module: nn.Module, own: list[Tensor]) -> nn.Module:
 
 
 def _real_inputs(inputs: Inputs) -> Inputs:
-    """The same calls with real tensors."""
+    """Inputs in which a real tensor stands for every meta tensor."""
     names = ("args", "kwargs", "labels", "decode", "cached", "cached_kwargs")
     return replace(inputs, **{name: replaced(getattr(inputs, name), _real) for name in names})
 
