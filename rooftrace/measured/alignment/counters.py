@@ -1,4 +1,4 @@
-"""DRAM bytes that counters saw, by the op of a graph: launches of Nsight Compute beside a trace.
+"""Measured DRAM bytes of each op of a graph: launches of Nsight Compute beside a trace.
 
 Both are the same step, run twice: their kernels are two sequences of (name, blocks), matched in
 order.  ncu empties the caches before each kernel (unless --cache-control none), so a tensor that a
@@ -37,7 +37,7 @@ class Counted:
 def counted(alignment: Alignment, counters: Sequence[KernelCounters], source: str = "") -> Counted:
     """The bytes of each op of `alignment.graph`, in the step of median length.
 
-    counters: of that step, in order; other steps before and after do no harm.  Raises ProfileError
+    counters: of that step, in order; other steps before and after are ignored.  Raises ProfileError
     for a trace without kernels, and where less than half of the step's kernels have counters.
     """
     kernels = alignment.trace.kernels

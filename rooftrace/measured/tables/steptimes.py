@@ -53,7 +53,7 @@ _PREFIXES = {"infer_": "forward", "train_": "training"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTime:
-    """One measured step of a table.  None is what the table does not say."""
+    """One measured step of a table.  A field that the table does not have is None."""
 
     target: str  # what ran, as the table names it
     seconds: float  # s, of one step
@@ -71,7 +71,7 @@ class StepTime:
 
 @dataclass(frozen=True, slots=True)
 class _Columns:
-    """Which column of the header says what."""
+    """The columns of the header by their meaning."""
 
     text: Mapping[str, str]
     whole: Mapping[str, str]

@@ -1,7 +1,7 @@
 """Each kernel as predicted beside what was measured, and a likely reason where the two differ.
 
-A reason is what the numbers show (a share of the bandwidth, kernels that were not fused), never a
-fit.  Predicted seconds are `t_device`, the gap between kernels included.
+A reason comes from the numbers (a share of the bandwidth, kernels that were not fused), never from
+a fit.  Predicted seconds are `t_device`, the gap between kernels included.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Node:
 
     @property
     def miss(self) -> float:
-        """measured - predicted [s]; what is not in the run was predicted for nothing."""
+        """measured - predicted [s]; a kernel that is not in the run counts as measured 0."""
         return (self.measured or 0.0) - self.predicted
 
 
