@@ -116,7 +116,7 @@ class Session:
         return False
 
     def leave_out(self, key: str, reason: str) -> None:
-        """Record that a case was not tried, unless an earlier run tried it."""
+        """Record that a case was left out, unless it was already measured or tried."""
         if not self.is_done(key):
             self.add_trouble(key, reason, failed=False)
 
