@@ -33,8 +33,8 @@ def trace(
 ) -> OpGraph:
     """Capture one step of `model` called with these arguments.
 
-    Tensors among the arguments are only looked at for their size, and for their value where they
-    are small (ids, masks, lengths).  phase: forward (default), training (adds loss, backward and
+    Of a tensor among the arguments only the size is read; of a small one (ids, masks, lengths)
+    also its value.  phase: forward (default), training (adds loss, backward and
     the optimizer step), prefill or decode (one token after a prompt of `input_ids`).  loss: maps
     the output to a scalar; without it the model's own loss, or a unit gradient into each floating
     output.  optimizer: adamw (default), none, or the name of a class in torch.optim, in any case.
@@ -42,8 +42,8 @@ def trace(
     branches: which way unknown conditions go, by their number in the order they are met.
     assume: what is taken for unknown values, by kind or kind@module: {"density": 0.1,
     "branch@layers.*.gate": True, "value": 3, "balanced-routing": "uniform"}.
-    repeats: layers that are alike stand once in the graph, and their Python runs once where nothing
-    else could come of it; False runs and lists everything.
+    repeats: equal layers stand once in the graph, and their Python runs once where a second run
+    could record nothing else; False runs and lists everything.
 
     model may also be a function of yours whose first argument is a module: a whole step.  Ops of
     autograd and of torch.optim in it are its backward and its optimizer; phase, loss, optimizer
@@ -53,8 +53,8 @@ def trace(
     Hugging Face model without arguments, batch, seq, kv and inputs={"x": "8,3,224,224:fp32"} are
     the sizes.  Of a saved graph phase chooses one.
 
-    Raises TraceError where the model's code fails, RequestError where the phase makes no sense and
-    for an argument that neither the model nor rooftrace takes.
+    Raises TraceError where the model's code fails.  Raises RequestError for a phase that the model
+    does not have, and for an argument that neither the model nor rooftrace takes.
     """
     from rooftrace.tracer.asking import Job
     from rooftrace.tracer.sources import traced
@@ -81,7 +81,7 @@ def only(graphs: Mapping[str, OpGraph]) -> OpGraph:
 
 
 def capture(*modules: nn.Module, assume: Mapping[str, Any] | None = None) -> Capture:
-    """Record any code that uses `modules`, which were built on the meta device.
+    """Record any code that uses `modules`; these must be on the meta device.
 
         with capture(model) as captured:
             loss = step(model, batch)
@@ -109,8 +109,8 @@ def trace_target(
 
     phases: None takes what fits the model (prefill, decode and training if it keeps a cache, else
     forward and training), or everything in a saved file.  request, options: sizes and how to trace,
-    or their fields by name: batch, seq, kv, inputs, optimizer, assume and the like.  progress: is
-    told what is being done.
+    or their fields by name: batch, seq, kv, inputs, optimizer, assume and the like.  progress: a
+    function that is called with a line of text at each step of the work.
     """
     from rooftrace.tracer.asking import Job
     from rooftrace.tracer.sources import traced

@@ -3,10 +3,10 @@
 Two ways.  A run that wrapped every op in `record_function("op 17")` says so itself.  Any other
 trace is matched in order: the calls of each step and the ops of the graph are two sequences of
 (name, input shapes), and the longest common subsequence pairs them.  Calls are taken at the level
-of the graph: of `linear` that calls `addmm`, the one that the graph has.
+of the graph: if `linear` calls `addmm`, the call whose name the graph has counts.
 
-Equal shapes pair first.  What is left between two pairs may pair with its sizes written otherwise:
-without dimensions of 1, with the leading ones as one, with a weight transposed.
+Equal shapes pair first.  Calls and ops left between two pairs may pair by looser shapes: without
+dimensions of 1, with leading dimensions merged, or with a weight transposed.
 
 A trace without marks around its steps is cut where the ops of the graph come again (`periods`).
 """
@@ -44,7 +44,7 @@ def align(trace: Trace, graph: OpGraph, minimum: float = 0.5) -> Alignment:
 
 
 def _checked(match: Alignment, minimum: float) -> Alignment:
-    """`match`, or a ProfileError where trace and graph are not of the same step."""
+    """Return `match`; raise ProfileError where trace and graph are not of the same step."""
     if match.coverage >= minimum and match.ops_matched_share >= minimum:
         return match
     first = match.first_difference
@@ -68,7 +68,7 @@ def _checked(match: Alignment, minimum: float) -> Alignment:
 
 
 def _other_sizes(match: Alignment) -> str:
-    """An op that both have, in other sizes; "" where the names differ too."""
+    """In words: an op that both sides have in different sizes; "" without one."""
     graph = match.graph
     theirs: Counter[str] = Counter()
     ours: Counter[str] = Counter()

@@ -1,4 +1,4 @@
-"""A trace beside a graph: the measured seconds of each op, and what only one side has."""
+"""A trace beside a graph: the measured seconds of each op, and what has no counterpart."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rooftrace.tracer.graph import OpGraph
 
 @dataclass(frozen=True, slots=True)
 class Stray:
-    """Calls of a trace that the graph has not: totals of one step."""
+    """Calls of a trace that have no op in the graph: totals of one step."""
 
     name: str
     shapes: tuple[records.Shape, ...]
@@ -79,7 +79,7 @@ class Alignment:
 
     @property
     def ops_matched_share(self) -> float:
-        """Share of the graph's kernels that were found, every iteration counted."""
+        """Share of the graph's kernels that the trace has; every iteration counts."""
         graph = self.graph
         kernels = sum(graph.times(op) for op in graph.ops if op.kind == "kernel")
         matched = sum(len(measurement.seconds) for measurement in self.measured.values())

@@ -1,4 +1,4 @@
-"""The calls of a trace at the level of a graph: of `linear` that calls `addmm`, the one in it."""
+"""The calls of a trace at the level of a graph: of nested calls, the one that the graph has."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from rooftrace.measured.traces import Trace, TraceStep, records
 _HOST_ONLY = frozenset(
     f"aten::{name}" for name in ("flatten", "reshape", "resize", "resolve_conj", "resolve_neg")
 )
-"""Calls that a graph shows as the views that they make, so that no rule says they are free."""
+"""Calls on the host without a rule: a graph shows the views that they make instead."""
 
 
 def on_host(name: str) -> bool:
-    """Whether an op is metadata or an allocation only, which launches nothing."""
+    """Whether an op only makes a view or allocates, so that it launches nothing."""
     rule = find_rule(f"{name.replace('::', '.', 1)}.default")
     return name in _HOST_ONLY or (rule is not None and rule.fusion == "free")
 
@@ -45,14 +45,14 @@ class CallTree:
         self._nearly: dict[Key, bool] = {}
 
     def nearly(self, key: Key) -> bool:
-        """Whether the graph has this key with its sizes written otherwise."""
+        """Whether the graph has this key by looser shapes."""
         if key not in self._nearly:
             ways = range(1, WAYS + 1)
             self._nearly[key] = any(looser(key, way) in self.loose for way in ways)
         return self._nearly[key]
 
     def of(self, step: TraceStep) -> list[OpCall]:
-        """The calls of a step, and what it launched outside of any op."""
+        """The calls of a step, and the kernels that it launched outside of any op."""
         parents = self.trace.ops.parent
         inside = set(step.ops)
         calls: list[OpCall] = []
@@ -99,7 +99,7 @@ class CallTree:
         return [OpCall(op, key, self._name(op), seconds, kernels)]
 
     def _whole(self, op: int, key: Key) -> OpCall:
-        """A call with everything below it."""
+        """A call with all calls below it."""
         name = self._name(op)
         if not self.trace.on_device:
             return OpCall(op, key, name, self.trace.ops.duration[op], (), self._on_host(op))

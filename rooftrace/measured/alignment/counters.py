@@ -1,4 +1,4 @@
-"""DRAM bytes that counters saw, by the op of a graph: launches of Nsight Compute beside a trace.
+"""Measured DRAM bytes of each op of a graph: launches of Nsight Compute beside a trace.
 
 Both are the same step, run twice: their kernels are two sequences of (name, blocks), matched in
 order.  ncu empties the caches before each kernel (unless --cache-control none), so a tensor that a
@@ -29,15 +29,15 @@ _LEAST = 0.5
 class Counted:
     """The DRAM bytes of the ops of a step."""
 
-    bytes: Mapping[int, float]  # byte by op id, all iterations, where all its kernels are counted
-    kernels: int  # of the step
-    found: int  # of these, with counters
+    bytes: Mapping[int, float]  # byte by op id, all iterations; ops with every kernel counted
+    kernels: int  # how many kernels the step launched
+    with_counters: int  # how many of those kernels have counters
 
 
 def counted(alignment: Alignment, counters: Sequence[KernelCounters], source: str = "") -> Counted:
     """The bytes of each op of `alignment.graph`, in the step of median length.
 
-    counters: of that step, in order; other steps before and after do no harm.  Raises ProfileError
+    counters: of that step, in order; other steps before and after are ignored.  Raises ProfileError
     for a trace without kernels, and where less than half of the step's kernels have counters.
     """
     kernels = alignment.trace.kernels
@@ -59,7 +59,7 @@ def counted(alignment: Alignment, counters: Sequence[KernelCounters], source: st
             f"is not: {have[first][0]}: count the step that the trace has"
         )
     moved = {mine[i]: float(counters[j].bytes) for i, j in pairs}
-    return Counted(_by_op(alignment, moved), len(mine), len(pairs))
+    return Counted(bytes=_by_op(alignment, moved), kernels=len(mine), with_counters=len(pairs))
 
 
 def _by_op(alignment: Alignment, moved: Mapping[int, float]) -> dict[int, float]:

@@ -11,10 +11,10 @@ from rooftrace.measured.traces import records
 from rooftrace.tracer.graph import Op, OpGraph
 
 Key = tuple[str, tuple[records.Shape, ...]]
-"""What a call and an op are compared by: a name, and the shapes of tensors with dimensions."""
+"""The key of a call or an op: its name, and the shapes of its tensors with dimensions."""
 
 _WINDOW = 40_000
-"""How many calls and ops are matched at once: their table has a bit for every pair (200 MB)."""
+"""The most calls and ops that are matched at once: a table has a bit for each pair (200 MB)."""
 
 _ONE_OP: Mapping[str, frozenset[str]] = {
     "attention": frozenset({"rooftrace.attention"}),
@@ -34,9 +34,9 @@ _ONE_OP: Mapping[str, frozenset[str]] = {
     "rms_norm": frozenset({"rooftrace.rms_norm"}),
     "rms_norm_backward": frozenset({"rooftrace.rms_norm_backward"}),
 }
-"""Ops that every backend has under another name: whatever a rule of these prices is that op."""
+"""Ops that backends have under other names: every op that the same rule prices is that op."""
 _SEVERAL_NAMES = frozenset({"attention", "rnn", "batch norm", "layer norm"})
-"""The kinds of these ops, to look no further for any other."""
+"""The kinds of these ops, to skip the search for all others."""
 _ONLY_IN_TRACES: Mapping[str, str] = {
     "aten::dropout": "aten::native_dropout",  # the call around it
     "aten::_cudnn_attention_backward": "attention_backward",  # inside of the op, never in a graph
@@ -76,7 +76,7 @@ def _key(name: str, shapes: Sequence[records.Shape]) -> Key:
 def common_name(name: str) -> str:
     """One name for all names of an op: "attention" of "aten::_scaled_dot_product_flash_attention".
 
-    Every other name stays, without the underscore of an op in place: add_ is what add is.
+    Every other name stays, without the underscore of an in-place op: add_ becomes add.
     """
     dotted = name.replace("::", ".", 1)
     rule = find_rule(f"{dotted}.default")
@@ -154,7 +154,7 @@ def written_out(graph: OpGraph) -> list[tuple[int, int]]:
 def paired(have: Sequence[Key], wanted: Sequence[Key]) -> tuple[list[tuple[int, int]], int]:
     """Pairs of positions, both rising, and how many of them only pair by `looser` keys.
 
-    Between two pairs of one way to write sizes the next looser one is tried.
+    Between two pairs by one way to write shapes, the next looser way is tried.
     """
     pairs = common(have, wanted)
     exact = len(pairs)

@@ -26,7 +26,7 @@ def marks_of(trace: Trace) -> list[tuple[int, records.Annotation]]:
 
 @dataclass(frozen=True, slots=True)
 class _Marked:
-    """A range around an op: which op and iteration it is, in which pass over the graph."""
+    """A range around an op, with the op, its iteration, and the pass over the graph."""
 
     range: records.Annotation
     target: tuple[int, int]
@@ -68,7 +68,7 @@ def _passes(
     order: Sequence[tuple[int, int]],
     short: bool,
 ) -> list[_Marked]:
-    """The op, iteration and pass of each range.  A pass ends before an op comes once too often."""
+    """The op, iteration and pass of each range.  A pass ends before an op would repeat."""
     marked: list[_Marked] = []
     seen: Counter[int] = Counter()
     run = 0
@@ -82,7 +82,7 @@ def _passes(
 
 
 def _add_marked(level: CallTree, sums: Sums, step: TraceStep, marked: Sequence[_Marked]) -> None:
-    """The calls of a step go to the range that they begin in, and kernels to that of their call."""
+    """Add each call of a step to the range in which it begins; its kernels go with it."""
     starts = [mark.range.start for mark in marked]
     ops, kernels = level.trace.ops, level.trace.kernels
     runs: dict[int, list[tuple[OpCall, tuple[int, int] | None]]] = defaultdict(list)

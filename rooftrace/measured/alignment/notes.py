@@ -9,7 +9,7 @@ from rooftrace.measured.traces import records
 
 
 def step_notes(alignment: Alignment) -> list[str]:
-    """How the steps of a trace are told apart, and kernels put into them where not by launch."""
+    """Sentences on how steps were told apart, and on kernels put into steps without a launch."""
     trace = alignment.trace
     count = units.plural(len(trace.steps), "step")
     notes: list[str] = []

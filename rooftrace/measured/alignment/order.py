@@ -20,8 +20,11 @@ _ENOUGH = 0.75
 
 
 def by_order(trace: Trace, graph: OpGraph) -> Alignment:
-    """Steps as the trace marks them; without the profiler's own marks also all of it as one step,
-    and cut by its period: what matches best."""
+    """The alignment of a trace by order.
+
+    Steps are as the trace marks them.  Without the profiler's own marks, the whole trace as one
+    step and a cut by periods are tried too; the best match wins.
+    """
     order = _Order(trace, graph)
     best = order.matched(trace)
     if trace.cut is None or trace.marked_by == records.PROFILER_STEP or best.score > _ENOUGH:
@@ -84,7 +87,7 @@ class _Order:
     # -- steps without marks -----------------------------------------------------------------------
 
     def of_the_graph(self, whole: TraceStep) -> list[OpCall]:
-        """The calls of a trace that the graph has, too."""
+        """The calls of a trace that the graph has too."""
         level = self.level
         return [
             call
@@ -140,7 +143,7 @@ def _first_difference(
     kernels: Sequence[tuple[int, int]],
     wanted: Sequence[Key],
 ) -> str:
-    """Where trace and graph part, in words."""
+    """In words, the first difference between trace and graph."""
     paired = dict(pairs)
     place = next((i for i in range(len(calls)) if paired.get(i) != i), len(calls))
     other = min(place, len(wanted))

@@ -1,7 +1,7 @@
-"""Where a sequence of calls comes again: the steps of a trace that nobody marked.
+"""The periods of a sequence of calls: the steps of a trace without marks.
 
-Layers repeat inside of a step as steps repeat inside of a trace, so a sequence alone does not say
-which of its periods is a step.  Of all periods those come first that look most like the graph.
+Layers repeat inside of a step as steps repeat inside of a trace, so a sequence alone does not tell
+which of its periods is a step.  Periods that look most like the graph come first.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 _ANCHORS = 4
-"""How many of the rarest keys are looked at: in a step they come once, or a few times."""
+"""The number of rarest keys that are examined: in a step they come once, or a few times."""
 _PLACES = 48
 """How many places of each are compared with its first two."""
 _BEGINNINGS = 8
@@ -34,7 +34,7 @@ class Period:
 def periods(have: Sequence[Hashable], wanted: Sequence[Hashable]) -> list[Period]:
     """The periods of `have` that look like `wanted`, best first; none where nothing comes twice.
 
-    What comes before the first period, and after the last one, is in no run.
+    Calls before the first period, and after the last one, are in no run.
     """
     import numpy
 
@@ -57,7 +57,7 @@ def periods(have: Sequence[Hashable], wanted: Sequence[Hashable]) -> list[Period
 
 
 def _lengths(calls: Sequence[int]) -> set[int]:
-    """How far apart the rarest calls are."""
+    """The distances between the rarest calls."""
     counts = Counter(calls)
     often = sorted((count, number) for number, count in counts.items() if count > 1)
     anchors = {number for _, number in often[:_ANCHORS]}
@@ -77,11 +77,11 @@ def _lengths(calls: Sequence[int]) -> set[int]:
 def _beginning(
     calls: Sequence[int], graph: Sequence[int], length: int, stretches: Sequence[tuple[int, int]]
 ) -> tuple[int, float]:
-    """Where a period begins that looks most like the graph, and how much it does."""
+    """The beginning of the period that looks most like the graph, and its likeness (0 to 1)."""
     from rapidfuzz.distance import LCSseq
 
     best, most = stretches[0][0], -1.0
-    for start, end in sorted(stretches, key=lambda one: one[0] - one[1])[:_STRETCHES]:
+    for start, end in sorted(stretches, key=lambda stretch: stretch[0] - stretch[1])[:_STRETCHES]:
         turn = calls[start : start + length]
         there = set(turn)
         heads = [number for number in dict.fromkeys(graph) if number in there][:2]

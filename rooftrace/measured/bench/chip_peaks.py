@@ -1,4 +1,4 @@
-"""Knows how to measure the machine it runs on, quickly, as a `Chip`; knows no datasheet.
+"""Measures the machine it runs on, quickly, as a `Chip`; knows no datasheet.
 
 Every rate is the median of several repetitions on random data after a warm-up, and its source text
 says how many, how far they spread, and under which torch. torch is imported only when called.

@@ -1,4 +1,4 @@
-"""Knows how to time things on one device, and to say how it did; torch is imported when called.
+"""Times code on one device and describes the conditions; torch is imported when called.
 
 Device work is asynchronous: on CUDA kernels are timed between two events, and whole steps on the
 wall between two idle moments of the device.  Data is random, as constant data draws less power and
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     import torch
 
 NOISY = 0.25
-"""A spread from which a fact says so itself."""
+"""The relative spread from which a fact is noted as noisy."""
 SPIN = 200_000
 """Clock cycles, about 0.1 ms, that a GPU is kept busy while the host queues what is timed."""
 _BLOCK = 2**22
-"""Random numbers that are drawn; longer data repeats them."""
+"""The most random numbers that are drawn; longer data repeats them."""
 
 
 class MeasureError(RuntimeError):
@@ -36,7 +36,7 @@ class MeasureError(RuntimeError):
 
 @dataclass(frozen=True)
 class Bench:
-    """Times things on one device and says how."""
+    """Times code on one device and describes the conditions."""
 
     device: torch.device
     budget_s: float  # s, for `repeat`

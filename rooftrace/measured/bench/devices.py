@@ -1,4 +1,4 @@
-"""The devices of this machine: which are there, what they say of themselves, and the conditions.
+"""The devices of this machine: their names, their own facts, and the measuring conditions.
 
 torch is imported when a function is called.
 """
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _PACKAGES = ("rooftrace", "torch", "transformers", "triton", "numpy")
 IDENTITY = ("type", "name", "memory_bytes", "threads")
-"""Facts that are equal where two measurements are of one device."""
+"""The facts that tell devices apart: equal in two measurements of one device."""
 
 
 def default_device() -> str:
@@ -85,7 +85,7 @@ def _cuda_facts(device: torch.device) -> dict[str, Any]:
 
 
 def _told(read: Callable[[], Any]) -> Any:
-    """A setting; None where torch will not say, as its old and new switches exclude each other."""
+    """A setting; None if torch raises, because its old and new switches exclude each other."""
     try:
         return read()
     except RuntimeError:

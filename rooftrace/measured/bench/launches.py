@@ -27,8 +27,10 @@ def host_seconds(bench: Bench, run: Callable[[], object], calls: int) -> Callabl
 
 
 def eager_dispatch(bench: Bench) -> tuple[Callable[[], float], int]:
-    """Seconds per op of a deep stack of tiny modules, whose kernels take next to no time; how many
-    modules."""
+    """A sampler of seconds per op in a deep stack of tiny modules, and the number of modules.
+
+    Their kernels take next to no time.
+    """
     import torch
     from torch import nn
 

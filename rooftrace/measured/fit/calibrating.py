@@ -1,4 +1,4 @@
-"""From measurements to a knob file: traces what ran, fits, and says how sure that is."""
+"""From measurements to a knob file: traces the measured steps, fits, and reports the errors."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from rooftrace.tracer.graph import pattern_of
 
 Tell = Callable[[str], None]
 _FEWEST_STEPS = 3
-"""Below this a run is fitted to by its single kernels."""
+"""A run with fewer measured steps than this is fitted to its single kernels."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,11 +93,11 @@ def calibrated(
 ) -> Calibration:
     """Knobs from whatever was measured.
 
-    measured: a file of any kind that `kind_of` knows but counters, or what its reader made of it.
+    measured: a file of any kind that `kind_of` knows except counters, or its reader's result.
     graphs_of, template: as in `validated`.  start: where the fit begins (default: the typical
     shares of this kind of execution on a GPU, none on a CPU).  free: knobs to fit; None takes as
-    many as a run supports, and compute and memory of a table.  What does not trace is left out and
-    reported.
+    many as a run supports, and compute and memory of a table.  Steps that do not trace are left out
+    and reported.
 
     Raises MeasuredRequestError where nothing is left, and CalibrationError where there is less than
     there are knobs to fit.
@@ -138,7 +138,7 @@ class _Wanted:
 def _traced(
     measured: Sequence[MeasuredStep], wanted: _Wanted
 ) -> tuple[list[Case], list[Case], dict[str, str]]:
-    """Cases of the steps, of those of their kernels that were measured, and what does not trace."""
+    """Cases of the steps, cases of their measured kernels, and failures to trace by step."""
     chip, model = wanted.chip, wanted.model
     cases: list[Case] = []
     alone: list[Case] = []
@@ -198,7 +198,7 @@ def _of_operations(run: Run, wanted: _Wanted, failures: dict[str, str]) -> list[
 
 
 def _of_trace(trace: Trace, graphs_of: Callable[[], Graphs] | None, wanted: _Wanted) -> Calibration:
-    """Knobs from the kernels of one trace: alike ones are left out together."""
+    """Knobs from the kernels of one trace; equal kernels are left out together."""
     match = best_match(trace, graphs_of, wanted.chip, wanted.model, wanted.tell)
     priced = match.estimate
     cases = kernel_cases(priced.plan, wanted.chip, match.alignment.seconds, priced.phase)
@@ -260,14 +260,14 @@ def _calibration(
 
 
 def start_of(start: Knobs | str | None, chip: Chip, model: ExecutionModel) -> Knobs:
-    """Where a fit begins: knobs as they are, of a name or a path, or None for the usual ones."""
+    """The start of a fit: knobs, the name or path of a knob file, or None for the usual knobs."""
     if start is None:
         return usual_start(chip, model)
     return start if isinstance(start, Knobs) else load_knobs(start)
 
 
 def usual_start(chip: Chip, model: ExecutionModel) -> Knobs:
-    """Typical shares of GPU kernels in this kind of execution; nothing is known of others."""
+    """Typical shares of GPU kernels in this kind of execution; plain knobs for a CPU."""
     if chip.kind != "gpu":
         return Knobs("datasheet", overlap=3.0)
     return load_knobs("typical-eager" if model.fusion == "none" else "typical-compiled")

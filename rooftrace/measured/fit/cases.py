@@ -1,7 +1,7 @@
 """The cases of a fit: measured times, each with the kernels that took it.
 
 A whole step is one case.  A kernel of a step, or an operation alone, is a case with its own row of
-the table only, so that a fit sees which class was how fast.
+the table only, so that a fit sees the speed of each class.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ use is a page fault every 4 KiB."""
 
 
 class CalibrationError(ValueError):
-    """Measurements that nothing can be fitted to: says what there is and what is needed."""
+    """Measurements do not suffice for a fit: the message says what there is and what is needed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +79,7 @@ def step_case(
     seconds: float,
     group: str = "",
 ) -> Case:
-    """The case of a whole measured step.  Raises CalibrationError for a time that is none."""
+    """The case of a whole measured step.  Raises CalibrationError for a time of 0 or below."""
     if not (isinstance(seconds, (int, float)) and math.isfinite(seconds) and seconds > 0):
         raise CalibrationError(f"{name}: {seconds!r} seconds: expected a time above 0")
     planned = graph if isinstance(graph, Plan) else plan(graph, execution)
@@ -106,7 +106,7 @@ def alone_case(
 ) -> Case | None:
     """The case of an operation that was timed alone, on caches that hold none of its data.
 
-    None for one that tells little of its kernel: too short, or with a result that is mapped anew.
+    None if its time tells little about its kernel: it is too short, or its result is mapped anew.
     """
     values, waits = planned.graph.values, chip.host_waits
     largest = max((values[i].nbytes for op in planned.graph.ops for i in op.outputs), default=0)
@@ -134,9 +134,9 @@ def kernel_cases(
     """
     table, place = kernel_table(planned, chip)
     made = _Cases(planned, chip, table, name, group)
-    for index, one in enumerate(planned.groups):
-        known = [seconds[op] for op in one.ops if op in seconds]
-        if len(known) == len(one.ops):
+    for index, kernel in enumerate(planned.groups):
+        known = [seconds[op] for op in kernel.ops if op in seconds]
+        if len(known) == len(kernel.ops):
             made.add([index], place, sum(known))
     return made.cases
 
@@ -144,10 +144,10 @@ def kernel_cases(
 def profiled_cases(
     planned: Plan, chip: Chip, ops: Sequence[OpTime], name: str, group: str = ""
 ) -> list[Case]:
-    """A case for alike kernels of one op, which the profile has as often as the graph.
+    """A case for all equal kernels of one op, if the profile has as many calls as the graph.
 
-    Calls and ops are compared by name and input shapes.  An op that the profile has in other
-    numbers (as it hides what it is made of, or another step ran in between) gives no case.
+    Calls and ops are compared by name and input shapes.  Other counts give no case: the profile may
+    hide the inner calls of an op, or another step ran in between.
     """
     calls: dict[keys.Key, list[float]] = defaultdict(lambda: [0, 0.0])
     for op in ops:
@@ -155,9 +155,9 @@ def profiled_cases(
         entry[0] += op.count
         entry[1] += op.inclusive
     alike: dict[keys.Key, list[int]] = defaultdict(list)
-    for index, one in enumerate(planned.groups):
-        if len(one.ops) == 1:
-            alike[keys.key_of_op(planned.graph, planned.graph.ops[one.ops[0]])].append(index)
+    for index, kernel in enumerate(planned.groups):
+        if len(kernel.ops) == 1:
+            alike[keys.key_of_op(planned.graph, planned.graph.ops[kernel.ops[0]])].append(index)
     table, place = kernel_table(planned, chip)
     made = _Cases(planned, chip, table, name, group)
     for key, groups in alike.items():
@@ -179,7 +179,7 @@ class _Cases:
         self.cases: list[Case] = []
 
     def add(self, groups: Sequence[int], place: Sequence[int], seconds: float) -> None:
-        """One more: these kernels together took so long."""
+        """Add a case: these kernels together took so long."""
         import numpy as np
 
         waits = self.chip.host_waits
@@ -207,7 +207,7 @@ class _Cases:
 
 
 def predict(cases: Sequence[Case], knobs: Knobs) -> list[float]:
-    """Seconds of each case by these knobs."""
+    """Seconds of each case with these knobs."""
     return [float(t) for t in Stack(cases, knobs).predict(knobs)]
 
 

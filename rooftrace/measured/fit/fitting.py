@@ -1,8 +1,8 @@
-"""From measured times to knobs: a robust fit that says what it does not know.
+"""From measured times to knobs: a robust fit that reports what it cannot identify.
 
 Every number is fitted as a factor (its logarithm is free), around a prior that says how far such a
 factor usually is from where the fit starts.  A number that the measurements tell little about stays
-near its start; such are reported as not identified, and put back to where they started.
+near its start; it is reported as not identified and put back to its start.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _FEWEST_KERNELS = 5
 FEW = ("compute", "memory")
 """The knobs that times of whole steps usually identify."""
 _GAIN = 0.1
-"""Those that are left out are few: a smaller gain on them may be chance."""
+"""The least gain that counts: the left-out groups are few, so a smaller gain may be chance."""
 
 
 @dataclass(frozen=True)
@@ -125,12 +125,13 @@ def _fitted(
 def choose(
     cases: Sequence[Case], start: Knobs, kernels: Sequence[Case] = (), title: str = ""
 ) -> tuple[Fit, dict[str, Errors]]:
-    """The fit with as many free numbers as the measurements support, and what else was tried.
+    """The fit with as many free numbers as the measurements support, and the errors of all tries.
 
-    Two numbers are free, then the overheads too; then both again after the shares of classes were
-    fitted to single kernels.  More of them are kept where that lowers the mean error on what was
-    left out by `_GAIN` of it.  The errors are by what was free; empty where there are too few
-    groups to leave some out, and two numbers it is.  Raises CalibrationError as `fit` does.
+    First two numbers are free, then the overheads too; then both again after the shares of classes
+    were fitted to single kernels.  A try with more free numbers is kept if it lowers the mean error
+    on left-out groups by the share `_GAIN`.  The errors are by the names of the free numbers.  With
+    too few groups to leave some out, two numbers are free and the errors are empty.  Raises
+    CalibrationError as `fit` does.
     """
     _check_one_chip((*cases, *kernels))
     best = fit(cases, start, FEW, title)
@@ -147,26 +148,25 @@ def choose(
     for free, shares in sets:
         if len(cases) < len(free) + _FEWEST_GROUPS:
             continue
-        found = _fitted(cases, shares, free, title)
-        if found.left_out is None:
+        attempt = _fitted(cases, shares, free, title)
+        if attempt.left_out is None:
             continue
         label, alone = ", ".join(free), len(shares.kernels)
-        tried[f"{label}, and shares by {alone} kernels" if alone else label] = found.left_out
-        if found.left_out.mean < (1 - _GAIN) * mean:
-            best, mean = found, found.left_out.mean
+        tried[f"{label}, and shares by {alone} kernels" if alone else label] = attempt.left_out
+        if attempt.left_out.mean < (1 - _GAIN) * mean:
+            best, mean = attempt, attempt.left_out.mean
     return best, tried
 
 
 class _Shares:
-    """Where single kernels leave a start: with all of them, and without those of some groups; each
-    is fitted once."""
+    """Starts fitted to single kernels: to all, or without some groups; each is fitted once."""
 
     def __init__(self, kernels: Sequence[Case], start: Knobs) -> None:
         self.kernels, self.start = kernels, start
         self._known: dict[frozenset[str], tuple[Knobs, tuple[FittedNumber, ...]]] = {}
 
     def without(self, groups: Iterable[str]) -> tuple[Knobs, tuple[FittedNumber, ...]]:
-        """Knobs, and which of their numbers were found."""
+        """Knobs, and which of their numbers were fitted."""
         key = frozenset(groups)
         if key not in self._known:
             seen = [case for case in self.kernels if case.group not in key]
@@ -196,9 +196,9 @@ def _kernels_first(kernels: Sequence[Case], start: Knobs) -> tuple[Knobs, tuple[
 
 
 def _solved(space: Space, stack: Stack) -> tuple[Knobs, tuple[FittedNumber, ...], Array]:
-    """Fit, put what was not identified back to its start, and fit the others again.
+    """Fit, put numbers that were not identified back to their starts, and fit the others again.
 
-    The covariance is of those that were identified.
+    The covariance is that of the identified numbers.
     """
     _, deviations, _ = space.solve(stack)
     known = [d <= UNKNOWN * p for d, p in zip(deviations, space.priors, strict=True)]
@@ -219,7 +219,7 @@ def _solved(space: Space, stack: Stack) -> tuple[Knobs, tuple[FittedNumber, ...]
 
 
 def _left_out(cases: Sequence[Case], shares: _Shares, free: Sequence[str]) -> list[float] | None:
-    """Each case as predicted by a fit that has not seen its group; None with too few groups."""
+    """The prediction of each case by a fit without its group; None with too few groups."""
     groups = sorted({case.group or case.name for case in cases})
     if len(groups) < _FEWEST_GROUPS or len(cases) < len(free) + _FEWEST_GROUPS:
         return None

@@ -1,4 +1,4 @@
-"""Knobs that a fit may change, as a vector: the logarithm of each over where it starts."""
+"""Knobs that a fit may change, as a vector: the logarithm of each over its start."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _PRIORS = {
 """Standard deviation of the logarithm of a knob around its start, before anything is measured;
 "alone": of a share or a number of tiles where single kernels were."""
 _NOISE = 0.08
-"""The same of a measurement around a good prediction, as a first guess."""
+"""Standard deviation of the logarithm of a measurement over a good prediction, as a first guess."""
 _LEAST_NOISE = 0.02
 UNKNOWN = 0.5
 """A knob is not identified where the fit leaves more than this of its prior deviation."""
@@ -117,7 +117,7 @@ class Space:
         return replace(knobs.with_shares(**shares), tiling=tiling, attention=attention)
 
     def solve(self, stack: Stack) -> tuple[Array, Array, Array]:
-        """Where the fit ends, standard errors of the logarithms, and their covariance."""
+        """The fitted vector, standard errors of the logarithms, and their covariance."""
         import numpy as np
         from scipy.optimize import least_squares
 

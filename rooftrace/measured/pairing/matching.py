@@ -1,4 +1,4 @@
-"""The graph that a trace is a run of: of several, the one that matches best."""
+"""The graph of which a trace is a run: of several graphs the best match."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def best_match(
 ) -> Match:
     """The graph that a trace matches best, priced, and how it matches.
 
-    graphs_of: makes the graphs of what ran, by phase.  Raises MeasuredRequestError where nobody
-    says what ran, and ProfileError where the trace matches no graph.
+    graphs_of: makes the graphs by phase of the code that ran.  Raises MeasuredRequestError without
+    it, and ProfileError where the trace matches no graph.
     """
     if graphs_of is None:
         raise MeasuredRequestError(

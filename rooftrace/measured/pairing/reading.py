@@ -1,4 +1,4 @@
-"""Measurements of any kind from a file, told by its contents."""
+"""Reads measurements of any kind from a file; the contents tell the kind."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ Graphs = Mapping[str, OpGraph]
 
 
 class MeasuredRequestError(ValueError):
-    """Measurements that do not go with what was asked; the message quotes them."""
+    """Measurements do not fit the request; the message quotes them."""
 
 
 def read_measured(source: str, use: str) -> Run | Trace | Sequence[StepTime]:
     """The measurements in a file.
 
-    use: what they are wanted for, in an error.  Raises what the reader of the file raises, and
-    MeasuredRequestError for counters, which stand beside a trace only.
+    use: the purpose, in words, for the error.  Raises the errors of the file's reader, and
+    MeasuredRequestError for counters, which are of use beside a trace only.
     """
     kind = kind_of(source)
     if kind == "run":

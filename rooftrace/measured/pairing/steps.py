@@ -1,4 +1,4 @@
-"""Measured steps with the graphs of what ran: from a run file, or from a table of step times."""
+"""Measured steps with the graphs of their code: from a run file, or a table of step times."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def steps_of(
 ) -> list[MeasuredStep]:
     """The measured steps of a run that ran as `model` dispatches, or of a table.
 
-    target: graphs of what ran by phase, or a target in which {target} stands for the name in the
-    measurements, {batch}, {seq}, {kv} and of a table {image_size} for its sizes; None: the names
-    are targets, of a run also models of the suite.  Raises MeasuredRequestError where a run has no
-    such step.
+    target: graphs by phase, or a target in which {target} stands for the name in the measurements,
+    and {batch}, {seq}, {kv} (in a table also {image_size}) for its sizes.  None: the names are
+    targets; in a run they may also be models of the suite.  Raises MeasuredRequestError where a
+    run has no such step.
     """
     if isinstance(measured, Run):
         return steps_of_run(measured, model, target)
@@ -75,8 +75,8 @@ def steps_of_run(
 ) -> list[MeasuredStep]:
     """The models of a run that ran as `execution` dispatches.
 
-    target: graphs of what ran, or a target in which {target} stands for the row's model; without it
-    rows name models of the suite, or targets themselves.  Raises MeasuredRequestError where the
+    target: graphs, or a target in which {target} stands for the row's model; without it rows name
+    models of the suite, or targets.  Raises MeasuredRequestError where the
     run has no such row.
     """
     mode = "eager" if execution_model(execution).dispatch == "eager" else "compiled"
@@ -134,8 +134,11 @@ def _graph_of_row(row: ModelRow, target: str | Graphs | None) -> OpGraph:
 
 
 def _at_sizes(name: str, phase: str, sizes: Mapping[str, int | None]) -> OpGraph:
-    """A phase of a target at these sizes.  A target that makes its own inputs is not told what it
-    does not take; what it has then must be these sizes."""
+    """The graph of a phase of a target at these sizes.
+
+    A target that makes its own inputs does not get sizes that it does not take; its inputs must
+    then have these sizes.
+    """
     from rooftrace.errors import RequestError, TargetError
     from rooftrace.tracer import trace_target
     from rooftrace.tracer.asking import Request

@@ -1,4 +1,4 @@
-"""Measuring a module of the user's: its step on the wall, and the time of every op of its graph."""
+"""Measures a user's module: wall time of its step, and the time of every op of its graph."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def measure(
     name: str = "",
     **kwargs: Any,
 ) -> Run:
-    """Time a step of `model`, called with these arguments, where it is; and each op of its graph.
+    """Time a step of `model`, called with these arguments on its device, and each op of its graph.
 
     The step is what `rooftrace.trace` captures with the same arguments: forward, prefill, decode
     (one token after the prompt that is given), or training with an optimizer, on a copy of the
@@ -49,7 +49,7 @@ def measure(
     phase=phase)`.  budget_s: about how long the timed repetitions may take.
 
     The result is a run with one row: `run.models[0]`.  Raises RequestError for a model on meta, or
-    a phase that it has not, and what the model raises.
+    a phase that it does not have, and the errors of the model.
     """
     device = _device(model)
     bench = Bench(device, budget_s, lambda line: None)
@@ -130,7 +130,7 @@ def profiled_step(
     """Time a step of a module for about so many seconds, then run it once under the profiler.
 
     The module is called with `kwargs`; for decode they are the prompt.  Training changes its
-    weights.  Raises what `real_step` and the module raise; no gradient is left behind.
+    weights.  Raises the errors of `real_step` and of the module; no gradient is left behind.
     """
     try:
         step = real_step(module, real_inputs(module, (), kwargs, phase), phase, compiled=compiled)
@@ -142,7 +142,7 @@ def profiled_step(
 
 
 def _profile(bench: Bench, step: RealStep) -> StepProfile:
-    """On a CPU the quicker of two: there the profiler itself needs a warm-up."""
+    """One profile; on a CPU the quicker of two, as the profiler itself needs a warm-up."""
 
     def once() -> StepProfile:
         state = step.ready()
@@ -182,7 +182,7 @@ def _device(model: Any) -> torch.device:
 
 @contextlib.contextmanager
 def _weights_kept(model: nn.Module, phase: str) -> Iterator[None]:
-    """Training changes weights and running statistics: they are afterwards what they were."""
+    """Restore weights and running statistics at the end of the block; training changes them."""
     tensors = [] if phase != "training" else [*model.parameters(), *model.buffers()]
     copies = [tensor.detach().clone() for tensor in tensors]
     try:
@@ -301,8 +301,9 @@ def measuring(
         steps.run.models[0].median  # seconds
 
     The first two steps warm up, the third goes through the profiler (profile=False: none does), the
-    rest are timed.  device: what is waited for; default cuda where there is one.  compiled: what to
-    write down of how it runs.  Raises RequestError at the end where no step was timed.
+    rest are timed.  device: the device whose work ends a step; default cuda where there is one.
+    compiled: whether the run says "compiled" or "eager".  Raises RequestError at the end where
+    no step was timed.
     """
     steps = StepTimer(name, device or devices.default_device(), profile, compiled)
     yield steps

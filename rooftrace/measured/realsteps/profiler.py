@@ -45,7 +45,7 @@ class StepProfile:
 
 
 def by_op(events: Any, on_cuda: bool) -> StepProfile:
-    """Alike ops together, longest first.
+    """Sums over equal ops, longest first.
 
     On CUDA kernels count for the innermost op that launched them; on a CPU an op counts without the
     ops inside of it.
@@ -78,7 +78,7 @@ def by_op(events: Any, on_cuda: bool) -> StepProfile:
 
 
 def _own(event: Any, on_cuda: bool) -> tuple[float, float, tuple[str, ...]]:
-    """Seconds of an event by itself, with the events inside of it, and the kernels it launched."""
+    """Seconds of an event without and with the events inside of it, and its kernels' names."""
     from torch._C._autograd import DeviceType
 
     if event.device_type != DeviceType.CPU:
@@ -105,7 +105,7 @@ def on_device(events: Any) -> float:
 
 
 def _is_range(event: Any) -> bool:
-    """Whether a device event only repeats a range of the host, with whatever ran inside."""
+    """Whether a device event only repeats a range of the host and its whole content."""
     named = event.name.startswith((RANGE, "Optimizer.", "ProfilerStep"))
     return named or bool(getattr(event, "is_user_annotation", False))
 

@@ -39,7 +39,7 @@ def realized(
 
 
 def _owned(tensor: Tensor, bench: Bench) -> Tensor:
-    """A real tensor in place of one that a module owns; a parameter stays a parameter."""
+    """A real tensor in place of a module's meta tensor; a parameter stays a parameter."""
     real = _filled(tensor, bench)
     return nn.Parameter(real, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else real
 

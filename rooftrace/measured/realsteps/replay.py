@@ -1,6 +1,6 @@
-"""Which op of a graph took how long: the graph runs on real tensors, op by op, under the profiler.
+"""The measured time of each op of a graph that runs on real tensors, op by op, under a profiler.
 
-Every op runs inside a range named after its id, so that whatever it launches belongs to it.  The
+Every op runs inside a range named after its id, so that all kernels inside belong to it.  The
 host is slower than in the module's own run; the kernels are the same.
 """
 
@@ -39,7 +39,7 @@ def attributed(
     tensors: Mapping[str, Tensor] | None = None,
     repetitions: int = 5,
 ) -> Attribution:
-    """The time of every op of `graph`, by its id there; an op in a repeat has that of all.
+    """The time of every op of `graph`, by id; an op in a repeat has the sum of all iterations.
 
     tensors: inputs, parameters and buffers by their names in the graph; what is missing is random
     (whole numbers: zero).  They are not changed.  An op that launched nothing has no entry.  Raises
@@ -102,8 +102,10 @@ def _name(graph: OpGraph, index: int) -> str:
 
 
 def _values(bench: Bench, graph: OpGraph, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What no op makes, by name: the given tensors (copies of those that are written), or random
-    ones."""
+    """Tensors that no op makes, by name: those in `tensors`, or random ones.
+
+    A tensor that the graph writes is copied.
+    """
     changed = {
         graph.values[value].storage
         for op in graph.ops

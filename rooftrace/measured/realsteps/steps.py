@@ -1,7 +1,7 @@
 """Steps that really run: a phase of a module on real tensors, timed, profiled, with its memory.
 
-They run what the tracer captures: the same phases, the same start of backward, and an optimizer
-that keeps fp32 masters of low-precision weights.
+They run the steps that the tracer captures: the same phases, the same start of backward, and an
+optimizer that keeps fp32 masters of low-precision weights.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ def real_step(
     loss: Callable[[Any], Any] | None = None,
     compiled: bool = False,
 ) -> RealStep:
-    """The step that `phase` is, on the device that the module is on.
+    """The step of `phase`, on the module's device.
 
-    Raises RequestError (NoCacheError) for a phase that the module has not, and what the module
-    raises while a decode's prompt runs.
+    Raises RequestError (NoCacheError) for a phase that the module does not have, and the module's
+    errors while a decode's prompt runs.
     """
     device = str(next((t.device for t in module.parameters()), torch.device("cpu")))
     call = ModuleCalls(module, inputs, loss, device).plain_call(phase)
@@ -121,7 +121,7 @@ class Stepped:
         return Stepped(parameters, None if name == "none" else optimizers.optimizer_class(name))
 
     def step(self) -> None:
-        """Take the gradients, step, and set them to None."""
+        """Step with the gradients of the weights, and set them to None."""
         trained = [p for p in self.parameters if p.grad is not None]
         if self.kind is not None:
             if self.optimizer is None:
@@ -156,7 +156,7 @@ class Stepped:
 
 @dataclass(frozen=True)
 class TimedStep:
-    """The times of a step, and its memory: None where the device does not tell."""
+    """The times of a step, and its memory; None where the device does not report it."""
 
     seconds: tuple[float, ...]  # s, on the wall, every repetition
     peak_bytes: int | None  # byte, the most that tensors took
@@ -166,7 +166,7 @@ class TimedStep:
 def timed(
     bench: Bench, step: RealStep, seconds: float, warmups: int = 2, least: int = 3, most: int = 20
 ) -> TimedStep:
-    """`step` again and again for about so many seconds, after warm-ups; no garbage collection."""
+    """Time `step` for about so many seconds, after warm-ups, without garbage collection."""
     for _ in range(warmups):
         step()
     bench.synchronize()

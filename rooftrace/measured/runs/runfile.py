@@ -1,7 +1,8 @@
 """Measurements as plain records, and their file; needs no torch.
 
-A file is one `Run`: what one device did, case by case, with every repetition.  It is written to a
-temporary file beside the target and then renamed, so that a reader sees the old or the new one.
+A file is one `Run`: the measurements of one device, case by case, with every repetition.
+It is written to a temporary file beside the target and then renamed, so that a reader sees the old
+or the new one.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _ADVICE = "measure again with `rooftrace measure --out FILE`"
 
 
 class RunFileError(ValueError):
-    """A file that holds no measurements, or not those that were asked for: quotes it."""
+    """A file holds no measurements, or not those that were asked for; the message quotes it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +131,7 @@ class Run:
 
     @property
     def errors(self) -> tuple[Trouble, ...]:
-        """The cases that were tried and failed."""
+        """The cases that failed."""
         return tuple(trouble for trouble in self.troubles if trouble.failed)
 
     @property
@@ -139,12 +140,12 @@ class Run:
         return tuple(trouble for trouble in self.troubles if not trouble.failed)
 
     def done(self) -> set[str]:
-        """Keys of the cases that need no other try: measured, or failed."""
+        """Keys of the cases that were measured or have failed; they are not tried again."""
         rows = {row.key for row in self.micro} | {row.key for row in self.models}
         return rows | {trouble.key for trouble in self.errors}
 
     def with_row(self, row: MicroRow | ModelRow) -> Run:
-        """The run with one more row, in place of what it had under the same key."""
+        """The run with one more row, which replaces rows and troubles of the same key."""
         troubles = tuple(t for t in self.troubles if t.key != row.key)
         if isinstance(row, MicroRow):
             kept = tuple(other for other in self.micro if other.key != row.key)
@@ -153,7 +154,7 @@ class Run:
         return replace(self, models=(*others, row), troubles=troubles)
 
     def with_trouble(self, key: str, reason: str, failed: bool = True) -> Run:
-        """The run with a case that gave no row, in place of earlier troubles with it."""
+        """The run with a trouble of this key, which replaces earlier troubles of the key."""
         troubles = tuple(t for t in self.troubles if t.key != key)
         return replace(self, troubles=(*troubles, Trouble(key, reason, failed)))
 
@@ -214,7 +215,7 @@ def encoded(run: Run) -> dict[str, Any]:
 
 
 def decoded(data: Mapping[str, Any]) -> Run:
-    """The run of what `encoded` made.  Raises KeyError, TypeError or ValueError for other data."""
+    """The run from values of `encoded`.  Raises KeyError, TypeError or ValueError for others."""
     models = (
         _record(ModelRow, {**row, "ops": tuple(_record(OpTime, op) for op in row.get("ops", ()))})
         for row in data["models"]

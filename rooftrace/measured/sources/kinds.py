@@ -11,7 +11,7 @@ from typing import Literal
 
 
 class ProfileError(ValueError):
-    """A file of measurements that cannot be read, or that does not fit what was asked.
+    """A file of measurements cannot be read, or does not fit the request.
 
     The message names the file, what is wrong, and what to do.
     """
@@ -28,7 +28,7 @@ KINDS: dict[Kind, str] = {
 """Each kind in words."""
 
 _HEAD = 1 << 16
-"""Bytes of a file that are looked at."""
+"""The number of bytes of a file that are examined."""
 _GZIP = b"\x1f\x8b"
 _SCHEMA = re.compile(r'"schema"\s*:\s*"(rooftrace\.[\w.]+/[^"]*)"')
 _TRACE = re.compile(r'"(traceEvents|schemaVersion|deviceProperties|displayTimeUnit|ph)"\s*:')
@@ -37,8 +37,8 @@ _TRACE = re.compile(r'"(traceEvents|schemaVersion|deviceProperties|displayTimeUn
 def kind_of(path: str | os.PathLike[str]) -> Kind:
     """The kind of measurements in a file, plain or gzip, from how it begins.
 
-    Whether the rest can be read is for the reader of that kind to say.  Raises OSError, or
-    ProfileError for a file that begins like none of them.
+    The reader of that kind checks the rest.  Raises OSError, or ProfileError for a file that begins
+    like no kind.
     """
     path = Path(path)
     with path.open("rb") as file:

@@ -1,7 +1,7 @@
-"""One operation to time: what it computes and moves at least, and how it is made and timed.
+"""One operation to time: its least FLOPs and bytes, and how it is made and timed.
 
-A case is data until it is made: its flops and bytes say what it will cost on a device whose speed
-is known, so that a slow device leaves out what a fast one needs.
+A case is data until it is made.  Its flops and bytes predict its time on a device of known speed:
+a slow device leaves out cases that only a fast one can afford.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def usual_precision(on_cuda: bool) -> str:
 
 
 def footprint(case: MicroCase) -> float:
-    """Bytes that the data of a case takes on the device."""
+    """Bytes of the data of a case on the device."""
     if case.kind == "lookup":
         table = case.sizes["entries"] * case.sizes["width"] * element_size(case.sizes["dtype"])
         return float(case.bytes + table)
@@ -63,9 +63,9 @@ def footprint(case: MicroCase) -> float:
 
 
 def measured(case: MicroCase, bench: Bench, seconds: float) -> tuple[float, ...]:
-    """Seconds of one call of `case`, again and again for about so many seconds after a warm-up.
+    """Seconds of each call of `case`, repeated for about so many seconds after a warm-up.
 
-    Raises NotOfferedError, or what torch raises.
+    Raises NotOfferedError, or the errors of torch.
     """
     with (
         torch.inference_mode(),

@@ -17,7 +17,7 @@ from rooftrace.tracer.graph import OpGraph
 
 
 def micro_cases(on_cuda: bool) -> list[MicroCase]:
-    """Every case for such a device, kind by kind; large ones too, whatever they would take."""
+    """Every case for a GPU or a CPU, kind by kind, also those too large for a given device."""
     kinds = (
         _launches,
         products.matmuls,
@@ -65,10 +65,10 @@ class _OnMeta(Bench):
 
 
 def traced_micro(row: MicroRow, on_cuda: bool) -> OpGraph:
-    """The graph of the one call that `row` timed on such a device.
+    """The graph of the call that `row` timed on a GPU or a CPU.
 
-    Raises RunFileError for a row that is about no operation (launches), or that this version does
-    not measure.
+    Raises RunFileError for a row of no operation (launches), or of a case that this version does
+    not have.
     """
     case = _cases(on_cuda).get(row.key)
     if case is None or case.sampler:

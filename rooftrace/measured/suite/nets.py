@@ -1,6 +1,6 @@
-"""Plain torch models of the kinds that people run, for measuring where no model library is there.
+"""Plain torch models of the usual kinds, to measure without a model library.
 
-They are of one piece each and small to read; their sizes are arguments.  Weights are random.
+Each is short and self-contained; their sizes are arguments.  Weights are random.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Gated(nn.Module):
 
 
 class Mixture(nn.Module):
-    """Of several experts each token takes a few; experts run one after the other."""
+    """A mixture of experts: each token takes a few; the experts run one after the other."""
 
     def __init__(self, width: int, hidden: int, experts: int, chosen: int) -> None:
         super().__init__()

@@ -39,10 +39,10 @@ class SuitePlan:
         batch: int | None = None,
         seq: int | None = None,
     ) -> SuitePlan:
-        """A plan with the usual choices for what is None.
+        """A plan with defaults for arguments that are None.
 
         out: measurements/DEVICE-DATE.json.gz.  device: cuda where there is one.  budget_s: 480, of
-        a quick trial 90.  Raises MeasureError for a device that is not there.
+        a quick trial 90.  Raises MeasureError for a device that does not exist.
         """
         device = device or devices.default_device()
         usual = QUICK_S if quick else BUDGET_S

@@ -1,4 +1,4 @@
-"""Operations of the matrix engine: products, attention and convolutions, of which sizes."""
+"""Operations of the matrix engine: products, attention and convolutions, with their sizes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _WEIGHTS = (
     (1001, 999),
     (4095, 4097),
 )
-"""Rows and columns of weights, as linear layers have them, and two that no tile fits."""
+"""Rows and columns of weights: usual linear layers, and two sizes that no tile divides."""
 _FEW_WEIGHTS = ((1024, 1024), (4096, 4096), (8192, 8192), (14336, 4096), (1001, 999))
 
 

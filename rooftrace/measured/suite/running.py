@@ -1,8 +1,7 @@
 """The measurement suite: operations alone, then whole models, on one device, into one file.
 
 It needs torch only; models that come from transformers are left out where it is missing.  A case
-that fails is written down and the next one runs; a second start on the same file goes on where the
-first one ended.
+that fails is recorded and the next one runs; a second start on the same file continues the first.
 """
 
 from __future__ import annotations
@@ -37,9 +36,9 @@ from rooftrace.tracer.asking import Request, names
 from rooftrace.tracer.graph import dtype_name
 
 _FULL_FLOPS = 2e13
-"""FLOP/s of a device from which models run at full size."""
+"""The least FLOP/s of a device that runs models at full size."""
 _SELDOM_COMPILED = ("experts", "recurrent")
-"""Kinds of models that the compiler leaves in pieces; they are compiled where they are named."""
+"""Kinds of models that the compiler splits into pieces; they are compiled only if named."""
 
 
 def measure_suite(
@@ -48,12 +47,11 @@ def measure_suite(
     on_hang: Hang | None = None,
     clock: Clock = time.monotonic,
 ) -> Run:
-    """Measure what `plan` says into its file, and return all that the file holds then.
+    """Measure the cases of `plan` into its file, and return the whole content of that file.
 
-    on_hang: called from another thread where a case cannot be interrupted; None waits.  clock: what
-    the budget is counted by.  Raises
-    MeasureError for a device that is not there or was lost, or a file of another device;
-    RunFileError for a file that is no run; TargetError for a name that is none.
+    on_hang: called from another thread if a case cannot be interrupted; None waits.  clock: tells
+    the time for the budget.  Raises MeasureError for a device that does not exist or was lost, or a
+    file of another device; RunFileError for a file that is no run; TargetError for an unknown name.
     """
     if not (math.isfinite(plan.budget_s) and plan.budget_s > 0):
         raise MeasureError(f"--budget {plan.budget_s!r}: expected a number of seconds above 0")
@@ -143,7 +141,7 @@ def probed(bench: Bench) -> Speed:
 
 
 def in_order(cases: Iterable[MicroCase], speed: Speed) -> list[MicroCase]:
-    """Kind by kind in turns; of each kind every fourth first, from the cheapest to the dearest."""
+    """The cases in order of trial: kinds take turns; in each, every fourth by cost first."""
     kinds: dict[str, list[MicroCase]] = {}
     for case in sorted(cases, key=speed.floor):
         kinds.setdefault(case.kind, []).append(case)
@@ -326,7 +324,7 @@ def _model_row(
 
 
 def _targets(plan: SuitePlan) -> tuple[list[SuiteModel], list[str]]:
-    """The models of the suite, and the other targets, that the names stand for.
+    """The models of the suite and the other targets with the plan's names.
 
     Raises TargetError for a name that is neither.
     """
@@ -358,7 +356,7 @@ def _named_cases(session: Session, models: Sequence[SuiteModel], others: Sequenc
 
 
 def _target(session: Session, target: str) -> None:
-    """Every phase that a target has, with random weights, each op of its graph apart."""
+    """Measure every phase of a target with random weights, and each op of its graph."""
     plan = session.plan
     request = Request(plan.batch, plan.seq)
     sizes = {k: v for k, v in (("batch", plan.batch), ("seq", plan.seq)) if v is not None}

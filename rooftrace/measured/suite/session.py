@@ -1,6 +1,6 @@
-"""One measurement session: what is planned, the run so far, the time left, how a case is tried.
+"""One measurement session: the plan, the run so far, the time left, how a case is tried.
 
-A case that fails, takes too long or hangs is written down, and the next one runs.
+A case that fails, takes too long or hangs is recorded, and the next one runs.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from rooftrace.measured.suite.cases import NotOfferedError
 from rooftrace.measured.suite.plan import SuitePlan
 
 _GRACE_S = 20.0
-"""How long after its limit a case that cannot be interrupted may go on."""
+"""Seconds that a case that cannot be interrupted may run beyond its limit."""
 
 
 class CaseTimeoutError(Exception):
-    """A case took longer than it may."""
+    """A case took longer than its limit."""
 
 
 class DeviceLostError(MeasureError):
-    """The device answers nothing any more."""
+    """The device does not respond any more."""
 
 
 Hang = Callable[["Session"], None]
 Clock = Callable[[], float]
-"""Seconds since some moment, as `time.monotonic` tells them."""
+"""A clock such as `time.monotonic`: seconds since some moment."""
 
 
 class Session:
@@ -76,10 +76,10 @@ class Session:
         return key in self._done
 
     def attempt(self, key: str, limit_s: float, work: Callable[[], MicroRow | ModelRow]) -> bool:
-        """Try a case; its row, or why there is none, is in the run afterwards.
+        """Try a case; afterwards the run has its row, or the reason why there is none.
 
-        Raises DeviceLostError where the device does not even synchronize any more, and what is
-        wrong with a target.
+        Raises DeviceLostError if the device does not even synchronize any more, and the errors of a
+        target.
         """
         if self.is_done(key):
             return True
@@ -116,12 +116,12 @@ class Session:
         return False
 
     def leave_out(self, key: str, reason: str) -> None:
-        """Write down that a case was not tried; nothing where it was, once."""
+        """Record that a case was left out, unless it was already measured or tried."""
         if not self.is_done(key):
             self.add_trouble(key, reason, failed=False)
 
     def add(self, row: MicroRow | ModelRow) -> None:
-        """Put a row into the run, and the run into its file."""
+        """Add a row to the run, and write the run to its file."""
         self.run = self.run.with_row(row)
         self._done.add(row.key)
         self._added()
@@ -159,7 +159,7 @@ class Session:
         self.note(f"clocks, {when}: {read}" if read else None)
 
     def counts(self) -> str:
-        """How much there is."""
+        """The numbers of rows, errors and left-out cases, in words."""
         run = self.run
         return (
             f"{len(run.micro)} operations, {len(run.models)} model steps, "
@@ -183,7 +183,7 @@ class Session:
 
 
 class _Watch:
-    """Calls `alarm` from a thread of its own where a block takes longer than it says."""
+    """Calls `alarm` from its own thread if a block takes longer than its limit."""
 
     def __init__(self, alarm: Callable[[], None]) -> None:
         self._alarm, self._until = alarm, math.inf
@@ -210,7 +210,7 @@ class _Watch:
 
 @contextlib.contextmanager
 def _alarm(seconds: float) -> Iterator[None]:
-    """Raise CaseTimeoutError inside after so many seconds; where signals can, as on Unix."""
+    """Raise CaseTimeoutError inside after so many seconds, on systems with signals (Unix)."""
     in_main = threading.current_thread() is threading.main_thread()
     if not in_main or not hasattr(signal, "setitimer"):
         yield
@@ -235,7 +235,7 @@ def first_line(error: BaseException) -> str:
 
 
 def free() -> None:
-    """Give memory that nothing uses back to the device."""
+    """Return unused memory to the device."""
     gc.collect()
     if torch.cuda.is_available():
         with contextlib.suppress(RuntimeError):
@@ -243,7 +243,7 @@ def free() -> None:
 
 
 def start_again(session: Session) -> None:
-    """Write down the case that hangs, and replace this process by one that goes on after it."""
+    """Record the case that hangs, and replace this process by one that continues after it."""
     key = session.current
     session.add_trouble(key, "could not be interrupted: it hangs")
     session.flush()

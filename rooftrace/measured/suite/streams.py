@@ -1,4 +1,4 @@
-"""Operations that move bytes: elementwise, along rows, copies and look-ups, of which sizes."""
+"""Operations that move bytes: elementwise, along rows, copies and look-ups, with their sizes."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ Settings = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class SuiteModel:
-    """One model of the suite: how it is built at each scale, and what it is called with."""
+    """One model of the suite: how it is built at each scale, and its inputs."""
 
     name: str
     kind: str  # the sort of model; a short budget is spread over the kinds
@@ -32,7 +32,7 @@ class SuiteModel:
     channels_last: bool = False
 
     def dtype(self, device: str) -> torch.dtype:
-        """The precision of its weights on such a device."""
+        """The precision of its weights on this kind of device."""
         if device.startswith("cpu"):
             return torch.float32
         return torch.float16 if self.kind == "convolution" else torch.bfloat16
@@ -61,7 +61,7 @@ class Make:
 
     @staticmethod
     def on(device: str, dtype: torch.dtype, channels_last: bool = False) -> Make:
-        """Random ones (on meta: sizes only, but for token ids, which stay known)."""
+        """Random tensors; on meta only sizes, except token ids, whose values stay known."""
         layout = torch.channels_last if channels_last else torch.contiguous_format
 
         def floats(*shape: int) -> Tensor:

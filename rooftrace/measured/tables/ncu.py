@@ -1,4 +1,4 @@
-"""Kernels that Nsight Compute measured: its CSV, `--page raw` or `--page details`.
+"""Reads the CSV of Nsight Compute, `--page raw` or `--page details`: counters by kernel.
 
 The raw page has a column for each metric and a second line with the units; the details page has a
 line for each metric.  Lines that ncu prints before the table ("==PROF== ...") are skipped.
@@ -33,7 +33,7 @@ for _prefix, _factor in (("k", 1e3), ("m", 1e6), ("g", 1e9), ("t", 1e12)):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelCounters:
-    """The counters of a chip for one launch."""
+    """The counters of one launch of a kernel."""
 
     index: int  # of the launch in the file
     name: str
@@ -58,8 +58,8 @@ class KernelCounters:
 def read_counters(path: str | os.PathLike[str]) -> tuple[KernelCounters, ...]:
     """The launches in a CSV file of Nsight Compute, in order.
 
-    Raises FileNotFoundError, or ProfileError for a file that is no such CSV, lacks a metric, or
-    has a cell that is no number or has no known unit.
+    Raises FileNotFoundError, or ProfileError for another kind of file, a missing metric, or a cell
+    that is no number or has no known unit.
     """
     path = Path(path)
     rows = tabular.lines(path)

@@ -53,7 +53,7 @@ _PREFIXES = {"infer_": "forward", "train_": "training"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTime:
-    """One measured step of a table.  None is what the table does not say."""
+    """One measured step of a table.  A field that the table does not have is None."""
 
     target: str  # what ran, as the table names it
     seconds: float  # s, of one step
@@ -71,7 +71,7 @@ class StepTime:
 
 @dataclass(frozen=True, slots=True)
 class _Columns:
-    """Which column of the header says what."""
+    """The columns of the header by their meaning."""
 
     text: Mapping[str, str]
     whole: Mapping[str, str]
@@ -121,16 +121,16 @@ def _columns(path: Path, line: int, header: Sequence[str]) -> _Columns:
         plain[short] = name
 
     def pick(meaning: str, spellings: Sequence[str]) -> str | None:
-        found = [plain[s] for s in spellings if s in plain]
-        if len(found) > 1 and meaning != "target":
+        columns = [plain[s] for s in spellings if s in plain]
+        if len(columns) > 1 and meaning != "target":
             raise ProfileError(
-                f"{path}: line {line}: columns {found[0]!r} and {found[1]!r} both say {meaning}: "
-                "keep one of them"
+                f"{path}: line {line}: columns {columns[0]!r} and {columns[1]!r} both say "
+                f"{meaning}: keep one of them"
             )
-        return found[0] if found else None
+        return columns[0] if columns else None
 
-    text = {key: found for key, names in _TEXT.items() if (found := pick(key, names))}
-    whole = {key: found for key, names in _WHOLE.items() if (found := pick(key, names))}
+    text = {key: column for key, names in _TEXT.items() if (column := pick(key, names))}
+    whole = {key: column for key, names in _WHOLE.items() if (column := pick(key, names))}
     if "target" not in text:
         raise ProfileError(
             f"{path}: line {line}: no column for what ran (model, target or name) among "

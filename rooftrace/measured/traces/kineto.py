@@ -1,7 +1,7 @@
 """Traces of torch.profiler (Kineto, in Chrome's format; plain or gzip), read as a stream.
 
-Of every event only what a record needs is kept, in columns, so that memory follows the number of
-ops and kernels and not the size of the file.  How ops nest and who launched what is in `linking`.
+Of every event only the fields of a record are kept, in columns, so that memory grows with the
+number of ops and kernels, not with the size of the file.  `linking` finds nesting and launches.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def _events(path: Path, file: IO[bytes]) -> Iterator[Mapping[str, Any]]:
 
 
 def _devices(file: IO[bytes]) -> dict[int, str]:
-    """Numbered of the devices by number, from the head of the file."""
+    """Names of the devices by number, from the head of the file."""
     text = file.read(1 << 16).decode("utf-8", "replace")
     file.seek(0)
     head = re.search(r'"deviceProperties"\s*:\s*', text)
@@ -138,7 +138,7 @@ def _first_byte(file: IO[bytes]) -> bytes:
 
 
 class _Reader:
-    """Collects what events say.  Times are kept in seconds since the first one."""
+    """Collects the records of events.  Times are kept in seconds since the first event."""
 
     def __init__(self) -> None:
         self.ops, self.kernels = Ops(), Kernels()
@@ -163,7 +163,7 @@ class _Reader:
             taker(event)
 
     def _taker(self, category: str) -> Callable[[Mapping[str, Any]], None] | None:
-        """What to do with events of a category, None for nothing; old versions write capitals."""
+        """The handler for events of a category, None to skip them; old versions write capitals."""
         if category in _DEVICE_WORK:
             return partial(self._kernel, _DEVICE_WORK[category])
         if category.endswith(("_runtime", "_driver")) or category == "runtime":
@@ -272,20 +272,20 @@ class _Reader:
         tables = (self.ops.start, self.kernels.start, self.launches.start, self.modules.start)
         earliest = min(
             *(min(starts, default=0.0) for starts in tables),
-            *(one.start for listed in ranges for one in listed),
+            *(timed.start for listed in ranges for timed in listed),
             0.0,
         )
         for starts in tables:
             _shift(starts, earliest)
         for listed in ranges:
-            listed[:] = [replace(one, start=one.start - earliest) for one in listed]
+            listed[:] = [replace(timed, start=timed.start - earliest) for timed in listed]
         waits = self.launches.waits
         waits[:] = [(start - earliest, end - earliest) for start, end in waits]
 
     def profile(self, source: str) -> Trace:
         """The records, linked; times since the earliest event, wherever in the file it stands."""
         self._begin_at_zero()
-        annotations = tuple(sorted(self.annotations, key=lambda one: (one.start, -one.duration)))
+        annotations = tuple(sorted(self.annotations, key=lambda span: (span.start, -span.duration)))
         linked = link(
             self.ops, self.kernels, self.launches, self.modules, annotations, self.device_steps
         )
@@ -308,7 +308,7 @@ def _shift(starts: array[float], by: float) -> None:
 
 
 def _external(facts: Mapping[str, Any]) -> int:
-    """The id that ties a kernel to the op around its launch; spelled so or so by version."""
+    """The id that ties a kernel to the op around its launch; its key depends on the version."""
     number = facts.get("External id", facts.get("external id", NONE))
     return number if isinstance(number, int) else NONE
 

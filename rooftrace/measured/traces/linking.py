@@ -1,12 +1,12 @@
-"""How the events of a trace hang together: who called whom, who launched what, in which step.
+"""Links the events of a trace: callers of ops, launches of kernels, and their steps.
 
 Ops and module calls nest in time on their thread.  A kernel belongs to the op with its external id,
 else to the innermost op around the runtime call that has its correlation.
 
 A kernel belongs to the step in which the host launched it, on whatever thread, and not to the one
-in which the device runs it: the device lags behind.  Where the launch is not in the trace, the
-numbers of the launches (correlations rise) say between which two it was; what the host launched
-before the trace begins is in no step.
+in which the device runs it: the device lags behind.  If the trace lacks the launch, its number
+tells between which two launches it was, because correlations rise.  Kernels that the host launched
+before the trace begins are in no step.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from rooftrace.measured.traces.records import (
 
 STEP = re.compile(r"ProfilerStep#\d+")
 _NAMED_STEP = re.compile(r"(train(ing)?[ _]?)?(step|iter(ation)?)[ _#:]*\d*", re.IGNORECASE)
-"""What people call the range around a step: record_function("step"), "iteration 3"."""
+"""Usual names of the range around a step: record_function("step"), "iteration 3"."""
 _SLACK = 0.5e-9
 """Seconds: times are written with three decimals of a microsecond."""
 
@@ -63,7 +63,7 @@ class Launches:
 
 
 class ModuleSpans:
-    """ModuleSpans of modules."""
+    """The calls of modules, as columns: name, start, duration and thread."""
 
     def __init__(self) -> None:
         self.names = Numbered()
@@ -209,8 +209,8 @@ def by_time(
 
 
 class Linked(NamedTuple):
-    """The steps of a trace; the name of their marks, "" without any; what cuts other steps out of
-    it; how kernels were put into steps."""
+    """The steps of a trace; the name of their marks ("" without any); a Cutter for other steps; and
+    how kernels were put into steps."""
 
     steps: tuple[TraceStep, ...]
     marked_by: str
@@ -219,7 +219,7 @@ class Linked(NamedTuple):
 
 
 def _marks(annotations: Sequence[Annotation]) -> list[Annotation]:
-    """The ranges around steps: those of the profiler's schedule, else those that are named so."""
+    """The ranges around steps: those of the profiler's schedule, else those named like a step."""
     for pattern in (STEP, _NAMED_STEP):
         marks: list[Annotation] = []
         for annotation in annotations:
@@ -242,7 +242,7 @@ def _moments(
     launches: Launches,
     ranges: Sequence[tuple[float, float, float]],
 ) -> tuple[array[float], list[str]]:
-    """When the host launched each kernel, and how that is known.
+    """When the host launched each kernel, and the source of that time.
 
     ranges: of each step, when it begins and ends on the device, and when it begins on the host.
     """
@@ -275,7 +275,7 @@ def _moments(
 def _placements(
     kernels: Kernels, how: Sequence[str], steps: Sequence[TraceStep], marked: bool
 ) -> tuple[Placement, ...]:
-    """How many kernels were put where, and by what; most seconds first."""
+    """The kernels that each rule placed, as sums; most seconds first."""
     inside = {index for step in steps for index in step.kernels}
     by_rule: dict[str, list[int]] = {}
     for index, known in enumerate(how):
@@ -294,7 +294,7 @@ def _placements(
 
 
 class Cutter:
-    """Cuts steps out of a trace by when the host begins and ends them."""
+    """Cuts steps out of a trace at the times when the host begins and ends them."""
 
     def __init__(
         self,
@@ -318,7 +318,7 @@ class Cutter:
         self.host_end = _last(zip(ops.start, ops.duration, strict=True))
 
     def __call__(self, name: str, start: float, end: float) -> TraceStep:
-        """The step of what the host called and launched from `start` until `end`."""
+        """The step with all calls and launches of the host from `start` until `end`."""
         return self._step(
             name,
             start,

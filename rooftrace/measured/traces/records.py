@@ -105,14 +105,14 @@ Record = TypeVar("Record", CpuOp, Kernel)
 
 
 class Numbered:
-    """Values by number; equal values are kept once."""
+    """Values with numbers; equal values are kept once."""
 
     def __init__(self) -> None:
         self.items: list[Any] = []
         self._numbers: dict[Any, int] = {}
 
     def number(self, item: Any) -> int:
-        """The number of `item`, a new one where it is new."""
+        """The number of `item`; a new item gets the next number."""
         number = self._numbers.get(item)
         if number is None:
             number = self._numbers[item] = len(self.items)
@@ -269,15 +269,15 @@ class OpSum:
 
     @property
     def seconds(self) -> float:
-        """Device seconds, or without kernels those of the host itself."""
+        """Device seconds; in a trace without kernels the host's own seconds."""
         return self.self_cpu_seconds if self.device_seconds is None else self.device_seconds
 
 
 class Cut(Protocol):
-    """Makes steps of parts of a trace."""
+    """Makes steps from parts of a trace."""
 
     def __call__(self, name: str, start: float, end: float) -> TraceStep:
-        """The step of what the host called and launched from `start` until `end`."""
+        """The step with all calls and launches of the host from `start` until `end`."""
 
     def all(self) -> TraceStep:
         """One step of everything."""

@@ -1,6 +1,6 @@
 """Predicted beside measured: one step, one kernel, one class of kernels.
 
-Errors are (predicted - measured) / measured.  What was not measured is None, never 0.
+Errors are (predicted - measured) / measured.  A value that was not measured is None, never 0.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LINES: Mapping[str, str] = {
     "training": "training",
     "decode": "decode",
 }
-"""The line of the summary that a phase counts for; others have a line of their own."""
+"""The line of the summary that a phase belongs to; other phases have their own lines."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +113,7 @@ class NodeCheck:
             "part": row.part,
             "count": row.count,
             "ops": len(row.ops),
-            "ops_found": node.found,
+            "ops_found": node.measured_ops,
             "predicted_s": node.predicted,
             "measured_s": node.measured,
             "miss_s": None if node.measured is None else node.miss,
@@ -196,8 +196,7 @@ def node_checks(
 
 
 def dram_by_row(estimate: Estimate, counted: Mapping[int, float]) -> dict[int, float]:
-    """Bytes by the index of a row, from bytes by op id; rows with an op that is not there are left
-    out."""
+    """Bytes by the index of a row, from bytes by op id; rows with an uncounted op are left out."""
     standing: Counter[int] = Counter()  # an op may stand in two rows: at the edge of iterations
     for row in estimate.rows:
         standing.update(dict.fromkeys(row.ops, row.count))
@@ -212,7 +211,7 @@ def dram_by_row(estimate: Estimate, counted: Mapping[int, float]) -> dict[int, f
 
 
 def other_device(name: str, kind: str, chip: Chip) -> str:
-    """A sentence where what was measured is not this chip; "" where it is, or may be.
+    """A sentence if the measured device is not this chip; "" if it is, or may be.
 
     name: what the device calls itself, "" where unknown; kind: gpu or cpu.
     """

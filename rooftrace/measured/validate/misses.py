@@ -1,7 +1,7 @@
 """Each kernel as predicted beside what was measured, and a likely reason where the two differ.
 
-A reason is what the numbers show (a share of the bandwidth, kernels that were not fused), never a
-fit.  Predicted seconds are `t_device`, the gap between kernels included.
+A reason comes from the numbers (a share of the bandwidth, kernels that were not fused), never from
+a fit.  Predicted seconds are `t_device`, the gap between kernels included.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class Node:
     row: Row
     predicted: float  # s, all launches that the row stands for
     measured: float | None  # s, of the same launches; None where the run has none of its ops
-    found: int  # how many of its ops the run has
+    measured_ops: int  # how many of its ops the run has
     kernels: float | None  # that the run launched for one of ours; None where it does not say
     reason: str  # why the two differ, as far as the numbers show; "" where they are close
 
     @property
     def miss(self) -> float:
-        """measured - predicted [s]; what is not in the run was predicted for nothing."""
+        """measured - predicted [s]; a kernel that is not in the run counts as measured 0."""
         return (self.measured or 0.0) - self.predicted
 
 
@@ -76,7 +76,7 @@ def _node(
             row=row,
             predicted=predicted,
             measured=None,
-            found=0,
+            measured_ops=0,
             kernels=None,
             reason="not in the run",
         )
@@ -90,7 +90,7 @@ def _node(
         row=row,
         predicted=predicted,
         measured=measured,
-        found=len(here),
+        measured_ops=len(here),
         kernels=kernels,
         reason=reason,
     )

@@ -1,7 +1,7 @@
 """The op of a graph that each second of a run's row belongs to.
 
-A replay names ops by id.  The profiler has alike calls together, by name and input shapes, with
-their own time, and in newer runs the time with what ran inside of them.
+A replay names ops by id.  The profiler sums equal calls, by name and input shapes, with their own
+time and, in newer runs, the time that includes inner calls.
 """
 
 from __future__ import annotations
@@ -65,10 +65,10 @@ class RowSeconds:
 def seconds_of_row(row: ModelRow, estimate: Estimate) -> RowSeconds:
     """The measured seconds of a row's ops, by op of `estimate.graph`.
 
-    Calls with the name and shapes of an op are its own, as many as the graph has; the rest, and
-    calls with other names, are parts of ops (a copy, a parameter of an optimizer's step), or
-    strays.  What else ran inside of an op is its own too, and is taken from the strays.  Seconds
-    are shared among the ops that are alike, as their predicted seconds are.
+    Calls with the name and shapes of an op belong to it, up to the graph's number of such ops.
+    Other calls are parts of ops (a copy, a parameter of an optimizer's step), or strays.  Time of
+    calls inside of an op belongs to it too, and is taken from the strays.  Equal ops share seconds
+    in proportion to their predicted seconds.
     """
     total = row.attributed + (row.unattributed or 0.0)
     if row.source == "replay":
@@ -103,7 +103,7 @@ def seconds_of_row(row: ModelRow, estimate: Estimate) -> RowSeconds:
 
 
 def _less(strays: Sequence[Stray], seconds: float) -> list[Stray]:
-    """Strays without seconds that are known to be in ops, though not in which of the strays."""
+    """Strays less the seconds that belong to ops, where it is unknown which strays they were."""
     total = sum(stray.seconds for stray in strays)
     if not seconds:
         return list(strays)
@@ -114,7 +114,7 @@ def _less(strays: Sequence[Stray], seconds: float) -> list[Stray]:
 
 
 class _Kernels:
-    """The kernels of an estimate by what calls are compared by, and the seconds that are theirs."""
+    """The kernels of an estimate by the keys of calls, and their measured seconds."""
 
     def __init__(self, estimate: Estimate) -> None:
         graph = estimate.graph
@@ -134,7 +134,7 @@ class _Kernels:
                 self._weights[index] += row.timing.t_device / len(row.ops)
 
     def own_share(self, key: keys.Key, calls: int) -> float:
-        """Share of so many calls that are ops of the graph themselves."""
+        """Share of these calls that are ops of the graph themselves."""
         launches = self.launches[key]
         if not launches or calls < _FEWEST * launches:
             return 0.0
@@ -150,8 +150,10 @@ class _Kernels:
         return ()
 
     def fill(self, whole: Mapping[keys.Key, float], most: float) -> float:
-        """Raise the seconds of ops to those with all that ran inside, by at most so many in all;
-        by how many."""
+        """Raise the seconds of ops to those that include inner calls, by at most `most` in all.
+
+        Returns the seconds added.
+        """
         missing = {
             key: seconds - sum(self.seconds.get(index, 0.0) for index in self.exact[key])
             for key, seconds in whole.items()

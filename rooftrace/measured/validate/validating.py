@@ -1,4 +1,4 @@
-"""Predicted against measured: traces what ran, prices it, and sets the two side by side."""
+"""Predicted against measured: traces the measured code, prices it, and compares the two."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ def validated(
 ) -> Validation:
     """Measurements of any kind, beside their predictions.
 
-    measured: a file of any kind that `kind_of` knows, or what its reader returned.  graphs_of:
-    makes the graphs of what ran, by phase; template: a target for the names in the measurements,
+    measured: a file of any kind that `kind_of` knows, or its reader's result.  graphs_of: makes the
+    graphs by phase of the measured code; template: a target for the names in the measurements,
     without graphs.  phases: only these.  counters: a CSV of Nsight Compute of the same step as a
     trace.  A step that does not trace is left out and reported.
 
-    Raises MeasuredRequestError where the two do not go together, and what the readers raise.
+    Raises MeasuredRequestError where the two do not fit together, and the errors of the readers.
     """
     source = ""
     tell = progress or (lambda _: None)
@@ -204,11 +204,11 @@ def validate_trace(
     counters: str | os.PathLike[str] | None,
     tell: Tell,
 ) -> Validation:
-    """A trace beside the graph of what ran: op by op, and its steps.
+    """A trace beside the graph of the measured code: op by op, and its steps.
 
     graphs_of: makes the graphs by phase; of several the one that matches best is taken, and a note
     says so.  counters: a CSV of Nsight Compute of the same step.  Raises ProfileError where the
-    trace, or the counters, are of none of them.
+    trace or the counters match none of them.
     """
     counts = None if counters is None else read_counters(counters)
     match = best_match(trace, graphs_of, chip, model, tell)
@@ -226,7 +226,7 @@ def validate_trace(
     if counts is not None:
         seen = counted(alignment, counts, os.fspath(counters or ""))
         dram = dram_by_row(priced, seen.bytes)
-        about = f"{seen.found:,} of {units.plural(seen.kernels, 'kernel')}"
+        about = f"{seen.with_counters:,} of {units.plural(seen.kernels, 'kernel')}"
         notes.append(f"counters of {about}: {_traffic(priced, dram)}")
     return Validation(
         kind="trace",

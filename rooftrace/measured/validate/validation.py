@@ -1,4 +1,4 @@
-"""A validation: measurements beside what was predicted for them, and the errors of both."""
+"""A validation: measurements beside their predictions, and the errors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rooftrace.measured.validate.checks import LINES, ClassCheck, NodeCheck, Ste
 
 SCHEMA = "rooftrace.validation/1"
 _IN_JSON = 100
-"""How many nodes and calls, the worst, are in the JSON; nodes.csv has every node."""
+"""The number of worst nodes and calls in the JSON; nodes.csv has every node."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +84,7 @@ class Validation:
         sums: dict[str, list[float]] = defaultdict(lambda: [0, 0.0, 0.0, 0.0])
         for check in self.nodes:
             node = check.node
-            if node.measured and node.found == len(node.row.ops):
+            if node.measured and node.measured_ops == len(node.row.ops):
                 entry = sums[check.kind]
                 entry[0] += node.row.count
                 entry[1] += node.predicted

@@ -24,7 +24,7 @@ _WORDS = {"true": True, "false": False}
 
 
 def check_assumption(key: str, value: Any) -> None:
-    """Raise RequestError for a kind that there is not, or a value that it does not take."""
+    """Raise RequestError for an unknown kind, or for a value that the kind does not take."""
     kind, at, module = key.partition("@")
     if kind not in ASSUMABLE or (at and not module):
         raise RequestError(
@@ -62,9 +62,9 @@ def parse_assumption(text: str) -> tuple[str, Any]:
 
 
 def decided(assume: Mapping[str, Any], kind: str, where: str) -> Any:
-    """What the user decided for `kind` in the module `where`; None where nothing.
+    """The user's value for assumptions of `kind` in the module `where`; None without one.
 
-    A key that names the module counts before one that does not; of several the last.
+    A key that names a module wins over a key that names none; of several the last one wins.
     """
     for key, value in reversed(tuple(assume.items())):
         name, _, pattern = key.partition("@")

@@ -1,7 +1,7 @@
-"""What a call or a command asks for, as one record; what nothing would use is refused.
+"""What a call or a command asks for, as one record.
 
-Every source takes the same arguments.  What a source cannot honour is an error with the nearest
-name of what it can: an argument that changes nothing would be believed.
+Every source takes the same arguments.  An argument that a source cannot use is an error, which
+quotes the nearest name that it can use; else the user would believe that it had an effect.
 """
 
 from __future__ import annotations
@@ -36,12 +36,13 @@ WHOLE = ("request", "options")
 """Records in place of their fields."""
 ARGUMENTS = (*PHASE, *SIZES, "trust_remote_code", *HOW, *PRICES, *WHOLE)
 _SLIP = 0.8
-"""How like one of our names an argument of a forward with **kwargs must be to be a slip."""
+"""How similar (0 to 1) an unknown argument of a forward with **kwargs must be to one of our names
+to count as a misspelling of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Job:
-    """A source, the arguments of its call, and everything that is asked of it."""
+    """The full request: a source, the arguments of its call, and what to do with it."""
 
     source: Any  # a module, a step, a graph, graphs by phase, or what names a target or a file
     args: tuple[Any, ...] = ()  # of the call of a module or a step
@@ -106,17 +107,17 @@ class Job:
 
     @property
     def is_called(self) -> bool:
-        """Whether arguments of a call are there."""
+        """Whether the job has arguments for a call of the source."""
         return bool(self.args or self.kwargs)
 
     @property
     def is_sized(self) -> bool:
-        """Whether sizes are asked for."""
+        """Whether the job asks for sizes (batch, seq, kv, inputs)."""
         return any(name in self.explicit for name in SIZES)
 
     @property
     def name(self) -> str:
-        """The target or file that is named; for an object "this source"."""
+        """The name of the target or file; "this source" for an object."""
         return os.fspath(self.source) if self.is_named else "this source"
 
     # -- other jobs --------------------------------------------------------------------------------
@@ -130,7 +131,7 @@ class Job:
         )
 
     def of_one_phase(self) -> Job:
-        """This job with the phase `forward`, where none is asked for and the source has several."""
+        """This job with the phase `forward`, unless it names a phase or its source has only one."""
         if self.phases is not None or self.is_graph or self.is_step:
             return self
         job = replace(self, phases=("forward",))
@@ -153,7 +154,7 @@ class Job:
                 raise UnusedError(name, _shown(self.value(name)), reason)
 
     def _check_source(self) -> None:
-        """Raise UnusedError for what a source of this kind cannot be asked."""
+        """Raise UnusedError for an argument that a source of this kind has no use for."""
         if self.is_graph:
             self.refuse(
                 SIZES,
@@ -186,7 +187,7 @@ class Job:
                 )
 
     def _check_module(self) -> None:
-        """Raise RequestError for a source of no kind that there is."""
+        """Raise RequestError for a source that is no module, step, graph or name of one."""
         from torch import nn
 
         if not isinstance(self.source, nn.Module):
@@ -205,7 +206,7 @@ class Job:
             self.refuse(used, f"it is for training, and this is {names}")
 
     def check_used(self, graphs: Mapping[str, OpGraph]) -> None:
-        """Raise UnusedError for an argument that none of these graphs could feel."""
+        """Raise UnusedError for an argument that changes none of these graphs."""
         self.check_phases(tuple(graphs))
         if not any(value.role == "kv" for graph in graphs.values() for value in graph.values):
             self.refuse(("kv_dtype",), f"no cache is kept in {', '.join(graphs)}")
@@ -263,9 +264,9 @@ def _sorted(
 
 
 def _read(arguments: Mapping[str, Any], job: Job) -> Job:
-    """The job with what these arguments, whose names are among ARGUMENTS, say.
+    """The job with these arguments read into its fields; their names are among ARGUMENTS.
 
-    Raises RequestError for two that say the same.
+    Raises RequestError for two arguments that set the same field.
     """
     for first, other in (
         PHASE,
@@ -305,7 +306,7 @@ def _read(arguments: Mapping[str, Any], job: Job) -> Job:
 
 
 def _phases(value: Any) -> tuple[str, ...] | None:
-    """One phase or several, as a tuple.  Raises RequestError for what names none."""
+    """One phase or several, as a tuple.  Raises RequestError for any other value."""
     if value is None or isinstance(value, str):
         return None if value is None else (value,)
     several = isinstance(value, Iterable) and not isinstance(value, Mapping)
@@ -316,7 +317,7 @@ def _phases(value: Any) -> tuple[str, ...] | None:
 
 
 def _changed(record: Request | Options, names: Iterable[str]) -> list[str]:
-    """Names of the fields that have not their default value."""
+    """Names of the fields that differ from their default value."""
     plain = type(record)()
     return [name for name in names if getattr(record, name) != getattr(plain, name)]
 
@@ -364,7 +365,7 @@ def _parameters(source: Any) -> Mapping[str, inspect.Parameter]:
 
 
 def _is_data(value: Any) -> bool:
-    """Whether a value is a tensor or holds one, so that it is a model's and no option."""
+    """Whether a value is a tensor or holds one: it is for the model then, and is no option."""
     if isinstance(value, Mapping):
         return any(map(_is_data, value.values()))
     if isinstance(value, (list, tuple)):

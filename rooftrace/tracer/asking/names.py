@@ -7,9 +7,9 @@ from pathlib import Path
 from rooftrace.tracer.graph import looks_saved
 
 PHASES = ("forward", "training", "prefill", "decode")
-"""What is run of a module."""
+"""The phases: what can be run of a module."""
 USUAL = ("forward", "training")
-"""Those of a module that is called with arguments, where none are asked for."""
+"""The phases of a module that is called with arguments, where the user names none."""
 
 
 def is_config(target: str) -> bool:

@@ -13,9 +13,9 @@ from rooftrace.tracer.values import REAL_VALUE, Values
 
 
 def cache_arguments(module: nn.Module) -> set[str]:
-    """Names of the arguments by which a module could take a cache: the first call has none yet.
+    """Names of the arguments by which a module could take a cache.
 
-    Whether it does, a run says: what it returns under such a name is for the next call.
+    Only a run shows whether it does: an output with such a name is passed to the next call.
     """
     parameters = parameters_of(module).values()
     return {parameter.name for parameter in parameters if parameter.default is None}

@@ -1,7 +1,7 @@
-"""What a traced call changes in the user's own objects is put back.
+"""Puts back whatever a traced call changes in the user's own objects.
 
-A module whose tensors are all on meta is traced itself, with its own hooks; so attributes of its
-modules, and of what those attributes and hooks hold, are afterwards what they were.
+A module whose tensors are all on meta is traced itself, not a copy, and with its own hooks.  After
+the trace, attributes of its modules and of the objects that they and the hooks hold are restored.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _NOT_THEIRS = (Tensor, nn.Module, type, ModuleType, bytes, *trees.PLAIN)
 
 @contextlib.contextmanager
 def as_before(module: nn.Module) -> Iterator[None]:
-    """Attributes (training flags, caches of tables) and gradients are afterwards what they were.
+    """Restore attributes (training flags, caches of tables) and gradients at the end of the block.
 
-    So are objects that modules and their hooks hold, and containers in them; of tensors, only
-    which ones they are.
+    Objects and containers that modules and their hooks hold are restored too.  Of a tensor only
+    its identity is restored, not its content.
     """
     state = _State()
     for part in module.modules():
@@ -111,7 +111,7 @@ def _of_the_user(kind: type) -> bool:
 
 
 def _put_back(container: Any, content: Any) -> None:
-    """Give a container the items that it had, if it has others now."""
+    """Give a container its old items back, if it has others now."""
     if _items(container) == _items(content):
         return
     container.clear()
@@ -122,7 +122,7 @@ def _put_back(container: Any, content: Any) -> None:
 
 
 def _items(container: Any) -> Any:
-    """What tells the items of a container from others: which objects they are."""
+    """The identities of the items of a container, to compare it with a later state."""
     if isinstance(container, dict):
         return [(id(key), id(value)) for key, value in container.items()]
     ids = map(id, container)

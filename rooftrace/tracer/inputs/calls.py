@@ -18,8 +18,8 @@ from rooftrace.tracer.values import META, REAL_VALUE
 
 _SEED = 0
 _PROMPTS = ("decoder_input_ids", "input_ids")
-"""Arguments that a decode step takes one more token of, the first that is given; else the first
-argument, where it looks like token ids."""
+"""Names of arguments that hold token ids.  A decode step continues the first of them that the call
+has, else the first argument if that looks like token ids."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,13 +88,13 @@ def call_inputs(
 
 
 def _prompt(named: Mapping[str, Any], tensors: list[Tensor]) -> str | None:
-    """The name of the argument that holds the prompt, if it is one of those or the first of all."""
+    """The name of the argument that holds the prompt, among _PROMPTS or the first; else None."""
     first = [name for name, item in named.items() if tensors and item is tensors[0]]
     return next((name for name in (*_PROMPTS, *first) if is_tokens(named.get(name))), None)
 
 
 def _cache_switch(module: nn.Module) -> dict[str, Any]:
-    """The argument that asks a module for its cache, where it has one."""
+    """The keyword argument that makes a module return its cache; empty if it has none."""
     named = "use_cache" in parameters_of(module)
     return {"use_cache": True} if named or hasattr(module, "can_generate") else {}
 
@@ -121,7 +121,7 @@ def random_tokens(batch: int, length: int, vocabulary: int) -> Tensor:
 
 
 def _with_batch(tree: Any, batch: int) -> Any:
-    """Inputs with another batch size: tensors whose first dimension is that of the first one.
+    """Inputs with another batch size, for all tensors with the first tensor's first dimension.
 
     Known values are repeated.  Raises RequestError where no input has a first dimension.
     """

@@ -32,15 +32,15 @@ from rooftrace.tracer.twins import twin
 from rooftrace.tracer.values import REAL_VALUE
 
 DEFAULT_LENGTH = 2048
-"""Sequence length where none is asked for and the model allows it."""
+"""Default sequence length, where the model allows it."""
 _TYPES = ("mm_token_type_ids", "token_type_ids")
-"""Parameters that say of each token of a prompt what it stands for."""
+"""Parameters that hold the type of each token of a prompt (text, image ...)."""
 _TRIAL = 16
-"""Sequence length where it is tried out which inputs a model accepts."""
+"""Sequence length of the trial calls that find out which inputs a model accepts."""
 
 
 def model_inputs(module: nn.Module, request: Request) -> Inputs:
-    """Inputs by the names of the model's parameters and its config, and whatever --input gives.
+    """Inputs by the names of the model's parameters, its config, and the user's --input.
 
     Raises RequestError for a size that the model does not have, or an input that cannot be guessed.
     """
@@ -69,7 +69,7 @@ def model_inputs(module: nn.Module, request: Request) -> Inputs:
 
 
 def _main_input(module: nn.Module) -> str:
-    """The argument that the model is about; the first where it names none that it takes."""
+    """The name of the model's main input, else of its first parameter."""
     parameters = list(parameters_of(module))
     named: str = getattr(module, "main_input_name", "input_ids")
     return named if named in parameters or not parameters else parameters[0]
@@ -78,9 +78,9 @@ def _main_input(module: nn.Module) -> str:
 def _chosen(
     module: Any, config: Any, main: str, passed: Mapping[str, Tensor], batch: int
 ) -> tuple[list[str], dict[str, Tensor]]:
-    """Names of the token ids that the model is given, and its other inputs beside the given ones.
+    """Names of the model's token-id inputs, and its other inputs beside the user's.
 
-    A model that writes text is given text; of the layouts of others the first that they accept.
+    A model that writes text gets text; any other gets the first layout that it accepts.
     """
     parameters = parameters_of(module)
     needed = [n for n in dict.fromkeys((main, *required(module))) if n not in passed]
@@ -114,7 +114,7 @@ def _chosen(
 
 
 def _text(config: Any) -> Any:
-    """The config of the part that reads text."""
+    """The config of the text part of a model with several parts."""
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
@@ -140,7 +140,7 @@ class _Text:
         self.keeps = self.writes and bool(cache_arguments(module))
 
     def inputs(self, passed: Mapping[str, Tensor], tokens: Sequence[str]) -> Inputs:
-        """Inputs of every phase, of which `tokens` are ids; what is given stays as it is."""
+        """Inputs of every phase: `passed` as they are, and ids for the names in `tokens`."""
         seq, kv = self._lengths(passed)
         kwargs = dict(passed)
         for name in tokens:
@@ -170,9 +170,9 @@ class _Text:
         )
 
     def _with_placeholders(self, tokens: Tensor, passed: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """A prompt in which images, videos and sounds have their places, behind the first token.
+        """A prompt with placeholders for images, videos and sounds behind its first token.
 
-        With it goes, where forward asks for it, what each token stands for.
+        If forward takes the type of each token, that is added.
         """
         places = placeholders(self.module, self.config, passed) if passed else []
         if not places:
@@ -198,7 +198,7 @@ class _Text:
         return random_tokens(self.batch, length, self.vocabulary)
 
     def _lengths(self, passed: Mapping[str, Tensor]) -> tuple[int, int]:
-        """Length of the sequence and of the cache.  Raises RequestError for one too long."""
+        """Length of the sequence and of the cache.  Raises RequestError if either is too long."""
         request = self.request
         tokens = passed.get(self.prompt)
         if tokens is not None and is_tokens(tokens):
@@ -226,7 +226,7 @@ class _Text:
 
 
 def _limit(config: Any) -> int | None:
-    """The longest sequence that a config speaks of."""
+    """The longest sequence that a config names; None if it names none."""
     for name in ("max_target_positions", "max_position_embeddings", "n_positions", "max_seq_len"):
         limit = getattr(config, name, None)
         if isinstance(limit, int) and limit > 0:

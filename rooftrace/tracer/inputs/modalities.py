@@ -36,14 +36,14 @@ Layouts = Sequence[Mapping[str, Tensor]]
 
 
 class Sizes:
-    """Sizes that a config or one of the configs inside it names; the first that does counts."""
+    """Sizes from a config and the configs inside it; the first config that has a field wins."""
 
     def __init__(self, config: Any, batch: int) -> None:
         self.configs = list(_configs(config))
         self.batch = batch
 
     def find(self, *fields: str) -> Any:
-        """The first value of these fields; None where nobody has one."""
+        """The first value of these fields; None if no config has one."""
         for field, part in itertools.product(fields, self.configs):
             value = getattr(part, field, None)
             if value is not None and not callable(value):
@@ -209,7 +209,7 @@ TOKENS = ("input_ids", "decoder_input_ids")
 
 
 def _is_embedded(name: str) -> bool:
-    """Whether a parameter takes what others make of their inputs."""
+    """Whether a parameter takes embeddings, which another part of the model computes."""
     return name.endswith("_embeds")
 
 
@@ -230,7 +230,7 @@ def required(module: nn.Module) -> list[str]:
 
 
 def other_than_text(module: nn.Module) -> set[str]:
-    """The parameters that take something known which is no token ids."""
+    """The parameters that take a known kind of input other than token ids."""
     return set(parameters_of(module)) & set(_LAYOUTS)
 
 
@@ -242,9 +242,9 @@ def guessed(
     passed: Mapping[str, Tensor],
     batch: int,
 ) -> tuple[dict[str, Tensor] | None, str]:
-    """Arguments beside the given ones that the module accepts, or None and what it says.
+    """Arguments that the module accepts beside the user's, or None and the module's error.
 
-    tokens: ids that it could be given, by name.
+    tokens: ids that could be passed, by name.
     """
     complaint = ""
     tries = _candidates(module, config, main, tokens, passed, batch)
@@ -269,8 +269,8 @@ def _candidates(
 ) -> Iterator[dict[str, Tensor]]:
     """Arguments that the module may accept, the likeliest first.
 
-    They are the main one and those it requires, then one more, then all that are known.  What goes
-    with an input is passed only where forward takes it.
+    First the main argument with the required ones, then with one more, then with all known ones.
+    An argument that goes with another is passed only if forward takes it.
     """
     parameters = parameters_of(module)
     sizes = Sizes(config, batch)
@@ -292,7 +292,7 @@ def _candidates(
 
 
 def _refusal(module: nn.Module, arguments: Mapping[str, Any]) -> Exception | None:
-    """None where the module runs on these arguments, else what it says."""
+    """The error of the module on these arguments; None if it runs."""
     with _unrecorded(module, arguments):
         try:
             module(**arguments)
@@ -303,7 +303,7 @@ def _refusal(module: nn.Module, arguments: Mapping[str, Any]) -> Exception | Non
 
 @contextlib.contextmanager
 def _unrecorded(module: nn.Module, arguments: Mapping[str, Any]) -> Iterator[None]:
-    """Inside, the module runs in eval mode on meta, with what is known of its tensors and these."""
+    """Inside, the module runs in eval mode on meta; known values of tensors are followed."""
     recorder = Recorder(record=False)
     own = (tensor for part in module.modules() for tensor in own_tensors(part))
     for tensor in (*tensors_in(dict(arguments)), *own):
@@ -322,7 +322,7 @@ _GRIDS = {"pixel_values": "image_grid_thw", "pixel_values_videos": "video_grid_t
 
 
 def grids(module: nn.Module, passed: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The grid that the rows of given patches come from, where forward asks for it: one image."""
+    """The grid of the patches in `passed`, if forward takes one; all rows are one image."""
     parameters = parameters_of(module)
     return {
         grid: _whole(torch.tensor([[1, *_rectangle(passed[name].shape[0])]]))
@@ -332,7 +332,7 @@ def grids(module: nn.Module, passed: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _rectangle(count: int) -> tuple[int, int]:
-    """The sides, even ones if possible, of the rectangle of so many cells that is most square."""
+    """The sides of the most square rectangle of `count` cells; even sides if possible."""
     sides = [n for n in range(1, count + 1) if count % n == 0 and n * n <= count]
     even = [n for n in sides if n % 2 == 0 and count // n % 2 == 0]
     short = max(even or sides)
@@ -345,10 +345,10 @@ def _rectangle(count: int) -> tuple[int, int]:
 def placeholders(
     module: Any, config: Any, passed: Mapping[str, Tensor]
 ) -> list[tuple[int, int, int]]:
-    """The token that stands in a prompt for given images (1), videos (2), sounds (3); how often.
+    """The placeholder tokens for images (1), videos (2) and sounds (3), and how many of each.
 
-    A model says how many features it makes of them, and refuses another number of tokens.  Raises
-    RequestError where it makes none.
+    The model computes the features of its inputs; it accepts only as many tokens as features.
+    Raises RequestError where it makes none.
     """
     places = []
     for type_id, kind in enumerate(("image", "video", "audio"), start=1):

@@ -23,10 +23,10 @@ def module_inputs(
     target: str = "",
     attribute: str = "",
 ) -> Inputs:
-    """Inputs of a module: those that came with it, those of the request, or what a Hugging Face
-    model says it takes, at the sizes of the request.
+    """Inputs of a module at the sizes of the request.
 
-    Raises RequestError where there are none, or for a size that they have not.
+    They come with the module, from the request, or from the config of a Hugging Face model.  Raises
+    RequestError where there are none, or for a size that the inputs do not have.
     """
     target = target or type(module).__name__
     args, kwargs = _arguments(inputs)
@@ -61,7 +61,7 @@ def _fixed_inputs(
 
 
 def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What a target returned beside its module, as the arguments of a call, on meta."""
+    """The inputs that a target returned with its module, as arguments of a call on meta."""
     inputs = inputs_on_meta(inputs)
     if inputs is None:
         return (), {}

@@ -114,7 +114,7 @@ class Call:
         return self.func(*self.args, **self.kwargs)
 
     def with_args(self, args: Sequence[Any]) -> Call:
-        """The same op with other positional arguments."""
+        """This call with other positional arguments."""
         return replace(self, args=args)
 
     def written(self) -> list[Tensor]:

@@ -1,7 +1,7 @@
 """What other counters say of the same call of the same module.
 
-They see the module as it is: nothing of ours is active while they run.  Where they cannot run it on
-meta tensors, it is copied to real ones of any value, if it is small.
+They see the module as it is: nothing of ours is active while they run.  A peer that cannot run on
+meta tensors gets a copy with real ones of any value, if the module is small.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from rooftrace.tracer.twins import replaced
 from rooftrace.tracer.values import META, REAL_VALUE
 
 MOST_REAL_BYTES = 2 * 1024**3
-"""A module with more is not made real."""
+"""The most bytes of a module that is copied to real tensors."""
 REAL = "cpu"
 
 
 def count_phases(job: Job, peers: Sequence[str]) -> list[tuple[OpGraph, PeerCount]]:
     """The graph of each phase of a job with each peer's count of it.
 
-    The source is a module or names one.  Raises what tracing it does, and RequestError for an
+    The source is a module or names one.  Raises the errors of tracing it, and RequestError for an
     unknown peer.
     """
     check_peers(peers)
@@ -64,7 +64,7 @@ def check_peers(peers: Sequence[str]) -> None:
 def count_with(
     peer: str, module: nn.Module, inputs: Inputs, phase: str, options: Options | None = None
 ) -> PeerCount:
-    """What `peer` counts when `phase` of `module` runs.  Raises RequestError where there is no such
+    """The count of `peer` for one run of `phase` of `module`.  Raises RequestError for an unknown
     peer."""
     check_peers((peer,))
     options = options or Options()
@@ -89,8 +89,11 @@ def count_with(
 def _attempts(
     module: nn.Module, inputs: Inputs, phase: str
 ) -> Iterator[tuple[str, Callable[[], tuple[nn.Module, Inputs]]]]:
-    """Where to run, and how to get there: the module as it is; if that is on meta and small, with
-    real tensors; on meta without labels, whose loss may ask for their values."""
+    """Where to run, and a function that makes the module and its inputs for it; in order of trial.
+
+    A module with real tensors runs as it is.  One on meta runs there first; then, if it is small,
+    with real tensors; a large one runs without labels, because its loss may ask for their values.
+    """
     own = [tensor for part in module.modules() for tensor in own_tensors(part)]
     if any(not tensor.is_meta for tensor in own):
         yield REAL, lambda: (module, _real_inputs(inputs))
@@ -114,7 +117,7 @@ def _real_module(module: nn.Module, own: list[Tensor]) -> nn.Module:
 
 
 def _real_inputs(inputs: Inputs) -> Inputs:
-    """The same calls with real tensors."""
+    """Inputs in which a real tensor stands for every meta tensor."""
     names = ("args", "kwargs", "labels", "decode", "cached", "cached_kwargs")
     return replace(inputs, **{name: replaced(getattr(inputs, name), _real) for name in names})
 
@@ -135,4 +138,4 @@ _PEERS: Mapping[str, tuple[Callable[[PlainCall], PeerCount], ...]] = {
     "flopcounter": (flopcounter.by_tensor_hooks, flopcounter.by_module_hooks),
     "fvcore": (fvcore_counter.by_trace,),
 }
-"""How each counts; a second way is for where the first one fails."""
+"""The ways in which each peer counts; a later way is tried where the ones before it fail."""

@@ -1,4 +1,4 @@
-"""What one counter says of one call, by module and op."""
+"""The count of one counter for one call, by module and op."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class PeerCount:
     # without its children.
     flops: Mapping[tuple[str, str], int] = field(default_factory=dict)
     scale: int = 1  # FLOP per unit that the peer reports; 2 where a multiply-add is one
-    # Calls that it saw and has no formula for, by the same keys.
+    # Calls for which the counter has no formula, by module path and op.
     uncounted: Mapping[tuple[str, str], int] = field(default_factory=dict)
     note: str = ""  # what else to know
     error: str = ""  # why there is no count
@@ -30,7 +30,7 @@ class PeerCount:
 
 
 class CannotCountError(Exception):
-    """The peer does not do such a thing at all."""
+    """The peer cannot count this kind of call at all."""
 
 
 def exclusive(inclusive: Mapping[str, Mapping[str, int]]) -> dict[tuple[str, str], int]:

@@ -21,19 +21,19 @@ from rooftrace.tracer.peers.counts import PeerCount, exclusive
 from rooftrace.tracer.phases import PlainCall
 
 _ROOT = "Global"
-"""What torch's tracker calls everything."""
+"""The name under which torch's tracker counts everything."""
 _FORWARD_HOOKS = (
     "the hooks of FlopCounterMode's module tree fail here: counted with hooks of ours on modules"
 )
 
 
 def by_tensor_hooks(call: PlainCall) -> PeerCount:
-    """Its counts, with the hooks on tensors by which torch knows the modules of a backward."""
+    """FlopCounterMode's counts, with torch's tensor hooks that tell the modules of a backward."""
     return _counted(call, ModuleTracker)
 
 
 def by_module_hooks(call: PlainCall) -> PeerCount:
-    """Its counts where those hooks fail: modules are known while their forward runs."""
+    """FlopCounterMode's counts without tensor hooks: only the modules of a forward are known."""
     counted = _counted(call, lambda: _ForwardTracker(call.module))
     return replace(counted, note=_FORWARD_HOOKS)
 
@@ -59,7 +59,7 @@ def _counted(call: PlainCall, tracker: Callable[[], Any]) -> PeerCount:
 
 
 class _Uncounted(TorchDispatchMode):
-    """Calls of ops that torch's registry has no formula for, by module."""
+    """The calls of ops without a formula in torch's registry, counted by module."""
 
     def __init__(self, tracker: Any) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -19,7 +19,7 @@ from rooftrace.tracer.twins import replaced
 
 
 def by_trace(call: PlainCall) -> PeerCount:
-    """Its counts of a forward; it takes a multiply-add as 1."""
+    """fvcore's counts of a forward; it counts a multiply-add as 1."""
     if call.losses is not None:
         raise CannotCountError("fvcore counts no backward")
     try:
@@ -67,7 +67,7 @@ def _inside(path: str) -> str:
 
 
 def _own_unsupported(analysis: Any, path: str) -> Mapping[str, int]:
-    """Ops without a formula in a module alone."""
+    """The unsupported ops of a module itself, without those of its children."""
     own = Counter(analysis.unsupported_ops(path))
     for child, _ in _named(analysis, path).named_children():
         below = f"{path}.{child}" if path else child
@@ -83,7 +83,7 @@ def _named(analysis: Any, path: str) -> nn.Module:
 
 @contextlib.contextmanager
 def _quiet(logger: str) -> Iterator[None]:
-    """Without the warnings of a library, and those that Python gives about it."""
+    """Silence the warnings of a library, and Python's warnings about it."""
     log = logging.getLogger(logger)
     level = log.level
     log.setLevel(logging.ERROR)

@@ -1,4 +1,4 @@
-"""Attempts to run code under a recorder: unknown conditions are turned until it runs."""
+"""Attempts to run code under a recorder: unknown conditions are flipped until it runs."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _DECIDED = frozenset({"branch", "density", "value"})
 def attempted(
     run: Callable[[Recorder], OpGraph], options: Options, what: str, root: str
 ) -> OpGraph:
-    """`run` under a recorder; again, where it fails, with its last unknown condition turned.
+    """Call `run` under a recorder; after a failure, again with the last unknown condition flipped.
 
-    Checks of arguments stand in one line and are asked many times, so all conditions of a line are
-    turned together; where that fails too, they are turned one by one.  Where that does not help
-    and a number was unknown, once more with it taken as zero.
-    what, root: what is run and the class of its module, for the message of the TraceError.
+    A check of arguments stands in one line and may run many times, so all conditions of a line are
+    flipped together first, and one by one if that fails too.  If neither helps and a number was
+    unknown, the last attempt takes that number as zero.
+    what, root: a name for the code, and the class of its module, for the message of the TraceError.
     """
     first: TraceError | None = None
     repeats = options.repeats
@@ -70,9 +70,9 @@ def attempted(
 
 
 class _Turns:
-    """Which unknown conditions go the other way than usual, learnt from attempts that failed.
+    """The unknown conditions to flip, learnt from attempts that failed.
 
-    lines: all those of a source line.  branches: single ones, by their number.
+    lines: source lines, all conditions of each.  branches: single conditions, by their number.
     """
 
     def __init__(self, branches: Mapping[int, bool]) -> None:
@@ -81,7 +81,7 @@ class _Turns:
         self._single: Counter[str] = Counter()
 
     def turn(self, values: Values) -> bool:
-        """Turn the last condition of an attempt that failed; False where nothing is left to try."""
+        """Flip the last condition of an attempt that failed; False if nothing is left to try."""
         last, line = values.decisions - 1, values.last_line
         if last < 0 or values.decided or len(self._first) > MAX_LINES:
             return False
@@ -100,7 +100,7 @@ class _Turns:
 
 
 def _explained(error: Exception, recorder: Recorder, what: str, root: str) -> TraceError:
-    """The user's own traceback, shortened to their code, and the module that it happened in."""
+    """A TraceError with the traceback, shortened to the user's code, and the module that failed."""
     path, kind = recorder.failed_in or ("", root)
     where = f"module {path!r} ({kind})" if path else f"module {kind}"
     failed = recorder.failed_op

@@ -19,7 +19,7 @@ from rooftrace.tracer.values import META
 
 
 class EncoderOutputs(tuple[Any, ...]):
-    """What an encoder returned, for decoders that take it by place or by name; the rest is None."""
+    """An encoder's output, which a decoder may read by index or by name; other names are None."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -28,7 +28,7 @@ class EncoderOutputs(tuple[Any, ...]):
 
 
 def drained(output: Any) -> Any:
-    """What a module returned; of a generator everything that it gives, as its caller would take."""
+    """The output of a module; a generator is run to its end, as its caller would do."""
     return list(output) if inspect.isgenerator(output) else output
 
 
@@ -36,7 +36,7 @@ def drained(output: Any) -> Any:
 class PlainCall:
     """A call of a module as a phase makes it, with nothing recorded.
 
-    losses: what backward starts from, given the output; None leaves backward out.
+    losses: makes from the output the tensors where backward starts; None: no backward.
     """
 
     module: nn.Module
@@ -73,8 +73,10 @@ class ModuleCalls:
         self.module, self.inputs, self.loss, self.device = module, inputs, loss, device
 
     def plain_call(self, phase: str) -> PlainCall:
-        """What a phase calls, without a recorder.  What comes before it (the prompt of a decode
-        step) runs here.  Raises NoCacheError, and whatever the module raises."""
+        """The call of a phase, to be run without a recorder.
+
+        The call before it (the prompt of a decode step) runs here.  Raises NoCacheError, and
+        whatever the module raises."""
         training, inputs = phase == "training", self.inputs
         self.module.train(training)
         if training:
@@ -94,8 +96,10 @@ class ModuleCalls:
         return PlainCall(self.module, (), kwargs, self.device, None)
 
     def losses(self, output: Any) -> tuple[list[Tensor], bool]:
-        """What backward starts from, and whether that is a loss: the user's, the module's own, else
-        every floating output.  Raises RequestError where none needs a gradient."""
+        """The tensors where backward starts, and whether they are a loss.
+
+        They are the user's loss, the module's own, or every floating output.  Raises RequestError
+        where none needs a gradient."""
         own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
         if self.loss is not None:
             losses = [self.loss(output)]
@@ -139,12 +143,12 @@ class ModuleCalls:
         kwargs: Mapping[str, Any],
         extras: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Call the module; of `extras` (use_cache, labels) only what its forward takes."""
+        """Call the module, with those of `extras` (use_cache, labels) that its forward takes."""
         with torch.device(self.device):
             return _call(self.module, args, {**kwargs, **self._taken(extras or {})})
 
     def _taken(self, extras: Mapping[str, Any]) -> dict[str, Any]:
-        """Of these arguments those that forward takes."""
+        """Those of these arguments that forward takes."""
         parameters = parameters_of(self.module)
         open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         return {k: v for k, v in extras.items() if k in parameters or open_ended}
@@ -164,9 +168,9 @@ class ModuleCalls:
     def state(
         self, output: Any, passed: Mapping[str, Any], filled: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """What of the output the next call takes: entries named like parameters of forward.
+        """The outputs that the next call takes: those named like parameters of forward.
 
-        passed: the arguments of the call.  filled: those that it wrote tensors into.
+        passed: the arguments of the call.  filled: arguments into which the call wrote tensors.
         """
         names = list(parameters_of(self.module))
         taken = {*names[: len(self.inputs.args)], *(self.inputs.decode or {})}
@@ -187,7 +191,7 @@ class ModuleCalls:
 
 
 def _named_outputs(output: Any) -> dict[str, Any]:
-    """The parts of what a module returned by their names; none of a tensor or a plain tuple."""
+    """The named outputs of a module; empty for a tensor or a plain tuple."""
     if isinstance(output, Mapping):
         return dict(output)
     if dataclasses.is_dataclass(output) and not isinstance(output, type):
@@ -204,5 +208,5 @@ def _may_be_filled(item: Any) -> bool:
 
 
 def _unshared(item: Any) -> Any:
-    """A copy of such an object around the same tensors."""
+    """A copy of such an object that holds the same tensors."""
     return replaced(item, lambda tensor: tensor) if _may_be_filled(item) else item

@@ -1,4 +1,4 @@
-"""Optimizers: one step, as after many steps, and copies of those that the user made."""
+"""Optimizers: one step in the steady state, and copies of the user's optimizers."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def _replaces_method(optimizer: Optimizer, name: str, value: Any) -> bool:
 
 
 def _rebound(function: Any, method: Any, made: Any) -> Any:
-    """The method of a copy, with what is noted on the function that replaces the original's."""
+    """The method of a copy, with the attributes of the function that replaces the original's."""
 
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -135,7 +135,7 @@ def optimizer_class(name: str) -> Any:
 
 
 def _steps_alone(kind: Any) -> bool:
-    """Whether a step needs no closure that runs the model again (LBFGS does)."""
+    """Whether a step runs without a closure that calls the model again (LBFGS needs one)."""
     closure = inspect.signature(kind.step).parameters.get("closure")
     return closure is None or closure.default is None
 
@@ -153,7 +153,7 @@ def _master(parameter: nn.Parameter) -> Tensor:
 
 
 def made_optimizer(kind: Any, parameters: Sequence[Tensor]) -> torch.optim.Optimizer:
-    """An optimizer of this class as it is on a GPU: many tensors in one kernel, where it can."""
+    """An optimizer of this class as on a GPU: many tensors in one kernel, if the class can."""
     accepts = inspect.signature(kind.__init__).parameters
     settings: dict[str, Any] = {}
     if "foreach" in accepts:

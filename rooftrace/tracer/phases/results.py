@@ -1,4 +1,4 @@
-"""What one run of a phase leaves, and the graph of it."""
+"""The results of one run of a phase, and the graph of that run."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from rooftrace.tracer.tensors import subclasses, tensors_in
 
 @dataclass
 class Step:
-    """What one run of a phase leaves: outputs, cache, gradients by storage, and how many items.
+    """The results of one run of a phase: outputs, cache, gradients by storage, number of items.
 
-    phase: which one it was, where that was not known before.
+    phase: the phase that ran, where only the run could tell it.
     """
 
     output: Any
@@ -94,7 +94,7 @@ def describe(module: nn.Module) -> dict[str, Any]:
 
 
 def provenance(target: str) -> dict[str, Any]:
-    """Versions of what made the graph."""
+    """Versions of the software that made the graph."""
     from importlib.metadata import PackageNotFoundError, version
 
     versions = {}

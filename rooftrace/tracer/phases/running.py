@@ -31,10 +31,10 @@ def trace_phases(
     options: Options | None = None,
     target: str = "",
 ) -> dict[str, OpGraph]:
-    """Capture `phases` of `module` (default: by whether it returns a cache) as one OpGraph each.
+    """Capture each of `phases` of `module` as an OpGraph; the default depends on its cache.
 
-    The module is not run on real data and not changed: a module with real parameters is copied to
-    meta first.  Raises TraceError where its code fails, RequestError for a phase that it has not.
+    The module does not run on real data and is not changed: a module with real parameters is copied
+    to meta first.  Raises TraceError where its code fails, RequestError for an unknown phase.
     """
     options = options or Options()
     module, inputs = _unwrapped(module, inputs)
@@ -52,7 +52,7 @@ def trace_phases(
 
 
 def _unwrapped(module: Any, inputs: Inputs) -> tuple[Any, Inputs]:
-    """The module inside a wrapper that runs it on several devices, with what that leaves out."""
+    """The module inside a wrapper for several devices; an assumption says what is left out."""
     wrappers = (nn.parallel.DistributedDataParallel, nn.DataParallel)
     while isinstance(module, wrappers):
         text = (
@@ -65,7 +65,7 @@ def _unwrapped(module: Any, inputs: Inputs) -> tuple[Any, Inputs]:
 
 
 def check_request(module: Any, phases: Sequence[str] | None, options: Options) -> None:
-    """Raise RequestError for what no module could do."""
+    """Raise RequestError for a request that makes no sense for any module."""
     if not isinstance(module, nn.Module):
         raise RequestError(
             f"expected a torch.nn.Module to trace, got {type(module).__name__}: {module!r:.80}"
@@ -123,7 +123,7 @@ class PhaseRunner:
             return Step(self.calls.call(self.inputs.args, self.inputs.kwargs))
 
     def _prefill(self, recorder: Recorder) -> Step:
-        """Forward that returns a cache; what of it the next call receives has role kv."""
+        """Forward that returns a cache; the outputs that the next call receives have role kv."""
         step = self._prompt(recorder)
         if not step.state:
             raise NoCacheError(self.calls.without_cache("prefill"))
@@ -240,7 +240,7 @@ class PhaseRunner:
         return attempted(run, self.options, f"{phase} of {kind}", kind)
 
     def _enter_inputs(self, recorder: Recorder, phase: str) -> None:
-        """Make weights and inputs values of the graph, and what is known of them known."""
+        """Enter weights and inputs as values of the graph, with their contents where known."""
         inputs = self.inputs
         used = (
             ((), inputs.decode or {})

@@ -1,8 +1,8 @@
 """Steps that the user wrote: a block of code, or a function of a module and its inputs.
 
-Nobody announces the parts of such a step.  Ops that autograd runs are its backward, ops of a
-`torch.optim.Optimizer` (and updates under no_grad after a backward) its optimizer, the rest its
-forward.
+The code does not name the parts of such a step.  Ops that autograd runs are its backward.  Ops of a
+`torch.optim.Optimizer`, and updates under no_grad after a backward, are its optimizer.  All other
+ops are its forward.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ def trace_step(
 ) -> OpGraph:
     """The graph of one call of `step`, a function whose first argument is a module.
 
-    Modules with real weights, and optimizers of theirs among the arguments, are copied to meta.
-    Raises TraceError where the step fails, RequestError where it makes no sense.
+    Modules with real weights, and their optimizers among the arguments, are copied to meta.  Raises
+    TraceError where the step fails, RequestError for a step that cannot be captured.
     """
     name = getattr(step, "__name__", type(step).__name__)
     modules = _modules((tuple(args), dict(kwargs)))
@@ -156,9 +156,10 @@ def _check_on_meta(modules: Sequence[nn.Module]) -> None:
 
 
 def _on_meta(step: Callable[..., Any], tree: Any, modules: Sequence[nn.Module]) -> Any:
-    """The step and its arguments with meta tensors: copied, but for what is on meta already.
+    """The step and its arguments on meta tensors; only what is not on meta yet is copied.
 
-    What the step holds of the modules (in its closure, or as a method of an object) is copied too.
+    References of the step to the modules (in its closure, or as a method of an object) are copied
+    too.
     """
     own = [t for module in modules for part in module.modules() for t in own_tensors(part)]
     memo: dict[int, Any] = {}
@@ -191,9 +192,9 @@ def _on_meta(step: Callable[..., Any], tree: Any, modules: Sequence[nn.Module]) 
 
 
 def _is_kept_for_weights(tensor: Tensor, shapes: Collection[torch.Size]) -> bool:
-    """Whether a tensor in a step's closure belongs to the weights: a master, an average of them.
+    """Whether a tensor in a step's closure belongs to the weights, as a master copy or an average.
 
-    It is on the device then, wherever it is kept here, and what the step does to it is its work.
+    Such a tensor counts as being on the device, and ops on it count as work of the step.
     """
     if tensor.device.type != "cpu" or isinstance(tensor, owners.LAZY):
         return False
@@ -255,7 +256,8 @@ def _own_step(recorder: Recorder, root: nn.Module) -> Iterator[_Learnt]:
 
 
 def _with_closures_outside(recorder: Recorder, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """The arguments of an optimizer's step, whose closure runs the model: that is no optimizer."""
+    """The arguments of an optimizer's step; ops of its closure, which runs the model, are not
+    the optimizer's."""
 
     def outside(item: Any) -> Any:
         if not callable(item) or isinstance(item, (Optimizer, Tensor)):
@@ -277,7 +279,7 @@ def _with_closures_outside(recorder: Recorder, args: Any, kwargs: Any) -> tuple[
 
 @contextlib.contextmanager
 def _foreach_on_meta() -> Iterator[None]:
-    """Inside, optimizers and gradient clipping choose for meta what they choose for a GPU."""
+    """Inside, optimizers and gradient clipping take the code path of a GPU for meta tensors."""
     homes = [sys.modules[module] for module in ("torch.utils._foreach_utils", Optimizer.__module__)]
     name = "_get_foreach_kernels_supported_devices"
     originals = [(home, getattr(home, name)) for home in homes if hasattr(home, name)]
@@ -291,7 +293,7 @@ def _foreach_on_meta() -> Iterator[None]:
 
 
 def _prepare(recorder: Recorder, optimizer: Optimizer, closure: bool) -> None:
-    """Give an optimizer its states, as after many steps, and the form that a GPU would run."""
+    """Give an optimizer the states that it has after many steps, and a GPU's implementation."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     stranger = next((p for p in parameters if p.device != META), None)
     if stranger is not None:

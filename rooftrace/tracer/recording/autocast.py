@@ -1,8 +1,8 @@
 """torch.autocast on meta tensors: the casts that a GPU's autocast makes, as ops that run.
 
 Autocast is a dispatch key that a device's tensors carry, and meta tensors carry none.  During a
-capture every region, of whatever device, switches CUDA's key on, which this thread then includes in
-every call, and kernels of ours stand where CUDA's would leave a meta tensor as it is.
+capture every autocast region, of any device, includes CUDA's key in all calls of this thread.  Our
+kernels replace those of CUDA, which would leave a meta tensor as it is.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ Kernel = Callable[..., Any]
 
 
 class Autocast:
-    """The regions of one capture: what their kernels do, and the weights that were cast."""
+    """The autocast regions of one capture: their kernels, and the weights that they have cast."""
 
     def __init__(self) -> None:
         self._library: Any = None
@@ -162,14 +162,14 @@ def _overloads(names: str) -> Iterator[tuple[str, Any]]:
 
 
 def _listed(names: str) -> Iterator[tuple[str, Any]]:
-    """Those of which this version's autocast makes something: rms_norm is new in torch 2.12."""
+    """The ops of a list that this version's autocast handles: rms_norm is new in torch 2.12."""
     for name, op in _overloads(names):
         if _torch_c._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", _KEY):
             yield name, op
 
 
 def _eligible(tensor: Tensor) -> bool:
-    """Autocast leaves fp64 alone, and here the tensors of the host."""
+    """Whether autocast changes a tensor: it leaves fp64 alone and, here, tensors of the host."""
     on_host = tensor.device.type == "cpu" and not subclasses.is_wrapper(type(tensor))
     return tensor.is_floating_point() and tensor.dtype != torch.float64 and not on_host
 
@@ -227,7 +227,7 @@ def _norm(name: str, count: int) -> Kernel:
 
 @contextlib.contextmanager
 def followed() -> Iterator[None]:
-    """Inside, `torch.autocast` of any device acts on meta tensors, also one entered before."""
+    """Inside, `torch.autocast` of any device acts on meta tensors, also if entered before."""
     autocast = Autocast()
     with contextlib.ExitStack() as undo:
         undo.callback(autocast.remove)
@@ -245,7 +245,7 @@ def followed() -> Iterator[None]:
 
 
 def _region(autocast: Autocast) -> Mapping[str, Kernel]:
-    """torch.autocast, without its doubts about the device."""
+    """Methods of torch.autocast that do not check the device."""
     kind: Any = torch.autocast
     make, enter, leave = kind.__init__, kind.__enter__, kind.__exit__
 
@@ -277,7 +277,7 @@ def _region(autocast: Autocast) -> Mapping[str, Kernel]:
 
 
 def _questions(autocast: Autocast) -> Iterator[tuple[Any, str, Any]]:
-    """Functions that are asked about the region of a device: there is one for all."""
+    """Replacements for the functions that query a device's region: all devices share one."""
     for name in _BY_DEVICE:
         yield torch, name, _of_the_device(getattr(torch, name))
     yield torch, "is_autocast_cpu_enabled", lambda: torch.is_autocast_enabled(_DEVICE)

@@ -1,6 +1,7 @@
-"""Ops whose result depends on values, which meta tensors have not.
+"""Ops whose result depends on values, which meta tensors do not have.
 
-Values come from `values`: exact where they are known, else by a named policy that is put on record.
+Values come from `values`: exact where they are known, else from a policy that is recorded as an
+assumption.
 ANSWERS is the one table of such ops: each has a function that runs and records a call of it.
 """
 
@@ -50,7 +51,7 @@ def by_value(tape: Tape, call: Call) -> Any:
 
 
 def is_mask(index: Any) -> bool:
-    """Whether an index is a tensor that says of each element whether it is taken."""
+    """Whether an index is a mask: a boolean tensor that selects elements."""
     return isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
 
 
@@ -77,7 +78,7 @@ def _read(tape: Tape, call: Call) -> Any:
 
 @answers("aten.equal", "aten.allclose")
 def _compared(tape: Tape, call: Call) -> bool:
-    """Whether two tensors are equal; of unknown ones, whether their shapes are."""
+    """Whether two tensors are equal; if their values are unknown, whether their shapes are."""
     values, args = tape.values, call.args
     first, second = (values.exact(t) for t in args[:2])
     if first is not None and second is not None:
@@ -92,7 +93,7 @@ def _compared(tape: Tape, call: Call) -> bool:
 
 
 def _answered(tape: Tape, call: Call) -> Any:
-    """What an op answers for known values, with zeros for unknown ones."""
+    """The Python value that an op returns, with zeros in place of unknown values."""
     values = tape.values
     decided = values.decision("value")
     value_for_unknown = 0 if decided is None else decided
@@ -130,10 +131,10 @@ _ASSERT = torch.ops.aten._assert_async.msg
 
 @answers(_FACTORISATION_CHECK, "aten._assert_async", _FUNCTIONAL_ASSERT)
 def _checked(tape: Tape, call: Call) -> Any:
-    """A check of a value, which raises what torch raises where the value is known.
+    """A check of a value: raises torch's own error if the value is known and fails the check.
 
-    Else it passes.  Code goes on after a failed factorisation, with another matrix: that it does
-    not fail is put on record.
+    An unknown value passes.  Code often retries a failed factorisation with another matrix, so
+    that success is recorded as an assumption.
     """
     values, args = tape.values, call.args
     entry = values.exact(args[0])
@@ -153,14 +154,14 @@ def _checked(tape: Tape, call: Call) -> Any:
 
 @answers("aten.cholesky")
 def _factorised(tape: Tape, call: Call) -> Any:
-    """A factorisation that fails by itself: the check is made, then it runs like any other op."""
+    """A factorisation with a check of its own: make the check, then run it like any other op."""
     if not call.kwargs.get("check_errors"):
         _checked_inside(tape, call)
     return NotImplemented
 
 
 def _checked_inside(tape: Tape, call: Call) -> None:
-    """Raise what a factorisation with a check of its own raises, as `_checked` does."""
+    """Raise the error of a factorisation with a check of its own, if its value is known."""
     values = tape.values
     matrices = trees.listed(call.args)
     entries = [values.exact(t) for t in matrices]
@@ -179,7 +180,7 @@ def _checked_inside(tape: Tape, call: Call) -> None:
 
 @answers("aten.index", "aten.index_put", "aten.index_put_", "aten._index_put_impl_")
 def _masked_index(tape: Tape, call: Call) -> Any:
-    """Run a boolean index as the integer indices of its true elements; record it as it was."""
+    """Run a boolean index as the integer indices of its true elements; record the boolean one."""
     values, args = tape.values, call.args
     if not any(is_mask(index) for index in args[1]):
         return NotImplemented
@@ -252,14 +253,14 @@ def _counted(tape: Tape, call: Call) -> Any:
 
 @answers("aten.repeat_interleave")
 def _interleaved(tape: Tape, call: Call) -> Any:
-    """How often each element stands is a tensor: the size of the output depends on it."""
+    """repeat_interleave with repeats in a tensor: they decide the size of the output."""
     by_tensor = len(call.args) == 1 or isinstance(call.args[1], Tensor)
     return _counted(tape, call) if by_tensor else NotImplemented
 
 
 @answers("aten._padded_dense_to_jagged_forward")
 def _jagged(tape: Tape, call: Call) -> Tensor:
-    """Rows of a padded tensor [B, S, ...] that offsets name, [L, ...]; they say L too."""
+    """The rows [L, ...] of a padded tensor [B, S, ...] between offsets, which also decide L."""
     padded, offsets, *rest = call.args
     rows = rest[0] if rest else call.kwargs.get("total_L")
     taint = records.NO_TAINT
@@ -273,7 +274,7 @@ def _jagged(tape: Tape, call: Call) -> Tensor:
 
 @answers("torchvision.nms")
 def _suppressed(tape: Tape, call: Call) -> Tensor:
-    """Non-maximum suppression: which boxes stay, or half of them."""
+    """Non-maximum suppression: the boxes that stay; half of them if scores are unknown."""
     values, args = tape.values, call.args
     boxes, scores = (values.exact(t) for t in args[:2])
     if boxes is not None and scores is not None and not boxes.taint | scores.taint:
@@ -297,10 +298,10 @@ _SCALAR = torch.ops.aten._local_scalar_dense.default
 
 @answers("aten._to_copy")
 def _to_host(tape: Tape, call: Call) -> Any:
-    """`.cpu()`: floats stay on meta, so that what is made of them is recorded, wherever it runs.
+    """`.cpu()`: floats stay on meta, so that later ops on them are recorded on any device.
 
-    Known whole numbers (indices, lengths, masks) become real: the host keeps its books with them.
-    Unknown ones stay on meta, and that is said.
+    Known whole numbers (indices, lengths, masks) become real, because host code computes with them.
+    Unknown ones stay on meta, which is recorded as an assumption.
     """
     device = call.kwargs.get("device")
     if device is None or torch.device(device).type != "cpu":
@@ -326,7 +327,7 @@ def _to_host(tape: Tape, call: Call) -> Any:
 
 @answers("aten.copy_")
 def _into_host(tape: Tape, call: Call) -> Any:
-    """A copy into a tensor of the host: what it holds from here on, if known."""
+    """A copy into a tensor of the host, which then holds the copied value if that is known."""
     target, source = call.args[:2]
     if target.device.type != "cpu" or source.device.type == "cpu":
         return NotImplemented
@@ -342,7 +343,7 @@ def _into_host(tape: Tape, call: Call) -> Any:
 
 @answers("aten._amp_foreach_non_finite_check_and_unscale_")
 def _unscaled(tape: Tape, call: Call) -> None:
-    """A loss scaler's look for infinite gradients finds none, so that its step is taken."""
+    """A loss scaler's test for infinite gradients: they are taken as finite, so the step runs."""
     values, (gradients, infinite) = tape.values, call.args[:2]
     call.run()
     for gradient in gradients:

@@ -1,6 +1,6 @@
-"""Counts that cost rules need and that only known values give: rows that are read, pairs shown.
+"""Counts for cost rules that depend on values: distinct rows read, visible pairs of attention.
 
-FACTS is the table of ops that have such counts: each has a function that finds them.
+FACTS is the table of ops with such counts; each op has a function that computes them.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ _MASKED = -1e4
 """An additive attention mask below this hides its position."""
 
 Fact = Callable[[Values, Call, dict[str, Any]], frozenset[int] | None]
-"""Adds counts of a call; returns the assumptions they rest on; None: the call is like any other."""
+"""Adds the counts of a call to a dict.  Returns the assumptions that they rest on; None if the call
+needs no count."""
 
 FACTS: dict[str, Fact] = {}
 
 
 def facts_of(*names: str) -> Callable[[Fact], Fact]:
-    """Let a function find the counts of the ops of these names."""
+    """Register a function that computes the counts of the ops with these names."""
 
     def added(function: Fact) -> Fact:
         FACTS.update(dict.fromkeys(names, function))
@@ -77,7 +78,7 @@ def _indexed(values: Values, call: Call, facts: dict[str, Any]) -> frozenset[int
 
 
 def _rows(values: Values, index: Tensor, facts: dict[str, Any]) -> frozenset[int]:
-    """How many different rows an index reads."""
+    """The number of different rows that an index reads."""
     entry = values.known(index)
     if entry is None:
         return records.NO_TAINT
@@ -119,7 +120,7 @@ def _range(index: Tensor) -> tuple[int, int]:
 
 @facts_of("aten._grouped_mm", "aten._scaled_grouped_mm")
 def _groups(values: Values, call: Call, facts: dict[str, Any]) -> frozenset[int]:
-    """How many groups have rows, how many rows the largest has, and all."""
+    """The number of groups with rows, the rows of the largest group, and the rows of all."""
     offsets = next((t for t in call.tensors if t.dtype == torch.int32 and t.dim() == 1), None)
     entry = values.known(offsets) if offsets is not None else None
     if entry is None:
@@ -136,7 +137,7 @@ def _groups(values: Values, call: Call, facts: dict[str, Any]) -> frozenset[int]
 
 @facts_of("rooftrace.flex_attention", "rooftrace.flex_attention_backward")
 def _flex(values: Values, call: Call, facts: dict[str, Any]) -> frozenset[int]:
-    """The pairs that its mask function shows stand among its arguments."""
+    """FlexAttention: the number of visible pairs is one of its arguments."""
     pairs, mask = call.args[-2:]
     facts.update({"mask": mask} if pairs is None else {"mask": mask, "visible_pairs": pairs})
     return records.NO_TAINT
@@ -148,7 +149,7 @@ _OFFSETS = {"aten._flash_attention_forward": 3, "aten._flash_attention_backward"
 
 @facts_of(*_OFFSETS)
 def _packed_attention(values: Values, call: Call, facts: dict[str, Any]) -> frozenset[int] | None:
-    """Sequences of different lengths in one row are counted as equally long, which is said."""
+    """Packed sequences of different or unknown lengths count as equally long, by assumption."""
     if len(call.args) <= _OFFSETS[call.name]:
         return None
     offsets = call.args[_OFFSETS[call.name]]
@@ -170,7 +171,7 @@ _MASK = {"rooftrace.attention": 3, "rooftrace.attention_backward": 4}
 
 @facts_of(*_MASK)
 def _masked_attention(values: Values, call: Call, facts: dict[str, Any]) -> frozenset[int] | None:
-    """How many pairs a known mask shows."""
+    """The number of pairs that a known mask leaves visible."""
     position = _MASK[call.name]
     query, key, mask = (call.args[position - back] for back in (3, 2, 0))
     if mask is None:
@@ -188,7 +189,7 @@ def _masked_attention(values: Values, call: Call, facts: dict[str, Any]) -> froz
 
 
 def _mask_facts(mask: Tensor, rows: int, columns: int) -> dict[str, Any]:
-    """How many (query, key) pairs of one head a mask leaves visible, and its kind."""
+    """The number of (query, key) pairs of one head that a mask leaves visible, and its kind."""
     visible = mask if mask.dtype == torch.bool else mask > _MASKED
     leading = visible.shape[:-2]
     shown_rows, shown_columns = visible.shape[-2:]  # 1 where it is the same for all
@@ -197,7 +198,7 @@ def _mask_facts(mask: Tensor, rows: int, columns: int) -> dict[str, Any]:
 
 
 def classify(visible: Tensor) -> str:
-    """What a boolean mask [..., S, L] hides: none, causal, sliding-window, padding or full."""
+    """The kind of a boolean mask [..., S, L]: none, causal, sliding-window, padding or full."""
     if bool(visible.all()):
         return "none"
     plane = visible.reshape(-1, *visible.shape[-2:])[0]

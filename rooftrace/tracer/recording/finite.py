@@ -1,6 +1,6 @@
-"""What a test for inf and nan gives for numbers that are finite, by the ops that make it.
+"""The result of a test for inf and nan on finite numbers, from the ops that compute it.
 
-An op that is none of these is no such test: data dependence of truth values stands in this file.
+A test that uses any other op is not recognised.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ _KEEPS = frozenset(
 
 
 def of_finite_numbers(node: fx.Node, depth: int = 16) -> bool | None:
-    """What a test for inf and nan (isfinite, isnan and what is made of them) gives for numbers that
-    are finite; None where a recorded op is no such test."""
+    """The result of a test for inf and nan (isfinite, isnan and logic on them) on finite numbers.
+
+    None where a recorded op is not part of such a test.
+    """
     target: Any = node.target
     if not isinstance(target, torch._ops.OpOverload) or not node.args or not depth:
         return None

@@ -1,8 +1,8 @@
 """FlexAttention on meta tensors: one op, with the number of pairs that its block mask shows.
 
 PyTorch refuses flex_attention on meta, and traces a graph of its own for its backward.  While
-`flex_whole` is active it is `rooftrace.flex_attention` instead; its mask function is asked which
-pairs it shows, which is exact where that rests on known values.
+`flex_whole` is active, `rooftrace.flex_attention` replaces it.  The visible pairs come from calls
+of its mask function; they are exact where the mask depends on known values only.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rooftrace.tracer.values import META, marks
 from rooftrace.tracer.whole import define, shown
 
 _MAX_PAIRS = 1 << 26
-"""Pairs that a mask function is asked for; of more, every n-th row."""
+"""The most pairs that a mask function is evaluated for; a larger mask is sampled by rows."""
 
 _ops: Any = torch.ops.rooftrace
 
@@ -113,7 +113,7 @@ def flex_whole(tape: Tape) -> Iterator[None]:
 
 
 def _whole(tape: Tape, original: Any) -> Callable[..., Any]:
-    """What flex_attention calls for its kernel."""
+    """The replacement for the function with which flex_attention calls its kernel."""
     seen: dict[Any, tuple[int | None, str]] = {}
 
     def kernel(
@@ -225,7 +225,7 @@ def _visible(
 
 
 def _known(tape: Tape, mask: Any, *indices: Tensor) -> Tensor | None:
-    """What a mask function shows of whole rows and columns at once; None where that is unknown."""
+    """A mask function on whole rows and columns at once; None if its values are unknown."""
     try:
         visible = mask(*indices)
     except (RuntimeError, TypeError, IndexError):  # it may be written for one pair at a time

@@ -37,14 +37,14 @@ _SET_GRAD_ENABLED: Any = torch._C._set_grad_enabled
 _SCALAR = torch.ops.aten._local_scalar_dense.default
 """What `item()` calls: the op that stands for the host's wait for a value."""
 _UNNAMED = frozenset({"__get__", "__set__", "backward"})
-"""Attribute access is no function of its own, and a backward is not what its ops are for."""
+"""Functions that never name an op: attribute access, and backward, whose ops have other names."""
 _BACKWARD = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.grad})
 
 
 class Functions(TorchFunctionMode):
     """Tells the tape which torch function runs, and answers the calls that need values.
 
-    device: where this thread makes tensors, if no mode of torch's says so.
+    device: where this thread makes tensors, unless a mode of torch decides that.
     """
 
     def __init__(self, tape: Tape, device: torch.device | None = None) -> None:
@@ -113,10 +113,10 @@ class Functions(TorchFunctionMode):
 
     @contextlib.contextmanager
     def _in_backward(self) -> Iterator[None]:
-        """The user's code runs autograd: in a step its ops are backward, and this mode stays on.
+        """Inside, the user's code runs autograd: its ops are backward, and this mode stays on.
 
-        A function mode is off while it handles a call, and what a checkpoint runs again needs it:
-        `backward_kept` enters it.
+        Torch switches a function mode off while it handles a call, but the forward that a
+        checkpoint repeats needs the mode: `backward_kept` enters it again.
         """
         tape = self.tape
         here, before = tape.here, tape.part
@@ -131,7 +131,7 @@ class Functions(TorchFunctionMode):
             tape.after_backward = True
 
     def _indexed(self, index: Any) -> Any:
-        """An index with known tensors in place of lists of numbers, which torch makes unseen."""
+        """An index with known tensors in place of lists: torch would make the tensors unseen."""
         if isinstance(index, tuple):
             return tuple([self._indexed(item) for item in index])
         if isinstance(index, list) and index and all(type(item) in (int, bool) for item in index):
@@ -140,7 +140,7 @@ class Functions(TorchFunctionMode):
         return index
 
     def _construct(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Tensor | None:
-        """torch.tensor([...]) for meta: a meta tensor whose value is known."""
+        """`torch.tensor([...])`: a meta tensor whose value is known."""
         data = args[0] if args else kwargs.get("data", kwargs.get("obj"))
         device = kwargs.get("device")
         default = self.device or torch.get_default_device()
@@ -229,7 +229,7 @@ def _as_of(tensor: Tensor, kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _numbers(item: Any) -> Any:
-    """Nested lists with numbers in place of the meta tensors of one element in them."""
+    """Nested lists in which numbers replace meta tensors of one element."""
     if isinstance(item, (list, tuple)):
         return [_numbers(x) for x in item]
     return item.item() if isinstance(item, Tensor) and item.is_meta else item
@@ -251,7 +251,7 @@ def _placed(device: Any) -> Any:
 def draws_repeated() -> Iterator[None]:
     """Inside, random numbers that the code draws on the host are the same every time.
 
-    What was drawn before goes on afterwards as if nothing had been drawn inside.
+    At the end the generators are restored, as if nothing had been drawn inside.
     """
     numpy = sys.modules.get("numpy.random")
     states = random.getstate(), torch.get_rng_state(), numpy and numpy.get_state()

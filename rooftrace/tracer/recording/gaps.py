@@ -1,4 +1,4 @@
-"""What shows that a step did something out of sight: it is said, and totals are a lower bound."""
+"""Signs that a step did work unseen by the recorder: each becomes an assumption (lower bound)."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from rooftrace.tracer.tensors import trees
 
 
 def look_for_gaps(tape: Tape, outputs: Sequence[Tensor], module: nn.Module) -> list[Tensor]:
-    """The outputs of a step that the graph can have; says what shows a gap.
+    """The outputs of a step that can be in the graph; assumptions record the signs of a gap.
 
-    These are outputs that were computed on the host, and a step that no weight had a part in.
+    Signs are outputs that were computed on the host, and a step that reads no weight.
     """
     kept = []
     for tensor in outputs:

@@ -1,4 +1,4 @@
-"""Higher-order ops: cond takes one path, loops go round while they are known to."""
+"""Higher-order ops: cond runs one branch, a loop runs while its condition is known to hold."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from rooftrace.tracer.tensors import trees
 from rooftrace.tracer.values import Values
 
 _MAX_LOOPS = 4096
-"""How often a while_loop may go round."""
+"""The most iterations of a while_loop."""
 
 
 def run_higher_order(
     tape: Tape, again: Callable[[], AbstractContextManager[None]], func: Any, args: Any, kwargs: Any
 ) -> Any:
-    """What a higher-order op returns; what it runs inside is recorded, for those named here.
+    """The result of a higher-order op; the ops that it runs are recorded, for the ops named here.
 
-    again: turns the recorder's mode on again, which is off while an op is handled.
+    again: switches the recorder's mode on, which torch switches off while it handles an op.
     """
     name = func.name() if callable(getattr(func, "name", None)) else str(func)
     with again():
@@ -57,7 +57,7 @@ def _with_wide_sums(op: Any, dtype: torch.dtype, *args: Any) -> Any:
 
 
 def _looped(values: Values, condition: Any, body: Any, carried: Any, more: Any = ()) -> Any:
-    """What a while_loop returns; where its condition is unknown the body runs once."""
+    """The result of a while_loop; the body runs once if the condition is unknown."""
     for turn in range(_MAX_LOOPS):
         go_on = condition(*carried, *more)
         if isinstance(go_on, Tensor):

@@ -1,7 +1,7 @@
 """Quantised modules of torch.ao: weights packed into objects of TorchScript, integers behind them.
 
-Their ops have no meta kernels.  A packed weight is unpacked once, and stands in the graph as the
-tensors that it is made of; shapes come from the float op that the quantised one stands for.
+Their ops have no meta kernels.  A packed weight is unpacked once; the graph has its tensors
+instead.  Shapes come from the float op that corresponds to the quantised one.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _is_packed(item: Any) -> bool:
 
 
 def _unpacked(tape: Tape, packed: Any) -> list[Tensor]:
-    """Meta tensors of the integers of a packed weight, and of its bias, which stay the same."""
+    """Meta tensors of a packed weight's integers and its bias; always the same tensors."""
     known = tape.packed.get(id(packed))
     if known is None:
         with torch.utils._python_dispatch._disable_current_modes():

@@ -3,10 +3,10 @@
 A module with real weights, called with real inputs, is traced on meta copies of them.  Where its
 code asks for a value (`.item()`, a mask, the experts of a token), the recorded ops that make it,
 and only those, are run on the real tensors.  Ops that write in place run in their order, on copies.
-What was computed is kept, so a value inside a loop does not start from the beginning.
+Results are kept, so a value inside a loop is not computed from the start again.
 
-There is no such value where random numbers, an assumption, a tensor without data or a shortened
-loop come in, nor where the ops would take more than the limits below, over one capture.
+A value cannot be computed if it depends on random numbers, an assumption, a tensor without data or
+a shortened loop, or if the ops would exceed the limits below, which hold for one capture.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from rooftrace.tracer.tape import META_KEY, Tape
 from rooftrace.tracer.tensors import trees
 
 MAX_FLOP = 2 * 10**10
-"""FLOP of products that are computed for values of one capture: about a second of a CPU."""
+"""The most FLOP of matrix products for values of one capture: about a second on a CPU."""
 MAX_BYTES = 10**9
-"""Bytes that these ops make; they are held until the capture ends."""
+"""The most bytes that these ops may make; they are held until the capture ends."""
 MAX_OPS = 20_000
-"""How many ops are run for values of one capture."""
+"""The most ops that may run for values of one capture."""
 _FACTORISATIONS = frozenset(
     {
         "aten.linalg_cholesky_ex",
@@ -52,23 +52,23 @@ _FACTORISATIONS = frozenset(
         "aten.linalg_qr",
     }
 )
-"""Ops that take about as many FLOP for each element as a matrix is wide."""
+"""Ops whose FLOP per element are about the width of the matrix."""
 _MAX_RESTARTS = 8
-"""How often everything is computed afresh, as an earlier state of a tensor is asked for."""
+"""The most times that all values are computed afresh, to get an earlier state of a tensor."""
 
 _CPU = torch.device("cpu")
 
 
 class _NotComputableError(Exception):
-    """This value does not follow from real data alone, or costs too much."""
+    """This value cannot be computed from real data alone, or costs too much."""
 
 
 class _StaleError(Exception):
-    """What is kept has been written to since: it has to be computed afresh."""
+    """A kept result was overwritten since: it has to be computed afresh."""
 
 
 class RealData:
-    """Runs recorded ops of one capture on real tensors, where their values are asked for."""
+    """Runs recorded ops of one capture on real tensors when code asks for their values."""
 
     def __init__(self, tape: Tape) -> None:
         self._tape = tape
@@ -81,7 +81,7 @@ class RealData:
         self._flop = self._bytes = self._ops = self._restarts = 0
 
     def forget(self) -> None:
-        """Give back what is kept."""
+        """Free the kept results."""
         for table in (self._places, self._writers):
             table.clear()
 
@@ -144,7 +144,7 @@ class RealData:
         return int(item.specs[index or 0].storage)
 
     def _needed(self, node: fx.Node) -> list[fx.Node]:
-        """The ops to run, in order: what makes a value, and what writes to that before."""
+        """The ops to run, in order: those that make a value, and those that wrote to it before."""
         needed: set[fx.Node] = set()
         waiting = [_base(node)[0]]
         while waiting:
@@ -203,7 +203,7 @@ class RealData:
             raise _NotComputableError
 
     def _check(self, node: fx.Node, recorded: Any) -> None:
-        """Raise where an op does not follow from its arguments, or was not run as it stands."""
+        """Raise if an op's result does not follow from its arguments as they were recorded."""
         target: Any = node.target
         name = f"{target.namespace}.{target._opname}"
         loop = recorded.origin.loop
@@ -243,7 +243,7 @@ class RealData:
         return self._kept[base] if index is None else self._kept[base][index]
 
     def _repeat(self, node: fx.Node, get: Callable[[fx.Node], Any]) -> list[Any]:
-        """What a call that repeats a block returns: its ops, with its own weights and inputs."""
+        """The result of a call that repeats a block: its ops, run on the call's own tensors."""
         block = node.meta[META_KEY].block
         made: dict[fx.Node, Any] = {
             inner: get(outer)  # type: ignore[arg-type]
@@ -287,7 +287,7 @@ class RealData:
 
 
 def _base(node: fx.Node) -> tuple[fx.Node, int | None]:
-    """The op that a node takes a piece of, and which; itself where it takes none."""
+    """The op from whose results a node takes one, and the index; else the node itself."""
     if node.target is operator.getitem:
         base: Any = node.args[0]
         index: Any = node.args[1]

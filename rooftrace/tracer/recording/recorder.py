@@ -47,10 +47,10 @@ class Recorder(TorchDispatchMode, Tape):
     """Records the ops of whatever runs inside `with recorder:` on meta tensors.
 
     record=False keeps only the values that are known (to build modules).  own_step: the code is a
-    whole step of the user's (see `Tape.own_step`).  roll_loops: of scans (see replay/loops) a few
-    turns are run, and `loops` has them by serial number.  repeat_calls: of calls of modules that
-    cannot be told apart (see replay/calls) the first is run.  After use, `close` takes our tags off
-    tensors that outlive the capture.
+    whole step of the user's (see `Tape.own_step`).  roll_loops: run only a few turns of each scan
+    (see replay/loops); `loops` has these scans by serial number.  repeat_calls: run only the first
+    of equal calls of modules (see replay/calls).  After use, `close` takes our tags off tensors
+    that outlive the capture.
     """
 
     supports_higher_order_operators = True
@@ -113,7 +113,7 @@ class Recorder(TorchDispatchMode, Tape):
         return None if made is None else finite.of_finite_numbers(made[0])
 
     def forget(self) -> None:
-        """Give the memory of the graph back, once it is lowered."""
+        """Free the memory of the graph after it is lowered."""
         self._real.forget()
         super().forget()
 
@@ -147,7 +147,7 @@ class Recorder(TorchDispatchMode, Tape):
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
-        """The dispatch mode is off while it handles an op; this turns it on again."""
+        """Switch the dispatch mode on inside; torch switches it off while it handles an op."""
         mode: Any = TorchDispatchMode
         mode.__enter__(self)
         self.here.inside += 1

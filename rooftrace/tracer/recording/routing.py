@@ -1,4 +1,4 @@
-"""Indices that ops choose by unknown floats: topk, argmax, sort, multinomial ..."""
+"""Indices that an op chooses by unknown scores: topk, argmax, sort, multinomial ..."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from rooftrace.tracer.values import Values, marks
 
 
 def route(values: Values, call: Call, index: Tensor, position: int) -> frozenset[int]:
-    """Learn balanced values for an index output of a call, or those that real data give.
+    """Learn balanced values for an index output of a call, or values from real data.
 
-    position: which output it is.  Returns the assumptions that these rest on.
+    position: the position of that output.  Returns the assumptions that the values rest on.
     """
     if index.dtype.is_floating_point:
         return records.NO_TAINT
@@ -36,7 +36,7 @@ def route(values: Values, call: Call, index: Tensor, position: int) -> frozenset
 
 
 def _as_the_data_chooses(values: Values, call: Call, index: Tensor, position: int) -> bool:
-    """Learn the indices that the real tensors give, where they do; that is put on record."""
+    """Learn indices from the real tensors, as an assumption; False if they give none."""
     if index.numel() > marks.MAX_INTEGERS:
         return False
     exact = {}

@@ -32,7 +32,7 @@ _LIFT = torch.ops.aten.lift_fresh.default
 class Runner:
     """Runs the ops of one recording, one at a time.
 
-    again: turns the recorder's mode on again, which is off while an op is handled.
+    again: switches the recorder's mode on, which torch switches off while it handles an op.
     """
 
     def __init__(self, tape: Tape, again: Callable[[], AbstractContextManager[None]]) -> None:
@@ -87,7 +87,7 @@ class Runner:
         return out
 
     def _computed(self, call: Call) -> Any:
-        """What an op returns on meta."""
+        """The result of an op on meta."""
         if not call.info.may_alias:
             return self._sizes.run(call.func, call.args, dict(call.kwargs))
         return None if writes_lists(call.name, call.args) else call.run()
@@ -104,9 +104,9 @@ def _on_host(tensors: list[Tensor], device: Any) -> bool:
 
 
 def _of_the_step(tape: Tape, call: Call) -> bool:
-    """Whether an op on CPU tensors is the step's own work, and not what the host keeps for it.
+    """Whether an op on CPU tensors is work of the step, and not bookkeeping of the host.
 
-    Weights and what was made of floats of the step are; so is every product.
+    Ops on weights or on floats of the step are work of the step; so is every matrix product.
     """
     plain = (Tensor, nn.Parameter)
     if not tape.recording or any(type(tensor) not in plain for tensor in call.tensors):

@@ -26,9 +26,9 @@ class SizeCache:
         self._known: dict[Any, Any] = {}
 
     def run(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """What `func(*args, **kwargs)` returns: from the sizes of an equal call if there was one.
+        """The result of `func(*args, **kwargs)`, from the sizes of an equal earlier call if any.
 
-        For ops without aliasing or mutation only, on strided meta tensors.
+        Only for ops without aliasing or mutation, on strided meta tensors.
         """
         key: list[Any] = [func, torch.get_default_dtype()]
         if not (_describe(args, key) and (not kwargs or _describe_named(kwargs, key))):
@@ -85,7 +85,7 @@ def writes_lists(name: str, args: Sequence[Any]) -> bool:
 
 
 def _describe(items: Sequence[Any], key: list[Any]) -> bool:
-    """Append what the sizes of an op's outputs depend on; False where that cannot be said."""
+    """Append everything that the sizes of an op's outputs depend on; False if that is unknown."""
     for item in items:
         if isinstance(item, Tensor):
             if (

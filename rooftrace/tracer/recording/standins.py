@@ -1,7 +1,7 @@
-"""Stand-ins for functions and classes of torch that want a device, while something is traced.
+"""Stand-ins for functions and classes of torch that need a device, during a trace.
 
-What user code imports meanwhile stays its own for good: classes are themselves, with other methods
-for a time, and a function that was picked up does afterwards what the original does.
+User code may import these names meanwhile and keep them.  So a class stays the same object, with
+other methods during the trace, and a stand-in function calls the original after the trace.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rooftrace.tracer.source import spec_after
 
 @contextlib.contextmanager
 def replaced_function(home: Any, name: str, replacement: Callable[..., Any]) -> Iterator[None]:
-    """Inside, `home.name` is `replacement`; who keeps it calls the original afterwards."""
+    """Inside, `home.name` is `replacement`; a kept reference calls the original afterwards."""
     original = getattr(home, name)
     inside = True
 
@@ -168,9 +168,9 @@ def jagged_attention_fused() -> Iterator[None]:
 
 @contextlib.contextmanager
 def device_calls_quiet() -> Iterator[None]:
-    """Inside, without a GPU, waiting for one or choosing its streams does nothing.
+    """Inside, on a machine without a GPU, calls that wait for one or choose its streams do nothing.
 
-    No device runs what is traced; these calls would fail for want of one.
+    A trace needs no device, but these calls would fail without one.
     """
     cuda = torch.cuda
     with contextlib.ExitStack() as undo:

@@ -16,18 +16,18 @@ from rooftrace.tracer.tensors import trees
 from rooftrace.tracer.values import META, marks
 
 _BF16_ONLY = frozenset({"aten._grouped_mm", "aten._scaled_grouped_mm"})
-"""Products whose meta kernels know one precision."""
+"""Products whose meta kernels support one precision only."""
 _TYPED_SUMS = frozenset({"aten.addmm.dtype", "aten.baddbmm.dtype"})
 """Products with a type of the output, whose meta kernels multiply by it: addmm until torch 2.13."""
 _MAX_ZEROS = 1 << 24
-"""The largest inputs (elements) that are made for real to learn an op's output shape."""
+"""The most elements of inputs that are made for real to learn an op's output shape."""
 _NO_FAKE = "no fake impl registered"
-"""What torch says of a custom op of Python that does not know its shapes."""
+"""The text of torch's error for a custom op of Python without a shape function."""
 _REFUSED = (NotImplementedError, RuntimeError, TypeError)
 
 
 def off_host(tape: Tape, call: Call, out: Any) -> Any:
-    """`out`, on meta: some kernels (solve_triangular) answer where a stray CPU tensor is."""
+    """`out` on meta: some kernels (solve_triangular) return on the device of a stray CPU tensor."""
     if call.info.mutated or call.info.may_alias or "device" in call.kwargs:
         return out
     outputs = trees.listed(out)
@@ -37,7 +37,7 @@ def off_host(tape: Tape, call: Call, out: Any) -> Any:
 
 
 def _with(call: Call, change: Callable[[Tensor], Tensor]) -> Any:
-    """What a call returns for other tensors than its own."""
+    """The result of a call with its tensors changed."""
     args, kwargs = tree_map_only(Tensor, change, (tuple(call.args), dict(call.kwargs)))
     return call.func(*args, **kwargs)
 
@@ -61,7 +61,7 @@ def without_meta_kernel(tape: Tape, call: Call, error: Exception) -> Any:
 
 
 def _attempts(tape: Tape, call: Call, error: Exception) -> Iterator[Callable[[], Any]]:
-    """Ways to run an op that know its shapes for certain, where they apply."""
+    """Ways to run an op that give its exact shapes; only those that apply."""
     if {"cpu", "meta"} <= {t.device.type for t in call.tensors}:
         yield lambda: _with(call, lambda tensor: _off_host(tape, tensor))
     if call.name in _BF16_ONLY:
@@ -75,7 +75,7 @@ def _attempts(tape: Tape, call: Call, error: Exception) -> Iterator[Callable[[],
 
 
 def _assumed(tape: Tape, call: Call, error: Exception) -> Any:
-    """The outputs of an op whose shapes nobody knows for certain: that is put on record."""
+    """The outputs of an op of unknown shapes; the guess is recorded as an assumption."""
     values, name = tape.values, call.name
     if call.info.mutated:
         values.assume("shape", f"{name} has no meta kernel: taken as writing in place")
@@ -120,7 +120,7 @@ def _on_quantised(call: Call) -> Any:
 
 
 def _in_bf16(call: Call) -> Tensor:
-    """A grouped product of another precision: devices run it, its meta kernel knows bf16 only."""
+    """A grouped product of another precision: devices run it, the meta kernel takes bf16 only."""
     product = _with(
         call,
         lambda t: torch.empty_like(t, dtype=torch.bfloat16) if t.is_floating_point() else t,
@@ -129,7 +129,7 @@ def _in_bf16(call: Call) -> Tensor:
 
 
 def _as_dense(call: Call) -> Any:
-    """An op on dense tensors in place of sparse ones, where its result is dense then too."""
+    """An op on dense tensors in place of sparse ones, if its result on sparse ones is dense too."""
 
     def dense(tensor: Tensor) -> Tensor:
         strided = tensor.layout is torch.strided

@@ -89,7 +89,7 @@ class Threads:
             self._threads.idents.clear()
 
     def settle(self) -> None:
-        """Let threads that nobody joined come to their end: those that do not are said.
+        """Wait for threads that the code did not join; an assumption names threads that go on.
 
         A thread ends, or waits for others; when all that are left wait, nothing more will run.
         """
@@ -145,7 +145,7 @@ class Threads:
         return original(worker, *args, **kw)
 
     def _task(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function` as it is to run in another thread: recorded."""
+        """`function`, recorded when another thread runs it."""
         here = self._tape.here
         device = here.device or torch.get_default_device()
         start = list(here.stack), list(here.modules), here.part, here.function
@@ -166,7 +166,7 @@ class Threads:
         return task
 
     def enter_here(self, device: torch.device) -> Callable[[], None] | None:
-        """Begin to record this thread, and what ends that; None where there is nothing to do."""
+        """Begin to record this thread; returns what ends that, None if there is nothing to do."""
         tape, ident = self._tape, threading.get_ident()
         with tape.lock:
             if not tape.live or ident in self._threads.idents:

@@ -72,7 +72,7 @@ class Arguments:
 
     @staticmethod
     def _cast_before(node: fx.Node | None) -> bool:
-        """Whether autocast may have cast this weight: it does so once."""
+        """Whether autocast may have cast this weight already: it casts each weight once."""
         return node is not None and torch.is_autocast_enabled("cuda") and bool(node.users)
 
     def nodes(self) -> list[fx.Node | None]:
@@ -88,7 +88,7 @@ class Arguments:
         return [[] if entry is None else sorted(entry.taint) for entry in entries]
 
     def versions(self) -> list[int]:
-        """How often each tensor was written to."""
+        """The number of writes to each tensor."""
         return [0 if t.is_inference() else t._version for t in (*self.tensors, *self.own)]
 
     def same_arguments(self, args: Any, kwargs: Any) -> bool:
@@ -98,7 +98,7 @@ class Arguments:
 
 
 class Beginning:
-    """Where the recording stood when a module's call began."""
+    """The state of the recording when a module's call began."""
 
     def __init__(self, tape: Tape, module: nn.Module, call: Arguments) -> None:
         self._tape, self.module, self.call = tape, module, call
@@ -121,9 +121,9 @@ class Beginning:
         return same and bool(self._now() == self._outside)
 
     def block(self, returned: Sequence[Any]) -> RecordedCall | None:
-        """What was recorded since; None where a later call could not repeat it.
+        """The block of ops recorded since; None where a later call could not repeat it.
 
-        returned: the leaves of what the call returned.
+        returned: the leaves of the call's result.
         """
         tape = self._tape
         nodes = list(blocks.nodes_since(tape.graph, self._node))
@@ -186,7 +186,7 @@ class Beginning:
         return passed, results
 
     def _calls_inside(self) -> dict[str, int] | None:
-        """How often each module was called since, by the path below; None: one elsewhere was."""
+        """Calls since of each module inside, by path below; None if another module was called."""
         path = self._tape.paths.of(self.module)
         calls = {
             inner: count - self.calls.get(inner, 0)
@@ -205,7 +205,7 @@ def _content(tensor: Tensor) -> Any:
 
 
 def _random_states() -> tuple[Any, ...]:
-    """Where the generators of random numbers stand that Python code draws from."""
+    """The states of the random number generators that Python code draws from."""
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         drawn = torch.default_generator.get_state().numpy().tobytes()
     numpy = sys.modules.get("numpy.random")

@@ -1,4 +1,4 @@
-"""Blocks: what one call of a module recorded, and later calls that repeat it."""
+"""Blocks: the record of one call of a module, and later calls that repeat it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rooftrace.tracer.tape import META_KEY, Recorded, Tape, records
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedCall:
-    """What one call of a module recorded."""
+    """The record of one call of a module."""
 
     path: str  # of the module
     call: int  # how often the module had been called before
@@ -75,7 +75,7 @@ def count_again(tape: Tape, block: RecordedCall, path: str) -> None:
 
 
 def nodes_since(graph: fx.Graph, last: fx.Node | None) -> Iterator[fx.Node]:
-    """What was recorded after the node `last`, without pieces taken out of earlier results."""
+    """The nodes recorded after `last`, except picks (getitem) from results of earlier ops."""
     inside: set[fx.Node] = set()
     node = next(iter(graph.nodes), None) if last is None else last.next
     while node is not None and node.op != "root":
@@ -86,7 +86,7 @@ def nodes_since(graph: fx.Graph, last: fx.Node | None) -> Iterator[fx.Node]:
 
 
 def read_from_outside(nodes: Sequence[fx.Node]) -> dict[fx.Node, None]:
-    """The nodes that these read and that are none of them, in order."""
+    """The nodes that these read from outside, in order."""
     inside = set(nodes)
     return {
         argument: None
@@ -97,7 +97,7 @@ def read_from_outside(nodes: Sequence[fx.Node]) -> dict[fx.Node, None]:
 
 
 def writes_outside(nodes: Sequence[fx.Node], first_storage: int) -> bool:
-    """Whether some node writes what was there before storage `first_storage`, or a constant."""
+    """Whether some node writes a constant, or a storage older than `first_storage`."""
     for node in nodes:
         for written in written_nodes(node):
             base: Any = written.args[0] if written.target is operator.getitem else written

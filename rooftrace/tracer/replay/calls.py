@@ -1,4 +1,4 @@
-"""CallReplay that would record the same run once: a later call repeats the block of the first.
+"""Calls of modules that would record the same run once: a later call repeats the first one's block.
 
 A stack of layers calls modules of one build again and again.  The first call of each kind is
 recorded; a later one becomes a single node that refers to that block, with the weights and inputs
@@ -58,7 +58,7 @@ from rooftrace.tracer.tensors import trees
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Recording:
-    """A recorded call that later ones can repeat."""
+    """A recorded call that later calls can repeat."""
 
     module: nn.Module
     block: RecordedCall
@@ -75,7 +75,7 @@ class _Recording:
 
 
 _ATTEMPTS = 3
-"""How many calls that look the same are recorded before we give up: the first may fill a cache."""
+"""The most calls of equal look that are recorded in vain: the first may fill a cache."""
 
 
 class CallReplay:
@@ -105,7 +105,7 @@ class CallReplay:
 
     @contextlib.contextmanager
     def injected(self) -> Iterator[None]:
-        """CallReplay of modules come to us while this is entered."""
+        """Inside, calls of modules come to `_answer` first."""
         if not self._groups:
             yield
             return
@@ -166,7 +166,7 @@ class CallReplay:
         kwargs: Any,
         call: Arguments,
     ) -> tuple[Any, _Recording | None]:
-        """Run the call, and what it recorded if later calls can repeat it."""
+        """Run the call; returns its result, and its record if later calls can repeat it."""
         with torch._C.DisableTorchFunction():
             start, watched = Beginning(self._tape, module, call), self._differing(module)
         outside = Outside()
@@ -188,7 +188,7 @@ class CallReplay:
         outside: Outside,
         output: Any,
     ) -> _Recording | None:
-        """What a call recorded; None where later ones could not repeat it."""
+        """The record of a call; None if later calls could not repeat it."""
         tape, call = self._tape, start.call
         returned, structure = tree_flatten(output)
         block = start.block(returned)
@@ -221,7 +221,7 @@ class CallReplay:
     # -- repeating ---------------------------------------------------------------------------------
 
     def _may_stand_for(self, known: _Recording, module: nn.Module) -> bool:
-        """Whether nothing that the recorded call read is different in this module."""
+        """Whether this module equals the recorded one in all that the recorded call read."""
         tape = self._tape
         path = tape.paths.of(module)
         if any(tape.paths.times(path + inner) != count for inner, count in known.earlier.items()):
@@ -238,7 +238,7 @@ class CallReplay:
         )
 
     def _repeated(self, known: _Recording, module: nn.Module, call: Arguments) -> tuple[bool, Any]:
-        """What the call returns, with its block in the graph; (False, None) where it has to run."""
+        """(True, result), with the call's block in the graph; (False, None) if it has to run."""
         tape, values, block = self._tape, self._tape.values, known.block
         assumptions: dict[int, int] = {}
         for before, taint in zip(known.taints, call.taints(), strict=True):
@@ -298,7 +298,7 @@ def _paths(tape: Tape, module: nn.Module) -> list[str]:
 
 
 def _modes() -> tuple[Any, ...]:
-    """What torch is set to that changes which ops a module runs."""
+    """Torch's settings that change which ops a module runs."""
     backends: Any = torch.backends.cuda
     return (
         torch.get_default_dtype(),
@@ -323,9 +323,9 @@ def _copies(
     known: Callable[[Tensor], Any] | None,
     contents: Sequence[tuple[Tensor, frozenset[int]] | None] = (),
 ) -> tuple[list[Any], list[tuple[Tensor, frozenset[int]] | None]]:
-    """New tensors for those among the leaves, and for what is known of them (or of `contents`).
+    """Copies of the tensors among the leaves, and of their known values (or of `contents`).
 
-    They share memory, and are the same, where the old ones do and are.
+    Copies share memory, or are one object, where the originals are.
     """
     made: dict[int, Tensor] = {}
     memory: dict[int, Any] = {}

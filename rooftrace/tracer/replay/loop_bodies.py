@@ -1,7 +1,7 @@
-"""Bodies of loops that do the same in every turn, by what their source says and what it names.
+"""Bodies of loops that do the same in every turn, judged by their source and the names in it.
 
-A body that fits is straight: assignments and calls of torch's functions and of tensors' methods,
-on local tensors and on weights of a module.
+Such a body has no branches: it has assignments and calls of torch's functions and of tensors'
+methods, on local tensors and on weights of a module.
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ _HIDDEN = frozenset(
         "untyped_storage",
     }
 )
-"""What a tensor has that runs other code, or shows more than how the tensor looks."""
+"""Attributes of a tensor that run other code, or depend on more than its look."""
 _JOINS = frozenset({("torch", "stack"), ("torch", "cat"), ("torch", "concat")})
 
 
 class Refused(Exception):
-    """This loop has to be run as it is written."""
+    """The body does not fit: this loop has to run as it is written."""
 
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """The names in the body of a loop, by what has to be true of them.
+    """The names in the body of a loop, by the conditions on them.
 
     indexed: tensors that the loop variable indexes.  counts: integers in such indices.  chains:
-    dotted names, with whether they are called.  lists: only appended to.  joined: those of them
-    that the function does no more with than to stack or concatenate them.
+    dotted names, with whether they are called.  lists: only appended to.  joined: the lists
+    that the function only stacks or concatenates.
     """
 
     variable: str
@@ -99,7 +99,7 @@ def _bodies(code: CodeType) -> dict[int, Body]:
 
 
 def _is_joined(name: str, loop: ast.For, tree: ast.AST) -> bool:
-    """Whether a list is made, stacked or concatenated outside of the loop, and nothing else."""
+    """Whether code outside of the loop only makes, stacks or concatenates a list."""
     made, joined = set[ast.AST](), set[ast.AST]()
     for node in ast.walk(tree):
         if isinstance(node, ast.arg) and node.arg == name:
@@ -135,7 +135,7 @@ def _over_range(loop: ast.For) -> bool:
 
 
 def read_body(loop: ast.For) -> Body:
-    """What the body of a loop names.  Raises for a body that may do different things each turn."""
+    """The names in a loop's body.  Raises Refused if its turns may do different things."""
     if loop.orelse or not isinstance(loop.target, ast.Name):
         raise Refused
     reader = _Reader(loop.target.id)
@@ -145,7 +145,7 @@ def read_body(loop: ast.For) -> Body:
 
 
 class _Reader:
-    """Walks through the statements of a body; whatever is not named here is refused."""
+    """Walks through the statements of a body; refuses every construct that is not handled here."""
 
     def __init__(self, variable: str) -> None:
         self.variable = variable
@@ -329,7 +329,7 @@ def _chain(node: ast.expr) -> tuple[str, ...]:
     return (node.id, *reversed(steps)) if isinstance(node, ast.Name) else ()
 
 
-# -- what its names stand for ----------------------------------------------------------------------
+# -- the objects behind the names ------------------------------------------------------------------
 
 
 def _is_method(name: str) -> bool:
@@ -355,7 +355,7 @@ class FrameNames:
         self._copied = copied
 
     def forget(self) -> None:
-        """Let go of what the names stand for: it lives no longer than without us."""
+        """Release the objects behind the names: we must not prolong their lives."""
         if self._copied:
             self._places[0].clear()
 
@@ -403,7 +403,7 @@ def is_value(item: Any) -> bool:
 
 
 def fits(body: Body, names: FrameNames) -> bool:
-    """Whether the names stand for what `read_body` took them for."""
+    """Whether the names stand for the kinds of objects that `read_body` assumed."""
     return (
         all(names.stands(chain, called) for chain, called in body.chains)
         and all(is_tensor(names.get(name)) for name in body.indexed)

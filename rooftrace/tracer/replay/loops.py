@@ -82,7 +82,7 @@ _CAT = torch.ops.aten.cat.default
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """A loop that was not run in full."""
+    """A loop of which only some turns were run."""
 
     count: int  # how many turns its turn 2 stands for, itself too
     source: str  # the line of its `for`
@@ -90,7 +90,7 @@ class Loop:
 
 
 class _StandIns(torch.autograd.Function):
-    """Tensors like one, that need a gradient like it and give none back."""
+    """Tensors that look like one and require a gradient if it does, but pass none back to it."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, count: int) -> tuple[Tensor, ...]:
@@ -146,7 +146,7 @@ class _Shortened:
         self.rolling.turn = turn
 
     def _may_go_on(self, number: int) -> bool:
-        """After a turn: whether nothing yet speaks against cutting the loop short."""
+        """Whether, after this turn, the loop may still be cut short."""
         if number == 0:
             return True
         with torch._C.DisableTorchFunction(), contextlib.suppress(Refused):
@@ -167,11 +167,11 @@ class _Shortened:
             unchanged(*self.states)
             and len(first) == len(second)
             and all(same_op(a, b, len(self.values)) for a, b in pairs)
-            and (not self.tape.recording or self._samewiring())
+            and (not self.tape.recording or self._same_wiring())
             and len(self.values) > RUN + self.last
         )
 
-    def _samewiring(self) -> bool:
+    def _same_wiring(self) -> bool:
         ends = [self.turns[1].node, self.turns[2].node, _last(self.tape.graph)]
         ops = [ops_of(end, turn) for end, turn in zip(ends, self.turns, strict=True)]
         first, second = (wiring(number, ops, self.turns) for number in (1, 2))
@@ -189,7 +189,8 @@ class _Shortened:
         names.forget()
 
     def _like(self, tensor: Tensor, count: int, joined: bool) -> list[Tensor]:
-        """Stand-ins: one and the same, or others where each needs a gradient of its own."""
+        """Stand-ins for a tensor: one object repeated, or one for each turn if each needs a
+        gradient of its own."""
         if not tensor.requires_grad:
             return [tensor] * count
         if joined:
@@ -255,7 +256,7 @@ class Rolling(LoopWatch):
         return True
 
     def _starts(self, func: Any, tensors: Sequence[Tensor], dimension: int = 0) -> frozenset[int]:
-        """Where in their joined tensor the stand-ins begin."""
+        """The positions in their joined tensor at which stand-ins begin."""
         starts, start = set(), 0
         for tensor in tensors:
             empty = tuple(tensor.shape) == (0,)  # may be joined with tensors of any shape
@@ -266,7 +267,7 @@ class Rolling(LoopWatch):
         return frozenset(starts)
 
     def watch(self, root: nn.Module) -> None:
-        """The modules that define the classes of this tree, and the functions that those import."""
+        """Watch the modules that define this tree's classes, and those of functions they import."""
         if not self.enabled:
             return
         kinds = {kind for module in root.modules() for kind in type(module).__mro__}
@@ -324,7 +325,7 @@ def _transformed() -> bool:
 
 
 def _range_of(rolling: Rolling) -> type:
-    """A class that is `range` to all but the loops that may be cut short."""
+    """A class that behaves as `range`, except in loops that may be cut short."""
 
     class Meta(type):
         def __call__(cls, *args: Any, **kwargs: Any) -> Any:

@@ -27,7 +27,7 @@ from rooftrace.tracer.tensors import trees
 _DEPTH = 3
 """How deep objects inside objects are looked into."""
 _MAX_ITEMS = 512
-"""Of larger containers only the length is compared."""
+"""The most items of a container that are compared; of a larger one only the length is."""
 _HERE = __file__.rpartition("tracer")[0]
 _TORCH = (torch.__file__ or "").rpartition("__init__")[0]
 _STANDARD = sysconfig.get_paths()["stdlib"]
@@ -57,10 +57,10 @@ State = list[Any]
 
 
 class Outside:
-    """What the functions that run while this is entered can see outside of modules.
+    """State outside of modules that is visible to the functions that run while this is entered.
 
-    followable: whether all of it can be compared later.  No garbage is collected inside: what its
-    callbacks and finalizers run is no code of the call.
+    followable: whether all of it can be compared later.  Garbage collection is off inside, because
+    its callbacks and finalizers would count as code of the call.
     """
 
     def __init__(self) -> None:
@@ -160,7 +160,7 @@ class Outside:
 
 
 _ACTIVE: list[Outside] = []
-"""Those that are entered; a function that runs inside of several is one of each."""
+"""The watches that are entered; a function counts for all of them."""
 
 
 def _entered(frame: FrameType, event: str, argument: Any) -> None:
@@ -197,7 +197,7 @@ def _rebinds(code: CodeType) -> bool:
 
 
 def _places(frame: FrameType) -> Iterator[Place]:
-    """What a function that begins can reach by name, outside of its arguments."""
+    """The places that a function can reach by name when it begins, besides its arguments."""
     code, names = frame.f_code, frame.f_globals
     for name in code.co_names:
         if name in names:
@@ -247,7 +247,7 @@ def _state_of(value: Any) -> State:
 
 
 def _collect(value: Any, depth: int, seen: set[int], state: State) -> None:
-    """Append what can be told of a value: objects by identity, what they hold by content.
+    """Append the state of a value: objects by identity, and their contents.
 
     Raises UnfollowableError for an object that may change where nobody sees it.
     """
@@ -295,7 +295,7 @@ _TELLS: dict[type, Callable[[Any], str]] = {
     random.Random: lambda value: repr(value.getstate()),
     torch.Generator: lambda value: repr(bytes(value.get_state().untyped_storage())),
 }
-"""Objects whose state is asked for by a call of their own."""
+"""Objects whose state a call of their own returns (`getstate`, `get_state`)."""
 
 
 def _same(before: State, after: State) -> bool:

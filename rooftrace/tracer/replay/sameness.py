@@ -47,7 +47,7 @@ def build_of(module: nn.Module, builds: Mapping[int, Any]) -> Any:
 
 
 def differences(module: nn.Module, other: nn.Module) -> frozenset[tuple[str, str]] | None:
-    """Attributes in which two modules of one build differ, by path below; None: more than that."""
+    """Attributes in which two modules of one build differ, by path below; None if more differs."""
     parts, twins = modules_below(module), modules_below(other)
     if [(path, first) for path, _, first in parts] != [(path, first) for path, _, first in twins]:
         return None
@@ -66,7 +66,7 @@ def differences(module: nn.Module, other: nn.Module) -> frozenset[tuple[str, str
 
 
 def modules_below(module: nn.Module) -> list[tuple[str, nn.Module, int]]:
-    """Modules inside, by every path below, each with a number that only its other paths have."""
+    """Modules inside by every path below, with a number for each module; its paths share it."""
     numbers: dict[int, int] = {}
     return [
         (path, part, numbers.setdefault(id(part), len(numbers)))
@@ -111,11 +111,11 @@ def _same(value: Any, other: Any, depth: int = _DEPTH) -> bool:
 
 
 class _Simple:
-    """An object of which all that can be told apart is in its `__dict__`."""
+    """A plain object: all its state is in its `__dict__`."""
 
 
 def held_state(module: nn.Module) -> list[Any]:
-    """What a call could change: attributes of the modules inside, and what these hold in turn."""
+    """The state that a call could change: attributes of the modules inside, and their contents."""
     state: list[Any] = []
     seen: set[int] = set()
     for part in module.modules():
@@ -145,7 +145,7 @@ def same_state(before: list[Any], after: list[Any]) -> bool:
 
 
 _WATCHES: list[Watch] = []
-"""Those that are entered: a read inside of several calls is one of each."""
+"""The watches that are entered; a read counts for all of them."""
 
 
 def note(module: nn.Module, name: str) -> None:
@@ -170,7 +170,7 @@ class Watch:
             default = getattr(kind, name, _ABSENT)
             if not isinstance(default, _Watched):
                 self._before.append((kind, name, vars(kind).get(name, _ABSENT)))
-                setattr(kind, name, _Watched(name, _found(kind, name)))
+                setattr(kind, name, _Watched(name, _class_attribute(kind, name)))
         return self
 
     def __exit__(self, *exception: Any) -> None:
@@ -188,15 +188,15 @@ class Watch:
             self.read.add((path, name))
 
 
-def _found(kind: type, name: str) -> Any:
-    """What a class has under a name, as it is written there."""
+def _class_attribute(kind: type, name: str) -> Any:
+    """The attribute of a class as its body defines it, not bound to anything."""
     return next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), _ABSENT)
 
 
 class _Watched:
-    """An attribute that tells when it is read; it stands in the class and goes before instances.
+    """A descriptor that reports when an attribute is read; it takes precedence over instances.
 
-    inherited: what stood there before.
+    inherited: the attribute that the class had under this name.
     """
 
     def __init__(self, name: str, inherited: Any) -> None:

@@ -1,4 +1,4 @@
-"""Turns of a loop while they run: how their names look, their ops, and whether two match."""
+"""Turns of a loop while they run: the look of their names, their ops, and whether two match."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ SLICE = torch.ops.aten.slice.Tensor
 
 @dataclass(frozen=True, slots=True)
 class LoopState:
-    """How the names of a body look after a turn, and the lists that it appends to."""
+    """The look of a body's names after a turn, and the lists that it appends to."""
 
     looks: Mapping[str, Any]
     lists: Mapping[str, tuple[int, int, Any]]
 
 
 class _Eye:
-    """Says how values look; memory is numbered in the order in which it is met."""
+    """Computes the look of values; storages are numbered in the order in which they are met."""
 
     def __init__(self, tape: Tape) -> None:
         self._known = tape.values.known
@@ -111,7 +111,7 @@ class Turn:
     known: dict[int, Tensor] = field(default_factory=dict)  # views that it made of known tensors
 
     def saw(self, call: Call, outputs: Sequence[Tensor], known: list[Tensor]) -> None:
-        """Take down an op; known: those of its outputs whose value is known."""
+        """Record an op; known: those of its outputs whose value is known."""
         args, kwargs = call.args, call.kwargs
         if call.info.view:
             self.known.update({id(tensor): tensor for tensor in known})
@@ -130,7 +130,7 @@ class Turn:
 
 
 def _shown(item: Any) -> Any:
-    """An argument for comparing: equal only if it is the same, or a tensor that looks the same."""
+    """An argument in a form to compare: equal for equal values, and for tensors of equal look."""
     if isinstance(item, Tensor):
         return Tensor, _sizes(item)
     if isinstance(item, (list, tuple)):
@@ -179,7 +179,7 @@ def ops_of(node: fx.Node, turn: Turn) -> list[fx.Node]:
 def wiring(number: int, ops: Sequence[Sequence[fx.Node]], turns: Sequence[Turn]) -> list[Any]:
     """All that is recorded of the ops of a turn; nodes and storages as seen from its beginning.
 
-    What was made before the turn before it stands for itself.
+    A node from before the previous turn stands for itself.
     """
     near = [*ops[number - 1], *ops[number]]
     places = {node: place for place, node in enumerate(near, -len(ops[number - 1]))}

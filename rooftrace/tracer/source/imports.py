@@ -1,4 +1,4 @@
-"""Finders of modules that stand before others and change what these find."""
+"""Import finders that come before others and change the specs that these return."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any
 def spec_after(
     finder: Any, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
 ) -> ModuleSpec | None:
-    """What the finders behind `finder` on `sys.meta_path` find for a module; None: nothing.
+    """The spec that the finders after `finder` on `sys.meta_path` return for a module, or None.
 
-    A finder before it may ask it too, and must not be asked back.
+    Finders before it are not asked: they may be asking it, which would not end.
     """
     finders = list(sys.meta_path)
     for other in finders[finders.index(finder) + 1 :] if finder in finders else ():

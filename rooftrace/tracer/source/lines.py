@@ -33,7 +33,7 @@ _HAND_ON = tuple(
     )
 )
 _BOUNDARIES = frozenset({"_call", "run_backward"})
-"""Functions of ours that call user's code: what called them is not the origin of an op."""
+"""Our functions that call the user's code: the frames that called them are no origin of an op."""
 
 _PLUMBING = tuple(
     os.sep + os.path.join(*place)
@@ -48,11 +48,11 @@ _PLUMBING = tuple(
         ("asyncio", "runners.py"),
     )
 )
-"""Files of the standard library that call the code they were handed."""
+"""Files of the standard library that call functions passed to them."""
 
 _NOT = dis.opmap["UNARY_NOT"]
 _FILLERS = frozenset(dis.opmap[name] for name in ("TO_BOOL", "CACHE") if name in dis.opmap)
-"""What newer versions of Python ask for a truth value by, before they turn it around."""
+"""Instructions that newer versions of Python put before `not`: a conversion to bool, caches."""
 
 _INNER, _OURS, _USERS = range(3)
 _KINDS: dict[CodeType, int] = {}
@@ -97,7 +97,7 @@ def deciding_line(depth: int) -> str:
 
 
 def asked_under_not(depth: int) -> bool:
-    """Whether the innermost frame of the user's, `depth` up or more, takes `not` of its answer."""
+    """Whether the user's innermost frame, `depth` up or more, applies `not` to the answer."""
     frame: Any = sys._getframe(depth)
     while frame is not None and _kind(frame.f_code.co_filename) != _USERS:
         frame = frame.f_back

@@ -1,4 +1,4 @@
-"""Traces a target in a process of its own: nothing that was imported or patched before is there.
+"""Traces a target in a new process, in which nothing was imported or patched before.
 
 The job goes in as JSON; graphs come back through a graph file, progress and errors as lines of
 JSON.  What the target prints goes to stderr.  No object is pickled.  `worker` is the other side.
@@ -28,7 +28,7 @@ _START = (
     "from rooftrace.tracer.sources.worker import work; work(told)"
 )
 PROCESSES = True
-"""Whether processes may be started: tests set it to False, to do the same in their own."""
+"""Whether processes may be started; tests set it to False, to trace in their own process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,15 +42,15 @@ class Traced:
 
 
 def can_go_apart(job: Job) -> bool:
-    """Whether a job can be told to another process: a loss function cannot."""
+    """Whether a job can be sent to another process: a loss function cannot be sent."""
     return PROCESSES and job.options.loss is None
 
 
 def trace_each_apart(jobs: Sequence[Job]) -> list[Traced | None]:
-    """Jobs on targets that are code, each in a process of its own, all at the same time.
+    """Trace jobs on targets that are code, each in a process of its own, all at the same time.
 
-    None of them sees what another one, or this process, imported or patched.  None in the list is
-    what cannot be told to another process.  Raises what the first that fails raises.
+    No job sees imports or patches of another, or of this process.  None in the list is a job that
+    cannot be sent to another process.  Raises the error of the first job that fails.
     """
     if not all(map(can_go_apart, jobs)):
         return [None] * len(jobs)
@@ -60,8 +60,10 @@ def trace_each_apart(jobs: Sequence[Job]) -> list[Traced | None]:
 
 
 def trace_apart(job: Job) -> Traced:
-    """A job on a target, traced in a process of its own.  Raises what tracing it here would raise,
-    and TargetError where the process ends without an answer."""
+    """Trace a job on a target in a process of its own.
+
+    Raises the errors of tracing it here, and TargetError if the process ends without an answer.
+    """
     with tempfile.TemporaryDirectory(prefix="rooftrace-") as folder:
         out = Path(folder) / "graphs.json"
         answers, code = _answers({**_told(job), "path": sys.path, "out": str(out)})
@@ -74,7 +76,7 @@ def trace_apart(job: Job) -> Traced:
 
 
 def _answers(told: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
-    """What the other process answers, and its exit code; its progress is passed on."""
+    """The answer of the other process, and its exit code; its progress is passed on."""
     child = subprocess.Popen(
         [sys.executable, "-c", _START],
         stdin=subprocess.PIPE,
@@ -117,7 +119,7 @@ def _told(job: Job) -> dict[str, Any]:
 
 
 def job_told(told: Mapping[str, Any]) -> Job:
-    """The job that was told as JSON."""
+    """The job that `_told` wrote as JSON."""
     return Job(
         source=told["source"],
         phases=None if told["phases"] is None else tuple(told["phases"]),
@@ -133,7 +135,7 @@ def job_told(told: Mapping[str, Any]) -> Job:
 
 
 def _error(names: Iterable[str], message: str) -> Exception:
-    """The error of the other process, as the nearest class of ours that is made of a message."""
+    """The other process's error, as our nearest class that takes a message alone."""
     from rooftrace.tracer.source import TraceError
 
     kinds = (NoCacheError, RequestError, TargetError, GraphFileError, GraphError, TraceError)

@@ -21,8 +21,8 @@ _RunAt = Callable[[tuple[str, ...] | None, int], dict[str, OpGraph]]
 def at_batches(job: Job) -> tuple[tuple[str, ...], BatchTrace]:
     """The phases of a job, and a function that traces one of them at another batch size.
 
-    Each trace is kept.  Raises RequestError for a graph, which has its sizes, and for what cannot
-    run at another batch.
+    Each trace is kept.  Raises RequestError for a graph, whose sizes are fixed, and for a source
+    that cannot run at another batch size.
     """
     if job.is_graph:
         raise RequestError(
@@ -56,7 +56,7 @@ def _target_at(job: Job) -> _RunAt:
 
     def run(phases: tuple[str, ...] | None, batch: int) -> dict[str, OpGraph]:
         request = replace(job.request, batch=batch)
-        # What is explicit was checked for all phases, and may be for another than this.
+        # Explicit arguments were checked for all phases, and may be for another phase than this.
         at_batch = replace(job, phases=phases, request=request, explicit=())
         with isolation.keeping(kept):
             return dict(traced(at_batch).graphs)

@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 def traced(job: Job) -> Traced:
     """The graphs of a job, and the files that they were traced from.
 
-    phases: default forward and training of a module with arguments, those that fit of a target.
-    Raises RequestError for what the source cannot be asked, TargetError, TraceError.
+    The default phases are forward and training for a module with arguments, and those that fit
+    for a target.  Raises RequestError for an argument that the source has no use for; TargetError;
+    TraceError.
     """
     if job.is_graph:
         made = Traced(_graphs_there(job))
@@ -52,7 +53,7 @@ def loaded(job: Job) -> Loaded:
 
 
 def _graphs_there(job: Job) -> dict[str, OpGraph]:
-    """The graphs that a job brings or names, of its phases."""
+    """The graphs that a job brings or names; only those of its phases."""
     source, name = job.source, job.name
     if job.is_named:
         graphs = load_graphs(source)
@@ -74,9 +75,9 @@ def _graphs_there(job: Job) -> dict[str, OpGraph]:
 
 
 def traced_target(job: Job) -> Traced:
-    """A job on a target, traced here, or where its code does not stand that, in another process.
+    """Trace a job on a target here, or in another process if its code cannot run here.
 
-    Code is imported afresh each time, which some allows only once in a process.
+    Code is imported afresh each time; some code allows only one import in a process.
     """
     from rooftrace.tracer.phases import trace_phases
     from rooftrace.tracer.targets import isolation
@@ -98,7 +99,7 @@ def traced_target(job: Job) -> Traced:
 
 
 def _graph_of_step(job: Job) -> dict[str, OpGraph]:
-    """The graph of a step of the user's, by the phase that it turned out to be."""
+    """The graph of the user's own step, under the phase that its run showed."""
     from torch import inference_mode
 
     from rooftrace.tracer.phases import trace_step
@@ -127,8 +128,8 @@ def _graphs_of_module(job: Job) -> dict[str, OpGraph]:
 def collector_paused(keep: bool = False) -> Iterator[None]:
     """No garbage collection inside: tracing and pricing make many objects that all stay.
 
-    keep: set everything aside for good, so that the collector never looks through it again.  That
-    is for a program that ends soon: garbage made inside is never freed.
+    keep: exclude all objects from later collections too (gc.freeze).  That is for a program that
+    ends soon: garbage made inside is never freed.
     """
     enabled = gc.isenabled()
     gc.disable()

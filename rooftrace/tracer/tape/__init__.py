@@ -1,4 +1,4 @@
-"""The tape: what was recorded of a run, as an fx graph with records beside it."""
+"""The tape: the recording of a run, as an fx graph with a record for each node."""
 
 from rooftrace._face import face
 

@@ -1,7 +1,7 @@
 """Values that no op made: parameters, buffers, inputs, states and constants enter the graph.
 
 A tensor that an op reads, and that the graph does not know, is a weight that the code has just put
-into a module, an input of a step, or a constant.  It is said where nobody knows what made it.
+into a module, an input of a step, or a constant.  If its origin is unknown, an assumption says so.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from rooftrace.tracer.tensors import own_tensors, owners, subclasses, tensors_in
 from rooftrace.tracer.values import Values, marks
 
 _INDICES = frozenset({torch.int64, torch.int32, torch.bool})
-"""Types of tensors that torch makes unseen of Python's numbers, and that no product has."""
+"""Precisions of tensors that torch makes from Python's numbers without a recorded op, and that no
+matrix product returns."""
 _SPARSE = (
     "a sparse tensor is recorded as a dense one of its shape; products count what it stores, or "
     "everything where that is not known"
 )
 _MAX_BROUGHT = 10**9
-"""Bytes of the host's tensors that are held, until the recording ends, as data of weights."""
+"""The most bytes of host tensors that are held as data of weights until the recording ends."""
 
 
 class Entries:
@@ -162,7 +163,7 @@ class Entries:
     # -- reading -----------------------------------------------------------------------------------
 
     def node_of(self, tensor: Tensor) -> fx.Node:
-        """The fx node of `tensor`; a tensor that the graph does not know enters it."""
+        """The fx node of `tensor`; an unknown tensor enters the graph."""
         self._tags.recognise([tensor])
         tag = self._tags.of(tensor) or self._stranger(tensor)
         if tag.index is None:
@@ -172,9 +173,9 @@ class Entries:
         return item
 
     def _stranger(self, tensor: Tensor) -> Tag:
-        """Enter a tensor that the graph does not know: that is said where nobody knows its value.
+        """Enter an unknown tensor into the graph; an assumption records one of unknown value.
 
-        A weight that the code has put into a module while it runs is that module's weight.
+        A tensor that the code put into a running module is a weight of that module.
         """
         kind, name = self.place_of(tensor)
         if name:
@@ -199,14 +200,14 @@ class Entries:
         return self.constant(tensor)
 
     def unrecorded(self, text: str) -> int:
-        """Say that something ran out of sight, so that totals are a lower bound."""
+        """Record an assumption that something ran unseen, so that totals are a lower bound."""
         return self._values.assume(UNRECORDED, f"{text}: what that costs is not counted")
 
     def _same_value(self, tensor: Tensor) -> Tag | None:
-        """The tag of what entered first with the bytes and the look of `tensor`.
+        """The tag of the first tensor that entered with the bytes and the look of `tensor`.
 
-        Such a tensor has been written in place since (`Tags.recognise` knows the others).  What is
-        known of another object of these bytes is known of `tensor` too.
+        It was written in place since (`Tags.recognise` handles all others).  Facts known of another
+        object with these bytes hold for `tensor` too.
         """
         if tensor.layout is not torch.strided:
             return None
@@ -227,7 +228,7 @@ class Entries:
         return self._here.place_of(tensor) or (("parameter", name) if name else ("", ""))
 
     def _put_in_place(self, tensor: Tensor, kind: str, name: str) -> Tag:
-        """The tag of a weight that stands where the one of this name stood."""
+        """The tag of a weight that replaces the weight of this name."""
         before = self._named.get(name)
         if before is None:
             return self._entered(tensor, kind, name)
@@ -247,9 +248,9 @@ class Entries:
     # -- data that is replaced ---------------------------------------------------------------------
 
     def brought(self, data: Tensor, empty: Tensor) -> Tensor:
-        """`empty`, a meta tensor, as what stands for a tensor of the host that fills a weight.
+        """`empty`, a meta tensor, as the stand-in for a host tensor that fills a weight.
 
-        Its values are known, or computed where code asks for them, as those of any weight.
+        Its values are known, or computed where code asks for them, like those of any weight.
         """
         self._tags.same_as(empty, data)
         self._brought += data.numel() * data.element_size()
@@ -265,7 +266,7 @@ class Entries:
         return entry is not None and entry.kind in ("parameter", "buffer")
 
     def entry_of(self, tensor: Tensor) -> Entry | None:
-        """The value that a tensor stands for, if no op made it."""
+        """The Entry of a tensor; None if an op made it."""
         tag = self._tags.of(tensor)
         entry = None if tag is None else tag.node.meta.get(META_KEY)
         return entry if isinstance(entry, Entry) else None
@@ -284,7 +285,7 @@ def _made_by_numpy(tensor: Tensor) -> bool:
 
 
 def _reference(tensor: Tensor) -> Any:
-    """Gives the storage of a tensor while it lives; of a sparse one nothing."""
+    """A weak reference to the storage of a tensor; for a sparse tensor it returns nothing."""
     if tensor.layout is not torch.strided:
         return no_storage
     return weakref.ref(tensor.untyped_storage())

@@ -1,4 +1,4 @@
-"""Where each thread stands in the code that is recorded, and which threads are recorded."""
+"""The position of each thread in the recorded code, and which threads are recorded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rooftrace.tracer.tensors import owners
 
 
 class Here(threading.local):
-    """Where one thread stands in the code that is recorded."""
+    """The position of one thread in the recorded code."""
 
     def __init__(self) -> None:
         self.stack: list[tuple[str, int]] = []  # the running modules: path and number of the call
@@ -39,12 +39,12 @@ class Here(threading.local):
         self.modules.append(module)
 
     def end_call(self) -> None:
-        """The innermost module has run."""
+        """The innermost module has ended."""
         for running in (self.stack, self.modules, self.called_for):
             running.pop()
 
     def place_of(self, tensor: Tensor) -> tuple[str, str] | None:
-        """Kind and name of a parameter or buffer of the running modules; None if it is none."""
+        """Kind and name of a parameter or buffer of the running modules; None for other tensors."""
         for (path, _), module in zip(reversed(self.stack), reversed(self.modules), strict=True):
             inside = module.named_modules() if isinstance(tensor, nn.Parameter) else [("", module)]
             for place, part in inside:

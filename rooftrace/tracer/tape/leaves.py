@@ -10,21 +10,21 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 
 class Leaves:
-    """Real tensors by their nodes, and what was computed from them (see recording/realdata)."""
+    """Real tensors by node, and the values computed from them (see recording/realdata)."""
 
     def __init__(self) -> None:
         self.tensors: dict[fx.Node, tuple[Tensor, int]] = {}  # and the version that counts
         self.computed: dict[fx.Node, Any] = {}
 
     def enter(self, node: fx.Node, tensor: Tensor) -> None:
-        """Say which real tensor a node stands for."""
+        """Remember the real tensor of a node."""
         version = 0 if tensor.is_inference() else tensor._version
         self.tensors[node] = tensor, version
 
     def replace(self, node: fx.Node, tensor: Tensor) -> None:
-        """A weight was put where another stood, as the same value of the graph.
+        """Another weight replaces the one of a node; both are one value of the graph.
 
-        Where they differ and the first was read, no value follows from either any more.
+        If they differ and the first was read, no values are computed from either any more.
         """
         if node not in self.tensors or tensor.device.type != "cpu":
             self.tensors.pop(node, None)
@@ -40,6 +40,6 @@ class Leaves:
         self.computed.pop(node, None)
 
     def forget(self) -> None:
-        """Give the tensors back."""
+        """Release the tensors."""
         self.tensors.clear()
         self.computed.clear()

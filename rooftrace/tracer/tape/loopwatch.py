@@ -1,4 +1,4 @@
-"""What is asked of whoever watches the loops of the code; without one, nothing happens."""
+"""The interface of a watcher of the code's loops; this default does nothing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rooftrace.tracer.ops import Call
 
 
 class LoopWatch:
-    """Watches the ops of loops, to run a few turns in place of all (see replay/loops)."""
+    """Watches the ops of loops, so that a few turns run instead of all (see replay/loops)."""
 
     @property
     def label(self) -> tuple[int, int] | None:

@@ -1,7 +1,7 @@
 """Where an op comes from: its module, the part of the step, the function and the source line.
 
-In backward this is the forward op that the running autograd node differentiates: both have the
-node's number.
+In backward the origin is that of the forward op which the running autograd node differentiates;
+both carry the number of the node.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Origins:
         return origin
 
     def note(self, origin: Origin) -> None:
-        """The op that was run last comes from here, unless an earlier one has its number.
+        """Remember the origin of the last op by autograd number; the first op of a number counts.
 
         The autograd node of an op exists before the op runs and has the newest number.
         Later ops without a node (integers, a kernel's inner ops) see the same number.
@@ -63,8 +63,8 @@ class Origins:
         self._by_number.setdefault(torch._C._autograd._get_sequence_nr() - 1, origin)
 
     def _runs_again(self) -> bool:
-        """Whether the running autograd node has called forward code: a module, or what wants
-        gradients of its own.  False before the engine starts, where it gets its first gradients."""
+        """Whether the running autograd node has called forward code: a module, or code that turned
+        gradients on.  False before the engine starts, when it gets its first gradients."""
         node = running_node()
         if node is None:
             return False
@@ -72,7 +72,7 @@ class Origins:
         return (bool(calls) and calls[-1] == node) or self.recomputation.active(node)
 
     def _part_of_own_step(self) -> str:
-        """The part that the op being run belongs to, where nobody announces the parts."""
+        """The part of the running op in a step that does not name its parts."""
         here = self._here
         if here.part != "forward":
             return here.part

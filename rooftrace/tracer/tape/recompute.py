@@ -1,7 +1,7 @@
-"""Which ops of a backward run a forward again: what a checkpoint or a custom backward recomputes.
+"""Which ops of a backward run a forward again: recomputation by checkpoints or custom backwards.
 
-The autograd engine sets the grad mode of all it runs.  Code that it calls and that turns gradients
-on for itself wants a graph of its own: it runs a forward again.  That holds for checkpoints of
+The autograd engine sets the grad mode of all code that it calls.  If such code turns gradients on
+itself, it builds a graph of its own: it runs a forward again.  That holds for checkpoints of
 either kind, for reversible blocks and for any custom backward, also where the engine's own mode is
 on (gradients of gradients).  What runs inside, with gradients off too (the forward of an
 `autograd.Function`, a `no_grad` block), belongs to it.
@@ -25,7 +25,7 @@ _FILE = grad_mode.__file__
 _LEAVING = ("__exit__", "__call__")
 """Methods of torch's grad-mode contexts that set the mode back."""
 _FAR = 12
-"""Frames between a change of the grad mode and us: those of other function modes."""
+"""The most frames of other function modes between a change of the grad mode and our handler."""
 
 Node = tuple[str, int]
 """An autograd node: its name and its number, which no other node of a thread has."""
@@ -41,8 +41,8 @@ def running_node() -> Node | None:
 class _Switch:
     """One change of the grad mode by code that the engine called.
 
-    owner: the context that made it; where it is gone, the call was a plain statement, in force
-    until the next.
+    owner: the context that made it; a dead reference means a plain statement, which holds until
+    the next change.
     """
 
     node: Node

@@ -1,4 +1,4 @@
-"""What is remembered of the nodes of a recorded graph, and of the tensors that they stand for."""
+"""Records of the nodes of a recorded graph, and of the tensors that they stand for."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NO_TAINT: frozenset[int] = frozenset()
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """How one recorded tensor looks, and where its bytes are."""
+    """The look of one recorded tensor (shape, strides, precision), and its storage."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -29,7 +29,7 @@ class Spec:
 
     @classmethod
     def of(cls, tensor: Tensor, storage: int) -> Spec:
-        """How `tensor` looks; its bytes have this storage number."""
+        """The Spec of `tensor`, whose bytes have this storage number."""
         shape = tuple(tensor.shape)
         strided = tensor.layout is torch.strided
         return cls(shape, tensor.dtype, tensor.stride() if strided else contiguous(shape), storage)
@@ -46,7 +46,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Which code an op came from."""
+    """The code that an op came from."""
 
     module: str = ""  # the dotted path of the module that ran
     call: int = 0  # how often that module had been called before
@@ -58,7 +58,7 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """What is remembered of one op besides its fx node."""
+    """The record of one op beside its fx node."""
 
     specs: tuple[Spec, ...]  # of its outputs
     origin: Origin
@@ -70,7 +70,7 @@ class Recorded:
 
 @dataclass(frozen=True, slots=True)
 class Tag:
-    """Which value of the graph a tensor stands for."""
+    """The value of the graph that a tensor stands for."""
 
     node: fx.Node
     index: int | None  # which of the outputs; None: the only one

@@ -69,7 +69,7 @@ class Tags:
             self._places[_bytes_read(tensor)] = tag, tensor if entered else None
 
     def recognise(self, tensors: list[Tensor]) -> None:
-        """Tag objects that know nothing of us, of bytes that we know.
+        """Tag tensors without a tag whose bytes belong to a known tensor.
 
         `as_subclass` makes such objects where no mode sees it, also for every result of a function
         that a subclass handles; so does `.data`.
@@ -97,7 +97,7 @@ class Tags:
     # -- storages ----------------------------------------------------------------------------------
 
     def new_storage(self) -> int:
-        """The number of a storage that was not there before."""
+        """The number for a new storage."""
         self.storages += 1
         return self.storages
 
@@ -125,11 +125,11 @@ class Tags:
 
 
 def no_storage() -> None:
-    """Stands for a reference to a storage that is gone."""
+    """A reference to a freed storage: returns None."""
     return None
 
 
 def _bytes_read(tensor: Tensor) -> Any:
-    """Which bytes a tensor reads, in which order and as what."""
+    """The bytes that a tensor reads, their order and their precision."""
     where = trees.bytes_of(tensor), tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
     return *where, tensor.dtype

@@ -1,6 +1,6 @@
-"""The tape: ops become an fx graph, with what is known of each beside it.
+"""The tape: ops become an fx graph, with a record of each.
 
-A tape knows nothing of how ops come to it (recording/recorder is the mode that sees them) and
+A tape does not know how ops come to it (recording/recorder is the mode that sees them) and
 prices nothing; `lower` turns its graph into plain records.
 """
 
@@ -28,7 +28,7 @@ from rooftrace.tracer.values import META, Values, marks
 
 
 class Tape:
-    """What one recording has recorded so far.
+    """The ops and tensors that one recording has recorded so far.
 
     record=False keeps only the values that are known (to build modules).
     """
@@ -79,8 +79,8 @@ class Tape:
 
     @property
     def own_step(self) -> bool:
-        """Whether the code is a whole step of the user's: what it does tells its parts,
-        and tensors that nothing made are its inputs."""
+        """Whether the code is a whole step of the user's.  Its ops then tell its parts, and tensors
+        that no op made are its inputs."""
         return self.entries.own_step
 
     @own_step.setter
@@ -96,7 +96,7 @@ class Tape:
     def paused(self) -> Iterator[None]:
         """Ops inside are run and their values followed, but they do not enter the graph.
 
-        Those of this thread, and of threads that it starts inside; others go on.
+        That holds for this thread and for threads that it starts inside; others are recorded.
         """
         here = self.here
         before, here.paused = here.paused, True
@@ -123,7 +123,7 @@ class Tape:
             self.entries.enter(tensor, kind, name)
 
     def node_of(self, tensor: Tensor) -> fx.Node:
-        """The fx node of `tensor`; a tensor that the graph does not know enters it."""
+        """The fx node of `tensor`; an unknown tensor enters the graph."""
         return self.entries.node_of(tensor)
 
     def storage_of(self, tensor: Tensor) -> int | None:
@@ -132,7 +132,7 @@ class Tape:
         return tag.storage if tag else None
 
     def brought(self, data: Tensor) -> Tensor:
-        """A tensor of the host, as what it is on meta where a weight is filled with it."""
+        """The meta stand-in for a host tensor that fills a weight."""
         plain = type(data) in subclasses.ORDINARY and data.layout is torch.strided
         if data.device.type != "cpu" or not plain:
             return data
@@ -141,7 +141,7 @@ class Tape:
         return self.entries.brought(data, empty)
 
     def stands_for(self, tensor: Tensor, other: Tensor) -> None:
-        """`tensor.data = other`: from here on it is another value, and known if that is."""
+        """Follow `tensor.data = other`: `tensor` now stands for the value of `other`."""
         if isinstance(tensor, owners.LAZY):
             return  # it becomes a parameter, and has no bytes until then
         tags, entries = self.tags, self.entries
@@ -215,9 +215,9 @@ class Tape:
     def _outputs(
         self, call: Call, node: fx.Node, outputs: Sequence[Tensor], returned: bool, single: bool
     ) -> tuple[tuple[Spec, ...], frozenset[int]]:
-        """How the outputs of a node look, and the assumption about sparse ones.
+        """The Specs of a node's outputs, and the assumption about sparse ones.
 
-        returned: the outputs are returned; else they are what the op writes (_foreach_add_).
+        returned: the op returns the outputs; else it writes them in place (_foreach_add_).
         """
         tags, sparse = self.tags, NO_TAINT
         owned = self._storages_read(call) if call.info.may_alias else {}
@@ -252,7 +252,7 @@ class Tape:
         self.values.close()
 
     def forget(self) -> None:
-        """Give the memory of the graph back, once it is lowered.
+        """Free the memory of the graph after it is lowered.
 
         Its nodes refer to each other, and the collector of cycles is off while a model is traced.
         """

@@ -1,4 +1,4 @@
-"""From what the user names to a module on meta and its arguments."""
+"""From the name of a target to a module on meta and its arguments."""
 
 from rooftrace._face import face
 

@@ -30,7 +30,7 @@ _OTHERS = (
 
 
 def from_file(path: Path, request: Request) -> Loaded:
-    """The model of a config.json.  Raises TargetError for a file that is none."""
+    """The model of a config.json.  Raises TargetError for any other file."""
     target = str(path)
     if not path.is_file():
         raise TargetError(f"target {target!r}: there is no such file")
@@ -138,7 +138,7 @@ def built_from(config: Any, target: str) -> Any:
 
 
 def _part_for(kind: Any, config: Any) -> Any:
-    """The config that a model class takes: it may be for a part of what the config describes."""
+    """The config that a model class takes: the whole, or the config of one part."""
     wanted = getattr(kind, "config_class", None) or type(config)
     parts = [part for part in vars(config).values() if type(part) is wanted]
     return parts[0] if parts and type(config) is not wanted else config

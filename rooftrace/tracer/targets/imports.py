@@ -79,9 +79,9 @@ def _above_package(path: Path, levels: int = 0) -> tuple[Path, str]:
 def _roots(path: Path) -> list[str]:
     """Folders of a file's own checkout with packages that the file, or one beside it, imports.
 
-    The same package may be installed from another checkout, which must not take its place.  They
-    are the folder above the package that the file is in, and, up to the root of the project,
-    folders and their `src` that have a module of an imported name.
+    These folders come first, because the same package may be installed from another checkout.  They
+    are the folder above the file's package and, up to the root of the project, each folder or its
+    `src` that has a module of an imported name.
     """
     tops = _imported_names(path.parent) - {"rooftrace", "torch"} - sys.stdlib_module_names
     above = list(path.parents)
@@ -97,11 +97,11 @@ def _roots(path: Path) -> list[str]:
 
 
 _MARKS = (".git", "pyproject.toml", "setup.py", "setup.cfg")
-"""What the root folder of a project has."""
+"""Names of files and folders that mark the root of a project."""
 
 
 def _has(folder: Path, top: str) -> bool:
-    """Whether a folder has a module or a package of this name, also one without `__init__.py`."""
+    """Whether a folder has a module or a package of this name, with or without `__init__.py`."""
     return (folder / f"{top}.py").is_file() or any((folder / top).glob("*.py"))
 
 
@@ -122,7 +122,7 @@ def _imported_names(folder: Path) -> set[str]:
 
 
 _FILES = 200
-"""Most files of a folder that are read for what they import."""
+"""The most files of a folder whose imports are read."""
 
 
 def import_module(where: str, target: str) -> ModuleType:
@@ -149,7 +149,7 @@ def import_module(where: str, target: str) -> ModuleType:
 
 
 def failed(doing: str, target: str, error: BaseException) -> TargetError:
-    """The error of code of the user that failed, with their traceback, shortened to their code."""
+    """A TargetError for a failure of the user's code, with the traceback shortened to that code."""
     reason = str(error) or "no message"
     lines = [
         f"target {target!r}: {doing} failed: {type(error).__name__}: {reason}",

@@ -2,8 +2,8 @@
 
 Python imports a module once by its name.  Two checkouts with a neighbour of one name, or one file
 before and after an edit, would share what was imported first.  Inside `own_imports` the modules of
-a target are imported afresh and from source text; afterwards `sys.modules` and `sys.path` are what
-they were.
+a target are imported afresh and from source text; afterwards `sys.modules` and `sys.path` are
+restored.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Modules = dict[str, ModuleType]
 
 @dataclass
 class Kept:
-    """What targets imported, by what was named: for a call that builds a target several times.
+    """The imports of targets, by target: for a call that builds a target several times.
 
     Each entry: the target's module first, then its other modules; and `sys.path` after the import.
     """
@@ -51,10 +51,10 @@ _KEPT: ContextVar[Kept | None] = ContextVar("_KEPT", default=None)
 
 @dataclass
 class _Imports:
-    """What an `own_imports` has to put back.
+    """The state that an `own_imports` has to put back.
 
     folders: where the targets lie.  aside: modules that were taken out of `sys.modules`.  seen:
-    what was known of their files.  key: what the last target was.
+    the earlier records of their files.  key: the key of the last target.
     """
 
     path: list[str]
@@ -90,10 +90,10 @@ _SEEN: dict[str, _Seen] = {}
 
 @contextlib.contextmanager
 def own_imports(leave: bool = False) -> Iterator[None]:
-    """Targets loaded inside get modules of their own; what they import later belongs inside too.
+    """Targets loaded inside get modules of their own; their later imports belong inside too.
 
-    One thread at a time.  Contexts may stand inside each other: the outer one counts.  leave: what
-    was imported stays until the next target is loaded.
+    One thread at a time.  Contexts may be nested: the outer one counts.  leave: imports stay until
+    the next target is loaded.
     """
     with _LOCK:
         if _ACTIVE:
@@ -118,7 +118,7 @@ def own_imports(leave: bool = False) -> Iterator[None]:
 
 @contextlib.contextmanager
 def keeping(kept: Kept) -> Iterator[None]:
-    """A target that is built several times inside is imported once, also if it allows no more."""
+    """Inside, a target that is built several times is imported once; some code allows no more."""
     token = _KEPT.set(kept)
     try:
         yield
@@ -130,8 +130,8 @@ def prepare(key: str, first: Sequence[str], beside: Sequence[str] = ()) -> Modul
     """Make ready to import a target; requires `own_imports`.
 
     key: tells this target from others.  first: folders (real paths) that come first in `sys.path`.
-    beside: further folders whose modules are the target's own.  Modules that are another's, or of
-    an older file, are put out of the way.  Returns the target's module where `keeping` has it.
+    beside: further folders whose modules are the target's own.  Modules of another target, or of
+    an older file, are set aside.  Returns the target's module where `keeping` has it.
     """
     (imports,) = _ACTIVE
     imports.key = key
@@ -165,7 +165,7 @@ def imported(module: ModuleType) -> None:
 
 
 def imported_again() -> bool:
-    """Whether modules of the last target were imported before: some code allows it only once."""
+    """Whether modules of the last target were imported before; some code allows only one import."""
     if not _ACTIVE:
         return False
     (imports,) = _ACTIVE
@@ -173,7 +173,7 @@ def imported_again() -> bool:
 
 
 def _new(imports: _Imports) -> Modules:
-    """Modules of the user that came while these imports were active."""
+    """The user's modules that were imported while these imports were active."""
     return {
         name: module
         for name, module in list(sys.modules.items())
@@ -224,19 +224,19 @@ def _put_back(imports: _Imports, path: Sequence[str]) -> None:
 
 
 def _stays(top: str, imports: _Imports) -> bool:
-    """Whether a top-level module is found without the target too, so that it is not its own."""
+    """Whether a top-level module is found without the target too: then it is not the target's."""
     places = _places(top)
     if not places or places & imports.folders:
         return False
     try:
-        spec = _found(top)
+        spec = _spec_now(top)
     except (ImportError, ValueError, AttributeError):
         return False
     return spec is not None and bool(_spec_places(spec) & places)
 
 
-def _found(top: str) -> ModuleSpec | None:
-    """The spec of a top-level name as it would be found now, though it is imported."""
+def _spec_now(top: str) -> ModuleSpec | None:
+    """The spec that an import of this top-level name would find now, even if it is imported."""
     for finder in sys.meta_path:
         find = getattr(finder, "find_spec", None)
         spec: ModuleSpec | None = find(top, None, None) if find is not None else None
@@ -246,14 +246,14 @@ def _found(top: str) -> ModuleSpec | None:
 
 
 def place_of(top: str) -> str | None:
-    """The folder in which a top-level name is found now, where that is the user's; else None."""
-    spec = _found(top)
+    """The user's folder in which a top-level name is found now; None for any other place."""
+    spec = _spec_now(top)
     places = () if spec is None else _spec_places(spec)
     return next((place for place in places if _users(os.path.join(place, top))), None)
 
 
 def _in_the_way(first: Sequence[str], beside: Sequence[str]) -> set[str]:
-    """Names of imported modules that are of these folders, or hide one of theirs."""
+    """Names of imported modules that come from these folders, or hide a module there."""
     tops = {name.partition(".")[0] for name in list(sys.modules)}
     tops -= {"__main__", "__mp_main__", *_OWN, *sys.stdlib_module_names}
     own, hiding = set(), set()
@@ -280,7 +280,7 @@ def _provides(folder: str, top: str) -> bool:
 
 
 def _see(name: str, module: Any) -> None:
-    """Keep what the file of a module of the user holds now, unless an older state is known."""
+    """Remember the content of a user's module file, unless an older state is known."""
     if name not in _SEEN and _users_module(name, module) and (file := _file(module)):
         _SEEN[name] = _Seen(file, digest(file), _stamp(file))
 
@@ -370,7 +370,7 @@ def _installed() -> tuple[str, ...]:
 
 
 class _FromSource(SourceFileLoader):
-    """Compiles what the file holds now: a cached .pyc is trusted for a second after an edit."""
+    """Compiles the current source: Python would trust a cached .pyc for a second after an edit."""
 
     def get_code(self, fullname: str) -> Any:
         path = self.get_filename(fullname)
@@ -378,9 +378,9 @@ class _FromSource(SourceFileLoader):
 
 
 class _Finder:
-    """Finds what the finders after it find; the user's Python files are then read from source.
+    """Returns the specs of the finders after it, but reads the user's Python files from source.
 
-    A finder before it may ask it, and must not be asked back.
+    Finders before it are not asked: they may be asking it, which would not end.
     """
 
     def find_spec(

@@ -1,4 +1,4 @@
-"""What a config's quantization_config says of the weights' storage precision.
+"""The storage precision of weights that a config's quantization_config declares.
 
 The module is traced in the precision that it computes in; the weights are then priced in this one
 (`costmodels.rewrite.reprice`) unless another is asked for.
@@ -22,7 +22,7 @@ _BY_METHOD = {
 
 
 def weights_precision(config: Any) -> tuple[str | None, str | None]:
-    """(storage precision of the quantised weights, what could not be understood).
+    """(storage precision of the quantised weights, text of what was not understood).
 
     (None, None) for a config without quantization.  Sources: the fields that transformers' own
     quantization configs define (quant_method, bits, load_in_4bit, weights).

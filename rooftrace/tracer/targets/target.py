@@ -1,4 +1,4 @@
-"""From what a user names on the command line to a module on meta and its inputs.
+"""From the name of a target on the command line to a module on meta and its inputs.
 
 A target is ``package.module:attr``, ``path/file.py:attr``, the path of a Hugging Face config.json,
 ``hf:ORG/NAME`` (a locally cached config; no remote code), or a saved graph (handled by graphfile).
@@ -30,8 +30,8 @@ from rooftrace.tracer.values import META, Values
 def load_target(target: str, request: Request | None = None) -> Loaded:
     """Build the module that `target` names, on meta, and inputs of the requested sizes.
 
-    Raises TargetError for a target that is not there or is no module; RequestError for inputs that
-    cannot be guessed.
+    Raises TargetError for a target that does not exist or is no module; RequestError for inputs
+    that cannot be guessed.
     """
     request = request or Request()
     with own_imports(leave=True):
@@ -78,7 +78,7 @@ def _attribute(source: ModuleType, attribute: str, target: str) -> Any:
 
 
 def _module_and_inputs(made: Any, target: str) -> tuple[nn.Module, Any]:
-    """A module as it is; a function or class is called for a module, or (module, inputs)."""
+    """The module and inputs of a target: itself, or the result of a function or class."""
     inputs: Any = None
     if not isinstance(made, nn.Module):
         if not callable(made):
@@ -100,7 +100,7 @@ def _module_and_inputs(made: Any, target: str) -> tuple[nn.Module, Any]:
 def built(function: Callable[..., Any], target: str) -> Any:
     """Call a user's factory on meta.
 
-    Small values are followed there, so that `linspace(...).item()` works in a constructor.
+    Small values are known meanwhile, so that `linspace(...).item()` works in a constructor.
     """
     required = _required(function)
     if required:

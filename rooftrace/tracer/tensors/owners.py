@@ -1,4 +1,4 @@
-"""Modules: the tensors that they own, what their forward takes, and their paths."""
+"""Modules: the tensors that they own, the parameters of their forward, and their paths."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def beside_in(module: nn.Module, seen: set[int] | None = None) -> Iterator[tuple
 
 
 def parameters_of(module: nn.Module) -> Mapping[str, inspect.Parameter]:
-    """The parameters of a module's forward, by name; of TorchScript's as its schema has them."""
+    """The parameters of a module's forward, by name; for TorchScript from its schema."""
     forward: Any = module.forward
     if not isinstance(module, torch.jit.ScriptModule):
         return inspect.signature(forward).parameters
@@ -55,7 +55,7 @@ def is_lazy(module: nn.Module) -> bool:
 
 
 def shown_path(path: str) -> str:
-    """A module path without the steps that torch.compile puts in."""
+    """A module path without the steps that torch.compile adds."""
     if "_orig_mod" not in path:
         return path
     return ".".join(step for step in path.split(".") if step != "_orig_mod")

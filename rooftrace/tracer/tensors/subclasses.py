@@ -1,4 +1,4 @@
-"""Tensor subclasses: what holds their bytes, and what a user's code has set on them."""
+"""Tensor subclasses: the tensors that hold their bytes, and attributes that the user set."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from rooftrace.tracer.tensors.trees import bytes_of, pieces_of, tensors_in
 
 OURS = "_rooftrace"
-"""What names of the attributes begin with that the tracer gives to tensors."""
+"""The prefix of the attributes that the tracer sets on tensors."""
 HAS_BYTES = f"{OURS}_has_bytes"
 """Attribute of a meta tensor of a class of its own that stands for one with bytes of its own."""
 ORDINARY = (Tensor, nn.Parameter, nn.Buffer)
-"""Classes of tensors that hold their bytes and nothing else."""
+"""Classes of plain tensors, which hold their own bytes and nothing else."""
 
 
 def is_wrapper(kind: type) -> bool:
@@ -31,7 +31,7 @@ def is_wrapper(kind: type) -> bool:
 
 
 def attributes_of(tensor: Tensor) -> dict[str, Any]:
-    """What a user's code has set on a tensor, in its `__dict__` or its slots."""
+    """The attributes that a user's code has set on a tensor, in its `__dict__` or its slots."""
     attributes = {name: item for name, item in vars(tensor).items() if not name.startswith(OURS)}
     for kind in type(tensor).__mro__:
         slots = vars(kind).get("__slots__", ())
@@ -89,7 +89,7 @@ def parts_of(tensor: Tensor, beside: bool = True) -> list[tuple[Tensor, str]]:
 
 
 def stored_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes that hold these tensors; of wrappers those of the tensors inside, views of one once."""
+    """Bytes that store these tensors: for a wrapper the tensors inside; views of one count once."""
     total = 0
     for tensor in tensors:
         parts = {bytes_of(part): part for part, _ in reversed(parts_of(tensor))}

@@ -1,4 +1,4 @@
-"""Tensors in nested Python values (containers, dataclasses, cache objects), and how they look."""
+"""Tensors in nested Python values (containers, dataclasses, cache objects), and their look."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _DEPTH = 6
 def tensors_in(tree: Any, seen: set[int] | None = None) -> list[Tensor]:
     """The tensors reachable in `tree`, each once, in the order they are met.
 
-    seen: identities of objects not to look into, to which those are added that were met.
+    seen: identities of objects that are not searched; the objects met here are added.
     """
     tensors: list[Tensor] = []
     depths: dict[int, int] = {}
@@ -57,8 +57,8 @@ def _search(
 ) -> None:
     """Append the tensors at most `depth` steps below.
 
-    depths: how deep each object was looked into already, so that one that was first met far down
-    is looked into again where it is nearer.
+    depths: how deep each object was searched already: one that was first met far down is searched
+    again where it is nearer.
     """
     if tree is None or isinstance(tree, (str, bytes, int, float, nn.Module, type, ModuleType)):
         return
@@ -75,10 +75,10 @@ def _search(
 
 
 def held_in(item: Any) -> Iterable[Any]:
-    """What an object holds: the items of a container, else its attributes; of a callable nothing.
+    """The contents of an object: a container's items, else its attributes; none for a callable.
 
-    Of a dict these are the values.  Any other mapping may load what it is asked for, so its
-    attributes are looked at instead.
+    A dict gives its values.  Any other mapping may load items on access, so it gives its
+    attributes.
     """
     if isinstance(item, (dict, MappingProxyType)):
         return item.values()
@@ -91,7 +91,7 @@ def held_in(item: Any) -> Iterable[Any]:
 
 
 ABSENT = object()
-"""Stands for the value of a variable that has none yet."""
+"""The value of a variable that has no value yet."""
 
 
 def cell_content(cell: CellType) -> Any:
@@ -119,7 +119,7 @@ def bytes_of(tensor: Tensor) -> int:
 
 
 def look_of(tensor: Tensor) -> tuple[Any, ...]:
-    """Shape, strides (of a sparse tensor the layout) and precision."""
+    """Shape, strides (for a sparse tensor its layout) and precision."""
     strided = tensor.layout is torch.strided
     return tuple(tensor.shape), tensor.stride() if strided else tensor.layout, tensor.dtype
 
@@ -130,12 +130,12 @@ def label_of(tensor: Tensor) -> str:
 
 
 def is_sparse(tensor: Tensor) -> bool:
-    """Whether a tensor stores some of its elements only."""
+    """Whether a tensor stores only some of its elements."""
     return tensor.layout is not torch.strided and tensor.layout in _SPARSE
 
 
 def pieces_of(tensor: Tensor) -> list[Tensor]:
-    """The strided tensors that hold what a tensor stores: itself, or indices and values."""
+    """The strided tensors that store a tensor: itself, or its indices and values."""
     if tensor.layout is torch.sparse_coo:
         return [tensor._indices(), tensor._values()]
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):

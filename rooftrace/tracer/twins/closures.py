@@ -1,8 +1,8 @@
 """Functions that hold parts of a model: copies of them, which hold the parts of its copy.
 
 A step's optimizer may stand in its closure, on the object whose method it is, or in the closure of
-a hook on a parameter.  `copy.deepcopy` takes a function for a constant, so that these would still
-refer to the original.
+a hook on a parameter.  `copy.deepcopy` does not copy functions, so these would still refer to the
+original.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _DEPTH = 6
 
 
 def held_by(item: Any) -> list[Any]:
-    """What a function, bound method or partial refers to, through other functions too."""
+    """The objects that a function, bound method or partial refers to, also through functions."""
     held: list[Any] = []
     seen: set[int] = set()
 
@@ -119,7 +119,7 @@ def hooks_of(tensor: Tensor) -> list[Callable[..., Any]]:
 
 
 def copy_hooks(tensors: Iterable[Tensor], memo: dict[int, Any]) -> None:
-    """Put the gradient hooks of tensors on their copies in `memo`, bound to what is copied."""
+    """Put the gradient hooks of tensors on their copies in `memo`, bound to copied objects."""
     for tensor in tensors:
         made = memo.get(id(tensor))
         if made is None or made is tensor or hooks_of(made):

@@ -24,7 +24,7 @@ from rooftrace.tracer.values import META, REAL_VALUE, marks
 def twin(tensor: Tensor) -> Tensor:
     """A fresh meta tensor of the same size and strides; a small value is kept under REAL_VALUE.
 
-    Of a tensor subclass, one of its class with the same attributes (see `Twins`).
+    The twin of a tensor subclass has its class and attributes (see `Twins`).
     """
     twins = Twins()
     made = twins.of(tensor)
@@ -33,7 +33,7 @@ def twin(tensor: Tensor) -> Tensor:
 
 
 def _empty_like(tensor: Tensor) -> Tensor:
-    """A meta tensor of its size; of a sparse one with as many stored elements."""
+    """A meta tensor of the same size; a sparse one has as many stored elements."""
     if tensor.layout is not torch.sparse_coo:
         return torch.empty_like(tensor, device=META)
     places, values = (torch.empty_like(piece, device=META) for piece in trees.pieces_of(tensor))
@@ -96,7 +96,7 @@ def _scripted(module: nn.Module) -> list[torch.jit.ScriptModule]:
 
 
 def _loaded_on_meta(script: torch.jit.ScriptModule) -> nn.Module:
-    """A copy on meta, by way of TorchScript's own file: it moves in no other way."""
+    """A copy on meta through a TorchScript file; such a module cannot be moved in another way."""
     file = io.BytesIO()
     torch.jit.save(script, file)
     file.seek(0)
@@ -114,7 +114,7 @@ _HANDLES: dict[type, Callable[[Any], Any]] = {
     threading.Semaphore: lambda semaphore: threading.Semaphore(semaphore._value),
     threading.local: lambda local: threading.local(),
 }
-"""What cannot be copied, and how one like it is made: nobody waits for it or holds it yet."""
+"""Types that cannot be copied, each with a function that makes a new, unused object of the type."""
 _HANDLE_DEPTH = 3
 """How deep objects that modules hold are looked into for pools and locks."""
 
@@ -209,7 +209,7 @@ class Twins:
         return made
 
     def _part(self, item: Any, owned: bool) -> Any:
-        """A tensor inside of a subclass; of a weight, no values are carried along."""
+        """The twin of a tensor inside of a subclass; values of a weight are not kept."""
         if not isinstance(item, Tensor):
             return item
         if type(item) is not Tensor or not owned:
@@ -220,10 +220,10 @@ class Twins:
         return made
 
     def beside(self, modules: Iterable[nn.Module]) -> None:
-        """Twins for what objects in modules hold of weights.
+        """Make twins for tensors in other objects that modules hold, if they belong to weights.
 
-        That is what shares bytes with a weight that moved, and everything beside a weight of a
-        class of its own: the state of a quantised layer.
+        These share bytes with a weight that moved, or stand beside a weight of a class of its own,
+        as the state of a quantised layer does.
         """
         seen: set[int] = set()
         for module in modules:
@@ -263,7 +263,7 @@ class Twins:
 
 
 def _aliased(tensor: Tensor, storages: Mapping[int, Tensor]) -> Tensor | None:
-    """A meta tensor that shares its bytes with the twin of what `tensor` shares bytes with."""
+    """A meta tensor on the storage of the twin whose original shares bytes with `tensor`."""
     if tensor.layout is not torch.strided or trees.bytes_of(tensor) not in storages:
         return None
     base = storages[trees.bytes_of(tensor)]
@@ -277,7 +277,7 @@ def _has_strides(tensor: Tensor) -> bool:
 
 
 def _on_no_device(context: Any) -> Any:
-    """What a subclass knows beside its tensors, with META for a device among it."""
+    """The context of a subclass (`__tensor_flatten__`), with META in place of any device."""
     if isinstance(context, torch.device):
         return META
     if isinstance(context, dict):
@@ -317,7 +317,7 @@ def parameter_twin(tensor: Tensor) -> Tensor:
 
 
 def _refer(empty: Tensor, tensor: Tensor) -> None:
-    """Let a twin know the real tensor, from which values are computed where code asks for them."""
+    """Give a twin a reference to the real tensor, to compute values from when code asks."""
     plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
     if plain and tensor.device.type == "cpu":
         empty.__dict__[marks.REAL] = marks.Real(tensor)
@@ -326,7 +326,7 @@ def _refer(empty: Tensor, tensor: Tensor) -> None:
 
 
 def inputs_on_meta(tree: Any) -> Any:
-    """A copy of nested arguments with a twin for every tensor, the user's own left as they are."""
+    """A copy of nested arguments with a twin for every tensor; the originals do not change."""
     twins = Twins()
     for tensor in tensors_in(tree):
         twins.of(tensor)

@@ -1,4 +1,4 @@
-"""What is known of the values of meta tensors, and what is assumed of the others."""
+"""Known values of meta tensors, and assumptions about unknown ones."""
 
 from rooftrace._face import face
 

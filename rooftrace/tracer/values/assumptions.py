@@ -1,4 +1,4 @@
-"""What is assumed where a value is not known: by policy, or as the user decided."""
+"""Assumptions about unknown values: by policy, or as the user decided."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rooftrace.tracer.source import asked_under_not, deciding_line
 from rooftrace.tracer.tensors import trees
 
 MAX_SAME_BRANCH = 256
-"""How often in a row one place may get the same answer to an unknown condition: loops must end."""
+"""The most equal answers in a row to one unknown condition: after them it flips, so loops end."""
 
 DENSITY = 0.5
 """The share of an unknown mask that is taken as true."""
@@ -67,11 +67,12 @@ class Assumptions:
         return index
 
     def decision(self, kind: str) -> Any:
-        """What the user decided for this kind of assumption, here; None where nothing."""
+        """The user's value for this kind of assumption in the running module; None without one."""
         return asked.decided(self.choices, kind, self.where()) if self.choices else None
 
     def mask(self, shape: tuple[int, ...], why: str) -> tuple[Tensor, frozenset[int]]:
-        """An unknown mask begins with its true elements; at least one, unless the user says 0."""
+        """A value for an unknown mask: its first elements are true, at least one unless the user
+        sets 0."""
         decided = self.decision("density")
         density = DENSITY if decided is None else float(decided)
         flat = torch.zeros(math.prod(shape), dtype=torch.bool)
@@ -81,7 +82,7 @@ class Assumptions:
         return flat.reshape(shape), frozenset([taint])
 
     def ones(self, tensor: Tensor, why: str) -> tuple[Tensor, frozenset[int]]:
-        """An unknown number is one, unless the user says so or the code fails with it."""
+        """A value for unknown numbers: 1, unless the user sets another or the code fails with 1."""
         decided = self.decision("value")
         value = self.number if decided is None else decided
         shown = str(value) if decided is not None else "ones" if value else "zeros"
@@ -90,7 +91,7 @@ class Assumptions:
         return torch.full(tuple(tensor.shape), value, dtype=tensor.dtype), frozenset([taint])
 
     def branch(self, shape: tuple[int, ...], why: str) -> tuple[Tensor, frozenset[int]]:
-        """An unknown condition is False, unless the user says so or a loop waits for it."""
+        """A value for an unknown condition: False, unless the user sets it or a loop needs True."""
         index, self.decisions = self.decisions, self.decisions + 1
         place = (self.where(), why)
         decided = self.decision("branch")
@@ -110,5 +111,5 @@ class Assumptions:
 
 
 def _says_who(text: str, decided: Any) -> str:
-    """A text that says whether the user decided."""
+    """The text, with ", as given" if the user decided."""
     return text if decided is None else f"{text}, as given"

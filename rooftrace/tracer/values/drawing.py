@@ -1,4 +1,4 @@
-"""Indices that are drawn by lot, where a router is to choose as if its scores were random."""
+"""Randomly drawn indices, for a router that shall choose as if its scores were random."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import torch
 from torch import Tensor
 
 _MAX_DRAWN = 1 << 22
-"""Random numbers that are drawn at a time."""
+"""The most random numbers that are drawn at once."""
 _DRAWS = 32
-"""How many draws are tried for one that hits as many classes as expected."""
+"""The most draws that are tried."""
 
 
 def drawn(shape: tuple[int, ...], classes: int, dimension: int | None) -> Tensor:
-    """Indices of this shape into `classes`, each as likely, distinct along `dimension` (if any).
+    """Indices of this shape into equally likely `classes`, distinct along `dimension` (if any).
 
-    The number of different classes hit by chance varies: of some draws by fixed seeds this is the
-    one that is nearest to the expected number.
+    The number of classes that a draw hits varies.  Of several draws by fixed seeds this is the one
+    whose number is nearest to the expected number.
     """
     k = 1 if dimension is None else shape[dimension]
     if k > classes:  # drawn with replacement

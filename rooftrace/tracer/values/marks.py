@@ -1,4 +1,4 @@
-"""Marks on meta tensors: the real tensor that one stands for, and the value that one holds."""
+"""Marks on meta tensors: the real tensor that a meta tensor stands for, and its value."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ MAX_INTEGERS = 1 << 22
 MAX_ASSUMED = 1 << 24
 """Unknown tensors up to this many elements get an assumed value where the code needs one."""
 MAX_FLOATS = 1 << 16
-"""Floating tensors up to this many elements: they seldom decide anything."""
+"""Floating tensors up to this many elements are carried along; they seldom decide anything."""
 
 KNOWN = "_rooftrace_known"
 """Attribute of a meta tensor whose value one running capture knows."""
 REAL = "_rooftrace_real"
-"""Attribute of a meta tensor made from a real one: that one, as a `Real`."""
+"""Attribute of a meta tensor made from a real one: the real one, as a `Real`."""
 REAL_VALUE = "_rooftrace_value"
 """Attribute of a meta tensor made from a small real one: its value, for a capture to learn."""
 

@@ -15,7 +15,7 @@ _CPU = torch.device("cpu")
 
 
 class ResultMemo:
-    """What ops gave for known values, in one capture.
+    """The results of ops on known values, in one capture.
 
     generator: random integers are drawn from it; None: they are unknown.
     """
@@ -26,7 +26,7 @@ class ResultMemo:
         self.shared: set[int] = set()  # storages of values that several tensors hold
 
     def can_draw(self, func: Any, outputs: Sequence[Tensor]) -> bool:
-        """Whether a random op makes whole numbers from nothing, and may."""
+        """Whether a random op makes whole numbers without inputs, and drawing is on."""
         takes = any("Tensor" in str(argument.type) for argument in func._schema.arguments)
         whole = not takes and not any(t.dtype.is_floating_point for t in outputs)
         return self._generator is not None and whole
@@ -42,7 +42,7 @@ class ResultMemo:
         return kept[0]
 
     def of(self, call: Call, values: Mapping[int, Tensor]) -> Any:
-        """What a call returns with these values for its tensors; None if it fails.
+        """The result of a call with these values in place of its tensors; None if it fails.
 
         values: CPU tensors, by the identity of the meta tensors.  Equal calls are computed once:
         layers make the same masks over and over.
@@ -81,7 +81,7 @@ class ResultMemo:
 
 
 def _fingerprint(items: Sequence[Any]) -> list[Any]:
-    """Arguments as something whose repr is equal only for equal calls."""
+    """A form of the arguments whose repr is equal only for equal calls."""
     return [
         ("tensor", id(item), item._version)
         if isinstance(item, Tensor)

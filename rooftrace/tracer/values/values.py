@@ -1,8 +1,8 @@
 """Small values that are known while tracing on meta, and what is assumed where they are not.
 
 Positions, masks, lengths and indices are computed beside the meta tensors on the CPU, so that
-`.item()`, `.tolist()`, boolean indexing and `nonzero` on them are exact.  Where a value depends on
-weights or activations a named policy takes one and records an :class:`Assumption`.
+`.item()`, `.tolist()`, boolean indexing and `nonzero` on them are exact.  A value that depends on
+weights or activations is chosen by a named policy, which records an :class:`Assumption`.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _NO_TAINT: frozenset[int] = frozenset()
 
 
 class UnknownValueError(RuntimeError):
-    """Code asked for a value that is neither known nor small enough to assume."""
+    """The code asked for a value that is unknown and too large to assume."""
 
 
 class Values(Assumptions):
-    """What is known of the meta tensors of one capture, and what is assumed of the others.
+    """Known values of the meta tensors of one capture, and assumptions about unknown ones.
 
     draws: random integers are drawn with a fixed seed (while a user's function makes inputs)
     instead of being unknown.
@@ -68,7 +68,7 @@ class Values(Assumptions):
         self._alive[id(tensor)] = tensor
 
     def tensors(self) -> list[Tensor]:
-        """The meta tensors of which something is known."""
+        """The meta tensors with a known value."""
         return list(self._alive.values())
 
     def known(self, tensor: Tensor) -> Known | None:
@@ -92,9 +92,9 @@ class Values(Assumptions):
         self._epochs[key] = self._epochs.get(key, 0) + 1
 
     def close(self, keep: bool = False) -> None:
-        """Take what is known off the tensors that outlive this capture.
+        """Remove the known values from tensors that outlive this capture.
 
-        keep: what rests on no assumption stays as a `REAL_VALUE`, for a later capture to learn.
+        keep: values that rest on no assumption stay as `REAL_VALUE`, for a later capture.
         """
         for tensor in list(self._alive.values()):
             entry = self.known(tensor)
@@ -136,9 +136,9 @@ class Values(Assumptions):
         return self.ones(tensor, why)
 
     def from_data(self, tensor: Tensor) -> Known | None:
-        """The value of an unknown tensor as the caller's real tensors make it.
+        """The value of an unknown tensor, computed from the caller's real tensors.
 
-        None where they do not, and where the user decided what is taken.
+        None if they do not determine it, or if the user decided the value.
         """
         single = tensor.dtype == torch.bool and tensor.numel() == 1
         kind = "branch" if single else "density" if tensor.dtype == torch.bool else "value"
@@ -157,8 +157,8 @@ class Values(Assumptions):
     ) -> int | None:
         """Give the index output of topk, argmax, sort ... on unknown floats balanced values.
 
-        Every class is chosen equally often (round robin), or by lot where the user wants that; a
-        full sort keeps the order (sorts: the op is one).  Returns the id of the assumption.
+        Every class is chosen equally often (round robin), or at random if the user wants that; a
+        full sort keeps the order (sorts: the op is a sort).  Returns the id of the assumption.
         """
         if not 0 < index.numel() <= MAX_INTEGERS:
             return None
@@ -189,7 +189,7 @@ class Values(Assumptions):
         return taint
 
     def decide(self, name: str, tensors: Sequence[Tensor], output: Tensor) -> frozenset[int] | None:
-        """Learn what `&` or `|` gives where one side alone decides it; None where none does."""
+        """Learn the result of `&` or `|` if one known side decides it; None if neither does."""
         deciding = traits.DECIDING[name]
         for tensor in tensors:
             entry = self.known(tensor)
@@ -246,7 +246,7 @@ class Values(Assumptions):
             self.forget(tensor)
 
     def _unshared(self, tensor: Tensor, entry: Known) -> Known:
-        """A value of its own for a tensor that is about to be written; its views become unknown."""
+        """A private copy of a tensor's value before a write to it; its views become unknown."""
         self.forget(tensor)
         self.learn(tensor, entry.value.clone(), entry.taint)
         return Known(tensor.__dict__[KNOWN].value, entry.taint, entry.epoch)

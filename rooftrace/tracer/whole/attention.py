@@ -48,7 +48,7 @@ def _composed(
     is_causal: bool,
     scale: float,
 ) -> Tensor:
-    """Attention on real tensors by torch; with fewer heads of keys than of queries too."""
+    """Attention on real tensors by torch, also with fewer key heads than query heads."""
     grouped = query.dim() >= 3 and query.shape[-3] != key.shape[-3]
     return torch.nn.functional.scaled_dot_product_attention(
         query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=grouped
@@ -200,7 +200,7 @@ def _shown_backward(
 
 
 def _is_shown(query: Tensor) -> bool:
-    """Whether modes of the user's see this call: their formulas know four dimensions."""
+    """Whether the user's modes see this call as CUDA's op, which takes four dimensions."""
     return query.dim() == 4 and shown.watched()
 
 
@@ -238,7 +238,7 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """What aten's entry point calls for meta tensors while `kept_whole` is on."""
+    """The replacement for aten's entry point on meta tensors while `kept_whole` is on."""
     whole = (
         query.is_floating_point()
         and query.dim() >= 2

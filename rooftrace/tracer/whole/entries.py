@@ -35,15 +35,14 @@ _ENTRIES: dict[str, Callable[..., Any]] = {
 
 
 def whole_entry(func: Any) -> Callable[..., Any] | None:
-    """What stands for an entry point of aten that stays whole."""
+    """The function that replaces an entry point of aten that stays whole; None for any other."""
     overload = "" if func._overloadname == "default" else f".{func._overloadname}"
     return _ENTRIES.get(f"{func._opname}{overload}") if func.namespace == "aten" else None
 
 
 @contextlib.contextmanager
 def kept_whole() -> Iterator[None]:
-    """While active, attention, recurrent networks, RMS norm and dropout on meta tensors are one op
-    each."""
+    """Inside, attention, recurrent networks, RMS norm and dropout stay one op each on meta."""
     library = Library("aten", "IMPL")
     for name, function in _ENTRIES.items():
         for key in ("Meta", "AutogradMeta"):

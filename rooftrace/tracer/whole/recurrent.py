@@ -18,12 +18,12 @@ _aten: Any = torch.ops.aten
 _CUDNN_MODES = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}
 _KEPT = {"lstm": 5, "gru": 5, "rnn_tanh": 0, "rnn_relu": 0}
 """Values that a layer keeps for backward for each element of its output, beside the output: LSTM
-four gates and a cell, GRU five (`_thnn_fused_lstm_cell`, `_thnn_fused_gru_cell`, RNN.cu).  What
-cuDNN keeps it does not say."""
+four gates and a cell, GRU five (`_thnn_fused_lstm_cell`, `_thnn_fused_gru_cell`, RNN.cu).  cuDNN
+does not document what it keeps."""
 
 
 class _Options(NamedTuple):
-    """How a network is built, as its op takes it behind its tensors."""
+    """How a network is built: the arguments of its op after the tensors."""
 
     mode: str  # lstm, gru, rnn_tanh or rnn_relu
     has_biases: bool
@@ -204,7 +204,7 @@ def _reserve(output: Tensor, options: _Options) -> Tensor:
 
 
 def _run(input: Tensor, hx: Any, params: Sequence[Tensor], options: _Options) -> Any:
-    """What aten's op of this mode returns."""
+    """The result of aten's op of this mode."""
     run: Any = _Rnn.apply
     states = list(hx) if options.mode == "lstm" else [hx]
     outputs = run(options, len(states), torch.is_grad_enabled(), input, *states, *params)
@@ -212,7 +212,7 @@ def _run(input: Tensor, hx: Any, params: Sequence[Tensor], options: _Options) ->
 
 
 def entry(mode: str) -> Callable[..., Any]:
-    """What `aten.lstm.input` and its like call for meta tensors while `kept_whole` is on."""
+    """The replacement for `aten.lstm.input` and its like on meta while `kept_whole` is on."""
 
     def call(
         input: Tensor,

@@ -158,7 +158,7 @@ def rms_norm(
     weight: Tensor | None = None,
     eps: float | None = None,
 ) -> Tensor:
-    """What aten's entry point calls for meta tensors while `kept_whole` is on.
+    """The replacement for aten's entry point on meta tensors while `kept_whole` is on.
 
     It is taken apart where CUDA has no kernel either (`rms_norm_symint` in layer_norm.cpp):
     channels last, complex numbers, a weight of another type.

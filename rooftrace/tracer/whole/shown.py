@@ -49,6 +49,6 @@ def behind(func: Any) -> Callable[..., Any] | None:
 
 
 def unrecorded() -> Tensor:
-    """A state of random numbers, a reserve: a GPU's kernel has it, and nothing here reads it."""
+    """A stand-in for a tensor that only a GPU's kernel has (random state, reserve)."""
     with _disable_current_modes():
         return torch.empty(0, device="meta")
