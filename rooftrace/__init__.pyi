@@ -65,6 +65,9 @@ from rooftrace.reporting.reports import (
     largest_batch as largest_batch,
     report as report,
 )
+from rooftrace.reporting.sections import (
+    section as section,
+)
 from rooftrace.tracer import (
     capture as capture,
     load as load,

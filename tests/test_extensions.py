@@ -10,8 +10,10 @@ import rooftrace as rt
 from rooftrace import _extensions
 from rooftrace.costmodels.registry.lookup import find_rule, own_rules
 from rooftrace.hardware.chipfile import folders, reading
+from rooftrace.reporting.text import as_markdown
 from rooftrace.tracer.graph.graph import Ref
 from tests.costmodels.graph_support import Builder
+from tests.reporting.report_support import made_report
 
 RULES = """
 import rooftrace
@@ -27,6 +29,14 @@ import rooftrace
 def epilogue(first, second):
     "The library's product applies what follows it."
     return first.is_product
+"""
+SECTIONS = """
+import rooftrace
+from rooftrace.reporting.view.model import Note, Section
+
+@rooftrace.section("acme price")
+def price(results):
+    return Section(title="Price", parts=[Note(f"{len(results.phases)} phase for 2 EUR")])
 """
 CACHES = (_extensions.load, folders.chip_files, reading.bundled_aliases, reading._bundled)
 
@@ -99,6 +109,20 @@ def test_a_package_that_is_broken_is_named_and_nothing_else_breaks(install):
         'package acme 1.2: entry point "acme" of rooftrace.rules (acme_rooftrace.rules) cannot be '
         "loaded, so nothing of it is used: ModuleNotFoundError: No module named 'no_such_thing'"
     )
+
+
+def test_a_section_of_a_package_stands_in_reports(install):
+    install(sections=SECTIONS)
+    report = made_report("tiny", phases=("forward",))
+    assert "1 phase for 2 EUR" in str(report)
+    assert list(report.to_dict()["sections"]) == ["acme price"]
+
+
+def test_a_package_whose_sections_cannot_be_loaded_is_named_in_the_report(install):
+    install(sections="import no_such_thing")
+    report = made_report("tiny", phases=("forward",))
+    assert "package acme 1.2: entry point" in as_markdown(report)
+    assert "sections" not in report.to_dict()
 
 
 def test_a_package_whose_chips_cannot_be_loaded_is_named_where_one_is_asked_for(install):
