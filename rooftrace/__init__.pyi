@@ -44,6 +44,9 @@ from rooftrace.measured.runs import (
     RunFileError as RunFileError,
     load_run as load_run,
 )
+from rooftrace.measured.sources import (
+    source as source,
+)
 from rooftrace.measured.validate import (
     Validation as Validation,
 )

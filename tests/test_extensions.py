@@ -38,6 +38,14 @@ from rooftrace.reporting.view.model import Note, Section
 def price(results):
     return Section(title="Price", parts=[Note(f"{len(results.phases)} phase for 2 EUR")])
 """
+SOURCES = """
+import rooftrace
+from rooftrace.measured.tables import StepTime
+
+@rooftrace.source("acme log", about="a log of acme", begins=lambda head: head.startswith(b"acme"))
+def read(path):
+    return [StepTime(target="mlp", seconds=2e-3)]
+"""
 CACHES = (_extensions.load, folders.chip_files, reading.bundled_aliases, reading._bundled)
 
 
@@ -116,6 +124,22 @@ def test_a_section_of_a_package_stands_in_reports(install):
     report = made_report("tiny", phases=("forward",))
     assert "1 phase for 2 EUR" in str(report)
     assert list(report.to_dict()["sections"]) == ["acme price"]
+
+
+def test_a_source_of_a_package_is_read(install, tmp_path):
+    install(sources=SOURCES)
+    (tmp_path / "log").write_text("acme 1.2")
+    result = rt.validate(tmp_path / "log", "h100-sxm", target=rope_after_a_product())
+    assert [step.measured for step in result.steps] == [2e-3]
+
+
+def test_a_package_whose_sources_cannot_be_loaded_is_named_where_a_file_is_of_no_kind(
+    install, tmp_path
+):
+    install(sources="import no_such_thing")
+    (tmp_path / "log").write_text("acme 1.2")
+    with pytest.raises(ValueError, match=r"Nsight Compute; package acme 1\.2: entry point"):
+        rt.validate(tmp_path / "log", "h100-sxm")
 
 
 def test_a_package_whose_sections_cannot_be_loaded_is_named_in_the_report(install):
