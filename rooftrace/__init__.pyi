@@ -81,6 +81,9 @@ from rooftrace.tracer import (
 from rooftrace.tracer.asking import (
     Request as Request,
 )
+from rooftrace.tracer.asking.names import (
+    phase as phase,
+)
 from rooftrace.tracer.graph import (
     OpGraph as OpGraph,
 )

@@ -6,8 +6,9 @@ A package names a module of its own in the entry points of a group:
     acme = "acme_ops.rooftrace"        # a module with @rooftrace.rule functions
 
 Groups are `rooftrace.rules`, `rooftrace.joins` (modules with @rooftrace.fusion functions),
-`rooftrace.sections` (@rooftrace.section), `rooftrace.sources` (@rooftrace.source) and
-`rooftrace.chips` (packages whose folder holds chip files).  Each is loaded once, when something of
+`rooftrace.sections` (@rooftrace.section), `rooftrace.sources` (@rooftrace.source),
+`rooftrace.phases` (@rooftrace.phase) and `rooftrace.chips` (packages whose folder holds chip
+files).  Each is loaded once, when something of
 its kind is first asked for.  What cannot be loaded is left out, and `failures` says so.
 """
 
@@ -19,7 +20,7 @@ from functools import cache
 from typing import Any, TypeVar
 
 CHIPS = "rooftrace.chips"
-MODULES = ("rooftrace.rules", "rooftrace.joins", "rooftrace.sections", "rooftrace.sources")
+MODULES = tuple(f"rooftrace.{kind}" for kind in ("rules", "joins", "sections", "sources", "phases"))
 """Groups whose entry points name modules, which register what they define."""
 
 Registry = TypeVar("Registry", dict[Any, Any], list[Any])

@@ -1,10 +1,12 @@
-"""A third-party package: its rules, joins and chips are there, and what is broken is named."""
+"""A third-party package: what it brings is there, and what is broken is named."""
 
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 import rooftrace as rt
 from rooftrace import _extensions
@@ -45,6 +47,14 @@ from rooftrace.measured.tables import StepTime
 @rooftrace.source("acme log", about="a log of acme", begins=lambda head: head.startswith(b"acme"))
 def read(path):
     return [StepTime(target="mlp", seconds=2e-3)]
+"""
+PHASES = """
+import rooftrace
+
+@rooftrace.phase("acme twice")
+def twice(runner, recorder):
+    runner.forward(recorder)
+    return runner.forward(recorder)
 """
 CACHES = (_extensions.load, folders.chip_files, reading.bundled_aliases, reading._bundled)
 
@@ -140,6 +150,19 @@ def test_a_package_whose_sources_cannot_be_loaded_is_named_where_a_file_is_of_no
     (tmp_path / "log").write_text("acme 1.2")
     with pytest.raises(ValueError, match=r"Nsight Compute; package acme 1\.2: entry point"):
         rt.validate(tmp_path / "log", "h100-sxm")
+
+
+def test_a_phase_of_a_package_is_traced(install):
+    install(phases=PHASES)
+    model, x = nn.Linear(8, 8), torch.empty(4, 8)
+    once, twice = (rt.trace(model, x, phase=name) for name in ("forward", "acme twice"))
+    assert twice.flops_torch == 2 * once.flops_torch
+
+
+def test_a_package_whose_phases_cannot_be_loaded_is_named_where_one_is_asked_for(install):
+    install(phases="import no_such_thing")
+    with pytest.raises(rt.RequestError, match=r"prefill, decode; package acme 1\.2: entry point"):
+        rt.trace(nn.Linear(8, 8), torch.empty(4, 8), phase="acme twice")
 
 
 def test_a_package_whose_sections_cannot_be_loaded_is_named_in_the_report(install):
