@@ -20,9 +20,9 @@ GPT2 = ROOT / "examples" / "configs" / "gpt2.json"
 def phases() -> Iterator[None]:
     with own_rules():
 
-        @rt.phase("verify", continues=True)
+        @rt.phase("verify", tokens=4)
         def verify(runner, recorder):
-            return runner.decode(recorder, tokens=4)
+            return runner.decode(recorder)
 
         @rt.phase("evaluation")
         def evaluation(runner, recorder):
@@ -38,6 +38,9 @@ def test_four_tokens_are_verified_in_one_call_with_a_cache() -> None:
     one, four = (rt.trace(GPT2, phase=name, **sizes) for name in ("decode", "verify"))
     assert four.phase == "verify" and four.workload["kv"] == 60
     assert four.workload["items"] == 4 * one.workload["items"]
+
+    (tokens,) = (four.values[i] for i in four.inputs if four.values[i].role == "activations")
+    assert tokens.shape == (2, 4)
 
     def products(graph: rt.OpGraph) -> int:
         names = ("aten.addmm", "aten.mm")

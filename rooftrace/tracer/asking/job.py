@@ -199,7 +199,7 @@ class Job:
         """Raise UnusedError for an argument that is for another phase."""
         names = ", ".join(phases)
         known = [kind for name, kind in known_phases().items() if name in phases]
-        if not any(kind.continues for kind in known):
+        if not any(kind.tokens for kind in known):
             self.refuse(("kv",), f"it is the cached length of a decode step, and this is {names}")
         if not any(kind.trains for kind in known):
             used = ("loss",) if self.options.optimizer == "none" else ("optimizer", "loss")

@@ -19,7 +19,7 @@ class Phase:
     name: str
     # From a PhaseRunner and the Recorder that is on, to the Step that it leaves.
     run: Callable[[Any, Any], Any]
-    continues: bool = False  # from a cache that a prompt left: --kv is its length
+    tokens: int = 0  # that one call runs after a cache, whose length is --kv; 0: it needs none
     cached: bool = False  # only a module that keeps a cache has it
     trains: bool = False  # train mode, with labels, loss and optimizer
 
@@ -31,7 +31,7 @@ PHASES = (
     Phase(
         name="decode",
         run=lambda runner, recorder: runner.decode(recorder),
-        continues=True,
+        tokens=1,
         cached=True,
     ),
 )
@@ -45,14 +45,15 @@ Run = TypeVar("Run", bound=Callable[[Any, Any], Any])
 
 
 def phase(
-    name: str, *, continues: bool = False, trains: bool = False, override: bool = False
+    name: str, *, tokens: int = 0, trains: bool = False, override: bool = False
 ) -> Callable[[Run], Run]:
     """Register the decorated function `run(runner, recorder) -> Step` as a phase of this name.
 
     It runs the module once; what it runs is recorded, except `with recorder.paused():`.  runner: a
-    PhaseRunner, whose `module`, `inputs` and `calls` it has, and whose phases it may build on, as
-    in `runner.decode(recorder, tokens=4)`.  continues: the phase needs a cache, whose length is
-    `kv`.  trains: the module is in train mode, and loss and optimizer may be asked for.
+    PhaseRunner, with the `module`, its `inputs` and `calls`, and a method for each phase of
+    rooftrace to build on.  tokens: how many one call runs after a cache of `kv` positions, which
+    `runner.decode` then does; 0: the phase needs no cache.  trains: the module is in train mode,
+    and loss and optimizer may be asked for.
 
     A second phase of one name raises ValueError, unless override=True or it is the same function
     defined again; so does the name of one of rooftrace's own.
@@ -67,7 +68,7 @@ def phase(
                 f"{name!r} already is a phase, {owner(old.run)}; {owner(run)} would be a second "
                 "one: pass override=True to replace it"
             )
-        _OWN[name] = Phase(name=name, run=run, continues=continues, cached=continues, trains=trains)
+        _OWN[name] = Phase(name=name, run=run, tokens=tokens, cached=tokens > 0, trains=trains)
         return run
 
     return register

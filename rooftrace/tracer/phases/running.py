@@ -89,6 +89,7 @@ class PhaseRunner:
         self.calls, self.options, self.target = calls, options, target
         self.module, self.inputs = calls.module, calls.inputs
         self._prefilled: dict[str, Any] | None = None
+        self._tokens, self._fed = 0, dict[str, Any]()  # what a call after a cache runs
 
     def phases(self, phases: Sequence[str]) -> dict[str, OpGraph]:
         """The graphs of these phases, in order."""
@@ -143,8 +144,8 @@ class PhaseRunner:
             self._prefilled = state
         return Step(output, state, phase="prefill")
 
-    def decode(self, recorder: Recorder, tokens: int = 1) -> Step:
-        """More tokens, one call, with the cache that a prefill of the cached length returned."""
+    def decode(self, recorder: Recorder) -> Step:
+        """The tokens of the phase, with the cache that a prefill of the cached length returned."""
         # The step changes the cache, so a prefill's cache serves once.
         state, self._prefilled = self._prefilled, None
         with torch.no_grad():
@@ -161,15 +162,9 @@ class PhaseRunner:
             for index, tensor in enumerate(tensors_in(state)):
                 arguments.learn(recorder.values, tensor)
                 recorder.enter(tensor, "kv", f"cache_{index}")
-            fed = dict(self.inputs.decode or {})
-            if tokens != 1:
-                with recorder.paused():
-                    fed = {name: torch.cat([token] * tokens, 1) for name, token in fed.items()}
-                for name, token in fed.items():
-                    recorder.enter(token, "input", name)
-            output = self.calls.call((), {**fed, **state}, self.inputs.cached)
+            output = self.calls.call((), {**self._fed, **state}, self.inputs.cached)
         batch = self.inputs.workload.get("batch")
-        items = None if batch is None else batch * tokens
+        items = None if batch is None else batch * self._tokens
         return Step(output, self.calls.state(output, {}, {}), items=items)
 
     def training(self, recorder: Recorder) -> Step:
@@ -245,10 +240,15 @@ class PhaseRunner:
 
     def _enter_inputs(self, recorder: Recorder, phase: names.Phase) -> None:
         """Make weights and inputs values of the graph, and what is known of them known."""
-        inputs = self.inputs
+        inputs, count = self.inputs, phase.tokens
+        token = inputs.decode or {}
+        self._tokens = count
+        self._fed = (
+            {n: torch.cat([t] * count, 1) for n, t in token.items()} if count > 1 else {**token}
+        )
         used = (
-            ((), inputs.decode or {})
-            if phase.continues
+            ((), self._fed)
+            if count
             else (inputs.args, {**inputs.kwargs, **(inputs.labels if phase.trains else {})})
         )
         known = tensors_in(
