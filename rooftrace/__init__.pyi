@@ -44,6 +44,9 @@ from rooftrace.measured.runs import (
     RunFileError as RunFileError,
     load_run as load_run,
 )
+from rooftrace.measured.sources import (
+    source as source,
+)
 from rooftrace.measured.validate import (
     Validation as Validation,
 )
@@ -65,6 +68,9 @@ from rooftrace.reporting.reports import (
     largest_batch as largest_batch,
     report as report,
 )
+from rooftrace.reporting.sections import (
+    section as section,
+)
 from rooftrace.tracer import (
     capture as capture,
     load as load,
@@ -74,6 +80,9 @@ from rooftrace.tracer import (
 )
 from rooftrace.tracer.asking import (
     Request as Request,
+)
+from rooftrace.tracer.asking.names import (
+    phase as phase,
 )
 from rooftrace.tracer.graph import (
     OpGraph as OpGraph,

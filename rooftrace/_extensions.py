@@ -1,12 +1,14 @@
-"""What users and third-party packages add to rooftrace: rules, joins and chips.
+"""What users and third-party packages add: rules, joins, chips, sections, sources, phases.
 
 A package names a module of its own in the entry points of a group:
 
     [project.entry-points."rooftrace.rules"]
     acme = "acme_ops.rooftrace"        # a module with @rooftrace.rule functions
 
-Groups are `rooftrace.rules`, `rooftrace.joins` (modules with @rooftrace.fusion functions) and
-`rooftrace.chips` (packages whose folder holds chip files).  Each is loaded once, when something of
+Groups are `rooftrace.rules`, `rooftrace.joins` (modules with @rooftrace.fusion functions),
+`rooftrace.sections` (@rooftrace.section), `rooftrace.sources` (@rooftrace.source),
+`rooftrace.phases` (@rooftrace.phase) and `rooftrace.chips` (packages whose folder holds chip
+files).  Each is loaded once, when something of
 its kind is first asked for.  What cannot be loaded is left out, and `failures` says so.
 """
 
@@ -17,12 +19,14 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any, TypeVar
 
-GROUPS = ("rooftrace.rules", "rooftrace.joins", "rooftrace.chips")
+CHIPS = "rooftrace.chips"
+MODULES = tuple(f"rooftrace.{kind}" for kind in ("rules", "joins", "sections", "sources", "phases"))
+"""Groups whose entry points name modules, which register what they define."""
 
 Registry = TypeVar("Registry", dict[Any, Any], list[Any])
 
 _REGISTRIES: list[dict[Any, Any] | list[Any]] = []
-_FAILURES: dict[str, list[str]] = {group: [] for group in GROUPS}
+_FAILURES: dict[str, list[str]] = {group: [] for group in (*MODULES, CHIPS)}
 
 
 def owner(function: Callable[..., Any]) -> str:
@@ -47,6 +51,8 @@ def track(registry: Registry) -> Registry:
 @contextlib.contextmanager
 def only_here() -> Iterator[None]:
     """Undo at the end of the `with` block whatever it registers or replaces."""
+    for group in MODULES:
+        load(group)  # what packages register stays
     before = [(registry, registry.copy()) for registry in _REGISTRIES]
     try:
         yield

@@ -31,6 +31,13 @@ class TargetError(ValueError):
     """A target that cannot be found or built: quotes it and says what was expected."""
 
 
+class ProfileError(ValueError):
+    """A file of measurements that cannot be read, or that does not fit what was asked.
+
+    The message names the file, what is wrong, and what to do.
+    """
+
+
 def near(name: str, names: Iterable[str], cutoff: float = 0.6) -> str:
     """The nearest of these names to another one; "" where none is near."""
     others = [other for other in names if other != name]

@@ -1,4 +1,4 @@
-"""The pages in docs/: their code runs, their links lead somewhere."""
+"""The pages in docs/: their code runs and prints what they say, their links lead somewhere."""
 
 from __future__ import annotations
 
@@ -13,19 +13,45 @@ from rooftrace.costmodels.registry.lookup import own_rules
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
+LAYERS = ("hardware", "tracer", "costmodels", "measured", "reporting")
+CODE = re.compile(
+    r"^```python\n(?P<code>.*?)^```$(?:\n\n^```text\n(?P<output>.*?)^```$)?",
+    re.MULTILINE | re.DOTALL,
+)
 LINK = re.compile(r"\]\(([^)#]+)(#[^)]*)?\)")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_the_code_of_a_page_runs_from_top_to_bottom(page: Path) -> None:
-    blocks = re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+def test_the_code_of_a_page_runs_from_top_to_bottom_and_prints_what_stands_below_it(
+    page: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, names = page.read_text(), {"__name__": page.stem}
     before = dict(flop_registry)
     try:
         with own_rules():
-            exec(compile("\n".join(blocks), str(page), "exec"), {"__name__": page.stem})
+            for block in CODE.finditer(text):
+                lines_above = "\n" * text.count("\n", 0, block.start("code"))
+                capsys.readouterr()
+                exec(compile(lines_above + block["code"], str(page), "exec"), names)
+                if block["output"] is not None:
+                    printed = capsys.readouterr().out.splitlines()
+                    assert block["output"].splitlines() == [line.rstrip() for line in printed]
     finally:
         flop_registry.clear()
         flop_registry.update(before)
+
+
+def test_the_picture_of_the_house_has_every_room_in_the_box_of_its_layer() -> None:
+    picture = (ROOT / "docs" / "how-it-works.md").read_text().split("```")[1]
+    shown: dict[str, set[str]] = {}
+    layer = ""
+    for line in picture.splitlines():
+        words = re.findall(r"[a-z]+", line)
+        layer = next((word for word in words if f" {word}: " in line and word in LAYERS), layer)
+        shown.setdefault(layer, set()).update(words)
+    for room in (ROOT / "rooftrace").glob("*/**/__init__.pyi"):
+        layer, *path = room.parent.relative_to(ROOT / "rooftrace").parts
+        assert not path or path[-1] in shown[layer], f"{layer}/{'/'.join(path)} is not in it"
 
 
 def test_the_page_on_fusion_has_every_join_with_its_limit() -> None:

@@ -1,17 +1,21 @@
-"""A third-party package: its rules, joins and chips are there, and what is broken is named."""
+"""A third-party package: what it brings is there, and what is broken is named."""
 
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 import rooftrace as rt
 from rooftrace import _extensions
 from rooftrace.costmodels.registry.lookup import find_rule, own_rules
 from rooftrace.hardware.chipfile import folders, reading
+from rooftrace.reporting.text import as_markdown
 from rooftrace.tracer.graph.graph import Ref
 from tests.costmodels.graph_support import Builder
+from tests.reporting.report_support import made_report
 
 RULES = """
 import rooftrace
@@ -27,6 +31,30 @@ import rooftrace
 def epilogue(first, second):
     "The library's product applies what follows it."
     return first.is_product
+"""
+SECTIONS = """
+import rooftrace
+from rooftrace.reporting.view.model import Note, Section
+
+@rooftrace.section("acme price")
+def price(results):
+    return Section(title="Price", parts=[Note(f"{len(results.phases)} phase for 2 EUR")])
+"""
+SOURCES = """
+import rooftrace
+from rooftrace.measured.tables import StepTime
+
+@rooftrace.source("acme log", about="a log of acme", begins=lambda head: head.startswith(b"acme"))
+def read(path):
+    return [StepTime(target="mlp", seconds=2e-3)]
+"""
+PHASES = """
+import rooftrace
+
+@rooftrace.phase("acme twice")
+def twice(runner, recorder):
+    runner.forward(recorder)
+    return runner.forward(recorder)
 """
 CACHES = (_extensions.load, folders.chip_files, reading.bundled_aliases, reading._bundled)
 
@@ -99,6 +127,49 @@ def test_a_package_that_is_broken_is_named_and_nothing_else_breaks(install):
         'package acme 1.2: entry point "acme" of rooftrace.rules (acme_rooftrace.rules) cannot be '
         "loaded, so nothing of it is used: ModuleNotFoundError: No module named 'no_such_thing'"
     )
+
+
+def test_a_section_of_a_package_stands_in_reports(install):
+    install(sections=SECTIONS)
+    report = made_report("tiny", phases=("forward",))
+    assert "1 phase for 2 EUR" in str(report)
+    assert list(report.to_dict()["sections"]) == ["acme price"]
+
+
+def test_a_source_of_a_package_is_read(install, tmp_path):
+    install(sources=SOURCES)
+    (tmp_path / "log").write_text("acme 1.2")
+    result = rt.validate(tmp_path / "log", "h100-sxm", target=rope_after_a_product())
+    assert [step.measured for step in result.steps] == [2e-3]
+
+
+def test_a_package_whose_sources_cannot_be_loaded_is_named_where_a_file_is_of_no_kind(
+    install, tmp_path
+):
+    install(sources="import no_such_thing")
+    (tmp_path / "log").write_text("acme 1.2")
+    with pytest.raises(ValueError, match=r"Nsight Compute; package acme 1\.2: entry point"):
+        rt.validate(tmp_path / "log", "h100-sxm")
+
+
+def test_a_phase_of_a_package_is_traced(install):
+    install(phases=PHASES)
+    model, x = nn.Linear(8, 8), torch.empty(4, 8)
+    once, twice = (rt.trace(model, x, phase=name) for name in ("forward", "acme twice"))
+    assert twice.flops_torch == 2 * once.flops_torch
+
+
+def test_a_package_whose_phases_cannot_be_loaded_is_named_where_one_is_asked_for(install):
+    install(phases="import no_such_thing")
+    with pytest.raises(rt.RequestError, match=r"prefill, decode; package acme 1\.2: entry point"):
+        rt.trace(nn.Linear(8, 8), torch.empty(4, 8), phase="acme twice")
+
+
+def test_a_package_whose_sections_cannot_be_loaded_is_named_in_the_report(install):
+    install(sections="import no_such_thing")
+    report = made_report("tiny", phases=("forward",))
+    assert "package acme 1.2: entry point" in as_markdown(report)
+    assert "sections" not in report.to_dict()
 
 
 def test_a_package_whose_chips_cannot_be_loaded_is_named_where_one_is_asked_for(install):

@@ -13,9 +13,10 @@ from rooftrace.costmodels.rewriting import check_precisions
 from rooftrace.hardware import Chip, load_chip
 from rooftrace.measured.fit import Calibration, calibrated
 from rooftrace.measured.runs import Run
-from rooftrace.measured.sources import KINDS, Kind, kind_of
+from rooftrace.measured.sources import source_of
+from rooftrace.measured.traces import Trace
 from rooftrace.measured.validate import Validation, validated
-from rooftrace.reporting.estimates import Profile, Source, priced
+from rooftrace.reporting.estimates import Source, priced
 from rooftrace.tracer.asking import Job
 from rooftrace.tracer.graph import OpGraph
 from rooftrace.tracer.targets import isolation
@@ -36,7 +37,7 @@ def validate(
     """Compare measurements with their predictions; print the result to see it on one screen.
 
     measured: a path to a run of `rooftrace measure`, a trace of torch.profiler or a table of step
-    times, told apart by its contents; or a Run, a Profile or steps.  execution: how the step was
+    times, told apart by its contents; or a Run, a Trace or steps.  execution: how the step was
     run.  target: what was run: a graph (`trace(model, x)`), graphs by phase, or a target.  With a
     trace also give the target's sizes as for `report` (batch, seq, kv, dtype ...).  With a table
     give a template such as "models.py:{target}".  With a run leave it out: its rows name what was
@@ -100,23 +101,21 @@ def _what_ran(
     if the job names some.  Raises MeasuredRequestError for sizes without a target, and for sizes
     beside a file that names what was run.
     """
-    if isinstance(measured, Profile):
-        kind: Kind = "trace"
-    elif isinstance(measured, (str, os.PathLike)):
-        kind = kind_of(measured)
-    else:
-        kind = "run" if isinstance(measured, Run) else "steps"
-    if kind != "trace" and job.is_named:
-        shown = measured if isinstance(measured, (str, os.PathLike)) else "this"
+    shown, about = "this", "a run" if isinstance(measured, Run) else "a table of step times"
+    is_trace = isinstance(measured, Trace)
+    if isinstance(measured, (str, os.PathLike)):
+        kind = source_of(measured)
+        shown, about, is_trace = os.fspath(measured), kind.about, kind.gives == "trace"
+    if not is_trace and job.is_named:
         job.refuse(
             [name for name in job.explicit if name != "phases" or all_phases],
-            f"this is for a trace; {shown} is {KINDS[kind]}, and says itself what ran",
+            f"this is for a trace; {shown} is {about}, and says itself what ran",
         )
     if job.is_named and not job.name:
-        job.refuse(job.explicit if kind == "trace" else (), "there is no target to run so")
+        job.refuse(job.explicit if is_trace else (), "there is no target to run so")
         return None, None
     check_precisions(*job.precisions)
     template = job.name if job.is_named else None
-    if kind != "trace" and template is not None:
+    if not is_trace and template is not None:
         return None, template
     return (lambda: priced(job).graphs), template

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from rooftrace.measured.sources.kinds import ProfileError
+from rooftrace.errors import ProfileError
 from rooftrace.measured.traces.kineto import read_trace
 from rooftrace.measured.traces.records import Trace, busy_and_gaps
 from tests.measured.profiles_support import GpuTrace, run_on_cpu

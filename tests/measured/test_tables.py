@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rooftrace.measured.sources.kinds import ProfileError
+from rooftrace.errors import ProfileError
 from rooftrace.measured.tables.ncu import read_counters
 from rooftrace.measured.tables.steptimes import StepTime, read_steps
 

@@ -11,14 +11,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 import rooftrace as rt
 from rooftrace.costmodels.knobs.knobs import Knobs
+from rooftrace.costmodels.registry.lookup import own_rules
+from rooftrace.errors import ProfileError
 from rooftrace.measured.alignment.counters import base_name
 from rooftrace.measured.alignment.keys import written_out
 from rooftrace.measured.pairing.reading import MeasuredRequestError
 from rooftrace.measured.runs.runfile import ModelRow, OpTime, Run
-from rooftrace.measured.sources.kinds import ProfileError, kind_of
+from rooftrace.measured.sources import source_of
 from rooftrace.measured.suite.models import traced_model as traced
 from rooftrace.measured.tables.steptimes import StepTime
 from rooftrace.measured.traces.kineto import read_trace
@@ -93,7 +96,7 @@ NCU = '==PROF== Profiling "gemm": 0%....100% - 3 passes\n"ID","Kernel Name"\n'
 def test_a_file_is_told_by_its_contents(text: str, kind: str, zipped: bool, tmp_path: Path) -> None:
     path = tmp_path / "measured.of.any.name"
     path.write_bytes(gzip.compress(text.encode()) if zipped else text.encode())
-    assert kind_of(path) == kind
+    assert source_of(path).gives == kind
 
 
 @pytest.mark.parametrize(
@@ -114,8 +117,51 @@ def test_a_file_of_no_kind_says_what_was_expected(
     path = tmp_path / "x.csv"
     path.write_bytes(content)
     with pytest.raises(ProfileError) as error:
-        kind_of(path)
+        source_of(path)
     assert words in str(error.value) and str(path) in str(error.value)
+
+
+def test_a_source_from_outside_is_read_by_validate_and_calibrate(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    sizes = (16, 64, 256, 1024, 4096)
+    path.write_text("".join(f'{{"step": {n}, "seconds": {n * 1e-6}}}\n' for n in sizes))
+    with pytest.raises(ProfileError, match="JSON that begins with"):
+        rt.validate(path, CHIP)
+    with own_rules():
+
+        @rt.source("step log", about="a log of steps", begins=lambda b: b.startswith(b'{"step"'))
+        def read(path: str) -> list[StepTime]:
+            lines = [json.loads(line) for line in Path(path).read_text().splitlines()]
+            return [StepTime(target="mlp", seconds=x["seconds"], batch=x["step"]) for x in lines]
+
+        graph = rt.trace(nn.Linear(64, 64), torch.empty(8, 64))
+        result = rt.validate(path, CHIP, target=graph)
+        assert [step.measured for step in result.steps] == [n * 1e-6 for n in sizes]
+        assert {step.predicted for step in result.steps} == {
+            rt.estimate(graph, CHIP, "eager").t_est
+        }
+        assert rt.calibrate(path, CHIP, target=graph, free=["memory"]).measured == len(sizes)
+
+        other = tmp_path / "other"
+        other.write_text("# Title\n")
+        with pytest.raises(ProfileError, match="a CSV of Nsight Compute or a log of steps"):
+            source_of(other)
+
+
+def test_a_source_that_does_not_do_what_it_says_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "database"
+    path.write_bytes(b"SQLite format 3\0\xff")
+    with pytest.raises(ValueError, match="gives='rows'; expected"):
+        rt.source("rows", about="rows", begins=bool, gives="rows")
+    with pytest.raises(ValueError, match="'run' is a source of rooftrace's own"):
+        rt.source("run", about="mine", begins=bool)
+    with own_rules():
+        add = rt.source("sql", about="a database", begins=lambda b: b.startswith(b"SQLite"))
+        add(lambda path: [{"ms": 1}])
+        with pytest.raises(ValueError, match=r"'sql' already is a source, tests.*override=True"):
+            add(lambda path: [])
+        with pytest.raises(ProfileError, match=r"returned \[\{'ms': 1\}\] for it; expected a seq"):
+            rt.validate(path, CHIP)
 
 
 # -- a run -----------------------------------------------------------------------------------------

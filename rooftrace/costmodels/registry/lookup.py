@@ -69,9 +69,9 @@ def all_rules() -> Iterator[Rule]:
 
 @contextlib.contextmanager
 def own_rules() -> Iterator[None]:
-    """Undo at the end of the `with` block whatever rules and joins it registers or replaces."""
+    """Undo at the end of the `with` block whatever it registers or replaces: rules, joins,
+    sections and the like."""
     _load()
-    _extensions.load("rooftrace.joins")
     with _extensions.only_here():
         yield
 

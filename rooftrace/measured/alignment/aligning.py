@@ -15,12 +15,12 @@ from __future__ import annotations
 
 from collections import Counter
 
+from rooftrace.errors import ProfileError
 from rooftrace.hardware.units import format_share
 from rooftrace.measured.alignment.alignment import Alignment
 from rooftrace.measured.alignment.keys import Key, key_of_call, key_of_op, key_words
 from rooftrace.measured.alignment.marks import by_annotation, marks_of
 from rooftrace.measured.alignment.order import by_order
-from rooftrace.measured.sources import ProfileError
 from rooftrace.measured.traces import Trace
 from rooftrace.tracer.graph import OpGraph
 

@@ -13,10 +13,10 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from rooftrace.errors import ProfileError
 from rooftrace.hardware.units import format_share
 from rooftrace.measured.alignment.alignment import Alignment
 from rooftrace.measured.alignment.keys import Key, common
-from rooftrace.measured.sources import ProfileError
 from rooftrace.measured.tables import KernelCounters
 from rooftrace.measured.traces import records
 

@@ -8,10 +8,10 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rooftrace.errors import ProfileError
 from rooftrace.measured.alignment.alignment import Alignment, Sums
 from rooftrace.measured.alignment.calls import CallTree, OpCall
 from rooftrace.measured.alignment.keys import written_out
-from rooftrace.measured.sources import ProfileError
 from rooftrace.measured.traces import Trace, TraceStep, records
 from rooftrace.tracer.graph import OpGraph
 

@@ -93,7 +93,7 @@ def calibrated(
 ) -> Calibration:
     """Knobs from whatever was measured.
 
-    measured: a file of any kind that `kind_of` knows except counters, or its reader's result.
+    measured: a file of any kind that `source_of` knows except counters, or its reader's result.
     graphs_of, template: as in `validated`.  start: where the fit begins (default: the typical
     shares of this kind of execution on a GPU, none on a CPU).  free: knobs to fit; None takes as
     many as a run supports, and compute and memory of a table.  Steps that do not trace are left out

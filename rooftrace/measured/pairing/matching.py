@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from rooftrace.costmodels.estimating import Estimate, estimate
 from rooftrace.costmodels.execution import ExecutionModel
+from rooftrace.errors import ProfileError
 from rooftrace.hardware import Chip, units
 from rooftrace.measured.alignment import Alignment, align
 from rooftrace.measured.pairing.reading import Graphs, MeasuredRequestError
-from rooftrace.measured.sources import ProfileError
 from rooftrace.measured.traces import Trace
 
 

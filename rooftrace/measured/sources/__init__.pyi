@@ -1,6 +1,8 @@
 from rooftrace.measured.sources.kinds import (
-    KINDS as KINDS,
-    Kind as Kind,
-    ProfileError as ProfileError,
-    kind_of as kind_of,
+    Measured as Measured,
+    Records as Records,
+    Source as Source,
+    records_of as records_of,
+    source as source,
+    source_of as source_of,
 )

@@ -1,4 +1,7 @@
-"""The kinds of files with measurements, told apart by their contents; names say nothing."""
+"""The kinds of files with measurements, told apart by how they begin; names say nothing.
+
+To add a kind: a function that reads it, with @rooftrace.source.
+"""
 
 from __future__ import annotations
 
@@ -6,26 +9,35 @@ import codecs
 import os
 import re
 import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, TypeAlias, TypeVar, get_args
+
+from rooftrace._extensions import failures, load, owner, same_definition, track
+from rooftrace.errors import ProfileError
+from rooftrace.measured.runs import Run, load_run
+from rooftrace.measured.tables import StepTime, read_counters, read_steps
+from rooftrace.measured.traces import Trace, read_trace
+
+Records: TypeAlias = Literal["run", "trace", "steps", "counters"]
+"""What a reader returns: a Run, a Trace, StepTimes, or counters that stand beside a trace."""
+
+Measured: TypeAlias = "Run | Trace | Sequence[StepTime]"
+
+Reader = TypeVar("Reader", bound=Callable[..., Any])
 
 
-class ProfileError(ValueError):
-    """A file of measurements cannot be read, or does not fit the request.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """A kind of file that holds measurements."""
 
-    The message names the file, what is wrong, and what to do.
-    """
+    name: str
+    about: str  # in words, for errors: "a run file of `rooftrace measure`"
+    begins: Callable[[bytes], bool]  # of the first 64 KiB, decompressed: whether it is of this kind
+    gives: Records
+    read: Callable[[str], Any]  # from the path of a file to its records
 
-
-Kind = Literal["trace", "run", "steps", "counters"]
-
-KINDS: dict[Kind, str] = {
-    "run": "a run file of `rooftrace measure`",
-    "trace": "a trace of torch.profiler",
-    "steps": "a CSV of step times (model,batch,ms)",
-    "counters": "a CSV of Nsight Compute",
-}
-"""Each kind in words."""
 
 _HEAD = 1 << 16
 """The number of bytes of a file that are examined."""
@@ -34,59 +46,184 @@ _SCHEMA = re.compile(r'"schema"\s*:\s*"(rooftrace\.[\w.]+/[^"]*)"')
 _TRACE = re.compile(r'"(traceEvents|schemaVersion|deviceProperties|displayTimeUnit|ph)"\s*:')
 
 
-def kind_of(path: str | os.PathLike[str]) -> Kind:
-    """The kind of measurements in a file, plain or gzip, from how it begins.
+# -- how the kinds of this package begin -----------------------------------------------------------
+
+
+def _text(head: bytes) -> str:
+    """The beginning as text, without what stands before it, cut where the bytes were cut.
+
+    Raises UnicodeDecodeError for what is not text in UTF-8.
+    """
+    return codecs.getincrementaldecoder("utf-8")().decode(head).lstrip("\ufeff \t\r\n")
+
+
+def _as_text(begins: Callable[[str], bool]) -> Callable[[bytes], bool]:
+    def of_bytes(head: bytes) -> bool:
+        try:
+            return begins(_text(head))
+        except UnicodeDecodeError:
+            return False
+
+    return of_bytes
+
+
+def _is_json(text: str) -> bool:
+    return text[:1] in ("{", "[")
+
+
+def _is_run(text: str) -> bool:
+    schema = _SCHEMA.search(text)
+    return _is_json(text) and schema is not None and schema[1].startswith("rooftrace.run/")
+
+
+def _is_trace(text: str) -> bool:
+    return _is_json(text) and not _SCHEMA.search(text) and _TRACE.search(text) is not None
+
+
+def _is_counters(text: str) -> bool:
+    """Nsight Compute tells what it does before the table."""
+    return not _is_json(text) and (text.startswith("==PROF==") or "Kernel Name" in text)
+
+
+def _is_table(text: str) -> bool:
+    plain = not _is_json(text) and not _is_counters(text)
+    return plain and "," in text.partition("\n")[0]
+
+
+SOURCES = (
+    Source(
+        name="run",
+        about="a run file of `rooftrace measure`",
+        begins=_as_text(_is_run),
+        gives="run",
+        read=load_run,
+    ),
+    Source(
+        name="trace",
+        about="a trace of torch.profiler",
+        begins=_as_text(_is_trace),
+        gives="trace",
+        read=read_trace,
+    ),
+    Source(
+        name="steps",
+        about="a CSV of step times (model,batch,ms)",
+        begins=_as_text(_is_table),
+        gives="steps",
+        read=read_steps,
+    ),
+    Source(
+        name="counters",
+        about="a CSV of Nsight Compute",
+        begins=_as_text(_is_counters),
+        gives="counters",
+        read=read_counters,
+    ),
+)
+"""The kinds of this package, in the order in which they are tried, after those of users."""
+
+_OWN: dict[str, Source] = track({})
+
+
+def source(
+    name: str,
+    *,
+    about: str,
+    begins: Callable[[bytes], bool],
+    gives: Records = "steps",
+    override: bool = False,
+) -> Callable[[Reader], Reader]:
+    """Register the decorated function `read(path)` for a kind of file that holds measurements.
+
+    about: the kind in words, for errors.  begins: says of the first 64 KiB of a file, decompressed
+    where it is gzip, whether it is of this kind; it is asked before the kinds of rooftrace.  gives:
+    what the function returns: "steps" (a sequence of StepTime), "run" (a Run) or "trace" (a Trace).
+    A second source of one name raises ValueError, unless override=True or it is the same function
+    defined again; so does the name of one of rooftrace's own, and another word in `gives`.
+    """
+    if gives == "counters" or gives not in get_args(Records):
+        raise ValueError(f'source({name!r}): gives={gives!r}; expected "steps", "run" or "trace"')
+    if any(name == ours.name for ours in SOURCES):
+        raise ValueError(f"{name!r} is a source of rooftrace's own; use another name")
+
+    def register(read: Reader) -> Reader:
+        old = _OWN.get(name)
+        if old is not None and not override and not same_definition(old.read, read):
+            raise ValueError(
+                f"{name!r} already is a source, {owner(old.read)}; {owner(read)} would be a "
+                "second one: pass override=True to replace it"
+            )
+        _OWN[name] = Source(name=name, about=about, begins=begins, gives=gives, read=read)
+        return read
+
+    return register
+
+
+def sources() -> tuple[Source, ...]:
+    """Every kind of file, in the order in which they are tried: those of users come first."""
+    load("rooftrace.sources")
+    return (*_OWN.values(), *SOURCES)
+
+
+# -- a file ----------------------------------------------------------------------------------------
+
+
+def source_of(path: str | os.PathLike[str]) -> Source:
+    """The kind of a file, plain or gzip, from how it begins.
 
     The reader of that kind checks the rest.  Raises OSError, or ProfileError for a file that begins
     like no kind.
     """
     path = Path(path)
     with path.open("rb") as file:
-        raw = file.read(_HEAD)
-    if not raw:
-        raise ProfileError(f"{path}: the file is empty; expected {_expected()}")
-    text = _text(path, raw)
-    begin = text.lstrip("\ufeff \t\r\n")
-    if begin[:1] in ("{", "["):
-        return _kind_of_json(path, begin)
-    if begin.startswith("==PROF==") or "Kernel Name" in begin:
-        return "counters"  # ncu tells what it does before the table
-    first = begin.partition("\n")[0].strip()
-    if "," not in first:
-        raise ProfileError(f"{path}: begins with {first[:60]!r}; expected {_expected()}")
-    return "steps"
-
-
-def _kind_of_json(path: Path, begin: str) -> Kind:
-    schema = _SCHEMA.search(begin)
-    if schema and schema[1].startswith("rooftrace.run/"):
-        return "run"
-    if schema:
-        raise ProfileError(f"{path}: a file of schema {schema[1]!r}; expected {_expected()}")
-    if _TRACE.search(begin):
-        return "trace"
-    raise ProfileError(
-        f"{path}: JSON that begins with {begin[:60]!r}, without a schema and without events; "
-        f"expected {_expected()}"
-    )
-
-
-def _text(path: Path, raw: bytes) -> str:
-    """The beginning as text, decompressed where it is gzip, and cut where the bytes were cut."""
-    if raw.startswith(_GZIP):
+        head = file.read(_HEAD)
+    if not head:
+        raise ProfileError(f"{path}: the file is empty; {_expected()}")
+    if head.startswith(_GZIP):
         try:
-            raw = zlib.decompressobj(wbits=31).decompress(raw, _HEAD)
+            head = zlib.decompressobj(wbits=31).decompress(head, _HEAD)
         except zlib.error as error:
             raise ProfileError(f"{path}: a damaged gzip file ({error}); copy it again") from None
-    try:
-        text = codecs.getincrementaldecoder("utf-8")().decode(raw)
-    except UnicodeDecodeError as error:
+    for kind in sources():
+        if kind.begins(head):
+            return kind
+    raise ProfileError(f"{path}: {_no_kind(head)}; {_expected()}")
+
+
+def records_of(kind: Source, path: str) -> Measured:
+    """The measurements in a file of a kind that gives a run, a trace or steps.
+
+    Raises what its reader raises, and ProfileError where that returned something else.
+    """
+    records: Measured = kind.read(path)
+    if kind.gives == "steps":
+        fits = isinstance(records, Sequence) and all(isinstance(r, StepTime) for r in records)
+    else:
+        fits = isinstance(records, Run if kind.gives == "run" else Trace)
+    if not fits:
+        expected = {"run": "a Run", "trace": "a Trace"}.get(kind.gives, "a sequence of StepTime")
         raise ProfileError(
-            f"{path}: not text in UTF-8 ({error.reason}); expected {_expected()}"
-        ) from None
-    return text
+            f"{path}: {owner(kind.read)} returned {records!r:.60} for it; expected {expected}, as "
+            f"its source {kind.name!r} says"
+        )
+    return records
+
+
+def _no_kind(head: bytes) -> str:
+    """How a file of no kind begins."""
+    try:
+        text = _text(head)
+    except UnicodeDecodeError as error:
+        return f"not text in UTF-8 ({error.reason})"
+    if not _is_json(text):
+        return f"begins with {text.partition(chr(10))[0].strip()[:60]!r}"
+    schema = _SCHEMA.search(text)
+    if schema:
+        return f"a file of schema {schema[1]!r}"
+    return f"JSON that begins with {text[:60]!r}, without a schema and without events"
 
 
 def _expected() -> str:
-    *first, last = KINDS.values()
-    return f"{', '.join(first)} or {last}"
+    *first, last = (kind.about for kind in (*SOURCES, *_OWN.values()))
+    expected = f"expected {', '.join(first)} or {last}"
+    return "; ".join((expected, *failures("rooftrace.sources")))

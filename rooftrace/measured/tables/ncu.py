@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rooftrace.measured.sources import ProfileError
+from rooftrace.errors import ProfileError
 from rooftrace.measured.tables import tabular
 
 TIME, READ, WRITTEN = "gpu__time_duration.sum", "dram__bytes_read.sum", "dram__bytes_write.sum"

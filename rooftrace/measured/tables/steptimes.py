@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rooftrace.measured.sources import ProfileError
+from rooftrace.errors import ProfileError
 from rooftrace.measured.tables import tabular
 
 _TEXT = {

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from rooftrace.measured.sources import ProfileError
+from rooftrace.errors import ProfileError
 
 
 def lines(path: str | os.PathLike[str]) -> Iterator[tuple[int, list[str]]]:

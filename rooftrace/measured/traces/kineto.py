@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-from rooftrace.measured.sources import ProfileError
+from rooftrace.errors import ProfileError
 from rooftrace.measured.traces.linking import STEP, Launches, ModuleSpans, link
 from rooftrace.measured.traces.records import (
     NONE,

@@ -50,8 +50,8 @@ def validated(
 ) -> Validation:
     """Measurements of any kind, beside their predictions.
 
-    measured: a file of any kind that `kind_of` knows, or its reader's result.  graphs_of: makes the
-    graphs by phase of the measured code; template: a target for the names in the measurements,
+    measured: a file of any kind that `source_of` knows, or its reader's result.  graphs_of: makes
+    the graphs by phase of the measured code; template: a target for the names in the measurements,
     without graphs.  phases: only these.  counters: a CSV of Nsight Compute of the same step as a
     trace.  A step that does not trace is left out and reported.
 

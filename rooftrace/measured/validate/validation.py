@@ -13,7 +13,7 @@ from rooftrace.costmodels.estimating import Estimate
 from rooftrace.hardware import Chip
 from rooftrace.measured.alignment import Alignment, Stray
 from rooftrace.measured.fit import Errors, errors
-from rooftrace.measured.sources import Kind
+from rooftrace.measured.sources import Records
 from rooftrace.measured.validate.checks import LINES, ClassCheck, NodeCheck, StepCheck
 
 SCHEMA = "rooftrace.validation/1"
@@ -25,7 +25,7 @@ _IN_JSON = 100
 class Validation:
     """Measurements beside what was predicted for them."""
 
-    kind: Kind  # run, trace or steps
+    kind: Records  # run, trace or steps
     source: str  # path of the file, "" without one
     chip: Chip  # predicted for
     execution: str  # predicted for

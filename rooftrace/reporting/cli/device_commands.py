@@ -15,6 +15,7 @@ from rooftrace.reporting.cli.options import (
     Commas,
     measured_options,
     pricing_options,
+    rules_option,
     workload_options,
 )
 from rooftrace.reporting.cli.shared import (
@@ -109,6 +110,7 @@ def _measure_chip(
 @click.argument("measured")
 @measured_options
 @workload_options
+@rules_option
 @click.option("--start", metavar="FILE", help="Knobs to begin with; default: typical ones.")
 @click.option(
     "--free",
@@ -130,6 +132,7 @@ def calibrate(
     free: tuple[str, ...] | None,
     title: str,
     out: str,
+    rules: tuple[str, ...],
     **request: Any,
 ) -> None:
     """Fit knobs to measurements, for --knobs of the other commands.
@@ -140,6 +143,7 @@ def calibrate(
     """
     from rooftrace.costmodels.knobs import dump_knobs
 
+    load_rules(rules)
     (loaded,), (model,) = load_chips((chip,)), load_executions((execution,), False, None)
     with progress():
         result = rt.calibrate(

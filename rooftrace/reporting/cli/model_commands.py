@@ -20,6 +20,7 @@ from rooftrace.reporting.cli.options import (
     Commas,
     output_options,
     pricing_options,
+    rules_option,
     workload_options,
 )
 from rooftrace.reporting.cli.shared import (
@@ -117,11 +118,13 @@ def report(
 @click.command(epilog=TARGET_HELP)
 @click.argument("target")
 @workload_options
+@rules_option
 @click.option(
     "-o", "--out", required=True, metavar="FILE", help="graph.json or graph.json.gz; - is stdout."
 )
-def trace(target: str, out: str, **request: Any) -> None:
+def trace(target: str, out: str, rules: tuple[str, ...], **request: Any) -> None:
     """Capture TARGET and save its operator graphs, one per phase."""
+    load_rules(rules)
     with progress():
         graphs = rt.priced_graphs(target, **workload(**request))
     if out == "-":

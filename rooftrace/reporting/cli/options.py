@@ -82,6 +82,14 @@ def workload_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
+rules_option = click.option(
+    "--rules",
+    multiple=True,
+    metavar="FILE.py",
+    help="Python file that adds rules, joins, sections, sources or phases.  Repeatable.",
+)
+
+
 def pricing_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """--tf32, --rules, --knobs: how it is priced."""
     options = (
@@ -91,12 +99,7 @@ def pricing_options(command: Callable[..., Any]) -> Callable[..., Any]:
             help="Calibrated constants (a TOML file) to use instead of datasheet peaks.",
         ),
         click.option("--tf32", is_flag=True, help="Run fp32 matrix products on the matrix engine."),
-        click.option(
-            "--rules",
-            multiple=True,
-            metavar="FILE.py",
-            help="Python file with @rooftrace.rule functions.  Repeatable.",
-        ),
+        rules_option,
     )
     for option in reversed(options):
         command = option(command)

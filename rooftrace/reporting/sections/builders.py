@@ -2,7 +2,7 @@
 
 Anybody can add a section without a change here:
 
-    @rooftrace.reporting.section("energy")
+    @rooftrace.section("energy")
     def energy(results):
         rows = [{"phase": e.phase, "joule": 700 * e.t_est} for e in results.broken_down()]
         return Section(title="Energy", parts=[Table(columns=(PHASE, JOULE), rows=rows)])
@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
+from rooftrace._extensions import failures, load, owner, same_definition, track
 from rooftrace.reporting.sections.glossary import glossary
 from rooftrace.reporting.sections.heads import head, summary, title
 from rooftrace.reporting.sections.kernels import kernels_on_screen
@@ -56,35 +57,43 @@ AFTER_PHASES = (
     Listed(chips, "page"),
 )
 LAST = (Listed(glossary, "page"),)
-_ADDED: dict[str, Listed] = {}
+_ADDED: dict[str, Listed] = track({})
 
 
-def section(key: str, on: view.Output = "both") -> Callable[[Builder], Builder]:
+def section(
+    key: str, on: view.Output = "both", *, override: bool = False
+) -> Callable[[Builder], Builder]:
     """Add a section to every report: a decorator of a function from Results to Section.
 
-    key: its name in report.json, under `sections`.  Raises ValueError where another one has it.
+    key: its name in report.json, under `sections`.  on: the output that it stands on.  A second
+    section of one key raises ValueError, unless override=True or it is the same function defined
+    again.
     """
 
     def add(build: Builder) -> Builder:
         if key in _ADDED:
-            raise ValueError(
-                f"section {key!r}: {_ADDED[key].build.__module__} has added one of this name; "
-                "choose another, or remove_section() it first"
-            )
+            old = _ADDED[key].build
+            if not override and not same_definition(old, build):
+                raise ValueError(
+                    f"section {key!r} already is there, {owner(old)}; {owner(build)} would be a "
+                    "second one: pass override=True to replace it"
+                )
         _ADDED[key] = Listed(build, on)
         return build
 
     return add
 
 
-def remove_section(key: str) -> None:
-    """Remove a section that was added.  Raises KeyError if there is none with this key."""
-    del _ADDED[key]
-
-
 def added_sections(results: Results) -> dict[str, view.Section]:
-    """The sections that were added, by key."""
+    """The sections that users and third-party packages added, by key."""
+    load("rooftrace.sections")
     return {key: replace(added.build(results), key=key) for key, added in _ADDED.items()}
+
+
+def not_loaded(results: Results) -> view.Section:
+    """Packages whose sections cannot be loaded; empty where there are none."""
+    load("rooftrace.sections")
+    return view.Section(parts=[view.Note(text) for text in failures("rooftrace.sections")])
 
 
 def report_view(results: Results, output: view.Output) -> view.View:
@@ -100,5 +109,6 @@ def _listed(results: Results) -> Iterator[Listed]:
     for name in results.phases:
         yield Listed(partial(phase, name=name), "page")
     yield from AFTER_PHASES
+    yield Listed(not_loaded)
     yield from _ADDED.values()
     yield from LAST

@@ -91,7 +91,7 @@ def workload_words(phase: str, workload: Mapping[str, Any]) -> str:
         parts.append(f"batch {batch}")
     elif items:
         parts.append(plural(int(items), item))
-    if kv and phase == "decode":
+    if kv and phase != "prefill":
         parts.append(f"KV {kv}")
     if phase == "training" and workload.get("optimizer"):
         optimizer = workload["optimizer"]

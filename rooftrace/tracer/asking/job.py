@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from rooftrace.errors import RequestError, UnusedError, hint, near
-from rooftrace.tracer.asking.names import PHASES, names_code
+from rooftrace.tracer.asking.names import names_code, phases as known_phases
 from rooftrace.tracer.asking.request import Options, Request
 from rooftrace.tracer.graph import OpGraph, looks_saved
 
@@ -199,9 +199,10 @@ class Job:
     def check_phases(self, phases: Sequence[str]) -> None:
         """Raise UnusedError for an argument that is for another phase."""
         names = ", ".join(phases)
-        if "decode" not in phases:
+        known = [kind for name, kind in known_phases().items() if name in phases]
+        if not any(kind.tokens for kind in known):
             self.refuse(("kv",), f"it is the cached length of a decode step, and this is {names}")
-        if "training" not in phases:
+        if not any(kind.trains for kind in known):
             used = ("loss",) if self.options.optimizer == "none" else ("optimizer", "loss")
             self.refuse(used, f"it is for training, and this is {names}")
 
@@ -312,7 +313,7 @@ def _phases(value: Any) -> tuple[str, ...] | None:
     several = isinstance(value, Iterable) and not isinstance(value, Mapping)
     phases = tuple(value) if several else ()
     if not phases or not all(isinstance(name, str) for name in phases):
-        raise RequestError(f"phases={_shown(value)}: expected some of {', '.join(PHASES)}")
+        raise RequestError(f"phases={_shown(value)}: expected some of {', '.join(known_phases())}")
     return phases
 
 

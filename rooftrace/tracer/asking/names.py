@@ -2,12 +2,99 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
+from rooftrace._extensions import failures, load, owner, same_definition, track
+from rooftrace.errors import RequestError
 from rooftrace.tracer.graph import looks_saved
 
-PHASES = ("forward", "training", "prefill", "decode")
-"""The phases: what can be run of a module."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Phase:
+    """A kind of step: what is run of a module."""
+
+    name: str
+    # From a PhaseRunner and the Recorder that is on, to the Step that it leaves.
+    run: Callable[[Any, Any], Any]
+    tokens: int = 0  # that one call runs after a cache, whose length is --kv; 0: it needs none
+    cached: bool = False  # only a module that keeps a cache has it
+    trains: bool = False  # train mode, with labels, loss and optimizer
+
+
+PHASES = (
+    Phase(name="forward", run=lambda runner, recorder: runner.forward(recorder)),
+    Phase(name="training", run=lambda runner, recorder: runner.training(recorder), trains=True),
+    Phase(name="prefill", run=lambda runner, recorder: runner.prefill(recorder), cached=True),
+    Phase(
+        name="decode",
+        run=lambda runner, recorder: runner.decode(recorder),
+        tokens=1,
+        cached=True,
+    ),
+)
+"""The phases of this package."""
+NAMES = tuple(ours.name for ours in PHASES)
+"""Their names: those that can also be measured on a device."""
+
+_OWN: dict[str, Phase] = track({})
+
+Run = TypeVar("Run", bound=Callable[[Any, Any], Any])
+
+
+def phase(
+    name: str, *, tokens: int = 0, trains: bool = False, override: bool = False
+) -> Callable[[Run], Run]:
+    """Register the decorated function `run(runner, recorder) -> Step` as a phase of this name.
+
+    It runs the module once; what it runs is recorded, except `with recorder.paused():`.  runner: a
+    PhaseRunner, with the `module`, its `inputs` and `calls`, and a method for each phase of
+    rooftrace to build on.  tokens: how many one call runs after a cache of `kv` positions, which
+    `runner.decode` then does; 0: the phase needs no cache.  trains: the module is in train mode,
+    and loss and optimizer may be asked for.
+
+    A second phase of one name raises ValueError, unless override=True or it is the same function
+    defined again; so does the name of one of rooftrace's own.
+    """
+    if name in NAMES:
+        raise ValueError(f"{name!r} is a phase of rooftrace's own; use another name")
+
+    def register(run: Run) -> Run:
+        old = _OWN.get(name)
+        if old is not None and not override and not same_definition(old.run, run):
+            raise ValueError(
+                f"{name!r} already is a phase, {owner(old.run)}; {owner(run)} would be a second "
+                "one: pass override=True to replace it"
+            )
+        _OWN[name] = Phase(name=name, run=run, tokens=tokens, cached=tokens > 0, trains=trains)
+        return run
+
+    return register
+
+
+def phases() -> dict[str, Phase]:
+    """Every phase that may be asked for, by name."""
+    load("rooftrace.phases")
+    return {known.name: known for known in (*PHASES, *_OWN.values())}
+
+
+def phase_of(name: str) -> Phase:
+    """The phase of this name.  Raises RequestError where there is none."""
+    known = phases()
+    if name not in known:
+        broken = failures("rooftrace.phases")
+        expected = f"phase {name!r}: expected one of {', '.join(known)}"
+        raise RequestError("; ".join((expected, *broken)))
+    return known[name]
+
+
+def is_own(name: str) -> bool:
+    """Whether a phase was registered in this process, by a user or a package."""
+    return name in _OWN
+
+
 USUAL = ("forward", "training")
 """The phases of a module that is called with arguments, where the user names none."""
 

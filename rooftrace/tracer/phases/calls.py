@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from rooftrace.errors import NoCacheError, RequestError
+from rooftrace.tracer.asking import names
 from rooftrace.tracer.inputs import Inputs, arguments
 from rooftrace.tracer.tensors import parameters_of, tensors_in
 from rooftrace.tracer.twins import replaced
@@ -75,8 +76,13 @@ class ModuleCalls:
     def plain_call(self, phase: str) -> PlainCall:
         """The call of a phase, to be run without a recorder.
 
-        The call before it (the prompt of a decode step) runs here.  Raises NoCacheError, and
-        whatever the module raises."""
+        The call before it (the prompt of a decode step) runs here.  Raises NoCacheError, whatever
+        the module raises, and RequestError for a phase of the user's own, which can be traced only.
+        """
+        if names.is_own(phase):
+            raise RequestError(
+                f"phase {phase!r} can be traced only; on a device run {', '.join(names.NAMES)}"
+            )
         training, inputs = phase == "training", self.inputs
         self.module.train(training)
         if training:

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from rooftrace.tracer.asking import names
 from rooftrace.tracer.graph import OpGraph, dtype_name
 from rooftrace.tracer.inputs import Inputs
 from rooftrace.tracer.lower import lower
@@ -47,7 +48,7 @@ def graph_of(
     kv = {recorder.storage_of(tensor) for tensor in kept}
     items = inputs.items if step.items is None else step.items
     sizes = dict(inputs.workload)
-    if phase not in ("prefill", "decode"):
+    if phase not in names.phases() or not names.phase_of(phase).cached:
         sizes.pop("kv", None)  # no cache is there
     workload = {
         **sizes,

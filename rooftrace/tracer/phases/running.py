@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ def trace_phases(
     run = PhaseRunner(ModuleCalls(on_meta(module), inputs, options.loss), options, target)
     keeps = inputs.decode is not None
     for phase in phases or ():
-        if phase in ("prefill", "decode") and not keeps:
+        if names.phase_of(phase).cached and not keeps:
             raise NoCacheError(run.calls.without_cache(phase))
     run.materialise()
     with as_before(run.module):
@@ -71,8 +72,7 @@ def check_request(module: Any, phases: Sequence[str] | None, options: Options) -
             f"expected a torch.nn.Module to trace, got {type(module).__name__}: {module!r:.80}"
         )
     for phase in phases or ():
-        if phase not in names.PHASES:
-            raise RequestError(f"phase {phase!r}: expected one of {', '.join(names.PHASES)}")
+        names.phase_of(phase)
     if options.optimizer != "none":
         optimizer_class(options.optimizer)
     if options.assume:
@@ -89,21 +89,22 @@ class PhaseRunner:
         self.calls, self.options, self.target = calls, options, target
         self.module, self.inputs = calls.module, calls.inputs
         self._prefilled: dict[str, Any] | None = None
+        self._tokens, self._fed = 0, dict[str, Any]()  # what a call after a cache runs
 
     def phases(self, phases: Sequence[str]) -> dict[str, OpGraph]:
         """The graphs of these phases, in order."""
         graphs = {}
-        for phase in phases:
-            tell(f"tracing {phase}")
-            self.module.train(phase == "training")
-            graphs[phase] = self._captured(phase, getattr(self, f"_{phase}"))
+        for phase in map(names.phase_of, phases):
+            tell(f"tracing {phase.name}")
+            self.module.train(phase.trains)
+            graphs[phase.name] = self._captured(phase, partial(phase.run, self))
         return graphs
 
     def usual_phases(self) -> dict[str, OpGraph]:
         """Prefill, decode and training; forward and training where no cache comes back."""
         tell(f"tracing {'prefill' if self.inputs.cached else 'forward'}")
         self.module.train(False)
-        first = self._captured("forward", self._prompt)
+        first = self._captured(names.phase_of("forward"), self._prompt)
         rest = ("decode", "training") if first.phase == "prefill" else ("training",)
         return {first.phase: first, **self.phases(rest)}
 
@@ -117,12 +118,12 @@ class PhaseRunner:
 
     # -- phases ------------------------------------------------------------------------------------
 
-    def _forward(self, recorder: Recorder) -> Step:
+    def forward(self, recorder: Recorder) -> Step:
         """Eval mode, no gradients."""
         with torch.no_grad():
             return Step(self.calls.call(self.inputs.args, self.inputs.kwargs))
 
-    def _prefill(self, recorder: Recorder) -> Step:
+    def prefill(self, recorder: Recorder) -> Step:
         """Forward that returns a cache; the outputs that the next call receives have role kv."""
         step = self._prompt(recorder)
         if not step.state:
@@ -143,8 +144,8 @@ class PhaseRunner:
             self._prefilled = state
         return Step(output, state, phase="prefill")
 
-    def _decode(self, recorder: Recorder) -> Step:
-        """One more token with the cache that a prefill of the cached length returned."""
+    def decode(self, recorder: Recorder) -> Step:
+        """The tokens of the phase, with the cache that a prefill of the cached length returned."""
         # The step changes the cache, so a prefill's cache serves once.
         state, self._prefilled = self._prefilled, None
         with torch.no_grad():
@@ -161,14 +162,12 @@ class PhaseRunner:
             for index, tensor in enumerate(tensors_in(state)):
                 arguments.learn(recorder.values, tensor)
                 recorder.enter(tensor, "kv", f"cache_{index}")
-            output = self.calls.call(
-                (), {**(self.inputs.decode or {}), **state}, self.inputs.cached
-            )
-        return Step(
-            output, self.calls.state(output, {}, {}), items=self.inputs.workload.get("batch")
-        )
+            output = self.calls.call((), {**self._fed, **state}, self.inputs.cached)
+        batch = self.inputs.workload.get("batch")
+        items = None if batch is None else batch * self._tokens
+        return Step(output, self.calls.state(output, {}, {}), items=items)
 
-    def _training(self, recorder: Recorder) -> Step:
+    def training(self, recorder: Recorder) -> Step:
         """Train mode: forward, loss, backward, optimizer step."""
         parameters = [p for p in self.module.parameters() if p.requires_grad]
         if not parameters:
@@ -225,27 +224,32 @@ class PhaseRunner:
 
     # -- recording ---------------------------------------------------------------------------------
 
-    def _captured(self, phase: str, body: Callable[[Recorder], Step]) -> OpGraph:
+    def _captured(self, phase: names.Phase, body: Callable[[Recorder], Step]) -> OpGraph:
         """Run `body` under a recorder, and lower what was recorded."""
 
         def run(recorder: Recorder) -> OpGraph:
             self._enter_inputs(recorder, phase)
             with recorder:
                 step = body(recorder)
-            optimizer = self.options.optimizer if phase == "training" else None
-            named = step.phase or phase
+            optimizer = self.options.optimizer if phase.trains else None
+            named = step.phase or phase.name
             return graph_of(recorder, named, step, self.module, self.inputs, optimizer, self.target)
 
         kind = type(self.module).__name__
-        return attempted(run, self.options, f"{phase} of {kind}", kind)
+        return attempted(run, self.options, f"{phase.name} of {kind}", kind)
 
-    def _enter_inputs(self, recorder: Recorder, phase: str) -> None:
+    def _enter_inputs(self, recorder: Recorder, phase: names.Phase) -> None:
         """Enter weights and inputs as values of the graph, with their contents where known."""
-        inputs = self.inputs
+        inputs, count = self.inputs, phase.tokens
+        token = inputs.decode or {}
+        self._tokens = count
+        self._fed = (
+            {n: torch.cat([t] * count, 1) for n, t in token.items()} if count > 1 else {**token}
+        )
         used = (
-            ((), inputs.decode or {})
-            if phase == "decode"
-            else (inputs.args, {**inputs.kwargs, **(inputs.labels if phase == "training" else {})})
+            ((), self._fed)
+            if count
+            else (inputs.args, {**inputs.kwargs, **(inputs.labels if phase.trains else {})})
         )
         known = tensors_in(
             (inputs.args, inputs.kwargs, inputs.labels, inputs.decode, inputs.cached_kwargs)

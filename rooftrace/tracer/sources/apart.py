@@ -20,7 +20,7 @@ from typing import Any
 
 from rooftrace._progress import tell
 from rooftrace.errors import NoCacheError, RequestError, TargetError, naming
-from rooftrace.tracer.asking import Job, Options, Request
+from rooftrace.tracer.asking import Job, Options, Request, names
 from rooftrace.tracer.graph import GraphError, GraphFileError, OpGraph, load_graphs
 
 _START = (
@@ -42,8 +42,9 @@ class Traced:
 
 
 def can_go_apart(job: Job) -> bool:
-    """Whether a job can be sent to another process: a loss function cannot be sent."""
-    return PROCESSES and job.options.loss is None
+    """Whether a job can be sent to another process: functions of the user's own cannot."""
+    own = any(map(names.is_own, job.phases or ()))
+    return PROCESSES and job.options.loss is None and not own
 
 
 def trace_each_apart(jobs: Sequence[Job]) -> list[Traced | None]:

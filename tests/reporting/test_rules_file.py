@@ -1,0 +1,59 @@
+"""--rules FILE.py: what the file adds is there for every command that could use it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rooftrace.costmodels.registry.lookup import own_rules
+from tests.reporting.conftest import Run
+
+ADDS = """
+import rooftrace
+from rooftrace.measured.tables import StepTime
+from rooftrace.reporting.view.model import Note, Section
+
+@rooftrace.phase("evaluation")
+def evaluation(runner, recorder):
+    return runner.forward(recorder)
+
+@rooftrace.section("advice")
+def advice(results):
+    return Section(title="Advice", parts=[Note(f"Advice on {results.phases[0]}.")])
+
+@rooftrace.source("log", about="a log", begins=lambda head: head.startswith(b"log"))
+def read(path):
+    return [StepTime(target="models.py:build", seconds=1e-3, phase="evaluation")]
+"""
+MODEL = """
+import torch
+
+def build():
+    return torch.nn.Linear(8, 8), torch.empty(4, 8)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    for name, text in (("adds.py", ADDS), ("models.py", MODEL), ("log", "log of a step")):
+        (tmp_path / name).write_text(text)
+    with own_rules():
+        yield tmp_path
+
+
+def test_a_file_brings_a_phase_and_a_section(folder: Path, run: Run) -> None:
+    target, rules = f"{folder}/models.py:build", ("--rules", folder / "adds.py")
+    ran = run("report", target, "--chip", "h100-sxm", "--phase", "evaluation", *rules)
+    assert ran.code == 0 and "Advice on evaluation." in ran.out
+    traced = run("trace", target, "--phase", "evaluation", *rules, "--out", folder / "graph.json")
+    assert traced.code == 0 and "evaluation 2 ops" in traced.out
+
+
+def test_a_file_brings_a_source_of_measurements(folder: Path, run: Run) -> None:
+    said = ("--chip", "h100-sxm", "--target", f"{folder}/{{target}}", "--rules", folder / "adds.py")
+    ran = run("validate", folder / "log", *said)
+    assert ran.code == 0 and "1 ms" in ran.out.replace("1.00 ms", "1 ms")
+    few = run("calibrate", folder / "log", *said, "--out", folder / "knobs.toml")
+    assert few.code and "1 measurements for 2 knobs" in few.err
