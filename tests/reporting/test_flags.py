@@ -115,7 +115,7 @@ CASES: dict[str, list[tuple[tuple[str, ...], dict[str, tuple[tuple[str, ...], ..
         (CODE, WORKLOAD),
         (SAVED, {n: c for n, c in WORKLOAD.items() if n != "--phase"}),
     ],
-    "trace": [(TRACE, {**WORKLOAD, "--out": (("-o", "-"),)})],
+    "trace": [(TRACE, {**WORKLOAD, "--rules": PRICING["--rules"], "--out": (("-o", "-"),)})],
     "diff": [
         (
             DIFF,
@@ -163,6 +163,7 @@ CASES: dict[str, list[tuple[tuple[str, ...], dict[str, tuple[tuple[str, ...], ..
             {
                 **WORKLOAD,
                 **MEASURED,
+                "--rules": PRICING["--rules"],
                 "--execution": (("--execution", "compiled"),),
                 "--start": (("--start", "typical-compiled"),),
                 "--free": (("--free", "memory"),),
@@ -183,6 +184,7 @@ CANNOT_CHANGE = {
         "--no-repeats": "the same layers, one by one: the numbers are the same",
     },
     ("trace", "deep.json"): {
+        "--rules": "a rule prices, and a trace has no prices; a phase of the file can be traced",
         "--assume": "nothing of that kind is unknown in this model",
         "--trust-remote-code": "this repository has no code of its own",
     },
