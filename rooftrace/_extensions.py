@@ -42,6 +42,26 @@ def same_definition(old: Callable[..., Any], new: Callable[..., Any]) -> bool:
     return names[0] == names[1] and "<lambda>" not in names[0][1]
 
 
+def refuse_second(
+    there: str,
+    old: Callable[..., Any] | None,
+    new: Callable[..., Any],
+    *,
+    override: bool,
+    error: type[ValueError] = ValueError,
+) -> None:
+    """Raise `error` if `new` would replace `old` without override=True, and name both owners.
+
+    there: how the message begins, for example "'mylib.rope' already has a rule".  The same function
+    defined again is no second one.
+    """
+    if old is not None and not override and not same_definition(old, new):
+        raise error(
+            f"{there}, {owner(old)}; {owner(new)} would be a second one: pass override=True to "
+            "replace it"
+        )
+
+
 def track(registry: Registry) -> Registry:
     """A dict or list of registered things, which `only_here` restores."""
     _REGISTRIES.append(registry)

@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from rooftrace._extensions import load, owner, same_definition, track
+from rooftrace._extensions import load, owner, refuse_second, track
 from rooftrace.costmodels.fusion.index_space import FEW_PLACED, UNROLLED
 from rooftrace.costmodels.fusion.kernels import FEW_READS, SMALL, KernelView
 
@@ -327,12 +327,10 @@ def fusion(
             )
         if any(name == join.name for join in JOINS):
             raise DuplicateJoinError(f"{name!r} is a join of rooftrace's own; use another name")
-        for old in _OWN:
-            if old.name == name and not override and not same_definition(old.when, when):
-                raise DuplicateJoinError(
-                    f"{name!r} already is a join, {owner(old.when)}; {owner(when)} would be a "
-                    "second one: pass override=True to replace it"
-                )
+        old = next((join.when for join in _OWN if join.name == name), None)
+        refuse_second(
+            f"{name!r} already is a join", old, when, override=override, error=DuplicateJoinError
+        )
         join = Join(
             name=name,
             when=when,
@@ -341,7 +339,7 @@ def fusion(
             label=label,
             parts=parameters,
         )
-        _OWN[:] = [*(old for old in _OWN if old.name != name), join]
+        _OWN[:] = [*(other for other in _OWN if other.name != name), join]
         return when
 
     return register

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 
-from rooftrace._extensions import owner, same_definition, track
+from rooftrace._extensions import refuse_second, track
 from rooftrace.costmodels.costs import Cost
 from rooftrace.costmodels.opviews import OpView
 from rooftrace.costmodels.registry.kinds import (
@@ -90,11 +90,13 @@ def register(
             if "." not in key:
                 raise ValueError(f'rule({name!r}): expected "namespace::{name}"')
             old = RULES.get(key)
-            if old is not None and not override and not same_definition(old.price, function):
-                raise DuplicateRuleError(
-                    f"{name!r} already has a rule, {owner(old.price)}; {owner(function)} would "
-                    "be a second one: pass override=True to replace it"
-                )
+            refuse_second(
+                f"{name!r} already has a rule",
+                old.price if old is not None else None,
+                function,
+                override=override,
+                error=DuplicateRuleError,
+            )
             RULES[key] = Rule(
                 name=key,
                 price=function,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
-from rooftrace._extensions import failures, load, owner, same_definition, track
+from rooftrace._extensions import failures, load, owner, refuse_second, track
 from rooftrace.errors import ProfileError
 from rooftrace.measured.runs import Run, load_run
 from rooftrace.measured.tables import StepTime, read_counters, read_steps
@@ -148,11 +148,12 @@ def source(
 
     def register(read: Reader) -> Reader:
         old = _OWN.get(name)
-        if old is not None and not override and not same_definition(old.read, read):
-            raise ValueError(
-                f"{name!r} already is a source, {owner(old.read)}; {owner(read)} would be a "
-                "second one: pass override=True to replace it"
-            )
+        refuse_second(
+            f"{name!r} already is a source",
+            old.read if old is not None else None,
+            read,
+            override=override,
+        )
         _OWN[name] = Source(name=name, about=about, begins=begins, gives=gives, read=read)
         return read
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
-from rooftrace._extensions import failures, load, owner, same_definition, track
+from rooftrace._extensions import failures, load, refuse_second, track
 from rooftrace.reporting.sections.glossary import glossary
 from rooftrace.reporting.sections.heads import head, summary, title
 from rooftrace.reporting.sections.kernels import kernels_on_screen
@@ -71,13 +71,13 @@ def section(
     """
 
     def add(build: Builder) -> Builder:
-        if key in _ADDED:
-            old = _ADDED[key].build
-            if not override and not same_definition(old, build):
-                raise ValueError(
-                    f"section {key!r} already is there, {owner(old)}; {owner(build)} would be a "
-                    "second one: pass override=True to replace it"
-                )
+        old = _ADDED.get(key)
+        refuse_second(
+            f"section {key!r} already is there",
+            old.build if old is not None else None,
+            build,
+            override=override,
+        )
         _ADDED[key] = Listed(build, on)
         return build
 

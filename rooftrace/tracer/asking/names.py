@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rooftrace._extensions import failures, load, owner, same_definition, track
+from rooftrace._extensions import failures, load, refuse_second, track
 from rooftrace.errors import RequestError
 from rooftrace.tracer.graph import looks_saved
 
@@ -63,11 +63,12 @@ def phase(
 
     def register(run: Run) -> Run:
         old = _OWN.get(name)
-        if old is not None and not override and not same_definition(old.run, run):
-            raise ValueError(
-                f"{name!r} already is a phase, {owner(old.run)}; {owner(run)} would be a second "
-                "one: pass override=True to replace it"
-            )
+        refuse_second(
+            f"{name!r} already is a phase",
+            old.run if old is not None else None,
+            run,
+            override=override,
+        )
         _OWN[name] = Phase(name=name, run=run, tokens=tokens, cached=tokens > 0, trains=trains)
         return run
 
