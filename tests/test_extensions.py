@@ -13,7 +13,7 @@ from rooftrace import _extensions
 from rooftrace.costmodels.registry.lookup import find_rule, own_rules
 from rooftrace.hardware.chipfile import folders, reading
 from rooftrace.reporting.text import as_markdown
-from rooftrace.tracer.graph.graph import Ref
+from rooftrace.tracer.arguments.operands import Ref
 from tests.costmodels.graph_support import Builder
 from tests.reporting.report_support import made_report
 

@@ -23,7 +23,8 @@ from rooftrace.costmodels.costs.cost import MATRIX
 from rooftrace.costmodels.findings.counters.counting import unread_gradients
 from rooftrace.costmodels.planning.plans import plan
 from rooftrace.tracer.asking.request import Options
-from rooftrace.tracer.graph.graph import Op, OpGraph
+from rooftrace.tracer.graph.graph import OpGraph
+from rooftrace.tracer.graph.records import Op
 from rooftrace.tracer.inputs.calls import Inputs
 from rooftrace.tracer.phases import attempts, running as phases_running
 from rooftrace.tracer.recording import recorder, running

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from rooftrace._progress import telling
 from rooftrace.errors import RequestError
-from rooftrace.tracer.graph import GraphFileError, OpGraph, load_graphs, save_graphs
+from rooftrace.tracer.graph import OpGraph
+from rooftrace.tracer.graphfiles import GraphFileError, load_graphs, save_graphs
 
 if TYPE_CHECKING:
     from torch import nn

@@ -7,7 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from rooftrace.tracer.graph.graph import Op, OpGraph, Ref, Tensor, refs
+from rooftrace.tracer.arguments.operands import Ref, refs
+from rooftrace.tracer.graph.graph import OpGraph
+from rooftrace.tracer.graph.records import Op, Tensor
 
 
 class Builder:

@@ -9,7 +9,9 @@ from typing import Any
 from hypothesis import strategies as st
 
 from rooftrace.costmodels.planning.plans import Plan
-from rooftrace.tracer.graph.graph import Neighbour, OpGraph, Ref, Repeat
+from rooftrace.tracer.arguments.operands import Neighbour, Ref
+from rooftrace.tracer.graph.graph import OpGraph
+from rooftrace.tracer.graph.records import Repeat
 from tests.costmodels.graph_support import Builder
 
 ROWS, WIDTH = 6, 8

@@ -4,7 +4,8 @@ import rooftrace as rt
 from rooftrace.costmodels.planning.advice import cache_products
 from rooftrace.costmodels.pricing.price import price_ops
 from rooftrace.hardware.units import format_flops
-from rooftrace.tracer.graph.graph import OpGraph, Ref
+from rooftrace.tracer.arguments.operands import Ref
+from rooftrace.tracer.graph.graph import OpGraph
 from tests.costmodels.graph_support import Builder
 
 KV, LATENT, WIDTH = 32, 8, 16

@@ -14,7 +14,7 @@ from rooftrace.costmodels.pricing.price import price_ops
 from rooftrace.costmodels.rewriting.attention_kernels import flash_from_products
 from rooftrace.costmodels.rewriting.attention_products import materialise_attention
 from rooftrace.tracer.graph.graph import OpGraph
-from rooftrace.tracer.graph.rebuild import to_fx
+from rooftrace.tracer.rebuilding.rebuild import to_fx
 
 B, H, S, L, E, V = 2, 4, 5, 7, 16, 12
 FP32 = 4  # bytes

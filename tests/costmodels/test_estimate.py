@@ -14,8 +14,10 @@ from rooftrace.costmodels.execution.executions import PRESETS, ExecutionModel, U
 from rooftrace.costmodels.registry.lookup import own_rules
 from rooftrace.hardware.chip import MissingPeakError
 from rooftrace.hardware.chipfile import load_chip
-from rooftrace.tracer.graph.graph import Op, OpGraph, Ref, Tensor
-from rooftrace.tracer.graph.graphfile import load_graphs, save_graphs
+from rooftrace.tracer.arguments.operands import Ref
+from rooftrace.tracer.graph.graph import OpGraph
+from rooftrace.tracer.graph.records import Op, Tensor
+from rooftrace.tracer.graphfiles.graphfile import load_graphs, save_graphs
 from tests.costmodels.graph_support import Builder
 from tests.costmodels.random_graphs import programs
 

@@ -28,7 +28,9 @@ from rooftrace.costmodels.fusion.kernels import MAX_GROUP, SMALL
 from rooftrace.costmodels.planning.plans import plan
 from rooftrace.costmodels.registry.lookup import find_rule
 from rooftrace.costmodels.rewriting.rewrites import rewrite
-from rooftrace.tracer.graph.graph import Op, OpGraph, Ref
+from rooftrace.tracer.arguments.operands import Ref
+from rooftrace.tracer.graph.graph import OpGraph
+from rooftrace.tracer.graph.records import Op
 from tests.costmodels.graph_support import Builder
 from tests.costmodels.random_graphs import programs
 

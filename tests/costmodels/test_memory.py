@@ -10,7 +10,8 @@ from torch import nn
 import rooftrace as rt
 from rooftrace.costmodels.memory.footprint import memory
 from rooftrace.hardware.chipfile import load_chip
-from rooftrace.tracer.graph.graph import ROLES, Ref
+from rooftrace.tracer.arguments.operands import Ref
+from rooftrace.tracer.vocabulary.kinds import ROLES
 from tests.costmodels.graph_support import Builder
 from tests.costmodels.memory_models import MODELS, allocated_peak, built, loss_of, tracked_peak
 

@@ -5,7 +5,7 @@ from rooftrace.costmodels.opviews.opview import OpView
 from rooftrace.costmodels.planning.plans import plan
 from rooftrace.costmodels.pricing.price import price_ops
 from rooftrace.costmodels.registry import rulebook
-from rooftrace.tracer.graph.graph import Ref
+from rooftrace.tracer.arguments.operands import Ref
 from tests.costmodels.graph_support import Builder
 
 BF16 = 2  # bytes

@@ -19,8 +19,11 @@ from rooftrace.costmodels.planning.launches import Launch
 from rooftrace.costmodels.planning.plans import plan
 from rooftrace.costmodels.rewriting.rewrites import without_dead_ops
 from rooftrace.costmodels.timing.queue import schedule
-from rooftrace.tracer.graph.graph import OpGraph, Ref, Repeat, pattern_of
-from rooftrace.tracer.lower.repeats import roll
+from rooftrace.tracer.arguments.operands import Ref
+from rooftrace.tracer.graph.graph import OpGraph
+from rooftrace.tracer.graph.records import Repeat
+from rooftrace.tracer.lower.stacks import roll_stacks
+from rooftrace.tracer.paths.modulepaths import pattern_of
 from tests.costmodels.conftest import DEEPSEEK, TEXT, language_model
 from tests.costmodels.graph_support import Builder
 from tests.costmodels.memory_models import built, loss_of
@@ -119,7 +122,7 @@ def test_random_nests(graph: OpGraph) -> None:
 @settings(max_examples=60, deadline=None)
 @given(stacks())
 def test_random_stacks(graph: OpGraph) -> None:
-    short = roll(graph)
+    short = roll_stacks(graph)
     assert_same_memory(short, graph)
     for execution in UNFUSED:
         assert_same(short, graph, execution)
@@ -359,7 +362,7 @@ def stack() -> Callable[[str, str], OpGraph]:
 @pytest.mark.parametrize("family", ["GPT2", "Llama", "Mixtral", "DeepseekV3"])
 def test_stacks_of_layers(stack: Callable[[str, str], OpGraph], family: str, phase: str) -> None:
     flat = stack(family, phase)
-    short = roll(flat)
+    short = roll_stacks(flat)
     assert short.repeats and len(short.ops) < len(flat.ops)
     assert_same_memory(short, flat)
     for execution in PRESETS:
@@ -369,7 +372,7 @@ def test_stacks_of_layers(stack: Callable[[str, str], OpGraph], family: str, pha
 def test_groups_of_layers_are_translates(stack: Callable[[str, str], OpGraph]) -> None:
     """What joins two layers in the short graph joins every two, and nothing else does."""
     flat = stack("Llama", "forward")
-    short = roll(flat)
+    short = roll_stacks(flat)
     (repeat,) = short.repeats
 
     def joins(graph: OpGraph) -> Counter[tuple[str, ...]]:
@@ -387,7 +390,7 @@ def test_groups_of_layers_are_translates(stack: Callable[[str, str], OpGraph]) -
 
 def test_reprice_islands_and_notes_count_every_layer(stack: Callable[[str, str], OpGraph]) -> None:
     flat = stack("Llama", "decode")
-    short = roll(flat)
+    short = roll_stacks(flat)
     for change in (
         lambda g: rt.reprice(g, "fp8"),
         lambda g: rt.reprice(g, weights_dtype="int4", kv_dtype="fp8"),
@@ -403,7 +406,7 @@ def test_reprice_islands_and_notes_count_every_layer(stack: Callable[[str, str],
 def test_a_short_graph_is_no_change(stack: Callable[[str, str], OpGraph]) -> None:
     for phase in ("decode", "training"):
         flat = stack("Mixtral", phase)
-        one, other = estimate(roll(flat)), estimate(flat)
+        one, other = estimate(roll_stacks(flat)), estimate(flat)
         for a, b in ((one, other), (other, one)):
             (found,) = diff_estimates({phase: a}, {phase: b}).phases
             assert not found.modules
@@ -413,7 +416,7 @@ def test_a_short_graph_is_no_change(stack: Callable[[str, str], OpGraph]) -> Non
 
 def test_a_frame_has_a_row_for_equal_kernels(stack: Callable[[str, str], OpGraph]) -> None:
     flat = stack("GPT2", "forward")
-    frame, full = estimate(roll(flat)).to_frame(), estimate(flat).to_frame()
+    frame, full = estimate(roll_stacks(flat)).to_frame(), estimate(flat).to_frame()
     assert len(frame) < len(full) == full["count"].sum() == frame["count"].sum()
     for column in ("flops", "bytes", "bytes_weights", "t_device"):
         assert frame[column].sum() == pytest.approx(full[column].sum(), rel=1e-9)
@@ -431,7 +434,7 @@ def test_a_chain_through_all_layers_is_cut_between_them() -> None:
     for layer in range(LAYERS):
         x = b.unary("exp", b.unary("relu", x, module=f"layers.{layer}"), module=f"layers.{layer}")
     flat = b.graph(x)
-    short = roll(flat)
+    short = roll_stacks(flat)
     (repeat,) = short.repeats
     fused = plan(short, "efficient")
     # One for the layers before, one for each of the equal ones, one for those after.
@@ -452,7 +455,7 @@ def test_what_an_iteration_writes_for_nobody_disappears_and_what_the_next_one_re
         b.in_place("relu_", own, module=module)  # after its last use
         b.in_place("relu_", state, module=module)  # the next layer's
     flat = b.graph(x)
-    short = roll(flat)
+    short = roll_stacks(flat)
     assert short.repeats and len(short.ops) < len(flat.ops)
     # In each layer its own, and what the last one leaves for no layer.
     assert without_dead_ops(short)[1] == without_dead_ops(flat)[1] == LAYERS + 1
@@ -472,4 +475,4 @@ def test_a_diff_of_short_graphs_is_that_of_flat_ones(
         }
 
     before, after = stack("Llama", "decode"), stack("Mixtral", "decode")
-    assert changes(roll(before), roll(after)) == changes(before, after) != set()
+    assert changes(roll_stacks(before), roll_stacks(after)) == changes(before, after) != set()

@@ -9,7 +9,7 @@ from rooftrace.costmodels.costs.cost import Cost
 from rooftrace.costmodels.kernels.reuse import warm_bytes
 from rooftrace.costmodels.planning.plans import Plan, plan
 from rooftrace.tracer.graph.graph import OpGraph
-from rooftrace.tracer.lower.repeats import roll
+from rooftrace.tracer.lower.stacks import roll_stacks
 from tests.costmodels.graph_support import Builder
 from tests.costmodels.random_graphs import programs
 from tests.costmodels.repeat_support import stacks
@@ -71,7 +71,7 @@ def test_a_larger_cache_holds_no_less_and_none_more_than_there_is(program, capac
 @given(stacks(), st.sampled_from([64, 256, 1024, 10**4, 10**6]))
 def test_repeats_stand_for_their_iterations(graph, capacity):
     flat = plan(graph, "eager")
-    short = plan(roll(graph), "eager")
+    short = plan(roll_stacks(graph), "eager")
 
     def total(planned: Plan) -> float:
         found = warm_bytes(planned, capacity)

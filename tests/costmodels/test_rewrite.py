@@ -16,7 +16,8 @@ from rooftrace.costmodels.rewriting.rewrites import (
     without_dead_ops,
 )
 from rooftrace.hardware.precisions import PrecisionError
-from rooftrace.tracer.graph.graph import OpGraph, Ref
+from rooftrace.tracer.arguments.operands import Ref
+from rooftrace.tracer.graph.graph import OpGraph
 from tests.costmodels.graph_support import Builder
 
 BF16, FP32 = 2, 4  # bytes

@@ -14,7 +14,10 @@ from rooftrace.costmodels.fusion.groups import FusionGroup
 from rooftrace.costmodels.planning.plans import plan
 from rooftrace.costmodels.pricing.price import price_ops
 from rooftrace.costmodels.traffic.moved import bytes_by_role, compulsory_bytes, group_costs
-from rooftrace.tracer.graph.graph import ROLES, OpGraph, Ref, Repeat
+from rooftrace.tracer.arguments.operands import Ref
+from rooftrace.tracer.graph.graph import OpGraph
+from rooftrace.tracer.graph.records import Repeat
+from rooftrace.tracer.vocabulary.kinds import ROLES
 from tests.costmodels.graph_support import Builder
 from tests.costmodels.random_graphs import programs
 

@@ -11,7 +11,7 @@ from rooftrace.costmodels.kernels.opclass import op_class
 from rooftrace.costmodels.knobs.knobs import load_knobs
 from rooftrace.costmodels.registry.lookup import find_rule
 from rooftrace.costmodels.registry.rulebook import RULES
-from rooftrace.tracer.graph.graph import Ref
+from rooftrace.tracer.arguments.operands import Ref
 from tests.costmodels.graph_support import Builder
 
 M, K, N = 512, 4096, 4096

@@ -21,7 +21,7 @@ from rooftrace.measured.runs.runfile import (
     load_run,
     save_run,
 )
-from rooftrace.tracer.graph import graphfile
+from rooftrace.tracer.graphfiles.graphfile import SCHEMA as GRAPH_SCHEMA
 
 MICRO = MicroRow(
     key="neg n=4",
@@ -118,7 +118,7 @@ MICRO_DATA = json.loads(json.dumps(encoded(RUN)))["micro"][0]
 
 DAMAGE: dict[str, tuple[Any, str]] = {
     "another schema": (damaged(schema="rooftrace.run/0"), "rooftrace.run/0"),
-    "a graph": ({"schema": graphfile.SCHEMA, "graphs": {}}, graphfile.SCHEMA),
+    "a graph": ({"schema": GRAPH_SCHEMA, "graphs": {}}, GRAPH_SCHEMA),
     "a list": ([1, 2], SCHEMA),
     "no rows": ({"schema": SCHEMA, "device": {}, "versions": {}}, "models"),
     "an unknown field": (damaged(colour="blue"), "colour"),

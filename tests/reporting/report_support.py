@@ -18,7 +18,9 @@ from rooftrace.costmodels.planning.plans import Plan
 from rooftrace.hardware.chip import Chip
 from rooftrace.hardware.chipfile import load_chip
 from rooftrace.reporting.pages.report import Report
-from rooftrace.tracer.graph.graph import ROLES, Assumption, Op, OpGraph, Tensor
+from rooftrace.tracer.graph.graph import OpGraph
+from rooftrace.tracer.graph.records import Assumption, Op, Tensor
+from rooftrace.tracer.vocabulary.kinds import ROLES
 
 Kernel = tuple[str, str, str, str, int, int, int, Mapping[str, int]]
 

@@ -14,7 +14,7 @@ import pytest
 
 import rooftrace as rt
 from rooftrace.costmodels.findings.diffs.changes import Diff
-from rooftrace.tracer.graph.graph import pattern_of
+from rooftrace.tracer.paths.modulepaths import pattern_of
 from tests.reporting.conftest import Run
 
 FIRST = {

@@ -18,7 +18,7 @@ from rooftrace.reporting.pages.report import FORMATS, Report, build_report
 from rooftrace.reporting.sections.report_keys import TIMES
 from rooftrace.reporting.sections.shapes import Object
 from rooftrace.reporting.text import as_markdown, as_text
-from rooftrace.tracer.graph.graph import ROLES
+from rooftrace.tracer.vocabulary.kinds import ROLES
 from tests.costmodels.graph_support import Builder
 from tests.reporting.report_support import ROPE, made_plan, made_report, sized_memory
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import rooftrace as rt
-from rooftrace.tracer.graph.graph import Op
+from rooftrace.tracer.graph.records import Op
 
 X = torch.ones(2, 8)
 

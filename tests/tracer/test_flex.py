@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.nn.attention import flex_attention as flex
 
 import rooftrace as rt
-from rooftrace.tracer.graph.graph import Op, OpGraph
+from rooftrace.tracer.graph.graph import OpGraph
+from rooftrace.tracer.graph.records import Op
 
 LENGTH, HEADS, WIDTH = 160, 4, 16
 DOCUMENT = 37  # tokens

@@ -5,7 +5,10 @@ from typing import Any
 
 import pytest
 
-from rooftrace.tracer.graph.graph import GraphError, Op, OpGraph, Ref, Tensor, pattern_of, refs
+from rooftrace.tracer.arguments.operands import Ref, refs
+from rooftrace.tracer.graph.graph import OpGraph
+from rooftrace.tracer.graph.records import GraphError, Op, Repeat, Tensor
+from rooftrace.tracer.paths.modulepaths import pattern_of
 
 
 def value(storage: int, **changes: Any) -> Tensor:
@@ -77,3 +80,26 @@ def test_values_are_found_in_nested_arguments_in_order() -> None:
 )
 def test_the_indices_of_a_module_path_become_stars(path: str, pattern: str) -> None:
     assert pattern_of(path) == pattern
+
+
+def test_a_printed_graph_lists_its_kernels_and_how_often_each_runs() -> None:
+    repeated = GOOD.ops[1]
+    graph = GOOD.replace(
+        ops=(replace(GOOD.ops[0], kind="view"), replace(repeated, module="layers.1", repeats=(0,))),
+        repeats=(Repeat(0, 7, "layers", 1),),
+    )
+    head, *lines = str(graph).splitlines()
+    assert head.startswith("forward: 8 ops, 7 without views")
+    assert [line.split() for line in lines] == [
+        ["1", "7", "x", "aten.relu.default", "layers.1", "fp32[2,", "3]"]
+    ]
+    assert repr(graph) == "OpGraph(forward: 2 ops, 3 values)"
+
+
+def test_a_printed_graph_says_how_many_kernels_it_leaves_out() -> None:
+    count = 50
+    ops = tuple(op(i, (i,), (i + 1,)) for i in range(count))
+    graph = GOOD.replace(values=tuple(value(i) for i in range(count + 1)), ops=ops)
+    *shown, last = str(graph).splitlines()[1:]
+    assert last == f"... and {count - len(shown)} more, in graph.ops"
+    assert 0 < len(shown) < count

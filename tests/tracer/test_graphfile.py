@@ -12,7 +12,7 @@ from torch import nn
 
 import rooftrace as rt
 from rooftrace.tracer.api import trace_target
-from rooftrace.tracer.graph.graphfile import SCHEMA, GraphFileError, load_graphs, looks_saved
+from rooftrace.tracer.graphfiles.graphfile import SCHEMA, GraphFileError, load_graphs, looks_saved
 
 
 @pytest.fixture

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 
 import rooftrace as rt
 from rooftrace.tracer.asking.request import Options, Request
-from rooftrace.tracer.graph.graph import OpGraph, Repeat
-from rooftrace.tracer.graph.rebuild import to_fx
+from rooftrace.tracer.graph.graph import OpGraph
+from rooftrace.tracer.graph.records import Repeat
 from rooftrace.tracer.inputs.calls import call_inputs
 from rooftrace.tracer.phases.running import trace_phases
+from rooftrace.tracer.rebuilding.rebuild import to_fx
 from rooftrace.tracer.targets.target import load_target
 from tests.tracer.conftest import DEEPSEEK, TEXT, Case, built, config, tokens
 

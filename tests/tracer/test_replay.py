@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import rooftrace as rt
-from rooftrace.tracer.graph.graph import GraphError
-from rooftrace.tracer.graph.rebuild import to_fx
+from rooftrace.tracer.graph.records import GraphError
+from rooftrace.tracer.rebuilding.rebuild import to_fx
 from rooftrace.tracer.tensors.trees import tensors_in
 
 IN_EVAL = (

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import rooftrace as rt
-from rooftrace.tracer.graph.graph import Tensor as Value
+from rooftrace.tracer.graph.records import Tensor as Value
 
 
 def owners(graph: rt.OpGraph, role: str) -> list[Value]:

@@ -18,7 +18,8 @@ from rooftrace.costmodels.memory import Memory, memory as liveness_of
 from rooftrace.costmodels.planning import Bytes, Coverage, Plan, Unsupported, plan
 from rooftrace.costmodels.timing import StepTimes, time_plan
 from rooftrace.hardware import Chip, load_chip
-from rooftrace.tracer.graph import OpGraph, pattern_of
+from rooftrace.tracer.graph import OpGraph
+from rooftrace.tracer.paths import pattern_of
 
 if TYPE_CHECKING:
     import pandas

@@ -12,7 +12,8 @@ from rooftrace.costmodels.fusion import FusionGroup, runs
 from rooftrace.costmodels.planning import Plan
 from rooftrace.costmodels.timing import Timing
 from rooftrace.costmodels.traffic import bytes_by_role
-from rooftrace.tracer.graph import ROLES, Op
+from rooftrace.tracer.graph import Op
+from rooftrace.tracer.vocabulary import ROLES
 
 if TYPE_CHECKING:
     import pandas

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rooftrace.hardware.precisions import precision
-from rooftrace.tracer.graph import OpGraph, Tensor, pattern_of
+from rooftrace.tracer.graph import OpGraph, Tensor
+from rooftrace.tracer.paths import pattern_of
 
 
 @dataclass(frozen=True, slots=True)

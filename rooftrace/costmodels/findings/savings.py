@@ -19,7 +19,8 @@ from rooftrace.costmodels.fusion import beyond, fuse
 from rooftrace.costmodels.planning import Plan, plan
 from rooftrace.hardware import Chip
 from rooftrace.hardware.units import format_share, format_time, format_traffic
-from rooftrace.tracer.graph import OpGraph, pattern_of
+from rooftrace.tracer.graph import OpGraph
+from rooftrace.tracer.paths import pattern_of
 
 if TYPE_CHECKING:
     import pandas

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 
 from rooftrace.costmodels.fusion.runs import copies
 from rooftrace.costmodels.registry import find_rule
-from rooftrace.tracer.graph import Op, OpGraph, Ref, references
+from rooftrace.tracer.arguments import Ref, references
+from rooftrace.tracer.graph import Op, OpGraph
 
 LONG_CHAIN = 14
 """A result that is used several times and takes at least this many ops per element is written

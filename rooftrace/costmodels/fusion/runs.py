@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from rooftrace.tracer.graph import REVERSED, Op, OpGraph, references
+from rooftrace.tracer.arguments import references
+from rooftrace.tracer.graph import Op, OpGraph
+from rooftrace.tracer.vocabulary import REVERSED
 
 
 @dataclass(frozen=True, slots=True)

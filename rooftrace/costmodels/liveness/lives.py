@@ -19,7 +19,9 @@ from dataclasses import dataclass
 from itertools import accumulate, chain, product
 
 from rooftrace.costmodels.fusion import runs
-from rooftrace.tracer.graph import REVERSED, Neighbour, Op, OpGraph, Ref, Tensor, references
+from rooftrace.tracer.arguments import Neighbour, Ref, references
+from rooftrace.tracer.graph import Op, OpGraph, Tensor
+from rooftrace.tracer.vocabulary import REVERSED
 
 
 def _values(op: Op) -> Iterator[int]:

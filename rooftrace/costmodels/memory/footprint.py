@@ -19,7 +19,9 @@ from rooftrace.costmodels.liveness import Lives, Visit, Visits, lifetimes
 from rooftrace.costmodels.traffic import storage_sizes
 from rooftrace.hardware import Chip
 from rooftrace.tracer.asking import check_graph
-from rooftrace.tracer.graph import PARTS, ROLES, Op, OpGraph, Tensor, pattern_of
+from rooftrace.tracer.graph import Op, OpGraph, Tensor
+from rooftrace.tracer.paths import pattern_of
+from rooftrace.tracer.vocabulary import PARTS, ROLES
 
 if TYPE_CHECKING:
     import pandas

@@ -9,7 +9,8 @@ from rooftrace.costmodels.costs import MATRIX, Cost
 from rooftrace.costmodels.fusion import FusionGroup
 from rooftrace.costmodels.registry import find_rule
 from rooftrace.hardware.units import format_flops
-from rooftrace.tracer.graph import Op, OpGraph, pattern_of
+from rooftrace.tracer.graph import Op, OpGraph
+from rooftrace.tracer.paths import pattern_of
 
 PRODUCT = ("matmul",)  # not a convolution over a window of the state
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from rooftrace.costmodels.costs import Cost
 from rooftrace.costmodels.pricing import unknown_bytes
-from rooftrace.tracer.graph import OpGraph, pattern_of
+from rooftrace.tracer.graph import OpGraph
+from rooftrace.tracer.paths import pattern_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,12 +26,13 @@ from rooftrace.costmodels.pricing import price_ops, with_families
 from rooftrace.costmodels.rewriting import rewrite
 from rooftrace.costmodels.traffic import bytes_by_role, compulsory_bytes, group_costs, layouts
 from rooftrace.tracer.asking import check_graph
-from rooftrace.tracer.graph import ROLES, OpGraph
+from rooftrace.tracer.graph import OpGraph
+from rooftrace.tracer.vocabulary import ROLES
 
 
 @dataclass(frozen=True, slots=True)
 class Bytes:
-    """Bytes through HBM in one step, by role (see rooftrace.tracer.graph.graph.ROLES)."""
+    """Bytes through HBM in one step, by role (see rooftrace.tracer.vocabulary.ROLES)."""
 
     weights: int = 0
     activations: int = 0

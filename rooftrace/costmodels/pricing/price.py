@@ -17,7 +17,8 @@ from rooftrace.costmodels.fusion import runs
 from rooftrace.costmodels.opviews import OpView, Slot, TensorView
 from rooftrace.costmodels.registry import find_rule
 from rooftrace.hardware.precisions import precision, storage_bytes
-from rooftrace.tracer.graph import Argument, Op, OpGraph, Ref, Tensor, references
+from rooftrace.tracer.arguments import Argument, Ref, references
+from rooftrace.tracer.graph import Op, OpGraph, Tensor
 
 
 def price_ops(graph: OpGraph) -> tuple[tuple[Cost, ...], tuple[bool, ...]]:

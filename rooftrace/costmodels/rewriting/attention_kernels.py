@@ -17,14 +17,8 @@ from rooftrace.costmodels.rewriting.editing import (
     Editor,
     operand,
 )
-from rooftrace.tracer.graph import (
-    Argument,
-    Op,
-    OpGraph,
-    Ref,
-    Tensor,
-    references,
-)
+from rooftrace.tracer.arguments import Argument, Ref, references
+from rooftrace.tracer.graph import Op, OpGraph, Tensor
 
 _SOFTMAX = frozenset({"aten._softmax", "aten._safe_softmax"})
 _SCALES = frozenset({"aten.mul", "aten.div", "aten.mul_", "aten.div_"})

@@ -17,13 +17,8 @@ from rooftrace.costmodels.rewriting.editing import (
     Editor,
     operand,
 )
-from rooftrace.tracer.graph import (
-    Argument,
-    Op,
-    OpGraph,
-    Ref,
-    contiguous,
-)
+from rooftrace.tracer.arguments import Argument, Ref
+from rooftrace.tracer.graph import Op, OpGraph, Tensor
 
 
 def materialise_attention(graph: OpGraph) -> tuple[OpGraph, int]:
@@ -205,12 +200,12 @@ class _Attention:
 
     def _as(self, index: int, shape: tuple[int, ...]) -> int:
         """Another view of a value that is made here."""
-        return self.edit.view(Ref(index), shape, contiguous(shape), self.op.repeats)
+        return self.edit.view(Ref(index), shape, Tensor.contiguous(shape), self.op.repeats)
 
     def _reshaped(self, item: Ref, shape: tuple[int, ...]) -> Ref:
         if self.edit.values[item.id].shape == shape:
             return item
-        out = self.edit.view(item, shape, contiguous(shape), self.op.repeats)
+        out = self.edit.view(item, shape, Tensor.contiguous(shape), self.op.repeats)
         self._view("aten.reshape.default", {"self": item, "shape": shape}, out)
         return Ref(out)
 

@@ -6,15 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from rooftrace.tracer.graph import (
-    Argument,
-    Op,
-    OpGraph,
-    Ref,
-    Tensor,
-    contiguous,
-    refs,
-)
+from rooftrace.tracer.arguments import Argument, Ref, refs
+from rooftrace.tracer.graph import Op, OpGraph, Tensor
 
 ATTENTION = "rooftrace.attention.default"
 ATTENTION_BACKWARD = "rooftrace.attention_backward.default"
@@ -41,7 +34,7 @@ class Editor:
     ) -> int:
         """A new contiguous value."""
         index = len(self.values)
-        stride = contiguous(shape)
+        stride = Tensor.contiguous(shape)
         self.values.append(
             Tensor(
                 shape=shape,

@@ -14,8 +14,9 @@ from rooftrace.costmodels.execution import ExecutionModel
 from rooftrace.costmodels.rewriting.attention_kernels import flash_from_products
 from rooftrace.costmodels.rewriting.attention_products import materialise_attention
 from rooftrace.hardware.precisions import PrecisionError, precision
+from rooftrace.tracer.arguments import Argument, references, refs
 from rooftrace.tracer.asking import check_graph
-from rooftrace.tracer.graph import Argument, Op, OpGraph, Tensor, references, refs
+from rooftrace.tracer.graph import Op, OpGraph, Tensor
 
 CACHE_APPEND = "rooftrace.cache_append.default"
 

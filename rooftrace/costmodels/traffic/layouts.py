@@ -11,7 +11,8 @@ from collections import Counter
 from collections.abc import Sequence
 
 from rooftrace.costmodels.registry import find_rule
-from rooftrace.tracer.graph import Op, OpGraph, Ref, Tensor
+from rooftrace.tracer.arguments import Ref
+from rooftrace.tracer.graph import Op, OpGraph, Tensor
 
 LAST_OVER_FIRST = {"grouped": 1.358, "in_out": 0.725, "small": 0.783, "default": 0.823}
 """Time with channels last over that with channels first, by kind of convolution."""

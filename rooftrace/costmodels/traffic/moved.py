@@ -16,7 +16,9 @@ from rooftrace.costmodels.fusion import runs
 from rooftrace.costmodels.registry import find_rule
 from rooftrace.costmodels.traffic.slices import slices, union
 from rooftrace.costmodels.traffic.wide_stores import widths
-from rooftrace.tracer.graph import ROLES, Op, OpGraph, references
+from rooftrace.tracer.arguments import references
+from rooftrace.tracer.graph import Op, OpGraph
+from rooftrace.tracer.vocabulary import ROLES
 
 
 class _Group(Protocol):

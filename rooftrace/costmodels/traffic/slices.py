@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from rooftrace.costmodels.fusion import runs
-from rooftrace.tracer.graph import Op, OpGraph, references
+from rooftrace.tracer.arguments import references
+from rooftrace.tracer.graph import Op, OpGraph
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ from rooftrace.measured.pairing import (
 from rooftrace.measured.runs import Run
 from rooftrace.measured.tables import StepTime
 from rooftrace.measured.traces import Trace
-from rooftrace.tracer.graph import pattern_of
+from rooftrace.tracer.paths import pattern_of
 
 Tell = Callable[[str], None]
 _FEWEST_STEPS = 3
@@ -63,7 +63,7 @@ class Calibration:
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the knobs as TOML, whole or not at all."""
-        from rooftrace.tracer.graph import write_bytes
+        from rooftrace.tracer.graphfiles import write_bytes
 
         path = Path(path)
         write_bytes(path, dump_knobs(self.knobs).encode())

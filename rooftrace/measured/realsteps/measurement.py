@@ -22,7 +22,8 @@ from rooftrace.measured.realsteps.steps import (
     timed,
 )
 from rooftrace.measured.runs import ModelRow, Run
-from rooftrace.tracer.graph import OpGraph, dtype_name
+from rooftrace.tracer.dtypes import dtype_name
+from rooftrace.tracer.graph import OpGraph
 from rooftrace.tracer.inputs import arguments, as_before
 
 WARMUPS = 2

@@ -18,7 +18,9 @@ from torch.profiler import record_function
 from rooftrace.measured.bench import Bench, MeasureError
 from rooftrace.measured.realsteps.profiler import RANGE, on_device, profiled
 from rooftrace.measured.runs import OpTime
-from rooftrace.tracer.graph import Op, OpGraph, to_fx, torch_dtype, written
+from rooftrace.tracer.dtypes import torch_dtype
+from rooftrace.tracer.graph import Op, OpGraph
+from rooftrace.tracer.rebuilding import to_fx, written
 
 _NUMBER = "_op"
 """The fact of an expanded op that says which op of the short graph it comes from."""

@@ -455,7 +455,7 @@ def traced_model(row: ModelRow) -> OpGraph:
     Raises RunFileError for a row of a model that is not of the suite.
     """
     from rooftrace.tracer import trace
-    from rooftrace.tracer.graph import torch_dtype
+    from rooftrace.tracer.dtypes import torch_dtype
 
     try:
         model = named(row.model)

@@ -33,7 +33,7 @@ from rooftrace.measured.suite.plan import SuitePlan
 from rooftrace.measured.suite.session import Clock, Hang, Session, first_line, free
 from rooftrace.measured.suite.suitemodel import Make, Sizes, SuiteModel
 from rooftrace.tracer.asking import Request, names
-from rooftrace.tracer.graph import dtype_name
+from rooftrace.tracer.dtypes import dtype_name
 
 _FULL_FLOPS = 2e13
 """The least FLOP/s of a device that runs models at full size."""

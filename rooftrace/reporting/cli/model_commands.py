@@ -128,7 +128,7 @@ def trace(target: str, out: str, rules: tuple[str, ...], **request: Any) -> None
     with progress():
         graphs = rt.priced_graphs(target, **workload(**request))
     if out == "-":
-        from rooftrace.tracer.graph import graphs_bytes
+        from rooftrace.tracer.graphfiles import graphs_bytes
 
         sys.stdout.buffer.write(graphs_bytes(graphs, compress=False))
         return
@@ -232,7 +232,7 @@ def compare(
         comparisons_view,
         renderable,
     )
-    from rooftrace.tracer.graph import looks_saved
+    from rooftrace.tracer.graphfiles import looks_saved
 
     if looks_saved(target):
         raise click.UsageError(

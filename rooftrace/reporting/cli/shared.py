@@ -69,7 +69,7 @@ def write_text(
     document: Callable[[], Any],
 ) -> None:
     """A result to the terminal, or as markdown or JSON to stdout or a file."""
-    from rooftrace.tracer.graph import write_bytes
+    from rooftrace.tracer.graphfiles import write_bytes
 
     if form == "terminal" and out in (None, "-"):
         console().print(rendered())

@@ -13,7 +13,7 @@ from rooftrace.measured.validate import Node, misses
 from rooftrace.reporting.figures import style
 from rooftrace.reporting.figures.labels import Box, Label, place
 from rooftrace.reporting.view import words
-from rooftrace.tracer.graph import pattern_of
+from rooftrace.tracer.paths import pattern_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from rooftrace.costmodels.findings.playback import Folded, Playback, Played, play
 from rooftrace.reporting.view import words
-from rooftrace.tracer.graph import pattern_of, write_bytes
+from rooftrace.tracer.graphfiles import write_bytes
+from rooftrace.tracer.paths import pattern_of
 
 if TYPE_CHECKING:
     from rooftrace.costmodels.estimating import Estimate, Row

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from rooftrace.reporting.sections.tallies import ratio, tally
 from rooftrace.reporting.view import model as view, units, words
-from rooftrace.tracer.graph import pattern_of
+from rooftrace.tracer.paths import pattern_of
 
 if TYPE_CHECKING:
     from rooftrace.costmodels.estimating import Estimate

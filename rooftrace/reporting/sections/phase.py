@@ -14,7 +14,8 @@ from rooftrace.reporting.sections.kernels import kernels_of
 from rooftrace.reporting.sections.memory import memory_at_peak
 from rooftrace.reporting.sections.tallies import ratio, tally
 from rooftrace.reporting.view import model as view, units, words
-from rooftrace.tracer.graph import ROLES, pattern_of
+from rooftrace.tracer.paths import pattern_of
+from rooftrace.tracer.vocabulary import ROLES
 
 if TYPE_CHECKING:
     from rooftrace.costmodels.estimating import Estimate

@@ -9,7 +9,7 @@ from typing import Any
 
 from rooftrace.reporting.sections.shapes import Anything, Choice, Key, Many, Named, Object
 from rooftrace.reporting.view import units
-from rooftrace.tracer.graph import ROLES
+from rooftrace.tracer.vocabulary import ROLES
 
 SAVINGS = 10
 """How many savings of each kind report.json lists: those that save most time."""

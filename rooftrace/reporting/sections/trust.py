@@ -16,7 +16,8 @@ from rooftrace.hardware.units import (
     format_traffic,
 )
 from rooftrace.reporting.view import model as view, units, words
-from rooftrace.tracer.graph import LOWER_BOUND, pattern_of
+from rooftrace.tracer.paths import pattern_of
+from rooftrace.tracer.vocabulary import LOWER_BOUND
 
 if TYPE_CHECKING:
     from rooftrace.costmodels.planning import Unsupported

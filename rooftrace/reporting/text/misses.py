@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rooftrace.hardware.units import format_share, format_time
 from rooftrace.measured.validate import Node, misses
 from rooftrace.reporting.view import model as view, units, words
-from rooftrace.tracer.graph import pattern_of
+from rooftrace.tracer.paths import pattern_of
 
 if TYPE_CHECKING:
     from rooftrace.measured.alignment import Alignment, Stray

@@ -14,7 +14,7 @@ from rooftrace.measured.validate import NodeCheck, StepCheck, Validation
 from rooftrace.reporting.figures import parity
 from rooftrace.reporting.text import misses
 from rooftrace.reporting.view import model as view, units, words
-from rooftrace.tracer.graph import pattern_of
+from rooftrace.tracer.paths import pattern_of
 
 STEPS, CLASSES, NODES = 12, 8, 10
 """Lines of a screen for steps of all phases, classes and kernels.  A page has more."""

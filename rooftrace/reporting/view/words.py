@@ -20,7 +20,7 @@ from rooftrace.hardware.units import (
     format_intensity,
     format_traffic,
 )
-from rooftrace.tracer.graph import pattern_of
+from rooftrace.tracer.paths import pattern_of
 
 if TYPE_CHECKING:
     from rooftrace.costmodels.estimating import Estimate

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from rooftrace.errors import RequestError
-from rooftrace.tracer.graph import pattern_of
+from rooftrace.tracer.paths import pattern_of
 
 ROUTINGS = ("balanced", "uniform")
 ASSUMABLE: Mapping[str, str] = {

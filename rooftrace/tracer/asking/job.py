@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 from rooftrace.errors import RequestError, UnusedError, hint, near
 from rooftrace.tracer.asking.names import names_code, phases as known_phases
 from rooftrace.tracer.asking.request import Options, Request
-from rooftrace.tracer.graph import OpGraph, looks_saved
+from rooftrace.tracer.graph import OpGraph
+from rooftrace.tracer.graphfiles import looks_saved
 
 
 class Precisions(NamedTuple):

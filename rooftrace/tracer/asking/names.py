@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from rooftrace._extensions import failures, load, refuse_second, track
 from rooftrace.errors import RequestError
-from rooftrace.tracer.graph import looks_saved
+from rooftrace.tracer.graphfiles import looks_saved
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

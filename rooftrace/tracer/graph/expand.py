@@ -4,41 +4,47 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
-from rooftrace.tracer.graph.graph import (
-    Argument,
-    Neighbour,
-    Op,
-    OpGraph,
-    Ref,
-    Repeat,
-    Tensor,
-    in_order,
-    refs,
-)
-
-REVERSED = frozenset({"backward", "recompute"})
-"""Parts of a step that go through the iterations in reverse order."""
+from rooftrace.tracer.arguments import Argument, Neighbour, Ref, in_order, refs
+from rooftrace.tracer.graph.records import Op, Repeat, Tensor
+from rooftrace.tracer.vocabulary import REVERSED
 
 
-def expand(graph: OpGraph) -> OpGraph:
-    """The flat graph: every iteration of every repeat with ops and values of its own."""
-    while graph.repeats:
-        graph = _Written(graph, graph.repeats[-1]).graph()
-    return graph
+class Rolled(Protocol):
+    """What a graph with repeats says of itself."""
+
+    @property
+    def values(self) -> tuple[Tensor, ...]: ...
+
+    @property
+    def ops(self) -> tuple[Op, ...]: ...
+
+    @property
+    def inputs(self) -> tuple[int, ...]: ...
+
+    @property
+    def outputs(self) -> tuple[int, ...]: ...
+
+    @property
+    def repeats(self) -> tuple[Repeat, ...]: ...
+
+
+def last_written_out(graph: Rolled) -> dict[str, Any]:
+    """The fields of a graph that change when its last repeat is written out, with their values."""
+    return _Written(graph, graph.repeats[-1]).fields()
 
 
 class _Written:
     """One repeat written out.  `ids`: the new ids of each value, one for each iteration."""
 
-    def __init__(self, graph: OpGraph, repeat: Repeat) -> None:
+    def __init__(self, graph: Rolled, repeat: Repeat) -> None:
         self.source, self.repeat = graph, repeat
         self.reversed = made_in_reverse(graph.ops, repeat.id)
         self.ids, self.count = numbered(graph.values, repeat, self.reversed)
 
-    def graph(self) -> OpGraph:
-        """The graph without this repeat, its last one."""
+    def fields(self) -> dict[str, Any]:
+        """The fields of the graph without this repeat, its last one."""
         values: list[Tensor | None] = [None] * self.count
         for index, tensor in enumerate(self.source.values):
             for iteration, new in enumerate(self.ids[index]):
@@ -52,13 +58,13 @@ class _Written:
             for iteration in order:
                 for op in run:
                     ops.append(self._op(op, iteration if inside else None, len(ops)))
-        return self.source.replace(
-            values=tuple(v for v in values if v is not None),
-            ops=tuple(ops),
-            inputs=tuple(self._spread(self.source.inputs)),
-            outputs=tuple(self._spread(self.source.outputs)),
-            repeats=tuple(self._renamed(other) for other in self.source.repeats[:-1]),
-        )
+        return {
+            "values": tuple(v for v in values if v is not None),
+            "ops": tuple(ops),
+            "inputs": tuple(self._spread(self.source.inputs)),
+            "outputs": tuple(self._spread(self.source.outputs)),
+            "repeats": tuple(self._renamed(other) for other in self.source.repeats[:-1]),
+        }
 
     def _renamed(self, other: Repeat) -> Repeat:
         """Another repeat, with the new ids of the values that it names."""

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from rooftrace.errors import RequestError
-from rooftrace.tracer.graph import GraphError, torch_dtype
+from rooftrace.tracer.dtypes import torch_dtype
+from rooftrace.tracer.graph import GraphError
 from rooftrace.tracer.inputs.arguments import cache_arguments
 from rooftrace.tracer.tensors import parameters_of, tensors_in
 from rooftrace.tracer.twins import inputs_on_meta, replaced, twin

@@ -12,7 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rooftrace.tracer.graph import REVERSED, Argument, Neighbour, Op, OpGraph, Ref, split
+from rooftrace.tracer.arguments import Argument, Neighbour, Ref
+from rooftrace.tracer.graph import Op, OpGraph
+from rooftrace.tracer.paths import split
+from rooftrace.tracer.vocabulary import REVERSED
 
 _INDICES = {
     "aten.select": ("index",),

@@ -10,18 +10,8 @@ import contextlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from rooftrace.tracer.graph import (
-    Argument,
-    Neighbour,
-    Op,
-    OpGraph,
-    Ref,
-    Tensor,
-    in_order,
-    moved,
-    refs,
-    renumbered,
-)
+from rooftrace.tracer.arguments import Argument, Neighbour, Ref, in_order, refs
+from rooftrace.tracer.graph import Op, OpGraph, Tensor
 from rooftrace.tracer.lower.blocks import NotAlikeError
 from rooftrace.tracer.lower.roles import made_role
 
@@ -121,7 +111,7 @@ def fold(graph: OpGraph, templates: Sequence[Template]) -> OpGraph:
     for op in graph.ops:
         found = inside.get(op.id)
         if found is None:
-            ops.append(replace(renumbered(op, ids), id=len(ops)))
+            ops.append(replace(_renumbered(op, ids), id=len(ops)))
         elif op.id == templates[found].first:
             block = templates[found]
             inputs = tuple(Ref(ids[value]) for value, _ in block.inputs)
@@ -135,7 +125,7 @@ def fold(graph: OpGraph, templates: Sequence[Template]) -> OpGraph:
             replace(
                 graph.values[value],
                 storage=ids[graph.values[value].storage],
-                then=moved(graph.values[value].then, ids),
+                then=_moved(graph.values[value].then, ids),
             )
             for value in kept
         ),
@@ -149,7 +139,7 @@ def _held_by_caller(block: Template, ids: Mapping[int, int]) -> tuple[Ref, ...]:
     """What variables of the caller keep while the block runs: of this call, and of no other."""
     own = {*block.values, *(value for pair in block.inputs for value in pair)}
     held = (ref for op in block.ops for ref in op.holds if ref.id not in own and ref.id in ids)
-    return in_order(Ref(ids[ref.id], moved(ref.then, ids), ref.every) for ref in held)
+    return in_order(Ref(ids[ref.id], _moved(ref.then, ids), ref.every) for ref in held)
 
 
 def _hidden(graph: OpGraph, block: Template, place: range) -> dict[int, int] | None:
@@ -218,17 +208,17 @@ class _Inlined:
         made: list[Tensor | None] = [None] * count
         for value, tensor in enumerate(values):
             made[self.ids[value]] = replace(
-                tensor, storage=self.ids[tensor.storage], then=moved(tensor.then, self.ids)
+                tensor, storage=self.ids[tensor.storage], then=_moved(tensor.then, self.ids)
             )
         self.ops: list[Op] = []
         for op in ops:
             if op.target == REPEATED:
-                call = renumbered(op, self.ids)
+                call = _renumbered(op, self.ids)
                 kept = {self.ids[v] for v in op.outputs if values[v].role == "kv"}
                 instance = _Instance(self._template(op), call, self._inner[op.id], kept)
                 self.ops += instance.write(made, len(self.ops))
             else:
-                self.ops.append(replace(renumbered(op, self.ids), id=len(self.ops)))
+                self.ops.append(replace(_renumbered(op, self.ids), id=len(self.ops)))
         self.values = [_owned(made, tensor) for tensor in made if tensor is not None]
         used = self._last_used()
         self.ops = [self._with_owners(op, used) if op.holds else op for op in self.ops]
@@ -345,7 +335,7 @@ class _Instance:
     def _tensor(self, value: int, role: str, values: Sequence[Tensor | None]) -> Tensor:
         """A value that the block makes.  role: that of a new storage which nothing keeps."""
         tensor = self._block.values[value]
-        then = moved(tensor.then, self._ids)
+        then = _moved(tensor.then, self._ids)
         if tensor.storage in self._ids:
             storage = self._ids[tensor.storage]
         else:
@@ -402,7 +392,7 @@ class _Instance:
             return tuple(self._argument(x) for x in item)
         if type(item) is not Ref:
             return item
-        then = moved(item.then, self._ids)
+        then = _moved(item.then, self._ids)
         if item.id in self._ids:
             return Ref(self._ids[item.id], then, item.every)
         given = self._given[item.id]
@@ -416,3 +406,22 @@ class _Instance:
         if path == old or path.startswith(f"{old}."):
             return self._call.module + path[len(old) :]
         return path
+
+
+def _renumbered(op: Op, ids: Mapping[int, int]) -> Op:
+    """The op on values that have other ids."""
+    arguments = {name: _with_ids(item, ids) for name, item in op.arguments.items()}
+    outputs = tuple([ids[value] for value in op.outputs])
+    holds = in_order(_with_ids(ref, ids) for ref in op.holds if ref.id in ids)
+    inputs = tuple(refs(arguments))
+    return replace(op, arguments=arguments, inputs=inputs, outputs=outputs, holds=holds)
+
+
+def _with_ids(item: Argument, ids: Mapping[int, int]) -> Argument:
+    if type(item) is Ref:
+        return Ref(ids[item.id], _moved(item.then, ids), item.every)
+    return tuple([_with_ids(x, ids) for x in item]) if type(item) is tuple else item
+
+
+def _moved(then: Neighbour | None, ids: Mapping[int, int]) -> Neighbour | None:
+    return then and then.renumbered(ids)

@@ -17,21 +17,14 @@ import torch
 from torch import Tensor as TorchTensor, fx
 from torch.utils.flop_counter import flop_registry
 
-from rooftrace.tracer.graph import (
-    Argument,
-    Assumption,
-    Op,
-    OpGraph,
-    Ref,
-    Tensor,
-    dtype_name,
-    in_order,
-    refs,
-)
+from rooftrace.tracer.arguments import Argument, Ref, in_order, refs
+from rooftrace.tracer.dtypes import dtype_name
+from rooftrace.tracer.graph import Assumption, Op, OpGraph, Tensor
 from rooftrace.tracer.lower.blocks import NotAlikeError
 from rooftrace.tracer.lower.inline import Template, fold, inline, repeated_call, template
-from rooftrace.tracer.lower.repeats import roll, roll_loops
 from rooftrace.tracer.lower.roles import made_role
+from rooftrace.tracer.lower.stacks import roll_stacks
+from rooftrace.tracer.lower.turns import roll_loops
 from rooftrace.tracer.ops import traits
 from rooftrace.tracer.recording import Recorder
 from rooftrace.tracer.replay import RecordedCall, RepeatedCall, repeated
@@ -95,7 +88,7 @@ def lower(
     templates = [builder.template(whole, ids, block) for block in builder.blocks]
     if repeats:
         with contextlib.suppress(NotAlikeError):
-            return inline(roll(fold(whole, templates)), templates).verify()
+            return inline(roll_stacks(fold(whole, templates)), templates).verify()
     return inline(whole, templates).verify()
 
 

@@ -11,7 +11,8 @@ from typing import Any
 from torch import nn
 
 from rooftrace.tracer.asking import names
-from rooftrace.tracer.graph import OpGraph, dtype_name
+from rooftrace.tracer.dtypes import dtype_name
+from rooftrace.tracer.graph import OpGraph
 from rooftrace.tracer.inputs import Inputs
 from rooftrace.tracer.lower import lower
 from rooftrace.tracer.recording import Recorder, look_for_gaps

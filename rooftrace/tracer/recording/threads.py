@@ -23,10 +23,10 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
-from rooftrace.tracer.graph import UNRECORDED
 from rooftrace.tracer.recording.functions import Functions
 from rooftrace.tracer.source import source_line
 from rooftrace.tracer.tape import Tape
+from rooftrace.tracer.vocabulary import UNRECORDED
 
 _PATIENCE = 30.0
 """Seconds that a thread of the step may go on computing after the step has returned."""

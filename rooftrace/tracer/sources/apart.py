@@ -21,7 +21,8 @@ from typing import Any
 from rooftrace._progress import tell
 from rooftrace.errors import NoCacheError, RequestError, TargetError, naming
 from rooftrace.tracer.asking import Job, Options, Request, names
-from rooftrace.tracer.graph import GraphError, GraphFileError, OpGraph, load_graphs
+from rooftrace.tracer.graph import GraphError, OpGraph
+from rooftrace.tracer.graphfiles import GraphFileError, load_graphs
 
 _START = (
     "import json, sys; told = json.loads(sys.stdin.read()); sys.path[:] = told['path']; "

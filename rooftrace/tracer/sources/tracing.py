@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from rooftrace._progress import tell
 from rooftrace.errors import RequestError, TargetError
 from rooftrace.tracer.asking import Job, names
-from rooftrace.tracer.graph import GraphFileError, OpGraph, load_graphs
+from rooftrace.tracer.graph import OpGraph
+from rooftrace.tracer.graphfiles import GraphFileError, load_graphs
 from rooftrace.tracer.sources.apart import Traced, can_go_apart, trace_apart
 
 if TYPE_CHECKING:

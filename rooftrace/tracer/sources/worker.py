@@ -10,7 +10,7 @@ from typing import Any
 
 from rooftrace._progress import telling
 from rooftrace.errors import is_ours
-from rooftrace.tracer.graph import save_graphs
+from rooftrace.tracer.graphfiles import save_graphs
 from rooftrace.tracer.sources.apart import job_told
 from rooftrace.tracer.sources.tracing import traced_target
 

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from rooftrace.tracer.graph import UNRECORDED
 from rooftrace.tracer.tape.here import Here
 from rooftrace.tracer.tape.leaves import Leaves
 from rooftrace.tracer.tape.records import META_KEY, Entry, Spec, Tag
 from rooftrace.tracer.tape.tags import Tags, no_storage
 from rooftrace.tracer.tensors import own_tensors, owners, subclasses, tensors_in, trees
 from rooftrace.tracer.values import Values, marks
+from rooftrace.tracer.vocabulary import UNRECORDED
 
 _INDICES = frozenset({torch.int64, torch.int32, torch.bool})
 """Precisions of tensors that torch makes from Python's numbers without a recorded op, and that no

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from rooftrace.tracer.graph import contiguous
+from rooftrace.tracer.graph import Tensor as Value
 
 META_KEY = "rooftrace"
 """The one key of fx `node.meta` that is ours: there is a Recorded, an Entry or a RepeatedCall."""
@@ -32,7 +32,8 @@ class Spec:
         """The Spec of `tensor`, whose bytes have this storage number."""
         shape = tuple(tensor.shape)
         strided = tensor.layout is torch.strided
-        return cls(shape, tensor.dtype, tensor.stride() if strided else contiguous(shape), storage)
+        stride = tensor.stride() if strided else Value.contiguous(shape)
+        return cls(shape, tensor.dtype, stride, storage)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 from rooftrace.costmodels.costs import COMPUTED, MATRIX
 from rooftrace.costmodels.fusion import runs
 from rooftrace.costmodels.planning import Plan, plan
-from rooftrace.tracer.graph import Op, OpGraph, pattern_of
+from rooftrace.tracer.graph import Op, OpGraph
+from rooftrace.tracer.paths import pattern_of
 
 if TYPE_CHECKING:
     from rooftrace.tracer.peers import PeerCount

@@ -20,7 +20,8 @@ from rooftrace.costmodels.findings.diffs.changes import (
 from rooftrace.costmodels.findings.diffs.conditions import METRICS
 from rooftrace.costmodels.fusion import runs
 from rooftrace.costmodels.memory import memory
-from rooftrace.tracer.graph import Op, OpGraph, pattern_of
+from rooftrace.tracer.graph import Op, OpGraph
+from rooftrace.tracer.paths import pattern_of
 
 
 def compare_sources(before: Mapping[str, str], after: Mapping[str, str]) -> Sources | None:

@@ -16,7 +16,9 @@ from rooftrace.costmodels.estimating import Estimate, Row
 from rooftrace.costmodels.fusion import runs
 from rooftrace.costmodels.planning import Launch
 from rooftrace.costmodels.timing import dispatch_seconds
-from rooftrace.tracer.graph import REVERSED, OpGraph, pattern_of
+from rooftrace.tracer.graph import OpGraph
+from rooftrace.tracer.paths import pattern_of
+from rooftrace.tracer.vocabulary import REVERSED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

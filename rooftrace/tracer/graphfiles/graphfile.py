@@ -11,22 +11,12 @@ import json
 import os
 import tempfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rooftrace.tracer.graph.graph import (
-    Argument,
-    Assumption,
-    GraphError,
-    Neighbour,
-    Op,
-    OpGraph,
-    Ref,
-    Repeat,
-    Tensor,
-    refs,
-)
+from rooftrace.tracer.arguments import Argument, Neighbour, Ref, refs
+from rooftrace.tracer.graph import Assumption, GraphError, Op, OpGraph, Repeat, Tensor
 
 SCHEMA = "rooftrace.graph/3"
 _GZIP = b"\x1f\x8b"
@@ -182,53 +172,10 @@ def _decode(data: Mapping[str, Any]) -> OpGraph:
         )
         for shape, dtype, stride, role, storage, name, repeats, then in data["values"]
     )
-    ops = []
-    for index, entry in enumerate(data["ops"]):
-        (
-            target,
-            arguments,
-            outputs,
-            module,
-            call,
-            part,
-            kind,
-            family,
-            function,
-            source,
-            flops,
-            facts,
-            assumptions,
-            repeats,
-            steps,
-            holds,
-        ) = entry
-        decoded = {k: _decode_argument(v) for k, v in arguments.items()}
-        ops.append(
-            Op(
-                id=index,
-                target=words[target],
-                arguments=decoded,
-                inputs=tuple(refs(decoded)),
-                outputs=tuple(outputs),
-                module=words[module],
-                call=call,
-                part=words[part],
-                kind=words[kind],
-                family=words[family],
-                function=words[function],
-                source=words[source],
-                flops_torch=flops,
-                facts=facts,
-                assumptions=tuple(assumptions),
-                repeats=tuple(repeats),
-                steps=steps,
-                holds=tuple(_decode_argument(ref) for ref in holds),
-            )
-        )
     return OpGraph(
         phase=data["phase"],
         values=values,
-        ops=tuple(ops),
+        ops=tuple(_decode_op(i, words, *entry) for i, entry in enumerate(data["ops"])),
         inputs=tuple(data["inputs"]),
         outputs=tuple(data["outputs"]),
         modules=data["modules"],
@@ -238,6 +185,49 @@ def _decode(data: Mapping[str, Any]) -> OpGraph:
         model=data["model"],
         workload=data["workload"],
         provenance=data["provenance"],
+    )
+
+
+def _decode_op(
+    number: int,
+    words: Sequence[str],
+    target: int,
+    arguments: Mapping[str, Any],
+    outputs: list[int],
+    module: int,
+    call: int,
+    part: int,
+    kind: int,
+    family: int,
+    function: int,
+    source: int,
+    flops_torch: int | None,
+    facts: Mapping[str, Any],
+    assumptions: list[int],
+    repeats: list[int],
+    steps: Mapping[str, int],
+    holds: list[Any],
+) -> Op:
+    decoded = {name: _decode_argument(item) for name, item in arguments.items()}
+    return Op(
+        id=number,
+        target=words[target],
+        arguments=decoded,
+        inputs=tuple(refs(decoded)),
+        outputs=tuple(outputs),
+        module=words[module],
+        call=call,
+        part=words[part],
+        kind=words[kind],
+        family=words[family],
+        function=words[function],
+        source=words[source],
+        flops_torch=flops_torch,
+        facts=facts,
+        assumptions=tuple(assumptions),
+        repeats=tuple(repeats),
+        steps=steps,
+        holds=tuple(_decode_argument(ref) for ref in holds),
     )
 
 

@@ -7,7 +7,7 @@ import functools
 import torch
 
 from rooftrace.hardware.precisions import PrecisionError, precision
-from rooftrace.tracer.graph.graph import GraphError
+from rooftrace.tracer.graph import GraphError
 
 _PREFERRED = (torch.float8_e4m3fn, torch.float8_e5m2)
 """Of several dtypes with one name, these are what the name means."""

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor as TorchTensor, fx
 
-from rooftrace.tracer.graph.graph import Argument, GraphError, Op, OpGraph, Ref, refs
-from rooftrace.tracer.graph.precisions import torch_dtype
+from rooftrace.tracer.arguments import Argument, Ref, refs
+from rooftrace.tracer.dtypes import torch_dtype
+from rooftrace.tracer.graph import GraphError, Op, OpGraph
 
 
 class GraphState(torch.nn.Module):

@@ -1,0 +1,8 @@
+from rooftrace.tracer.graphfiles.graphfile import (
+    GraphFileError as GraphFileError,
+    graphs_bytes as graphs_bytes,
+    load_graphs as load_graphs,
+    looks_saved as looks_saved,
+    save_graphs as save_graphs,
+    write_bytes as write_bytes,
+)
