@@ -104,10 +104,10 @@ class OpGraph:
     def __str__(self) -> str:
         """How large the graph is, and its first kernels: how often each runs, where, on what."""
         kernels = [op for op in self.ops if op.kind != "view"]
-        count, launched = (sum(map(self.times, ops)) for ops in (self.ops, kernels))
+        total, launched = (sum(map(self.times, ops)) for ops in (self.ops, kernels))
         lines = [
-            f"{self.phase}: {count:,} ops, {launched:,} without views; equal iterations stand once, "
-            f"in {len(self.ops):,} ops"
+            f"{self.phase}: {total:,} ops, {launched:,} without views; equal iterations stand "
+            f"once, in {len(self.ops):,} ops"
         ]
         shown = kernels[:_LISTED]
         target = max((len(op.target) for op in shown), default=0)
