@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 
 import pytest
 from torch.utils.flop_counter import flop_registry
 
+from rooftrace.costmodels.execution.executions import ExecutionModel
 from rooftrace.costmodels.fusion.joins import JOINS
+from rooftrace.costmodels.knobs.knobs import Knobs
 from rooftrace.costmodels.registry.lookup import own_rules
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -52,6 +55,20 @@ def test_the_picture_of_the_house_has_every_room_in_the_box_of_its_layer() -> No
     for room in (ROOT / "rooftrace").glob("*/**/__init__.pyi"):
         layer, *path = room.parent.relative_to(ROOT / "rooftrace").parts
         assert not path or path[-1] in shown[layer], f"{layer}/{'/'.join(path)} is not in it"
+
+
+def test_a_knob_acts_where_the_page_says() -> None:
+    page = (ROOT / "docs" / "how-it-works.md").read_text()
+    rows = re.findall(r"^\| `(execution|knobs)\.(\w+)` \| `([\w/.]+)` \|", page, re.MULTILINE)
+    fields = {"execution": dataclasses.fields(ExecutionModel), "knobs": dataclasses.fields(Knobs)}
+    texts = {"name", "title", "source", "shares", "knobs"}  # shown only, or the knobs themselves
+    for record, columns in fields.items():
+        listed = {name for owner, name, _ in rows if owner == record}
+        assert listed == {column.name for column in columns} - texts
+    for record, name, file in rows:
+        source = (ROOT / "rooftrace" / "costmodels" / file).read_text()
+        reads = rf"\b{record}\.{name}\b" if name != "launch" else r"\bknobs\.launch_on\("
+        assert re.search(reads, source), f"{file} does not read {record}.{name}"
 
 
 def test_the_page_on_fusion_has_every_join_with_its_limit() -> None:

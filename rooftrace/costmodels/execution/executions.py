@@ -1,4 +1,4 @@
-"""How a step is run: the knobs that turn an op graph into kernels.  Knows no chip and no model."""
+"""How a step is run: what turns an op graph into kernels.  Knows no chip and no model."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ SUMMARIES: Mapping[str, str] = {
 
 
 def execution_model(name: str | ExecutionModel, **changes: Any) -> ExecutionModel:
-    """A preset by name (or a model as it is) with some knobs changed.
+    """A preset by name (or a model as it is) with some fields changed.
 
     Raises ExecutionError for a preset or a knob that does not exist.
     """

@@ -3,7 +3,10 @@
 A kernel takes  (t_comp^p + t_hbm^p)^(1/p) + launch,  with
   t_comp = FLOP of whole tiles and waves / (compute * share of its class * datasheet peak),
   t_hbm  = (bytes + hidden layout copies) / (memory * share of its class * datasheet bandwidth),
-           where bytes that the last cache still holds (see `reuse`) count 1 / cache each.
+           or, where that is longer, the time of the memory without that share, in which bytes that
+           the last cache still holds (see `reuse`) count 1 / cache each.
+So a cache makes no kernel faster than the rate at which its own code asks for bytes, which is the
+memory's unless its share is above 1.
 compute and memory are what a chip sustains; the shares differ little between chips of a kind.
 Attention forward takes the seconds of `attention_time` instead, where the chip's SM count is
 known; its shares are for the rest.
@@ -87,7 +90,7 @@ class Knobs:
     launch: float | None = None  # seconds of a kernel on the device; None: the chip's
     dispatch: float | None = None  # seconds of an op on the host; None: the chip's
     spread: float = 0.0  # relative standard deviation that all kernels of a step share
-    cache: float = 1.0  # bandwidth of the last cache over the memory's; 1: as if there were none
+    cache: float = 1.0  # bandwidth of the last cache over the memory's; 1: it adds nothing
     tiling: Tiling = field(default_factory=Tiling)
     shares: Mapping[str, Share] = field(default_factory=dict, hash=False)  # by class of kernels
     # Free text by key (from, cases, date, error ...); shown, never computed with.
