@@ -30,7 +30,7 @@ class Pass:
 
 def runs(graph: OpGraph) -> list[Pass]:
     """Every pass through every repeat, outer ones before those inside."""
-    found: list[Pass] = []
+    passes: list[Pass] = []
 
     places = [op.repeats for op in graph.ops]
 
@@ -39,12 +39,12 @@ def runs(graph: OpGraph) -> list[Pass]:
             if repeat is not None:
                 backward = graph.ops[inside.start].part in REVERSED
                 count = graph.repeats[repeat].count
-                found.append(Pass(repeat, count, inside.start, inside.stop, backward))
+                passes.append(Pass(repeat, count, inside.start, inside.stop, backward))
                 search(inside, depth + 1)
 
     if graph.repeats:
         search(range(len(places)), 0)
-    return found
+    return passes
 
 
 def missing(graph: OpGraph, op: Op, value: int) -> tuple[int, ...]:
@@ -59,7 +59,7 @@ def copies(graph: OpGraph, op: Op, value: int) -> int:
 
 def listed(graph: OpGraph) -> dict[int, dict[int, int]]:
     """By op: storages of which it takes or makes all copies, and how many these are."""
-    found: dict[int, dict[int, int]] = {}
+    taken_whole: dict[int, dict[int, int]] = {}
     values = graph.values
     for op in graph.ops if graph.repeats else ():
         if all(values[i].repeats in ((), op.repeats) for i in (*op.inputs, *op.outputs)):
@@ -69,8 +69,8 @@ def listed(graph: OpGraph) -> dict[int, dict[int, int]]:
         counts = {storage: copies(graph, op, storage) for storage in storages}
         several = {storage: count for storage, count in counts.items() if count > 1}
         if several:
-            found[op.id] = several
-    return found
+            taken_whole[op.id] = several
+    return taken_whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,11 +122,11 @@ class Neighbourhood:
 
     def _by_repeat(self, members: Iterable[int]) -> dict[int, dict[int, Site]]:
         """Sites of these ops by repeat and op, of repeats that some op is in."""
-        found: dict[int, dict[int, Site]] = {}
+        by_repeat: dict[int, dict[int, Site]] = {}
         for op in sorted(members):
             for site in self.sites.get(op, ()):
-                found.setdefault(site.repeat, {})[op] = site
-        return {r: s for r, s in found.items() if any(site.zone == 0 for site in s.values())}
+                by_repeat.setdefault(site.repeat, {})[op] = site
+        return {r: s for r, s in by_repeat.items() if any(site.zone == 0 for site in s.values())}
 
     def may_share(self, members: Sequence[int]) -> bool:
         """Whether these ops may be one kernel."""
@@ -158,9 +158,9 @@ class Neighbourhood:
                     shape = frozenset((site.zone - first, site.place) for site in sites.values())
                     shapes.setdefault((repeat, first), {})[shape] = tuple(sites)
         before = len(self.barred)
-        for (repeat, first), found in shapes.items():
+        for (repeat, first), crossing in shapes.items():
             others = shapes.get((repeat, -1 - first), {})
-            for shape in found.keys() - others.keys():
+            for shape in crossing.keys() - others.keys():
                 places = {place for _, place in shape}
                 self.barred |= {
                     (repeat, op)
@@ -184,12 +184,12 @@ def segments(
     """Ranges in `part` that are side by side in one repeat at this depth (None: in none)."""
 
     def repeat_of(index: int) -> int | None:
-        found = repeats[index]
-        return found[depth] if depth < len(found) else None
+        inside = repeats[index]
+        return inside[depth] if depth < len(inside) else None
 
     for repeat, members in groupby(part, repeat_of):
-        found = list(members)
-        yield repeat, range(found[0], found[-1] + 1)
+        places = list(members)
+        yield repeat, range(places[0], places[-1] + 1)
 
 
 # -- what one kernel in the graph stands for -------------------------------------------------------
@@ -229,14 +229,14 @@ def resting_shares(graph: OpGraph, ops: Sequence[int]) -> dict[int, float]:
     """The assumptions that the kernels of these ops rest on, and which share of the kernels."""
     if not graph.repeats:
         return dict.fromkeys((a for op in ops for a in graph.ops[op].assumptions), 1.0)
-    found: dict[int, set[tuple[int, int]]] = {}
+    kernels_of: dict[int, set[tuple[int, int]]] = {}
     for op in ops:
         for position in range(len(graph.ops[op].assumptions)):
             for assumption, kernel in _assumed(graph, graph.ops[ops[0]], graph.ops[op], position):
-                found.setdefault(assumption, set()).add(kernel)
+                kernels_of.setdefault(assumption, set()).add(kernel)
     return {
         assumption: min(1.0, sum(1 / graph.repeats[r].count if r >= 0 else 1.0 for r, _ in kernels))
-        for assumption, kernels in found.items()
+        for assumption, kernels in kernels_of.items()
     }
 
 

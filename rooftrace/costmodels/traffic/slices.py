@@ -25,14 +25,14 @@ def slices(graph: OpGraph) -> dict[int, Slices]:
 
     Views that are made alike in every iteration have the same base.
     """
-    found: dict[int, Slices] = {}
+    cuts: dict[int, Slices] = {}
     bases: dict[int, Hashable] = {}
     for op in graph.ops:
         if op.kind != "view" or not op.inputs:
             continue
         x = op.inputs[0]
-        if x in found:  # a slice of a slice lies in it
-            found.update(dict.fromkeys(op.outputs, found[x]))
+        if x in cuts:  # a slice of a slice lies in it
+            cuts.update(dict.fromkeys(op.outputs, cuts[x]))
             continue
         (ref, *_) = references(op.arguments)
         base = bases.get(x, x)
@@ -40,11 +40,11 @@ def slices(graph: OpGraph) -> dict[int, Slices]:
             bases.update(dict.fromkeys(op.outputs))
             continue
         cut = dict(_cut(graph, op, base))
-        found.update(cut)
+        cuts.update(cut)
         others = {k: v for k, v in op.arguments.items() if not any(references(v))}
         same = None if op.steps else (base, op.target, tuple(sorted(others.items(), key=str)))
         bases.update({i: same for i in op.outputs if i not in cut})
-    return found
+    return cuts
 
 
 def union(sizes: Mapping[tuple[int, int], int]) -> int:
@@ -91,7 +91,7 @@ def _turns(graph: OpGraph, op: Op, length: int) -> Iterator[tuple[int, int]]:
             continue
         ends = []
         for name, default in (("start", 0), ("end", length)):
-            given = op.arguments.get(name)
-            end = default if given is None else given + place.get(name, 0)
+            end_of = op.arguments.get(name)
+            end = default if end_of is None else end_of + place.get(name, 0)
             ends.append(min(max(end + length if end < 0 else end, 0), length))
         yield ends[0], ends[1]

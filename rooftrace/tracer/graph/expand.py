@@ -68,7 +68,7 @@ class _Written:
 
     def _renamed(self, other: Repeat) -> Repeat:
         """Another repeat, with the new ids of the values that it names."""
-        names = {new: found for value, found in other.names.items() for new in self.ids[value]}
+        names = {new: copies for value, copies in other.names.items() for new in self.ids[value]}
         return replace(other, names=names)
 
     def _tensor(self, index: int, tensor: Tensor, iteration: int) -> Tensor:
@@ -202,11 +202,11 @@ def grouped(items: Sequence[Any], test: Callable[[Any], bool]) -> Iterator[tuple
     group: list[Any] = []
     kind = False
     for item in items:
-        found = test(item)
-        if group and found != kind:
+        answer = test(item)
+        if group and answer != kind:
             yield group, kind
             group = []
-        kind = found
+        kind = answer
         group.append(item)
     if group:
         yield group, kind

@@ -57,7 +57,7 @@ class OpGraph:
         return math.prod(self.repeats[r].count for r in item.repeats) if item.repeats else 1
 
     def expand(self) -> OpGraph:
-        """The same step with every iteration of every repeat written out."""
+        """The flat graph of this step: every iteration of every repeat is written out."""
         graph = self
         while graph.repeats:
             graph = graph.replace(**last_written_out(graph))
@@ -181,10 +181,10 @@ class OpGraph:
                 raise GraphError(f"{name} reads value {value} before it is made")
         if not set(op.repeats) <= set(range(len(self.repeats))):
             raise GraphError(f"{name} is in repeats {op.repeats}, which are not there")
-        found = tuple(references(op.arguments))
-        if tuple(ref.id for ref in found) != op.inputs:
+        read = tuple(references(op.arguments))
+        if tuple(ref.id for ref in read) != op.inputs:
             raise GraphError(f"{name}: inputs differ from its arguments")
-        for ref in found:
+        for ref in read:
             self._verify_neighbour(name, ref.then)
         for ref in op.holds:
             if not 0 <= ref.id < count:

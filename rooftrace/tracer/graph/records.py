@@ -150,10 +150,10 @@ class Repeat:
 
     def path(self, path: str, iteration: int) -> str:
         """The module path (or dotted name) in this iteration, from the one that the graph shows."""
-        found = None if self.container is None else split(path, self.container)
-        if found is None or not iteration:
+        place = None if self.container is None else split(path, self.container)
+        if place is None or not iteration:
             return path
-        return below(self.container or "", f"{found[0] + iteration * self.step}{found[1]}")
+        return below(self.container or "", f"{place[0] + iteration * self.step}{place[1]}")
 
     @property
     def paths(self) -> tuple[str, ...]:

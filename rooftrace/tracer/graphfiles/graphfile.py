@@ -261,7 +261,7 @@ def _decode_repeat(
         first=first,
         step=step,
         source=source,
-        names={value: tuple(found) for value, found in names},
+        names={value: tuple(copies) for value, copies in names},
         assumptions={number: tuple(others) for number, others in assumptions},
     )
 

@@ -104,13 +104,13 @@ class Blocks:
 
     def label_of(self, name: str) -> int | None:
         """The iteration that a module path or a dotted name belongs to."""
-        found = None if self.container is None else split(name, self.container)
-        return None if found is None else (found[0] - self.phase) // self.period
+        place = None if self.container is None else split(name, self.container)
+        return None if place is None else (place[0] - self.phase) // self.period
 
     def relative(self, path: str, label: int) -> Any:
         """A path or name as the iteration sees it: the container's number counts from it."""
-        found = None if self.container is None else split(path, self.container)
-        return path if found is None else (found[0] - label * self.period, found[1])
+        place = None if self.container is None else split(path, self.container)
+        return path if place is None else (place[0] - label * self.period, place[1])
 
     def own(self, label: int) -> list[int]:
         """Values that only this iteration uses and none makes, in order of first use."""
@@ -217,11 +217,16 @@ class Blocks:
         return "own", number, self._value(value, label, seen)
 
     def _assumption(self, number: int, label: int, seen: _Iteration) -> Any:
-        found = self.graph.assumptions[number]
-        if self.label_of(found.where) is None:
+        assumption = self.graph.assumptions[number]
+        if self.label_of(assumption.where) is None:
             return number
         place = seen.assumed.setdefault(number, len(seen.assumed))
-        return place, found.kind, self.relative(found.where, label), repr(found.value)
+        return (
+            place,
+            assumption.kind,
+            self.relative(assumption.where, label),
+            repr(assumption.value),
+        )
 
 
 def _plain(mapping: Mapping[str, Any]) -> Any:

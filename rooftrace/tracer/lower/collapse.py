@@ -63,7 +63,7 @@ class Collapse:
             inputs=tuple(self._together(self.source.inputs)),
             outputs=tuple(self._together(self.source.outputs)),
             repeats=tuple(
-                replace(r, names={self.short[v]: found for v, found in r.names.items()})
+                replace(r, names={self.short[v]: copies for v, copies in r.names.items()})
                 for r in repeats
             ),
         )
@@ -203,27 +203,27 @@ class Collapse:
 
     def _from_outside(self, value: int, label: int | None) -> int:
         """A value as an op outside reads it: of an iteration's, only the one that ran last."""
-        found = self.copy.get(value)
-        if found is None:
+        place = self.copy.get(value)
+        if place is None:
             return self.short[value]
-        if not self._ran_last(value, found[1], label):
+        if not self._ran_last(value, place[1], label):
             raise NotAlikeError
-        return self.short[found[0]]
+        return self.short[place[0]]
 
     def _ran_last(self, value: int, iteration: int, label: int | None) -> bool:
         raise NotImplementedError
 
     def _home_of(self, value: int) -> int | None:
-        found = self.copy.get(value)
-        return None if found is None else self.home[found[0]]
+        place = self.copy.get(value)
+        return None if place is None else self.home[place[0]]
 
     def _list(self, items: Sequence[Argument], label: int | None) -> Iterator[Argument]:
         """The items of a list outside, with those of all iterations as one."""
         homes = [self._home_of(item.id) if type(item) is Ref else None for item in items]
-        found = Counter(homes)
+        counts = Counter(homes)
         for home, group in groupby(zip(homes, items, strict=True), key=lambda pair: pair[0]):
             some = [item for _, item in group]
-            if home is None or found[home] < self.repeats[home].count:
+            if home is None or counts[home] < self.repeats[home].count:
                 yield from (self._argument(item, label) for item in some)
             else:
                 for value in self._once([item.id for item in some], self.repeats[home].count):

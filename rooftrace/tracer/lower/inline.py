@@ -109,16 +109,16 @@ def fold(graph: OpGraph, templates: Sequence[Template]) -> OpGraph:
 
     ops: list[Op] = []
     for op in graph.ops:
-        found = inside.get(op.id)
-        if found is None:
+        block_of_op = inside.get(op.id)
+        if block_of_op is None:
             ops.append(replace(_renumbered(op, ids), id=len(ops)))
-        elif op.id == templates[found].first:
-            block = templates[found]
+        elif op.id == templates[block_of_op].first:
+            block = templates[block_of_op]
             inputs = tuple(Ref(ids[value]) for value, _ in block.inputs)
             outputs = tuple(ids[value] for value in block.results)
             taken = block.assumptions
             where = block.module, block.call, block.source
-            call = repeated_call(len(ops), found, inputs, outputs, *where, taken)
+            call = repeated_call(len(ops), block_of_op, inputs, outputs, *where, taken)
             ops.append(replace(call, holds=_held_by_caller(block, ids)))
     return graph.replace(
         values=tuple(
@@ -271,8 +271,8 @@ class _Inlined:
                 block = self._template(op)
                 inner[op.id] = {v: count + i for i, v in enumerate(block.values)}
                 count += len(block.values)
-                found = (inner[op.id][v] for v in block.results)
-                ids.update(zip(op.outputs, found, strict=True))
+                made = (inner[op.id][v] for v in block.results)
+                ids.update(zip(op.outputs, made, strict=True))
             elif value not in results:
                 ids[value] = count
                 count += 1
@@ -326,7 +326,7 @@ class _Instance:
         ops = [self._op(op, first + place) for place, op in enumerate(self._block.ops)]
         ops[-1] = replace(ops[-1], holds=in_order((*ops[-1].holds, *self._call.holds)))
         for old, op in zip(self._block.ops, ops, strict=True):
-            roles = {found.role for v in op.inputs if (found := values[v]) is not None}
+            roles = {tensor.role for v in op.inputs if (tensor := values[v]) is not None}
             role = made_role(op.target, op.part, roles)
             for value, new in zip(old.outputs, op.outputs, strict=True):
                 values[new] = self._tensor(value, role, values)
@@ -358,11 +358,11 @@ class _Instance:
     @staticmethod
     def _outside(ref: Ref, values: Sequence[Tensor | None]) -> tuple[int, Neighbour | None]:
         """The storage of an argument, also in iterations that get it from beside."""
-        given = values[ref.id]
-        assert given is not None
-        if ref.then is not None and given.then is not None:
+        argument = values[ref.id]
+        assert argument is not None
+        if ref.then is not None and argument.then is not None:
             raise NotAlikeError
-        return given.storage, ref.then or given.then
+        return argument.storage, ref.then or argument.then
 
     def _op(self, op: Op, index: int) -> Op:
         arguments = {k: self._argument(v) for k, v in op.arguments.items()}
@@ -395,10 +395,10 @@ class _Instance:
         then = _moved(item.then, self._ids)
         if item.id in self._ids:
             return Ref(self._ids[item.id], then, item.every)
-        given = self._given[item.id]
-        if (then and given.then) or given.every:
+        ref = self._given[item.id]
+        if (then and ref.then) or ref.every:
             raise NotAlikeError
-        return Ref(given.id, then or given.then, item.every)
+        return Ref(ref.id, then or ref.then, item.every)
 
     def _path(self, path: str) -> str:
         """A module path below the recorded module, below this one."""

@@ -198,8 +198,8 @@ class _Builder:
             # Of a call that repeats a block, some op in the middle may be the last that reads it.
             if number > used[owner] or (number == used[owner] and node.target is repeated):
                 held.setdefault(number, []).append(Ref(owner))
-        for number, found in held.items():
-            self.ops[number] = replace(self.ops[number], holds=in_order(found))
+        for number, owners in held.items():
+            self.ops[number] = replace(self.ops[number], holds=in_order(owners))
 
     def _results(self, block: RecordedCall) -> list[int]:
         """The values that the recorded call of a block returned."""
@@ -296,12 +296,12 @@ class _Builder:
         return self.values[self._single[node]]
 
     def _schema(self, func: Any) -> tuple[str, tuple[str, ...]]:
-        found = self._names.get(func)
-        if found is None:
+        schema = self._names.get(func)
+        if schema is None:
             names = tuple(a.name for a in func._schema.arguments)
             full = f"{func.namespace}.{func._opname}.{func._overloadname}"
-            found = self._names[func] = (full, names)
-        return found
+            schema = self._names[func] = (full, names)
+        return schema
 
     def _argument(self, item: Any) -> Argument:
         if isinstance(item, fx.Node):
@@ -338,11 +338,11 @@ class _TorchFlops:
             return None
 
         made = tuple(spec.shape for spec in specs)
-        given = (
+        sizes = (
             _with(args, tensor_of, _size),
             [(k, _with(v, tensor_of, _size)) for k, v in kwargs.items()],
         )
-        key = (target, repr(given), made)
+        key = (target, repr(sizes), made)
         if key not in self._known:
             outputs = [torch.empty(shape, device="meta") for shape in made]
             result: Any = _in_place(target, args, outputs)

@@ -48,7 +48,7 @@ def _containers(graph: OpGraph) -> list[str]:
         for depth, step in enumerate(steps):
             if step.isdigit():
                 indices.setdefault(".".join(steps[:depth]), set()).add(int(step))
-    enough = [c for c, found in indices.items() if len(found) >= MIN_COUNT + 2]
+    enough = [c for c, numbers in indices.items() if len(numbers) >= MIN_COUNT + 2]
     return sorted(enough, key=lambda c: (len(c.split(".")) if c else 0, c))
 
 
@@ -57,11 +57,11 @@ def _rolled(graph: OpGraph, container: str) -> OpGraph | None:
     labels = _labels(graph, container)
     period, phase = _period(graph, labels)
     blocks = Blocks(graph, labels, container, period, phase)
-    found = blocks.interval(MIN_COUNT + 2)
-    if found is None:
+    ends = blocks.interval(MIN_COUNT + 2)
+    if ends is None:
         return None
     try:
-        return _Modules(blocks, *found).graph()
+        return _Modules(blocks, *ends).graph()
     except NotAlikeError:
         return None
 
@@ -80,10 +80,10 @@ def _labels(graph: OpGraph, container: str) -> list[int | None]:
     for op in graph.ops:
         label = number(op.module)
         if op.part == "optimizer" and len(op.inputs) < _LIST:
-            found = {
+            numbers = {
                 owner[v] if v in owner else number(graph.values[v].name) for v in op.inputs
             } - {None}
-            label = found.pop() if len(found) == 1 else None
+            label = numbers.pop() if len(numbers) == 1 else None
         for value in op.outputs:
             owner[value] = label
         labels.append(label)
@@ -91,8 +91,8 @@ def _labels(graph: OpGraph, container: str) -> list[int | None]:
 
 
 def _number(path: str, container: str) -> int | None:
-    found = split(path, container)
-    return None if found is None else found[0]
+    place = split(path, container)
+    return None if place is None else place[0]
 
 
 def _period(graph: OpGraph, labels: Sequence[int | None]) -> tuple[int, int]:
@@ -196,10 +196,10 @@ class _Modules(Collapse):
         if len(sizes) != 1:
             return
         for offset in range(sizes.pop()):
-            found = [outputs[starts[q] + offset] for q in range(self.count)]
-            untouched = not any(v in self.copy or v in self.source.producers for v in found)
-            if untouched and len(set(found)) == len({values[v].shape for v in found}) * self.count:
-                self.copy.update({value: (found[0], q) for q, value in enumerate(found)})
+            row = [outputs[starts[q] + offset] for q in range(self.count)]
+            untouched = not any(v in self.copy or v in self.source.producers for v in row)
+            if untouched and len(set(row)) == len({values[v].shape for v in row}) * self.count:
+                self.copy.update({value: (row[0], q) for q, value in enumerate(row)})
 
     def _match_lists(self) -> None:
         """Outputs of an op outside, one for each item of a list through the iterations."""
@@ -218,8 +218,8 @@ class _Modules(Collapse):
 
     def _complete(self) -> None:
         """Every value has a copy in every iteration."""
-        found = Counter(mine for mine, _ in self.copy.values())
-        if any(count != self.count for count in found.values()):
+        copies = Counter(mine for mine, _ in self.copy.values())
+        if any(count != self.count for count in copies.values()):
             raise NotAlikeError
 
     def _measure_steps(self) -> None:
@@ -252,9 +252,9 @@ class _Modules(Collapse):
         for value, (mine, q) in self.copy.items():
             names.setdefault(mine, [""] * self.count)[q] = self.source.values[value].name
         odd = {
-            self.short[mine]: tuple(found)
-            for mine, found in sorted(names.items())
-            if any(name != self.repeat.path(found[0], q) for q, name in enumerate(found))
+            self.short[mine]: tuple(all_names)
+            for mine, all_names in sorted(names.items())
+            if any(name != self.repeat.path(all_names[0], q) for q, name in enumerate(all_names))
         }
         assumed = [self.blocks.assumptions(self.first + q) for q in range(self.count)]
         assumptions = {others[0]: others for others in zip(*assumed, strict=True)}
@@ -271,13 +271,13 @@ class _Modules(Collapse):
             if self.first not in run:
                 continue
             for offset in range(run[self.first].stop - run[self.first].start):
-                found = [
+                row = [
                     ops[run[self.first + q].start + offset] for q in range(self.count)
                 ]  # one op in each iteration
-                if not any(op.holds for op in found):
+                if not any(op.holds for op in row):
                     continue
-                said = [self._seen(ref) for ref in found[0].holds]
-                for q, op in enumerate(found):
+                said = [self._seen(ref) for ref in row[0].holds]
+                for q, op in enumerate(row):
                     mine = {self._at(ref, q) for ref in said if ref is not None}
                     theirs = {ref.id for ref in op.holds}
                     if any(not self._lives_on(value, op.id) for value in mine ^ theirs):
@@ -328,10 +328,10 @@ class _Modules(Collapse):
     @cached_property
     def _copies(self) -> dict[int, list[int]]:
         """By the value that stays, its copies in order."""
-        found: dict[int, list[int]] = {}
+        copies: dict[int, list[int]] = {}
         for value, (mine, q) in self.copy.items():
-            found.setdefault(mine, [_NO_VALUE] * self.count)[q] = value
-        return found
+            copies.setdefault(mine, [_NO_VALUE] * self.count)[q] = value
+        return copies
 
     def _check_order(self, short: OpGraph) -> None:
         """Written out again, every value gets the id that it has now."""

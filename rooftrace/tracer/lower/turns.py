@@ -64,8 +64,8 @@ def _views_beside_readers(
     before: dict[int, list[tuple[Op, tuple[int, int]]]] = {}
     for op in graph.ops:
         if turns[op.id] is None and op.kind == "view" and op.part in REVERSED:
-            found = {turns[i] for value in op.outputs for i in readers.get(value, ())}
-            turn = found.pop() if len(found) == 1 else None
+            read_by = {turns[i] for value in op.outputs for i in readers.get(value, ())}
+            turn = read_by.pop() if len(read_by) == 1 else None
             if turn in starts and starts[turn] > op.id:
                 before.setdefault(starts[turn], []).append((op, turn))
     moved = {op.id for views in before.values() for op, _ in views}
