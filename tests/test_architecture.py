@@ -29,6 +29,7 @@ FILES_BELOW = (
     "rooftrace._extensions",  # what users and third-party packages add
     "rooftrace._face",  # how a package gives its names
     "rooftrace._progress",  # what is told while something runs
+    "rooftrace._writing",  # files and folders that are whole or not there
     "rooftrace.errors",  # errors of a request, and hints
 )
 BELOW = "below every layer"

@@ -15,7 +15,7 @@ from rooftrace.costmodels.memory import LargestBatch, largest, memory
 from rooftrace.costmodels.rewriting import reprice
 from rooftrace.hardware import Chip, load_chip
 from rooftrace.reporting.estimates import CHIP, Source, priced
-from rooftrace.reporting.pages import FORMATS, Report, build_report
+from rooftrace.reporting.pages import Report, build_report, check_folder, conditions
 from rooftrace.tracer.asking import Job, Options, Request
 from rooftrace.tracer.sources import at_batches
 
@@ -30,7 +30,7 @@ def report(
     weights_dtype: str | None = None,
     kv_dtype: str | None = None,
     out: str | os.PathLike[str] | None = None,
-    formats: Sequence[str] = FORMATS,
+    formats: Sequence[str] | None = None,
     max_batch: bool = False,
     progress: Callable[[str], None] | None = None,
     **kwargs: Any,
@@ -42,15 +42,19 @@ def report(
     optimizer, branches, assume, repeats: as for `trace`.  phases: by default forward and training;
     for a target those that fit it.  chip: one or several names, chips or TOML paths.  dtype,
     weights_dtype, kv_dtype: storage precisions to price in.  out: a folder for report.md,
-    report.json, ops.csv and figures.  max_batch: also look for the largest batch that fits each
-    chip (`largest_batch`).  progress: a function that is called with a few words on each thing that
-    is being done.
+    report.json, ops.csv and figures.  formats: which of md, json, csv, png (these by default) and
+    trace.  max_batch: also look for the largest batch that fits each chip (`largest_batch`).
+    progress: a function that is called with a few words on each thing that is being done.
 
     Returns the Report; print it for one screen.  Raises RequestError for an argument that neither
     the model nor rooftrace takes.
     """
-    chips = _several(chip, (str, Chip, os.PathLike))
-    models = _several(execution, (str, ExecutionModel))
+    chips, models = conditions(
+        _several(chip, (str, Chip, os.PathLike)), _several(execution, (str, ExecutionModel))
+    )
+    how = {} if formats is None else {"formats": tuple(formats)}
+    if out is not None:
+        check_folder(Path(out), **how)
     prices = {"dtype": dtype, "weights_dtype": weights_dtype, "kv_dtype": kv_dtype}
     job = Job.of(report, model, args, kwargs, phases=phases, **prices)
     with telling(progress):
@@ -59,7 +63,7 @@ def report(
             again = replace(job.without("batch"), phases=tuple(result.phases))
             result = replace(result, largest=_largest(again, chips))
     if out is not None:
-        result.write(Path(out), formats)
+        result.write(Path(out), **how)
     return result
 
 

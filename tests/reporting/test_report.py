@@ -13,7 +13,7 @@ import pytest
 
 from rooftrace.costmodels.estimating.estimates import estimate
 from rooftrace.reporting.pages import files
-from rooftrace.reporting.pages.files import ReportFolderError, check_folder
+from rooftrace.reporting.pages.files import FigureError, ReportFolderError, check_folder
 from rooftrace.reporting.pages.report import FORMATS, Report, build_report
 from rooftrace.reporting.sections.report_keys import TIMES
 from rooftrace.reporting.sections.shapes import Object
@@ -202,14 +202,14 @@ def test_fitted_knobs_are_named_and_give_an_interval(schema):
 def test_nothing_to_report_is_refused(name):
     given = {"graphs": {"forward": None}, "chips": ["h200-sxm"], "executions": ["naive"]}
     empty = {} if name == "graphs" else []
-    with pytest.raises(ValueError, match=name):
+    with pytest.raises(ValueError, match=f"{name.removesuffix('s')}.*: expected at least one"):
         build_report(**{**given, name: empty})
 
 
 @pytest.mark.parametrize("name", ["chips", "executions"])
 def test_two_of_one_name_are_refused(name):
     given = {"graphs": {"forward": None}, "chips": ["h200-sxm"], "executions": ["naive"]}
-    with pytest.raises(ValueError, match="is given twice"):
+    with pytest.raises(ValueError, match="is there 2 times; give it once"):
         build_report(**{**given, name: given[name] * 2})
 
 
@@ -273,7 +273,7 @@ def test_writing_into_a_folder_leaves_its_other_files_alone(report, tmp_path):
 
 
 def test_unknown_format_is_refused_before_anything_is_made(report, tmp_path):
-    with pytest.raises(ValueError, match=f"format 'docx': expected one of {', '.join(FORMATS)}"):
+    with pytest.raises(ValueError, match=f"format 'docx': expected some of {', '.join(FORMATS)}"):
         report.write(tmp_path / "out", formats=("md", "docx"))
     assert not (tmp_path / "out").exists()
 
@@ -300,6 +300,22 @@ def test_a_failure_half_way_leaves_nothing(report, tmp_path, monkeypatch):
     with pytest.raises(ZeroDivisionError):
         report.write(tmp_path / "a" / "out", formats=("json", "md"))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_numbers_are_there_where_a_figure_fails(report, tmp_path, monkeypatch):
+    monkeypatch.setattr("rooftrace.reporting.figures.style.save", lambda *_: 1 / 0)
+    with pytest.raises(FigureError, match=r"ZeroDivisionError.*report.md in .* are written"):
+        report.write(tmp_path / "out")
+    written = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert written == ["ops.csv", "report.json", "report.md"]
+    assert "png" not in (tmp_path / "out" / "report.md").read_text()
+
+
+def test_a_matplotlib_that_does_not_load_is_said_before_any_work(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(FigureError, match="unset MPLBACKEND, or leave out png"):
+        check_folder(tmp_path / "out")
+    check_folder(tmp_path / "out", ("md",))
 
 
 def test_a_full_disk_is_a_folder_error_and_leaves_nothing(report, tmp_path, monkeypatch):

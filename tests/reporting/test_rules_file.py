@@ -57,3 +57,23 @@ def test_a_file_brings_a_source_of_measurements(folder: Path, run: Run) -> None:
     assert ran.code == 0 and "1 ms" in ran.out.replace("1.00 ms", "1 ms")
     few = run("calibrate", folder / "log", *said, "--out", folder / "knobs.toml")
     assert few.code and "1 measurements for 2 knobs" in few.err
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("import rooftrace\n1 / 0\n", "wrong.py:2: ZeroDivisionError: division by zero"),
+        ("def f(:\n", "wrong.py:1: SyntaxError: invalid syntax"),
+        ("import sys\n\nsys.exit(0)", "wrong.py:3: SystemExit: 0"),
+        ("import nowhere_to_be_found", "wrong.py:1: ModuleNotFoundError: No module named"),
+        ("\0", "wrong.py: SyntaxError: source code string cannot contain null bytes"),
+    ],
+)
+def test_a_file_that_fails_is_one_line_before_any_work(
+    text: str, message: str, folder: Path, run: Run
+) -> None:
+    (folder / "wrong.py").write_text(text)
+    for command in (("report",), ("trace", "--out", folder / "graph.json")):
+        ran = run(*command, f"{folder}/models.py:build", "--rules", folder / "wrong.py")
+        assert ran.code == 2 and message in ran.err
+        assert len(ran.err.splitlines()) == 1

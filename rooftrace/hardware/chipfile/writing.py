@@ -10,6 +10,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from rooftrace._writing import write_bytes
 from rooftrace.hardware import units
 from rooftrace.hardware.chip import FACT_UNITS, Chip, Fact
 from rooftrace.hardware.chipfile.tables import SPARSE, ChipFileError, toml_value
@@ -71,11 +72,4 @@ def dump_chip(chip: Chip) -> str:
 
 def write_chip(chip: Chip, path: str | os.PathLike[str]) -> None:
     """Write `chip` as TOML; a reader sees the old file or the whole new one, never a part."""
-    text = dump_chip(chip)
-    target = Path(path)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        temporary.write_text(text, encoding="utf-8", newline="\n")
-        os.replace(temporary, target)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_bytes(Path(path), dump_chip(chip).encode())

@@ -63,7 +63,7 @@ class Calibration:
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the knobs as TOML, whole or not at all."""
-        from rooftrace.tracer.graphfiles import write_bytes
+        from rooftrace._writing import write_bytes
 
         path = Path(path)
         write_bytes(path, dump_knobs(self.knobs).encode())

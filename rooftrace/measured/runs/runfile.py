@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rooftrace.tracer.graphfiles import write_bytes
+from rooftrace._writing import write_bytes
 
 SCHEMA = "rooftrace.run/1"
 _GZIP = b"\x1f\x8b"

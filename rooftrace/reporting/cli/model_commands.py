@@ -83,18 +83,18 @@ def report(
     **request: Any,
 ) -> None:
     """Cost of each phase of TARGET: one screen, and a folder of files with --out."""
-    from rooftrace.reporting.pages import ALL_FORMATS, FORMATS, check_folder
+    from rooftrace.reporting.pages import check_folder, check_formats
     from rooftrace.tracer.sources import collector_paused
 
-    for name in formats or ():
-        if name not in ALL_FORMATS:
-            raise click.UsageError(f"--format {name!r}: expected some of {', '.join(ALL_FORMATS)}")
+    how = {} if formats is None else {"formats": formats}
+    if formats is not None:
+        check_formats(formats)
     if out == "-" and (formats is None or len(formats) != 1 or formats[0] in ("png", "trace")):
         raise click.UsageError("--out - writes one format to stdout: add --format json, md or csv")
     loaded, models = load_chips(chips), load_executions(executions, tf32, knobs)
     load_rules(rules)
     if out is not None and out != "-":
-        check_folder(Path(out))
+        check_folder(Path(out), **how)
     atexit.register(gc.unfreeze)  # objects that `keep` set aside are freed at the end too
     with progress(), collector_paused(keep=True):
         result = rt.report(
@@ -104,7 +104,7 @@ def report(
     if out is not None and out != "-":
         with progress():
             tell("writing the report")
-            written = result.write(Path(out), formats or FORMATS)
+            written = result.write(Path(out), **how)
     if out == "-":
         _to_stdout(result, (formats or ("json",))[0])
         return

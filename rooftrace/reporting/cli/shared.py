@@ -6,6 +6,7 @@ import contextlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from traceback import extract_tb
 from typing import Any
 
 import click
@@ -51,14 +52,27 @@ def load_executions(names: Sequence[str], tf32: bool, knobs: str | None) -> list
     return [rt.execution_model(name, **changes) for name in names]
 
 
+class RulesFileError(ValueError):
+    """A file of --rules that fails: names it, the line, and the error."""
+
+
 def load_rules(paths: Sequence[str]) -> None:
-    """Run the files of --rules: their functions register themselves."""
+    """Run the files of --rules: their functions register themselves.
+
+    Raises RulesFileError for a file that fails.
+    """
     import runpy
 
     for path in paths:
         if not Path(path).is_file():
             raise click.UsageError(f"--rules {path!r}: there is no such file")
-        runpy.run_path(path)
+        try:
+            runpy.run_path(path)
+        except (Exception, SystemExit) as error:
+            lines = [frame for frame in extract_tb(error.__traceback__) if frame.filename == path]
+            line = getattr(error, "lineno", None) or (lines[-1].lineno if lines else None)
+            where = path if line is None else f"{path}:{line}"
+            raise RulesFileError(f"--rules {where}: {type(error).__name__}: {error}") from error
 
 
 def write_text(
@@ -69,7 +83,7 @@ def write_text(
     document: Callable[[], Any],
 ) -> None:
     """A result to the terminal, or as markdown or JSON to stdout or a file."""
-    from rooftrace.tracer.graphfiles import write_bytes
+    from rooftrace._writing import write_bytes
 
     if form == "terminal" and out in (None, "-"):
         console().print(rendered())

@@ -16,9 +16,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rooftrace._writing import write_bytes
 from rooftrace.costmodels.findings.playback import Folded, Playback, Played, play
 from rooftrace.reporting.view import words
-from rooftrace.tracer.graphfiles import write_bytes
 from rooftrace.tracer.paths import pattern_of
 
 if TYPE_CHECKING:

@@ -5,36 +5,80 @@ from __future__ import annotations
 import csv
 import json
 import os
-import shutil
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from rooftrace._writing import aside, put_folder
+from rooftrace.errors import RequestError
 
 if TYPE_CHECKING:
     from rooftrace.measured.validate import Validation
     from rooftrace.reporting.sections import Results
 
 
+FORMATS = ("md", "json", "csv", "png")
+"""What a report has unless it is asked for other formats."""
+ALL_FORMATS = (*FORMATS, "trace")
+
+
+def check_formats(formats: Sequence[str]) -> None:
+    """Raise RequestError for a format that a report does not have, or for none."""
+    shown = ", ".join(ALL_FORMATS)
+    if not formats:
+        raise RequestError(f"format: expected some of {shown}, got none")
+    for name in formats:
+        if name not in ALL_FORMATS:
+            raise RequestError(f"format {name!r}: expected some of {shown}")
+
+
 class ReportFolderError(OSError):
     """The folder for a report cannot be written."""
 
 
-def check_folder(out: Path) -> None:
-    """Raise ReportFolderError now, before any work, where `out` could not be written later."""
-    with _aside(out):
+class FigureError(RuntimeError):
+    """Figures cannot be drawn: says why, and which files are there nevertheless."""
+
+
+def check_folder(out: Path, formats: Sequence[str] = FORMATS) -> None:
+    """Raise now, before any work, what would stop these formats from being written later.
+
+    Raises ReportFolderError for a folder, FigureError where matplotlib does not load.
+    """
+    with _new_folder(out):
         pass
+    if "png" in formats:
+        try:
+            import matplotlib  # noqa: F401  reads its settings and MPLBACKEND
+        except Exception as error:
+            raise FigureError(
+                f"figures: matplotlib does not load ({_short(error)}); mend that, for example "
+                "unset MPLBACKEND, or leave out png: --format md,json,csv"
+            ) from error
+
+
+def _short(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"[:200]
 
 
 def write_report(results: Results, out: Path, formats: Sequence[str]) -> list[Path]:
-    """Make the files of `formats` and move them into `out`; their final paths, in order."""
-    with _aside(out) as folder:
+    """Make the files of `formats` and move them into `out`; their final paths, in order.
+
+    Raises FigureError, after all other files are there, where a figure cannot be drawn.
+    """
+    failure: Exception | None = None
+    with _new_folder(out) as folder:
         names: list[str] = []
         if "png" in formats:
-            from rooftrace.reporting.figures import write_figures
+            try:
+                from rooftrace.reporting.figures import write_figures
 
-            names += write_figures(results, folder)
+                names += write_figures(results, folder)
+            except Exception as error:  # numbers are not lost with their pictures
+                failure = error
+                for drawn in folder.glob("*.png"):
+                    drawn.unlink()
         figures = tuple(names)
         if "csv" in formats:
             with (folder / "ops.csv").open("w", encoding="utf-8", newline="") as file:
@@ -56,7 +100,10 @@ def write_report(results: Results, out: Path, formats: Sequence[str]) -> list[Pa
 
             (folder / "report.md").write_text(as_markdown(results, figures), encoding="utf-8")
             names.append("report.md")
-        return _move(folder, out, names)
+    if failure is not None:
+        there = f"; {', '.join(names)} in {str(out)!r} are written" if names else ""
+        raise FigureError(f"figures cannot be drawn ({_short(failure)}){there}") from failure
+    return [out / name for name in names]
 
 
 def write_validation(result: Validation, out: Path) -> list[Path]:
@@ -64,7 +111,7 @@ def write_validation(result: Validation, out: Path) -> list[Path]:
     from rooftrace.reporting.figures import parity, style
     from rooftrace.reporting.text import as_markdown, parity_points
 
-    with _aside(out) as folder:
+    with _new_folder(out) as folder:
         names = []
         points, left_out = parity_points(result)
         if points:
@@ -89,48 +136,38 @@ def write_validation(result: Validation, out: Path) -> list[Path]:
         (folder / "validation.json").write_text(text + "\n", encoding="utf-8")
         page = as_markdown(result, names)
         (folder / "validation.md").write_text(page, encoding="utf-8")
-        return _move(folder, out, ["validation.md", "validation.json", *names])
-
-
-def _move(folder: Path, out: Path, names: Sequence[str]) -> list[Path]:
-    """Move the files into place: as one folder where `out` is new, else each of them whole."""
-    try:
-        if out.exists():
-            for name in names:
-                os.replace(folder / name, out / name)
-        else:
-            os.replace(folder, out)
-    except OSError as error:
-        raise _refused(out, error) from error
-    return [out / name for name in names]
+    return [out / name for name in ("validation.md", "validation.json", *names)]
 
 
 @contextmanager
-def _aside(out: Path) -> Iterator[Path]:
-    """A temporary folder on the file system of `out`, gone afterwards; parents that had to be made
-    for it are removed again if nothing was put into `out`."""
+def _new_folder(out: Path) -> Iterator[Path]:
+    """A folder to make files in, which then takes the place of `out` as a whole.
+
+    Parents that had to be made for it are removed again if nothing was put into `out`.
+    """
     missing = [parent for parent in out.absolute().parents if not parent.exists()]
     if out.exists() and not (out.is_dir() and os.access(out, os.W_OK | os.X_OK)):
         reason = "Permission denied" if out.is_dir() else "it is a file"
         raise ReportFolderError(f"report folder {str(out)!r}: cannot write there: {reason}")
+    parent = out.absolute().parent
+    if out.is_dir() and not os.access(parent, os.W_OK | os.X_OK):
+        parent = out
     try:
-        out.absolute().parent.mkdir(parents=True, exist_ok=True)
-        # Inside `out` where it exists: only that one is known to be writable.
-        folder = Path(
-            tempfile.mkdtemp(
-                prefix=".rooftrace-", dir=out if out.is_dir() else out.absolute().parent
-            )
-        )
+        parent.mkdir(parents=True, exist_ok=True)
+        with aside(parent) as folder:
+            # The hidden folder is private; the one inside has the permissions of any other.
+            made = folder / "report"
+            made.mkdir()
+            yield made
+            if any(made.iterdir()):
+                put_folder(made, out)
     except OSError as error:
-        _remove_empty(missing)
-        raise _refused(out, error) from error
-    try:
-        # mkdtemp makes a private folder; the one inside has the permissions of any other.
-        made = folder / "report"
-        made.mkdir()
-        yield made
+        if isinstance(error, ReportFolderError):
+            raise
+        raise ReportFolderError(
+            f"report folder {str(out)!r}: cannot write there: {error.strerror or error}"
+        ) from error
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
         _remove_empty(missing)
 
 
@@ -141,9 +178,3 @@ def _remove_empty(folders: Sequence[Path]) -> None:
             folder.rmdir()
         except OSError:
             return
-
-
-def _refused(out: Path, error: OSError) -> ReportFolderError:
-    return ReportFolderError(
-        f"report folder {str(out)!r}: cannot write there: {error.strerror or error}"
-    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,16 +12,14 @@ from rooftrace.costmodels.estimating import Estimate, estimate
 from rooftrace.costmodels.execution import ExecutionModel, execution_model
 from rooftrace.costmodels.memory import memory
 from rooftrace.costmodels.planning import plan
+from rooftrace.errors import RequestError
 from rooftrace.hardware import Chip, load_chip
+from rooftrace.reporting.pages.files import FORMATS, check_formats, write_report
 from rooftrace.reporting.sections import Results
 from rooftrace.tracer.graph import OpGraph
 
 if TYPE_CHECKING:
     import pandas
-
-FORMATS = ("md", "json", "csv", "png")
-"""What a report has unless it is asked for other formats."""
-ALL_FORMATS = (*FORMATS, "trace")
 
 
 @dataclass(frozen=True)
@@ -45,14 +44,10 @@ class Report(Results):
         The format "trace" adds timeline_<phase>.json.gz, for Perfetto.
 
         All files are made beside `out` first and then moved in, so nothing is left half-written.
-        Raises ReportFolderError where the folder cannot be written, ValueError for a format not in
-        ALL_FORMATS.
+        Raises ReportFolderError where the folder cannot be written, RequestError for a format that
+        reports do not have, and FigureError, after all else is written, where a figure fails.
         """
-        from rooftrace.reporting.pages.files import write_report
-
-        for name in formats:
-            if name not in ALL_FORMATS:
-                raise ValueError(f"format {name!r}: expected one of {', '.join(ALL_FORMATS)}")
+        check_formats(formats)
         return write_report(self, Path(out), formats)
 
     def __rich__(self) -> Any:
@@ -66,6 +61,28 @@ class Report(Results):
         return as_text(self)
 
 
+def conditions(
+    chips: Sequence[str | Chip], executions: Sequence[str | ExecutionModel]
+) -> tuple[list[Chip], list[ExecutionModel]]:
+    """The chips and execution models of a report.
+
+    Raises what loading them raises, and RequestError for none, or one that is there twice.
+    """
+    targets = [load_chip(chip) for chip in chips]
+    models = [execution_model(execution) for execution in executions]
+    _check_unique("chip", [chip.name for chip in targets])
+    _check_unique("execution", [model.name for model in models])
+    return targets, models
+
+
+def _check_unique(name: str, values: Sequence[str]) -> None:
+    if not values:
+        raise RequestError(f"{name}: expected at least one, got none")
+    for value, count in Counter(values).items():
+        if count > 1:
+            raise RequestError(f"{name} {value!r}: it is there {count} times; give it once")
+
+
 def build_report(
     graphs: Mapping[str, OpGraph],
     chips: Sequence[str | Chip] = ("h200-sxm",),
@@ -75,22 +92,12 @@ def build_report(
     """Price each graph under each execution model and put it on each chip.
 
     `graphs` is by phase name; `progress` is told the phase and execution that is being priced.
-    Raises what `estimate` raises, and ValueError where any of the three is empty.
+    Raises what `estimate` raises, and RequestError where any of the three is empty, or has a name
+    twice.
     """
-    for name, values in (("graphs", graphs), ("chips", chips), ("executions", executions)):
-        if not values:
-            raise ValueError(f"build_report({name}=...): expected at least one, got none")
-    targets = [load_chip(chip) for chip in chips]
-    models = [execution_model(execution) for execution in executions]
-    for name, keys in (
-        ("chips", [chip.name for chip in targets]),
-        ("executions", [model.name for model in models]),
-    ):
-        for key in keys:
-            if keys.count(key) > 1:
-                raise ValueError(
-                    f"build_report({name}=...): {key!r} is given twice; names must be unique"
-                )
+    if not graphs:
+        raise RequestError("graphs: expected at least one, got none")
+    targets, models = conditions(chips, executions)
     estimates: dict[str, dict[str, dict[str, Estimate]]] = {}
     for phase, graph in graphs.items():
         estimates[phase] = {}

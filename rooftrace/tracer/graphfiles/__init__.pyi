@@ -4,5 +4,4 @@ from rooftrace.tracer.graphfiles.graphfile import (
     load_graphs as load_graphs,
     looks_saved as looks_saved,
     save_graphs as save_graphs,
-    write_bytes as write_bytes,
 )

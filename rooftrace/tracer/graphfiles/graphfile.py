@@ -1,7 +1,7 @@
 """Graphs on disk: one JSON file (gzip by suffix) that holds one graph per phase.  Needs no torch.
 
 The file is reproducible: keys are sorted where order carries nothing, no dates, gzip without a time
-stamp.  Writing goes to a temporary file beside the target, then renames.
+stamp.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 import gzip
 import json
 import os
-import tempfile
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rooftrace._writing import write_bytes
 from rooftrace.tracer.arguments import Argument, Neighbour, Ref, refs
 from rooftrace.tracer.graph import Assumption, GraphError, Op, OpGraph, Repeat, Tensor
 
@@ -79,26 +79,6 @@ def looks_saved(path: str | os.PathLike[str]) -> bool:
         except (OSError, EOFError, zlib.error):
             return False
     return SCHEMA.encode() in head
-
-
-def write_bytes(path: Path, content: bytes) -> None:
-    """Write to a temporary file beside `path`, then rename: the old file or the whole new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        os.chmod(temporary, 0o666 & ~_umask())
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
-
-
-def _umask() -> int:
-    current = os.umask(0)
-    os.umask(current)
-    return current
 
 
 # -- encoding ------------------------------------------------------------------------------------
