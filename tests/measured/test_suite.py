@@ -501,6 +501,7 @@ def test_the_model_of_a_config_is_made_with_its_weights_tied(root: Path) -> None
 def test_a_target_that_is_not_there_is_an_error_at_once(plan: SuitePlan) -> None:
     with pytest.raises(TargetError, match=r"there is no file 'nowhere\.py'"):
         measure_suite(replace(plan, names=("nowhere.py:build",)))
+    assert not plan.out.exists()
 
 
 def test_the_arguments_of_a_plan_give_the_plan(

@@ -86,7 +86,6 @@ def _started(plan: SuitePlan, device: torch.device) -> Run:
     facts, libraries = devices.device_facts(device), devices.versions()
     today = time.strftime("%Y-%m-%d", time.gmtime())
     if not plan.out.exists():
-        plan.out.parent.mkdir(parents=True, exist_ok=True)
         return Run(device=facts, versions=libraries, dates=(today,))
     run = load_run(plan.out)
     here = [facts.get(key) for key in devices.IDENTITY] + [libraries["torch"]]

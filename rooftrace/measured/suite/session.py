@@ -142,7 +142,10 @@ class Session:
             self.bench.progress(f"{self.counts()}, {max(self.left(), 0):.0f} s left")
 
     def flush(self) -> None:
-        """Write the run to its file."""
+        """Write the run to its file, once there is anything to write."""
+        run = self.run
+        if not (run.micro or run.models or run.errors or run.skipped):
+            return
         start = self.now()
         self.run.save(self.plan.out)
         self._flushed = self.now()
