@@ -33,6 +33,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="rewrite tests/golden/ from what the code says now; runs only the tests that use it",
     )
+    parser.addoption(
+        "--fuzz-seconds", type=float, default=2.0, help="how long each attacker of tests/fuzz tries"
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -109,3 +112,9 @@ def golden(request: pytest.FixtureRequest) -> Callable[..., None]:
             pytest.fail("\n".join([*diff, "", advice]), pytrace=False)
 
     return compare
+
+
+@pytest.fixture
+def fuzz_seconds(request: pytest.FixtureRequest) -> float:
+    """How long an attacker tries."""
+    return float(request.config.getoption("--fuzz-seconds"))
