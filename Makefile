@@ -16,7 +16,7 @@ export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test check lint types golden bench inductor zoo flops accuracy measure clean
+.PHONY: help venv demo test check fuzz lint types golden bench inductor zoo flops accuracy measure clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -52,6 +52,9 @@ test: lint types ## lint, types and every test
 
 check: lint types ## lint, types and the quick tests: about a minute
 	@$(PYTEST) -m 'not slow'
+
+fuzz: $(INSTALLED) ## attack files, commands, names and threads, each for so long (FUZZ=600 seconds)
+	@$(PYTEST) tests/fuzz --fuzz-seconds=$(or $(FUZZ),600) --hypothesis-profile=explore
 
 lint: $(INSTALLED) ## ruff
 	@$(BIN)/ruff check --quiet .
