@@ -10,6 +10,7 @@ from rooftrace._progress import tell, telling
 from rooftrace.costmodels.execution import ExecutionModel, execution_model
 from rooftrace.costmodels.knobs import Knobs, load_knobs
 from rooftrace.costmodels.rewriting import check_precisions
+from rooftrace.errors import RequestError, UnusedError
 from rooftrace.hardware import Chip, load_chip
 from rooftrace.measured.fit import Calibration, calibrated
 from rooftrace.measured.runs import Run
@@ -29,6 +30,7 @@ def validate(
     target: Source | None = None,
     knobs: str | os.PathLike[str] | Knobs | None = None,
     *,
+    trust_targets: bool = False,
     phases: Sequence[str] | None = None,
     counters: str | os.PathLike[str] | None = None,
     progress: Callable[[str], None] | None = None,
@@ -40,9 +42,12 @@ def validate(
     times, told apart by its contents; or a Run, a Trace or steps.  execution: how the step was
     run.  target: what was run: a graph (`trace(model, x)`), graphs by phase, or a target.  With a
     trace also give the target's sizes as for `report` (batch, seq, kv, dtype ...).  With a table
-    give a template such as "models.py:{target}".  With a run leave it out: its rows name what was
-    run.  knobs: calibrated constants, by name or path.  phases: compare only these.  counters: a
-    CSV of Nsight Compute of the same step as the trace.
+    give a template such as "models.py:{target}", in which {target} stands for the name in a line,
+    and {batch}, {seq}, {kv} and {image_size} for its sizes.  With a run of the suite leave it out:
+    its rows name models of the suite.  trust_targets: names in the file are targets themselves,
+    which are imported and called: only for a file that you trust as you trust code.  knobs:
+    calibrated constants, by name or path.  phases: compare only these.  counters: a CSV of Nsight
+    Compute of the same step as the trace.
 
     Raises MeasuredRequestError for arguments that do not go together; ProfileError and RunFileError
     for a file that cannot be read, or a trace of something else.
@@ -54,8 +59,17 @@ def validate(
     # Rows of one target share what it imported.
     with telling(progress), isolation.keeping(isolation.Kept()):
         graphs, template = _what_ran(measured, job)
+        _check_trusted(measured, target, trust_targets)
         return validated(
-            measured, load_chip(chip), model, graphs, template, job.phases, counters, tell
+            measured,
+            load_chip(chip),
+            model,
+            graphs,
+            template,
+            trust_targets,
+            job.phases,
+            counters,
+            tell,
         )
 
 
@@ -68,16 +82,17 @@ def calibrate(
     start: str | Knobs | None = None,
     free: Sequence[str] | None = None,
     title: str = "",
+    trust_targets: bool = False,
     phases: Sequence[str] | None = None,
     progress: Callable[[str], None] | None = None,
     **kwargs: Any,
 ) -> Calibration:
     """Fit knobs to measurements on `chip`; print the result to see them and how sure they are.
 
-    measured, execution, target, phases, sizes: as for `validate`.  start: knobs to begin with, by
-    name or path; by default typical ones for a GPU, and the datasheet for other chips.  free: names
-    of the knobs to fit; by default compute and memory, and with a run or a trace as many as it
-    supports.  Pass `.knobs` of the result to `execution_model(name, knobs=...)`; `.save(path)`
+    measured, execution, target, trust_targets, phases, sizes: as for `validate`.  start: knobs to
+    begin with, by name or path; by default typical ones for a GPU, and the datasheet for other
+    chips.  free: names of the knobs to fit; by default compute and memory, and with a run or a
+    trace as many as it supports.  Pass `.knobs` of the result to `execution_model(name, knobs=...)`; `.save(path)`
     writes them to a file for --knobs.
 
     Raises what `validate` does, and CalibrationError for fewer measurements than knobs to fit.
@@ -87,8 +102,18 @@ def calibrate(
     model = execution_model(execution)
     with telling(progress), isolation.keeping(isolation.Kept()):
         graphs, template = _what_ran(measured, job, all_phases=True)
+        _check_trusted(measured, target, trust_targets)
         return calibrated(
-            measured, load_chip(chip), model, graphs, template, begin, free, title, tell
+            measured,
+            load_chip(chip),
+            model,
+            graphs,
+            template,
+            trust_targets,
+            begin,
+            free,
+            title,
+            tell,
         )
 
 
@@ -119,3 +144,16 @@ def _what_ran(
     if not is_trace and template is not None:
         return None, template
     return (lambda: priced(job).graphs), template
+
+
+def _check_trusted(measured: Any, target: Source | None, trust_targets: bool) -> None:
+    """Raise UnusedError for `trust_targets` where no name in the measurements is asked for."""
+    if not isinstance(trust_targets, bool):
+        raise RequestError(f"trust_targets={trust_targets!r:.60}: expected True or False")
+    if not trust_targets:
+        return
+    path = isinstance(measured, (str, os.PathLike))
+    trace = source_of(measured).gives == "trace" if path else isinstance(measured, Trace)
+    if trace or target is not None:
+        reason = "a trace names nothing" if trace else "the target says already what ran"
+        raise UnusedError("trust_targets", "True", reason)

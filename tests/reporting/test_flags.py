@@ -95,7 +95,11 @@ PRICING: dict[str, tuple[tuple[str, ...], ...]] = {
     "--tf32": (("--tf32",),),
     "--rules": (("--rules", "rules.py"),),
 }
-MEASURED = {"--chip": (("--chip", "a100"),), "--target": (("--target", "t.py:wider"),)}
+MEASURED = {
+    "--chip": (("--chip", "a100"),),
+    "--target": (("--target", "t.py:wider"),),
+    "--trust-targets": (("--trust-targets",),),
+}
 
 # command: without the option, and with each.
 CASES: dict[str, list[tuple[tuple[str, ...], dict[str, tuple[tuple[str, ...], ...]]]]] = {

@@ -25,7 +25,7 @@ def advice(results):
 
 @rooftrace.source("log", about="a log", begins=lambda head: head.startswith(b"log"))
 def read(path):
-    return [StepTime(target="models.py:build", seconds=1e-3, phase="evaluation")]
+    return [StepTime(target="build", seconds=1e-3, phase="evaluation")]
 """
 MODEL = """
 import torch
@@ -52,7 +52,8 @@ def test_a_file_brings_a_phase_and_a_section(folder: Path, run: Run) -> None:
 
 
 def test_a_file_brings_a_source_of_measurements(folder: Path, run: Run) -> None:
-    said = ("--chip", "h100-sxm", "--target", f"{folder}/{{target}}", "--rules", folder / "adds.py")
+    template = f"{folder}/models.py:{{target}}"
+    said = ("--chip", "h100-sxm", "--target", template, "--rules", folder / "adds.py")
     ran = run("validate", folder / "log", *said)
     assert ran.code == 0 and "1 ms" in ran.out.replace("1.00 ms", "1 ms")
     few = run("calibrate", folder / "log", *said, "--out", folder / "knobs.toml")

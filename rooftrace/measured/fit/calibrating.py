@@ -86,6 +86,7 @@ def calibrated(
     model: ExecutionModel,
     graphs_of: Callable[[], Graphs] | None = None,
     template: str | None = None,
+    trust_targets: bool = False,
     start: Knobs | str | None = None,
     free: Sequence[str] | None = None,
     title: str = "",
@@ -94,10 +95,10 @@ def calibrated(
     """Knobs from whatever was measured.
 
     measured: a file of any kind that `source_of` knows except counters, or its reader's result.
-    graphs_of, template: as in `validated`.  start: where the fit begins (default: the typical
-    shares of this kind of execution on a GPU, none on a CPU).  free: knobs to fit; None takes as
-    many as a run supports, and compute and memory of a table.  Steps that do not trace are left out
-    and reported.
+    graphs_of, template, trust_targets: as in `validated`.  start: where the fit begins (default:
+    the typical shares of this kind of execution on a GPU, none on a CPU).  free: knobs to fit; None
+    takes as many as a run supports, and compute and memory of a table.  Steps that do not trace are
+    left out and reported.
 
     Raises MeasuredRequestError where nothing is left, and CalibrationError where there is less than
     there are knobs to fit.
@@ -115,7 +116,7 @@ def calibrated(
     if isinstance(measured, Trace):
         return _of_trace(measured, graphs_of, wanted)
     target = template if graphs_of is None else graphs_of()
-    steps = steps_of(measured, model, target)
+    steps = steps_of(measured, model, target, trust_targets)
     if isinstance(measured, Run):
         return _of_run(measured, steps, wanted)
     cases, _, failures = _traced(steps, wanted)

@@ -5,11 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from rooftrace.costmodels.execution import ExecutionModel, execution_model
 from rooftrace.costmodels.rewriting import reprice
 from rooftrace.measured.pairing.reading import Graphs, MeasuredRequestError
+from rooftrace.measured.pairing.templates import (
+    SIZES,
+    TRUSTED,
+    TargetTemplate,
+    not_run,
+    shortened,
+    template_of,
+)
 from rooftrace.measured.runs import ModelRow, Run
 from rooftrace.measured.tables import StepTime
 from rooftrace.tracer.graph import OpGraph
@@ -31,39 +38,47 @@ class MeasuredStep:
         """One line on why the step could not be used."""
         text = str(error.args[0]) if isinstance(error, LookupError) else str(error)
         why = (text.splitlines() or [""])[0]
-        return why if self.group in self.place else f"{self.group}: {why}"
+        return why if self.group in self.place else f"{shortened(self.group)}: {why}"
 
 
 def steps_of(
-    measured: Run | Sequence[StepTime], model: ExecutionModel, target: str | Graphs | None
+    measured: Run | Sequence[StepTime],
+    model: ExecutionModel,
+    target: str | Graphs | None,
+    trust_targets: bool = False,
 ) -> list[MeasuredStep]:
     """The measured steps of a run that ran as `model` dispatches, or of a table.
 
     target: graphs by phase, or a target in which {target} stands for the name in the measurements,
-    and {batch}, {seq}, {kv} (in a table also {image_size}) for its sizes.  None: the names are
-    targets; in a run they may also be models of the suite.  Raises MeasuredRequestError where a
-    run has no such step.
+    and {batch}, {seq}, {kv} (in a table also {image_size}) for its sizes.  None: rows of a run may
+    name models of the suite.  trust_targets: without a target, the names in the measurements are
+    targets, which are code; else a table, and other rows of a run, have no graph.  Raises
+    MeasuredRequestError for another name in braces, for a table without either, and where a run
+    has no such step.
     """
     if isinstance(measured, Run):
-        return steps_of_run(measured, model, target)
-    return steps_of_table(measured, "{target}" if target is None else target)
+        return steps_of_run(measured, model, target, trust_targets)
+    return steps_of_table(measured, target, trust_targets)
 
 
 def steps_of_table(
-    steps: Sequence[StepTime], target: str | Graphs = "{target}"
+    steps: Sequence[StepTime], target: str | Graphs | None, trust_targets: bool = False
 ) -> list[MeasuredStep]:
     """The steps of a table.
 
     target: how the name in the table becomes a target, for example "models.py:{target}"; {batch},
     {seq}, {kv} and {image_size} stand for those columns.  Or graphs, if all lines are steps of one.
     """
+    source = _source(target, trust_targets)
+    if source is None and steps:
+        raise not_run(steps[0].target)
     return [
         MeasuredStep(
             label=" ".join(str(v) for v in (step.target, step.phase, step.batch, step.seq) if v),
             place=f"line {step.line}",
             group=step.target,
             seconds=step.seconds,
-            graph=partial(_graph_of_step, step, target),
+            graph=partial(_graph_of_step, step, source),
             phase=step.phase,
         )
         for step in steps
@@ -71,14 +86,18 @@ def steps_of_table(
 
 
 def steps_of_run(
-    run: Run, execution: str | ExecutionModel, target: str | Graphs | None = None
+    run: Run,
+    execution: str | ExecutionModel,
+    target: str | Graphs | None = None,
+    trust_targets: bool = False,
 ) -> list[MeasuredStep]:
     """The models of a run that ran as `execution` dispatches.
 
     target: graphs, or a target in which {target} stands for the row's model; without it rows name
-    models of the suite, or targets.  Raises MeasuredRequestError where the
-    run has no such row.
+    models of the suite, and with `trust_targets` also targets.  Raises MeasuredRequestError where
+    the run has no such row.
     """
+    source = _source(target, trust_targets)
     mode = "eager" if execution_model(execution).dispatch == "eager" else "compiled"
     steps = [
         MeasuredStep(
@@ -86,7 +105,7 @@ def steps_of_run(
             place=row.key,
             group=row.model,
             seconds=row.median,
-            graph=partial(_graph_of_row, row, target),
+            graph=partial(_graph_of_row, row, source, target is None),
             phase=row.phase,
             row=row,
         )
@@ -102,35 +121,45 @@ def steps_of_run(
     return steps
 
 
-def _graph_of_step(step: StepTime, target: str | Graphs) -> OpGraph:
+def _source(target: str | Graphs | None, trust_targets: bool) -> TargetTemplate | Graphs | None:
+    """Where graphs come from; None: no name in the measurements is run."""
+    if target is None:
+        return TRUSTED if trust_targets else None
+    return template_of(target) if isinstance(target, str) else target
+
+
+def _graph_of_step(step: StepTime, source: TargetTemplate | Graphs | None) -> OpGraph:
     from rooftrace.tracer import trace_target
     from rooftrace.tracer.asking import Options, Request
 
-    if not isinstance(target, str):
-        return _of_phase(target, step.phase)
-    sizes = ("target", "batch", "seq", "kv", "image_size")
-    name = filled(target, {size: getattr(step, size) for size in sizes})
+    if source is None:
+        raise not_run(step.target)
+    if not isinstance(source, TargetTemplate):
+        return _of_phase(source, step.phase)
+    name = source.filled({"target": step.target, **{n: getattr(step, n) for n in SIZES}})
     request = Request(step.batch, step.seq, step.kv)
     phases = [step.phase] if step.phase else None
     graph = next(iter(trace_target(name, phases, request, Options(dtype=step.dtype)).values()))
     return graph if step.dtype is None else reprice(graph, step.dtype)
 
 
-def _graph_of_row(row: ModelRow, target: str | Graphs | None) -> OpGraph:
-    if target is None and row.scale:
+def _graph_of_row(row: ModelRow, source: TargetTemplate | Graphs | None, of_suite: bool) -> OpGraph:
+    """The graph of a row.  of_suite: a row with a scale is of a model of the suite."""
+    if of_suite and row.scale:
         from rooftrace.measured.suite import traced_model
 
         return traced_model(row)
-    if target is not None and not isinstance(target, str):
-        return _of_phase(target, None if row.phase == "step" else row.phase)
-    if target is None and not _names_a_target(row.model):
-        raise MeasuredRequestError(
-            f"{row.key!r}: {row.model!r} is no model of the suite and names no target; say with "
-            "--target what ran (in Python: target=rooftrace.trace(model, x))"
-        )
-    sizes = {size: row.sizes.get(size) for size in ("batch", "seq", "kv")}
-    name = row.model if target is None else filled(target, {"target": row.model, **sizes})
-    return _at_sizes(name, row.phase, sizes)
+    if source is None or isinstance(source, TargetTemplate):
+        if of_suite and not _names_a_target(row.model):
+            raise MeasuredRequestError(
+                f"{row.key!r}: {row.model!r} is no model of the suite and names no target; say "
+                "with --target what ran (in Python: target=rooftrace.trace(model, x))"
+            )
+        if source is None:
+            raise not_run(row.model)
+        sizes = {size: row.sizes.get(size) for size in ("batch", "seq", "kv")}
+        return _at_sizes(source.filled({"target": row.model, **sizes}), row.phase, sizes)
+    return _of_phase(source, None if row.phase == "step" else row.phase)
 
 
 def _at_sizes(name: str, phase: str, sizes: Mapping[str, int | None]) -> OpGraph:
@@ -174,14 +203,3 @@ def _of_phase(graphs: Graphs, phase: str | None) -> OpGraph:
     raise MeasuredRequestError(
         f"phase {phase or 'not given'}: the target has {', '.join(graphs) or 'none'}"
     )
-
-
-def filled(target: str, sizes: Mapping[str, Any]) -> str:
-    """A template with its names filled in.  Raises MeasuredRequestError for another name in it."""
-    try:
-        return target.format(**sizes)
-    except (KeyError, IndexError, ValueError) as error:
-        raise MeasuredRequestError(
-            f"--target {target!r}: {error}; expected some of "
-            f"{', '.join(f'{{{name}}}' for name in sizes)}"
-        ) from None

@@ -44,6 +44,7 @@ def validated(
     model: ExecutionModel,
     graphs_of: Callable[[], Graphs] | None = None,
     template: str | None = None,
+    trust_targets: bool = False,
     phases: Sequence[str] | None = None,
     counters: str | os.PathLike[str] | None = None,
     progress: Tell | None = None,
@@ -52,8 +53,9 @@ def validated(
 
     measured: a file of any kind that `source_of` knows, or its reader's result.  graphs_of: makes
     the graphs by phase of the measured code; template: a target for the names in the measurements,
-    without graphs.  phases: only these.  counters: a CSV of Nsight Compute of the same step as a
-    trace.  A step that does not trace is left out and reported.
+    without graphs.  trust_targets: without either, these names are targets.  phases: only these.
+    counters: a CSV of Nsight Compute of the same step as a trace.  A step that does not trace is
+    left out and reported.
 
     Raises MeasuredRequestError where the two do not fit together, and the errors of the readers.
     """
@@ -70,7 +72,7 @@ def validated(
             f"{source or 'what was measured'} has none"
         )
     target = template if graphs_of is None else graphs_of()
-    steps = _of_phases(steps_of(measured, model, target), phases)
+    steps = _of_phases(steps_of(measured, model, target, trust_targets), phases)
     result = _compared(steps, chip, model, tell)
     if isinstance(measured, Run):
         notes = _notes_of_run(measured, chip)

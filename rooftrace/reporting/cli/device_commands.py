@@ -128,6 +128,7 @@ def calibrate(
     chip: str,
     execution: str,
     target: str | None,
+    trust_targets: bool,
     start: str | None,
     free: tuple[str, ...] | None,
     title: str,
@@ -154,6 +155,7 @@ def calibrate(
             start=start,
             free=free or None,
             title=title,
+            trust_targets=trust_targets,
             **workload(**request),
         )
     if out == "-":
@@ -190,6 +192,7 @@ def validate(
     chip: str,
     execution: str,
     target: str | None,
+    trust_targets: bool,
     counters: str | None,
     form: str,
     out: str | None,
@@ -214,7 +217,13 @@ def validate(
         check_folder(folder)
     with progress():
         result = rt.validate(
-            measured, loaded, model, target, counters=counters, **workload(**request)
+            measured,
+            loaded,
+            model,
+            target,
+            counters=counters,
+            trust_targets=trust_targets,
+            **workload(**request),
         )
         written = result.write(folder) if folder is not None else []
     write_text(

@@ -107,7 +107,7 @@ def pricing_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def measured_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """--chip, --execution, --target: what measurements are of."""
+    """--chip, --execution, --target, --trust-targets: what measurements are of."""
     options = (
         click.option("--chip", required=True, help="The chip that the steps were measured on."),
         click.option(
@@ -120,7 +120,14 @@ def measured_options(command: Callable[..., Any]) -> Callable[..., Any]:
             "--target",
             metavar="TARGET|TEMPLATE",
             help="What was run.  With a trace: a TARGET.  With a table: a template that makes a "
-            "TARGET of each name in it, for example models.py:{target}.  A run needs none.",
+            "TARGET of each name in it, for example models.py:{target}.  A run of the suite needs "
+            "none.",
+        ),
+        click.option(
+            "--trust-targets",
+            is_flag=True,
+            help="Import and call what the file of measurements names: only for a file that you "
+            "trust as you trust code.",
         ),
     )
     for option in reversed(options):

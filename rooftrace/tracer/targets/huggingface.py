@@ -15,6 +15,7 @@ from rooftrace.tracer.asking import Request
 from rooftrace.tracer.inputs import Inputs, Loaded, module_inputs
 from rooftrace.tracer.recording import Recorder
 from rooftrace.tracer.targets.quantization import weights_precision
+from rooftrace.tracer.targets.remote_code import check_config, without_code
 from rooftrace.tracer.tensors import own_tensors
 from rooftrace.tracer.values import META, REAL_VALUE, Values
 
@@ -39,10 +40,13 @@ def from_file(path: Path, request: Request) -> Loaded:
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise TargetError(f"target {target!r}: not a JSON file: {error}") from None
     kind = data.get("model_type") if isinstance(data, dict) else None
-    if not kind:
+    if not isinstance(kind, str) or not kind:
         raise TargetError(
             f"target {target!r}: a Hugging Face config has a model_type; this one has none"
         )
+    if not request.trust_remote_code:
+        check_config(data, target)
+        data = without_code(data)
     transformers = _transformers()
     if kind not in transformers.CONFIG_MAPPING:
         raise TargetError(
@@ -63,14 +67,29 @@ def from_file(path: Path, request: Request) -> Loaded:
 def from_hub(target: str, request: Request) -> Loaded:
     """The model of a config in the local Hugging Face cache, or on the hub.  Raises TargetError."""
     name = target.removeprefix("hf:")
+    trusted = request.trust_remote_code
+    transformers = _transformers()
     try:
-        config = _transformers().AutoConfig.from_pretrained(
-            name, trust_remote_code=request.trust_remote_code
-        )
+        if not trusted:
+            data, _ = transformers.PreTrainedConfig.get_config_dict(name)
+            check_config(data, target)
+        config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=trusted)
+    except TargetError:
+        raise
     except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise TargetError(f"target {target!r}: {reason}") from None
+    if not trusted:
+        _forget_code(config)
     return from_config(config, name, target, request)
+
+
+def _forget_code(config: Any) -> None:
+    """Take `auto_map` out of a config object and of those of its parts."""
+    for value in list(vars(config).values()):
+        if isinstance(value, _transformers().PreTrainedConfig):
+            _forget_code(value)
+    vars(config).pop("auto_map", None)
 
 
 def _transformers() -> Any:
@@ -88,8 +107,10 @@ def _model_class(config: Any, target: str) -> Any:
     """The class named in `architectures`, else the first head that this config type has."""
     transformers = _transformers()
     for name in getattr(config, "architectures", None) or ():
-        if hasattr(transformers, name):
-            return getattr(transformers, name)
+        named = isinstance(name, str) and name[:1].isupper()
+        kind = getattr(transformers, name, None) if named else None
+        if isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel):
+            return kind
     # An encoder has a causal head too, for use as a decoder; its config says if it is one.
     heads = (
         *(_ENCODER_DECODER if getattr(config, "is_encoder_decoder", False) else ()),
@@ -119,7 +140,12 @@ def built_from(config: Any, target: str) -> Any:
     config = _part_for(kind, config)
     dtype = getattr(config, "dtype", None) or torch.float32
     if isinstance(dtype, str):
-        dtype = getattr(torch, dtype)
+        dtype = vars(torch).get(dtype)
+    if not isinstance(dtype, torch.dtype):
+        raise TargetError(
+            f"target {target!r}: dtype is {config.dtype!r:.60}: expected the name of a dtype of "
+            "torch, for example bfloat16"
+        )
     recorder = Recorder(Values(draws=True), record=False)
     try:
         with torch.device(META), recorder:
