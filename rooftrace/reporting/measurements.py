@@ -92,8 +92,8 @@ def calibrate(
     measured, execution, target, trust_targets, phases, sizes: as for `validate`.  start: knobs to
     begin with, by name or path; by default typical ones for a GPU, and the datasheet for other
     chips.  free: names of the knobs to fit; by default compute and memory, and with a run or a
-    trace as many as it supports.  Pass `.knobs` of the result to `execution_model(name, knobs=...)`; `.save(path)`
-    writes them to a file for --knobs.
+    trace as many as it supports.  Pass `.knobs` of the result to `execution_model(name,
+    knobs=...)`; `.save(path)` writes them to a file for --knobs.
 
     Raises what `validate` does, and CalibrationError for fewer measurements than knobs to fit.
     """

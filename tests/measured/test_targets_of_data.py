@@ -49,7 +49,7 @@ NAMES = ("payload:build", "payload.py:build", "os:abort", "config.json", "hf:a/b
 def test_a_name_in_a_file_is_not_run(name: str, payload: Path) -> None:
     for measured in ([StepTime(target=name, seconds=1e-3)], run_of(name)):
         for ask in (rt.validate, rt.calibrate):
-            with pytest.raises(MeasuredRequestError, match="not run|is no model of the suite"):
+            with pytest.raises(MeasuredRequestError, match=r"not run|is no model of the suite"):
                 ask(measured, CHIP)
     assert not ran(payload)
 
