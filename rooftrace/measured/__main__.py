@@ -6,6 +6,7 @@ python3 -m rooftrace.measured --out run.json.gz --budget 480
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -38,13 +39,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
             batch=wanted.batch,
             seq=wanted.seq,
         )
-        print(summary(measure_suite(plan, _tell, start_again), plan.out))
+        said = summary(measure_suite(plan, _tell, start_again), plan.out)
     except (MeasureError, ValueError, OSError) as error:
         sys.stderr.write(f"rooftrace: {error}\n")
         return 2
     except KeyboardInterrupt:
         sys.stderr.write("rooftrace: stopped; the same command goes on\n")
         return 130
+    return _print(said)
+
+
+def _print(text: str) -> int:
+    """Print a text; the exit code is 1 where stdout is closed or full."""
+    try:
+        sys.stdout.write(f"{text}\n")
+        sys.stdout.flush()
+    except (OSError, ValueError, AttributeError) as error:  # AttributeError: closed from the start
+        sys.stderr.write(f"rooftrace: cannot write to stdout: {error}\n")
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # Python flushes it once more at the end
+        return 1
     return 0
 
 

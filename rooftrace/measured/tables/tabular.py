@@ -9,18 +9,19 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from rooftrace._escapes import from_cell
 from rooftrace.errors import ProfileError
 
 
 def lines(path: str | os.PathLike[str]) -> Iterator[tuple[int, list[str]]]:
-    """(line number, cells) of each line that is not blank."""
+    """(line number, cells) of each line that is not blank, without the quotes of `to_cell`."""
     path = Path(path)
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             reader = csv.reader(file, strict=True)
             for cells in reader:
                 if any(cell.strip() for cell in cells):
-                    yield reader.line_num, [cell.strip() for cell in cells]
+                    yield reader.line_num, [from_cell(cell.strip()) for cell in cells]
     except UnicodeDecodeError as error:
         raise ProfileError(f"{path}: not a text file in UTF-8 ({error.reason})") from None
     except csv.Error as error:

@@ -1,4 +1,7 @@
-"""The command line.  Exit codes: 0 good, 1 a check failed, 2 a wrong request (one line says how).
+"""The command line.
+
+Exit codes: 0 good; 1 a check failed, or stdout took no more; 2 a wrong request (one line says how);
+130 stopped by the user; 141 the reader of stdout closed it (`| head`), without a message.
 
 Only click is imported up front, so that `--help` answers at once: commands import what they need.
 """
@@ -6,6 +9,7 @@ Only click is imported up front, so that `--help` answers at once: commands impo
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -17,6 +21,7 @@ from rooftrace.errors import UnusedError, is_ours
 from rooftrace.reporting.cli.chip_commands import chips
 from rooftrace.reporting.cli.device_commands import calibrate, measure, validate
 from rooftrace.reporting.cli.model_commands import compare, diff, report, trace
+from rooftrace.reporting.cli.output import StdoutError, checked_stdout, complain
 
 __all__ = ["cli", "main", "run"]
 
@@ -37,7 +42,25 @@ for _command in (report, trace, diff, compare, chips, measure, calibrate, valida
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line; every wrong request ends in one clear message and exit code 2."""
+    """Run the command line; every wrong request ends in one clear message and exit code 2.
+
+    stdout that is closed, full or broken ends in exit code 1 and one message.
+    """
+    try:
+        with checked_stdout():
+            _main(arguments)
+    except StdoutError as error:
+        if error.quiet:
+            sys.exit(_PIPE)
+        complain(f"cannot write to stdout: {error}")
+        sys.exit(1)
+
+
+_PIPE = 128 + 13
+"""The exit code that a shell shows for a program that SIGPIPE ended."""
+
+
+def _main(arguments: Sequence[str] | None) -> None:
     try:
         cli.main(
             args=list(arguments) if arguments is not None else None,
@@ -49,16 +72,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except click.Abort:
         sys.exit(130)
     except click.ClickException as error:
-        error.show()
+        shown = io.StringIO()
+        error.show(shown)
+        complain(shown.getvalue().rstrip("\n"), who="")
         sys.exit(2)
-    except BrokenPipeError:
-        # The reader of our output has closed it (| head): this is no error.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(0)
     except (ValueError, LookupError, RuntimeError, OSError) as error:
         if not (isinstance(error, OSError) or is_ours(error)):
             raise
-        sys.stderr.write(f"rooftrace: {_message(error)}\n")
+        complain(_message(error))
         sys.exit(2)
 
 
@@ -73,11 +94,11 @@ def run() -> None:
     except SystemExit as stop:
         code = stop.code
     if code is not None and not isinstance(code, int):
-        sys.stderr.write(f"{code}\n")
+        complain(str(code))
         code = 1
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.flush()  # main has told what it could not write
     os._exit(code or 0)
 
 

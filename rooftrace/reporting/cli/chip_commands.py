@@ -7,6 +7,7 @@ import sys
 import click
 
 import rooftrace as rt
+from rooftrace.reporting.cli.output import say
 from rooftrace.reporting.cli.shared import console
 
 
@@ -43,8 +44,8 @@ def chips_lint(paths: tuple[str, ...]) -> None:
         findings = lint_chip(path)
         serious = [f for f in findings if f.severity != "note"]
         bad += len(serious)
-        click.echo(f"{path}: {'ok' if not serious else f'{len(serious)} problems'}")
+        say(f"{path}: {'ok' if not serious else f'{len(serious)} problems'}")
         for finding in findings if paths else serious:
-            click.echo(f"  {finding.severity}: {finding.field}: {finding.message}")
+            say(f"  {finding.severity}: {finding.field}: {finding.message}")
     if bad:
         sys.exit(1)

@@ -18,6 +18,7 @@ from rooftrace.reporting.cli.options import (
     rules_option,
     workload_options,
 )
+from rooftrace.reporting.cli.output import say
 from rooftrace.reporting.cli.shared import (
     console,
     load_chips,
@@ -84,7 +85,7 @@ def measure(
     )
     with progress():
         run = measure_suite(plan, tell, start_again)
-    click.echo(summary(run, plan.out))
+    say(summary(run, plan.out))
 
 
 def _measure_chip(
@@ -103,7 +104,7 @@ def _measure_chip(
         return
     write_chip(chip, str(out))
     console().print(renderable(chip))
-    click.echo(f"\nwritten to {out}; use it as --chip {out}")
+    say(f"\nwritten to {out}; use it as --chip {out}")
 
 
 @click.command(epilog=TARGET_HELP)
@@ -163,7 +164,7 @@ def calibrate(
         return
     result.save(out)
     console().print(result)
-    click.echo(f"\nwritten to {out}; use it as --knobs {out}")
+    say(f"\nwritten to {out}; use it as --knobs {out}")
 
 
 @click.command(epilog=TARGET_HELP)
@@ -235,4 +236,4 @@ def validate(
     )
     if written and form == "terminal":
         names = ", ".join(path.name for path in written)
-        click.echo(f"\nwritten to {folder}{os.sep}: {names}")
+        say(f"\nwritten to {folder}{os.sep}: {names}")

@@ -23,6 +23,7 @@ from rooftrace.reporting.cli.options import (
     rules_option,
     workload_options,
 )
+from rooftrace.reporting.cli.output import complain, say
 from rooftrace.reporting.cli.shared import (
     console,
     load_chips,
@@ -110,9 +111,7 @@ def report(
         return
     console().print(result)
     if written:
-        click.echo(
-            f"\nwritten to {Path(out or '.')}{os.sep}: {', '.join(path.name for path in written)}"
-        )
+        say(f"\nwritten to {Path(out or '.')}{os.sep}: {', '.join(path.name for path in written)}")
 
 
 @click.command(epilog=TARGET_HELP)
@@ -135,7 +134,7 @@ def trace(target: str, out: str, rules: tuple[str, ...], **request: Any) -> None
     rt.save(graphs, out)
     ops = {phase: sum(map(graph.times, graph.ops)) for phase, graph in graphs.items()}
     counts = ", ".join(f"{phase} {count} ops" for phase, count in ops.items())
-    click.echo(f"{out}: {counts}")
+    say(f"{out}: {counts}")
 
 
 @click.command(epilog=TARGET_HELP)
@@ -194,7 +193,7 @@ def diff(
     write_text(form, out, lambda: renderable(result), lambda: as_markdown(result), result.to_dict)
     broken = result.violations(fail_on)
     for sentence in broken:
-        click.echo(f"rooftrace: {sentence}", err=True)
+        complain(sentence)
     if broken:
         sys.exit(1)
 
@@ -254,7 +253,7 @@ def _to_stdout(result: Any, form: str) -> None:
     if form == "json":
         click.echo(json.dumps(result.to_dict(), indent=1, allow_nan=False))
     elif form == "csv":
-        click.echo(result.to_frame().to_csv(index=False, lineterminator="\n"), nl=False)
+        click.echo(result.to_csv(), nl=False)
     else:
         from rooftrace.reporting.text import as_markdown
 

@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 import rooftrace as rt
+from rooftrace._escapes import visible
 
 
 def workload(
@@ -92,7 +93,7 @@ def write_text(
     if out in (None, "-"):
         click.echo(text, nl=False)
     else:
-        write_bytes(Path(str(out)), text.encode())
+        write_bytes(Path(str(out)), text.encode("utf-8", "backslashreplace"))
 
 
 def console() -> Any:
@@ -107,10 +108,15 @@ def console() -> Any:
 def progress() -> Iterator[None]:
     """A spinner on stderr that says what the calls inside do, where stderr is a terminal."""
     from rich.console import Console
+    from rich.text import Text
 
     console = Console(stderr=True)
     if not console.is_terminal:
         yield
         return
-    with console.status("starting") as status, rt.telling(status.update):
+
+    def show(text: str) -> None:
+        status.update(Text(visible(text)))  # a plain str would be markup
+
+    with console.status("starting") as status, rt.telling(show):
         yield

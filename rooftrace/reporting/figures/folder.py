@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from rooftrace._escapes import file_part
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -18,14 +21,16 @@ def figures(report: Results) -> Iterator[tuple[str, Callable[[], Figure]]]:
 
     yield "roofline.png", lambda: roofline.roofline(report)
     for phase in report.phases:
-        yield f"roofline-{phase}.png", lambda phase=phase: roofline.family_roofline(report, phase)  # type: ignore[misc]
+        draw = partial(roofline.family_roofline, report, phase)
+        yield f"roofline-{file_part(phase)}.png", draw
     yield "time.png", lambda: breakdown.time_figure(report)
     yield "bytes.png", lambda: breakdown.byte_figure(report)
     if report.memory:
         yield "memory.png", lambda: breakdown.peak_figure(report)
     for phase, need in report.memory.items():
         if need.timeline.moments:
-            yield f"memory-{phase}.png", lambda phase=phase: memoryplot.memory_figure(report, phase)  # type: ignore[misc]
+            draw = partial(memoryplot.memory_figure, report, phase)
+            yield f"memory-{file_part(phase)}.png", draw
 
 
 def write_figures(report: Results, folder: Path) -> list[str]:

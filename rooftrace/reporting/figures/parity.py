@@ -208,7 +208,7 @@ def _names(
             color=style.ink_of(tones.get(point.group, style.GREY)), va="bottom", ha="left",
             path_effects=halo,
         )  # fmt: skip
-        extent = text.get_window_extent(renderer)
+        extent = style.extent(text, renderer)
         x, y = to_pixels((point.predicted, point.measured))
         labels.append(Label(float(x), float(y), float(extent.width) + 4, float(extent.height) + 2))
         texts.append(text)

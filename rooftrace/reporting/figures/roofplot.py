@@ -246,7 +246,7 @@ def _write(
             transform=None, zorder=7, linespacing=1.15, va="bottom", ha="left",
             path_effects=halo,
         )  # fmt: skip
-        extent = text.get_window_extent(renderer)
+        extent = style.extent(text, renderer)
         x, y = to_pixels((note.x, note.y))
         width, height = float(extent.width) + 4, float(extent.height) + 2
         inset = 5 if note.slide else 0

@@ -8,7 +8,6 @@ ops from seconds by op id.  Arrows go from each predicted kernel to the measured
 from __future__ import annotations
 
 import gzip
-import json
 import math
 import os
 from collections import defaultdict
@@ -16,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rooftrace._escapes import file_part, to_json
 from rooftrace._writing import write_bytes
 from rooftrace.costmodels.findings.playback import Folded, Playback, Played, play
 from rooftrace.reporting.view import words
@@ -82,7 +82,7 @@ def write_timeline(
     """Write `timeline(...)` (gzip if the name ends in .gz), whole or not at all; its path."""
     path = Path(path)
     contents = timeline(estimate, measured, limit)
-    text = json.dumps(contents, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
+    text = to_json(contents)
     write_bytes(path, gzip.compress(text, 6, mtime=0) if path.suffix == ".gz" else text)
     return path
 
@@ -91,7 +91,7 @@ def write_timelines(report: Results, folder: Path) -> list[str]:
     """timeline_<phase>.json.gz of the main execution on the first chip; the names of the files."""
     names = []
     for phase in report.phases:
-        names.append(f"timeline_{phase}.json.gz")
+        names.append(f"timeline_{file_part(phase)}.json.gz")
         write_timeline(folder / names[-1], report.estimate(phase))
     return names
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import csv
-import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
+from rooftrace._escapes import to_cell, to_cells, to_json
 from rooftrace._writing import aside, put_folder
 from rooftrace.errors import RequestError
 
 if TYPE_CHECKING:
+    import pandas
+
     from rooftrace.measured.validate import Validation
     from rooftrace.reporting.sections import Results
 
@@ -82,14 +84,12 @@ def write_report(results: Results, out: Path, formats: Sequence[str]) -> list[Pa
         figures = tuple(names)
         if "csv" in formats:
             with (folder / "ops.csv").open("w", encoding="utf-8", newline="") as file:
-                for number, frame in enumerate(results.frames()):
-                    frame.to_csv(file, index=False, header=number == 0, lineterminator="\n")
+                write_frames(results.frames(), file)
             names.append("ops.csv")
         if "json" in formats:
             from rooftrace.reporting.sections import document
 
-            text = json.dumps(document(results), indent=1, allow_nan=False, ensure_ascii=False)
-            (folder / "report.json").write_text(text + "\n", encoding="utf-8")
+            (folder / "report.json").write_bytes(to_json(document(results), indent=1) + b"\n")
             names.append("report.json")
         if "trace" in formats:
             from rooftrace.reporting.figures import write_timelines
@@ -125,18 +125,26 @@ def write_validation(result: Validation, out: Path) -> list[Path]:
             with (folder / "nodes.csv").open("w", encoding="utf-8", newline="") as file:
                 table = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
                 table.writeheader()
-                table.writerows(rows)  # None is an empty cell
+                table.writerows(map(to_cells, rows))  # None is an empty cell
             names.append("nodes.csv")
         if result.estimate is not None and result.alignment is not None:
             from rooftrace.reporting.figures import write_timeline
 
             names.append("timeline.json.gz")
             write_timeline(folder / names[-1], result.estimate, result.alignment)
-        text = json.dumps(result.to_dict(), indent=1, allow_nan=False, ensure_ascii=False)
-        (folder / "validation.json").write_text(text + "\n", encoding="utf-8")
+        text = to_json(result.to_dict(), indent=1)
+        (folder / "validation.json").write_bytes(text + b"\n")
         page = as_markdown(result, names)
         (folder / "validation.md").write_text(page, encoding="utf-8")
     return [out / name for name in ("validation.md", "validation.json", *names)]
+
+
+def write_frames(frames: Iterable[pandas.DataFrame], file: IO[str]) -> None:
+    """Write frames of equal columns as one CSV; text that would be a formula is quoted."""
+    for number, frame in enumerate(frames):
+        texts = frame.select_dtypes(exclude="number").columns
+        plain = frame.assign(**{name: frame[name].map(to_cell) for name in texts})
+        plain.to_csv(file, index=False, header=number == 0, lineterminator="\n")
 
 
 @contextmanager

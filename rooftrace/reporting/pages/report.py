@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,6 +38,17 @@ class Report(Results):
         import pandas
 
         return pandas.concat(list(self.frames()), ignore_index=True)
+
+    def to_csv(self) -> str:
+        """The contents of ops.csv: the rows of `to_frame`.
+
+        Text that a spreadsheet would run as a formula begins with a "'".
+        """
+        from rooftrace.reporting.pages.files import write_frames
+
+        file = io.StringIO()
+        write_frames(self.frames(), file)
+        return file.getvalue()
 
     def write(self, out: str | Path, formats: Sequence[str] = FORMATS) -> list[Path]:
         """Write report.md, report.json, ops.csv and figures into the folder `out`; their paths.

@@ -40,5 +40,5 @@ the tensors of an eager run. Saved for backward: activations that forward makes 
 
 def glossary(results: Results) -> view.Section:
     """How to read a report."""
-    note = view.Note(HOW_TO_READ.strip())
+    note = view.Note(HOW_TO_READ.strip(), lines=True)
     return view.Section(title="How to read this report", parts=[note])

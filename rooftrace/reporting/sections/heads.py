@@ -33,12 +33,12 @@ def head(results: Results) -> view.Section:
     fits, sentence = words.fit_words(results.memory, results.chips[0])
     parts = [
         view.Note(title(results), "strong", on="screen"),
-        view.Note("\n".join(screen), on="screen"),
+        view.Note("\n".join(screen), on="screen", lines=True),
     ]
     if sentence:
         note = view.Note(sentence, "" if fits else "worst", on="screen")
         parts.insert(2 if fits else 0, note)
-    return view.Section(place=1, parts=[*parts, view.Note("\n".join(page), on="page")])
+    return view.Section(place=1, parts=[*parts, view.Note("\n".join(page), on="page", lines=True)])
 
 
 def title(results: Results) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from rooftrace._escapes import file_part
 from rooftrace.hardware.units import (
     format_share,
     format_time,
@@ -41,7 +42,8 @@ def phase(results: Results, name: str) -> view.Section:
     parts += [_modules(main), kernels_of(main), fusing(results.headroom[name])]
     if name in results.memory:
         parts.append(memory_at_peak(results.memory[name]))
-    parts += [view.Image(f"memory-{name}.png"), view.Image(f"roofline-{name}.png")]
+    file = file_part(name)
+    parts += [view.Image(f"memory-{file}.png"), view.Image(f"roofline-{file}.png")]
     return view.Section(title=name.capitalize(), parts=parts)
 
 

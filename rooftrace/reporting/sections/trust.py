@@ -183,7 +183,7 @@ def _without_a_rule(missing: Sequence[tuple[str, Unsupported]]) -> list[view.Par
         for phase, entry in missing
     ]
     stubs = dict.fromkeys(entry.stub for _, entry in missing)
-    code = "\n".join(["```python", "import rooftrace", *(f"\n\n{s}" for s in stubs), "```"])
+    code = "\n".join(["import rooftrace", *(f"\n\n{s}" for s in stubs)])
     return [
         view.Note(
             "Of these ops no FLOP is counted. Their bytes: operands are read and results written; "
@@ -192,7 +192,7 @@ def _without_a_rule(missing: Sequence[tuple[str, Unsupported]]) -> list[view.Par
         ),
         view.Table(columns=UNSUPPORTED, rows=rows),
         view.Note("To fill in, and to pass with `--rules FILE.py`:"),
-        view.Note(code),
+        view.Note(code, code="python"),
     ]
 
 
@@ -283,5 +283,5 @@ def _chip(results: Results, chip: Chip) -> view.Section:
     ]
     return view.Section(
         title=f"{chip.title} (`{chip.name}`)",
-        parts=[view.Table(columns=columns, rows=rows), view.Note("\n".join(lines))],
+        parts=[view.Table(columns=columns, rows=rows), view.Note("\n".join(lines), lines=True)],
     )

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from rooftrace._escapes import visible
 from rooftrace.reporting.view.words import short_module
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ class Grid:
         for position in kept:
             column = self.columns[position]
             table.add_column(
-                column.name("screen"),
+                Text(visible(column.name("screen"))),  # a plain str would be markup
                 justify="left" if column.is_left("screen") else "right",
                 no_wrap=not column.folded,
                 overflow="fold" if column.folded else "ellipsis",
@@ -55,7 +56,7 @@ class Grid:
     def _fit(self, width: int) -> tuple[list[int], dict[int, int]]:
         """Positions of the columns that fit into `width`, and the widths of those that are cut."""
         widths = [
-            max([len(column.name("screen")), *(row[i].cell_len for row in self.rows)])
+            max([len(visible(column.name("screen"))), *(row[i].cell_len for row in self.rows)])
             for i, column in enumerate(self.columns)
         ]
         kept = list(range(len(self.columns)))

@@ -1,9 +1,10 @@
-"""A view as a GitHub-flavoured page."""
+"""A view as a GitHub-flavoured page; here, and nowhere else, text is escaped for it."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
+from rooftrace.reporting.view.escaping import fenced, inline
 from rooftrace.reporting.view.model import Cell, Column, Image, Note, Part, Section, Table, View
 
 _BOLD = ("strong", "bad")
@@ -13,7 +14,7 @@ def as_page(view: View, figures: Collection[str] = ()) -> str:
     """The page; `figures` are the names of the files that it may show."""
     lines: list[str] = []
     if view.title:
-        lines += ["#" * view.level + f" {view.title}"]
+        lines += ["#" * view.level + f" {inline(view.title)}"]
     for section in view.sections:
         lines += _section(section, view.level + 1, figures)
     kept = (line if line.endswith(".  ") else line.rstrip() for line in lines)
@@ -30,7 +31,7 @@ def _section(section: Section, level: int, figures: Collection[str]) -> list[str
         if text:
             lines += text if bullet and listing else ["", *text]
             listing = bullet
-    title = ["", f"{'#' * level} {section.title}"] if section.title and lines else []
+    title = ["", f"{'#' * level} {inline(section.title)}"] if section.title and lines else []
     return [*title, *lines]
 
 
@@ -44,8 +45,12 @@ def _part(part: Part, level: int, figures: Collection[str]) -> Iterator[str]:
     elif isinstance(part, Image):
         if part.name in figures:
             yield f"![{part.about or part.name.removesuffix('.png')}]({part.name})"
+    elif isinstance(part, Note) and part.code:
+        yield from fenced(part.text, part.code)
     elif isinstance(part, Note):
-        text = f"**{part.text}**" if part.mark in _BOLD else part.text
+        lines = part.text.split("\n") if part.lines else [part.text]
+        text = "\n".join(map(inline, lines))
+        text = f"**{text}**" if part.mark in _BOLD else text
         if part.bullet:
             text = f"{'  ' * (part.bullet - 1)}- {text}"
         yield from text.split("\n")
@@ -79,7 +84,7 @@ def pipes(
     padded: bool = True,
 ) -> list[str]:
     """A pipe table; `padded` so that its source reads as a table too."""
-    cells = [[cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in (head, *rows)]
+    cells = [[inline(cell, cell=True) for cell in row] for row in (head, *rows)]
     if not padded:
         rule = "|".join("---" if flush else "---:" for flush in left)
         text = ["|" + "|".join(f" {cell} " if cell else " " for cell in row) + "|" for row in cells]

@@ -92,13 +92,17 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """A sentence, or several lines of text."""
+    """A sentence, several lines of text, or a block of code."""
 
     text: str
     mark: str = ""
     on: Output = "both"
     bullet: int = 0  # a page: the depth of the list that it is an item of; 0: a paragraph
     label: str = ""  # a screen: words in bold before it
+    _: KW_ONLY
+    # Each newline begins a line; else it came with a name, and is shown as an escape.
+    lines: bool = False
+    code: str = ""  # the language of a block of code, which may have several lines
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,14 @@
-"""A view on a screen, in colours where the terminal has them."""
+"""A view on a screen, in colours where the terminal has them.
+
+Here, and nowhere else, characters that are not seen get visible escapes.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from rooftrace._escapes import visible
 from rooftrace.reporting.view.grids import Grid
 from rooftrace.reporting.view.model import Cell, Column, Note, Section, Table, View
 
@@ -57,10 +61,11 @@ def _parts(section: Section) -> Iterator[RenderableType]:
             yield from _parts(part)
         elif isinstance(part, Note) and part.on != "page":
             style = STYLES[part.mark]
+            text = visible(part.text, lines=part.lines or bool(part.code))
             yield (
-                Text.assemble((part.label, "bold"), (part.text, style))
+                Text.assemble((visible(part.label), "bold"), (text, style))
                 if part.label
-                else Text(part.text, style)
+                else Text(text, style)
             )
         elif isinstance(part, Table) and part.on != "page" and part.rows:
             yield _grid(part)
@@ -84,7 +89,7 @@ def _grid(table: Table) -> Grid:
 def _heading(name: str, width: int) -> list[Text]:
     from rich.text import Text
 
-    return [Text(name, style="bold"), *(Text() for _ in range(width - 1))]
+    return [Text(visible(name), style="bold"), *(Text() for _ in range(width - 1))]
 
 
 def _cell(column: Column, row: object) -> Text:
@@ -95,4 +100,4 @@ def _cell(column: Column, row: object) -> Text:
     mark = cell.mark or column.mark
     unit = cell.unit or column.unit
     text = str(cell.value) if mark == "plain" else unit.written(cell.value, page=False)
-    return Text(f"{cell.before}{text}{cell.after}", style=STYLES[mark])
+    return Text(visible(f"{cell.before}{text}{cell.after}"), style=STYLES[mark])

@@ -21,6 +21,7 @@ from rooftrace.hardware.units import (
     format_traffic,
 )
 from rooftrace.reporting.view import words
+from rooftrace.reporting.view.escaping import code_span
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +72,6 @@ def _count(number: float) -> str:
     return f"{number:,.0f}"
 
 
-def _code(text: str) -> str:
-    return f"`{text}`" if text else ""
-
-
 def _kernel(name: str) -> str:
     name = words.kernel_name(name)
     return name if len(name) <= KERNEL_WIDTH else f"{name[: KERNEL_WIDTH - 1]}…"
@@ -100,9 +97,9 @@ TEXT = Unit("", "string", str, left="both")
 WORDS = Unit("", "string", str)
 """A few words in a column of numbers: flush right."""
 LIMITS = Unit("", "string", str, left="screen")
-CODE = Unit("", "string", _code, str, left="both")
-MODULE = Unit("", "string", lambda path: f"`{path or '(root)'}`", lambda p: p or "(root)", "both")
-KERNEL = Unit("", "string", lambda name: _code(words.kernel_name(name)), _kernel, "both")
+CODE = Unit("", "string", code_span, str, left="both")
+MODULE = Unit("", "string", lambda p: code_span(p or "(root)"), lambda p: p or "(root)", "both")
+KERNEL = Unit("", "string", lambda name: code_span(words.kernel_name(name)), _kernel, "both")
 FLAG = Unit("", "boolean", str)
 COUNT = Unit("", "integer", _count)
 POSITIVE = Unit("", "integer", _count, least=1)

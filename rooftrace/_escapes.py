@@ -1,0 +1,78 @@
+"""How text from outside is written, so that it is seen and never acts: names, titles, cells.
+
+Names of modules and classes, and whatever a file says, may hold any character.  Each printer calls
+one of these functions; what makes the text does not.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+# Control characters (C0, DEL, C1), what is invisible or turns the direction of writing, what ends
+# a line, and lone surrogates, which no file can hold.
+_UNSEEN = (
+    r"\x00-\x1f\x7f-\x9f\xad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f"
+    r"\ufeff\ufff9-\ufffb\ud800-\udfff\U000e0000-\U000e007f"
+)
+_ANY = re.compile(f"[{_UNSEEN}]")
+_NOT_LINES = re.compile(f"(?!\n)[{_UNSEEN}]")
+_FORMULA = re.compile(r"'*[=+\-@\t\r\uff1d\uff0b\uff0d\uff20]")
+_QUOTED = re.compile(r"'+[=+\-@\t\r\uff1d\uff0b\uff0d\uff20]")
+_NOT_IN_A_NAME = re.compile(r"[^\w.-]+")
+
+
+def visible(text: str, *, lines: bool = False) -> str:
+    r"""The text with a visible escape for each character that is not seen: ESC as `\x1b`.
+
+    lines: the text has several lines, so that newlines stay.
+    """
+    if text.isascii() and text.isprintable():
+        return text
+    return (_NOT_LINES if lines else _ANY).sub(_escape, text)
+
+
+def _escape(character: re.Match[str]) -> str:
+    return character[0].encode("unicode_escape").decode("ascii")
+
+
+def to_cell(value: Any) -> Any:
+    """A value as a cell of a CSV file: text that a spreadsheet would run as a formula gets a "'".
+
+    These texts begin with "=", "+", "-", "@", a tab or a carriage return.  Numbers stay numbers.
+    `from_cell` takes the quote away again.
+    """
+    if not isinstance(value, str):
+        return value
+    text = f"'{value}" if _FORMULA.match(value) else value
+    return visible(text)
+
+
+def from_cell(cell: str) -> str:
+    """The text of a cell that `to_cell` wrote, without the quote; other cells stay as they are."""
+    return cell[1:] if _QUOTED.match(cell) else cell
+
+
+def to_cells(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of a CSV file, cell by cell."""
+    return {name: to_cell(value) for name, value in row.items()}
+
+
+def to_json(document: Any, *, indent: int | None = None) -> bytes:
+    """A document as JSON in UTF-8, in which characters that are not seen are escapes of JSON."""
+    separators = None if indent is not None else (",", ":")
+    text = json.dumps(
+        document, indent=indent, separators=separators, ensure_ascii=False, allow_nan=False
+    )
+    return _NOT_LINES.sub(_json_escape, text).encode()
+
+
+def _json_escape(character: re.Match[str]) -> str:
+    return json.dumps(character[0])[1:-1]
+
+
+def file_part(name: str) -> str:
+    """A name as a part of the name of a file: letters, digits, ".", "_" and "-"."""
+    return _NOT_IN_A_NAME.sub("_", visible(name))[:60]
