@@ -73,6 +73,20 @@ def _json_escape(character: re.Match[str]) -> str:
     return json.dumps(character[0])[1:-1]
 
 
+def to_toml(text: str) -> str:
+    """Text as a basic string of TOML, in which characters that are not seen are its escapes.
+
+    TOML has no lone surrogates: they become visible.
+    """
+    plain = text.encode("utf-8", "backslashreplace").decode()
+    return _ANY.sub(_toml_escape, json.dumps(plain, ensure_ascii=False))
+
+
+def _toml_escape(character: re.Match[str]) -> str:
+    number = ord(character[0])
+    return f"\\u{number:04x}" if number < 0x10000 else f"\\U{number:08x}"
+
+
 def file_part(name: str) -> str:
     """A name as a part of the name of a file: letters, digits, ".", "_" and "-"."""
     return _NOT_IN_A_NAME.sub("_", visible(name))[:60]

@@ -9,6 +9,7 @@ import csv
 import io
 import json
 import random
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,9 +17,14 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from rooftrace._escapes import file_part, from_cell, to_cell, to_json, visible
+from rooftrace._escapes import file_part, from_cell, to_cell, to_json, to_toml, visible
 from rooftrace.reporting.view import as_page, as_screen, units
 from rooftrace.reporting.view.model import Column, Note, Section, Table, View
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 NAMES = (Path(__file__).parents[1] / "corpus/names/names.txt").read_text().splitlines()
 PIECES = (
@@ -125,6 +131,13 @@ def test_json_keeps_every_name(seconds: float) -> None:
         text = to_json({name: [name]}, indent=1)
         assert json.loads(text) == {name: [name]}
         assert not UNSEEN & set(text.decode())
+
+
+def test_toml_keeps_every_name(seconds: float) -> None:
+    for name in names(seconds / 4):
+        text = f"title = {to_toml(name)}\n"
+        assert tomllib.loads(text)["title"] == name.replace("\udcff", "\\udcff")
+        assert not UNSEEN & set(text)
 
 
 def test_a_name_of_a_file_stays_in_its_folder(seconds: float) -> None:

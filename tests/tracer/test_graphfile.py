@@ -140,3 +140,12 @@ def test_an_interrupted_write_leaves_the_old_file(
         rt.save(graph, path)
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_name_that_no_text_file_can_hold_comes_back(tmp_path: Path) -> None:
+    stack = torch.nn.Sequential()
+    stack.add_module("lone\udcffsurrogate", torch.nn.Linear(4, 4))
+    graph = rt.trace(stack, torch.empty(2, 4))
+    rt.save(graph, tmp_path / "graph.json")
+    assert rt.load(tmp_path / "graph.json").ops == graph.ops
+    (tmp_path / "graph.json").read_text(encoding="utf-8")

@@ -14,7 +14,6 @@ known; its shares are for the rest.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import sys
@@ -23,6 +22,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from rooftrace._escapes import to_toml
 from rooftrace.costmodels.knobs.classes import CLASSES, LAST
 from rooftrace.hardware import Chip
 
@@ -274,8 +274,7 @@ def _toml(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
-        # JSON escapes as TOML does, but for one character.
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+        return to_toml(value)
     if isinstance(value, float):
         return "inf" if value == math.inf else repr(float(f"{value:.6g}"))
     if isinstance(value, int):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, cast
 
+from rooftrace._escapes import to_toml
 from rooftrace.errors import hint
 from rooftrace.hardware import units
 from rooftrace.hardware.chip import KINDS, Fact, FactKind
@@ -145,8 +145,7 @@ SPARSE = "with 2:4 sparsity"
 def toml_value(value: object) -> str:
     """A value in TOML's notation, for files and for errors."""
     if isinstance(value, str):
-        # A JSON string is a TOML basic string, but for DEL, which TOML wants escaped.
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+        return to_toml(value)
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, (list, tuple)):

@@ -36,8 +36,9 @@ def save_graphs(graphs: Mapping[str, OpGraph], path: str | os.PathLike[str]) -> 
 def graphs_bytes(graphs: Mapping[str, OpGraph], compress: bool) -> bytes:
     """The contents of a graph file."""
     data = {"schema": SCHEMA, "graphs": {phase: _encode(graph) for phase, graph in graphs.items()}}
-    text = json.dumps(data, separators=(",", ":"), ensure_ascii=False).encode()
-    return gzip.compress(text, compresslevel=6, mtime=0) if compress else text
+    text = json.dumps(data, separators=(",", ":"), ensure_ascii=False)
+    content = text.encode("utf-8", "backslashreplace")  # a lone surrogate, as JSON escapes it
+    return gzip.compress(content, compresslevel=6, mtime=0) if compress else content
 
 
 def load_graphs(path: str | os.PathLike[str]) -> dict[str, OpGraph]:
