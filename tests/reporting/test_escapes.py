@@ -184,7 +184,7 @@ def test_a_newline_of_a_name_begins_no_line() -> None:
         (r"\`<b>`", r"\`&lt;b>&#96;"),
         ("[a](b)", "[a&#93;(b)"),
         ("[a]: b", "[a&#93;: b"),
-        ("~~~", "&#126;~~"),
+        ("> ~~~", "> &#126;&#126;&#126;"),
     ],
 )
 def test_a_line_of_a_page(text: str, written: str) -> None:

@@ -8,6 +8,7 @@ from functools import partial
 
 from rooftrace.costmodels.execution import ExecutionModel, execution_model
 from rooftrace.costmodels.rewriting import reprice
+from rooftrace.errors import UnusedError
 from rooftrace.measured.pairing.reading import Graphs, MeasuredRequestError
 from rooftrace.measured.pairing.templates import (
     SIZES,
@@ -112,6 +113,9 @@ def steps_of_run(
         for row in run.models
         if row.mode == mode
     ]
+    if trust_targets and steps and all(step.row is not None and step.row.scale for step in steps):
+        reason = "every row of the run is of a model of the suite"
+        raise UnusedError("trust_targets", "True", reason)
     if not steps:
         raise MeasuredRequestError(
             f"the run has no {mode} steps of models, only "

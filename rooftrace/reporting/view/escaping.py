@@ -15,7 +15,7 @@ _TOKEN = re.compile(r"\\[!-/:-@\[-`{-~]|`+")
 _TAG = re.compile(r"<(?=[A-Za-z/!?])")
 _LINK = re.compile(r"\](?=\()")
 _DEFINITION = re.compile(r"^(\s*\[[^\]]*)\](?=:)")
-_FENCE = re.compile(r"^\s*~~~")
+_FENCE = re.compile(r"~{3,}")
 _RUNS = re.compile(r"`+")
 
 
@@ -29,9 +29,7 @@ def inline(text: str, *, cell: bool = False) -> str:
         else:
             plain = part.replace("`", "&#96;") if is_code else part
             written.append(_plain(plain, cell))
-    line = "".join(written)
-    line = _DEFINITION.sub(r"\1&#93;", line)
-    return _FENCE.sub("&#126;~~", line)
+    return _DEFINITION.sub(r"\1&#93;", "".join(written))
 
 
 def _parts(text: str) -> Iterator[tuple[bool, str]]:
@@ -57,6 +55,7 @@ def _parts(text: str) -> Iterator[tuple[bool, str]]:
 
 def _plain(text: str, cell: bool) -> str:
     text = _LINK.sub("&#93;", _TAG.sub("&lt;", text))
+    text = _FENCE.sub(lambda run: "&#126;" * len(run[0]), text)
     if cell:
         text = text.replace("\\|", "\\&#124;").replace("|", "\\|")
     return text
