@@ -51,7 +51,7 @@ UNSEEN = {chr(n) for n in (*range(32), *range(127, 160), 0x202E, 0x2028, 0xDCFF)
 @pytest.fixture
 def seconds(request: pytest.FixtureRequest) -> float:
     """How long to attack."""
-    return float(request.config.getoption("--fuzz-seconds", default=None) or 0.7)
+    return float(request.config.getoption("--fuzz-seconds", default=None) or 0.3)
 
 
 def names(seconds: float) -> Iterator[str]:

@@ -6,9 +6,11 @@ attacks and then others.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import random
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from rooftrace._escapes import to_toml
 from rooftrace.measured.pairing import MeasuredRequestError
 from rooftrace.measured.pairing.templates import template_of
 from tests.fuzz.watch import unasked, watching
@@ -59,7 +62,7 @@ TEMPLATES = (
 @pytest.fixture
 def seconds(request: pytest.FixtureRequest) -> float:
     """How long to attack."""
-    return float(request.config.getoption("--fuzz-seconds", default=None) or 1.0)
+    return float(request.config.getoption("--fuzz-seconds", default=None) or 0.4)
 
 
 def attacks(seconds: float) -> Iterator[random.Random]:
@@ -146,6 +149,69 @@ def attack(folder: Path, run: Run, *arguments: str | Path) -> None:
         ran = run(*arguments)
     assert ran.code in (0, 1, 2) and "Traceback" not in ran.err
     assert not unasked(seen, EVIL, str(folder)) and not (folder / "ran").exists()
+
+
+def poisoned(value: Any, rng: random.Random) -> Any:
+    """The value with some of its texts replaced by hostile names, keys of tables too."""
+    if isinstance(value, dict):
+        return {
+            (rng.choice(NAMES) if rng.random() < 0.02 else key): poisoned(item, rng)
+            for key, item in value.items()
+        }
+    if isinstance(value, list):
+        return [poisoned(item, rng) for item in value]
+    return rng.choice(NAMES) if isinstance(value, str) and rng.random() < 0.2 else value
+
+
+def toml(value: str, rng: random.Random) -> str:
+    """A TOML text with some of its strings replaced by hostile names."""
+
+    def other(text: re.Match[str]) -> str:
+        return to_toml(rng.choice(NAMES)) if rng.random() < 0.2 else text[0]
+
+    return re.sub(r'"[^"\n]*"', other, value)
+
+
+def a_trace() -> dict[str, Any]:
+    facts = {"Input Dims": [[2, 8], [8, 8]], "Sequence number": 1, "Call stack": "payload.py(1): f"}
+    ops = [
+        {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "pid": 1, "tid": 1, "ts": n, "dur": 0.5}
+        for n in range(3)
+    ]
+    return {"schemaVersion": 1, "traceEvents": [{**op, "args": facts} for op in ops]}
+
+
+def test_other_files_run_nothing(folder: Path, run: Run, seconds: float, root: Path) -> None:
+    """Graphs, traces, knobs and chips: an error of any kind is the matter of other tests."""
+    (folder / "model.py").write_text(
+        "import torch\ndef build(): return torch.nn.Linear(8, 8), torch.empty(2, 8)\n"
+    )
+    assert run("trace", "model.py:build", "--phase", "forward", "-o", "graph.json").code == 0
+    graph = json.loads((folder / "graph.json").read_text())
+    knobs = (root / "rooftrace/costmodels/knobs/fitted/typical-eager.toml").read_text()
+    chip = (root / "rooftrace/hardware/chips/l4.toml").read_text()
+    for rng in attacks(seconds):
+        files = {
+            "bad.json": json.dumps(poisoned(graph, rng)),
+            "trace.json": json.dumps(poisoned(a_trace(), rng)),
+            "knobs.toml": toml(knobs, rng),
+            "chip.toml": toml(chip, rng),
+        }
+        for name, text in files.items():
+            (folder / name).write_text(text, encoding="utf-8")
+        command = rng.choice(
+            (
+                ("report", "bad.json", "--chip", "l4"),
+                ("diff", "bad.json", "graph.json", "--chip", "l4"),
+                ("report", "graph.json", "--chip", "l4", "--knobs", "knobs.toml"),
+                ("report", "graph.json", "--chip", "chip.toml"),
+                ("chips", "lint", "chip.toml"),
+                ("validate", "trace.json", "--chip", "l4", "--target", "graph.json"),
+            )
+        )
+        with watching() as seen, contextlib.suppress(Exception):
+            run(*command)
+        assert not unasked(seen, EVIL, f"{folder}/payload") and not (folder / "ran").exists()
 
 
 MEASURED = sorted((CORPUS / "targets").iterdir())
