@@ -49,9 +49,9 @@ UNSEEN = {chr(n) for n in (*range(32), *range(127, 160), 0x202E, 0x2028, 0xDCFF)
 
 
 @pytest.fixture
-def seconds(request: pytest.FixtureRequest) -> float:
-    """How long to attack."""
-    return float(request.config.getoption("--fuzz-seconds", default=None) or 0.3)
+def seconds(fuzz_seconds: float) -> float:
+    """How long each of the attackers here tries: they share the time of the file."""
+    return fuzz_seconds / 6
 
 
 def names(seconds: float) -> Iterator[str]:

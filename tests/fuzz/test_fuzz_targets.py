@@ -60,9 +60,9 @@ TEMPLATES = (
 
 
 @pytest.fixture
-def seconds(request: pytest.FixtureRequest) -> float:
-    """How long to attack."""
-    return float(request.config.getoption("--fuzz-seconds", default=None) or 0.4)
+def seconds(fuzz_seconds: float) -> float:
+    """How long each of the attackers here tries: they share the time of the file."""
+    return fuzz_seconds / 6
 
 
 def attacks(seconds: float) -> Iterator[random.Random]:
