@@ -59,6 +59,14 @@ def is_ours(error: BaseException) -> bool:
     return type(error).__module__.startswith("rooftrace.")
 
 
+def worded(error: BaseException) -> str:
+    """The message of an error of any code, with the name of its class unless the error is ours."""
+    text = str(error)
+    if type(error) is ValueError or is_ours(error):
+        return text
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
 @contextlib.contextmanager
 def naming(name: str) -> Iterator[None]:
     """Errors of rooftrace that are raised inside say which of two sources they are about."""

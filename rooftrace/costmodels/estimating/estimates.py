@@ -74,6 +74,11 @@ class Estimate:
         """Sentences that say what was rewritten and what else is worth knowing."""
         return self.plan.notes
 
+    @property
+    def own_notes(self) -> tuple[str, ...]:
+        """Those of the notes that are on rules and joins which users and packages add."""
+        return self.plan.own_notes
+
     def unsupported_ops(self) -> tuple[Unsupported, ...]:
         """Ops without a rule, most bytes first."""
         return self.coverage.unsupported

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rooftrace.costmodels.costs import Access, Cost
+from rooftrace.errors import hint
 from rooftrace.hardware.precisions import widest
 
 
@@ -45,7 +46,9 @@ class OpView:
     """An op as a rule sees it: shapes, precisions and attributes, but not which tensors they are.
 
     Two ops with equal views cost the same, so each view is priced once.  `arguments` is a tuple of
-    (schema name, value); tensors stand as Slot(position in inputs).
+    (schema name, value), without those left at their defaults; tensors stand as Slot(position in
+    inputs).  schema: the names of all arguments that the op can take.  A method that is asked for a
+    name that is not there raises ValueError.  None: the names are not known, and not checked.
     """
 
     target: str
@@ -53,13 +56,17 @@ class OpView:
     outputs: tuple[TensorView, ...]
     arguments: tuple[tuple[str, Any], ...]
     facts: tuple[tuple[str, Any], ...] = ()
+    schema: tuple[str, ...] | None = None
+
+    def __str__(self) -> str:
+        """The op with what it is called with: "mylib.rope.default(x=bf16[8, 64], base=500)"."""
+        shown = (f"{name}={self._shown(value)}" for name, value in self.arguments)
+        return f"{self.target}({', '.join(shown)})"
 
     def attribute(self, name: str, default: Any = None) -> Any:
-        """A non-tensor argument by schema name."""
-        for key, value in self.arguments:
-            if key == name:
-                return value
-        return default
+        """A non-tensor argument by schema name; `default` where the call does not pass it."""
+        self._check(name)
+        return self._argument(name, default)
 
     def fact(self, name: str, default: Any = None) -> Any:
         """Something the tracer learnt about this op (rows_touched, groups_touched, mask ...)."""
@@ -69,13 +76,37 @@ class OpView:
         return default
 
     def tensor(self, name: str) -> TensorView | None:
-        """A tensor argument by schema name; None where it was not given."""
-        value = self.attribute(name)
-        return self.inputs[value.index] if isinstance(value, Slot) else None
+        """A tensor argument by schema name; None where the call passes none."""
+        self._check(name)
+        return self._tensor(name)
 
     def tensors(self, name: str) -> tuple[TensorView, ...]:
         """A tensor-list argument by schema name (absent members left out), or the one tensor."""
-        value = self.attribute(name, ())
+        self._check(name)
+        return self._tensors(name)
+
+    def _check(self, *names: str) -> None:
+        if self.schema is None:
+            return
+        for name in names:
+            if name not in self.schema:
+                raise ValueError(
+                    f'{self.target} has no argument "{name}"; its schema has '
+                    f"{', '.join(self.schema) or 'none'}{hint(name, self.schema)}"
+                )
+
+    def _argument(self, name: str, default: Any = None) -> Any:
+        for key, value in self.arguments:
+            if key == name:
+                return value
+        return default
+
+    def _tensor(self, name: str) -> TensorView | None:
+        value = self._argument(name)
+        return self.inputs[value.index] if isinstance(value, Slot) else None
+
+    def _tensors(self, name: str) -> tuple[TensorView, ...]:
+        value = self._argument(name, ())
         if value is None or isinstance(value, Slot):
             value = (value,)
         return tuple(self.inputs[item.index] for item in value if isinstance(item, Slot))
@@ -89,8 +120,13 @@ class OpView:
         return widest(*names) if names else "fp32"
 
     def first(self, *names: str) -> TensorView | None:
-        """The first of these tensor arguments that is there: schemas differ in their names."""
-        return next((t for name in names if (t := self.tensor(name)) is not None), None)
+        """The first of these tensor arguments that the call passes: schemas differ in their names.
+
+        Only one of the names must be in the schema.
+        """
+        if self.schema is not None and not set(names) & set(self.schema):
+            self._check(*names)
+        return next((t for name in names if (t := self._tensor(name)) is not None), None)
 
     def needed(self, *names: str) -> TensorView:
         """The first of these tensor arguments.  Raises ValueError where the op has none of them."""
@@ -110,6 +146,7 @@ class OpView:
         A tensor that is passed twice, as in x * x, comes once.  Two slices of one storage come
         both, even if they look alike: what tells them apart is their place, not their sizes.
         """
+        self._check(*but, *(only or ()))
         seen = set()
         for name, value in self.arguments:
             if name in but or (only is not None and name not in only):
@@ -123,7 +160,7 @@ class OpView:
         """What the op writes: its outputs; of an in-place op that returns nothing, its `self`."""
         if self.outputs or not self.target.rsplit(".", 1)[0].endswith("_"):
             return self.outputs
-        return self.tensors("self")
+        return self._tensors("self")
 
     def read(self, tensor: TensorView | None, size: int | None = None) -> Cost:
         """Reading `size` bytes of a tensor (default: each distinct element once)."""
@@ -160,6 +197,14 @@ class OpView:
         """These arguments read once, everything that the op writes written once."""
         inputs = (tensor for _, tensor in self.operands(only=names))
         return self.read_all(inputs) + self.write_all(self.written())
+
+    def _shown(self, value: Any) -> str:
+        if isinstance(value, Slot):
+            tensor = self.inputs[value.index]
+            return f"{tensor.dtype}[{', '.join(map(str, tensor.shape))}]"
+        if isinstance(value, tuple):
+            return f"[{', '.join(map(self._shown, value))}]"
+        return f"{value!r}"
 
 
 def _moved(tensor: TensorView | None, size: int | None, write: bool) -> Cost:

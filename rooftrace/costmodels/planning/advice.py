@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from rooftrace._extensions import owner
 from rooftrace.costmodels.costs import MATRIX, Cost
 from rooftrace.costmodels.fusion import FusionGroup
-from rooftrace.costmodels.registry import find_rule
+from rooftrace.costmodels.registry import find_rule, users_rules
+from rooftrace.errors import hint
 from rooftrace.hardware.units import format_flops
 from rooftrace.tracer.graph import Op, OpGraph
+from rooftrace.tracer.ops import registered_ops
 from rooftrace.tracer.paths import pattern_of
 
 PRODUCT = ("matmul",)  # not a convolution over a window of the state
@@ -24,6 +27,27 @@ def given_formulas(graph: OpGraph) -> tuple[str, ...]:
             calls[op.name] += graph.times(op)
     named = ", ".join(f"{name} x{count}" for name, count in calls.items())
     return (f"FLOPs by a formula registered with torch: {named}",) if named else ()
+
+
+def rules_of_no_op(graph: OpGraph) -> tuple[str, ...]:
+    """A sentence for each rule of a user's for an op that torch does not have.
+
+    Nothing is said where nothing is known: torch is not loaded, or no op of the library is.  Rules
+    of a package are left out, as it may be for several releases of a library.
+    """
+    there = {name for op in graph.ops for name in (op.name, op.target)}
+    sentences = []
+    for rule in users_rules():
+        if rule.name in there:
+            continue
+        library = rule.name.partition(".")[0]
+        names = registered_ops(library)
+        if names and rule.name not in names:
+            sentences.append(
+                f'the rule "{rule.name}" ({owner(rule.price)}) prices nothing: {library} is loaded '
+                f"and has no op of this name{hint(rule.name, names)}"
+            )
+    return tuple(sentences)
 
 
 def joined_by_users(groups: Sequence[FusionGroup]) -> tuple[str, ...]:

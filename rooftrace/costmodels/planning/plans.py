@@ -18,6 +18,7 @@ from rooftrace.costmodels.planning.advice import (
     cache_products,
     given_formulas,
     joined_by_users,
+    rules_of_no_op,
     unknown_groups,
 )
 from rooftrace.costmodels.planning.coverage import Coverage, coverage_of
@@ -66,6 +67,7 @@ class Plan:
     coverage: Coverage
     compulsory: int  # bytes that any execution moves
     notes: tuple[str, ...] = ()  # what was rewritten or is worth knowing, a sentence each
+    own_notes: tuple[str, ...] = ()  # those of them on rules and joins that users and packages add
 
     @cached_property
     def total(self) -> Cost:
@@ -140,6 +142,11 @@ def plan(graph: OpGraph, execution: str | ExecutionModel = "efficient") -> Plan:
         op_costs, known = price_ops(rewritten)
     groups = fuse(rewritten, model, op_costs)
     costs = group_costs(rewritten, groups, op_costs, model)
+    own_notes = (
+        *rules_of_no_op(rewritten),
+        *joined_by_users(groups),
+        *failures("rooftrace.rules", "rooftrace.joins"),
+    )
     return Plan(
         source=graph,
         graph=rewritten,
@@ -153,9 +160,9 @@ def plan(graph: OpGraph, execution: str | ExecutionModel = "efficient") -> Plan:
         notes=(
             *notes,
             *given_formulas(rewritten),
-            *joined_by_users(groups),
             *unknown_groups(rewritten, op_costs),
             *cache_products(rewritten, op_costs),
-            *failures("rooftrace.rules", "rooftrace.joins"),
+            *own_notes,
         ),
+        own_notes=own_notes,
     )

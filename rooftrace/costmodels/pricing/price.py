@@ -44,7 +44,7 @@ def price_ops(graph: OpGraph) -> tuple[tuple[Cost, ...], tuple[bool, ...]]:
         key, local = _signature(copies.written_out(op), sizes, storages)
         priced = memo.get(key)
         if priced is None:
-            priced = memo[key] = _price(_view(key))
+            priced = memo[key] = _price(_view(key), graph)
         cost = priced[0].bind(copies.owners(local)) if priced[0].traffic else priced[0]
         if find_rule(op.target) is None:
             cost = without_rule(graph, op, cost, outside)
@@ -60,7 +60,7 @@ def op_cost(graph: OpGraph, op: Op) -> Cost:
     sizes = [(t.shape, t.dtype, t.stride) for t in graph.values]
     storages = [t.storage for t in graph.values]
     key, _ = _signature(_Copies(graph, sizes, storages).written_out(op), sizes, storages)
-    return _price(_view(key))[0]
+    return _price(_view(key), graph)[0]
 
 
 def without_rule(graph: OpGraph, op: Op, cost: Cost, outside: Collection[int]) -> Cost:
@@ -123,10 +123,10 @@ def _written(graph: OpGraph, op: Op) -> list[int]:
     return list(storages)
 
 
-def _price(view: OpView) -> tuple[Cost, bool]:
+def _price(view: OpView, graph: OpGraph) -> tuple[Cost, bool]:
     rule = find_rule(view.target)
     flops = None if rule and rule.is_own else view.fact("flops_given")
-    cost = rule.price(view) if rule else view.streamed()
+    cost = rule.cost_of(view, graph.schemas.get(view.target)) if rule else view.streamed()
     if flops is not None:
         cost = _with_flops(cost, flops, view)
     if rule is None:

@@ -67,6 +67,14 @@ def all_rules() -> Iterator[Rule]:
     return iter(sorted(RULES.values(), key=lambda r: r.name))
 
 
+def users_rules() -> tuple[Rule, ...]:
+    """The rules that neither this package nor a third-party package brought, by name."""
+    modules = (module for _, module in _extensions.load("rooftrace.rules"))
+    brought = {module.__name__.partition(".")[0] for module in modules}
+    own = (rule for rule in all_rules() if rule.is_own)
+    return tuple(r for r in own if r.price.__module__.partition(".")[0] not in brought)
+
+
 @contextlib.contextmanager
 def own_rules() -> Iterator[None]:
     """Undo at the end of the `with` block whatever it registers or replaces: rules, joins,

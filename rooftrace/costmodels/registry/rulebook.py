@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
-from rooftrace._extensions import refuse_second, track
+from rooftrace._extensions import owner, refuse_second, track
 from rooftrace.costmodels.costs import Cost
 from rooftrace.costmodels.opviews import OpView
 from rooftrace.costmodels.registry.kinds import (
@@ -19,6 +19,8 @@ from rooftrace.costmodels.registry.kinds import (
     family_of,
     kind_of,
 )
+from rooftrace.errors import worded
+from rooftrace.hardware.precisions import compute_family
 
 RuleFunction = Callable[[OpView], Cost]
 
@@ -29,6 +31,10 @@ OURS = "rooftrace"
 
 class DuplicateRuleError(ValueError):
     """Two rules for one op."""
+
+
+class RuleError(ValueError):
+    """A rule of a user's own that raises an error, or that returns no cost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +55,26 @@ class Rule:
     def is_own(self) -> bool:
         """Whether a user or a third-party package registered it."""
         return self.source != OURS
+
+    def cost_of(self, op: OpView, schema: tuple[str, ...] | None = None) -> Cost:
+        """The cost of an op.  schema: the names of all its arguments, None where not known.
+
+        Whatever the code of a user's own rule raises becomes a RuleError, which names the rule,
+        where it is, and the op.  Only such a rule is held to the schema: a rule of this package is
+        for many ops, and asks for names that some of them do not have.
+        """
+        if not self.is_own:
+            return self.price(op)
+        about = f'rule "{self.name}" ({owner(self.price)}) for {op}: '
+        try:
+            cost: object = self.price(replace(op, schema=schema))
+            for work in cost.work if isinstance(cost, Cost) else ():
+                compute_family(work.precision)
+        except Exception as error:  # whatever the code of a user may raise
+            raise RuleError(f"{about}{worded(error)}") from error
+        if not isinstance(cost, Cost):
+            raise RuleError(f"{about}it returned {cost!r:.60}; expected a rooftrace.Cost")
+        return cost
 
     def kind_of(self, cost: Cost) -> str:
         """Its kind, for an op of this cost."""

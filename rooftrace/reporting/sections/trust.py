@@ -208,6 +208,7 @@ def trust(results: Results) -> view.Section:
     guesses = words.guess_words(results.chips[0])
     notes = [view.Note(f"coverage: {sentence}", "" if whole else "bad")]
     notes += _missing_rules(results)
+    notes += [view.Note(note) for note in dict.fromkeys(n for e in estimates for n in e.own_notes)]
     notes.append(view.Note(f"assumptions: {assumed}; guessed chip facts: {guesses}"))
     notes += [
         view.Note(

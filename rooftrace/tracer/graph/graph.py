@@ -29,8 +29,10 @@ class OpGraph:
     Equal iterations stand once: see `repeats`; `expand()` writes them all out.
 
     modules maps each module path to its class name.  constants: the bytes (as hexadecimal text) of
-    small values that the module's code wrote down, by name.  model, workload and provenance are
-    plain dicts for the report: name and parameter counts; batch, sequence and so on; versions.
+    small values that the module's code wrote down, by name.  schemas: the names of all arguments
+    that an op can take, by target; a graph that was made by hand may have none.  model, workload
+    and provenance are plain dicts for the report: name and parameter counts; batch, sequence and so
+    on; versions.
     """
 
     phase: str
@@ -42,6 +44,7 @@ class OpGraph:
     assumptions: tuple[Assumption, ...] = ()
     repeats: tuple[Repeat, ...] = ()
     constants: Mapping[str, str] = field(default_factory=dict)
+    schemas: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     model: Mapping[str, Any] = field(default_factory=dict)
     workload: Mapping[str, Any] = field(default_factory=dict)
     provenance: Mapping[str, Any] = field(default_factory=dict)

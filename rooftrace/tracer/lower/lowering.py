@@ -80,6 +80,7 @@ def lower(
         modules=dict(recorder.paths.kinds),
         assumptions=tuple(assumptions),
         constants=_constants(recorder.entries.constants),
+        schemas=builder.schemas,
         model=dict(model or {}),
         workload=dict(workload or {}),
         provenance=dict(provenance or {}),
@@ -127,6 +128,11 @@ class _Builder:
     def value_of(self, node: fx.Node) -> int:
         """The value id of an fx node that stands for one tensor."""
         return self._single[node]
+
+    @property
+    def schemas(self) -> dict[str, tuple[str, ...]]:
+        """The names of the arguments of every op that was added, by target."""
+        return dict(self._names.values())
 
     def outputs(self, results: Sequence[fx.Node], kept: Collection[int]) -> tuple[int, ...]:
         """The value ids of what the step returns, and of what else is kept and leads nowhere."""
