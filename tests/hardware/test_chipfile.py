@@ -221,6 +221,38 @@ def test_lint_of_a_file_that_does_not_load_is_one_error(edited):
     assert "source is missing" in finding.message
 
 
+def test_all_that_a_file_lacks_is_said_at_once(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text(
+        'name = "toy"\n[memory_capacity]\nvalue = "16 GB"\n'
+        '[[peak]]\nengine = "matrix"\n[[link]]\n[memory_bandwith]\n'
+    )
+    facts = "memory_bandwidth kernel_gap dispatch_eager dispatch_compiled graph_launch"
+    expected = [
+        *(f"{key} is missing" for key in ("title", "vendor", "kind")),
+        *(f"[memory_capacity]: {key} is missing" for key in ("source", "kind")),
+        *(f"[{key}] is missing" for key in facts.split()),
+        *(f"[[peak]] #1: {key} is missing" for key in ("precision", "rate", "source", "kind")),
+        *(f"[[link]] #1: {key} is missing" for key in ("name", "bandwidth", "source", "kind")),
+        "unknown key memory_bandwith",
+    ]
+    findings = lint_chip(path)
+    for finding, part in zip(findings, expected, strict=True):
+        assert finding.severity == "error" and finding.message.startswith(f"mine.toml: {part}")
+    message = message_of(path)
+    assert message.splitlines()[0] == "19 problems:" and len(message.splitlines()) == 20
+
+
+def test_a_chip_file_of_another_name_is_asked_for_by_its_path(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text(H200.replace('name = "h200-sxm"', 'name = "toy"'))
+    (note,) = [finding for finding in lint_chip(path) if finding.field == "name"]
+    assert note.severity == "note"
+    assert note.message == (
+        f'reports call this chip "toy"; ask for it by the path of its file, as in --chip {path}'
+    )
+
+
 def test_lint_notes_each_guess():
     notes = {finding.field for finding in lint_chip("h200") if finding.severity == "note"}
     assert "kernel_gap" in notes and "memory_bandwidth" not in notes

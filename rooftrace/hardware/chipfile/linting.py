@@ -30,14 +30,14 @@ class Finding:
 
 
 def lint_chip(path: str | os.PathLike[str]) -> list[Finding]:
-    """What looks wrong in a chip file. A file that does not load is one error, and nothing else.
+    """What looks wrong in a chip file.  Of a file that does not load: what keeps it from loading.
 
     `path` may also be the name of a bundled chip.
     """
     try:
         chip = load_chip(path)
-    except ChipFileError as problem:
-        return [Finding("error", "file", str(problem))]
+    except ChipFileError as error:
+        return [Finding("error", "file", problem) for problem in error.problems]
     findings = [finding for check in CHECKS for finding in check(chip)]
     bundled = not os.fspath(path).lower().endswith(".toml")
     if bundled and os.fspath(path) in available_chips() and os.fspath(path) != chip.name:
@@ -46,7 +46,10 @@ def lint_chip(path: str | os.PathLike[str]) -> list[Finding]:
     own = os.fspath(path) if bundled else chip.name
     findings += _clashes(chip, own, "error" if bundled else "note")
     if os.fspath(path).lower().endswith(".toml") and Path(path).stem != chip.name:
-        message = f'"{chip.name}" stands in {Path(path).name}: the file is found by its name'
+        message = (
+            f'reports call this chip "{chip.name}"; ask for it by the path of its file, as in '
+            f"--chip {os.fspath(path)}"
+        )
         findings.append(Finding("note", "name", message))
     for place, fact in chip.facts():
         if fact.kind == "guess":

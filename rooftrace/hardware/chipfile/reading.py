@@ -43,7 +43,13 @@ from rooftrace.hardware.chip import (
     Peak,
 )
 from rooftrace.hardware.chipfile.folders import chip_files
-from rooftrace.hardware.chipfile.tables import SPARSE, ChipFileError, ChipTable, read_toml
+from rooftrace.hardware.chipfile.tables import (
+    SPARSE,
+    ChipFileError,
+    ChipTable,
+    Problems,
+    read_toml,
+)
 from rooftrace.hardware.precisions import PrecisionError, compute_family
 
 
@@ -140,6 +146,7 @@ def _load_file(path: Path) -> Chip:
 FACT_KEYS = ("value", "source", "kind", "note")
 PEAK_KEYS = ("engine", "precision", "rate", "quoted", "source", "kind", "note")
 LINK_KEYS = ("name", "bandwidth", "latency", "source", "kind", "note")
+REQUIRED = frozenset(item.name for item in fields(Chip) if item.default is MISSING)
 CHIP_KEYS = ("name", "title", "vendor", "kind", "aliases", "sources", "peak", "link", "measured")
 
 
@@ -149,25 +156,18 @@ def _read(text: str, file: str) -> Chip:
     if not isinstance(sources, dict) or not all(isinstance(item, str) for item in sources.values()):
         raise ChipFileError(f"{file}: [sources]: expected names with one text each")
     root = ChipTable(table, "", file, sources)
-    name = root.text("name")
-    title = root.text("title")
-    vendor = root.text("vendor")
-    kind = cast(ChipKind, root.choice("kind", get_args(ChipKind)))
-    aliases = root.texts("aliases")
-    facts = {key: _single_fact(root, key, unit) for key, unit in FACT_UNITS.items()}
-    required = {item.name for item in fields(Chip) if item.default is MISSING}
-    for key in FACT_UNITS:
-        if facts[key] is None and key in required:
-            raise ChipFileError(
-                f"{file}: [{key}] is missing: expected a section with value "
-                f'(for example "{units.EXAMPLES[FACT_UNITS[key]]}"), kind and source'
-            )
-    peaks = tuple(_peak(item) for item in root.tables("peak"))
+    problems = Problems()
+    name, title, vendor = (problems.of(root.text, key) for key in ("name", "title", "vendor"))
+    kind = cast(ChipKind, problems.of(root.choice, "kind", get_args(ChipKind)))
+    aliases = problems.of(root.texts, "aliases")
+    facts = {key: problems.of(_single_fact, root, key) for key in FACT_UNITS}
+    peaks = tuple(problems.of(_peak, item) for item in problems.of(root.tables, "peak") or ())
+    links = tuple(problems.of(_link, item) for item in problems.of(root.tables, "link") or ())
+    measured = problems.of(_measured, root)
+    problems.of(root.finish, (*CHIP_KEYS, *FACT_UNITS))
+    problems.raise_any()
     _no_duplicates(file, "peak", [f"({peak.engine}, {peak.precision})" for peak in peaks])
-    links = tuple(_link(item) for item in root.tables("link"))
     _no_duplicates(file, "link", [link.name for link in links])
-    measured = _measured(root)
-    root.finish((*CHIP_KEYS, *FACT_UNITS))
     build = cast(Callable[..., Chip], Chip)
     return build(
         name=name,
@@ -182,17 +182,43 @@ def _read(text: str, file: str) -> Chip:
     )
 
 
-def _single_fact(root: ChipTable, key: str, unit: str) -> Fact | None:
-    table = root.table(key)
-    if table is None:
-        return None
-    fact = table.fact("value", unit)
-    table.finish(FACT_KEYS)
+def _single_fact(root: ChipTable, key: str) -> Fact | None:
+    table, unit = root.table(key), FACT_UNITS[key]
+    if table is not None:
+        return _whole_fact(table, unit)
+    if key in REQUIRED:
+        raise ChipFileError(
+            f"{root.file}: [{key}] is missing: expected a section with value "
+            f'(for example "{units.EXAMPLES[unit]}"), kind and source'
+        )
+    return None
+
+
+def _whole_fact(table: ChipTable, unit: str | None) -> Fact:
+    """The fact in a table that has nothing else."""
+    problems = Problems()
+    fact = problems.of(table.fact, "value", unit)
+    problems.of(table.finish, FACT_KEYS)
+    problems.raise_any()
     return fact
 
 
 def _peak(table: ChipTable) -> Peak:
-    engine = cast(Engine, table.choice("engine", ENGINES))
+    problems = Problems()
+    engine = cast(Engine, problems.of(table.choice, "engine", ENGINES))
+    precision = problems.of(_precision, table)
+    quoted = problems.of(_quoted, table)
+    rate = problems.of(table.fact, "rate", "FLOP/s")
+    problems.of(table.finish, PEAK_KEYS)
+    problems.raise_any()
+    if rate.value <= 0:
+        raise table.error("rate", rate.text, "expected a rate above 0; leave out what is not there")
+    if isinstance(quoted, tuple):
+        quoted = Fact(*quoted, rate.source, "datasheet", SPARSE)
+    return Peak(engine, precision, rate, quoted)
+
+
+def _precision(table: ChipTable) -> str:
     precision = table.text("precision")
     try:
         family = compute_family(precision)
@@ -200,14 +226,7 @@ def _peak(table: ChipTable) -> Peak:
         raise ChipFileError(f"{table.file}: {table.place}: {problem}") from problem
     if family != precision:
         raise table.error("precision", precision, f'expected the compute precision, "{family}"')
-    quoted = _quoted(table)
-    rate = table.fact("rate", "FLOP/s")
-    table.finish(PEAK_KEYS)
-    if rate.value <= 0:
-        raise table.error("rate", rate.text, "expected a rate above 0; leave out what is not there")
-    if isinstance(quoted, tuple):
-        quoted = Fact(*quoted, rate.source, "datasheet", SPARSE)
-    return Peak(engine, precision, rate, quoted)
+    return precision
 
 
 def _quoted(table: ChipTable) -> Fact | tuple[float, str] | None:
@@ -217,21 +236,17 @@ def _quoted(table: ChipTable) -> Fact | tuple[float, str] | None:
     if not isinstance(table.rest["quoted"], dict):
         return table.quantity("quoted", "FLOP/s")
     inner = table.table("quoted")
-    if inner is None:
-        return None
-    fact = inner.fact("value", "FLOP/s")
-    inner.finish(FACT_KEYS)
-    return fact
+    return None if inner is None else _whole_fact(inner, "FLOP/s")
 
 
 def _link(table: ChipTable) -> Link:
-    name = cast(LinkName, table.choice("name", get_args(LinkName)))
-    inner = table.table("latency")
-    latency = inner.fact("value", "second") if inner else None
-    if inner:
-        inner.finish(FACT_KEYS)
-    bandwidth = table.fact("bandwidth", "byte/s")
-    table.finish(LINK_KEYS)
+    problems = Problems()
+    name = cast(LinkName, problems.of(table.choice, "name", get_args(LinkName)))
+    inner = problems.of(table.table, "latency")
+    latency = problems.of(_whole_fact, inner, "second") if inner else None
+    bandwidth = problems.of(table.fact, "bandwidth", "byte/s")
+    problems.of(table.finish, LINK_KEYS)
+    problems.raise_any()
     return Link(name, bandwidth, latency)
 
 
@@ -239,12 +254,13 @@ def _measured(root: ChipTable) -> dict[str, Fact]:
     block = root.table("measured")
     if block is None:
         return {}
+    problems = Problems()
     facts = {}
     for key in list(block.rest):
-        inner = block.table(key)
+        inner = problems.of(block.table, key)
         if inner is not None:
-            facts[key] = inner.fact("value", None)
-            inner.finish(FACT_KEYS)
+            facts[key] = problems.of(_whole_fact, inner, None)
+    problems.raise_any()
     return facts
 
 

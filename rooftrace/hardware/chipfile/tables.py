@@ -3,17 +3,46 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, cast
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar, cast
 
 from rooftrace._escapes import to_toml
 from rooftrace.errors import hint
 from rooftrace.hardware import units
 from rooftrace.hardware.chip import KINDS, Fact, FactKind
 
+Value = TypeVar("Value")
+
 
 class ChipFileError(ValueError):
-    """A chip file that cannot be read as a chip."""
+    """A chip file that cannot be read as a chip.  `problems` has each of its mistakes."""
+
+    def __init__(self, *problems: str) -> None:
+        self.problems = problems
+        lines = (f"\n  {problem}" for problem in problems)
+        super().__init__(
+            problems[0] if len(problems) == 1 else f"{len(problems)} problems:{''.join(lines)}"
+        )
+
+
+class Problems:
+    """Gathers the mistakes of a file while it is read, so that one error names them all."""
+
+    def __init__(self) -> None:
+        self._gathered: list[str] = []
+
+    def of(self, read: Callable[..., Value], *arguments: object) -> Value:
+        """What `read(*arguments)` returns; None where it finds a mistake, until `raise_any`."""
+        try:
+            return read(*arguments)
+        except ChipFileError as error:
+            self._gathered += error.problems
+            return cast(Value, None)
+
+    def raise_any(self) -> None:
+        """Raise ChipFileError if there was a mistake."""
+        if self._gathered:
+            raise ChipFileError(*self._gathered)
 
 
 def read_toml(text: str, file: str) -> dict[str, Any]:
@@ -62,6 +91,10 @@ class ChipTable:
 
     def choice(self, key: str, allowed: Iterable[str]) -> str:
         """The text at `key`, which must be one of `allowed`."""
+        if key not in self.rest:
+            raise ChipFileError(
+                f"{self._where()}{key} is missing: expected one of {', '.join(allowed)}"
+            )
         value = self.text(key)
         if value not in allowed:
             raise self.error(key, value, f"expected one of {', '.join(allowed)}")
@@ -74,13 +107,15 @@ class ChipTable:
             raise self.error(key, value, "expected a list of texts")
         return tuple(value)
 
-    def tables(self, key: str) -> Iterator[ChipTable]:
+    def tables(self, key: str) -> list[ChipTable]:
         """The [[key]] tables, in order."""
         value = self.rest.pop(key, [])
         if not isinstance(value, list):
             raise self.error(key, value, f"expected [[{key}]] tables")
-        for number, item in enumerate(value, start=1):
-            yield ChipTable(item, f"[[{key}]] #{number}", self.file, self.sources)
+        return [
+            ChipTable(item, f"[[{key}]] #{number}", self.file, self.sources)
+            for number, item in enumerate(value, start=1)
+        ]
 
     def table(self, key: str) -> ChipTable | None:
         """The table at `key`, None where there is none."""
@@ -125,17 +160,23 @@ class ChipTable:
 
     def fact(self, key: str, unit: str | None) -> Fact:
         """The fact whose quantity stands at `key`, with source, kind and note beside it."""
-        value, text = self.quantity(key, unit)
-        source = self.source()
-        kind = cast(FactKind, self.choice("kind", KINDS))
-        return Fact(value, text, source, kind, self.text("note", ""))
+        problems = Problems()
+        quantity = problems.of(self.quantity, key, unit)
+        source = problems.of(self.source)
+        kind = cast(FactKind, problems.of(self.choice, "kind", KINDS))
+        note = problems.of(self.text, "note", "")
+        problems.raise_any()
+        return Fact(*quantity, source, kind, note)
 
     def finish(self, allowed: Iterable[str]) -> None:
-        """Raise ChipFileError for the first key that nothing has read."""
-        for key in self.rest:
+        """Raise ChipFileError for the keys that nothing has read."""
+        if self.rest:
             raise ChipFileError(
-                f"{self._where()}unknown key {key}: expected one of {', '.join(allowed)}"
-                f"{hint(key, list(allowed))}"
+                *(
+                    f"{self._where()}unknown key {key}: expected one of {', '.join(allowed)}"
+                    f"{hint(key, list(allowed))}"
+                    for key in self.rest
+                )
             )
 
 

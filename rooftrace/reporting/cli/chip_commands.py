@@ -38,13 +38,14 @@ def chips_show(name: str) -> None:
 def chips_lint(paths: tuple[str, ...]) -> None:
     """Check chip files (default: those that come with rooftrace); exit 1 on errors or warnings."""
     from rooftrace.hardware.chipfile import lint_chip
+    from rooftrace.hardware.units import plural
 
     bad = 0
     for path in paths or rt.available_chips():
         findings = lint_chip(path)
         serious = [f for f in findings if f.severity != "note"]
         bad += len(serious)
-        say(f"{path}: {'ok' if not serious else f'{len(serious)} problems'}")
+        say(f"{path}: {plural(len(serious), 'problem') if serious else 'ok'}")
         for finding in findings if paths else serious:
             say(f"  {finding.severity}: {finding.field}: {finding.message}")
     if bad:

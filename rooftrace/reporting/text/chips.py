@@ -34,8 +34,10 @@ def chip_list() -> view.View:
     for name in available_chips():
         try:
             rows.append(_row(load_chip(name)))
-        except ChipFileError as problem:
-            unreadable.append(view.Note(f"not listed: {problem}", "bad"))
+        except ChipFileError as error:
+            first, *others = error.problems
+            more = f" (and {len(others)} more: rooftrace chips lint {name})" if others else ""
+            unreadable.append(view.Note(f"not listed: {first}{more}", "bad"))
     table = view.Table(columns=_LIST, rows=rows)
     return view.View((view.Section(parts=[table, *unreadable]),), "Chips")
 
