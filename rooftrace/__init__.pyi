@@ -71,6 +71,15 @@ from rooftrace.reporting.reports import (
 from rooftrace.reporting.sections import (
     section as section,
 )
+from rooftrace.reporting.view import (
+    units as units,
+)
+from rooftrace.reporting.view.model import (
+    Column as Column,
+    Note as Note,
+    Section as Section,
+    Table as Table,
+)
 from rooftrace.tracer import (
     capture as capture,
     load as load,

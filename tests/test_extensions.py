@@ -34,11 +34,11 @@ def epilogue(first, second):
 """
 SECTIONS = """
 import rooftrace
-from rooftrace.reporting.view.model import Note, Section
 
 @rooftrace.section("acme price")
 def price(results):
-    return Section(title="Price", parts=[Note(f"{len(results.phases)} phase for 2 EUR")])
+    note = rooftrace.Note(f"{len(results.phases)} phase for 2 EUR")
+    return rooftrace.Section(title="Price", parts=[note])
 """
 SOURCES = """
 import rooftrace

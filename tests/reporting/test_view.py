@@ -9,6 +9,7 @@ import pytest
 
 import rooftrace as rt
 from rooftrace.costmodels.registry.lookup import own_rules
+from rooftrace.reporting.sections.checking import SectionError
 from rooftrace.reporting.sections.report_json import report_schema
 from rooftrace.reporting.sections.results import Results
 from rooftrace.reporting.sections.shapes import Key, Many, Object, schema_of
@@ -55,6 +56,73 @@ def test_a_section_from_outside_stands_on_every_output(energy: None) -> None:
     assert added["title"] == "Energy" and added["notes"] == ["Idle power is left out."]
     assert added["tables"]["w"]["units"] == {"phase": "", "joule": "J"}
     assert {row["phase"]: row["joule"] for row in added["tables"]["w"]["rows"]} == joules
+
+
+def a_table(*rows: object, on: str = "both") -> Section:
+    columns = (rt.Column("name", rt.units.TEXT, "Name"), rt.Column("moved", rt.units.BYTE, "HBM"))
+    return rt.Section(title="Mine", parts=[rt.Table(columns=columns, rows=rows, on=on)])
+
+
+SECTIONS_THAT_CANNOT_BE_SHOWN = {
+    "nothing": (lambda r: None, "it returned None; expected a rooftrace.Section"),
+    "an error": (lambda r: {}["joule"], "KeyError: 'joule'"),
+    "text for bytes": (
+        lambda r: a_table({"name": "a", "moved": 2}, {"name": "b", "moved": "2 GB"}),
+        "table 0, column 'moved', row 1: '2 GB': expected a number in byte",
+    ),
+    "no such key": (
+        lambda r: a_table({"name": "a", "move": 2}),
+        "table 0, column 'moved', row 0: the row has no such key, only 'name', 'move'; expected",
+    ),
+    "no such field": (
+        lambda r: a_table(Cell("a")),
+        "table 0, column 'name', row 0: AttributeError: 'Cell' object has no attribute 'name'",
+    ),
+    "an output that is none": (
+        lambda r: a_table(on="paper"),
+        "on='paper': expected one of both, page, screen",
+    ),
+    "text for a part": (lambda r: Section(parts=["text"]), "part 0 is 'text'; expected a Table"),
+    "inside another one": (
+        lambda r: Section(parts=[a_table({"name": "a"})]),
+        "table 0, column 'moved', row 0: the row has no such key",
+    ),
+    "rows that can be read once": (
+        lambda r: Section(parts=[Table(columns=(), rows=iter(()))]),
+        "expected a list of rows",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SECTIONS_THAT_CANNOT_BE_SHOWN)
+def test_a_section_that_cannot_be_shown_is_named_with_its_function(case: str) -> None:
+    build, said = SECTIONS_THAT_CANNOT_BE_SHOWN[case]
+    with own_rules():
+        rt.section("mine")(build)
+        with pytest.raises(SectionError) as error:
+            str(made_report())
+    owner = f"(tests.reporting.test_view.<lambda>:{build.__code__.co_firstlineno})"
+    assert str(error.value).startswith(f"section 'mine' {owner}: ") and said in str(error.value)
+
+
+def test_a_blank_cell_and_a_dash_are_asked_for() -> None:
+    with own_rules():
+        rt.section("mine")(lambda r: a_table({"name": "", "moved": None}, {"name": 3, "moved": ""}))
+        page = as_markdown(made_report())
+    assert page.count("|      |   – |\n| 3    |     |\n") == 1, page[page.index("## Mine") :][:150]
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (("mine", "paper"), r"section\('mine'\): on='paper': expected one of both, page, screen"),
+        (("",), r"section\(''\): expected a name"),
+        ((lambda r: None,), r"section\(<function .*\): expected a name"),
+    ],
+)
+def test_a_section_that_would_stand_nowhere_is_refused(arguments: tuple, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        rt.section(*arguments)
 
 
 def test_a_report_without_added_sections_has_no_such_key() -> None:

@@ -2,10 +2,10 @@
 
 Anybody can add a section without a change here:
 
-    @rooftrace.section("energy")
+    @rt.section("energy")
     def energy(results):
         rows = [{"phase": e.phase, "joule": 700 * e.t_est} for e in results.broken_down()]
-        return Section(title="Energy", parts=[Table(columns=(PHASE, JOULE), rows=rows)])
+        return rt.Section(title="Energy", parts=[rt.Table(columns=(PHASE, JOULE), rows=rows)])
 
 It then stands on the screen, in report.md and, under `sections`, in report.json.
 """
@@ -18,6 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
 from rooftrace._extensions import failures, load, refuse_second, track
+from rooftrace.reporting.sections.checking import built, check_output
 from rooftrace.reporting.sections.glossary import glossary
 from rooftrace.reporting.sections.heads import head, summary, title
 from rooftrace.reporting.sections.kernels import kernels_on_screen
@@ -39,6 +40,7 @@ class Listed:
 
     build: Builder
     on: view.Output = "both"
+    function: Builder | None = None  # the user's, which `build` calls and checks
 
 
 BEFORE_PHASES = (
@@ -65,20 +67,27 @@ def section(
 ) -> Callable[[Builder], Builder]:
     """Add a section to every report: a decorator of a function from Results to Section.
 
-    key: its name in report.json, under `sections`.  on: the output that it stands on.  A second
-    section of one key raises ValueError, unless override=True or it is the same function defined
-    again.
+    key: its name in report.json, under `sections`.  on: the output that it stands on: "page"
+    (report.md), "screen" or "both"; anything else raises ValueError.  A second section of one key
+    raises ValueError, unless override=True or it is the same function defined again.  A report
+    raises SectionError where the function fails or returns what cannot be shown.
     """
+    if not isinstance(key, str) or not key.strip():
+        raise ValueError(f'section({key!r}): expected a name, for example "energy"')
+    try:
+        check_output(on)
+    except ValueError as error:
+        raise ValueError(f"section({key!r}): {error}") from None
 
     def add(build: Builder) -> Builder:
         old = _ADDED.get(key)
         refuse_second(
             f"section {key!r} already is there",
-            old.build if old is not None else None,
+            old.function if old is not None else None,
             build,
             override=override,
         )
-        _ADDED[key] = Listed(build, on)
+        _ADDED[key] = Listed(partial(built, key, build), on, build)
         return build
 
     return add
