@@ -144,7 +144,69 @@ def test_headroom_counts_what_a_users_join_saves_as_saved_already():
 
 def test_what_something_else_reads_too_is_joined_by_no_one():
     rt.fusion("gemm epilogue")(epilogue)
-    assert len(rt.plan(product_and_relu(reads=2)).groups) == 3
+    planned = rt.plan(product_and_relu(reads=2))
+    assert len(planned.groups) == 3
+    reason = "stays apart, though gemm epilogue fits: something else reads the first"
+    assert planned.why(0) == f"one op, joined by nothing\naten.relu (op 1): {reason}"
+    assert planned.why(2) == f"one op, joined by nothing\naten.mm (op 0): {reason}"
+    assert planned.why(1) == "one op, joined by nothing"  # the product that reads the first too
+
+
+def notes_of(graph: rt.OpGraph) -> tuple[str, ...]:
+    return rt.plan(graph).own_notes
+
+
+def test_where_a_join_fits_and_joins_nothing_is_in_the_notes_and_on_the_screen():
+    rt.fusion("gemm epilogue")(epilogue)
+    b = Builder()
+    x, w = b.input(64, 512), b.weight(512, 512)
+    y, z = b.mm(x, w), b.mm(x, w)
+    once, twice = b.unary("relu", b.mm(x, w)), [b.unary("relu", y), b.mm(y, w)]
+    graph = b.graph(once, *twice, b.unary("relu", z), b.mm(z, w))
+    where = "where the kernels stay apart: something else reads the first"
+    expected = (
+        "kernels joined as registered with rooftrace.fusion: gemm epilogue x1",
+        f'the join "gemm epilogue" fits in 2 more places {where}',
+    )
+    assert notes_of(graph) == expected
+    assert rt.plan(graph, "eager").own_notes == ()
+    shown = " ".join(str(rt.estimate(graph, "h100-sxm")).split())
+    assert all(note in shown for note in expected)
+
+
+def test_each_reason_to_stay_apart_is_counted():
+    rt.fusion("gemm epilogue")(epilogue)
+    b = Builder()
+    x, w = b.input(64, 512), b.weight(512, 512)
+    y, z = b.mm(x, w), b.mm(x, w)
+    b.item(b.input(1))
+    graph = b.graph(b.unary("relu", y), b.unary("relu", z), b.mm(z, w))
+    assert notes_of(graph) == (
+        'the join "gemm epilogue" fits in 2 places where the kernels stay apart: the host waits '
+        "between them (1), something else reads the first (1)",
+    )
+
+
+def test_of_two_products_one_takes_the_sum_and_the_other_says_so():
+    rt.fusion("gemm epilogue")(epilogue)
+    b = Builder()
+    x, w = b.input(64, 512), b.weight(512, 512)
+    graph = b.graph(b.binary("add", b.mm(x, w), b.mm(x, w)))
+    assert notes_of(graph)[1] == (
+        'the join "gemm epilogue" fits in 1 more place where the kernels stay apart: one of them '
+        "is joined with another kernel"
+    )
+
+
+def test_three_in_a_row_stay_apart_where_something_else_reads_one():
+    rt.fusion("by hand")(lambda first, second, third: first.is_product and third.is_product)
+    b = Builder()
+    x, w = b.input(64, 512), b.weight(512, 512)
+    y = b.unary("relu", b.mm(x, w))
+    assert notes_of(b.graph(b.mm(y, w), b.mm(y, w))) == (
+        'the join "by hand" fits in 2 places where the kernels stay apart: something else reads '
+        "the first",
+    )
 
 
 def test_it_is_asked_again_of_what_comes_out_and_of_three_in_a_row():

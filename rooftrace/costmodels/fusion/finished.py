@@ -10,9 +10,10 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 from rooftrace.costmodels.costs import Cost
-from rooftrace.costmodels.fusion.groups import FusionGroup, Merge
+from rooftrace.costmodels.fusion.groups import Apart, FusionGroup, Merge
 from rooftrace.costmodels.fusion.joins import JOINS, Join
 from rooftrace.costmodels.fusion.kernels import Facts, KernelView
 from rooftrace.tracer.graph import OpGraph
@@ -31,6 +32,42 @@ def larger_groups(
     at most.
     """
     return _Finished(graph, groups, op_costs, costs).joined(joins)
+
+
+def with_apart(
+    graph: OpGraph,
+    groups: Sequence[FusionGroup],
+    op_costs: Sequence[Cost],
+    costs: Sequence[Cost],
+    joins: Sequence[Join],
+    larger: Sequence[FusionGroup],
+) -> tuple[FusionGroup, ...]:
+    """What joins made of groups (`larger`), with what else fits their conditions and stays apart.
+
+    groups, costs: before the joins were applied.
+    """
+    of = {op: place for place, group in enumerate(larger) for op in group.ops}
+    apart: dict[int, list[Apart]] = defaultdict(list)
+    kernels = _Finished(graph, groups, op_costs, costs)
+    for join in joins:
+        for row in kernels.all_rows(join.parts):
+            places = [of[groups[i].ops[0]] for i in row]
+            if len(set(places)) == 1:
+                continue
+            reason = kernels.obstacle_of(row)
+            if not reason and any(larger[place].own_joins for place in places):
+                reason = "one of them is joined with another kernel"
+            if reason and kernels.fits(join, row):
+                for place in dict.fromkeys(places):
+                    others = [
+                        groups[i].ops for i, at in zip(row, places, strict=True) if at != place
+                    ]
+                    ops = tuple(op for other in others for op in other)
+                    apart[place].append(Apart(join.name, ops, reason, place == places[0]))
+    return tuple(
+        replace(group, apart=tuple(apart[place])) if place in apart else group
+        for place, group in enumerate(larger)
+    )
 
 
 def beyond(
@@ -113,22 +150,49 @@ class _Finished:
             merges=(*parts[0].merges, *merges),
         )
 
+    def all_rows(self, parts: int) -> Iterator[tuple[int, ...]]:
+        """Two or three kernels in a row, of which each reads what the one before it makes."""
+        for second, sources in enumerate(self.sources):
+            for first in sources:
+                if parts == 2:
+                    yield first, second
+                else:
+                    yield from ((first, second, third) for third in sorted(self._readers(second)))
+
+    def obstacle_of(self, row: Sequence[int]) -> str:
+        """What keeps kernels in a row apart; "" where nothing does."""
+        obstacles = (self._obstacle(*pair) for pair in pairwise(row))
+        return next((text for text in obstacles if text), "")
+
+    def fits(self, join: Join, row: Sequence[int]) -> bool:
+        """Whether the condition of a join holds for kernels in a row."""
+        return bool(join.when(*(self.kernels[i] for i in row)))
+
+    def _readers(self, first: int) -> set[int]:
+        return set[int]().union(*(self.readers[first, s] for s in self.kernels[first].made))
+
     def _next(self, first: int) -> int | None:
         """The only kernel that reads what this one writes, if the two may be one kernel."""
-        kernel = self.kernels[first]
-        readers = set[int]().union(*(self.readers[first, s] for s in kernel.made))
+        readers = self._readers(first)
         if len(readers) != 1:
             return None
         (second,) = readers
-        group, other = self.groups[first], self.groups[second]
+        return None if self._obstacle(first, second) else second
+
+    def _obstacle(self, first: int, second: int) -> str:
+        """Why a kernel cannot move into one that reads what it writes; "" where it can."""
+        if self._readers(first) != {second}:
+            return "something else reads the first"
+        kernel, group, other = self.kernels[first], self.groups[first], self.groups[second]
         if (group.times, group.repeats) != (other.times, other.repeats):
-            return None
-        waits = bisect_left(self.syncs, group.ops[0]) != bisect_left(self.syncs, other.ops[-1])
+            return "they run in other iterations"
+        if bisect_left(self.syncs, group.ops[0]) != bisect_left(self.syncs, other.ops[-1]):
+            return "the host waits between them"
         touched = kernel.reads | kernel.made
         between = self.kernels[first + 1 : second]
-        if waits or any(not touched.isdisjoint(other.made) for other in between):
-            return None
-        return second
+        if any(not touched.isdisjoint(other.made) for other in between):
+            return "something between them overwrites what the first touches"
+        return ""
 
     def _shared(self, first: int, second: int) -> int:
         """Bytes that the second kernel reads of what the first one writes."""

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 from rooftrace.costmodels.costs import Cost
 from rooftrace.costmodels.execution import ExecutionModel
-from rooftrace.costmodels.fusion.finished import larger_groups
+from rooftrace.costmodels.fusion.finished import larger_groups, with_apart
 from rooftrace.costmodels.fusion.groups import FusionGroup, Merge
 from rooftrace.costmodels.fusion.growing import grow
 from rooftrace.costmodels.fusion.joins import own_joins
@@ -59,12 +59,15 @@ def _with_own_joins(
 ) -> tuple[FusionGroup, ...]:
     """The groups that joins of users leave, applied until they make no larger one."""
     op_costs = price_ops(graph)[0] if op_costs is None else op_costs
+    before, costs_before = groups, group_costs(graph, groups, op_costs, execution)
+    costs = costs_before
     while True:
-        costs = group_costs(graph, groups, op_costs, execution)
         larger = larger_groups(graph, groups, op_costs, costs, own_joins())
         if len(larger) == len(groups):
-            return groups
+            break
         groups = larger
+        costs = group_costs(graph, groups, op_costs, execution)
+    return with_apart(graph, before, op_costs, costs_before, own_joins(), groups)
 
 
 def _named(

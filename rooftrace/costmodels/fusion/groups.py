@@ -17,6 +17,16 @@ class Merge:
 
 
 @dataclass(frozen=True, slots=True)
+class Apart:
+    """A kernel that stays apart from another one, though the condition of a user's join fits."""
+
+    join: str  # the name of the join
+    ops: tuple[int, ...]  # of the other kernels that it takes
+    reason: str  # what keeps them apart
+    is_first: bool  # whether this kernel is the first of them: each stands once as the first
+
+
+@dataclass(frozen=True, slots=True)
 class FusionGroup:
     """One kernel.
 
@@ -31,6 +41,7 @@ class FusionGroup:
     times: int = 1  # how many kernels it stands for: those of its first op
     repeats: tuple[int, ...] = ()  # in whose iterations it is launched
     merges: tuple[Merge, ...] = ()  # the steps by which it grew from one op
+    apart: tuple[Apart, ...] = ()  # where a join of a user fits and cannot be made
 
     @property
     def joins(self) -> tuple[str, ...]:
@@ -43,11 +54,22 @@ class FusionGroup:
         return tuple(name for name in self.joins if all(join.name != name for join in JOINS))
 
     def why(self, graph: OpGraph) -> str:
-        """Why these ops are one kernel: a line for each step by which it grew."""
-        if not self.merges:
-            return "one op, joined by nothing" if len(self.ops) == 1 else "not said"
-        lines = []
-        for merge in self.merges:
-            names = ", ".join(f"{graph.ops[op].name} (op {op})" for op in merge.ops)
-            lines.append(f"{names}: {merge.join}: {because(merge.join)}")
+        """Why these ops are one kernel: a line for each step by which it grew.
+
+        Below are the kernels that a join of a user fits, and what keeps them apart.
+        """
+        lines = [
+            f"{_named(graph, merge.ops)}: {merge.join}: {because(merge.join)}"
+            for merge in self.merges
+        ]
+        if not lines:
+            lines = ["one op, joined by nothing" if len(self.ops) == 1 else "not said"]
+        lines += [
+            f"{_named(graph, other.ops)}: stays apart, though {other.join} fits: {other.reason}"
+            for other in self.apart
+        ]
         return "\n".join(lines)
+
+
+def _named(graph: OpGraph, ops: tuple[int, ...]) -> str:
+    return ", ".join(f"{graph.ops[op].name} (op {op})" for op in ops)

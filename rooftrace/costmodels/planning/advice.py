@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
 from rooftrace._extensions import owner
@@ -10,7 +10,7 @@ from rooftrace.costmodels.costs import MATRIX, Cost
 from rooftrace.costmodels.fusion import FusionGroup
 from rooftrace.costmodels.registry import find_rule, users_rules
 from rooftrace.errors import hint
-from rooftrace.hardware.units import format_flops
+from rooftrace.hardware.units import format_flops, plural
 from rooftrace.tracer.graph import Op, OpGraph
 from rooftrace.tracer.ops import registered_ops
 from rooftrace.tracer.paths import pattern_of
@@ -51,13 +51,26 @@ def rules_of_no_op(graph: OpGraph) -> tuple[str, ...]:
 
 
 def joined_by_users(groups: Sequence[FusionGroup]) -> tuple[str, ...]:
-    """A sentence about kernels that joins of users made, none where there are none."""
+    """Sentences about kernels that joins of users made, and about those that they fit and cannot
+    join; none where there are none."""
     kernels: Counter[str] = Counter()
+    apart: dict[str, Counter[str]] = defaultdict(Counter)
     for group in groups:
         for join in group.own_joins:
             kernels[join] += group.times
+        for other in group.apart:
+            if other.is_first:
+                apart[other.join][other.reason] += group.times
     named = ", ".join(f"{name} x{count}" for name, count in kernels.items())
-    return (f"kernels joined as registered with rooftrace.fusion: {named}",) if named else ()
+    joined = (f"kernels joined as registered with rooftrace.fusion: {named}",) if named else ()
+    return (*joined, *(_kept_apart(join, apart[join], kernels[join]) for join in apart))
+
+
+def _kept_apart(join: str, reasons: Counter[str], joined: int) -> str:
+    counted = len(reasons) > 1
+    why = ", ".join(f"{reason} ({n})" if counted else reason for reason, n in reasons.items())
+    where = plural(reasons.total(), "more place" if joined else "place")
+    return f'the join "{join}" fits in {where} where the kernels stay apart: {why}'
 
 
 def unknown_groups(graph: OpGraph, op_costs: Sequence[Cost]) -> tuple[str, ...]:
