@@ -1,4 +1,4 @@
-"""A cache is what a call returns under the name of an argument: whatever it is called and is."""
+"""A cache is what a call returns by the name of an argument, or what comes back longer in a tuple."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import rooftrace as rt
 from rooftrace.tracer.inputs.calls import call_inputs
 from rooftrace.tracer.phases.running import trace_phases
+from rooftrace.tracer.tensors import tensors_in
 
 IDS = torch.randint(0, 16, (2, 5))
 
@@ -66,10 +67,107 @@ def test_what_is_named_like_an_argument_goes_into_the_next_call(output: Any) -> 
     assert "kv" not in graphs["training"].workload
 
 
-def test_a_plain_tuple_names_nothing() -> None:
+def test_what_a_plain_tuple_holds_is_no_cache_unless_it_grows_with_the_prompt() -> None:
     graphs = usual(Recurrent(lambda logits, memory: (logits, memory)), IDS)
     assert list(graphs) == ["forward", "training"]
     assert "kv" not in graphs["forward"].workload
+
+
+HEADS, WIDTH = 2, 4
+
+
+class Attends(nn.Module):
+    """One layer of attention, with keys and values [batch, HEADS, length, WIDTH]."""
+
+    def __init__(self, output: Callable[[Tensor, Any], Any]) -> None:
+        super().__init__()
+        self.table = nn.Embedding(16, HEADS * WIDTH)
+        self.mix = nn.Linear(HEADS * WIDTH, 3 * HEADS * WIDTH)
+        self.output = output
+
+    def forward(self, ids: Tensor, mask: Any = None, past: Any = None) -> Any:
+        parts = self.mix(self.table(ids)).chunk(3, -1)
+        q, k, v = (part.unflatten(-1, (HEADS, WIDTH)).transpose(1, 2) for part in parts)
+        if past is not None:
+            old = tensors_in(past)
+            k, v = torch.cat([old[0], k], 2), torch.cat([old[1], v], 2)
+            if isinstance(past, list):
+                past.clear()  # a module may change what it is passed
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=past is None)
+        return self.output(y.transpose(1, 2).flatten(2) @ self.table.weight.mT, (k, v))
+
+
+UNNAMED = {
+    "a tuple": lambda logits, kv: (logits, kv),
+    "a list": lambda logits, kv: [logits, list(kv)],
+    "layers": lambda logits, kv: (logits, None, (kv,)),
+    "by name inside": lambda logits, kv: (logits, {"k": kv[0], "v": kv[1]}),
+}
+
+
+@pytest.mark.parametrize("form", UNNAMED)
+def test_a_cache_in_a_plain_tuple_is_what_comes_back_longer(form: str) -> None:
+    named = usual(Attends(lambda logits, kv: {"logits": logits, "past": kv}), IDS)
+    graphs = usual(Attends(UNNAMED[form]), IDS)
+    assert list(graphs) == list(named) == ["prefill", "decode", "training"]
+    assert cached(graphs["decode"]) == [(2, HEADS, 5, WIDTH)] * 2
+    for phase in ("prefill", "decode"):
+        assert graphs[phase].replace(model={}) == named[phase].replace(model={})
+
+
+def test_a_decode_alone_is_that_of_all_phases() -> None:
+    alone = rt.trace(Attends(UNNAMED["a tuple"]), IDS, phase="decode")
+    assert alone == usual(Attends(UNNAMED["a tuple"]), IDS)["decode"]
+
+
+def test_hidden_states_in_a_tuple_are_no_cache() -> None:
+    class States(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(16, 8)
+
+        def forward(self, ids: Tensor, cache: Any = None) -> Any:
+            x = self.table(ids)
+            return x.sum(-1), (x, x.relu())
+
+    assert list(usual(States(), IDS)) == ["forward", "training"]
+    returned = r"\(float32\[2, 5\], \(float32\[2, 5, 8\], float32\[2, 5, 8\]\)\)"
+    again = r"\(float32\[2, 1\], \(float32\[2, 1, 8\], float32\[2, 1, 8\]\)\)"
+    with pytest.raises(
+        rt.RequestError,
+        match=rf"decode of States: no cache is recognised in what its forward returned, {returned}"
+        rf"; item 1 passed back as cache returns {again}\.  A cache is an output with the name",
+    ):
+        rt.trace(States(), IDS, phase="decode")
+
+
+@pytest.mark.parametrize(
+    "output, said",
+    [
+        (
+            lambda logits, kv: (logits, *kv),
+            "item 1 passed back as past raises IndexError: list index out of range",
+        ),
+        (lambda logits, kv: logits, r"returned, float32\[2, 5, 16\]\.  A cache is"),
+        (
+            lambda logits, kv: {"logits": logits, "kv": kv},
+            r"returned, \{'logits': float32\[2, 5, 16\], 'kv': \(float32",
+        ),
+    ],
+)
+def test_without_a_cache_the_error_says_what_was_returned_and_tried(output: Any, said: str) -> None:
+    for phase in ("prefill", "decode"):
+        with pytest.raises(rt.RequestError, match=said):
+            rt.trace(Attends(output), IDS, phase=phase)
+
+
+def test_which_of_several_arguments_takes_a_cache_is_not_guessed() -> None:
+    class Unclear(Attends):
+        def forward(self, ids: Tensor, a: Any = None, b: Any = None) -> Any:
+            return super().forward(ids, a, b)
+
+    with pytest.raises(rt.RequestError, match="which of a, b takes it, no name says"):
+        rt.trace(Unclear(UNNAMED["a tuple"]), IDS, phase="decode")
 
 
 def test_a_module_without_a_cache_runs_once_for_its_forward(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from rooftrace.errors import NoCacheError, RequestError
 from rooftrace.tracer.asking import names
 from rooftrace.tracer.inputs import Inputs, arguments
+from rooftrace.tracer.phases.unnamed import Place, find_place, shown
 from rooftrace.tracer.tensors import parameters_of, tensors_in
 from rooftrace.tracer.twins import replaced
 from rooftrace.tracer.values import META
@@ -72,6 +74,8 @@ class ModuleCalls:
         device: str = META.type,
     ) -> None:
         self.module, self.inputs, self.loss, self.device = module, inputs, loss, device
+        self._place: Place | None = None  # of a cache without a name, once a prompt has shown it
+        self._tried = ""  # what was tried to find it
 
     def plain_call(self, phase: str) -> PlainCall:
         """The call of a phase, to be run without a recorder.
@@ -95,9 +99,9 @@ class ModuleCalls:
             )
         prompt = inputs.kwargs if inputs.cached_kwargs is None else inputs.cached_kwargs
         with torch.no_grad():
-            _, state = self.prompted(prompt)
+            output, state = self.prompted(prompt)
         if not state:
-            raise NoCacheError(self.without_cache(phase))
+            raise NoCacheError(self.without_cache(phase, output))
         kwargs = {**(inputs.decode or {}), **state, **extras}
         return PlainCall(self.module, (), kwargs, self.device, None)
 
@@ -112,7 +116,7 @@ class ModuleCalls:
         elif isinstance(own, Tensor) and own.requires_grad:
             losses = [own]
         else:
-            state = self.state(output, self.inputs.kwargs, {})
+            state = self._named_state(output, self.inputs.kwargs, {})
             state.pop("encoder_outputs", None)
             kept = {id(t) for t in tensors_in(state)}
             floating = [t for t in tensors_in(output) if t.requires_grad]
@@ -127,8 +131,8 @@ class ModuleCalls:
         is_loss = self.loss is not None or losses[0] is own or scalar
         return losses, is_loss
 
-    def without_cache(self, phase: str) -> str:
-        """The message for a phase that needs a cache."""
+    def without_cache(self, phase: str, output: Any = None) -> str:
+        """The message for a phase that needs a cache.  output: what a prompt returned."""
         name = type(self.module).__name__
         generates = getattr(
             self.module, "can_generate", lambda: arguments.cache_arguments(self.module)
@@ -137,6 +141,14 @@ class ModuleCalls:
             return (
                 f"{phase} of {name}: pass the prompt as token ids, for example input_ids=ids; "
                 "what keeps no cache has --phase forward and training"
+            )
+        if output is not None:
+            return (
+                f"{phase} of {name}: no cache is recognised in what its forward returned, "
+                f"{shown(output)}{self._tried}.  A cache is an output with the name of an argument "
+                'that defaults to None, as in {"past_key_values": ...}, or an item of a tuple, '
+                "(logits, cache), whose tensors come back one longer when it is passed to such an "
+                "argument with the next token.  Without a cache use --phase forward or training"
             )
         return (
             f"{phase} of {name}: its forward takes and returns no cache; "
@@ -159,7 +171,15 @@ class ModuleCalls:
         open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         return {k: v for k, v in extras.items() if k in parameters or open_ended}
 
-    def prompted(self, prompt: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def prompted(
+        self,
+        prompt: Mapping[str, Any],
+        aside: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> tuple[Any, dict[str, Any]]:
+        """The output of a call with the prompt, and the arguments by which the next call continues.
+
+        aside: where a call runs that only looks for a cache without a name.
+        """
         prompt = {name: _unshared(item) for name, item in prompt.items()}
         objects = {name: item for name, item in prompt.items() if _may_be_filled(item)}
         before = {id(tensor) for tensor in tensors_in(objects)}
@@ -169,9 +189,32 @@ class ModuleCalls:
             for name, item in objects.items()
             if any(id(tensor) not in before for tensor in tensors_in(item))
         }
-        return output, self.state(output, prompt, filled)
+        state = self._named_state(output, prompt, filled)
+        if not state and self._place is None:
+            with aside():
+                self._place, self._tried = find_place(output, self._unused(prompt), self._next)
+        return output, state or self._unnamed_state(output)
 
-    def state(
+    def _unused(self, passed: Mapping[str, Any]) -> list[str]:
+        """The arguments that could take a cache, in the order of forward."""
+        names = list(parameters_of(self.module))
+        cached = arguments.cache_arguments(self.module)
+        taken = {*names[: len(self.inputs.args)], *(self.inputs.decode or {}), *passed}
+        return [name for name in names if name in cached and name not in taken]
+
+    def _next(self, state: Mapping[str, Any]) -> Any:
+        """The output of a call with the next token."""
+        return self.call((), {**(self.inputs.decode or {}), **state}, self.inputs.cached)
+
+    def state(self, output: Any) -> dict[str, Any]:
+        """The outputs of a call with a cache that the next call takes."""
+        return self._named_state(output, {}, {}) or self._unnamed_state(output)
+
+    def _unnamed_state(self, output: Any) -> dict[str, Any]:
+        place = self._place
+        return {} if place is None else {place.argument: output[place.index]}
+
+    def _named_state(
         self, output: Any, passed: Mapping[str, Any], filled: Mapping[str, Any]
     ) -> dict[str, Any]:
         """The outputs that the next call takes: those named like parameters of forward.

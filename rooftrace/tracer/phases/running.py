@@ -127,13 +127,13 @@ class PhaseRunner:
         """Forward that returns a cache; the outputs that the next call receives have role kv."""
         step = self._prompt(recorder)
         if not step.state:
-            raise NoCacheError(self.calls.without_cache("prefill"))
+            raise NoCacheError(self.calls.without_cache("prefill", step.output))
         return step
 
     def _prompt(self, recorder: Recorder) -> Step:
         """A call with the prompt: a prefill where it returns a cache, else a forward."""
         with torch.no_grad():
-            output, state = self.calls.prompted(self.inputs.kwargs)
+            output, state = self.calls.prompted(self.inputs.kwargs, recorder.paused)
         if not state:
             return Step(output, phase="forward")
         if self.inputs.cached_kwargs is None:
@@ -152,9 +152,10 @@ class PhaseRunner:
             if state is None:
                 prompt = self.inputs.cached_kwargs
                 with recorder.paused():
-                    _, state = self.calls.prompted(self.inputs.kwargs if prompt is None else prompt)
-            if not state:
-                raise NoCacheError(self.calls.without_cache("decode"))
+                    prompt = self.inputs.kwargs if prompt is None else prompt
+                    prompted, state = self.calls.prompted(prompt)
+                if not state:
+                    raise NoCacheError(self.calls.without_cache("decode", prompted))
             recorder.paths.counts.clear()
             encoded = state.get("encoder_outputs")
             for tensor in tensors_in(encoded):
@@ -165,7 +166,7 @@ class PhaseRunner:
             output = self.calls.call((), {**self._fed, **state}, self.inputs.cached)
         batch = self.inputs.workload.get("batch")
         items = None if batch is None else batch * self._tokens
-        return Step(output, self.calls.state(output, {}, {}), items=items)
+        return Step(output, self.calls.state(output), items=items)
 
     def training(self, recorder: Recorder) -> Step:
         """Train mode: forward, loss, backward, optimizer step."""
