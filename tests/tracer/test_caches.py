@@ -1,4 +1,4 @@
-"""A cache is what a call returns by the name of an argument, or what comes back longer in a tuple."""
+"""A cache is what a call returns by the name of an argument, or what grows in a tuple."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
