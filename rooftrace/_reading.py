@@ -17,8 +17,9 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from functools import cache
+from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args, get_origin, get_type_hints
+from typing import IO, TYPE_CHECKING, Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from rooftrace.errors import hint
 
@@ -127,6 +128,61 @@ def _parsed(parse: Callable[[bytes], Any], raw: bytes, where: str, kind: FileKin
 
 
 _TOO_DEEP = f"its lists and tables are more than {DEEPEST} deep"
+
+
+# -- streams ---------------------------------------------------------------------------------------
+
+MOST_AT_ONCE = 1 << 25
+"""Bytes of one value of a stream: 32 MiB."""
+MOST_UNPACKED = 100
+"""How many times its size a gzip may unpack to, beyond MOST_AT_ONCE; traces take 10 to 30 times."""
+_ESCAPE = re.compile(rb"\\.", re.DOTALL)
+_OTHERS = bytes(set(range(256)) - set(b'[]{}"'))
+_STEPS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")
+
+
+class JsonStream:
+    """A JSON text of any size that is read block by block: its depth and its values are bounded.
+
+    A value is what stands in a list at the top, or in a list of a table at the top.  The blocks are
+    as they are in the file; `read` raises the error of `kind` where a bound is passed.
+    """
+
+    def __init__(self, file: IO[bytes], path: Path, kind: FileKind) -> None:
+        self.file, self.where, self.kind = file, str(path), kind
+        self.most = max(MOST_AT_ONCE, MOST_UNPACKED * path.stat().st_size)
+        self.size = self.value = self.depth = 0
+        self.quoted = self.escaped = False
+
+    def read(self, size: int = -1) -> bytes:
+        """The next bytes."""
+        block = self.file.read(size)
+        self.size += len(block)
+        self.value += len(block)
+        steps = memoryview(self._brackets(block).translate(_STEPS)).cast("b")
+        depths = list(accumulate(steps, initial=self.depth))
+        self.depth = depths[-1]
+        if len(depths) > 1 and min(depths) <= 2:
+            self.value = 0
+        for passed, reason in (
+            (max(depths) > DEEPEST, _TOO_DEEP),
+            (self.value > MOST_AT_ONCE, f"one value has more than {MOST_AT_ONCE >> 20} MiB"),
+            (self.size > self.most, f"it unpacks to more than {MOST_UNPACKED} times its size"),
+        ):
+            if passed:
+                raise self.kind.unreadable(self.where, reason)
+        return block
+
+    def _brackets(self, block: bytes) -> bytes:
+        """The brackets of the block outside of texts, which may begin before it or end after it."""
+        block = block[1:] if self.escaped else block
+        if b"\\" in block:
+            block = _ESCAPE.sub(b"", block)
+        self.escaped = block.endswith(b"\\")
+        parts = block.translate(None, _OTHERS).replace(b'""', b"").split(b'"')
+        outside = b"".join(parts[int(self.quoted) :: 2])
+        self.quoted ^= len(parts) % 2 == 0
+        return outside
 
 
 # -- records ---------------------------------------------------------------------------------------
