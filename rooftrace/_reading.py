@@ -222,6 +222,9 @@ def record_of(
         return msgspec.convert(data, record, strict=True)
     except msgspec.ValidationError as problem:
         raise kind.refused(where, _said(str(problem), data, place)) from None
+    except UnicodeEncodeError as problem:  # half of a surrogate pair
+        reason = f"{place and f'{place}: '}{problem.object!r:.60}: expected a text in Unicode"
+        raise kind.refused(where, reason) from None
 
 
 def _unknown(kind: Any, data: Any, spot: str = "") -> Iterator[tuple[str, str, list[str]]]:

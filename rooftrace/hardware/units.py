@@ -129,7 +129,10 @@ def parse(text: str, unit: str) -> float:
         scale = SPELLINGS[unit].get(quantity["symbol"].strip())
         if scale is not None:
             try:
-                return float(_exact(quantity["number"]) * scale)
+                value = float(_exact(quantity["number"]) * scale)
+                if unit != "count" or value <= _LARGEST_COUNT:
+                    return value
+                raise OverflowError(value)
             except OverflowError:
                 problem = f"too large, or too long a number, for a quantity in {unit}"
                 raise UnitError(f'"{_short(text)}": {problem}') from None
@@ -141,6 +144,10 @@ _MOST_DIGITS = 100
 """Digits that a number may be written with."""
 _LARGEST_EXPONENT = 400
 """Powers of ten beyond which a number is too large, or 0, as a double."""
+
+
+_LARGEST_COUNT = 2.0**53
+"""Doubles count without gaps up to here."""
 
 
 def _exact(number: str) -> Fraction:

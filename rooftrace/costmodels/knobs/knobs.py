@@ -37,6 +37,10 @@ class KnobsError(ValueError):
 _KIND = FileKind("knob file", KnobsError)
 
 
+_WIDEST = 10.0
+"""The largest relative standard deviation: beyond, an interval says nothing, and overflows."""
+
+
 def _check_numbers(record: Any, above: Collection[str] = ()) -> None:
     """Raise KnobsError for a number below 0; above: names of those that must be above 0."""
     for item in fields(record):
@@ -44,8 +48,11 @@ def _check_numbers(record: Any, above: Collection[str] = ()) -> None:
         if not kind.startswith("float") or (value is None and "None" in kind):
             continue
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not number or not (value > 0 if item.name in above else value >= 0):  # nan is neither
+        most = _WIDEST if item.name == "spread" else math.inf
+        low = number and (value > 0 if item.name in above else value >= 0)  # nan is neither
+        if not low or value > most:
             bound = "above 0" if item.name in above else "of at least 0"
+            bound += f", {most:g} at most" if most < math.inf else ""
             raise KnobsError(f"{item.name}={value!r:.60}: expected a number {bound}")
 
 

@@ -55,7 +55,7 @@ class MicroRow:
 
     key: str  # the name of the case, unique in a run
     kind: str  # "matmul", "copy" ...
-    sizes: Mapping[str, Any]  # dtype, dimensions, layout
+    sizes: Mapping[str, int | str | bool]  # dtype, dimensions, layout
     seconds: tuple[float, ...]  # s, of one call, every repetition
     flops: float | None = None  # FLOP of one call; None for a launch
     bytes: float | None = None  # byte: each input read once, each output written once; or None
@@ -74,7 +74,7 @@ class ModelRow:
     model: str  # a model of the suite, or a target
     phase: str  # forward, training, prefill, decode; "step" for a step of the user's own
     mode: str  # eager or compiled
-    sizes: Mapping[str, Any]  # batch, seq, kv
+    sizes: Mapping[str, int]  # batch, seq, kv
     seconds: tuple[float, ...]  # s, on the wall from idle device to idle device, every repetition
     kind: str = ""  # the sort of model, of the suite
     scale: str = ""  # which sizes of a model of the suite

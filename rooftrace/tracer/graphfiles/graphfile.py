@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 from rooftrace._reading import FileKind, beginning, json_of, record_of, text_of
 from rooftrace._writing import write_bytes
@@ -62,11 +62,14 @@ def load_graphs(path: str | os.PathLike[str]) -> dict[str, OpGraph]:
     graphs = record_of(_File, data, where, _KIND).graphs
     result = {}
     for phase, values in graphs.items():
-        entry = record_of(_Graph, values, where, _KIND, f"graphs.{phase}")
+        place = f"graphs.{phase}"
+        entry = record_of(_Graph, values, where, _KIND, place)
+        record_of(_Facts, entry.model, where, _KIND, f"{place}.model")
+        record_of(_Facts, entry.workload, where, _KIND, f"{place}.workload")
         try:
             result[phase] = bounded(_decode(entry).verify())
         except ValueError as error:
-            raise GraphFileError(f"{where}: graphs.{phase}: a damaged graph: {error}") from None
+            raise GraphFileError(f"{where}: {place}: a damaged graph: {error}") from None
     return result
 
 
@@ -201,6 +204,27 @@ class _Ref:
     ref: int
     then: tuple[int, int, int] | None = None
     every: bool = False
+
+
+class _Facts(TypedDict, total=False):
+    """What is computed with, of what the file says of the model and the workload."""
+
+    name: str
+    dtype: str | None
+    priced_dtype: str | None
+    weights_dtype: str | None
+    kv_dtype: str | None
+    declared_weights_dtype: str | None
+    params: int
+    params_trainable: int
+    bytes_parameters: int
+    bytes_buffers: int
+    batch: int | None
+    seq: int | None
+    kv: int | None
+    item: str
+    items: int | None
+    optimizer: str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
