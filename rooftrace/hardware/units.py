@@ -128,13 +128,44 @@ def parse(text: str, unit: str) -> float:
     if quantity is not None:
         scale = SPELLINGS[unit].get(quantity["symbol"].strip())
         if scale is not None:
-            value = Fraction(quantity["number"].replace(",", "")) * scale
             try:
-                return float(value)
+                value = float(_exact(quantity["number"]) * scale)
+                if unit != "count" or value <= _LARGEST_COUNT:
+                    return value
+                raise OverflowError(value)
             except OverflowError:
-                raise UnitError(f'"{text}": too large for a quantity in {unit}') from None
+                problem = f"too large, or too long a number, for a quantity in {unit}"
+                raise UnitError(f'"{_short(text)}": {problem}') from None
     example = _nearest_example(text, unit)
-    raise UnitError(f'"{text}": expected a quantity in {unit}, for example "{example}"')
+    raise UnitError(f'"{_short(text)}": expected a quantity in {unit}, for example "{example}"')
+
+
+_MOST_DIGITS = 100
+"""Digits that a number may be written with."""
+_LARGEST_EXPONENT = 400
+"""Powers of ten beyond which a number is too large, or 0, as a double."""
+
+
+_LARGEST_COUNT = 2.0**53
+"""Doubles count without gaps up to here."""
+
+
+def _exact(number: str) -> Fraction:
+    """A number as it is written.  Raises OverflowError where it is not of a size to write so.
+
+    The size is judged by the text alone: the number 1e9999999999 would fill the memory.
+    """
+    digits, _, exponent = number.replace(",", "").lower().partition("e")
+    sign, power = exponent[:1] == "-", exponent.lstrip("+-").lstrip("0")
+    if len(digits) > _MOST_DIGITS or len(power) > 4 or int(power or 0) > _LARGEST_EXPONENT:
+        if sign and len(digits) <= _MOST_DIGITS:
+            return Fraction(0)
+        raise OverflowError(number[:_MOST_DIGITS])
+    return Fraction(f"{digits}e{exponent or 0}")
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _MOST_DIGITS else f"{text[:_MOST_DIGITS]}..."
 
 
 def parse_any(text: str) -> tuple[float, str]:
@@ -145,7 +176,7 @@ def parse_any(text: str) -> tuple[float, str]:
             if quantity["symbol"].strip() in spellings:
                 return parse(text, unit), unit
     raise UnitError(
-        f'"{text}": expected a number with a unit, one of {", ".join(UNITS)}, '
+        f'"{_short(text)}": expected a number with a unit, one of {", ".join(UNITS)}, '
         f'for example "{EXAMPLES["byte/s"]}"'
     )
 

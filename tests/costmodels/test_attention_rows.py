@@ -269,10 +269,13 @@ def test_files_keep_the_numbers(tmp_path, attention: AttentionKnobs | str) -> No
     ("text", "words"),
     [
         ('attention = "fast"', "attention='fast': expected a table of numbers, or 'usual'"),
-        ("attention = 3", "attention: expected a table, got 3"),
-        ("[attention]\nspeed = 1.0", "attention: 'speed' is no knob; there are products, convert"),
-        ("[attention]\nproducts = 0.0", "attention.products=0.0: expected a number above 0"),
-        ("[attention]\nstart = -1.0", "attention.start=-1.0: expected a number of at least 0"),
+        ("attention = 3", "attention=3: expected a text or a table"),
+        (
+            "[attention]\nspeed = 1.0",
+            "attention: unknown key 'speed': expected one of products, convert",
+        ),
+        ("[attention]\nproducts = 0.0", "attention: products=0.0: expected a number above 0"),
+        ("[attention]\nstart = -1.0", "attention: start=-1.0: expected a number of at least 0"),
         ('[attention]\nstart = "long"', "attention.start='long': expected a number"),
     ],
 )

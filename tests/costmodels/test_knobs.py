@@ -46,16 +46,30 @@ def test_what_is_written_is_read(tmp_path_factory: pytest.TempPathFactory, knobs
 
 BAD = {
     "schema": ('schema = "other"\ntitle = "x"', "schema 'other': expected 'rooftrace.knobs/1'"),
-    "title": ("", "title: expected a text"),
-    "unknown knob": ('title = "x"\nspeed = 3', "'speed' is no knob; there are title, compute"),
+    "title": ("", "title is missing"),
+    "unknown knob": (
+        'title = "x"\nspeed = 3',
+        "unknown key 'speed': expected one of title, compute",
+    ),
     "unknown class": ('title = "x"\n[share]\nmagic = { compute = 1.0 }', "share 'magic'"),
     "text for a number": ('title = "x"\ncompute = "fast"', "expected a number"),
     "not positive": ('title = "x"\nmemory = 0.0', "memory=0.0: expected a number above 0"),
     "nan": ('title = "x"\nmemory = nan', "memory=nan"),
-    "overlap": ('title = "x"\noverlap = 0.5', "overlap=0.5: expected at least 1"),
-    "share": ('title = "x"\n[share]\nmm = { compute = -1.0 }', "share.mm.compute=-1.0"),
+    "overlap": ('title = "x"\noverlap = 0.5', "overlap=0.5: expected a number of at least 1"),
+    "share": ('title = "x"\n[share]\nmm = { compute = -1.0 }', "share.mm: compute=-1.0: expected"),
     "engine": ('title = "x"\n[share]\nmm = { engine = "warp" }', "expected matrix or vector"),
-    "not TOML": ("title = ", "not TOML"),
+    "not TOML": ("title = ", "not a readable knob file (Invalid value (at"),
+    "a list for a text": ('title = ["x"]', "title=['x']: expected a text"),
+    "a text of a share": ('title = "x"\n[share]\nmm = { compute = "x" }', "share.mm.compute='x'"),
+    "an unknown key of a share": (
+        'title = "x"\n[share]\nmm = { fast = 1 }',
+        "share.mm: unknown key",
+    ),
+    "a list for a table": ('title = "x"\nshare = [1]', "share=[1]: expected a table"),
+    "deep": (f'title = "x"\nsource = {{ a = {"[" * 200}{"]" * 200} }}', "64 deep"),
+    "very deep": (f'title = "x"\nsource = {{ a = {"[" * 5000}{"]" * 5000} }}', "64 deep"),
+    "a long number": (f'title = "x"\ncompute = {"9" * 5000}', "not a readable knob file"),
+    "400 digits": (f'title = "x"\ncompute = {"9" * 400}', "more than 64 bits"),
 }
 
 

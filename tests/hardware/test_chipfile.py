@@ -112,8 +112,12 @@ def test_a_wrong_unit_names_file_place_field_and_text(edited):
         ('name = "h200-sxm"\n', "", "h200-sxm.toml: name is missing: expected a text"),
         ("[memory_capacity]", "[[memory_capacity]]", "[memory_capacity]: expected a table"),
         ("[sources]", "[sources]\nx = 1", "[sources]: expected names with one text each"),
-        ('name = "h200-sxm"', "name = ", "h200-sxm.toml: not valid TOML"),
+        ('name = "h200-sxm"', "name = ", "h200-sxm.toml: not a readable chip file"),
         ("aliases = [", "aliases = [1, ", "expected a list of texts"),
+        ('name = "h200-sxm"', f"name = {'[' * 300}{']' * 300}", "more than 64 deep"),
+        ('name = "h200-sxm"', f"name = {'[' * 5000}{']' * 5000}", "more than 64 deep"),
+        ('name = "h200-sxm"', f"name = {'9' * 5000}", "not a readable chip file"),
+        ('value = "4.8 TB/s"', 'value = "4.8e9999999999 TB/s"', "too large"),
     ],
 )
 def test_errors_quote_what_stands_there(edited, old, new, part):

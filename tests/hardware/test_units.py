@@ -97,6 +97,19 @@ def test_an_unknown_unit_lists_the_units():
         units.parse_any("7 parsec")
 
 
+@pytest.mark.parametrize("number", ["1e9999999999", "9" * 5000, "1" + "0" * 400, f"1e{'9' * 5000}"])
+def test_a_number_that_no_double_holds_is_refused_by_its_text(number):
+    for text in (f"{number} GB/s", number):
+        with pytest.raises(units.UnitError) as error:
+            units.parse(text, "byte/s" if " " in text else "count")
+        assert "too large" in str(error.value) and len(str(error.value)) < 300
+
+
+def test_a_number_below_every_double_is_zero():
+    assert units.parse("1e-9999999999 s", "second") == 0.0
+    assert units.parse("1e-9 s", "second") == 1e-9
+
+
 @given(
     st.sampled_from([unit for unit in units.UNITS if unit != "count"]),
     st.floats(1e-13, 1e24),

@@ -116,13 +116,24 @@ def damaged(**changes: Any) -> dict[str, Any]:
 
 MICRO_DATA = json.loads(json.dumps(encoded(RUN)))["micro"][0]
 
+DEEP: list[Any] = []
+for _ in range(100):
+    DEEP = [DEEP]
+
 DAMAGE: dict[str, tuple[Any, str]] = {
     "another schema": (damaged(schema="rooftrace.run/0"), "rooftrace.run/0"),
     "a graph": ({"schema": GRAPH_SCHEMA, "graphs": {}}, GRAPH_SCHEMA),
     "a list": ([1, 2], SCHEMA),
-    "no rows": ({"schema": SCHEMA, "device": {}, "versions": {}}, "models"),
+    "no rows": ({"schema": SCHEMA, "device": {}, "versions": {}}, "micro is missing"),
     "an unknown field": (damaged(colour="blue"), "colour"),
-    "rows that are none": (damaged(micro=[3]), "int"),
+    "an unknown field of a row": (
+        damaged(micro=[{**MICRO_DATA, "second": 1}]),
+        "micro[0]: unknown",
+    ),
+    "a text for a list": (damaged(notes="noisy"), "notes='noisy': expected a list"),
+    "deep lists": (damaged(settings={"a": DEEP}), "64 deep"),
+    "a long number": (damaged(settings={"a": 10**400}), "64 bits"),
+    "rows that are none": (damaged(micro=[3]), "micro[0]=3: expected a table"),
     "a row without times": (damaged(micro=[{**MICRO_DATA, "seconds": []}]), "seconds of at least"),
     "a negative time": (damaged(micro=[{**MICRO_DATA, "seconds": [-1.0]}]), "-1.0"),
     "a time that is none": (damaged(micro=[{**MICRO_DATA, "seconds": [float("nan")]}]), "nan"),

@@ -374,7 +374,7 @@ def test_models_without_a_cache_have_no_decode(
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{", "not a JSON file: Expecting property name"),
+        ("{", r"not a readable JSON file \(Expecting property name"),
         ("[]", "a Hugging Face config has a model_type; this one has none"),
         ('{"hidden_size": 8}', "a Hugging Face config has a model_type; this one has none"),
         ('{"model_type": "llamma"}', r"model_type 'llamma' is unknown to transformers \d+\.\d+"),

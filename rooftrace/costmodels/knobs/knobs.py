@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import math
 import os
-import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from rooftrace._escapes import to_toml
+from rooftrace._reading import FileKind, record_of, text_of, toml_of
 from rooftrace.costmodels.knobs.classes import CLASSES, LAST
 from rooftrace.hardware import Chip
 
@@ -34,6 +34,28 @@ class KnobsError(ValueError):
     """A knob file that cannot be read: names the file, the key, and what was expected."""
 
 
+_KIND = FileKind("knob file", KnobsError)
+
+
+_WIDEST = 10.0
+"""The largest relative standard deviation: beyond, an interval says nothing, and overflows."""
+
+
+def _check_numbers(record: Any, above: Collection[str] = ()) -> None:
+    """Raise KnobsError for a number below 0; above: names of those that must be above 0."""
+    for item in fields(record):
+        value, kind = getattr(record, item.name), str(item.type)
+        if not kind.startswith("float") or (value is None and "None" in kind):
+            continue
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        most = _WIDEST if item.name == "spread" else math.inf
+        low = number and (value > 0 if item.name in above else value >= 0)  # nan is neither
+        if not low or value > most:
+            bound = "above 0" if item.name in above else "of at least 0"
+            bound += f", {most:g} at most" if most < math.inf else ""
+            raise KnobsError(f"{item.name}={value!r:.60}: expected a number {bound}")
+
+
 @dataclass(frozen=True, slots=True)
 class Share:
     """Fractions of the chip's sustained rates that kernels of one class reach."""
@@ -43,6 +65,11 @@ class Share:
     engine: str = "matrix"  # "vector" for products beside it, as of depthwise convolutions
     layout: float = 0.0  # hidden copies into another layout, in multiples of activation bytes
     spread: float = 0.0  # relative standard deviation of measured kernels around the prediction
+
+    def __post_init__(self) -> None:
+        _check_numbers(self, above=("compute", "memory"))
+        if self.engine not in ("matrix", "vector"):
+            raise KnobsError(f"engine={self.engine!r:.60}: expected matrix or vector")
 
 
 PLAIN = Share()
@@ -56,6 +83,9 @@ class Tiling:
     split: float = 0.0  # seconds that a product takes on top where its K is split
     feed: float = 1.0  # share of the L2 bandwidth that tiles get
     busy: float = float("inf")  # share of HBM bandwidth that one block per SM reaches; may pass 1
+
+    def __post_init__(self) -> None:
+        _check_numbers(self, above=("feed", "busy"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +103,9 @@ class AttentionKnobs:
     combine: float = 0.0  # seconds of the kernel that adds up splits
     prepare: float = 0.0  # seconds of the kernels that copy queries, with a paged cache
     request: float = 0.0  # seconds of one more request, with a paged cache
+
+    def __post_init__(self) -> None:
+        _check_numbers(self, above=("products", "stream"))
 
 
 USUAL = "usual"
@@ -98,18 +131,17 @@ class Knobs:
     attention: AttentionKnobs | str = field(default_factory=AttentionKnobs)  # or "usual"
 
     def __post_init__(self) -> None:
-        for name in ("compute", "memory", "overlap"):
-            _check(name, getattr(self, name), above=0.0)
-        _check("cache", self.cache, least=1.0)
-        for name in ("launch", "dispatch"):
-            if getattr(self, name) is not None:
-                _check(name, getattr(self, name), least=0.0)
-        if self.overlap < 1:
-            raise KnobsError(f"overlap={self.overlap!r}: expected at least 1 (1: none at all)")
+        _check_numbers(self, above=("compute", "memory"))
+        for name in ("overlap", "cache"):
+            if getattr(self, name) < 1:
+                raise KnobsError(f"{name}={getattr(self, name)!r}: expected a number of at least 1")
         for name in self.shares:
             if name not in CLASSES:
-                raise KnobsError(f"share {name!r}: expected one of {'; '.join(CLASSES)}")
-        _check_attention(self.attention)
+                raise KnobsError(f"share {name!r:.60}: expected one of {'; '.join(CLASSES)}")
+        if isinstance(self.attention, str) and self.attention != USUAL:
+            raise KnobsError(
+                f"attention={self.attention!r:.60}: expected a table of numbers, or {USUAL!r}"
+            )
 
     def share(self, name: str) -> Share:
         """The share of a class of kernels; of the class without layout where it has none."""
@@ -153,25 +185,13 @@ class Knobs:
         values = dict(data)
         schema = values.pop("schema", None)
         if schema != SCHEMA:
-            raise KnobsError(f"{where}: schema {schema!r}: expected {SCHEMA!r}")
+            raise KnobsError(f"{where}: schema {schema!r:.60}: expected {SCHEMA!r}")
+        shares = record_of(dict[str, Share], values.pop("share", {}), where, _KIND, "share")
+        knobs = record_of(Knobs, values, where, _KIND)
         try:
-            shares = {
-                name: _made(Share, table, f"share.{name}")
-                for name, table in dict(values.pop("share", {})).items()
-            }
-            tiling = _made(Tiling, values.pop("tiling", {}), "tiling")
-            attention = values.pop("attention", {})
-            if not isinstance(attention, str):
-                attention = _made(AttentionKnobs, attention, "attention")
-            records = {"shares": shares, "tiling": tiling, "attention": attention}
-            made: Knobs = _made(Knobs, {**values, **records}, "knobs")
-            return made
+            return replace(knobs, shares=shares)
         except KnobsError as error:
             raise KnobsError(f"{where}: {error}") from None
-
-
-_RECORDS = ("source", "shares", "tiling", "attention")
-"""Values of Knobs that are neither numbers nor text."""
 
 
 def _changed(record: Any, default: Any) -> dict[str, Any]:
@@ -180,68 +200,23 @@ def _changed(record: Any, default: Any) -> dict[str, Any]:
     return {n: getattr(record, n) for n in names if getattr(record, n) != getattr(default, n)}
 
 
-def _made(kind: type[Any], values: Any, where: str) -> Any:
-    names = {f.name: f for f in fields(kind)}
-    if not isinstance(values, Mapping):
-        raise KnobsError(f"{where}: expected a table, got {values!r}")
-    for key, value in values.items():
-        if key not in names:
-            raise KnobsError(f"{where}: {key!r} is no knob; there are {', '.join(names)}")
-        text = key in ("title", "engine")
-        if text != isinstance(value, str) and key not in _RECORDS:
-            raise KnobsError(f"{where}.{key}={value!r}: expected a {'text' if text else 'number'}")
-    if kind is Share:
-        for key in ("compute", "memory"):
-            _check(f"{where}.{key}", values.get(key, 1.0), above=0.0)
-        if values.get("engine", "matrix") not in ("matrix", "vector"):
-            raise KnobsError(f"{where}.engine={values['engine']!r}: expected matrix or vector")
-    if kind is Knobs and "title" not in values:
-        raise KnobsError("title: expected a text that says what was fitted")
-    return kind(**values)
-
-
-def _check_attention(attention: Any) -> None:
-    if isinstance(attention, str):
-        if attention != USUAL:
-            raise KnobsError(f"attention={attention!r}: expected a table of numbers, or {USUAL!r}")
-        return
-    for name in (f.name for f in fields(attention)):
-        share = name in ("products", "stream")
-        bound = {"above": 0.0} if share else {"least": 0.0}
-        _check(f"attention.{name}", getattr(attention, name), **bound)
-
-
-def _check(name: str, value: Any, above: float | None = None, least: float | None = None) -> None:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool) and value == value
-    if number and (above is None or value > above) and (least is None or value >= least):
-        return
-    bound = f"above {above:g}" if above is not None else f"of at least {least:g}"
-    raise KnobsError(f"{name}={value!r}: expected a number {bound}")
-
-
 # -- files -----------------------------------------------------------------------------------------
 
 
 def load_knobs(name: str | os.PathLike[str]) -> Knobs:
     """Knobs by path, or by the name of a file that comes with rooftrace.  Raises KnobsError."""
-    if sys.version_info >= (3, 11):
-        import tomllib
-    else:
-        import tomli as tomllib
     path = Path(name)
     own = _SHIPPED / f"{os.fspath(name)}.toml"
     if not path.suffix and own.is_file():
         path = own
     try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
+        data = toml_of(text_of(path, _KIND), str(path), _KIND)
     except FileNotFoundError:
         shipped = "".join(f", or {name}" for name in shipped_knobs())
         raise KnobsError(
             f"knobs {os.fspath(name)!r}: there is no such file; expected a TOML file written by "
             f"`rooftrace calibrate`{shipped}"
         ) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise KnobsError(f"{path}: not TOML: {error}") from None
     return Knobs.from_dict(data, str(path))
 
 

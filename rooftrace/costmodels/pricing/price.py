@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import groupby, product
@@ -16,9 +16,14 @@ from rooftrace.costmodels.costs import (
 from rooftrace.costmodels.fusion import runs
 from rooftrace.costmodels.opviews import OpView, Slot, TensorView
 from rooftrace.costmodels.registry import find_rule
+from rooftrace.errors import is_ours
 from rooftrace.hardware.precisions import precision, storage_bytes
 from rooftrace.tracer.arguments import Argument, Ref, references
 from rooftrace.tracer.graph import Op, OpGraph, Tensor
+
+
+class PriceError(ValueError):
+    """An op that its rule fails on, as arguments are missing or of another type than it reads."""
 
 
 def price_ops(graph: OpGraph) -> tuple[tuple[Cost, ...], tuple[bool, ...]]:
@@ -126,12 +131,29 @@ def _written(graph: OpGraph, op: Op) -> list[int]:
 def _price(view: OpView, graph: OpGraph) -> tuple[Cost, bool]:
     rule = find_rule(view.target)
     flops = None if rule and rule.is_own else view.fact("flops_given")
-    cost = rule.cost_of(view, graph.schemas.get(view.target)) if rule else view.streamed()
+    cost = view.streamed()
+    if rule is not None:
+        schema = graph.schemas.get(view.target)
+        cost = _by_rule(lambda op: rule.cost_of(op, schema), view)
     if flops is not None:
         cost = _with_flops(cost, flops, view)
     if rule is None:
         return cost, flops is not None
     return _split_masked(cost, view), True
+
+
+def _by_rule(price: Callable[[OpView], Cost], view: OpView) -> Cost:
+    """The cost of an op by its rule.  Raises PriceError where the rule fails on it."""
+    try:
+        return price(view)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        if is_ours(error):
+            raise
+        shapes = ", ".join(f"{t.dtype}{list(t.shape)}" for t in view.inputs)
+        reason = f"{type(error).__name__}: {error}"
+        raise PriceError(
+            f"{view.target} of {shapes or 'nothing'}: its rule cannot price it: {reason:.300}"
+        ) from error
 
 
 def _with_flops(cost: Cost, flops: int, view: OpView) -> Cost:

@@ -26,20 +26,8 @@ def schedule(
     goes on only when the device is idle.  counts: how many iterations each repeat has.  waits:
     whether the host waits after every launch (see `Chip.host_waits`).
     """
-    placed = sum(launch.on_device for launch in launches)
-    if placed != len(durations):
-        raise ValueError(f"{len(durations)} durations for {placed} groups on the device")
-    times = iter(durations)
-    steps = [
-        _Step(
-            launch.dispatches * dispatch,
-            next(times) if launch.on_device else None,
-            launch.sync or waits,
-        )
-        for launch in launches
-    ]
-    queue = _Queue(steps, [launch.repeats for launch in launches], counts)
-    host, device = queue.run(range(len(steps)), 0, (0.0, 0.0))
+    queue = Queue(durations, launches, dispatch, counts, waits)
+    host, device = queue.run(range(len(launches)), 0, (0.0, 0.0))
     return queue.starts, max(host, device)
 
 
@@ -52,23 +40,41 @@ class _Step:
     sync: bool
 
 
-_Clocks = tuple[float, float]
+Clocks = tuple[float, float]
 """When the host and the device are done with what was enqueued so far."""
 _Shift = tuple[float, float, float, float]
 """What an iteration does to the clocks (h, d): (max(h + a, d + b), max(h + c, d + e))."""
 _NEVER = -math.inf
 
 
-class _Queue:
+class Queue:
     """The two tracks.  Launches shift and join two clocks, and so do all iterations of a repeat."""
 
     def __init__(
-        self, steps: Sequence[_Step], repeats: Sequence[tuple[int, ...]], counts: Sequence[int]
+        self,
+        durations: Sequence[float],
+        launches: Sequence[Launch],
+        dispatch: float,
+        counts: Sequence[int] = (),
+        waits: bool = False,
     ) -> None:
-        self.steps, self.repeats, self.counts = steps, repeats, counts
+        placed = sum(launch.on_device for launch in launches)
+        if placed != len(durations):
+            raise ValueError(f"{len(durations)} durations for {placed} groups on the device")
+        times = iter(durations)
+        self.steps = [
+            _Step(
+                launch.dispatches * dispatch,
+                next(times) if launch.on_device else None,
+                launch.sync or waits,
+            )
+            for launch in launches
+        ]
+        self.repeats = [launch.repeats for launch in launches]
+        self.counts = counts
         self.starts: list[float] = []
 
-    def run(self, part: range, depth: int, clocks: _Clocks) -> _Clocks:
+    def run(self, part: range, depth: int, clocks: Clocks) -> Clocks:
         """Run these launches once, first iterations one by one; remember when groups start."""
         for repeat, inside in runs.segments(self.repeats, part, depth):
             if repeat is None:
@@ -83,10 +89,15 @@ class _Queue:
                         host = max(host, device)
                 clocks = host, device
             else:
-                host, device = self.run(inside, depth + 1, clocks)
-                a, b, c, e = _power(self._shift(inside, depth + 1), self.counts[repeat] - 1)
-                clocks = max(host + a, device + b), max(host + c, device + e)
+                clocks = self.run(inside, depth + 1, clocks)
+                clocks = self.turned(inside, depth + 1, self.counts[repeat] - 1, clocks)
         return clocks
+
+    def turned(self, part: range, depth: int, count: int, clocks: Clocks) -> Clocks:
+        """The clocks when these launches have run `count` times more, whatever the count."""
+        host, device = clocks
+        a, b, c, e = _power(self._shift(part, depth), count)
+        return max(host + a, device + b), max(host + c, device + e)
 
     def _shift(self, part: range, depth: int) -> _Shift:
         """The shift of the clocks that these launches make."""

@@ -20,6 +20,12 @@ class Slices:
     ranges: tuple[tuple[int, int], ...]
 
 
+_MOST = 1_000_000
+"""Iterations, or places along a dimension, up to which slices are listed.  Beyond, a view is not
+taken as a slice: the traffic that cannot be avoided is then a lower bound still, and a lower one.
+"""
+
+
 def slices(graph: OpGraph) -> dict[int, Slices]:
     """By value: the slices that it is, or is a view of.
 
@@ -64,12 +70,16 @@ def _cut(graph: OpGraph, op: Op, base: Hashable) -> Iterator[tuple[int, Slices]]
         return
     dimension %= len(x.shape)
     length = x.shape[dimension]
+    if not all(isinstance(op.arguments.get(name), int | None) for name in ("start", "end")):
+        return
     copied = any(runs.missing(graph, op, i) for i in op.outputs)
     ranges: Iterable[Iterable[tuple[int, int]]] = ()
-    if not x.stride[dimension] or not length:
+    turns = graph.repeats[op.repeats[-1]].count if op.steps else 1
+    if not x.stride[dimension] or not 0 < length <= _MOST or turns > _MOST:
         return
-    if op.name in ("aten.select", "aten.slice") and not copied:
-        ranges = [_turns(graph, op, length)]
+    selects = op.name == "aten.select" and isinstance(op.arguments.get("index"), int)
+    if (selects or op.name == "aten.slice") and not copied:
+        ranges = [_turns(op, length, turns)]
     elif op.name == "aten.unbind" and (not copied or len(op.outputs) == 1):
         each = [(k, k + 1) for k in range(length)]
         ranges = [each] if copied else [[place] for place in each]
@@ -80,9 +90,8 @@ def _cut(graph: OpGraph, op: Op, base: Hashable) -> Iterator[tuple[int, Slices]]
         yield output, Slices(base, dimension, tuple(places))
 
 
-def _turns(graph: OpGraph, op: Op, length: int) -> Iterator[tuple[int, int]]:
+def _turns(op: Op, length: int, turns: int) -> Iterator[tuple[int, int]]:
     """The range that a select or slice takes in each iteration of its innermost repeat."""
-    turns = graph.repeats[op.repeats[-1]].count if op.steps else 1
     for turn in range(turns):
         place = {name: step * turn for name, step in op.steps.items()}
         if op.name == "aten.select":

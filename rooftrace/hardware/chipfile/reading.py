@@ -26,7 +26,7 @@ import os
 from collections.abc import Callable
 from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import cast, get_args
+from typing import Any, cast, get_args
 
 from rooftrace._extensions import failures
 from rooftrace.errors import hint
@@ -48,7 +48,7 @@ from rooftrace.hardware.chipfile.tables import (
     ChipFileError,
     ChipTable,
     Problems,
-    read_toml,
+    read_chip_file,
 )
 from rooftrace.hardware.precisions import PrecisionError, compute_family
 
@@ -102,10 +102,10 @@ def available_chips() -> tuple[str, ...]:
 def _bundled(name: str) -> Chip:
     file = f"{name}.toml"
     try:
-        text = chip_files()[name].read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as problem:
+        table = read_chip_file(chip_files()[name], file)
+    except OSError as problem:
         raise ChipFileError(f"{file}: cannot be read: {problem}") from problem
-    return _read(text, file)
+    return _read(table, file)
 
 
 @functools.cache
@@ -119,8 +119,8 @@ def bundled_aliases() -> tuple[dict[str, tuple[str, ...]], tuple[str, ...]]:
     for name in available_chips():
         file = f"{name}.toml"
         try:
-            table = read_toml(chip_files()[name].read_text(encoding="utf-8"), file)
-        except (ChipFileError, OSError, UnicodeDecodeError):
+            table = read_chip_file(chip_files()[name], file)
+        except (ChipFileError, OSError):
             unreadable.append(file)
             continue
         aliases = table.get("aliases", [])
@@ -132,15 +132,15 @@ def bundled_aliases() -> tuple[dict[str, tuple[str, ...]], tuple[str, ...]]:
 
 def _load_file(path: Path) -> Chip:
     try:
-        text = path.read_text(encoding="utf-8")
+        table = read_chip_file(path, path.name)
     except FileNotFoundError:
         raise ChipFileError(
             f'chip "{path}": no such file; expected a chip TOML, or one of the names '
             f"{', '.join(available_chips())}"
         ) from None
-    except (OSError, UnicodeDecodeError) as problem:
+    except OSError as problem:
         raise ChipFileError(f'chip "{path}": cannot be read: {problem}') from problem
-    return _read(text, path.name)
+    return _read(table, path.name)
 
 
 FACT_KEYS = ("value", "source", "kind", "note")
@@ -150,8 +150,7 @@ REQUIRED = frozenset(item.name for item in fields(Chip) if item.default is MISSI
 CHIP_KEYS = ("name", "title", "vendor", "kind", "aliases", "sources", "peak", "link", "measured")
 
 
-def _read(text: str, file: str) -> Chip:
-    table = read_toml(text, file)
+def _read(table: dict[str, Any], file: str) -> Chip:
     sources = table.pop("sources", {})
     if not isinstance(sources, dict) or not all(isinstance(item, str) for item in sources.values()):
         raise ChipFileError(f"{file}: [sources]: expected names with one text each")

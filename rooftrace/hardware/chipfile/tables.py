@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar, cast
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from rooftrace._escapes import to_toml
+from rooftrace._reading import FileKind, text_of, toml_of
 from rooftrace.errors import hint
 from rooftrace.hardware import units
 from rooftrace.hardware.chip import KINDS, Fact, FactKind
+
+if TYPE_CHECKING:
+    from importlib.resources.abc import Traversable
 
 Value = TypeVar("Value")
 
@@ -45,18 +49,12 @@ class Problems:
             raise ChipFileError(*self._gathered)
 
 
-def read_toml(text: str, file: str) -> dict[str, Any]:
-    """The tables of a TOML text.  Raises ChipFileError, which names `file`."""
-    # Imported here, so that importing the package stays cheap.
-    if sys.version_info >= (3, 11):
-        import tomllib as toml
-    else:
-        import tomli as toml
-    try:
-        loaded: dict[str, Any] = toml.loads(text)
-    except toml.TOMLDecodeError as problem:
-        raise ChipFileError(f"{file}: not valid TOML: {problem}") from problem
-    return loaded
+_KIND = FileKind("chip file", ChipFileError)
+
+
+def read_chip_file(path: Path | Traversable, file: str) -> dict[str, Any]:
+    """The tables of a chip file.  Raises OSError, or ChipFileError, which names `file`."""
+    return toml_of(text_of(path, _KIND, file), file, _KIND)
 
 
 class ChipTable:

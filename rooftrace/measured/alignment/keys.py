@@ -136,7 +136,11 @@ def _flat(shapes: Sequence[records.Shape]) -> Iterator[records.Shape]:
 
 
 def written_out(graph: OpGraph) -> list[tuple[int, int]]:
-    """(op id, iteration) in the order of `graph.expand()`, iterations numbered as they run."""
+    """(op id, iteration) in the order of `graph.expand()`, iterations numbered as they run.
+
+    Raises GraphError where that is too long.
+    """
+    graph.check_length()
     places = [op.repeats for op in graph.ops]
 
     def walk(part: range, depth: int, turn: int) -> Iterator[tuple[int, int]]:

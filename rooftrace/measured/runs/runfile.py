@@ -12,21 +12,22 @@ import json
 import math
 import os
 import statistics
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
+from rooftrace._reading import FileKind, json_of, record_of, text_of
 from rooftrace._writing import write_bytes
 
 SCHEMA = "rooftrace.run/1"
-_GZIP = b"\x1f\x8b"
-_ADVICE = "measure again with `rooftrace measure --out FILE`"
 
 
 class RunFileError(ValueError):
     """A file holds no measurements, or not those that were asked for; the message quotes it."""
+
+
+_KIND = FileKind("run", RunFileError, "measure again with `rooftrace measure --out FILE`")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +55,7 @@ class MicroRow:
 
     key: str  # the name of the case, unique in a run
     kind: str  # "matmul", "copy" ...
-    sizes: Mapping[str, Any]  # dtype, dimensions, layout
+    sizes: Mapping[str, int | str | bool]  # dtype, dimensions, layout
     seconds: tuple[float, ...]  # s, of one call, every repetition
     flops: float | None = None  # FLOP of one call; None for a launch
     bytes: float | None = None  # byte: each input read once, each output written once; or None
@@ -73,7 +74,7 @@ class ModelRow:
     model: str  # a model of the suite, or a target
     phase: str  # forward, training, prefill, decode; "step" for a step of the user's own
     mode: str  # eager or compiled
-    sizes: Mapping[str, Any]  # batch, seq, kv
+    sizes: Mapping[str, int]  # batch, seq, kv
     seconds: tuple[float, ...]  # s, on the wall from idle device to idle device, every repetition
     kind: str = ""  # the sort of model, of the suite
     scale: str = ""  # which sizes of a model of the suite
@@ -188,21 +189,11 @@ def load_run(path: str | os.PathLike[str]) -> Run:
     Raises FileNotFoundError, or RunFileError for a file that is cut off, damaged or of another
     kind or version.
     """
-    path = Path(path)
-    raw = path.read_bytes()
-    try:
-        data = json.loads(gzip.decompress(raw) if raw[:2] == _GZIP else raw)
-    except (OSError, EOFError, zlib.error, ValueError) as error:
-        reason = str(error) or type(error).__name__
-        raise RunFileError(f"{path}: not a readable run ({reason}); {_ADVICE}") from None
+    data = json_of(text_of(Path(path), _KIND), str(path), _KIND)
     schema = data.get("schema") if isinstance(data, dict) else None
     if schema != SCHEMA:
-        raise RunFileError(f"{path}: schema is {schema!r}, expected {SCHEMA!r}; {_ADVICE}")
-    try:
-        return decoded(data)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise RunFileError(f"{path}: a damaged run ({reason}); {_ADVICE}") from None
+        raise _KIND.refused(str(path), f"schema is {schema!r:.60}, expected {SCHEMA!r}")
+    return decoded(data, str(path))
 
 
 def encoded(run: Run) -> dict[str, Any]:
@@ -214,27 +205,29 @@ def encoded(run: Run) -> dict[str, Any]:
     return data
 
 
-def decoded(data: Mapping[str, Any]) -> Run:
-    """The run from values of `encoded`.  Raises KeyError, TypeError or ValueError for others."""
-    models = (
-        _record(ModelRow, {**row, "ops": tuple(_record(OpTime, op) for op in row.get("ops", ()))})
-        for row in data["models"]
-    )
-    rest = {name: value for name, value in data.items() if name != "schema"}
-    run = _record(
-        Run,
-        {
-            **rest,
-            "micro": tuple(_record(MicroRow, row) for row in data["micro"]),
-            "models": tuple(models),
-            "troubles": tuple(_record(Trouble, row) for row in data["troubles"]),
-        },
-    )
-    for micro in run.micro:
-        _check_times(micro)
-    for model in run.models:
-        _check_times(model)
-    return run
+def decoded(data: Mapping[str, Any], where: str = "run") -> Run:
+    """The run from values of `encoded`.  Raises RunFileError for others, which names `where`."""
+    values = {name: value for name, value in data.items() if name != "schema"}
+    for name in ("micro", "models", "troubles"):
+        if name not in values:
+            raise _KIND.refused(where, f"{name} is missing")
+    run = record_of(Run, values, where, _KIND)
+    rows: tuple[MicroRow | ModelRow, ...] = (*run.micro, *run.models)
+    for row in rows:
+        times = row.seconds
+        if not times or not all(math.isfinite(t) and t >= 0 for t in times):
+            reason = f"{row.key!r:.60} has times {times!r:.60}, expected seconds of at least 0"
+            raise _KIND.refused(where, reason)
+    models = (replace(row, ops=tuple(map(_with_shapes, row.ops))) for row in run.models)
+    return replace(run, models=tuple(models))
+
+
+def _with_shapes(op: OpTime) -> OpTime:
+    return replace(op, shapes=_frozen(op.shapes)) if op.shapes else op
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(_frozen(item) for item in value) if isinstance(value, (list, tuple)) else value
 
 
 def _plain(record: Any) -> dict[str, Any]:
@@ -244,45 +237,3 @@ def _plain(record: Any) -> dict[str, Any]:
         for item in fields(record)
         if (value := getattr(record, item.name)) != item.default or item.name == "failed"
     }
-
-
-Record = TypeVar("Record", Run, MicroRow, ModelRow, OpTime, Trouble)
-
-
-def _record(kind: type[Record], data: Mapping[str, Any]) -> Record:
-    names = {item.name: str(item.type) for item in fields(kind)}
-    unknown = sorted(set(data) - set(names))
-    if unknown:
-        raise ValueError(f"a {kind.__name__} has no {unknown[0]!r}")
-    values = {name: _typed(kind, name, names[name], value) for name, value in data.items()}
-    return kind(**values)
-
-
-_TYPES: Mapping[str, tuple[type, ...]] = {
-    "str": (str,),
-    "bool": (bool,),
-    "int": (int,),
-    "float": (int, float),
-    "Mapping": (dict,),
-    "tuple": (list, tuple),
-}
-
-
-def _typed(kind: type, name: str, annotation: str, value: Any) -> Any:
-    if value is None and annotation.endswith("| None"):
-        return None
-    expected = _TYPES[annotation.partition("[")[0].partition(" |")[0]]
-    if not isinstance(value, expected) or (isinstance(value, bool) and bool not in expected):
-        raise TypeError(f"{kind.__name__}.{name} is {value!r:.60}, expected {annotation}")
-    return _frozen(value) if tuple in expected else value
-
-
-def _frozen(value: Any) -> Any:
-    return tuple(_frozen(item) for item in value) if isinstance(value, (list, tuple)) else value
-
-
-def _check_times(row: MicroRow | ModelRow) -> None:
-    times = row.seconds
-    numbers = all(isinstance(t, (int, float)) and math.isfinite(t) and t >= 0 for t in times)
-    if not times or not numbers:
-        raise ValueError(f"{row.key!r} has times {times!r:.60}, expected seconds of at least 0")

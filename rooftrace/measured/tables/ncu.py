@@ -138,11 +138,11 @@ def _kernel(
                 f"{path}: line {line}, metric {name}: unit {unit!r}: expected one of "
                 f"{', '.join(units)}"
             )
-        return tabular.number(path, line, name, text, positive=positive) * factor
+        return tabular.number(path, line, name, text, positive=positive, unit=factor)
 
     def size(*names: str) -> tuple[int, ...] | None:
         text = next((entry[name] for name in names if entry.get(name)), "")
-        numbers = tuple(int(n) for n in re.findall(r"\d+", text.replace(",", " ")))
+        numbers = tuple(int(n) for n in re.findall(r"\d{1,18}", text.replace(",", " ")))
         return numbers or None
 
     count: Callable[[str], int] = lambda name: round(value(name, _BYTES, False))  # noqa: E731

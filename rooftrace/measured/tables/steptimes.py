@@ -20,6 +20,7 @@ Other columns are kept as text in `extra`.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -161,22 +162,24 @@ def _step(path: Path, line: int, row: Mapping[str, str], columns: _Columns) -> S
             f"{path}: line {line}, column {columns.text['target']!r}: the cell is empty; "
             "expected what ran"
         )
-    whole = {key: _whole(path, line, name, row[name]) for key, name in columns.whole.items()}
+    whole = {key: tabular.whole(path, line, name, row[name]) for key, name in columns.whole.items()}
     if not row[columns.time]:
         raise ProfileError(
             f"{path}: line {line}, column {columns.time!r}: the cell is empty; expected a number "
             "above 0 (read_steps(..., skip_empty=True) leaves out runs that failed)"
         )
-    value = tabular.number(path, line, columns.time, row[columns.time])
-    if columns.unit is not None:
-        seconds = value * columns.unit
-    elif whole["batch"] is None:
-        raise ProfileError(
-            f"{path}: line {line}, column {columns.whole['batch']!r}: the cell is empty, and "
-            f"{columns.time!r} gives a step time only with a batch"
-        )
-    else:
-        seconds = whole["batch"] / value
+    unit = 1.0 if columns.unit is None else columns.unit
+    seconds = tabular.number(path, line, columns.time, row[columns.time], unit=unit)
+    if columns.unit is None:
+        batch = whole["batch"]
+        if not batch or not 0 < batch / seconds < math.inf:
+            column = columns.whole["batch"]
+            state = f"{row[column]!r:.60}" if row[column] else "the cell is empty"
+            raise ProfileError(
+                f"{path}: line {line}, column {column!r}: {state}, and {columns.time!r} gives a "
+                "step time only with a batch"
+            )
+        seconds = batch / seconds
     used = {*columns.text.values(), *columns.whole.values(), columns.time}
     return StepTime(
         target=str(text["target"]),
@@ -192,15 +195,3 @@ def _step(path: Path, line: int, row: Mapping[str, str], columns: _Columns) -> S
         line=line,
         extra={name: cell for name, cell in row.items() if name not in used},
     )
-
-
-def _whole(path: Path, line: int, column: str, text: str) -> int | None:
-    """A whole number; None for an empty cell."""
-    if not text:
-        return None
-    value = tabular.number(path, line, column, text, positive=False)
-    if value != int(value):
-        raise ProfileError(
-            f"{path}: line {line}, column {column!r}: {text!r}: expected a whole number"
-        )
-    return int(value)

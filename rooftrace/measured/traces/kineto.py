@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import os
 import re
 import zlib
@@ -17,8 +18,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypedDict, cast
 
+from rooftrace._reading import GZIP, FileKind, JsonStream, record_of
 from rooftrace.errors import ProfileError
 from rooftrace.measured.traces.linking import STEP, Launches, ModuleSpans, link
 from rooftrace.measured.traces.records import (
@@ -31,8 +33,8 @@ from rooftrace.measured.traces.records import (
     Trace,
 )
 
-_GZIP = b"\x1f\x8b"
 _MICROSECOND = 1e-6
+_KIND = FileKind("trace", ProfileError)
 _HOW = "make it with torch.profiler's export_chrome_trace(FILE)"
 _DEVICE_WORK = {"kernel": 0, "gpu_memcpy": 1, "memcpy": 1, "gpu_memset": 2, "memset": 2}
 _MODULE = "nn.Module: "
@@ -55,10 +57,10 @@ def read_trace(path: str | os.PathLike[str]) -> Trace:
             count += 1
             try:
                 reader.take(event)
-            except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
+            except (KeyError, TypeError, ValueError, OverflowError) as error:
                 raise ProfileError(
                     f"{path}: event {count:,} is not one of torch.profiler's "
-                    f"({type(error).__name__}: {error}): {str(event)[:200]}"
+                    f"({error}): {str(event)[:200]}"
                 ) from None
     if not count:
         raise ProfileError(f'{path}: no events (no list "traceEvents" with any); {_HOW}')
@@ -80,7 +82,7 @@ def _opened(path: Path) -> Iterator[IO[bytes]]:
             raise ProfileError(f"{path}: the file is empty; {_HOW}")
         raw.seek(0)
         try:
-            if head == _GZIP:
+            if head == GZIP:
                 with gzip.open(raw) as file:
                     yield file  # type: ignore[misc]
             else:
@@ -104,11 +106,14 @@ def _events(path: Path, file: IO[bytes]) -> Iterator[Mapping[str, Any]]:
     where = "traceEvents.item" if first == b"{" else "item"
     count = 0
     try:
-        for event in ijson.items(file, where, use_float=True, buf_size=_BLOCK):
+        stream = JsonStream(file, path, _KIND)
+        for event in ijson.items(stream, where, use_float=True, buf_size=_BLOCK):
             count += 1
             if isinstance(event, dict):
                 yield event
-    except ijson.JSONError as error:
+    except ProfileError:
+        raise
+    except (ijson.JSONError, ValueError, OverflowError) as error:
         text = " ".join(str(error).split())
         if "premature" in text or "Incomplete" in text:
             raise ProfileError(
@@ -125,9 +130,11 @@ def _devices(file: IO[bytes]) -> dict[int, str]:
     head = re.search(r'"deviceProperties"\s*:\s*', text)
     try:
         listed = json.JSONDecoder().raw_decode(text, head.end())[0] if head else []
-    except json.JSONDecodeError:
+        return {
+            device["id"]: device["name"] for device in record_of(list[_Device], listed, "", _KIND)
+        }
+    except (ValueError, RecursionError):  # the file says later on what it is
         return {}
-    return {device["id"]: str(device["name"]) for device in listed if {"id", "name"} <= set(device)}
 
 
 def _first_byte(file: IO[bytes]) -> bytes:
@@ -135,6 +142,48 @@ def _first_byte(file: IO[bytes]) -> bytes:
     block = file.read(4096)
     file.seek(0)
     return block.lstrip(b"\xef\xbb\xbf \t\r\n")[:1]
+
+
+class _Device(TypedDict):
+    id: int
+    name: str
+
+
+_Facts = TypedDict(
+    "_Facts",
+    {
+        "External id": Any,
+        "external id": Any,
+        "Sequence number": int,
+        "Fwd thread id": Any,
+        "Input Dims": list[Any],
+        "Input type": list[Any],
+        "Input Strides": list[Any],
+        "Module Hierarchy": str,
+        "device": Any,
+        "stream": Any,
+        "correlation": int,
+        "grid": list[int],
+        "block": list[int],
+        "bytes": int,
+    },
+    total=False,
+)
+"""What is read of the arguments of an event, which depend on its category and the version."""
+
+
+class _Always(TypedDict):
+    name: str
+    ts: float | str
+
+
+class _Event(_Always, total=False):
+    """What is read of an event."""
+
+    dur: float | str
+    pid: int | str | None
+    tid: int | str | None
+    args: _Facts
 
 
 class _Reader:
@@ -155,12 +204,13 @@ class _Reader:
         """One event of the trace."""
         if event.get("ph") != "X":
             return
-        category = event.get("cat", "")
+        category = str(event.get("cat", ""))
         if category not in self._takers:
-            self._takers[category] = self._taker(str(category).lower())
+            self._takers[category] = self._taker(category.lower())
         taker = self._takers[category]
         if taker is not None:
-            taker(event)
+            checked = record_of(_Event, event, "its values", _KIND)
+            taker(cast(Mapping[str, Any], checked))
 
     def _taker(self, category: str) -> Callable[[Mapping[str, Any]], None] | None:
         """The handler for events of a category, None to skip them; old versions write capitals."""
@@ -179,10 +229,12 @@ class _Reader:
 
     def _time(self, event: Mapping[str, Any]) -> tuple[float, float]:
         """(start, duration) in seconds."""
-        stamp = float(event["ts"])
+        stamp, duration = float(event["ts"]), float(event.get("dur", 0.0))
+        if not math.isfinite(stamp) or not math.isfinite(duration):
+            raise ValueError(f"ts={stamp}, dur={duration}: expected finite numbers")
         if self.origin is None:
             self.origin = stamp
-        return (stamp - self.origin) * _MICROSECOND, float(event.get("dur", 0.0)) * _MICROSECOND
+        return (stamp - self.origin) * _MICROSECOND, duration * _MICROSECOND
 
     def _thread(self, event: Mapping[str, Any]) -> int:
         return self.threads.number((event.get("pid"), event.get("tid")))
@@ -314,4 +366,7 @@ def _external(facts: Mapping[str, Any]) -> int:
 
 
 def _tuples(item: Any) -> tuple[Any, ...]:
-    return tuple(_tuples(x) if isinstance(x, list | tuple) else x for x in item)
+    """Sizes as tuples.  Raises TypeError for what are no sizes."""
+    if not all(isinstance(x, list | int) for x in item):
+        raise TypeError(f"sizes {item!r:.60}: expected whole numbers, or lists of them")
+    return tuple(_tuples(x) if isinstance(x, list) else x for x in item)

@@ -39,13 +39,20 @@ class Request:
             )
 
 
+LARGEST = (1 << 63) - 1
+"""The largest size that torch can count."""
+
+
 def _size(name: str, value: Any) -> int:
     """A size as an int, also one of numpy's.  Raises RequestError."""
     try:
         size = 0 if isinstance(value, bool) else operator.index(value)
     except TypeError:
         size = 0
-    if size < 1:
+    if not 1 <= size <= LARGEST:
+        if size > LARGEST:
+            shown = f"a whole number of {size.bit_length()} bits"
+            raise RequestError(f"--{name}: {shown}; torch counts with 63")
         shown = repr(value) if isinstance(value, str) else value
         raise RequestError(f"--{name} {shown}: expected a whole number of at least 1")
     return size

@@ -20,6 +20,8 @@ from rooftrace.tracer.vocabulary import KINDS, LOWER_BOUND, PARTS, ROLES
 
 _LISTED = 40
 """As many kernels does `print(graph)` show."""
+_WRITTEN_OUT = 10_000_000
+"""The most ops, or values, of a step whose repeats are written out: each takes about 1 kB."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -60,11 +62,24 @@ class OpGraph:
         return math.prod(self.repeats[r].count for r in item.repeats) if item.repeats else 1
 
     def expand(self) -> OpGraph:
-        """The flat graph of this step: every iteration of every repeat is written out."""
+        """The flat graph of this step: every iteration of every repeat is written out.
+
+        Raises GraphError where that is too long (see `check_length`).
+        """
+        self.check_length()
         graph = self
         while graph.repeats:
             graph = graph.replace(**last_written_out(graph))
         return graph
+
+    def check_length(self) -> None:
+        """Raise GraphError for a step of more ops or values than can be listed one by one."""
+        length = max(sum(map(self.times, items)) for items in (self.ops, self.values))
+        if length > _WRITTEN_OUT:
+            raise GraphError(
+                f"written out, the step has {length:,} ops or values; they can be listed up to "
+                f"{_WRITTEN_OUT:,}"
+            )
 
     def ids_written_out(self, repeat: Repeat) -> list[tuple[int, ...]]:
         """By value, the ids of its copies, one for each iteration, once `repeat` is written out."""

@@ -10,20 +10,25 @@ import gzip
 import json
 import os
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypedDict
 
+from rooftrace._reading import FileKind, beginning, json_of, record_of, text_of
 from rooftrace._writing import write_bytes
 from rooftrace.tracer.arguments import Argument, Neighbour, Ref, refs
 from rooftrace.tracer.graph import Assumption, GraphError, Op, OpGraph, Repeat, Tensor
+from rooftrace.tracer.graphfiles.bounds import bounded
 
 SCHEMA = "rooftrace.graph/3"
-_GZIP = b"\x1f\x8b"
 
 
 class GraphFileError(GraphError):
     """A file that is no saved graph: names the file and what is wrong."""
+
+
+_KIND = FileKind("saved graph", GraphFileError)
 
 
 def save_graphs(graphs: Mapping[str, OpGraph], path: str | os.PathLike[str]) -> Path:
@@ -45,41 +50,38 @@ def load_graphs(path: str | os.PathLike[str]) -> dict[str, OpGraph]:
     """The graphs of a file by phase, each verified.
 
     Raises FileNotFoundError, or GraphFileError for a file that is truncated, of another kind or
-    version.
+    version, or larger than any trace (see `bounded`).
     """
-    path = Path(path)
-    raw = path.read_bytes()
-    try:
-        text = gzip.decompress(raw) if raw[:2] == _GZIP else raw
-        data = json.loads(text)
-    except (OSError, EOFError, zlib.error, json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise GraphFileError(f"{path}: not a readable saved graph ({error})") from None
+    where = str(path)
+    data = json_of(text_of(Path(path), _KIND), where, _KIND)
     schema = data.get("schema") if isinstance(data, dict) else None
     if schema != SCHEMA:
         raise GraphFileError(
-            f"{path}: schema is {schema!r}, expected {SCHEMA!r}; "
+            f"{where}: schema is {schema!r:.60}, expected {SCHEMA!r}; "
             "make it with `rooftrace trace TARGET -o FILE`"
         )
-    try:
-        return {phase: _decode(entry).verify() for phase, entry in data["graphs"].items()}
-    except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
-        raise GraphFileError(f"{path}: a damaged graph ({type(error).__name__}: {error})") from None
+    graphs = record_of(_File, data, where, _KIND).graphs
+    result = {}
+    for phase, values in graphs.items():
+        place = f"graphs.{phase}"
+        entry = record_of(_Graph, values, where, _KIND, place)
+        record_of(_Facts, entry.model, where, _KIND, f"{place}.model")
+        record_of(_Facts, entry.workload, where, _KIND, f"{place}.workload")
+        try:
+            result[phase] = bounded(_decode(entry).verify())
+        except ValueError as error:
+            raise GraphFileError(f"{where}: {place}: a damaged graph: {error}") from None
+    return result
 
 
 def looks_saved(path: str | os.PathLike[str]) -> bool:
     """Whether `path` is an existing file that claims to hold saved graphs (by its first bytes)."""
-    path = Path(path)
-    if not path.is_file():
+    if not Path(path).is_file():
         return False
-    with path.open("rb") as file:
-        head = file.read(200)
-    if head[:2] == _GZIP:
-        try:
-            with gzip.open(path, "rb") as file:
-                head = file.read(200)
-        except (OSError, EOFError, zlib.error):
-            return False
-    return SCHEMA.encode() in head
+    try:
+        return SCHEMA.encode() in beginning(path, 200)
+    except zlib.error:
+        return False
 
 
 # -- encoding ------------------------------------------------------------------------------------
@@ -139,78 +141,177 @@ def _encode(graph: OpGraph) -> dict[str, Any]:
     }
 
 
-def _decode(data: Mapping[str, Any]) -> OpGraph:
-    words: list[str] = data["words"]
+class _Value(NamedTuple):
+    """A tensor as it stands in a file; words by their number."""
+
+    shape: tuple[int, ...]
+    dtype: int
+    stride: tuple[int, ...]
+    role: int
+    storage: int
+    name: str
+    repeats: tuple[int, ...]
+    then: tuple[int, int, int] | None
+
+
+class _Op(NamedTuple):
+    """An op as it stands in a file; words by their number."""
+
+    target: int
+    arguments: dict[str, Any]
+    outputs: tuple[int, ...]
+    module: int
+    call: int
+    part: int
+    kind: int
+    family: int
+    function: int
+    source: int
+    flops_torch: int | None
+    facts: dict[str, bool | int | float | str | tuple[Any, ...] | None]
+    assumptions: tuple[int, ...]
+    repeats: tuple[int, ...]
+    steps: dict[str, int]
+    holds: list[dict[str, Any]]
+
+
+class _Repeat(NamedTuple):
+    """A repeat as it stands in a file."""
+
+    id: int
+    times: int
+    container: str | None
+    first: int
+    step: int
+    source: str
+    names: list[tuple[int, tuple[str, ...]]]
+    assumptions: list[tuple[int, tuple[int, ...]]]
+
+
+class _Assumption(NamedTuple):
+    """An assumption as it stands in a file."""
+
+    id: int
+    kind: str
+    where: str
+    text: str
+    value: Any
+    op: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Ref:
+    """A Ref as it stands in a file."""
+
+    ref: int
+    then: tuple[int, int, int] | None = None
+    every: bool = False
+
+
+class _Facts(TypedDict, total=False):
+    """What is computed with, of what the file says of the model and the workload."""
+
+    name: str
+    dtype: str | None
+    priced_dtype: str | None
+    weights_dtype: str | None
+    kv_dtype: str | None
+    declared_weights_dtype: str | None
+    params: int
+    params_trainable: int
+    bytes_parameters: int
+    bytes_buffers: int
+    batch: int | None
+    seq: int | None
+    kv: int | None
+    item: str
+    items: int | None
+    optimizer: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Graph:
+    """A graph as it stands in a file."""
+
+    phase: str
+    model: dict[str, Any]
+    workload: dict[str, Any]
+    provenance: dict[str, Any]
+    modules: dict[str, str]
+    constants: dict[str, str] = field(default_factory=dict)
+    schemas: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    assumptions: list[_Assumption]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    repeats: list[_Repeat]
+    words: list[str]
+    values: list[_Value]
+    ops: list[_Op]
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    """A graph file."""
+
+    schema: str
+    graphs: dict[str, dict[str, Any]]
+
+
+def _decode(data: _Graph) -> OpGraph:
+    def word(number: int) -> str:
+        if not 0 <= number < len(data.words):
+            raise GraphError(f"there is no word {number}; there are {len(data.words)} words")
+        return data.words[number]
+
     values = tuple(
         Tensor(
-            shape=tuple(shape),
-            dtype=words[dtype],
-            stride=tuple(stride),
-            role=words[role],
-            storage=storage,
-            name=name,
-            repeats=tuple(repeats),
-            then=_decode_neighbour(then),
+            **{
+                **item._asdict(),
+                "dtype": word(item.dtype),
+                "role": word(item.role),
+                "then": _neighbour(item.then),
+            }
         )
-        for shape, dtype, stride, role, storage, name, repeats, then in data["values"]
+        for item in data.values
     )
     return OpGraph(
-        phase=data["phase"],
+        phase=data.phase,
         values=values,
-        ops=tuple(_decode_op(i, words, *entry) for i, entry in enumerate(data["ops"])),
-        inputs=tuple(data["inputs"]),
-        outputs=tuple(data["outputs"]),
-        modules=data["modules"],
-        assumptions=tuple(Assumption(*a) for a in data["assumptions"]),
-        repeats=tuple(_decode_repeat(*repeat) for repeat in data["repeats"]),
-        constants=data.get("constants", {}),
-        schemas={target: tuple(names) for target, names in data.get("schemas", {}).items()},
-        model=data["model"],
-        workload=data["workload"],
-        provenance=data["provenance"],
+        ops=tuple(_decode_op(number, op, word) for number, op in enumerate(data.ops)),
+        inputs=data.inputs,
+        outputs=data.outputs,
+        modules=data.modules,
+        assumptions=tuple(Assumption(*item) for item in data.assumptions),
+        repeats=tuple(_decode_repeat(repeat) for repeat in data.repeats),
+        constants=data.constants,
+        schemas=data.schemas,
+        model=data.model,
+        workload=data.workload,
+        provenance=data.provenance,
     )
 
 
-def _decode_op(
-    number: int,
-    words: Sequence[str],
-    target: int,
-    arguments: Mapping[str, Any],
-    outputs: list[int],
-    module: int,
-    call: int,
-    part: int,
-    kind: int,
-    family: int,
-    function: int,
-    source: int,
-    flops_torch: int | None,
-    facts: Mapping[str, Any],
-    assumptions: list[int],
-    repeats: list[int],
-    steps: Mapping[str, int],
-    holds: list[Any],
-) -> Op:
-    decoded = {name: _decode_argument(item) for name, item in arguments.items()}
+def _decode_repeat(entry: _Repeat) -> Repeat:
+    names, assumptions = dict(entry.names), dict(entry.assumptions)
+    return Repeat(*entry[:6], names=names, assumptions=assumptions)
+
+
+_WORDS = ("target", "module", "part", "kind", "family", "function", "source")
+"""The fields of an op that are words."""
+
+
+def _decode_op(number: int, entry: _Op, word: Callable[[int], str]) -> Op:
+    arguments = {name: _decode_argument(item) for name, item in entry.arguments.items()}
     return Op(
-        id=number,
-        target=words[target],
-        arguments=decoded,
-        inputs=tuple(refs(decoded)),
-        outputs=tuple(outputs),
-        module=words[module],
-        call=call,
-        part=words[part],
-        kind=words[kind],
-        family=words[family],
-        function=words[function],
-        source=words[source],
-        flops_torch=flops_torch,
-        facts=facts,
-        assumptions=tuple(assumptions),
-        repeats=tuple(repeats),
-        steps=steps,
-        holds=tuple(_decode_argument(ref) for ref in holds),
+        **{
+            **entry._asdict(),
+            **{name: word(getattr(entry, name)) for name in _WORDS},
+            "id": number,
+            "arguments": arguments,
+            "facts": {name: _decode_argument(fact) for name, fact in entry.facts.items()},
+            "inputs": tuple(refs(arguments)),
+            "holds": tuple(_decode_argument(ref) for ref in entry.holds),
+        }
     )
 
 
@@ -227,33 +328,11 @@ def _encode_repeat(repeat: Repeat) -> list[Any]:
     ]
 
 
-def _decode_repeat(
-    number: int,
-    count: int,
-    container: str,
-    first: int,
-    step: int,
-    source: str,
-    names: list[Any],
-    assumptions: list[Any],
-) -> Repeat:
-    return Repeat(
-        id=number,
-        count=count,
-        container=container,
-        first=first,
-        step=step,
-        source=source,
-        names={value: tuple(copies) for value, copies in names},
-        assumptions={number: tuple(others) for number, others in assumptions},
-    )
-
-
 def _encode_neighbour(then: Neighbour | None) -> list[int] | None:
     return None if then is None else [then.repeat, then.value, then.shift]
 
 
-def _decode_neighbour(item: list[int] | None) -> Neighbour | None:
+def _neighbour(item: tuple[int, int, int] | None) -> Neighbour | None:
     return None if item is None else Neighbour(*item)
 
 
@@ -272,7 +351,8 @@ def _encode_argument(item: Argument) -> Any:
 
 def _decode_argument(item: Any) -> Argument:
     if isinstance(item, dict):
-        return Ref(item["ref"], _decode_neighbour(item.get("then")), item.get("every", False))
+        ref = record_of(_Ref, item, "an argument", _KIND)
+        return Ref(ref.ref, _neighbour(ref.then), ref.every)
     if isinstance(item, list):
         return tuple(_decode_argument(x) for x in item)
     return item

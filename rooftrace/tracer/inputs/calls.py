@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -114,11 +115,39 @@ def last_token(tokens: Tensor) -> Tensor:
     return last
 
 
+MOST_DRAWN = 1 << 25
+"""Whole numbers of an input that are drawn (256 MiB).  Of a larger one only sizes are known."""
+_MOST_BYTES = (1 << 63) - 1
+"""Bytes of a tensor that torch can count."""
+
+
 def random_tokens(batch: int, length: int, vocabulary: int) -> Tensor:
-    """Known token ids, drawn uniformly with a fixed seed, without the first few (special) ones."""
+    """Known token ids, drawn uniformly with a fixed seed, without the first few (special) ones.
+
+    They are not known where there are more than MOST_DRAWN.  Raises RequestError for more than
+    torch can count.
+    """
+    return _drawn((batch, length), torch.int64, min(5, vocabulary - 1), vocabulary)
+
+
+def _drawn(shape: tuple[int, ...], dtype: torch.dtype, first: int, end: int) -> Tensor:
+    """Whole numbers from `first` to below `end`, by a fixed seed."""
+    unknown = sized(shape, dtype)
+    if math.prod(shape) > MOST_DRAWN:
+        return unknown
     generator = torch.Generator().manual_seed(_SEED)
-    first = min(5, vocabulary - 1)
-    return twin(torch.randint(first, vocabulary, (batch, length), generator=generator))
+    return twin(torch.randint(first, end, shape, generator=generator).to(dtype))
+
+
+def sized(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A meta tensor.  Raises RequestError where torch cannot count its bytes."""
+    size = math.prod(max(n, 1) for n in shape) * dtype.itemsize
+    if size > _MOST_BYTES:
+        raise RequestError(
+            f"an input of {' x '.join(map(str, shape))} numbers has {float(size):.3g} bytes; torch "
+            f"counts up to {_MOST_BYTES:.3g}: ask for smaller sizes"
+        )
+    return torch.empty(shape, dtype=dtype, device=META)
 
 
 def _with_batch(tree: Any, batch: int) -> Any:
@@ -135,9 +164,10 @@ def _with_batch(tree: Any, batch: int) -> Any:
         if not tensor.dim() or tensor.shape[0] != old:
             return twin(tensor)
         value = tensor.__dict__.get(REAL_VALUE)
-        if value is not None and old:
+        made = sized((batch, *tensor.shape[1:]), tensor.dtype)
+        if value is not None and old and made.numel() <= MOST_DRAWN:
             return twin(value[torch.arange(batch) % old])
-        return torch.empty((batch, *tensor.shape[1:]), dtype=tensor.dtype, device=META)
+        return made
 
     return replaced(tree, resized)
 
@@ -151,20 +181,19 @@ def _parsed(name: str, text: str) -> Tensor:
     shape_text, _, dtype_text = text.partition(":")
     try:
         shape = tuple(int(n) for n in shape_text.replace("x", ",").split(",") if n.strip())
-        if any(n < 0 for n in shape):
+        if any(not 0 <= n <= _MOST_BYTES for n in shape):
             raise ValueError(shape)
     except ValueError:
         raise RequestError(
-            f"--input {name}={text}: expected SHAPE:DTYPE, for example {name}=8,3,224,224:fp32"
+            f"--input {name}={text:.60}: expected SHAPE:DTYPE, for example {name}=8,3,224,224:fp32"
         ) from None
     try:
         dtype = torch_dtype(dtype_text or "fp32")
     except GraphError as error:
         raise RequestError(f"--input {name}={text}: {error}") from None
     if dtype.is_floating_point or dtype.is_complex:
-        return torch.empty(shape, dtype=dtype, device=META)
-    generator = torch.Generator().manual_seed(_SEED)
-    return twin(torch.randint(0, 2, shape, generator=generator).to(dtype))
+        return sized(shape, dtype)
+    return _drawn(shape, dtype, 0, 2)
 
 
 def check_names(module: nn.Module, texts: Mapping[str, Any]) -> None:

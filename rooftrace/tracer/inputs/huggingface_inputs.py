@@ -177,6 +177,11 @@ class _Text:
         places = placeholders(self.module, self.config, passed) if passed else []
         if not places:
             return {"input_ids": tokens}
+        if REAL_VALUE not in tokens.__dict__:
+            raise RequestError(
+                f"{type(self.module).__name__}: a prompt of {tokens.numel():,} tokens is too large "
+                "to place images and sounds in; pass a smaller --batch or --seq"
+            )
         ids: Tensor = tokens.__dict__[REAL_VALUE].clone()
         types = torch.zeros_like(ids)
         start = 1

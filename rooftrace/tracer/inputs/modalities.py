@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from rooftrace.errors import RequestError
 from rooftrace.tracer.inputs.arguments import learn
 from rooftrace.tracer.inputs.before import as_before
+from rooftrace.tracer.inputs.calls import MOST_DRAWN, sized
 from rooftrace.tracer.recording import Recorder
 from rooftrace.tracer.tensors import own_tensors, parameters_of, tensors_in
 from rooftrace.tracer.twins import twin
@@ -78,11 +80,22 @@ def _configs(config: Any) -> Iterator[Any]:
 
 
 def _floats(*shape: int) -> Tensor:
-    return torch.empty(shape, device=META)
+    return sized(shape, torch.float32)
+
+
+def _rows(row: Sequence[int], batch: int) -> Tensor:
+    """One row of whole numbers as often as the batch has samples."""
+    return _whole(torch.tensor(row).expand(batch, len(row)))
+
+
+def _ones(*shape: int) -> Tensor:
+    return _whole(torch.ones((), dtype=torch.int64).expand(shape))
 
 
 def _whole(value: Tensor) -> Tensor:
-    return twin(value.long())
+    """Known whole numbers; of very many only the sizes are known."""
+    unknown = sized(tuple(value.shape), torch.int64)
+    return unknown if value.numel() > MOST_DRAWN else twin(value.long().contiguous())
 
 
 # -- layouts by parameter --------------------------------------------------------------------------
@@ -114,10 +127,10 @@ def _patches(sizes: Sizes, name: str) -> Layouts:
     side = _SIDE
     width = channels * patch * patch
     flats = [_floats(side * side * sizes.batch, depth * width) for depth in depths]
-    grid = _whole(torch.tensor([[1, side, side]] * sizes.batch))
+    grid = _rows((1, side, side), sizes.batch)
     rows = _floats(sizes.batch, side * side, width)
-    shape = _whole(torch.tensor([[side, side]] * sizes.batch))
-    mask = _whole(torch.ones(sizes.batch, side * side))
+    shape = _rows((side, side), sizes.batch)
+    mask = _ones(sizes.batch, side * side)
     places = _whole(torch.cartesian_prod(torch.arange(side), torch.arange(side)))
     return [
         *({name: flat, "grid_thw": grid} for flat in flats),
@@ -157,7 +170,7 @@ def _features(sizes: Sizes, name: str) -> Layouts:
     return [
         {
             name: _floats(*shape),
-            "input_features_mask": _whole(torch.ones(batch, max(shape[1:]))),
+            "input_features_mask": _ones(batch, max(shape[1:])),
         }
         for shape in shapes
     ]
@@ -331,9 +344,13 @@ def grids(module: nn.Module, passed: Mapping[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
+_LONGEST = 1 << 20
+"""Cells of the shorter side of a grid at most."""
+
+
 def _rectangle(count: int) -> tuple[int, int]:
     """The sides of the most square rectangle of `count` cells; even sides if possible."""
-    sides = [n for n in range(1, count + 1) if count % n == 0 and n * n <= count]
+    sides = [n for n in range(1, min(math.isqrt(count), _LONGEST) + 1) if count % n == 0]
     even = [n for n in sides if n % 2 == 0 and count // n % 2 == 0]
     short = max(even or sides)
     return short, count // short

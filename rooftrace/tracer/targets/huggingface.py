@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import torch
 
+from rooftrace._reading import FileKind, json_of, text_of
 from rooftrace.errors import TargetError
 from rooftrace.tracer.asking import Request
 from rooftrace.tracer.inputs import Inputs, Loaded, module_inputs
@@ -19,6 +19,7 @@ from rooftrace.tracer.targets.remote_code import check_config, without_code
 from rooftrace.tracer.tensors import own_tensors
 from rooftrace.tracer.values import META, REAL_VALUE, Values
 
+_CONFIG = FileKind("JSON file", TargetError)
 _ENCODER_DECODER = ("MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING", "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING")
 _ENCODER = ("MODEL_FOR_MASKED_LM_MAPPING",)
 _OTHERS = (
@@ -35,10 +36,8 @@ def from_file(path: Path, request: Request) -> Loaded:
     target = str(path)
     if not path.is_file():
         raise TargetError(f"target {target!r}: there is no such file")
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise TargetError(f"target {target!r}: not a JSON file: {error}") from None
+    where = f"target {target!r}"
+    data = json_of(text_of(path, _CONFIG), where, _CONFIG)
     kind = data.get("model_type") if isinstance(data, dict) else None
     if not isinstance(kind, str) or not kind:
         raise TargetError(

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from rooftrace.costmodels.estimating import Estimate, Row
 from rooftrace.costmodels.fusion import runs
 from rooftrace.costmodels.planning import Launch
-from rooftrace.costmodels.timing import dispatch_seconds
+from rooftrace.costmodels.timing import Queue, dispatch_seconds
 from rooftrace.tracer.graph import OpGraph
 from rooftrace.tracer.paths import pattern_of
 from rooftrace.tracer.vocabulary import REVERSED
@@ -66,7 +66,7 @@ def play(estimate: Estimate, limit: int = 50_000) -> Playback:
     launches = estimate.plan.launches
     counts = {repeat.id: repeat.count for repeat in estimate.graph.repeats}
     player = _Player(estimate, _to_fold(launches, counts, limit))
-    player.run(range(len(launches)), 0, 0, written=True)
+    player.run(range(len(launches)), 0, 0)
     end = max(player.host, player.device)
     return Playback(tuple(player.played), tuple(player.folded), end)
 
@@ -97,29 +97,34 @@ class _Player:
         self.places = [launch.repeats for launch in self.launches]
         groups = iter(range(len(estimate.rows)))
         self.rows = [next(groups) if launch.on_device else None for launch in self.launches]
+        self.queue = Queue(
+            [row.timing.t_device / row.count for row in estimate.rows],
+            self.launches,
+            self.dispatch,
+            [repeat.count for repeat in estimate.graph.repeats],
+            self.waits,
+        )
         self.bases = [_shown_module(estimate.graph, row) for row in estimate.rows]
         self.inside: list[tuple[int, int]] = []  # (repeat, iteration), outermost first
         self.host = self.device = 0.0
         self.played: list[Played] = []
         self.folded: list[Folded] = []
 
-    def run(self, part: range, depth: int, turn: int, written: bool) -> None:
+    def run(self, part: range, depth: int, turn: int) -> None:
         """Run these launches once, and those in repeats as often as they repeat."""
         for repeat, inside in runs.segments(self.places, part, depth):
             if repeat is None:
                 for index in inside:
-                    self._launch(index, turn, written)
+                    self._launch(index, turn)
                 continue
             count = self.estimate.graph.repeats[repeat].count
-            fold = repeat in self.fold
-            for iteration in range(count):
-                if fold and written and iteration == 1:
-                    before = self.host, self.device
-                show = written and not (fold and iteration)
+            for iteration in range(1 if repeat in self.fold else count):
                 self.inside.append((repeat, iteration))
-                self.run(inside, depth + 1, turn * count + iteration, show)
+                self.run(inside, depth + 1, turn * count + iteration)
                 self.inside.pop()
-            if fold and written and count > 1:
+            if repeat in self.fold and count > 1:
+                before = self.host, self.device
+                self.host, self.device = self.queue.turned(inside, depth + 1, count - 1, before)
                 self.folded.append(
                     Folded(
                         repeat=repeat,
@@ -131,7 +136,7 @@ class _Player:
                     )
                 )
 
-    def _launch(self, index: int, turn: int, written: bool) -> None:
+    def _launch(self, index: int, turn: int) -> None:
         launch, row = self.launches[index], self.rows[index]
         begin = self.host
         self.host += launch.dispatches * self.dispatch
@@ -143,20 +148,19 @@ class _Player:
             self.device = start + kernel.timing.t_device / kernel.count
         if launch.sync or self.waits:
             self.host = max(self.host, self.device)
-        if written:
-            self.played.append(
-                Played(
-                    row=row,
-                    turn=turn,
-                    module="" if row is None else self._module(row),
-                    dispatches=launch.dispatches,
-                    sync=launch.sync,
-                    host_start=begin,
-                    host_end=self.host if launch.sync else enqueued,
-                    start=start,
-                    end=None if start is None else self.device,
-                )
+        self.played.append(
+            Played(
+                row=row,
+                turn=turn,
+                module="" if row is None else self._module(row),
+                dispatches=launch.dispatches,
+                sync=launch.sync,
+                host_start=begin,
+                host_end=self.host if launch.sync else enqueued,
+                start=start,
+                end=None if start is None else self.device,
             )
+        )
 
     def _module(self, row: int) -> str:
         """Where the kernel runs this time; backward goes through the iterations in reverse."""
