@@ -246,8 +246,8 @@ def _unknown(kind: Any, data: Any, spot: str = "") -> Iterator[tuple[str, str, l
         for number, item in enumerate(data):
             yield from _unknown(inside[0], item, f"{spot}[{number}]")
     elif isinstance(data, dict):  # one of several types
-        for one in inside:
-            yield from _unknown(one, data, spot)
+        for choice in inside:
+            yield from _unknown(choice, data, spot)
 
 
 _hints = cache(get_type_hints)
@@ -297,4 +297,4 @@ def _spots(data: Any, steps: Sequence[str], kind: type | None) -> Iterator[tuple
     else:
         inside = [(f".{step}", data[step])]
     for name, item in inside:
-        yield from ((f"{name}{more}", found) for more, found in _spots(item, rest, kind))
+        yield from ((f"{name}{more}", value) for more, value in _spots(item, rest, kind))

@@ -22,7 +22,7 @@ _SHOWN = 200  # letters of an output in a message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class CachePlace:
     """Where a cache without a name is."""
 
     index: int  # of the item in the tuple that forward returns
@@ -31,7 +31,7 @@ class Place:
 
 def find_place(
     output: Any, arguments: Sequence[str], call: Callable[[Mapping[str, Any]], Any]
-) -> tuple[Place | None, str]:
+) -> tuple[CachePlace | None, str]:
     """The place of a cache in an output, or None and what was tried.
 
     arguments: names of those that default to None and were not passed.  call: runs the next token
@@ -55,7 +55,7 @@ def find_place(
                 result = f"raises {type(error).__name__}: {first_line:.{_SHOWN}}"
             else:
                 if _comes_back_longer(index, output, again):
-                    return Place(index=index, argument=name), ""
+                    return CachePlace(index=index, argument=name), ""
                 result = f"returns {shown(again)}"
             tried = tried or f"; item {index} passed back as {name} {result}"
     return None, tried
