@@ -74,7 +74,9 @@ class ModuleCalls:
         device: str = META.type,
     ) -> None:
         self.module, self.inputs, self.loss, self.device = module, inputs, loss, device
-        self._place: Place | None = None  # of a cache without a name, once a prompt has shown it
+        self._place: CachePlace | None = (
+            None  # of a cache without a name, once a prompt has shown it
+        )
         self._tried = ""  # what was tried to find it
 
     def plain_call(self, phase: str) -> PlainCall:
