@@ -74,9 +74,7 @@ class ModuleCalls:
         device: str = META.type,
     ) -> None:
         self.module, self.inputs, self.loss, self.device = module, inputs, loss, device
-        self._place: CachePlace | None = (
-            None  # of a cache without a name, once a prompt has shown it
-        )
+        self._place: CachePlace | None = None  # of a cache without a name, after a prompt
         self._tried = ""  # what was tried to find it
 
     def plain_call(self, phase: str) -> PlainCall:
