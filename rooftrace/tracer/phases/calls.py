@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from rooftrace.errors import NoCacheError, RequestError
 from rooftrace.tracer.asking import names
 from rooftrace.tracer.inputs import Inputs, arguments
-from rooftrace.tracer.phases.unnamed import find_place, shown
+from rooftrace.tracer.phases.unnamed import CachePlace, find_place, shown
 from rooftrace.tracer.tensors import parameters_of, tensors_in
 from rooftrace.tracer.twins import replaced
 from rooftrace.tracer.values import META
