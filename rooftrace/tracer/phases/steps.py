@@ -28,6 +28,7 @@ from rooftrace.errors import RequestError
 from rooftrace.tracer.asking import Options
 from rooftrace.tracer.graph import OpGraph
 from rooftrace.tracer.inputs import Inputs, arguments, as_before
+from rooftrace.tracer.patches import original_of, replaced
 from rooftrace.tracer.phases.attempts import attempted
 from rooftrace.tracer.phases.calls import drained
 from rooftrace.tracer.phases.optimizer import copy_optimizers, optimizers_in
@@ -231,8 +232,8 @@ def _own_step(recorder: Recorder, root: nn.Module) -> Iterator[_Learnt]:
     outer: list[tuple[str, str]] = []
 
     def before(optimizer: Any, args: Any, kwargs: Any) -> Any:
-        if recorder.part == "optimizer":
-            return None  # the step that makes the states
+        if not recorder.here_recorded() or recorder.part == "optimizer":
+            return None  # a thread of somebody else, or the step that makes the states
         outer.append((recorder.part, recorder.function))
         _note_gradients(recorder, root, learnt)
         recorder.part, recorder.function = "optimizer", type(optimizer).__name__
@@ -242,14 +243,14 @@ def _own_step(recorder: Recorder, root: nn.Module) -> Iterator[_Learnt]:
         return _with_closures_outside(recorder, args, kwargs) if closures else None
 
     def after(optimizer: Any, args: Any, kwargs: Any) -> None:
-        if outer and recorder.recording:
+        if outer and recorder.here_recorded() and recorder.recording:
             recorder.part, recorder.function = outer.pop()
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_foreach_on_meta())
         stack.callback(register_optimizer_step_pre_hook(before).remove)
         stack.callback(register_optimizer_step_post_hook(after).remove)
         stack.enter_context(recorder)
+        stack.enter_context(_foreach_on_meta())
         stack.enter_context(torch.device(META))
         yield learnt
     _note_gradients(recorder, root, learnt)
@@ -282,14 +283,17 @@ def _foreach_on_meta() -> Iterator[None]:
     """Inside, optimizers and gradient clipping take the code path of a GPU for meta tensors."""
     homes = [sys.modules[module] for module in ("torch.utils._foreach_utils", Optimizer.__module__)]
     name = "_get_foreach_kernels_supported_devices"
-    originals = [(home, getattr(home, name)) for home in homes if hasattr(home, name)]
-    for home, original in originals:
-        setattr(home, name, lambda original=original: [*original(), "meta"])
-    try:
+    with contextlib.ExitStack() as undo:
+        for home in homes:
+            if hasattr(home, name):
+                original = original_of(home, name)
+                also = functools.partial(_also_meta, original)
+                undo.enter_context(replaced(home, {name: also}))
         yield
-    finally:
-        for home, original in originals:
-            setattr(home, name, original)
+
+
+def _also_meta(devices: Callable[[], list[str]]) -> list[str]:
+    return [*devices(), "meta"]
 
 
 def _prepare(recorder: Recorder, optimizer: Optimizer, closure: bool) -> None:
