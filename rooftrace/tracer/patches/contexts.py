@@ -11,14 +11,21 @@ import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import overrides
 from torch.utils import _python_dispatch
 
+from rooftrace.tracer.patches.claims import claimed as claimed
 from rooftrace.tracer.patches.scopes import Scope
 from rooftrace.tracer.patches.shared import Shared
 
 _dispatch: Any = _python_dispatch
 _functions: Any = overrides
+
+
+def fake_mode() -> Any:
+    """The FakeTensorMode that is on in this thread; None where there is none."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
 
 
 def push(mode: Any) -> None:

@@ -15,6 +15,7 @@ from rooftrace.errors import NoCacheError, RequestError
 from rooftrace.tracer.asking import Options, assumptions, names
 from rooftrace.tracer.graph import OpGraph
 from rooftrace.tracer.inputs import Inputs, arguments, as_before
+from rooftrace.tracer.patches import contexts
 from rooftrace.tracer.phases.attempts import attempted
 from rooftrace.tracer.phases.calls import ModuleCalls
 from rooftrace.tracer.phases.optimizer import optimizer_class, run_optimizer
@@ -45,8 +46,9 @@ def trace_phases(
     for phase in phases or ():
         if names.phase_of(phase).cached and not keeps:
             raise NoCacheError(run.calls.without_cache(phase))
-    run.materialise()
-    with as_before(run.module):
+    with contexts.claimed(list(run.module.modules())):
+        run.materialise()
+    with contexts.claimed(list(run.module.modules())), as_before(run.module):
         if phases is not None:
             return run.phases(phases)
         return run.usual_phases() if keeps else run.phases(("forward", "training"))

@@ -11,6 +11,7 @@ import contextlib
 import copy
 import functools
 import sys
+import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -28,7 +29,7 @@ from rooftrace.errors import RequestError
 from rooftrace.tracer.asking import Options
 from rooftrace.tracer.graph import OpGraph
 from rooftrace.tracer.inputs import Inputs, arguments, as_before
-from rooftrace.tracer.patches import original_of, replaced
+from rooftrace.tracer.patches import contexts, original_of, replaced
 from rooftrace.tracer.phases.attempts import attempted
 from rooftrace.tracer.phases.calls import drained
 from rooftrace.tracer.phases.optimizer import copy_optimizers, optimizers_in
@@ -39,6 +40,13 @@ from rooftrace.tracer.tape import META_KEY, Recorded
 from rooftrace.tracer.tensors import own_tensors, owners, tensors_in
 from rooftrace.tracer.twins import Twins, closures
 from rooftrace.tracer.values import META, Values
+
+
+class _Here(threading.local):
+    captures: tuple[Capture, ...] = ()  # that this thread is in, the innermost last
+
+
+_here = _Here()
 
 
 class Capture:
@@ -54,7 +62,8 @@ class Capture:
             roll_loops=False,
             repeat_calls=options.repeats,
         )
-        self._exit = contextlib.ExitStack()
+        self._exit = self._block = contextlib.ExitStack()
+        self._began: int | None = None  # in this thread
         self._graph: OpGraph | None = None
 
     @property
@@ -65,17 +74,51 @@ class Capture:
         return self._graph
 
     def __enter__(self) -> Capture:
-        _enter_modules(self._recorder, self._root)
-        self._learnt = self._exit.enter_context(_own_step(self._recorder, self._root))
+        if self._began is not None:
+            raise RequestError("a capture records one block; make another for the next block")
+        fake = contexts.fake_mode()
+        if fake is not None:
+            raise RequestError(
+                f"a {type(fake).__name__} is active around the capture: its tensors have no sizes "
+                "on meta; begin the capture outside of it"
+            )
+        self._began = threading.get_ident()
+        with contextlib.ExitStack() as undo:  # an error halfway leaves nothing behind
+            undo.enter_context(contexts.claimed(list(self._root.modules())))
+            undo.callback(self._recorder.close)
+            _enter_modules(self._recorder, self._root)
+            self._block = undo.enter_context(contextlib.ExitStack())
+            self._block.enter_context(self._open())
+            self._learnt = self._block.enter_context(_own_step(self._recorder, self._root))
+            self._exit = undo.pop_all()
         return self
 
-    def __exit__(self, *exception: Any) -> None:
-        self._exit.__exit__(*exception)
+    @contextlib.contextmanager
+    def _open(self) -> Iterator[None]:
+        _here.captures = (*_here.captures, self)
         try:
+            yield
+        finally:
+            _here.captures = tuple([other for other in _here.captures if other is not self])
+
+    def __exit__(self, *exception: Any) -> None:
+        if self._began != threading.get_ident():
+            raise RequestError("a capture ends in the thread in which it began; this is another")
+        if self not in _here.captures:
+            raise RequestError("this capture has ended already, with the one around it")
+        inside = _here.captures[_here.captures.index(self) + 1 :]
+        for other in reversed(inside):
+            other._exit.close()
+        if inside:
+            self._exit.close()
+            raise RequestError(
+                "another capture began inside of this one and has not ended; "
+                "captures end in the reverse order of their beginning"
+            )
+        with self._exit:
+            self._block.__exit__(*exception)
             if exception[0] is None:
                 self._graph = _graph(self._recorder, self._root, self._learnt, None)
-        finally:
-            self._recorder.close()
 
 
 def trace_step(
@@ -104,7 +147,7 @@ def trace_step(
         inputs = [item for item in (*args, *kwargs.values()) if not isinstance(item, Optimizer)]
         return _graph(recorder, root, learnt, result, inputs)
 
-    with as_before(root):
+    with contexts.claimed(list(root.modules())), as_before(root):
         return attempted(run, options, f"step {name}", type(args[0]).__name__)
 
 

@@ -179,6 +179,7 @@ _NOT_OURS = (
     "Using `torch.compile(module)` when there are",
     "Sparse CSR",
     "Sparse invariant",
+    "To copy construct from a tensor",
 )
 """Warnings about the user's code that torch would give with a line of ours."""
 

@@ -73,7 +73,11 @@ def _op(name: str) -> Any:
 def _in_scope(op: Any, function: Callable[..., Any]) -> Callable[..., Any]:
     """A kernel that runs `function` in threads of a recording, and elsewhere takes `op` apart."""
 
+    composite = torch._C.DispatchKey.CompositeImplicitAutograd
+
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        return (op.decompose if current_scope() is None else function)(*args, **kwargs)
+        if current_scope() is None:
+            return op._op_dk(composite, *args, **kwargs)
+        return function(*args, **kwargs)
 
     return kernel
