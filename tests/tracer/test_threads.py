@@ -271,16 +271,15 @@ def test_traces_that_overlap_and_end_in_the_other_order_leave_nothing() -> None:
     expected = traced()
     first, second = Halfway(), Halfway()
     one, other = Stack(first), Stack(second)
-    with nothing_left():
-        with ThreadPoolExecutor(2) as pool:
-            early = pool.submit(traced, one)
-            assert first.there.wait(PATIENCE)
-            late = pool.submit(traced, other)
-            assert second.there.wait(PATIENCE)
-            first.go.set()
-            assert early.result(PATIENCE) == expected
-            second.go.set()
-            assert late.result(PATIENCE) == expected
+    with nothing_left(), ThreadPoolExecutor(2) as pool:
+        early = pool.submit(traced, one)
+        assert first.there.wait(PATIENCE)
+        late = pool.submit(traced, other)
+        assert second.there.wait(PATIENCE)
+        first.go.set()
+        assert early.result(PATIENCE) == expected
+        second.go.set()
+        assert late.result(PATIENCE) == expected
 
 
 def test_somebody_elses_patch_made_meanwhile_stays(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,9 +33,11 @@ from rooftrace.tracer.patches import contexts, original_of, replaced
 from rooftrace.tracer.phases.attempts import attempted
 from rooftrace.tracer.phases.calls import drained
 from rooftrace.tracer.phases.optimizer import copy_optimizers, optimizers_in
+from rooftrace.tracer.phases.refusals import check_traceable, depth_explained
 from rooftrace.tracer.phases.results import Step, graph_of
 from rooftrace.tracer.phases.running import check_request
 from rooftrace.tracer.recording import Recorder
+from rooftrace.tracer.source import TraceError
 from rooftrace.tracer.tape import META_KEY, Recorded
 from rooftrace.tracer.tensors import own_tensors, owners, tensors_in
 from rooftrace.tracer.twins import Twins, closures
@@ -54,8 +56,10 @@ class Capture:
 
     def __init__(self, modules: Sequence[nn.Module], options: Options) -> None:
         self._root = _root(modules)
-        check_request(self._root, (), options)
-        _check_on_meta(modules)
+        with depth_explained(self._root):
+            check_request(self._root, (), options)
+            check_traceable(self._root)
+            _check_on_meta(modules)
         self._recorder = Recorder(
             Values(assume=options.assume),
             own_step=True,
@@ -115,8 +119,10 @@ class Capture:
                 "another capture began inside of this one and has not ended; "
                 "captures end in the reverse order of their beginning"
             )
-        with self._exit:
+        with depth_explained(self._root), self._exit:
             self._block.__exit__(*exception)
+            if isinstance(exception[1], RecursionError):
+                raise exception[1]
             if exception[0] is None:
                 self._graph = _graph(self._recorder, self._root, self._learnt, None)
 
@@ -131,8 +137,26 @@ def trace_step(
     """
     name = getattr(step, "__name__", type(step).__name__)
     modules = _modules((tuple(args), dict(kwargs)))
-    check_request(_root(modules), (), options)
-    step, args, kwargs = _on_meta(step, (tuple(args), dict(kwargs)), modules)
+    with depth_explained(_root(modules)):
+        check_request(_root(modules), (), options)
+        check_traceable(_root(modules), tensors_in((tuple(args), dict(kwargs))))
+        try:
+            step, args, kwargs = _on_meta(step, (tuple(args), dict(kwargs)), modules)
+        except (TypeError, RuntimeError, ValueError, AttributeError) as error:
+            raise TraceError(
+                f"what step {name} is called with cannot be copied to the meta device ({error}): "
+                "build the modules under `with torch.device('meta'):` and pass those"
+            ) from error
+        return _traced_step(step, args, kwargs, options, name)
+
+
+def _traced_step(
+    step: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    options: Options,
+    name: str,
+) -> OpGraph:
     root = _root(_modules((args, kwargs)))
 
     def run(recorder: Recorder) -> OpGraph:
