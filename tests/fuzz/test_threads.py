@@ -63,7 +63,7 @@ def failing(kind: int) -> None:
         rt.trace(Failing(0, kind), X)
 
 
-# -- what other threads do meanwhile; each says whether all is as without a trace -------------------
+# -- what other threads do meanwhile; each says whether all is as without a trace ------------------
 
 
 def a_region() -> bool:
