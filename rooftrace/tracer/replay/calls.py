@@ -160,7 +160,7 @@ class CallReplay:
         """Run the call; returns its result, and its record if later calls can repeat it."""
         with torch._C.DisableTorchFunction():
             start, watched = Beginning(self._tape, module, call), self._differing(module)
-        outside = Outside()
+        outside = Outside(watches_draws=self._tape.generators is not None)
         with Watch(module, watched) as watch:
             with outside:
                 output = original(module, *args, **kwargs)

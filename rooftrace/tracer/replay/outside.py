@@ -64,12 +64,14 @@ State = list[Any]
 class Outside:
     """State outside of modules that is visible to the functions that run while this is entered.
 
-    followable: whether all of it can be compared later.  Garbage collection is off inside, because
-    its callbacks and finalizers would count as code of the call.
+    followable: whether all of it can be compared later.  watches_draws: a call that draws from
+    Python's own generator, whose state other threads change too, cannot be.  Garbage collection is
+    off inside, because its callbacks and finalizers would count as code of the call.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, watches_draws: bool = False) -> None:
         self.followable = True
+        self._watches_draws = watches_draws
         self._entered = False
         self._before: dict[tuple[int, str | None], tuple[Place, State]] = {}
         self._seen: dict[int, CodeType] = {}
@@ -81,7 +83,7 @@ class Outside:
             if sys.getprofile() is not None:  # somebody profiles this thread: leave that alone
                 self.followable = False
                 return self
-            sys.setprofile(_entered)
+            sys.setprofile(_entered_or_drawn if self._watches_draws else _entered)
         _thread.active = (*_thread.active, self)
         self._entered = True
         contexts.collector_off.take()
@@ -165,7 +167,7 @@ class Outside:
 
 _PYTHONS: Any = random._inst
 """The generator behind the functions of `random`, also those that were imported by their names."""
-_DRAWS = frozenset({"random", "getrandbits"})
+_DRAWS = frozenset({_PYTHONS.random, _PYTHONS.getrandbits})
 """Its methods that all others draw with."""
 
 
@@ -180,11 +182,13 @@ def _entered(frame: FrameType, event: str, argument: Any) -> None:
     if event == "call":
         for active in _thread.active:
             active.enter(frame)
-    elif (
-        event == "c_call"
-        and getattr(argument, "__self__", None) is _PYTHONS
-        and argument.__name__ in _DRAWS
-    ):
+
+
+def _entered_or_drawn(frame: FrameType, event: str, argument: Any) -> None:
+    if event == "call":
+        for active in _thread.active:
+            active.enter(frame)
+    elif event == "c_call" and argument in _DRAWS:
         for active in _thread.active:
             active.followable = False
 
