@@ -375,6 +375,20 @@ def test_modes_around_a_trace_see_none_of_it() -> None:
     assert graph == expected and counter.get_total_flops() == 0
 
 
+def test_a_default_device_around_a_trace_stays() -> None:
+    expected, module = traced(), Stack()
+    try:
+        torch.set_default_device("cpu")
+        with nothing_left(), torch.device("meta"):
+            assert traced(module) == expected
+            assert torch.ones(1).is_meta
+        assert torch.ones(1).device.type == "cpu"
+    finally:
+        torch.set_default_device(None)
+    assert not torch.ones(1).is_meta
+    assert not process_state.of_this_thread()["modes"][1]
+
+
 def test_captures_end_in_the_reverse_order_of_their_beginning() -> None:
     module, x = nn.Linear(8, 8, device="meta"), torch.empty(2, 8, device="meta")
     with nothing_left():

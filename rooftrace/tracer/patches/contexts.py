@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import overrides
 from torch.utils import _python_dispatch
+from torch.utils._device import DeviceContext
 
 from rooftrace.tracer.patches.claims import claimed as claimed
 from rooftrace.tracer.patches.scopes import Scope
@@ -40,16 +41,32 @@ def pop() -> None:
 
 @contextlib.contextmanager
 def apart() -> Iterator[None]:
-    """Inside, no recording and no mode around this code sees what this thread runs."""
+    """Inside, no recording and no mode around this code sees what this thread runs.
+
+    The device that a mode of torch chooses stays chosen, and may be changed inside.
+    """
     with Scope().entered(), _dispatch._disable_current_modes():
-        functions = [_functions._pop_mode() for _ in range(_functions._len_torch_function_stack())]
+        around = _taken_off()
+        devices = [mode for mode in around if isinstance(mode, DeviceContext)]
+        _put_on(devices)
         try:
             yield
         finally:
-            while _functions._len_torch_function_stack():
-                _functions._pop_mode()
-            for mode in reversed(functions):
-                _functions._push_mode(mode)
+            left = _taken_off()
+            if left != devices:  # the code has set another default device
+                around = [*left, *(mode for mode in around if mode not in devices)]
+            _put_on(around)
+
+
+def _taken_off() -> list[Any]:
+    """The function modes of this thread, the innermost last; none is on afterwards."""
+    count = _functions._len_torch_function_stack()
+    return [_functions._pop_mode() for _ in range(count)][::-1]
+
+
+def _put_on(modes: Sequence[Any]) -> None:
+    for mode in modes:
+        _functions._push_mode(mode)
 
 
 def _collector_off() -> Callable[[], None]:
