@@ -83,15 +83,15 @@ class Outside:
             if sys.getprofile() is not None:  # somebody profiles this thread: leave that alone
                 self.followable = False
                 return self
-            sys.setprofile(_entered_or_drawn if self._watches_draws else _entered)
-        _thread.active = (*_thread.active, self)
+            sys.setprofile(_watching(_thread.active, self._watches_draws))
+        _thread.active.append(self)
         self._entered = True
         contexts.collector_off.take()
         return self
 
     def __exit__(self, *exception: Any) -> None:
         if self._entered:
-            _thread.active = tuple([other for other in _thread.active if other is not self])
+            _thread.active.remove(self)
             if not _thread.active:
                 sys.setprofile(None)
             contexts.collector_off.give_back()
@@ -172,25 +172,30 @@ _DRAWS = frozenset({_PYTHONS.random, _PYTHONS.getrandbits})
 
 
 class _Thread(threading.local):
-    active: tuple[Outside, ...] = ()  # the watches that are entered; a function counts for all
+    def __init__(self) -> None:
+        self.active: list[Outside] = []  # the watches that are entered; a function counts for all
 
 
 _thread = _Thread()
 
 
-def _entered(frame: FrameType, event: str, argument: Any) -> None:
-    if event == "call":
-        for active in _thread.active:
-            active.enter(frame)
+def _watching(active: list[Outside], draws: bool) -> Callable[[FrameType, str, Any], None]:
+    """A profile function that tells these watches, of one thread, which functions begin."""
 
+    def entered(frame: FrameType, event: str, argument: Any) -> None:
+        if event == "call":
+            for watch in active:
+                watch.enter(frame)
 
-def _entered_or_drawn(frame: FrameType, event: str, argument: Any) -> None:
-    if event == "call":
-        for active in _thread.active:
-            active.enter(frame)
-    elif event == "c_call" and argument in _DRAWS:
-        for active in _thread.active:
-            active.followable = False
+    def entered_or_drawn(frame: FrameType, event: str, argument: Any) -> None:
+        if event == "call":
+            for watch in active:
+                watch.enter(frame)
+        elif event == "c_call" and argument in _DRAWS:
+            for watch in active:
+                watch.followable = False
+
+    return entered_or_drawn if draws else entered
 
 
 def include(other: Outside) -> None:
