@@ -456,7 +456,8 @@ def test_a_call_that_changes_something_runs(code: Code) -> None:
 
 
 @pytest.mark.parametrize(
-    "draw", [random.random, np.random.rand, lambda: torch.rand(1, device="cpu").item()]
+    "draw",
+    [lambda: random.random(), lambda: np.random.rand(), lambda: torch.rand(1, device="cpu").item()],
 )
 def test_a_call_that_draws_a_number_runs(draw: Callable[[], float]) -> None:
     def dropped(layer: Any, x: Tensor) -> Any:

@@ -15,9 +15,11 @@ from rooftrace.errors import NoCacheError, RequestError
 from rooftrace.tracer.asking import Options, assumptions, names
 from rooftrace.tracer.graph import OpGraph
 from rooftrace.tracer.inputs import Inputs, arguments, as_before
+from rooftrace.tracer.patches import contexts
 from rooftrace.tracer.phases.attempts import attempted
 from rooftrace.tracer.phases.calls import ModuleCalls
 from rooftrace.tracer.phases.optimizer import optimizer_class, run_optimizer
+from rooftrace.tracer.phases.refusals import check_traceable, depth_explained
 from rooftrace.tracer.phases.results import Step, graph_of
 from rooftrace.tracer.recording import Recorder
 from rooftrace.tracer.tensors import own_tensors, owners, tensors_in
@@ -39,14 +41,27 @@ def trace_phases(
     """
     options = options or Options()
     module, inputs = _unwrapped(module, inputs)
-    check_request(module, phases, options)
+    with depth_explained(module):
+        check_request(module, phases, options)
+        check_traceable(module, tensors_in((inputs.args, inputs.kwargs)))
+        return _traced(module, inputs, phases, options, target)
+
+
+def _traced(
+    module: nn.Module,
+    inputs: Inputs,
+    phases: Sequence[str] | None,
+    options: Options,
+    target: str,
+) -> dict[str, OpGraph]:
     run = PhaseRunner(ModuleCalls(on_meta(module), inputs, options.loss), options, target)
     keeps = inputs.decode is not None
     for phase in phases or ():
         if names.phase_of(phase).cached and not keeps:
             raise NoCacheError(run.calls.without_cache(phase))
-    run.materialise()
-    with as_before(run.module):
+    with contexts.claimed(list(run.module.modules())):
+        run.materialise()
+    with contexts.claimed(list(run.module.modules())), as_before(run.module):
         if phases is not None:
             return run.phases(phases)
         return run.usual_phases() if keeps else run.phases(("forward", "training"))

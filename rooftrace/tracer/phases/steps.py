@@ -11,6 +11,7 @@ import contextlib
 import copy
 import functools
 import sys
+import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -28,16 +29,26 @@ from rooftrace.errors import RequestError
 from rooftrace.tracer.asking import Options
 from rooftrace.tracer.graph import OpGraph
 from rooftrace.tracer.inputs import Inputs, arguments, as_before
+from rooftrace.tracer.patches import contexts, original_of, replaced
 from rooftrace.tracer.phases.attempts import attempted
 from rooftrace.tracer.phases.calls import drained
 from rooftrace.tracer.phases.optimizer import copy_optimizers, optimizers_in
+from rooftrace.tracer.phases.refusals import check_traceable, depth_explained
 from rooftrace.tracer.phases.results import Step, graph_of
 from rooftrace.tracer.phases.running import check_request
 from rooftrace.tracer.recording import Recorder
+from rooftrace.tracer.source import TraceError
 from rooftrace.tracer.tape import META_KEY, Recorded
 from rooftrace.tracer.tensors import own_tensors, owners, tensors_in
 from rooftrace.tracer.twins import Twins, closures
 from rooftrace.tracer.values import META, Values
+
+
+class _Here(threading.local):
+    captures: tuple[Capture, ...] = ()  # that this thread is in, the innermost last
+
+
+_here = _Here()
 
 
 class Capture:
@@ -45,15 +56,18 @@ class Capture:
 
     def __init__(self, modules: Sequence[nn.Module], options: Options) -> None:
         self._root = _root(modules)
-        check_request(self._root, (), options)
-        _check_on_meta(modules)
+        with depth_explained(self._root):
+            check_request(self._root, (), options)
+            check_traceable(self._root)
+            _check_on_meta(modules)
         self._recorder = Recorder(
             Values(assume=options.assume),
             own_step=True,
             roll_loops=False,
             repeat_calls=options.repeats,
         )
-        self._exit = contextlib.ExitStack()
+        self._exit = self._block = contextlib.ExitStack()
+        self._began: int | None = None  # in this thread
         self._graph: OpGraph | None = None
 
     @property
@@ -64,17 +78,53 @@ class Capture:
         return self._graph
 
     def __enter__(self) -> Capture:
-        _enter_modules(self._recorder, self._root)
-        self._learnt = self._exit.enter_context(_own_step(self._recorder, self._root))
+        if self._began is not None:
+            raise RequestError("a capture records one block; make another for the next block")
+        fake = contexts.fake_mode()
+        if fake is not None:
+            raise RequestError(
+                f"a {type(fake).__name__} is active around the capture: its tensors have no sizes "
+                "on meta; begin the capture outside of it"
+            )
+        self._began = threading.get_ident()
+        with contextlib.ExitStack() as undo:  # an error halfway leaves nothing behind
+            undo.enter_context(contexts.claimed(list(self._root.modules())))
+            undo.callback(self._recorder.close)
+            _enter_modules(self._recorder, self._root)
+            self._block = undo.enter_context(contextlib.ExitStack())
+            self._block.enter_context(self._open())
+            self._learnt = self._block.enter_context(_own_step(self._recorder, self._root))
+            self._exit = undo.pop_all()
         return self
 
-    def __exit__(self, *exception: Any) -> None:
-        self._exit.__exit__(*exception)
+    @contextlib.contextmanager
+    def _open(self) -> Iterator[None]:
+        _here.captures = (*_here.captures, self)
         try:
+            yield
+        finally:
+            _here.captures = tuple([other for other in _here.captures if other is not self])
+
+    def __exit__(self, *exception: Any) -> None:
+        if self._began != threading.get_ident():
+            raise RequestError("a capture ends in the thread in which it began; this is another")
+        if self not in _here.captures:
+            raise RequestError("this capture has ended already, with the one around it")
+        inside = _here.captures[_here.captures.index(self) + 1 :]
+        for other in reversed(inside):
+            other._exit.close()
+        if inside:
+            self._exit.close()
+            raise RequestError(
+                "another capture began inside of this one and has not ended; "
+                "captures end in the reverse order of their beginning"
+            )
+        with depth_explained(self._root), self._exit:
+            self._block.__exit__(*exception)
+            if isinstance(exception[1], RecursionError):
+                raise exception[1]
             if exception[0] is None:
                 self._graph = _graph(self._recorder, self._root, self._learnt, None)
-        finally:
-            self._recorder.close()
 
 
 def trace_step(
@@ -87,8 +137,26 @@ def trace_step(
     """
     name = getattr(step, "__name__", type(step).__name__)
     modules = _modules((tuple(args), dict(kwargs)))
-    check_request(_root(modules), (), options)
-    step, args, kwargs = _on_meta(step, (tuple(args), dict(kwargs)), modules)
+    with depth_explained(_root(modules)):
+        check_request(_root(modules), (), options)
+        check_traceable(_root(modules), tensors_in((tuple(args), dict(kwargs))))
+        try:
+            step, args, kwargs = _on_meta(step, (tuple(args), dict(kwargs)), modules)
+        except (TypeError, RuntimeError, ValueError, AttributeError) as error:
+            raise TraceError(
+                f"what step {name} is called with cannot be copied to the meta device ({error}): "
+                "build the modules under `with torch.device('meta'):` and pass those"
+            ) from error
+        return _traced_step(step, args, kwargs, options, name)
+
+
+def _traced_step(
+    step: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    options: Options,
+    name: str,
+) -> OpGraph:
     root = _root(_modules((args, kwargs)))
 
     def run(recorder: Recorder) -> OpGraph:
@@ -103,7 +171,7 @@ def trace_step(
         inputs = [item for item in (*args, *kwargs.values()) if not isinstance(item, Optimizer)]
         return _graph(recorder, root, learnt, result, inputs)
 
-    with as_before(root):
+    with contexts.claimed(list(root.modules())), as_before(root):
         return attempted(run, options, f"step {name}", type(args[0]).__name__)
 
 
@@ -231,8 +299,8 @@ def _own_step(recorder: Recorder, root: nn.Module) -> Iterator[_Learnt]:
     outer: list[tuple[str, str]] = []
 
     def before(optimizer: Any, args: Any, kwargs: Any) -> Any:
-        if recorder.part == "optimizer":
-            return None  # the step that makes the states
+        if not recorder.here_recorded() or recorder.part == "optimizer":
+            return None  # a thread of somebody else, or the step that makes the states
         outer.append((recorder.part, recorder.function))
         _note_gradients(recorder, root, learnt)
         recorder.part, recorder.function = "optimizer", type(optimizer).__name__
@@ -242,14 +310,14 @@ def _own_step(recorder: Recorder, root: nn.Module) -> Iterator[_Learnt]:
         return _with_closures_outside(recorder, args, kwargs) if closures else None
 
     def after(optimizer: Any, args: Any, kwargs: Any) -> None:
-        if outer and recorder.recording:
+        if outer and recorder.here_recorded() and recorder.recording:
             recorder.part, recorder.function = outer.pop()
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_foreach_on_meta())
         stack.callback(register_optimizer_step_pre_hook(before).remove)
         stack.callback(register_optimizer_step_post_hook(after).remove)
         stack.enter_context(recorder)
+        stack.enter_context(_foreach_on_meta())
         stack.enter_context(torch.device(META))
         yield learnt
     _note_gradients(recorder, root, learnt)
@@ -282,14 +350,17 @@ def _foreach_on_meta() -> Iterator[None]:
     """Inside, optimizers and gradient clipping take the code path of a GPU for meta tensors."""
     homes = [sys.modules[module] for module in ("torch.utils._foreach_utils", Optimizer.__module__)]
     name = "_get_foreach_kernels_supported_devices"
-    originals = [(home, getattr(home, name)) for home in homes if hasattr(home, name)]
-    for home, original in originals:
-        setattr(home, name, lambda original=original: [*original(), "meta"])
-    try:
+    with contextlib.ExitStack() as undo:
+        for home in homes:
+            if hasattr(home, name):
+                original = original_of(home, name)
+                also = functools.partial(_also_meta, original)
+                undo.enter_context(replaced(home, {name: also}))
         yield
-    finally:
-        for home, original in originals:
-            setattr(home, name, original)
+
+
+def _also_meta(devices: Callable[[], list[str]]) -> list[str]:
+    return [*devices(), "meta"]
 
 
 def _prepare(recorder: Recorder, optimizer: Optimizer, closure: bool) -> None:

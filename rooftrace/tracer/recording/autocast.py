@@ -1,25 +1,27 @@
 """torch.autocast on meta tensors: the casts that a GPU's autocast makes, as ops that run.
 
 Autocast is a dispatch key that a device's tensors carry, and meta tensors carry none.  During a
-capture every autocast region, of any device, includes CUDA's key in all calls of this thread.  Our
-kernels replace those of CUDA, which would leave a meta tensor as it is.
+capture every autocast region, of any device, includes a key in all calls of its thread that no
+device of torch uses: our kernels stand there, and those of CUDA and of the CPU stay for others.
 """
 
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rooftrace.tracer.recording.standins import replaced_function, replaced_methods
+from rooftrace.tracer.patches import Scope, Shared, current_scope, original_of, replaced
 from rooftrace.tracer.tensors import subclasses
 
-_KEY = "AutocastCUDA"
-_DEVICE = "cuda"
+_KEY = "AutocastIPU"
+_DEVICE = "ipu"
+"""A device for which torch has an autocast state, and neither kernels nor tensors."""
+_MODEL = "AutocastCUDA"
+"""The key whose kernels ours are like."""
 _aten: Any = torch.ops.aten
 _torch_c: Any = torch._C
 
@@ -66,6 +68,9 @@ _BY_DEVICE = (
     "set_autocast_dtype",
 )
 _dtype_of = torch.get_autocast_dtype
+_enabled_on = torch.is_autocast_enabled
+_NAME = "autocast"
+"""Under which a scope keeps its `Autocast`."""
 
 Kernel = Callable[..., Any]
 
@@ -74,57 +79,53 @@ class Autocast:
     """The autocast regions of one capture: their kernels, and the weights that they have cast."""
 
     def __init__(self) -> None:
-        self._library: Any = None
+        self._installed = False
         self._casts: dict[int, tuple[Tensor, Tensor]] = {}
 
     def install(self) -> None:
         """Make ops in an enabled region cast their inputs (once)."""
-        if self._library is None:
-            library_kind: Any = torch.library.Library
-            self._library = library_kind("aten", "IMPL")
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # that CUDA's own kernels stand back
-                for name, kernel in self._kernels():
-                    self._library.m.impl(name, _KEY, kernel)
+        if not self._installed:
+            self._installed = True
+            _KERNELS.take()
 
     def remove(self) -> None:
         """Undo `install`."""
-        if self._library is not None:
-            self._library._destroy()
+        if self._installed:
+            self._installed = False
+            _KERNELS.give_back()
         self.forget()
 
     def forget(self) -> None:
         """The weights' casts end with the outermost region."""
         self._casts.clear()
 
-    def _kernels(self) -> Iterator[tuple[str, Kernel]]:
-        for policy, names in (
-            (self._lower, _LOWER),
-            (self._fp32, _FP32),
-            (_with_fp32_result, _FP32_RESULT),
-            (self._promote, _PROMOTE),
-        ):
-            for name, op in _listed(names):
-                yield name, _wrapped(op, policy)
-        for name, op in _overloads(_RECURRENT):
-            yield name, _wrapped(op, self._lower)
-        for name, count in (("norm.Scalar", 1), ("norm.ScalarOpt_dim", 2)):
-            yield name, _norm(name, count)
-
     # -- policies ----------------------------------------------------------------------------------
 
-    def _lower(self, args: Any, kwargs: Any) -> Any:
+    def lower(self, args: Any, kwargs: Any) -> Any:
+        """Arguments in the region's precision."""
         dtype = _dtype_of(_DEVICE)
         return self._changed(args, dtype), self._changed(kwargs, dtype)
 
-    def _fp32(self, args: Any, kwargs: Any) -> Any:
+    def fp32(self, args: Any, kwargs: Any) -> Any:
+        """Arguments in fp32."""
         return self._changed(args, torch.float32), self._changed(kwargs, torch.float32)
 
-    def _promote(self, args: Any, kwargs: Any) -> Any:
+    def promote(self, args: Any, kwargs: Any) -> Any:
+        """Arguments in the widest precision that one of them has."""
         tensors: list[Tensor] = []
         _eligible_in((args, kwargs), tensors)
         wide = any(tensor.dtype == torch.float32 for tensor in tensors)
-        return (self._fp32 if wide else self._lower)(args, kwargs)
+        return (self.fp32 if wide else self.lower)(args, kwargs)
+
+    def with_fp32_result(self, args: Any, kwargs: Any) -> Any:
+        """Arguments that ask for a result in fp32, where they ask for no other."""
+        if (
+            _eligible(args[0])
+            and kwargs.get("dtype") is None
+            and torch.dtype not in map(type, args)
+        ):
+            kwargs = {**kwargs, "dtype": torch.float32}
+        return args, kwargs
 
     def _changed(self, item: Any, dtype: torch.dtype) -> Any:
         if isinstance(item, Tensor):
@@ -161,10 +162,49 @@ def _overloads(names: str) -> Iterator[tuple[str, Any]]:
             yield name, op
 
 
+def _kernels() -> Iterator[tuple[str, Kernel]]:
+    for policy, names in (
+        (Autocast.lower, _LOWER),
+        (Autocast.fp32, _FP32),
+        (Autocast.with_fp32_result, _FP32_RESULT),
+        (Autocast.promote, _PROMOTE),
+    ):
+        for name, op in _listed(names):
+            yield name, _wrapped(op, policy)
+    for name, op in _overloads(_RECURRENT):
+        yield name, _wrapped(op, Autocast.lower)
+    for name, count in (("norm.Scalar", 1), ("norm.ScalarOpt_dim", 2)):
+        yield name, _norm(name, count)
+
+
+def _registered() -> Callable[[], None]:
+    """Put the kernels there, for all recordings; returns what takes them away."""
+    library_kind: Any = torch.library.Library
+    library, all_others = library_kind("aten", "IMPL"), library_kind("_", "IMPL")
+    all_others.fallback(torch.library.fallthrough_kernel, _KEY)
+    for name, kernel in _kernels():
+        library.m.impl(name, _KEY, kernel)
+
+    def undo() -> None:
+        library._destroy()
+        all_others._destroy()
+
+    return undo
+
+
+_KERNELS = Shared(_registered)
+
+
+def _here() -> Autocast | None:
+    """The regions of the recording that the running thread belongs to."""
+    scope = current_scope()
+    return None if scope is None else scope.kept.get(_NAME)
+
+
 def _listed(names: str) -> Iterator[tuple[str, Any]]:
     """The ops of a list that this version's autocast handles: rms_norm is new in torch 2.12."""
     for name, op in _overloads(names):
-        if _torch_c._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", _KEY):
+        if _torch_c._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", _MODEL):
             yield name, op
 
 
@@ -190,20 +230,15 @@ def _recorded() -> bool:
     return bool(_torch_c._len_torch_dispatch_stack())
 
 
-def _wrapped(op: Any, policy: Callable[[Any, Any], Any]) -> Kernel:
+def _wrapped(op: Any, policy: Callable[[Autocast, Any, Any], Any]) -> Kernel:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         with _torch_c._DisableAutocast():
-            if _recorded():
-                args, kwargs = policy(args, kwargs)
+            autocast = _here()
+            if autocast is not None and _recorded():
+                args, kwargs = policy(autocast, args, kwargs)
             return op(*args, **kwargs)
 
     return kernel
-
-
-def _with_fp32_result(args: Any, kwargs: Any) -> Any:
-    if _eligible(args[0]) and kwargs.get("dtype") is None and torch.dtype not in map(type, args):
-        kwargs = {**kwargs, "dtype": torch.float32}
-    return args, kwargs
 
 
 def _norm(name: str, count: int) -> Kernel:
@@ -213,7 +248,7 @@ def _norm(name: str, count: int) -> Kernel:
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         with _torch_c._DisableAutocast():
-            if not (_eligible(args[0]) and _recorded()):
+            if _here() is None or not (_eligible(args[0]) and _recorded()):
                 return plain(*args, **kwargs)
             values = (*args, *kwargs.values())
             rest: tuple[Any, ...] = (2,) if count == 1 else (2, [], False)
@@ -227,27 +262,47 @@ def _norm(name: str, count: int) -> Kernel:
 
 @contextlib.contextmanager
 def followed() -> Iterator[None]:
-    """Inside, `torch.autocast` of any device acts on meta tensors, also if entered before."""
+    """Inside, `torch.autocast` of any device acts on meta tensors, also if entered before.
+
+    That holds for the threads of the running scope; where there is none, for this thread.
+    """
     autocast = Autocast()
     with contextlib.ExitStack() as undo:
         undo.callback(autocast.remove)
-        outer = next((d for d in (_DEVICE, "cpu") if torch.is_autocast_enabled(d)), None)
-        dtype = torch.get_autocast_dtype(outer) if outer else None
-        undo.enter_context(replaced_methods(torch.autocast, _region(autocast)))
-        for home, name, replacement in _questions(autocast):
-            undo.enter_context(replaced_function(home, name, replacement))
-        included = _torch_c._dispatch_tls_is_dispatch_key_included(_KEY)
-        undo.callback(_torch_c._dispatch_tls_set_dispatch_key_included, _KEY, included)
-        _torch_c._dispatch_tls_set_dispatch_key_included(_KEY, True)
+        scope = current_scope()
+        if scope is None:
+            scope = Scope()
+            undo.enter_context(scope.entered())
+        undo.callback(scope.kept.__setitem__, _NAME, scope.kept.get(_NAME))
+        scope.kept[_NAME] = autocast
+        outer = next((d for d in (_DEVICE, "cuda", "cpu") if _enabled_on(d)), None)
+        dtype = _dtype_of(outer) if outer else None
+        undo.enter_context(replaced(torch.autocast, _region(autocast)))
+        for home, replacements in _questions(autocast):
+            undo.enter_context(replaced(home, replacements))
+        undo.enter_context(carried_here())
         if outer:
             undo.enter_context(torch.autocast(_DEVICE, dtype=dtype))
         yield
 
 
+@contextlib.contextmanager
+def carried_here() -> Iterator[None]:
+    """Inside, meta tensors carry the key of our kernels in this thread."""
+    included, dtype = _torch_c._dispatch_tls_is_dispatch_key_included(_KEY), _dtype_of(_DEVICE)
+    torch.set_autocast_dtype(_DEVICE, _dtype_of("cuda"))
+    _torch_c._dispatch_tls_set_dispatch_key_included(_KEY, True)
+    try:
+        yield
+    finally:
+        _torch_c._dispatch_tls_set_dispatch_key_included(_KEY, included)
+        torch.set_autocast_dtype(_DEVICE, dtype)
+
+
 def _region(autocast: Autocast) -> Mapping[str, Kernel]:
     """Methods of torch.autocast that do not check the device."""
-    kind: Any = torch.autocast
-    make, enter, leave = kind.__init__, kind.__enter__, kind.__exit__
+    names = ("__init__", "__enter__", "__exit__")
+    make, enter, leave = (original_of(torch.autocast, name) for name in names)
 
     def init(
         self: Any,
@@ -276,24 +331,24 @@ def _region(autocast: Autocast) -> Mapping[str, Kernel]:
     return {"__init__": init, "__enter__": entered, "__exit__": left}
 
 
-def _questions(autocast: Autocast) -> Iterator[tuple[Any, str, Any]]:
+def _questions(autocast: Autocast) -> Iterator[tuple[Any, Mapping[str, Any]]]:
     """Replacements for the functions that query a device's region: all devices share one."""
-    for name in _BY_DEVICE:
-        yield torch, name, _of_the_device(getattr(torch, name))
-    yield torch, "is_autocast_cpu_enabled", lambda: torch.is_autocast_enabled(_DEVICE)
-    for home in (torch.amp, torch.amp.autocast_mode):
-        yield home, "is_autocast_available", lambda device_type: True
+    asked: dict[str, Any] = {name: _of_the_device(original_of(torch, name)) for name in _BY_DEVICE}
+    asked["is_autocast_cpu_enabled"] = lambda: _enabled_on(_DEVICE)
+    # Torch clears the casts of all threads here; those of this recording are not among them.
+    asked["clear_autocast_cache"] = autocast.forget
+    yield torch, asked
+    yield torch.amp, {"is_autocast_available": lambda device_type: True}
     mode: Any = torch.amp.autocast_mode
-    cast = mode._cast
-    yield mode, "_cast", lambda value, device_type, dtype: cast(value, "meta", dtype)
-    yield torch.cuda.amp.common, "amp_definitely_not_available", lambda: False  # for GradScaler
-    forget = torch.clear_autocast_cache
-
-    def cleared() -> None:
-        autocast.forget()
-        forget()
-
-    yield torch, "clear_autocast_cache", cleared
+    cast = original_of(mode, "_cast")
+    yield (
+        mode,
+        {
+            "is_autocast_available": lambda device_type: True,
+            "_cast": lambda value, device_type, dtype: cast(value, "meta", dtype),
+        },
+    )
+    yield torch.cuda.amp.common, {"amp_definitely_not_available": lambda: False}  # for GradScaler
 
 
 def _of_the_device(function: Kernel) -> Kernel:

@@ -18,6 +18,7 @@ from torch._higher_order_ops.flex_attention import flex_attention_backward as fl
 from torch.nn.attention import flex_attention as flex
 from torch.utils._python_dispatch import _disable_current_modes
 
+from rooftrace.tracer.patches import Shared, current_scope, original_of, replaced
 from rooftrace.tracer.recording.facts import classify
 from rooftrace.tracer.tape import Tape
 from rooftrace.tracer.values import META, marks
@@ -96,20 +97,43 @@ class _Flex(torch.autograd.Function):
 @contextlib.contextmanager
 def flex_whole(tape: Tape) -> Iterator[None]:
     """While active, flex_attention on meta tensors is one op."""
-    home: Any = flex
-    patched: dict[str, Any] = {
+    hop = "flex_attention_hop"
+    ours = {
         "_validate_device": lambda query, key, value: None,
-        "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG": True,  # it compiles itself otherwise
-        "flex_attention_hop": _whole(tape, home.flex_attention_hop),
+        hop: _whole(tape, original_of(flex, hop)),
     }
-    originals = {name: getattr(home, name) for name in patched if hasattr(home, name)}
-    for name in originals:
-        setattr(home, name, patched[name])
-    try:
+    with replaced(flex, {name: ours[name] for name in ours if hasattr(flex, name)}), _PLAIN.used():
         yield
-    finally:
-        for name, original in originals.items():
-            setattr(home, name, original)
+
+
+class _InScope:
+    """A flag of a module that is set in threads that are recorded, and elsewhere as it was."""
+
+    def __init__(self, elsewhere: Any) -> None:
+        self._elsewhere = elsewhere
+
+    def __bool__(self) -> bool:
+        return current_scope() is not None or bool(self._elsewhere)
+
+
+def _uncompiled() -> Callable[[], None]:
+    """Let flex_attention not compile itself where it is recorded; returns what undoes that."""
+    home: Any = flex
+    name = "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG"
+    if not hasattr(home, name):
+        return lambda: None
+    before = getattr(home, name)
+    ours = _InScope(before)
+    setattr(home, name, ours)
+
+    def undo() -> None:
+        if getattr(home, name) is ours:
+            setattr(home, name, before)
+
+    return undo
+
+
+_PLAIN = Shared(_uncompiled)
 
 
 def _whole(tape: Tape, original: Any) -> Callable[..., Any]:

@@ -7,8 +7,6 @@ that is not there must not be asked for: everything but the CPU is the meta devi
 from __future__ import annotations
 
 import contextlib
-import random
-import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -18,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 
 from rooftrace.tracer.ops import Call
-from rooftrace.tracer.recording.standins import replaced_function
+from rooftrace.tracer.patches import original_of, replaced
 from rooftrace.tracer.tape import Tape, records
 from rooftrace.tracer.tensors import trees
 from rooftrace.tracer.values import META, marks
@@ -31,7 +29,6 @@ _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _LIKE = frozenset({Tensor.new_tensor, Tensor.new})
 """Constructors that take precision and device from a tensor."""
 _PACK = torch._VF._pack_padded_sequence
-_SEED = 0
 _SET_GRAD_ENABLED: Any = torch._C._set_grad_enabled
 """What every change of the grad mode calls."""
 _SCALAR = torch.ops.aten._local_scalar_dense.default
@@ -197,7 +194,8 @@ def _set_data(tensor: Tensor, data: Tensor) -> None:
 def backward_kept(tape: Tape) -> Iterator[None]:
     """Inside, autograd runs under the function mode of the thread that called it."""
     engine: Any = torch.autograd
-    original = engine._engine_run_backward
+    name = "_engine_run_backward"
+    original = original_of(engine, name)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         mode = tape.here.functions
@@ -206,7 +204,7 @@ def backward_kept(tape: Tape) -> Iterator[None]:
         with mode:
             return original(*args, **kwargs)
 
-    with replaced_function(engine, "_engine_run_backward", run):
+    with replaced(engine, {name: run}):
         yield
 
 
@@ -245,24 +243,3 @@ def _placed(device: Any) -> Any:
     if isinstance(device, torch.device) and device.type not in ("cpu", "meta"):
         return META
     return device
-
-
-@contextlib.contextmanager
-def draws_repeated() -> Iterator[None]:
-    """Inside, random numbers that the code draws on the host are the same every time.
-
-    At the end the generators are restored, as if nothing had been drawn inside.
-    """
-    numpy = sys.modules.get("numpy.random")
-    states = random.getstate(), torch.get_rng_state(), numpy and numpy.get_state()
-    random.seed(_SEED)
-    torch.default_generator.manual_seed(_SEED)
-    if numpy is not None:
-        numpy.seed(_SEED)
-    try:
-        yield
-    finally:
-        random.setstate(states[0])
-        torch.set_rng_state(states[1])
-        if numpy is not None:
-            numpy.set_state(states[2])

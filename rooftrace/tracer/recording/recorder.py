@@ -9,28 +9,32 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._ops import HigherOrderOperator
-from torch.nn.modules import module as nn_module
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from rooftrace.tracer.ops import info_of
+from rooftrace.tracer.patches import Scope, contexts, current_scope
 from rooftrace.tracer.recording import finite
 from rooftrace.tracer.recording.autocast import followed
+from rooftrace.tracer.recording.draws import draws_repeated
 from rooftrace.tracer.recording.flex import flex_whole
-from rooftrace.tracer.recording.functions import Functions, backward_kept, draws_repeated
+from rooftrace.tracer.recording.functions import Functions, backward_kept
 from rooftrace.tracer.recording.higher_order import run_higher_order
+from rooftrace.tracer.recording.hooks import calls_watched
 from rooftrace.tracer.recording.realdata import RealData
 from rooftrace.tracer.recording.running import Runner
 from rooftrace.tracer.recording.standins import (
     device_calls_quiet,
     jagged_attention_fused,
     plain_imports,
+    uncompiled,
+    warnings_quiet,
 )
 from rooftrace.tracer.recording.threads import Threads
 from rooftrace.tracer.replay import CallReplay, Loop, Rolling
@@ -38,9 +42,6 @@ from rooftrace.tracer.tape import Tape
 from rooftrace.tracer.tensors import subclasses
 from rooftrace.tracer.values import META, Values
 from rooftrace.tracer.whole import kept_whole, shown
-
-_NOT_OURS = ("Using .torch.compile.module.. when there are", "Sparse (invariant|CSR)")
-"""Warnings about the user's code that torch would give with a line of ours."""
 
 
 class Recorder(TorchDispatchMode, Tape):
@@ -85,7 +86,8 @@ class Recorder(TorchDispatchMode, Tape):
         self._rolling = self.rolling = Rolling(self, enabled=record and roll_loops)
         self._module_calls = CallReplay(self, enabled=record and repeat_calls)
         self._runner = Runner(self, self.again)
-        self._followers = Threads(self, self.__torch_dispatch__)
+        self.scope = Scope()
+        self._followers = Threads(self, self.__torch_dispatch__, self.scope)
         self._exit = contextlib.ExitStack()
 
     @property
@@ -148,22 +150,26 @@ class Recorder(TorchDispatchMode, Tape):
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
         """Switch the dispatch mode on inside; torch switches it off while it handles an op."""
-        mode: Any = TorchDispatchMode
-        mode.__enter__(self)
+        contexts.push(self)
         self.here.inside += 1
         try:
             yield
         finally:
             self.here.inside -= 1
-            mode.__exit__(self, None, None, None)
+            contexts.pop()
 
     # -- modules -----------------------------------------------------------------------------------
 
-    def _before(self, module: nn.Module, inputs: Any) -> None:
+    def here_recorded(self) -> bool:
+        """Whether the running thread is recorded by this recorder, and by none inside of it."""
+        return current_scope() is self.scope
+
+    def before_call(self, module: nn.Module) -> None:
+        """A module is called, in a thread that is recorded or in one that nobody records."""
         if self.paths.is_transparent(module):
             return
         here = self.here
-        if not self.threads.here():
+        if not self.here_recorded():
             if not self.paths.is_named(module) or _get_current_dispatch_mode() is not None:
                 return  # a thread of somebody else
             leave = self._followers.enter_here(META)
@@ -173,7 +179,8 @@ class Recorder(TorchDispatchMode, Tape):
         with self.lock:
             here.call(module, *self.paths.called(module, here.path))
 
-    def _after(self, module: nn.Module, inputs: Any, output: Any) -> None:
+    def after_call(self, module: nn.Module) -> None:
+        """A call of a module ends, in a thread that is recorded."""
         here = self.here
         if self.paths.is_transparent(module) or module not in here.modules:
             return
@@ -186,39 +193,49 @@ class Recorder(TorchDispatchMode, Tape):
     # -- the capture -------------------------------------------------------------------------------
 
     def __enter__(self) -> Recorder:
-        enter = self._exit.enter_context
-        enter(warnings.catch_warnings())
-        for message in _NOT_OURS:
-            warnings.filterwarnings("ignore", message=message)
+        with contextlib.ExitStack() as undo:  # an error halfway leaves nothing behind
+            self._enter(undo.enter_context)
+            contexts.push(self)
+            self._exit = undo.pop_all()
+        return self
+
+    def _enter(self, enter: Callable[[AbstractContextManager[Any]], Any]) -> None:
+        enter(self.scope.entered())
+        enter(warnings_quiet())
         enter(kept_whole())
         enter(flex_whole(self))
         enter(device_calls_quiet())
         enter(plain_imports())
         enter(jagged_attention_fused())
-        enter(draws_repeated())
+        enter(draws_repeated(self))
         enter(backward_kept(self))
         enter(followed())
-        enter(torch.compiler.set_stance("force_eager"))
+        enter(uncompiled())
         script: Any = torch.jit
-        enter(script.optimized_execution(False))  # op by op, as it is written
-        enter(torch.autograd.set_multithreading_enabled(False))
-        for handle in (
-            nn_module.register_module_forward_pre_hook(self._before),
-            nn_module.register_module_forward_hook(self._after, always_call=True),
-        ):
-            self._exit.callback(handle.remove)
+        enter(script.optimized_execution(False))  # op by op, as it is written; of this thread
+        enter(torch.autograd.set_multithreading_enabled(False))  # of this thread
+        enter(calls_watched(self))
         enter(self._rolling.injected())
         enter(self._module_calls.injected())
         enter(Functions(self))
-        self.live = True
         enter(self._followers.followed())
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
+        enter(self._alive())
+
+    @contextlib.contextmanager
+    def _alive(self) -> Iterator[None]:
+        self.live = True
+        try:
+            yield
+        finally:
+            with self.lock:
+                self.live = False
 
     def __exit__(self, *exception: Any) -> Any:
-        self._followers.settle()
-        with self.lock:
-            self.live = False
-        super().__exit__(*exception)  # type: ignore[no-untyped-call]
-        self._exit.close()
-        self.tags.end()
+        try:
+            self._followers.settle()
+        finally:
+            with self.lock:
+                self.live = False
+            contexts.pop()
+            self._exit.close()
+            self.tags.end()

@@ -8,20 +8,21 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 from rooftrace.tracer.ops import Call, traits
-from rooftrace.tracer.tape import records
+from rooftrace.tracer.tape import Tape, records
 from rooftrace.tracer.tensors import trees
-from rooftrace.tracer.values import Values, marks
+from rooftrace.tracer.values import marks
 
 
-def route(values: Values, call: Call, index: Tensor, position: int) -> frozenset[int]:
+def route(tape: Tape, call: Call, index: Tensor, position: int) -> frozenset[int]:
     """Learn balanced values for an index output of a call, or values from real data.
 
     position: the position of that output.  Returns the assumptions that the values rest on.
     """
+    values = tape.values
     if index.dtype.is_floating_point:
         return records.NO_TAINT
     if values.decision("balanced-routing") is None and _as_the_data_chooses(
-        values, call, index, position
+        tape, call, index, position
     ):
         return records.NO_TAINT
     schema = [a.name for a in call.func._schema.arguments]
@@ -35,11 +36,11 @@ def route(values: Values, call: Call, index: Tensor, position: int) -> frozenset
     return records.NO_TAINT if routed is None else frozenset([routed])
 
 
-def _as_the_data_chooses(values: Values, call: Call, index: Tensor, position: int) -> bool:
+def _as_the_data_chooses(tape: Tape, call: Call, index: Tensor, position: int) -> bool:
     """Learn indices from the real tensors, as an assumption; False if they give none."""
     if index.numel() > marks.MAX_INTEGERS:
         return False
-    exact = {}
+    values, exact = tape.values, {}
     for tensor in trees.listed(call.args):
         entry = values.known(tensor)
         value = values.compute(tensor) if entry is None else entry.value
@@ -51,7 +52,10 @@ def _as_the_data_chooses(values: Values, call: Call, index: Tensor, position: in
     )
     with _disable_current_modes(), torch.no_grad():
         try:
-            results = traits.run_on_cpu(call.name, call.func, list(args), kwargs)
+            if tape.generators is not None and traits.is_random(call.func):
+                results = tape.generators.run(call.func, args, kwargs)
+            else:
+                results = traits.run_on_cpu(call.name, call.func, list(args), kwargs)
         except (NotImplementedError, RuntimeError):  # no kernel for a CPU, or not for these types
             return False
     values.computed += 1

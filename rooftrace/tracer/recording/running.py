@@ -22,7 +22,6 @@ from rooftrace.tracer.recording.sizes import SizeCache, writes_lists
 from rooftrace.tracer.recording.substitutes import off_host, without_meta_kernel
 from rooftrace.tracer.tape import Tape, records
 from rooftrace.tracer.tensors import trees
-from rooftrace.tracer.values import marks
 from rooftrace.tracer.whole import whole_entry
 
 _LIFT = torch.ops.aten.lift_fresh.default
@@ -58,6 +57,8 @@ class Runner:
         if _on_host(call.tensors, kwargs.get("device")):
             tape.rolling.depends()
             if not _of_the_step(tape, call):
+                if tape.generators is not None and traits.is_random(func):
+                    return tape.generators.run(func, args, kwargs)
                 return func(*args, **kwargs)
         if name in traits.IDENTITIES and call.tensors:
             return _same_value(tape, call)
@@ -88,6 +89,9 @@ class Runner:
 
     def _computed(self, call: Call) -> Any:
         """The result of an op on meta."""
+        generators = self._tape.generators
+        if generators is not None and traits.is_random(call.func) and _on_host(call.tensors, None):
+            return generators.run(call.func, call.args, call.kwargs)
         if not call.info.may_alias:
             return self._sizes.run(call.func, call.args, dict(call.kwargs))
         return None if writes_lists(call.name, call.args) else call.run()
@@ -140,7 +144,7 @@ def _propagate(tape: Tape, call: Call, outputs: Sequence[Tensor]) -> frozenset[i
     values, info = tape.values, call.info
     all_known = True
     for tensor in call.tensors:
-        if marks.KNOWN not in tensor.__dict__ and tensor.device.type != "cpu":
+        if values.key not in tensor.__dict__ and tensor.device.type != "cpu":
             all_known = False
             break
     if (
@@ -162,5 +166,5 @@ def _propagate(tape: Tape, call: Call, outputs: Sequence[Tensor]) -> frozenset[i
         return records.NO_TAINT
     position = traits.index_output(call.func, call.tensors[0], outputs)
     if position is not None and outputs[0].is_meta:
-        return route(values, call, outputs[position], position)
+        return route(tape, call, outputs[position], position)
     return records.NO_TAINT

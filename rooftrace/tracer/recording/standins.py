@@ -1,57 +1,24 @@
 """Stand-ins for functions and classes of torch that need a device, during a trace.
 
 User code may import these names meanwhile and keep them.  So a class stays the same object, with
-other methods during the trace, and a stand-in function calls the original after the trace.
+other methods during the trace, and a stand-in function calls the original after the trace.  Other
+threads of the process see neither (see `patches`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.nested._internal import sdpa
 from torch.utils._python_dispatch import _disable_current_modes
 
+from rooftrace.tracer.patches import Shared, current_scope, replaced
 from rooftrace.tracer.source import spec_after
-
-
-@contextlib.contextmanager
-def replaced_function(home: Any, name: str, replacement: Callable[..., Any]) -> Iterator[None]:
-    """Inside, `home.name` is `replacement`; a kept reference calls the original afterwards."""
-    original = getattr(home, name)
-    inside = True
-
-    @functools.wraps(original)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return (replacement if inside else original)(*args, **kwargs)
-
-    setattr(home, name, call)
-    try:
-        yield
-    finally:
-        inside = False
-        setattr(home, name, original)
-
-
-@contextlib.contextmanager
-def replaced_methods(kind: Any, methods: Mapping[str, Any]) -> Iterator[None]:
-    """Inside, a class has these attributes; the class itself is the same."""
-    missing = object()
-    originals = {name: vars(kind).get(name, missing) for name in methods}
-    for name, method in methods.items():
-        setattr(kind, name, method)
-    try:
-        yield
-    finally:
-        for name, original in originals.items():
-            if original is missing:
-                delattr(kind, name)
-            else:
-                setattr(kind, name, original)
 
 
 class _PlainImports:
@@ -68,6 +35,9 @@ class _PlainImports:
 def _plainly(loader: Any) -> Callable[[Any], None]:
     def exec_module(module: Any) -> None:
         vars(loader).pop("exec_module", None)
+        if current_scope() is None:  # a thread of somebody else imports it
+            loader.exec_module(module)
+            return
         with _disable_current_modes(), torch._C.DisableTorchFunction():
             loader.exec_module(module)
 
@@ -150,6 +120,17 @@ def _stream(*args: Any, **kwargs: Any) -> Any:
     return _made(torch.cuda.Stream)
 
 
+_CUDA = {
+    "synchronize": _nothing,
+    "set_device": _nothing,
+    "set_stream": _nothing,
+    "stream": lambda stream: _NoDevice(),
+    "current_stream": _stream,
+    "default_stream": _stream,
+    "current_device": lambda: 0,
+}
+
+
 @contextlib.contextmanager
 def jagged_attention_fused() -> Iterator[None]:
     """Inside, attention of jagged tensors takes flash attention on meta, as it does on a GPU.
@@ -162,7 +143,7 @@ def jagged_attention_fused() -> Iterator[None]:
     if original is None:
         yield
         return
-    with replaced_function(home, name, lambda x: x.device.type == "meta"):
+    with replaced(home, {name: lambda x: x.device.type == "meta"}):
         yield
 
 
@@ -175,23 +156,63 @@ def device_calls_quiet() -> Iterator[None]:
     cuda = torch.cuda
     with contextlib.ExitStack() as undo:
         if not cuda.is_available():
-            for kind, methods in (
+            for home, replacements in (
                 (cuda.Stream, _STREAM),
                 (cuda.Event, _EVENT),
                 (cuda.device, _REGION),
+                (cuda, _CUDA),
+                (cuda.nvtx, dict.fromkeys(("range_push", "range_pop", "mark"), _nothing)),
             ):
-                undo.enter_context(replaced_methods(kind, methods))
-            for home, name, replacement in (
-                (cuda, "synchronize", _nothing),
-                (cuda, "set_device", _nothing),
-                (cuda, "set_stream", _nothing),
-                (cuda, "stream", lambda stream: _NoDevice()),
-                (cuda, "current_stream", _stream),
-                (cuda, "default_stream", _stream),
-                (cuda, "current_device", lambda: 0),
-                (cuda.nvtx, "range_push", _nothing),
-                (cuda.nvtx, "range_pop", _nothing),
-                (cuda.nvtx, "mark", _nothing),
-            ):
-                undo.enter_context(replaced_function(home, name, replacement))
+                undo.enter_context(replaced(home, replacements))
+        yield
+
+
+class _OursToIgnore:
+    """The pattern of a filter of warnings: matches only in threads that are recorded."""
+
+    def match(self, text: str) -> bool:
+        """Whether a warning of this text is not to be shown."""
+        return current_scope() is not None and text.startswith(_NOT_OURS)
+
+
+_NOT_OURS = (
+    "Using `torch.compile(module)` when there are",
+    "Sparse CSR",
+    "Sparse invariant",
+    "To copy construct from a tensor",
+)
+"""Warnings about the user's code that torch would give with a line of ours."""
+
+
+def _ignored() -> Callable[[], None]:
+    """Add a filter of warnings; returns what takes it away."""
+    entry: Any = ("ignore", _OursToIgnore(), Warning, None, 0)
+    warnings.filters.insert(0, entry)  # type: ignore[attr-defined]
+
+    def undo() -> None:
+        with contextlib.suppress(ValueError):  # somebody has set other filters since
+            warnings.filters.remove(entry)  # type: ignore[attr-defined]
+
+    return undo
+
+
+_WARNINGS = Shared(_ignored)
+
+
+def warnings_quiet() -> contextlib.AbstractContextManager[None]:
+    """Inside, warnings that would name a line of ours are not shown; other threads' are."""
+    return _WARNINGS.used()
+
+
+@contextlib.contextmanager
+def uncompiled() -> Iterator[None]:
+    """Inside, what torch.compile has wrapped runs as it is written: here, not in other threads."""
+    import torch._dynamo.eval_frame as frames
+
+    name = "_callback_from_stance"
+    if not hasattr(frames, name):
+        with torch.compiler.set_stance("force_eager"):
+            yield
+        return
+    with replaced(frames, {name: lambda callback: None}):
         yield

@@ -21,8 +21,10 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from rooftrace.tracer.patches import Scope, contexts, current_scope, original_of, replaced
+from rooftrace.tracer.recording.autocast import carried_here
 from rooftrace.tracer.recording.functions import Functions
 from rooftrace.tracer.source import source_line
 from rooftrace.tracer.tape import Tape
@@ -60,11 +62,11 @@ class _Follower(TorchDispatchMode):
 class Threads:
     """Follows one recording into other threads.
 
-    dispatch: records an op, as `__torch_dispatch__` of the recorder does.
+    dispatch: records an op, as `__torch_dispatch__` of the recorder does.  scope: the recording's.
     """
 
-    def __init__(self, tape: Tape, dispatch: Dispatch) -> None:
-        self._tape, self._dispatch = tape, dispatch
+    def __init__(self, tape: Tape, dispatch: Dispatch, scope: Scope) -> None:
+        self._tape, self._dispatch, self._scope = tape, dispatch, scope
         self._threads = tape.threads
 
     @contextlib.contextmanager
@@ -78,14 +80,13 @@ class Threads:
             (ProcessPoolExecutor, "submit", self._elsewhere),
             (BaseProcess, "start", self._elsewhere),
         )
-        originals = [(kind, name, vars(kind)[name]) for kind, name, _ in kinds]
-        for (kind, name, ours), (_, _, original) in zip(kinds, originals, strict=True):
-            setattr(kind, name, _method(original, ours))
         try:
-            yield
+            with contextlib.ExitStack() as undo:
+                for kind, name, ours in kinds:
+                    method = functools.partial(ours, original_of(kind, name))
+                    undo.enter_context(replaced(kind, {name: method}))
+                yield
         finally:
-            for kind, name, original in originals:
-                setattr(kind, name, original)
             self._threads.idents.clear()
 
     def settle(self) -> None:
@@ -169,24 +170,25 @@ class Threads:
         """Begin to record this thread; returns what ends that, None if there is nothing to do."""
         tape, ident = self._tape, threading.get_ident()
         with tape.lock:
-            if not tape.live or ident in self._threads.idents:
+            if not tape.live or ident in self._threads.idents or current_scope() is not None:
                 return None
             self._threads.idents.add(ident)
             self._threads.entered += 1
             tape.rolling.depends()
-        # Modes that enter themselves note what was on in variables that all threads share.
-        functions = Functions(tape, device)
-        functions.__enter__()  # type: ignore[no-untyped-call]
-        _push_mode(_Follower(tape, self._dispatch))
+        undo = contextlib.ExitStack()
+        undo.enter_context(self._scope.entered())
+        undo.enter_context(carried_here())
+        undo.enter_context(Functions(tape, device))
+        contexts.push(_Follower(tape, self._dispatch))
+        undo.callback(contexts.pop)
         multithreading = torch._C._is_multithreading_enabled()
         torch._C._set_multithreading_enabled(False)
+        undo.callback(torch._C._set_multithreading_enabled, multithreading)
         here = tape.here
         here.device = device
 
         def leave() -> None:
-            torch._C._set_multithreading_enabled(multithreading)
-            _pop_mode()
-            functions.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            undo.close()
             with tape.lock:
                 here.__init__()  # type: ignore[misc]
                 self._threads.idents.discard(ident)
@@ -196,11 +198,3 @@ class Threads:
 
 def _waits(frame: Any) -> bool:
     return frame.f_code.co_filename in _WAITING
-
-
-def _method(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def method(*args: Any, **kwargs: Any) -> Any:
-        return ours(original, *args, **kwargs)
-
-    return method

@@ -113,7 +113,7 @@ class Beginning:
     def _now(self) -> Any:
         tape = self._tape
         seen = tape.values.decisions, tape.values.computed, tape.threads.entered
-        return seen, self.call.versions(), _random_states()
+        return seen, self.call.versions(), _random_states(tape)
 
     def unchanged(self) -> bool:
         """Whether nothing outside of the graph was drawn, decided or written since."""
@@ -204,9 +204,11 @@ def _content(tensor: Tensor) -> Any:
         return hash(bytes(plain.reshape(-1).view(torch.uint8).numpy()))
 
 
-def _random_states() -> tuple[Any, ...]:
+def _random_states(tape: Tape) -> Any:
     """The states of the random number generators that Python code draws from."""
     with _disable_current_modes(), torch._C.DisableTorchFunction():
+        if tape.generators is not None:
+            return tape.generators.states()
         drawn = torch.default_generator.get_state().numpy().tobytes()
     numpy = sys.modules.get("numpy.random")
     state = numpy.get_state() if numpy else None

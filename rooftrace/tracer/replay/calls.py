@@ -40,17 +40,12 @@ from torch.nn.modules import module as nn_module
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from rooftrace.tracer.patches import original_of, replaced
 from rooftrace.tracer.replay.arguments import Arguments, Beginning
 from rooftrace.tracer.replay.blocks import RecordedCall, RepeatedCall, count_again, repeat_node
 from rooftrace.tracer.replay.outside import Outside, include
-from rooftrace.tracer.replay.sameness import (
-    Watch,
-    build_of,
-    differences,
-    held_state,
-    note,
-    same_state,
-)
+from rooftrace.tracer.replay.sameness import build_of, differences, held_state, same_state
+from rooftrace.tracer.replay.watching import Watch, note
 from rooftrace.tracer.source import source_line
 from rooftrace.tracer.tape import Tape, records
 from rooftrace.tracer.tensors import trees
@@ -109,18 +104,14 @@ class CallReplay:
         if not self._groups:
             yield
             return
-        kind: Any = nn.Module
-        original = kind.__call__
+        original = original_of(nn.Module, "__call__")
         self._watchers = _global_hooks()
 
         def called(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             return self._answer(original, module, args, kwargs)
 
-        kind.__call__ = called
-        try:
+        with replaced(nn.Module, {"__call__": called}):
             yield
-        finally:
-            kind.__call__ = original
 
     def _answer(
         self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any
@@ -169,7 +160,7 @@ class CallReplay:
         """Run the call; returns its result, and its record if later calls can repeat it."""
         with torch._C.DisableTorchFunction():
             start, watched = Beginning(self._tape, module, call), self._differing(module)
-        outside = Outside()
+        outside = Outside(watches_draws=self._tape.generators is not None)
         with Watch(module, watched) as watch:
             with outside:
                 output = original(module, *args, **kwargs)

@@ -45,6 +45,8 @@ import contextlib
 import inspect
 import itertools
 import sys
+import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType, FunctionType
@@ -55,6 +57,7 @@ from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from rooftrace.tracer.ops import Call
+from rooftrace.tracer.patches import current_scope
 from rooftrace.tracer.replay.loop_bodies import Body, FrameNames, Refused, bodies_of, fits
 from rooftrace.tracer.replay.turns import (
     RUN,
@@ -293,16 +296,16 @@ class Rolling(LoopWatch):
     @contextlib.contextmanager
     def injected(self) -> Iterator[None]:
         """Inside, `range` in the watched modules is ours, but for those that have their own."""
-        changed = [space for space in self._namespaces.values() if "range" not in space]
-        ours = _range_of(self)
-        for namespace in changed:
-            namespace["range"] = ours
+        scope = current_scope()
+        assert scope is not None
+        scope.kept[_NAME] = self
+        changed = [space for space in self._namespaces.values() if _inject(space)]
         try:
             yield
         finally:
             for namespace in changed:
-                if namespace.get("range") is ours:
-                    del namespace["range"]
+                _eject(namespace)
+            del scope.kept[_NAME]
 
     def called(self, values: range, frame: FrameType) -> Any:
         """What `range` gives to the code of this frame."""
@@ -315,6 +318,8 @@ class Rolling(LoopWatch):
         return values
 
 
+_NAME = "loops"
+"""Under which a scope keeps its `Rolling`."""
 _NOT_USERS = frozenset({"builtins", "torch", "rooftrace"})
 
 
@@ -324,29 +329,52 @@ def _transformed() -> bool:
     return inside is not None
 
 
-def _range_of(rolling: Rolling) -> type:
-    """A class that behaves as `range`, except in loops that may be cut short."""
+class _Meta(type):
+    """The class of `_Range`: behaves as `range`, except in loops that may be cut short."""
 
-    class Meta(type):
-        def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-            return rolling.called(range(*args, **kwargs), sys._getframe(1))
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        scope = current_scope()
+        rolling = None if scope is None else scope.kept.get(_NAME)
+        values = range(*args, **kwargs)
+        return values if rolling is None else rolling.called(values, sys._getframe(1))
 
-        def __instancecheck__(cls, item: Any) -> bool:
-            return isinstance(item, range)
+    def __instancecheck__(cls, item: Any) -> bool:
+        return isinstance(item, range)
 
-        def __subclasscheck__(cls, kind: Any) -> bool:
-            return issubclass(kind, range)
+    def __subclasscheck__(cls, kind: Any) -> bool:
+        return issubclass(kind, range)
 
-        def __eq__(cls, other: Any) -> bool:
-            return other is range or other is cls
+    def __eq__(cls, other: Any) -> bool:
+        return other is range or other is cls
 
-        def __hash__(cls) -> int:
-            return hash(range)
+    def __hash__(cls) -> int:
+        return hash(range)
 
-        def __getattr__(cls, name: str) -> Any:
-            return getattr(range, name)
+    def __getattr__(cls, name: str) -> Any:
+        return getattr(range, name)
 
-        def __repr__(cls) -> str:
-            return repr(range)
+    def __repr__(cls) -> str:
+        return repr(range)
 
-    return Meta("range", (), {})
+
+_Range: Any = _Meta("range", (), {})
+_LOCK = threading.RLock()
+_USERS: Counter[int] = Counter()  # how many recordings watch a namespace that has `_Range`
+
+
+def _inject(namespace: dict[str, Any]) -> bool:
+    """Put `_Range` into the names of a module; False where it has a `range` of its own."""
+    with _LOCK:
+        if namespace.setdefault("range", _Range) is not _Range:
+            return False
+        _USERS[id(namespace)] += 1
+        return True
+
+
+def _eject(namespace: dict[str, Any]) -> None:
+    with _LOCK:
+        _USERS[id(namespace)] -= 1
+        if not _USERS[id(namespace)]:
+            del _USERS[id(namespace)]
+            if namespace.get("range") is _Range:
+                del namespace["range"]

@@ -13,6 +13,7 @@ import logging
 import random
 import sys
 import sysconfig
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rooftrace.tracer.patches import contexts
+from rooftrace.tracer.replay.watching import behind
 from rooftrace.tracer.tensors import trees
 
 _DEPTH = 3
@@ -50,7 +53,9 @@ class Place:
         """What is there now."""
         if isinstance(self.holder, CellType):
             return trees.cell_content(self.holder)
-        return self.holder if self.key is None else self.holder.get(self.key, trees.ABSENT)
+        if self.key is None:
+            return self.holder
+        return behind(self.holder.get(self.key, trees.ABSENT))
 
 
 State = list[Any]
@@ -59,36 +64,37 @@ State = list[Any]
 class Outside:
     """State outside of modules that is visible to the functions that run while this is entered.
 
-    followable: whether all of it can be compared later.  Garbage collection is off inside, because
-    its callbacks and finalizers would count as code of the call.
+    followable: whether all of it can be compared later.  watches_draws: a call that draws from
+    Python's own generator, whose state other threads change too, cannot be.  Garbage collection is
+    off inside, because its callbacks and finalizers would count as code of the call.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, watches_draws: bool = False) -> None:
         self.followable = True
-        self._collects = False
+        self._watches_draws = watches_draws
+        self._entered = False
         self._before: dict[tuple[int, str | None], tuple[Place, State]] = {}
         self._seen: dict[int, CodeType] = {}
         self._local: set[CodeType] = set()
         self._closures: list[CodeType] = []
 
     def __enter__(self) -> Outside:
-        if not _ACTIVE:
+        if not _thread.active:
             if sys.getprofile() is not None:  # somebody profiles this thread: leave that alone
                 self.followable = False
                 return self
-            sys.setprofile(_entered)
-        _ACTIVE.append(self)
-        self._collects = gc.isenabled()
-        gc.disable()
+            sys.setprofile(_watching(_thread.active, self._watches_draws))
+        _thread.active.append(self)
+        self._entered = True
+        contexts.collector_off.take()
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        if self in _ACTIVE:
-            _ACTIVE.remove(self)
-            if not _ACTIVE:
+        if self._entered:
+            _thread.active.remove(self)
+            if not _thread.active:
                 sys.setprofile(None)
-            if self._collects:
-                gc.enable()
+            contexts.collector_off.give_back()
         self._add_cells()
 
     def unchanged(self) -> bool:
@@ -159,19 +165,42 @@ class Outside:
         self._closures.clear()
 
 
-_ACTIVE: list[Outside] = []
-"""The watches that are entered; a function counts for all of them."""
+_PYTHONS: Any = random._inst
+"""The generator behind the functions of `random`, also those that were imported by their names."""
+_DRAWS = frozenset({_PYTHONS.random, _PYTHONS.getrandbits})
+"""Its methods that all others draw with."""
 
 
-def _entered(frame: FrameType, event: str, argument: Any) -> None:
-    if event == "call":
-        for active in _ACTIVE:
-            active.enter(frame)
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.active: list[Outside] = []  # the watches that are entered; a function counts for all
+
+
+_thread = _Thread()
+
+
+def _watching(active: list[Outside], draws: bool) -> Callable[[FrameType, str, Any], None]:
+    """A profile function that tells these watches, of one thread, which functions begin."""
+
+    def entered(frame: FrameType, event: str, argument: Any) -> None:
+        if event == "call":
+            for watch in active:
+                watch.enter(frame)
+
+    def entered_or_drawn(frame: FrameType, event: str, argument: Any) -> None:
+        if event == "call":
+            for watch in active:
+                watch.enter(frame)
+        elif event == "c_call" and argument in _DRAWS:
+            for watch in active:
+                watch.followable = False
+
+    return entered_or_drawn if draws else entered
 
 
 def include(other: Outside) -> None:
     """All that are entered now see what `other` saw."""
-    for active in _ACTIVE:
+    for active in _thread.active:
         active.include(other)
 
 
@@ -220,8 +249,10 @@ def _places(frame: FrameType) -> Iterator[Place]:
 def _attributes(owner: type | ModuleType, code: CodeType) -> Iterator[Place]:
     held: Mapping[str, Any] = vars(owner)
     for name in code.co_names:
-        if name in held and not callable(held[name]) and not hasattr(held[name], "__get__"):
-            yield Place(held, name)
+        if name in held:
+            value = behind(held[name])
+            if value is not trees.ABSENT and not callable(value) and not hasattr(value, "__get__"):
+                yield Place(held, name)
 
 
 def _defaults(function: Any, code: CodeType) -> Iterator[Place]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -142,84 +142,3 @@ def _collect(value: Any, depth: int, seen: set[int], state: list[Any]) -> None:
 
 def same_state(before: list[Any], after: list[Any]) -> bool:
     return len(before) == len(after) and all(a is b for a, b in zip(before, after, strict=True))
-
-
-_WATCHES: list[Watch] = []
-"""The watches that are entered; a read counts for all of them."""
-
-
-def note(module: nn.Module, name: str) -> None:
-    """An attribute of a module is read."""
-    for watch in _WATCHES:
-        watch.note(module, name)
-
-
-class Watch:
-    """Notes reads of some attributes of a module and those inside, while entered."""
-
-    def __init__(self, module: nn.Module, places: Set[tuple[str, str]]) -> None:
-        self.read: set[tuple[str, str]] = set()
-        self._parts = {(id(module.get_submodule(path)), name): path for path, name in places}
-        kinds = {(type(module.get_submodule(path)), name) for path, name in places}
-        self._kinds = sorted(kinds, key=lambda item: (item[0].__qualname__, item[1]))
-        self._before: list[tuple[type, str, Any]] = []
-
-    def __enter__(self) -> Watch:
-        _WATCHES.append(self)
-        for kind, name in self._kinds:
-            default = getattr(kind, name, _ABSENT)
-            if not isinstance(default, _Watched):
-                self._before.append((kind, name, vars(kind).get(name, _ABSENT)))
-                setattr(kind, name, _Watched(name, _class_attribute(kind, name)))
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        _WATCHES.remove(self)
-        for kind, name, before in reversed(self._before):
-            if before is _ABSENT:
-                delattr(kind, name)
-            else:
-                setattr(kind, name, before)
-
-    def note(self, module: nn.Module, name: str) -> None:
-        """An attribute of a module is read."""
-        path = self._parts.get((id(module), name))
-        if path is not None:
-            self.read.add((path, name))
-
-
-def _class_attribute(kind: type, name: str) -> Any:
-    """The attribute of a class as its body defines it, not bound to anything."""
-    return next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), _ABSENT)
-
-
-class _Watched:
-    """A descriptor that reports when an attribute is read; it takes precedence over instances.
-
-    inherited: the attribute that the class had under this name.
-    """
-
-    def __init__(self, name: str, inherited: Any) -> None:
-        self._name, self._inherited = name, inherited
-
-    def __get__(self, module: Any, kind: Any = None) -> Any:
-        if module is None:
-            return self
-        note(module, self._name)
-        inherited = self._inherited
-        is_property = hasattr(type(inherited), "__set__")
-        if self._name in vars(module) and not is_property:
-            return vars(module)[self._name]
-        if inherited is _ABSENT:
-            raise AttributeError(self._name)
-        return inherited.__get__(module, kind) if hasattr(inherited, "__get__") else inherited
-
-    def __set__(self, module: Any, value: Any) -> None:
-        if hasattr(type(self._inherited), "__set__"):
-            self._inherited.__set__(module, value)
-        else:
-            vars(module)[self._name] = value
-
-    def __delete__(self, module: Any) -> None:
-        if vars(module).pop(self._name, _ABSENT) is _ABSENT:
-            raise AttributeError(self._name)

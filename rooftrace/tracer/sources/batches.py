@@ -66,13 +66,14 @@ def _target_at(job: Job) -> _RunAt:
 
 def _module_at(job: Job) -> _RunAt:
     from rooftrace.tracer.inputs import call_inputs
+    from rooftrace.tracer.patches import contexts
     from rooftrace.tracer.phases import trace_phases
     from rooftrace.tracer.twins import inputs_on_meta
 
     args, kwargs = inputs_on_meta((job.args, dict(job.kwargs)))
 
     def run(phases: tuple[str, ...] | None, batch: int) -> dict[str, OpGraph]:
-        with collector_paused():
+        with collector_paused(), contexts.apart():
             inputs = call_inputs(job.source, args, kwargs, batch)
             return trace_phases(job.source, inputs, phases, job.options)
 

@@ -80,11 +80,12 @@ def traced_target(job: Job) -> Traced:
 
     Code is imported afresh each time; some code allows only one import in a process.
     """
+    from rooftrace.tracer.patches import contexts
     from rooftrace.tracer.phases import trace_phases
     from rooftrace.tracer.targets import isolation
 
     name = job.name
-    with collector_paused(), isolation.own_imports():
+    with collector_paused(), contexts.apart(), isolation.own_imports():
         try:
             made = loaded(job)
         except TargetError:
@@ -103,9 +104,10 @@ def _graph_of_step(job: Job) -> dict[str, OpGraph]:
     """The graph of the user's own step, under the phase that its run showed."""
     from torch import inference_mode
 
+    from rooftrace.tracer.patches import contexts
     from rooftrace.tracer.phases import trace_step
 
-    with collector_paused(), inference_mode(False):
+    with collector_paused(), contexts.apart(), inference_mode(False):
         graph = trace_step(job.source, job.args, job.kwargs, job.options)
     return {graph.phase: graph}
 
@@ -114,11 +116,12 @@ def _graphs_of_module(job: Job) -> dict[str, OpGraph]:
     """The graphs of a module; each phase has arguments of its own, which its run may change."""
     from torch import inference_mode
 
+    from rooftrace.tracer.patches import contexts
     from rooftrace.tracer.phases import trace_phases
 
     graphs: dict[str, OpGraph] = {}
     sized = job.is_sized and not job.is_called
-    with collector_paused(), inference_mode(False):
+    with collector_paused(), contexts.apart(), inference_mode(False):
         for phases in [job.phases] if sized else [(p,) for p in job.phases or names.USUAL]:
             made = loaded(job)
             graphs |= trace_phases(made.module, made.inputs, phases, job.options)
@@ -132,12 +135,12 @@ def collector_paused(keep: bool = False) -> Iterator[None]:
     keep: exclude all objects from later collections too (gc.freeze).  That is for a program that
     ends soon: garbage made inside is never freed.
     """
+    from rooftrace.tracer.patches import contexts
+
     enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            if keep:
+    with contexts.collector_off.used():
+        try:
+            yield
+        finally:
+            if enabled and keep:
                 gc.freeze()
-            gc.enable()

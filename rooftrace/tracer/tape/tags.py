@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from rooftrace.tracer.tape.records import Spec, Tag
 from rooftrace.tracer.tensors import owners, trees
-from rooftrace.tracer.values import Values, marks
+from rooftrace.tracer.values import Values
 
 _SERIAL = itertools.count()
 
@@ -90,7 +90,7 @@ class Tags:
                 if trees.bytes_of(entered) != trees.bytes_of(tensor):
                     continue  # it has other bytes now
                 entry = self._values.known(entered)
-                if entry is not None and marks.KNOWN not in tensor.__dict__:
+                if entry is not None and self._values.key not in tensor.__dict__:
                     self._values.learn(tensor, entry.value, entry.taint)
             self.mark(tensor, tag)
 

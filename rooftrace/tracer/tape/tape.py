@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from rooftrace.tracer.ops import Call
 from rooftrace.tracer.tape.entries import Entries
+from rooftrace.tracer.tape.generators import Generators
 from rooftrace.tracer.tape.here import Here, RecordedThreads
 from rooftrace.tracer.tape.loopwatch import LoopWatch
 from rooftrace.tracer.tape.origins import Origins
@@ -46,6 +47,7 @@ class Tape:
         self.entries = Entries(self.graph, values, self.tags, self.here)
         self.origins = Origins(self.here, self.entries)
         self.rolling = LoopWatch()
+        self.generators: Generators | None = None  # None: the code draws from the process's
         self.packed: dict[int, tuple[Any, list[Tensor]]] = {}  # weights of TorchScript, unpacked
 
     # -- where the running thread stands -----------------------------------------------------------
@@ -155,7 +157,7 @@ class Tape:
         if marks.REAL in other.__dict__:
             tensor.__dict__[marks.REAL] = other.__dict__[marks.REAL]
         entry = self.values.known(other)
-        tensor.__dict__.pop(marks.KNOWN, None)
+        tensor.__dict__.pop(self.values.key, None)
         if entry is not None and tensor.device.type == "meta":
             self.values.learn(tensor, entry.value, entry.taint)
 

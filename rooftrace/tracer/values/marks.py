@@ -17,7 +17,7 @@ MAX_FLOATS = 1 << 16
 """Floating tensors up to this many elements are carried along; they seldom decide anything."""
 
 KNOWN = "_rooftrace_known"
-"""Attribute of a meta tensor whose value one running capture knows."""
+"""Attribute of a meta tensor whose value a running capture knows; each adds a number of its own."""
 REAL = "_rooftrace_real"
 """Attribute of a meta tensor made from a real one: the real one, as a `Real`."""
 REAL_VALUE = "_rooftrace_value"

@@ -7,6 +7,7 @@ weights or activations is chosen by a named policy, which records an :class:`Ass
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -29,6 +30,7 @@ from rooftrace.tracer.values.marks import (
 from rooftrace.tracer.values.results import ResultMemo
 
 _NO_TAINT: frozenset[int] = frozenset()
+_SERIAL = itertools.count()
 
 
 class UnknownValueError(RuntimeError):
@@ -52,6 +54,7 @@ class Values(Assumptions):
     ) -> None:
         super().__init__(branches=branches, assume=assume, number=number, turned=turned)
         self.results = ResultMemo(torch.Generator().manual_seed(0) if draws else None)
+        self.key = f"{KNOWN}_{next(_SERIAL)}"  # of this capture alone; others may run beside it
         self.computed = 0  # how many values were computed from real data
         self.compute: Callable[[Tensor], Tensor | None] = lambda tensor: None
         """Gives the value of a tensor from the real tensors of the caller, where it can."""
@@ -64,7 +67,7 @@ class Values(Assumptions):
 
     def learn(self, tensor: Tensor, value: Tensor, taint: frozenset[int] = frozenset()) -> None:
         """Remember that `tensor` holds `value` (a CPU tensor of its shape)."""
-        tensor.__dict__[KNOWN] = Known(value, taint, self._epochs.get(trees.bytes_of(tensor), 0))
+        tensor.__dict__[self.key] = Known(value, taint, self._epochs.get(trees.bytes_of(tensor), 0))
         self._alive[id(tensor)] = tensor
 
     def tensors(self) -> list[Tensor]:
@@ -76,7 +79,7 @@ class Values(Assumptions):
 
         A CPU tensor is its own value.
         """
-        entry: Known | None = tensor.__dict__.get(KNOWN)
+        entry: Known | None = tensor.__dict__.get(self.key)
         if entry is None:
             if tensor.device.type == "cpu":
                 return Known(tensor.detach(), _NO_TAINT, 0)
@@ -87,7 +90,7 @@ class Values(Assumptions):
 
     def forget(self, tensor: Tensor) -> None:
         """`tensor` was overwritten with something unknown: it and its views are unknown now."""
-        tensor.__dict__.pop(KNOWN, None)
+        tensor.__dict__.pop(self.key, None)
         key = trees.bytes_of(tensor)
         self._epochs[key] = self._epochs.get(key, 0) + 1
 
@@ -100,7 +103,7 @@ class Values(Assumptions):
             entry = self.known(tensor)
             if keep and entry is not None and not entry.taint:
                 tensor.__dict__[REAL_VALUE] = entry.value
-            tensor.__dict__.pop(KNOWN, None)
+            tensor.__dict__.pop(self.key, None)
         self._alive.clear()
 
     # -- asking ------------------------------------------------------------------------------------
@@ -249,4 +252,4 @@ class Values(Assumptions):
         """A private copy of a tensor's value before a write to it; its views become unknown."""
         self.forget(tensor)
         self.learn(tensor, entry.value.clone(), entry.taint)
-        return Known(tensor.__dict__[KNOWN].value, entry.taint, entry.epoch)
+        return Known(tensor.__dict__[self.key].value, entry.taint, entry.epoch)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rooftrace.tracer.patches import Shared, current_scope
 from rooftrace.tracer.whole.attention import scaled_dot_product_attention
 from rooftrace.tracer.whole.library import Library
 from rooftrace.tracer.whole.recurrent import entry, packed_entry
@@ -42,13 +43,41 @@ def whole_entry(func: Any) -> Callable[..., Any] | None:
 
 @contextlib.contextmanager
 def kept_whole() -> Iterator[None]:
-    """Inside, attention, recurrent networks, RMS norm and dropout stay one op each on meta."""
+    """Inside, attention, recurrent networks, RMS norm and dropout stay one op each on meta.
+
+    That holds for threads of a recording; in all others they run as they would without us.
+    """
+    with _KERNELS.used():
+        yield
+
+
+def _registered() -> Callable[[], None]:
+    """Put the kernels there, for all recordings; returns what takes them away."""
     library = Library("aten", "IMPL")
     for name, function in _ENTRIES.items():
+        kernel = _in_scope(_op(name), function)
         for key in ("Meta", "AutogradMeta"):
             # Library.impl refuses ops with a composite implementation; the binding does not.
-            library.m.impl(name, key, function)
-    try:
-        yield
-    finally:
-        library._destroy()
+            library.m.impl(name, key, kernel)
+    return library._destroy  # type: ignore[no-any-return]
+
+
+_KERNELS = Shared(_registered)
+
+
+def _op(name: str) -> Any:
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.aten, packet), overload or "default")
+
+
+def _in_scope(op: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A kernel that runs `function` in threads of a recording, and elsewhere takes `op` apart."""
+
+    composite = torch._C.DispatchKey.CompositeImplicitAutograd
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        if current_scope() is None:
+            return op._op_dk(composite, *args, **kwargs)
+        return function(*args, **kwargs)
+
+    return kernel

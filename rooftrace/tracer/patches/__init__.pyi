@@ -1,0 +1,12 @@
+from rooftrace.tracer.patches import contexts as contexts
+from rooftrace.tracer.patches.replacing import (
+    original_of as original_of,
+    replaced as replaced,
+)
+from rooftrace.tracer.patches.scopes import (
+    Scope as Scope,
+    current_scope as current_scope,
+)
+from rooftrace.tracer.patches.shared import (
+    Shared as Shared,
+)

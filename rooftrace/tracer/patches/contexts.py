@@ -1,0 +1,80 @@
+"""Contexts of one thread, and the garbage collector's, which all threads share.
+
+Torch's own way of entering a mode notes what was on in variables that all threads share, and
+restores them in the order in which modes end.  These helpers touch the stacks of the thread only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import overrides
+from torch.utils import _python_dispatch
+from torch.utils._device import DeviceContext
+
+from rooftrace.tracer.patches.claims import claimed as claimed
+from rooftrace.tracer.patches.scopes import Scope
+from rooftrace.tracer.patches.shared import Shared
+
+_dispatch: Any = _python_dispatch
+_functions: Any = overrides
+
+
+def fake_mode() -> Any:
+    """The FakeTensorMode that is on in this thread; None where there is none."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+
+
+def push(mode: Any) -> None:
+    """Put a dispatch mode on."""
+    _dispatch._push_mode(mode)
+
+
+def pop() -> None:
+    """Take the innermost dispatch mode off."""
+    _dispatch._pop_mode()
+
+
+@contextlib.contextmanager
+def apart() -> Iterator[None]:
+    """Inside, no recording and no mode around this code sees what this thread runs.
+
+    The device that a mode of torch chooses stays chosen, and may be changed inside.
+    """
+    with Scope().entered(), _dispatch._disable_current_modes():
+        around = _taken_off()
+        devices = [mode for mode in around if isinstance(mode, DeviceContext)]
+        _put_on(devices)
+        try:
+            yield
+        finally:
+            left = _taken_off()
+            if left != devices:  # the code has set another default device
+                around = [*left, *(mode for mode in around if mode not in devices)]
+            _put_on(around)
+
+
+def _taken_off() -> list[Any]:
+    """The function modes of this thread, the innermost last; none is on afterwards."""
+    count = _functions._len_torch_function_stack()
+    return [_functions._pop_mode() for _ in range(count)][::-1]
+
+
+def _put_on(modes: Sequence[Any]) -> None:
+    for mode in modes:
+        _functions._push_mode(mode)
+
+
+def _collector_off() -> Callable[[], None]:
+    if not gc.isenabled():
+        return lambda: None
+    gc.disable()
+    return gc.enable
+
+
+collector_off = Shared(_collector_off)
+"""No garbage collection, in any thread: from the first that needs that to the last."""

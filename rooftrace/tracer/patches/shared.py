@@ -1,0 +1,45 @@
+"""What a process has once, and several recordings need at the same time."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+
+class Shared:
+    """A change of the process that the first user makes and the last one undoes.
+
+    install: makes the change; returns what undoes it.
+    """
+
+    def __init__(self, install: Callable[[], Callable[[], Any]]) -> None:
+        self._install = install
+        self._lock = threading.RLock()
+        self._count = 0
+        self._undo: Callable[[], Any] | None = None
+
+    @contextlib.contextmanager
+    def used(self) -> Iterator[None]:
+        """Inside, the change is made."""
+        self.take()
+        try:
+            yield
+        finally:
+            self.give_back()
+
+    def take(self) -> None:
+        """One more user: the change is made until it is given back."""
+        with self._lock:
+            if not self._count:
+                self._undo = self._install()
+            self._count += 1
+
+    def give_back(self) -> None:
+        """One user less."""
+        with self._lock:
+            self._count -= 1
+            if not self._count and self._undo is not None:
+                undo, self._undo = self._undo, None
+                undo()
