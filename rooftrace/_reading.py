@@ -96,6 +96,13 @@ def json_of(raw: bytes, where: str, kind: FileKind) -> Any:
     return _parsed(json.loads, raw, where, kind)
 
 
+_MOST_TOML = 1 << 20
+"""Bytes of a TOML text, which a person writes and whose parser is slow."""
+_MOST_DOTS = 256
+"""Parts of a key with dots, and full stops in a line: the parser's memory grows with the square."""
+_PARTS = re.compile(rb"[=,{}\[\]\n]")
+
+
 def toml_of(raw: bytes, where: str, kind: FileKind) -> dict[str, Any]:
     """The tables of a TOML text, within the bounds.  Raises the error of `kind`."""
     # Imported here, so that importing the package stays cheap.
@@ -103,6 +110,11 @@ def toml_of(raw: bytes, where: str, kind: FileKind) -> dict[str, Any]:
         import tomllib as toml
     else:
         import tomli as toml
+    if len(raw) > _MOST_TOML or any(p.count(b".") > _MOST_DOTS for p in _PARTS.split(raw)):
+        reason = (
+            f"it has more than {_MOST_TOML >> 20} MiB, or a key of more than {_MOST_DOTS} parts"
+        )
+        raise kind.unreadable(where, reason)
     tables: dict[str, Any] = _parsed(lambda text: toml.loads(text.decode()), raw, where, kind)
     return tables
 
