@@ -374,6 +374,12 @@ def test_models_without_a_cache_have_no_decode(
 @pytest.mark.parametrize(
     ("content", "message"),
     [
+        ('{"model_type": "llama", "num_hidden_layers": 2000000000}', "expected 20,000 at most"),
+        ('{"model_type": ["llama"]}', r"model_type=\['llama'\]: expected a text"),
+        ('{"model_type": "llama", "architectures": [2]}', r"architectures\[0\]=2: expected a text"),
+        ("[" * 5000 + "]" * 5000, "more than 64 deep"),
+        (f'{{"model_type": "llama", "hidden_size": {"9" * 400}}}', "more than 64 bits"),
+        (f'{{"model_type": "llama", "hidden_size": {"9" * 5000}}}', "not a readable JSON file"),
         ("{", r"not a readable JSON file \(Expecting property name"),
         ("[]", "a Hugging Face config has a model_type; this one has none"),
         ('{"hidden_size": 8}', "a Hugging Face config has a model_type; this one has none"),

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 
-from rooftrace._reading import FileKind, json_of, text_of
+from rooftrace._reading import FileKind, json_of, record_of, text_of
 from rooftrace.errors import TargetError
 from rooftrace.tracer.asking import Request
 from rooftrace.tracer.inputs import Inputs, Loaded, module_inputs
@@ -31,6 +33,13 @@ _OTHERS = (
 )
 
 
+class _Config(TypedDict, total=False):
+    """What is read of a config here; transformers checks the rest."""
+
+    model_type: str | None
+    architectures: list[str] | None
+
+
 def from_file(path: Path, request: Request) -> Loaded:
     """The model of a config.json.  Raises TargetError for any other file."""
     target = str(path)
@@ -38,11 +47,13 @@ def from_file(path: Path, request: Request) -> Loaded:
         raise TargetError(f"target {target!r}: there is no such file")
     where = f"target {target!r}"
     data = json_of(text_of(path, _CONFIG), where, _CONFIG)
-    kind = data.get("model_type") if isinstance(data, dict) else None
-    if not isinstance(kind, str) or not kind:
+    known = record_of(_Config, data if isinstance(data, dict) else {}, where, _CONFIG)
+    kind = known.get("model_type")
+    if not kind:
         raise TargetError(
             f"target {target!r}: a Hugging Face config has a model_type; this one has none"
         )
+    _check_counts(data, target)
     if not request.trust_remote_code:
         check_config(data, target)
         data = without_code(data)
@@ -61,6 +72,23 @@ def from_file(path: Path, request: Request) -> Loaded:
     return from_config(
         config, path.stem if path.stem != "config" else path.resolve().parent.name, target, request
     )
+
+
+_MOST_MODULES = 20_000
+"""Layers, or experts, that a config may ask for: each is a module that has to be built."""
+_COUNTED = re.compile(r"(num|n)_(.*_)?(layer|block|expert|stage)s?|.*layers|depth")
+
+
+def _check_counts(data: Mapping[str, Any], target: str) -> None:
+    """Raise TargetError for a number of modules that nobody waits for."""
+    for name, value in data.items():
+        if isinstance(value, dict):
+            _check_counts(value, target)
+        elif _COUNTED.fullmatch(name) and isinstance(value, int) and value > _MOST_MODULES:
+            raise TargetError(
+                f"target {target!r}: {name}={value}: expected {_MOST_MODULES:,} at most, as each "
+                "is a module that is built"
+            )
 
 
 def from_hub(target: str, request: Request) -> Loaded:
