@@ -112,7 +112,7 @@ def test_a_size_of_more_than_63_bits_is_refused(name: str, size: int) -> None:
         Request(**{name: size})
 
 
-@pytest.mark.parametrize("text", ["x" * 5000, "9" * 400, f"{'9' * 5000}:fp32"])
+@pytest.mark.parametrize("text", ["y" * 5000, "9" * 400, f"{'9' * 5000}:fp32"])
 def test_a_shape_that_is_none_is_quoted_shortly(text: str) -> None:
     with pytest.raises(RequestError, match="expected SHAPE:DTYPE") as refused:
         parsed_inputs({"x": text})
