@@ -126,6 +126,21 @@ def test_a_rule_of_a_file_is_named_by_the_file(graph, tmp_path: Path):
         rt.plan(graph)
 
 
+def test_a_rule_of_a_prompt_or_of_a_callable_object_is_named_too(graph):
+    names: dict[str, Callable[[rt.OpView], rt.Cost]] = {}
+    exec("def f(op): return None", names)
+    with pytest.raises(RuleError, match=r"\(f in <string>:1\)"):
+        planned(graph, names["f"])
+
+    class Fails:
+        def __call__(self, op: rt.OpView) -> rt.Cost:
+            raise LookupError
+
+    rt.rule("ruled::lora", override=True)(Fails())
+    with pytest.raises(RuleError, match=r"\(.*test_own_rules\..*Fails\) for .*: LookupError"):
+        rt.plan(graph)
+
+
 def test_streamed_does_not_ask_for_a_self_that_the_op_does_not_have():
     rt.rule("ruled::scale_")(lambda op: op.streamed())
     x = torch.empty(4, 16)

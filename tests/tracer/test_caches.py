@@ -135,7 +135,7 @@ def test_hidden_states_in_a_tuple_are_no_cache() -> None:
     again = r"\(float32\[2, 1\], \(float32\[2, 1, 8\], float32\[2, 1, 8\]\)\)"
     with pytest.raises(
         rt.RequestError,
-        match=rf"decode of States: no cache is recognised in what its forward returned, {returned}"
+        match=rf"decode of States: its forward returned {returned}, in which no cache is recognised"
         rf"; item 1 passed back as cache returns {again}\.  A cache is an output with the name",
     ):
         rt.trace(States(), IDS, phase="decode")
@@ -148,10 +148,13 @@ def test_hidden_states_in_a_tuple_are_no_cache() -> None:
             lambda logits, kv: (logits, *kv),
             "item 1 passed back as past raises IndexError: list index out of range",
         ),
-        (lambda logits, kv: logits, r"returned, float32\[2, 5, 16\]\.  A cache is"),
+        (
+            lambda logits, kv: logits,
+            r"returned float32\[2, 5, 16\], in which no cache is recognised\.  A cache is",
+        ),
         (
             lambda logits, kv: {"logits": logits, "kv": kv},
-            r"returned, \{'logits': float32\[2, 5, 16\], 'kv': \(float32",
+            r"returned \{'logits': float32\[2, 5, 16\], 'kv': \(float32",
         ),
     ],
 )

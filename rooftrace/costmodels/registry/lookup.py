@@ -72,7 +72,7 @@ def users_rules() -> tuple[Rule, ...]:
     modules = (module for _, module in _extensions.load("rooftrace.rules"))
     brought = {module.__name__.partition(".")[0] for module in modules}
     own = (rule for rule in all_rules() if rule.is_own)
-    return tuple(r for r in own if r.price.__module__.partition(".")[0] not in brought)
+    return tuple(r for r in own if (r.price.__module__ or "").partition(".")[0] not in brought)
 
 
 @contextlib.contextmanager

@@ -144,8 +144,8 @@ class ModuleCalls:
             )
         if output is not None:
             return (
-                f"{phase} of {name}: no cache is recognised in what its forward returned, "
-                f"{shown(output)}{self._tried}.  A cache is an output with the name of an argument "
+                f"{phase} of {name}: its forward returned {shown(output)}, in which no cache is "
+                f"recognised{self._tried}.  A cache is an output with the name of an argument "
                 'that defaults to None, as in {"past_key_values": ...}, or an item of a tuple, '
                 "(logits, cache), whose tensors come back one longer when it is passed to such an "
                 "argument with the next token.  Without a cache use --phase forward or training"
