@@ -33,7 +33,7 @@ def owner(function: Callable[..., Any]) -> str:
     """Where a function is defined: "mylib.rules.rope:12", or "rope in my_rules.py:12"."""
     code = getattr(function, "__code__", None)
     where = f":{code.co_firstlineno}" if code else ""
-    if code and (function.__module__ or "<").startswith("<"):  # a file that is no module
+    if code and function.__module__.startswith("<"):  # a file that is no module
         return f"{function.__qualname__} in {code.co_filename}{where}"
     return f"{function.__module__}.{function.__qualname__}{where}"
 
