@@ -223,3 +223,11 @@ def test_memory_does_not_follow_the_size_of_the_file(tmp_path: Path) -> None:
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert path.stat().st_size > 2_500_000 and peak < 1_000_000  # byte
+
+
+def test_modules_that_nest_without_end_are_refused(tmp_path: Path) -> None:
+    trace = two_kernels()
+    for depth in range(1200):
+        trace.event("python_function", f"nn.Module: M_{depth}", depth * 1e-3, 1e4 - depth)
+    with pytest.raises(ProfileError, match="more than 1,000 deep"):
+        read_trace(trace.write(tmp_path / "deep.json"))

@@ -37,7 +37,7 @@ class KnobsError(ValueError):
 _KIND = FileKind("knob file", KnobsError)
 
 
-_WIDEST = 10.0
+_WIDEST = 100.0
 """The largest relative standard deviation: beyond, an interval says nothing, and overflows."""
 
 

@@ -143,7 +143,8 @@ def _lint_arithmetic(chip: Chip) -> Iterator[Finding]:
         return
     if chip.sm_count is None or chip.clock is None:
         return
-    lanes = peak.rate.value / (chip.sm_count.value * 2 * chip.clock.value)
+    cycles = chip.sm_count.value * 2 * chip.clock.value
+    lanes = peak.rate.value / cycles if cycles else math.inf
     if not any(abs(lanes / expected - 1) <= 0.02 for expected in (64, 128)):
         message = (
             f"{peak.rate.text} needs {lanes:.1f} lanes in each of {chip.sm_count.text} SMs at "

@@ -17,6 +17,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from rooftrace.errors import ProfileError
 from rooftrace.measured.traces.records import (
     DEVICE,
     EARLIER,
@@ -41,6 +42,10 @@ _NAMED_STEP = re.compile(r"(train(ing)?[ _]?)?(step|iter(ation)?)[ _#:]*\d*", re
 """Usual names of the range around a step: record_function("step"), "iteration 3"."""
 _SLACK = 0.5e-9
 """Seconds: times are written with three decimals of a microsecond."""
+
+
+_DEEPEST = 1000
+"""Modules that call each other: the path of each is kept."""
 
 
 class Launches:
@@ -124,6 +129,10 @@ def _nest(ops: Ops, modules: ModuleSpans) -> None:
         path = stack[-1][2] if stack else ()
         end = begin + duration[place]
         if index < 0:
+            if len(path) >= _DEEPEST:
+                raise ProfileError(
+                    f"calls of modules nest more than {_DEEPEST:,} deep in the trace"
+                )
             name = modules.names.items[modules.name[place]]
             stack.append((stack[-1][0] if stack else NONE, end, (*path, name)))
             continue
