@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -106,15 +107,11 @@ class CallReplay:
             return
         original = original_of(nn.Module, "__call__")
         self._watchers = _global_hooks()
-
-        def called(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-            return self._answer(original, module, args, kwargs)
-
-        with replaced(nn.Module, {"__call__": called}):
+        with replaced(nn.Module, {"__call__": functools.partial(self._answer, original)}):
             yield
 
     def _answer(
-        self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any
+        self, original: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any
     ) -> Any:
         tape = self._tape
         group = self._groups.get(id(module))

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from rooftrace.tracer.patches import contexts
-from rooftrace.tracer.replay.watching import behind
+from rooftrace.tracer.replay.watching import Watched
 from rooftrace.tracer.tensors import trees
 
 _DEPTH = 3
@@ -55,7 +55,8 @@ class Place:
             return trees.cell_content(self.holder)
         if self.key is None:
             return self.holder
-        return behind(self.holder.get(self.key, trees.ABSENT))
+        value = self.holder.get(self.key, trees.ABSENT)
+        return value.inherited if type(value) is Watched else value
 
 
 State = list[Any]
@@ -250,7 +251,9 @@ def _attributes(owner: type | ModuleType, code: CodeType) -> Iterator[Place]:
     held: Mapping[str, Any] = vars(owner)
     for name in code.co_names:
         if name in held:
-            value = behind(held[name])
+            value = held[name]
+            if type(value) is Watched:
+                value = value.inherited
             if value is not trees.ABSENT and not callable(value) and not hasattr(value, "__get__"):
                 yield Place(held, name)
 

@@ -111,8 +111,3 @@ class Watched:
     def __delete__(self, module: Any) -> None:
         if vars(module).pop(self._name, _ABSENT) is _ABSENT:
             raise AttributeError(self._name)
-
-
-def behind(value: Any) -> Any:
-    """The class attribute behind a descriptor of ours; anything else as it is."""
-    return value.inherited if isinstance(value, Watched) else value
