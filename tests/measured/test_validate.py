@@ -635,7 +635,7 @@ def bad(folder: Path, gpu: Path, suite: Run, graph: rt.OpGraph) -> dict[str, Pat
         ("no time", [], "line 1: no column for the time"),
         ("nan", [], "line 2, column 'ms': 'nan': expected a number above 0"),
         ("counters", [], "it stands beside a trace, as in `rooftrace validate TRACE --counters"),
-        ("damaged run", [], "a damaged run (KeyError: 'micro'"),
+        ("damaged run", [], "damaged.json: micro is missing"),
         ("gone", [], "gone: No such file or directory"),
         ("trace", ["--target", f"{SHARED}:stack", "--out", "README.md"], "it is a file"),
         ("trace", ["--target", f"{SHARED}:stack", "--counters", "gone.csv"], "gone.csv: No such"),
