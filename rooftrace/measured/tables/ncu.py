@@ -135,7 +135,7 @@ def _kernel(
         factor = units.get(unit.lower())
         if factor is None:
             raise ProfileError(
-                f"{path}: line {line}, metric {name}: unit {unit!r}: expected one of "
+                f"{path}: line {line}, metric {name:.60}: unit {unit!r:.60}: expected one of "
                 f"{', '.join(units)}"
             )
         return tabular.number(path, line, name, text, positive=positive, unit=factor)

@@ -116,7 +116,7 @@ def _columns(path: Path, line: int, header: Sequence[str]) -> _Columns:
                 short, phase = short.removeprefix(prefix), meaning
         if short in plain:
             raise ProfileError(
-                f"{path}: line {line}: columns {plain[short]!r} and {name!r} say the same: "
+                f"{path}: line {line}: columns {plain[short]!r:.60} and {name!r:.60} say the same: "
                 "keep one of them"
             )
         plain[short] = name
@@ -125,7 +125,7 @@ def _columns(path: Path, line: int, header: Sequence[str]) -> _Columns:
         columns = [plain[s] for s in spellings if s in plain]
         if len(columns) > 1 and meaning != "target":
             raise ProfileError(
-                f"{path}: line {line}: columns {columns[0]!r} and {columns[1]!r} both say "
+                f"{path}: line {line}: columns {columns[0]!r:.60} and {columns[1]!r:.60} both say "
                 f"{meaning}: keep one of them"
             )
         return columns[0] if columns else None
@@ -135,7 +135,7 @@ def _columns(path: Path, line: int, header: Sequence[str]) -> _Columns:
     if "target" not in text:
         raise ProfileError(
             f"{path}: line {line}: no column for what ran (model, target or name) among "
-            f"{', '.join(header)}"
+            f"{', '.join(header):.300}"
         )
     units = {name: unit for unit, names in _TIMES.items() for name in names}
     time = pick("the time", tuple(units))
@@ -146,11 +146,11 @@ def _columns(path: Path, line: int, header: Sequence[str]) -> _Columns:
     if rate is None:
         raise ProfileError(
             f"{path}: line {line}: no column for the time (ms, us, s, seconds, step_ms, "
-            f"samples_per_sec ...) among {', '.join(header)}"
+            f"samples_per_sec ...) among {', '.join(header):.300}"
         )
     if "batch" not in whole:
         raise ProfileError(
-            f"{path}: line {line}: {rate!r} gives a step time only with a column batch"
+            f"{path}: line {line}: {rate!r:.60} gives a step time only with a column batch"
         )
     return _Columns(text, whole, rate, None, phase)
 
@@ -159,14 +159,14 @@ def _step(path: Path, line: int, row: Mapping[str, str], columns: _Columns) -> S
     text = {key: row[name] or None for key, name in columns.text.items()}
     if not text["target"]:
         raise ProfileError(
-            f"{path}: line {line}, column {columns.text['target']!r}: the cell is empty; "
+            f"{path}: line {line}, column {columns.text['target']!r:.60}: the cell is empty; "
             "expected what ran"
         )
     whole = {key: tabular.whole(path, line, name, row[name]) for key, name in columns.whole.items()}
     if not row[columns.time]:
         raise ProfileError(
-            f"{path}: line {line}, column {columns.time!r}: the cell is empty; expected a number "
-            "above 0 (read_steps(..., skip_empty=True) leaves out runs that failed)"
+            f"{path}: line {line}, column {columns.time!r:.60}: the cell is empty; expected a "
+            "number above 0 (read_steps(..., skip_empty=True) leaves out runs that failed)"
         )
     unit = 1.0 if columns.unit is None else columns.unit
     seconds = tabular.number(path, line, columns.time, row[columns.time], unit=unit)
@@ -176,8 +176,8 @@ def _step(path: Path, line: int, row: Mapping[str, str], columns: _Columns) -> S
             column = columns.whole["batch"]
             state = f"{row[column]!r:.60}" if row[column] else "the cell is empty"
             raise ProfileError(
-                f"{path}: line {line}, column {column!r}: {state}, and {columns.time!r} gives a "
-                "step time only with a batch"
+                f"{path}: line {line}, column {column!r:.60}: {state}, and {columns.time!r:.60} "
+                "gives a step time only with a batch"
             )
         seconds = batch / seconds
     used = {*columns.text.values(), *columns.whole.values(), columns.time}

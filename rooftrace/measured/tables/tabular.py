@@ -38,8 +38,8 @@ def check_header(path: Path, line: int, header: Sequence[str]) -> None:
     if twice:
         places = [i for i, name in enumerate(header, start=1) if name.lower() == twice[0]]
         raise ProfileError(
-            f"{path}: line {line}: column {twice[0]!r} is there {len(places)} times (as columns "
-            f"{', '.join(map(str, places))}): give each its own name"
+            f"{path}: line {line}: column {twice[0]!r:.60} is there {len(places)} times (as "
+            f"columns {', '.join(map(str, places)):.60}): give each its own name"
         )
 
 
@@ -47,7 +47,8 @@ def cells(path: Path, line: int, header: Sequence[str], row: Sequence[str]) -> M
     """A row by column name; ProfileError where it has more or fewer cells than the header."""
     if len(row) != len(header):
         raise ProfileError(
-            f"{path}: line {line}: {len(row)} cells, the header has {len(header)}: {','.join(row)}"
+            f"{path}: line {line}: {len(row)} cells, the header has {len(header)}: "
+            f"{','.join(row):.100}"
         )
     return dict(zip(header, row, strict=True))
 
@@ -56,7 +57,7 @@ def number(
     path: Path, line: int, column: str, text: str, *, positive: bool = True, unit: float = 1.0
 ) -> float:
     """A finite number in a cell, times `unit`; above 0, or not below where `positive` is false."""
-    where = f"{path}: line {line}, column {column!r}"
+    where = f"{path}: line {line}, column {column!r:.60}"
     wanted = "expected a number above 0" if positive else "expected a number of at least 0"
     if not text:
         raise ProfileError(f"{where}: the cell is empty; {wanted}")
@@ -76,6 +77,6 @@ def whole(path: Path, line: int, column: str, text: str) -> int | None:
     value = number(path, line, column, text, positive=False)
     if value != int(value) or int(value) not in WHOLE:
         raise ProfileError(
-            f"{path}: line {line}, column {column!r}: {text!r:.60}: expected a whole number"
+            f"{path}: line {line}, column {column!r:.60}: {text!r:.60}: expected a whole number"
         )
     return int(value)
