@@ -22,6 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import rooftrace as rt
 from rooftrace.errors import RequestError
+from rooftrace.tracer.peers.flopcounter import _ForwardTracker
 from rooftrace.tracer.recording import draws
 from rooftrace.tracer.recording.recorder import Recorder
 
@@ -422,3 +423,15 @@ def test_a_capture_ends_in_the_thread_in_which_it_began() -> None:
         thread.join()
         assert failed and "thread" in failed[0]
         captured.__exit__(None, None, None)
+
+
+def test_a_counter_beside_ours_follows_the_calls_of_its_own_thread() -> None:
+    module = nn.Sequential(nn.Linear(4, 4))
+    seen: list[set[str]] = []
+    module[0].register_forward_pre_hook(lambda *_: seen.append(set(tracker.parents)))
+    other = threading.Thread(target=module, args=(torch.ones(1, 4),))
+    with _ForwardTracker(module) as tracker:
+        other.start()
+        other.join()
+        module(torch.ones(1, 4))
+    assert seen == [{"Global"}, {"Global", "Sequential", "Sequential.0"}]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -88,8 +89,10 @@ class _ForwardTracker:
             part: f"{root}.{path}" if path else root for path, part in module.named_modules()
         }
         self._handles: list[Any] = []
+        self._thread = 0  # the hooks are of the whole process, and act in this thread only
 
     def __enter__(self) -> _ForwardTracker:
+        self._thread = threading.get_ident()
         self._handles = [
             register_module_forward_pre_hook(lambda part, args: self._enter(part)),
             register_module_forward_hook(lambda part, args, output: self._leave(part)),
@@ -101,11 +104,12 @@ class _ForwardTracker:
             handle.remove()
 
     def _enter(self, part: nn.Module) -> None:
-        if part in self._names:
+        if part in self._names and threading.get_ident() == self._thread:
             self.parents.add(self._names[part])
 
     def _leave(self, part: nn.Module) -> None:
-        self.parents.discard(self._names.get(part, ""))
+        if threading.get_ident() == self._thread:
+            self.parents.discard(self._names.get(part, ""))
 
 
 def _own_path(name: str, root: str) -> str:
