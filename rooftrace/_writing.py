@@ -8,6 +8,7 @@ beside it takes it up, so nothing hidden stays.
 from __future__ import annotations
 
 import contextlib
+import gzip
 import os
 import shutil
 import tempfile
@@ -45,6 +46,12 @@ def write_bytes(path: Path, content: bytes) -> None:
             os.replace(made, path)
     except OSError as error:
         raise _naming(error, path) from error
+
+
+def write_packed(path: Path, content: bytes) -> None:
+    """Write a file as `write_bytes` does, as gzip without a time stamp if its name ends in .gz."""
+    packed = path.suffix == ".gz"
+    write_bytes(path, gzip.compress(content, compresslevel=6, mtime=0) if packed else content)
 
 
 def put_folder(made: Path, out: Path) -> None:

@@ -7,7 +7,6 @@ or the new one.
 
 from __future__ import annotations
 
-import gzip
 import json
 import math
 import os
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rooftrace._reading import FileKind, json_of, record_of, text_of
-from rooftrace._writing import write_bytes
+from rooftrace._writing import write_packed
 
 SCHEMA = "rooftrace.run/1"
 
@@ -178,8 +177,7 @@ def save_run(run: Run, path: str | os.PathLike[str]) -> Path:
     """Write `run` to `path`, compressed if it ends in .gz; nothing is left half-written."""
     path = Path(path)
     text = json.dumps(encoded(run), separators=(",", ":"), allow_nan=False).encode()
-    content = gzip.compress(text, compresslevel=6, mtime=0) if path.suffix == ".gz" else text
-    write_bytes(path, content)
+    write_packed(path, text)
     return path
 
 

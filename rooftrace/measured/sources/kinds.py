@@ -11,10 +11,10 @@ import re
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
 from rooftrace._extensions import failures, load, owner, refuse_second, track
+from rooftrace._reading import beginning
 from rooftrace.errors import ProfileError
 from rooftrace.measured.runs import Run, load_run
 from rooftrace.measured.tables import StepTime, read_counters, read_steps
@@ -41,7 +41,6 @@ class Source:
 
 _HEAD = 1 << 16
 """The number of bytes of a file that are examined."""
-_GZIP = b"\x1f\x8b"
 _SCHEMA = re.compile(r'"schema"\s*:\s*"(rooftrace\.[\w.]+/[^"]*)"')
 _TRACE = re.compile(r'"(traceEvents|schemaVersion|deviceProperties|displayTimeUnit|ph)"\s*:')
 
@@ -175,16 +174,12 @@ def source_of(path: str | os.PathLike[str]) -> Source:
     The reader of that kind checks the rest.  Raises OSError, or ProfileError for a file that begins
     like no kind.
     """
-    path = Path(path)
-    with path.open("rb") as file:
-        head = file.read(_HEAD)
+    try:
+        head = beginning(path, _HEAD)
+    except zlib.error as error:
+        raise ProfileError(f"{path}: a damaged gzip file ({error}); copy it again") from None
     if not head:
         raise ProfileError(f"{path}: the file is empty; {_expected()}")
-    if head.startswith(_GZIP):
-        try:
-            head = zlib.decompressobj(wbits=31).decompress(head, _HEAD)
-        except zlib.error as error:
-            raise ProfileError(f"{path}: a damaged gzip file ({error}); copy it again") from None
     for kind in sources():
         if kind.begins(head):
             return kind

@@ -129,7 +129,7 @@ def trace(target: str, out: str, rules: tuple[str, ...], **request: Any) -> None
     if out == "-":
         from rooftrace.tracer.graphfiles import graphs_bytes
 
-        sys.stdout.buffer.write(graphs_bytes(graphs, compress=False))
+        sys.stdout.buffer.write(graphs_bytes(graphs))
         return
     rt.save(graphs, out)
     ops = {phase: sum(map(graph.times, graph.ops)) for phase, graph in graphs.items()}

@@ -7,7 +7,6 @@ ops from seconds by op id.  Arrows go from each predicted kernel to the measured
 
 from __future__ import annotations
 
-import gzip
 import math
 import os
 from collections import defaultdict
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rooftrace._escapes import file_part, to_json
-from rooftrace._writing import write_bytes
+from rooftrace._writing import write_packed
 from rooftrace.costmodels.findings.playback import Folded, Playback, Played, play
 from rooftrace.reporting.view import words
 from rooftrace.tracer.paths import pattern_of
@@ -82,8 +81,7 @@ def write_timeline(
     """Write `timeline(...)` (gzip if the name ends in .gz), whole or not at all; its path."""
     path = Path(path)
     contents = timeline(estimate, measured, limit)
-    text = to_json(contents)
-    write_bytes(path, gzip.compress(text, 6, mtime=0) if path.suffix == ".gz" else text)
+    write_packed(path, to_json(contents))
     return path
 
 

@@ -6,7 +6,6 @@ stamp.
 
 from __future__ import annotations
 
-import gzip
 import json
 import os
 import zlib
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypedDict
 
 from rooftrace._reading import FileKind, beginning, json_of, record_of, text_of
-from rooftrace._writing import write_bytes
+from rooftrace._writing import write_packed
 from rooftrace.tracer.arguments import Argument, Neighbour, Ref, refs
 from rooftrace.tracer.graph import Assumption, GraphError, Op, OpGraph, Repeat, Tensor
 from rooftrace.tracer.graphfiles.bounds import bounded
@@ -34,16 +33,15 @@ _KIND = FileKind("saved graph", GraphFileError)
 def save_graphs(graphs: Mapping[str, OpGraph], path: str | os.PathLike[str]) -> Path:
     """Write `graphs` by phase to `path` (gzip if it ends in .gz); nothing is left half-written."""
     path = Path(path)
-    write_bytes(path, graphs_bytes(graphs, compress=path.suffix == ".gz"))
+    write_packed(path, graphs_bytes(graphs))
     return path
 
 
-def graphs_bytes(graphs: Mapping[str, OpGraph], compress: bool) -> bytes:
-    """The contents of a graph file."""
+def graphs_bytes(graphs: Mapping[str, OpGraph]) -> bytes:
+    """The contents of a graph file, before gzip."""
     data = {"schema": SCHEMA, "graphs": {phase: _encode(graph) for phase, graph in graphs.items()}}
     text = json.dumps(data, separators=(",", ":"), ensure_ascii=False)
-    content = text.encode("utf-8", "backslashreplace")  # a lone surrogate, as JSON escapes it
-    return gzip.compress(content, compresslevel=6, mtime=0) if compress else content
+    return text.encode("utf-8", "backslashreplace")  # a lone surrogate, as JSON escapes it
 
 
 def load_graphs(path: str | os.PathLike[str]) -> dict[str, OpGraph]:
