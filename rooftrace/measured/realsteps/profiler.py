@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +18,6 @@ def profiler(bench: Bench, shapes: bool = True) -> Any:
     """A torch profiler for the host and the device."""
     from torch.profiler import ProfilerActivity, profile
 
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # read once: some builds log every start
     activities = [ProfilerActivity.CPU]
     if bench.on_cuda:
         activities.append(ProfilerActivity.CUDA)

@@ -83,11 +83,17 @@ def _main(arguments: Sequence[str] | None) -> None:
         sys.exit(2)
 
 
+_QUIET = {"TRANSFORMERS_VERBOSITY": "error", "KINETO_LOG_LEVEL": "99"}
+"""Libraries that log on their own account read these once, at import or at the first profile."""
+
+
 def run() -> None:
-    """The installed command: runs `main`, then ends the process at once.
+    """The installed command: runs `main` in a process of its own, then ends that at once.
 
     Otherwise Python first frees every object by itself, which takes seconds for a large model.
     """
+    for name, value in _QUIET.items():
+        os.environ.setdefault(name, value)
     code: Any = 0
     try:
         main()

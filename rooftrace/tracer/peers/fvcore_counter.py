@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import logging
-import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -34,7 +32,7 @@ def by_trace(call: PlainCall) -> PeerCount:
     analysis = FlopCountAnalysis(wrapped, tuple(wrapped.tensors))
     analysis.unsupported_ops_warnings(False).uncalled_modules_warnings(False)
     analysis.tracer_warnings("none")
-    with torch.no_grad(), torch.device(call.device), _quiet("fvcore"):
+    with torch.no_grad(), torch.device(call.device):
         by_module = analysis.by_module_and_operator()
     inclusive = {_inside(path): counts for path, counts in by_module.items()}
     uncounted = {
@@ -79,17 +77,3 @@ def _own_unsupported(analysis: Any, path: str) -> Mapping[str, int]:
 def _named(analysis: Any, path: str) -> nn.Module:
     module: nn.Module = analysis._model
     return module.get_submodule(path)
-
-
-@contextlib.contextmanager
-def _quiet(logger: str) -> Iterator[None]:
-    """Silence the warnings of a library, and Python's warnings about it."""
-    log = logging.getLogger(logger)
-    level = log.level
-    log.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        log.setLevel(level)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -120,7 +119,6 @@ def _forget_code(config: Any) -> None:
 
 
 def _transformers() -> Any:
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     try:
         import transformers
     except ImportError:
