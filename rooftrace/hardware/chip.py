@@ -80,6 +80,13 @@ class Link:
     latency: Fact | None = None  # second
 
 
+_HOST_GUESS = "tiny models, eager PyTorch 2.13, one core of a server CPU"
+VIEW = Fact.of("1 us", "second", _HOST_GUESS, "guess", "of a host, not of the chip: 0.8 us there")
+MODULE_CALL = Fact.of(
+    "3 us", "second", _HOST_GUESS, "guess", "of a host, not of the chip: 1.5 us for a plain module"
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Chip:
     """One accelerator, or one CPU machine, as data. None means: not known to us."""
@@ -92,9 +99,11 @@ class Chip:
     memory_capacity: Fact  # byte
     memory_bandwidth: Fact  # byte/s
     kernel_gap: Fact  # device seconds that a kernel costs beside its work, in one stream
-    dispatch_eager: Fact  # host seconds per op in eager PyTorch
+    dispatch_eager: Fact  # host seconds per kernel in eager PyTorch
     dispatch_compiled: Fact  # host seconds per kernel launched from compiled code
     graph_launch: Fact  # host seconds to launch one captured graph, whatever its number of kernels
+    dispatch_view: Fact = VIEW  # host seconds per view in eager PyTorch, which launches nothing
+    module_call: Fact = MODULE_CALL  # host seconds of Python per call of a module, its ops aside
     aliases: tuple[str, ...] = ()
     l2_capacity: Fact | None = None  # byte
     links: tuple[Link, ...] = ()
@@ -214,6 +223,8 @@ FACT_UNITS: Mapping[str, str] = {
     "price": "dollar/hour",
     "kernel_gap": "second",
     "dispatch_eager": "second",
+    "dispatch_view": "second",
+    "module_call": "second",
     "dispatch_compiled": "second",
     "graph_launch": "second",
 }

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rooftrace._progress import tell, telling
-from rooftrace.costmodels.execution import ExecutionModel, execution_model
-from rooftrace.costmodels.knobs import Knobs, load_knobs
+from rooftrace.costmodels.execution import TYPICAL, ExecutionModel, execution_model
+from rooftrace.costmodels.knobs import Knobs
 from rooftrace.costmodels.rewriting import check_precisions
 from rooftrace.errors import RequestError, UnusedError
 from rooftrace.hardware import Chip, load_chip
@@ -28,7 +28,7 @@ def validate(
     chip: str | Chip,
     execution: str | ExecutionModel = "eager",
     target: Source | None = None,
-    knobs: str | os.PathLike[str] | Knobs | None = None,
+    knobs: str | os.PathLike[str] | Knobs | None = TYPICAL,
     *,
     trust_targets: bool = False,
     phases: Sequence[str] | None = None,
@@ -46,15 +46,14 @@ def validate(
     and {batch}, {seq}, {kv} and {image_size} for its sizes.  With a run of the suite leave it out:
     its rows name models of the suite.  trust_targets: names in the file are targets themselves,
     which are imported and called: only for a file that you trust as you trust code.  knobs:
-    calibrated constants, by name or path.  phases: compare only these.  counters: a CSV of Nsight
+    calibrated constants, by name or path, by default the typical ones of the chip's kind; None for
+    the datasheet's peaks.  phases: compare only these.  counters: a CSV of Nsight
     Compute of the same step as the trace.
 
     Raises MeasuredRequestError for arguments that do not go together; ProfileError and RunFileError
     for a file that cannot be read, or a trace of something else.
     """
-    loaded = load_knobs(knobs) if isinstance(knobs, (str, os.PathLike)) else knobs
-    changes: dict[str, Any] = {} if loaded is None else {"knobs": loaded}
-    model = execution_model(execution, **changes)
+    model = execution_model(execution, **({} if knobs == TYPICAL else {"knobs": knobs}))
     job = Job.of(validate, "" if target is None else target, (), kwargs, phases=phases)
     # Rows of one target share what it imported.
     with telling(progress), isolation.keeping(isolation.Kept()):

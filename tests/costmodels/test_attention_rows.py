@@ -180,7 +180,7 @@ def test_no_knobs_are_a_lower_bound_and_terms_stay_in_order(
     shape: tuple[int, ...], masked: bool, chip: Chip
 ) -> None:
     graph = traced(shape, masked=masked)
-    plain = rt.estimate(graph, chip, "eager").times
+    plain = rt.estimate(graph, chip, execution_model("eager", knobs=None)).times
     for knobs in (Knobs("ideal"), USUAL):
         found = rt.estimate(graph, chip, execution_model("eager", knobs=knobs)).times
         assert found.t_bound <= found.t_serial <= found.t_est

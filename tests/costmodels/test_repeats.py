@@ -18,7 +18,7 @@ from rooftrace.costmodels.memory.footprint import KINDS, memory
 from rooftrace.costmodels.planning.launches import Launch
 from rooftrace.costmodels.planning.plans import plan
 from rooftrace.costmodels.rewriting.rewrites import without_dead_ops
-from rooftrace.costmodels.timing.queue import schedule
+from rooftrace.costmodels.timing.queue import HostSeconds, schedule
 from rooftrace.tracer.arguments.operands import Ref
 from rooftrace.tracer.graph.graph import OpGraph
 from rooftrace.tracer.graph.records import Repeat
@@ -311,7 +311,7 @@ def test_many_turns_of_the_queue_are_gone_through_at_once(parts: list, dispatch:
 
     def run(launches: list[tuple[Launch, float | None]]) -> tuple[list[float], float]:
         seconds = [s for _, s in launches if s is not None]
-        return schedule(seconds, [launch for launch, _ in launches], dispatch, counts)
+        return schedule(seconds, [launch for launch, _ in launches], HostSeconds(dispatch), counts)
 
     starts, end = run(short)
     all_starts, expected = run(flat)
@@ -324,7 +324,7 @@ def test_many_turns_of_the_queue_are_gone_through_at_once(parts: list, dispatch:
 def test_a_long_loop_in_many_layers_takes_no_time_to_schedule() -> None:
     # Enqueued every second; 64 x 4096 kernels of 2 s each keep the device busy from 1 s on.
     launches = [Launch(1, True, repeats=(0, 1)), Launch(1, True)]
-    _, end = schedule([2.0, 3.0], launches, 1.0, (64, 4096))
+    _, end = schedule([2.0, 3.0], launches, HostSeconds(1.0), (64, 4096))
     assert end == 1 + 64 * 4096 * 2 + 3
 
 

@@ -8,8 +8,8 @@ from rooftrace.costmodels.costs.cost import Cost
 from rooftrace.costmodels.execution.executions import ExecutionModel, Utilization
 from rooftrace.costmodels.kernels.engines import compute_seconds, engine_of
 from rooftrace.costmodels.planning.launches import Launch
-from rooftrace.costmodels.timing.queue import schedule
-from rooftrace.costmodels.timing.timings import Timing, step_times
+from rooftrace.costmodels.timing.queue import HostSeconds, schedule
+from rooftrace.costmodels.timing.timings import Timing, lower_bound, step_times
 from rooftrace.hardware.chip import MissingPeakError
 from rooftrace.hardware.chipfile import load_chip
 
@@ -30,48 +30,63 @@ def enqueued(*dispatches: int) -> list[Launch]:
 
 def test_a_fast_host_keeps_the_device_busy():
     # Enqueued at 1, 2, 3; each takes 5: 1-6, 6-11, 11-16.
-    assert schedule([5, 5, 5], enqueued(1, 1, 1), 1) == ([1, 6, 11], 16)
+    assert schedule([5, 5, 5], enqueued(1, 1, 1), HostSeconds(1)) == ([1, 6, 11], 16)
 
 
 def test_a_slow_host_makes_the_device_wait():
     # Enqueued at 10, 20, 30; each takes 5: 10-15, 20-25, 30-35.
-    assert schedule([5, 5, 5], enqueued(1, 1, 1), 10) == ([10, 20, 30], 35)
+    assert schedule([5, 5, 5], enqueued(1, 1, 1), HostSeconds(10)) == ([10, 20, 30], 35)
 
 
 def test_the_host_runs_ahead_while_a_long_kernel_runs():
     # Enqueued at 2, 4 and (after a view) 8, all while the first runs: 2-22, 22-23, 23-24.
-    assert schedule([20, 1, 1], enqueued(1, 1, 2), 2) == ([2, 22, 23], 24)
+    assert schedule([20, 1, 1], enqueued(1, 1, 2), HostSeconds(2)) == ([2, 22, 23], 24)
 
 
 def test_a_kernel_enqueued_just_when_the_device_is_idle_starts_then():
-    assert schedule([4, 4], enqueued(1, 1), 4) == ([4, 8], 12)
+    assert schedule([4, 4], enqueued(1, 1), HostSeconds(4)) == ([4, 8], 12)
 
 
 def test_after_a_wait_the_host_starts_again_when_the_device_is_idle():
     # Kernel 1-11; the wait is enqueued at 2 and over at 11; the next kernel is there at 12.
     launches = [Launch(1, True), Launch(1, False, sync=True), Launch(1, True)]
-    assert schedule([10, 3], launches, 1) == ([1, 12], 15)
+    assert schedule([10, 3], launches, HostSeconds(1)) == ([1, 12], 15)
 
 
 def test_a_wait_of_the_host_itself_costs_its_dispatch_only():
     launches = [Launch(1, False, sync=True), Launch(1, True)]
-    assert schedule([3], launches, 2) == ([4], 7)
+    assert schedule([3], launches, HostSeconds(2)) == ([4], 7)
 
 
 def test_views_after_the_last_kernel_can_be_what_ends_last():
-    assert schedule([1], [Launch(1, True), Launch(9, False)], 1) == ([1], 10)
+    assert schedule([1], [Launch(1, True), Launch(9, False)], HostSeconds(1)) == ([1], 10)
 
 
 def test_nothing_takes_no_time():
-    assert schedule([], [], 1) == ([], 0)
-    none = step_times([], 0.0)
+    assert schedule([], [], HostSeconds(1)) == ([], 0)
+    none = step_times([], 0.0, 0.0)
     assert (none.t_bound, none.t_serial, none.t_est, none.t_launch) == (0, 0, 0, 0)
     assert set(none.regime_shares.values()) == {0.0}
 
 
+def test_views_and_calls_of_modules_take_the_host_their_own_time():
+    # Two kernels, five views and three modules: 2 x 8 + 5 x 1 + 3 x 3 before the kernel starts.
+    launch = Launch(2, True, views=5, calls=3)
+    assert schedule([4], [launch], HostSeconds(8, 1, 3)) == ([30], 34)
+
+
+def test_a_bound_takes_the_faster_of_both_rates_kernel_by_kernel():
+    # By the datasheet 2 x (4 | 2) and (1 | 6); a cache makes the second faster: (1 | 5).
+    kernels = [
+        (2, Timing(4, 2, 0, 1), Timing(5, 3, 0, 1)),
+        (1, Timing(1, 6, 0, 1), Timing(1, 5, 0, 1)),
+    ]
+    assert lower_bound(kernels) == max(2 * 4 + 1, 2 * 2 + 5)
+
+
 def test_as_many_durations_as_kernels():
     with pytest.raises(ValueError, match="1 durations for 2 groups"):
-        schedule([1.0], enqueued(1, 1), 1)
+        schedule([1.0], enqueued(1, 1), HostSeconds(1))
 
 
 # -- a step ----------------------------------------------------------------------------------------
@@ -79,7 +94,8 @@ def test_as_many_durations_as_kernels():
 
 def test_totals_of_a_step_on_paper():
     kernels = [Timing(4, 2, 0, 1), Timing(1, 6, 0, 1), Timing(0, 1, 3, 1)]
-    step = step_times(kernels, t_est=20.0)
+    bound = lower_bound((1, kernel, kernel) for kernel in kernels)
+    step = step_times(kernels, t_est=20.0, t_bound=bound)
     assert (step.t_comp, step.t_hbm, step.t_net) == (5, 9, 3)
     assert step.t_bound == 9  # of the totals
     assert step.t_serial == (4 + 1) + (6 + 1) + (3 + 1)
@@ -93,7 +109,7 @@ def test_totals_of_a_step_on_paper():
 
 
 def test_an_end_that_rounding_puts_before_the_sum_is_the_sum():
-    step = step_times([Timing(0.1, 0, 0, 0)] * 3, t_est=0.3)
+    step = step_times([Timing(0.1, 0, 0, 0)] * 3, t_est=0.3, t_bound=0.3)
     assert step.t_est == step.t_serial and step.t_launch == 0
 
 
@@ -110,7 +126,7 @@ def test_ties_go_to_compute_then_hbm_then_network():
     assert Timing(2, 2, 2, 2).regime == "compute"
     assert Timing(1, 2, 2, 2).regime == "hbm"
     assert Timing(1, 1, 2, 2).regime == "network"
-    tied = step_times([Timing(3, 3, 0, 0), Timing(0, 3, 3, 0)], 6.0)
+    tied = step_times([Timing(3, 3, 0, 0), Timing(0, 3, 3, 0)], 6.0, 6.0)
     assert tied.regime_seconds == {"compute": 3, "hbm": 3, "network": 0, "launch": 0}
     assert (tied.regime, tied.next_regime, tied.margin) == ("compute", "hbm", 1)
 

@@ -62,7 +62,7 @@ def test_knobs_come_back_from_a_table_and_price_a_report(
         "report", target("resnet"), "--batch", "64", "--phase", "forward",
         "--chip", "rtx-3090", "--execution", "eager", "--knobs", out,
     )  # fmt: skip
-    assert code == 0 and "times by knobs: rtx-3090, eager" in shown
+    assert code == 0 and "expected by: rtx-3090, eager" in shown
 
 
 def test_a_model_that_does_not_trace_is_left_out_and_named() -> None:

@@ -69,7 +69,8 @@ def cases(truth: Knobs, noise: float = 0.0, sizes=None, execution="eager") -> li
 def test_without_knobs_to_turn_a_table_has_the_times_of_an_estimate() -> None:
     graph = step(1024, 4096)
     ideal = execution_model("eager", knobs=Knobs("ideal"))
-    plain, same = rt.estimate(graph, CHIP, "eager"), rt.estimate(graph, CHIP, ideal)
+    plain = rt.estimate(graph, CHIP, execution_model("eager", knobs=None))
+    same = rt.estimate(graph, CHIP, ideal)
     assert same.times.t_serial == pytest.approx(plain.times.t_serial, rel=1e-3)
     assert same.t_est == pytest.approx(plain.t_est, rel=1e-3)
 
@@ -200,8 +201,8 @@ def test_a_prediction_has_an_interval_by_the_spread_of_its_classes() -> None:
     low, high = estimate.t_interval
     assert low < estimate.t_est < high
     assert math.exp(1.645 * 0.1) < high / estimate.t_est < math.exp(1.645 * 0.4)
-    assert high * low == pytest.approx(estimate.t_est**2)
-    assert rt.estimate(graph, CHIP, "eager").t_interval is None
+    assert low == pytest.approx(max(estimate.t_bound, estimate.t_est**2 / high))
+    assert rt.estimate(graph, CHIP, execution_model("eager", knobs=None)).t_interval is None
 
 
 def test_the_host_can_be_the_limit() -> None:
@@ -328,7 +329,8 @@ def test_on_a_cpu_ops_and_their_calls_add_up() -> None:
     one, other = (step_case("x", graph, chip, "eager", 1.0) for chip in (cpu, CHIP))
     knobs = replace(START, dispatch=1e-3)
     (serial,), (beside,) = predict([one], knobs), predict([other], knobs)
-    assert beside == pytest.approx(other.dispatches * 1e-3)
+    assert beside == pytest.approx(other.dispatches * 1e-3 + other.host)
+    assert other.host > 0  # views, and calls of modules
     assert serial > beside
     estimate = rt.estimate(graph, cpu, execution_model("eager", knobs=knobs))
     assert estimate.t_est == pytest.approx(serial, rel=1e-6)

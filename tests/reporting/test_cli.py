@@ -35,7 +35,7 @@ def test_report_prints_one_screen_and_writes_a_folder(run: Run, tmp_path: Path) 
     out = tmp_path / "a" / "report"
     ran = run("report", CONTROL_FLOW, "--chip", "l4,h100-sxm", "--out", out)
     assert ran.code == 0
-    assert "coverage: " in ran.out and "t_est" in ran.out
+    assert "coverage: " in ran.out and "expected" in ran.out
     names = {path.name for path in out.iterdir()}
     assert {"report.md", "report.json", "ops.csv", "roofline.png"} <= names
     assert all(name in ran.out for name in names)

@@ -48,7 +48,7 @@ def test_the_first_chip_is_the_detailed_one():
 
 def test_what_matters_survives_a_narrow_terminal():
     text = as_text(made_report(), 60)
-    for word in ("t_est", "limited by", "HBM", "do not fit", "coverage:", "module"):
+    for word in ("expected", "limited by", "HBM", "do not fit", "coverage:", "module"):
         assert word in text
 
 
@@ -61,8 +61,8 @@ def test_misfit_comes_before_the_numbers_in_bold_red():
     with console.capture() as capture:
         console.print(renderable(made_report()))
     text = capture.get()
-    assert text.index("671.0 GB of weights do not fit one") < text.index("t_est")
-    assert "\x1b[1;31m" in text[: text.index("t_est")]
+    assert text.index("671.0 GB of weights do not fit one") < text.index("expected")
+    assert "\x1b[1;31m" in text[: text.index("expected")]
 
 
 def test_numbers_of_chips_are_grouped():
@@ -143,7 +143,7 @@ def test_percent(share, text):
 def test_regime_words_leave_out_a_next_one_that_takes_nothing():
     times = made_report("tiny", phases=("forward",)).estimate("forward").times
     assert words.regime_words(times).startswith("launch")
-    assert words.regime_words(step_times([], 1.0)) == "launch 100%"
+    assert words.regime_words(step_times([], 1.0, 1.0)) == "launch 100%"
 
 
 @pytest.mark.parametrize(

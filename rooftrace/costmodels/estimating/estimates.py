@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,11 +9,12 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from rooftrace.costmodels.costs import COMPUTED, MATRIX
+from rooftrace.costmodels.estimating.intervals import interval_of
 from rooftrace.costmodels.estimating.rows import Row, frame_of, row_of, sums_by
 from rooftrace.costmodels.execution import ExecutionModel
 from rooftrace.costmodels.fusion import runs
-from rooftrace.costmodels.kernels import group_class
-from rooftrace.costmodels.memory import Memory, memory as liveness_of
+from rooftrace.costmodels.knobs import Knobs
+from rooftrace.costmodels.memory import Memory
 from rooftrace.costmodels.planning import Bytes, Coverage, Plan, Unsupported, plan
 from rooftrace.costmodels.timing import StepTimes, time_plan
 from rooftrace.hardware import Chip, load_chip
@@ -23,9 +23,6 @@ from rooftrace.tracer.paths import pattern_of
 
 if TYPE_CHECKING:
     import pandas
-
-_NINETY_PERCENT = 1.645
-"""Standard deviations to both sides that hold nine tenths of a normal distribution."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +36,7 @@ class Estimate:
     chip: Chip
     rows: tuple[Row, ...]  # one per kernel group, in launch order
     times: StepTimes
+    knobs: Knobs | None  # what times were computed with; None: the peaks of the datasheet
     peak: float  # FLOP/s, dense, of the engine that runs most of the matrix FLOPs
     peak_precision: str  # what it computes in ("tf32" where fp32 convolutions run there)
 
@@ -97,8 +95,8 @@ class Estimate:
 
     @cached_property
     def memory(self) -> Memory:
-        """Bytes alive over the step as captured: the peak, what it is made of, the timeline."""
-        return liveness_of(self.plan.source)
+        """Bytes alive over the step as it is run: the peak, what it is made of, the timeline."""
+        return self.plan.memory
 
     # -- totals ---------------------------------------------------------------------------------
 
@@ -179,27 +177,26 @@ class Estimate:
 
     @property
     def t_est(self) -> float:
-        """Estimated seconds of the step."""
+        """Expected seconds of the step; with knobs=None what it takes at least (a bound)."""
         return self.times.t_est
+
+    @property
+    def t_bound(self) -> float:
+        """Seconds that the step takes at least: datasheet rates, engines that overlap perfectly."""
+        return self.times.t_bound
+
+    @property
+    def expected(self) -> bool:
+        """Whether times are expected ones, by knobs; False where they are bounds."""
+        return self.knobs is not None
 
     @cached_property
     def t_interval(self) -> tuple[float, float] | None:
-        """Seconds between which 90 % of such steps were measured; None without fitted knobs.
+        """Seconds between which 90 % of such steps were measured; None without knobs.
 
-        The width comes from the errors of the fit, by class of kernel.
+        The width comes from the errors of the fit, by class of kernel; see `interval_of`.
         """
-        knobs = self.execution.knobs
-        if knobs is None or not self.times.t_serial:
-            return None
-        variance = 0.0
-        for row in self.rows:
-            kind = group_class(self.graph, row.ops, costs=self.plan.op_costs)
-            spread = knobs.share(kind).spread or knobs.spread
-            variance += row.timing.t_device / self.times.t_serial * spread**2
-        if not variance:
-            return None
-        factor = math.exp(_NINETY_PERCENT * math.sqrt(variance))
-        return self.t_est / factor, self.t_est * factor
+        return interval_of(self.plan, self.rows, self.times, self.knobs)
 
     @property
     def mfu(self) -> float | None:
@@ -299,6 +296,7 @@ def estimate(
         chip=target,
         rows=tuple(row_of(planned, index, timing) for index, timing in enumerate(times.groups)),
         times=times.step,
+        knobs=times.knobs,
         peak=times.peak,
         peak_precision=times.peak_precision,
     )

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
-from rooftrace.costmodels.knobs import Knobs
+from rooftrace.costmodels.knobs import Knobs, load_knobs
 from rooftrace.errors import hint
+from rooftrace.hardware import Chip
 
 ATTENTION = ("flash", "materialised")
 FUSION = ("none", "detected", "factor")
 DISPATCH = ("eager", "compiled", "graph")
 KV_APPEND = ("as-run", "in-place")
+TYPICAL = "typical"
+"""Stands for the knobs that are typical of the chip's kind and the execution."""
 
 
 class ExecutionError(ValueError):
@@ -66,7 +70,9 @@ class ExecutionModel:
     elementwise: float = 1.0  # factor on temporary bytes
     utilization: Utilization = field(default_factory=Utilization)
     tf32: bool = False  # whether fp32 matrix products run on the matrix engine
-    knobs: Knobs | None = None  # calibrated constants, in place of `utilization`
+    # Constants of real kernels, in place of `utilization`.  "typical": those of the chip's kind,
+    # unless `utilization` says something of its own.  None: the peaks of the datasheet.
+    knobs: Knobs | str | None = TYPICAL
 
     def __post_init__(self) -> None:
         for name, allowed in (
@@ -78,6 +84,11 @@ class ExecutionModel:
             value = getattr(self, name)
             if value not in allowed:
                 raise ExecutionError(f"{name}={value!r}: expected one of {', '.join(allowed)}")
+        if isinstance(self.knobs, str) and self.knobs != TYPICAL:
+            raise ExecutionError(
+                f"knobs={self.knobs!r:.60}: expected Knobs, None, or {TYPICAL!r}; "
+                "execution_model(name, knobs=...) reads files"
+            )
         for name in ("activation_fusion", "elementwise"):
             value = getattr(self, name)
             if not _positive(value) or value > 1:
@@ -102,9 +113,17 @@ class ExecutionModel:
                         f"{', or None' if optional else ''}"
                     )
 
+    def knobs_on(self, chip: Chip) -> Knobs | None:
+        """The constants that times on this chip are computed with; None for those of datasheets."""
+        if not isinstance(self.knobs, str):
+            return self.knobs
+        if self.utilization != Utilization():
+            return None
+        return Knobs.typical(chip.kind, compiled=self.fusion != "none")
+
     def to_dict(self) -> dict[str, Any]:
         """Plain dict for the report; `from_dict` reads it back."""
-        knobs = self.knobs.to_dict() if self.knobs else None
+        knobs = self.knobs.to_dict() if isinstance(self.knobs, Knobs) else self.knobs
         return {**asdict(replace(self, knobs=None)), "knobs": knobs}
 
     @staticmethod
@@ -144,7 +163,7 @@ PRESETS: Mapping[str, ExecutionModel] = {
         ExecutionModel("eager"),
         ExecutionModel("compiled", fusion="detected", dispatch="compiled", kv_append="in-place"),
         ExecutionModel("efficient", fusion="detected", dispatch="graph", kv_append="in-place"),
-        ExecutionModel("seed-naive", attention="materialised", utilization=_SEED),
+        ExecutionModel("seed-naive", attention="materialised", utilization=_SEED, knobs=None),
         ExecutionModel(
             "seed-efficient",
             fusion="factor",
@@ -154,6 +173,7 @@ PRESETS: Mapping[str, ExecutionModel] = {
             activation_fusion=0.5,
             elementwise=0.7,
             utilization=_SEED,
+            knobs=None,
         ),
     )
 }
@@ -171,9 +191,12 @@ SUMMARIES: Mapping[str, str] = {
 def execution_model(name: str | ExecutionModel, **changes: Any) -> ExecutionModel:
     """A preset by name (or a model as it is) with some fields changed.
 
-    Raises ExecutionError for a preset or a knob that does not exist.
+    knobs may be the path of a knob file, "typical" (those of the chip's kind) or "none".
+    Raises ExecutionError for a preset or a knob that does not exist, and what `load_knobs` raises.
     """
     changes = _known(ExecutionModel, changes)
+    if isinstance(changes.get("knobs"), (str, os.PathLike)):
+        changes["knobs"] = _read_knobs(changes["knobs"])
     if isinstance(name, ExecutionModel):
         return replace(name, **changes) if changes else name
     if not isinstance(name, str):
@@ -187,3 +210,9 @@ def execution_model(name: str | ExecutionModel, **changes: Any) -> ExecutionMode
             f"execution {name!r}: expected one of {', '.join(names)}{hint(name, names)}"
         )
     return replace(preset, **changes) if changes else preset
+
+
+def _read_knobs(name: str | os.PathLike[str]) -> Knobs | str | None:
+    if name in (TYPICAL, "none"):
+        return TYPICAL if name == TYPICAL else None
+    return load_knobs(name)

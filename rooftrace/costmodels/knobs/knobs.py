@@ -14,6 +14,7 @@ known; its shares are for the rest.
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from collections.abc import Collection, Mapping
@@ -41,6 +42,12 @@ _WIDEST = 100.0
 """The largest relative standard deviation: beyond, an interval says nothing, and overflows."""
 
 
+_MOST = 1e6
+"""The largest number of any other knob: rates and seconds stay far from where floats end."""
+_ENDLESS = frozenset({"overlap", "busy"})
+"""Knobs that may be infinite."""
+
+
 def _check_numbers(record: Any, above: Collection[str] = ()) -> None:
     """Raise KnobsError for a number below 0; above: names of those that must be above 0."""
     for item in fields(record):
@@ -48,11 +55,13 @@ def _check_numbers(record: Any, above: Collection[str] = ()) -> None:
         if not kind.startswith("float") or (value is None and "None" in kind):
             continue
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        most = _WIDEST if item.name == "spread" else math.inf
+        most = _WIDEST if item.name == "spread" else _MOST
+        if number and math.isinf(value) and item.name in _ENDLESS:
+            most = math.inf
         low = number and (value > 0 if item.name in above else value >= 0)  # nan is neither
         if not low or value > most:
             bound = "above 0" if item.name in above else "of at least 0"
-            bound += f", {most:g} at most" if most < math.inf else ""
+            bound += f", {most:g} at most"
             raise KnobsError(f"{item.name}={value!r:.60}: expected a number {bound}")
 
 
@@ -108,6 +117,9 @@ class AttentionKnobs:
         _check_numbers(self, above=("products", "stream"))
 
 
+_NUMBERS = (
+    "compute", "memory", "cache", "overlap", "launch", "dispatch", "view", "call", "spread"
+)  # fmt: skip
 USUAL = "usual"
 """Stands for the numbers that are usual for the chip's generation."""
 
@@ -121,7 +133,7 @@ class Knobs:
     memory: float = 1.0
     overlap: float = math.inf  # p of the formula above; infinite: compute and memory overlap fully
     launch: float | None = None  # seconds of a kernel on the device; None: the chip's
-    dispatch: float | None = None  # seconds of an op on the host; None: the chip's
+    dispatch: float | None = None  # seconds of a kernel on the host, eager; None: the chip's
     spread: float = 0.0  # relative standard deviation that all kernels of a step share
     cache: float = 1.0  # bandwidth of the last cache over the memory's; 1: it adds nothing
     tiling: Tiling = field(default_factory=Tiling)
@@ -129,6 +141,8 @@ class Knobs:
     # Free text by key (from, cases, date, error ...); shown, never computed with.
     source: Mapping[str, Any] = field(default_factory=dict, hash=False, compare=False)
     attention: AttentionKnobs | str = field(default_factory=AttentionKnobs)  # or "usual"
+    view: float | None = None  # seconds of a view on the host, eager; None: the chip's
+    call: float | None = None  # seconds of Python per call of a module, eager; None: the chip's
 
     def __post_init__(self) -> None:
         _check_numbers(self, above=("compute", "memory"))
@@ -156,6 +170,13 @@ class Knobs:
                 shares[name] = replace(shares.get(name, PLAIN), **{number: value})
         return replace(self, shares=shares)
 
+    @staticmethod
+    @functools.cache
+    def typical(kind: str, compiled: bool) -> Knobs:
+        """What kernels typically reach on a kind of chip ("gpu" or "cpu"), eager or compiled."""
+        how = "compiled" if compiled else "eager"
+        return load_knobs("typical-cpu" if kind == "cpu" else f"typical-{how}")
+
     def launch_on(self, chip: Chip) -> float:
         """Seconds that a kernel takes on this chip on top of its work."""
         return chip.kernel_gap.value if self.launch is None else self.launch
@@ -163,7 +184,7 @@ class Knobs:
     def to_dict(self) -> dict[str, Any]:
         """A plain dict with the keys of a knob file."""
         result: dict[str, Any] = {"schema": SCHEMA, "title": self.title}
-        for name in ("compute", "memory", "cache", "overlap", "launch", "dispatch", "spread"):
+        for name in _NUMBERS:
             value = getattr(self, name)
             if value is not None and value != math.inf and (name, value) != ("cache", 1.0):
                 result[name] = value

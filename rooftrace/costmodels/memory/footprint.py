@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -28,8 +28,10 @@ if TYPE_CHECKING:
 
 _LISTED = ("weights", "kv", "gradients", "optimizer")
 SAVED = "saved"
-KINDS = (*_LISTED, SAVED, "activations", "temporary", "constants")
-"""The roles; activations that forward makes and backward reads are a kind of their own."""
+OPTIMIZERS = "optimizer temporaries"
+KINDS = (*_LISTED, SAVED, "activations", "temporary", "constants", OPTIMIZERS)
+"""The roles; two kinds are apart: activations that forward makes and backward reads, and what an
+optimizer makes and drops within its step."""
 
 _WRITTEN_OUT = 2048
 """The most moments that the middle of a repeat is drawn with."""
@@ -151,6 +153,7 @@ class Memory:
     at_peak: Mapping[str, int]  # bytes by role at that moment
     where: int  # index of the op at which the peak is, -1: before the first
     saved: int = 0  # of the activations at the peak, what forward made and backward reads
+    optimizer_temporaries: int = 0  # at the peak, what the optimizer makes and drops in its step
     tensors: tuple[Held, ...] = ()  # what the peak is made of, most bytes first
     timeline: Timeline = field(default_factory=Timeline)
 
@@ -187,18 +190,22 @@ class Memory:
             "peak": self.peak,
             "at_peak": dict(self.at_peak),
             "saved_at_peak": self.saved,
+            "optimizer_temporaries_at_peak": self.optimizer_temporaries,
             "where": self.where,
             "tensors": [held.to_dict() for held in self.tensors[:most]],
             "modules": self.by_block()[:most],
         }
 
 
-def memory(graph: OpGraph) -> Memory:
-    """Liveness of `graph` in its captured order (eager, attention as one kernel)."""
+def memory(graph: OpGraph, unmade: Collection[int] = ()) -> Memory:
+    """Liveness of `graph` in its captured order (attention as one kernel).
+
+    unmade: storages that never are in memory, because they live inside of a kernel; none in eager.
+    """
     check_graph(graph, "memory")
     visits = Visits(graph)
     lives = lifetimes(visits)
-    stored = _Stored(graph, visits, lives)
+    stored = _Stored(graph, visits, lives, unmade)
     tally = _Tally(_from_outside(graph, lives, stored))
     for number, visit in enumerate(visits.order):
         tally.begin(visit.begins)
@@ -222,8 +229,13 @@ def memory(graph: OpGraph) -> Memory:
 class _Stored:
     """Looks up the size, the kind and the owner of a storage by its number."""
 
-    def __init__(self, graph: OpGraph, visits: Visits, lives: Lives) -> None:
-        self.sizes = storage_sizes(graph)
+    def __init__(
+        self, graph: OpGraph, visits: Visits, lives: Lives, unmade: Collection[int]
+    ) -> None:
+        self.sizes = list(storage_sizes(graph))
+        for storage in unmade:
+            self.sizes[storage] = 0
+        self._optimizers = _made_by_optimizer(graph)
         self._values, self._visits, self._saved = graph.values, visits, lives.saved
 
     def storage(self, number: int) -> int:
@@ -240,10 +252,19 @@ class _Stored:
         return number in self._saved and role == "activations"
 
     def kind(self, number: int) -> str:
-        """The role of a storage, or `SAVED`."""
+        """The role of a storage, `SAVED` or `OPTIMIZERS`."""
         if self.saved(number):
             return SAVED
-        return self._values[self._visits.storage(number)].role
+        storage = self._visits.storage(number)
+        return OPTIMIZERS if storage in self._optimizers else self._values[storage].role
+
+
+def _made_by_optimizer(graph: OpGraph) -> frozenset[int]:
+    """Storages that an optimizer makes in its step, and that no state of it keeps."""
+    made = (i for op in graph.ops if op.part == PARTS[3] for i in op.outputs)
+    storages = frozenset(graph.values[i].storage for i in made)
+    from_outside = {graph.values[i].storage for i in graph.external}
+    return storages - from_outside
 
 
 def _from_outside(graph: OpGraph, lives: Lives, stored: _Stored) -> Counter[str]:
@@ -314,6 +335,8 @@ class _Tally:
         most, at_peak = self.most, Counter(self.at_peak)
         saved = at_peak.pop(SAVED, 0)
         at_peak["activations"] += saved
+        dropped = at_peak.pop(OPTIMIZERS, 0)
+        at_peak["temporary"] += dropped
         return Memory(
             weights=most["weights"],
             kv=most["kv"],
@@ -324,6 +347,7 @@ class _Tally:
             at_peak={role: at_peak[role] for role in ROLES},
             where=self.where,
             saved=saved,
+            optimizer_temporaries=dropped,
             tensors=tensors,
             timeline=Timeline(tuple(self.moments)),
         )

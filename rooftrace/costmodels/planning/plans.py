@@ -14,6 +14,7 @@ from rooftrace._extensions import failures
 from rooftrace.costmodels.costs import MATRIX, Cost
 from rooftrace.costmodels.execution import ExecutionModel, execution_model
 from rooftrace.costmodels.fusion import FusionGroup, fuse
+from rooftrace.costmodels.memory import Memory, memory
 from rooftrace.costmodels.planning.advice import (
     cache_products,
     given_formulas,
@@ -25,7 +26,12 @@ from rooftrace.costmodels.planning.coverage import Coverage, coverage_of
 from rooftrace.costmodels.planning.launches import Launch, launches_of
 from rooftrace.costmodels.pricing import price_ops, with_families
 from rooftrace.costmodels.rewriting import rewrite
-from rooftrace.costmodels.traffic import bytes_by_role, compulsory_bytes, group_costs, layouts
+from rooftrace.costmodels.traffic import (
+    bytes_by_role,
+    compulsory_bytes,
+    group_costs,
+    layouts,
+)
 from rooftrace.tracer.asking import check_graph
 from rooftrace.tracer.graph import OpGraph
 from rooftrace.tracer.vocabulary import ROLES
@@ -91,6 +97,11 @@ class Plan:
     def bytes(self) -> Bytes:
         """HBM bytes by role."""
         return Bytes(**bytes_by_role(self.graph, self.total))
+
+    @cached_property
+    def memory(self) -> Memory:
+        """Bytes alive over the step as it is run: what stays inside of a kernel takes none."""
+        return memory(self.graph, _unmade(self))
 
     @cached_property
     def channels_last(self) -> bool:
@@ -166,3 +177,19 @@ def plan(graph: OpGraph, execution: str | ExecutionModel = "efficient") -> Plan:
         ),
         own_notes=own_notes,
     )
+
+
+def _unmade(planned: Plan) -> frozenset[int]:
+    """Storages that stay inside of the kernels that write them, and so never are in memory."""
+    graph = planned.graph
+    inside = {
+        access.storage
+        for group in planned.groups
+        if len(group.ops) > 1
+        for op in group.ops
+        for access in planned.op_costs[op].traffic
+        if access.write
+    }
+    outside = {access.storage for cost in planned.costs for access in cost.traffic}
+    kept = {graph.values[i].storage for i in (*graph.outputs, *graph.external)}
+    return frozenset(inside - outside - kept)

@@ -1,7 +1,7 @@
 from rooftrace.costmodels.timing.plan_times import time_plan as time_plan
 from rooftrace.costmodels.timing.queue import (
     Queue as Queue,
-    dispatch_seconds as dispatch_seconds,
+    host_seconds as host_seconds,
 )
 from rooftrace.costmodels.timing.timings import (
     StepTimes as StepTimes,

@@ -11,8 +11,13 @@ from rooftrace.costmodels.costs import MATRIX
 from rooftrace.costmodels.kernels import compute_seconds, engine_of, kernel_table
 from rooftrace.costmodels.knobs import Knobs
 from rooftrace.costmodels.planning import Plan
-from rooftrace.costmodels.timing.queue import dispatch_seconds, schedule
-from rooftrace.costmodels.timing.timings import StepTimes, Timing, step_times
+from rooftrace.costmodels.timing.queue import host_seconds, schedule
+from rooftrace.costmodels.timing.timings import (
+    StepTimes,
+    Timing,
+    lower_bound,
+    step_times,
+)
 from rooftrace.hardware import Chip
 from rooftrace.hardware.chip import MissingPeakError
 from rooftrace.hardware.precisions import compute_family
@@ -24,6 +29,7 @@ class PlanTimes:
     """Seconds of a plan on a chip."""
 
     groups: tuple[Timing, ...]  # of each kernel group, over all kernels that it stands for
+    knobs: Knobs | None  # what they were computed with; None: the datasheet's peaks
     step: StepTimes
     peak: float  # FLOP/s, dense, of the engine that runs most of the matrix FLOPs
     peak_precision: str  # what that engine computes in
@@ -36,11 +42,13 @@ def time_plan(planned: Plan, chip: Chip) -> PlanTimes:
     """
     engine, precision = _headline(planned, chip)
     peak = chip.peak(engine, precision)
-    single = _timings(planned, chip, peak)
+    knobs = planned.execution.knobs_on(chip)
+    ceilings = _ceilings(planned, chip, peak)
+    single = ceilings if knobs is None else _expected(planned, knobs, chip)
     starts, end = schedule(
         [timing.t_device for timing in single],
         planned.launches,
-        dispatch_seconds(planned.execution, chip),
+        host_seconds(planned.execution, chip),
         [repeat.count for repeat in planned.graph.repeats],
         chip.host_waits,
     )
@@ -48,21 +56,32 @@ def time_plan(planned: Plan, chip: Chip) -> PlanTimes:
         timing.of(group.times, start)
         for group, timing, start in zip(planned.groups, single, starts, strict=True)
     )
-    return PlanTimes(groups, step_times(groups, end), peak, compute_family(precision))
+    bound = lower_bound(
+        (group.times, fast, timing)
+        for group, fast, timing in zip(planned.groups, ceilings, single, strict=True)
+    )
+    step = step_times(groups, end, bound)
+    return PlanTimes(groups, knobs, step, peak, compute_family(precision))
 
 
-def _timings(planned: Plan, chip: Chip, headline: float) -> list[Timing]:
-    """What one kernel of each group takes; groups with equal work are computed once."""
-    bandwidth, gap = chip.memory_bandwidth.value, chip.kernel_gap.value
+def _link(planned: Plan, chip: Chip) -> float:
+    """Byte/s of the chip's link.  Raises MissingPeakError for a step that needs one it lacks."""
     moved = planned.total.bytes("link")
     if moved and not chip.links:
         raise MissingPeakError(
             f"{chip.name} has no link, and the step moves {format_traffic(moved)} over one: "
             "add a [[link]] to its TOML file"
         )
-    link = max((link.bandwidth.value for link in chip.links), default=math.inf)
-    if planned.execution.knobs:
-        return _fitted_timings(planned, planned.execution.knobs, chip, link)
+    return max((link.bandwidth.value for link in chip.links), default=math.inf)
+
+
+def _ceilings(planned: Plan, chip: Chip, headline: float) -> list[Timing]:
+    """What one kernel of each group takes at the datasheet's rates; equal work is done once."""
+    bandwidth, gap, link = (
+        chip.memory_bandwidth.value,
+        chip.kernel_gap.value,
+        _link(planned, chip),
+    )
     memo: dict[tuple[Any, ...], float] = {}
     timings = []
     for cost in planned.costs:
@@ -74,8 +93,9 @@ def _timings(planned: Plan, chip: Chip, headline: float) -> list[Timing]:
     return timings
 
 
-def _fitted_timings(planned: Plan, knobs: Knobs, chip: Chip, link: float) -> list[Timing]:
-    """Timings from fitted knobs: equal kernels at once, with the fitted overlap of engines."""
+def _expected(planned: Plan, knobs: Knobs, chip: Chip) -> list[Timing]:
+    """Timings from knobs: equal kernels at once, with the overlap of engines that they have."""
+    link = _link(planned, chip)
     rows, place = kernel_table(planned, chip, reuse=knobs.cache != 1)
     seconds = rows.seconds(knobs, planned.copies_layouts)
     gap = knobs.launch_on(chip)

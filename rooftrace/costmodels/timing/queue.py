@@ -15,20 +15,35 @@ from rooftrace.hardware import Chip
 def schedule(
     durations: Sequence[float],
     launches: Sequence[Launch],
-    dispatch: float,
+    host: HostSeconds,
     counts: Sequence[int] = (),
     waits: bool = False,
 ) -> tuple[list[float], float]:
     """Start of each group on the device (the first time), and when the step ends.
 
-    The host enqueues `dispatches` times (`dispatch` seconds each); the device starts a group when
+    The host takes the seconds of each launch (see `HostSeconds`); the device starts a group when
     it is enqueued and the one before has ended, and is busy for its duration; after a sync the host
     goes on only when the device is idle.  counts: how many iterations each repeat has.  waits:
     whether the host waits after every launch (see `Chip.host_waits`).
     """
-    queue = Queue(durations, launches, dispatch, counts, waits)
-    host, device = queue.run(range(len(launches)), 0, (0.0, 0.0))
-    return queue.starts, max(host, device)
+    queue = Queue(durations, launches, host, counts, waits)
+    ends = queue.run(range(len(launches)), 0, (0.0, 0.0))
+    return queue.starts, max(ends)
+
+
+@dataclass(frozen=True, slots=True)
+class HostSeconds:
+    """Seconds of the host for one thing of each kind that it does."""
+
+    dispatch: float  # to enqueue an op, a kernel or a whole graph
+    view: float = 0.0  # to make a view
+    call: float = 0.0  # to call a module, its ops aside
+
+    def of(self, launch: Launch) -> float:
+        """Seconds of a launch."""
+        return (
+            launch.dispatches * self.dispatch + launch.views * self.view + launch.calls * self.call
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +69,7 @@ class Queue:
         self,
         durations: Sequence[float],
         launches: Sequence[Launch],
-        dispatch: float,
+        host: HostSeconds,
         counts: Sequence[int] = (),
         waits: bool = False,
     ) -> None:
@@ -64,7 +79,7 @@ class Queue:
         times = iter(durations)
         self.steps = [
             _Step(
-                launch.dispatches * dispatch,
+                host.of(launch),
                 next(times) if launch.on_device else None,
                 launch.sync or waits,
             )
@@ -138,12 +153,15 @@ def _power(shift: _Shift, count: int) -> _Shift:
     return result
 
 
-def dispatch_seconds(execution: ExecutionModel, chip: Chip) -> float:
-    """Host seconds for one thing that is enqueued: an op, a kernel or a whole graph."""
-    if execution.knobs and execution.knobs.dispatch is not None and execution.dispatch == "eager":
-        return execution.knobs.dispatch
-    return {
-        "eager": chip.dispatch_eager,
-        "compiled": chip.dispatch_compiled,
-        "graph": chip.graph_launch,
-    }[execution.dispatch].value
+def host_seconds(execution: ExecutionModel, chip: Chip) -> HostSeconds:
+    """What the host takes for what it does under an execution model, by knobs or by the chip."""
+    if execution.dispatch == "compiled":
+        return HostSeconds(chip.dispatch_compiled.value)
+    if execution.dispatch == "graph":
+        return HostSeconds(chip.graph_launch.value)
+    knobs = execution.knobs_on(chip)
+    facts = {"dispatch": chip.dispatch_eager, "view": chip.dispatch_view, "call": chip.module_call}
+    values = {name: getattr(knobs, name, None) for name in facts}
+    return HostSeconds(
+        **{name: facts[name].value if value is None else value for name, value in values.items()}
+    )

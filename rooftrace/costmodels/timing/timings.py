@@ -1,7 +1,7 @@
 """Seconds from costs: what each kernel takes on a chip, and when the step ends.
 
 Per kernel group  t_device = max(t_comp, t_hbm, t_net) + kernel gap.
-Per step          t_bound  = max of the model totals (a lower bound: perfect overlap),
+Per step          t_bound  = max of the totals at the datasheet's rates (perfect overlap),
                   t_serial = sum of t_device,
                   t_est    = end of a two-track queue: host enqueues in order, device runs in order.
 So t_bound <= t_serial <= t_est, and t_launch = t_est - t_serial.
@@ -71,7 +71,7 @@ class StepTimes:
     t_comp: float  # of all kernels, by the rates of their engines
     t_hbm: float
     t_net: float
-    t_bound: float  # the largest of these: engines overlap perfectly
+    t_bound: float  # at the datasheet's rates, if engines overlap perfectly: no step is faster
     t_serial: float  # of all kernels one after the other, gaps included
     t_est: float  # until the queue ends
     regime_seconds: Mapping[str, float]  # by name in REGIMES; they add up to t_est
@@ -117,8 +117,22 @@ def margin(terms: Mapping[str, float]) -> float:
     return first / second if second > 0 else float("inf")
 
 
-def step_times(timings: Iterable[Timing], t_est: float) -> StepTimes:
-    """Totals and regime seconds of a step that ends at `t_est`.
+def lower_bound(kernels: Iterable[tuple[int, Timing, Timing]]) -> float:
+    """Seconds that a step takes at least: perfect overlap of engines at the datasheet's rates.
+
+    kernels: how many there are of each kind, and what one takes at those rates and by knobs.  A
+    kernel that is faster by knobs, because a cache feeds it, counts with that time.
+    """
+    t_comp = t_hbm = t_net = 0.0
+    for count, fast, real in kernels:
+        t_comp += count * min(fast.t_comp, real.t_comp)
+        t_hbm += count * min(fast.t_hbm, real.t_hbm)
+        t_net += count * fast.t_net
+    return max(t_comp, t_hbm, t_net)
+
+
+def step_times(timings: Iterable[Timing], t_est: float, t_bound: float) -> StepTimes:
+    """Totals and regime seconds of a step that ends at `t_est`; t_bound: see `lower_bound`.
 
     The work of a group belongs to its largest term, all gaps and waiting to launch.
     """
@@ -139,7 +153,7 @@ def step_times(timings: Iterable[Timing], t_est: float) -> StepTimes:
         t_comp=t_comp,
         t_hbm=t_hbm,
         t_net=t_net,
-        t_bound=max(t_comp, t_hbm, t_net),
+        t_bound=t_bound,
         t_serial=t_serial,
         t_est=t_est,
         regime_seconds=seconds,

@@ -185,6 +185,8 @@ GPU_RANGES: Mapping[str, tuple[str, str]] = {
     "price": ("0.05 dollar/hour", "50 dollar/hour"),
     "kernel_gap": ("100 ns", "20 us"),
     "dispatch_eager": ("1 us", "100 us"),
+    "dispatch_view": ("0.1 us", "20 us"),
+    "module_call": ("0.1 us", "100 us"),
     "dispatch_compiled": ("0.5 us", "50 us"),
     "graph_launch": ("0.5 us", "200 us"),
 }

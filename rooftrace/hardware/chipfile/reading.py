@@ -177,7 +177,7 @@ def _read(table: dict[str, Any], file: str) -> Chip:
         peaks=peaks,
         links=links,
         measured=measured,
-        **facts,
+        **{name: fact for name, fact in facts.items() if fact is not None},
     )
 
 

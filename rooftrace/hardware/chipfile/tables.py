@@ -18,12 +18,18 @@ if TYPE_CHECKING:
 Value = TypeVar("Value")
 
 
+MOST_SHOWN = 15
+"""Mistakes of one file that an error lists."""
+
+
 class ChipFileError(ValueError):
     """A chip file that cannot be read as a chip.  `problems` has each of its mistakes."""
 
     def __init__(self, *problems: str) -> None:
         self.problems = problems
-        lines = (f"\n  {problem}" for problem in problems)
+        lines = [f"\n  {problem}" for problem in problems[:MOST_SHOWN]]
+        if len(problems) > MOST_SHOWN:
+            lines.append(f"\n  and {len(problems) - MOST_SHOWN} more")
         super().__init__(
             problems[0] if len(problems) == 1 else f"{len(problems)} problems:{''.join(lines)}"
         )
@@ -169,12 +175,11 @@ class ChipTable:
     def finish(self, allowed: Iterable[str]) -> None:
         """Raise ChipFileError for the keys that nothing has read."""
         if self.rest:
+            known = list(allowed)
+            unknown = ", ".join(f"{key}{hint(key, known)}" for key in self.rest)
+            keys = "keys" if len(self.rest) > 1 else "key"
             raise ChipFileError(
-                *(
-                    f"{self._where()}unknown key {key}: expected one of {', '.join(allowed)}"
-                    f"{hint(key, list(allowed))}"
-                    for key in self.rest
-                )
+                f"{self._where()}unknown {keys} {unknown:.300}: expected one of {', '.join(known)}"
             )
 
 

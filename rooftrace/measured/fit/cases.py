@@ -16,7 +16,7 @@ from rooftrace.costmodels.execution import ExecutionModel
 from rooftrace.costmodels.kernels import KernelTable, kernel_table
 from rooftrace.costmodels.knobs import Knobs
 from rooftrace.costmodels.planning import Plan, plan
-from rooftrace.costmodels.timing import dispatch_seconds
+from rooftrace.costmodels.timing import host_seconds
 from rooftrace.hardware import Chip
 from rooftrace.measured.alignment import keys
 from rooftrace.measured.runs import OpTime
@@ -49,6 +49,7 @@ class Case:
     layouts: bool = False  # whether hidden layout copies count; see `KernelTable.seconds`
     group: str = ""  # cases of one group are left out together when a fit is checked
     dispatch: float | None = None  # s of each dispatch; None: the knob of this name
+    host: float = 0.0  # s of the host beside them: views, calls of modules
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,11 +86,11 @@ def step_case(
     planned = graph if isinstance(graph, Plan) else plan(graph, execution)
     table, _ = kernel_table(planned, chip)
     model = planned.execution
-    dispatches = sum(
-        launch.dispatches * math.prod(planned.graph.repeats[r].count for r in launch.repeats)
-        for launch in planned.launches
-    )
-    host = None if model.dispatch == "eager" else dispatch_seconds(model, chip)
+    each, dispatches, beside = host_seconds(model, chip), 0, 0.0
+    for launch in planned.launches:
+        times = math.prod(planned.graph.repeats[r].count for r in launch.repeats)
+        dispatches += times * launch.dispatches
+        beside += times * (launch.views * each.view + launch.calls * each.call)
     return Case(
         name=name,
         table=table,
@@ -97,7 +98,8 @@ def step_case(
         dispatches=dispatches,
         layouts=planned.copies_layouts,
         group=group,
-        dispatch=host,
+        dispatch=None if model.dispatch == "eager" else each.dispatch,
+        host=beside,
     )
 
 
@@ -120,7 +122,7 @@ def alone_case(
         seconds=seconds,
         dispatches=count,
         group=group,
-        dispatch=dispatch_seconds(planned.execution, chip),
+        dispatch=host_seconds(planned.execution, chip).dispatch,
     )
 
 
@@ -198,7 +200,7 @@ class _Cases:
                 dispatches=count if waits else 0,
                 layouts=self.layouts,
                 group=self.group,
-                dispatch=dispatch_seconds(self.planned.execution, self.chip),
+                dispatch=host_seconds(self.planned.execution, self.chip).dispatch,
             )
         )
 
@@ -240,6 +242,7 @@ class Stack:
         self.measured = np.array([case.seconds for case in cases])
         self.dispatches = np.array([case.dispatches for case in cases], dtype=float)
         self.dispatch = np.array([math.nan if c.dispatch is None else c.dispatch for c in cases])
+        self.host = np.array([case.host for case in cases])
         self.serial = np.array([case.table.chip.host_waits for case in cases])
         self.parts: list[tuple[bool, KernelTable, Any]] = []
         for layouts in (False, True):
@@ -264,7 +267,7 @@ class Stack:
         if dispatch is None and self.parts:
             dispatch = self.parts[0][1].chip.dispatch_eager.value
         each = np.where(np.isnan(self.dispatch), dispatch or 0.0, self.dispatch)
-        host = self.dispatches * each
+        host = self.dispatches * each + self.host
         # A CPU runs an op when it is called; a GPU while the host goes on.
         seconds: Array = np.where(self.serial, total + host, np.maximum(total, host))
         return seconds

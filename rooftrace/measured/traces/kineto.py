@@ -264,7 +264,7 @@ class _Reader:
         number = self._inputs.get(key)
         if number is None:
             record = CallInputs(
-                _tuples(shapes), tuple(map(str, types or ())), _tuples(strides or ())
+                _shapes(shapes), tuple(map(str, types or ())), _shapes(strides or ())
             )
             number = self._inputs[key] = self.ops.inputs_known.number(record)
         return number
@@ -365,8 +365,17 @@ def _external(facts: Mapping[str, Any]) -> int:
     return number if isinstance(number, int) else NONE
 
 
-def _tuples(item: Any) -> tuple[Any, ...]:
-    """Sizes as tuples.  Raises TypeError for what are no sizes."""
-    if not all(isinstance(x, list | int) for x in item):
-        raise TypeError(f"sizes {item!r:.60}: expected whole numbers, or lists of them")
-    return tuple(_tuples(x) if isinstance(x, list) else x for x in item)
+def _shapes(item: Any) -> tuple[Any, ...]:
+    """Sizes of each operand as tuples, in a tuple of tuples for a list of tensors.
+
+    Raises TypeError for what are no sizes.
+    """
+    if not all(isinstance(x, list) for x in item):
+        raise TypeError(f"sizes {item!r:.60}: expected a list for each operand")
+    return tuple(map(_sizes, item))
+
+
+def _sizes(item: list[Any]) -> tuple[Any, ...]:
+    if all(isinstance(x, int) for x in item):
+        return tuple(item)
+    return _shapes(item)

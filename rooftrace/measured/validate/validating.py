@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from rooftrace.costmodels.estimating import Estimate, estimate
-from rooftrace.costmodels.execution import ExecutionModel
+from rooftrace.costmodels.execution import TYPICAL, ExecutionModel
 from rooftrace.hardware import Chip, units
 from rooftrace.hardware.units import format_share, format_traffic
 from rooftrace.measured.alignment import Alignment, Stray, counted, step_notes
@@ -152,7 +152,7 @@ def _compared(
         raise MeasuredRequestError(
             f"none of {len(measured)} measured steps could be compared; the first: {first}"
         )
-    notes = [_knob_note(model)]
+    notes = [_knob_note(model, chip)]
     if checks:
         notes.append(_fusion_note(model))
     if shared:
@@ -164,7 +164,7 @@ def _compared(
         source="",
         chip=chip,
         execution=model.name,
-        knobs=_title(model),
+        knobs=_title(model, chip),
         steps=tuple(steps),
         planned=len(measured),
         failures=failures,
@@ -176,14 +176,17 @@ def _compared(
     )
 
 
-def _title(model: ExecutionModel) -> str:
-    return model.knobs.title if model.knobs is not None else ""
+def _title(model: ExecutionModel, chip: Chip) -> str:
+    knobs = model.knobs_on(chip)
+    return knobs.title if knobs is not None else ""
 
 
-def _knob_note(model: ExecutionModel) -> str:
-    if model.knobs is not None:
-        return ""
-    return "no --knobs: predictions are ceilings from the chip's peaks, and have no interval"
+def _knob_note(model: ExecutionModel, chip: Chip) -> str:
+    if model.knobs_on(chip) is None:
+        return "knobs none: predictions are bounds from the chip's peaks, and have no interval"
+    if model.knobs == TYPICAL:
+        return "typical knobs: nothing was fitted to this chip; `rooftrace calibrate` does that"
+    return ""
 
 
 def _fusion_note(model: ExecutionModel) -> str:
@@ -220,7 +223,11 @@ def validate_trace(
     busy = [step.busy for step in trace.steps if step.busy is not None]
     device = statistics.median(busy) if busy else None
     step = step_check(label, label, priced, trace.step_time, device)
-    notes = [*_trace_notes(alignment, match.phases, chip), _knob_note(model), _fusion_note(model)]
+    notes = [
+        *_trace_notes(alignment, match.phases, chip),
+        _knob_note(model, chip),
+        _fusion_note(model),
+    ]
     # Seconds without an op are means over the steps, and so is what they are a share of.
     rest = sum(stray.seconds for stray in alignment.only_in_trace)
     total = rest / (1 - alignment.coverage) if rest else sum(alignment.seconds.values())
@@ -235,7 +242,7 @@ def validate_trace(
         source=trace.source,
         chip=chip,
         execution=model.name,
-        knobs=_title(model),
+        knobs=_title(model, chip),
         steps=(step,),
         planned=1,
         notes=tuple(filter(None, notes)),

@@ -43,13 +43,11 @@ def load_chips(names: Sequence[str]) -> list[rt.Chip]:
 
 def load_executions(names: Sequence[str], tf32: bool, knobs: str | None) -> list[rt.ExecutionModel]:
     """Execution models by name, with what --tf32 and --knobs change."""
-    from rooftrace.costmodels.knobs import load_knobs
-
     if not names:
         raise click.UsageError("--execution: expected at least one execution model")
     changes: dict[str, Any] = {"tf32": True} if tf32 else {}
     if knobs is not None:
-        changes["knobs"] = load_knobs(knobs)
+        changes["knobs"] = knobs
     return [rt.execution_model(name, **changes) for name in names]
 
 

@@ -139,14 +139,20 @@ def time_figure(report: Results) -> Figure:
     tones = style.colours(names, {"others": "#c8c8c8", WAITING: "#5c5c5c"})
     regimes = {words.LIMITS[name]: colour for name, colour in style.REGIMES.items()}
     return _figure(
-        f"Time of a step on {report.chips[0].title}: {report.model.get('name') or 'model'}",
-        "the longest bar of each phase is its own scale",
+        f"{_kind(report)} time of a step on {report.chips[0].title}: "
+        f"{report.model.get('name') or 'model'}",
+        "kernels in turn, host included; the longest bar of each phase is its own scale",
         [
             ("by family", families, tones, format_time),
             ("by what limits it", regime_bars(report), regimes, format_time),
         ],
         "",
     )
+
+
+def _kind(report: Results) -> str:
+    word = words.time_word(estimate for _, _, estimate in report.of_first_chip())
+    return {"expected": "Expected", "bound": "Least"}.get(word, "Expected or least")
 
 
 def peak_figure(report: Results) -> Figure:

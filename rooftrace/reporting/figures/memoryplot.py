@@ -32,6 +32,7 @@ ORDER = (
     "saved",
     "activations",
     "temporary",
+    "optimizer temporaries",
 )
 """From the bottom up: what stays first, what comes and goes last."""
 

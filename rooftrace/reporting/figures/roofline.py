@@ -74,7 +74,7 @@ def phase_points(report: Results) -> list[Point]:
                 if len(report.chips) > 1:
                     name += f", {roof.chip.name}"
                 label = (
-                    f"{name}\n{format_time(estimate.t_est)}, "
+                    f"{name}\n{words.time_word([estimate])} {format_time(estimate.t_est)}, "
                     f"{words.percent(rate / roof.at(estimate.ai_hbm))} of its roof"
                 )
                 points.append(
@@ -147,7 +147,8 @@ def family_roofline(report: Results, phase: str) -> Figure:
         roofs(report)[:1],
         points,
         title=f"{phase.capitalize()} by family on {estimate.chip.title}",
-        subtitle=f"{_legend_words(report, 1)}; area is the share of {format_time(estimate.t_est)}",
+        subtitle=f"{_legend_words(report, 1)}; area is the share of "
+        f"{words.time_word([estimate])} {format_time(estimate.t_est)}",
         footer=idle,
     )
 

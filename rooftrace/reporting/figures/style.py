@@ -39,8 +39,13 @@ ROLES: Mapping[str, str] = {
     "temporary": SKY,
     "constants": GREY,
 }
-KINDS: Mapping[str, str] = {**ROLES, "saved": "#C98500", "activations": "#F3C04D"}
-"""Roles, with the activations that are saved for backward apart."""
+KINDS: Mapping[str, str] = {
+    **ROLES,
+    "saved": "#C98500",
+    "activations": "#F3C04D",
+    "optimizer temporaries": "#E8A0A0",
+}
+"""Roles, with what is saved for backward and what an optimizer drops apart."""
 REGIMES: Mapping[str, str] = {"compute": GREEN, "hbm": BLUE, "network": PINK, "launch": ORANGE}
 MANY = (BLUE, ORANGE, GREEN, RED, SKY, PINK, "#7B4F9E", YELLOW, "#8C6D31", "#117733", GREY)
 CHIPS = (INK, "#8A6FB0", "#7A8B99", "#B08968", "#5B8E7D")

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from rooftrace.costmodels.estimating import Estimate, estimate
 from rooftrace.costmodels.execution import ExecutionModel, execution_model
-from rooftrace.costmodels.memory import memory
 from rooftrace.costmodels.planning import plan
 from rooftrace.errors import RequestError
 from rooftrace.hardware import Chip, load_chip
@@ -118,6 +117,6 @@ def build_report(
                 progress(f"{phase}, {model.name}")
             planned = plan(graph, model)
             estimates[phase][model.name] = {chip.name: estimate(planned, chip) for chip in targets}
-    return Report(
-        estimates, {phase: memory(graph) for phase, graph in graphs.items()}, dict(graphs)
-    )
+    main = models[-1].name
+    peaks = {phase: next(iter(estimates[phase][main].values())).memory for phase in graphs}
+    return Report(estimates, peaks, dict(graphs))

@@ -11,6 +11,7 @@ from rooftrace.reporting.sections.tallies import ratio
 from rooftrace.reporting.view import model as view, units, words
 
 if TYPE_CHECKING:
+    from rooftrace.costmodels.estimating import Estimate
     from rooftrace.costmodels.findings import Headroom, Saving
 
 FUSED_SHOWN, LEFT_SHOWN, NAMES_SHOWN = 10, 5, 6
@@ -21,10 +22,17 @@ COLUMNS = (
     view.Column("count", units.COUNT, "Kernels"),
     view.Column("launches", units.COUNT, "Launches less"),
     view.Column("bytes", units.BYTE, "HBM less"),
-    view.Column("seconds", units.SECOND, "Time less"),
-    view.Column("share", units.SHARE, "Share of t_est"),
 )
+SHARE = view.Column("share", units.SHARE, "Share of step")
 SUMMED = ("count", "launches", "bytes", "seconds")
+
+
+def _columns(estimate: Estimate) -> tuple[view.Column, ...]:
+    return (*COLUMNS, view.Column("seconds", units.SECOND, _less(estimate)), SHARE)
+
+
+def _less(estimate: Estimate) -> str:
+    return "Expected time less" if estimate.expected else "Bound less"
 
 
 def fusing(headroom: Headroom) -> view.Section:
@@ -36,11 +44,12 @@ def fusing(headroom: Headroom) -> view.Section:
         parts += [
             view.Note(
                 f"Every op a kernel of its own would move {format_traffic(size)} more and keep the "
-                f"device busy {format_time(seconds - after.times.t_serial)} longer (t_serial "
-                f"{format_time(seconds)} instead of {format_time(after.times.t_serial)}). "
+                f"device busy {format_time(seconds - after.times.t_serial)} longer ("
+                f"{words.time_word([after])} {format_time(seconds)} instead of "
+                f"{format_time(after.times.t_serial)}). "
                 "By group:"
             ),
-            _table(headroom.fused, FUSED_SHOWN, before.t_est),
+            _table(headroom.fused, FUSED_SHOWN, before),
         ]
     if headroom.left:
         size = after.bytes_hbm - beyond.bytes_hbm
@@ -51,12 +60,13 @@ def fusing(headroom: Headroom) -> view.Section:
                 "with larger kernels than the groups found (epilogues of matrix products, "
                 "attention written by hand, groups that only one other reads):"
             ),
-            _table(headroom.left, LEFT_SHOWN, after.t_est),
+            _table(headroom.left, LEFT_SHOWN, after),
         ]
     return view.Section(title=f"What fusing saves, {after.execution.name}", parts=parts)
 
 
-def _table(savings: Sequence[Saving], shown: int, t_est: float) -> view.Table:
+def _table(savings: Sequence[Saving], shown: int, estimate: Estimate) -> view.Table:
+    t_est = estimate.t_est
     rows: list[dict[str, Any]] = [
         {
             "name": saving.name,
@@ -72,7 +82,7 @@ def _table(savings: Sequence[Saving], shown: int, t_est: float) -> view.Table:
         sums: dict[str, Any] = {key: sum(getattr(s, key) for s in rest) for key in SUMMED}
         name = view.Cell(f"{len(rest):,} more", "plain")
         rows.append({"name": name, "share": ratio(sums["seconds"], t_est), **sums})
-    return view.Table(columns=COLUMNS, rows=rows)
+    return view.Table(columns=_columns(estimate), rows=rows)
 
 
 def _ops(ops: Sequence[str]) -> str:

@@ -94,11 +94,19 @@ def _phase_sentence(estimate: Estimate) -> str:
         largest = f", {format_share(size / estimate.bytes_hbm)} of it {role}"
     return (
         f"**{estimate.phase.capitalize()}** ({estimate.execution.name}): "
-        f"{format_time(estimate.t_est)} on one {estimate.chip.title}{speed}; "
+        f"{_time_words(estimate)} on one {estimate.chip.title}{speed}; "
         f"limited by {words.regime_words(estimate.times)}; "
         f"{format_flops(estimate.flops)} and {format_traffic(estimate.bytes_hbm)} of HBM traffic"
         f"{largest}.{most}"
     )
+
+
+def _time_words(estimate: Estimate) -> str:
+    bound = format_time(estimate.t_bound)
+    if not estimate.expected:
+        return f"at least {format_time(estimate.t_est)} (with perfect overlap {bound})"
+    interval = words.interval_words(estimate.t_interval)
+    return f"expected {format_time(estimate.t_est)} (90 % within {interval}; bound {bound})"
 
 
 def _speed_sentence(results: Results) -> str:
@@ -108,7 +116,9 @@ def _speed_sentence(results: Results) -> str:
         slow, fast = results.estimate(phase, other).t_est, results.estimate(phase).t_est
         if fast:
             ratios.append(f"{phase} {slow / fast:.2f}x")
-    return f"Time of {other} over {results.main}: {', '.join(ratios)}."
+    kinds = [e for _, _, e in results.of_first_chip()]
+    head = {"expected": "Expected time", "bound": "Bound"}.get(words.time_word(kinds), "Time")
+    return f"{head} of {other} over {results.main}: {', '.join(ratios)}."
 
 
 def _trust_sentence(results: Results) -> str:

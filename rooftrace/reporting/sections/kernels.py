@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,18 +19,22 @@ ON_A_SCREEN = 9  # over all phases: what keeps a report of three phases on one s
 LEAST_WAITING = 0.005  # of t_est: less time in which the device waits has no row
 
 NAME = view.Column("kernel", units.KERNEL, "Kernel")
-BOUND = view.Column("bound", units.TEXT, "Bound", short="bound")
+LIMIT = view.Column("limit", units.TEXT, "Limited by", short="limit")
 MODULE = view.Column("module", units.MODULE, "Module", short="module", flexible=True)
-TIME = (
-    view.Column("seconds", units.SECOND, "Time", short="time"),
-    view.Column("share", units.SHARE, "Share of t_est", short="share"),
-)
 WORK = (
     view.Column("calls", units.COUNT, "Calls", short="calls", drop=1),
     view.Column("flops", units.FLOP, "FLOP", drop=2),
     view.Column("bytes", units.BYTE, "HBM"),
     view.Column("intensity", units.INTENSITY, "FLOP/byte", short="FLOP/B", drop=3),
 )
+
+
+def _time(estimates: Sequence[Estimate]) -> tuple[view.Column, ...]:
+    head = words.time_word(estimates)
+    return (
+        view.Column("seconds", units.SECOND, head.capitalize(), short=head),
+        view.Column("share", units.SHARE, "Share of step", short="share"),
+    )
 
 
 def kernels_on_screen(results: Results) -> view.Section:
@@ -45,7 +50,7 @@ def kernels_on_screen(results: Results) -> view.Section:
             mine.append(
                 {
                     "kernel": view.Cell("waiting for the host", "plain"),
-                    "bound": view.Cell(words.LIMITS["launch"], "launch"),
+                    "limit": view.Cell(words.LIMITS["launch"], "launch"),
                     "seconds": waiting,
                     "share": ratio(waiting, estimate.t_est),
                 }
@@ -53,7 +58,7 @@ def kernels_on_screen(results: Results) -> view.Section:
         rows += [{"phase": estimate.phase, **row} for row in mine]
     name = replace(NAME, short=f"kernels, {results.main}")
     table = view.Table(
-        columns=(name, BOUND, *TIME, *WORK, MODULE),
+        columns=(name, LIMIT, *_time(results.broken_down()), *WORK, MODULE),
         rows=rows,
         group=lambda row: row["phase"],
         on="screen",
@@ -65,7 +70,8 @@ def kernels_of(estimate: Estimate) -> view.Section:
     """The kernels of one phase, most time first; the others are summed up in the last row."""
     rows, rest = _rows(estimate, ON_A_PAGE)
     table = view.Table(
-        columns=(NAME, BOUND, MODULE, *WORK, *TIME), rows=[*rows, rest] if rest else rows
+        columns=(NAME, LIMIT, MODULE, *WORK, *_time([estimate])),
+        rows=[*rows, rest] if rest else rows,
     )
     return view.Section(title=f"Kernels, {estimate.execution.name}", parts=[table])
 
@@ -83,7 +89,7 @@ def _rows(
     rows = [
         {
             "kernel": entry.key[0],
-            "bound": view.Cell(words.LIMITS[entry.key[1]], entry.key[1]),
+            "limit": view.Cell(words.LIMITS[entry.key[1]], entry.key[1]),
             "module": entry.key[2],
             "calls": entry.calls,
             "flops": entry.flops,

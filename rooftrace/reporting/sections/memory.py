@@ -17,6 +17,10 @@ if TYPE_CHECKING:
 SHOWN = 10  # modules, and kinds of tensors, of what a peak is made of
 
 
+SHORT = {"optimizer temporaries": "opt. temp"}
+"""Heads on a screen."""
+
+
 def fit_cell(need: Memory, chip: Chip, yes: str = "yes") -> view.Cell:
     """ "yes", or "no: 98 chips", marked as bad: whether a chip holds it, else how many would."""
     fits = need.fits(chip)
@@ -31,8 +35,10 @@ def fit(results: Results) -> view.Section:
         _on_screen(results),
         _on_page(results),
         view.Note(
-            "Alive at the peak of the step; activations are all but the other four. The number of "
-            "chips is capacity alone: the peak over what one holds, without what parallelism adds.",
+            f"Alive at the peak of the step as {results.main} runs it. Saved: activations that "
+            "forward makes and backward reads. Optimizer temporaries: what an optimizer makes and "
+            "drops within its step. Temporaries: all else, inputs included. The number of chips is "
+            "capacity alone: the peak over what one holds, without what parallelism adds.",
             on="page",
         ),
     ]
@@ -78,7 +84,7 @@ def _on_screen(results: Results) -> view.Table:
     kinds = [kind for kind in next(iter(sizes.values())) if any(s[kind] for s in sizes.values())]
     columns = [
         view.Column("phase", units.TEXT, "memory"),
-        *(view.Column(kind, units.CAPACITY, kind, drop=2) for kind in kinds),
+        *(view.Column(kind, units.CAPACITY, SHORT.get(kind, kind), drop=2) for kind in kinds),
         view.Column("peak", units.CAPACITY, "= peak"),
         view.Column("share", units.SHARE, f"of {format_capacity(capacity)}"),
         view.Column("chips", units.COUNT, "chips", drop=1),

@@ -26,10 +26,16 @@ MODULES_SHOWN = 25
 SUMS = (
     view.Column("flops", units.FLOP, "FLOP"),
     view.Column("bytes", units.BYTE, "HBM"),
-    view.Column("t_device", units.SECOND, "Time"),
-    view.Column("share_of_t_est", units.SHARE, "Share of t_est"),
-    view.Column("limit", units.LIMITS, "Limited by"),
 )
+
+
+def _sum_columns(estimate: Estimate) -> tuple[view.Column, ...]:
+    return (
+        *SUMS,
+        view.Column("t_device", units.SECOND, words.time_word([estimate]).capitalize()),
+        view.Column("share_of_t_est", units.SHARE, "Share of step"),
+        view.Column("limit", units.LIMITS, "Limited by"),
+    )
 
 
 def phase(results: Results, name: str) -> view.Section:
@@ -81,8 +87,8 @@ def _families(estimates: Sequence[Estimate]) -> view.Section:
             view.Column(f"flops {i}", units.FLOP, f"FLOP, {estimate.execution.name}"),
             view.Column(f"bytes {i}", units.BYTE, "HBM"),
             view.Column(f"intensity {i}", units.INTENSITY, "FLOP/byte"),
-            view.Column(f"seconds {i}", units.SECOND, "time"),
-            view.Column(f"share {i}", units.SHARE, "share of t_est"),
+            view.Column(f"seconds {i}", units.SECOND, words.time_word([estimate])),
+            view.Column(f"share {i}", units.SHARE, "share of step"),
         ]
         entries = tally(estimate.rows, lambda row: row.family)
         by_execution.append({entry.key: entry for entry in entries})
@@ -106,7 +112,7 @@ def _families(estimates: Sequence[Estimate]) -> view.Section:
 
 
 def _sums(entry: dict[str, Any], estimate: Estimate) -> dict[str, Any]:
-    """An entry of `by_part` or `by_pattern`, with its share of t_est and what limits it."""
+    """An entry of `by_part` or `by_pattern`, with its share of the step and what limits it."""
     share = ratio(entry["t_device"], estimate.t_est)
     return {**entry, "share_of_t_est": share, "limit": words.LIMITS[entry["regime"]]}
 
@@ -115,7 +121,7 @@ def _parts(estimate: Estimate) -> view.Section:
     columns = (
         view.Column("part", units.TEXT, "Part"),
         view.Column("calls", units.COUNT, "Kernels"),
-        *SUMS,
+        *_sum_columns(estimate),
     )
     rows = [{"part": name, **_sums(e, estimate)} for name, e in estimate.by_part().items()]
     return view.Section(title="Parts", parts=[view.Table(columns=columns, rows=rows)])
@@ -131,7 +137,7 @@ def _modules(estimate: Estimate) -> view.Section:
         view.Column("class", units.TEXT, "Class"),
         view.Column("instances", units.COUNT, "Instances"),
         view.Column("params", units.NUMBER, "Parameters"),
-        *SUMS,
+        *_sum_columns(estimate),
     )
     rows = [
         {
@@ -146,7 +152,8 @@ def _modules(estimate: Estimate) -> view.Section:
     if rest:
         seconds = sum(entry["t_device"] for entry in rest)
         share = format_share(ratio(seconds, estimate.t_est))
-        text = f"{len(rest):,} more patterns: {format_time(seconds)}, {share}."
+        head = words.time_word([estimate])
+        text = f"{len(rest):,} more patterns: {head} {format_time(seconds)}, {share}."
         parts.append(view.Note(text))
     return view.Section(title=f"Modules, {estimate.execution.name}", parts=parts)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rooftrace.costmodels.execution import SUMMARIES
@@ -19,11 +20,48 @@ def _least(value: float, estimate: Estimate) -> view.Cell:
     return view.Cell(value, before="≥ " if estimate.lower_bound else "")
 
 
+def _time(estimate: Estimate) -> view.Cell:
+    """The time of a step, with a mark where it is a bound."""
+    bound = estimate.lower_bound or not estimate.expected
+    return view.Cell(estimate.t_est, "strong", before="≥ " if bound else "")
+
+
+def _times(estimates: Sequence[Estimate]) -> tuple[view.Column, ...]:
+    """The columns of times: the expected one first, or bounds that grow."""
+    bound = view.Column("t_bound", units.SECOND, "Bound", short="bound", drop=2)
+    if not any(estimate.expected for estimate in estimates):
+        return (
+            bound,
+            view.Column(
+                "t_serial",
+                units.SECOND,
+                "Bound, in turn",
+                short="in turn",
+                drop=4,
+                of=lambda e: e.times.t_serial,
+            ),
+            view.Column("t_est", units.SECOND, "Bound, with host", short="with host", of=_time),
+        )
+    head = words.time_word(estimates)
+    return (
+        view.Column("t_est", units.SECOND, head.capitalize(), short=head, of=_time),
+        view.Column(
+            "t_interval",
+            units.WORDS,
+            "90 % within",
+            short="90 % within",
+            drop=3,
+            of=lambda e: words.interval_words(e.t_interval),
+        ),
+        bound,
+    )
+
+
 def _regime(estimate: Estimate) -> view.Cell:
     return view.Cell(words.regime_words(estimate.times), estimate.times.regime)
 
 
-def _columns(item: str) -> tuple[view.Column, ...]:
+def _columns(item: str, estimates: Sequence[Estimate]) -> tuple[view.Column, ...]:
     """A row is an estimate.  A screen has a few of them, and marks lower bounds."""
     return (
         view.Column("phase", units.TEXT, "Phase", on="page"),
@@ -44,21 +82,11 @@ def _columns(item: str) -> tuple[view.Column, ...]:
         view.Column(
             "bytes_least", units.BYTE, "HBM", on="screen", of=lambda e: _least(e.bytes_hbm, e)
         ),
-        view.Column("ai_hbm", units.INTENSITY, "FLOP/byte", short="FLOP/B", drop=3),
+        view.Column("ai_hbm", units.INTENSITY, "FLOP/byte", short="FLOP/B", drop=4),
         view.Column("kernels", units.COUNT, "Kernels", on="page"),
         view.Column("t_comp", units.SECOND, "t_comp", on="page", of=lambda e: e.times.t_comp),
         view.Column("t_hbm", units.SECOND, "t_hbm", on="page", of=lambda e: e.times.t_hbm),
-        view.Column("t_bound", units.SECOND, "t_bound", drop=2, of=lambda e: e.times.t_bound),
-        view.Column("t_serial", units.SECOND, "t_serial", drop=4, of=lambda e: e.times.t_serial),
-        view.Column("t_est", units.SECOND, "t_est", on="page", mark="strong"),
-        view.Column(
-            "t_est_least",
-            units.SECOND,
-            "t_est",
-            on="screen",
-            mark="strong",
-            of=lambda e: _least(e.t_est, e),
-        ),
+        *_times(estimates),
         view.Column("regime", units.LIMITS, "Limited by", short="limited by", of=_regime),
         view.Column("mfu", units.SHARE, "MFU", drop=1),
         view.Column("hfu", units.SHARE, "HFU", on="page"),
@@ -74,8 +102,8 @@ def item_of(results: Results) -> str:
 
 def steps(results: Results) -> view.Section:
     """A line per phase and execution, on a page for every chip."""
-    columns = _columns(item_of(results))
     shown = [estimate for _, _, estimate in results.of_first_chip()]
+    columns = _columns(item_of(results), shown)
     parts: list[view.Part] = [
         view.Table(columns=columns, rows=shown, group=lambda e: e.phase, on="screen")
     ]
@@ -101,10 +129,15 @@ def chips_beside(results: Results) -> view.Section:
 
     times: how often the time on the first chip.
     """
+    head = words.time_word(
+        results.estimate(phase, chip=chip.name)
+        for phase in results.phases
+        for chip in results.chips
+    )
     columns = [
         view.Column("chip", units.TEXT, f"chips, {results.main}"),
-        view.Column("t_bound", units.SECOND, "t_bound", drop=2),
-        view.Column("t_est", units.SECOND, "t_est", mark="strong"),
+        view.Column("t_est", units.SECOND, head, mark="strong"),
+        view.Column("t_bound", units.SECOND, "bound", drop=2),
         view.Column("times", units.WORDS, "times", drop=3),
         view.Column("regime", units.LIMITS, "limited by", clipped=9),
         view.Column("mfu", units.SHARE, "MFU", drop=1),
@@ -120,11 +153,10 @@ def chips_beside(results: Results) -> view.Section:
         for chip in results.chips:
             estimate = results.estimate(phase, chip=chip.name)
             batch = results.largest.get(phase, {}).get(chip.name)
-            row = {name: getattr(estimate, name) for name in ("t_est", "mfu", "items_per_s")}
+            row = {n: getattr(estimate, n) for n in ("t_est", "t_bound", "mfu", "items_per_s")}
             row |= {
                 "phase": phase,
                 "chip": chip.name,
-                "t_bound": estimate.times.t_bound,
                 "times": f"{estimate.t_est / first:.2f}" if first else None,
                 "regime": _regime(estimate),
                 "memory": need.peak / chip.memory_capacity.value,

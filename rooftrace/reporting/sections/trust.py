@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rooftrace.costmodels.findings import Island, islands
+from rooftrace.costmodels.knobs import Knobs
 from rooftrace.hardware import Chip
 from rooftrace.hardware.units import (
     format_bandwidth,
     format_flop_rate,
     format_intensity,
     format_share,
-    format_time,
     format_traffic,
 )
 from rooftrace.reporting.view import model as view, units, words
@@ -20,6 +20,7 @@ from rooftrace.tracer.paths import pattern_of
 from rooftrace.tracer.vocabulary import LOWER_BOUND
 
 if TYPE_CHECKING:
+    from rooftrace.costmodels.estimating import Estimate
     from rooftrace.costmodels.planning import Unsupported
     from rooftrace.reporting.sections.results import Results
 
@@ -79,7 +80,7 @@ def assumptions(results: Results) -> view.Section:
         }
         for number, ((kind, text, value), (phases, places)) in enumerate(merged.items(), 1)
     ]
-    note = "Time resting on it: share of t_est in kernels whose sizes or values came from it."
+    note = "Time resting on it: share of the step in kernels whose sizes or values came from it."
     table = view.Table(columns=columns, rows=rows[:ASSUMPTIONS_SHOWN])
     parts = [table, view.Note(note), *_shown(rows, ASSUMPTIONS_SHOWN)]
     return view.Section(title=title, parts=parts)
@@ -220,17 +221,23 @@ def trust(results: Results) -> view.Section:
         for estimate in estimates
         if estimate.below_floor
     ]
-    titles = dict.fromkeys(k.title for e in estimates if (k := e.execution.knobs) is not None)
-    notes += [view.Note(f"times by knobs: {title}") for title in titles]
-    ranges = [
-        f"{e.phase} {e.execution.name} {format_time(low)} to {format_time(high)}"
-        for e in estimates
-        if e.t_interval is not None
-        for low, high in [e.t_interval]
-    ]
-    if ranges:
-        notes.append(view.Note(f"90 % of measured steps: {', '.join(ranges)}"))
+    notes.append(view.Note(what_times_are(estimates)))
     return view.Section(place=5, parts=notes)
+
+
+def what_times_are(estimates: Sequence[Estimate]) -> str:
+    """What the times of estimates rest on, in a sentence or two."""
+    by_knobs = dict.fromkeys(e.knobs.title for e in estimates if e.knobs is not None)
+    texts = []
+    if by_knobs:
+        fitted = any(isinstance(e.execution.knobs, Knobs) for e in estimates)
+        rest = "" if fitted else ", not calibrated on this chip"
+        texts.append(f"expected by: {', '.join(by_knobs)}{rest}")
+    if not all(e.expected for e in estimates):
+        names = dict.fromkeys(e.execution.name for e in estimates if not e.expected)
+        of = f" of {', '.join(names)}" if by_knobs else ""
+        texts.append(f"times{of} are bounds: peaks of the datasheet, which real kernels miss")
+    return "; ".join(texts)
 
 
 def _missing_rules(results: Results) -> list[view.Note]:

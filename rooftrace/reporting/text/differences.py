@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rooftrace.reporting.view import model as view, units, words
@@ -18,23 +19,25 @@ _UNITS = {
     "kernels": units.COUNT,
 }
 _SIGNS = {"added": ("+", "good"), "removed": ("-", "bad"), "changed": ("~", "warn")}
-_MODULES = (
+TIME = view.Column("time", units.signed(units.SECOND), "expected time")
+_MODULES: tuple[view.Column, ...] = (
     view.Column("status", units.TEXT, "", on="page"),
     view.Column("sign", units.TEXT, "", on="screen"),
     view.Column("module", units.CODE, "module", folded=True),
-    view.Column("time", units.signed(units.SECOND), "time"),
+    TIME,
     view.Column("bytes", units.signed(units.BYTE), "bytes"),
     view.Column("flops", units.signed(units.FLOP), "FLOPs"),
     view.Column("cause", units.TEXT, "cause", folded=True),
 )
 _LABELS = {
-    "time": "t_est",
+    "time": "expected time",
     "flops": "FLOPs",
     "bytes": "HBM bytes",
     "memory": "peak memory",
     "params": "parameters",
     "kernels": "kernels",
 }
+_BOUNDS = {"time": "time, a bound"}
 SHOWN = 15
 LONGEST_NAME = 20
 
@@ -114,7 +117,7 @@ def _phase(result: Diff, number: int) -> view.Section:
     phase, names = result.phases[number], columns(result)
     totals = [
         {
-            "metric": _LABELS[metric],
+            "metric": _LABELS[metric] if result.expected else _BOUNDS.get(metric, _LABELS[metric]),
             "before": view.Cell(change.before, unit=_UNITS[metric]),
             "after": view.Cell(change.after, unit=_UNITS[metric]),
             "change": view.Cell(change.delta, _mark(change), unit=units.signed(_UNITS[metric])),
@@ -137,8 +140,10 @@ def _phase(result: Diff, number: int) -> view.Section:
         ),
     ]
     modules = [_module(module) for module in phase.modules]
-    parts.append(view.Table(columns=_MODULES, rows=modules[:SHOWN], on="screen"))
-    parts.append(view.Table(columns=_MODULES, rows=modules, padded=False, on="page"))
+    time = TIME if result.expected else replace(TIME, head=_BOUNDS["time"])
+    columns_ = tuple(time if column is TIME else column for column in _MODULES)
+    parts.append(view.Table(columns=columns_, rows=modules[:SHOWN], on="screen"))
+    parts.append(view.Table(columns=columns_, rows=modules, padded=False, on="page"))
     if len(modules) > SHOWN:
         more = f"... and {len(modules) - SHOWN} more modules (--format json has all)"
         parts.append(view.Note(more, "faint", on="screen"))

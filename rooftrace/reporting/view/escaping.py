@@ -1,7 +1,8 @@
 """Text on a GitHub-flavoured page: code spans and emphasis of builders work, what a name says not.
 
 Raw HTML, links, images, definitions of links and fences are escaped, because no builder writes
-any; they can only come from names.  Emphasis ("**") may come through: it does no harm.
+any; they can only come from names.  So is a line that would make the one before it the head of a
+table, or a heading.  Emphasis ("**") may come through: it does no harm.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ _TAG = re.compile(r"<(?=[A-Za-z/!?])")
 _LINK = re.compile(r"\](?=\()")
 _DEFINITION = re.compile(r"^(\s*\[[^\]]*)\](?=:)")
 _FENCE = re.compile(r"~{3,}")
+_RULE = re.compile(r"^[\s|:]*-[\s|:-]*$")
 _RUNS = re.compile(r"`+")
 
 
@@ -29,7 +31,8 @@ def inline(text: str, *, cell: bool = False) -> str:
         else:
             plain = part.replace("`", "&#96;") if is_code else part
             written.append(_plain(plain, cell))
-    return _DEFINITION.sub(r"\1&#93;", "".join(written))
+    line = _DEFINITION.sub(r"\1&#93;", "".join(written))
+    return line.replace("-", "&#45;") if _RULE.match(line) else line
 
 
 def _parts(text: str) -> Iterator[tuple[bool, str]]:

@@ -18,6 +18,7 @@ from rooftrace.hardware.units import (
     format_count,
     format_flop_rate,
     format_intensity,
+    format_time,
     format_traffic,
 )
 from rooftrace.tracer.paths import pattern_of
@@ -56,6 +57,23 @@ def percent(share: float | None) -> str:
 def bare(text: str, unit: str) -> str:
     """`text` without its unit, for a column with the unit in its head: "9.1 TFLOP" -> "9.1 T"."""
     return text.removesuffix(unit).rstrip()
+
+
+def time_word(estimates: Iterable[Estimate]) -> str:
+    """What the times of estimates are: "expected", "bound", or "time" where some are of each."""
+    kinds = {estimate.expected for estimate in estimates}
+    if len(kinds) > 1:
+        return "time"
+    return "expected" if True in kinds else "bound"
+
+
+def interval_words(interval: tuple[float, float] | None) -> str:
+    """The least and the most of an interval of seconds: "31.9–72.1 ms"."""
+    if interval is None:
+        return MISSING
+    low, high = map(format_time, interval)
+    number, _, unit = low.rpartition(" ")
+    return f"{number if high.endswith(f' {unit}') else low}–{high}"
 
 
 def regime_words(times: StepTimes) -> str:
@@ -184,10 +202,12 @@ def batch_words(batch: LargestBatch) -> str:
 
 
 def alive(memory: Memory) -> dict[str, int]:
-    """What the peak consists of, summing to it: all but the four lasting roles is "activations"."""
+    """What the peak consists of, summing to it; temporaries are all that is not listed."""
     lasting = {"weights": "weights", "kv": "KV", "gradients": "gradients", "optimizer": "optimizer"}
     sizes = {name: memory.at_peak.get(role, 0) for role, name in lasting.items()}
-    return {**sizes, "activations": memory.peak - sum(sizes.values())}
+    sizes["saved"] = memory.saved
+    sizes["optimizer temporaries"] = memory.optimizer_temporaries
+    return {**sizes, "temporaries": memory.peak - sum(sizes.values())}
 
 
 def coverage_words(

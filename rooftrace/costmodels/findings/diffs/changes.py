@@ -82,6 +82,7 @@ class Diff:
     only_before: tuple[str, ...] = ()  # phases that only one side has
     only_after: tuple[str, ...] = ()
     sources: Sources | None = None  # the files that the two were made of, where that is known
+    expected: bool = True  # what times are: expected ones, by knobs, or bounds
 
     @property
     def unchanged(self) -> bool:
@@ -121,6 +122,7 @@ class Diff:
             "after": self.names[1],
             "chip": self.chip,
             "execution": self.execution,
+            "time_is": "expected" if self.expected else "bound",
             "only_before": list(self.only_before),
             "only_after": list(self.only_after),
             "sources": None

@@ -19,7 +19,6 @@ from rooftrace.costmodels.findings.diffs.changes import (
 )
 from rooftrace.costmodels.findings.diffs.conditions import METRICS
 from rooftrace.costmodels.fusion import runs
-from rooftrace.costmodels.memory import memory
 from rooftrace.tracer.graph import Op, OpGraph
 from rooftrace.tracer.paths import pattern_of
 
@@ -65,6 +64,7 @@ def diff_estimates(
         names=names,
         chip=some.chip.name,
         execution=some.execution.name,
+        expected=some.expected,
         phases=tuple(_phase(phase, before[phase], after[phase]) for phase in shared),
         only_before=tuple(p for p in before if p not in after),
         only_after=tuple(p for p in after if p not in before),
@@ -77,7 +77,7 @@ def _phase(phase: str, before: Estimate, after: Estimate) -> PhaseDiff:
             "time": estimate.t_est,
             "flops": estimate.flops,
             "bytes": estimate.bytes_hbm,
-            "memory": memory(estimate.plan.source).peak,
+            "memory": estimate.memory.peak,
             "params": int(estimate.graph.model.get("params", 0)),
             "kernels": estimate.kernels,
         }

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from rooftrace.costmodels.estimating import Estimate, Row
 from rooftrace.costmodels.fusion import runs
 from rooftrace.costmodels.planning import Launch
-from rooftrace.costmodels.timing import Queue, dispatch_seconds
+from rooftrace.costmodels.timing import Queue, host_seconds
 from rooftrace.tracer.graph import OpGraph
 from rooftrace.tracer.paths import pattern_of
 from rooftrace.tracer.vocabulary import REVERSED
@@ -91,7 +91,7 @@ class _Player:
 
     def __init__(self, estimate: Estimate, fold: frozenset[int]) -> None:
         self.estimate, self.fold = estimate, fold
-        self.dispatch = dispatch_seconds(estimate.execution, estimate.chip)
+        self.seconds = host_seconds(estimate.execution, estimate.chip)
         self.waits = estimate.chip.host_waits
         self.launches = estimate.plan.launches
         self.places = [launch.repeats for launch in self.launches]
@@ -100,7 +100,7 @@ class _Player:
         self.queue = Queue(
             [row.timing.t_device / row.count for row in estimate.rows],
             self.launches,
-            self.dispatch,
+            self.seconds,
             [repeat.count for repeat in estimate.graph.repeats],
             self.waits,
         )
@@ -139,7 +139,7 @@ class _Player:
     def _launch(self, index: int, turn: int) -> None:
         launch, row = self.launches[index], self.rows[index]
         begin = self.host
-        self.host += launch.dispatches * self.dispatch
+        self.host += self.seconds.of(launch)
         enqueued = self.host
         start = None
         if row is not None:
