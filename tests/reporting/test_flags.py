@@ -91,7 +91,7 @@ WORKLOAD: dict[str, tuple[tuple[str, ...], ...]] = {
     "--trust-remote-code": (("--trust-remote-code",),),
 }
 PRICING: dict[str, tuple[tuple[str, ...], ...]] = {
-    "--knobs": (("--knobs", "typical-eager"),),
+    "--knobs": (("--knobs", "none"),),
     "--tf32": (("--tf32",),),
     "--rules": (("--rules", "rules.py"),),
 }

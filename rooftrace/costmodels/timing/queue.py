@@ -160,8 +160,11 @@ def host_seconds(execution: ExecutionModel, chip: Chip) -> HostSeconds:
     if execution.dispatch == "graph":
         return HostSeconds(chip.graph_launch.value)
     knobs = execution.knobs_on(chip)
-    facts = {"dispatch": chip.dispatch_eager, "view": chip.dispatch_view, "call": chip.module_call}
-    values = {name: getattr(knobs, name, None) for name in facts}
+    own = HostSeconds(chip.dispatch_eager.value, chip.dispatch_view.value, chip.module_call.value)
+    if knobs is None:
+        return own
     return HostSeconds(
-        **{name: facts[name].value if value is None else value for name, value in values.items()}
+        own.dispatch if knobs.dispatch is None else knobs.dispatch,
+        own.view if knobs.view is None else knobs.view,
+        own.call if knobs.call is None else knobs.call,
     )

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 Value = TypeVar("Value")
 
 
-MOST_SHOWN = 15
+MOST_SHOWN = 20
 """Mistakes of one file that an error lists."""
 
 
@@ -176,10 +176,12 @@ class ChipTable:
         """Raise ChipFileError for the keys that nothing has read."""
         if self.rest:
             known = list(allowed)
-            unknown = ", ".join(f"{key}{hint(key, known)}" for key in self.rest)
+            unknown = ", ".join(map(str, self.rest))
+            hints = "".join([hint(key, known) for key in self.rest][:3])
             keys = "keys" if len(self.rest) > 1 else "key"
             raise ChipFileError(
                 f"{self._where()}unknown {keys} {unknown:.300}: expected one of {', '.join(known)}"
+                f"{hints}"
             )
 
 

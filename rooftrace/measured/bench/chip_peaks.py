@@ -21,6 +21,8 @@ from rooftrace.measured.bench.launches import (
     direct_dispatch,
     eager_dispatch,
     graph_of_tiny_kernels,
+    module_call,
+    view_dispatch,
 )
 from rooftrace.measured.bench.threads import pinned_threads
 
@@ -134,10 +136,19 @@ def _bandwidths(bench: Bench, cache: float, capacity: float, share: float) -> di
 # Host costs
 
 
-def _dispatch_eager(bench: Bench, share: float) -> Fact:
-    sampler, modules = eager_dispatch(bench)
-    what = f"eager stack of {modules} tiny linear, relu and layer norm modules, per op"
-    return bench.fact(bench.repeat(sampler, share), "second", what)
+def _eager(bench: Bench, share: float) -> dict[str, Fact]:
+    """Host seconds of eager PyTorch: per kernel, per view, per call of a module."""
+    ways = {
+        "dispatch_eager": (eager_dispatch, f"eager stack of {OPS} tiny ops, per op"),
+        "dispatch_view": (view_dispatch, f"{OPS} views of a tiny tensor, per view"),
+        "module_call": (module_call, f"stack of {OPS} modules that do nothing, per module"),
+    }
+    facts = {}
+    for name, (sampler, what) in ways.items():
+        note = "a module with options, hooks or checks takes longer" if "module" in name else ""
+        samples = bench.repeat(sampler(bench), share / len(ways))
+        facts[name] = bench.fact(samples, "second", what, note)
+    return facts
 
 
 def _dispatch_compiled(bench: Bench, share: float) -> Fact:
@@ -168,7 +179,7 @@ def _measure_cpu(bench: Bench) -> Chip:
         largest=4096,
     )
     bandwidths = _bandwidths(bench, cache.value if cache else 0.0, capacity.value, 0.14)
-    compiled = _dispatch_compiled(bench, 0.05)
+    compiled, eager = _dispatch_compiled(bench, 0.05), _eager(bench, 0.1)
     return Chip(
         name=slug(model),
         title=f"{model}, {torch.get_num_threads()} threads, as measured",
@@ -182,7 +193,9 @@ def _measure_cpu(bench: Bench) -> Chip:
         kernel_gap=Fact.of(
             "0 s", "second", "a CPU has no queue: the cost of an op is the host's", "derived"
         ),
-        dispatch_eager=_dispatch_eager(bench, 0.1),
+        dispatch_eager=eager["dispatch_eager"],
+        dispatch_view=eager["dispatch_view"],
+        module_call=eager["module_call"],
         dispatch_compiled=compiled,
         graph_launch=replace(
             compiled, kind="derived", note="a CPU has no graphs: one call of compiled code"
@@ -261,7 +274,7 @@ def _measure_cuda(bench: Bench) -> Chip:
         ("matrix", "fp64", 0.06),
     ]
     bandwidths = _bandwidths(bench, float(cache), capacity.value, 0.1)
-    gap, launch = _graph(bench, 0.1)
+    (gap, launch), eager = _graph(bench, 0.1), _eager(bench, 0.05)
     return Chip(
         name=slug(properties.name),
         title=f"{properties.name}, as measured",
@@ -274,7 +287,9 @@ def _measure_cuda(bench: Bench) -> Chip:
         sm_count=Fact.of(str(properties.multi_processor_count), "count", told, "measured"),
         clock=Fact.of(f"{clock // 1000} MHz", "hertz", told, "measured") if clock else None,
         kernel_gap=gap,
-        dispatch_eager=_dispatch_eager(bench, 0.05),
+        dispatch_eager=eager["dispatch_eager"],
+        dispatch_view=eager["dispatch_view"],
+        module_call=eager["module_call"],
         dispatch_compiled=_dispatch_compiled(bench, 0.05),
         graph_launch=launch,
         measured={"read_bandwidth": bandwidths["read"]},

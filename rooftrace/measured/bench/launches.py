@@ -26,22 +26,49 @@ def host_seconds(bench: Bench, run: Callable[[], object], calls: int) -> Callabl
     return once
 
 
-def eager_dispatch(bench: Bench) -> tuple[Callable[[], float], int]:
-    """A sampler of seconds per op in a deep stack of tiny modules, and the number of modules.
+def eager_dispatch(bench: Bench) -> Callable[[], float]:
+    """Seconds per op of a deep stack of tiny linear, relu and layer norm functions.
 
     Their kernels take next to no time.
     """
     import torch
-    from torch import nn
+    from torch.nn import functional
 
     width = 8
-    layers: list[nn.Module] = []
-    with torch.random.fork_rng(devices=[]):  # the weights' initial values draw random numbers
+    weight = torch.ones(width, width, device=bench.device)
+    bias, example = weight[0].clone(), weight.clone()
+
+    def run() -> None:
+        x = example
         for _ in range(OPS // 3):
-            layers += [nn.Linear(width, width), nn.ReLU(), nn.LayerNorm(width)]
-    model = nn.Sequential(*layers).to(bench.device).eval()
-    example = torch.ones(width, width, device=bench.device)
-    return host_seconds(bench, lambda: model(example), len(layers)), len(layers)
+            x = functional.relu(functional.linear(x, weight, bias))
+            x = functional.layer_norm(x, (width,), bias, bias)
+
+    return host_seconds(bench, run, OPS)
+
+
+def view_dispatch(bench: Bench) -> Callable[[], float]:
+    """Seconds per view of a tiny tensor."""
+    import torch
+
+    cell = torch.zeros(8, device=bench.device)
+
+    def run() -> None:
+        x = cell
+        for _ in range(OPS // 2):
+            x = x.view(2, 4).view(8)
+
+    return host_seconds(bench, run, OPS)
+
+
+def module_call(bench: Bench) -> Callable[[], float]:
+    """Seconds per call of a module that hands its input on."""
+    import torch
+    from torch import nn
+
+    model = nn.Sequential(*(nn.Identity() for _ in range(OPS)))
+    cell = torch.zeros(8, device=bench.device)
+    return host_seconds(bench, lambda: model(cell), OPS)
 
 
 def direct_dispatch(bench: Bench) -> Callable[[], float]:

@@ -37,7 +37,7 @@ def _launches(on_cuda: bool) -> Iterator[MicroCase]:
         return lambda: bench.cold(lambda: None)
 
     makers: dict[str, Callable[[Bench], Callable[[], float]]] = {
-        "eager op": lambda bench: launches.eager_dispatch(bench)[0],
+        "eager op": launches.eager_dispatch,
         "direct op": launches.direct_dispatch,
         "clock alone": nothing,
     }

@@ -248,6 +248,12 @@ def assumption_words(assumptions: Iterable[Assumption]) -> str:
     )
 
 
+HOST_FACTS = frozenset(
+    {"dispatch_eager", "dispatch_view", "module_call", "dispatch_compiled", "graph_launch"}
+)
+"""Facts of a chip that are about the host beside it."""
+
+
 def guess_words(chip: Chip) -> str:
     """Facts of a chip without a source; those of links, which one chip does not use, left out."""
     names = [
@@ -255,6 +261,9 @@ def guess_words(chip: Chip) -> str:
         for name, fact in chip.facts()
         if fact.kind == "guess" and not name.startswith(("measured ", "link "))
     ]
+    host = [name for name in names if name in HOST_FACTS]
+    if len(host) > 1:
+        names = [name for name in names if name not in host] + [f"{len(host)} of the host"]
     return ", ".join(names) or "none"
 
 
