@@ -1,6 +1,7 @@
 from rooftrace.tracer.asking import (
     assumptions as assumptions,
     names as names,
+    routings as routings,
 )
 from rooftrace.tracer.asking.job import (
     Job as Job,
