@@ -1,7 +1,6 @@
 from rooftrace.tracer.asking import (
     assumptions as assumptions,
     names as names,
-    routings as routings,
 )
 from rooftrace.tracer.asking.job import (
     Job as Job,

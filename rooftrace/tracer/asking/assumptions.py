@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from rooftrace.errors import RequestError
-from rooftrace.tracer.asking import routings
+from rooftrace.tracer.asking.routings import POLICIES, Policy as Policy, policy_of as policy_of
 from rooftrace.tracer.paths import pattern_of
 
 ROUTING = "routing"
@@ -18,7 +18,7 @@ ASSUMABLE: Mapping[str, str] = {
     "branch": "True or False, for an unknown condition",
     "density": "a share from 0 to 1, of an unknown mask that is true",
     "value": "a number, for an unknown one",
-    ROUTING: f"{', '.join(routings.POLICIES)}, for choices by unknown scores",
+    ROUTING: f"{', '.join(POLICIES)}, for choices by unknown scores",
 }
 """The kinds of assumption that a user can decide, and what each takes."""
 
@@ -43,7 +43,7 @@ def check_assumption(key: str, value: Any) -> None:
     }
     if kind == ROUTING:
         try:
-            routings.policy_of(value)
+            policy_of(value)
         except RequestError as problem:
             raise RequestError(f"assumption {key}={value!s:.60}: {problem}") from None
     if not fits[kind]:
@@ -92,7 +92,7 @@ def check_histograms(assume: Mapping[str, Any], facts: Iterable[Mapping[str, Any
         kind = key.partition("@")[0]
         if ALIASES.get(kind, kind) != ROUTING or not made:
             continue
-        policy = routings.policy_of(value)
+        policy = policy_of(value)
         if policy.name == "histogram" and str(policy) not in {fact["policy"] for fact in made}:
             among = sorted({fact["classes"] for fact in made})
             raise RequestError(

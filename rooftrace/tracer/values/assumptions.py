@@ -67,7 +67,11 @@ class Assumptions:
         index = self._index.get(key)
         if index is None:
             index = self._index[key] = len(self.assumptions)
-            self.assumptions.append(Assumption(index, kind, where, text, value, op, facts))
+            self.assumptions.append(
+                Assumption(
+                    id=index, kind=kind, where=where, text=text, value=value, op=op, facts=facts
+                )
+            )
         return index
 
     def decision(self, kind: str) -> Any:

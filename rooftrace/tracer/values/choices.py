@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rooftrace.tracer.asking import routings
+from rooftrace.tracer.asking import assumptions as asked
 from rooftrace.tracer.values import distinct, drawing
 
-EXPECTED = routings.Policy()
+EXPECTED = asked.Policy()
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ def in_order(shape: tuple[int, ...], classes: int, dimension: int) -> Choices:
 
 
 def chosen(
-    policy: routings.Policy, shape: tuple[int, ...], classes: int, dimension: int | None
+    policy: asked.Policy, shape: tuple[int, ...], classes: int, dimension: int | None
 ) -> Choices:
     """Indices of a shape, chosen among `classes` by a policy.
 
@@ -40,7 +40,7 @@ def chosen(
     classes leaves the choice to the policy `expected`.  Raises RequestError for a histogram that a
     row cannot choose by.
     """
-    aside = "" if policy.fits(classes) else f", as {policy} does not have {classes} classes"
+    aside = "" if policy.fits(classes) else f" ({policy} has other classes)"
     policy = EXPECTED if aside else policy
     rows, k = drawing.sizes_of(shape, classes, dimension)
     shares = distinct.shares_of(policy, k, classes)
@@ -61,8 +61,8 @@ def chosen(
     each = f"{rows:,} rows choose {k} of {classes:,} each" if rows > 1 else f"{k} of {classes:,}"
     numbers = f"{reached:,.0f} distinct"
     if reached != drawn:
-        numbers = f"{reached:,.2f} distinct are expected, {drawn:,} are in the indices that it got"
-    text = f"on unknown scores: {each}, {policy}{aside}; {numbers}"
+        numbers = f"{reached:,.2f} distinct, {drawn:,} in the draw that the code gets"
+    text = f"on unknown scores: {each}; by the policy {policy} that is {numbers}{aside}"
     facts = {
         "policy": str(policy),
         "rows": rows,

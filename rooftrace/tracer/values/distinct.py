@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rooftrace.errors import RequestError
-from rooftrace.tracer.asking import routings
+from rooftrace.tracer.asking import assumptions as asked
 
 _STEP = 0.05
 _LEAST, _MOST = -39.0, 3.7
@@ -47,7 +47,7 @@ def _snapped(number: float) -> float:
     return float(whole) if abs(number - whole) <= 1e-9 * max(1, whole) else number
 
 
-def shares_of(policy: routings.Policy, k: int, classes: int) -> Tensor | None:
+def shares_of(policy: asked.Policy, k: int, classes: int) -> Tensor | None:
     """How likely a row is to choose each class: they sum to k.  None where all are equal.
 
     Raises RequestError for a histogram that k different choices of a row cannot give.

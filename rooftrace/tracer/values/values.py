@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rooftrace.tracer.asking import assumptions as asked, routings
+from rooftrace.tracer.asking import assumptions as asked
 from rooftrace.tracer.ops import Call, groups, traits
 from rooftrace.tracer.tensors import trees
 from rooftrace.tracer.values.assumptions import Assumptions, says_who
@@ -177,7 +177,7 @@ class Values(Assumptions):
             if full:
                 choices = in_order(shape, classes, dimension)
             else:
-                policy = EXPECTED if decided is None else routings.policy_of(decided)
+                policy = EXPECTED if decided is None else asked.policy_of(decided)
                 along = dimension if index.dim() == source.dim() else None  # argmax may drop it
                 choices = chosen(policy, shape, classes, along)
             kept = self.results.memo[key] = choices, choices.indices.to(index.dtype)
