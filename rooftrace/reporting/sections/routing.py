@@ -63,7 +63,7 @@ def _of_graph(phase: str, graph: OpGraph) -> Iterator[Routed]:
             last[op.module, op.call] = facts, graph.times(op)
     layers: Counter[tuple[Any, ...]] = Counter()
     for (module, _), (facts, times) in last.items():
-        layers[pattern_of(module), *(facts[name] for name in _FACTS)] += times
+        layers[(pattern_of(module), *(facts[name] for name in _FACTS))] += times
     for (module, *numbers), count in layers.items():
         fields = dict(zip(_FACTS.values(), numbers, strict=True))
         yield Routed(phase=phase, module=module, layers=count, **fields)

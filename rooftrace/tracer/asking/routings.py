@@ -64,7 +64,7 @@ def policy_of(value: Any) -> Policy:
     if isinstance(value, (list, tuple)):
         return Policy(name="histogram", counts=_counts(value, "the list"))
     if not isinstance(value, str):
-        raise RequestError(f"expected {_listed()}")
+        raise RequestError(f"expected one of {_listed()}")
     name, colon, rest = value.partition(":")
     if name == "skewed":
         return Policy(name=name, exponent=_exponent(rest) if colon else 1.0)
@@ -72,7 +72,7 @@ def policy_of(value: Any) -> Policy:
         return _histogram(rest)
     if colon or name not in POLICIES:
         names = [policy.partition(":")[0] for policy in POLICIES]
-        raise RequestError(f"expected {_listed()}{hint(name, names)}")
+        raise RequestError(f"expected one of {_listed()}{hint(name, names)}")
     return Policy(name=name)
 
 
