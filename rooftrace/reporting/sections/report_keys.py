@@ -319,6 +319,7 @@ ROUTING = Object(
         Key("distinct", AMOUNT, "expected number of experts that some token chooses"),
         Key("tokens_each", AMOUNT, "tokens of such an expert, on average"),
         Key("drawn", COUNT, "distinct experts in the draw that the code ran with"),
+        Key("counted", AMOUNT, "distinct, or drawn where a loop of Python runs the experts"),
         Key("policy", TEXT, "as --assume routing= takes it"),
     ),
 )

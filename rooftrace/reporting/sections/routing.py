@@ -22,6 +22,7 @@ _FACTS = {
     "distinct": "distinct",
     "drawn": "drawn",
     "policy": "policy",
+    "counted": "counted",
 }
 """The facts of an assumption on routing, and their names here."""
 
@@ -38,6 +39,7 @@ class Routed:
     experts: int  # that it chooses among
     distinct: float  # experts that some token is expected to choose: the active ones
     drawn: int  # that number in the draw that the code ran with
+    counted: float  # that number in the bytes: the draw's, where a Python loop runs the experts
     policy: str
 
     @property
@@ -55,12 +57,20 @@ def routed(results: Results) -> list[Routed]:
 
 def _of_graph(phase: str, graph: OpGraph) -> Iterator[Routed]:
     grouped = {n for op in graph.ops if "groups_touched" in op.facts for n in op.assumptions}
+    exact = {
+        number
+        for op in graph.ops
+        for reached in [op.facts.get("groups_touched", op.facts.get("rows_touched"))]
+        for number in op.assumptions
+        if reached is not None and reached == graph.assumptions[number].facts.get("distinct")
+    }
     last: dict[tuple[str, int], tuple[Mapping[str, Any], int]] = {}
     for op in graph.ops:
-        facts = _facts(op, graph)
+        number, facts = _choice(op, graph)
         if facts and (op.family == "moe" or grouped & set(op.assumptions)):
             # A router that chooses groups of experts first chooses among experts last.
-            last[op.module, op.call] = facts, graph.times(op)
+            counted = facts["distinct" if number in exact else "drawn"]
+            last[op.module, op.call] = {**facts, "counted": counted}, graph.times(op)
     layers: Counter[tuple[Any, ...]] = Counter()
     for (module, _), (facts, times) in last.items():
         layers[(pattern_of(module), *(facts[name] for name in _FACTS))] += times
@@ -69,13 +79,14 @@ def _of_graph(phase: str, graph: OpGraph) -> Iterator[Routed]:
         yield Routed(phase=phase, module=module, layers=count, **fields)
 
 
-def _facts(op: Op, graph: OpGraph) -> Mapping[str, Any]:
-    """The facts of the choice that a forward op makes; empty where it makes none."""
+def _choice(op: Op, graph: OpGraph) -> tuple[int, Mapping[str, Any]]:
+    """The assumption on the choice that a forward op makes, and its facts; empty without one."""
     for number in op.assumptions if op.part == "forward" else ():
         made = graph.assumptions[number]
-        if made.op == op.name and made.facts.keys() >= _FACTS.keys() and made.facts["distinct"] > 0:
-            return made.facts
-    return {}
+        known = made.facts.keys() >= _FACTS.keys() - {"counted"}
+        if made.op == op.name and known and made.facts["distinct"] > 0:
+            return number, made.facts
+    return -1, {}
 
 
 COLUMNS = (
@@ -88,6 +99,7 @@ COLUMNS = (
     view.Column("distinct", units.NUMBER, "Distinct experts"),
     view.Column("tokens_each", units.NUMBER, "Tokens per active expert"),
     view.Column("drawn", units.COUNT, "In the draw"),
+    view.Column("counted", units.NUMBER, "Counted"),
     view.Column("policy", units.TEXT, "Policy"),
 )
 
@@ -101,18 +113,21 @@ def routing(results: Results) -> view.Section:
         "Scores are unknown, so a policy says which experts are chosen: `--assume "
         "routing=expected` (each equally likely), `balanced`, `uniform`, `skewed:EXPONENT` or "
         "`histogram:FILE`. Grouped products and gathers of weights count the distinct experts; a "
-        "Python loop over experts runs once for each expert in the draw, a whole number."
+        "Python loop over experts counts those in the draw, a whole number, as it runs once for "
+        "each."
     )
     return view.Section(title="Routing", parts=[view.Table(columns=COLUMNS, rows=rows), note])
 
 
 def routing_words(results: Results) -> str:
-    """The same for a screen: "decode 57.4 of 256 experts a layer, 1.11 tokens each (expected)"."""
+    """A line for a screen: "decode 57.4 of 256 experts a layer, 1.11 tokens each (expected)"."""
     shown: dict[str, dict[str, None]] = {}
     for row in routed(results):
         text = (
             f"{format_count(row.distinct)} of {row.experts:,} experts a layer, "
             f"{format_count(row.tokens_each)} tokens each ({row.policy})"
         )
+        if row.counted != row.distinct:
+            text += f", of which a loop runs {row.counted:,.0f}"
         shown.setdefault(text, {})[row.phase] = None
     return "; ".join(f"{' and '.join(phases)} {text}" for text, phases in shown.items())

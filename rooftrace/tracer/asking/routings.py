@@ -42,7 +42,7 @@ class Policy:
     source: str = ""  # of a histogram: its file, "" for a list
 
     def __str__(self) -> str:
-        """As `--assume` takes it; a list of counts shows its length."""
+        """The text that `--assume routing=` takes; for a list of counts, its length."""
         if self.name == "skewed":
             return f"skewed:{self.exponent:g}"
         if self.name == "histogram":
