@@ -84,6 +84,12 @@ def share(tensor: TensorView, part: float, whole: int) -> int:
     return round(tensor.nbytes * part / whole)
 
 
+def number_of(op: OpView, name: str, otherwise: int) -> float:
+    """A count that the tracer learnt; an expected number of experts is no whole one."""
+    number = float(op.fact(name, otherwise))
+    return int(number) if number.is_integer() else number
+
+
 def over_link(tensor: TensorView, size: int) -> Cost:
     """`size` bytes of a tensor sent to other devices."""
     return Cost({}, {Access(tensor.storage, False, "link"): size}) if size else Cost()

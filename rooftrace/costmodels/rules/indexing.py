@@ -11,13 +11,11 @@ import math
 from rooftrace.costmodels.costs import Cost
 from rooftrace.costmodels.opviews import OpView, TensorView
 from rooftrace.costmodels.registry import builtin
-from rooftrace.costmodels.rules.common import share, vector
+from rooftrace.costmodels.rules.common import number_of, share, vector
 
 
 def _touched(op: OpView, indices: int, rows: int) -> float:
-    """Rows that are touched; an expected number of experts is no whole one."""
-    touched: float = op.fact("rows_touched", indices)
-    return min(touched, indices, rows)
+    return min(number_of(op, "rows_touched", indices), indices, rows)
 
 
 def _part(tensor: TensorView, elements: float) -> int:

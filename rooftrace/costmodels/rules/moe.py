@@ -9,7 +9,7 @@ from __future__ import annotations
 from rooftrace.costmodels.costs import Cost
 from rooftrace.costmodels.opviews import OpView
 from rooftrace.costmodels.registry import builtin
-from rooftrace.costmodels.rules.common import product_precision, share, vector, widths
+from rooftrace.costmodels.rules.common import number_of, product_precision, share, vector, widths
 
 
 @builtin("aten._grouped_mm", "aten._scaled_grouped_mm", "aten._scaled_grouped_mm_v2",
@@ -63,8 +63,7 @@ def grouped_mm(op: OpView) -> Cost:
 
 
 def _touched(op: OpView, groups: int, rows: int) -> float:
-    touched: float = op.fact("groups_touched", min(groups, rows))
-    return min(touched, groups)
+    return min(number_of(op, "groups_touched", min(groups, rows)), groups)
 
 
 def _each(rows: int, touched: float) -> float:
