@@ -49,7 +49,7 @@ def attempted(
             recorder = Recorder(values, roll_loops=repeats, repeat_calls=repeats)
             try:
                 graph = run(recorder)
-                assumptions.check_histograms(options.assume, (a.facts for a in graph.assumptions))
+                assumptions.check_histograms(options.assume, (a.facts for a in values.assumptions))
                 return graph
             except RequestError:
                 raise
