@@ -72,3 +72,15 @@ def test_a_model_without_experts_has_no_such_section() -> None:
     report = rt.report(model, torch.empty(4, 8), chip="h200-sxm", phases=("forward",))
     assert "routing" not in report.to_dict()
     assert "routing" not in str(report)
+
+
+def test_a_decode_step_lists_its_own_choices_and_not_those_of_its_prompt() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.MixtralConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_attention_heads=4,
+        num_key_value_heads=2, num_hidden_layers=3, num_local_experts=EXPERTS)  # fmt: skip
+    with torch.device("meta"):
+        model = transformers.MixtralForCausalLM._from_config(config)
+    report = rt.report(model, chip="h200-sxm", phases=("decode",), batch=4, seq=7)
+    routing = [a for a in report.to_dict()["assumptions"] if a["kind"] == "routing"]
+    assert [a["facts"]["rows"] for a in routing] == [4] * 3  # of 3 layers; the prompt has 28
