@@ -42,7 +42,7 @@ def trace(
     dtype: the precision that the step will be priced in, if not the model's own (`reprice`).
     branches: which way unknown conditions go, by their number in the order they are met.
     assume: what is taken for unknown values, by kind or kind@module: {"density": 0.1,
-    "branch@layers.*.gate": True, "value": 3, "balanced-routing": "uniform"}.
+    "branch@layers.*.gate": True, "value": 3, "routing": "skewed:1.0"}.
     repeats: equal layers stand once in the graph, and their Python runs once where a second run
     could record nothing else; False runs and lists everything.
 

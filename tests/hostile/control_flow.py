@@ -152,7 +152,7 @@ def masked_rows_only() -> Case:
     )  # fmt: skip
 
 
-@pattern(named=("balanced-routing",))
+@pattern(named=("routing",))
 def beam_search() -> Case:
     """Beams are reordered by topk; finished ones are noticed by `.all()` and `.tolist()`."""
 

@@ -153,7 +153,7 @@ def sac_step() -> Case:
     return Case(step, (model, *data))
 
 
-@pattern(named=("value", "branch", "balanced-routing"))
+@pattern(named=("value", "branch", "routing"))
 def reinforce_in_an_environment() -> Case:
     """An episode ends when a sampled action says so; then its loss runs over all its steps."""
     model = mlp(4, 7, 3)

@@ -100,7 +100,7 @@ def test_a_gate_that_nobody_knows_routes_in_balance(library: Any) -> None:
             return out
 
     graph = rt.trace(Experts(), torch.ones(16, 8))
-    assert {a.kind for a in graph.assumptions} == {"balanced-routing"}
+    assert {a.kind for a in graph.assumptions} == {"routing"}
     products = [op for op in graph.expand().ops if op.module.startswith("experts")]
     rows = [graph.expand().values[op.outputs[0]].shape for op in products if "mm" in op.name]
     assert rows == [(4, 8)] * 4

@@ -55,7 +55,8 @@ class Work:
     operation: matmul, convolution (both can use the matrix engine) or vector.
     precision: what it computes in.
     rows: M_eff, the rows of the (per-group) matrix product that share one weight tile; None for
-    vector.  columns, inner: its N and K; None where it is no plain product (attention).
+    vector.  columns, inner: its N and K; None where it is no plain product (attention).  Rows or
+    inner of products of different sizes are their mean, which may be no whole number.
     count: useful; masked (in the dense count, skipped by a kernel that knows the mask);
     masked_executed (the same, but this kernel computes it anyway); recompute (done again in
     backward: takes time, is not part of the model's FLOPs).
@@ -66,15 +67,15 @@ class Work:
 
     operation: str
     precision: str
-    rows: int | None = None
+    rows: float | None = None
     count: str = "useful"
     columns: int | None = None
-    inner: int | None = None
+    inner: float | None = None
     attention: AttentionSizes | None = None
     widths: tuple[float, float] | None = None
 
     @property
-    def shape(self) -> tuple[int, int, int] | None:
+    def shape(self) -> tuple[float, int, float] | None:
         """M, N, K of one product; None where they are not all known."""
         if self.rows is None or self.columns is None or self.inner is None:
             return None
@@ -107,9 +108,9 @@ class Cost:
         convolution: int = 0,
         vector: int = 0,
         precision: str = "fp32",
-        rows: int | None = None,
+        rows: float | None = None,
         columns: int | None = None,
-        inner: int | None = None,
+        inner: float | None = None,
         count: str = "useful",
         attention: AttentionSizes | None = None,
         widths: tuple[float, float] | None = None,

@@ -49,7 +49,7 @@ class Utilization:
     eta_scalar: float | None = None  # rate of vector work over the headline matrix peak
     tiles: bool = True  # whether products take whole tiles in whole waves (kernels.utilization)
 
-    def eta(self, rows: int | None) -> float:
+    def eta(self, rows: float | None) -> float:
         """Share of the matrix peak that a product with this many rows reaches."""
         if self.b_sat is None or rows is None:
             return 1.0

@@ -169,7 +169,7 @@ def _row(
 ) -> tuple[float, ...]:
     """The numbers of a row that follow its count."""
     vector = matrix = 0.0
-    products: list[tuple[int, float, tuple[int, int, int], tuple[float, float], bool]] = []
+    products: list[tuple[int, float, tuple[float, int, float], tuple[float, float], bool]] = []
     for work, flop in cost.work.items():
         if work.count not in COMPUTED:
             continue

@@ -116,9 +116,9 @@ def _combinations() -> tuple[Array, Array, Array]:
 
 @lru_cache(maxsize=65536)
 def tile_efficiency(
-    rows: int,
+    rows: float,
     columns: int,
-    inner: int,
+    inner: float,
     products: int,
     widths: tuple[float, float],
     on: MatrixEngine,

@@ -74,9 +74,20 @@ def extent(shape: tuple[int, ...], dims: Iterable[int]) -> int:
     return math.prod(shape[d] for d in dims)
 
 
-def share(tensor: TensorView, part: int, whole: int) -> int:
-    """Bytes of `part` out of `whole` equal pieces of a tensor."""
-    return 0 if whole <= 0 else -(-tensor.nbytes * min(part, whole) // whole)
+def share(tensor: TensorView, part: float, whole: int) -> int:
+    """Bytes of `part` out of `whole` equal pieces of a tensor; part may be an expected number."""
+    if whole <= 0:
+        return 0
+    part = min(part, whole)
+    if isinstance(part, int):
+        return -(-tensor.nbytes * part // whole)
+    return round(tensor.nbytes * part / whole)
+
+
+def number_of(op: OpView, name: str, otherwise: int) -> float:
+    """A count that the tracer learnt; an expected number of experts is no whole one."""
+    number = float(op.fact(name, otherwise))
+    return int(number) if number.is_integer() else number
 
 
 def over_link(tensor: TensorView, size: int) -> Cost:

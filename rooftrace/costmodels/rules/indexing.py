@@ -11,14 +11,14 @@ import math
 from rooftrace.costmodels.costs import Cost
 from rooftrace.costmodels.opviews import OpView, TensorView
 from rooftrace.costmodels.registry import builtin
-from rooftrace.costmodels.rules.common import share, vector
+from rooftrace.costmodels.rules.common import number_of, share, vector
 
 
-def _touched(op: OpView, indices: int, rows: int) -> int:
-    return min(int(op.fact("rows_touched", indices)), indices, rows)
+def _touched(op: OpView, indices: int, rows: int) -> float:
+    return min(number_of(op, "rows_touched", indices), indices, rows)
 
 
-def _part(tensor: TensorView, elements: int) -> int:
+def _part(tensor: TensorView, elements: float) -> int:
     """Bytes of that many elements of a tensor, at most all of it."""
     return share(tensor, elements, max(tensor.unique_elements, 1))
 
@@ -85,7 +85,7 @@ def embedding_renorm(op: OpView) -> Cost:
     table, index = op.needed("self"), op.needed("indices")
     rows = _touched(op, index.elements, table.shape[0])
     size = share(table, rows, table.shape[0])
-    return (vector(op, 3 * rows * table.shape[1]) + op.read(table, size) + op.read(index)
+    return (vector(op, round(3 * rows * table.shape[1])) + op.read(table, size) + op.read(index)
             + op.write(table, size))
 
 
@@ -144,7 +144,7 @@ def compacted(op: OpView) -> Cost:
 # -- scatters --------------------------------------------------------------------------------------
 
 
-def _scattered(op: OpView, elements: int, touched: int, accumulate: bool,
+def _scattered(op: OpView, elements: int, touched: float, accumulate: bool,
                reached: int | None = None) -> Cost:
     """`elements` values land on `touched` distinct elements of self.
 

@@ -1,6 +1,7 @@
 """Grouped matrix products: one product per expert, of which only the experts with tokens are read.
 
-The tracer may say how many groups got rows (`groups_touched`); otherwise as many as can have.
+The tracer may say how many groups got rows (`groups_touched`), or how many are expected to, which
+is no whole number; otherwise as many as can have.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from rooftrace.costmodels.costs import Cost
 from rooftrace.costmodels.opviews import OpView
 from rooftrace.costmodels.registry import builtin
-from rooftrace.costmodels.rules.common import product_precision, share, vector, widths
+from rooftrace.costmodels.rules.common import number_of, product_precision, share, vector, widths
 
 
 @builtin("aten._grouped_mm", "aten._scaled_grouped_mm", "aten._scaled_grouped_mm_v2",
@@ -21,7 +22,8 @@ def grouped_mm(op: OpView) -> Cost:
     2d x 2d: C[G, M, N] = A[M, T] B[T, N]        the gradient of the weights
     3d x 3d: C[G, M, N] = A[G, M, K] B[G, K, N]  a batched product
     Each is 2 T K N flop (M for the side that is not grouped), whatever the sizes of the groups; T
-    are the rows before the last offset (`rows_routed`), which may leave some of A out.
+    are the rows before the last offset (`rows_routed`), which may leave some of A out.  A product
+    has the rows of a group that got some, on average: T over those groups.
     """
     a, b = op.needed("self"), op.needed("mat2")
     offsets = op.tensor("offs")
@@ -30,19 +32,21 @@ def grouped_mm(op: OpView) -> Cost:
     k = a.shape[-1] * (2 if a.dtype == "fp4_x2" else 1)
     n = b.shape[-1]
     weights = None
+    rows: float
+    inner: float
     if a.dim == 2 and b.dim == 3:
         t, groups, weights = _routed(op, a.shape[0]), b.shape[0], b
         flop, touched = 2 * t * k * n, _touched(op, groups, t)
-        rows, columns, inner = t // max(touched, 1), n, k
+        rows, columns, inner = _each(t, touched), n, k
     elif a.dim == 3 and b.dim == 2:
         t, groups, weights = _routed(op, n), a.shape[0], a
         flop, touched = 2 * a.shape[1] * k * t, _touched(op, groups, t)
-        rows, columns, inner = t // max(touched, 1), a.shape[1], k
+        rows, columns, inner = _each(t, touched), a.shape[1], k
     elif a.dim == 2:
         groups = offsets.shape[0] if offsets is not None else out.shape[0]
         t = _routed(op, k)
-        flop, touched, rows = 2 * a.shape[0] * t * n, groups, a.shape[0]
-        columns, inner = n, t // max(groups, 1)
+        flop, touched, rows = 2 * a.shape[0] * t * n, _touched(op, groups, t), a.shape[0]
+        columns, inner = n, _each(t, touched)
     else:
         groups = a.shape[0]
         flop, touched, rows = 2 * groups * a.shape[1] * k * n, groups, a.shape[1]
@@ -58,8 +62,14 @@ def grouped_mm(op: OpView) -> Cost:
     return cost + (vector(op, epilogue * out.elements) if epilogue else Cost())
 
 
-def _touched(op: OpView, groups: int, rows: int) -> int:
-    return min(int(op.fact("groups_touched", min(groups, rows))), groups)
+def _touched(op: OpView, groups: int, rows: int) -> float:
+    return min(number_of(op, "groups_touched", min(groups, rows)), groups)
+
+
+def _each(rows: int, touched: float) -> float:
+    """Rows of a group that got some; a whole number stays one."""
+    each = rows / max(touched, 1)
+    return int(each) if each.is_integer() else each
 
 
 def _routed(op: OpView, rows: int) -> int:

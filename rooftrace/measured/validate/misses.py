@@ -128,7 +128,7 @@ def _compute_reason(estimate: Estimate, row: Row, measured: float) -> str:
     """The reason for a compute-bound kernel: a shape that wastes tiles, or a share of the peak."""
     cost, chip = estimate.plan.costs[row.index], estimate.chip
     at_peak = 0.0  # seconds
-    shapes: list[tuple[int, tuple[int, int, int]]] = []
+    shapes: list[tuple[int, tuple[float, int, float]]] = []
     for work, flop in cost.work.items():
         if work.count in COMPUTED:
             at_peak += row.count * flop / chip.peak(*engine_of(work, chip, estimate.execution))
@@ -142,7 +142,7 @@ def _compute_reason(estimate: Estimate, row: Row, measured: float) -> str:
         m, n, k = max(shapes)[1]
         name, size = min(("M", m), ("N", n), ("K", k), key=lambda pair: pair[1])
         return (
-            f"small {name} = {size}: {format_share(used)} of the tiles used, achieved {achieved} "
+            f"small {name} = {size:g}: {format_share(used)} of the tiles used, achieved {achieved} "
             "of the peak"
         )
     return f"predicted compute-bound, achieved {achieved} of the peak"

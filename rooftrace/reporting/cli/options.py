@@ -63,7 +63,7 @@ def workload_options(command: Callable[..., Any]) -> Callable[..., Any]:
             multiple=True,
             metavar="KIND[@MODULE]=VALUE",
             help="Decide what a trace cannot know, for example branch=true or "
-            "balanced-routing@*.gate=uniform.  Repeatable.",
+            "routing@*.gate=skewed:1.0.  Repeatable.",
         ),
         click.option(
             "--repeats/--no-repeats",

@@ -24,6 +24,7 @@ from rooftrace.reporting.sections.heads import head, summary, title
 from rooftrace.reporting.sections.kernels import kernels_on_screen
 from rooftrace.reporting.sections.memory import fit
 from rooftrace.reporting.sections.phase import phase
+from rooftrace.reporting.sections.routing import routing
 from rooftrace.reporting.sections.steps import chips_beside, steps
 from rooftrace.reporting.sections.trust import assumptions, chips, coverage, islands_of, trust
 from rooftrace.reporting.view import model as view
@@ -53,6 +54,7 @@ BEFORE_PHASES = (
 )
 AFTER_PHASES = (
     Listed(trust, "screen"),
+    Listed(routing, "page"),
     Listed(assumptions, "page"),
     Listed(islands_of, "page"),
     Listed(coverage, "page"),

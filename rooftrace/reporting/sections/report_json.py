@@ -26,10 +26,12 @@ from rooftrace.reporting.sections.report_keys import (
     OF_A_MODEL,
     OF_A_WORKLOAD,
     PHASE,
+    ROUTING,
     SECTION,
     UNSUPPORTED,
     WORKLOAD,
 )
+from rooftrace.reporting.sections.routing import routed
 from rooftrace.reporting.sections.shapes import (
     Anything,
     Choice,
@@ -154,6 +156,13 @@ REPORT = Object(
                 {"phase": phase, **asdict(a), "time_share": r.resting_share(phase, a.id)}
                 for phase, a in r.assumptions
             ],
+        ),
+        Key(
+            "routing",
+            Many(ROUTING),
+            "layers with experts, by phase; absent where there are none",
+            of=lambda r: routed(r) or None,
+            optional=True,
         ),
         Key(
             "islands",

@@ -15,7 +15,7 @@ SAVINGS = 10
 """How many savings of each kind report.json lists: those that save most time."""
 TEXT, FLAG, COUNT, FLOP, BYTE = units.TEXT, units.FLAG, units.COUNT, units.FLOP, units.BYTE
 SECOND, SHARE, RATE, FRACTION = units.SECOND, units.SHARE, units.RATE, units.FRACTION
-INTENSITY, POSITIVE = units.INTENSITY, units.POSITIVE
+INTENSITY, POSITIVE, AMOUNT = units.INTENSITY, units.POSITIVE, units.AMOUNT
 REGIME = Choice(("compute", "hbm", "network", "launch"))
 
 
@@ -294,10 +294,33 @@ ASSUMPTION = Object(
         Key("value", Anything()),
         Key("op", TEXT, 'the op that needed it, "" where none did'),
         Key(
+            "facts",
+            Anything(),
+            "of routing: how many rows choose how many of how many classes, and what that reaches",
+            of=lambda a: a["facts"] or None,
+            optional=True,
+        ),
+        Key(
             "time_share",
             FRACTION,
             "share of t_est in kernels that rest on it (main execution, first chip)",
         ),
+    ),
+)
+ROUTING = Object(
+    "",
+    (
+        *_keys(TEXT, "phase"),
+        Key("module", TEXT, "the router's path with starred indices"),
+        *_keys(POSITIVE, "layers"),
+        Key("tokens", COUNT, "that choose in a layer"),
+        Key("chosen", COUNT, "experts that a token chooses: k"),
+        Key("experts", COUNT, "that it chooses among: E"),
+        Key("distinct", AMOUNT, "expected number of experts that some token chooses"),
+        Key("tokens_each", AMOUNT, "tokens of such an expert, on average"),
+        Key("drawn", COUNT, "distinct experts in the draw that the code ran with"),
+        Key("counted", AMOUNT, "distinct, or drawn where a loop of Python runs the experts"),
+        Key("policy", TEXT, "as --assume routing= takes it"),
     ),
 )
 ISLAND = Object(

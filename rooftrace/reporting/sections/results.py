@@ -72,11 +72,16 @@ class Results:
 
     @property
     def assumptions(self) -> tuple[tuple[str, Assumption], ...]:
-        """(phase, assumption) for every assumption that the traces rest on."""
+        """(phase, assumption) for every assumption that the traces rest on.
+
+        Routing of the prompt, whose cache a decode step starts with, is no part of that step.
+        """
         return tuple(
             (phase, assumption)
             for phase, graph in self.graphs.items()
+            for rested in [_rested_on(graph)]
             for assumption in graph.assumptions
+            if not assumption.facts or assumption.id in rested
         )
 
     @property
@@ -131,3 +136,11 @@ class Results:
             ):
                 frame.insert(position, name, value)
             yield frame
+
+
+def _rested_on(graph: OpGraph) -> frozenset[int]:
+    """The ids of the assumptions that ops rest on, in every iteration of a repeat."""
+    shown = {number for op in graph.ops for number in op.assumptions}
+    for repeat in graph.repeats:
+        shown.update(n for numbers in repeat.assumptions.values() for n in numbers)
+    return frozenset(shown)

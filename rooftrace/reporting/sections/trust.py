@@ -15,6 +15,7 @@ from rooftrace.hardware.units import (
     format_share,
     format_traffic,
 )
+from rooftrace.reporting.sections.routing import routing_words
 from rooftrace.reporting.view import model as view, units, words
 from rooftrace.tracer.paths import pattern_of
 from rooftrace.tracer.vocabulary import LOWER_BOUND
@@ -211,6 +212,8 @@ def trust(results: Results) -> view.Section:
     notes += _missing_rules(results)
     notes += [view.Note(note) for note in dict.fromkeys(n for e in estimates for n in e.own_notes)]
     notes.append(view.Note(f"assumptions: {assumed}; guessed chip facts: {guesses}"))
+    if experts := routing_words(results):
+        notes.append(view.Note(f"routing: {experts}"))
     notes += [
         view.Note(
             f"below the floor: {estimate.phase}, {estimate.execution.name} moves "

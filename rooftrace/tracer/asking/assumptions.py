@@ -8,15 +8,17 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from rooftrace.errors import RequestError
+from rooftrace.tracer.asking.routings import POLICIES, Policy as Policy, policy_of as policy_of
 from rooftrace.tracer.paths import pattern_of
 
-ROUTINGS = ("balanced", "uniform")
+ROUTING = "routing"
+ALIASES: Mapping[str, str] = {"balanced-routing": ROUTING}
+"""Other names of kinds, as they were called before."""
 ASSUMABLE: Mapping[str, str] = {
     "branch": "True or False, for an unknown condition",
     "density": "a share from 0 to 1, of an unknown mask that is true",
     "value": "a number, for an unknown one",
-    "balanced-routing": "balanced (each class equally often) or uniform (drawn by a fixed seed), "
-    "for choices by unknown scores",
+    ROUTING: f"{', '.join(POLICIES)}, for choices by unknown scores",
 }
 """The kinds of assumption that a user can decide, and what each takes."""
 
@@ -26,6 +28,7 @@ _WORDS = {"true": True, "false": False}
 def check_assumption(key: str, value: Any) -> None:
     """Raise RequestError for an unknown kind, or for a value that the kind does not take."""
     kind, at, module = key.partition("@")
+    kind = ALIASES.get(kind, kind)
     if kind not in ASSUMABLE or (at and not module):
         raise RequestError(
             f"assumption {key!r}: expected KIND or KIND@MODULE, for example "
@@ -36,8 +39,13 @@ def check_assumption(key: str, value: Any) -> None:
         "branch": isinstance(value, bool),
         "density": number and 0 <= value <= 1,
         "value": number and math.isfinite(value),
-        "balanced-routing": value in ROUTINGS,
+        ROUTING: True,
     }
+    if kind == ROUTING:
+        try:
+            policy_of(value)
+        except RequestError as problem:
+            raise RequestError(f"assumption {key}={value!s:.60}: {problem}") from None
     if not fits[kind]:
         raise RequestError(f"assumption {key}={value}: expected {ASSUMABLE[kind]}")
 
@@ -68,9 +76,29 @@ def decided(assume: Mapping[str, Any], kind: str, where: str) -> Any:
     """
     for key, value in reversed(tuple(assume.items())):
         name, _, pattern = key.partition("@")
-        if name == kind and pattern and _stands_for(pattern, where):
+        if ALIASES.get(name, name) == kind and pattern and _stands_for(pattern, where):
             return value
-    return assume.get(kind)
+    names = (kind, *(alias for alias, name in ALIASES.items() if name == kind))
+    return next((assume[name] for name in names if name in assume), None)
+
+
+def check_histograms(assume: Mapping[str, Any], facts: Iterable[Mapping[str, Any]]) -> None:
+    """Raise RequestError for a histogram that fits none of the choices that a trace made.
+
+    facts: those of the assumptions on routing; see `Assumption.facts`.
+    """
+    made = [fact for fact in facts if "policy" in fact]
+    for key, value in assume.items():
+        kind = key.partition("@")[0]
+        if ALIASES.get(kind, kind) != ROUTING or not made:
+            continue
+        policy = policy_of(value)
+        if policy.name == "histogram" and str(policy) not in {fact["policy"] for fact in made}:
+            among = sorted({fact["classes"] for fact in made})
+            raise RequestError(
+                f"assumption {key}={policy}: it has {len(policy.counts)} classes, but the choices "
+                f"are among {', '.join(map(str, among))}"
+            )
 
 
 def check_modules(assume: Mapping[str, Any], paths: Iterable[str], name: str) -> None:

@@ -112,9 +112,12 @@ class Op:
 class Assumption:
     """Something the trace could not know and took for granted.
 
-    kind: name of the policy (balanced-routing, branch, density, value, shape, loss, optimizer ...).
+    kind: what it is about (routing, branch, density, value, shape, loss, optimizer ...).
     where: module path.  text: one sentence for the reader.  value: what was taken.  op: the op that
     needed it, "" where none did.  The ops that rest on it name it in `Op.assumptions`.
+    facts: numbers of an assumption on routing: `policy`; how many `rows` (tokens) choose `chosen`
+    of `classes` (experts) each; how many `distinct` classes that is expected to reach; and how many
+    are `drawn`, in the indices that the code got.
     """
 
     id: int
@@ -123,6 +126,7 @@ class Assumption:
     text: str
     value: Any = None
     op: str = ""
+    facts: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

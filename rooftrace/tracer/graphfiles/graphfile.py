@@ -129,7 +129,7 @@ def _encode(graph: OpGraph) -> dict[str, Any]:
         "modules": dict(graph.modules),
         "constants": dict(graph.constants),
         "schemas": {target: list(names) for target, names in sorted(graph.schemas.items())},
-        "assumptions": [[a.id, a.kind, a.where, a.text, a.value, a.op] for a in graph.assumptions],
+        "assumptions": [_encode_assumption(assumption) for assumption in graph.assumptions],
         "inputs": list(graph.inputs),
         "outputs": list(graph.outputs),
         "repeats": [_encode_repeat(repeat) for repeat in graph.repeats],
@@ -186,6 +186,17 @@ class _Repeat(NamedTuple):
     assumptions: list[tuple[int, tuple[int, ...]]]
 
 
+class _Routing(TypedDict, total=False):
+    """The facts of an assumption on routing."""
+
+    policy: str
+    rows: int
+    chosen: int
+    classes: int
+    distinct: float
+    drawn: int
+
+
 class _Assumption(NamedTuple):
     """An assumption as it stands in a file."""
 
@@ -195,6 +206,7 @@ class _Assumption(NamedTuple):
     text: str
     value: Any
     op: str
+    facts: _Routing = _Routing()  # files without it are older, or this is not on routing
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,6 +336,11 @@ def _encode_repeat(repeat: Repeat) -> list[Any]:
         [[value, list(names)] for value, names in repeat.names.items()],
         [[number, list(others)] for number, others in repeat.assumptions.items()],
     ]
+
+
+def _encode_assumption(item: Assumption) -> list[Any]:
+    facts = [dict(item.facts)] if item.facts else []
+    return [item.id, item.kind, item.where, item.text, item.value, item.op, *facts]
 
 
 def _encode_neighbour(then: Neighbour | None) -> list[int] | None:

@@ -226,6 +226,7 @@ class Blocks:
             assumption.kind,
             self.relative(assumption.where, label),
             repr(assumption.value),
+            _plain(assumption.facts),
         )
 
 

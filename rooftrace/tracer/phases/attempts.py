@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 
 from rooftrace.errors import RequestError
-from rooftrace.tracer.asking import Options
+from rooftrace.tracer.asking import Options, assumptions
 from rooftrace.tracer.graph import OpGraph
 from rooftrace.tracer.lower import NotAlikeError
 from rooftrace.tracer.recording import Recorder
@@ -48,7 +48,9 @@ def attempted(
             values.by_number = bool(options.branches)
             recorder = Recorder(values, roll_loops=repeats, repeat_calls=repeats)
             try:
-                return run(recorder)
+                graph = run(recorder)
+                assumptions.check_histograms(options.assume, (a.facts for a in values.assumptions))
+                return graph
             except RequestError:
                 raise
             except NotAlikeError as error:  # what was left out has to be run after all

@@ -26,7 +26,7 @@ from torch.optim.optimizer import (
 from torch.utils._python_dispatch import _disable_current_modes
 
 from rooftrace.errors import RequestError
-from rooftrace.tracer.asking import Options
+from rooftrace.tracer.asking import Options, assumptions
 from rooftrace.tracer.graph import OpGraph
 from rooftrace.tracer.inputs import Inputs, arguments, as_before
 from rooftrace.tracer.patches import contexts, original_of, replaced
@@ -125,6 +125,8 @@ class Capture:
                 raise exception[1]
             if exception[0] is None:
                 self._graph = _graph(self._recorder, self._root, self._learnt, None)
+                made = (assumption.facts for assumption in self._graph.assumptions)
+                assumptions.check_histograms(self._recorder.values.choices, made)
 
 
 def trace_step(

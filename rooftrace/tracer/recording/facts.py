@@ -118,7 +118,7 @@ def _range(index: Tensor) -> tuple[int, int]:
 # -- groups --------------------------------------------------------------------------------------
 
 
-@facts_of("aten._grouped_mm", "aten._scaled_grouped_mm")
+@facts_of("aten._grouped_mm", "aten._scaled_grouped_mm", "aten._scaled_grouped_mm_v2")
 def _groups(values: Values, call: Call, facts: dict[str, Any]) -> frozenset[int]:
     """The number of groups with rows, the rows of the largest group, and the rows of all."""
     offsets = next((t for t in call.tensors if t.dtype == torch.int32 and t.dim() == 1), None)

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
+from rooftrace.tracer.asking import assumptions
 from rooftrace.tracer.ops import Call, traits
 from rooftrace.tracer.tape import Tape, records
 from rooftrace.tracer.tensors import trees
@@ -14,14 +15,14 @@ from rooftrace.tracer.values import marks
 
 
 def route(tape: Tape, call: Call, index: Tensor, position: int) -> frozenset[int]:
-    """Learn balanced values for an index output of a call, or values from real data.
+    """Learn values by a policy for an index output of a call, or values from real data.
 
     position: the position of that output.  Returns the assumptions that the values rest on.
     """
     values = tape.values
     if index.dtype.is_floating_point:
         return records.NO_TAINT
-    if values.decision("balanced-routing") is None and _as_the_data_chooses(
+    if values.decision(assumptions.ROUTING) is None and _as_the_data_chooses(
         tape, call, index, position
     ):
         return records.NO_TAINT

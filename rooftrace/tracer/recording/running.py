@@ -17,6 +17,7 @@ from torch.utils.flop_counter import flop_registry
 from rooftrace.tracer.ops import Call, groups, info_of, traits
 from rooftrace.tracer.recording.by_value import by_value
 from rooftrace.tracer.recording.facts import learn_facts
+from rooftrace.tracer.recording.reached import expect_counts
 from rooftrace.tracer.recording.routing import route
 from rooftrace.tracer.recording.sizes import SizeCache, writes_lists
 from rooftrace.tracer.recording.substitutes import off_host, without_meta_kernel
@@ -79,6 +80,7 @@ class Runner:
         outputs = [out] if single else trees.listed(out)
         taint = _propagate(tape, call, outputs)
         taint |= learn_facts(tape.values, call, facts)
+        taint |= expect_counts(tape, call, facts)
         size = groups.group_size(call.func, call.args, call.kwargs)
         if size:
             facts["group_size"] = size

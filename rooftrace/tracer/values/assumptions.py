@@ -47,23 +47,31 @@ class Assumptions:
         self._same_branch: Counter[tuple[str, str]] = Counter()
         self._index: dict[tuple[Any, ...], int] = {}
 
-    def assume(self, kind: str, text: str, value: Any = None) -> int:
+    def assume(
+        self, kind: str, text: str, value: Any = None, facts: Mapping[str, Any] | None = None
+    ) -> int:
         """Record an assumption (once per kind, module and text) and return its id."""
-        return self._assume(kind, self.where(), text, value, self.op)
+        return self._assume(kind, self.where(), text, value, self.op, facts or {})
 
     def assume_again(self, number: int, path: str, other: str) -> int:
         """The id of an assumption made below one module path, for the module at another."""
         old = self.assumptions[number]
         inside = old.where == path or old.where.startswith(f"{path}.")
         where = other + old.where[len(path) :] if inside else old.where
-        return self._assume(old.kind, where, old.text, old.value, old.op)
+        return self._assume(old.kind, where, old.text, old.value, old.op, old.facts)
 
-    def _assume(self, kind: str, where: str, text: str, value: Any, op: str) -> int:
+    def _assume(
+        self, kind: str, where: str, text: str, value: Any, op: str, facts: Mapping[str, Any]
+    ) -> int:
         key = (kind, where, text, repr(value))
         index = self._index.get(key)
         if index is None:
             index = self._index[key] = len(self.assumptions)
-            self.assumptions.append(Assumption(index, kind, where, text, value, op))
+            self.assumptions.append(
+                Assumption(
+                    id=index, kind=kind, where=where, text=text, value=value, op=op, facts=facts
+                )
+            )
         return index
 
     def decision(self, kind: str) -> Any:
@@ -78,7 +86,7 @@ class Assumptions:
         flat = torch.zeros(math.prod(shape), dtype=torch.bool)
         flat[: max(1 if density else 0, math.ceil(flat.numel() * density))] = True
         text = f"{why}: {100 * density:.3g}% of an unknown mask {list(shape)} is taken as true"
-        taint = self.assume("density", _says_who(text, decided), density)
+        taint = self.assume("density", says_who(text, decided), density)
         return flat.reshape(shape), frozenset([taint])
 
     def ones(self, tensor: Tensor, why: str) -> tuple[Tensor, frozenset[int]]:
@@ -87,7 +95,7 @@ class Assumptions:
         value = self.number if decided is None else decided
         shown = str(value) if decided is not None else "ones" if value else "zeros"
         text = f"{why}: an unknown {trees.label_of(tensor)} tensor is taken as {shown}"
-        taint = self.assume("value", _says_who(text, decided), value)
+        taint = self.assume("value", says_who(text, decided), value)
         return torch.full(tuple(tensor.shape), value, dtype=tensor.dtype), frozenset([taint])
 
     def branch(self, shape: tuple[int, ...], why: str) -> tuple[Tensor, frozenset[int]]:
@@ -104,12 +112,12 @@ class Assumptions:
         taken = self.branches.get(index, usual != endless)
         self.decided = index in self.branches or decided is not None
         self._same_branch[place] = self._same_branch[place] + 1 if taken == usual else 0
-        text = _says_who(f"{why} of an unknown condition is taken as {taken}", decided)
+        text = says_who(f"{why} of an unknown condition is taken as {taken}", decided)
         if endless:
             text += f" after {MAX_SAME_BRANCH} times"
         return torch.full(shape, taken), frozenset([self.assume("branch", text, taken)])
 
 
-def _says_who(text: str, decided: Any) -> str:
+def says_who(text: str, decided: Any) -> str:
     """The text, with ", as given" if the user decided."""
     return text if decided is None else f"{text}, as given"

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rooftrace.tracer.asking import assumptions as asked
 from rooftrace.tracer.ops import Call, groups, traits
 from rooftrace.tracer.tensors import trees
-from rooftrace.tracer.values.assumptions import Assumptions
-from rooftrace.tracer.values.drawing import drawn
+from rooftrace.tracer.values.assumptions import Assumptions, says_who
+from rooftrace.tracer.values.choices import EXPECTED, chosen, in_order
 from rooftrace.tracer.values.marks import (
     KNOWN,
     MAX_ASSUMED,
@@ -56,6 +57,7 @@ class Values(Assumptions):
         self.results = ResultMemo(torch.Generator().manual_seed(0) if draws else None)
         self.key = f"{KNOWN}_{next(_SERIAL)}"  # of this capture alone; others may run beside it
         self.computed = 0  # how many values were computed from real data
+        self.routed: dict[int, set[tuple[int, ...]]] = {}  # shapes of weights read by a choice
         self.compute: Callable[[Tensor], Tensor | None] = lambda tensor: None
         """Gives the value of a tensor from the real tensors of the caller, where it can."""
         self.finite: Callable[[Tensor], bool | None] = lambda tensor: None
@@ -158,36 +160,33 @@ class Values(Assumptions):
     def route(
         self, name: str, source: Tensor, index: Tensor, dimension: int, sorts: bool = False
     ) -> int | None:
-        """Give the index output of topk, argmax, sort ... on unknown floats balanced values.
+        """Give the index output of topk, argmax, sort ... on unknown floats values, by a policy.
 
-        Every class is chosen equally often (round robin), or at random if the user wants that; a
-        full sort keeps the order (sorts: the op is a sort).  Returns the id of the assumption.
+        The policy is `expected` unless the user decided; a full sort keeps the order (sorts: the op
+        is a sort).  Returns the id of the assumption.
         """
         if not 0 < index.numel() <= MAX_INTEGERS:
             return None
-        classes = source.shape[dimension] if source.dim() else 1
+        classes = max(source.shape[dimension] if source.dim() else 1, 1)
         shape = tuple(index.shape)
         full = shape == tuple(source.shape) and sorts
-        by_lot = not full and self.decision("balanced-routing") == "uniform"
-        key = ("route", full, by_lot, shape, classes, index.dtype, dimension)
-        value = self.results.memo.get(key)
-        if value is None:
+        decided = None if full else self.decision(asked.ROUTING)
+        key = ("route", full, repr(decided), shape, classes, index.dtype, dimension)
+        kept = self.results.memo.get(key)
+        if kept is None:
             if full:
-                spread = [-1 if i == dimension % source.dim() else 1 for i in range(source.dim())]
-                value = torch.arange(classes).reshape(spread).expand(shape).contiguous()
-            elif by_lot:
-                keeps = index.dim() == source.dim()  # argmax may drop the dimension
-                value = drawn(shape, max(classes, 1), dimension if keeps else None)
+                choices = in_order(shape, classes, dimension)
             else:
-                value = (torch.arange(index.numel()) % max(classes, 1)).reshape(shape)
-            value = self.results.memo[key] = value.to(index.dtype)
-            self.results.shared.add(trees.bytes_of(value))
-        how = "by lot, as given" if by_lot else "equally often"
-        taint = self.assume(
-            "uniform-routing" if by_lot else "balanced-routing",
-            f"{name} over {classes} classes on unknown scores chooses each {how}",
-            classes,
-        )
+                policy = EXPECTED if decided is None else asked.policy_of(decided)
+                along = dimension if index.dim() == source.dim() else None  # argmax may drop it
+                choices = chosen(policy, shape, classes, along)
+            kept = self.results.memo[key] = choices, choices.indices.to(index.dtype)
+            self.results.shared.add(trees.bytes_of(kept[1]))
+        choices, value = kept
+        text = says_who(f"{name} {choices.text}", decided)
+        taint = self.assume(asked.ROUTING, text, classes, choices.facts)
+        if choices.facts:
+            self.routed.setdefault(taint, set())
         self.learn(index, value, frozenset([taint]))
         return taint
 
