@@ -234,7 +234,7 @@ def what_times_are(estimates: Sequence[Estimate]) -> str:
     texts = []
     if by_knobs:
         fitted = any(isinstance(e.execution.knobs, Knobs) for e in estimates)
-        rest = "" if fitted else ", not calibrated on this chip"
+        rest = "" if fitted else ", not calibrated"
         texts.append(f"expected by: {', '.join(by_knobs)}{rest}")
     if not all(e.expected for e in estimates):
         names = dict.fromkeys(e.execution.name for e in estimates if not e.expected)
