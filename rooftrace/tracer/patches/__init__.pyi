@@ -9,4 +9,5 @@ from rooftrace.tracer.patches.scopes import (
 )
 from rooftrace.tracer.patches.shared import (
     Shared as Shared,
+    collector_off as collector_off,
 )

@@ -1,4 +1,4 @@
-"""Contexts of one thread, and the garbage collector's, which all threads share.
+"""Contexts of one thread.
 
 Torch's own way of entering a mode notes what was on in variables that all threads share, and
 restores them in the order in which modes end.  These helpers touch the stacks of the thread only.
@@ -7,8 +7,7 @@ restores them in the order in which modes end.  These helpers touch the stacks o
 from __future__ import annotations
 
 import contextlib
-import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +17,6 @@ from torch.utils._device import DeviceContext
 
 from rooftrace.tracer.patches.claims import claimed as claimed
 from rooftrace.tracer.patches.scopes import Scope
-from rooftrace.tracer.patches.shared import Shared
 
 _dispatch: Any = _python_dispatch
 _functions: Any = overrides
@@ -67,14 +65,3 @@ def _taken_off() -> list[Any]:
 def _put_on(modes: Sequence[Any]) -> None:
     for mode in modes:
         _functions._push_mode(mode)
-
-
-def _collector_off() -> Callable[[], None]:
-    if not gc.isenabled():
-        return lambda: None
-    gc.disable()
-    return gc.enable
-
-
-collector_off = Shared(_collector_off)
-"""No garbage collection, in any thread: from the first that needs that to the last."""

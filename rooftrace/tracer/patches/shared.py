@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -43,3 +44,14 @@ class Shared:
             if not self._count and self._undo is not None:
                 undo, self._undo = self._undo, None
                 undo()
+
+
+def _collector_off() -> Callable[[], None]:
+    if not gc.isenabled():
+        return lambda: None
+    gc.disable()
+    return gc.enable
+
+
+collector_off = Shared(_collector_off)
+"""No garbage collection, in any thread: from the first that needs that to the last."""

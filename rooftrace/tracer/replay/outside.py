@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rooftrace.tracer.patches import contexts
+from rooftrace.tracer.patches import collector_off
 from rooftrace.tracer.replay.watching import Watched
 from rooftrace.tracer.tensors import trees
 
@@ -87,7 +87,7 @@ class Outside:
             sys.setprofile(_watching(_thread.active, self._watches_draws))
         _thread.active.append(self)
         self._entered = True
-        contexts.collector_off.take()
+        collector_off.take()
         return self
 
     def __exit__(self, *exception: Any) -> None:
@@ -95,7 +95,7 @@ class Outside:
             _thread.active.remove(self)
             if not _thread.active:
                 sys.setprofile(None)
-            contexts.collector_off.give_back()
+            collector_off.give_back()
         self._add_cells()
 
     def unchanged(self) -> bool:

@@ -135,10 +135,10 @@ def collector_paused(keep: bool = False) -> Iterator[None]:
     keep: exclude all objects from later collections too (gc.freeze).  That is for a program that
     ends soon: garbage made inside is never freed.
     """
-    from rooftrace.tracer.patches import contexts
+    from rooftrace.tracer.patches import collector_off
 
     enabled = gc.isenabled()
-    with contexts.collector_off.used():
+    with collector_off.used():
         try:
             yield
         finally:
