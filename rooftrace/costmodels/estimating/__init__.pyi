@@ -2,4 +2,7 @@ from rooftrace.costmodels.estimating.estimates import (
     Estimate as Estimate,
     estimate as estimate,
 )
-from rooftrace.costmodels.estimating.rows import Row as Row
+from rooftrace.costmodels.estimating.rows import (
+    Row as Row,
+    records_of as records_of,
+)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -144,10 +144,14 @@ def frame_of(planned: Plan, rows: Sequence[Row]) -> pandas.DataFrame:
     """A pandas frame with a line for each row of a plan, in launch order."""
     import pandas
 
-    records = []
+    return pandas.DataFrame.from_records(list(records_of(planned, rows)))
+
+
+def records_of(planned: Plan, rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
+    """The numbers of each row by the names of their columns, in launch order."""
     for row in rows:
         timing = row.timing
-        records.append(
+        yield (
             {
                 "kernel": row.index,
                 "name": row.name,
@@ -175,4 +179,3 @@ def frame_of(planned: Plan, rows: Sequence[Row]) -> pandas.DataFrame:
                 "has_rule": row.known,
             }
         )
-    return pandas.DataFrame.from_records(records)

@@ -6,6 +6,7 @@ A plan is made once per execution model; `estimate` puts it on chips.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -144,10 +145,26 @@ def plan(graph: OpGraph, execution: str | ExecutionModel = "efficient") -> Plan:
 
     Raises ExecutionError for a preset that does not exist.
     """
+    return plan_each(graph, [execution])[0]
+
+
+def plan_each(graph: OpGraph, executions: Sequence[str | ExecutionModel]) -> list[Plan]:
+    """A plan under each execution model, as `plan` makes it; what they share is priced once."""
     check_graph(graph, "plan")
-    model = execution_model(execution)
-    op_costs, known = price_ops(graph)
-    classified = with_families(graph, op_costs)
+    models = [execution_model(execution) for execution in executions]
+    priced = price_ops(graph)
+    classified = with_families(graph, priced[0])
+    return [_planned(graph, classified, priced, model) for model in models]
+
+
+def _planned(
+    graph: OpGraph,
+    classified: OpGraph,
+    priced: tuple[tuple[Cost, ...], tuple[bool, ...]],
+    model: ExecutionModel,
+) -> Plan:
+    """classified: the graph with the family of each op.  priced: the costs of its ops."""
+    op_costs, known = priced
     rewritten, notes = rewrite(classified, model)
     if rewritten is not classified:
         op_costs, known = price_ops(rewritten)

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import csv
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
-from rooftrace._escapes import to_cell, to_cells, to_json
+from rooftrace._escapes import to_cells, to_json
 from rooftrace._writing import aside, put_folder
 from rooftrace.errors import RequestError
 
 if TYPE_CHECKING:
-    import pandas
-
     from rooftrace.measured.validate import Validation
     from rooftrace.reporting.sections import Results
 
@@ -84,7 +83,7 @@ def write_report(results: Results, out: Path, formats: Sequence[str]) -> list[Pa
         figures = tuple(names)
         if "csv" in formats:
             with (folder / "ops.csv").open("w", encoding="utf-8", newline="") as file:
-                write_frames(results.frames(), file)
+                write_records(chain.from_iterable(results.records()), file)
             names.append("ops.csv")
         if "json" in formats:
             from rooftrace.reporting.sections import document
@@ -139,12 +138,14 @@ def write_validation(result: Validation, out: Path) -> list[Path]:
     return [out / name for name in ("validation.md", "validation.json", *names)]
 
 
-def write_frames(frames: Iterable[pandas.DataFrame], file: IO[str]) -> None:
-    """Write frames of equal columns as one CSV; text that would be a formula is quoted."""
-    for number, frame in enumerate(frames):
-        texts = frame.select_dtypes(exclude="number").columns
-        plain = frame.assign(**{name: frame[name].map(to_cell) for name in texts})
-        plain.to_csv(file, index=False, header=number == 0, lineterminator="\n")
+def write_records(records: Iterable[Mapping[str, Any]], file: IO[str]) -> None:
+    """Write records of equal keys as one CSV; text that would be a formula is quoted."""
+    writer = None
+    for record in records:
+        if writer is None:
+            writer = csv.DictWriter(file, list(record), lineterminator="\n")
+            writer.writeheader()
+        writer.writerow(to_cells(record))
 
 
 @contextmanager

@@ -6,12 +6,13 @@ import io
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rooftrace.costmodels.estimating import Estimate, estimate
 from rooftrace.costmodels.execution import ExecutionModel, execution_model
-from rooftrace.costmodels.planning import plan
+from rooftrace.costmodels.planning import plan_each
 from rooftrace.errors import RequestError
 from rooftrace.hardware import Chip, load_chip
 from rooftrace.reporting.pages.files import FORMATS, check_formats, write_report
@@ -43,10 +44,10 @@ class Report(Results):
 
         Text that a spreadsheet would run as a formula begins with a "'".
         """
-        from rooftrace.reporting.pages.files import write_frames
+        from rooftrace.reporting.pages.files import write_records
 
         file = io.StringIO()
-        write_frames(self.frames(), file)
+        write_records(chain.from_iterable(self.records()), file)
         return file.getvalue()
 
     def write(self, out: str | Path, formats: Sequence[str] = FORMATS) -> list[Path]:
@@ -102,7 +103,7 @@ def build_report(
 ) -> Report:
     """Price each graph under each execution model and put it on each chip.
 
-    `graphs` is by phase name; `progress` is told the phase and execution that is being priced.
+    `graphs` is by phase name; `progress` is told the phase that is being priced.
     Raises what `estimate` raises, and RequestError where any of the three is empty, or has a name
     twice.
     """
@@ -112,10 +113,9 @@ def build_report(
     estimates: dict[str, dict[str, dict[str, Estimate]]] = {}
     for phase, graph in graphs.items():
         estimates[phase] = {}
-        for model in models:
-            if progress:
-                progress(f"{phase}, {model.name}")
-            planned = plan(graph, model)
+        if progress:
+            progress(f"{phase}: {', '.join(model.name for model in models)}")
+        for model, planned in zip(models, plan_each(graph, models), strict=True):
             estimates[phase][model.name] = {chip.name: estimate(planned, chip) for chip in targets}
     main = models[-1].name
     peaks = {phase: next(iter(estimates[phase][main].values())).memory for phase in graphs}

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from rooftrace.costmodels.estimating import records_of
 from rooftrace.hardware import Chip
 from rooftrace.tracer.graph import Assumption, OpGraph
 
@@ -129,13 +130,16 @@ class Results:
 
     def frames(self) -> Iterator[pandas.DataFrame]:
         """Rows of kernels as `Estimate.to_frame` has them, a frame for each phase and execution."""
+        import pandas
+
+        for records in self.records():
+            yield pandas.DataFrame.from_records(records)
+
+    def records(self) -> Iterator[list[dict[str, Any]]]:
+        """The rows of `frames` as plain records, for each phase and execution."""
         for phase, execution, estimate in self.of_first_chip():
-            frame = estimate.to_frame()
-            for position, (name, value) in enumerate(
-                (("phase", phase), ("execution", execution), ("chip", estimate.chip.name))
-            ):
-                frame.insert(position, name, value)
-            yield frame
+            head = {"phase": phase, "execution": execution, "chip": estimate.chip.name}
+            yield [head | row for row in records_of(estimate.plan, estimate.rows)]
 
 
 def _rested_on(graph: OpGraph) -> frozenset[int]:

@@ -1,4 +1,4 @@
-from rooftrace.tracer.patches import contexts as contexts
+from rooftrace.tracer.patches import contexts as contexts, shared as shared
 from rooftrace.tracer.patches.replacing import (
     original_of as original_of,
     replaced as replaced,
@@ -6,8 +6,4 @@ from rooftrace.tracer.patches.replacing import (
 from rooftrace.tracer.patches.scopes import (
     Scope as Scope,
     current_scope as current_scope,
-)
-from rooftrace.tracer.patches.shared import (
-    Shared as Shared,
-    collector_off as collector_off,
 )

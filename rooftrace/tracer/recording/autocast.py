@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rooftrace.tracer.patches import Scope, Shared, current_scope, original_of, replaced
+from rooftrace.tracer.patches import Scope, current_scope, original_of, replaced, shared
 from rooftrace.tracer.tensors import subclasses
 
 _KEY = "AutocastIPU"
@@ -192,7 +192,7 @@ def _registered() -> Callable[[], None]:
     return undo
 
 
-_KERNELS = Shared(_registered)
+_KERNELS = shared.Shared(_registered)
 
 
 def _here() -> Autocast | None:

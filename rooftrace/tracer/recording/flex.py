@@ -18,7 +18,7 @@ from torch._higher_order_ops.flex_attention import flex_attention_backward as fl
 from torch.nn.attention import flex_attention as flex
 from torch.utils._python_dispatch import _disable_current_modes
 
-from rooftrace.tracer.patches import Shared, current_scope, original_of, replaced
+from rooftrace.tracer.patches import current_scope, original_of, replaced, shared
 from rooftrace.tracer.recording.facts import classify
 from rooftrace.tracer.tape import Tape
 from rooftrace.tracer.values import META, marks
@@ -133,7 +133,7 @@ def _uncompiled() -> Callable[[], None]:
     return undo
 
 
-_PLAIN = Shared(_uncompiled)
+_PLAIN = shared.Shared(_uncompiled)
 
 
 def _whole(tape: Tape, original: Any) -> Callable[..., Any]:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from torch import nn
 from torch.nn.modules import module as nn_module
 
-from rooftrace.tracer.patches import Scope, Shared, current_scope
+from rooftrace.tracer.patches import Scope, current_scope, shared
 
 _NAME = "calls"
 """Under which a scope keeps who watches its calls."""
@@ -62,7 +62,7 @@ def _registered() -> Callable[[], None]:
     return undo
 
 
-_HOOKS = Shared(_registered)
+_HOOKS = shared.Shared(_registered)
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ import torch
 from torch.nested._internal import sdpa
 from torch.utils._python_dispatch import _disable_current_modes
 
-from rooftrace.tracer.patches import Shared, current_scope, replaced
+from rooftrace.tracer.patches import current_scope, replaced, shared
 from rooftrace.tracer.source import spec_after
 
 
@@ -196,7 +196,7 @@ def _ignored() -> Callable[[], None]:
     return undo
 
 
-_WARNINGS = Shared(_ignored)
+_WARNINGS = shared.Shared(_ignored)
 
 
 def warnings_quiet() -> contextlib.AbstractContextManager[None]:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rooftrace.tracer.patches import collector_off
+from rooftrace.tracer.patches import shared
 from rooftrace.tracer.replay.watching import Watched
 from rooftrace.tracer.tensors import trees
 
@@ -87,7 +87,7 @@ class Outside:
             sys.setprofile(_watching(_thread.active, self._watches_draws))
         _thread.active.append(self)
         self._entered = True
-        collector_off.take()
+        shared.collector_off.take()
         return self
 
     def __exit__(self, *exception: Any) -> None:
@@ -95,7 +95,7 @@ class Outside:
             _thread.active.remove(self)
             if not _thread.active:
                 sys.setprofile(None)
-            collector_off.give_back()
+            shared.collector_off.give_back()
         self._add_cells()
 
     def unchanged(self) -> bool:

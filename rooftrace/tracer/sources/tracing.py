@@ -135,10 +135,10 @@ def collector_paused(keep: bool = False) -> Iterator[None]:
     keep: exclude all objects from later collections too (gc.freeze).  That is for a program that
     ends soon: garbage made inside is never freed.
     """
-    from rooftrace.tracer.patches import collector_off
+    from rooftrace.tracer.patches import shared
 
     enabled = gc.isenabled()
-    with collector_off.used():
+    with shared.collector_off.used():
         try:
             yield
         finally:

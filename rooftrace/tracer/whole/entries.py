@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rooftrace.tracer.patches import Shared, current_scope
+from rooftrace.tracer.patches import current_scope, shared
 from rooftrace.tracer.whole.attention import scaled_dot_product_attention
 from rooftrace.tracer.whole.library import Library
 from rooftrace.tracer.whole.recurrent import entry, packed_entry
@@ -62,7 +62,7 @@ def _registered() -> Callable[[], None]:
     return library._destroy  # type: ignore[no-any-return]
 
 
-_KERNELS = Shared(_registered)
+_KERNELS = shared.Shared(_registered)
 
 
 def _op(name: str) -> Any:
