@@ -7,5 +7,4 @@ from rooftrace.costmodels.planning.plans import (
     Bytes as Bytes,
     Plan as Plan,
     plan as plan,
-    plan_each as plan_each,
 )

@@ -76,6 +76,15 @@ class Plan:
     notes: tuple[str, ...] = ()  # what was rewritten or is worth knowing, a sentence each
     own_notes: tuple[str, ...] = ()  # those of them on rules and joins that users and packages add
 
+    @staticmethod
+    def each(graph: OpGraph, executions: Sequence[str | ExecutionModel]) -> list[Plan]:
+        """A plan under each execution model, as `plan` makes it; what they share is priced once."""
+        check_graph(graph, "plan")
+        models = [execution_model(execution) for execution in executions]
+        priced = price_ops(graph)
+        classified = with_families(graph, priced[0])
+        return [_planned(graph, classified, priced, model) for model in models]
+
     @cached_property
     def total(self) -> Cost:
         """Work and traffic of all groups."""
@@ -145,16 +154,7 @@ def plan(graph: OpGraph, execution: str | ExecutionModel = "efficient") -> Plan:
 
     Raises ExecutionError for a preset that does not exist.
     """
-    return plan_each(graph, [execution])[0]
-
-
-def plan_each(graph: OpGraph, executions: Sequence[str | ExecutionModel]) -> list[Plan]:
-    """A plan under each execution model, as `plan` makes it; what they share is priced once."""
-    check_graph(graph, "plan")
-    models = [execution_model(execution) for execution in executions]
-    priced = price_ops(graph)
-    classified = with_families(graph, priced[0])
-    return [_planned(graph, classified, priced, model) for model in models]
+    return Plan.each(graph, [execution])[0]
 
 
 def _planned(

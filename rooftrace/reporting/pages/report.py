@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from rooftrace.costmodels.estimating import Estimate, estimate
 from rooftrace.costmodels.execution import ExecutionModel, execution_model
-from rooftrace.costmodels.planning import plan_each
+from rooftrace.costmodels.planning import Plan
 from rooftrace.errors import RequestError
 from rooftrace.hardware import Chip, load_chip
 from rooftrace.reporting.pages.files import FORMATS, check_formats, write_report
@@ -115,7 +115,7 @@ def build_report(
         estimates[phase] = {}
         if progress:
             progress(f"{phase}: {', '.join(model.name for model in models)}")
-        for model, planned in zip(models, plan_each(graph, models), strict=True):
+        for model, planned in zip(models, Plan.each(graph, models), strict=True):
             estimates[phase][model.name] = {chip.name: estimate(planned, chip) for chip in targets}
     main = models[-1].name
     peaks = {phase: next(iter(estimates[phase][main].values())).memory for phase in graphs}
