@@ -25,7 +25,7 @@ from rooftrace.costmodels.planning.advice import (
 from rooftrace.costmodels.planning.coverage import Coverage, coverage_of
 from rooftrace.costmodels.planning.launches import Launch, launches_of
 from rooftrace.costmodels.pricing import price_ops, with_families
-from rooftrace.costmodels.rewriting import rewrite
+from rooftrace.costmodels.rewriting import rewritten
 from rooftrace.costmodels.traffic import (
     bytes_by_role,
     compulsory_bytes,
@@ -64,6 +64,7 @@ class Plan:
     """A graph priced under one execution model; still without a chip."""
 
     source: OpGraph  # as captured
+    served: OpGraph  # as captured, with the named rewrites: what memory is told of
     graph: OpGraph  # after rewriting: naive attention stands as its matrix products
     execution: ExecutionModel
     op_costs: tuple[Cost, ...]  # one per op of `graph`, bound to storages
@@ -148,31 +149,33 @@ def plan(graph: OpGraph, execution: str | ExecutionModel = "efficient") -> Plan:
     model = execution_model(execution)
     op_costs, known = price_ops(graph)
     classified = with_families(graph, op_costs)
-    rewritten, notes = rewrite(classified, model)
-    if rewritten is not classified:
-        op_costs, known = price_ops(rewritten)
-    groups = fuse(rewritten, model, op_costs)
-    costs = group_costs(rewritten, groups, op_costs, model)
+    changed = rewritten(classified, model, lambda other: price_ops(other)[0])
+    priced = changed.graph
+    if priced is not classified:
+        op_costs, known = price_ops(priced)
+    groups = fuse(priced, model, op_costs)
+    costs = group_costs(priced, groups, op_costs, model)
     own_notes = (
-        *rules_of_no_op(rewritten),
+        *rules_of_no_op(priced),
         *joined_by_users(groups),
         *failures("rooftrace.rules", "rooftrace.joins"),
     )
     return Plan(
         source=graph,
-        graph=rewritten,
+        served=graph if changed.served is classified else changed.served,
+        graph=priced,
         execution=model,
         op_costs=op_costs,
         groups=groups,
         costs=costs,
-        launches=launches_of(rewritten, groups, model),
-        coverage=coverage_of(rewritten, op_costs, known),
-        compulsory=compulsory_bytes(rewritten, op_costs),
+        launches=launches_of(priced, groups, model),
+        coverage=coverage_of(priced, op_costs, known),
+        compulsory=compulsory_bytes(priced, op_costs),
         notes=(
-            *notes,
-            *given_formulas(rewritten),
-            *unknown_groups(rewritten, op_costs),
-            *cache_products(rewritten, op_costs),
+            *changed.notes,
+            *given_formulas(priced),
+            *unknown_groups(priced, op_costs),
+            *cache_products(priced, op_costs),
             *own_notes,
         ),
         own_notes=own_notes,

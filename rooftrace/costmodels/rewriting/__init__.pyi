@@ -5,4 +5,6 @@ from rooftrace.costmodels.rewriting.rewrites import (
     check_precisions as check_precisions,
     reprice as reprice,
     rewrite as rewrite,
+    rewritten as rewritten,
 )
+from rooftrace.costmodels.rewriting.table import REWRITES as REWRITES

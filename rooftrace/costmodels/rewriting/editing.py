@@ -11,6 +11,7 @@ from rooftrace.tracer.graph import Op, OpGraph, Tensor
 
 ATTENTION = "rooftrace.attention.default"
 ATTENTION_BACKWARD = "rooftrace.attention_backward.default"
+LATENT_ATTENTION = "rooftrace.latent_attention.default"
 WRITTEN_OUT = "written_out"
 """Fact of an attention that calls no library's kernel, so that its tiles are not known."""
 
@@ -31,10 +32,11 @@ class Editor:
         role: str,
         repeats: tuple[int, ...],
         name: str = "",
+        stride: tuple[int, ...] | None = None,
     ) -> int:
-        """A new contiguous value."""
+        """A new value: contiguous, or with these strides."""
         index = len(self.values)
-        stride = Tensor.contiguous(shape)
+        stride = Tensor.contiguous(shape) if stride is None else stride
         self.values.append(
             Tensor(
                 shape=shape,
@@ -84,6 +86,51 @@ class Editor:
             )
         )
 
+    def viewed(
+        self, like: Op, of: Ref, shape: tuple[int, ...], stride: tuple[int, ...] | None = None
+    ) -> Ref:
+        """A value in another shape: contiguous, or with these strides."""
+        strides = Tensor.contiguous(shape) if stride is None else stride
+        out = self.view(of, shape, strides, like.repeats)
+        self.emit(
+            like, "aten.reshape.default", {"self": of, "shape": shape}, (out,), kind="view"
+        )
+        return Ref(out)
+
+    def sliced(self, like: Op, of: Ref, dim: int, start: int, end: int) -> Ref:
+        """Elements `start` to `end` of a value along one dimension; itself if that is all."""
+        source = self.values[of.id]
+        if (start, end) == (0, source.shape[dim]):
+            return of
+        shape = (*source.shape[:dim], end - start, *source.shape[dim + 1 :])
+        out = self.view(of, shape, source.stride, like.repeats)
+        cut: dict[str, Argument] = {"self": of, "dim": dim, "start": start, "end": end}
+        self.emit(like, "aten.slice.Tensor", cut, (out,), kind="view")
+        return Ref(out)
+
+    def permuted(self, like: Op, of: Ref, dims: tuple[int, ...]) -> Ref:
+        """A value with its dimensions in another order."""
+        source = self.values[of.id]
+        shape, stride = (tuple(t[d] for d in dims) for t in (source.shape, source.stride))
+        out = self.view(of, shape, stride, like.repeats)
+        self.emit(like, "aten.permute.default", {"self": of, "dims": dims}, (out,), kind="view")
+        return Ref(out)
+
+    def made(
+        self,
+        like: Op,
+        target: str,
+        arguments: Mapping[str, Argument],
+        shape: tuple[int, ...],
+        dtype: str,
+        role: str = "activations",
+        facts: Mapping[str, Any] | None = None,
+    ) -> Ref:
+        """The new value that a new kernel makes."""
+        out = self.value(shape, dtype, role, like.repeats)
+        self.emit(like, target, arguments, (out,), facts=facts)
+        return Ref(out)
+
     def causal_mask(self, queries: int, length: int) -> int:
         """A constant bool[S, L], the same one for every attention of this size."""
         mask = self._causal.get((queries, length))
@@ -102,12 +149,12 @@ class Editor:
         self.emit(like, "aten.transpose.int", turn, (out,), kind="view")
         return Ref(out)
 
-    def done(self) -> OpGraph:
-        """The new graph, verified."""
+    def done(self, **changes: Any) -> OpGraph:
+        """The new graph, verified.  changes: of other fields of the graph."""
         ops = tuple(
             op if op.id == index else replace(op, id=index) for index, op in enumerate(self.ops)
         )
-        return self.graph.replace(values=tuple(self.values), ops=ops).verify()
+        return self.graph.replace(values=tuple(self.values), ops=ops, **changes).verify()
 
 
 def operand(op: Op, name: str) -> Ref:
