@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +23,7 @@ class Editor:
         self.graph = graph
         self.values = list(graph.values)
         self.ops: list[Op] = []
+        self.repeats = list(graph.repeats)
         self._causal: dict[tuple[int, int], int] = {}
 
     def value(
@@ -62,6 +63,17 @@ class Editor:
             replace(source, shape=shape, stride=stride, name="", repeats=repeats, then=then)
         )
         return index
+
+    def named_like(
+        self, value: int, parts: Sequence[int], join: Callable[[list[str]], str]
+    ) -> None:
+        """Name a value in each iteration, where the parts that it is made of have names of their
+        own."""
+        for position, repeat in enumerate(self.repeats):
+            if all(part in repeat.names for part in parts):
+                columns = zip(*(repeat.names[part] for part in parts), strict=True)
+                names = {**repeat.names, value: tuple(join(list(column)) for column in columns)}
+                self.repeats[position] = replace(repeat, names=names)
 
     def emit(
         self,
@@ -154,7 +166,8 @@ class Editor:
         ops = tuple(
             op if op.id == index else replace(op, id=index) for index, op in enumerate(self.ops)
         )
-        return self.graph.replace(values=tuple(self.values), ops=ops, **changes).verify()
+        fields = {"values": tuple(self.values), "repeats": tuple(self.repeats), **changes}
+        return self.graph.replace(ops=ops, **fields).verify()
 
 
 def operand(op: Op, name: str) -> Ref:

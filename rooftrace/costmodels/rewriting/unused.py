@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence, Set
 from dataclasses import replace
 
 from rooftrace.tracer.arguments import references
@@ -30,8 +30,36 @@ def without_left_behind(graph: OpGraph, before: OpGraph) -> OpGraph:
     unused_before = {op.outputs for op in before.ops} - used_before
     used = {op.id for op in _used(graph)}
     kept = [op for op in graph.ops if op.id in used or op.outputs in unused_before]
+    kept = _without_unread_views(graph, kept, _read(before, before.ops))
     gone = before.producers.keys() - {value for op in kept for value in op.outputs}
     return _with_ops(graph, [_letting_go(op, gone) for op in kept])
+
+
+def _read(graph: OpGraph, ops: Sequence[Op]) -> set[int]:
+    """The values that ops read, here or in a neighbouring iteration, and those that leave."""
+    read = {value for op in ops for value in op.inputs} | set(graph.outputs)
+    neighbours = [ref.then for op in ops for ref in references(op.arguments)]
+    neighbours += [tensor.then for tensor in graph.values]
+    return read | {then.value for then in neighbours if then is not None}
+
+
+def _without_unread_views(graph: OpGraph, ops: list[Op], before: Set[int]) -> list[Op]:
+    """Ops without the views that nothing reads any more, among those that were read `before`.
+
+    Views of what comes from outside are kept by `_used`, since they may be written.
+    """
+    while True:
+        read = _read(graph, ops)
+        kept = [
+            op
+            for op in ops
+            if op.kind != "view"
+            or before.isdisjoint(op.outputs)
+            or any(i in read or graph.values[i].storage == i for i in op.outputs)
+        ]
+        if len(kept) == len(ops):
+            return kept
+        ops = kept
 
 
 def _letting_go(op: Op, gone: Collection[int]) -> Op:
