@@ -1,4 +1,5 @@
 from rooftrace.costmodels.execution.executions import (
+    REWRITES as REWRITES,
     SUMMARIES as SUMMARIES,
     TYPICAL as TYPICAL,
     ExecutionError as ExecutionError,

@@ -133,18 +133,19 @@ class ExecutionModel:
         return Knobs.typical(chip.kind, compiled=self.fusion != "none")
 
     def _check_rewrites(self) -> None:
-        names = self.rewrites
-        listed = isinstance(names, (tuple, list))
-        if not listed or not all(isinstance(name, str) for name in names):
+        asked = self.rewrites
+        listed = isinstance(asked, (tuple, list))
+        if not listed or not all(isinstance(name, str) for name in asked):
             raise ExecutionError(
-                f"rewrites={names!r}: expected a tuple of names, for example (\"last-logits\",)"
+                f"rewrites={asked!r}: expected a tuple of names, for example ('last-logits',)"
             )
-        for name in names:
+        for name in asked:
             if name not in REWRITES:
+                names = ", ".join(REWRITES)
                 raise ExecutionError(
-                    f"rewrite {name!r}: expected one of {', '.join(REWRITES)}{hint(name, REWRITES)}"
+                    f"rewrite {name!r}: expected one of {names}{hint(name, REWRITES)}"
                 )
-        object.__setattr__(self, "rewrites", tuple(n for n in REWRITES if n in names))
+        object.__setattr__(self, "rewrites", tuple(name for name in REWRITES if name in asked))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dict for the report; `from_dict` reads it back."""
@@ -215,8 +216,8 @@ SUMMARIES: Mapping[str, str] = {
     "eager": "ops as captured, SDPA one kernel, no fusion, one host dispatch per op",
     "compiled": "fusion groups detected in the graph, one host dispatch per group",
     "efficient": "as compiled, launched as one graph",
-    "serving": "as efficient, with the rewrites of a server: absorbed latents, routed experts only, "
-    "fused qkv and gate-up, logits of the last position, caches written in place",
+    "serving": "as efficient, rewritten as servers do: absorbed latents, routed experts only, "
+    "fused qkv and gate-up, logits of the last position",
     "seed-naive": "as naive, with the seed's utilization (B_sat 64, eta_scalar 0.35)",
     "seed-efficient": "the seed's factors: WRF 4/4/2, activation fusion 0.5, elementwise 0.7",
 }

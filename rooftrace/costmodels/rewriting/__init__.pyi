@@ -4,7 +4,5 @@ from rooftrace.costmodels.rewriting.editing import (
 from rooftrace.costmodels.rewriting.rewrites import (
     check_precisions as check_precisions,
     reprice as reprice,
-    rewrite as rewrite,
     rewritten as rewritten,
 )
-from rooftrace.costmodels.rewriting.table import REWRITES as REWRITES

@@ -104,9 +104,7 @@ class Editor:
         """A value in another shape: contiguous, or with these strides."""
         strides = Tensor.contiguous(shape) if stride is None else stride
         out = self.view(of, shape, strides, like.repeats)
-        self.emit(
-            like, "aten.reshape.default", {"self": of, "shape": shape}, (out,), kind="view"
-        )
+        self.emit(like, "aten.reshape.default", {"self": of, "shape": shape}, (out,), kind="view")
         return Ref(out)
 
     def sliced(self, like: Op, of: Ref, dim: int, start: int, end: int) -> Ref:

@@ -161,9 +161,7 @@ def _product(places: Places, value: int, experts: int, tokens: int) -> Op | None
     return op if fits and graph.owner(operand(op, "mat2").id).role == "weights" else None
 
 
-def _between(
-    places: Places, second: Op, experts: int, tokens: int
-) -> tuple[Op, list[Op]] | None:
+def _between(places: Places, second: Op, experts: int, tokens: int) -> tuple[Op, list[Op]] | None:
     """The first product of the experts, and the ops between it and the second one, in order."""
     graph = places.graph
     found: dict[int, Op] = {}
@@ -224,9 +222,7 @@ def _two(places: Places, value: int) -> int | None:
 # -- where the scores come from --------------------------------------------------------------------
 
 
-def _routing(
-    places: Places, score: int, experts: int, tokens: int
-) -> tuple[int, int, Op] | None:
+def _routing(places: Places, score: int, experts: int, tokens: int) -> tuple[int, int, Op] | None:
     """Scores [T, E] that are zero but for the experts of a top k, its indices [T, k], and its op.
 
     score: the scores as they weigh the rows, expert by expert.
@@ -364,7 +360,7 @@ def _emit(edit: Editor, match: _Experts) -> None:
     op, values = match.total, edit.values
     tokens, width = values[match.tokens.id].shape
     k = values[match.chosen.id].shape[1]
-    rows, dtype = tokens * k, values[match.tokens.id].dtype
+    rows = tokens * k
     out = op.outputs[0]
 
     flat = edit.viewed(match.choice, match.chosen, (rows,))
@@ -429,9 +425,7 @@ class _Order:
         arguments: dict[str, Argument] = {"self": of, "indices": (index,)}
         dtype = self.edit.values[of.id].dtype
         facts = {"rows_touched": touched}
-        return self.edit.made(
-            self.op, "aten.index.Tensor", arguments, shape, dtype, facts=facts
-        )
+        return self.edit.made(self.op, "aten.index.Tensor", arguments, shape, dtype, facts=facts)
 
     def product(self, like: Op, rows: Ref) -> Ref:
         """The rows of each expert times its weights."""

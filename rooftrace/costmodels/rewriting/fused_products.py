@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from rooftrace.costmodels.rewriting.editing import ATTENTION, LATENT_ATTENTION, Editor, operand
 from rooftrace.costmodels.rewriting.places import Place, Places
 from rooftrace.costmodels.rewriting.unused import without_left_behind
+from rooftrace.hardware.precisions import storage_bytes
 from rooftrace.tracer.arguments import Argument, Ref, references
 from rooftrace.tracer.graph import Op, OpGraph, Tensor
 
@@ -92,7 +93,10 @@ def _behind(
             if op is None or seen.get(op.id, through + 1) <= between:
                 continue
             seen[op.id] = between
-            sources = [i for i in op.inputs if graph.values[i].role != "weights"]
+            written = () if only_way else _writes_into(places, value)
+            sources = [
+                i for o in (op, *written) for i in o.inputs if graph.values[i].role != "weights"
+            ]
             if op.name in _ANY_PRODUCT:
                 reached[op.id] = min(between, reached.get(op.id, between))
                 between += 1
@@ -102,6 +106,16 @@ def _behind(
                 following += [(source, between) for source in sources]
         front = following
     return reached
+
+
+def _writes_into(places: Places, value: int) -> list[Op]:
+    """The ops that write into a new tensor, part by part."""
+    storage, values = places.graph.values[value].storage, places.graph.values
+    return [
+        op
+        for op in places.readers[storage]
+        if op.name == "aten.copy_" and any(values[i].storage == storage for i in op.outputs)
+    ]
 
 
 # -- one product -----------------------------------------------------------------------------------
@@ -161,8 +175,26 @@ def _alike(places: Places, parts: list[_Part]) -> Iterator[list[_Part]]:
             for op in places.readers[rows]
             if first.id < op.id < last.id
         )
-        if len(alike) > 1 and not written:
+        if len(alike) > 1 and not written and _fit_side_by_side(graph, alike):
             yield alike
+
+
+def _fit_side_by_side(graph: OpGraph, parts: list[_Part]) -> bool:
+    """Whether every view of a part, as of complex numbers, is one at its place among the others."""
+    whole = [graph.values[part.product.outputs[0]] for part in parts]
+    widths = [tensor.shape[1] for tensor in whole]
+    made = {part.product.outputs[0] for part in parts}
+    views = [tensor for tensor in graph.values if tensor.storage in made]
+    return all(
+        not any(width % _several(view, whole[0]) for width in (*widths, sum(widths)))
+        for view in views
+    )
+
+
+def _several(view: Tensor, whole: Tensor) -> int:
+    """How many elements one element of a view takes; more than any row has if no whole number."""
+    several, rest = divmod(storage_bytes(view.dtype, 8), storage_bytes(whole.dtype, 8))
+    return several if several and not rest else whole.shape[1] + 1
 
 
 def _part(places: Places, op: Op) -> _Part | None:
@@ -216,14 +248,19 @@ def _can_be_a_view(places: Places, op: Op) -> bool:
     if out in places.shared:
         return False
     views = [t for t in graph.values if t.storage == out]
-    return all(_wider(view, whole.shape[1], 2 * whole.shape[1]) is not None for view in views)
+    return all(_wider(view, whole, 2 * whole.shape[1]) is not None for view in views)
 
 
-def _wider(view: Tensor, columns: int, wider: int) -> tuple[int, ...] | None:
-    """The strides of a view once rows are `wider` elements apart, in place of `columns`.
+def _wider(view: Tensor, whole: Tensor, wider: int) -> tuple[int, ...] | None:
+    """The strides of a view of [T, N] once rows are `wider` elements apart.
 
-    None where a dimension runs over rows and columns.
+    None where a dimension runs over rows and columns, or an element (a complex number) takes
+    several and is not whole in a row.
     """
+    several = _several(view, whole)
+    if whole.shape[1] % several or wider % several:
+        return None
+    columns, wider = whole.shape[1] // several, wider // several
     stride, reach = [], 0
     for size, step in zip(view.shape, view.stride, strict=True):
         if size > 1 and step < columns:
@@ -242,9 +279,9 @@ def _emit(edit: Editor, parts: list[_Part]) -> None:
     weight = _side_by_side(edit, [part.weight for part in parts], 0 if parts[0].turned else 1)
     if parts[0].turned:
         seen = values[weight.id]
-        view = edit.view(weight, seen.shape[::-1], seen.stride[::-1], like.repeats)
-        edit.emit(like, "aten.t.default", {"self": weight}, (view,), kind="view")
-        weight = Ref(view)
+        turned = edit.view(weight, seen.shape[::-1], seen.stride[::-1], like.repeats)
+        edit.emit(like, "aten.t.default", {"self": weight}, (turned,), kind="view")
+        weight = Ref(turned)
     arguments: dict[str, Argument] = {**like.arguments, "mat2": weight}
     biases = [part.bias for part in parts if part.bias is not None]
     if biases:
@@ -254,11 +291,11 @@ def _emit(edit: Editor, parts: list[_Part]) -> None:
     start = 0
     for part, width in zip(parts, widths, strict=True):
         out = part.product.outputs[0]
-        for index, view in enumerate(values):
-            if view.storage == out and index != made.id:
-                strides = _wider(view, width, sum(widths))
-                assert strides is not None  # `_can_be_a_view` has seen to it
-                values[index] = replace(view, storage=made.id, stride=strides)
+        whole = values[out]
+        for number, view in enumerate(values):
+            strides = _wider(view, whole, sum(widths)) if view.storage == out else None
+            if strides is not None:
+                values[number] = replace(view, storage=made.id, stride=strides)
         cut: dict[str, Argument] = {"self": made, "dim": 1, "start": start, "end": start + width}
         edit.emit(part.product, "aten.slice.Tensor", cut, (out,), kind="view")
         start += width
@@ -276,7 +313,7 @@ def _side_by_side(edit: Editor, parts: list[int], dim: int) -> Ref:
 
 
 def joined_name(names: list[str]) -> str:
-    """The name of what holds several tensors: "attn.q.weight", "attn.k.weight" -> "attn.q+k.weight".
+    """The name of what holds several tensors: "attn.q+k.weight" for attn.q.weight, attn.k.weight.
 
     The parts of the path that differ stand side by side.
     """

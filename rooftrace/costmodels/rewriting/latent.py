@@ -121,7 +121,7 @@ def _match(places: Places, op: Op) -> _Latent | None:
 def _is_flash_layout(out: Tensor) -> bool:
     if len(out.shape) != 4:
         return False
-    batch, heads, queries, width = out.shape
+    _, heads, queries, width = out.shape
     wanted = (queries * heads * width, width, heads * width, 1)
     return all(n == 1 or a == b for n, a, b in zip(out.shape, out.stride, wanted, strict=True))
 
@@ -254,9 +254,7 @@ def _emit(edit: Editor, match: _Latent) -> None:
     edit.emit(op, "aten.bmm.default", {"self": second, "mat2": up_value}, (made,))
     wide = (ev, queries * heads * ev, heads * ev, 1)
     split = edit.viewed(op, Ref(made), (heads, batch, queries, ev), wide)
-    flat = edit.viewed(
-        op, edit.permuted(op, split, (1, 2, 0, 3)), (batch, queries, heads * ev)
-    )
+    flat = edit.viewed(op, edit.permuted(op, split, (1, 2, 0, 3)), (batch, queries, heads * ev))
     whole = edit.viewed(op, flat, (batch, queries, heads, ev))
     turn: dict[str, Argument] = {"self": whole, "dim0": 1, "dim1": 2}
     edit.emit(op, "aten.transpose.int", turn, (out,), kind="view")

@@ -106,7 +106,8 @@ class Places:
         if op is None or not op.inputs or _neighbours(op):
             return None
         source = self.place(op.inputs[0])
-        if source is None or source.storage != tensor.storage:
+        alike = self.graph.values[op.inputs[0]].dtype == tensor.dtype
+        if source is None or source.storage != tensor.storage or not alike:
             return None
         start = _start(op, source, op.outputs.index(value), self.graph)
         if start is None:

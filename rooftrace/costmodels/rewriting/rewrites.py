@@ -22,7 +22,6 @@ from rooftrace.hardware.units import format_flops, format_traffic, plural
 from rooftrace.tracer.asking import check_graph
 from rooftrace.tracer.graph import OpGraph, Tensor
 
-
 Change = Callable[[OpGraph], tuple[OpGraph, int]]
 Price = Callable[[OpGraph], Sequence[Cost]]
 """What each op of a graph costs, once."""
