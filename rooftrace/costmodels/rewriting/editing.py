@@ -24,6 +24,8 @@ class Editor:
         self.values = list(graph.values)
         self.ops: list[Op] = []
         self.repeats = list(graph.repeats)
+        self.replaced: dict[int, int] = {}
+        """What comes from outside or leaves the step in place of another value."""
         self._causal: dict[tuple[int, int], int] = {}
 
     def value(
@@ -159,13 +161,19 @@ class Editor:
         self.emit(like, "aten.transpose.int", turn, (out,), kind="view")
         return Ref(out)
 
-    def done(self, **changes: Any) -> OpGraph:
-        """The new graph, verified.  changes: of other fields of the graph."""
+    def done(self) -> OpGraph:
+        """The new graph, verified."""
         ops = tuple(
             op if op.id == index else replace(op, id=index) for index, op in enumerate(self.ops)
         )
-        fields = {"values": tuple(self.values), "repeats": tuple(self.repeats), **changes}
-        return self.graph.replace(ops=ops, **fields).verify()
+        graph, other = self.graph, self.replaced
+        fields = {
+            "values": tuple(self.values),
+            "repeats": tuple(self.repeats),
+            "inputs": tuple(other.get(value, value) for value in graph.inputs),
+            "outputs": tuple(other.get(value, value) for value in graph.outputs),
+        }
+        return graph.replace(ops=ops, **fields).verify()
 
 
 def operand(op: Op, name: str) -> Ref:

@@ -8,7 +8,7 @@ a server sorts the T k chosen rows by expert and runs one grouped product over t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,11 @@ _ZERO_STAYS = frozenset({
     "aten.silu", "aten.gelu", "aten.relu", "aten.tanh", "aten.mul", "aten._to_copy", "aten.clone",
 })  # fmt: skip
 """Ops between the products that make zero of zeros, element by element."""
+_BY_ROW = frozenset({
+    "aten.add", "aten.sub", "aten.div", "aten.neg", "aten.pow", "aten.exp", "aten.sigmoid",
+    "aten.clamp",
+})  # fmt: skip
+"""Further ops that act on every row alone, for rows that are weighed behind the products."""
 _PARTS = frozenset({"aten.split", "aten.split_with_sizes", "aten.chunk", "aten.slice"})
 _LONGEST = 24
 """The most ops between the two products of an expert."""
@@ -83,11 +88,12 @@ def _match(places: Places, total: Op) -> _Experts | None:
     second = _product(places, results, experts, tokens)
     if second is None or second.repeats != total.repeats:
         return None
-    walked = _between(places, second, experts, tokens)
+    scored_first = weighed is None
+    allowed = _ZERO_STAYS if scored_first else _ZERO_STAYS | _BY_ROW
+    walked = _between(places, second, (experts, tokens), allowed)
     if walked is None:
         return None
     first, between = walked
-    scored_first = weighed is None
     rows = operand(first, "self").id
     if scored_first:
         weighed = _weighed(places, rows, experts, tokens)
@@ -161,29 +167,33 @@ def _product(places: Places, value: int, experts: int, tokens: int) -> Op | None
     return op if fits and graph.owner(operand(op, "mat2").id).role == "weights" else None
 
 
-def _between(places: Places, second: Op, experts: int, tokens: int) -> tuple[Op, list[Op]] | None:
+def _between(
+    places: Places, second: Op, rows: tuple[int, int], allowed: Collection[str]
+) -> tuple[Op, list[Op]] | None:
     """The first product of the experts, and the ops between it and the second one, in order."""
     graph = places.graph
-    found: dict[int, Op] = {}
+    inner: dict[int, Op] = {}
     first: Op | None = None
     front = [operand(second, "self").id]
     while front:
         op = places.made_by(front.pop())
-        if op is None or op.id in found or op is first:
+        if op is None:
+            return None
+        if op.id in inner or op is first:
             continue
         if op.name == "aten.bmm":
-            if first is not None or _product(places, op.outputs[0], experts, tokens) is None:
+            if first is not None or _product(places, op.outputs[0], *rows) is None:
                 return None
             first = op
             continue
         shapes = {graph.values[i].shape[:2] for i in (*op.inputs, *op.outputs)}
-        last = op.arguments.get("dim", -1) in (-1, 2)
-        plain = op.name in _ZERO_STAYS or (op.name in _PARTS and last)
-        if not plain or shapes != {(experts, tokens)} or len(found) > _LONGEST:
+        last = op.arguments.get("dim", 0) in (-1, 2)
+        plain = op.name in allowed or (op.name in _PARTS and last)
+        if not plain or shapes != {rows} or len(inner) > _LONGEST:
             return None
-        found[op.id] = op
+        inner[op.id] = op
         front += op.inputs
-    return None if first is None else (first, [found[i] for i in sorted(found)])
+    return None if first is None else (first, [inner[i] for i in sorted(inner)])
 
 
 def _repeated(places: Places, rows: int, experts: int, tokens: int) -> int | None:

@@ -9,55 +9,34 @@ latents themselves, with one key of r + d_r and one value of r elements for all 
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import replace
 
 from rooftrace.costmodels.rewriting.editing import (
     ATTENTION,
-    LATENT_ATTENTION,
     Editor,
     operand,
 )
+from rooftrace.costmodels.rewriting.latent_products import (
+    GrownCache,
+    LatentAttention,
+    Projection,
+    emit,
+    first_column,
+)
 from rooftrace.costmodels.rewriting.places import Places
 from rooftrace.costmodels.rewriting.unused import without_left_behind
-from rooftrace.tracer.arguments import Argument, Ref, references
+from rooftrace.tracer.arguments import Ref, references
 from rooftrace.tracer.graph import Op, OpGraph, Tensor
 
 _EMPTY = frozenset({"aten.new_empty", "aten.empty", "aten.empty_like", "aten.new_zeros"})
-
-
-@dataclass(frozen=True, slots=True)
-class _Projection:
-    """What one product makes of the latents for every head: columns offset + head * apart + j."""
-
-    product: Op
-    offset: int  # the first column of the first head
-    apart: int  # columns between two heads
-    width: int  # columns of one head
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Latent:
-    """One attention whose keys and values are projections of latents."""
-
-    attention: Op
-    keys: _Projection  # W_UK, for the first d_nope elements of a key (or the last)
-    values: _Projection  # W_UV
-    latents: Ref  # [B L, r]
-    rope: Ref  # [B, h or 1, L, d_r], the same for all heads
-    key_at: int  # where the projected part of a key begins
-    rope_at: int  # where the rotated part begins
-
-    @property
-    def products(self) -> frozenset[int]:
-        """The values that the projections make."""
-        return frozenset(p.product.outputs[0] for p in (self.keys, self.values))
 
 
 def absorb_latent(graph: OpGraph) -> tuple[OpGraph, int]:
     """Attention whose keys and values are projected from cached latents runs on the latents.
 
     It does so where that takes fewer FLOPs, which prompts do not, and where nothing else reads the
-    keys and values.  The cache stays as it is: it holds the latents and the rotated keys.
+    keys and values.  A cache of latents and rotated keys stays as it is.  Where keys and values of
+    each head are cached, a step of one token keeps latents and rotated keys in their place.
     """
     refused: set[int] = set()
     while True:
@@ -67,7 +46,7 @@ def absorb_latent(graph: OpGraph) -> tuple[OpGraph, int]:
         edit = Editor(graph)
         for op in graph.ops:
             if op.id in matches:
-                _emit(edit, matches[op.id])
+                emit(edit, matches[op.id])
             else:
                 edit.ops.append(op)
         result = without_left_behind(edit.done(), graph)
@@ -78,7 +57,7 @@ def absorb_latent(graph: OpGraph) -> tuple[OpGraph, int]:
         refused |= kept
 
 
-def _matches(graph: OpGraph, refused: Collection[int]) -> dict[int, _Latent]:
+def _matches(graph: OpGraph, refused: Collection[int]) -> dict[int, LatentAttention]:
     places = Places(graph)
     matches = {}
     for op in graph.ops:
@@ -89,7 +68,7 @@ def _matches(graph: OpGraph, refused: Collection[int]) -> dict[int, _Latent]:
     return matches
 
 
-def _match(places: Places, op: Op) -> _Latent | None:
+def _match(places: Places, op: Op) -> LatentAttention | None:
     graph = places.graph
     query, key, value = (graph.values[operand(op, n).id] for n in ("query", "key", "value"))
     out = graph.values[op.outputs[0]]
@@ -98,8 +77,32 @@ def _match(places: Places, op: Op) -> _Latent | None:
         return None
     if any(r.then or r.every for r in references(op.arguments)):
         return None
-    values = _projection(places, op, operand(op, "value").id)
-    pieces = _pieces(places, operand(op, "key").id)
+    cached = [operand(op, name).id for name in ("key", "value")]
+    appends = [_append(places, value) for value in cached]
+    match = None
+    if appends[0] is not None and appends[1] is not None:
+        grown = GrownCache(appends[0], appends[1])
+        match = _made_of_latents(places, op, grown.keys.inputs[1], grown.values.inputs[1])
+        match = None if match is None or query.shape[2] != 1 else replace(match, grown=grown)
+    return match or _made_of_latents(places, op, *cached)
+
+
+def _append(places: Places, value: int) -> Op | None:
+    """The op that appends new rows to a cache [B, H, L, d], which nothing else reads."""
+    graph, op = places.graph, places.made_by(value)
+    if op is None or op.name != "aten.cat" or op.arguments.get("dim", 0) not in (-2, 2):
+        return None
+    if len(op.inputs) != 2 or any(r.then or r.every for r in references(op.arguments)):
+        return None
+    cache = graph.values[op.inputs[0]]
+    plain = cache.storage == op.inputs[0] and cache.storage in graph.external and cache.elements
+    alone = places.readers[cache.storage] == [op] and cache.storage not in places.neighbours
+    return op if plain and alone and cache.role == "kv" else None
+
+
+def _made_of_latents(places: Places, op: Op, key: int, value: int) -> LatentAttention | None:
+    graph = places.graph
+    values, pieces = _projection(places, op, value), _pieces(places, key)
     if values is None or len(pieces) != 2:
         return None
     for (at, piece), (other_at, other) in (pieces, pieces[::-1]):
@@ -107,11 +110,10 @@ def _match(places: Places, op: Op) -> _Latent | None:
         if keys is None or not _is_shared(graph.values[other]):
             continue
         latents = [operand(p.product, "self") for p in (keys, values)]
-        if latents[0].then or places.place(latents[0].id) != places.place(latents[1].id):
+        place = None if latents[0].then else places.place(latents[0].id)
+        if place is None or place != places.place(latents[1].id):
             continue
-        if places.place(latents[0].id) is None:
-            continue
-        return _Latent(
+        return LatentAttention(
             attention=op, keys=keys, values=values, latents=latents[0], rope=Ref(other),
             key_at=at, rope_at=other_at,
         )  # fmt: skip
@@ -173,7 +175,7 @@ def _written(places: Places, key: int, width: int) -> list[tuple[int, int]]:
     return [(at, source) for at, source, _ in parts]
 
 
-def _projection(places: Places, attention: Op, value: int) -> _Projection | None:
+def _projection(places: Places, attention: Op, value: int) -> Projection | None:
     """The product of all latents with a weight that made a value [B, h, L, d]; None without one."""
     graph = places.graph
     place = places.place(places.plain(value))
@@ -192,26 +194,20 @@ def _projection(places: Places, attention: Op, value: int) -> _Projection | None
         or rows != batch * length
         or not width <= apart
         or last > columns
-        or _first_column(place.offset, apart, heads, columns) is None
+        or first_column(place.offset, apart, heads, columns) is None
         or product.repeats != attention.repeats
         or weight.then
         or graph.values[weight.id].dtype != graph.values[value].dtype
     ):
         return None
-    return _Projection(product, place.offset, apart, width)
+    return Projection(product, place.offset, apart, width)
 
 
-def _first_column(offset: int, apart: int, heads: int, columns: int) -> int | None:
-    """Where `heads` whole spans of columns begin, each of which holds the columns of a head."""
-    for start in (offset, offset - offset % apart):
-        if start + heads * apart <= columns:
-            return start
-    return None
-
-
-def _is_cheaper(graph: OpGraph, match: _Latent) -> bool:
-    """Whether fewer FLOPs are needed on latents."""
+def _is_cheaper(graph: OpGraph, match: LatentAttention) -> bool:
+    """Whether fewer FLOPs are needed on latents; always so of caches by head, for their bytes."""
     op = match.attention
+    if match.grown is not None:
+        return True
     batch, heads, queries, e = graph.values[operand(op, "query").id].shape
     length, ev = graph.values[operand(op, "value").id].shape[-2:]
     rank = graph.values[match.latents.id].shape[1]
@@ -222,87 +218,3 @@ def _is_cheaper(graph: OpGraph, match: _Latent) -> bool:
     around = batch * heads * queries * rank * (match.keys.width + match.values.width)
     after = around + batch * heads * queries * length * (2 * rank + rope)
     return after < before
-
-
-# -- the new ops -----------------------------------------------------------------------------------
-
-
-def _emit(edit: Editor, match: _Latent) -> None:
-    """query W_UK^T, attention on latents, out W_UV; H: heads, rows: B S."""
-    op = match.attention
-    query, out = operand(op, "query"), op.outputs[0]
-    batch, heads, queries, _ = edit.values[query.id].shape
-    rows, dtype = batch * queries, edit.values[query.id].dtype
-    length, ev = edit.values[operand(op, "value").id].shape[-2:]
-    rank, width = edit.values[match.latents.id].shape[1], match.keys.width
-    rope = edit.values[match.rope.id].shape[-1]
-
-    nope = edit.sliced(op, query, 3, match.key_at, match.key_at + width)
-    turned = edit.sliced(op, query, 3, match.rope_at, match.rope_at + rope)
-    first = _by_head(edit, op, nope, (heads, rows, width))
-    up_key = edit.permuted(op, _weight(edit, op, match.keys, heads), (1, 2, 0))
-    product: dict[str, Argument] = {"self": first, "mat2": up_key}
-    latent = edit.made(op, "aten.bmm.default", product, (heads, rows, rank), dtype)
-    latent = edit.viewed(op, latent, (heads, batch, queries, rank))
-    latent = edit.permuted(op, latent, (1, 0, 2, 3))
-
-    mixed = _attend(edit, match, latent, turned, (batch, length, rank))
-    second = _by_head(edit, op, mixed, (heads, rows, rank))
-    up_value = edit.permuted(op, _weight(edit, op, match.values, heads), (1, 0, 2))
-    # The product writes in the order that the next one reads: bmm with `out` does.
-    made = edit.view(Ref(out), (heads, rows, ev), (ev, heads * ev, 1), op.repeats)
-    edit.emit(op, "aten.bmm.default", {"self": second, "mat2": up_value}, (made,))
-    wide = (ev, queries * heads * ev, heads * ev, 1)
-    split = edit.viewed(op, Ref(made), (heads, batch, queries, ev), wide)
-    flat = edit.viewed(op, edit.permuted(op, split, (1, 2, 0, 3)), (batch, queries, heads * ev))
-    whole = edit.viewed(op, flat, (batch, queries, heads, ev))
-    turn: dict[str, Argument] = {"self": whole, "dim0": 1, "dim1": 2}
-    edit.emit(op, "aten.transpose.int", turn, (out,), kind="view")
-
-
-def _attend(
-    edit: Editor, match: _Latent, latent: Ref, turned: Ref, sizes: tuple[int, int, int]
-) -> Ref:
-    """Attention of the queries [B, H, S, r] and [B, H, S, d_r] on the latents."""
-    op = match.attention
-    batch, length, rank = sizes
-    down, across = edit.values[match.latents.id].stride
-    strides = (length * down, length * down, down, across)
-    cache = edit.viewed(op, match.latents, (batch, 1, length, rank), strides)
-    keys = edit.sliced(op, match.rope, 1, 0, 1)
-    _, heads, queries, _ = shape = edit.values[latent.id].shape
-    transposed = (queries * heads * rank, rank, heads * rank, 1)
-    out = edit.value(
-        shape, edit.values[latent.id].dtype, "activations", op.repeats, stride=transposed
-    )
-    options = {name: op.arguments[name] for name in ("mask", "dropout_p", "is_causal", "scale")
-               if name in op.arguments}  # fmt: skip
-    arguments = {
-        "query": latent, "query_rope": turned, "latent": cache, "rope": keys, **options,
-    }  # fmt: skip
-    edit.emit(op, LATENT_ATTENTION, arguments, (out, *op.outputs[1:]), facts=op.facts)
-    return Ref(out)
-
-
-def _by_head(edit: Editor, op: Op, of: Ref, shape: tuple[int, int, int]) -> Ref:
-    """A value [B, H, S, d] as [H, B S, d]."""
-    source = edit.values[of.id]
-    (batch, _, queries, _), (outer, head, row, last) = source.shape, source.stride
-    turned = edit.permuted(op, of, (1, 0, 2, 3))
-    merges = batch == 1 or queries == 1 or outer == queries * row
-    strides = (head, outer if queries == 1 else row, last) if merges else None
-    return edit.viewed(op, turned, shape, strides)
-
-
-def _weight(edit: Editor, op: Op, projection: _Projection, heads: int) -> Ref:
-    """The columns of a weight [r, N] that one projection takes, as [r, H, d]."""
-    weight = operand(projection.product, "mat2")
-    rank, columns = edit.values[weight.id].shape
-    down, across = edit.values[weight.id].stride
-    apart, offset = projection.apart, projection.offset
-    start = _first_column(offset, apart, heads, columns)
-    assert start is not None  # `_projection` has seen to it
-    used = edit.sliced(op, weight, 1, start, start + heads * apart)
-    by_head = edit.viewed(op, used, (rank, heads, apart), (down, apart * across, across))
-    first = offset - start
-    return edit.sliced(op, by_head, 2, first, first + projection.width)

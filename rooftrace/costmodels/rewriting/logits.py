@@ -48,8 +48,8 @@ def last_logits(graph: OpGraph) -> tuple[OpGraph, int]:
             last = _emit(edit, head)
         elif op.id not in skipped:
             edit.ops.append(op)
-    outputs = tuple(last if value == head.output else value for value in graph.outputs)
-    return without_left_behind(edit.done(outputs=outputs), graph), 1
+    edit.replaced[head.output] = last
+    return without_left_behind(edit.done(), graph), 1
 
 
 def _match(places: Places, output: int, sizes: tuple[object, ...]) -> _Head | None:

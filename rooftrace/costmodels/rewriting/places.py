@@ -60,12 +60,18 @@ class Places:
     @cached_property
     def shared(self) -> frozenset[int]:
         """Storages that leave the step, or that an op reads of another iteration of a repeat."""
+        values = self.graph.values
+        return self.neighbours | {values[i].storage for i in self.graph.outputs}
+
+    @cached_property
+    def neighbours(self) -> frozenset[int]:
+        """Storages that an op reads of another iteration of a repeat, or of all of them."""
         graph, values = self.graph, self.graph.values
         across = [r.id for op in graph.ops for r in references(op.arguments) if r.every]
-        neighbours = [r.then for op in graph.ops for r in references(op.arguments)]
-        neighbours += [tensor.then for tensor in values]
-        across += [then.value for then in neighbours if then is not None]
-        return frozenset(values[i].storage for i in (*graph.outputs, *across))
+        beside = [r.then for op in graph.ops for r in references(op.arguments)]
+        beside += [tensor.then for tensor in values]
+        across += [then.value for then in beside if then is not None]
+        return frozenset(values[i].storage for i in across)
 
     def made_by(self, value: int) -> Op | None:
         """The op that made a value; None for what comes from outside."""

@@ -32,6 +32,7 @@ def without_left_behind(graph: OpGraph, before: OpGraph) -> OpGraph:
     kept = [op for op in graph.ops if op.id in used or op.outputs in unused_before]
     kept = _without_unread_views(graph, kept, _read(before, before.ops))
     gone = before.producers.keys() - {value for op in kept for value in op.outputs}
+    gone |= set(before.external) & _read(before, before.ops) - _read(graph, kept)
     return _with_ops(graph, [_letting_go(op, gone) for op in kept])
 
 
