@@ -77,7 +77,7 @@ def run(graph: OpGraph, module: nn.Module, caches: Caches | None = None) -> tupl
 
 
 def _parts(name: str) -> Iterator[str]:
-    """The names of the weights that stand side by side: "a.q+k.weight" -> a.q.weight, a.k.weight."""
+    """The names of the weights side by side: "a.q+k.weight" -> a.q.weight, a.k.weight."""
     path = name.split(".")
     place = next(i for i, word in enumerate(path) if "+" in word)
     return (".".join([*path[:place], word, *path[place + 1 :]]) for word in path[place].split("+"))

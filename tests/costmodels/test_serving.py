@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from rooftrace.costmodels.memory.footprint import memory
 from rooftrace.costmodels.planning.plans import plan
 from rooftrace.costmodels.pricing.price import price_ops
 from rooftrace.costmodels.rewriting.fused_products import joined_name
-from rooftrace.costmodels.rewriting.rewrites import rewritten
+from rooftrace.costmodels.rewriting.rewrites import reprice, rewritten
 from rooftrace.costmodels.rewriting.table import REWRITES
 from rooftrace.tracer.graph.graph import OpGraph
 from rooftrace.tracer.lower.stacks import roll_stacks
@@ -204,9 +205,20 @@ def test_memory_is_that_of_the_latents_where_the_cache_changed() -> None:
     execution = execution_model("eager", rewrites=("absorb-latent", "static-cache"))
     estimate = rt.estimate(graph, "h200-sxm", execution)
     before = BATCH * LENGTH * 4 * (20 + 10) * 4  # heads, keys and values, fp32
-    after = BATCH * LENGTH * (16 + 8) * 4  # latent and rotated key
-    assert memory(graph).sizes["kv"] >= 2 * before  # two layers
-    assert estimate.memory.sizes["kv"] == 2 * after
+    after = BATCH * (LENGTH + 1) * (16 + 8) * 4  # latent and rotated key, with the new row
+    assert memory(graph).kv >= 2 * before  # two layers
+    assert estimate.memory.kv == 2 * after
+
+
+@pytest.mark.parametrize("by_head", [False, True])
+def test_other_precisions_are_absorbed_too(by_head: bool) -> None:
+    graph = step_of(filled(Latent(by_head)).bfloat16(), "decode")
+    for precisions in (dict(weights_dtype="fp8"), dict(kv_dtype="fp8"), dict(dtype="fp8")):
+        priced = reprice(graph, **precisions)
+        result, notes = changed(priced, "absorb-latent", "static-cache")
+        assert counts(notes) == {"absorb-latent": 2, "static-cache": 4}
+        caches = {result.values[i].dtype for i in result.outputs[1:]}
+        assert caches == {priced.values[i].dtype for i in priced.outputs[1:]}
 
 
 def test_flops_per_cached_position_of_deepseek() -> None:
@@ -366,7 +378,7 @@ def test_a_static_cache_is_what_kv_append_in_place_is() -> None:
 
 def test_serving_is_efficient_with_all_rewrites() -> None:
     serving, efficient = execution_model("serving"), execution_model("efficient")
-    assert execution_model(efficient, name="serving", rewrites=NAMES) == serving
+    assert replace(efficient, name="serving", rewrites=NAMES) == serving
     for name in ("naive", "eager", "compiled", "efficient"):
         assert execution_model(name).rewrites == ()
 
@@ -375,7 +387,7 @@ def test_names_of_rewrites_are_checked_and_put_in_order() -> None:
     model = ExecutionModel(rewrites=("static-cache", "absorb-latent", "static-cache"))
     assert model.rewrites == ("absorb-latent", "static-cache")
     assert ExecutionModel.from_dict({**model.to_dict(), "rewrites": [*model.rewrites]}) == model
-    with pytest.raises(ExecutionError, match="'absorb-latents': .*; did you mean 'absorb-latent'"):
+    with pytest.raises(ExecutionError, match=r"'absorb-latents': .*; did you mean 'absorb-latent'"):
         execution_model("eager", rewrites=("absorb-latents",))
     with pytest.raises(ExecutionError, match="rewrites='absorb-latent': expected a tuple of names"):
         execution_model("eager", rewrites="absorb-latent")
@@ -397,6 +409,8 @@ def test_notes_say_what_was_saved() -> None:
 @pytest.mark.parametrize("family", ["DeepseekV3", "Llama4Text", "Qwen2"])
 def test_a_step_with_repeats_costs_what_it_costs_written_out(family: str) -> None:
     settings = {**FAMILIES[family], "num_hidden_layers": 9}
+    if family == "Llama4Text":
+        settings["no_rope_layers"] = [1] * 9  # alike
     flat = step_of(model_of(family, **settings), "decode").expand()
     short = roll_stacks(flat)
     assert short.repeats

@@ -92,6 +92,7 @@ WORKLOAD: dict[str, tuple[tuple[str, ...], ...]] = {
 }
 PRICING: dict[str, tuple[tuple[str, ...], ...]] = {
     "--knobs": (("--knobs", "none"),),
+    "--rewrite": (("--rewrite", "fused-gate-up"),),
     "--tf32": (("--tf32",),),
     "--rules": (("--rules", "rules.py"),),
 }

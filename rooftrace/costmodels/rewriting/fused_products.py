@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from rooftrace.costmodels.rewriting.editing import ATTENTION, LATENT_ATTENTION, Editor, operand
-from rooftrace.costmodels.rewriting.places import Place, Places
+from rooftrace.costmodels.rewriting.places import Places, StoragePlace
 from rooftrace.costmodels.rewriting.unused import without_left_behind
 from rooftrace.hardware.precisions import storage_bytes
 from rooftrace.tracer.arguments import Argument, Ref, references
@@ -48,7 +48,7 @@ def _reaching_attention(places: Places) -> Iterator[list[Op]]:
     for op in places.graph.ops:
         if op.target in (ATTENTION, LATENT_ATTENTION):
             reached = _behind(places, op.inputs, 1)
-            by_input: dict[Place, list[Op]] = defaultdict(list)
+            by_input: dict[StoragePlace, list[Op]] = defaultdict(list)
             for number in sorted(reached):
                 product = places.graph.ops[number]
                 place = _input(places, product)
@@ -70,7 +70,7 @@ def _meeting(places: Places) -> Iterator[list[Op]]:
                     yield sorted(products, key=lambda product: product.id)
 
 
-def _input(places: Places, product: Op) -> Place | None:
+def _input(places: Places, product: Op) -> StoragePlace | None:
     """Where the rows that a product multiplies with a weight lie."""
     name = _PRODUCTS.get(product.name)
     return None if name is None else places.place(operand(product, name).id)

@@ -197,7 +197,6 @@ def _projection(places: Places, attention: Op, value: int) -> Projection | None:
         or first_column(place.offset, apart, heads, columns) is None
         or product.repeats != attention.repeats
         or weight.then
-        or graph.values[weight.id].dtype != graph.values[value].dtype
     ):
         return None
     return Projection(product, place.offset, apart, width)

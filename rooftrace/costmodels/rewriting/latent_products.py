@@ -123,11 +123,11 @@ def _appended(edit: Editor, like: Op, new: Ref, length: int, name: str) -> Ref:
     batch, _, rows, width = tensor.shape
     before, old = like.inputs[0], edit.values[like.inputs[0]]
     shape = (batch, 1, length - rows, width)
-    cache = edit.value(shape, tensor.dtype, "kv", like.repeats, f"{old.name}.{name}")
+    cache = edit.value(shape, old.dtype, "kv", like.repeats, f"{old.name}.{name}")
     edit.named_like(cache, [before], lambda names: f"{names[0]}.{name}")
     arguments: dict[str, Argument] = {"tensors": (Ref(cache), new), "dim": 2}
     whole = edit.made(
-        like, "aten.cat.default", arguments, (batch, 1, length, width), tensor.dtype, "kv"
+        like, "aten.cat.default", arguments, (batch, 1, length, width), old.dtype, "kv"
     )
     edit.replaced |= {before: cache, like.outputs[0]: whole.id}
     return whole

@@ -23,7 +23,7 @@ COPIES = frozenset({"aten.clone", "aten._to_copy", "aten.contiguous"})
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class StoragePlace:
     """Where a value lies: element (i, j, ...) at offset + i stride[0] + j stride[1] + ...
 
     All are in elements of the storage.
@@ -45,7 +45,7 @@ class Places:
 
     def __init__(self, graph: OpGraph) -> None:
         self.graph = graph
-        self._known: dict[int, Place | None] = {}
+        self._known: dict[int, StoragePlace | None] = {}
 
     @cached_property
     def readers(self) -> dict[int, list[Op]]:
@@ -78,7 +78,7 @@ class Places:
         index = self.graph.producers.get(value)
         return None if index is None else self.graph.ops[index]
 
-    def place(self, value: int) -> Place | None:
+    def place(self, value: int) -> StoragePlace | None:
         """Where a value lies; None where an unknown view, or a neighbour, is in between."""
         if value not in self._known:
             self._known[value] = self._placed(value)
@@ -102,12 +102,12 @@ class Places:
                 return value
             value = source
 
-    def _placed(self, value: int) -> Place | None:
+    def _placed(self, value: int) -> StoragePlace | None:
         tensor = self.graph.values[value]
         if tensor.then is not None:
             return None
         if tensor.storage == value:
-            return Place(value, 0, tensor.shape, tensor.stride)
+            return StoragePlace(value, 0, tensor.shape, tensor.stride)
         op = self.made_by(value)
         if op is None or not op.inputs or _neighbours(op):
             return None
@@ -118,14 +118,14 @@ class Places:
         start = _start(op, source, op.outputs.index(value), self.graph)
         if start is None:
             return None
-        return Place(tensor.storage, source.offset + start, tensor.shape, tensor.stride)
+        return StoragePlace(tensor.storage, source.offset + start, tensor.shape, tensor.stride)
 
 
 def _neighbours(op: Op) -> bool:
     return any(r.then is not None or r.every for r in references(op.arguments))
 
 
-def _start(op: Op, source: Place, position: int, graph: OpGraph) -> int | None:
+def _start(op: Op, source: StoragePlace, position: int, graph: OpGraph) -> int | None:
     """How far behind its operand an output of a view op begins; None for an unknown one."""
     if op.name in _SAME_START or (op.name.endswith("_") and op.kind == "kernel"):
         return 0
