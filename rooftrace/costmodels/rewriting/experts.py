@@ -146,6 +146,8 @@ def _weighed(places: Places, value: int, experts: int, tokens: int) -> tuple[int
     op = places.made_by(_rows(places, value, experts, tokens))
     if op is None or op.name != "aten.mul" or len(op.inputs) != 2:
         return None
+    if any(r.then or r.every for r in references(op.arguments)):
+        return None
     values = places.graph.values
     out = values[op.outputs[0]]
     for rows, score in (op.inputs, op.inputs[::-1]):

@@ -124,7 +124,7 @@ def measured_options(command: Callable[..., Any]) -> Callable[..., Any]:
             "--execution",
             default="eager",
             show_default=True,
-            help="How the steps were run: eager, compiled, efficient (one CUDA graph).",
+            help="How the steps were run: eager, compiled, efficient (one CUDA graph), serving.",
         ),
         click.option(
             "--target",
