@@ -149,7 +149,15 @@ def plan(graph: OpGraph, execution: str | ExecutionModel = "efficient") -> Plan:
     model = execution_model(execution)
     op_costs, known = price_ops(graph)
     classified = with_families(graph, op_costs)
-    changed = rewritten(classified, model, lambda other: price_ops(other)[0])
+    last: tuple[OpGraph, tuple[Cost, ...]] = classified, op_costs
+
+    def costs_of(other: OpGraph) -> tuple[Cost, ...]:
+        nonlocal last
+        if last[0] is not other:
+            last = other, price_ops(other)[0]
+        return last[1]
+
+    changed = rewritten(classified, model, costs_of)
     priced = changed.graph
     if priced is not classified:
         op_costs, known = price_ops(priced)

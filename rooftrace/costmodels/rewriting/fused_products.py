@@ -151,7 +151,7 @@ def _fuse(graph: OpGraph, gather: Gathers) -> tuple[OpGraph, int]:
     edit = Editor(graph)
     for op in graph.ops:
         if op.id in groups:
-            _emit(edit, groups[op.id])
+            _emit(edit, places, groups[op.id])
         elif op.id not in taken:
             edit.ops.append(op)
     result = edit.done()
@@ -175,16 +175,17 @@ def _alike(places: Places, parts: list[_Part]) -> Iterator[list[_Part]]:
             for op in places.readers[rows]
             if first.id < op.id < last.id
         )
-        if len(alike) > 1 and not written and _fit_side_by_side(graph, alike):
+        if len(alike) > 1 and not written and _fit_side_by_side(places, alike):
             yield alike
 
 
-def _fit_side_by_side(graph: OpGraph, parts: list[_Part]) -> bool:
+def _fit_side_by_side(places: Places, parts: list[_Part]) -> bool:
     """Whether every view of a part, as of complex numbers, is one at its place among the others."""
+    graph = places.graph
     whole = [graph.values[part.product.outputs[0]] for part in parts]
     widths = [tensor.shape[1] for tensor in whole]
-    made = {part.product.outputs[0] for part in parts}
-    views = [tensor for tensor in graph.values if tensor.storage in made]
+    made = [part.product.outputs[0] for part in parts]
+    views = [graph.values[index] for out in made for index in places.members[out]]
     return all(
         not any(width % _several(view, whole[0]) for width in (*widths, sum(widths)))
         for view in views
@@ -209,7 +210,7 @@ def _part(places: Places, op: Op) -> _Part | None:
     if place is None or place.offset or graph.values[place.storage].role != "weights":
         return None
     weight = graph.values[place.storage]
-    if place.storage not in graph.external or weight.elements != graph.values[seen].elements:
+    if place.storage not in places.outside or weight.elements != graph.values[seen].elements:
         return None
     turned = place.stride != weight.stride
     if weight.stride != Tensor.contiguous(weight.shape) or weight.repeats != op.repeats:
@@ -236,7 +237,7 @@ def _bias(places: Places, op: Op) -> int | None:
     bias = graph.values[index]
     width = graph.values[op.outputs[0]].shape[1]
     plain = bias.storage == index and bias.shape == (width,) and bias.repeats == op.repeats
-    return index if plain and bias.role == "weights" and index in graph.external else None
+    return index if plain and bias.role == "weights" and index in places.outside else None
 
 
 def _can_be_a_view(places: Places, op: Op) -> bool:
@@ -247,7 +248,7 @@ def _can_be_a_view(places: Places, op: Op) -> bool:
         return False
     if out in places.shared:
         return False
-    views = [t for t in graph.values if t.storage == out]
+    views = [graph.values[index] for index in places.members[out]]
     return all(_wider(view, whole, 2 * whole.shape[1]) is not None for view in views)
 
 
@@ -271,7 +272,7 @@ def _wider(view: Tensor, whole: Tensor, wider: int) -> tuple[int, ...] | None:
     return tuple(stride) if reach < columns else None
 
 
-def _emit(edit: Editor, parts: list[_Part]) -> None:
+def _emit(edit: Editor, places: Places, parts: list[_Part]) -> None:
     """The product of all parts, and its columns as the results of the parts."""
     like, values = parts[0].product, edit.values
     widths = [values[part.product.outputs[0]].shape[1] for part in parts]
@@ -292,10 +293,10 @@ def _emit(edit: Editor, parts: list[_Part]) -> None:
     for part, width in zip(parts, widths, strict=True):
         out = part.product.outputs[0]
         whole = values[out]
-        for number, view in enumerate(values):
-            strides = _wider(view, whole, sum(widths)) if view.storage == out else None
-            if strides is not None:
-                values[number] = replace(view, storage=made.id, stride=strides)
+        for index in places.members[out]:
+            strides = _wider(values[index], whole, sum(widths))
+            if strides is not None:  # as `_fit_side_by_side` has seen to
+                values[index] = replace(values[index], storage=made.id, stride=strides)
         cut: dict[str, Argument] = {"self": made, "dim": 1, "start": start, "end": start + width}
         edit.emit(part.product, "aten.slice.Tensor", cut, (out,), kind="view")
         start += width

@@ -95,7 +95,7 @@ def _append(places: Places, value: int) -> Op | None:
     if len(op.inputs) != 2 or any(r.then or r.every for r in references(op.arguments)):
         return None
     cache = graph.values[op.inputs[0]]
-    plain = cache.storage == op.inputs[0] and cache.storage in graph.external and cache.elements
+    plain = cache.storage == op.inputs[0] and cache.storage in places.outside and cache.elements
     alone = places.readers[cache.storage] == [op] and cache.storage not in places.neighbours
     return op if plain and alone and cache.role == "kv" else None
 

@@ -58,6 +58,19 @@ class Places:
         return readers
 
     @cached_property
+    def outside(self) -> frozenset[int]:
+        """Values that no op makes."""
+        return frozenset(self.graph.external)
+
+    @cached_property
+    def members(self) -> dict[int, list[int]]:
+        """Storage -> the values that lie in it."""
+        members: dict[int, list[int]] = defaultdict(list)
+        for index, tensor in enumerate(self.graph.values):
+            members[tensor.storage].append(index)
+        return members
+
+    @cached_property
     def shared(self) -> frozenset[int]:
         """Storages that leave the step, or that an op reads of another iteration of a repeat."""
         values = self.graph.values
