@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import rooftrace as rt
 from rooftrace.costmodels.execution.executions import execution_model
-from rooftrace.costmodels.rewriting.rewrites import rewritten
+from rooftrace.costmodels.rewriting.rewrites import rewrite
 from rooftrace.tracer.graph.graph import OpGraph
 from rooftrace.tracer.rebuilding.rebuild import to_fx
 
@@ -40,8 +40,8 @@ def traced(module: nn.Module, phase: str, batch: int = BATCH, length: int = LENG
 
 def changed(graph: OpGraph, *names: str) -> tuple[OpGraph, tuple[str, ...]]:
     """The graph after some named rewrites, and their notes."""
-    result = rewritten(graph, execution_model("eager", rewrites=names))
-    return result.graph.verify(), result.notes
+    result, notes = rewrite(graph, execution_model("eager", rewrites=names))
+    return result.verify(), notes
 
 
 class Caches(dict[str, Tensor]):

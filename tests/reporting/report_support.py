@@ -92,7 +92,6 @@ def made_plan(
     launches = tuple(Launch(dispatches, True) for _ in ops)
     return Plan(
         source=graph,
-        served=graph,
         graph=graph,
         execution=chosen,
         op_costs=tuple(costs),

@@ -25,7 +25,7 @@ from rooftrace.costmodels.planning.advice import (
 from rooftrace.costmodels.planning.coverage import Coverage, coverage_of
 from rooftrace.costmodels.planning.launches import Launch, launches_of
 from rooftrace.costmodels.pricing import price_ops, with_families
-from rooftrace.costmodels.rewriting import rewritten
+from rooftrace.costmodels.rewriting import rewrite
 from rooftrace.costmodels.traffic import (
     bytes_by_role,
     compulsory_bytes,
@@ -64,7 +64,6 @@ class Plan:
     """A graph priced under one execution model; still without a chip."""
 
     source: OpGraph  # as captured
-    served: OpGraph  # as captured, with the named rewrites: what memory is told of
     graph: OpGraph  # after rewriting: naive attention stands as its matrix products
     execution: ExecutionModel
     op_costs: tuple[Cost, ...]  # one per op of `graph`, bound to storages
@@ -157,8 +156,7 @@ def plan(graph: OpGraph, execution: str | ExecutionModel = "efficient") -> Plan:
             last = other, price_ops(other)[0]
         return last[1]
 
-    changed = rewritten(classified, model, costs_of)
-    priced = changed.graph
+    priced, notes = rewrite(classified, model, costs_of)
     if priced is not classified:
         op_costs, known = price_ops(priced)
     groups = fuse(priced, model, op_costs)
@@ -170,7 +168,6 @@ def plan(graph: OpGraph, execution: str | ExecutionModel = "efficient") -> Plan:
     )
     return Plan(
         source=graph,
-        served=graph if changed.served is classified else changed.served,
         graph=priced,
         execution=model,
         op_costs=op_costs,
@@ -180,7 +177,7 @@ def plan(graph: OpGraph, execution: str | ExecutionModel = "efficient") -> Plan:
         coverage=coverage_of(priced, op_costs, known),
         compulsory=compulsory_bytes(priced, op_costs),
         notes=(
-            *changed.notes,
+            *notes,
             *given_formulas(priced),
             *unknown_groups(priced, op_costs),
             *cache_products(priced, op_costs),

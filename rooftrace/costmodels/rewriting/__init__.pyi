@@ -4,5 +4,5 @@ from rooftrace.costmodels.rewriting.editing import (
 from rooftrace.costmodels.rewriting.rewrites import (
     check_precisions as check_precisions,
     reprice as reprice,
-    rewritten as rewritten,
+    rewrite as rewrite,
 )

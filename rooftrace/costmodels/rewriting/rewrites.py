@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from rooftrace.costmodels.costs import Access, Cost, Work
 from rooftrace.costmodels.execution import ExecutionModel
@@ -27,35 +27,22 @@ Price = Callable[[OpGraph], Sequence[Cost]]
 """What each op of a graph costs, once."""
 
 
-@dataclass(frozen=True, slots=True)
-class Rewritten:
-    """A graph as an execution model runs it."""
+def rewrite(
+    graph: OpGraph, execution: ExecutionModel, price: Price | None = None
+) -> tuple[OpGraph, tuple[str, ...]]:
+    """`graph` as this execution model runs it, and what was changed, one sentence each.
 
-    graph: OpGraph
-    served: OpGraph  # with the named rewrites alone: whose memory the step takes
-    notes: tuple[str, ...]  # what was changed, a sentence each
-
-
-def rewrite(graph: OpGraph, execution: ExecutionModel) -> tuple[OpGraph, tuple[str, ...]]:
-    """`graph` as this execution model runs it, and what was changed, one sentence each."""
-    result = rewritten(graph, execution)
-    return result.graph, result.notes
-
-
-def rewritten(graph: OpGraph, execution: ExecutionModel, price: Price | None = None) -> Rewritten:
-    """`graph` as this execution model runs it.
-
-    price: what ops cost; with it, the note of a named rewrite says what was saved.
+    price: what ops cost; with it, the sentence on a named rewrite says what was saved.
     """
     detected = execution.fusion == "detected"
-    source = graph
     notes: list[str] = []
 
     def change(wanted: bool, apply: Change, noun: str, verb: str, rest: str) -> None:
         nonlocal graph
         graph, count = apply(graph) if wanted else (graph, 0)
         if count:
-            notes.append(f"{plural(count, noun)} {verb}{'s' if count == 1 else ''} {rest}")
+            noun, verb = (noun, f"{verb}s") if count == 1 else (f"{noun}s", verb)
+            notes.append(f"{count} {noun} {verb} {rest}")
 
     change(
         execution.attention == "flash" and detected,
@@ -64,12 +51,10 @@ def rewritten(graph: OpGraph, execution: ExecutionModel, price: Price | None = N
         "run",
         "as flash attention",
     )
-    wholly = graph
     for entry in REWRITES:
         if entry.name in execution.rewrites:
             graph, note = _named(graph, entry, execution, price)
             notes += note
-    served = source if graph is wholly else graph
     change(
         execution.attention == "materialised",
         materialise_attention,
@@ -91,7 +76,7 @@ def rewritten(graph: OpGraph, execution: ExecutionModel, price: Price | None = N
         "disappear",
         "because nothing uses the result, as in a compiler",
     )
-    return Rewritten(graph, served, tuple(notes))
+    return graph, tuple(notes)
 
 
 def _named(
