@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rooftrace.costmodels.rewriting.editing import Editor, operand
@@ -407,7 +407,7 @@ class _Order:
 
     def __init__(self, edit: Editor, match: _Experts, flat: Ref, rows: int, k: int) -> None:
         self.edit, self.op, self.rows = edit, match.total, rows
-        self.facts = _facts(edit, match)
+        self.facts, self.rests_on = _facts(edit, match)
         sorted_ids = edit.value((rows,), "int64", "activations", self.op.repeats)
         permutation = edit.value((rows,), "int64", "activations", self.op.repeats)
         edit.emit(self.op, "aten.sort.default", {"self": flat}, (sorted_ids, permutation))
@@ -446,6 +446,8 @@ class _Order:
         arguments: dict[str, Argument] = {"self": rows, "mat2": weight, "offs": self.offsets}
         dtype = self.edit.values[like.outputs[0]].dtype
         out = self.edit.value((self.rows, columns), dtype, "activations", like.repeats)
+        rests_on = tuple(dict.fromkeys((*like.assumptions, *self.rests_on)))
+        like = replace(like, assumptions=rests_on)
         self.edit.emit(like, "aten._grouped_mm.default", arguments, (out,), facts=self.facts)
         return Ref(out)
 
@@ -473,8 +475,9 @@ class _Order:
         return Ref(now[operand(match.second, "self").id])
 
 
-def _facts(edit: Editor, match: _Experts) -> dict[str, Any]:
-    """Facts of the grouped products: rows, and the experts that get some of them.
+def _facts(edit: Editor, match: _Experts) -> tuple[dict[str, Any], tuple[int, ...]]:
+    """Facts of the grouped products, and the assumption that they rest on: rows, and the experts
+    that get some of them.
 
     What the trace assumed of the choice says how many; else each expert is as likely as any other,
     and E (1 - (1 - k / E)^T) are expected.
@@ -482,9 +485,10 @@ def _facts(edit: Editor, match: _Experts) -> dict[str, Any]:
     tokens, k = edit.values[match.chosen.id].shape
     experts = match.count
     touched = experts * (1 - (1 - k / experts) ** tokens)
+    rests_on: tuple[int, ...] = ()
     for assumption in edit.graph.assumptions:
         said = getattr(assumption, "facts", {})
         sizes = tuple(said.get(name) for name in ("rows", "chosen", "classes"))
         if assumption.where == match.choice.module and sizes == (tokens, k, experts):
-            touched = said["distinct"]
-    return {"groups_touched": touched, "rows_routed": tokens * k}
+            touched, rests_on = said["distinct"], (assumption.id,)
+    return {"groups_touched": touched, "rows_routed": tokens * k}, rests_on
