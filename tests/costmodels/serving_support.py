@@ -168,12 +168,15 @@ class Experts(nn.Module):
     """Experts that see every token; what they say is weighed by scores, zero for all but two.
 
     open_gate: every expert has a score, so that none can be left out.  shifted: a number is added
-    between the products, and the tokens are weighed before them.
+    between the products, and the tokens are weighed before them.  overwritten: the tokens change
+    before the sum.
     """
 
-    def __init__(self, open_gate: bool = False, shifted: bool = False) -> None:
+    def __init__(
+        self, open_gate: bool = False, shifted: bool = False, overwritten: bool = False
+    ) -> None:
         super().__init__()
-        self.open_gate, self.shifted = open_gate, shifted
+        self.open_gate, self.shifted, self.overwritten = open_gate, shifted, overwritten
         self.table = nn.Embedding(TOKENS, 16)
         self.gate = nn.Linear(16, 8, bias=False)
         self.up = nn.Parameter(torch.empty(8, 16, 24))
@@ -194,6 +197,8 @@ class Experts(nn.Module):
         if self.shifted:
             inner = inner + 1
         said = torch.bmm(inner, self.down)
+        if self.overwritten:
+            x.mul_(2)
         return (said if self.shifted else said * by_expert).sum(0)
 
 

@@ -259,10 +259,10 @@ def _product_flops(graph: OpGraph, names: tuple[str, ...]) -> int:
     )
 
 
-@pytest.mark.parametrize("what", ["open_gate", "shifted"])
+@pytest.mark.parametrize("what", ["open_gate", "shifted", "overwritten"])
 def test_experts_that_see_every_token_are_left(what: str) -> None:
-    """A score for every expert; or a number added between the products, so that zero is not left
-    zero."""
+    """A score for every expert; a number added between the products, so that zero is not left zero;
+    or tokens that are other ones where the chosen rows would be taken."""
     graph = step_of(filled(Experts(**{what: True})), "forward")
     assert changed(graph, "routed-experts")[0] is graph
 

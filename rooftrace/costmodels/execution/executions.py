@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
+from rooftrace.costmodels.execution.rewritenames import REWRITES
 from rooftrace.costmodels.knobs import Knobs, load_knobs
 from rooftrace.errors import hint
 from rooftrace.hardware import Chip
@@ -18,15 +19,6 @@ DISPATCH = ("eager", "compiled", "graph")
 KV_APPEND = ("as-run", "in-place")
 TYPICAL = "typical"
 """Stands for the knobs that are typical of the chip's kind and the execution."""
-REWRITES = (
-    "absorb-latent",
-    "routed-experts",
-    "fused-qkv",
-    "fused-gate-up",
-    "last-logits",
-    "static-cache",
-)
-"""Names of rewrites of the graph, in the order in which they are applied."""
 
 
 class ExecutionError(ValueError):

@@ -169,12 +169,8 @@ def _alike(places: Places, parts: list[_Part]) -> Iterator[list[_Part]]:
         by_kind[(part.kind, part.product.repeats, weight.dtype)].append(part)
     for alike in by_kind.values():
         first, last = alike[0].product, alike[-1].product
-        rows = graph.values[operand(first, _PRODUCTS[first.name]).id].storage
-        written = any(
-            op.kind == "kernel" and any(graph.values[i].storage == rows for i in op.outputs)
-            for op in places.readers[rows]
-            if first.id < op.id < last.id
-        )
+        rows = operand(first, _PRODUCTS[first.name]).id
+        written = places.overwritten(rows, first.id, last.id)
         if len(alike) > 1 and not written and _fit_side_by_side(places, alike):
             yield alike
 

@@ -113,6 +113,13 @@ def _made_of_latents(places: Places, op: Op, key: int, value: int) -> LatentAtte
         place = None if latents[0].then else places.place(latents[0].id)
         if place is None or place != places.place(latents[1].id):
             continue
+        first = min(keys.product.id, values.product.id)
+        # The latents are read at the attention, the rotated key where it was made or later.
+        made = places.graph.producers.get(other, -1)
+        if places.overwritten(latents[0].id, first, op.id) or places.overwritten(
+            other, made, op.id
+        ):
+            continue
         return LatentAttention(
             attention=op, keys=keys, values=values, latents=latents[0], rope=Ref(other),
             key_at=at, rope_at=other_at,

@@ -86,6 +86,16 @@ class Places:
         across += [then.value for then in beside if then is not None]
         return frozenset(values[i].storage for i in across)
 
+    def overwritten(self, value: int, first: int, last: int) -> bool:
+        """Whether an op between two ops, by their ids, writes into the storage of a value."""
+        values = self.graph.values
+        storage = values[value].storage
+        return any(
+            op.kind == "kernel" and any(values[i].storage == storage for i in op.outputs)
+            for op in self.readers[storage]
+            if first < op.id < last
+        )
+
     def made_by(self, value: int) -> Op | None:
         """The op that made a value; None for what comes from outside."""
         index = self.graph.producers.get(value)
