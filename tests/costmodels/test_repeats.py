@@ -17,7 +17,7 @@ from rooftrace.costmodels.findings.narrow import islands
 from rooftrace.costmodels.memory.footprint import KINDS, memory
 from rooftrace.costmodels.planning.launches import Launch
 from rooftrace.costmodels.planning.plans import plan
-from rooftrace.costmodels.rewriting.rewrites import without_dead_ops
+from rooftrace.costmodels.rewriting.unused import without_dead_ops
 from rooftrace.costmodels.timing.queue import HostSeconds, schedule
 from rooftrace.tracer.arguments.operands import Ref
 from rooftrace.tracer.graph.graph import OpGraph

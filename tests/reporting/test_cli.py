@@ -190,6 +190,20 @@ def test_rules_come_from_a_file(run: Run, tmp_path: Path) -> None:
     assert report["phases"]["forward"]["efficient"]["flops"] == 7
 
 
+def test_rewrites_are_added_to_every_execution(run: Run, tmp_path: Path) -> None:
+    sizes = ("--batch", "2", "--seq", "16", "--phase", "prefill")
+    names = ("--rewrite", "last-logits", "--execution", "eager,serving", "--format", "json")
+    ran = run("report", GPT2, *sizes, *names, "--out", "-")
+    report = json.loads(ran.out)
+    said = {n["execution"]: n["text"] for n in report["notes"] if "last-logits" in n["text"]}
+    assert said.keys() == {"eager", "serving"} and "1 head" in said["eager"]
+    assert report["executions"]["eager"]["rewrites"] == ["last-logits"]
+    plain = json.loads(run("report", GPT2, *sizes, *names[2:], "--out", "-").out)
+    head = 2 * 2 * 15 * 768 * 50257  # FLOP of a prompt's 15 other positions, 2 sequences
+    flops = [r["phases"]["prefill"]["eager"]["flops_matrix"] for r in (plain, report)]
+    assert flops[0] - flops[1] == head
+
+
 def test_chips(run: Run) -> None:
     assert "h200-sxm" in run("chips", "list").out
     shown = run("chips", "show", "h200").out
@@ -213,6 +227,10 @@ BAD_REQUESTS = {
     "no target at all": (("report", "resnet"), ["resnet", "package.module:attr"]),
     "decode of a CNN": (("report", RESNET, "--phase", "decode"), ["decode", "ResNet", "cache"]),
     "unknown phase": (("report", RESNET, "--phase", "inference"), ["inference", "forward"]),
+    "unknown rewrite": (
+        ("report", RESNET, "--rewrite", "last-logit"),
+        ["last-logit", "last-logits"],
+    ),
     "unknown execution": (("report", RESNET, "--execution", "efficent"), ["efficent", "efficient"]),
     "unknown optimizer": (("report", RESNET, "--optimizer", "adamx"), ["adamx", "adamw"]),
     "unknown assumption": (("report", RESNET, "--assume", "brunch=true"), ["brunch", "branch"]),

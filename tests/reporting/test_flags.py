@@ -92,6 +92,7 @@ WORKLOAD: dict[str, tuple[tuple[str, ...], ...]] = {
 }
 PRICING: dict[str, tuple[tuple[str, ...], ...]] = {
     "--knobs": (("--knobs", "none"),),
+    "--rewrite": (("--rewrite", "fused-gate-up"),),
     "--tf32": (("--tf32",),),
     "--rules": (("--rules", "rules.py"),),
 }
@@ -197,6 +198,10 @@ CANNOT_CHANGE = {
     },
     ("diff", "t.py:build"): {
         "--no-repeats": "the same layers, one by one: the numbers are the same",
+        "--rewrite": "nothing of that kind is in this model",
+    },
+    ("validate", "steps.csv"): {
+        "--rewrite": "nothing of that kind is in this model",
     },
 }
 

@@ -5,3 +5,4 @@ from rooftrace.costmodels.execution.executions import (
     ExecutionModel as ExecutionModel,
     execution_model as execution_model,
 )
+from rooftrace.costmodels.execution.rewritenames import REWRITES as REWRITES

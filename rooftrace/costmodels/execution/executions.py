@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
+from rooftrace.costmodels.execution.rewritenames import REWRITES
 from rooftrace.costmodels.knobs import Knobs, load_knobs
 from rooftrace.errors import hint
 from rooftrace.hardware import Chip
@@ -65,6 +66,7 @@ class ExecutionModel:
     fusion: str = "none"  # "detected": groups of the graph; "factor": by the two factors below
     dispatch: str = "eager"  # the host enqueues every op; "compiled": every group; "graph": all
     kv_append: str = "as-run"  # a `cat` reads L rows, writes L + 1; "in-place": the new rows only
+    rewrites: tuple[str, ...] = ()  # names in REWRITES: what a server runs in place of the module
     weight_residency: WeightResidency = field(default_factory=WeightResidency)
     activation_fusion: float = 1.0  # factor on activation bytes
     elementwise: float = 1.0  # factor on temporary bytes
@@ -89,6 +91,7 @@ class ExecutionModel:
                 f"knobs={self.knobs!r:.60}: expected Knobs, None, or {TYPICAL!r}; "
                 "execution_model(name, knobs=...) reads files"
             )
+        self._check_rewrites()
         for name in ("activation_fusion", "elementwise"):
             value = getattr(self, name)
             if not _positive(value) or value > 1:
@@ -120,6 +123,21 @@ class ExecutionModel:
         if self.utilization != Utilization():
             return None
         return Knobs.typical(chip.kind, compiled=self.fusion != "none")
+
+    def _check_rewrites(self) -> None:
+        asked = self.rewrites
+        listed = isinstance(asked, (tuple, list))
+        if not listed or not all(isinstance(name, str) for name in asked):
+            raise ExecutionError(
+                f"rewrites={asked!r}: expected a tuple of names, for example ('last-logits',)"
+            )
+        for name in asked:
+            if name not in REWRITES:
+                names = ", ".join(REWRITES)
+                raise ExecutionError(
+                    f"rewrite {name!r}: expected one of {names}{hint(name, REWRITES)}"
+                )
+        object.__setattr__(self, "rewrites", tuple(name for name in REWRITES if name in asked))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dict for the report; `from_dict` reads it back."""
@@ -163,6 +181,13 @@ PRESETS: Mapping[str, ExecutionModel] = {
         ExecutionModel("eager"),
         ExecutionModel("compiled", fusion="detected", dispatch="compiled", kv_append="in-place"),
         ExecutionModel("efficient", fusion="detected", dispatch="graph", kv_append="in-place"),
+        ExecutionModel(
+            "serving",
+            fusion="detected",
+            dispatch="graph",
+            kv_append="in-place",
+            rewrites=REWRITES,
+        ),
         ExecutionModel("seed-naive", attention="materialised", utilization=_SEED, knobs=None),
         ExecutionModel(
             "seed-efficient",
@@ -183,6 +208,8 @@ SUMMARIES: Mapping[str, str] = {
     "eager": "ops as captured, SDPA one kernel, no fusion, one host dispatch per op",
     "compiled": "fusion groups detected in the graph, one host dispatch per group",
     "efficient": "as compiled, launched as one graph",
+    "serving": "as efficient, rewritten as servers do: absorbed latents, routed experts only, "
+    "fused qkv and gate-up, logits of the last position",
     "seed-naive": "as naive, with the seed's utilization (B_sat 64, eta_scalar 0.35)",
     "seed-efficient": "the seed's factors: WRF 4/4/2, activation fusion 0.5, elementwise 0.7",
 }

@@ -165,7 +165,15 @@ def _planned(
 ) -> Plan:
     """classified: the graph with the family of each op.  priced: the costs of its ops."""
     op_costs, known = priced
-    rewritten, notes = rewrite(classified, model)
+    last: tuple[OpGraph, tuple[Cost, ...]] = classified, op_costs
+
+    def costs_of(other: OpGraph) -> tuple[Cost, ...]:
+        nonlocal last
+        if last[0] is not other:
+            last = other, price_ops(other)[0]
+        return last[1]
+
+    rewritten, notes = rewrite(classified, model, costs_of)
     if rewritten is not classified:
         op_costs, known = price_ops(rewritten)
     groups = fuse(rewritten, model, op_costs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +11,7 @@ from rooftrace.tracer.graph import Op, OpGraph, Tensor
 
 ATTENTION = "rooftrace.attention.default"
 ATTENTION_BACKWARD = "rooftrace.attention_backward.default"
+LATENT_ATTENTION = "rooftrace.latent_attention.default"
 WRITTEN_OUT = "written_out"
 """Fact of an attention that calls no library's kernel, so that its tiles are not known."""
 
@@ -22,6 +23,9 @@ class Editor:
         self.graph = graph
         self.values = list(graph.values)
         self.ops: list[Op] = []
+        self.repeats = list(graph.repeats)
+        self.replaced: dict[int, int] = {}
+        """What comes from outside or leaves the step in place of another value."""
         self._causal: dict[tuple[int, int], int] = {}
 
     def value(
@@ -31,10 +35,11 @@ class Editor:
         role: str,
         repeats: tuple[int, ...],
         name: str = "",
+        stride: tuple[int, ...] | None = None,
     ) -> int:
-        """A new contiguous value."""
+        """A new value: contiguous, or with these strides."""
         index = len(self.values)
-        stride = Tensor.contiguous(shape)
+        stride = Tensor.contiguous(shape) if stride is None else stride
         self.values.append(
             Tensor(
                 shape=shape,
@@ -61,6 +66,17 @@ class Editor:
         )
         return index
 
+    def named_like(
+        self, value: int, parts: Sequence[int], join: Callable[[list[str]], str]
+    ) -> None:
+        """Name a value in each iteration, where the parts that it is made of have names of their
+        own."""
+        for position, repeat in enumerate(self.repeats):
+            if all(part in repeat.names for part in parts):
+                columns = zip(*(repeat.names[part] for part in parts), strict=True)
+                names = {**repeat.names, value: tuple(join(list(column)) for column in columns)}
+                self.repeats[position] = replace(repeat, names=names)
+
     def emit(
         self,
         like: Op,
@@ -83,6 +99,49 @@ class Editor:
                 flops_torch=None,
             )
         )
+
+    def viewed(
+        self, like: Op, of: Ref, shape: tuple[int, ...], stride: tuple[int, ...] | None = None
+    ) -> Ref:
+        """A value in another shape: contiguous, or with these strides."""
+        strides = Tensor.contiguous(shape) if stride is None else stride
+        out = self.view(of, shape, strides, like.repeats)
+        self.emit(like, "aten.reshape.default", {"self": of, "shape": shape}, (out,), kind="view")
+        return Ref(out)
+
+    def sliced(self, like: Op, of: Ref, dim: int, start: int, end: int) -> Ref:
+        """Elements `start` to `end` of a value along one dimension; itself if that is all."""
+        source = self.values[of.id]
+        if (start, end) == (0, source.shape[dim]):
+            return of
+        shape = (*source.shape[:dim], end - start, *source.shape[dim + 1 :])
+        out = self.view(of, shape, source.stride, like.repeats)
+        cut: dict[str, Argument] = {"self": of, "dim": dim, "start": start, "end": end}
+        self.emit(like, "aten.slice.Tensor", cut, (out,), kind="view")
+        return Ref(out)
+
+    def permuted(self, like: Op, of: Ref, dims: tuple[int, ...]) -> Ref:
+        """A value with its dimensions in another order."""
+        source = self.values[of.id]
+        shape, stride = (tuple(t[d] for d in dims) for t in (source.shape, source.stride))
+        out = self.view(of, shape, stride, like.repeats)
+        self.emit(like, "aten.permute.default", {"self": of, "dims": dims}, (out,), kind="view")
+        return Ref(out)
+
+    def made(
+        self,
+        like: Op,
+        target: str,
+        arguments: Mapping[str, Argument],
+        shape: tuple[int, ...],
+        dtype: str,
+        role: str = "activations",
+        facts: Mapping[str, Any] | None = None,
+    ) -> Ref:
+        """The new value that a new kernel makes."""
+        out = self.value(shape, dtype, role, like.repeats)
+        self.emit(like, target, arguments, (out,), facts=facts)
+        return Ref(out)
 
     def causal_mask(self, queries: int, length: int) -> int:
         """A constant bool[S, L], the same one for every attention of this size."""
@@ -107,7 +166,14 @@ class Editor:
         ops = tuple(
             op if op.id == index else replace(op, id=index) for index, op in enumerate(self.ops)
         )
-        return self.graph.replace(values=tuple(self.values), ops=ops).verify()
+        graph, other = self.graph, self.replaced
+        fields = {
+            "values": tuple(self.values),
+            "repeats": tuple(self.repeats),
+            "inputs": tuple(other.get(value, value) for value in graph.inputs),
+            "outputs": tuple(other.get(value, value) for value in graph.outputs),
+        }
+        return graph.replace(ops=ops, **fields).verify()
 
 
 def operand(op: Op, name: str) -> Ref:

@@ -7,161 +7,127 @@ for; `reprice` changes storage precisions.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from rooftrace.costmodels.costs import Access, Cost, Work
 from rooftrace.costmodels.execution import ExecutionModel
 from rooftrace.costmodels.rewriting.attention_kernels import flash_from_products
 from rooftrace.costmodels.rewriting.attention_products import materialise_attention
+from rooftrace.costmodels.rewriting.caches import append_in_place
+from rooftrace.costmodels.rewriting.table import REWRITES, Rewrite
+from rooftrace.costmodels.rewriting.unused import without_dead_ops
 from rooftrace.hardware.precisions import PrecisionError, precision
-from rooftrace.tracer.arguments import Argument, references, refs
+from rooftrace.hardware.units import format_flops, format_traffic, plural
 from rooftrace.tracer.asking import check_graph
-from rooftrace.tracer.graph import Op, OpGraph, Tensor
+from rooftrace.tracer.graph import OpGraph, Tensor
 
-CACHE_APPEND = "rooftrace.cache_append.default"
+Change = Callable[[OpGraph], tuple[OpGraph, int]]
+Price = Callable[[OpGraph], Sequence[Cost]]
+"""What each op of a graph costs, once."""
 
 
-def rewrite(graph: OpGraph, execution: ExecutionModel) -> tuple[OpGraph, tuple[str, ...]]:
-    """`graph` as this execution model runs it, and what was changed, one sentence each."""
+def rewrite(
+    graph: OpGraph, execution: ExecutionModel, price: Price | None = None
+) -> tuple[OpGraph, tuple[str, ...]]:
+    """`graph` as this execution model runs it, and what was changed, one sentence each.
+
+    price: what ops cost; with it, the sentence on a named rewrite says what was saved.
+    """
     detected = execution.fusion == "detected"
-    passes = (
-        (
-            execution.attention == "materialised",
-            materialise_attention,
-            "attention call",
-            "run",
-            "as matrix products with the score matrix in HBM",
-        ),
-        (
-            execution.attention == "flash" and detected,
-            flash_from_products,
-            "hand-written attention",
-            "run",
-            "as flash attention",
-        ),
-        (
-            execution.kv_append == "in-place",
-            append_in_place,
-            "cache append",
-            "write",
-            "the new rows only, into a cache that has room",
-        ),
-        (
-            detected,
-            without_dead_ops,
-            "op",
-            "disappear",
-            "because nothing uses the result, as in a compiler",
-        ),
+    notes: list[str] = []
+
+    def change(wanted: bool, apply: Change, noun: str, verb: str, rest: str) -> None:
+        nonlocal graph
+        graph, count = apply(graph) if wanted else (graph, 0)
+        if count:
+            noun, verb = (noun, f"{verb}s") if count == 1 else (f"{noun}s", verb)
+            notes.append(f"{count} {noun} {verb} {rest}")
+
+    change(
+        execution.attention == "flash" and detected,
+        flash_from_products,
+        "hand-written attention",
+        "run",
+        "as flash attention",
     )
-    notes = []
-    for wanted, change, noun, verb, rest in passes:
-        if wanted:
-            graph, count = change(graph)
-            if count:
-                noun, verb = (noun, f"{verb}s") if count == 1 else (f"{noun}s", verb)
-                notes.append(f"{count} {noun} {verb} {rest}")
+    for entry in REWRITES:
+        if entry.name in execution.rewrites:
+            graph, note = _named(graph, entry, execution, price)
+            notes += note
+    change(
+        execution.attention == "materialised",
+        materialise_attention,
+        "attention call",
+        "run",
+        "as matrix products with the score matrix in HBM",
+    )
+    change(
+        execution.kv_append == "in-place" and "static-cache" not in execution.rewrites,
+        append_in_place,
+        "cache append",
+        "write",
+        "the new rows only, into a cache that has room",
+    )
+    change(
+        detected,
+        without_dead_ops,
+        "op",
+        "disappear",
+        "because nothing uses the result, as in a compiler",
+    )
     return graph, tuple(notes)
 
 
-# -- caches and dead code --------------------------------------------------------------------------
+def _named(
+    graph: OpGraph, entry: Rewrite, execution: ExecutionModel, price: Price | None
+) -> tuple[OpGraph, tuple[str, ...]]:
+    """The graph after a named rewrite, and a sentence on what was changed and saved.
 
-
-def append_in_place(graph: OpGraph) -> tuple[OpGraph, int]:
-    """`cat` of a cache with new rows becomes a write of the new rows into a cache that has room.
-
-    What the `cat` made is then another view of the cache.  A cache that is still empty (prefill)
-    is made by its first `cat` as before.
+    Where nothing is changed, a sentence says so unless all rewrites are asked for.
     """
-    values, ops = graph.values, []
-    moved: dict[int, int] = {}
-    grown: set[int] = set()
-    count = 0
-    for op in graph.ops:
-        # By name: of all ops that join tensors, `cat` is the one by which caches grow.
-        if op.name == "aten.cat" and op.outputs and values[op.outputs[0]].role == "kv":
-            whole, *new = references(op.arguments)
-            old = whole.id
-            cache = moved.get(values[old].storage, values[old].storage)
-            is_cache = values[old].role == "kv" and values[old].elements and not whole.every
-            if is_cache and new and old not in grown:
-                grown.add(old)
-                moved[values[op.outputs[0]].storage] = cache
-                count += graph.times(op)
-                arguments: dict[str, Argument] = {
-                    "cache": whole,
-                    "new": tuple(new),
-                    "dim": op.arguments.get("dim", 0),
-                }
-                op = replace(
-                    op, target=CACHE_APPEND, arguments=arguments, inputs=tuple(refs(arguments))
-                )
-        ops.append(op)
-    if not moved:
-        return graph, 0
-    shared = tuple(
-        replace(t, storage=moved[t.storage]) if t.storage in moved else t for t in values
-    )
-    return graph.replace(values=shared, ops=tuple(ops)).verify(), count
+    silent = execution.rewrites == tuple(other.name for other in REWRITES)
+    if entry.name == "absorb-latent" and execution.attention == "materialised":
+        return graph, (f"{entry.name}: left out, since attention runs as matrix products",)
+    applies = graph.phase in entry.phases and all(op.part == "forward" for op in graph.ops)
+    result, count = entry.apply(graph) if applies else (graph, 0)
+    if not count:
+        where = "" if applies else f" in {graph.phase}"
+        return graph, () if silent else (f"{entry.name}: nothing to rewrite{where}",)
+    changed = plural(count, entry.noun)
+    if price is None:
+        return result, (f"{entry.name}: {changed}",)
+    before, after = _prices_of_changes(graph, result, price)
+    saved = [
+        f"{written(a)} -> {written(b)}"
+        for written, a, b in (
+            (format_flops, before.flops(), after.flops()),
+            (format_traffic, before.bytes(), after.bytes()),
+        )
+        if a != b
+    ]
+    return result, (", ".join((f"{entry.name}: {changed}", *saved)),)
 
 
-def without_dead_ops(graph: OpGraph) -> tuple[OpGraph, int]:
-    """Remove ops that neither make an output nor write into something that outlives the step.
+def _prices_of_changes(graph: OpGraph, result: OpGraph, price: Price) -> tuple[Cost, Cost]:
+    """What the ops cost that a rewrite removed, and those that it put in their place.
 
-    Returns the graph and how many kernels were left out.
+    Values keep their ids, so an op is known by its name and by the values that it makes.
     """
-    across: set[tuple[int, int]] = set()
-    while True:  # an iteration also makes what the next iteration reads
-        kept = _needed(graph, across)
-        more = {pair for op in kept if op.repeats for pair in _read_across(graph, op)}
-        if more <= across:
-            break
-        across |= more
-    if len(kept) == len(graph.ops):
-        return graph, 0
-    ops = tuple(replace(op, id=index) for index, op in enumerate(kept))
-    smaller = graph.replace(ops=ops).verify()
-    return smaller, _launched(graph) - _launched(smaller)
-
-
-def _needed(graph: OpGraph, across: Collection[tuple[int, int]]) -> list[Op]:
-    """The ops that make an output, or write what a later op reads.
-
-    across: repeats, and storages that the next iteration reads when one of the repeat has ended.
-    """
-    storage = [t.storage for t in graph.values]
-    live = {storage[i] for i in (*graph.outputs, *graph.external)}
-    inside: tuple[int, ...] = ()
-    kept = []
-    for op in reversed(graph.ops):
-        entered = set(op.repeats) - set(inside)
-        live.update(value for repeat, value in across if repeat in entered)
-        inside = op.repeats
-        beside = "writes" in op.facts  # it overwrites an operand, too
-        used = beside or not op.outputs or any(storage[i] in live for i in op.outputs)
-        if op.kind == "sync" or used:
-            kept.append(op)
-            live.update(storage[i] for i in op.inputs)
-    return kept[::-1]
-
-
-def _read_across(graph: OpGraph, op: Op) -> Iterator[tuple[int, int]]:
-    """Repeats, and storages that an op of one iteration takes from the iteration beside it: of a
-    neighbour, or of what all iterations share."""
-    values = graph.values
-    neighbours = [ref.then for ref in references(op.arguments)]
-    neighbours += [values[i].then for i in (*op.inputs, *op.outputs)]
-    for then in neighbours:
-        if then is not None:
-            yield then.repeat, values[then.value].storage
-    for repeat in op.repeats:
-        for storage in (values[i].storage for i in op.inputs):
-            if repeat not in values[storage].repeats:
-                yield repeat, storage
-
-
-def _launched(graph: OpGraph) -> int:
-    return sum(graph.times(op) for op in graph.kernels())
+    both = {(op.target, op.outputs) for op in graph.ops}
+    both &= {(op.target, op.outputs) for op in result.ops}
+    sums = []
+    for side in (graph, result):
+        work: Counter[Work] = Counter()
+        traffic: Counter[Access] = Counter()
+        for op, cost in zip(side.ops, price(side), strict=True):
+            if (op.target, op.outputs) not in both:
+                for key, flop in cost.work.items():
+                    work[key] += flop * side.times(op)
+                for access, size in cost.traffic.items():
+                    traffic[access] += size * side.times(op)
+        sums.append(Cost(work, traffic))
+    return sums[0], sums[1]
 
 
 # -- precisions ------------------------------------------------------------------------------------

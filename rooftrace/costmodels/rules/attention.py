@@ -90,6 +90,19 @@ def _sizes(op: OpView, heads_first: bool = True) -> AttentionShape:
         queries, length = query.shape[-3] // parts, key.shape[-3] // parts
         q_heads, k_heads = query.shape[-2], key.shape[-2]
         batch = parts * math.prod(query.shape[:-3])
+    return _shape(op, queries=queries, length=length, batch=int(batch), heads=(q_heads, k_heads),
+                  widths=(e, ev), stored=key)
+
+
+def _shape(
+    op: OpView, *, queries: int, length: int, batch: int, heads: tuple[int, int],
+    widths: tuple[int, int], stored: TensorView,
+) -> AttentionShape:  # fmt: skip
+    """Sizes with the pairs that the mask of the op lets through.
+
+    heads: of queries, and of keys.  widths: of query and key, and of value.  stored: the keys.
+    """
+    (q_heads, k_heads), (e, ev) = heads, widths
     corner = int(op.attribute("custom_mask_type", op.attribute("is_causal", False)))
     keys = length
     pairs = queries * length
@@ -106,7 +119,7 @@ def _sizes(op: OpView, heads_first: bool = True) -> AttentionShape:
         keys = min(length, pairs) if skips else length
     rows = queries * max(q_heads // max(k_heads, 1), 1)
     kernel = None if op.fact(WRITTEN_OUT) else AttentionSizes(
-        batch=int(batch),
+        batch=batch,
         queries=queries,
         keys=length,
         visible=pairs if skips else queries * length,
@@ -114,12 +127,12 @@ def _sizes(op: OpView, heads_first: bool = True) -> AttentionShape:
         kv_heads=k_heads,
         width=e,
         value_width=ev,
-        kv_size=float(format_of(key.dtype).bits / 8),
+        kv_size=float(format_of(stored.dtype).bits / 8),
         masked=_mask(op) is not None and op.fact("mask") not in _PATTERNED,
         backward="backward" in op.target,
     )  # fmt: skip
     return AttentionShape(
-        heads=int(batch) * q_heads, e=e, ev=ev, queries=queries, length=length, visible=pairs,
+        heads=batch * q_heads, e=e, ev=ev, queries=queries, length=length, visible=pairs,
         keys=keys, rows=rows, skips=skips, kernel=kernel,
     )  # fmt: skip
 
@@ -188,6 +201,27 @@ def attention(op: OpView) -> Cost:
     visible pairs are useful.  Vector: SOFTMAX per visible pair and one division per output.
     """
     return _forward(op, _sizes(op))
+
+
+@builtin("rooftrace.latent_attention", kind="attention", label="latent attention")
+def latent_attention(op: OpView) -> Cost:
+    """softmax(scale (query latent^T + query_rope rope^T) + mask) latent: one latent for all heads.
+
+    query[B, H, S, R], query_rope[B, H, S, D], latent[B, 1, L, R], rope[B, 1, L, D].  Dense:
+    2 H S L (2 R + D) flop of matrix work (H: query heads over the batch).  The latent is key and
+    value, and is read once.
+    """
+    query, turned = op.needed("query"), op.needed("query_rope")
+    latent, rope = op.needed("latent"), op.needed("rope")
+    s = _shape(op, queries=query.shape[-2], length=latent.shape[-2], batch=query.shape[0],
+               heads=(query.shape[1], 1), widths=(query.shape[-1] + rope.shape[-1],
+                                                  latent.shape[-1]), stored=latent)
+    softmax = (SOFTMAX + _per_pair_extras(op)) * s.heads * s.computed + s.heads * s.queries * s.ev
+    return (_products(s, 2 * s.e + 2 * s.ev, product_precision(query, turned, latent, rope))
+            + vector(op, softmax)
+            + op.read_all((query, turned, _mask(op)))
+            + _keys_read(op, s, latent) + _keys_read(op, s, rope)
+            + op.write_all(op.outputs))
 
 
 @builtin("aten._flash_attention_forward", "aten._efficient_attention_forward", kind="attention")

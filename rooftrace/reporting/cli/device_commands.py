@@ -146,7 +146,7 @@ def calibrate(
     from rooftrace.costmodels.knobs import dump_knobs
 
     load_rules(rules)
-    (loaded,), (model,) = load_chips((chip,)), load_executions((execution,), False, None)
+    (loaded,), (model,) = load_chips((chip,)), load_executions((execution,))
     with progress():
         result = rt.calibrate(
             measured,
@@ -198,6 +198,7 @@ def validate(
     form: str,
     out: str | None,
     tf32: bool,
+    rewrites: tuple[str, ...],
     rules: tuple[str, ...],
     knobs: str | None,
     **request: Any,
@@ -211,7 +212,7 @@ def validate(
     from rooftrace.reporting.pages import check_folder
     from rooftrace.reporting.text import as_markdown, renderable
 
-    (loaded,), (model,) = load_chips((chip,)), load_executions((execution,), tf32, knobs)
+    (loaded,), (model,) = load_chips((chip,)), load_executions((execution,), tf32, knobs, rewrites)
     load_rules(rules)
     folder = None if out in (None, "-") else Path(str(out))
     if folder is not None:

@@ -53,7 +53,7 @@ from rooftrace.reporting.cli.shared import (
     type=Commas(),
     default="naive,efficient",
     show_default=True,
-    help="naive, eager, compiled, efficient, seed-naive, seed-efficient.",
+    help="naive, eager, compiled, efficient, serving, seed-naive, seed-efficient.",
 )
 @click.option(
     "--out",
@@ -81,6 +81,7 @@ def report(
     tf32: bool,
     rules: tuple[str, ...],
     knobs: str | None,
+    rewrites: tuple[str, ...],
     **request: Any,
 ) -> None:
     """Cost of each phase of TARGET: one screen, and a folder of files with --out."""
@@ -92,7 +93,7 @@ def report(
         check_formats(formats)
     if out == "-" and (formats is None or len(formats) != 1 or formats[0] in ("png", "trace")):
         raise click.UsageError("--out - writes one format to stdout: add --format json, md or csv")
-    loaded, models = load_chips(chips), load_executions(executions, tf32, knobs)
+    loaded, models = load_chips(chips), load_executions(executions, tf32, knobs, rewrites)
     load_rules(rules)
     if out is not None and out != "-":
         check_folder(Path(out), **how)
@@ -176,6 +177,7 @@ def diff(
     tf32: bool,
     rules: tuple[str, ...],
     knobs: str | None,
+    rewrites: tuple[str, ...],
     **request: Any,
 ) -> None:
     """What changed in cost from BEFORE to AFTER: targets or saved graphs."""
@@ -184,7 +186,7 @@ def diff(
 
     for condition in fail_on:
         parse_condition(condition)
-    (loaded,), (model,) = load_chips((chip,)), load_executions((execution,), tf32, knobs)
+    (loaded,), (model,) = load_chips((chip,)), load_executions((execution,), tf32, knobs, rewrites)
     load_rules(rules)
     with progress():
         result = rt.diff(

@@ -7,6 +7,8 @@ from typing import Any
 
 import click
 
+from rooftrace.costmodels.execution import REWRITES
+
 TARGET_HELP = """TARGET is package.module:attr or path/file.py:attr (a module, or a function
 returning a module or (module, inputs)), the path of a Hugging Face config.json, hf:ORG/NAME, or a
 saved graph."""
@@ -91,12 +93,20 @@ rules_option = click.option(
 
 
 def pricing_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """--tf32, --rules, --knobs: how it is priced."""
+    """--knobs, --rewrite, --tf32, --rules: how it is priced."""
     options = (
         click.option(
             "--knobs",
             metavar="FILE",
             help="Calibrated constants (a TOML file) to use instead of datasheet peaks.",
+        ),
+        click.option(
+            "--rewrite",
+            "rewrites",
+            type=Commas(),
+            default=(),
+            help="What a server runs in place of the module, in every execution model: "
+            f"{', '.join(REWRITES)}.",
         ),
         click.option("--tf32", is_flag=True, help="Run fp32 matrix products on the matrix engine."),
         rules_option,
@@ -114,7 +124,7 @@ def measured_options(command: Callable[..., Any]) -> Callable[..., Any]:
             "--execution",
             default="eager",
             show_default=True,
-            help="How the steps were run: eager, compiled, efficient (one CUDA graph).",
+            help="How the steps were run: eager, compiled, efficient (one CUDA graph), serving.",
         ),
         click.option(
             "--target",

@@ -41,14 +41,23 @@ def load_chips(names: Sequence[str]) -> list[rt.Chip]:
     return [rt.load_chip(name) for name in names]
 
 
-def load_executions(names: Sequence[str], tf32: bool, knobs: str | None) -> list[rt.ExecutionModel]:
-    """Execution models by name, with what --tf32 and --knobs change."""
+def load_executions(
+    names: Sequence[str],
+    tf32: bool = False,
+    knobs: str | None = None,
+    rewrites: Sequence[str] = (),
+) -> list[rt.ExecutionModel]:
+    """Execution models by name, with what --tf32, --knobs and --rewrite change."""
     if not names:
         raise click.UsageError("--execution: expected at least one execution model")
     changes: dict[str, Any] = {"tf32": True} if tf32 else {}
     if knobs is not None:
         changes["knobs"] = knobs
-    return [rt.execution_model(name, **changes) for name in names]
+    models = [rt.execution_model(name, **changes) for name in names]
+    return [
+        rt.execution_model(model, rewrites=(*model.rewrites, *rewrites)) if rewrites else model
+        for model in models
+    ]
 
 
 class RulesFileError(ValueError):

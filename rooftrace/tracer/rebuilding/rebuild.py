@@ -12,6 +12,7 @@ from torch import Tensor as TorchTensor, fx
 from rooftrace.tracer.arguments import Argument, Ref, refs
 from rooftrace.tracer.dtypes import torch_dtype
 from rooftrace.tracer.graph import GraphError, Op, OpGraph
+from rooftrace.tracer.whole import own_ops
 
 
 class GraphState(torch.nn.Module):
@@ -118,7 +119,8 @@ def _returns_list(target: Any) -> bool:
 def _overload(target: str) -> Any:
     namespace, name, overload = target.split(".")
     try:
-        return getattr(getattr(getattr(torch.ops, namespace), name), overload)
+        library = own_ops() if namespace == "rooftrace" else getattr(torch.ops, namespace)
+        return getattr(getattr(library, name), overload)
     except AttributeError:
         raise GraphError(
             f"{target} is not registered in this process: import the package that "

@@ -39,7 +39,7 @@ def _attention_meta(
     return out, query.new_empty((*batch, *heads, rows), dtype=torch.float32)
 
 
-def _composed(
+def composed(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -58,7 +58,7 @@ def _composed(
 def _attention_cpu(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *options: Any
 ) -> tuple[Tensor, Tensor]:
-    result = _composed(query, key, value, mask, *options)
+    result = composed(query, key, value, mask, *options)
     # The strides that the graph was captured with: CPU kernels choose others, by their case.
     out, logsumexp = _attention_meta(query, key, value, mask)
     # Nothing but our own backward reads the log-sum-exp, and that recomputes what it needs.
@@ -90,7 +90,7 @@ def _backward_cpu(
         leaves = [t.detach().requires_grad_() for t in (query, key, value)]
         float_mask = mask is not None and mask.is_floating_point()
         bias = mask.detach().requires_grad_() if mask is not None and float_mask else mask
-        again = _composed(leaves[0], leaves[1], leaves[2], bias, *options)
+        again = composed(leaves[0], leaves[1], leaves[2], bias, *options)
         wanted = [*leaves, bias] if float_mask and bias is not None else leaves
         grads = torch.autograd.grad(again, wanted, grad_out)
     grad_mask = grads[3] if float_mask else query.new_empty(0)

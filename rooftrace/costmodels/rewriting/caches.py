@@ -1,0 +1,48 @@
+"""Caches that grow in place, as in a server: a `cat` becomes a write of the new rows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from rooftrace.tracer.arguments import Argument, references, refs
+from rooftrace.tracer.graph import OpGraph
+
+CACHE_APPEND = "rooftrace.cache_append.default"
+
+
+def append_in_place(graph: OpGraph) -> tuple[OpGraph, int]:
+    """`cat` of a cache with new rows becomes a write of the new rows into a cache that has room.
+
+    What the `cat` made is then another view of the cache.  A cache that is still empty (prefill)
+    is made by its first `cat` as before.
+    """
+    values, ops = graph.values, []
+    moved: dict[int, int] = {}
+    grown: set[int] = set()
+    count = 0
+    for op in graph.ops:
+        # By name: of all ops that join tensors, `cat` is the one by which caches grow.
+        if op.name == "aten.cat" and op.outputs and values[op.outputs[0]].role == "kv":
+            whole, *new = references(op.arguments)
+            old = whole.id
+            cache = moved.get(values[old].storage, values[old].storage)
+            is_cache = values[old].role == "kv" and values[old].elements and not whole.every
+            if is_cache and new and old not in grown:
+                grown.add(old)
+                moved[values[op.outputs[0]].storage] = cache
+                count += graph.times(op)
+                arguments: dict[str, Argument] = {
+                    "cache": whole,
+                    "new": tuple(new),
+                    "dim": op.arguments.get("dim", 0),
+                }
+                op = replace(
+                    op, target=CACHE_APPEND, arguments=arguments, inputs=tuple(refs(arguments))
+                )
+        ops.append(op)
+    if not moved:
+        return graph, 0
+    shared = tuple(
+        replace(t, storage=moved[t.storage]) if t.storage in moved else t for t in values
+    )
+    return graph.replace(values=shared, ops=tuple(ops)).verify(), count

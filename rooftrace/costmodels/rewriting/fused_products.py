@@ -1,0 +1,325 @@
+"""Products of one input with several weights as one product with the weights side by side.
+
+A server keeps the weights of query, key and value as one tensor, and those of gate and up: the
+input is read once, and one kernel runs in place of several.  The parts of the result are views.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from rooftrace.costmodels.rewriting.editing import ATTENTION, LATENT_ATTENTION, Editor, operand
+from rooftrace.costmodels.rewriting.places import Places, StoragePlace
+from rooftrace.costmodels.rewriting.unused import without_left_behind
+from rooftrace.hardware.precisions import storage_bytes
+from rooftrace.tracer.arguments import Argument, Ref, references
+from rooftrace.tracer.graph import Op, OpGraph, Tensor
+
+_PRODUCTS = {"aten.mm": "self", "aten.addmm": "mat1"}
+"""Products with a weight, and what they call their input."""
+_ANY_PRODUCT = frozenset({*_PRODUCTS, "aten.bmm", "aten.baddbmm", "aten._grouped_mm"})
+_WALK = 64
+"""The most ops between a product and what its result reaches."""
+
+Gathers = Callable[[Places], Iterable[list[Op]]]
+"""Finds groups of products that are to be one."""
+
+
+def fuse_qkv(graph: OpGraph) -> tuple[OpGraph, int]:
+    """Products of one input whose results all reach one attention become one product.
+
+    At most one more product may lie between, if another of them reaches it without: so that the
+    two down projections of latent attention count, and nothing of the layer before.
+    """
+    return _fuse(graph, _reaching_attention)
+
+
+def fuse_gate_up(graph: OpGraph) -> tuple[OpGraph, int]:
+    """Two products of one input whose results meet in one multiplication become one product."""
+    return _fuse(graph, _meeting)
+
+
+# -- which products --------------------------------------------------------------------------------
+
+
+def _reaching_attention(places: Places) -> Iterator[list[Op]]:
+    for op in places.graph.ops:
+        if op.target in (ATTENTION, LATENT_ATTENTION):
+            reached = _behind(places, op.inputs, 1)
+            by_input: dict[StoragePlace, list[Op]] = defaultdict(list)
+            for number in sorted(reached):
+                product = places.graph.ops[number]
+                place = _input(places, product)
+                if place is not None and product.repeats == op.repeats:
+                    by_input[place].append(product)
+            for products in by_input.values():
+                if any(reached[product.id] == 0 for product in products):
+                    yield products
+
+
+def _meeting(places: Places) -> Iterator[list[Op]]:
+    for op in places.graph.ops:
+        if op.name in ("aten.mul", "aten.mul_") and len(op.inputs) == 2:
+            sides = [_behind(places, (value,), 0, only_way=True) for value in op.inputs]
+            if all(len(side) == 1 for side in sides):
+                products = [places.graph.ops[number] for side in sides for number in side]
+                inputs = {_input(places, product) for product in products}
+                if len(inputs) == 1 and None not in inputs and products[0] is not products[1]:
+                    yield sorted(products, key=lambda product: product.id)
+
+
+def _input(places: Places, product: Op) -> StoragePlace | None:
+    """Where the rows that a product multiplies with a weight lie."""
+    name = _PRODUCTS.get(product.name)
+    return None if name is None else places.place(operand(product, name).id)
+
+
+def _behind(
+    places: Places, values: Iterable[int], through: int, only_way: bool = False
+) -> dict[int, int]:
+    """The products behind some values, by id, with how many more products lie between.
+
+    through: the most of these.  only_way: nothing if an op on the way takes two tensors.
+    """
+    graph, reached = places.graph, dict[int, int]()
+    seen: dict[int, int] = {}
+    front = [(value, 0) for value in values]
+    for _ in range(_WALK):
+        following = []
+        for value, between in front:
+            op = places.made_by(value)
+            if op is None or seen.get(op.id, through + 1) <= between:
+                continue
+            seen[op.id] = between
+            written = () if only_way else _writes_into(places, value)
+            sources = [
+                i for o in (op, *written) for i in o.inputs if graph.values[i].role != "weights"
+            ]
+            if op.name in _ANY_PRODUCT:
+                reached[op.id] = min(between, reached.get(op.id, between))
+                between += 1
+            elif only_way and len({graph.values[i].storage for i in sources}) != 1:
+                return {}
+            if between <= through:
+                following += [(source, between) for source in sources]
+        front = following
+    return reached
+
+
+def _writes_into(places: Places, value: int) -> list[Op]:
+    """The ops that write into a new tensor, part by part."""
+    storage, values = places.graph.values[value].storage, places.graph.values
+    return [
+        op
+        for op in places.readers[storage]
+        if op.name == "aten.copy_" and any(values[i].storage == storage for i in op.outputs)
+    ]
+
+
+# -- one product -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One of the products that become one."""
+
+    product: Op
+    weight: int  # the value from outside
+    bias: int | None
+    turned: bool  # whether the weight is stored as [N, K], and read transposed
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What parts of one product have in common."""
+        other = {k: v for k, v in self.product.arguments.items() if not isinstance(v, Ref)}
+        return self.product.target, self.turned, tuple(sorted(other.items()))
+
+
+def _fuse(graph: OpGraph, gather: Gathers) -> tuple[OpGraph, int]:
+    places = Places(graph)
+    groups: dict[int, list[_Part]] = {}
+    taken: set[int] = set()
+    for products in gather(places):
+        parts = [p for op in products if op.id not in taken and (p := _part(places, op))]
+        for alike in _alike(places, parts):
+            groups[alike[0].product.id] = alike
+            taken |= {part.product.id for part in alike}
+    if not groups:
+        return graph, 0
+    edit = Editor(graph)
+    for op in graph.ops:
+        if op.id in groups:
+            _emit(edit, places, groups[op.id])
+        elif op.id not in taken:
+            edit.ops.append(op)
+    result = edit.done()
+    return without_left_behind(result, graph), sum(
+        graph.times(parts[0].product) for parts in groups.values()
+    )
+
+
+def _alike(places: Places, parts: list[_Part]) -> Iterator[list[_Part]]:
+    """Parts of which one product can be made: of one kind, with no write to their input between."""
+    graph = places.graph
+    by_kind: dict[tuple[object, ...], list[_Part]] = defaultdict(list)
+    for part in parts:
+        weight = graph.values[part.weight]
+        by_kind[(part.kind, part.product.repeats, weight.dtype)].append(part)
+    for alike in by_kind.values():
+        first, last = alike[0].product, alike[-1].product
+        rows = operand(first, _PRODUCTS[first.name]).id
+        written = places.overwritten(rows, first.id, last.id)
+        if len(alike) > 1 and not written and _fit_side_by_side(places, alike):
+            yield alike
+
+
+def _fit_side_by_side(places: Places, parts: list[_Part]) -> bool:
+    """Whether every view of a part, as of complex numbers, is one at its place among the others."""
+    graph = places.graph
+    whole = [graph.values[part.product.outputs[0]] for part in parts]
+    widths = [tensor.shape[1] for tensor in whole]
+    made = [part.product.outputs[0] for part in parts]
+    views = [graph.values[index] for out in made for index in places.members[out]]
+    return all(
+        not any(width % _several(view, whole[0]) for width in (*widths, sum(widths)))
+        for view in views
+    )
+
+
+def _several(view: Tensor, whole: Tensor) -> int:
+    """How many elements one element of a view takes; more than any row has if no whole number."""
+    several, rest = divmod(storage_bytes(view.dtype, 8), storage_bytes(whole.dtype, 8))
+    return several if several and not rest else whole.shape[1] + 1
+
+
+def _part(places: Places, op: Op) -> _Part | None:
+    """A product of which a part can be made: its weight is read by nothing else."""
+    graph = places.graph
+    if any(r.then or r.every for r in references(op.arguments)):
+        return None
+    if any(op.arguments.get(name, 1) != 1 for name in ("alpha", "beta")):
+        return None
+    seen = operand(op, "mat2").id
+    place = places.place(seen)
+    if place is None or place.offset or graph.values[place.storage].role != "weights":
+        return None
+    weight = graph.values[place.storage]
+    if place.storage not in places.outside or weight.elements != graph.values[seen].elements:
+        return None
+    turned = place.stride != weight.stride
+    if weight.stride != Tensor.contiguous(weight.shape) or weight.repeats != op.repeats:
+        return None
+    if turned and (place.shape, place.stride) != (weight.shape[::-1], weight.stride[::-1]):
+        return None
+    bias = _bias(places, op) if op.name == "aten.addmm" else None
+    if (op.name == "aten.addmm" and bias is None) or not _can_be_a_view(places, op):
+        return None
+    readers = {
+        reader.id
+        for owner in (place.storage, bias)
+        if owner is not None
+        for reader in places.readers[owner]
+        if reader.kind != "view"
+    }
+    if readers != {op.id} or place.storage in places.shared or bias in places.shared:
+        return None
+    return _Part(op, place.storage, bias, turned)
+
+
+def _bias(places: Places, op: Op) -> int | None:
+    graph, index = places.graph, operand(op, "self").id
+    bias = graph.values[index]
+    width = graph.values[op.outputs[0]].shape[1]
+    plain = bias.storage == index and bias.shape == (width,) and bias.repeats == op.repeats
+    return index if plain and bias.role == "weights" and index in places.outside else None
+
+
+def _can_be_a_view(places: Places, op: Op) -> bool:
+    """Whether every view of a product's result can be one of some columns of a wider result."""
+    graph, out = places.graph, op.outputs[0]
+    whole = graph.values[out]
+    if whole.storage != out or whole.stride != Tensor.contiguous(whole.shape):
+        return False
+    if out in places.shared:
+        return False
+    views = [graph.values[index] for index in places.members[out]]
+    return all(_wider(view, whole, 2 * whole.shape[1]) is not None for view in views)
+
+
+def _wider(view: Tensor, whole: Tensor, wider: int) -> tuple[int, ...] | None:
+    """The strides of a view of [T, N] once rows are `wider` elements apart.
+
+    None where a dimension runs over rows and columns, or an element (a complex number) takes
+    several and is not whole in a row.
+    """
+    several = _several(view, whole)
+    if whole.shape[1] % several or wider % several:
+        return None
+    columns, wider = whole.shape[1] // several, wider // several
+    stride, reach = [], 0
+    for size, step in zip(view.shape, view.stride, strict=True):
+        if size > 1 and step < columns:
+            reach += (size - 1) * step
+        elif size > 1 and step % columns:
+            return None
+        stride.append(step // columns * wider if step >= columns else step)
+    return tuple(stride) if reach < columns else None
+
+
+def _emit(edit: Editor, places: Places, parts: list[_Part]) -> None:
+    """The product of all parts, and its columns as the results of the parts."""
+    like, values = parts[0].product, edit.values
+    widths = [values[part.product.outputs[0]].shape[1] for part in parts]
+    rows, dtype = values[like.outputs[0]].shape[0], values[like.outputs[0]].dtype
+    weight = _side_by_side(edit, [part.weight for part in parts], 0 if parts[0].turned else 1)
+    if parts[0].turned:
+        seen = values[weight.id]
+        turned = edit.view(weight, seen.shape[::-1], seen.stride[::-1], like.repeats)
+        edit.emit(like, "aten.t.default", {"self": weight}, (turned,), kind="view")
+        weight = Ref(turned)
+    arguments: dict[str, Argument] = {**like.arguments, "mat2": weight}
+    biases = [part.bias for part in parts if part.bias is not None]
+    if biases:
+        arguments["self"] = _side_by_side(edit, biases, 0)
+    role = values[like.outputs[0]].role
+    made = edit.made(like, like.target, arguments, (rows, sum(widths)), dtype, role)
+    start = 0
+    for part, width in zip(parts, widths, strict=True):
+        out = part.product.outputs[0]
+        whole = values[out]
+        for index in places.members[out]:
+            strides = _wider(values[index], whole, sum(widths))
+            if strides is not None:  # as `_fit_side_by_side` has seen to
+                values[index] = replace(values[index], storage=made.id, stride=strides)
+        cut: dict[str, Argument] = {"self": made, "dim": 1, "start": start, "end": start + width}
+        edit.emit(part.product, "aten.slice.Tensor", cut, (out,), kind="view")
+        start += width
+
+
+def _side_by_side(edit: Editor, parts: list[int], dim: int) -> Ref:
+    """A weight from outside that holds some weights along one dimension."""
+    first = edit.values[parts[0]]
+    size = sum(edit.values[part].shape[dim] for part in parts)
+    shape = (*first.shape[:dim], size, *first.shape[dim + 1 :])
+    name = joined_name([edit.values[part].name for part in parts])
+    index = edit.value(shape, first.dtype, first.role, first.repeats, name)
+    edit.named_like(index, parts, joined_name)
+    return Ref(index)
+
+
+def joined_name(names: list[str]) -> str:
+    """The name of what holds several tensors: "attn.q+k.weight" for attn.q.weight, attn.k.weight.
+
+    The parts of the path that differ stand side by side.
+    """
+    paths = [name.split(".") for name in names]
+    shortest = min(map(len, paths))
+    first = next((i for i in range(shortest) if len({p[i] for p in paths}) > 1), shortest)
+    backwards = [path[first:][::-1] for path in paths]
+    least = min(map(len, backwards))
+    last = next((i for i in range(least) if len({p[i] for p in backwards}) > 1), least)
+    end = paths[0][len(paths[0]) - last :]
+    middle = "+".join(".".join(path[first : len(path) - last]) for path in paths)
+    return ".".join([*paths[0][:first], middle, *end])

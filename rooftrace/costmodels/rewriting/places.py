@@ -1,0 +1,170 @@
+"""Where the elements of a value lie in the storage that owns them, and which ops make and read it.
+
+A `Tensor` has shape and strides; a view's offset follows from the ops that made it.  With it,
+rewrites tell what a value is made of, whatever views were taken on the way.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from functools import cached_property
+
+from rooftrace.tracer.arguments import references
+from rooftrace.tracer.graph import Op, OpGraph
+
+_SAME_START = frozenset({
+    "aten.view", "aten._unsafe_view", "aten.reshape", "aten.transpose", "aten.permute", "aten.t",
+    "aten.unsqueeze", "aten.squeeze", "aten.expand", "aten.detach", "aten.alias", "aten.lift_fresh",
+    "aten.unflatten", "aten.flatten", "aten.view_as", "aten.expand_as", "aten.copy_",
+})  # fmt: skip
+"""Ops whose result begins where their first operand begins."""
+COPIES = frozenset({"aten.clone", "aten._to_copy", "aten.contiguous"})
+
+
+@dataclass(frozen=True, slots=True)
+class StoragePlace:
+    """Where a value lies: element (i, j, ...) at offset + i stride[0] + j stride[1] + ...
+
+    All are in elements of the storage.
+    """
+
+    storage: int
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """The strides; 0 for dimensions of one element, whose stride says nothing."""
+        return tuple(s if n > 1 else 0 for n, s in zip(self.shape, self.stride, strict=True))
+
+
+class Places:
+    """The places of the values of a graph, and the readers of its storages."""
+
+    def __init__(self, graph: OpGraph) -> None:
+        self.graph = graph
+        self._known: dict[int, StoragePlace | None] = {}
+
+    @cached_property
+    def readers(self) -> dict[int, list[Op]]:
+        """Storage -> the ops that read or overwrite it, in order."""
+        readers: dict[int, list[Op]] = defaultdict(list)
+        values = self.graph.values
+        for op in self.graph.ops:
+            for storage in {values[i].storage for i in (*op.inputs, *op.outputs)}:
+                readers[storage].append(op)
+        return readers
+
+    @cached_property
+    def outside(self) -> frozenset[int]:
+        """Values that no op makes."""
+        return frozenset(self.graph.external)
+
+    @cached_property
+    def members(self) -> dict[int, list[int]]:
+        """Storage -> the values that lie in it."""
+        members: dict[int, list[int]] = defaultdict(list)
+        for index, tensor in enumerate(self.graph.values):
+            members[tensor.storage].append(index)
+        return members
+
+    @cached_property
+    def shared(self) -> frozenset[int]:
+        """Storages that leave the step, or that an op reads of another iteration of a repeat."""
+        values = self.graph.values
+        return self.neighbours | {values[i].storage for i in self.graph.outputs}
+
+    @cached_property
+    def neighbours(self) -> frozenset[int]:
+        """Storages that an op reads of another iteration of a repeat, or of all of them."""
+        graph, values = self.graph, self.graph.values
+        across = [r.id for op in graph.ops for r in references(op.arguments) if r.every]
+        beside = [r.then for op in graph.ops for r in references(op.arguments)]
+        beside += [tensor.then for tensor in values]
+        across += [then.value for then in beside if then is not None]
+        return frozenset(values[i].storage for i in across)
+
+    def overwritten(self, value: int, first: int, last: int) -> bool:
+        """Whether an op between two ops, by their ids, writes into the storage of a value."""
+        values = self.graph.values
+        storage = values[value].storage
+        return any(
+            op.kind == "kernel" and any(values[i].storage == storage for i in op.outputs)
+            for op in self.readers[storage]
+            if first < op.id < last
+        )
+
+    def made_by(self, value: int) -> Op | None:
+        """The op that made a value; None for what comes from outside."""
+        index = self.graph.producers.get(value)
+        return None if index is None else self.graph.ops[index]
+
+    def place(self, value: int) -> StoragePlace | None:
+        """Where a value lies; None where an unknown view, or a neighbour, is in between."""
+        if value not in self._known:
+            self._known[value] = self._placed(value)
+        return self._known[value]
+
+    def plain(self, value: int) -> int:
+        """The value that a value is a copy of, or is the same elements in the same order as.
+
+        It follows views that leave the order, and copies of any memory layout or precision.
+        """
+        values = self.graph.values
+        while True:
+            op = self.made_by(value)
+            if op is None or len(op.inputs) != 1 or _neighbours(op):
+                return value
+            source = op.inputs[0]
+            same = values[source].shape == values[value].shape and op.name in (
+                *COPIES, "aten.detach", "aten.alias"
+            )  # fmt: skip
+            if not same:
+                return value
+            value = source
+
+    def _placed(self, value: int) -> StoragePlace | None:
+        tensor = self.graph.values[value]
+        if tensor.then is not None:
+            return None
+        if tensor.storage == value:
+            return StoragePlace(value, 0, tensor.shape, tensor.stride)
+        op = self.made_by(value)
+        if op is None or not op.inputs or _neighbours(op):
+            return None
+        source = self.place(op.inputs[0])
+        alike = self.graph.values[op.inputs[0]].dtype == tensor.dtype
+        if source is None or source.storage != tensor.storage or not alike:
+            return None
+        start = _start(op, source, op.outputs.index(value), self.graph)
+        if start is None:
+            return None
+        return StoragePlace(tensor.storage, source.offset + start, tensor.shape, tensor.stride)
+
+
+def _neighbours(op: Op) -> bool:
+    return any(r.then is not None or r.every for r in references(op.arguments))
+
+
+def _start(op: Op, source: StoragePlace, position: int, graph: OpGraph) -> int | None:
+    """How far behind its operand an output of a view op begins; None for an unknown one."""
+    if op.name in _SAME_START or (op.name.endswith("_") and op.kind == "kernel"):
+        return 0
+    dim = op.arguments.get("dim", 0)
+    if op.name not in ("aten.slice", "aten.select", "aten.narrow", "aten.split", "aten.unbind",
+                       "aten.split_with_sizes", "aten.chunk", "aten.split_copy"):  # fmt: skip
+        return None
+    if not isinstance(dim, int) or not source.shape:
+        return None
+    size, step = source.shape[dim], source.stride[dim]
+    if op.name == "aten.unbind":
+        return position * step
+    if op.name in ("aten.split", "aten.split_with_sizes", "aten.chunk"):
+        return step * sum(graph.values[i].shape[dim] for i in op.outputs[:position])
+    first = op.arguments.get("index" if op.name == "aten.select" else "start")
+    first = 0 if first is None else first
+    if not isinstance(first, int):
+        return None
+    return step * min(max(first + size if first < 0 else first, 0), size)

@@ -1,0 +1,61 @@
+"""Ops that only rewrites make: attention on latents, and the append to a cache that has room.
+
+Nothing records them.  Their kernels let a rewritten graph run on real tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rooftrace.tracer.whole.attention import composed
+from rooftrace.tracer.whole.library import OPS, define
+
+
+def _latent_attention(
+    query: Tensor,
+    query_rope: Tensor,
+    latent: Tensor,
+    rope: Tensor,
+    mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """softmax(scale (query latent^T + query_rope rope^T) + mask) latent, one latent for all heads.
+
+    query [B, H, S, r], query_rope [B, H, S, d_r], latent [B, 1, L, r], rope [B, 1, L, d_r].
+    """
+    queries, keys = torch.cat((query, query_rope), -1), torch.cat((latent, rope), -1)
+    result = composed(queries, keys, latent, mask, dropout_p, is_causal, scale)
+    batch, heads, rows, rank = query.shape
+    out = query.new_empty((batch, rows, heads, rank)).transpose(1, 2)
+    return out.copy_(result), query.new_zeros((batch, heads, rows), dtype=torch.float32)
+
+
+def _latent_attention_meta(query: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    batch, heads, rows, rank = query.shape
+    out = query.new_empty((batch, rows, heads, rank)).transpose(1, 2)
+    return out, query.new_empty((batch, heads, rows), dtype=torch.float32)
+
+
+def _append(cache: Tensor, new: Sequence[Tensor], dim: int) -> Tensor:
+    """The rows of a cache and the new ones; a server has room for them in the cache."""
+    return torch.cat((cache, *new), dim)
+
+
+define(
+    "latent_attention(Tensor query, Tensor query_rope, Tensor latent, Tensor rope, Tensor? mask, "
+    "float dropout_p, bool is_causal, float scale) -> (Tensor, Tensor)",
+    Meta=_latent_attention_meta,
+    CPU=_latent_attention,
+)
+define("cache_append(Tensor cache, Tensor[] new, int dim) -> Tensor", Meta=_append, CPU=_append)
+
+
+def own_ops() -> Any:
+    """`torch.ops.rooftrace`, with the ops of attention and those that only rewrites make."""
+    return OPS
