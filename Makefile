@@ -16,7 +16,7 @@ export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test check fuzz lint types golden bench inductor zoo flops accuracy measure clean
+.PHONY: help venv demo test check fuzz lint types golden bench inductor zoo flops accuracy serving measure clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -90,6 +90,10 @@ accuracy: $(INSTALLED) ## write docs/accuracy.md; DATA=folder adds measurements 
 	@mv out/accuracy.md docs/accuracy.md && echo "written to docs/accuracy.md"
 
 # With the Python and the torch that are there: a GPU's machine often has both, and no network.
+serving: $(INSTALLED) ## write docs/serving-published.md: the preset `serving` beside published figures
+	@mkdir -p out && $(BIN)/python benchmarks/serving/run.py > out/serving.md
+	@mv out/serving.md docs/serving-published.md && echo "written to docs/serving-published.md"
+
 measure: ## measure this device with PYTHON's own torch: installs nothing (BUDGET=480 OUT=file.json.gz)
 	@unset OMP_NUM_THREADS; $(PYTHON) -m rooftrace.measured \
 		$(if $(BUDGET),--budget $(BUDGET)) $(if $(OUT),--out $(OUT)) $(if $(QUICK),--quick)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import rooftrace as rt
 from rooftrace.costmodels.costs.cost import Access
@@ -296,3 +296,23 @@ def test_backward_is_not_dead_without_an_optimizer():
     gradients = {i for i, t in enumerate(graph.values) if t.role == "gradients" and t.name}
     assert len(gradients) == 4, "two weights and two biases"
     assert {graph.values[i].storage for i in graph.outputs} >= gradients
+
+
+class Upcasting(nn.Module):
+    """Attention as older models write it: queries and keys multiplied in fp32."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        scores = query.float() @ key.float().transpose(-1, -2) / 8
+        return torch.softmax(scores, -1).to(value.dtype) @ value
+
+
+@pytest.mark.parametrize("permuted", [False, True])
+def test_a_kernel_of_attention_widens_nothing_in_memory(permuted: bool) -> None:
+    q, k, v = (torch.empty(4, 16, n, 64, dtype=torch.bfloat16) for n in (1, 512, 512))
+    if permuted:  # heads behind tokens: a product makes a copy in order
+        q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
+    estimate = rt.estimate(rt.trace(Upcasting(), q, k, v), "h100-sxm")
+    (row,) = estimate.rows
+    moved = 2 * (2 * 4 * 16 * 64 + 2 * 4 * 16 * 512 * 64)  # query and result, keys and values
+    assert row.name == "flash attention"
+    assert moved <= row.bytes < 1.02 * moved  # and the sums that backward would read

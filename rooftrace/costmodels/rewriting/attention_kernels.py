@@ -17,6 +17,7 @@ from rooftrace.costmodels.rewriting.editing import (
     Editor,
     operand,
 )
+from rooftrace.hardware.precisions import precision
 from rooftrace.tracer.arguments import Argument, Ref, references
 from rooftrace.tracer.graph import Op, OpGraph, Tensor
 
@@ -72,16 +73,14 @@ class _Chain:
 
 def _emit_flash(edit: Editor, chain: _Chain) -> None:
     first = chain.first
-    query, key = (
-        operand(first, "self"),
-        edit.turned(first, operand(first, "mat2")),
-    )
+    query = _as_stored(edit, first, operand(first, "self"))
+    key = edit.turned(first, _as_stored(edit, first, operand(first, "mat2")))
     heads, queries, _ = edit.values[query.id].shape
     logsumexp = edit.value((heads, queries), "fp32", "activations", chain.last.repeats)
     arguments: dict[str, Argument] = {
         "query": query,
         "key": key,
-        "value": operand(chain.last, "mat2"),
+        "value": _as_stored(edit, chain.last, operand(chain.last, "mat2")),
         "mask": chain.mask,
         "dropout_p": chain.dropout,
         "is_causal": False,
@@ -89,6 +88,40 @@ def _emit_flash(edit: Editor, chain: _Chain) -> None:
     }
     outputs = (chain.last.outputs[0], logsumexp)
     edit.emit(chain.last, ATTENTION, arguments, outputs, facts={WRITTEN_OUT: True})
+
+
+def _as_stored(edit: Editor, like: Op, item: Ref) -> Ref:
+    """An operand of attention before a cast to a wider float that the model wrote.
+
+    The kernel multiplies narrow floats exactly and adds up in fp32, so a copy of the whole cache in
+    fp32 is never made.  It takes rows wherever they lie, so a copy that orders them is not, either.
+    """
+    source = item
+    for name, changes in (("aten.clone", _reorders), ("aten._to_copy", _widens)):
+        maker = edit.graph.producers.get(edit.values[source.id].storage)
+        op = None if maker is None else edit.graph.ops[maker]
+        if op is None or op.name != name or op.repeats != like.repeats:
+            continue
+        before = operand(op, "self")
+        plain = all((ref.then, ref.every) == (None, False) for ref in (source, before))
+        if plain and changes(edit.values[before.id], edit.values[source.id]):
+            source = before
+    if source == item:
+        return item
+    value = edit.values[item.id]
+    return edit.viewed(like, source, value.shape, value.stride)
+
+
+def _reorders(before: Tensor, after: Tensor) -> bool:
+    """Whether a copy holds the same numbers, in another order at most."""
+    return before.dtype == after.dtype and before.elements == after.elements
+
+
+def _widens(before: Tensor, after: Tensor) -> bool:
+    """Whether a cast turns floats into wider ones, one by one."""
+    narrow, wide = precision(before.dtype), precision(after.dtype)
+    floats = narrow.kind == wide.kind == "float"
+    return floats and narrow.bits < wide.bits and before.elements == after.elements
 
 
 class _Finder:
