@@ -44,7 +44,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(INSTALLED) ## report on DeepSeek-V3 (671 B parameters) on an H200, into out/deepseek-v3
-	@$(BIN)/rooftrace report examples/configs/deepseek-v3.json \
+	@$(BIN)/rooftrace report deepseek-v3 \
 		--batch 8 --seq 255 --kv 255 --dtype fp8 --chip h200-sxm --out out/deepseek-v3
 
 test: lint types ## lint, types and every test

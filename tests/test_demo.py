@@ -11,7 +11,7 @@ import pytest
 
 from tests.conftest import rotary_product
 
-CONFIG = "examples/configs/deepseek-v3.json"
+CONFIG = "deepseek-v3"
 PROGRAM = """
 import sys
 from pathlib import Path

@@ -1,6 +1,8 @@
 """From a clean copy of the checkout: sdist, wheel from that sdist, fresh environment, import."""
 
 import os
+import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -81,16 +83,23 @@ def test_the_wheel_has_one_top_level_name_and_all_that_the_package_reads(
     assert {name for name in names if name.startswith("rooftrace/")} == files
 
 
-def test_the_wheel_works_in_a_fresh_environment(built: tuple[Path, Path], tmp_path: Path) -> None:
-    fresh = tmp_path / "venv"
-    run(sys.executable, "-m", "venv", "--without-pip", fresh, cwd=tmp_path)
-    scripts = fresh / ("Scripts" if os.name == "nt" else "bin")
+@pytest.fixture(scope="module")
+def fresh(built: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of programs of a new environment that has the wheel and nothing else."""
+    folder = tmp_path_factory.mktemp("venv") / "venv"
+    run(sys.executable, "-m", "venv", "--without-pip", folder, cwd=folder.parent)
+    scripts = folder / ("Scripts" if os.name == "nt" else "bin")
     pip = [sys.executable, "-m", "pip", "--python", scripts / "python", "--quiet"]
-    run(*pip, "install", "--no-deps", "--no-index", built[1], cwd=tmp_path)
+    run(*pip, "install", "--no-deps", "--no-index", built[1], cwd=folder.parent)
+    return scripts
 
-    # The libraries are those of this environment. Through PYTHONPATH no .pth file is read, so an
-    # editable install of the checkout cannot stand in for the wheel.
-    libraries = os.pathsep.join({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
+
+# The libraries are those of this environment. Through PYTHONPATH no .pth file is read, so an
+# editable install of the checkout cannot stand in for the wheel.
+LIBRARIES = os.pathsep.join({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
+
+
+def test_the_wheel_works_in_a_fresh_environment(fresh: Path, tmp_path: Path) -> None:
     code = (
         "import rooftrace, rooftrace.hardware, rooftrace.tracer, rooftrace.costmodels,"
         " rooftrace.reporting\n"
@@ -98,6 +107,48 @@ def test_the_wheel_works_in_a_fresh_environment(built: tuple[Path, Path], tmp_pa
         f"assert not any(map(importlib.util.find_spec, {sorted(LINKS)}))\n"
         "print(rooftrace.__file__)"
     )
-    where = run(scripts / "python", "-c", code, cwd=tmp_path, PYTHONPATH=libraries)
-    assert Path(where.strip()).is_relative_to(fresh)
-    assert "report" in run(scripts / "rooftrace", "--help", cwd=tmp_path, PYTHONPATH=libraries)
+    where = run(fresh / "python", "-c", code, cwd=tmp_path, PYTHONPATH=LIBRARIES)
+    assert Path(where.strip()).is_relative_to(fresh.parent)
+    assert "report" in run(fresh / "rooftrace", "--help", cwd=tmp_path, PYTHONPATH=LIBRARIES)
+
+
+BLOCK = re.compile(
+    r"(<!-- golden: [\w.]+ -->\n)?^```(python)?\n(.*?)^```$", re.MULTILINE | re.DOTALL
+)
+FILES = """
+import csv, torch, rooftrace as rt
+from model import build
+
+model, inputs = build()
+rt.measure(model, *inputs, phase="forward", budget_s=1.0).save("run.json.gz")
+with torch.profiler.profile(record_shapes=True) as profile:
+    for _ in range(3):
+        with torch.profiler.record_function("ProfilerStep#0"), torch.no_grad():
+            model(*inputs)
+profile.export_chrome_trace("trace.json.gz")
+with open("models.py", "w") as file:
+    file.write("from model import *\\nsmall = wide = deep = long = build\\n")
+with open("steps.csv", "w") as file:
+    file.write("model,batch,ms\\nsmall,16,1.5\\nwide,16,1.6\\ndeep,16,1.4\\nlong,16,1.55\\n")
+"""
+"""What a user has: measured step times, a run of `rooftrace measure` and a profile."""
+
+
+def test_every_block_of_the_readme_runs_from_the_wheel(fresh: Path, tmp_path: Path) -> None:
+    variables = {"PYTHONPATH": LIBRARIES, "HF_HUB_OFFLINE": "1"}
+    code, commands = [], []
+    for golden, language, text in BLOCK.findall((ROOT / "README.md").read_text(encoding="utf-8")):
+        if text.startswith("# model.py\n"):
+            (tmp_path / "model.py").write_text(text, encoding="utf-8")
+        elif language:
+            code.append(text)
+        elif not golden:
+            commands += [line for line in text.splitlines() if line.startswith("rooftrace ")]
+    assert len(commands) >= 10 and len(code) >= 2
+    assert all(" " in line and "/" not in line.split()[0] for line in commands)
+    run(fresh / "python", "-c", FILES, cwd=tmp_path, **variables)
+    run(fresh / "python", "-c", "\n".join(code), cwd=tmp_path, **variables)
+    for line in commands:
+        words = shlex.split(line, comments=True)
+        shown = run(fresh / words[0], *words[1:], cwd=tmp_path, **variables)
+        assert shown.strip() and "Traceback" not in shown, line

@@ -94,9 +94,9 @@ def _as_stored(edit: Editor, like: Op, item: Ref) -> Ref:
     """An operand of attention before a cast to a wider float that the model wrote.
 
     The kernel multiplies narrow floats exactly and adds up in fp32, so a copy of the whole cache in
-    fp32 is never made.  It takes rows wherever they lie, so a copy that orders them is not, either.
+    fp32 is never made, nor one that puts the rows of such a copy in order.
     """
-    source = item
+    source, widened = item, False
     for name, changes in (("aten.clone", _reorders), ("aten._to_copy", _widens)):
         maker = edit.graph.producers.get(edit.values[source.id].storage)
         op = None if maker is None else edit.graph.ops[maker]
@@ -105,8 +105,8 @@ def _as_stored(edit: Editor, like: Op, item: Ref) -> Ref:
         before = operand(op, "self")
         plain = all((ref.then, ref.every) == (None, False) for ref in (source, before))
         if plain and changes(edit.values[before.id], edit.values[source.id]):
-            source = before
-    if source == item:
+            source, widened = before, changes is _widens
+    if not widened:
         return item
     value = edit.values[item.id]
     return edit.viewed(like, source, value.shape, value.stride)

@@ -33,7 +33,7 @@ def cli() -> None:
 
     No GPU, no weights and no per-model adapter needed.  Start with:
 
-        rooftrace report examples/configs/gpt2.json --batch 8 --seq 255 --chip h200-sxm
+        rooftrace report gpt2 --batch 8 --seq 255 --chip h200-sxm
     """
 
 

@@ -8,10 +8,11 @@ from typing import Any
 import click
 
 from rooftrace.costmodels.execution import REWRITES
+from rooftrace.tracer.asking import names
 
-TARGET_HELP = """TARGET is package.module:attr or path/file.py:attr (a module, or a function
-returning a module or (module, inputs)), the path of a Hugging Face config.json, hf:ORG/NAME, or a
-saved graph."""
+TARGET_HELP = f"""TARGET is package.module:attr or path/file.py:attr (a module, or a function
+returning a module or (module, inputs)), the path of a Hugging Face config.json, hf:ORG/NAME, a
+saved graph, or the name of a config that comes along: {", ".join(names.configs())}."""
 
 
 class Commas(click.ParamType):  # type: ignore[type-arg]  # generic in newer clicks only
@@ -98,7 +99,10 @@ def pricing_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option(
             "--knobs",
             metavar="FILE",
-            help="Calibrated constants (a TOML file) to use instead of datasheet peaks.",
+            default="typical",
+            show_default=True,
+            help="Constants of real kernels: typical ones of the chip's kind, a calibrated TOML "
+            "file, or none (datasheet peaks, so that times are bounds).",
         ),
         click.option(
             "--rewrite",

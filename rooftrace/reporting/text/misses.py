@@ -22,7 +22,7 @@ COLUMNS = (
     view.Column("predicted", units.SECOND, "predicted"),
     view.Column("measured", units.SECOND, "measured"),
     view.Column("miss", _OFF, "off by"),
-    view.Column("reason", units.TEXT, "likely reason"),
+    view.Column("reason", units.TEXT, "likely reason", folded=True),
 )
 
 

@@ -100,9 +100,30 @@ USUAL = ("forward", "training")
 """The phases of a module that is called with arguments, where the user names none."""
 
 
+_CONFIGS = Path(__file__).parents[1] / "targets" / "configs"
+
+
+def configs() -> tuple[str, ...]:
+    """Names of the Hugging Face configs that come with rooftrace: targets by themselves."""
+    return tuple(sorted(path.stem for path in _CONFIGS.glob("*.json")))
+
+
+def config_file(target: str) -> Path | None:
+    """The Hugging Face config that a target names; None for any other target.
+
+    It is a JSON file, the folder of a config.json, or the name of a config that comes along.
+    """
+    path = Path(target)
+    if target.endswith(".json"):
+        return path
+    if (path / "config.json").is_file():
+        return path / "config.json"
+    return _CONFIGS / f"{target}.json" if target in configs() else None
+
+
 def is_config(target: str) -> bool:
-    """Whether a target is a Hugging Face config, or the folder of one."""
-    return target.endswith(".json") or (Path(target) / "config.json").is_file()
+    """Whether a target is a Hugging Face config, its folder, or the name of one of ours."""
+    return config_file(target) is not None
 
 
 def names_code(target: str) -> bool:

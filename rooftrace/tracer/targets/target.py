@@ -1,21 +1,21 @@
 """From the name of a target on the command line to a module on meta and its inputs.
 
 A target is ``package.module:attr``, ``path/file.py:attr``, the path of a Hugging Face config.json,
-``hf:ORG/NAME`` (a locally cached config; no remote code), or a saved graph (handled by graphfile).
+``hf:ORG/NAME`` (a locally cached config; no remote code), the name of a config that comes with
+rooftrace, or a saved graph (handled by graphfile).
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
-from rooftrace.errors import TargetError
+from rooftrace.errors import TargetError, hint
 from rooftrace.tracer.asking import Request, names
 from rooftrace.tracer.inputs import Loaded, module_inputs
 from rooftrace.tracer.recording import Recorder
@@ -41,14 +41,15 @@ def load_target(target: str, request: Request | None = None) -> Loaded:
 def _load(target: str, request: Request) -> Loaded:
     if target.startswith("hf:"):
         return huggingface.from_hub(target, request)
-    if names.is_config(target):
-        path = Path(target)
-        return huggingface.from_file(path / "config.json" if path.is_dir() else path, request)
+    config = names.config_file(target)
+    if config is not None:
+        return huggingface.from_file(config, request)
     if ":" in target:
         return _from_attribute(target, request)
     raise TargetError(
         f"target {target!r}: expected package.module:attr, path/file.py:attr, a Hugging Face "
-        "config.json, hf:ORG/NAME or a saved graph (.json.gz)"
+        "config.json, hf:ORG/NAME, a saved graph (.json.gz), or a config that comes along: "
+        f"{', '.join(names.configs())}{hint(target, names.configs())}"
     )
 
 
