@@ -150,3 +150,13 @@ def test_a_module_of_fsdp2_says_when_to_trace_it(device: str, group: Any) -> Non
     for run in (rt.trace, lambda *given: rt.trace(step, *given), lambda *_: rt.capture(module)):
         with pytest.raises(RequestError, match=r"fully_shard.*'0'.*before fully_shard"):
             run(module, X)
+
+
+def test_a_module_without_parameters_is_not_trained_unless_asked() -> None:
+    class Softmax(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.softmax(x @ x.T, -1)
+
+    assert rt.report(Softmax(), torch.zeros(8, 8), chip="l4").phases == ("forward",)
+    with pytest.raises(rt.RequestError, match="no parameter requires a gradient"):
+        rt.report(Softmax(), torch.zeros(8, 8), chip="l4", phase="training")

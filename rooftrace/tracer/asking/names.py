@@ -96,8 +96,13 @@ def is_own(name: str) -> bool:
     return name in _OWN
 
 
-USUAL = ("forward", "training")
-"""The phases of a module that is called with arguments, where the user names none."""
+def usual(module: Any) -> tuple[str, ...]:
+    """The phases of a module without a cache, where the user names none.
+
+    Training is left out where no parameter can be trained.
+    """
+    trains = any(parameter.requires_grad for parameter in module.parameters())
+    return ("forward", "training") if trains else ("forward",)
 
 
 _CONFIGS = Path(__file__).parents[1] / "targets" / "configs"

@@ -41,7 +41,7 @@ def count_phases(job: Job, peers: Sequence[str]) -> list[tuple[OpGraph, PeerCoun
     unknown peer.
     """
     check_peers(peers)
-    usual = None if job.is_named else names.USUAL
+    usual = None if job.is_named else names.usual(job.source)
     with isolation.own_imports():
         made = loaded(job)
         module, inputs, options = made.module, made.inputs, job.options

@@ -64,7 +64,7 @@ def _traced(
     with contexts.claimed(list(run.module.modules())), as_before(run.module):
         if phases is not None:
             return run.phases(phases)
-        return run.usual_phases() if keeps else run.phases(("forward", "training"))
+        return run.usual_phases() if keeps else run.phases(names.usual(module))
 
 
 def _unwrapped(module: Any, inputs: Inputs) -> tuple[Any, Inputs]:
@@ -116,11 +116,12 @@ class PhaseRunner:
         return graphs
 
     def usual_phases(self) -> dict[str, OpGraph]:
-        """Prefill, decode and training; forward and training where no cache comes back."""
+        """Prefill, decode and training; the usual phases where no cache comes back."""
         tell(f"tracing {'prefill' if self.inputs.cached else 'forward'}")
         self.module.train(False)
         first = self._captured(names.phase_of("forward"), self._prompt)
-        rest = ("decode", "training") if first.phase == "prefill" else ("training",)
+        others = names.usual(self.module)[1:]
+        rest = ("decode", *others) if first.phase == "prefill" else others
         return {first.phase: first, **self.phases(rest)}
 
     def materialise(self) -> None:

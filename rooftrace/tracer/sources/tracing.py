@@ -122,7 +122,9 @@ def _graphs_of_module(job: Job) -> dict[str, OpGraph]:
     graphs: dict[str, OpGraph] = {}
     sized = job.is_sized and not job.is_called
     with collector_paused(), contexts.apart(), inference_mode(False):
-        for phases in [job.phases] if sized else [(p,) for p in job.phases or names.USUAL]:
+        for phases in (
+            [job.phases] if sized else [(p,) for p in job.phases or names.usual(job.source)]
+        ):
             made = loaded(job)
             graphs |= trace_phases(made.module, made.inputs, phases, job.options)
     return graphs
