@@ -109,9 +109,15 @@ def not_loaded(results: Results) -> view.Section:
 
 def report_view(results: Results, output: view.Output) -> view.View:
     """Everything that stands on an output, in the order of the page."""
-    sections = [
-        listed.build(results) for listed in _listed(results) if listed.on in ("both", output)
-    ]
+    sections = []
+    for listed in _listed(results):
+        if listed.on not in ("both", output):
+            continue
+        section = listed.build(results)
+        if output == "screen" and section.title and listed in _ADDED.values():
+            head = view.Note(section.title, "strong")  # a screen has no titles of its own
+            section = replace(section, parts=(head, *section.parts))
+        sections.append(section)
     return view.View(tuple(sections), title(results), level=1)
 
 
