@@ -79,7 +79,7 @@ def draw(
     axes.tick_params(which="minor", length=0)
     axes.set_xlabel("arithmetic intensity  [FLOP / HBM byte]", fontsize=11, color=style.INK)
     axes.set_title(
-        "FLOP per second of the estimated time", fontsize=11, color=style.INK, loc="left", pad=8
+        "FLOP per second of the time of the step", fontsize=11, color=style.INK, loc="left", pad=8
     )
     axes.xaxis.set_major_formatter(
         lambda value, _: words.bare(format_intensity(value), " FLOP/byte")
