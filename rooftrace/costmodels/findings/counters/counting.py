@@ -13,9 +13,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from rooftrace._shown import short
 from rooftrace.costmodels.costs import COMPUTED, MATRIX
 from rooftrace.costmodels.fusion import runs
 from rooftrace.costmodels.planning import Plan, plan
+from rooftrace.hardware.units import format_flops
 from rooftrace.tracer.graph import Op, OpGraph
 from rooftrace.tracer.paths import pattern_of
 
@@ -73,6 +75,13 @@ class Comparison:
     differences: tuple[Difference, ...] = ()  # largest first; they sum to ours - the peer's
     note: str = ""  # what else to know of the peer's count
     error: str = ""  # why the peer has none
+
+    def __repr__(self) -> str:
+        count = self.error or (
+            f"{format_flops(self.peer_matrix)} of {format_flops(self.flops_matrix)} in products, "
+            f"{len(self.differences):,} differences"
+        )
+        return short(self, f"{self.peer} {self.version}, {self.phase}: {count}")
 
     @property
     def ratio(self) -> float | None:
@@ -168,6 +177,23 @@ def _ours(planned: Plan) -> tuple[_Counts, _Counts, int]:
             counts[module, op.name] += times * matrix // len(modules)
             again[module, op.name] += times * extra // len(modules)
     return counts, again, vector
+
+
+def flop_counts(graph: OpGraph) -> dict[tuple[str, str], int]:
+    """Matrix FLOP of all that ran, by module path and op, as FlopCounterMode counts them.
+
+    Attention is dense, a multiply-add is 2, recomputation and the optimizer are in it.
+    """
+    planned = plan(graph, "eager")
+    graph = planned.graph
+    counts: Counter[tuple[str, str]] = Counter()
+    for op, cost in zip(graph.ops, planned.op_costs, strict=True):
+        matrix = cost.flops(MATRIX, (*COMPUTED, "masked"))
+        if matrix:
+            modules = runs.kernel_modules(graph, (op.id,), op)
+            for module in modules:
+                counts[module, op.name] += graph.times(op) * matrix // len(modules)
+    return dict(counts)
 
 
 def unread_gradients(graph: OpGraph, op: Op) -> int:
