@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from rooftrace._progress import tell, telling
-from rooftrace.costmodels.execution import ExecutionModel
-from rooftrace.costmodels.memory import LargestBatch, largest, memory
+from rooftrace.costmodels.execution import ExecutionModel, execution_model
+from rooftrace.costmodels.memory import LargestBatch, Memory, largest
+from rooftrace.costmodels.planning import plan
 from rooftrace.costmodels.rewriting import reprice
 from rooftrace.hardware import Chip, load_chip
 from rooftrace.reporting.estimates import CHIP, Source, priced
@@ -61,7 +62,7 @@ def report(
         result = build_report(priced(job).graphs, chips, models, tell)
         if max_batch:
             again = replace(job.without("batch"), phases=tuple(result.phases))
-            result = replace(result, largest=_largest(again, chips))
+            result = replace(result, largest=_largest(again, chips, models[-1]))
     if out is not None:
         result.write(Path(out), **how)
     return result
@@ -77,6 +78,7 @@ def largest_batch(
     model: Source,
     *args: Any,
     chip: str | Chip | Sequence[str | Chip] = CHIP,
+    execution: str | ExecutionModel = "efficient",
     phases: Sequence[str] | None = None,
     request: Request | None = None,
     options: Options | None = None,
@@ -90,7 +92,8 @@ def largest_batch(
 
     model: a module with its arguments, or a target (with seq, kv and inputs, or a Request, for its
     other sizes).  The batch is the first dimension of the inputs; every answer is traced, and so is
-    the batch after it.  loss, optimizer, assume and the like, or options: as for `trace`.  dtype,
+    the batch after it.  execution: how the step is run, since a fused kernel keeps what it makes in
+    between to itself.  loss, optimizer, assume and the like, or options: as for `trace`.  dtype,
     weights_dtype, kv_dtype: storage precisions to price in.  Raises RequestError for a graph, for
     an argument `batch`, and for a module that runs at no other batch.
     """
@@ -99,23 +102,29 @@ def largest_batch(
     job = Job.of(largest_batch, model, args, kwargs, **whole, **prices)
     job.refuse(("batch",), "the batch is what is looked for; leave it out")
     with telling(progress):
-        return _largest(job, _several(chip, (str, Chip, os.PathLike)))
+        return _largest(job, _several(chip, (str, Chip, os.PathLike)), execution_model(execution))
 
 
-def _largest(job: Job, chips: Sequence[str | Chip]) -> dict[str, dict[str, LargestBatch]]:
-    """The largest batch of each phase of a job that fits each chip."""
+def _largest(
+    job: Job, chips: Sequence[str | Chip], execution: ExecutionModel
+) -> dict[str, dict[str, LargestBatch]]:
+    """The largest batch of each phase of a job that fits each chip, run as `execution` says."""
     if not job.is_named and not job.is_graph:
         job.refuse(
             ("seq", "kv", "inputs"),
             "the inputs of the call have their sizes; only their batch is changed",
         )
     names, trace_at = at_batches(job)
-    peaks: dict[tuple[str, int], int] = {}
+    peaks: dict[tuple[str, int], Memory] = {}
+
+    def memory_at(phase: str, batch: int) -> Memory:
+        if (phase, batch) not in peaks:
+            graph = reprice(trace_at(phase, batch), *job.precisions)
+            peaks[phase, batch] = plan(graph, execution).memory
+        return peaks[phase, batch]
 
     def peak_of(phase: str, batch: int) -> int:
-        if (phase, batch) not in peaks:
-            peaks[phase, batch] = memory(reprice(trace_at(phase, batch), *job.precisions)).peak
-        return peaks[phase, batch]
+        return memory_at(phase, batch).peak
 
     def fit(phase: str, weights: int, chip: Chip) -> LargestBatch:
         capacity = chip.memory_capacity.value
@@ -124,6 +133,6 @@ def _largest(job: Job, chips: Sequence[str | Chip]) -> dict[str, dict[str, Large
 
     result: dict[str, dict[str, LargestBatch]] = {}
     for phase in names:
-        weights = memory(reprice(trace_at(phase, 1), *job.precisions)).weights
+        weights = memory_at(phase, 1).weights
         result[phase] = {chip.name: fit(phase, weights, chip) for chip in map(load_chip, chips)}
     return result

@@ -104,7 +104,7 @@ def build_report(
     for phase, graph in graphs.items():
         estimates[phase] = {}
         if progress:
-            progress(f"{phase}: {', '.join(model.name for model in models)}")
+            progress(", ".join([phase, *(model.name for model in models)]))
         for model, planned in zip(models, Plan.each(graph, models), strict=True):
             estimates[phase][model.name] = {chip.name: estimate(planned, chip) for chip in targets}
     main = models[-1].name
