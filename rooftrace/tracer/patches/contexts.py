@@ -32,9 +32,47 @@ def push(mode: Any) -> None:
     _dispatch._push_mode(mode)
 
 
-def pop() -> None:
-    """Take the innermost dispatch mode off."""
+def pop(mode: Any) -> None:
+    """Take the innermost dispatch mode off, which is `mode`.
+
+    The caller holds the mode until it is off: torch 2.8 reads it after it dropped its reference.
+    """
     _dispatch._pop_mode()
+
+
+def device_modes() -> tuple[Any, ...]:
+    """The function modes of this thread by which torch chooses a device."""
+    stack = _functions._get_current_function_mode_stack()
+    return tuple(mode for mode in stack if isinstance(mode, DeviceContext))
+
+
+@contextlib.contextmanager
+def functions_on(modes: Sequence[Any]) -> Iterator[None]:
+    """Inside, these function modes are on in this thread too, the last one innermost."""
+    _put_on(modes)
+    try:
+        yield
+    finally:
+        for _ in modes:
+            _functions._pop_mode()
+
+
+@contextlib.contextmanager
+def without_functions() -> Iterator[None]:
+    """Inside, no function mode of this thread is on, and code may put on its own."""
+    around = _taken_off()
+    try:
+        yield
+    finally:
+        _put_on(around)
+
+
+def default_device() -> torch.device:
+    """Where this thread makes tensors; torch 2.8 fails to say it once a default was taken back."""
+    try:
+        return torch.get_default_device()
+    except AttributeError:
+        return torch.device("cpu")
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 
 from rooftrace.tracer.ops import Call
-from rooftrace.tracer.patches import original_of, replaced
+from rooftrace.tracer.patches import contexts, original_of, replaced
 from rooftrace.tracer.tape import Tape, records
 from rooftrace.tracer.tensors import trees
 from rooftrace.tracer.values import META, marks
@@ -117,7 +117,7 @@ class Functions(TorchFunctionMode):
         """
         tape = self.tape
         here, before = tape.here, tape.part
-        outer, here.functions = here.functions, self
+        outer, here.functions = here.functions, (*here.devices, self)
         if tape.own_step:
             tape.part = "backward"
         try:
@@ -140,7 +140,7 @@ class Functions(TorchFunctionMode):
         """`torch.tensor([...])`: a meta tensor whose value is known."""
         data = args[0] if args else kwargs.get("data", kwargs.get("obj"))
         device = kwargs.get("device")
-        default = self.device or torch.get_default_device()
+        default = self.device or contexts.default_device()
         target = default if device is None else torch.device(device)
         if isinstance(data, (list, tuple)) and any(t.is_meta for t in trees.listed(data)):
             args = (_numbers(data), *args[1:])
@@ -155,9 +155,10 @@ class Functions(TorchFunctionMode):
         value = func(*args, **on_cpu)
         with self.tape.paused():
             made = torch.empty(value.shape, dtype=value.dtype, device=META)
-        made.requires_grad_(needs_gradient)
+        if needs_gradient:  # functorch's transforms refuse the call, whatever it says
+            made.requires_grad_()
         if marks.small(value):
-            self.tape.values.learn(made, value)
+            self.tape.values.learn(trees.unwrapped(made), trees.unwrapped(value))
         return made
 
 
@@ -192,16 +193,13 @@ def _set_data(tensor: Tensor, data: Tensor) -> None:
 
 @contextlib.contextmanager
 def backward_kept(tape: Tape) -> Iterator[None]:
-    """Inside, autograd runs under the function mode of the thread that called it."""
+    """Inside, autograd runs under the function modes of the thread that called it."""
     engine: Any = torch.autograd
     name = "_engine_run_backward"
     original = original_of(engine, name)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        mode = tape.here.functions
-        if mode is None:
-            return original(*args, **kwargs)
-        with mode:
+        with contexts.functions_on(tape.here.functions):
             return original(*args, **kwargs)
 
     with replaced(engine, {name: run}):

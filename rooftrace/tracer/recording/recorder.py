@@ -25,7 +25,7 @@ from rooftrace.tracer.recording.autocast import followed
 from rooftrace.tracer.recording.draws import draws_repeated
 from rooftrace.tracer.recording.flex import flex_whole
 from rooftrace.tracer.recording.functions import Functions, backward_kept
-from rooftrace.tracer.recording.higher_order import run_higher_order
+from rooftrace.tracer.recording.higher_order import higher_order_dispatched, run_higher_order
 from rooftrace.tracer.recording.hooks import calls_watched
 from rooftrace.tracer.recording.realdata import RealData
 from rooftrace.tracer.recording.running import Runner
@@ -36,6 +36,7 @@ from rooftrace.tracer.recording.standins import (
     uncompiled,
     warnings_quiet,
 )
+from rooftrace.tracer.recording.static_caches import static_caches_counted
 from rooftrace.tracer.recording.threads import Threads
 from rooftrace.tracer.replay import CallReplay, Loop, Rolling
 from rooftrace.tracer.tape import Tape
@@ -156,7 +157,7 @@ class Recorder(TorchDispatchMode, Tape):
             yield
         finally:
             self.here.inside -= 1
-            contexts.pop()
+            contexts.pop(self)
 
     # -- modules -----------------------------------------------------------------------------------
 
@@ -176,6 +177,8 @@ class Recorder(TorchDispatchMode, Tape):
             if leave is None:
                 return
             here.leave = leave
+        if not here.stack:
+            here.devices = contexts.device_modes()
         with self.lock:
             here.call(module, *self.paths.called(module, here.path))
 
@@ -204,6 +207,8 @@ class Recorder(TorchDispatchMode, Tape):
         enter(warnings_quiet())
         enter(kept_whole())
         enter(flex_whole(self))
+        enter(higher_order_dispatched())
+        enter(static_caches_counted())
         enter(device_calls_quiet())
         enter(plain_imports())
         enter(jagged_attention_fused())
@@ -236,6 +241,6 @@ class Recorder(TorchDispatchMode, Tape):
         finally:
             with self.lock:
                 self.live = False
-            contexts.pop()
+            contexts.pop(self)
             self._exit.close()
             self.tags.end()

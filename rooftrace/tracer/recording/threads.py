@@ -148,7 +148,7 @@ class Threads:
     def _task(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function`, recorded when another thread runs it."""
         here = self._tape.here
-        device = here.device or torch.get_default_device()
+        device = here.device or contexts.default_device()
         start = list(here.stack), list(here.modules), here.part, here.function
         source, paused = source_line(3) or here.source, here.paused
 
@@ -179,8 +179,9 @@ class Threads:
         undo.enter_context(self._scope.entered())
         undo.enter_context(carried_here())
         undo.enter_context(Functions(tape, device))
-        contexts.push(_Follower(tape, self._dispatch))
-        undo.callback(contexts.pop)
+        follower = _Follower(tape, self._dispatch)
+        contexts.push(follower)
+        undo.callback(contexts.pop, follower)
         multithreading = torch._C._is_multithreading_enabled()
         torch._C._set_multithreading_enabled(False)
         undo.callback(torch._C._set_multithreading_enabled, multithreading)
