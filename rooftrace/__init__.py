@@ -37,11 +37,11 @@ def __dir__() -> list[str]:
     return [*_names(), "__version__"]
 
 
-def _render(result: Any, *, rich: bool = False) -> Any:
-    """What print(result) shows, as text or for rich; only reporting knows how."""
-    from rooftrace.reporting.text import as_text, renderable
+def _render(result: Any, form: str) -> Any:
+    """What print(result) shows ("text"), rich ("rich"), a notebook ("html"); made by reporting."""
+    from rooftrace.reporting.text import shown
 
-    return renderable(result) if rich else as_text(result)
+    return shown(result, form)
 
 
 def _headroom(estimate: Estimate) -> Headroom:

@@ -3,7 +3,10 @@ from typing import Any
 
 from rooftrace._progress import telling as telling
 from rooftrace.costmodels.costs import Access as Access, Cost as Cost, Work as Work
-from rooftrace.costmodels.estimating import Estimate as Estimate
+from rooftrace.costmodels.estimating import (
+    Breakdown as Breakdown,
+    Estimate as Estimate,
+)
 from rooftrace.costmodels.execution import (
     ExecutionModel as ExecutionModel,
     execution_model as execution_model,
@@ -57,6 +60,9 @@ from rooftrace.reporting.differences import (
 from rooftrace.reporting.estimates import (
     estimate as estimate,
     priced_graphs as priced_graphs,
+)
+from rooftrace.reporting.habits import (
+    flop_count_table as flop_count_table,
     profile as profile,
     summary as summary,
 )
@@ -103,5 +109,5 @@ from rooftrace.tracer.source import (
 __version__: str
 
 def _headroom(estimate: Estimate) -> Headroom: ...
-def _render(result: Any, *, rich: bool = False) -> Any: ...
+def _render(result: Any, form: str) -> Any: ...
 def _write(result: Any, out: Path) -> list[Path]: ...

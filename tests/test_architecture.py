@@ -30,6 +30,7 @@ FILES_BELOW = (
     "rooftrace._extensions",  # what users and third-party packages add
     "rooftrace._face",  # how a package gives its names
     "rooftrace._progress",  # what is told while something runs
+    "rooftrace._shown",  # how a result shows itself
     "rooftrace._reading",  # bounded reading of files into records
     "rooftrace._writing",  # files and folders that are whole or not there
     "rooftrace.errors",  # errors of a request, and hints
@@ -67,22 +68,11 @@ SLOW_TO_LOAD = {
 
 # Imports against the direction, each with its reason. One that is gone must go from here too.
 AGAINST_THE_DIRECTION = {
-    (
-        "rooftrace.costmodels.estimating.estimates",
-        "rooftrace._render",
-    ): "print(estimate) is reporting's table",
+    ("rooftrace._shown", "rooftrace._render"): "print(estimate) is reporting's table",
     (
         "rooftrace.costmodels.estimating.estimates",
         "rooftrace._headroom",
     ): "estimate.headroom() is README's; findings price by estimates",
-    (
-        "rooftrace.measured.fit.calibrating",
-        "rooftrace._render",
-    ): "print(calibration) is reporting's table",
-    (
-        "rooftrace.measured.validate.validation",
-        "rooftrace._render",
-    ): "print(validation) is reporting's table",
     (
         "rooftrace.measured.validate.validation",
         "rooftrace._write",

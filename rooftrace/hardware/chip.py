@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
+from rooftrace._shown import Shown, short
 from rooftrace.hardware import units
 from rooftrace.hardware.precisions import compute_family
 
@@ -88,7 +89,7 @@ MODULE_CALL = Fact.of(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chip:
+class Chip(Shown):
     """One accelerator, or one CPU machine, as data. None means: not known to us."""
 
     name: str  # "h200-sxm", the name of its file
@@ -115,6 +116,9 @@ class Chip:
     memory_pin: Fact | None = None  # byte/s of one pin, for the same
     # Measured on real ones, beside the datasheet. For reading; nothing computes with it.
     measured: Mapping[str, Fact] = field(default_factory=dict, hash=False)
+
+    def __repr__(self) -> str:
+        return short(self, f"{self.name}: {self.headline()}")
 
     @property
     def host_waits(self) -> bool:

@@ -1,9 +1,8 @@
-"""Estimates of one step from any source, and the habits `profile` and `summary`."""
+"""Estimates of one step from any source."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from rooftrace.costmodels.estimating import Estimate, estimate as estimate_graph
@@ -79,10 +78,11 @@ def estimate(
             raise RequestError(f"{name}=: a Plan is priced already; estimate its graph anew")
         return estimate_graph(source, chip or CHIP, execution or "efficient")
     job = Job.of(estimate, source, args, kwargs, phase=phase)
-    return _estimated(job, chip or CHIP, execution or "efficient")
+    return estimated(job, chip or CHIP, execution or "efficient")
 
 
-def _estimated(job: Job, chip: str | Chip, execution: str | ExecutionModel) -> Estimate:
+def estimated(job: Job, chip: str | Chip, execution: str | ExecutionModel) -> Estimate:
+    """The estimate of the only graph of a job."""
     return estimate_graph(only(priced(job.of_one_phase()).graphs), chip, execution)
 
 
@@ -95,62 +95,3 @@ def _is_chip(value: Any) -> bool:
     except (ValueError, LookupError):
         return False
     return True
-
-
-@dataclass(frozen=True)
-class Profile:
-    """Counts of one forward pass.  Unpacks as `macs, params`, which is thop's order."""
-
-    macs: int  # of matrix products and convolutions
-    params: int
-    flops: int  # a multiply-add as 2; with vector work
-    unsupported: tuple[str, ...]  # names of ops without a rule
-    estimate: Estimate
-
-    def __iter__(self) -> Any:
-        return iter((self.macs, self.params))
-
-
-def profile(model: Module, inputs: Sequence[Any] = (), **kwargs: Any) -> Profile:
-    """FLOPs, MACs and parameters of one forward pass of `model(*inputs, **kwargs)`."""
-    result = _estimated(Job.of(profile, model, inputs, kwargs), CHIP, "eager")
-    return Profile(
-        result.macs,
-        int(result.graph.model["params"]),
-        result.flops,
-        tuple(u.target for u in result.unsupported_ops()),
-        result,
-    )
-
-
-def summary(
-    model: Module,
-    input_size: Sequence[int] | None = None,
-    *,
-    input_data: Any = None,
-    chip: str | Chip = CHIP,
-    execution: str | ExecutionModel = "eager",
-    **kwargs: Any,
-) -> Estimate:
-    """An estimate of one forward pass, for the habit: print it for the table.
-
-    Give `input_size` (one float tensor in the model's precision) or `input_data` (a tensor, a
-    tuple, or a dict of keyword arguments); for a target, a graph or a Hugging Face model sizes may
-    stand in their place (batch=8), as for `estimate`.
-    """
-    job = Job.of(summary, model, (), kwargs)
-    sizes = job.is_named or job.is_graph or job.is_sized
-    if (input_size, input_data) == (None, None) and sizes:
-        return _estimated(job, chip, execution)
-    if (input_size is None) == (input_data is None):
-        raise ValueError("summary: give either input_size=(8, 3, 224, 224) or input_data=")
-    args: tuple[Any, ...] = ()
-    if input_size is not None:
-        from rooftrace.tracer.inputs import arguments
-
-        args = (arguments.floating_input(model, tuple(input_size)),)
-    elif isinstance(input_data, Mapping):
-        kwargs = {**input_data, **kwargs}
-    else:
-        args = tuple(input_data) if isinstance(input_data, (tuple, list)) else (input_data,)
-    return _estimated(Job.of(summary, model, args, kwargs), chip, execution)

@@ -46,9 +46,9 @@ def check(est: rt.Estimate) -> None:
     if times.t_est:
         assert 0 <= est.mfu <= est.hfu <= 1
     for breakdown in (est.by_operator(), est.by_module(1), est.by_pattern()):
-        assert sum(entry["flops"] for entry in breakdown) == est.flops
-        assert sum(entry["bytes"] for entry in breakdown) == est.bytes_hbm
-        assert sum(entry["calls"] for entry in breakdown) == est.kernels
+        assert sum(row.flops for row in breakdown.values()) == est.flops
+        assert sum(row.bytes for row in breakdown.values()) == est.bytes_hbm
+        assert sum(row.calls for row in breakdown.values()) == est.kernels
     starts = [row.timing.start for row in est.rows]
     ends = [row.timing.start + row.timing.t_device for row in est.rows]
     assert all(end <= start * (1 + 1e-12) for end, start in zip(ends, starts[1:], strict=False))
@@ -159,7 +159,7 @@ def test_an_empty_step():
     est = rt.estimate(Builder().graph(), H200)
     assert (est.kernels, est.flops, est.bytes_hbm, est.t_est) == (0, 0, 0, 0)
     assert est.mfu is est.hfu is est.ai_hbm is est.items_per_s is None
-    assert est.by_operator() == [] and est.coverage.bytes_with_rule_share == 1
+    assert not est.by_operator() and est.coverage.bytes_with_rule_share == 1
 
 
 def test_recomputation_is_in_hfu_and_in_time_but_not_in_the_models_flops():
@@ -351,14 +351,14 @@ def test_a_group_is_named_after_the_op_that_computes_most():
 
 def test_breakdowns_by_depth_pattern_part_and_family(traced):
     est = rt.estimate(traced("llama", "training"), H200)
-    patterns = {entry["key"]: entry for entry in est.by_pattern()}
+    patterns = est.by_pattern()
     mlp = patterns["model.layers.*.mlp.down_proj"]
     assert mlp["instances"] == 2 and mlp["calls"] >= 2 * 3  # forward and two products of backward
     assert set(est.by_part()) == {"forward", "backward", "optimizer"}
     assert {"attention", "dense", "norm", "optimizer"} <= set(est.by_family())
-    assert {entry["key"] for entry in est.by_module(1)} <= {"", "model", "lm_head"}
+    assert set(est.by_module(1)) <= {"", "model", "lm_head"}
     for entries in (est.by_operator(), est.by_pattern()):
-        shares = [entry["share"] for entry in entries]
+        shares = [row.share for row in entries.values()]
         assert sum(shares) == pytest.approx(1)
         assert all(a >= b for a, b in itertools.pairwise(shares))
 

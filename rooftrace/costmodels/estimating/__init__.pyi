@@ -1,3 +1,7 @@
+from rooftrace.costmodels.estimating.breakdowns import (
+    Breakdown as Breakdown,
+    BreakdownRow as BreakdownRow,
+)
 from rooftrace.costmodels.estimating.estimates import (
     Estimate as Estimate,
     estimate as estimate,

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from rooftrace._shown import Shown, short
 from rooftrace.costmodels.costs import COMPUTED, MATRIX
+from rooftrace.costmodels.estimating.breakdowns import Breakdowns
 from rooftrace.costmodels.estimating.intervals import interval_of
-from rooftrace.costmodels.estimating.rows import Row, frame_of, row_of, sums_by
+from rooftrace.costmodels.estimating.rows import Row, frame_of, row_of
 from rooftrace.costmodels.execution import ExecutionModel
 from rooftrace.costmodels.fusion import runs
 from rooftrace.costmodels.knobs import Knobs
@@ -18,18 +20,19 @@ from rooftrace.costmodels.memory import Memory
 from rooftrace.costmodels.planning import Bytes, Coverage, Plan, Unsupported, plan
 from rooftrace.costmodels.timing import StepTimes, time_plan
 from rooftrace.hardware import Chip, load_chip
+from rooftrace.hardware.units import format_flops, format_time, format_traffic
 from rooftrace.tracer.graph import OpGraph
-from rooftrace.tracer.paths import pattern_of
 
 if TYPE_CHECKING:
     import pandas
 
 
 @dataclass(frozen=True, kw_only=True)
-class Estimate:
+class Estimate(Shown, Breakdowns):
     """What a step costs on a chip.  Quantities: FLOP, byte, second, FLOP/byte.
 
-    print() shows the table; `to_frame()` is a pandas frame with one row per kernel.
+    print() shows the table; `to_frame()` is a pandas frame with one row per kernel; `by_module()`
+    and the like are mappings with sums of kernels.
     """
 
     plan: Plan
@@ -104,6 +107,13 @@ class Estimate:
     def flops(self) -> int:
         """FLOP, attention counted dense, without recomputation."""
         return self.plan.total.flops()
+
+    def total(self) -> int:
+        """FLOP of the step, `flops`, under the name that fvcore's FlopCountAnalysis has for it.
+
+        A multiply-add is 2 FLOP; fvcore's own number counts it as 1, like `macs`.
+        """
+        return self.flops
 
     @property
     def flops_causal(self) -> int:
@@ -224,43 +234,6 @@ class Estimate:
         """Items per second of t_est."""
         return _ratio(self.items, self.t_est)
 
-    # -- breakdowns -----------------------------------------------------------------------------
-
-    def by_operator(self) -> list[dict[str, Any]]:
-        """Calls, FLOP, bytes, seconds and share of t_serial by kernel name, most time first."""
-        return self._sums(lambda row: (row.name,))
-
-    def by_family(self) -> dict[str, dict[str, Any]]:
-        """Calls, FLOP, bytes and seconds by family of ops (attention, dense, moe, norm ...)."""
-        return {entry.pop("key"): entry for entry in self._sums(lambda row: (row.family,))}
-
-    def by_part(self) -> dict[str, dict[str, Any]]:
-        """Calls, FLOP, bytes and seconds by part: forward, backward, recompute, optimizer."""
-        return {entry.pop("key"): entry for entry in self._sums(lambda row: (row.part,))}
-
-    def by_module(self, depth: int | None = None) -> list[dict[str, Any]]:
-        """Calls, FLOP, bytes and seconds by module path, cut after `depth` names (None: never)."""
-
-        def keys(row: Row) -> Sequence[str]:
-            if depth is None:
-                return row.modules
-            return [".".join(path.split(".")[:depth]) for path in row.modules]
-
-        return self._sums(keys)
-
-    def by_pattern(self) -> list[dict[str, Any]]:
-        """Sums by module path with starred indices; `instances` is the number of paths."""
-        groups = self._sums(lambda row: (pattern_of(row.module),))
-        paths: dict[str, set[str]] = defaultdict(set)
-        for row in self.rows:
-            paths[pattern_of(row.module)].update(row.modules)
-        for entry in groups:
-            entry["instances"] = len(paths[entry["key"]])
-        return groups
-
-    def _sums(self, keys: Callable[[Row], Sequence[str]]) -> list[dict[str, Any]]:
-        return sums_by(self.rows, keys, self.times.t_serial)
-
     def to_frame(self) -> pandas.DataFrame:
         """One row per kernel, in launch order; `count` equal ones, of `module` up to `module_last`,
         are one row with the sums of them all."""
@@ -272,10 +245,15 @@ class Estimate:
 
         return _headroom(self)
 
-    def __str__(self) -> str:
-        from rooftrace import _render  # the table lives in reporting, which imports this module
-
-        return str(_render(self))
+    def __repr__(self) -> str:
+        bound = f"bound {format_time(self.t_bound)}"
+        times = f"expected {format_time(self.t_est)}, {bound}" if self.expected else bound
+        return short(
+            self,
+            f"{self.graph.title} on {self.chip.name}, {self.execution.name}: {times}; "
+            f"{format_flops(self.flops)}, {format_traffic(self.bytes_hbm)} of HBM, "
+            f"{self.kernels:,} kernels",
+        )
 
 
 def estimate(

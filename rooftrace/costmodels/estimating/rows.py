@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rooftrace.costmodels.costs import MATRIX, Cost
 from rooftrace.costmodels.fusion import FusionGroup, runs
@@ -94,50 +93,6 @@ def _lead(planned: Plan, group: FusionGroup) -> Op:
         return ops[0]
     costs = planned.op_costs
     return max(ops, key=lambda op: (costs[op.id].flops(), costs[op.id].bytes(), -op.id))
-
-
-_NO_SUMS: Mapping[str, Any] = {
-    "calls": 0,
-    "flops": 0,
-    "flops_recompute": 0,
-    "bytes": 0,
-    "t_comp": 0.0,
-    "t_hbm": 0.0,
-    "t_net": 0.0,
-    "t_device": 0.0,
-}
-
-
-def sums_by(
-    rows: Sequence[Row], keys: Callable[[Row], Sequence[str]], total: float
-) -> list[dict[str, Any]]:
-    """Calls, FLOP, bytes and seconds by key, most seconds first, with the share of `total` seconds.
-
-    The kernels of a row belong to its keys in equal parts.
-    """
-    sums: dict[str, dict[str, Any]] = {}
-    for row in rows:
-        timing, regime, names = row.timing, row.timing.regime, keys(row)
-        parts = len(names)
-        for name in names:
-            entry = sums.get(name)
-            if entry is None:
-                entry = sums[name] = {"key": name, **_NO_SUMS, "regimes": Counter()}
-            entry["calls"] += row.count // parts
-            entry["flops"] += row.flops // parts
-            entry["flops_recompute"] += row.flops_recompute // parts
-            entry["bytes"] += row.bytes // parts
-            entry["t_comp"] += timing.t_comp / parts
-            entry["t_hbm"] += timing.t_hbm / parts
-            entry["t_net"] += timing.t_net / parts
-            entry["t_device"] += timing.t_device / parts
-            entry["regimes"][regime] += timing.t_device / parts
-    result = sorted(sums.values(), key=lambda entry: (-entry["t_device"], entry["key"]))
-    for entry in result:
-        regimes = entry.pop("regimes")
-        entry["regime"] = regimes.most_common(1)[0][0] if regimes else "launch"
-        entry["share"] = entry["t_device"] / total if total else 0.0
-    return result
 
 
 def frame_of(planned: Plan, rows: Sequence[Row]) -> pandas.DataFrame:

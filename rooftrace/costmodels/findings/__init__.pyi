@@ -1,3 +1,4 @@
+from rooftrace.costmodels.findings import moduletree as moduletree
 from rooftrace.costmodels.findings.narrow import (
     Island as Island,
     islands as islands,

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from rooftrace._shown import short
 from rooftrace.costmodels.estimating import Estimate, Row, estimate
 from rooftrace.costmodels.execution import ExecutionModel
 from rooftrace.costmodels.fusion import beyond, fuse
@@ -95,6 +96,16 @@ class Headroom:
                 for saving in (*self.fused, *self.left)
             ],
             columns=list(Saving.__slots__),
+        )
+
+    def __repr__(self) -> str:
+        after = self.after
+        seconds = [each.times.t_serial for each in (self.before, after, self.beyond)]
+        return short(
+            self,
+            f"{after.graph.title} on {after.chip.name}, {after.execution.name}: kernels take "
+            f"{format_time(seconds[0])} unfused, {format_time(seconds[1])} fused, "
+            f"{format_time(seconds[2])} with all larger kernels",
         )
 
     def __str__(self) -> str:

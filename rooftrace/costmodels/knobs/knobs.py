@@ -24,6 +24,7 @@ from typing import Any
 
 from rooftrace._escapes import to_toml
 from rooftrace._reading import FileKind, record_of, text_of, toml_of
+from rooftrace._shown import short
 from rooftrace.costmodels.knobs.classes import CLASSES, LAST
 from rooftrace.hardware import Chip
 
@@ -143,6 +144,13 @@ class Knobs:
     attention: AttentionKnobs | str = field(default_factory=AttentionKnobs)  # or "usual"
     view: float | None = None  # seconds of a view on the host, eager; None: the chip's
     call: float | None = None  # seconds of Python per call of a module, eager; None: the chip's
+
+    def __repr__(self) -> str:
+        return short(
+            self,
+            f"{self.title}: compute {self.compute:.3g}, memory {self.memory:.3g} of the peaks, "
+            f"{len(self.shares)} classes of kernels with shares of their own",
+        )
 
     def __post_init__(self) -> None:
         _check_numbers(self, above=("compute", "memory"))

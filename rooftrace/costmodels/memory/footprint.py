@@ -15,9 +15,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from rooftrace._shown import short, some
 from rooftrace.costmodels.liveness import Lives, Visit, Visits, lifetimes
 from rooftrace.costmodels.traffic import storage_sizes
 from rooftrace.hardware import Chip
+from rooftrace.hardware.units import format_capacity
 from rooftrace.tracer.asking import check_graph
 from rooftrace.tracer.graph import Op, OpGraph, Tensor
 from rooftrace.tracer.paths import pattern_of
@@ -97,6 +99,10 @@ class Timeline:
 
     moments: tuple[Moment, ...] = ()
 
+    def __repr__(self) -> str:
+        peak = max((moment.total for moment in self.moments), default=0)
+        return short(self, f"{len(self.moments):,} moments, at most {format_capacity(peak)}")
+
     def coarse(self, count: int) -> Timeline:
         """At most `count` moments: the fullest of each of as many equal spans of the step."""
         if len(self.moments) <= count:
@@ -156,6 +162,10 @@ class Memory:
     optimizer_temporaries: int = 0  # at the peak, what the optimizer makes and drops in its step
     tensors: tuple[Held, ...] = ()  # what the peak is made of, most bytes first
     timeline: Timeline = field(default_factory=Timeline)
+
+    def __repr__(self) -> str:
+        roles = (f"{role} {format_capacity(size)}" for role, size in self.at_peak.items() if size)
+        return short(self, f"peak {format_capacity(self.peak)}: {some(roles, 8)}")
 
     def fits(self, chip: Chip) -> bool:
         """Whether the peak is within the chip's memory."""

@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from rooftrace._extensions import failures
+from rooftrace._shown import short
 from rooftrace.costmodels.costs import MATRIX, Cost
 from rooftrace.costmodels.execution import ExecutionModel, execution_model
 from rooftrace.costmodels.fusion import FusionGroup, fuse
@@ -33,6 +34,7 @@ from rooftrace.costmodels.traffic import (
     group_costs,
     layouts,
 )
+from rooftrace.hardware.units import format_flops, format_traffic
 from rooftrace.tracer.asking import check_graph
 from rooftrace.tracer.graph import OpGraph
 from rooftrace.tracer.vocabulary import ROLES
@@ -75,6 +77,14 @@ class Plan:
     compulsory: int  # bytes that any execution moves
     notes: tuple[str, ...] = ()  # what was rewritten or is worth knowing, a sentence each
     own_notes: tuple[str, ...] = ()  # those of them on rules and joins that users and packages add
+
+    def __repr__(self) -> str:
+        return short(
+            self,
+            f"{self.source.title}, {self.execution.name}: {sum(g.times for g in self.groups):,} "
+            f"kernels, {format_flops(self.total.flops())}, {format_traffic(self.bytes.total)} "
+            "of HBM; no chip yet",
+        )
 
     @staticmethod
     def each(graph: OpGraph, executions: Sequence[str | ExecutionModel]) -> list[Plan]:

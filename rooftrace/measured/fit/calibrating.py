@@ -6,8 +6,8 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
+from rooftrace._shown import Shown, short
 from rooftrace.costmodels.execution import ExecutionModel
 from rooftrace.costmodels.knobs import Knobs, dump_knobs, load_knobs
 from rooftrace.costmodels.planning import plan
@@ -42,7 +42,7 @@ _FEWEST_STEPS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Calibration:
+class Calibration(Shown):
     """A fit, and the measurements that it could not use."""
 
     fit: Fit
@@ -69,15 +69,14 @@ class Calibration:
         write_bytes(path, dump_knobs(self.knobs).encode())
         return path
 
-    def __rich__(self) -> Any:
-        from rooftrace import _render
-
-        return _render(self, rich=True)
-
-    def __str__(self) -> str:
-        from rooftrace import _render
-
-        return str(_render(self))
+    def __repr__(self) -> str:
+        fit = self.fit
+        unseen = "" if fit.left_out is None else f", {fit.left_out.mean:.1%} on those left out"
+        return short(
+            self,
+            f"{self.chip}, {self.execution}: {fit.errors.count} of {self.measured} {self.what}; "
+            f"mean error {self.before.mean:.1%} before, {fit.errors.mean:.1%} fitted{unseen}",
+        )
 
 
 def calibrated(

@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from rooftrace._reading import FileKind, json_of, record_of, text_of
+from rooftrace._shown import short, some
 from rooftrace._writing import write_packed
+from rooftrace.hardware.units import format_time
 
 SCHEMA = "rooftrace.run/1"
 
@@ -128,6 +130,15 @@ class Run:
     models: tuple[ModelRow, ...] = ()  # steps of models
     troubles: tuple[Trouble, ...] = ()  # cases without a row
     notes: tuple[str, ...] = ()  # conditions of the measurement
+
+    def __repr__(self) -> str:
+        name = self.device.get("name", "a device")
+        rows = [f"{row.key} {format_time(row.median)}" for row in self.models]
+        return short(
+            self,
+            f"{name}: {len(self.micro):,} operations, {len(rows):,} steps of models"
+            f"{': ' if rows else ''}{some(rows)}; {len(self.troubles):,} without a time",
+        )
 
     @property
     def errors(self) -> tuple[Trouble, ...]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rooftrace._shown import Shown, short
 from rooftrace.costmodels.estimating import Estimate
 from rooftrace.hardware import Chip
 from rooftrace.measured.alignment import Alignment, Stray
@@ -22,7 +23,7 @@ _IN_JSON = 100
 
 
 @dataclass(frozen=True, kw_only=True)
-class Validation:
+class Validation(Shown):
     """Measurements beside what was predicted for them."""
 
     kind: Records  # run, trace or steps
@@ -155,15 +156,17 @@ class Validation:
 
         return _write(self, Path(out))
 
-    def __rich__(self) -> Any:
-        from rooftrace import _render
-
-        return _render(self, rich=True)
-
-    def __str__(self) -> str:
-        from rooftrace import _render
-
-        return str(_render(self))
+    def __repr__(self) -> str:
+        compared = f"{len(self.steps)} of {self.planned} steps on {self.chip.name}"
+        if not self.steps:
+            return short(self, f"{compared}, {self.execution}")
+        errors, inside = _errors(self.steps), self.inside
+        within = "" if inside is None else f"; {inside[0]} of {inside[1]} in their interval"
+        return short(
+            self,
+            f"{compared}, {self.execution}: mean error {errors.mean:.1%}, bias {errors.bias:+.1%}"
+            f"{within}",
+        )
 
 
 def _errors(steps: Sequence[StepCheck]) -> Errors:

@@ -108,11 +108,11 @@ def write_report(results: Results, out: Path, formats: Sequence[str]) -> list[Pa
 def write_validation(result: Validation, out: Path) -> list[Path]:
     """Make the files of a validation and move them into `out`; their final paths, in order."""
     from rooftrace.reporting.figures import parity, style
-    from rooftrace.reporting.text import as_markdown, parity_points
+    from rooftrace.reporting.text import as_markdown
 
     with _new_folder(out) as folder:
         names = []
-        points, left_out = parity_points(result)
+        points, left_out = parity.parity_points(result)
         if points:
             title = "Predicted and measured"
             about = (result.chip.title, result.execution, result.knobs, left_out)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import pandas
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Report(Results):
     """Results that print one screen; `to_dict()` is report.json; `write()` makes a folder."""
 
@@ -61,16 +61,6 @@ class Report(Results):
         """
         check_formats(formats)
         return write_report(self, Path(out), formats)
-
-    def __rich__(self) -> Any:
-        from rooftrace.reporting.text import renderable
-
-        return renderable(self)
-
-    def __str__(self) -> str:
-        from rooftrace.reporting.text import as_text
-
-        return as_text(self)
 
 
 def conditions(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rooftrace._escapes import file_part
@@ -111,7 +111,7 @@ def _families(estimates: Sequence[Estimate]) -> view.Section:
     return view.Section(title="Families", parts=[view.Table(columns=columns, rows=rows)])
 
 
-def _sums(entry: dict[str, Any], estimate: Estimate) -> dict[str, Any]:
+def _sums(entry: Mapping[str, Any], estimate: Estimate) -> dict[str, Any]:
     """An entry of `by_part` or `by_pattern`, with its share of the step and what limits it."""
     share = ratio(entry["t_device"], estimate.t_est)
     return {**entry, "share_of_t_est": share, "limit": words.LIMITS[entry["regime"]]}
@@ -129,7 +129,7 @@ def _parts(estimate: Estimate) -> view.Section:
 
 def _modules(estimate: Estimate) -> view.Section:
     """Module paths with starred indices, most time first."""
-    entries = estimate.by_pattern()
+    entries = estimate.by_pattern().rows
     classes = {pattern_of(path): name for path, name in estimate.graph.modules.items()}
     params = _parameters(estimate)
     columns = (

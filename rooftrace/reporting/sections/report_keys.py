@@ -5,11 +5,14 @@ A key that is declared here is written, and known to report.schema.json.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rooftrace.reporting.sections.shapes import Anything, Choice, Key, Many, Named, Object
 from rooftrace.reporting.view import units
 from rooftrace.tracer.vocabulary import ROLES
+
+if TYPE_CHECKING:
+    from rooftrace.costmodels.estimating import Breakdown
 
 SAVINGS = 10
 """How many savings of each kind report.json lists: those that save most time."""
@@ -38,11 +41,17 @@ SUMS = (
 ENTRY = Object("entry", SUMS, open=True)
 
 
-def _named(entries: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
+def _named(entries: Breakdown, name: str) -> list[dict[str, Any]]:
     """Sums over kernels by something, which stands under `name` in place of "key"."""
-    return [
-        {name: entry["key"], **{k: v for k, v in entry.items() if k != "key"}} for entry in entries
-    ]
+    return [{name: key, **sums} for key, sums in _by_name(entries).items()]
+
+
+def _by_name(entries: Breakdown) -> dict[str, dict[str, Any]]:
+    """Sums over kernels by something, without "key"."""
+    return {
+        key: {name: value for name, value in entry.items() if name != "key"}
+        for key, entry in entries.items()
+    }
 
 
 def _time(name: str, about: str = "s") -> Key:
@@ -119,8 +128,8 @@ STEP = (
     *_keys(COUNT, "kernels"),
     *_keys(TEXT, "item"),
     *_keys(COUNT, "items"),
-    Key("by_family", Named(ENTRY), of=lambda e: e.by_family()),
-    Key("by_part", Named(ENTRY), of=lambda e: e.by_part()),
+    Key("by_family", Named(ENTRY), of=lambda e: _by_name(e.by_family())),
+    Key("by_part", Named(ENTRY), of=lambda e: _by_name(e.by_part())),
     Key(
         "by_module",
         Many(Object("", (Key("module", TEXT, "path with starred indices"), *SUMS), open=True)),

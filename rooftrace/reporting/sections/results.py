@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from rooftrace._shown import Shown, short, some
 from rooftrace.costmodels.estimating import records_of
 from rooftrace.hardware import Chip
+from rooftrace.hardware.units import format_time
 from rooftrace.tracer.graph import Assumption, OpGraph
 
 if TYPE_CHECKING:
@@ -20,8 +22,8 @@ if TYPE_CHECKING:
     from rooftrace.costmodels.planning import Unsupported
 
 
-@dataclass(frozen=True)
-class Results:
+@dataclass(frozen=True, repr=False)
+class Results(Shown):
     """Estimates by phase, execution and chip name, in the order they were asked for.
 
     The first chip is the one that tables show; `main` is the execution that they break down.
@@ -32,6 +34,16 @@ class Results:
     graphs: Mapping[str, OpGraph]  # by phase
     # The largest batch that fits, by phase and chip, where that was asked for.
     largest: Mapping[str, Mapping[str, LargestBatch]] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        name = self.model.get("name") or "model"
+        steps = (
+            f"{estimate.phase} {'expected' if estimate.expected else 'bound'} "
+            f"{format_time(estimate.t_est)}"
+            for estimate in self.broken_down()
+        )
+        chips = ", ".join(chip.name for chip in self.chips)
+        return short(self, f"{name} on {chips}, {self.main}: {some(steps, 6)}")
 
     @property
     def phases(self) -> tuple[str, ...]:

@@ -8,7 +8,5 @@ from rooftrace.reporting.text.results import (
     as_markdown as as_markdown,
     as_text as as_text,
     renderable as renderable,
-)
-from rooftrace.reporting.text.validations import (
-    parity_points as parity_points,
+    shown as shown,
 )

@@ -5,13 +5,16 @@ from __future__ import annotations
 from functools import singledispatch
 from typing import Any
 
-from rooftrace.costmodels.estimating import Estimate
+from rooftrace.costmodels.estimating import Breakdown, Estimate
+from rooftrace.costmodels.findings import moduletree
 from rooftrace.costmodels.findings.diffs import Diff
 from rooftrace.hardware import Chip
 from rooftrace.reporting.sections import Results, report_view
 from rooftrace.reporting.text.chips import chip_view
 from rooftrace.reporting.text.differences import diff_view
+from rooftrace.reporting.text.moduletrees import breakdown_view, graph_view, summary_view
 from rooftrace.reporting.view import model as view
+from rooftrace.tracer.graph import OpGraph
 
 
 @singledispatch
@@ -50,3 +53,18 @@ def _(result: Chip, output: view.Output) -> view.View:
 @view_of.register
 def _(result: Diff, output: view.Output) -> view.View:
     return diff_view(result)
+
+
+@view_of.register
+def _(result: moduletree.Summary, output: view.Output) -> view.View:
+    return summary_view(result, output)
+
+
+@view_of.register
+def _(result: Breakdown, output: view.Output) -> view.View:
+    return breakdown_view(result)
+
+
+@view_of.register
+def _(result: OpGraph, output: view.Output) -> view.View:
+    return graph_view(result)

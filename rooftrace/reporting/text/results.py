@@ -10,7 +10,7 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from rooftrace.reporting.text.dispatch import view_of
-from rooftrace.reporting.view import as_page, as_screen, model as view
+from rooftrace.reporting.view import as_cell, as_page, as_screen, model as view
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -31,6 +31,18 @@ def as_text(result: Any, width: int = WIDTH) -> str:
 def renderable(result: Any) -> RenderableType:
     """A result for rich to print: on one screen, in colours."""
     return as_screen(_view(result, "screen"))
+
+
+def as_html(result: Any) -> str:
+    """A result in a cell of a notebook: what a screen shows, and one figure."""
+    from rooftrace.reporting.figures import figure_of
+
+    return as_cell(_view(result, "screen"), figure_of(result))
+
+
+def shown(result: Any, form: str) -> Any:
+    """A result as "text" (print), for "rich", or as "html" (a notebook)."""
+    return {"text": as_text, "rich": renderable, "html": as_html}[form](result)
 
 
 def as_markdown(result: Any, files: Collection[str] = ()) -> str:

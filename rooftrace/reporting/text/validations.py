@@ -21,7 +21,6 @@ STEPS, CLASSES, NODES = 12, 8, 10
 _NODES_OF_PAGE = 40
 _TRAFFIC_SHOWN = 20
 _LEFT_OUT = 5
-_LEAST_SHOWN = 1e-3
 """Kernels below this share of the time are not drawn: they would only stretch the axes."""
 
 
@@ -117,7 +116,7 @@ def _error_rows(result: Validation) -> list[dict[str, Any]]:
 def _step_columns(steps: Sequence[StepCheck]) -> list[view.Column]:
     """The columns that these steps fill; a row is a step."""
     columns = [
-        view.Column("step", units.TEXT, "step", clipped=24, of=_short),
+        view.Column("step", units.TEXT, "step", clipped=24, of=parity.short_label),
         view.Column("measured", units.SECOND, "measured"),
         view.Column("predicted", units.SECOND, "predicted"),
         view.Column("interval", units.WORDS, "90 % between", drop=1, of=_interval),
@@ -151,13 +150,6 @@ def _limits(step: StepCheck) -> str:
     if step.phase == "decode":
         shown += [(name, share) for name, share in ranked[2:] if name == "launch"]
     return ", ".join(f"{words.LIMITS[name]} {words.percent(share)}" for name, share in shown)
-
-
-def _short(step: StepCheck) -> str:
-    """The label without what the heading above it says."""
-    said = {step.phase, "eager", "compiled"}
-    rest = [word for word in step.label.split() if word not in said]
-    return " ".join(rest) or step.label
 
 
 def _grouped(result: Validation) -> dict[str, list[StepCheck]]:
@@ -223,45 +215,15 @@ def worst(result: Validation, count: int) -> list[NodeCheck | tuple[str, Stray]]
     Equal kernels in similar modules (see `alike`) are one, with the reason of the worst of them.
     """
     rows: list[tuple[float, NodeCheck | tuple[str, Stray]]] = []
-    rows += [(abs(check.node.miss), check) for check in alike(result.nodes)]
+    rows += [(abs(check.node.miss), check) for check in parity.alike(result.nodes)]
     rows += [(stray.seconds, (step, stray)) for step, stray in result.strays]
     rows.sort(key=lambda entry: -entry[0])
     return [miss for _, miss in rows[:count]]
 
 
-def alike(checks: Sequence[NodeCheck]) -> list[NodeCheck]:
-    """Merge kernels of a step with equal name and work in modules that differ only in numbers."""
-    groups: dict[Any, list[NodeCheck]] = {}
-    for check in checks:
-        row, unknown = check.node.row, (check.node.measured is None, check.dram is None)
-        work = (row.flops_causal or row.bytes) // row.count
-        key = (check.step, row.name, pattern_of(row.module), row.part, work, unknown)
-        groups.setdefault(key, []).append(check)
-    return [_summed(group) if len(group) > 1 else group[0] for group in groups.values()]
-
-
-def _summed(group: Sequence[NodeCheck]) -> NodeCheck:
-    first = max(group, key=lambda check: abs(check.node.miss))
-    all_nodes = [check.node for check in group]
-    row = replace(
-        first.node.row,
-        count=sum(node.row.count for node in all_nodes),
-        bytes=sum(node.row.bytes for node in all_nodes),
-    )
-    known = first.node.measured is not None
-    node = replace(
-        first.node,
-        row=row,
-        predicted=sum(node.predicted for node in all_nodes),
-        measured=sum(node.measured or 0.0 for node in all_nodes) if known else None,
-    )
-    dram = None if first.dram is None else sum(check.dram or 0.0 for check in group)
-    return replace(first, node=node, dram=dram)
-
-
 def _traffic_rows(result: Validation) -> list[dict[str, Any]]:
     """Kernels whose predicted bytes are furthest from what was counted."""
-    counted = [(c.node.row, c.dram) for c in alike(result.nodes) if c.dram is not None]
+    counted = [(c.node.row, c.dram) for c in parity.alike(result.nodes) if c.dram is not None]
     counted.sort(key=lambda pair: (-abs(pair[0].bytes - pair[1]), pair[0].index))
     return [
         {
@@ -274,28 +236,6 @@ def _traffic_rows(result: Validation) -> list[dict[str, Any]]:
         }
         for row, dram in counted[:_TRAFFIC_SHOWN]
     ]
-
-
-def parity_points(result: Validation) -> tuple[list[parity.ParityPoint], str]:
-    """By kernel for a trace, else by step, coloured by phase; and what is left out, in words."""
-    if result.kind == "trace":
-        points = parity.kernel_points([check.node for check in alike(result.nodes)])
-        least = _LEAST_SHOWN * sum(point.weight for point in points)
-        shown = [point for point in points if point.weight >= least]
-        few = len(points) - len(shown)
-        left = (
-            f"{words.plural(few, 'kernel')} below {format_share(_LEAST_SHOWN)} of the time left out"
-        )
-        return shown, left if few else ""
-    points = [
-        parity.ParityPoint(
-            f"{_short(step)} {step.phase}", step.predicted, step.measured,
-            step.line, max(step.predicted, step.measured),
-        )
-        for step in result.steps
-        if step.predicted > 0
-    ]  # fmt: skip
-    return points, ""
 
 
 # -- screen and page -------------------------------------------------------------------------------
@@ -366,7 +306,7 @@ def _kernels(result: Validation) -> list[view.Section]:
     """Classes of kernels and the worst kernels; of the classes a screen has a table of its own."""
     classes, columns = _class_rows(result), _node_columns(result)
     short = {step.label: f"{step.group} {step.phase}" for step in result.steps}
-    long = {step.label: f"{_short(step)} {step.phase}" for step in result.steps}
+    long = {step.label: f"{parity.short_label(step)} {step.phase}" for step in result.steps}
     worst_few = _node_rows(result, NODES, short)
     worst_many = _node_rows(result, _NODES_OF_PAGE, long)
     few = classes[:CLASSES] if len(classes) > 1 else []

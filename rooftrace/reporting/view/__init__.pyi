@@ -6,6 +6,9 @@ from rooftrace.reporting.view import (
 from rooftrace.reporting.view.markdown import (
     as_page as as_page,
 )
+from rooftrace.reporting.view.notebook import (
+    as_cell as as_cell,
+)
 from rooftrace.reporting.view.terminal import (
     as_screen as as_screen,
 )

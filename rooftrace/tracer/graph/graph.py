@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from rooftrace._shown import Shown, short
 from rooftrace.tracer.arguments import Neighbour, references
 from rooftrace.tracer.graph.expand import last_written_out, made_in_reverse, numbered
 from rooftrace.tracer.graph.records import Assumption, GraphError, Op, Repeat, Tensor
@@ -25,7 +26,7 @@ _WRITTEN_OUT = 10_000_000
 
 
 @dataclass(frozen=True, repr=False)
-class OpGraph:
+class OpGraph(Shown):
     """A captured step: values by id, ops in execution order, inputs and outputs by value id.
 
     Equal iterations stand once: see `repeats`; `expand()` writes them all out.
@@ -116,8 +117,15 @@ class OpGraph:
         """A copy with some fields changed."""
         return replace(self, **changes)
 
+    @property
+    def title(self) -> str:
+        """The name of the model, and the phase: "gpt2, decode"."""
+        return f"{self.model.get('name') or 'model'}, {self.phase}"
+
     def __repr__(self) -> str:
-        return f"OpGraph({self.phase}: {len(self.ops):,} ops, {len(self.values):,} values)"
+        total = sum(map(self.times, self.ops))
+        once = "" if total == len(self.ops) else f", {len(self.ops):,} of them stand here"
+        return short(self, f"{self.title}: {total:,} ops{once}; {len(self.values):,} values")
 
     def __str__(self) -> str:
         """How large the graph is, and its first kernels: how often each runs, where, on what."""

@@ -8,6 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rooftrace.errors import RequestError
+from rooftrace.tracer.dtypes import torch_dtype
+from rooftrace.tracer.graph import GraphError
 from rooftrace.tracer.tensors import parameters_of, tensors_in
 from rooftrace.tracer.values import REAL_VALUE, Values
 
@@ -41,6 +44,20 @@ def floating_input(model: nn.Module, shape: tuple[int, ...]) -> Tensor:
     """A meta tensor of this shape in the precision of the model's first floating parameter."""
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def typed_input(shape: tuple[int, ...], dtype: Any) -> Tensor:
+    """A meta tensor of this shape.  dtype: torch's, or a name, ours or torch's ("bf16", "int64").
+
+    Raises RequestError for a dtype that there is not.
+    """
+    if not isinstance(dtype, (torch.dtype, str)):
+        raise RequestError(f"dtypes: expected torch.float16 or 'fp16' and the like, got {dtype!r}")
+    try:
+        known = dtype if isinstance(dtype, torch.dtype) else torch_dtype(dtype)
+    except GraphError as error:
+        raise RequestError(f"dtypes: {error}") from None
+    return torch.empty(shape, dtype=known, device="meta")
 
 
 def learn(values: Values, tensor: Tensor) -> None:

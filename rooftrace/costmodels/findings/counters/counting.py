@@ -13,9 +13,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from rooftrace._shown import short
 from rooftrace.costmodels.costs import COMPUTED, MATRIX
 from rooftrace.costmodels.fusion import runs
 from rooftrace.costmodels.planning import Plan, plan
+from rooftrace.hardware.units import format_flops
 from rooftrace.tracer.graph import Op, OpGraph
 from rooftrace.tracer.paths import pattern_of
 
@@ -73,6 +75,13 @@ class Comparison:
     differences: tuple[Difference, ...] = ()  # largest first; they sum to ours - the peer's
     note: str = ""  # what else to know of the peer's count
     error: str = ""  # why the peer has none
+
+    def __repr__(self) -> str:
+        count = self.error or (
+            f"{format_flops(self.peer_matrix)} of {format_flops(self.flops_matrix)} in products, "
+            f"{len(self.differences):,} differences"
+        )
+        return short(self, f"{self.peer} {self.version}, {self.phase}: {count}")
 
     @property
     def ratio(self) -> float | None:

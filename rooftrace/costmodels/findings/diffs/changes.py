@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rooftrace._shown import Shown, short, some
 from rooftrace.costmodels.findings.diffs.conditions import FORMATS, parse_condition
+from rooftrace.hardware.units import format_time
 
 _ROUNDING = 1e-12
 """Seconds are sums of floats; repeats are added up in another order than layer by layer."""
@@ -61,6 +63,9 @@ class PhaseDiff:
     totals: Mapping[str, Change]  # by name in METRICS
     modules: tuple[ModuleChange, ...]
 
+    def __repr__(self) -> str:
+        return short(self, f"{self.phase}: {_in_short(self)}; {len(self.modules):,} modules differ")
+
 
 @dataclass(frozen=True)
 class Sources:
@@ -72,7 +77,7 @@ class Sources:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Diff:
+class Diff(Shown):
     """The difference of two revisions on one chip under one execution model."""
 
     names: tuple[str, str]
@@ -114,6 +119,13 @@ class Diff:
                     )
         return sentences
 
+    def __repr__(self) -> str:
+        kind = "expected" if self.expected else "bound"
+        before, after = self.names
+        changes = [f"{phase.phase} {kind} {_in_short(phase)}" for phase in self.phases]
+        names = f"{before} -> {after} on {self.chip}, {self.execution}"
+        return short(self, f"{names}: {some(changes)}" if changes else names)
+
     def to_dict(self) -> dict[str, Any]:
         """Plain data: SI numbers, relative changes as fractions."""
         return {
@@ -154,6 +166,13 @@ class Diff:
                 for p in self.phases
             },
         }
+
+
+def _in_short(phase: PhaseDiff) -> str:
+    """ "738.2 us -> 1.08 ms (+46.6 %)": the time of a step before and after."""
+    time = phase.totals["time"]
+    relative = "" if time.relative is None else f" ({time.relative:+.1%})"
+    return f"{format_time(time.before)} -> {format_time(time.after)}{relative}"
 
 
 def _change(change: Change) -> dict[str, Any]:

@@ -1,0 +1,53 @@
+"""How a result shows itself: one short line, print() for a screen, rich, and a notebook's cell.
+
+Reporting, above all layers, makes the tables.  Records of lower layers reach it through `Shown`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import Any
+
+from rooftrace._escapes import visible
+
+_LONGEST = 240
+"""Letters of a short line; the rest is cut."""
+
+
+def short(result: Any, text: str) -> str:
+    """ "Estimate(gpt2, decode on l4: expected 7.1 ms)": the type of a result with a few words."""
+    text = visible(text)
+    text = text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
+    return f"{type(result).__name__}({text})"
+
+
+def some(texts: Iterable[str], most: int = 3) -> str:
+    """The first `most` texts with "; " between them, and "..." where there are more."""
+    texts = iter(texts)
+    shown: Iterator[str] = islice(texts, most)
+    return "; ".join([*shown, *(["..."] if next(texts, None) is not None else [])])
+
+
+class Shown:
+    """A result with a view: print() shows it as text, a notebook as HTML.
+
+    repr() is one short line, which each class says for itself (`short`).
+    """
+
+    __slots__ = ()
+
+    def __rich__(self) -> Any:
+        return _render(self, "rich")
+
+    def __str__(self) -> str:
+        return str(_render(self, "text"))
+
+    def _repr_html_(self) -> str:
+        return str(_render(self, "html"))
+
+
+def _render(result: Any, form: str) -> Any:
+    from rooftrace import _render as render  # reporting imports the layers that use this file
+
+    return render(result, form)

@@ -1,0 +1,156 @@
+"""What users of torchinfo, thop, ptflops and fvcore type: summary, profile, flop_count_table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from rooftrace.costmodels.estimating import Estimate
+from rooftrace.costmodels.execution import ExecutionModel
+from rooftrace.costmodels.findings import moduletree
+from rooftrace.errors import RequestError
+from rooftrace.hardware import Chip
+from rooftrace.reporting.estimates import CHIP, Module, Source, estimate, estimated
+from rooftrace.reporting.text import as_markdown
+from rooftrace.tracer.asking import Job
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Counts of one forward pass.  Unpacks as `macs, params`, which is thop's order."""
+
+    macs: int  # of matrix products and convolutions
+    params: int
+    flops: int  # a multiply-add as 2; with vector work
+    unsupported: tuple[str, ...]  # names of ops without a rule
+    estimate: Estimate
+
+    def __iter__(self) -> Any:
+        return iter((self.macs, self.params))
+
+
+def profile(model: Module, inputs: Sequence[Any] = (), **kwargs: Any) -> Profile:
+    """FLOPs, MACs and parameters of one forward pass of `model(*inputs, **kwargs)`."""
+    result = estimated(Job.of(profile, model, inputs, kwargs), CHIP, "eager")
+    return Profile(
+        result.macs,
+        int(result.graph.model["params"]),
+        result.flops,
+        tuple(u.target for u in result.unsupported_ops()),
+        result,
+    )
+
+
+def summary(
+    model: Source,
+    input_size: Sequence[Any] | None = None,
+    *,
+    input_data: Any = None,
+    dtypes: Any = None,
+    depth: int = 3,
+    col_names: Sequence[str] = moduletree.USUAL,
+    chip: str | Chip = CHIP,
+    execution: str | ExecutionModel = "eager",
+    **kwargs: Any,
+) -> moduletree.Summary:
+    """An estimate of one forward pass that prints as a tree of modules, as torchinfo's does.
+
+    Give `input_size` (one shape, or a list of shapes) or `input_data` (a tensor, a tuple, or a dict
+    of keyword arguments); for a target, a graph or a Hugging Face model sizes may stand in their
+    place (batch=8), as for `estimate`.  dtypes: of the inputs that input_size makes, one for all or
+    one for each, as torch.long or "int64"; by default the precision of the model's own floats.
+    depth: how far down modules are printed.  col_names: some of input_size, output_size,
+    num_params, params_percent, kernel_size, mult_adds, trainable, and of flops, bytes, time.
+
+    Raises RequestError for a column or a dtype that there is not, and what `estimate` raises.
+    """
+    columns = moduletree.check_columns(col_names)
+    if isinstance(depth, bool) or not isinstance(depth, int) or depth < 0:
+        raise RequestError(f"depth={depth!r}: expected a whole number from 0 on")
+    job = _job(model, input_size, input_data, dtypes, kwargs)
+    return _summary(estimated(job, chip, execution), _gradients(model), depth, columns)
+
+
+def _summary(
+    result: Estimate,
+    gradients: Mapping[str, bool] | None,
+    depth: int,
+    columns: tuple[str, ...] = moduletree.USUAL,
+) -> moduletree.Summary:
+    tree = moduletree.module_tree(result, gradients)
+    parts = {field.name: getattr(result, field.name) for field in fields(Estimate)}
+    return moduletree.Summary(**parts, tree=tree, depth=depth, col_names=columns)
+
+
+def _job(
+    model: Source, input_size: Any, input_data: Any, dtypes: Any, kwargs: Mapping[str, Any]
+) -> Job:
+    job = Job.of(summary, model, (), kwargs)
+    sizes = job.is_named or job.is_graph or job.is_sized
+    if dtypes is not None and input_size is None:
+        raise RequestError("dtypes: they are those of the inputs that input_size= makes")
+    if input_size is None and input_data is None and sizes:
+        return job
+    if (input_size is None) == (input_data is None):
+        raise RequestError("summary: give either input_size=(8, 3, 224, 224) or input_data=")
+    args: tuple[Any, ...] = ()
+    if input_size is not None:
+        args = _inputs(model, input_size, dtypes)
+    elif isinstance(input_data, Mapping):
+        kwargs = {**input_data, **kwargs}
+    else:
+        args = tuple(input_data) if isinstance(input_data, (tuple, list)) else (input_data,)
+    return Job.of(summary, model, args, kwargs)
+
+
+def _inputs(model: Module, input_size: Any, dtypes: Any) -> tuple[Any, ...]:
+    """A meta tensor for each shape."""
+    from rooftrace.tracer.inputs import arguments
+
+    sizes = list(input_size)
+    shapes = [sizes] if all(isinstance(size, int) for size in sizes) else sizes
+    for shape in shapes:
+        whole = isinstance(shape, (tuple, list)) and all(isinstance(n, int) for n in shape)
+        if not whole:
+            raise RequestError(
+                f"input_size={input_size!r:.60}: expected a shape, as (8, 3, 224, 224), or a list "
+                "of shapes"
+            )
+    several = isinstance(dtypes, (tuple, list))
+    types = list(dtypes) if several else [dtypes] * len(shapes)
+    if len(types) != len(shapes):
+        raise RequestError(f"dtypes: {len(types)} for {len(shapes)} inputs; give one for each")
+    return tuple(
+        arguments.floating_input(model, tuple(shape))
+        if dtype is None
+        else arguments.typed_input(tuple(shape), dtype)
+        for shape, dtype in zip(shapes, types, strict=True)
+    )
+
+
+def _gradients(model: Source) -> dict[str, bool] | None:
+    """Whether each parameter of a module asks for a gradient, by name; None for other sources."""
+    named = getattr(model, "named_parameters", None)
+    if named is None:
+        return None
+    return {name: bool(parameter.requires_grad) for name, parameter in named()}
+
+
+def flop_count_table(source: Source, *args: Any, max_depth: int = 3, **kwargs: Any) -> str:
+    """A table of parameters, FLOP and multiply-adds by module, as fvcore prints one.
+
+    source, args: an Estimate, or whatever `estimate` takes.  max_depth: how far down modules are
+    listed.  A multiply-add is 2 FLOP here; fvcore's own column "#flops" counts it as 1.
+    """
+    result = source if isinstance(source, Estimate) else estimate(source, *args, **kwargs)
+    if isinstance(source, Estimate) and (args or kwargs):
+        raise RequestError("flop_count_table: an Estimate is called already; leave arguments out")
+    if isinstance(result, moduletree.Summary):
+        made = replace(result, depth=max_depth, col_names=_FLOPS)
+    else:
+        made = _summary(result, _gradients(source), max_depth, _FLOPS)
+    return as_markdown(made).rstrip()
+
+
+_FLOPS = ("num_params", "flops", "mult_adds")
