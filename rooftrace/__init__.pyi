@@ -62,6 +62,7 @@ from rooftrace.reporting.estimates import (
     priced_graphs as priced_graphs,
 )
 from rooftrace.reporting.habits import (
+    capture as capture,
     flop_count_table as flop_count_table,
     profile as profile,
     summary as summary,
@@ -87,7 +88,6 @@ from rooftrace.reporting.view.model import (
     Table as Table,
 )
 from rooftrace.tracer import (
-    capture as capture,
     load as load,
     save as save,
     trace as trace,

@@ -1,4 +1,4 @@
-"""What users of torchinfo, thop, ptflops and fvcore type: summary, profile, flop_count_table."""
+"""What users of torchinfo, thop, fvcore and FlopCounterMode type."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from rooftrace._shown import short
 from rooftrace.costmodels.estimating import Estimate
 from rooftrace.costmodels.execution import ExecutionModel
 from rooftrace.costmodels.findings import moduletree
+from rooftrace.costmodels.findings.counters import flop_counts
 from rooftrace.errors import RequestError
 from rooftrace.hardware import Chip
 from rooftrace.reporting.estimates import CHIP, Module, Source, estimate, estimated
 from rooftrace.reporting.text import as_markdown
 from rooftrace.tracer.asking import Job
+from rooftrace.tracer.graph import OpGraph
 
 
 @dataclass(frozen=True)
@@ -154,3 +157,81 @@ def flop_count_table(source: Source, *args: Any, max_depth: int = 3, **kwargs: A
 
 
 _FLOPS = ("num_params", "flops", "mult_adds")
+
+
+class Captured:
+    """A block of code that is recorded; after its end `graph` is what ran, and it can be counted.
+
+    `get_total_flops` and `get_flop_counts` are those of torch's FlopCounterMode.
+    """
+
+    def __init__(self, block: Any) -> None:
+        self._block = block
+
+    def __enter__(self) -> Captured:
+        self._block.__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._block.__exit__(*exception)
+
+    @property
+    def graph(self) -> OpGraph:
+        """The graph of the block.  Raises RequestError before its end."""
+        graph: OpGraph = self._block.graph
+        return graph
+
+    def get_total_flops(self) -> int:
+        """FLOP in matrix products, convolutions and attention: forward, backward, optimizer.
+
+        A multiply-add is 2 and attention is dense, as in FlopCounterMode.  `rt.estimate(c.graph)`
+        has the vector work too.
+        """
+        return sum(flop_counts(self.graph).values())
+
+    def get_flop_counts(self) -> dict[str, dict[str, int]]:
+        """FLOP by module and op: {"Global": {"aten.mm": 4096}, "Net": ..., "Net.head": ...}.
+
+        The sums of a module include the modules inside it.
+        """
+        root = str(self.graph.model.get("class") or "model")
+        counts: dict[str, dict[str, int]] = {"Global": {}}
+        for (path, op), flops in flop_counts(self.graph).items():
+            places = ["Global", *(".".join(filter(None, (root, p))) for p in _around(path))]
+            for place in places:
+                sums = counts.setdefault(place, {})
+                sums[op] = sums.get(op, 0) + flops
+        return counts
+
+    def get_table(self, depth: int = 2) -> str:
+        """The FLOP by module as a table (`flop_count_table`)."""
+        return flop_count_table(self.graph, max_depth=depth)
+
+    def __repr__(self) -> str:
+        return short(self, repr(self._block.graph) if self._block.ended else "not ended")
+
+
+def _around(path: str) -> list[str]:
+    """A module path after those of the modules around it: "", "a", "a.b"."""
+    parts = path.split(".") if path else []
+    return [".".join(parts[:n]) for n in range(len(parts) + 1)]
+
+
+def capture(*modules: Module, assume: Mapping[str, Any] | None = None) -> Captured:
+    """Record any code that uses `modules`; nothing is computed, and nothing changes.
+
+        with rt.capture(model) as c:
+            loss = my_step(model, batch)
+        c.graph  # phase "training" if a backward ran inside, else "forward"
+        c.get_total_flops()
+
+    Inside, the modules and optimizers of their weights stand on the meta device; after it they are
+    what they were, with their weights, gradients and states.  Real tensors that a module is called
+    with become inputs; what the block makes stays on meta.  Several modules stand in the graph
+    under the names of their classes.  assume: as for `trace`.
+
+    Raises RequestError for a module that cannot move to meta: `trace` takes the step as a function.
+    """
+    from rooftrace.tracer import capture as block_of
+
+    return Captured(block_of(*modules, assume=assume))

@@ -82,15 +82,9 @@ def only(graphs: Mapping[str, OpGraph]) -> OpGraph:
 
 
 def capture(*modules: nn.Module, assume: Mapping[str, Any] | None = None) -> Capture:
-    """Record any code that uses `modules`; these must be on the meta device.
+    """Record any code that uses `modules`; `rooftrace.capture` says what holds inside.
 
-        with capture(model) as captured:
-            loss = step(model, batch)
-        captured.graph  # phase "training" if a backward ran inside, else "forward"
-
-    Several modules stand in the graph under the names of their classes.  Tensors made inside are on
-    meta; meta tensors from outside are inputs.  Raises RequestError for a module with real weights:
-    `trace` copies those.
+    Tensors made inside are on meta.  Raises RequestError for a module that cannot move there.
     """
     from rooftrace.tracer.asking import Options
     from rooftrace.tracer.phases import Capture

@@ -93,7 +93,7 @@ def test_a_printed_graph_lists_its_kernels_and_how_often_each_runs() -> None:
     assert [line.split() for line in lines] == [
         ["1", "7", "x", "aten.relu.default", "layers.1", "fp32[2,", "3]"]
     ]
-    assert repr(graph) == "OpGraph(model, forward: 2 ops; 3 values)"
+    assert repr(graph) == "OpGraph(model, forward: 8 ops, 2 of them stand here; 3 values)"
 
 
 def test_a_printed_graph_says_how_many_kernels_it_leaves_out() -> None:

@@ -163,11 +163,6 @@ def test_a_step_that_fails_names_the_module_and_the_users_line() -> None:
     assert "pass inputs that it accepts" in advice
 
 
-def _real() -> None:
-    with capture(net()):
-        pass
-
-
 def _early() -> None:
     with torch.device("meta"):
         model = net()
@@ -226,7 +221,6 @@ def test_hooks_on_the_gradients_of_parameters_run() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (_real, r"Sequential has real tensors on cpu \(in '0'\): build it under .*rooftrace.trace"),
         (_early, "the graph of a capture is there after its block has ended"),
         (_strangers_optimizer, r"SGD steps on a parameter \[16, 8\] that is none of the captured"),
         (lambda: capture(), "no module was given to capture"),

@@ -30,6 +30,7 @@ from rooftrace.tracer.asking import Options, assumptions
 from rooftrace.tracer.graph import OpGraph
 from rooftrace.tracer.inputs import Inputs, arguments, as_before
 from rooftrace.tracer.patches import contexts, original_of, replaced
+from rooftrace.tracer.phases import lending
 from rooftrace.tracer.phases.attempts import attempted
 from rooftrace.tracer.phases.calls import drained
 from rooftrace.tracer.phases.optimizer import copy_optimizers, optimizers_in
@@ -59,7 +60,7 @@ class Capture:
         with depth_explained(self._root):
             check_request(self._root, (), options)
             check_traceable(self._root)
-            _check_on_meta(modules)
+        self._modules, self._is_real = modules, lending.is_real(modules)
         self._recorder = Recorder(
             Values(assume=options.assume),
             own_step=True,
@@ -69,6 +70,11 @@ class Capture:
         self._exit = self._block = contextlib.ExitStack()
         self._began: int | None = None  # in this thread
         self._graph: OpGraph | None = None
+
+    @property
+    def ended(self) -> bool:
+        """Whether the block has ended, so that `graph` is there."""
+        return self._graph is not None
 
     @property
     def graph(self) -> OpGraph:
@@ -90,10 +96,14 @@ class Capture:
         with contextlib.ExitStack() as undo:  # an error halfway leaves nothing behind
             undo.enter_context(contexts.claimed(list(self._root.modules())))
             undo.callback(self._recorder.close)
+            memo = undo.enter_context(lending.lent(self._root)) if self._is_real else {}
             _enter_modules(self._recorder, self._root)
             self._block = undo.enter_context(contextlib.ExitStack())
             self._block.enter_context(self._open())
+            self._block.enter_context(lending.inputs_lent(self._modules, self._recorder))
+            lend = self._block.enter_context(lending.optimizers_lent(memo, self._recorder))
             self._learnt = self._block.enter_context(_own_step(self._recorder, self._root))
+            self._block.enter_context(lending.zeroing(lend))
             self._exit = undo.pop_all()
         return self
 
@@ -124,7 +134,8 @@ class Capture:
             if isinstance(exception[1], RecursionError):
                 raise exception[1]
             if exception[0] is None:
-                self._graph = _graph(self._recorder, self._root, self._learnt, None)
+                graph = _graph(self._recorder, self._root, self._learnt, None)
+                self._graph = graph.replace(outputs=(*graph.outputs, *_left_over(graph)))
                 made = (assumption.facts for assumption in self._graph.assumptions)
                 assumptions.check_histograms(self._recorder.values.choices, made)
 
@@ -210,19 +221,6 @@ def _root(modules: Sequence[nn.Module]) -> nn.Module:
     for part, mode in training:
         part.training = mode
     return root
-
-
-def _check_on_meta(modules: Sequence[nn.Module]) -> None:
-    for module in modules:
-        for path, part in module.named_modules():
-            for tensor in own_tensors(part):
-                if tensor.device.type != "meta":
-                    where = f" (in {path!r})" if path else ""
-                    raise RequestError(
-                        f"{type(module).__name__} has real tensors on {tensor.device}{where}: "
-                        "build it under `with torch.device('meta'):`, or give the step as a "
-                        "function to rooftrace.trace(step, module, ...), which makes a meta copy"
-                    )
 
 
 def _on_meta(step: Callable[..., Any], tree: Any, modules: Sequence[nn.Module]) -> Any:
@@ -420,6 +418,20 @@ def _graph(
     if type(root) is not nn.ModuleDict:
         return graph
     return replace(graph, model={**graph.model, "name": " + ".join(root)})
+
+
+def _left_over(graph: OpGraph) -> list[int]:
+    """Results of forward ops that no op of the block reads: code after it may."""
+    read = {value for op in graph.ops for value in op.inputs} | set(graph.outputs)
+    first = [op.outputs[0] for op in graph.ops if op.part == "forward" and op.outputs[:1]]
+    values = graph.values
+    return [
+        value
+        for value in first
+        if value not in read
+        and not values[value].repeats
+        and values[values[value].storage].role in ("activations", "temporary")
+    ]
 
 
 def _sizes(inputs: Sequence[Any]) -> dict[str, Any]:

@@ -179,6 +179,23 @@ def _ours(planned: Plan) -> tuple[_Counts, _Counts, int]:
     return counts, again, vector
 
 
+def flop_counts(graph: OpGraph) -> dict[tuple[str, str], int]:
+    """Matrix FLOP of all that ran, by module path and op, as FlopCounterMode counts them.
+
+    Attention is dense, a multiply-add is 2, recomputation and the optimizer are in it.
+    """
+    planned = plan(graph, "eager")
+    graph = planned.graph
+    counts: Counter[tuple[str, str]] = Counter()
+    for op, cost in zip(graph.ops, planned.op_costs, strict=True):
+        matrix = cost.flops(MATRIX, (*COMPUTED, "masked"))
+        if matrix:
+            modules = runs.kernel_modules(graph, (op.id,), op)
+            for module in modules:
+                counts[module, op.name] += graph.times(op) * matrix // len(modules)
+    return dict(counts)
+
+
 def unread_gradients(graph: OpGraph, op: Op) -> int:
     """FLOP of gradients that only a whole recurrent backward makes; autograd leaves them out.
 
