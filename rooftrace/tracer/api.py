@@ -46,9 +46,10 @@ def trace(
     repeats: equal layers stand once in the graph, and their Python runs once where a second run
     could record nothing else; False runs and lists everything.
 
-    model may also be a function of yours whose first argument is a module: a whole step.  Ops of
-    autograd and of torch.optim in it are its backward and its optimizer; phase, loss, optimizer
-    and dtype are then what it runs.
+    model may also be a torch.export.ExportedProgram, or a plain function, trace(fn, x, y), with the
+    modules and tensors that it refers to.  Or it is a function of yours whose first argument is a
+    module: a whole step.  Ops of autograd and of torch.optim in it are its backward and its
+    optimizer; phase, loss, optimizer and dtype are then what it runs.
 
     Or it names a target, "path/file.py:build" or a Hugging Face config.json: then, and for a
     Hugging Face model without arguments, batch, seq, kv and inputs={"x": "8,3,224,224:fp32"} are

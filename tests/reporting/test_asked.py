@@ -268,9 +268,9 @@ REFUSED: dict[str, tuple[Ask, str]] = {
         lambda of: rt.report(3, of.x),
         "expected a torch.nn.Module to trace, got int: 3",
     ),
-    "function of no module": (
-        lambda of: rt.trace(lambda x: x, of.x),
-        "expected a torch.nn.Module to trace, got function",
+    "class of modules": (
+        lambda of: rt.trace(nn.Linear, of.x),
+        "expected a torch.nn.Module to trace, got type",
     ),
     "optimizer of other phases": (
         lambda of: rt.report(of.target, phases=["forward"], optimizer="sgd"),

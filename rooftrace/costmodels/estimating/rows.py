@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rooftrace.costmodels.costs import MATRIX, Cost
 from rooftrace.costmodels.fusion import FusionGroup, runs

@@ -70,6 +70,10 @@ class Job:
         would change nothing.
         """
         job = Job(source=source, args=tuple(args))
+        if not (job.is_named or job.is_graph):
+            from rooftrace.tracer.asking.callables import as_module
+
+            job = replace(job, source=as_module(source, args, named))
         arguments, kwargs = _sorted(function, job, named)
         arguments = {n: v for n, v in {**arguments, **ours}.items() if v is not None}
         job = _read(arguments, replace(job, kwargs=kwargs))

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 def traced(job: Job) -> Traced:
     """The graphs of a job, and the files that they were traced from.
 
-    The default phases are forward and training for a module with arguments, and those that fit
-    for a target.  Raises RequestError for an argument that the source has no use for; TargetError;
-    TraceError.
+    The default phases are forward and training for a module with arguments (forward alone where no
+    parameter asks for a gradient), and those that fit for a target.  Raises RequestError for an
+    argument that the source has no use for; TargetError; TraceError.
     """
     if job.is_graph:
         made = Traced(_graphs_there(job))

@@ -1,0 +1,191 @@
+"""Plain functions and exported programs as modules, so that they trace as modules do.
+
+A function keeps the modules, parameters and tensors that it refers to (in its closure, as a method,
+in a partial, or as globals) as its children: they move to meta with it, under their names.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from types import FunctionType, MethodType
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from rooftrace.tracer.tensors import trees
+from rooftrace.tracer.twins import closures
+
+_EXPORTED = "torch.export.exported_program"
+_FOR_READERS = ("nn_module_stack", "stack_trace")
+"""What is kept of the notes on nodes of an exported program; the rest has fake tensors."""
+
+
+def as_module(source: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """A module for a function or a torch.export.ExportedProgram; anything else as it is.
+
+    A function that is called with modules is a step of the user's, and stays one.
+    """
+    if type(source).__module__ == _EXPORTED and hasattr(source, "graph_signature"):
+        return _exported(source)
+    if isinstance(source, (nn.Module, type)) or not callable(source):
+        return source
+    if any(isinstance(item, nn.Module) for item in (*args, *kwargs.values())):
+        return source
+    return _named_class(Function, _name_of(source))(source)
+
+
+def _named_class(kind: type, name: str) -> Any:
+    """A subclass with another name: that is what a graph calls its model."""
+    return type(name, (kind,), {"__module__": kind.__module__})
+
+
+def _name_of(function: Any) -> str:
+    while isinstance(function, partial):
+        function = function.func
+    name = getattr(function, "__name__", type(function).__name__)
+    return name if name.isidentifier() else "function"
+
+
+# -- functions -------------------------------------------------------------------------------------
+
+
+class Function(nn.Module):
+    """A module whose forward is a function of the user's."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+        names: set[str] = {"function"}
+        for name, item in _held(function):
+            free = name if name not in names and not hasattr(self, name) else f"{name}_{len(names)}"
+            names.add(free)
+            if isinstance(item, (nn.Module, nn.Parameter)):
+                setattr(self, free, item)
+            else:
+                self.register_buffer(free, item)
+        training = [part.training for part in self.children()]
+        self.training = any(training)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function."""
+        return self.function(*args, **kwargs)
+
+    def __getattribute__(self, name: str) -> Any:
+        item = super().__getattribute__(name)
+        if name == "forward" and "function" in vars(self):
+            return _with_signature(item, self.function)
+        return item
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Function:
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        state = {name: item for name, item in vars(self).items() if name != "function"}
+        vars(made).update(copy.deepcopy(state, memo))
+        vars(made)["function"] = _rebound(self.function, memo)
+        return made
+
+
+def _held(function: Any) -> Iterator[tuple[str, Any]]:
+    """Modules and tensors that a function refers to, each once, with their names there."""
+    seen: set[int] = set()
+    for name, item in _references(function):
+        if isinstance(item, (nn.Module, Tensor)) and id(item) not in seen:
+            seen.add(id(item))
+            yield name, item
+
+
+def _references(function: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(function, partial):
+        for index, item in enumerate(function.args):
+            yield f"argument_{index}", item
+        yield from function.keywords.items()
+        yield from _references(function.func)
+    elif isinstance(function, MethodType):
+        yield "self", function.__self__
+        yield from _references(function.__func__)
+    elif isinstance(function, FunctionType):
+        cells = map(trees.cell_content, function.__closure__ or ())
+        for name, item in zip(function.__code__.co_freevars, cells, strict=True):
+            yield name, item
+            if isinstance(item, (FunctionType, MethodType, partial)) and item is not function:
+                yield from _references(item)
+        yield from _globals(function).items()
+    elif isinstance(vars(type(function)).get("__call__"), FunctionType):
+        yield from vars(function).items()
+
+
+def _globals(function: FunctionType) -> dict[str, Any]:
+    """Globals of a function that are modules or tensors, as `model` in a cell of a notebook."""
+    names = [name for name in function.__code__.co_names if name in function.__globals__]
+    items = {name: function.__globals__[name] for name in names}
+    return {name: item for name, item in items.items() if isinstance(item, (nn.Module, Tensor))}
+
+
+def _rebound(function: Any, memo: dict[int, Any]) -> Any:
+    """The function, or a copy that refers to the copies that `memo` has."""
+    made = closures.rebound(function, memo)
+    if not isinstance(made, FunctionType):
+        return made
+    theirs = {n: memo[id(item)] for n, item in _globals(made).items() if id(item) in memo}
+    if not theirs:
+        return made
+    again = FunctionType(
+        made.__code__, {**made.__globals__, **theirs}, made.__name__, made.__defaults__,
+        made.__closure__,
+    )  # fmt: skip
+    again.__kwdefaults__ = made.__kwdefaults__
+    vars(again).update(vars(made))
+    return again
+
+
+def _with_signature(forward: Any, function: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    try:
+        call.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
+    except (TypeError, ValueError):  # a callable written in C does not say
+        return forward
+    return call
+
+
+# -- exported programs -----------------------------------------------------------------------------
+
+
+def _exported(program: Any) -> nn.Module:
+    """The modules of an exported program with their paths and class names; else one flat module."""
+    from torch.export import unflatten
+
+    try:
+        root: nn.Module = unflatten(program)
+    except (RuntimeError, AssertionError, ValueError, AttributeError, KeyError):
+        root = program.module()  # it cannot be taken apart: all ops are of the root
+    kinds = _kinds(program)
+    for path, part in root.named_modules():
+        part.__class__ = _named_class(type(part), kinds.get(path, "Module"))
+        for graph in _graphs(part):
+            for node in graph.nodes:
+                node.meta = {n: v for n, v in node.meta.items() if n in _FOR_READERS}
+    return root
+
+
+def _kinds(program: Any) -> dict[str, str]:
+    """Names of the classes of the modules, by path."""
+    kinds: dict[str, str] = {}
+    for node in program.graph.nodes:
+        for path, kind in (node.meta.get("nn_module_stack") or {}).values():
+            name = kind.__name__ if isinstance(kind, type) else str(kind).rpartition(".")[2]
+            if name.isidentifier():
+                kinds.setdefault(path, name)
+    return kinds
+
+
+def _graphs(module: nn.Module) -> Iterator[fx.Graph]:
+    for name in ("graph", "graph_module"):
+        item = getattr(module, name, None)
+        graph = getattr(item, "graph", item)
+        if isinstance(graph, fx.Graph):
+            yield graph
