@@ -22,7 +22,13 @@ def as_text(result: Any, width: int = WIDTH) -> str:
     """What a terminal of this width shows of a result, without colours: print(result)."""
     from rich.console import Console
 
-    console = Console(file=io.StringIO(), width=width, color_system=None, legacy_windows=False)
+    console = Console(
+        file=io.StringIO(),
+        width=width,
+        color_system=None,
+        legacy_windows=False,
+        force_jupyter=False,  # else it shows HTML there, and the text stays empty
+    )
     console.print(renderable(result))
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     return "\n".join(line.rstrip() for line in lines)

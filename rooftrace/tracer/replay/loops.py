@@ -47,7 +47,7 @@ import itertools
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType, FunctionType
 from typing import Any
@@ -275,18 +275,15 @@ class Rolling(LoopWatch):
             return
         kinds = {kind for module in root.modules() for kind in type(module).__mro__}
         for kind in kinds:
-            functions = [item for item in vars(kind).values() if isinstance(item, FunctionType)]
             for namespace in (
                 getattr(sys.modules.get(kind.__module__), "__dict__", {}),
-                *(inspect.unwrap(function).__globals__ for function in functions),
+                *(function.__globals__ for function in _functions(vars(kind))),
             ):
                 self._watch(namespace)
         for namespace in [*self._namespaces.values()]:
-            for item in [*namespace.values()]:
-                if isinstance(item, FunctionType):
-                    function = inspect.unwrap(item)
-                    if "range" in function.__code__.co_names:
-                        self._watch(function.__globals__)
+            for function in _functions(namespace):
+                if "range" in function.__code__.co_names:
+                    self._watch(function.__globals__)
 
     def _watch(self, namespace: dict[str, Any]) -> None:
         top = str(namespace.get("__name__", "")).partition(".")[0]
@@ -316,6 +313,13 @@ class Rolling(LoopWatch):
             if body is not None:
                 return _Shortened(self, values, body, frame)
         return values
+
+
+def _functions(namespace: Mapping[str, Any]) -> list[FunctionType]:
+    """The functions in a namespace, without what wraps them; a notebook's `open` wraps C code."""
+    wrappers = [item for item in [*namespace.values()] if isinstance(item, FunctionType)]
+    functions = map(inspect.unwrap, wrappers)
+    return [function for function in functions if isinstance(function, FunctionType)]
 
 
 _NAME = "loops"
