@@ -35,6 +35,7 @@ _COLOURS: Mapping[str, str] = {
 _BOLD = ("strong", "worst")
 _TEXT = "font-family:ui-monospace,Menlo,Consolas,monospace;font-size:12px;line-height:1.5"
 _TABLE = "border-collapse:collapse;margin:6px 0;border:none;font-size:12px"
+_WRAPPED = "white-space:pre-wrap;min-width:40ch;max-width:80ch"
 _CELL = (
     "padding:1px 12px 1px 0;border:none;background:transparent;white-space:pre;vertical-align:top"
 )
@@ -111,12 +112,11 @@ def _cell(column: Column, row: object) -> str:
     unit = cell.unit or column.unit
     text = str(cell.value) if mark == "plain" else unit.written(cell.value, page=False)
     text = visible(f"{cell.before}{text}{cell.after}")
-    shown, hover = text, ""
-    if len(text) > LONGEST and not column.folded:
+    shown, hover, style = text[:MOST_TEXT], "", f"{_CELL};{_side(column)};{_style(mark)}"
+    if len(text) > LONGEST and column.folded:
+        style = f"{style};{_WRAPPED}"
+    elif len(text) > LONGEST:
         cut = f"{text[: LONGEST - 1]}…"
         shown = short_module(text, LONGEST) if column.flexible else cut
-    elif len(text) > 2 * LONGEST:
-        shown = f"{text[: 2 * LONGEST - 1]}…"
-    if shown != text:
         hover = f' title="{escaped(text[:MOST_TEXT])}"'
-    return f'<td style="{_CELL};{_side(column)};{_style(mark)}"{hover}>{escaped(shown)}</td>'
+    return f'<td style="{style}"{hover}>{escaped(shown)}</td>'
