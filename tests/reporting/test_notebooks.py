@@ -201,3 +201,12 @@ def test_points_of_a_large_validation_are_those_that_matter() -> None:
     assert len(html) < 200_000
     (svg,) = Page(html).images
     assert sum(part.tag.endswith("circle") for part in svg.iter()) == 600
+
+
+def test_print_is_text_in_jupyter_too(
+    results: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import rich.console
+
+    monkeypatch.setattr(rich.console, "_is_jupyter", lambda: True)
+    assert str(results["Estimate"]).startswith("Stack, ")

@@ -10,7 +10,7 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from types import FunctionType, MethodType
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 from torch import Tensor, fx, nn
@@ -34,6 +34,9 @@ def as_module(source: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> An
         return source
     if any(isinstance(item, nn.Module) for item in (*args, *kwargs.values())):
         return source
+    owner = getattr(source, "__self__", None)
+    if isinstance(owner, nn.Module) and getattr(source, "__name__", "") == "forward":
+        return owner
     return _named_class(Function, _name_of(source))(source)
 
 
@@ -119,9 +122,17 @@ def _references(function: Any) -> Iterator[tuple[str, Any]]:
 
 def _globals(function: FunctionType) -> dict[str, Any]:
     """Globals of a function that are modules or tensors, as `model` in a cell of a notebook."""
-    names = [name for name in function.__code__.co_names if name in function.__globals__]
-    items = {name: function.__globals__[name] for name in names}
+    names = dict.fromkeys(_names_in(function.__code__))
+    items = {n: function.__globals__[n] for n in names if n in function.__globals__}
     return {name: item for name, item in items.items() if isinstance(item, (nn.Module, Tensor))}
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    """The names that code and the comprehensions and lambdas inside it look up."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names_in(constant)
 
 
 def _rebound(function: Any, memo: dict[int, Any]) -> Any:
