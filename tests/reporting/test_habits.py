@@ -154,6 +154,24 @@ def test_equal_modules_stand_once_and_sums_add_up() -> None:
     assert result.tree.seconds == pytest.approx(result.times.t_serial, rel=1e-6)
 
 
+def test_a_deep_tree_keeps_its_names_and_says_which_buffers_it_counts() -> None:
+    class Gate(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a_rather_long_name_of_a_projection = nn.Linear(8, 8)
+            self.register_buffer("correction", torch.ones(8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.a_rather_long_name_of_a_projection(x) + self.correction
+
+    model = nn.Sequential(*[nn.Sequential(Gate()) for _ in range(12)])
+    text = str(rt.summary(rt.trace(model, torch.ones(1000, 2000, 8))))
+    assert "a_rather_long_name_of_a_projection x12" in text
+    assert max(map(len, text.splitlines())) <= 100
+    assert "96 numbers in buffers count as parameters above" in text  # 12 of 8
+    assert "buffers" not in str(rt.summary(model, (2, 8)))
+
+
 def test_siblings_that_differ_stand_apart() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
     names = [(node.name, node.count) for node in rt.summary(model, (2, 8)).tree.children]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rooftrace.costmodels.findings import moduletree
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 GRAPH_DEPTH = 3
 """How far down the modules of a graph are shown."""
+_LEAST = 44
+"""Letters of a module in the tree that stay on a narrow screen."""
 _MOST = 25
 """Rows of a breakdown that are shown."""
 
@@ -36,7 +39,7 @@ def _sizes(shape: Any) -> str:
 _SIZES = units.Unit("", "string", _sizes, left="both")
 COLUMNS: Mapping[str, view.Column] = {
     "input_size": view.Column(
-        "input", _SIZES, "input shape", of=lambda node: node.input and node.input.shape, drop=1
+        "input", _SIZES, "input shape", of=lambda node: node.input and node.input.shape
     ),
     "output_size": view.Column(
         "output", _SIZES, "output shape", of=lambda node: node.output and node.output.shape
@@ -76,7 +79,9 @@ def summary_view(result: Summary, output: view.Output) -> view.View:
 
 def _tree(root: ModuleNode, depth: int | None, names: Sequence[str]) -> view.Table:
     columns = [COLUMNS[name] for name in names]
-    layer = view.Column("layer", units.TEXT, "module", folded=True)
+    if tuple(names) == moduletree.USUAL:  # on a narrow screen the names of modules matter more
+        columns = [replace(c, drop=1) if c.key == "input" else c for c in columns]
+    layer = view.Column("layer", units.TEXT, "module", clipped=_LEAST)
     rows = []
     for label, node in _labelled(root, depth):
         share = node.params / root.params if root.params else None
@@ -92,10 +97,11 @@ def _cells(node: ModuleNode, columns: Sequence[view.Column]) -> dict[str, Any]:
 def _labelled(
     node: ModuleNode, depth: int | None, before: str = "", branch: str = ""
 ) -> Iterator[tuple[str, ModuleNode]]:
-    """Nodes with the branches that lead to them: "├─ 0-31 (Block) x32"."""
+    """Nodes with the branches that lead to them: "├─ 0-31 x32 (Block)"."""
     times = f" x{node.count}" if node.count > 1 else ""
     kind = node.kind or "not a module"
-    yield f"{before}{branch}{f'{node.name} ({kind})' if node.name else kind}{times}", node
+    label = f"{node.name}{times} ({kind})" if node.name else kind
+    yield f"{before}{branch}{label}", node
     children = node.children if depth is None or node.depth < depth else ()
     below = before + {"": "", "├─ ": "│  ", "└─ ": "   "}[branch]
     for number, child in enumerate(children, start=1):
@@ -107,6 +113,9 @@ def _totals(result: Summary) -> Iterator[view.Note]:
     trainable = result.trainable_params
     asked = "" if trainable is None else f", {trainable:,} of them trainable"
     yield view.Note(f"{result.total_params:,}{asked}", label="parameters  ")
+    more = result.tree.params - result.total_params
+    if more > 0:  # where only the graph is at hand, it cannot tell them apart
+        yield view.Note(f"{more:,} numbers in buffers count as parameters above", "warn")
     yield view.Note(
         f"{result.macs:,} ({format_flops(result.flops)} with vector work; a multiply-add is 2)",
         label="mult-adds   ",
