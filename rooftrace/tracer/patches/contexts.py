@@ -32,9 +32,22 @@ def push(mode: Any) -> None:
     _dispatch._push_mode(mode)
 
 
-def pop() -> None:
-    """Take the innermost dispatch mode off."""
+def pop(mode: Any) -> None:
+    """Take the innermost dispatch mode off, which is `mode`.
+
+    The caller holds the mode until it is off: torch 2.8 reads it after it dropped its own reference.
+    """
     _dispatch._pop_mode()
+
+
+@contextlib.contextmanager
+def without_functions() -> Iterator[None]:
+    """Inside, no function mode of this thread is on, and code may put on its own."""
+    around = _taken_off()
+    try:
+        yield
+    finally:
+        _put_on(around)
 
 
 @contextlib.contextmanager

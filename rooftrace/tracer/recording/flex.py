@@ -10,11 +10,14 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import torch
 from torch import Tensor
-from torch._higher_order_ops.flex_attention import flex_attention_backward as flex_backward
+from torch._higher_order_ops.flex_attention import (
+    flex_attention as flex_forward,
+    flex_attention_backward as flex_backward,
+)
 from torch.nn.attention import flex_attention as flex
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -26,6 +29,10 @@ from rooftrace.tracer.whole import define, shown
 
 _MAX_PAIRS = 1 << 26
 """The most pairs that a mask function is evaluated for; a larger mask is sampled by rows."""
+
+_KERNEL: Any = flex_forward
+_OUTPUTS = len(get_args(get_type_hints(type(_KERNEL).__call__).get("return"))) or 3
+"""What torch's kernel returns: the output, the log-sum-exp and, since 2.9, the largest scores."""
 
 _ops: Any = torch.ops.rooftrace
 
@@ -165,7 +172,7 @@ def _whole(tape: Tape, original: Any) -> Callable[..., Any]:
         run: Any = _Flex.apply
         show = _Shown(original, score_mod, block_mask, scale, options, captured)
         out, logsumexp = run(show, query, key, value, float(scale), *seen[case])
-        return out, logsumexp, logsumexp
+        return out, *[logsumexp] * (_OUTPUTS - 1)
 
     return kernel
 
@@ -199,7 +206,9 @@ class _Shown:
 
         def run(*_: Any, **__: Any) -> Any:
             made = op(*args)
-            return (*made, shown.unrecorded()) if len(made) == 2 else (*made, ())
+            if op is not _ops.flex_attention:
+                return (*made, ())
+            return (*made, *[shown.unrecorded() for _ in range(_OUTPUTS - len(made))])
 
         # Autograd would trace a backward of its own; torch functions have been called before.
         with torch._C._AutoDispatchBelowAutograd(), torch._C.DisableTorchFunction():

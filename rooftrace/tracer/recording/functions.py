@@ -155,9 +155,10 @@ class Functions(TorchFunctionMode):
         value = func(*args, **on_cpu)
         with self.tape.paused():
             made = torch.empty(value.shape, dtype=value.dtype, device=META)
-        made.requires_grad_(needs_gradient)
+        if needs_gradient:  # functorch's transforms refuse the call, whatever it says
+            made.requires_grad_()
         if marks.small(value):
-            self.tape.values.learn(made, value)
+            self.tape.values.learn(trees.unwrapped(made), trees.unwrapped(value))
         return made
 
 

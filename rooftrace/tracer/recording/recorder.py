@@ -156,7 +156,7 @@ class Recorder(TorchDispatchMode, Tape):
             yield
         finally:
             self.here.inside -= 1
-            contexts.pop()
+            contexts.pop(self)
 
     # -- modules -----------------------------------------------------------------------------------
 
@@ -236,6 +236,6 @@ class Recorder(TorchDispatchMode, Tape):
         finally:
             with self.lock:
                 self.live = False
-            contexts.pop()
+            contexts.pop(self)
             self._exit.close()
             self.tags.end()

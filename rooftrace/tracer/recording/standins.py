@@ -17,7 +17,7 @@ import torch
 from torch.nested._internal import sdpa
 from torch.utils._python_dispatch import _disable_current_modes
 
-from rooftrace.tracer.patches import current_scope, replaced, shared
+from rooftrace.tracer.patches import contexts, current_scope, replaced, shared
 from rooftrace.tracer.source import spec_after
 
 
@@ -38,7 +38,7 @@ def _plainly(loader: Any) -> Callable[[Any], None]:
         if current_scope() is None:  # a thread of somebody else imports it
             loader.exec_module(module)
             return
-        with _disable_current_modes(), torch._C.DisableTorchFunction():
+        with _disable_current_modes(), contexts.without_functions():
             loader.exec_module(module)
 
     return exec_module

@@ -111,6 +111,14 @@ def arguments_in(items: Iterable[Any], tensors: list[Tensor]) -> None:
             arguments_in(item, tensors)
 
 
+def unwrapped(tensor: Tensor) -> Tensor:
+    """The tensor under the wrappers of torch.func's transforms; ops are recorded on that."""
+    functorch: Any = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = functorch.get_unwrapped(tensor)
+    return tensor
+
+
 def bytes_of(tensor: Tensor) -> int:
     """Identity of the bytes of a tensor while it lives: the same for all its views."""
     if tensor.layout is not torch.strided:
