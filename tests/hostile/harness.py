@@ -387,6 +387,8 @@ def process_state() -> dict[str, Any]:
     from torch.overrides import _get_current_function_mode_stack
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+    from rooftrace.tracer.patches import contexts
+
     state: dict[str, Any] = {
         "dispatch modes": list(_get_current_dispatch_mode_stack()),
         "function modes": list(_get_current_function_mode_stack()),
@@ -394,7 +396,7 @@ def process_state() -> dict[str, Any]:
         "inference": torch.is_inference_mode_enabled(),
         "autocast": (torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")),
         "dtype": torch.get_default_dtype(),
-        "device": str(torch.get_default_device()),
+        "device": str(contexts.default_device()),
         "torch rng": torch.get_rng_state().tolist(),
         "numpy rng": repr(np.random.get_state()),
         "python rng": random.getstate(),

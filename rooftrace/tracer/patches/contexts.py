@@ -50,6 +50,14 @@ def without_functions() -> Iterator[None]:
         _put_on(around)
 
 
+def default_device() -> torch.device:
+    """Where this thread makes tensors; torch 2.8 fails to say it once a default was taken back."""
+    try:
+        return torch.get_default_device()
+    except AttributeError:
+        return torch.device("cpu")
+
+
 @contextlib.contextmanager
 def apart() -> Iterator[None]:
     """Inside, no recording and no mode around this code sees what this thread runs.

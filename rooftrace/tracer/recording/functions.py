@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 
 from rooftrace.tracer.ops import Call
-from rooftrace.tracer.patches import original_of, replaced
+from rooftrace.tracer.patches import contexts, original_of, replaced
 from rooftrace.tracer.tape import Tape, records
 from rooftrace.tracer.tensors import trees
 from rooftrace.tracer.values import META, marks
@@ -140,7 +140,7 @@ class Functions(TorchFunctionMode):
         """`torch.tensor([...])`: a meta tensor whose value is known."""
         data = args[0] if args else kwargs.get("data", kwargs.get("obj"))
         device = kwargs.get("device")
-        default = self.device or torch.get_default_device()
+        default = self.device or contexts.default_device()
         target = default if device is None else torch.device(device)
         if isinstance(data, (list, tuple)) and any(t.is_meta for t in trees.listed(data)):
             args = (_numbers(data), *args[1:])

@@ -2,21 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._higher_order_ops.scan import generic_scan
+from torch._ops import HigherOrderOperator
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_map_only
 
+from rooftrace.tracer.patches import contexts, original_of, replaced
 from rooftrace.tracer.tape import Tape
 from rooftrace.tracer.tensors import trees
 from rooftrace.tracer.values import Values
 
 _MAX_LOOPS = 4096
 """The most iterations of a while_loop."""
+
+
+_REACH_MODES = hasattr(TorchDispatchMode, "supports_higher_order_operators")
+"""Whether torch hands a higher-order op to a mode that has no rule of its own for it."""
+
+
+@contextlib.contextmanager
+def higher_order_dispatched() -> Iterator[None]:
+    """Inside, higher-order ops reach a recording's modes also in torch 2.8, which refuses them."""
+    if _REACH_MODES:
+        yield
+        return
+    original = original_of(HigherOrderOperator, "dispatch")
+
+    def dispatch(op: Any, key: Any, /, *args: Any, **kwargs: Any) -> Any:
+        mode: Any = _get_current_dispatch_mode()
+        takes = getattr(mode, "supports_higher_order_operators", False)
+        if key != torch._C.DispatchKey.Python or not takes or type(mode) in op.python_key_table:
+            return original(op, key, *args, **kwargs)
+        contexts.pop(mode)
+        try:
+            return mode.__torch_dispatch__(op, [], args, kwargs)
+        finally:
+            contexts.push(mode)
+
+    with replaced(HigherOrderOperator, {"dispatch": dispatch}):
+        yield
 
 
 def run_higher_order(

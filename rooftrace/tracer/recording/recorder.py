@@ -25,7 +25,7 @@ from rooftrace.tracer.recording.autocast import followed
 from rooftrace.tracer.recording.draws import draws_repeated
 from rooftrace.tracer.recording.flex import flex_whole
 from rooftrace.tracer.recording.functions import Functions, backward_kept
-from rooftrace.tracer.recording.higher_order import run_higher_order
+from rooftrace.tracer.recording.higher_order import higher_order_dispatched, run_higher_order
 from rooftrace.tracer.recording.hooks import calls_watched
 from rooftrace.tracer.recording.realdata import RealData
 from rooftrace.tracer.recording.running import Runner
@@ -204,6 +204,7 @@ class Recorder(TorchDispatchMode, Tape):
         enter(warnings_quiet())
         enter(kept_whole())
         enter(flex_whole(self))
+        enter(higher_order_dispatched())
         enter(device_calls_quiet())
         enter(plain_imports())
         enter(jagged_attention_fused())

@@ -148,7 +148,7 @@ class Threads:
     def _task(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function`, recorded when another thread runs it."""
         here = self._tape.here
-        device = here.device or torch.get_default_device()
+        device = here.device or contexts.default_device()
         start = list(here.stack), list(here.modules), here.part, here.function
         source, paused = source_line(3) or here.source, here.paused
 
