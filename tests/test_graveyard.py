@@ -329,7 +329,7 @@ def test_17_experts_fill_memory_by_their_number_and_compute_by_those_chosen() ->
         model = transformers.MixtralForCausalLM(config)
         graph = rt.trace(model, input_ids=torch.zeros(1, 16, dtype=torch.long))
     estimate = rt.estimate(graph, execution="eager")
-    experts = [row for row in estimate.rows if row.module.endswith("experts") and row.flops]
+    experts = [row for row in estimate.rows if ".experts" in row.module and row.flops]
     active = sum(row.flops for row in experts if "mm" in row.name)
     assert active == 16 * 2 * 3 * 2 * 64 * 128  # tokens, experts each, products
     assert rt.memory(graph).weights >= 8 * 3 * 64 * 128 * 4

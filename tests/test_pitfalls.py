@@ -19,6 +19,7 @@ from rooftrace.costmodels.execution.executions import ExecutionModel, Utilizatio
 from rooftrace.costmodels.kernels.engines import compute_seconds
 from rooftrace.hardware.units import format_capacity, format_traffic
 from rooftrace.reporting.pages.report import build_report
+from tests.releases import with_transformers_5
 
 PAGE = Path(__file__).parents[1] / "docs" / "roofline-pitfalls.md"
 META = torch.device("meta")
@@ -72,6 +73,7 @@ def test_01_every_weight_crosses_hbm_once_a_use() -> None:
     assert promised.bytes.weights < weights and promised.below_floor
 
 
+@with_transformers_5  # before, the cache of DeepSeek holds the expanded keys and values
 def test_02_flops_and_cache_belong_to_one_algorithm(latent: dict[str, rt.OpGraph]) -> None:
     decode = rt.estimate(latent["decode"], H200, "efficient")
     # The cache holds 32 + 8 numbers a token; this code expands all of it again, which is counted.
@@ -176,7 +178,7 @@ def test_15_the_maximum_of_totals_is_a_lower_bound() -> None:
         traced(Mlp, ones(64, 512)), H200, rt.execution_model("naive", knobs=None)
     )
     times = estimate.times
-    assert times.t_bound == max(times.t_comp, times.t_hbm, times.t_net)
+    assert times.t_bound == pytest.approx(max(times.t_comp, times.t_hbm, times.t_net))
     assert times.t_bound < times.t_serial < times.t_est
 
 

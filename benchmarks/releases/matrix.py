@@ -130,7 +130,9 @@ def run(row: Environment, venvs: Path, jobs: str) -> Result:
         subprocess.run(quick, cwd=ROOT, env=os.environ | quiet, stdout=log, stderr=log, check=False)
     if not report.exists():
         sys.exit(f"{row.name}: pytest did not finish; {venvs / row.name}.log says why")
-    version = subprocess.check_output([inside, "-c", "import platform as p;print(p.python_version())"])
+    version = subprocess.check_output(
+        [inside, "-c", "import platform as p;print(p.python_version())"]
+    )
     return read(row, report, version.decode().strip(), time.monotonic() - begin)
 
 

@@ -20,6 +20,7 @@ MODULES = ("counted", "zoo_flops", "torchvision_ops", "run", "models")
 ZOO = """
 import torch
 from torch import nn
+from tests.releases import needs_torch
 
 class Chosen(nn.Module):
     def __init__(self):
@@ -79,7 +80,7 @@ class Checkpointed(nn.Module):
         (lambda: nn.TransformerEncoderLayer(64, 4, batch_first=True), (2, 7, 64)),
         (lambda: nn.Sequential(nn.Conv2d(4, 8, 3, groups=2), nn.ConvTranspose2d(8, 4, 3)),
          (2, 4, 9, 9)),
-        (Flex, (2, 4, 32, 16)),
+        pytest.param(Flex, (2, 4, 32, 16), marks=needs_torch(2, 11, "a count of FlexAttention")),
         (Checkpointed, (2, 7, 32)),
     ],
 )  # fmt: skip

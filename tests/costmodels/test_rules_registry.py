@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from rooftrace.costmodels.registry.lookup import all_rules, find_rule
 from rooftrace.costmodels.registry.rulebook import DuplicateRuleError, builtin
 from tests.costmodels.rules_support import index, meta, price, views
+from tests.releases import TORCH
 
 OURS = [r for r in all_rules() if r.source == "rooftrace"]
 
@@ -67,14 +68,26 @@ var_mean view view_as_complex view_as_real where xlogy zero_ zeros zeros_like
 COMMON = NAMES.split()
 
 
-SINCE_2_12 = {"_foreach_clone", "_upsample_lanczos2d_aa", "_upsample_lanczos2d_aa_backward"}
-"""What torch 2.11 has not."""
+SINCE = {
+    (2, 11): {
+        "_foreach_powsum",
+        "_fused_rms_norm_backward",
+        "_scaled_grouped_mm_v2",
+        "_scaled_mm_v2",
+        "linalg__powsum",
+    },
+    (2, 12): {"_foreach_clone", "_upsample_lanczos2d_aa", "_upsample_lanczos2d_aa_backward"},
+}
+"""The first release with an op, of those that the tests were run with."""
+UNTIL = {(2, 15): {"cholesky"}}
+"""The first release without an op."""
 
 
 def test_every_rule_names_an_op_that_torch_has():
     aten = [r.name.removeprefix("aten.") for r in OURS if r.name.startswith("aten.")]
-    newer = set() if torch.__version__ >= (2, 12) else SINCE_2_12
-    assert {name for name in aten if not hasattr(torch.ops.aten, name)} == newer
+    newer = set().union(*(names for since, names in SINCE.items() if since > TORCH))
+    gone = set().union(*(names for until, names in UNTIL.items() if until <= TORCH))
+    assert {name for name in aten if not hasattr(torch.ops.aten, name)} == newer | gone
     assert len(aten) > 1000
 
 

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.costmodels.rules_support import cost, index, meta
+from tests.releases import needs_torch
 
 EPS = 1e-5
 
@@ -337,6 +338,7 @@ def test_batch_norm_backward():
     )
 
 
+@needs_torch(2, 11, "the fused backward of an RMS norm")
 def test_rms_norm_and_its_gradient():
     x = torch.rand(4, 6, dtype=torch.float64, requires_grad=True)
     w = torch.rand(6, dtype=torch.float64, requires_grad=True)

@@ -8,6 +8,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.costmodels.rules_support import cost, meta, price, view_of, views
+from tests.releases import CPU_ATTENTION_TAKES_GROUPS, TORCH
 
 MATRIX = ("matmul", "convolution")
 FLASH = "_scaled_dot_product_flash_attention_for_cpu"
@@ -44,8 +45,10 @@ def test_attention_on_a_cpu(heads, causal):
         with sdpa_kernel(SDPBackend.MATH):
             return torch_flops(function)
 
-    assert FLASH in names(forward) and f"{FLASH}_backward" in names(step)
-    assert torch_flops(forward) == 0
+    if heads[0] == heads[1] or CPU_ATTENTION_TAKES_GROUPS:
+        assert FLASH in names(forward) and f"{FLASH}_backward" in names(step)
+        counted = TORCH >= (2, 15)  # since then torch has a formula for this kernel
+        assert torch_flops(forward) == (in_parts(forward) if counted else 0)
     assert cost(forward).flops(MATRIX) == in_parts(forward) > 0
     assert cost(step).flops(MATRIX) == in_parts(step)
 

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from tests.costmodels.rules_support import cost, meta, price, view_of
+from tests.releases import TORCH, needs_torch
 
 aten = torch.ops.aten
 
@@ -46,13 +47,17 @@ HEADS_LAST = {
 
 @pytest.mark.parametrize("name", HEADS_LAST)
 def test_these_kernels_have_their_heads_last(name):
-    """torch reads [B, S, H, E] as [B, H, S, E]: with S = 128 and H = 4 a factor of 32."""
+    """torch reads [B, S, H, E] as [B, H, S, E]: with S = 128 and H = 4 a factor of 32.
+
+    Torch 2.15 reads those of flash attention as they are.
+    """
     query, op = meta(2, 128, 4, 64), getattr(aten, name)
     args = (query, query, query, *HEADS_LAST[name])
     true = sum(2 * 2 * 64 for _batch_head in range(2 * 4) for _pair in range(128 * 128))
     found = price(view_of(op.default, args, {}, (meta(2, 128, 4, 64),)))
     assert found.flops(["matmul"]) == true
-    assert flop_registry[op](*args) * 32 == true
+    mended = TORCH >= (2, 15) and name == "_flash_attention_forward"
+    assert flop_registry[op](*args) * (1 if mended else 32) == true
 
 
 def test_the_gradient_of_such_a_kernel():
@@ -65,7 +70,7 @@ def test_the_gradient_of_such_a_kernel():
     assert found.flops(["matmul"]) == true
     again = found.flops(["matmul"], ["recompute"])
     assert again == 2 * 64 * pairs
-    assert flop_registry[op](*args) * 32 == true + again
+    assert flop_registry[op](*args) * (1 if TORCH >= (2, 15) else 32) == true + again
 
 
 @pytest.mark.skipif(not hasattr(torch, "float4_e2m1fn_x2"), reason="torch has no fp4")
@@ -87,6 +92,7 @@ def test_a_complex_product_is_four_real_ones():
     assert torch_flops(lambda: a @ b) == real  # as if there were no imaginary parts
 
 
+@needs_torch(2, 11, "a formula for cudnn_convolution")
 def test_a_cudnn_convolution_that_is_benchmarked_is_not_a_transposed_one():
     """torch takes `benchmark`, the seventh argument of cudnn_convolution, for `transposed`."""
     x, w, y = meta(2, 4, 9, 9), meta(8, 4, 3, 3), meta(2, 8, 4, 4)
@@ -121,13 +127,20 @@ def test_gradients_of_gradients_of_a_convolution(transposed):
 
 
 def test_a_product_with_an_output_type_of_its_own():
-    """torch's formulas for addmm and bmm fail: the type is taken for the shape of the output."""
+    """torch's formulas for addmm and bmm fail: the type is taken for the shape of the output.
+
+    That holds until torch 2.15.
+    """
     low = {"dtype": torch.bfloat16}
     c, a, b = meta(7, 3), meta(7, 5, **low), meta(5, 3, **low)
     calls = [lambda: torch.bmm(a[None], b[None], out_dtype=torch.float32)]
     if torch.__version__ >= (2, 13):  # before, its kernel for meta multiplies by the type
         calls.append(lambda: torch.addmm(c, a, b, out_dtype=torch.float32))
     for call in calls:
-        with pytest.raises(TypeError, match="out_shape"):
-            torch_flops(call)
-        assert cost(call).flops(["matmul"]) == sum(2 * 5 for _output in range(7 * 3))
+        true = sum(2 * 5 for _output in range(7 * 3))
+        if TORCH >= (2, 15):
+            assert torch_flops(call) == true
+        else:
+            with pytest.raises(TypeError, match="out_shape"):
+                torch_flops(call)
+        assert cost(call).flops(["matmul"]) == true

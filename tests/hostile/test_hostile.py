@@ -169,6 +169,7 @@ def test_the_counter_agrees_with_arithmetic_and_with_torch(name: str) -> None:
     try:
         theirs = harness.torch_count(pattern.case())
     except (RuntimeError, TypeError) as error:  # the hooks of its module tree fail in some steps
-        assert "_will_engine_execute_node" in str(error) or "Multiple dispatch" in str(error)
+        known = ("_will_engine_execute_node", "Multiple dispatch", "cannot view shape")
+        assert any(words in str(error) for words in known)
         return
     assert theirs.get_total_flops() == real.flops

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import rooftrace as rt
+from tests.releases import with_implementations
 
 TOKENS, TOP, EXPERTS = 6, 2, 16
 CLOSED = EXPERTS * (1 - (1 - TOP / EXPERTS) ** TOKENS)  # 8.82
@@ -31,6 +32,7 @@ def made(implementation: str = "grouped_mm", **settings: Any) -> Any:
     )
 
 
+@with_implementations
 def test_a_report_has_the_distinct_experts_of_its_layers(tmp_path: Path) -> None:
     report = made()
     (row,) = report.to_dict()["routing"]
@@ -62,6 +64,7 @@ def test_the_rounding_of_a_loop_over_experts_is_said() -> None:
     assert "8.82 of 16 experts a layer, 1.36 tokens each (expected), of which a loop runs 9" in flat
 
 
+@with_implementations
 def test_another_policy_is_named() -> None:
     (row,) = made(assume={"routing@*.gate": "balanced"}).to_dict()["routing"]
     assert (row["policy"], row["distinct"], row["tokens_each"]) == ("balanced", 12, 1)

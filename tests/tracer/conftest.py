@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
+from tests.releases import EXPERTS_HAVE_IMPLEMENTATIONS
+
 
 class Case(NamedTuple):
     """A module with real weights and the arguments of one call."""
@@ -59,6 +61,8 @@ DEEPSEEK = dict(
 
 def built(name: str, config: Any, **settings: Any) -> nn.Module:
     kind = getattr(pytest.importorskip("transformers"), name)
+    if not EXPERTS_HAVE_IMPLEMENTATIONS:
+        settings.pop("experts_implementation", None)
     model: nn.Module = kind._from_config(config, **settings)
     return model.eval()
 

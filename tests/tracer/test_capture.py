@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import rooftrace as rt
 from rooftrace.tracer.graph.records import Op
+from tests.releases import TORCH
 
 X = torch.ones(2, 8)
 
@@ -55,6 +56,8 @@ def test_only_the_models_own_forward_has_no_path(name: str, model: Callable[...,
     assert all(op.module in graph.modules for op in forward)
     # The root's own code: T5 scales its decoder's output, ViT takes its class token.
     allowed = {"t5": {"aten.mul"}, "vit": {"aten.select"}}.get(name, set())
+    if TORCH < (2, 11):
+        allowed |= {"aten.slice"}  # of all logits: later releases skip a slice that takes all
     assert {op.name for op in forward if not op.module} <= allowed
 
 

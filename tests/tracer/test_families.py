@@ -10,6 +10,13 @@ from torch import Tensor, nn
 import rooftrace as rt
 from rooftrace.costmodels.planning.plans import plan
 from rooftrace.costmodels.registry.kinds import FAMILIES
+from tests.releases import TRANSFORMERS, with_implementations
+
+# Transformers 4 gives the parts of its ViT other names.
+VIT_ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
+VIT_DENSE = {"fc1", "fc2"}
+if TRANSFORMERS < (5, 17):
+    VIT_ATTENTION, VIT_DENSE = {"query", "key", "value"}, {"dense"}
 
 
 def classified(*args: Any, **kwargs: Any) -> rt.OpGraph:
@@ -54,14 +61,19 @@ def products(graph: rt.OpGraph) -> dict[str, set[str]]:
             "vit",
             (),
             {
-                "attention": {"q_proj", "k_proj", "v_proj", "o_proj", "attention"},
-                "dense": {"fc1", "fc2"},
+                "attention": {"attention", *VIT_ATTENTION},
+                "dense": VIT_DENSE,
                 "convolution": {"projection"},
                 "head": {"classifier"},
             },
         ),
-        ("mixtral", ("grouped_mm",), {"moe": {"gate", "experts"}, "head": {"lm_head"}}),
-        (
+        pytest.param(
+            "mixtral",
+            ("grouped_mm",),
+            {"moe": {"gate", "experts"}, "head": {"lm_head"}},
+            marks=with_implementations,
+        ),
+        pytest.param(
             "deepseek",
             ("grouped_mm",),
             {
@@ -69,6 +81,7 @@ def products(graph: rt.OpGraph) -> dict[str, set[str]]:
                 "dense": {"gate_proj", "up_proj", "down_proj"},
                 "head": {"lm_head"},
             },
+            marks=with_implementations,
         ),
         ("resnet", (), {"head": {"head"}}),
         ("lstm", (), {"rnn": {"lstm"}, "head": {"scores"}}),

@@ -90,6 +90,10 @@ def test_under_an_active_fake_mode() -> None:
         rt.capture(fake)
 
 
+C_CALLS_COUNT = sys.version_info < (3, 12)
+"""Whether calls from C count for Python's limit of calls on its stack."""
+
+
 @pytest.mark.parametrize("depth", [100, 300, 1000])
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_a_chain_of_modules_traces_or_says_how_deep_it_is(depth: int, device: str) -> None:
@@ -99,7 +103,7 @@ def test_a_chain_of_modules_traces_or_says_how_deep_it_is(depth: int, device: st
     if device == "meta":
         runs.append(lambda: captured(module))
     for run in runs:
-        if depth == 100:
+        if depth == 100 or (depth == 300 and not C_CALLS_COUNT):
             assert run().ops[-1].name == "aten.addmm"
             continue
         limit = rf"Deep has modules inside modules, {depth + 1:,} deep.*setrecursionlimit\(\d+\)"

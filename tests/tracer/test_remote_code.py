@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 import rooftrace as rt
-from rooftrace.tracer.targets.remote_code import KERNELS, check_config, without_code
+from rooftrace.tracer.targets import remote_code
+from rooftrace.tracer.targets.remote_code import check_config, without_code
+from tests.releases import with_transformers_5
 
 transformers = pytest.importorskip("transformers")
 
@@ -51,14 +53,18 @@ def test_a_field_that_loads_code_is_refused(
         raise AssertionError("code of the hub is loaded")
 
     hub = transformers.integrations.hub_kernels
-    monkeypatch.setattr(hub, "is_kernels_available", lambda: True)
-    monkeypatch.setattr(hub, "get_kernel", loaded)
+    if hasattr(hub, "is_kernels_available"):
+        monkeypatch.setattr(hub, "is_kernels_available", lambda: True)
+    else:  # transformers 4
+        monkeypatch.setattr(hub, "_kernels_available", True)
+    monkeypatch.setattr(hub, "get_kernel", loaded, raising=False)
     with pytest.raises(rt.TargetError, match="pass --trust-remote-code") as error:
         rt.trace(str(config(tmp_path, **fields)), batch=1, seq=4, phase="prefill")
     name = list(fields)[-1]
     assert name in str(error.value) and "config.json" in str(error.value)
 
 
+@with_transformers_5  # before, it asks for the package `kernels` first
 def test_with_trust_transformers_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
@@ -126,4 +132,4 @@ def test_models_that_load_kernels_by_themselves_are_known() -> None:
     models = Path(transformers.__file__).parent / "models"
     call = re.compile(rb"\bget_kernel\(")
     found = {p.parent.name for p in models.glob("*/modeling_*.py") if call.search(p.read_bytes())}
-    assert found <= set(KERNELS)
+    assert found <= set(remote_code._kernels())

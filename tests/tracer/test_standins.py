@@ -78,6 +78,8 @@ def test_a_library_imported_in_a_forward_stays_its_own(library: str, module: Any
 def test_streams_and_events_are_what_their_classes_say() -> None:
     if torch.cuda.is_available():
         pytest.skip("a GPU answers for itself")
+    if torch.version.cuda is not None:
+        pytest.skip("in a build for a GPU these classes are written in C")
     before = dict(vars(torch.cuda.Stream)), dict(vars(torch.cuda.Event))
     recorder = Recorder(record=False)
     with recorder:

@@ -17,6 +17,7 @@ from rooftrace.tracer.tape.records import META_KEY, Entry, Recorded, Spec
 from rooftrace.tracer.tape.tape import Tape
 from rooftrace.tracer.values.marks import META
 from rooftrace.tracer.values.values import Values
+from tests.releases import TORCH
 
 aten = torch.ops.aten
 
@@ -103,6 +104,10 @@ def test_bytes_are_held_until_the_last_reference_goes() -> None:
 def test_an_op_of_a_table_exists(name: str) -> None:
     """A name with a typing error would be a rule that never applies."""
     namespace, op = name.split(".")
+    if name == "aten.cholesky" and TORCH >= (2, 15):
+        pytest.skip("torch 2.15 took it out")
+    if name == "aten._scaled_grouped_mm_v2" and TORCH < (2, 11):
+        pytest.skip("of torch 2.11")
     if namespace == "torchvision":
         pytest.importorskip("torchvision")
     assert hasattr(getattr(torch.ops, namespace), op)

@@ -102,7 +102,7 @@ def all_gather(op: OpView) -> Cost:
 @builtin("_c10d_functional.all_to_all_single", "_c10d_functional_autograd.all_to_all_single",
          "c10d.alltoall_base_", "c10d.alltoall_", "_dtensor.shard_dim_alltoall",
          "symm_mem.all_to_all_vdev", "symm_mem.nvshmem_all_to_all", "c10d.gather_",
-         family="communication")
+         "c10d.gather_into_tensor_", family="communication")
 def all_to_all(op: OpView) -> Cost:
     """(n - 1) / n of the input is for others.  Over all devices this also holds for a gather."""
     return _sent(op, _sources(op)) + _moved(op)
@@ -134,8 +134,8 @@ def check_for_nan(op: OpView) -> Cost:
     return vector(op, total(op.inputs)) + op.streamed()
 
 
-@builtin("_c10d_functional.wait_tensor", "_c10d_functional._wrap_tensor_autograd", "c10d.barrier",
-         "c10d.monitored_barrier_", fusion="free", family="communication")
+@builtin("_c10d_functional.wait_tensor", "_c10d_functional.wait_tensors",
+         "_c10d_functional._wrap_tensor_autograd", "c10d.barrier", "c10d.monitored_barrier_", fusion="free", family="communication")
 def wait(op: OpView) -> Cost:
     """Waiting moves nothing."""
     return Cost()

@@ -40,6 +40,23 @@ def pop(mode: Any) -> None:
     _dispatch._pop_mode()
 
 
+def device_modes() -> tuple[Any, ...]:
+    """The function modes of this thread by which torch chooses a device."""
+    stack = _functions._get_current_function_mode_stack()
+    return tuple(mode for mode in stack if isinstance(mode, DeviceContext))
+
+
+@contextlib.contextmanager
+def functions_on(modes: Sequence[Any]) -> Iterator[None]:
+    """Inside, these function modes are on in this thread too, the last one innermost."""
+    _put_on(modes)
+    try:
+        yield
+    finally:
+        for _ in modes:
+            _functions._pop_mode()
+
+
 @contextlib.contextmanager
 def without_functions() -> Iterator[None]:
     """Inside, no function mode of this thread is on, and code may put on its own."""

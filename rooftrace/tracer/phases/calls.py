@@ -18,7 +18,7 @@ from rooftrace.tracer.inputs import Inputs, arguments
 from rooftrace.tracer.phases.unnamed import CachePlace, find_place, shown
 from rooftrace.tracer.tensors import parameters_of, tensors_in
 from rooftrace.tracer.twins import replaced
-from rooftrace.tracer.values import META
+from rooftrace.tracer.values import META, REAL_VALUE
 
 
 class EncoderOutputs(tuple[Any, ...]):
@@ -194,6 +194,19 @@ class ModuleCalls:
             with aside():
                 self._place, self._tried = find_place(output, self._unused(prompt), self._next)
         return output, state or self._unnamed_state(output)
+
+    def places(self, cached: int | None, count: int) -> dict[str, Tensor]:
+        """Where in the sequence `count` tokens after a cache stand, for a module that must be told.
+
+        That is Mamba in transformers 4; what else takes `cache_position` counts by itself.
+        """
+        if cached is None or not {"cache_params", "cache_position"} <= {
+            *parameters_of(self.module)
+        }:
+            return {}
+        place = torch.empty(count, dtype=torch.long, device=META)
+        place.__dict__[REAL_VALUE] = torch.arange(cached, cached + count, device="cpu")
+        return {"cache_position": place}
 
     def _unused(self, passed: Mapping[str, Any]) -> list[str]:
         """The arguments that could take a cache, in the order of forward."""

@@ -263,13 +263,22 @@ class PhaseRunner:
         self._fed = (
             {n: torch.cat([t] * count, 1) for n, t in token.items()} if count > 1 else {**token}
         )
+        if count:
+            self._fed |= self.calls.places(inputs.workload.get("kv"), count)
         used = (
             ((), self._fed)
             if count
             else (inputs.args, {**inputs.kwargs, **(inputs.labels if phase.trains else {})})
         )
         known = tensors_in(
-            (inputs.args, inputs.kwargs, inputs.labels, inputs.decode, inputs.cached_kwargs)
+            (
+                inputs.args,
+                inputs.kwargs,
+                inputs.labels,
+                inputs.decode,
+                inputs.cached_kwargs,
+                self._fed,
+            )
         )
         for tensor in (*known, *(t for m in self.module.modules() for t in own_tensors(m))):
             arguments.learn(recorder.values, tensor)

@@ -117,7 +117,7 @@ class Functions(TorchFunctionMode):
         """
         tape = self.tape
         here, before = tape.here, tape.part
-        outer, here.functions = here.functions, self
+        outer, here.functions = here.functions, (*here.devices, self)
         if tape.own_step:
             tape.part = "backward"
         try:
@@ -193,16 +193,13 @@ def _set_data(tensor: Tensor, data: Tensor) -> None:
 
 @contextlib.contextmanager
 def backward_kept(tape: Tape) -> Iterator[None]:
-    """Inside, autograd runs under the function mode of the thread that called it."""
+    """Inside, autograd runs under the function modes of the thread that called it."""
     engine: Any = torch.autograd
     name = "_engine_run_backward"
     original = original_of(engine, name)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        mode = tape.here.functions
-        if mode is None:
-            return original(*args, **kwargs)
-        with mode:
+        with contexts.functions_on(tape.here.functions):
             return original(*args, **kwargs)
 
     with replaced(engine, {name: run}):

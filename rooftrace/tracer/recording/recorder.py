@@ -176,6 +176,8 @@ class Recorder(TorchDispatchMode, Tape):
             if leave is None:
                 return
             here.leave = leave
+        if not here.stack:
+            here.devices = contexts.device_modes()
         with self.lock:
             here.call(module, *self.paths.called(module, here.path))
 

@@ -25,7 +25,8 @@ class Here(threading.local):
         self.after_backward = False  # a backward of the user's has run, and no module since
         self.inside = 0  # how many ops that the recorder takes apart are being run
         self.paused = False  # what runs does not enter the graph
-        self.functions: Any = None  # the function mode under which autograd runs
+        self.devices: tuple[Any, ...] = ()  # the modes that chose a device as a module was called
+        self.functions: tuple[Any, ...] = ()  # the function modes under which autograd runs
         self.source = ""  # the line that handed this thread its work
         self.device: torch.device | None = None  # where another thread makes tensors
         self.submitting = False  # the thread hands work to a pool

@@ -97,7 +97,7 @@ def from_hub(target: str, request: Request) -> Loaded:
     transformers = _transformers()
     try:
         if not trusted:
-            data, _ = transformers.PreTrainedConfig.get_config_dict(name)
+            data, _ = transformers.PretrainedConfig.get_config_dict(name)
             check_config(data, target)
         config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=trusted)
     except TargetError:
@@ -113,7 +113,7 @@ def from_hub(target: str, request: Request) -> Loaded:
 def _forget_code(config: Any) -> None:
     """Take `auto_map` out of a config object and of those of its parts."""
     for value in list(vars(config).values()):
-        if isinstance(value, _transformers().PreTrainedConfig):
+        if isinstance(value, _transformers().PretrainedConfig):
             _forget_code(value)
     vars(config).pop("auto_map", None)
 

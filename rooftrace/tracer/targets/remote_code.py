@@ -21,6 +21,8 @@ EXPERTS = ("eager", "grouped_mm", "batched_mm")
 """Implementations of a mixture of experts without kernels from the hub."""
 KERNELS = ("mra", "rwkv", "sam3_video", "yoso")
 """Types of models whose classes load kernels from the hub where the package `kernels` is there."""
+KERNELS_OF_4 = ("falcon_mamba", "mamba")
+"""More such types, in transformers 4; later releases load theirs by `lazy_load_kernel`."""
 CHECKPOINTS = ("checkpoint_path", "pretrained", "pretrained_cfg", "pretrained_cfg_overlay")
 """Arguments of `timm.create_model` that read files (also pickles) or load from the hub."""
 
@@ -80,9 +82,18 @@ def _reason(key: str, value: Any, table: Mapping[str, Any]) -> str:
         return "timm would load it from the hub or a folder; expected the plain name of a model"
     if key == "model_args" and isinstance(value, Mapping) and set(value) & set(CHECKPOINTS):
         return "timm would read a checkpoint, which may hold code"
-    if key == "model_type" and value in KERNELS and importlib.util.find_spec("kernels"):
+    if key == "model_type" and value in _kernels() and importlib.util.find_spec("kernels"):
         return "the class of this type loads kernels from the hub"
     return ""
+
+
+def _kernels() -> tuple[str, ...]:
+    """The types whose classes load kernels, in the installed release of transformers."""
+    try:
+        from transformers.integrations import hub_kernels
+    except ImportError:
+        return KERNELS
+    return KERNELS if hasattr(hub_kernels, "lazy_load_kernel") else (*KERNELS, *KERNELS_OF_4)
 
 
 def _all_in(value: Any, names: tuple[str, ...]) -> bool:

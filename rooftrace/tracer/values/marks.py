@@ -9,6 +9,8 @@ from torch import Tensor
 
 META = torch.device("meta")
 
+_PACKED = getattr(torch, "float4_e2m1fn_x2", None)
+"""Two values in a byte; torch 2.8 cannot copy such a tensor."""
 MAX_INTEGERS = 1 << 22
 """Integer and boolean tensors up to this many elements are carried along."""
 MAX_ASSUMED = 1 << 24
@@ -45,6 +47,8 @@ class Known(NamedTuple):
 
 
 def small(tensor: Tensor) -> bool:
-    """Whether a tensor of this size is worth carrying."""
+    """Whether the values of a tensor are worth carrying: few enough, and one to an element."""
+    if tensor.dtype is _PACKED:
+        return False
     inexact = tensor.dtype.is_floating_point or tensor.dtype.is_complex
     return tensor.numel() <= (MAX_FLOATS if inexact else MAX_INTEGERS)
