@@ -1,12 +1,13 @@
 """docs/versions.md: which releases of Python, torch and transformers the quick tests ran with.
 
-    python benchmarks/releases/matrix.py --venvs FOLDER [--jobs N] [--only TEXT]
+    python benchmarks/releases/matrix.py --venvs FOLDER [--jobs N] [--only TEXT] [--reports]
     make versions VENVS=FOLDER
 
 Each row of releases.toml gets a virtual environment in FOLDER, about 7 GB where torch comes with
 CUDA, and all quick tests are run in it.  An environment that is there is used again.  A Python that
 this machine lacks leaves its row without a result, and the page says so.  The page is written once,
-after the last row; with --only nothing is written.  The exit status is 1 if a test failed.
+after the last row; with --only nothing is written.  Rows that were run one by one make a page by
+--reports.  The exit status is 1 if a test failed.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 import xml.etree.ElementTree as ET
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -68,7 +68,7 @@ class Result:
     missing: str = ""  # why nothing was run, or empty
     python: str = ""  # the full version that ran
     passed: int = 0
-    seconds: float = 0.0
+    day: str = ""
     failed: tuple[str, ...] = ()  # names of tests
     skipped: Mapping[str, int]  # by reason
 
@@ -79,6 +79,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--venvs", type=Path, required=True, help="a folder of environments")
     parser.add_argument("--jobs", default="2", help="processes of pytest")
     parser.add_argument("--only", default="", help="rows whose name holds this; writes no page")
+    parser.add_argument(
+        "--reports", action="store_true", help="run nothing: take the reports of earlier runs"
+    )
     asked = parser.parse_args(arguments)
     rows = [row for row in environments() if asked.only in row.name]
     if not rows:
@@ -86,13 +89,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"--only {asked.only!r}: no row has this in its name; there are {names}")
     results = []
     for row in rows:
-        result = run(row, asked.venvs.resolve(), asked.jobs)
+        venvs = asked.venvs.resolve()
+        result = earlier(row, venvs) if asked.reports else run(row, venvs, asked.jobs)
         print(f"{row.name}: {summary(result)}", flush=True)
         for name in result.failed:
             print(f"  failed: {name}")
         results.append(result)
     if not asked.only:
-        write_bytes(PAGE, page(results, date.today()).encode())
+        write_bytes(PAGE, page(results).encode())
         print(f"written to {PAGE.relative_to(ROOT)}")
     return int(any(result.failed for result in results))
 
@@ -125,15 +129,27 @@ def run(row: Environment, venvs: Path, jobs: str) -> Result:
     quiet = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     pytest = [inside, "-m", "pytest", "-p", "no:benchmark", "-q", "--no-header", "--tb=short"]
     quick = [*pytest, "-m", "not slow", "-n", jobs, f"--junitxml={report}"]
-    begin = time.monotonic()
     with open(venvs / f"{row.name}.log", "w", encoding="utf-8") as log:
         subprocess.run(quick, cwd=ROOT, env=os.environ | quiet, stdout=log, stderr=log, check=False)
     if not report.exists():
         sys.exit(f"{row.name}: pytest did not finish; {venvs / row.name}.log says why")
-    version = subprocess.check_output(
-        [inside, "-c", "import platform as p;print(p.python_version())"]
-    )
-    return read(row, report, version.decode().strip(), time.monotonic() - begin)
+    return read(row, report, release_of(inside))
+
+
+def release_of(python: Path) -> str:
+    """The full version of a Python."""
+    asked = [python, "-c", "import platform; print(platform.python_version())"]
+    return subprocess.check_output(asked, text=True).strip()
+
+
+def earlier(row: Environment, venvs: Path) -> Result:
+    """What an earlier run in this environment said."""
+    report, inside = venvs / f"{row.name}.xml", venvs / row.name / "bin" / "python"
+    if report.exists() and inside.exists():
+        return read(row, report, release_of(inside))
+    if interpreter(row.python) is None:
+        return Result(environment=row, missing=f"no Python {row.python} here", skipped={})
+    sys.exit(f"{row.name}: no report in {venvs}; run it first: --only {row.name}")
 
 
 def interpreter(version: str) -> str | None:
@@ -142,7 +158,7 @@ def interpreter(version: str) -> str | None:
     return str(there[-1]) if there else shutil.which(f"python{version}")
 
 
-def read(row: Environment, report: Path, python: str, seconds: float) -> Result:
+def read(row: Environment, report: Path, python: str) -> Result:
     """The counts in a report of pytest."""
     failed: list[str] = []
     skipped: dict[str, int] = defaultdict(int)
@@ -159,7 +175,7 @@ def read(row: Environment, report: Path, python: str, seconds: float) -> Result:
         environment=row,
         python=python,
         passed=passed,
-        seconds=seconds,
+        day=date.fromtimestamp(report.stat().st_mtime).isoformat(),
         failed=tuple(failed),
         skipped=dict(skipped),
     )
@@ -176,17 +192,16 @@ def summary(result: Result) -> str:
     return f"{result.passed} passed, {len(result.failed)} failed, {skipped} skipped"
 
 
-def page(results: Sequence[Result], today: date) -> str:
+def page(results: Sequence[Result]) -> str:
     """The text of docs/versions.md."""
-    lines = [HEAD, "", f"Run on {today.isoformat()}.", ""]
-    lines += ["| Python | torch | transformers | passed | failed | skipped |"]
-    lines += ["|---|---|---|---:|---:|---:|"]
+    lines = [HEAD, "", "| Python | torch | transformers | passed | failed | skipped | run on |"]
+    lines.append("|---|---|---|---:|---:|---:|---|")
     for result in results:
         row = result.environment
         counts = f"{result.passed} | {len(result.failed)} | {sum(result.skipped.values())}"
-        told = f"{result.missing} | | " if result.missing else counts
+        told = f"{result.missing} | |" if result.missing else counts
         python = result.python or row.python
-        lines.append(f"| {python} | {row.torch} | {row.transformers} | {told} |")
+        lines.append(f"| {python} | {row.torch} | {row.transformers} | {told} | {result.day} |")
     failed = [(result, name) for result in results for name in result.failed]
     if failed:
         lines += ["", "## What fails", ""]

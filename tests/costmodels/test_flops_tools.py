@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.attention.flex_attention import flex_attention
 
 from rooftrace.tracer.inputs.calls import call_inputs
+from tests.releases import needs_torch
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULES = ("counted", "zoo_flops", "torchvision_ops", "run", "models")
@@ -20,7 +21,6 @@ MODULES = ("counted", "zoo_flops", "torchvision_ops", "run", "models")
 ZOO = """
 import torch
 from torch import nn
-from tests.releases import needs_torch
 
 class Chosen(nn.Module):
     def __init__(self):

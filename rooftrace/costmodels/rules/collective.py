@@ -135,7 +135,8 @@ def check_for_nan(op: OpView) -> Cost:
 
 
 @builtin("_c10d_functional.wait_tensor", "_c10d_functional.wait_tensors",
-         "_c10d_functional._wrap_tensor_autograd", "c10d.barrier", "c10d.monitored_barrier_", fusion="free", family="communication")
+         "_c10d_functional._wrap_tensor_autograd", "c10d.barrier",
+         "c10d.monitored_barrier_", fusion="free", family="communication")
 def wait(op: OpView) -> Cost:
     """Waiting moves nothing."""
     return Cost()

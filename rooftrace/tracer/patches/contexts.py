@@ -35,7 +35,7 @@ def push(mode: Any) -> None:
 def pop(mode: Any) -> None:
     """Take the innermost dispatch mode off, which is `mode`.
 
-    The caller holds the mode until it is off: torch 2.8 reads it after it dropped its own reference.
+    The caller holds the mode until it is off: torch 2.8 reads it after it dropped its reference.
     """
     _dispatch._pop_mode()
 
