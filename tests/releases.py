@@ -1,5 +1,6 @@
 """What the installed releases of torch and transformers have; tests ask here, in one place."""
 
+import sys
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
@@ -23,6 +24,9 @@ EXPERTS_HAVE_IMPLEMENTATIONS = (
 """Before, a mixture of experts runs in one way: a loop over a list of modules."""
 CPU_ATTENTION_TAKES_GROUPS = TORCH >= (2, 11)
 """Attention on a CPU with fewer key heads is one kernel; before, products and a softmax."""
+
+LIFETIMES_ARE_EXACT = sys.version_info >= (3, 11)
+"""Before, the look at a frame by which repeated calls are known keeps its variables for longer."""
 
 with_transformers_5 = pytest.mark.skipif(TRANSFORMERS < (5, 0), reason="of transformers 5")
 with_implementations = pytest.mark.skipif(

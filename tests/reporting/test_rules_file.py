@@ -67,7 +67,7 @@ def test_a_file_brings_a_source_of_measurements(folder: Path, run: Run) -> None:
         ("def f(:\n", "wrong.py:1: SyntaxError: invalid syntax"),
         ("import sys\n\nsys.exit(0)", "wrong.py:3: SystemExit: 0"),
         ("import nowhere_to_be_found", "wrong.py:1: ModuleNotFoundError: No module named"),
-        ("\0", "wrong.py: SyntaxError: source code string cannot contain null bytes"),
+        ("\0", "Error: source code string cannot contain null bytes"),
     ],
 )
 def test_a_file_that_fails_is_one_line_before_any_work(

@@ -72,6 +72,10 @@ def on_cuda() -> dict[str, torch.dtype]:
     try:
         with FakeTensorMode(), torch.device("cuda"):
             return {name: call().dtype for name, call in CALLS.items()}
+    except RuntimeError as error:
+        if "CUDA driver" not in str(error):
+            raise
+        pytest.skip("a build of torch for a GPU asks its driver, also for fake tensors")
     finally:
         torch.set_autocast_enabled("cuda", False)
 

@@ -12,6 +12,7 @@ import rooftrace as rt
 from rooftrace.tracer.recording.facts import classify
 from rooftrace.tracer.values.assumptions import MAX_SAME_BRANCH
 from rooftrace.tracer.values.drawing import drawn
+from tests.releases import with_implementations
 
 
 def at(rows: list[list[int]]) -> Tensor:
@@ -174,6 +175,7 @@ def test_unknown_scores_choose_every_class_equally_often(module: Callable[..., n
     assert [(a.kind, a.value) for a in graph.assumptions] == [("routing", 8)]
 
 
+@with_implementations
 @pytest.mark.parametrize("name", ["mixtral", "deepseek"])
 def test_what_follows_from_routing_says_that_it_rests_on_it(
     name: str, model: Callable[..., Any]

@@ -36,6 +36,7 @@ from rooftrace.tracer.recording.standins import (
     uncompiled,
     warnings_quiet,
 )
+from rooftrace.tracer.recording.static_caches import static_caches_counted
 from rooftrace.tracer.recording.threads import Threads
 from rooftrace.tracer.replay import CallReplay, Loop, Rolling
 from rooftrace.tracer.tape import Tape
@@ -207,6 +208,7 @@ class Recorder(TorchDispatchMode, Tape):
         enter(kept_whole())
         enter(flex_whole(self))
         enter(higher_order_dispatched())
+        enter(static_caches_counted())
         enter(device_calls_quiet())
         enter(plain_imports())
         enter(jagged_attention_fused())

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map_only
 
 from rooftrace.tracer.source import TraceError
@@ -142,7 +143,10 @@ class Twins:
         known: Tensor | None = self.memo.get(id(tensor))
         if known is not None:
             return known
-        if type(tensor) in subclasses.ORDINARY or isinstance(tensor, owners.LAZY):
+        made: Tensor | None
+        if isinstance(tensor, FakeTensor):
+            made = tensor  # `check_traceable` refuses it, and says what to do
+        elif type(tensor) in subclasses.ORDINARY or isinstance(tensor, owners.LAZY):
             made = _aliased(tensor, self._storages) if not owned else None
             if made is None:
                 made = parameter_twin(tensor) if owned else _plain_twin(tensor)
