@@ -56,6 +56,25 @@ def test_derivatives_count_as_torch_does_on_real_tensors(name):
     assert estimate.unsupported_ops() == ()
 
 
+def test_a_function_under_a_transform_may_make_tensors():
+    """The gradient of sum(x * c) + x[0] + x[1] is c + (1, 1, 0): the ops are those of torch."""
+
+    class Made(nn.Module):
+        def forward(self, x):
+            def f(x):
+                rows = torch.tensor([0, 1])
+                return (x * torch.tensor([1.0, 2.0, 3.0])).sum() + x[rows].sum()
+
+            return torch.func.grad(f)(x)
+
+    x = torch.zeros(3)
+    assert Made()(x).tolist() == [2.0, 3.0, 3.0]
+    graph = rt.trace(Made(), x)
+    assert graph.values[graph.outputs[0]].shape == (3,)
+    assert [op.name for op in graph.ops].count("aten.index") == 1
+    assert not graph.assumptions  # the rows are known
+
+
 def test_every_primitive_op_has_a_rule():
     names = getattr(torch._C, "_dispatch_get_all_op_names", list)()
     found = {n.split(".")[0].replace("::", ".") for n in names if n.startswith("prims::")}

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import rooftrace as rt
+from tests.releases import TORCH
 
 INDEFINITE = torch.tensor([[1.0, 2.0], [2.0, 1.0]])
 SINGULAR = torch.zeros(2, 2)
@@ -75,6 +76,8 @@ def test_a_check_fails_where_it_does_on_real_tensors(
 @pytest.mark.filterwarnings("ignore:torch.cholesky is deprecated")
 @pytest.mark.parametrize("run", [case[0] for case in CASES[:7]])
 def test_a_check_of_an_unknown_matrix_is_taken_to_pass_and_that_is_said(run: Any) -> None:
+    if run is torch.cholesky and TORCH >= (2, 15):
+        pytest.skip("torch 2.15 has no torch.cholesky")
     graph = rt.trace(Tries(run).to("meta"), torch.empty(2, 2, device="meta"))
     texts = [a.text for a in graph.assumptions if a.kind == "branch"]
     assert len(texts) == 1 and texts[0].endswith("of an unknown matrix is taken to succeed")
