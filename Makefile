@@ -16,7 +16,8 @@ export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test check fuzz lint types golden bench inductor zoo flops accuracy serving measure clean
+.PHONY: help venv demo test check fuzz lint types golden bench inductor zoo flops accuracy serving \
+	versions measure clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -89,11 +90,16 @@ accuracy: $(INSTALLED) ## write docs/accuracy.md; DATA=folder adds measurements 
 	@mkdir -p out && $(BIN)/python benchmarks/accuracy/page.py $(DATA) $(if $(N),--every $(N)) > out/accuracy.md
 	@mv out/accuracy.md docs/accuracy.md && echo "written to docs/accuracy.md"
 
-# With the Python and the torch that are there: a GPU's machine often has both, and no network.
+versions: $(INSTALLED) ## run the quick tests with several releases, write docs/versions.md (VENVS=folder, 7 GB a row; ONLY=torch2.8)
+	@test -n "$(VENVS)" || { echo "make: name a folder for the environments: make versions VENVS=/tmp/venvs"; exit 1; }
+	@$(BIN)/python benchmarks/releases/matrix.py --venvs $(VENVS) --jobs $(JOBS) \
+		$(if $(ONLY),--only $(ONLY)) $(if $(REPORTS),--reports)
+
 serving: $(INSTALLED) ## write docs/serving-published.md: the preset `serving` beside published figures
 	@mkdir -p out && $(BIN)/python benchmarks/serving/run.py > out/serving.md
 	@mv out/serving.md docs/serving-published.md && echo "written to docs/serving-published.md"
 
+# With the Python and the torch that are there: a GPU's machine often has both, and no network.
 measure: ## measure this device with PYTHON's own torch: installs nothing (BUDGET=480 OUT=file.json.gz)
 	@unset OMP_NUM_THREADS; $(PYTHON) -m rooftrace.measured \
 		$(if $(BUDGET),--budget $(BUDGET)) $(if $(OUT),--out $(OUT)) $(if $(QUICK),--quick)
