@@ -43,6 +43,8 @@ _WIDEST = 100.0
 """The largest relative standard deviation: beyond, an interval says nothing, and overflows."""
 
 
+_LEAST = 1e-6
+"""The smallest share of a rate."""
 _MOST = 1e6
 """The largest number of any other knob: rates and seconds stay far from where floats end."""
 _ENDLESS = frozenset({"overlap", "busy"})
@@ -59,9 +61,9 @@ def _check_numbers(record: Any, above: Collection[str] = ()) -> None:
         most = _WIDEST if item.name == "spread" else _MOST
         if number and math.isinf(value) and item.name in _ENDLESS:
             most = math.inf
-        low = number and (value > 0 if item.name in above else value >= 0)  # nan is neither
+        low = number and (value >= _LEAST if item.name in above else value >= 0)  # nan is neither
         if not low or value > most:
-            bound = "above 0" if item.name in above else "of at least 0"
+            bound = f"of at least {_LEAST:g}" if item.name in above else "of at least 0"
             bound += f", {most:g} at most"
             raise KnobsError(f"{item.name}={value!r:.60}: expected a number {bound}")
 

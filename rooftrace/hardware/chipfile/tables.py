@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 Value = TypeVar("Value")
 
 
+LEAST, MOST = 1e-15, 1e24
+"""What a quantity of a chip may be in SI units, beside 0: far from where floats end."""
 MOST_SHOWN = 20
 """Mistakes of one file that an error lists."""
 
@@ -142,9 +144,12 @@ class ChipTable:
             example = units.EXAMPLES[unit] if unit else units.EXAMPLES["byte/s"]
             raise self.error(key, value, f'expected a text with a unit, for example "{example}"')
         try:
-            return (units.parse(value, unit), value) if unit else (units.parse_any(value)[0], value)
+            number = units.parse(value, unit) if unit else units.parse_any(value)[0]
         except units.UnitError as problem:
             raise ChipFileError(f"{self._where(key)} = {problem}") from problem
+        if number and not LEAST <= abs(number) <= MOST:
+            raise self.error(key, value, f"expected 0, or {LEAST:g} to {MOST:g} in SI units")
+        return number, value
 
     def source(self) -> str:
         """The source of a fact in full, looked up in [sources] where it is a key of that table."""
