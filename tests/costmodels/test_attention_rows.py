@@ -274,7 +274,10 @@ def test_files_keep_the_numbers(tmp_path, attention: AttentionKnobs | str) -> No
             "[attention]\nspeed = 1.0",
             "attention: unknown key 'speed': expected one of products, convert",
         ),
-        ("[attention]\nproducts = 0.0", "attention: products=0.0: expected a number above 0"),
+        (
+            "[attention]\nproducts = 0.0",
+            "attention: products=0.0: expected a number of at least 1e-06",
+        ),
         ("[attention]\nstart = -1.0", "attention: start=-1.0: expected a number of at least 0"),
         ('[attention]\nstart = "long"', "attention.start='long': expected a number"),
     ],

@@ -53,7 +53,10 @@ BAD = {
     ),
     "unknown class": ('title = "x"\n[share]\nmagic = { compute = 1.0 }', "share 'magic'"),
     "text for a number": ('title = "x"\ncompute = "fast"', "expected a number"),
-    "not positive": ('title = "x"\nmemory = 0.0', "memory=0.0: expected a number of at least 1e-06"),
+    "not positive": (
+        'title = "x"\nmemory = 0.0',
+        "memory=0.0: expected a number of at least 1e-06",
+    ),
     "nan": ('title = "x"\nmemory = nan', "memory=nan"),
     "overlap": ('title = "x"\noverlap = 0.5', "overlap=0.5: expected a number of at least 1"),
     "share": ('title = "x"\n[share]\nmm = { compute = -1.0 }', "share.mm: compute=-1.0: expected"),

@@ -181,10 +181,17 @@ def _read(table: dict[str, Any], file: str) -> Chip:
     )
 
 
+_ABOVE_ZERO = frozenset({"memory_capacity", "memory_bandwidth"})
+"""Facts that others are divided by."""
+
+
 def _single_fact(root: ChipTable, key: str) -> Fact | None:
     table, unit = root.table(key), FACT_UNITS[key]
     if table is not None:
-        return _whole_fact(table, unit)
+        fact = _whole_fact(table, unit)
+        if key in _ABOVE_ZERO and fact.value <= 0:
+            raise table.error("value", fact.text, "expected more than 0")
+        return fact
     if key in REQUIRED:
         raise ChipFileError(
             f"{root.file}: [{key}] is missing: expected a section with value "
