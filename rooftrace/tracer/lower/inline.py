@@ -7,7 +7,7 @@ was recorded too: equal layers are found and rolled without writing their blocks
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rooftrace.tracer.arguments import Argument, Neighbour, Ref, in_order, refs
@@ -16,6 +16,8 @@ from rooftrace.tracer.lower.blocks import NotAlikeError
 from rooftrace.tracer.lower.roles import made_role
 
 REPEATED = "rooftrace.repeated.default"
+_KEPT = ("kv", "gradients")
+"""Roles of what outlives the step; the ops that make it do not tell."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,11 @@ class Template:
     results: tuple[int, ...]
     assumptions: tuple[int, ...]
     first: int = 0
+
+    @property
+    def part(self) -> str:
+        """The part of the step that it belongs to."""
+        return self.ops[0].part
 
 
 def template(
@@ -69,6 +76,7 @@ def repeated_call(
     outputs: tuple[int, ...],
     module: str,
     call: int,
+    part: str,
     source: str,
     assumptions: tuple[int, ...],
 ) -> Op:
@@ -82,26 +90,30 @@ def repeated_call(
         outputs=outputs,
         module=module,
         call=call,
+        part=part,
         source=source,
         assumptions=assumptions,
     )
 
 
-def fold(graph: OpGraph, templates: Sequence[Template]) -> OpGraph:
+def fold(
+    graph: OpGraph, templates: Sequence[Template], twins: Sequence[tuple[int, Template]] = ()
+) -> OpGraph:
     """The graph with one op for the recorded call of each block, where only its results are used.
 
-    The graph is that which the templates were taken from.
+    The graph is that which the templates were taken from.  twins: ops that stand there as in a
+    block, with the number of this block.
     """
     if not templates:
         return graph
-    inside: dict[int, int] = {}
+    inside: dict[int, tuple[int, Template]] = {}
     owners: dict[int, int] = {}
-    for number, block in reversed(list(enumerate(templates))):  # an inner block ends before
+    for number, block in (*reversed(list(enumerate(templates))), *twins):  # an inner one ends first
         place = range(block.first, block.first + len(block.ops))
         if inside.keys().isdisjoint(place):
             hidden = _hidden(graph, block, place)
             if hidden is not None:
-                inside.update(dict.fromkeys(place, number))
+                inside.update(dict.fromkeys(place, (number, block)))
                 owners |= hidden
     kept = [value for value in range(len(graph.values)) if value not in owners]
     ids = {value: index for index, value in enumerate(kept)}
@@ -109,17 +121,19 @@ def fold(graph: OpGraph, templates: Sequence[Template]) -> OpGraph:
 
     ops: list[Op] = []
     for op in graph.ops:
-        block_of_op = inside.get(op.id)
-        if block_of_op is None:
+        if op.id not in inside:
             ops.append(replace(_renumbered(op, ids), id=len(ops)))
-        elif op.id == templates[block_of_op].first:
-            block = templates[block_of_op]
+            continue
+        number, block = inside[op.id]
+        if op.id == block.first:
             inputs = tuple(Ref(ids[value]) for value, _ in block.inputs)
             outputs = tuple(ids[value] for value in block.results)
             taken = block.assumptions
-            where = block.module, block.call, block.source
-            call = repeated_call(len(ops), block_of_op, inputs, outputs, *where, taken)
-            ops.append(replace(call, holds=_held_by_caller(block, ids)))
+            where = block.module, block.call, block.part, block.source
+            call = repeated_call(len(ops), number, inputs, outputs, *where, taken)
+            again = block is not templates[number] and block.part == "forward"
+            arguments = block.inputs if again else ()
+            ops.append(replace(call, holds=_held_by_caller(block, ids, arguments)))
     return graph.replace(
         values=tuple(
             replace(
@@ -135,9 +149,15 @@ def fold(graph: OpGraph, templates: Sequence[Template]) -> OpGraph:
     )
 
 
-def _held_by_caller(block: Template, ids: Mapping[int, int]) -> tuple[Ref, ...]:
-    """What variables of the caller keep while the block runs: of this call, and of no other."""
+def _held_by_caller(
+    block: Template, ids: Mapping[int, int], arguments: Sequence[tuple[int, int]]
+) -> tuple[Ref, ...]:
+    """What variables of the caller keep while the block runs: of this call, and of no other.
+
+    arguments: those of its inputs that only this call may keep.
+    """
     own = {*block.values, *(value for pair in block.inputs for value in pair)}
+    own.difference_update(value for pair in arguments for value in pair)
     held = (ref for op in block.ops for ref in op.holds if ref.id not in own and ref.id in ids)
     return in_order(Ref(ids[ref.id], _moved(ref.then, ids), ref.every) for ref in held)
 
@@ -214,7 +234,7 @@ class _Inlined:
         for op in ops:
             if op.target == REPEATED:
                 call = _renumbered(op, self.ids)
-                kept = {self.ids[v] for v in op.outputs if values[v].role == "kv"}
+                kept = {self.ids[v]: values[v].role for v in op.outputs if values[v].role in _KEPT}
                 instance = _Instance(self._template(op), call, self._inner[op.id], kept)
                 self.ops += instance.write(made, len(self.ops))
             else:
@@ -303,15 +323,15 @@ def _owner(values: Sequence[Tensor | None], value: int) -> int:
 class _Instance:
     """One block in place of one call.  ids: new ids of the values that the block makes.
 
-    kept: those of the call's results that outlive the step, as a cache.
+    kept: the roles of those of the call's results that outlive the step, as a cache.
     """
 
     def __init__(
-        self, block: Template, call: Op, ids: Mapping[int, int], kept: Collection[int]
+        self, block: Template, call: Op, ids: Mapping[int, int], kept: Mapping[int, str]
     ) -> None:
         self._block, self._call, self._ids = block, call, ids
         self._kept = {
-            block.values[value].storage
+            block.values[value].storage: kept[output]
             for value, output in zip(block.results, call.outputs, strict=True)
             if output in kept
         }
@@ -344,8 +364,7 @@ class _Instance:
                 raise NotAlikeError
             then = then or beside
         owner = values[storage] if tensor.storage != value else None
-        if tensor.storage in self._kept:
-            role = "kv"
+        role = self._kept.get(tensor.storage, role)
         return replace(
             tensor,
             name=self._path(tensor.name),

@@ -11,6 +11,7 @@ from rooftrace.tracer.asking import Options, assumptions
 from rooftrace.tracer.graph import OpGraph
 from rooftrace.tracer.lower import NotAlikeError
 from rooftrace.tracer.recording import Recorder
+from rooftrace.tracer.replay import UnlikeLayersError
 from rooftrace.tracer.source import TraceError, users_traceback
 from rooftrace.tracer.values import UnknownValueError, Values
 
@@ -35,7 +36,7 @@ def attempted(
     what, root: a name for the code, and the class of its module, for the message of the TraceError.
     """
     first: TraceError | None = None
-    repeats = options.repeats
+    repeats = layers = options.repeats
     for number in UNKNOWN_NUMBERS:
         turns = _Turns(options.branches)
         while True:
@@ -46,13 +47,18 @@ def attempted(
                 turned=turns.lines,
             )
             values.by_number = bool(options.branches)
-            recorder = Recorder(values, roll_loops=repeats, repeat_calls=repeats)
+            recorder = Recorder(
+                values, roll_loops=repeats, repeat_calls=repeats, repeat_layers=layers
+            )
             try:
                 graph = run(recorder)
                 assumptions.check_histograms(options.assume, (a.facts for a in values.assumptions))
                 return graph
             except RequestError:
                 raise
+            except UnlikeLayersError:
+                assert layers
+                layers = False
             except NotAlikeError as error:  # what was left out has to be run after all
                 assert repeats, error
                 repeats = False
