@@ -234,7 +234,11 @@ class _Inlined:
         for op in ops:
             if op.target == REPEATED:
                 call = _renumbered(op, self.ids)
-                kept = {self.ids[v]: values[v].role for v in op.outputs if values[v].role in _KEPT}
+                kept = {
+                    self.ids[v]: (values[v].role, values[v].name)
+                    for v in reversed(op.outputs)
+                    if values[v].role in _KEPT
+                }
                 instance = _Instance(self._template(op), call, self._inner[op.id], kept)
                 self.ops += instance.write(made, len(self.ops))
             else:
@@ -255,7 +259,10 @@ class _Inlined:
     def _with_owners(self, op: Op, used: Mapping[int, int]) -> Op:
         """What an op holds as owners of bytes, which those of a call's arguments need not be; what
         is used later is there anyway, whatever the recorded call did with its own."""
-        owners = [replace(ref, id=self.values[ref.id].storage) for ref in op.holds]
+        owners = [
+            replace(ref, id=self.values[ref.id].storage, then=ref.then or self.values[ref.id].then)
+            for ref in op.holds
+        ]
         touched = {self.values[i].storage for i in (*op.inputs, *op.outputs)}
         touched |= {ref.id for ref in owners if ref == Ref(ref.id) and used.get(ref.id, 0) > op.id}
         return replace(op, holds=in_order(ref for ref in owners if ref.id not in touched))
@@ -323,11 +330,11 @@ def _owner(values: Sequence[Tensor | None], value: int) -> int:
 class _Instance:
     """One block in place of one call.  ids: new ids of the values that the block makes.
 
-    kept: the roles of those of the call's results that outlive the step, as a cache.
+    kept: role and name of those of the call's results that outlive the step, as a cache.
     """
 
     def __init__(
-        self, block: Template, call: Op, ids: Mapping[int, int], kept: Mapping[int, str]
+        self, block: Template, call: Op, ids: Mapping[int, int], kept: Mapping[int, tuple[str, str]]
     ) -> None:
         self._block, self._call, self._ids = block, call, ids
         self._kept = {
@@ -364,10 +371,13 @@ class _Instance:
                 raise NotAlikeError
             then = then or beside
         owner = values[storage] if tensor.storage != value else None
-        role = self._kept.get(tensor.storage, role)
+        name = self._path(tensor.name)
+        if tensor.storage in self._kept:
+            role, given = self._kept[tensor.storage]
+            name = given if given and owner is None else name
         return replace(
             tensor,
-            name=self._path(tensor.name),
+            name=name,
             role=role if owner is None else owner.role,
             storage=storage,
             repeats=(*self._call.repeats, *tensor.repeats),

@@ -36,7 +36,8 @@ def attempted(
     what, root: a name for the code, and the class of its module, for the message of the TraceError.
     """
     first: TraceError | None = None
-    repeats = layers = options.repeats
+    repeats = options.repeats
+    apart: set[str] = set()  # paths of layers of which each is run, also under gradients
     for number in UNKNOWN_NUMBERS:
         turns = _Turns(options.branches)
         while True:
@@ -47,18 +48,16 @@ def attempted(
                 turned=turns.lines,
             )
             values.by_number = bool(options.branches)
-            recorder = Recorder(
-                values, roll_loops=repeats, repeat_calls=repeats, repeat_layers=layers
-            )
+            recorder = Recorder(values, roll_loops=repeats, repeat_calls=repeats, run_apart=apart)
             try:
                 graph = run(recorder)
                 assumptions.check_histograms(options.assume, (a.facts for a in values.assumptions))
                 return graph
             except RequestError:
                 raise
-            except UnlikeLayersError:
-                assert layers
-                layers = False
+            except UnlikeLayersError as error:  # all of them, if a second one is not alike
+                assert error.path not in apart
+                apart = {*apart, "" if apart else error.path}
             except NotAlikeError as error:  # what was left out has to be run after all
                 assert repeats, error
                 repeats = False

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -51,8 +51,9 @@ class Recorder(TorchDispatchMode, Tape):
     record=False keeps only the values that are known (to build modules).  own_step: the code is a
     whole step of the user's (see `Tape.own_step`).  roll_loops: run only a few turns of each scan
     (see replay/loops); `loops` has these scans by serial number.  repeat_calls: run only the first
-    of equal calls of modules (see replay/calls), repeat_layers: also under gradients, in `trained`.
-    After use, `close` takes our tags off tensors that outlive the capture.
+    of equal calls of modules (see replay/calls), also in `trained`, but for run_apart: layers whose
+    first is at one of these paths, "" for all.  After use, `close` takes our tags off tensors that
+    outlive the capture.
     """
 
     supports_higher_order_operators = True
@@ -73,7 +74,7 @@ class Recorder(TorchDispatchMode, Tape):
         own_step: bool = False,
         roll_loops: bool = True,
         repeat_calls: bool = True,
-        repeat_layers: bool = True,
+        run_apart: Collection[str] = (),
     ) -> None:
         TorchDispatchMode.__init__(self)  # type: ignore[no-untyped-call]
         Tape.__init__(self, values or Values(), record)
@@ -86,8 +87,7 @@ class Recorder(TorchDispatchMode, Tape):
         self.values.finite = self._finite
         self.values.where = lambda: self.here.path
         self._rolling = self.rolling = Rolling(self, enabled=record and roll_loops)
-        self._repeats_layers = repeat_layers
-        self._module_calls = CallReplay(self, enabled=record and repeat_calls)
+        self._module_calls = CallReplay(self, record and repeat_calls, run_apart)
         self._runner = Runner(self, self.again)
         self.scope = Scope()
         self._followers = Threads(self, self.__torch_dispatch__, self.scope)
@@ -109,7 +109,7 @@ class Recorder(TorchDispatchMode, Tape):
 
         Raises UnlikeLayersError at the end where layers were repeated that may not be alike.
         """
-        return self._module_calls.trained() if self._repeats_layers else contextlib.nullcontext()
+        return self._module_calls.trained()
 
     def twins(self) -> Iterator[Twin]:
         """Ops that were recorded again, one by one as in a block that calls repeat."""

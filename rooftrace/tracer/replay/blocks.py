@@ -79,7 +79,14 @@ class Twin:
 
 
 class UnlikeLayersError(Exception):
-    """Calls that were taken to repeat a recorded one may differ from it after all."""
+    """Calls that were taken to repeat a recorded one may differ from it after all.
+
+    path: of the module whose call was recorded; "" where it is not known.
+    """
+
+    def __init__(self, path: str, reason: str) -> None:
+        super().__init__(f"{path}: {reason}")
+        self.path = path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +122,7 @@ class Recording:
         storage = spec.storage - block.first_storage
         if storage <= 0:
             if spec.storage not in self.storages:
-                raise UnlikeLayersError
+                raise UnlikeLayersError(block.path, "its backward reads what the layer got")
             storage = -1 - self.storages.index(spec.storage)
         block.saved.append((node, index, replace(spec, storage=storage)))
         return len(block.made) - 1

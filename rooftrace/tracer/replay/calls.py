@@ -31,7 +31,7 @@ import contextlib
 import copy
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -59,19 +59,24 @@ from rooftrace.tracer.tensors import trees
 
 _ATTEMPTS = 3
 """The most calls of equal look that are recorded in vain: the first may fill a cache."""
+_WORTH = 12
+"""As many ops at least has a layer that is repeated under gradients.  The input of a smaller one,
+as a norm, is often read beside it too, and autograd adds up what comes back."""
 
 
 class CallReplay:
     """Decides for every module call of one recording whether to run it."""
 
-    def __init__(self, tape: Tape, enabled: bool) -> None:
-        self._tape, self._enabled = tape, enabled
+    def __init__(self, tape: Tape, enabled: bool, run_apart: Collection[str]) -> None:
+        self._tape, self._enabled, self._apart = tape, enabled, run_apart
         self._groups: dict[int, list[nn.Module]] = {}
         self._known: dict[Any, list[Recording]] = {}
         self._failures: Counter[Any] = Counter()
         self._watchers = (0, 0)
         self._one_backward = False  # see `trained`
-        self._layers: dict[int, Layers] = {}  # of a recording under gradients, by its identity
+        self._layers: dict[
+            int, Layers | None
+        ] = {}  # of a recording under gradients, by its identity
         self._inside = False  # a call that is run under gradients may be repeated as a whole
 
     def watch(self, root: nn.Module) -> None:
@@ -192,7 +197,11 @@ class CallReplay:
         block = start.block(returned, trained)
         if block is None or (tape.recording and None in start.nodes[: len(call.tensors)]):
             return None
-        if trained and not (tape.recording and differentiable_plainly(returned, call.tensors)):
+        if trained and (
+            not tape.recording
+            or len(block.nodes) < _WORTH
+            or not differentiable_plainly(returned, call.tensors)
+        ):
             return None
         copies, values = _copies(returned, tape.values.known)
         return Recording(
@@ -243,18 +252,16 @@ class CallReplay:
         return places is not None and places <= known.watched and not places & known.read
 
     def _layers_of(self, known: Recording, group: Sequence[nn.Module]) -> Layers | None:
-        """The layers that repeat a recorded one under gradients; None where two are left at most:
-        the first and the last are run."""
+        """The layers that repeat a recorded one under gradients; None where each is run."""
         if id(known) not in self._layers:
             alike = [m for m in group if m is not known.module and self._is_alike(known, m)]
-            last = alike[-1] if len(alike) > 1 else known.module
-            self._layers[id(known)] = Layers(self._tape, known, last)
-        layers = self._layers[id(known)]
-        return None if layers.last is known.module else layers
+            apart = len(alike) < 2 or known.block.path in self._apart or "" in self._apart
+            self._layers[id(known)] = None if apart else Layers(self._tape, known, alike[-1])
+        return self._layers[id(known)]
 
     def twins(self) -> Iterator[Twin]:
         """What was recorded again of layers that others repeat."""
-        for layers in self._layers.values():
+        for layers in filter(None, self._layers.values()):
             yield from layers.twins()
 
     @contextlib.contextmanager
@@ -265,7 +272,7 @@ class CallReplay:
             yield
         finally:
             self._one_backward = False
-        for layers in self._layers.values():
+        for layers in filter(None, self._layers.values()):
             layers.verify()
 
     def _repeated(

@@ -21,7 +21,6 @@ import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
 from typing import Any
 
 import torch
@@ -39,8 +38,8 @@ from rooftrace.tracer.replay.blocks import (
     picked,
     repeat_node,
 )
-from rooftrace.tracer.replay.likeness import Likeness
-from rooftrace.tracer.tape import Tape, records
+from rooftrace.tracer.replay.likeness import Likeness, is_below, ops_of
+from rooftrace.tracer.tape import META_KEY, Recorded, Tape, records
 from rooftrace.tracer.values import META
 
 
@@ -101,9 +100,11 @@ class Layers:
         self._backward: RecordedCall | None = None
         self._sources: list[tuple[str, Any]] = []
         self._done: set[fx.Node] = set()
+        self.path = first.block.path
         self.repeats = 0
+        self._paths: list[str] = []  # of the modules whose calls were repeated
         self._latest: fx.Node | None = None  # the backward that was repeated last
-        self._unlike = False
+        self._unlike: UnlikeLayersError | None = None
 
     def admits(self, call: Arguments) -> bool:
         """Whether a call can repeat the first one: the last one has not run, and no earlier call
@@ -128,22 +129,36 @@ class Layers:
         try:
             first = self._first
             if last is None:
-                raise UnlikeLayersError
+                raise UnlikeLayersError(self.path, "the last layer cannot be repeated")
             nodes = dict(zip(last.nodes, first.nodes, strict=True))
             likeness = Likeness(first.block, last.block, nodes)
             if not likeness.alike(first.block.nodes, last.block.nodes):
-                raise UnlikeLayersError
-            self._closing = _Closing(self._tape, call, last, likeness)
+                raise UnlikeLayersError(self.path, "the last layer has run other ops")
+            self._closing = _Closing(self._tape, call, last, likeness, self.path)
             self._closing.watch(call, returned)
-        except UnlikeLayersError:  # not here, where code of the user's may catch it
-            self._unlike = True
+        except UnlikeLayersError as error:  # not here, where code of the user's may catch it
+            self._unlike = error
 
     def verify(self) -> None:
         """Raise UnlikeLayersError if the layers differ, also if something has changed since."""
-        if self._unlike:
-            raise UnlikeLayersError
+        if self._unlike is not None:
+            raise self._unlike
+        if self._added():
+            raise UnlikeLayersError(self.path, "a gradient of a layer is added to another one")
         if self._backward is not None and self._closing is not None:
             self._closing.verify()
+
+    def _added(self) -> bool:
+        """Whether autograd has added a gradient of a repeated layer to one that was there."""
+        origins = (
+            recorded.origin
+            for node in self._tape.graph.nodes
+            if isinstance(recorded := node.meta.get(META_KEY), Recorded)
+        )
+        return any(
+            origin.function == _NODE and any(is_below(origin.module, path) for path in self._paths)
+            for origin in origins
+        )
 
     def twins(self) -> Iterator[Twin]:
         """What the last layer has recorded forward, and the first one backward, as the blocks."""
@@ -156,13 +171,20 @@ class Layers:
         backward, latest = self._backward, self._latest
         if backward is None or latest is None:
             return
-        count = sum(node.target is not operator.getitem for node in backward.nodes)
-        after = blocks.nodes_since(self._tape.graph, latest)
-        nodes = list(islice((n for n in after if n.target is not operator.getitem), count))
-        likeness = Likeness(first.block, backward, closing.likeness.nodes)
-        if likeness.alike(nodes, backward.nodes, set(closing.given.values())):
-            assumed = closing.likeness.assumptions | likeness.assumptions
-            yield _twin(backward, first.block, nodes, likeness.nodes, assumed)
+        after = ops_of(blocks.nodes_since(self._tape.graph, latest))
+        theirs = ops_of(backward.nodes)
+        for place in range(len(after) - len(theirs) + 1):
+            recorded = after[place].meta[META_KEY]
+            if not isinstance(recorded, Recorded) or not is_below(
+                recorded.origin.module, self.path
+            ):
+                continue
+            nodes = after[place : place + len(theirs)]
+            likeness = Likeness(first.block, backward, closing.likeness.nodes)
+            if likeness.alike(nodes, theirs, set(closing.given.values())):
+                assumed = closing.likeness.assumptions | likeness.assumptions
+                yield _twin(backward, first.block, nodes, likeness.nodes, assumed)
+            return
 
     # -- a layer between ---------------------------------------------------------------------------
 
@@ -175,6 +197,7 @@ class Layers:
     ) -> None:
         """Make `results`, by their places among the leaves, depend on the arguments."""
         self.repeats += 1
+        self._paths.append(call.path)
         tensors = (*arguments.tensors, *arguments.own)
         nodes, places = arguments.nodes(), tuple(results)
         taken: dict[int, tuple[int, Tensor]] = {}
@@ -205,13 +228,10 @@ class Layers:
     ) -> dict[int, Tensor]:
         """The gradients of a layer's arguments, by place; its backward is in the graph."""
         tape, closing = self._tape, self._closing
-        if (
-            self._unlike
-            or closing is None
-            or set(given) != set(closing.given)
-            or node in self._done
-        ):
-            raise UnlikeLayersError
+        if closing is None or self._unlike is not None or node in self._done:
+            raise UnlikeLayersError(self.path, "backward does not begin with the last layer")
+        if given.keys() != closing.given.keys():
+            raise UnlikeLayersError(self.path, "other gradients come to it than to the last layer")
         self._done.add(node)
         if self._backward is None:
             self._backward = closing.block()
@@ -254,7 +274,7 @@ class _Layer(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         if torch.is_grad_enabled():
-            raise UnlikeLayersError
+            raise UnlikeLayersError("", "gradients of gradients")
         with torch._C.DisableTorchFunction():
             return (None, None, *ctx.gradients_of(gradients))
 
@@ -270,15 +290,21 @@ class _Gradient:
     size: int  # of its storage, in bytes
 
 
+_NODE = "_LayerBackward"
+"""What autograd calls the node of a repeated call."""
+
+
 class _Closing:
     """The call of the last layer, and its backward while that is recorded.
 
-    forward: the record of the call.  given: the nodes of the gradients of its results that came,
-    by place.
+    path: of the first layer.  forward: the record of the call.  given: the nodes of the gradients
+    of its results that came, by place.
     """
 
-    def __init__(self, tape: Tape, call: Arguments, last: Recording, likeness: Likeness) -> None:
-        self._tape, self.likeness = tape, likeness
+    def __init__(
+        self, tape: Tape, call: Arguments, last: Recording, likeness: Likeness, path: str
+    ) -> None:
+        self._tape, self.likeness, self.path = tape, likeness, path
         self.forward, self._nodes = last.block, last.nodes
         self.given: dict[int, fx.Node] = {}
         self._own = dict(enumerate(call.own, len(call.tensors)))
@@ -286,9 +312,10 @@ class _Closing:
         self._got: dict[int, _Gradient | None] = {}
         self._made: dict[int, _Gradient] = {}  # what the block makes, by place
         self._before: Any = None  # the state of the recording as the first gradient came
+        self._after: Any = None  # and as the last one was complete
         self._start: fx.Node | None = None
         self._end: fx.Node | None = None
-        self._storages = 0
+        self._storages = self._last_storage = 0
 
     def watch(self, call: Arguments, returned: Sequence[Any]) -> None:
         """Note the gradients of the call's arguments and results when they come."""
@@ -315,7 +342,8 @@ class _Closing:
     def _left(self, place: int, gradient: Tensor) -> None:
         """The gradient of an argument is complete."""
         self._got[place] = self._gradient(gradient)
-        self._end = _last(self._tape)
+        self._end, self._last_storage = _last(self._tape), self._tape.tags.storages
+        self._after = self._now()
 
     def _gradient(self, tensor: Tensor) -> _Gradient | None:
         """None for one that could not be made again."""
@@ -335,8 +363,8 @@ class _Closing:
     def block(self) -> RecordedCall:
         """The block of ops that the backward of the layer has recorded."""
         tape, forward = self._tape, self.forward
-        if self._end is None or self._awaited != set(self._got) or self._before != self._now():
-            raise UnlikeLayersError
+        if self._end is None or self._awaited != set(self._got) or self._before != self._after:
+            raise UnlikeLayersError(self.path, "the end of its backward is not known")
         nodes = tuple(blocks.nodes_since(tape.graph, self._start, self._end))
         self._made = self._gradients()
         results = tuple(
@@ -350,7 +378,7 @@ class _Closing:
             or blocks.writes_outside(nodes, self._storages)
             or self._left_behind()
         ):
-            raise UnlikeLayersError
+            raise UnlikeLayersError(self.path, "its backward leaves traces")
         return RecordedCall(
             path=forward.path,
             call=forward.call,
@@ -360,7 +388,7 @@ class _Closing:
             passed=(),
             results=results,
             first_storage=self._storages,
-            storages=tape.tags.storages - self._storages,
+            storages=self._last_storage - self._storages,
             calls={},
             assumptions=tuple(sorted(blocks.taint_of(nodes))),
             origin=None,
@@ -379,7 +407,7 @@ class _Closing:
             if gradient is not None and gradient.spec.storage > self._storages
         }
         if not made or made.keys() != got.keys():
-            raise UnlikeLayersError
+            raise UnlikeLayersError(self.path, "a gradient comes from elsewhere")
         return made
 
     def _left_behind(self) -> bool:
@@ -390,7 +418,10 @@ class _Closing:
         end = forward.first_storage + forward.storages
         return any(
             number not in kept
-            and (forward.first_storage < number <= end or number > self._storages)
+            and (
+                forward.first_storage < number <= end
+                or self._storages < number <= self._last_storage
+            )
             for number in list(self._tape.tags.alive)
         )
 
@@ -411,7 +442,7 @@ class _Closing:
             elif node.op == "get_attr":
                 sources.append(("same", node))
             else:
-                raise UnlikeLayersError
+                raise UnlikeLayersError(self.path, "its backward reads a tensor from elsewhere")
         return sources
 
     def again(self, node: fx.Node, call: RepeatedCall) -> dict[int, Tensor]:
@@ -441,7 +472,7 @@ class _Closing:
             before = self._made.get(place)
             now = None if tensor.grad is None else self._gradient(tensor.grad)
             if now != before:
-                raise UnlikeLayersError
+                raise UnlikeLayersError(self.path, "a weight has got another gradient")
 
 
 def _twin(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -41,7 +41,7 @@ class Likeness:
 
         arguments: nodes read by the second that may be any of the first, but one each.
         """
-        ours, theirs = _ops(ours), _ops(theirs)
+        ours, theirs = ops_of(ours), ops_of(theirs)
         if len(ours) != len(theirs):
             return False
         self.nodes.update(zip(theirs, ours, strict=True))
@@ -98,7 +98,7 @@ class Likeness:
         """The origin of an op of the second call, as it would be in the first one."""
         first, second = self._calls
         path, source = origin.module, origin.source
-        if path == second.path or path.startswith(f"{second.path}."):
+        if is_below(path, second.path):
             path = first.path + path[len(second.path) :]
         if source == second.source:
             source = first.source
@@ -111,7 +111,12 @@ class Likeness:
         )
 
 
-def _ops(nodes: Sequence[fx.Node]) -> list[fx.Node]:
+def is_below(path: str, module: str) -> bool:
+    """Whether a path is that of a module or of something inside of it."""
+    return path == module or path.startswith(f"{module}.")
+
+
+def ops_of(nodes: Iterable[fx.Node]) -> list[fx.Node]:
     """Without picks, which are recorded where something first reads them."""
     return [node for node in nodes if node.target is not operator.getitem]
 
