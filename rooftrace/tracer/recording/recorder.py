@@ -38,7 +38,8 @@ from rooftrace.tracer.recording.standins import (
 )
 from rooftrace.tracer.recording.static_caches import static_caches_counted
 from rooftrace.tracer.recording.threads import Threads
-from rooftrace.tracer.replay import CallReplay, Loop, Rolling, Twin
+from rooftrace.tracer.replay import CallReplay, Twin
+from rooftrace.tracer.rolling import Loop, Rolling
 from rooftrace.tracer.tape import Tape
 from rooftrace.tracer.tensors import subclasses
 from rooftrace.tracer.values import META, Values
@@ -50,7 +51,7 @@ class Recorder(TorchDispatchMode, Tape):
 
     record=False keeps only the values that are known (to build modules).  own_step: the code is a
     whole step of the user's (see `Tape.own_step`).  roll_loops: run only a few turns of each scan
-    (see replay/loops); `loops` has these scans by serial number.  repeat_calls: run only the first
+    (see rolling/loops); `loops` has these scans by serial number.  repeat_calls: run only the first
     of equal calls of modules (see replay/calls), also in `trained`, but for run_apart: layers whose
     first is at one of these paths, "" for all.  After use, `close` takes our tags off tensors that
     outlive the capture.
@@ -109,11 +110,11 @@ class Recorder(TorchDispatchMode, Tape):
 
         Raises UnlikeLayersError at the end where layers were repeated that may not be alike.
         """
-        return self._module_calls.trained()
+        return self._module_calls.stacks.trained()
 
     def twins(self) -> Iterator[Twin]:
         """Ops that were recorded again, one by one as in a block that calls repeat."""
-        return self._module_calls.twins()
+        return self._module_calls.stacks.twins()
 
     def _from_data(self, tensor: Tensor) -> Tensor | None:
         """The value of a tensor from the caller's real ones; see `realdata`."""

@@ -8,7 +8,3 @@ from rooftrace.tracer.replay.blocks import (
 from rooftrace.tracer.replay.calls import (
     CallReplay as CallReplay,
 )
-from rooftrace.tracer.replay.loops import (
-    Loop as Loop,
-    Rolling as Rolling,
-)

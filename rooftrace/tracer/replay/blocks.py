@@ -64,7 +64,7 @@ class RepeatedCall:
         return number
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Twin:
     """Ops that were recorded again, one by one as in a block."""
 

@@ -45,13 +45,17 @@ from rooftrace.tracer.replay.arguments import Arguments, Beginning
 from rooftrace.tracer.replay.blocks import (
     Recording,
     RepeatedCall,
-    Twin,
     count_again,
     repeat_node,
 )
-from rooftrace.tracer.replay.gradients import Layers, differentiable_plainly, has_hooks_on
+from rooftrace.tracer.replay.gradients import (
+    Layers,
+    Stacks,
+    differentiable_plainly,
+    has_hooks_on,
+)
 from rooftrace.tracer.replay.outside import Outside, include
-from rooftrace.tracer.replay.sameness import build_of, differences, held_state, same_state
+from rooftrace.tracer.replay.sameness import differences, held_state, of_one_build, same_state
 from rooftrace.tracer.replay.watching import Watch, note
 from rooftrace.tracer.source import source_line
 from rooftrace.tracer.tape import Tape, records
@@ -68,31 +72,19 @@ class CallReplay:
     """Decides for every module call of one recording whether to run it."""
 
     def __init__(self, tape: Tape, enabled: bool, run_apart: Collection[str]) -> None:
-        self._tape, self._enabled, self._apart = tape, enabled, run_apart
+        self._tape, self._enabled = tape, enabled
+        self.stacks = Stacks(tape, run_apart)
         self._groups: dict[int, list[nn.Module]] = {}
         self._known: dict[Any, list[Recording]] = {}
         self._failures: Counter[Any] = Counter()
         self._watchers = (0, 0)
-        self._one_backward = False  # see `trained`
-        self._layers: dict[
-            int, Layers | None
-        ] = {}  # of a recording under gradients, by its identity
-        self._inside = False  # a call that is run under gradients may be repeated as a whole
 
     def watch(self, root: nn.Module) -> None:
         """Note which modules of `root` have one build."""
         if not self._enabled or any("@" in key for key in self._tape.values.choices):
             return
-        builds: dict[int, Any] = {}
-        by_build: dict[Any, list[nn.Module]] = {}
-        for module in reversed(list(root.modules())):
-            build = builds[id(module)] = build_of(module, builds)
-            if not type(module).__module__.startswith("torch.") and build is not None:
-                by_build.setdefault(build, []).append(module)
-        for equal in by_build.values():
-            if len(equal) > 1:
-                for module in equal:
-                    self._groups[id(module)] = equal[::-1]
+        for equal in of_one_build(root):
+            self._groups.update((id(module), equal) for module in equal)
 
     @contextlib.contextmanager
     def injected(self) -> Iterator[None]:
@@ -108,39 +100,30 @@ class CallReplay:
     def _answer(
         self, original: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any
     ) -> Any:
-        tape = self._tape
-        group = self._groups.get(id(module))
+        tape, group = self._tape, self._groups.get(id(module))
         trained = torch.is_grad_enabled()
-        if (
-            group is None
-            or (trained and (self._inside or not self._one_backward))
-            or tape.part != "forward"
-            or torch._C._current_autograd_node() is not None
-            or _global_hooks() != self._watchers
-            or not tape.threads.own()
-            or torch._C._functorch.peek_interpreter_stack() is not None
-        ):
+        if group is None or not self._looks(trained):
             return original(module, *args, **kwargs)
+        layers: Layers | None = None
         with torch._C.DisableTorchFunction():  # to look at a tensor is no call of its own
             call = Arguments(tape, module, args, kwargs)
             key = (id(group[0]), call.look, tape.recording, *_modes())
             usual = call.look is not None and not (trained and has_hooks_on(call.all))
             recordings = self._known.setdefault(key, []) if usual else []
             known = next((k for k in recordings if self._may_stand_for(k, module)), None)
-            layers = None
-            if known is not None:
-                layers = self._layers_of(known, group) if trained else None
-                if not trained or (layers and module is not layers.last and layers.admits(call)):
-                    done, output = self._repeated(known, module, call, layers)
-                    if done:
-                        return output
+            if known is not None and trained:
+                layers = self.stacks.of(known, functools.partial(self._alike, known, group))
+            if known is not None and (not trained or (layers and layers.admits(module, call))):
+                done, output = self._repeated(known, module, call, layers)
+                if done:
+                    return output
         if layers is not None and module is layers.last:
             output, recording = self._recorded(original, module, args, kwargs, call)
             with torch._C.DisableTorchFunction():
                 layers.close(call, recording, tree_flatten(output)[0])
             return output
         if not usual or known is not None or len(recordings) + self._failures[key] >= _ATTEMPTS:
-            with self._whole(trained and bool(recordings)):
+            with self.stacks.whole(trained and bool(recordings)):
                 return original(module, *args, **kwargs)
         output, recording = self._recorded(original, module, args, kwargs, call)
         if recording is None:
@@ -149,14 +132,16 @@ class CallReplay:
             recordings.append(recording)
         return output
 
-    @contextlib.contextmanager
-    def _whole(self, whole: bool) -> Iterator[None]:
-        """Inside, what modules inside of a layer do under gradients is not repeated, if `whole`."""
-        before, self._inside = self._inside, self._inside or whole
-        try:
-            yield
-        finally:
-            self._inside = before
+    def _looks(self, trained: bool) -> bool:
+        """Whether a call that begins here may be recorded or repeated as a whole."""
+        return (
+            (self.stacks.open or not trained)
+            and self._tape.part == "forward"
+            and torch._C._current_autograd_node() is None
+            and _global_hooks() == self._watchers
+            and self._tape.threads.own()
+            and torch._C._functorch.peek_interpreter_stack() is None
+        )
 
     # -- recording ---------------------------------------------------------------------------------
 
@@ -172,7 +157,7 @@ class CallReplay:
         with torch._C.DisableTorchFunction():
             start, watched = Beginning(self._tape, module, call), self._differing(module)
         outside = Outside(watches_draws=self._tape.generators is not None)
-        with Watch(module, watched) as watch, self._whole(torch.is_grad_enabled()):
+        with Watch(module, watched) as watch, self.stacks.whole(torch.is_grad_enabled()):
             with outside:
                 output = original(module, *args, **kwargs)
             unchanged = outside.unchanged()
@@ -245,35 +230,15 @@ class CallReplay:
             and known.outside.unchanged()
         )
 
+    def _alike(self, known: Recording, group: Sequence[nn.Module]) -> list[nn.Module]:
+        """The other modules of a group that the recorded one may stand for."""
+        return [m for m in group if m is not known.module and self._is_alike(known, m)]
+
     @staticmethod
     def _is_alike(known: Recording, module: nn.Module) -> bool:
         """Whether a module equals the recorded one in all that the recorded call read of it."""
         places = differences(known.module, module)
         return places is not None and places <= known.watched and not places & known.read
-
-    def _layers_of(self, known: Recording, group: Sequence[nn.Module]) -> Layers | None:
-        """The layers that repeat a recorded one under gradients; None where each is run."""
-        if id(known) not in self._layers:
-            alike = [m for m in group if m is not known.module and self._is_alike(known, m)]
-            apart = len(alike) < 2 or known.block.path in self._apart or "" in self._apart
-            self._layers[id(known)] = None if apart else Layers(self._tape, known, alike[-1])
-        return self._layers[id(known)]
-
-    def twins(self) -> Iterator[Twin]:
-        """What was recorded again of layers that others repeat."""
-        for layers in filter(None, self._layers.values()):
-            yield from layers.twins()
-
-    @contextlib.contextmanager
-    def trained(self) -> Iterator[None]:
-        """Inside, one backward runs over what is recorded, and no other."""
-        self._one_backward = True
-        try:
-            yield
-        finally:
-            self._one_backward = False
-        for layers in filter(None, self._layers.values()):
-            layers.verify()
 
     def _repeated(
         self, known: Recording, module: nn.Module, call: Arguments, layers: Layers | None

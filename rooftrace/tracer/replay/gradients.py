@@ -17,15 +17,13 @@ not, UnlikeLayersError is raised and everything is run:
 
 from __future__ import annotations
 
+import contextlib
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from rooftrace.tracer.replay import blocks
 from rooftrace.tracer.replay.arguments import Arguments
@@ -38,9 +36,9 @@ from rooftrace.tracer.replay.blocks import (
     picked,
     repeat_node,
 )
+from rooftrace.tracer.replay.last_layer import LastLayer, Noted
 from rooftrace.tracer.replay.likeness import Likeness, is_below, ops_of
-from rooftrace.tracer.tape import META_KEY, Recorded, Tape, records
-from rooftrace.tracer.values import META
+from rooftrace.tracer.tape import META_KEY, Recorded, Tape
 
 
 def has_hooks_on(tensors: Iterable[Tensor]) -> bool:
@@ -55,11 +53,7 @@ def has_hooks_on(tensors: Iterable[Tensor]) -> bool:
         for kind in kinds
         for hook in (getattr(tensor, kind, None) or {}).values()
     ]
-    return not all(isinstance(hook, _Noted) for hook in hooks)
-
-
-class _Noted(partial[None]):
-    """A hook of ours: it notes a gradient and changes nothing."""
+    return not all(isinstance(hook, Noted) for hook in hooks)
 
 
 def differentiable_plainly(returned: Sequence[Any], given: Sequence[Tensor]) -> bool:
@@ -80,11 +74,68 @@ def differentiable_plainly(returned: Sequence[Any], given: Sequence[Tensor]) -> 
         if node is None or node in seen or node in ends:
             continue
         seen.add(node)
-        written = isinstance(node, torch.autograd.function.BackwardCFunction)
-        if written and not type(node).__module__.startswith(("rooftrace.", "torch.")):
-            return False
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            kind: Any = type(node)
+            function = kind._forward_cls  # of the user's, of torch's checkpoints, or ours
+            if not function.__module__.startswith("rooftrace."):
+                return False
         waiting += [before for before, _ in node.next_functions]
     return True
+
+
+class Stacks:
+    """All layers of one recording that are repeated under gradients.
+
+    apart: paths of first layers; these are run, one by one, "" for all of them.
+    """
+
+    def __init__(self, tape: Tape, apart: Collection[str]) -> None:
+        self._tape, self._apart = tape, apart
+        self._layers: dict[int, Layers | None] = {}  # by the identity of the first one's record
+        self._one_backward = False
+        self._inside = False  # of a layer that may be repeated as a whole
+
+    @property
+    def open(self) -> bool:
+        """Whether a call that begins now may be repeated."""
+        return self._one_backward and not self._inside
+
+    @contextlib.contextmanager
+    def whole(self, whole: bool) -> Iterator[None]:
+        """Inside, calls are no layers of their own, if `whole`."""
+        before, self._inside = self._inside, self._inside or whole
+        try:
+            yield
+        finally:
+            self._inside = before
+
+    @contextlib.contextmanager
+    def trained(self) -> Iterator[None]:
+        """Inside, one backward runs over what is recorded, and no other."""
+        self._one_backward = True
+        try:
+            yield
+        finally:
+            self._one_backward = False
+        for layers in filter(None, self._layers.values()):
+            layers.verify()
+
+    def of(self, first: Recording, alike: Callable[[], list[nn.Module]]) -> Layers | None:
+        """The layers that repeat a recorded call; None where each is run.
+
+        alike: finds the other modules of its build that may.
+        """
+        if id(first) not in self._layers:
+            apart = first.block.path in self._apart or "" in self._apart
+            others = [] if apart else alike()
+            layers = Layers(self._tape, first, others[-1]) if len(others) > 1 else None
+            self._layers[id(first)] = layers
+        return self._layers[id(first)]
+
+    def twins(self) -> Iterator[Twin]:
+        """What was recorded again of layers that others repeat."""
+        for layers in filter(None, self._layers.values()):
+            yield from layers.twins()
 
 
 class Layers:
@@ -95,7 +146,7 @@ class Layers:
 
     def __init__(self, tape: Tape, first: Recording, last: nn.Module) -> None:
         self._tape, self._first, self.last = tape, first, last
-        self._closing: _Closing | None = None
+        self._closing: LastLayer | None = None
         self._seen = {node for node in first.nodes if node is not None and node.op != "get_attr"}
         self._backward: RecordedCall | None = None
         self._sources: list[tuple[str, Any]] = []
@@ -106,9 +157,11 @@ class Layers:
         self._latest: fx.Node | None = None  # the backward that was repeated last
         self._unlike: UnlikeLayersError | None = None
 
-    def admits(self, call: Arguments) -> bool:
-        """Whether a call can repeat the first one: the last one has not run, and no earlier call
-        has had one of its arguments, whose gradients autograd would add up."""
+    def admits(self, module: nn.Module, call: Arguments) -> bool:
+        """Whether a call of `module` can repeat the first one: neither is it the last one, nor has
+        that run; no earlier call has had an argument of its, whose gradients would be added up."""
+        if module is self.last:
+            return False
         nodes = call.nodes()[: len(call.tensors)]
         new = [
             node
@@ -134,7 +187,7 @@ class Layers:
             likeness = Likeness(first.block, last.block, nodes)
             if not likeness.alike(first.block.nodes, last.block.nodes):
                 raise UnlikeLayersError(self.path, "the last layer has run other ops")
-            self._closing = _Closing(self._tape, call, last, likeness, self.path)
+            self._closing = LastLayer(self._tape, call, last, likeness, self.path)
             self._closing.watch(call, returned)
         except UnlikeLayersError as error:  # not here, where code of the user's may catch it
             self._unlike = error
@@ -262,6 +315,10 @@ class Layers:
         return closing.again(made, again)
 
 
+_NODE = "_LayerBackward"
+"""What autograd calls the node of a repeated call."""
+
+
 class _Layer(torch.autograd.Function):
     """One autograd node for a whole layer."""
 
@@ -277,202 +334,6 @@ class _Layer(torch.autograd.Function):
             raise UnlikeLayersError("", "gradients of gradients")
         with torch._C.DisableTorchFunction():
             return (None, None, *ctx.gradients_of(gradients))
-
-
-@dataclass(frozen=True, slots=True)
-class _Gradient:
-    """A gradient that the last layer's backward has made: where in the graph, where in memory."""
-
-    node: fx.Node
-    index: int | None
-    spec: records.Spec
-    offset: int
-    size: int  # of its storage, in bytes
-
-
-_NODE = "_LayerBackward"
-"""What autograd calls the node of a repeated call."""
-
-
-class _Closing:
-    """The call of the last layer, and its backward while that is recorded.
-
-    path: of the first layer.  forward: the record of the call.  given: the nodes of the gradients
-    of its results that came, by place.
-    """
-
-    def __init__(
-        self, tape: Tape, call: Arguments, last: Recording, likeness: Likeness, path: str
-    ) -> None:
-        self._tape, self.likeness, self.path = tape, likeness, path
-        self.forward, self._nodes = last.block, last.nodes
-        self.given: dict[int, fx.Node] = {}
-        self._own = dict(enumerate(call.own, len(call.tensors)))
-        self._awaited: set[int] = set()  # places of arguments that get a gradient
-        self._got: dict[int, _Gradient | None] = {}
-        self._made: dict[int, _Gradient] = {}  # what the block makes, by place
-        self._before: Any = None  # the state of the recording as the first gradient came
-        self._after: Any = None  # and as the last one was complete
-        self._start: fx.Node | None = None
-        self._end: fx.Node | None = None
-        self._storages = self._last_storage = 0
-
-    def watch(self, call: Arguments, returned: Sequence[Any]) -> None:
-        """Note the gradients of the call's arguments and results when they come."""
-        seen: set[int] = set()
-        for noted, tensors in ((self._left, call.tensors), (self._came, returned)):
-            for place, tensor in enumerate(tensors):
-                new = isinstance(tensor, Tensor) and id(tensor) not in seen
-                if new and tensor.requires_grad:
-                    seen.add(id(tensor))
-                    tensor.register_hook(_Noted(noted, place))
-                    if noted == self._left:
-                        self._awaited.add(place)
-
-    # -- while backward runs -----------------------------------------------------------------------
-
-    def _came(self, place: int, gradient: Tensor) -> None:
-        """The gradient of a result has come."""
-        tape = self._tape
-        self.given[place] = tape.node_of(gradient)
-        if self._before is None:
-            self._start, self._storages = _last(tape), tape.tags.storages
-            self._before = self._now()
-
-    def _left(self, place: int, gradient: Tensor) -> None:
-        """The gradient of an argument is complete."""
-        self._got[place] = self._gradient(gradient)
-        self._end, self._last_storage = _last(self._tape), self._tape.tags.storages
-        self._after = self._now()
-
-    def _gradient(self, tensor: Tensor) -> _Gradient | None:
-        """None for one that could not be made again."""
-        made = self._tape.tags.made_by(tensor)
-        plain = type(tensor) is Tensor and tensor.layout is torch.strided
-        if made is None or not plain or self._tape.values.known(tensor) is not None:
-            return None
-        offset = int(tensor.storage_offset())
-        return _Gradient(*made, offset, tensor.untyped_storage().nbytes())
-
-    def _now(self) -> Any:
-        values, calls = self._tape.values, self._tape.paths.counts.values()
-        return values.decisions, values.computed, len(values.assumptions), sum(calls)
-
-    # -- afterwards --------------------------------------------------------------------------------
-
-    def block(self) -> RecordedCall:
-        """The block of ops that the backward of the layer has recorded."""
-        tape, forward = self._tape, self.forward
-        if self._end is None or self._awaited != set(self._got) or self._before != self._after:
-            raise UnlikeLayersError(self.path, "the end of its backward is not known")
-        nodes = tuple(blocks.nodes_since(tape.graph, self._start, self._end))
-        self._made = self._gradients()
-        results = tuple(
-            (item.node, item.index, replace(item.spec, storage=item.spec.storage - self._storages))
-            for item in self._made.values()
-        )
-        inside = set(nodes)
-        if (
-            any(picked(node)[0] not in inside for node, *_ in results)
-            or any(node.op != "call_function" for node in nodes)
-            or blocks.writes_outside(nodes, self._storages)
-            or self._left_behind()
-        ):
-            raise UnlikeLayersError(self.path, "its backward leaves traces")
-        return RecordedCall(
-            path=forward.path,
-            call=forward.call,
-            source=forward.source,
-            nodes=nodes,
-            inputs=tuple(blocks.read_from_outside(nodes)),
-            passed=(),
-            results=results,
-            first_storage=self._storages,
-            storages=self._last_storage - self._storages,
-            calls={},
-            assumptions=tuple(sorted(blocks.taint_of(nodes))),
-            origin=None,
-            part="backward",
-        )
-
-    def _gradients(self) -> dict[int, _Gradient]:
-        """The gradients of the arguments and of the weights, by place."""
-        got = dict(self._got)
-        for place, tensor in self._own.items():
-            if tensor.grad is not None:
-                got[place] = self._gradient(tensor.grad)
-        made = {
-            place: gradient
-            for place, gradient in got.items()
-            if gradient is not None and gradient.spec.storage > self._storages
-        }
-        if not made or made.keys() != got.keys():
-            raise UnlikeLayersError(self.path, "a gradient comes from elsewhere")
-        return made
-
-    def _left_behind(self) -> bool:
-        """Whether something still holds what the layer made, forward or backward."""
-        forward = self.forward
-        kept = {forward.first_storage + spec.storage for *_, spec in forward.results}
-        kept.update(item.spec.storage for item in self._made.values())
-        end = forward.first_storage + forward.storages
-        return any(
-            number not in kept
-            and (
-                forward.first_storage < number <= end
-                or self._storages < number <= self._last_storage
-            )
-            for number in list(self._tape.tags.alive)
-        )
-
-    def sources(self, block: RecordedCall, first: Recording) -> list[tuple[str, Any]]:
-        """What each input of the backward block is in a layer that repeats `first`."""
-        arguments = {node: place for place, node in enumerate(self._nodes) if node is not None}
-        given = {node: place for place, node in self.given.items()}
-        positions = {node: place for place, node in enumerate(self.forward.nodes)}
-        sources: list[tuple[str, Any]] = []
-        for node in block.inputs:
-            base, index = picked(node)
-            if node in arguments:
-                sources.append(("argument", arguments[node]))
-            elif node in given:
-                sources.append(("gradient", given[node]))
-            elif base in positions:
-                sources.append(("saved", first.saved(positions[base], index)))
-            elif node.op == "get_attr":
-                sources.append(("same", node))
-            else:
-                raise UnlikeLayersError(self.path, "its backward reads a tensor from elsewhere")
-        return sources
-
-    def again(self, node: fx.Node, call: RepeatedCall) -> dict[int, Tensor]:
-        """New tensors for the gradients of a repeated backward, by place."""
-        tags = self._tape.tags
-        tensors: dict[int, Tensor] = {}
-        memory: dict[int, Any] = {}
-        for index, (place, gradient) in enumerate(self._made.items()):
-            spec = gradient.spec
-            storage = call.storage(call.block.results[index][2])
-            with _disable_current_modes():
-                if storage not in memory:
-                    bare = torch.empty(gradient.size, dtype=torch.uint8, device=META)
-                    memory[storage] = bare.untyped_storage()
-                tensor = torch.empty(0, dtype=spec.dtype, device=META)
-                tensor.set_(memory[storage], gradient.offset, spec.shape, spec.stride)
-            tag = records.Tag(node, index, storage)
-            tags.mark(tensor, tag)
-            tags.watch(tensor, storage)
-            tags.remember(tensor, tag)
-            tensors[place] = tensor
-        return tensors
-
-    def verify(self) -> None:
-        """Raise UnlikeLayersError if a weight has another gradient than it had."""
-        for place, tensor in self._own.items():
-            before = self._made.get(place)
-            now = None if tensor.grad is None else self._gradient(tensor.grad)
-            if now != before:
-                raise UnlikeLayersError(self.path, "a weight has got another gradient")
 
 
 def _twin(
@@ -491,17 +352,12 @@ def _twin(
         return there.get(node) or node, index
 
     return Twin(
-        block,
-        call.path,
-        call.call,
-        call.source,
-        nodes,
-        [result(node) for node in block.inputs],
-        [result(node, index) for node, index, _ in block.made],
-        [assumed.get(number, number) for number in block.assumptions],
+        block=block,
+        path=call.path,
+        call=call.call,
+        source=call.source,
+        nodes=nodes,
+        inputs=[result(node) for node in block.inputs],
+        results=[result(node, index) for node, index, _ in block.made],
+        assumptions=[assumed.get(number, number) for number in block.assumptions],
     )
-
-
-def _last(tape: Tape) -> fx.Node | None:
-    """The node that was recorded last, also one that picks a result."""
-    return next(iter(reversed(tape.graph.nodes)), None)
