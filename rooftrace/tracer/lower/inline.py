@@ -259,13 +259,17 @@ class _Inlined:
     def _with_owners(self, op: Op, used: Mapping[int, int]) -> Op:
         """What an op holds as owners of bytes, which those of a call's arguments need not be; what
         is used later is there anyway, whatever the recorded call did with its own."""
-        owners = [
-            replace(ref, id=self.values[ref.id].storage, then=ref.then or self.values[ref.id].then)
-            for ref in op.holds
-        ]
+        owners = [self._with_owner(ref) for ref in op.holds]
         touched = {self.values[i].storage for i in (*op.inputs, *op.outputs)}
         touched |= {ref.id for ref in owners if ref == Ref(ref.id) and used.get(ref.id, 0) > op.id}
         return replace(op, holds=in_order(ref for ref in owners if ref.id not in touched))
+
+    def _with_owner(self, ref: Ref) -> Ref:
+        tensor = self.values[ref.id]
+        then = ref.then or tensor.then
+        if then is not None:
+            then = replace(then, value=self.values[then.value].storage)
+        return replace(ref, id=tensor.storage, then=then)
 
     def graph(self, graph: OpGraph) -> OpGraph:
         """`graph` with these values and ops."""
@@ -373,8 +377,8 @@ class _Instance:
         owner = values[storage] if tensor.storage != value else None
         name = self._path(tensor.name)
         if tensor.storage in self._kept:
-            role, given = self._kept[tensor.storage]
-            name = given if given and owner is None else name
+            role, own_name = self._kept[tensor.storage]
+            name = own_name if own_name and owner is None else name
         return replace(
             tensor,
             name=name,

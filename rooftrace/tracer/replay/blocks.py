@@ -53,13 +53,13 @@ class RepeatedCall:
     source: str  # the line that calls
     first_storage: int  # how many storages there were before
     assumptions: Mapping[int, int]  # ids of the block's, and what they are here
-    given: Sequence[int | None] = ()  # the storages of its arguments, where `saved` can name them
+    arguments: Sequence[int | None] = ()  # their storages, where `saved` can name them
 
     def storage(self, spec: records.Spec) -> int:
         """The storage, in this call, of a tensor of `block.made`."""
         if spec.storage > 0:
             return self.first_storage + spec.storage
-        number = self.given[-1 - spec.storage]
+        number = self.arguments[-1 - spec.storage]
         assert number is not None
         return number
 
@@ -205,6 +205,12 @@ def writes_outside(nodes: Sequence[fx.Node], first_storage: int) -> bool:
             if any(spec.storage <= first_storage for spec in recorded.specs):
                 return True
     return False
+
+
+def in_loops(nodes: Sequence[fx.Node]) -> bool:
+    """Whether some node is part of a loop that may be cut short, which has a number of its own."""
+    recorded = (node.meta.get(META_KEY) for node in nodes)
+    return any(isinstance(r, Recorded) and r.origin.loop is not None for r in recorded)
 
 
 _CAST = torch.ops.aten._to_copy.default

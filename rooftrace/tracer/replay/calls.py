@@ -30,6 +30,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
@@ -46,6 +47,7 @@ from rooftrace.tracer.replay.blocks import (
     Recording,
     RepeatedCall,
     count_again,
+    in_loops,
     repeat_node,
 )
 from rooftrace.tracer.replay.gradients import (
@@ -63,6 +65,8 @@ from rooftrace.tracer.tensors import trees
 
 _ATTEMPTS = 3
 """The most calls of equal look that are recorded in vain: the first may fill a cache."""
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+"""A step of a module's path that is a number, as of a layer in a list."""
 _WORTH = 12
 """As many ops at least has a layer that is repeated under gradients.  The input of a smaller one,
 as a norm, is often read beside it too, and autograd adds up what comes back."""
@@ -185,6 +189,7 @@ class CallReplay:
         if trained and (
             not tape.recording
             or len(block.nodes) < _WORTH
+            or in_loops(block.nodes)
             or not differentiable_plainly(returned, call.tensors)
         ):
             return None
@@ -231,8 +236,16 @@ class CallReplay:
         )
 
     def _alike(self, known: Recording, group: Sequence[nn.Module]) -> list[nn.Module]:
-        """The other modules of a group that the recorded one may stand for."""
-        return [m for m in group if m is not known.module and self._is_alike(known, m)]
+        """The other modules of a group that the recorded one may stand for, in the same stack:
+        their paths differ in numbers only."""
+        stack = _NUMBER.sub("#", known.block.path)
+        return [
+            module
+            for module in group
+            if module is not known.module
+            and _NUMBER.sub("#", self._tape.paths.of(module)) == stack
+            and self._is_alike(known, module)
+        ]
 
     @staticmethod
     def _is_alike(known: Recording, module: nn.Module) -> bool:
@@ -259,8 +272,8 @@ class CallReplay:
         for number in block.assumptions:
             if number not in assumptions:
                 assumptions[number] = values.assume_again(number, block.path, path)
-        given = call.storages() if layers else ()
-        again = RepeatedCall(block, path, source_line(4), tape.tags.storages, assumptions, given)
+        storages = call.storages() if layers else ()
+        again = RepeatedCall(block, path, source_line(4), tape.tags.storages, assumptions, storages)
         node = None
         if tape.recording and block.nodes:
             places = dict(zip(known.nodes, nodes, strict=True))
@@ -281,7 +294,8 @@ class CallReplay:
                 )
                 if wanted and known.block.passed[place] is None
             }
-            layers.attached(again, node, call, results)
+            if results:
+                layers.attached(again, node, call, results)
         return True, output
 
     def _returned(

@@ -56,17 +56,17 @@ def has_hooks_on(tensors: Iterable[Tensor]) -> bool:
     return not all(isinstance(hook, Noted) for hook in hooks)
 
 
-def differentiable_plainly(returned: Sequence[Any], given: Sequence[Tensor]) -> bool:
+def differentiable_plainly(returned: Sequence[Any], arrived: Sequence[Tensor]) -> bool:
     """Whether one autograd node can stand for what made these results from these tensors.
 
     No result is a view or was made by code of the user's for backward.
     """
     leaves = [leaf for leaf in returned if isinstance(leaf, Tensor) and leaf.requires_grad]
-    made = {id(leaf): leaf for leaf in leaves if all(leaf is not tensor for tensor in given)}
+    made = {id(leaf): leaf for leaf in leaves if all(leaf is not tensor for tensor in arrived)}
     memory = {leaf.untyped_storage()._cdata for leaf in made.values()}
     if len(memory) != len(made) or any(leaf._is_view() for leaf in made.values()):
         return False
-    ends = {tensor.grad_fn for tensor in given if tensor.grad_fn is not None}
+    ends = {tensor.grad_fn for tensor in arrived if tensor.grad_fn is not None}
     waiting: list[Any] = [leaf.grad_fn for leaf in made.values()]
     seen: set[Any] = set()
     while waiting:
@@ -97,8 +97,10 @@ class Stacks:
 
     @property
     def open(self) -> bool:
-        """Whether a call that begins now may be repeated."""
-        return self._one_backward and not self._inside
+        """Whether a call that begins now may be repeated.  Autocast keeps copies of weights, longer
+        than a layer would."""
+        autocast = torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")
+        return self._one_backward and not self._inside and not autocast
 
     @contextlib.contextmanager
     def whole(self, whole: bool) -> Iterator[None]:
@@ -196,6 +198,8 @@ class Layers:
         """Raise UnlikeLayersError if the layers differ, also if something has changed since."""
         if self._unlike is not None:
             raise self._unlike
+        if len(self._done) != self.repeats:
+            raise UnlikeLayersError(self.path, "backward does not come to every layer")
         if self._added():
             raise UnlikeLayersError(self.path, "a gradient of a layer is added to another one")
         if self._backward is not None and self._closing is not None:
@@ -234,7 +238,7 @@ class Layers:
                 continue
             nodes = after[place : place + len(theirs)]
             likeness = Likeness(first.block, backward, closing.likeness.nodes)
-            if likeness.alike(nodes, theirs, set(closing.given.values())):
+            if likeness.alike(nodes, theirs, set(closing.arrived.values())):
                 assumed = closing.likeness.assumptions | likeness.assumptions
                 yield _twin(backward, first.block, nodes, likeness.nodes, assumed)
             return
@@ -260,30 +264,32 @@ class Layers:
         wanted = [place for place, _ in taken.values()]
 
         def backward(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-            given = {
+            arrived = {
                 place: gradient
                 for place, gradient in zip(places, gradients, strict=True)
                 if gradient is not None
             }
-            made = self._repeated_backward(call, node, nodes, given)
+            made = self._repeated_backward(call, node, nodes, arrived)
             return [made.get(place) for place in wanted]
 
         made = tuple(results.values())
         inputs = [tensor for _, tensor in taken.values()]
         _Layer.apply(backward, made, *inputs)  # type: ignore[no-untyped-call]
+        node_of_all: Any = made[0].grad_fn
+        self._tape.origins.name(node_of_all._sequence_nr(), call.path)
 
     def _repeated_backward(
         self,
         call: RepeatedCall,
         node: fx.Node,
         nodes: Sequence[fx.Node | None],
-        given: Mapping[int, Tensor],
+        arrived: Mapping[int, Tensor],
     ) -> dict[int, Tensor]:
         """The gradients of a layer's arguments, by place; its backward is in the graph."""
         tape, closing = self._tape, self._closing
         if closing is None or self._unlike is not None or node in self._done:
             raise UnlikeLayersError(self.path, "backward does not begin with the last layer")
-        if given.keys() != closing.given.keys():
+        if arrived.keys() != closing.arrived.keys():
             raise UnlikeLayersError(self.path, "other gradients come to it than to the last layer")
         self._done.add(node)
         if self._backward is None:
@@ -297,7 +303,7 @@ class Layers:
                 assert argument is not None
                 inputs.append(argument)
             elif kind == "gradient":
-                inputs.append(tape.node_of(given[item]))
+                inputs.append(tape.node_of(arrived[item]))
             elif kind == "saved":
                 inputs.append(tape.graph.call_function(operator.getitem, (node, item)))
             else:

@@ -6,7 +6,8 @@ complete.  What is recorded between them is the block that the layers before rep
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -24,8 +25,8 @@ from rooftrace.tracer.replay.blocks import (
     UnlikeLayersError,
     picked,
 )
-from rooftrace.tracer.replay.likeness import Likeness
-from rooftrace.tracer.tape import Tape, records
+from rooftrace.tracer.replay.likeness import Likeness, ops_of
+from rooftrace.tracer.tape import META_KEY, Recorded, Tape, records
 from rooftrace.tracer.values import META
 
 
@@ -47,8 +48,8 @@ class _Gradient:
 class LastLayer:
     """The call of the last layer, and its backward while that is recorded.
 
-    path: of the first layer.  forward: the record of the call.  given: the nodes of the gradients
-    of its results that came, by place.
+    path: of the first layer.  forward: the record of the call.  arrived: the nodes of the
+    gradients of its results that came from outside, by place.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class LastLayer:
     ) -> None:
         self._tape, self.likeness, self.path = tape, likeness, path
         self.forward, self._nodes = last.block, last.nodes
-        self.given: dict[int, fx.Node] = {}
+        self.arrived: dict[int, fx.Node] = {}
         self._own = dict(enumerate(call.own, len(call.tensors)))
         self._awaited: set[int] = set()  # places of arguments that get a gradient
         self._got: dict[int, _Gradient | None] = {}
@@ -84,10 +85,13 @@ class LastLayer:
     def _came(self, place: int, gradient: Tensor) -> None:
         """The gradient of a result has come."""
         tape = self._tape
-        self.given[place] = tape.node_of(gradient)
+        node = tape.node_of(gradient)
         if self._before is None:
             self._start, self._storages = _last(tape), tape.tags.storages
             self._before = self._now()
+        made = tape.tags.made_by(gradient)
+        if made is not None and made[2].storage <= self._storages:  # else of the layer itself
+            self.arrived[place] = node
 
     def _left(self, place: int, gradient: Tensor) -> None:
         """The gradient of an argument is complete."""
@@ -121,7 +125,7 @@ class LastLayer:
             (item.node, item.index, replace(item.spec, storage=item.spec.storage - self._storages))
             for item in self._made.values()
         )
-        inside = set(nodes)
+        inside, read = set(nodes), blocks.read_from_outside(nodes)
         if (
             any(picked(node)[0] not in inside for node, *_ in results)
             or any(node.op != "call_function" for node in nodes)
@@ -134,7 +138,7 @@ class LastLayer:
             call=forward.call,
             source=forward.source,
             nodes=nodes,
-            inputs=tuple(blocks.read_from_outside(nodes)),
+            inputs=(*read, *self._only_held(inside, read)),
             passed=(),
             results=results,
             first_storage=self._storages,
@@ -144,6 +148,24 @@ class LastLayer:
             origin=None,
             part="backward",
         )
+
+    def _only_held(self, inside: Collection[fx.Node], read: Iterable[fx.Node]) -> Iterator[fx.Node]:
+        """What forward has made, and autograd has kept until some op of backward without need."""
+        tape, forward = self._tape, self.forward
+        end = forward.first_storage + forward.storages
+        storages = set(map(_storage_of, read))
+        held = {
+            number
+            for number, node in tape.tags.last_held.items()
+            if forward.first_storage < number <= end and node in inside and number not in storages
+        }
+        for node in ops_of(forward.nodes):
+            for index, spec in enumerate(node.meta[META_KEY].specs):
+                if spec.storage in held:
+                    held.remove(spec.storage)
+                    several = len(node.meta[META_KEY].specs) > 1
+                    pick = operator.getitem
+                    yield tape.graph.call_function(pick, (node, index)) if several else node
 
     def _gradients(self) -> dict[int, _Gradient]:
         """The gradients of the arguments and of the weights, by place."""
@@ -178,15 +200,15 @@ class LastLayer:
     def sources(self, block: RecordedCall, first: Recording) -> list[tuple[str, Any]]:
         """What each input of the backward block is in a layer that repeats `first`."""
         arguments = {node: place for place, node in enumerate(self._nodes) if node is not None}
-        given = {node: place for place, node in self.given.items()}
+        arrived = {node: place for place, node in self.arrived.items()}
         positions = {node: place for place, node in enumerate(self.forward.nodes)}
         sources: list[tuple[str, Any]] = []
         for node in block.inputs:
             base, index = picked(node)
             if node in arguments:
                 sources.append(("argument", arguments[node]))
-            elif node in given:
-                sources.append(("gradient", given[node]))
+            elif node in arrived:
+                sources.append(("gradient", arrived[node]))
             elif base in positions:
                 sources.append(("saved", first.saved(positions[base], index)))
             elif node.op == "get_attr":
@@ -223,6 +245,15 @@ class LastLayer:
             now = None if tensor.grad is None else self._gradient(tensor.grad)
             if now != before:
                 raise UnlikeLayersError(self.path, "a weight has got another gradient")
+
+
+def _storage_of(node: fx.Node) -> int | None:
+    """The storage of a value; None for what a repeated call returned."""
+    base, index = picked(node)
+    recorded = base.meta[META_KEY]
+    if isinstance(recorded, records.Entry):
+        return recorded.spec.storage
+    return recorded.specs[index or 0].storage if isinstance(recorded, Recorded) else None
 
 
 def _last(tape: Tape) -> fx.Node | None:
