@@ -131,9 +131,7 @@ def fold(
             taken = block.assumptions
             where = block.module, block.call, block.part, block.source
             call = repeated_call(len(ops), number, inputs, outputs, *where, taken)
-            again = block is not templates[number] and block.part == "forward"
-            arguments = block.inputs if again else ()
-            ops.append(replace(call, holds=_held_by_caller(block, ids, arguments)))
+            ops.append(replace(call, holds=_held_by_caller(block, templates[number], ids)))
     return graph.replace(
         values=tuple(
             replace(
@@ -149,17 +147,28 @@ def fold(
     )
 
 
-def _held_by_caller(
-    block: Template, ids: Mapping[int, int], arguments: Sequence[tuple[int, int]]
-) -> tuple[Ref, ...]:
+def _held_by_caller(block: Template, written: Template, ids: Mapping[int, int]) -> tuple[Ref, ...]:
     """What variables of the caller keep while the block runs: of this call, and of no other.
 
-    arguments: those of its inputs that only this call may keep.
+    written: the block that will be written in its place, whose ops hold what they hold.
     """
     own = {*block.values, *(value for pair in block.inputs for value in pair)}
-    own.difference_update(value for pair in arguments for value in pair)
-    held = (ref for op in block.ops for ref in op.holds if ref.id not in own and ref.id in ids)
+    if block is not written:
+        own = set(block.values)
+    there = dict(zip(_known_to(block), _known_to(written), strict=True))
+    held = (
+        ref
+        for op, other in zip(block.ops, written.ops, strict=True)
+        for ref in op.holds
+        if ref.id not in own and ref.id in ids
+        if there.get(ref.id) not in {item.id for item in other.holds}
+    )
     return in_order(Ref(ids[ref.id], _moved(ref.then, ids), ref.every) for ref in held)
+
+
+def _known_to(block: Template) -> list[int]:
+    """The values that a block reads or makes, in an order that is that of its twins too."""
+    return [*(value for pair in block.inputs for value in pair), *block.values]
 
 
 def _hidden(graph: OpGraph, block: Template, place: range) -> dict[int, int] | None:

@@ -133,6 +133,7 @@ class CallReplay:
         if recording is None:
             self._failures[key] += 1
         else:
+            self.stacks.close(recordings, call, recording, tree_flatten(output)[0])
             recordings.append(recording)
         return output
 

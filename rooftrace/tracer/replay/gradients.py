@@ -39,6 +39,7 @@ from rooftrace.tracer.replay.blocks import (
 from rooftrace.tracer.replay.last_layer import LastLayer, Noted
 from rooftrace.tracer.replay.likeness import Likeness, is_below, ops_of
 from rooftrace.tracer.tape import META_KEY, Recorded, Tape
+from rooftrace.tracer.tensors import trees
 
 
 def has_hooks_on(tensors: Iterable[Tensor]) -> bool:
@@ -134,6 +135,15 @@ class Stacks:
             self._layers[id(first)] = layers
         return self._layers[id(first)]
 
+    def close(
+        self, firsts: Iterable[Recording], call: Arguments, last: Recording, returned: Sequence[Any]
+    ) -> None:
+        """A layer has run in which one of `firsts` could not be repeated any more: it is the last
+        of those that could."""
+        with torch._C.DisableTorchFunction():
+            for layers in filter(None, (self._layers.get(id(first)) for first in firsts)):
+                layers.close(call, last, returned)
+
     def twins(self) -> Iterator[Twin]:
         """What was recorded again of layers that others repeat."""
         for layers in filter(None, self._layers.values()):
@@ -179,7 +189,7 @@ class Layers:
 
     def close(self, call: Arguments, last: Recording | None, returned: Sequence[Any]) -> None:
         """The last layer has run.  last: the record of its call.  returned: its results."""
-        if not self.repeats:
+        if not self.repeats or self._closing is not None:
             return
         try:
             first = self._first
@@ -289,7 +299,8 @@ class Layers:
         tape, closing = self._tape, self._closing
         if closing is None or self._unlike is not None or node in self._done:
             raise UnlikeLayersError(self.path, "backward does not begin with the last layer")
-        if arrived.keys() != closing.arrived.keys():
+        looks = {place: trees.look_of(gradient) for place, gradient in arrived.items()}
+        if looks != closing.looks:
             raise UnlikeLayersError(self.path, "other gradients come to it than to the last layer")
         self._done.add(node)
         if self._backward is None:

@@ -27,6 +27,7 @@ from rooftrace.tracer.replay.blocks import (
 )
 from rooftrace.tracer.replay.likeness import Likeness, ops_of
 from rooftrace.tracer.tape import META_KEY, Recorded, Tape, records
+from rooftrace.tracer.tensors import trees
 from rooftrace.tracer.values import META
 
 
@@ -58,6 +59,7 @@ class LastLayer:
         self._tape, self.likeness, self.path = tape, likeness, path
         self.forward, self._nodes = last.block, last.nodes
         self.arrived: dict[int, fx.Node] = {}
+        self.looks: dict[int, Any] = {}  # of these gradients
         self._own = dict(enumerate(call.own, len(call.tensors)))
         self._awaited: set[int] = set()  # places of arguments that get a gradient
         self._got: dict[int, _Gradient | None] = {}
@@ -92,6 +94,7 @@ class LastLayer:
         made = tape.tags.made_by(gradient)
         if made is not None and made[2].storage <= self._storages:  # else of the layer itself
             self.arrived[place] = node
+            self.looks[place] = trees.look_of(gradient)
 
     def _left(self, place: int, gradient: Tensor) -> None:
         """The gradient of an argument is complete."""
