@@ -6,6 +6,7 @@ import random
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -25,11 +26,16 @@ class Arguments:
     """The arguments of a module's call and the module's own tensors."""
 
     def __init__(self, tape: Tape, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self._tape = tape
+        self._tape, self._module = tape, module
         self._leaves, self._structure = tree_flatten((args, kwargs))
         self.tensors = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
-        self.own = [tensor for _, part, _ in modules_below(module) for tensor in own_tensors(part)]
         self.look = self._look()  # equal calls have equal looks; None: unknown
+
+    @cached_property
+    def own(self) -> list[Tensor]:
+        """The module's own tensors."""
+        parts = modules_below(self._module)
+        return [tensor for _, part, _ in parts for tensor in own_tensors(part)]
 
     def _look(self) -> Any:
         plain = [leaf for leaf in self._leaves if not isinstance(leaf, Tensor)]
