@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -138,7 +139,8 @@ def held_state(module: nn.Module) -> list[Any]:
 
 
 def _collect(value: Any, depth: int, seen: set[int], state: list[Any]) -> None:
-    state.append(value)
+    # Tensors by reference: how long they live is part of what is recorded.
+    state.append(weakref.ref(value) if isinstance(value, Tensor) else value)
     hidden = isinstance(value, (*PLAIN, Tensor, nn.Module, type)) or callable(value)
     if hidden or depth == 0 or id(value) in seen:
         return
