@@ -29,6 +29,13 @@ LIFETIMES_ARE_EXACT = sys.version_info >= (3, 11)
 """Before, the look at a frame by which repeated calls are known keeps its variables for longer."""
 
 with_transformers_5 = pytest.mark.skipif(TRANSFORMERS < (5, 0), reason="of transformers 5")
+with_grouped_products = pytest.mark.skipif(
+    not any(
+        torch._C._dispatch_has_kernel_for_dispatch_key("aten::_grouped_mm", key)
+        for key in ("CPU", "CompositeExplicitAutograd", "CompositeImplicitAutograd")
+    ),
+    reason="this torch has no product of groups on a CPU",
+)
 with_implementations = pytest.mark.skipif(
     not EXPERTS_HAVE_IMPLEMENTATIONS, reason="experts_implementation is of transformers 5"
 )

@@ -15,6 +15,7 @@ CAUGHT_INSIDE = {
     "CannotCountError": "a counter cannot count such a thing: its count says so",
     "CaseTimeoutError": "a case of the suite took too long: its row says so",
     "NotAlikeError": "a shortened trace does not hold: everything is run",
+    "UnlikeLayersError": "layers that were repeated may differ: each is run",
     "NotOfferedError": "an operation that this device has not: its row says so",
     "StdoutError": "stdout takes no more: the command line says so and ends",
     "UnfollowableError": "state outside of modules that is not followed: calls are run",

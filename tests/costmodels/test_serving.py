@@ -41,6 +41,7 @@ from tests.costmodels.serving_support import (
     run,
     traced as step_of,
 )
+from tests.releases import with_grouped_products, with_transformers_5
 
 CONFIGS = Path(__file__).resolve().parents[2] / "examples" / "configs"
 FP32, FP64 = 1e-4, 1e-9
@@ -112,6 +113,13 @@ CHANGED = {  # how many places each rewrite changes: in prefill, in decode
 }
 
 
+MARKS = {  # its experts are one weight each; two products of groups take the place of all
+    "DeepseekV3": with_transformers_5,
+    "Qwen3Moe": with_transformers_5,
+    "Llama4Text": with_grouped_products,
+}
+
+
 def counts(notes: tuple[str, ...]) -> dict[str, int]:
     """{"fused-qkv": 2} from the notes of rewrites."""
     pairs = (note.split(": ", 1) for note in notes if "nothing" not in note)
@@ -134,7 +142,10 @@ def steps() -> Callable[[str, str], tuple[nn.Module, OpGraph]]:
 
 
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(name, marks=MARKS.get(name, ())) for name in FAMILIES],
+)
 def test_all_rewrites_of_a_model_leave_its_results(
     family: str, phase: str, steps: Callable[[str, str], tuple[nn.Module, OpGraph]]
 ) -> None:
@@ -240,6 +251,7 @@ def test_flops_per_cached_position_of_deepseek() -> None:
 # -- routed experts --------------------------------------------------------------------------------
 
 
+@with_grouped_products
 def test_experts_written_by_hand() -> None:
     model = filled(Experts())
     graph = step_of(model, "forward")
@@ -421,6 +433,7 @@ def test_a_step_with_repeats_costs_what_it_costs_written_out(family: str) -> Non
     assert one.memory.peak == other.memory.peak
 
 
+@with_transformers_5
 def test_a_step_with_repeats_gives_the_same_results() -> None:
     model = filled(model_of("DeepseekV3", **{**DEEPSEEK, "num_hidden_layers": 6}))
     short = roll_stacks(step_of(model, "decode").expand())
@@ -431,6 +444,7 @@ def test_a_step_with_repeats_gives_the_same_results() -> None:
 # -- DeepSeek-V3 -----------------------------------------------------------------------------------
 
 
+@with_transformers_5
 def test_decode_of_deepseek_v3_by_its_closed_form() -> None:
     """The products of every weight that a token uses, and 278,528 FLOP per cached position."""
     batch, kv, layers, dense = 8, 4096, 61, 3

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import logging
 import random
 import re
 import time
@@ -139,6 +140,9 @@ def a_config(rng: random.Random) -> str:
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run) -> Path:
     """Where the user is: with a file of code that nobody asks for."""
     monkeypatch.chdir(tmp_path)
+    # The standard error that transformers found first in this process may be closed by now, which
+    # logging complains of; a command has a process of its own.
+    monkeypatch.setattr(logging, "raiseExceptions", False)
     (tmp_path / "payload.py").write_text(PAYLOAD)
     return tmp_path
 

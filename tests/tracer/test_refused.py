@@ -1,5 +1,6 @@
 """What a module may hold or be wrapped in: it is traced, or refused with the reason."""
 
+import re
 import sys
 import threading
 from collections.abc import Iterator
@@ -90,10 +91,6 @@ def test_under_an_active_fake_mode() -> None:
         rt.capture(fake)
 
 
-C_CALLS_COUNT = sys.version_info < (3, 12)
-"""Whether calls from C count for Python's limit of calls on its stack."""
-
-
 @pytest.mark.parametrize("depth", [100, 300, 1000])
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_a_chain_of_modules_traces_or_says_how_deep_it_is(depth: int, device: str) -> None:
@@ -103,13 +100,13 @@ def test_a_chain_of_modules_traces_or_says_how_deep_it_is(depth: int, device: st
     if device == "meta":
         runs.append(lambda: captured(module))
     for run in runs:
-        if depth == 100 or (depth == 300 and not C_CALLS_COUNT):
-            assert run().ops[-1].name == "aten.addmm"
-            continue
-        limit = rf"Deep has modules inside modules, {depth + 1:,} deep.*setrecursionlimit\(\d+\)"
-        with pytest.raises(RequestError, match=limit) as failed:
-            run()
-        assert len(str(failed.value)) < 300
+        try:
+            graph = run()
+        except RequestError as error:
+            limit = rf"Deep has modules inside modules, {depth + 1:,} deep.*setrecursionlimit\(\d"
+            assert depth > 100 and re.match(limit, str(error)) and len(str(error)) < 300
+        else:  # how deep is too deep depends on the release of Python
+            assert depth < 1000 and graph.ops[-1].name == "aten.addmm"
 
 
 def captured(module: nn.Module) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -22,6 +23,8 @@ LEAST, MOST = 1e-15, 1e24
 """What a quantity of a chip may be in SI units, beside 0: far from where floats end."""
 MOST_SHOWN = 20
 """Mistakes of one file that an error lists."""
+WIDEST = 190
+"""Characters of each where there are several."""
 
 
 class ChipFileError(ValueError):
@@ -29,7 +32,8 @@ class ChipFileError(ValueError):
 
     def __init__(self, *problems: str) -> None:
         self.problems = problems
-        lines = [f"\n  {problem}" for problem in problems[:MOST_SHOWN]]
+        shown = (p if len(p) <= WIDEST else f"{p[: WIDEST - 3]}..." for p in problems)
+        lines = [f"\n  {problem}" for problem in islice(shown, MOST_SHOWN)]
         if len(problems) > MOST_SHOWN:
             lines.append(f"\n  and {len(problems) - MOST_SHOWN} more")
         super().__init__(
@@ -73,7 +77,7 @@ class ChipTable:
         self.file = file
         self.sources = sources
         if not isinstance(table, dict):
-            raise ChipFileError(f"{self._where()}expected a table, found {toml_value(table)}")
+            raise ChipFileError(f"{self._where()}expected a table, found {toml_value(table):.200}")
         self.rest = dict(table)
 
     def _where(self, key: str = "") -> str:
@@ -82,7 +86,7 @@ class ChipTable:
 
     def error(self, key: str, value: object, expected: str) -> ChipFileError:
         """The error about one value: its place, the value itself, and what was expected."""
-        return ChipFileError(f"{self._where(key)} = {toml_value(value)}: {expected}")
+        return ChipFileError(f"{self._where(key)} = {toml_value(value):.200}: {expected}")
 
     def text(self, key: str, default: str | None = None) -> str:
         """The text at `key`; without a default it must be there, and not be blank."""

@@ -227,16 +227,25 @@ def decoded(data: Mapping[str, Any], where: str = "run") -> Run:
         if not times or not all(math.isfinite(t) and t >= 0 for t in times):
             reason = f"{row.key!r:.60} has times {times!r:.60}, expected seconds of at least 0"
             raise _KIND.refused(where, reason)
-    models = (replace(row, ops=tuple(map(_with_shapes, row.ops))) for row in run.models)
+    try:
+        models = [replace(row, ops=tuple(map(_with_shapes, row.ops))) for row in run.models]
+    except TypeError as error:
+        raise _KIND.refused(where, str(error)) from None
     return replace(run, models=tuple(models))
 
 
 def _with_shapes(op: OpTime) -> OpTime:
-    return replace(op, shapes=_frozen(op.shapes)) if op.shapes else op
+    return replace(op, shapes=tuple(map(_shape, op.shapes))) if op.shapes else op
 
 
-def _frozen(value: Any) -> Any:
-    return tuple(_frozen(item) for item in value) if isinstance(value, (list, tuple)) else value
+def _shape(item: Any) -> tuple[Any, ...]:
+    """The sizes of an operand, or those of each tensor in a list.  Raises TypeError for others."""
+    if isinstance(item, (list, tuple)):
+        if all(type(size) is int and size >= 0 for size in item):
+            return tuple(item)
+        if all(isinstance(inner, (list, tuple)) for inner in item):
+            return tuple(map(_shape, item))
+    raise TypeError(f"shapes of an op have {item!r:.60}, expected a list of sizes")
 
 
 def _plain(record: Any) -> dict[str, Any]:

@@ -76,7 +76,7 @@ def draw(
     axes.set_ylim(low, high)
     style.plain_axes(axes)
     axes.grid(True, which="major", color=style.GRID, linewidth=0.8)
-    axes.tick_params(which="minor", length=0)
+    axes.minorticks_off()
     axes.set_xlabel("arithmetic intensity  [FLOP / HBM byte]", fontsize=11, color=style.INK)
     axes.set_title(
         "FLOP per second of the time of the step", fontsize=11, color=style.INK, loc="left", pad=8

@@ -7,7 +7,7 @@ was recorded too: equal layers are found and rolled without writing their blocks
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rooftrace.tracer.arguments import Argument, Neighbour, Ref, in_order, refs
@@ -16,6 +16,8 @@ from rooftrace.tracer.lower.blocks import NotAlikeError
 from rooftrace.tracer.lower.roles import made_role
 
 REPEATED = "rooftrace.repeated.default"
+_KEPT = ("kv", "gradients")
+"""Roles of what outlives the step; the ops that make it do not tell."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,11 @@ class Template:
     results: tuple[int, ...]
     assumptions: tuple[int, ...]
     first: int = 0
+
+    @property
+    def part(self) -> str:
+        """The part of the step that it belongs to."""
+        return self.ops[0].part
 
 
 def template(
@@ -69,6 +76,7 @@ def repeated_call(
     outputs: tuple[int, ...],
     module: str,
     call: int,
+    part: str,
     source: str,
     assumptions: tuple[int, ...],
 ) -> Op:
@@ -82,26 +90,30 @@ def repeated_call(
         outputs=outputs,
         module=module,
         call=call,
+        part=part,
         source=source,
         assumptions=assumptions,
     )
 
 
-def fold(graph: OpGraph, templates: Sequence[Template]) -> OpGraph:
+def fold(
+    graph: OpGraph, templates: Sequence[Template], twins: Sequence[tuple[int, Template]] = ()
+) -> OpGraph:
     """The graph with one op for the recorded call of each block, where only its results are used.
 
-    The graph is that which the templates were taken from.
+    The graph is that which the templates were taken from.  twins: ops that stand there as in a
+    block, with the number of this block.
     """
     if not templates:
         return graph
-    inside: dict[int, int] = {}
+    inside: dict[int, tuple[int, Template]] = {}
     owners: dict[int, int] = {}
-    for number, block in reversed(list(enumerate(templates))):  # an inner block ends before
+    for number, block in (*reversed(list(enumerate(templates))), *twins):  # an inner one ends first
         place = range(block.first, block.first + len(block.ops))
         if inside.keys().isdisjoint(place):
             hidden = _hidden(graph, block, place)
             if hidden is not None:
-                inside.update(dict.fromkeys(place, number))
+                inside.update(dict.fromkeys(place, (number, block)))
                 owners |= hidden
     kept = [value for value in range(len(graph.values)) if value not in owners]
     ids = {value: index for index, value in enumerate(kept)}
@@ -109,17 +121,17 @@ def fold(graph: OpGraph, templates: Sequence[Template]) -> OpGraph:
 
     ops: list[Op] = []
     for op in graph.ops:
-        block_of_op = inside.get(op.id)
-        if block_of_op is None:
+        if op.id not in inside:
             ops.append(replace(_renumbered(op, ids), id=len(ops)))
-        elif op.id == templates[block_of_op].first:
-            block = templates[block_of_op]
+            continue
+        number, block = inside[op.id]
+        if op.id == block.first:
             inputs = tuple(Ref(ids[value]) for value, _ in block.inputs)
             outputs = tuple(ids[value] for value in block.results)
             taken = block.assumptions
-            where = block.module, block.call, block.source
-            call = repeated_call(len(ops), block_of_op, inputs, outputs, *where, taken)
-            ops.append(replace(call, holds=_held_by_caller(block, ids)))
+            where = block.module, block.call, block.part, block.source
+            call = repeated_call(len(ops), number, inputs, outputs, *where, taken)
+            ops.append(replace(call, holds=_held_by_caller(block, templates[number], ids)))
     return graph.replace(
         values=tuple(
             replace(
@@ -135,11 +147,28 @@ def fold(graph: OpGraph, templates: Sequence[Template]) -> OpGraph:
     )
 
 
-def _held_by_caller(block: Template, ids: Mapping[int, int]) -> tuple[Ref, ...]:
-    """What variables of the caller keep while the block runs: of this call, and of no other."""
+def _held_by_caller(block: Template, written: Template, ids: Mapping[int, int]) -> tuple[Ref, ...]:
+    """What variables of the caller keep while the block runs: of this call, and of no other.
+
+    written: the block that will be written in its place, whose ops hold what they hold.
+    """
     own = {*block.values, *(value for pair in block.inputs for value in pair)}
-    held = (ref for op in block.ops for ref in op.holds if ref.id not in own and ref.id in ids)
+    if block is not written:
+        own = set(block.values)
+    there = dict(zip(_known_to(block), _known_to(written), strict=True))
+    held = (
+        ref
+        for op, other in zip(block.ops, written.ops, strict=True)
+        for ref in op.holds
+        if ref.id not in own and ref.id in ids
+        if there.get(ref.id) not in {item.id for item in other.holds}
+    )
     return in_order(Ref(ids[ref.id], _moved(ref.then, ids), ref.every) for ref in held)
+
+
+def _known_to(block: Template) -> list[int]:
+    """The values that a block reads or makes, in an order that is that of its twins too."""
+    return [*(value for pair in block.inputs for value in pair), *block.values]
 
 
 def _hidden(graph: OpGraph, block: Template, place: range) -> dict[int, int] | None:
@@ -214,7 +243,11 @@ class _Inlined:
         for op in ops:
             if op.target == REPEATED:
                 call = _renumbered(op, self.ids)
-                kept = {self.ids[v] for v in op.outputs if values[v].role == "kv"}
+                kept = {
+                    self.ids[v]: (values[v].role, values[v].name)
+                    for v in reversed(op.outputs)
+                    if values[v].role in _KEPT
+                }
                 instance = _Instance(self._template(op), call, self._inner[op.id], kept)
                 self.ops += instance.write(made, len(self.ops))
             else:
@@ -235,10 +268,17 @@ class _Inlined:
     def _with_owners(self, op: Op, used: Mapping[int, int]) -> Op:
         """What an op holds as owners of bytes, which those of a call's arguments need not be; what
         is used later is there anyway, whatever the recorded call did with its own."""
-        owners = [replace(ref, id=self.values[ref.id].storage) for ref in op.holds]
+        owners = [self._with_owner(ref) for ref in op.holds]
         touched = {self.values[i].storage for i in (*op.inputs, *op.outputs)}
         touched |= {ref.id for ref in owners if ref == Ref(ref.id) and used.get(ref.id, 0) > op.id}
         return replace(op, holds=in_order(ref for ref in owners if ref.id not in touched))
+
+    def _with_owner(self, ref: Ref) -> Ref:
+        tensor = self.values[ref.id]
+        then = ref.then or tensor.then
+        if then is not None:
+            then = replace(then, value=self.values[then.value].storage)
+        return replace(ref, id=tensor.storage, then=then)
 
     def graph(self, graph: OpGraph) -> OpGraph:
         """`graph` with these values and ops."""
@@ -303,15 +343,15 @@ def _owner(values: Sequence[Tensor | None], value: int) -> int:
 class _Instance:
     """One block in place of one call.  ids: new ids of the values that the block makes.
 
-    kept: those of the call's results that outlive the step, as a cache.
+    kept: role and name of those of the call's results that outlive the step, as a cache.
     """
 
     def __init__(
-        self, block: Template, call: Op, ids: Mapping[int, int], kept: Collection[int]
+        self, block: Template, call: Op, ids: Mapping[int, int], kept: Mapping[int, tuple[str, str]]
     ) -> None:
         self._block, self._call, self._ids = block, call, ids
         self._kept = {
-            block.values[value].storage
+            block.values[value].storage: kept[output]
             for value, output in zip(block.results, call.outputs, strict=True)
             if output in kept
         }
@@ -344,11 +384,13 @@ class _Instance:
                 raise NotAlikeError
             then = then or beside
         owner = values[storage] if tensor.storage != value else None
+        name = self._path(tensor.name)
         if tensor.storage in self._kept:
-            role = "kv"
+            role, own_name = self._kept[tensor.storage]
+            name = own_name if own_name and owner is None else name
         return replace(
             tensor,
-            name=self._path(tensor.name),
+            name=name,
             role=role if owner is None else owner.role,
             storage=storage,
             repeats=(*self._call.repeats, *tensor.repeats),

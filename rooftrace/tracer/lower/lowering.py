@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import operator
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,7 +27,7 @@ from rooftrace.tracer.lower.stacks import roll_stacks
 from rooftrace.tracer.lower.turns import roll_loops
 from rooftrace.tracer.ops import traits
 from rooftrace.tracer.recording import Recorder
-from rooftrace.tracer.replay import RecordedCall, RepeatedCall, repeated
+from rooftrace.tracer.replay import RecordedCall, RepeatedCall, Twin, repeated
 from rooftrace.tracer.tape import META_KEY, Entry, Recorded, records
 from rooftrace.tracer.tensors import trees
 
@@ -88,8 +88,9 @@ def lower(
     whole, ids = roll_loops(flat, builder.turns, recorder.loops)
     templates = [builder.template(whole, ids, block) for block in builder.blocks]
     if repeats:
+        twins = list(builder.twins(whole, ids, recorder.twins()))
         with contextlib.suppress(NotAlikeError):
-            return inline(roll_stacks(fold(whole, templates)), templates).verify()
+            return inline(roll_stacks(fold(whole, templates, twins)), templates).verify()
     return inline(whole, templates).verify()
 
 
@@ -174,9 +175,7 @@ class _Builder:
         number = self._blocks.setdefault(id(block), len(self.blocks))
         if number == len(self.blocks):
             self.blocks.append(block)
-        specs = [
-            replace(spec, storage=call.first_storage + spec.storage) for _, _, spec in block.results
-        ]
+        specs = [replace(spec, storage=call.storage(spec)) for _, _, spec in block.made]
         roles = [self.values[value].role for value in self._results(block)]
         roles = ["activations" if role == "kv" else role for role in roles]  # unless kept, too
         outputs = tuple(map(self._output, specs, roles))
@@ -184,7 +183,7 @@ class _Builder:
         self.turns.append(None)
         inputs = tuple(self._argument(item) for item in node.args)
         taken = tuple(call.assumptions.get(a, a) for a in block.assumptions)
-        where = call.path, block.call, call.source
+        where = call.path, block.call, block.part, call.source
         self.ops.append(repeated_call(len(self.ops), number, inputs, outputs, *where, taken))
 
     def hold(self, last: Mapping[int, fx.Node]) -> None:
@@ -202,17 +201,40 @@ class _Builder:
             if owner not in used or number is None:
                 continue
             # Of a call that repeats a block, some op in the middle may be the last that reads it.
-            if number > used[owner] or (number == used[owner] and node.target is repeated):
+            if number > used[owner] or (number == used[owner] and _is_called(node)):
                 held.setdefault(number, []).append(Ref(owner))
         for number, owners in held.items():
             self.ops[number] = replace(self.ops[number], holds=in_order(owners))
 
     def _results(self, block: RecordedCall) -> list[int]:
         """The values that the recorded call of a block returned."""
-        return [
-            self._single[node] if index is None else self._multiple[node][index]
-            for node, index, _ in block.results
-        ]
+        return [self._result(node, index) for node, index, _ in block.made]
+
+    def _result(self, node: fx.Node, index: int | None) -> int:
+        return self._single[node] if index is None else self._multiple[node][index]
+
+    def twins(
+        self, graph: OpGraph, ids: Mapping[int, int], twins: Iterable[Twin]
+    ) -> Iterator[tuple[int, Template]]:
+        """The ops that were recorded again as a block, each with the number of the block."""
+        for twin in twins:
+            numbers = [self._numbers[node] for node in twin.nodes if node in self._numbers]
+            place = range(numbers[0], numbers[-1] + 1)
+            block = self._blocks.get(id(twin.block))
+            if block is not None and len(place) == len(numbers):
+                yield (
+                    block,
+                    template(
+                        graph,
+                        twin.path,
+                        twin.call,
+                        twin.source,
+                        place,
+                        [ids[self._result(*item)] for item in twin.inputs],
+                        [ids[self._result(*item)] for item in twin.results],
+                        twin.assumptions,
+                    ),
+                )
 
     def template(self, graph: OpGraph, ids: Mapping[int, int], block: RecordedCall) -> Template:
         """The ops that a block recorded, in `graph`.  ids: what became of the ids of this builder.
@@ -323,6 +345,13 @@ class _Builder:
         if isinstance(item, torch.Generator):  # its text has its address in memory
             return f"Generator:{item.initial_seed()}"
         return f"{type(item).__name__}:{item}"
+
+
+def _is_called(node: fx.Node) -> bool:
+    """Whether a node stands for a call that repeats a block: variables of its caller hold the
+    arguments meanwhile."""
+    recorded = node.meta.get(META_KEY)
+    return isinstance(recorded, RepeatedCall) and recorded.block.part == "forward"
 
 
 class _TorchFlops:

@@ -13,7 +13,7 @@ from rooftrace.tracer.lower.collapse import Collapse
 from rooftrace.tracer.vocabulary import REVERSED
 
 if TYPE_CHECKING:
-    from rooftrace.tracer.replay import Loop
+    from rooftrace.tracer.rolling import Loop
 
 _TURN = 2
 """The turn of a loop that stands for those that were left out."""

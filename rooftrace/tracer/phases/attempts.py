@@ -11,6 +11,7 @@ from rooftrace.tracer.asking import Options, assumptions
 from rooftrace.tracer.graph import OpGraph
 from rooftrace.tracer.lower import NotAlikeError
 from rooftrace.tracer.recording import Recorder
+from rooftrace.tracer.replay import UnlikeLayersError
 from rooftrace.tracer.source import TraceError, users_traceback
 from rooftrace.tracer.values import UnknownValueError, Values
 
@@ -36,6 +37,7 @@ def attempted(
     """
     first: TraceError | None = None
     repeats = options.repeats
+    apart: set[str] = set()  # paths of layers of which each is run, also under gradients
     for number in UNKNOWN_NUMBERS:
         turns = _Turns(options.branches)
         while True:
@@ -46,13 +48,16 @@ def attempted(
                 turned=turns.lines,
             )
             values.by_number = bool(options.branches)
-            recorder = Recorder(values, roll_loops=repeats, repeat_calls=repeats)
+            recorder = Recorder(values, roll_loops=repeats, repeat_calls=repeats, run_apart=apart)
             try:
                 graph = run(recorder)
                 assumptions.check_histograms(options.assume, (a.facts for a in values.assumptions))
                 return graph
             except RequestError:
                 raise
+            except UnlikeLayersError as error:  # all of them, if a second one is not alike
+                assert error.path not in apart
+                apart = {*apart, "" if apart else error.path}
             except NotAlikeError as error:  # what was left out has to be run after all
                 assert repeats, error
                 repeats = False

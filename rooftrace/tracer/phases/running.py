@@ -193,7 +193,7 @@ class PhaseRunner:
             )
         for parameter in parameters:
             parameter.grad = None
-        with torch.enable_grad():
+        with torch.enable_grad(), recorder.trained():
             output = self.calls.call(self.inputs.args, self.inputs.kwargs, self.inputs.labels)
             self.run_backward(recorder, output)
         trained = [p for p in parameters if p.grad is not None]

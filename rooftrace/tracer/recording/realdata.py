@@ -138,7 +138,7 @@ class RealData:
         base, index = _base(node)
         item = base.meta[META_KEY]
         if isinstance(item, RepeatedCall):
-            return item.first_storage + item.block.results[index or 0][2].storage
+            return item.storage(item.block.made[index or 0][2])
         if hasattr(item, "spec"):
             return int(item.spec.storage)
         return int(item.specs[index or 0].storage)
@@ -260,7 +260,7 @@ class RealData:
             if item.target is not operator.getitem:
                 repeats = isinstance(item.meta[META_KEY], RepeatedCall)
                 made[item] = self._repeat(item, inside) if repeats else self._call(item, inside)
-        return [made[n] if index is None else made[n][index] for n, index, _ in block.results]
+        return [made[n] if index is None else made[n][index] for n, index, _ in block.made]
 
     def _call(self, node: fx.Node, get: Callable[[fx.Node], Any]) -> Any:
         def real(item: Any) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -38,7 +38,8 @@ from rooftrace.tracer.recording.standins import (
 )
 from rooftrace.tracer.recording.static_caches import static_caches_counted
 from rooftrace.tracer.recording.threads import Threads
-from rooftrace.tracer.replay import CallReplay, Loop, Rolling
+from rooftrace.tracer.replay import CallReplay, Twin
+from rooftrace.tracer.rolling import Loop, Rolling
 from rooftrace.tracer.tape import Tape
 from rooftrace.tracer.tensors import subclasses
 from rooftrace.tracer.values import META, Values
@@ -50,9 +51,10 @@ class Recorder(TorchDispatchMode, Tape):
 
     record=False keeps only the values that are known (to build modules).  own_step: the code is a
     whole step of the user's (see `Tape.own_step`).  roll_loops: run only a few turns of each scan
-    (see replay/loops); `loops` has these scans by serial number.  repeat_calls: run only the first
-    of equal calls of modules (see replay/calls).  After use, `close` takes our tags off tensors
-    that outlive the capture.
+    (see rolling/loops); `loops` has these scans by serial number.  repeat_calls: run only the first
+    of equal calls of modules (see replay/calls), also in `trained`, but for run_apart: layers whose
+    first is at one of these paths, "" for all.  After use, `close` takes our tags off tensors that
+    outlive the capture.
     """
 
     supports_higher_order_operators = True
@@ -73,6 +75,7 @@ class Recorder(TorchDispatchMode, Tape):
         own_step: bool = False,
         roll_loops: bool = True,
         repeat_calls: bool = True,
+        run_apart: Collection[str] = (),
     ) -> None:
         TorchDispatchMode.__init__(self)  # type: ignore[no-untyped-call]
         Tape.__init__(self, values or Values(), record)
@@ -85,7 +88,7 @@ class Recorder(TorchDispatchMode, Tape):
         self.values.finite = self._finite
         self.values.where = lambda: self.here.path
         self._rolling = self.rolling = Rolling(self, enabled=record and roll_loops)
-        self._module_calls = CallReplay(self, enabled=record and repeat_calls)
+        self._module_calls = CallReplay(self, record and repeat_calls, run_apart)
         self._runner = Runner(self, self.again)
         self.scope = Scope()
         self._followers = Threads(self, self.__torch_dispatch__, self.scope)
@@ -101,6 +104,17 @@ class Recorder(TorchDispatchMode, Tape):
         self._rolling.watch(root)
         self._module_calls.watch(root)
         super().name_modules(root)
+
+    def trained(self) -> AbstractContextManager[None]:
+        """Inside, a module is called and one backward runs, without a graph of its own.
+
+        Raises UnlikeLayersError at the end where layers were repeated that may not be alike.
+        """
+        return self._module_calls.stacks.trained()
+
+    def twins(self) -> Iterator[Twin]:
+        """Ops that were recorded again, one by one as in a block that calls repeat."""
+        return self._module_calls.stacks.twins()
 
     def _from_data(self, tensor: Tensor) -> Tensor | None:
         """The value of a tensor from the caller's real ones; see `realdata`."""

@@ -1,4 +1,4 @@
-"""Code that would record the same again is not run: equal calls and equal turns of loops."""
+"""Modules that would record the same again are not called: equal layers, and equal calls."""
 
 from rooftrace._face import face
 

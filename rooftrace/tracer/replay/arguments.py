@@ -6,6 +6,7 @@ import random
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -25,17 +26,22 @@ class Arguments:
     """The arguments of a module's call and the module's own tensors."""
 
     def __init__(self, tape: Tape, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self._tape = tape
+        self._tape, self._module = tape, module
         self._leaves, self._structure = tree_flatten((args, kwargs))
         self.tensors = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
-        self.own = [tensor for _, part, _ in modules_below(module) for tensor in own_tensors(part)]
         self.look = self._look()  # equal calls have equal looks; None: unknown
+
+    @cached_property
+    def own(self) -> list[Tensor]:
+        """The module's own tensors."""
+        parts = modules_below(self._module)
+        return [tensor for _, part, _ in parts for tensor in own_tensors(part)]
 
     def _look(self) -> Any:
         plain = [leaf for leaf in self._leaves if not isinstance(leaf, Tensor)]
         if not all(type(leaf) in PLAIN for leaf in plain):
             return None
-        everything = (*self.tensors, *self.own)
+        everything = self.all
         for tensor in everything:
             if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
                 return None
@@ -75,12 +81,22 @@ class Arguments:
         """Whether autocast may have cast this weight already: it casts each weight once."""
         return node is not None and torch.is_autocast_enabled("cuda") and bool(node.users)
 
+    @property
+    def all(self) -> tuple[Tensor, ...]:
+        """The tensors among the arguments, and the module's own."""
+        return (*self.tensors, *self.own)
+
     def nodes(self) -> list[fx.Node | None]:
         """The nodes of the arguments and of the module's own tensors."""
         if not self._tape.recording:
             return []
-        tape, tensors = self._tape, (*self.tensors, *self.own)
-        return [tape.node_of(tensor) if tape.tags.has(tensor) else None for tensor in tensors]
+        tape = self._tape
+        return [tape.node_of(tensor) if tape.tags.has(tensor) else None for tensor in self.all]
+
+    def storages(self) -> list[int | None]:
+        """The storage numbers of the arguments and of the module's own tensors."""
+        tags = (self._tape.tags.of(tensor) for tensor in self.all)
+        return [None if tag is None else tag.storage for tag in tags]
 
     def taints(self) -> list[list[int]]:
         """The assumptions that the arguments rest on."""
@@ -89,7 +105,7 @@ class Arguments:
 
     def versions(self) -> list[int]:
         """The number of writes to each tensor."""
-        return [0 if t.is_inference() else t._version for t in (*self.tensors, *self.own)]
+        return [0 if t.is_inference() else t._version for t in self.all]
 
     def same_arguments(self, args: Any, kwargs: Any) -> bool:
         """Whether the containers among the arguments hold what they held."""
@@ -103,6 +119,7 @@ class Beginning:
     def __init__(self, tape: Tape, module: nn.Module, call: Arguments) -> None:
         self._tape, self.module, self.call = tape, module, call
         self.nodes, self.state = call.nodes(), held_state(module)
+        self.storages = call.storages()
         self.calls = dict(tape.paths.counts)
         self._node = next(iter(reversed(tape.graph.nodes)), None)
         self._storages = tape.tags.storages
@@ -120,10 +137,10 @@ class Beginning:
         same = same_state(self.state, held_state(self.module)) and not has_hooks(self.module)
         return same and bool(self._now() == self._outside)
 
-    def block(self, returned: Sequence[Any]) -> RecordedCall | None:
+    def block(self, returned: Sequence[Any], trained: bool) -> RecordedCall | None:
         """The block of ops recorded since; None where a later call could not repeat it.
 
-        returned: the leaves of the call's result.
+        returned: the leaves of the call's result.  trained: autograd holds what backward reads.
         """
         tape = self._tape
         nodes = list(blocks.nodes_since(tape.graph, self._node))
@@ -132,7 +149,8 @@ class Beginning:
         if leaves is None or calls is None:
             return None
         passed, results = leaves
-        if blocks.holds_others(tape, self._storages, nodes, [spec.storage for *_, spec in results]):
+        made = [spec.storage for *_, spec in results]
+        if not trained and blocks.holds_others(tape, self._storages, nodes, made):
             return None
         inputs = blocks.read_from_outside(nodes)
         if blocks.writes_outside(nodes, self._storages) or any(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx, nn
 
 from rooftrace.tracer.ops import written_nodes
+from rooftrace.tracer.replay.outside import Outside
 from rooftrace.tracer.tape import META_KEY, Recorded, Tape, records
 
 
@@ -32,6 +33,15 @@ class RecordedCall:
     calls: Mapping[str, int]  # how often it called each module inside, by the path below its own
     assumptions: tuple[int, ...]  # ids of those that something inside rests on
     origin: records.Origin | None  # where the first op comes from; None where there is none
+    part: str = "forward"  # of the step; a call of a module by code, or its backward
+    saved: list[tuple[fx.Node, int | None, records.Spec]] = field(default_factory=list)
+    """What else is read outside, found when a backward has read it; as `results`.  A storage of -1
+    and below is that of an argument, -1 that of the first."""
+
+    @property
+    def made(self) -> tuple[tuple[fx.Node, int | None, records.Spec], ...]:
+        """All that is read outside."""
+        return (*self.results, *self.saved)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +53,88 @@ class RepeatedCall:
     source: str  # the line that calls
     first_storage: int  # how many storages there were before
     assumptions: Mapping[int, int]  # ids of the block's, and what they are here
+    arguments: Sequence[int | None] = ()  # their storages, where `saved` can name them
+
+    def storage(self, spec: records.Spec) -> int:
+        """The storage, in this call, of a tensor of `block.made`."""
+        if spec.storage > 0:
+            return self.first_storage + spec.storage
+        number = self.arguments[-1 - spec.storage]
+        assert number is not None
+        return number
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Twin:
+    """Ops that were recorded again, one by one as in a block."""
+
+    block: RecordedCall
+    path: str  # of the module that was called
+    call: int  # how often it had been called before
+    source: str  # the line that called
+    nodes: Sequence[fx.Node]
+    inputs: Sequence[tuple[fx.Node, int | None]]  # in the order of the block's
+    results: Sequence[tuple[fx.Node, int | None]]  # in the order of what the block has `made`
+    assumptions: Sequence[int]  # in the order of the block's
+
+
+class UnlikeLayersError(Exception):
+    """Calls that were taken to repeat a recorded one may differ from it after all.
+
+    path: of the module whose call was recorded; "" where it is not known.
+    """
+
+    def __init__(self, path: str, reason: str) -> None:
+        super().__init__(f"{path}: {reason}")
+        self.path = path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recording:
+    """A recorded call that later calls can repeat."""
+
+    module: nn.Module
+    block: RecordedCall
+    state: list[Any]  # of the module, before the call
+    watched: frozenset[tuple[str, str]]  # attributes in which modules of its build differ
+    read: frozenset[tuple[str, str]]  # those of them that it read
+    earlier: Mapping[str, int]  # how often each module inside was called before, by path below
+    nodes: list[fx.Node | None]  # of its arguments and the module's own tensors, in order
+    storages: list[int | None]  # of these
+    taints: list[list[int]]  # the assumptions that each argument rests on
+    outside: Outside  # what its functions saw outside of modules
+    returned: list[Any]  # copies of the leaves that it returned
+    differentiable: list[bool]  # which of these require gradients
+    values: list[tuple[Tensor, frozenset[int]] | None]  # what is known of these
+    structure: Any  # the tree of these
+
+    def saved(self, position: int, index: int | None) -> int:
+        """Which of `block.made` is this result of the op at this position; a new one, if none is.
+
+        Raises UnlikeLayersError for one whose bytes belong to neither the call nor its arguments.
+        """
+        block = self.block
+        node = block.nodes[position]
+        for place, (made, number, _) in enumerate(block.made):
+            if picked(made, number) == (node, index):
+                return place
+        spec = node.meta[META_KEY].specs[index or 0]
+        storage = spec.storage - block.first_storage
+        if storage <= 0:
+            if spec.storage not in self.storages:
+                raise UnlikeLayersError(block.path, "its backward reads what the layer got")
+            storage = -1 - self.storages.index(spec.storage)
+        block.saved.append((node, index, replace(spec, storage=storage)))
+        return len(block.made) - 1
+
+
+def picked(node: fx.Node, index: int | None = None) -> tuple[fx.Node, int | None]:
+    """The node that made a value, and which of its outputs; None: the only one."""
+    if node.target is not operator.getitem:
+        return node, index
+    base, place = node.args
+    assert isinstance(base, fx.Node) and isinstance(place, int)
+    return base, place
 
 
 def repeated(*inputs: Any) -> Any:
@@ -74,11 +166,17 @@ def count_again(tape: Tape, block: RecordedCall, path: str) -> None:
 # -- what nodes did --------------------------------------------------------------------------------
 
 
-def nodes_since(graph: fx.Graph, last: fx.Node | None) -> Iterator[fx.Node]:
-    """The nodes recorded after `last`, except picks (getitem) from results of earlier ops."""
+def nodes_since(
+    graph: fx.Graph, last: fx.Node | None, end: fx.Node | None = None
+) -> Iterator[fx.Node]:
+    """The nodes recorded after `last`, except picks (getitem) from results of earlier ops.
+
+    end: the node after which nothing counts.
+    """
     inside: set[fx.Node] = set()
     node = next(iter(graph.nodes), None) if last is None else last.next
-    while node is not None and node.op != "root":
+    after = None if end is None else end.next
+    while node is not None and node is not after and node.op != "root":
         if node.target is not operator.getitem or node.args[0] in inside:
             inside.add(node)
             yield node
@@ -107,6 +205,12 @@ def writes_outside(nodes: Sequence[fx.Node], first_storage: int) -> bool:
             if any(spec.storage <= first_storage for spec in recorded.specs):
                 return True
     return False
+
+
+def in_loops(nodes: Sequence[fx.Node]) -> bool:
+    """Whether some node is part of a loop that may be cut short, which has a number of its own."""
+    recorded = (node.meta.get(META_KEY) for node in nodes)
+    return any(isinstance(r, Recorded) and r.origin.loop is not None for r in recorded)
 
 
 _CAST = torch.ops.aten._to_copy.default

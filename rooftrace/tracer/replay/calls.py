@@ -17,7 +17,7 @@ that stand in its place.  Done only where the later call could not have recorded
    computed no value from real data, left no tensor behind that something holds, and returned
    plain values, inputs, or new tensors.
 4. Both stand under the same modes: precision, autocast, kernels of attention.
-5. Gradients are off: autograd has to see every op.
+5. Gradients are off, or one backward follows, as in the training phase (see `gradients`).
 6. What its functions can see outside of modules (globals, closures, attributes of classes, context
    variables: see `outside`) was not changed by the recorded call, and is now what it was then.
 
@@ -30,9 +30,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -43,44 +43,43 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from rooftrace.tracer.patches import original_of, replaced
 from rooftrace.tracer.replay.arguments import Arguments, Beginning
-from rooftrace.tracer.replay.blocks import RecordedCall, RepeatedCall, count_again, repeat_node
+from rooftrace.tracer.replay.blocks import (
+    Recording,
+    RepeatedCall,
+    count_again,
+    in_loops,
+    repeat_node,
+)
+from rooftrace.tracer.replay.gradients import (
+    Layers,
+    Stacks,
+    differentiable_plainly,
+    has_hooks_on,
+)
 from rooftrace.tracer.replay.outside import Outside, include
-from rooftrace.tracer.replay.sameness import build_of, differences, held_state, same_state
+from rooftrace.tracer.replay.sameness import differences, held_state, of_one_build, same_state
 from rooftrace.tracer.replay.watching import Watch, note
 from rooftrace.tracer.source import source_line
 from rooftrace.tracer.tape import Tape, records
 from rooftrace.tracer.tensors import trees
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Recording:
-    """A recorded call that later calls can repeat."""
-
-    module: nn.Module
-    block: RecordedCall
-    state: list[Any]  # of the module, before the call
-    watched: frozenset[tuple[str, str]]  # attributes in which modules of its build differ
-    read: frozenset[tuple[str, str]]  # those of them that it read
-    earlier: Mapping[str, int]  # how often each module inside was called before, by path below
-    nodes: list[fx.Node | None]  # of its arguments and the module's own tensors, in order
-    taints: list[list[int]]  # the assumptions that each argument rests on
-    outside: Outside  # what its functions saw outside of modules
-    returned: list[Any]  # copies of the leaves that it returned
-    values: list[tuple[Tensor, frozenset[int]] | None]  # what is known of these
-    structure: Any  # the tree of these
-
-
 _ATTEMPTS = 3
 """The most calls of equal look that are recorded in vain: the first may fill a cache."""
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+"""A step of a module's path that is a number, as of a layer in a list."""
+_WORTH = 12
+"""As many ops at least has a layer that is repeated under gradients.  The input of a smaller one,
+as a norm, is often read beside it too, and autograd adds up what comes back."""
 
 
 class CallReplay:
     """Decides for every module call of one recording whether to run it."""
 
-    def __init__(self, tape: Tape, enabled: bool) -> None:
+    def __init__(self, tape: Tape, enabled: bool, run_apart: Collection[str]) -> None:
         self._tape, self._enabled = tape, enabled
+        self.stacks = Stacks(tape, run_apart)
         self._groups: dict[int, list[nn.Module]] = {}
-        self._known: dict[Any, _Recording] = {}
+        self._known: dict[Any, list[Recording]] = {}
         self._failures: Counter[Any] = Counter()
         self._watchers = (0, 0)
 
@@ -88,16 +87,8 @@ class CallReplay:
         """Note which modules of `root` have one build."""
         if not self._enabled or any("@" in key for key in self._tape.values.choices):
             return
-        builds: dict[int, Any] = {}
-        by_build: dict[Any, list[nn.Module]] = {}
-        for module in reversed(list(root.modules())):
-            build = builds[id(module)] = build_of(module, builds)
-            if not type(module).__module__.startswith("torch.") and build is not None:
-                by_build.setdefault(build, []).append(module)
-        for equal in by_build.values():
-            if len(equal) > 1:
-                for module in equal:
-                    self._groups[id(module)] = equal[::-1]
+        for equal in of_one_build(root):
+            self._groups.update((id(module), equal) for module in equal)
 
     @contextlib.contextmanager
     def injected(self) -> Iterator[None]:
@@ -113,36 +104,49 @@ class CallReplay:
     def _answer(
         self, original: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any
     ) -> Any:
-        tape = self._tape
-        group = self._groups.get(id(module))
-        if (
-            group is None
-            or torch.is_grad_enabled()
-            or tape.part != "forward"
-            or torch._C._current_autograd_node() is not None
-            or _global_hooks() != self._watchers
-            or not tape.threads.own()
-            or torch._C._functorch.peek_interpreter_stack() is not None
-        ):
+        tape, group = self._tape, self._groups.get(id(module))
+        trained = torch.is_grad_enabled()
+        if group is None or not self._looks(trained):
             return original(module, *args, **kwargs)
+        layers: Layers | None = None
         with torch._C.DisableTorchFunction():  # to look at a tensor is no call of its own
             call = Arguments(tape, module, args, kwargs)
             key = (id(group[0]), call.look, tape.recording, *_modes())
-            known = None if call.look is None else self._known.get(key)
-            if known is not None and self._may_stand_for(known, module):
-                done, output = self._repeated(known, module, call)
+            usual = call.look is not None and not (trained and has_hooks_on(call.all))
+            recordings = self._known.setdefault(key, []) if usual else []
+            known = next((k for k in recordings if self._may_stand_for(k, module)), None)
+            if known is not None and trained:
+                layers = self.stacks.of(known, functools.partial(self._alike, known, group))
+            if known is not None and (not trained or (layers and layers.admits(module, call))):
+                done, output = self._repeated(known, module, call, layers)
                 if done:
                     return output
-        if known is not None or call.look is None:
-            return original(module, *args, **kwargs)
-        if self._failures[key] == _ATTEMPTS:
-            return original(module, *args, **kwargs)
+        if layers is not None and module is layers.last:
+            output, recording = self._recorded(original, module, args, kwargs, call)
+            with torch._C.DisableTorchFunction():
+                layers.close(call, recording, tree_flatten(output)[0])
+            return output
+        if not usual or known is not None or len(recordings) + self._failures[key] >= _ATTEMPTS:
+            with self.stacks.whole(trained and bool(recordings)):
+                return original(module, *args, **kwargs)
         output, recording = self._recorded(original, module, args, kwargs, call)
         if recording is None:
             self._failures[key] += 1
         else:
-            self._known[key] = recording
+            self.stacks.close(recordings, call, recording, tree_flatten(output)[0])
+            recordings.append(recording)
         return output
+
+    def _looks(self, trained: bool) -> bool:
+        """Whether a call that begins here may be recorded or repeated as a whole."""
+        return (
+            (self.stacks.open or not trained)
+            and self._tape.part == "forward"
+            and torch._C._current_autograd_node() is None
+            and _global_hooks() == self._watchers
+            and self._tape.threads.own()
+            and torch._C._functorch.peek_interpreter_stack() is None
+        )
 
     # -- recording ---------------------------------------------------------------------------------
 
@@ -153,12 +157,12 @@ class CallReplay:
         args: Any,
         kwargs: Any,
         call: Arguments,
-    ) -> tuple[Any, _Recording | None]:
+    ) -> tuple[Any, Recording | None]:
         """Run the call; returns its result, and its record if later calls can repeat it."""
         with torch._C.DisableTorchFunction():
             start, watched = Beginning(self._tape, module, call), self._differing(module)
         outside = Outside(watches_draws=self._tape.generators is not None)
-        with Watch(module, watched) as watch:
+        with Watch(module, watched) as watch, self.stacks.whole(torch.is_grad_enabled()):
             with outside:
                 output = original(module, *args, **kwargs)
             unchanged = outside.unchanged()
@@ -175,15 +179,23 @@ class CallReplay:
         read: set[tuple[str, str]],
         outside: Outside,
         output: Any,
-    ) -> _Recording | None:
+    ) -> Recording | None:
         """The record of a call; None if later calls could not repeat it."""
         tape, call = self._tape, start.call
         returned, structure = tree_flatten(output)
-        block = start.block(returned)
+        trained = torch.is_grad_enabled()
+        block = start.block(returned, trained)
         if block is None or (tape.recording and None in start.nodes[: len(call.tensors)]):
             return None
+        if trained and (
+            not tape.recording
+            or len(block.nodes) < _WORTH
+            or in_loops(block.nodes)
+            or not differentiable_plainly(returned, call.tensors)
+        ):
+            return None
         copies, values = _copies(returned, tape.values.known)
-        return _Recording(
+        return Recording(
             module=start.module,
             block=block,
             state=start.state,
@@ -191,9 +203,11 @@ class CallReplay:
             read=frozenset(read),
             earlier={inner: start.calls.get(block.path + inner, 0) for inner in block.calls},
             nodes=start.nodes,
+            storages=start.storages,
             taints=call.taints(),
             outside=outside,
             returned=copies,
+            differentiable=[isinstance(t, Tensor) and t.requires_grad for t in returned],
             values=values,
             structure=structure,
         )
@@ -208,7 +222,7 @@ class CallReplay:
 
     # -- repeating ---------------------------------------------------------------------------------
 
-    def _may_stand_for(self, known: _Recording, module: nn.Module) -> bool:
+    def _may_stand_for(self, known: Recording, module: nn.Module) -> bool:
         """Whether this module equals the recorded one in all that the recorded call read."""
         tape = self._tape
         path = tape.paths.of(module)
@@ -216,16 +230,33 @@ class CallReplay:
             return False
         if _paths(tape, known.module) != _paths(tape, module):
             return False
-        places = differences(known.module, module)
         return (
-            places is not None
-            and places <= known.watched
-            and not places & known.read
+            self._is_alike(known, module)
             and same_state(known.state, held_state(known.module))
             and known.outside.unchanged()
         )
 
-    def _repeated(self, known: _Recording, module: nn.Module, call: Arguments) -> tuple[bool, Any]:
+    def _alike(self, known: Recording, group: Sequence[nn.Module]) -> list[nn.Module]:
+        """The other modules of a group that the recorded one may stand for, in the same stack:
+        their paths differ in numbers only."""
+        stack = _NUMBER.sub("#", known.block.path)
+        return [
+            module
+            for module in group
+            if module is not known.module
+            and _NUMBER.sub("#", self._tape.paths.of(module)) == stack
+            and self._is_alike(known, module)
+        ]
+
+    @staticmethod
+    def _is_alike(known: Recording, module: nn.Module) -> bool:
+        """Whether a module equals the recorded one in all that the recorded call read of it."""
+        places = differences(known.module, module)
+        return places is not None and places <= known.watched and not places & known.read
+
+    def _repeated(
+        self, known: Recording, module: nn.Module, call: Arguments, layers: Layers | None
+    ) -> tuple[bool, Any]:
         """(True, result), with the call's block in the graph; (False, None) if it has to run."""
         tape, values, block = self._tape, self._tape.values, known.block
         assumptions: dict[int, int] = {}
@@ -242,7 +273,8 @@ class CallReplay:
         for number in block.assumptions:
             if number not in assumptions:
                 assumptions[number] = values.assume_again(number, block.path, path)
-        again = RepeatedCall(block, path, source_line(4), tape.tags.storages, assumptions)
+        storages = call.storages() if layers else ()
+        again = RepeatedCall(block, path, source_line(4), tape.tags.storages, assumptions, storages)
         node = None
         if tape.recording and block.nodes:
             places = dict(zip(known.nodes, nodes, strict=True))
@@ -253,11 +285,24 @@ class CallReplay:
             note(module.get_submodule(place), name)
         count_again(tape, block, path)
         tape.after_backward = False
-        return True, self._returned(known, call.tensors, node, again)
+        output, leaves = self._returned(known, call.tensors, node, again)
+        if layers is not None:
+            assert node is not None
+            results = {
+                place: leaf
+                for place, (leaf, wanted) in enumerate(
+                    zip(leaves, known.differentiable, strict=True)
+                )
+                if wanted and known.block.passed[place] is None
+            }
+            if results:
+                layers.attached(again, node, call, results)
+        return True, output
 
     def _returned(
-        self, known: _Recording, tensors: list[Tensor], node: fx.Node | None, call: RepeatedCall
-    ) -> Any:
+        self, known: Recording, tensors: list[Tensor], node: fx.Node | None, call: RepeatedCall
+    ) -> tuple[Any, list[Any]]:
+        """What the call returns, and the leaves of that."""
         tape, values = self._tape, self._tape.values
         leaves, contents = _copies(known.returned, None, known.values)
         made: set[int] = set()
@@ -275,7 +320,7 @@ class CallReplay:
                 if content is not None:
                     taint = frozenset(call.assumptions.get(a, a) for a in content[1])
                     values.learn(leaf, content[0], taint)
-        return tree_unflatten(leaves, known.structure)
+        return tree_unflatten(leaves, known.structure), leaves
 
 
 def _paths(tape: Tape, module: nn.Module) -> list[str]:
@@ -290,6 +335,7 @@ def _modes() -> tuple[Any, ...]:
     backends: Any = torch.backends.cuda
     return (
         torch.get_default_dtype(),
+        torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
         torch.is_autocast_enabled("cuda"),
         torch.get_autocast_dtype("cuda"),

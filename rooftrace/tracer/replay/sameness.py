@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict, deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -44,6 +45,20 @@ def build_of(module: nn.Module, builds: Mapping[int, Any]) -> Any:
         for name, t in group.items()
     )
     return hash((type(module), module.training, tensors, tuple(children)))
+
+
+def of_one_build(root: nn.Module) -> Iterator[list[nn.Module]]:
+    """Modules inside that have one build, where there are several, in order.
+
+    Those of torch itself are no code of the user's, and too small to matter.
+    """
+    builds: dict[int, Any] = {}
+    by_build: dict[Any, list[nn.Module]] = {}
+    for module in reversed(list(root.modules())):
+        build = builds[id(module)] = build_of(module, builds)
+        if not type(module).__module__.startswith("torch.") and build is not None:
+            by_build.setdefault(build, []).append(module)
+    yield from (equal[::-1] for equal in by_build.values() if len(equal) > 1)
 
 
 def differences(module: nn.Module, other: nn.Module) -> frozenset[tuple[str, str]] | None:
@@ -124,7 +139,8 @@ def held_state(module: nn.Module) -> list[Any]:
 
 
 def _collect(value: Any, depth: int, seen: set[int], state: list[Any]) -> None:
-    state.append(value)
+    # Tensors by reference: how long they live is part of what is recorded.
+    state.append(weakref.ref(value) if isinstance(value, Tensor) else value)
     hidden = isinstance(value, (*PLAIN, Tensor, nn.Module, type)) or callable(value)
     if hidden or depth == 0 or id(value) in seen:
         return

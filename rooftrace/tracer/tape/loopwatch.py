@@ -10,7 +10,7 @@ from rooftrace.tracer.ops import Call
 
 
 class LoopWatch:
-    """Watches the ops of loops, so that a few turns run instead of all (see replay/loops)."""
+    """Watches the ops of loops, so that a few turns run instead of all (see rolling/loops)."""
 
     @property
     def label(self) -> tuple[int, int] | None:

@@ -62,6 +62,10 @@ class Origins:
         """
         self._by_number.setdefault(torch._C._autograd._get_sequence_nr() - 1, origin)
 
+    def name(self, number: int, path: str) -> None:
+        """What the autograd node of this number does belongs to the module at `path`."""
+        self._by_number[number] = Origin(path)
+
     def _runs_again(self) -> bool:
         """Whether the running autograd node has called forward code: a module, or code that turned
         gradients on.  False before the engine starts, when it gets its first gradients."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from rooftrace.tracer.ops import Call
-from rooftrace.tracer.replay.loop_bodies import (
+from rooftrace.tracer.rolling.loop_bodies import (
     PLAIN,
     Body,
     FrameNames,

@@ -58,8 +58,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from rooftrace.tracer.ops import Call
 from rooftrace.tracer.patches import current_scope
-from rooftrace.tracer.replay.loop_bodies import Body, FrameNames, Refused, bodies_of, fits
-from rooftrace.tracer.replay.turns import (
+from rooftrace.tracer.rolling.loop_bodies import Body, FrameNames, Refused, bodies_of, fits
+from rooftrace.tracer.rolling.turns import (
     RUN,
     SELECT,
     SLICE,

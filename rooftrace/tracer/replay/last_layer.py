@@ -1,0 +1,264 @@
+"""The last of layers that are alike, under gradients: its backward is recorded for all of them.
+
+Hooks note when the first gradient of its results comes and when the last one of its arguments is
+complete.  What is recorded between them is the block that the layers before repeat.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils._python_dispatch import _disable_current_modes
+
+from rooftrace.tracer.replay import blocks
+from rooftrace.tracer.replay.arguments import Arguments
+from rooftrace.tracer.replay.blocks import (
+    RecordedCall,
+    Recording,
+    RepeatedCall,
+    UnlikeLayersError,
+    picked,
+)
+from rooftrace.tracer.replay.likeness import Likeness, ops_of
+from rooftrace.tracer.tape import META_KEY, Recorded, Tape, records
+from rooftrace.tracer.tensors import trees
+from rooftrace.tracer.values import META
+
+
+class Noted(partial[None]):
+    """A hook of ours: it notes a gradient and changes nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Gradient:
+    """A gradient that the last layer's backward has made: where in the graph, where in memory."""
+
+    node: fx.Node
+    index: int | None
+    spec: records.Spec
+    offset: int
+    size: int  # of its storage, in bytes
+
+
+class LastLayer:
+    """The call of the last layer, and its backward while that is recorded.
+
+    path: of the first layer.  forward: the record of the call.  arrived: the nodes of the
+    gradients of its results that came from outside, by place.
+    """
+
+    def __init__(
+        self, tape: Tape, call: Arguments, last: Recording, likeness: Likeness, path: str
+    ) -> None:
+        self._tape, self.likeness, self.path = tape, likeness, path
+        self.forward, self._nodes = last.block, last.nodes
+        self.arrived: dict[int, fx.Node] = {}
+        self.looks: dict[int, Any] = {}  # of these gradients
+        self._own = dict(enumerate(call.own, len(call.tensors)))
+        self._awaited: set[int] = set()  # places of arguments that get a gradient
+        self._got: dict[int, _Gradient | None] = {}
+        self._made: dict[int, _Gradient] = {}  # what the block makes, by place
+        self._before: Any = None  # the state of the recording as the first gradient came
+        self._after: Any = None  # and as the last one was complete
+        self._start: fx.Node | None = None
+        self._end: fx.Node | None = None
+        self._storages = self._last_storage = 0
+
+    def watch(self, call: Arguments, returned: Sequence[Any]) -> None:
+        """Note the gradients of the call's arguments and results when they come."""
+        seen: set[int] = set()
+        for noted, tensors in ((self._left, call.tensors), (self._came, returned)):
+            for place, tensor in enumerate(tensors):
+                new = isinstance(tensor, Tensor) and id(tensor) not in seen
+                if new and tensor.requires_grad:
+                    seen.add(id(tensor))
+                    tensor.register_hook(Noted(noted, place))
+                    if noted == self._left:
+                        self._awaited.add(place)
+
+    # -- while backward runs -----------------------------------------------------------------------
+
+    def _came(self, place: int, gradient: Tensor) -> None:
+        """The gradient of a result has come."""
+        tape = self._tape
+        node = tape.node_of(gradient)
+        if self._before is None:
+            self._start, self._storages = _last(tape), tape.tags.storages
+            self._before = self._now()
+        made = tape.tags.made_by(gradient)
+        if made is not None and made[2].storage <= self._storages:  # else of the layer itself
+            self.arrived[place] = node
+            self.looks[place] = trees.look_of(gradient)
+
+    def _left(self, place: int, gradient: Tensor) -> None:
+        """The gradient of an argument is complete."""
+        self._got[place] = self._gradient(gradient)
+        self._end, self._last_storage = _last(self._tape), self._tape.tags.storages
+        self._after = self._now()
+
+    def _gradient(self, tensor: Tensor) -> _Gradient | None:
+        """None for one that could not be made again."""
+        made = self._tape.tags.made_by(tensor)
+        plain = type(tensor) is Tensor and tensor.layout is torch.strided
+        if made is None or not plain or self._tape.values.known(tensor) is not None:
+            return None
+        offset = int(tensor.storage_offset())
+        return _Gradient(*made, offset, tensor.untyped_storage().nbytes())
+
+    def _now(self) -> Any:
+        values, calls = self._tape.values, self._tape.paths.counts.values()
+        return values.decisions, values.computed, len(values.assumptions), sum(calls)
+
+    # -- afterwards --------------------------------------------------------------------------------
+
+    def block(self) -> RecordedCall:
+        """The block of ops that the backward of the layer has recorded."""
+        tape, forward = self._tape, self.forward
+        if self._end is None or self._awaited != set(self._got) or self._before != self._after:
+            raise UnlikeLayersError(self.path, "the end of its backward is not known")
+        nodes = tuple(blocks.nodes_since(tape.graph, self._start, self._end))
+        self._made = self._gradients()
+        results = tuple(
+            (item.node, item.index, replace(item.spec, storage=item.spec.storage - self._storages))
+            for item in self._made.values()
+        )
+        inside, read = set(nodes), blocks.read_from_outside(nodes)
+        if (
+            any(picked(node)[0] not in inside for node, *_ in results)
+            or any(node.op != "call_function" for node in nodes)
+            or blocks.writes_outside(nodes, self._storages)
+            or self._left_behind()
+        ):
+            raise UnlikeLayersError(self.path, "its backward leaves traces")
+        return RecordedCall(
+            path=forward.path,
+            call=forward.call,
+            source=forward.source,
+            nodes=nodes,
+            inputs=(*read, *self._only_held(inside, read)),
+            passed=(),
+            results=results,
+            first_storage=self._storages,
+            storages=self._last_storage - self._storages,
+            calls={},
+            assumptions=tuple(sorted(blocks.taint_of(nodes))),
+            origin=None,
+            part="backward",
+        )
+
+    def _only_held(self, inside: Collection[fx.Node], read: Iterable[fx.Node]) -> Iterator[fx.Node]:
+        """What forward has made, and autograd has kept until some op of backward without need."""
+        tape, forward = self._tape, self.forward
+        end = forward.first_storage + forward.storages
+        storages = set(map(_storage_of, read))
+        held = {
+            number
+            for number, node in tape.tags.last_held.items()
+            if forward.first_storage < number <= end and node in inside and number not in storages
+        }
+        for node in ops_of(forward.nodes):
+            for index, spec in enumerate(node.meta[META_KEY].specs):
+                if spec.storage in held:
+                    held.remove(spec.storage)
+                    several = len(node.meta[META_KEY].specs) > 1
+                    pick = operator.getitem
+                    yield tape.graph.call_function(pick, (node, index)) if several else node
+
+    def _gradients(self) -> dict[int, _Gradient]:
+        """The gradients of the arguments and of the weights, by place."""
+        got = dict(self._got)
+        for place, tensor in self._own.items():
+            if tensor.grad is not None:
+                got[place] = self._gradient(tensor.grad)
+        made = {
+            place: gradient
+            for place, gradient in got.items()
+            if gradient is not None and gradient.spec.storage > self._storages
+        }
+        if not made or made.keys() != got.keys():
+            raise UnlikeLayersError(self.path, "a gradient comes from elsewhere")
+        return made
+
+    def _left_behind(self) -> bool:
+        """Whether something still holds what the layer made, forward or backward."""
+        forward = self.forward
+        kept = {forward.first_storage + spec.storage for *_, spec in forward.results}
+        kept.update(item.spec.storage for item in self._made.values())
+        end = forward.first_storage + forward.storages
+        return any(
+            number not in kept
+            and (
+                forward.first_storage < number <= end
+                or self._storages < number <= self._last_storage
+            )
+            for number in list(self._tape.tags.alive)
+        )
+
+    def sources(self, block: RecordedCall, first: Recording) -> list[tuple[str, Any]]:
+        """What each input of the backward block is in a layer that repeats `first`."""
+        arguments = {node: place for place, node in enumerate(self._nodes) if node is not None}
+        arrived = {node: place for place, node in self.arrived.items()}
+        positions = {node: place for place, node in enumerate(self.forward.nodes)}
+        sources: list[tuple[str, Any]] = []
+        for node in block.inputs:
+            base, index = picked(node)
+            if node in arguments:
+                sources.append(("argument", arguments[node]))
+            elif node in arrived:
+                sources.append(("gradient", arrived[node]))
+            elif base in positions:
+                sources.append(("saved", first.saved(positions[base], index)))
+            elif node.op == "get_attr":
+                sources.append(("same", node))
+            else:
+                raise UnlikeLayersError(self.path, "its backward reads a tensor from elsewhere")
+        return sources
+
+    def again(self, node: fx.Node, call: RepeatedCall) -> dict[int, Tensor]:
+        """New tensors for the gradients of a repeated backward, by place."""
+        tags = self._tape.tags
+        tensors: dict[int, Tensor] = {}
+        memory: dict[int, Any] = {}
+        for index, (place, gradient) in enumerate(self._made.items()):
+            spec = gradient.spec
+            storage = call.storage(call.block.results[index][2])
+            with _disable_current_modes():
+                if storage not in memory:
+                    bare = torch.empty(gradient.size, dtype=torch.uint8, device=META)
+                    memory[storage] = bare.untyped_storage()
+                tensor = torch.empty(0, dtype=spec.dtype, device=META)
+                tensor.set_(memory[storage], gradient.offset, spec.shape, spec.stride)
+            tag = records.Tag(node, index, storage)
+            tags.mark(tensor, tag)
+            tags.watch(tensor, storage)
+            tags.remember(tensor, tag)
+            tensors[place] = tensor
+        return tensors
+
+    def verify(self) -> None:
+        """Raise UnlikeLayersError if a weight has another gradient than it had."""
+        for place, tensor in self._own.items():
+            before = self._made.get(place)
+            now = None if tensor.grad is None else self._gradient(tensor.grad)
+            if now != before:
+                raise UnlikeLayersError(self.path, "a weight has got another gradient")
+
+
+def _storage_of(node: fx.Node) -> int | None:
+    """The storage of a value; None for what a repeated call returned."""
+    base, index = picked(node)
+    recorded = base.meta[META_KEY]
+    if isinstance(recorded, records.Entry):
+        return recorded.spec.storage
+    return recorded.specs[index or 0].storage if isinstance(recorded, Recorded) else None
+
+
+def _last(tape: Tape) -> fx.Node | None:
+    """The node that was recorded last, also one that picks a result."""
+    return next(iter(reversed(tape.graph.nodes)), None)

@@ -1,0 +1,4 @@
+from rooftrace.tracer.rolling.loops import (
+    Loop as Loop,
+    Rolling as Rolling,
+)
