@@ -37,8 +37,12 @@ def draws_repeated(tape: Tape) -> Iterator[None]:
 
 def _alone() -> bool:
     """Whether no other thread runs Python.  One that starts later is started by the traced code,
-    and belongs to it."""
-    return len(sys._current_frames()) == 1
+    and belongs to it.
+
+    Nothing runs between the call and `len`: another thread, whose frame we had in hand, would keep
+    the variables of a function that has ended.
+    """
+    return next(map(len, iter(sys._current_frames, None))) == 1
 
 
 @contextlib.contextmanager
