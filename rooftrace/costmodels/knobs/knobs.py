@@ -26,6 +26,7 @@ from rooftrace._escapes import to_toml
 from rooftrace._reading import FileKind, record_of, text_of, toml_of
 from rooftrace._shown import short
 from rooftrace.costmodels.knobs.classes import CLASSES, LAST
+from rooftrace.errors import hint
 from rooftrace.hardware import Chip
 
 SCHEMA = "rooftrace.knobs/1"
@@ -243,10 +244,11 @@ def load_knobs(name: str | os.PathLike[str]) -> Knobs:
     try:
         data = toml_of(text_of(path, _KIND), str(path), _KIND)
     except FileNotFoundError:
-        shipped = "".join(f", or {name}" for name in shipped_knobs())
         raise KnobsError(
-            f"knobs {os.fspath(name)!r}: there is no such file; expected a TOML file written by "
-            f"`rooftrace calibrate`{shipped}"
+            f"knobs {os.fspath(name)!r}: there is no such file; expected typical (of the chip's "
+            "kind), none, a TOML file written by `rooftrace calibrate`, or one of "
+            f"{', '.join(shipped_knobs())}"
+            f"{hint(os.fspath(name), ('typical', 'none', *shipped_knobs()))}"
         ) from None
     return Knobs.from_dict(data, str(path))
 

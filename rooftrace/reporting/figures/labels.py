@@ -153,7 +153,11 @@ def _cost(
         return cost
     around = Box(box.x0 - 3, box.y0 - 3, box.x1 + 3, box.y1 + 3)
     cost += OVER_LINE * min(10, sum(around.contains(*spot) for spot in line))
+    if cost >= limit:
+        return cost
     cost += CROSSING * sum(any(box.contains(*spot) for spot in other) for other in leaders)
+    if cost >= limit:
+        return cost
     own = list(leader(label, box))
     foreign = [point for point in points if not point.contains(label.x, label.y)]
     cost += CROSSING * sum(
