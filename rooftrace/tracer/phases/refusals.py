@@ -16,6 +16,8 @@ from rooftrace.tracer.tensors import own_tensors
 
 _DEEP = 64
 """A tree of modules of this depth may be why Python's stack of calls was too short."""
+LIMIT_OF_C_IS_FIXED = sys.version_info[:2] == (3, 12)
+"""Whether Python limits calls that pass through C by a number that nobody can change."""
 _FRAMES = 20
 """Calls of Python on its stack for each module of a chain, at most: in a copy, and in a trace."""
 
@@ -57,9 +59,14 @@ def depth_explained(root: Any) -> Iterator[None]:
     else:
         return
     limit = sys.getrecursionlimit()
+    what = f"{type(root).__name__} has modules inside modules, {depth:,} deep"
+    if LIMIT_OF_C_IS_FIXED:
+        raise RequestError(
+            f"{what}: more calls through C than Python 3.12 ever stacks; use another release of it"
+        )
     raise RequestError(
-        f"{type(root).__name__} has modules inside modules, {depth:,} deep: more calls than Python "
-        f"stacks ({limit:,}); call sys.setrecursionlimit({max(depth * _FRAMES, 2 * limit)}) before"
+        f"{what}: more calls than Python stacks ({limit:,}); call "
+        f"sys.setrecursionlimit({max(depth * _FRAMES, 2 * limit)}) before"
     )
 
 

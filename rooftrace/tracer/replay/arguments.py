@@ -125,6 +125,7 @@ class Beginning:
         self._storages = tape.tags.storages
         self._assumptions = len(tape.values.assumptions)
         self._source = source_line(4)
+        self.number = torch._C._autograd._get_sequence_nr()  # of the next autograd node
         self._outside = self._now()
 
     def _now(self) -> Any:

@@ -107,6 +107,8 @@ class Recording:
     differentiable: list[bool]  # which of these require gradients
     values: list[tuple[Tensor, frozenset[int]] | None]  # what is known of these
     structure: Any  # the tree of these
+    numbers: range  # of the autograd nodes that it made
+    roots: frozenset[int]  # the numbers of those that made its arguments
 
     def saved(self, position: int, index: int | None) -> int:
         """Which of `block.made` is this result of the op at this position; a new one, if none is.

@@ -29,10 +29,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,6 +55,7 @@ from rooftrace.tracer.replay.gradients import (
     Stacks,
     differentiable_plainly,
     has_hooks_on,
+    made_by,
 )
 from rooftrace.tracer.replay.outside import Outside, include
 from rooftrace.tracer.replay.sameness import differences, held_state, of_one_build, same_state
@@ -98,7 +99,7 @@ class CallReplay:
             return
         original = original_of(nn.Module, "__call__")
         self._watchers = _global_hooks()
-        with replaced(nn.Module, {"__call__": functools.partial(self._answer, original)}):
+        with replaced(nn.Module, {"__call__": partial(self._answer, original)}):
             yield
 
     def _answer(
@@ -116,7 +117,7 @@ class CallReplay:
             recordings = self._known.setdefault(key, []) if usual else []
             known = next((k for k in recordings if self._may_stand_for(k, module)), None)
             if known is not None and trained:
-                layers = self.stacks.of(known, functools.partial(self._alike, known, group))
+                layers = self.stacks.of(known, call, partial(self._alike, known, group))
             if known is not None and (not trained or (layers and layers.admits(module, call))):
                 done, output = self._repeated(known, module, call, layers)
                 if done:
@@ -133,7 +134,8 @@ class CallReplay:
         if recording is None:
             self._failures[key] += 1
         else:
-            self.stacks.close(recordings, call, recording, tree_flatten(output)[0])
+            firsts = [first for first in recordings if self._is_alike(first, module)]
+            self.stacks.close(firsts, call, recording, tree_flatten(output)[0])
             recordings.append(recording)
         return output
 
@@ -210,6 +212,8 @@ class CallReplay:
             differentiable=[isinstance(t, Tensor) and t.requires_grad for t in returned],
             values=values,
             structure=structure,
+            numbers=range(start.number, torch._C._autograd._get_sequence_nr()),
+            roots=frozenset(node._sequence_nr() for node in made_by(call.tensors)),
         )
 
     def _differing(self, module: nn.Module) -> set[tuple[str, str]]:
@@ -237,8 +241,7 @@ class CallReplay:
         )
 
     def _alike(self, known: Recording, group: Sequence[nn.Module]) -> list[nn.Module]:
-        """The other modules of a group that the recorded one may stand for, in the same stack:
-        their paths differ in numbers only."""
+        """The other modules of a group that may repeat a call, whose paths differ in numbers."""
         stack = _NUMBER.sub("#", known.block.path)
         return [
             module

@@ -84,6 +84,30 @@ def differentiable_plainly(returned: Sequence[Any], arrived: Sequence[Tensor]) -
     return True
 
 
+def made_by(tensors: Iterable[Tensor]) -> list[Any]:
+    """The autograd nodes that made some tensors; leaves have none."""
+    return [t.grad_fn for t in tensors if t.requires_grad and t.grad_fn is not None]
+
+
+def _read_beside(first: Recording, second: Arguments) -> bool:
+    """Whether something has read the arguments of the first layer beside it, as a residual does,
+    on the way to those of the second: autograd would add up what comes back."""
+    waiting, seen = made_by(second.tensors), set[Any]()
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        inside = node._sequence_nr() in first.numbers
+        for before, _ in node.next_functions:
+            number = -1 if before is None else before._sequence_nr()
+            if number in first.roots and not inside:
+                return True
+            if first.numbers and number >= first.numbers[0]:
+                waiting.append(before)
+    return False
+
+
 class Stacks:
     """All layers of one recording that are repeated under gradients.
 
@@ -123,15 +147,17 @@ class Stacks:
         for layers in filter(None, self._layers.values()):
             layers.verify()
 
-    def of(self, first: Recording, alike: Callable[[], list[nn.Module]]) -> Layers | None:
+    def of(
+        self, first: Recording, second: Arguments, alike: Callable[[], list[nn.Module]]
+    ) -> Layers | None:
         """The layers that repeat a recorded call; None where each is run.
 
-        alike: finds the other modules of its build that may.
+        second: the arguments of the next call.  alike: finds the other modules that may repeat it.
         """
         if id(first) not in self._layers:
             apart = first.block.path in self._apart or "" in self._apart
-            others = [] if apart else alike()
-            layers = Layers(self._tape, first, others[-1]) if len(others) > 1 else None
+            others = [] if apart or _read_beside(first, second) else alike()
+            layers = Layers(self._tape, first, others) if len(others) > 1 else None
             self._layers[id(first)] = layers
         return self._layers[id(first)]
 
@@ -153,11 +179,12 @@ class Stacks:
 class Layers:
     """Layers of one build under gradients: the calls that repeat the first one's.
 
-    first: the record of its call.  last: the layer that is run again.
+    first: the record of its call.  others: the other layers, in order; the last is run again.
     """
 
-    def __init__(self, tape: Tape, first: Recording, last: nn.Module) -> None:
-        self._tape, self._first, self.last = tape, first, last
+    def __init__(self, tape: Tape, first: Recording, others: Sequence[nn.Module]) -> None:
+        self._tape, self._first, self.last = tape, first, others[-1]
+        self._others = others[:-1]
         self._closing: LastLayer | None = None
         self._seen = {node for node in first.nodes if node is not None and node.op != "get_attr"}
         self._backward: RecordedCall | None = None
@@ -172,7 +199,7 @@ class Layers:
     def admits(self, module: nn.Module, call: Arguments) -> bool:
         """Whether a call of `module` can repeat the first one: neither is it the last one, nor has
         that run; no earlier call has had an argument of its, whose gradients would be added up."""
-        if module is self.last:
+        if all(module is not other for other in self._others):
             return False
         nodes = call.nodes()[: len(call.tensors)]
         new = [
