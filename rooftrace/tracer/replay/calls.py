@@ -131,9 +131,8 @@ class CallReplay:
             with self.stacks.whole(trained and bool(recordings)):
                 return original(module, *args, **kwargs)
         output, recording = self._recorded(original, module, args, kwargs, call)
-        if recording is None:
-            self._failures[key] += 1
-        else:
+        self._failures[key] += recording is None
+        if recording is not None:
             firsts = [first for first in recordings if self._is_alike(first, module)]
             self.stacks.close(firsts, call, recording, tree_flatten(output)[0])
             recordings.append(recording)

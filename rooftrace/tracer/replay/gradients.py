@@ -12,7 +12,8 @@ not, UnlikeLayersError is raised and everything is run:
 1. The last layer has recorded other ops than the first.
 2. Its backward reads a tensor from elsewhere, writes to one, calls a module, or leaves one behind.
 3. A gradient that came to its results did not come to a layer before, or the other way round.
-4. A layer's gradient is added to another one, or is asked for with a graph of its own.
+4. The first layer has run backward otherwise than the last.
+5. A layer's gradient is added to another one, or is asked for with a graph of its own.
 """
 
 from __future__ import annotations
@@ -194,6 +195,7 @@ class Layers:
         self.repeats = 0
         self._paths: list[str] = []  # of the modules whose calls were repeated
         self._latest: fx.Node | None = None  # the backward that was repeated last
+        self._first_backward: Twin | None = None
         self._unlike: UnlikeLayersError | None = None
 
     def admits(self, module: nn.Module, call: Arguments) -> bool:
@@ -241,6 +243,9 @@ class Layers:
             raise UnlikeLayersError(self.path, "a gradient of a layer is added to another one")
         if self._backward is not None and self._closing is not None:
             self._closing.verify()
+            self._first_backward = self._found_again(self._backward, self._closing)
+            if self._first_backward is None:
+                raise UnlikeLayersError(self.path, "the first layer has run backward otherwise")
 
     def _added(self) -> bool:
         """Whether autograd has added a gradient of a repeated layer to one that was there."""
@@ -262,23 +267,23 @@ class Layers:
         there = {mine: other for other, mine in closing.likeness.nodes.items()}
         assumed = {mine: other for other, mine in closing.likeness.assumptions.items()}
         yield _twin(first.block, closing.forward, closing.forward.nodes, there, assumed)
-        backward, latest = self._backward, self._latest
-        if backward is None or latest is None:
-            return
-        after = ops_of(blocks.nodes_since(self._tape.graph, latest))
-        theirs = ops_of(backward.nodes)
+        if self._first_backward is not None:
+            yield self._first_backward
+
+    def _found_again(self, backward: RecordedCall, closing: LastLayer) -> Twin | None:
+        """The backward of the first layer, which has to be that of the last one op by op."""
+        first, theirs = self._first.block, ops_of(backward.nodes)
+        after = ops_of(blocks.nodes_since(self._tape.graph, self._latest))
         for place in range(len(after) - len(theirs) + 1):
             recorded = after[place].meta[META_KEY]
-            if not isinstance(recorded, Recorded) or not is_below(
-                recorded.origin.module, self.path
-            ):
-                continue
-            nodes = after[place : place + len(theirs)]
-            likeness = Likeness(first.block, backward, closing.likeness.nodes)
-            if likeness.alike(nodes, theirs, set(closing.arrived.values())):
+            if isinstance(recorded, Recorded) and is_below(recorded.origin.module, self.path):
+                nodes = after[place : place + len(theirs)]
+                likeness = Likeness(first, backward, closing.likeness.nodes)
+                if not likeness.alike(nodes, theirs, set(closing.arrived.values())):
+                    return None
                 assumed = closing.likeness.assumptions | likeness.assumptions
-                yield _twin(backward, first.block, nodes, likeness.nodes, assumed)
-            return
+                return _twin(backward, first, nodes, likeness.nodes, assumed)
+        return None
 
     # -- a layer between ---------------------------------------------------------------------------
 
