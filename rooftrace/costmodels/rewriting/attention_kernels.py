@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 
 from rooftrace.costmodels.rewriting.editing import (
     ATTENTION,
@@ -50,11 +51,7 @@ def flash_from_products(graph: OpGraph) -> tuple[OpGraph, int]:
     if not last:
         return graph, 0
     edit = Editor(graph)
-    for op in graph.ops:
-        if op.id in last:
-            _emit_flash(edit, last[op.id])
-        elif op.id not in inner:
-            edit.ops.append(op)
+    edit.rewrite(last, partial(_emit_flash, edit), dropped=inner)
     return edit.done(), sum(graph.times(chain.last) for chain in last.values())
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from rooftrace.tracer.arguments import Argument, Ref, refs
 from rooftrace.tracer.graph import Op, OpGraph, Tensor
+
+Match = TypeVar("Match")
 
 ATTENTION = "rooftrace.attention.default"
 ATTENTION_BACKWARD = "rooftrace.attention_backward.default"
@@ -27,6 +29,20 @@ class Editor:
         self.replaced: dict[int, int] = {}
         """What comes from outside or leaves the step in place of another value."""
         self._causal: dict[tuple[int, int], int] = {}
+
+    def rewrite(
+        self,
+        matches: Mapping[int, Match],
+        emit: Callable[[Match], object],
+        dropped: Container[int] = (),
+    ) -> None:
+        """The ops of the graph in order: what `emit` writes where one has a match, by its id, and
+        the op itself elsewhere, unless it is dropped."""
+        for op in self.graph.ops:
+            if op.id in matches:
+                emit(matches[op.id])
+            elif op.id not in dropped:
+                self.ops.append(op)
 
     def value(
         self,

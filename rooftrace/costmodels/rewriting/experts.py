@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection
+from functools import partial
 
 from rooftrace.costmodels.rewriting.editing import Editor, operand
 from rooftrace.costmodels.rewriting.expert_products import ExpertLayer, emit
@@ -48,11 +49,7 @@ def route_experts(graph: OpGraph) -> tuple[OpGraph, int]:
     if not layers:
         return graph, 0
     edit = Editor(graph)
-    for op in graph.ops:
-        if op.id in layers:
-            emit(edit, layers[op.id])
-        else:
-            edit.ops.append(op)
+    edit.rewrite(layers, partial(emit, edit))
     result = without_left_behind(edit.done(), graph)
     return result, sum(graph.times(match.total) for match in layers.values())
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 from rooftrace.costmodels.rewriting.editing import ATTENTION, LATENT_ATTENTION, Editor, operand
 from rooftrace.costmodels.rewriting.places import Places, StoragePlace
@@ -149,11 +150,7 @@ def _fuse(graph: OpGraph, gather: Gathers) -> tuple[OpGraph, int]:
     if not groups:
         return graph, 0
     edit = Editor(graph)
-    for op in graph.ops:
-        if op.id in groups:
-            _emit(edit, places, groups[op.id])
-        elif op.id not in taken:
-            edit.ops.append(op)
+    edit.rewrite(groups, partial(_emit, edit, places), dropped=taken)
     result = edit.done()
     return without_left_behind(result, graph), sum(
         graph.times(parts[0].product) for parts in groups.values()

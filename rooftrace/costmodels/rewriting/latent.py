@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
+from functools import partial
 
 from rooftrace.costmodels.rewriting.editing import (
     ATTENTION,
@@ -44,11 +45,7 @@ def absorb_latent(graph: OpGraph) -> tuple[OpGraph, int]:
         if not matches:
             return graph, 0
         edit = Editor(graph)
-        for op in graph.ops:
-            if op.id in matches:
-                emit(edit, matches[op.id])
-            else:
-                edit.ops.append(op)
+        edit.rewrite(matches, partial(emit, edit))
         result = without_left_behind(edit.done(), graph)
         still = {value for op in result.ops for value in op.outputs}
         kept = {index for index, match in matches.items() if match.products & still}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from rooftrace.reporting.view.escaping import fenced, inline
-from rooftrace.reporting.view.model import Cell, Column, Image, Note, Part, Section, Table, View
+from rooftrace.reporting.view.model import Column, Image, Note, Part, Section, Table, View
 
 _BOLD = ("strong", "bad")
 
@@ -66,13 +66,7 @@ def _table(table: Table) -> list[str]:
 
 
 def _cell(column: Column, row: object) -> str:
-    value = column.read(row)
-    cell = value if isinstance(value, Cell) else Cell(value)
-    mark = cell.mark or column.mark
-    plain = mark == "plain"
-    unit = cell.unit or column.unit
-    text = str(cell.value) if plain else unit.written(cell.value, page=True)
-    text = f"{cell.before}{text}{cell.after}"
+    text, mark = column.written(row, page=True)
     return f"**{text}**" if mark in _BOLD and text else text
 
 

@@ -57,6 +57,14 @@ class Column:
             return row.get(self.key, BLANK)
         return getattr(row, self.key) if self.of is None else self.of(row)
 
+    def written(self, row: Any, *, page: bool) -> tuple[str, str]:
+        """The text of the cell in a row, and how it is marked."""
+        value = self.read(row)
+        cell = value if isinstance(value, Cell) else Cell(value)
+        mark, unit = cell.mark or self.mark, cell.unit or self.unit
+        text = str(cell.value) if mark == "plain" else unit.written(cell.value, page=page)
+        return f"{cell.before}{text}{cell.after}", mark
+
     def stands(self, output: Output) -> bool:
         """Whether it is shown on an output."""
         return self.head is not None and self.on in ("both", output)

@@ -9,7 +9,7 @@ import html
 from collections.abc import Iterator, Mapping
 
 from rooftrace._escapes import visible
-from rooftrace.reporting.view.model import Cell, Column, Note, Section, Table, View
+from rooftrace.reporting.view.model import Column, Note, Section, Table, View
 from rooftrace.reporting.view.words import short_module
 
 MOST_ROWS = 40
@@ -106,12 +106,8 @@ def _side(column: Column) -> str:
 
 
 def _cell(column: Column, row: object) -> str:
-    value = column.read(row)
-    cell = value if isinstance(value, Cell) else Cell(value)
-    mark = cell.mark or column.mark
-    unit = cell.unit or column.unit
-    text = str(cell.value) if mark == "plain" else unit.written(cell.value, page=False)
-    text = visible(f"{cell.before}{text}{cell.after}")
+    text, mark = column.written(row, page=False)
+    text = visible(text)
     shown, hover, style = text[:MOST_TEXT], "", f"{_CELL};{_side(column)};{_style(mark)}"
     if len(text) > LONGEST and column.folded:
         style = f"{style};{_WRAPPED}"

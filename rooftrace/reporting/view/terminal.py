@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rooftrace._escapes import visible
 from rooftrace.reporting.view.grids import Grid
-from rooftrace.reporting.view.model import Cell, Column, Note, Section, Table, View
+from rooftrace.reporting.view.model import Column, Note, Section, Table, View
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -95,9 +95,5 @@ def _heading(name: str, width: int) -> list[Text]:
 def _cell(column: Column, row: object) -> Text:
     from rich.text import Text
 
-    value = column.read(row)
-    cell = value if isinstance(value, Cell) else Cell(value)
-    mark = cell.mark or column.mark
-    unit = cell.unit or column.unit
-    text = str(cell.value) if mark == "plain" else unit.written(cell.value, page=False)
-    return Text(visible(f"{cell.before}{text}{cell.after}"), style=STYLES[mark])
+    text, mark = column.written(row, page=False)
+    return Text(visible(text), style=STYLES[mark])

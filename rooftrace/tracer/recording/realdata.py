@@ -24,7 +24,7 @@ from torch.utils.flop_counter import flop_registry
 
 from rooftrace.tracer.ops import traits, written_nodes
 from rooftrace.tracer.replay import RepeatedCall
-from rooftrace.tracer.tape import META_KEY, Tape
+from rooftrace.tracer.tape import META_KEY, Tape, records
 from rooftrace.tracer.tensors import trees
 
 MAX_FLOP = 2 * 10**10
@@ -135,7 +135,7 @@ class RealData:
         return [self._storage(item) for item in written_nodes(node)]
 
     def _storage(self, node: fx.Node) -> int:
-        base, index = _base(node)
+        base, index = records.picked(node)
         item = base.meta[META_KEY]
         if isinstance(item, RepeatedCall):
             return item.storage(item.block.made[index or 0][2])
@@ -146,7 +146,7 @@ class RealData:
     def _needed(self, node: fx.Node) -> list[fx.Node]:
         """The ops to run, in order: those that make a value, and those that wrote to it before."""
         needed: set[fx.Node] = set()
-        waiting = [_base(node)[0]]
+        waiting = [records.picked(node)[0]]
         while waiting:
             item = waiting.pop()
             if item in needed or item in self._kept:
@@ -156,7 +156,7 @@ class RealData:
             needed.add(item)
             place = self._places[item]
             for read in item.all_input_nodes:
-                waiting.append(_base(read)[0])
+                waiting.append(records.picked(read)[0])
                 storage = self._storage(read)
                 if self._last_write.get(storage, -1) > place:
                     raise _StaleError
@@ -167,7 +167,10 @@ class RealData:
                 raise _NotComputableError
         # A tensor that was made before the value is asked for, and written to since.
         for writer in self._writers.get(self._storage(node), ()):
-            if self._places[writer] > self._places[_base(node)[0]] and writer in self._kept:
+            if (
+                self._places[writer] > self._places[records.picked(node)[0]]
+                and writer in self._kept
+            ):
                 raise _StaleError
         for item in needed:
             for storage in self._written(item):
@@ -239,7 +242,7 @@ class RealData:
                         self._last_write[storage] = self._places[node]
 
     def _get(self, node: fx.Node) -> Any:
-        base, index = _base(node)
+        base, index = records.picked(node)
         return self._kept[base] if index is None else self._kept[base][index]
 
     def _repeat(self, node: fx.Node, get: Callable[[fx.Node], Any]) -> list[Any]:
@@ -253,7 +256,7 @@ class RealData:
         def inside(item: fx.Node) -> Any:
             if item in made:
                 return made[item]
-            base, index = _base(item)
+            base, index = records.picked(item)
             return made[base] if index is None else made[base][index]
 
         for item in block.nodes:
@@ -284,15 +287,6 @@ class RealData:
             if tuple(output.shape) != spec.shape:
                 raise _NotComputableError
         return result
-
-
-def _base(node: fx.Node) -> tuple[fx.Node, int | None]:
-    """The op from whose results a node takes one, and the index; else the node itself."""
-    if node.target is operator.getitem:
-        base: Any = node.args[0]
-        index: Any = node.args[1]
-        return base, index
-    return node, None
 
 
 def _written_out(order: Sequence[fx.Node]) -> list[fx.Node]:
@@ -331,7 +325,7 @@ def _flop(node: fx.Node, recorded: Any) -> int:
 
 
 def _shape(node: fx.Node) -> torch.Size:
-    base, index = _base(node)
+    base, index = records.picked(node)
     item = base.meta[META_KEY]
     if isinstance(item, RepeatedCall):
         return torch.Size(item.block.results[index or 0][2].shape)

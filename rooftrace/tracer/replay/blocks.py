@@ -118,7 +118,7 @@ class Recording:
         block = self.block
         node = block.nodes[position]
         for place, (made, number, _) in enumerate(block.made):
-            if picked(made, number) == (node, index):
+            if records.picked(made, number) == (node, index):
                 return place
         spec = node.meta[META_KEY].specs[index or 0]
         storage = spec.storage - block.first_storage
@@ -128,15 +128,6 @@ class Recording:
             storage = -1 - self.storages.index(spec.storage)
         block.saved.append((node, index, replace(spec, storage=storage)))
         return len(block.made) - 1
-
-
-def picked(node: fx.Node, index: int | None = None) -> tuple[fx.Node, int | None]:
-    """The node that made a value, and which of its outputs; None: the only one."""
-    if node.target is not operator.getitem:
-        return node, index
-    base, place = node.args
-    assert isinstance(base, fx.Node) and isinstance(place, int)
-    return base, place
 
 
 def repeated(*inputs: Any) -> Any:
@@ -200,7 +191,7 @@ def writes_outside(nodes: Sequence[fx.Node], first_storage: int) -> bool:
     """Whether some node writes a constant, or a storage older than `first_storage`."""
     for node in nodes:
         for written in written_nodes(node):
-            base: Any = written.args[0] if written.target is operator.getitem else written
+            base, _ = records.picked(written)
             recorded = base.meta[META_KEY]
             if not isinstance(recorded, Recorded):
                 return True

@@ -124,8 +124,7 @@ class CallReplay:
                     return output
         if layers is not None and module is layers.last:
             output, recording = self._recorded(original, module, args, kwargs, call)
-            with torch._C.DisableTorchFunction():
-                layers.close(call, recording, tree_flatten(output)[0])
+            layers.close(call, recording, tree_flatten(output)[0])
             return output
         if not usual or known is not None or len(recordings) + self._failures[key] >= _ATTEMPTS:
             with self.stacks.whole(trained and bool(recordings)):

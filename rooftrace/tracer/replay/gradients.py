@@ -34,12 +34,11 @@ from rooftrace.tracer.replay.blocks import (
     RepeatedCall,
     Twin,
     UnlikeLayersError,
-    picked,
     repeat_node,
 )
 from rooftrace.tracer.replay.last_layer import LastLayer, Noted
 from rooftrace.tracer.replay.likeness import Likeness, is_below, ops_of
-from rooftrace.tracer.tape import META_KEY, Recorded, Tape
+from rooftrace.tracer.tape import META_KEY, Recorded, Tape, records
 from rooftrace.tracer.tensors import trees
 
 
@@ -167,9 +166,8 @@ class Stacks:
     ) -> None:
         """A layer has run in which one of `firsts` could not be repeated any more: it is the last
         of those that could."""
-        with torch._C.DisableTorchFunction():
-            for layers in filter(None, (self._layers.get(id(first)) for first in firsts)):
-                layers.close(call, last, returned)
+        for layers in filter(None, (self._layers.get(id(first)) for first in firsts)):
+            layers.close(call, last, returned)
 
     def twins(self) -> Iterator[Twin]:
         """What was recorded again of layers that others repeat."""
@@ -229,7 +227,8 @@ class Layers:
             if not likeness.alike(first.block.nodes, last.block.nodes):
                 raise UnlikeLayersError(self.path, "the last layer has run other ops")
             self._closing = LastLayer(self._tape, call, last, likeness, self.path)
-            self._closing.watch(call, returned)
+            with torch._C.DisableTorchFunction():  # to look at a tensor is no call of its own
+                self._closing.watch(call, returned)
         except UnlikeLayersError as error:  # not here, where code of the user's may catch it
             self._unlike = error
 
@@ -297,10 +296,9 @@ class Layers:
         """Make `results`, by their places among the leaves, depend on the arguments."""
         self.repeats += 1
         self._paths.append(call.path)
-        tensors = (*arguments.tensors, *arguments.own)
         nodes, places = arguments.nodes(), tuple(results)
         taken: dict[int, tuple[int, Tensor]] = {}
-        for place, tensor in enumerate(tensors):
+        for place, tensor in enumerate(arguments.all):
             if tensor.requires_grad:
                 taken.setdefault(id(tensor), (place, tensor))
         wanted = [place for place, _ in taken.values()]
@@ -397,7 +395,7 @@ def _twin(
 
     def result(node: fx.Node, index: int | None = None) -> tuple[fx.Node, int | None]:
         if node not in there:
-            node, index = picked(node, index)
+            node, index = records.picked(node, index)
         return there.get(node) or node, index
 
     return Twin(

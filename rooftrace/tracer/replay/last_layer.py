@@ -23,7 +23,6 @@ from rooftrace.tracer.replay.blocks import (
     Recording,
     RepeatedCall,
     UnlikeLayersError,
-    picked,
 )
 from rooftrace.tracer.replay.likeness import Likeness, ops_of
 from rooftrace.tracer.tape import META_KEY, Recorded, Tape, records
@@ -130,7 +129,7 @@ class LastLayer:
         )
         inside, read = set(nodes), blocks.read_from_outside(nodes)
         if (
-            any(picked(node)[0] not in inside for node, *_ in results)
+            any(records.picked(node)[0] not in inside for node, *_ in results)
             or any(node.op != "call_function" for node in nodes)
             or blocks.writes_outside(nodes, self._storages)
             or self._left_behind()
@@ -207,7 +206,7 @@ class LastLayer:
         positions = {node: place for place, node in enumerate(self.forward.nodes)}
         sources: list[tuple[str, Any]] = []
         for node in block.inputs:
-            base, index = picked(node)
+            base, index = records.picked(node)
             if node in arguments:
                 sources.append(("argument", arguments[node]))
             elif node in arrived:
@@ -252,7 +251,7 @@ class LastLayer:
 
 def _storage_of(node: fx.Node) -> int | None:
     """The storage of a value; None for what a repeated call returned."""
-    base, index = picked(node)
+    base, index = records.picked(node)
     recorded = base.meta[META_KEY]
     if isinstance(recorded, records.Entry):
         return recorded.spec.storage

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import fx
 
-from rooftrace.tracer.replay.blocks import RecordedCall, picked
+from rooftrace.tracer.replay.blocks import RecordedCall
 from rooftrace.tracer.tape import META_KEY, Recorded, records
 
 
@@ -86,7 +86,7 @@ class Likeness:
             return self.nodes.setdefault(theirs, ours) is ours
         if theirs in self.nodes:
             return self.nodes[theirs] is ours
-        (mine, place), (other, number) = picked(ours), picked(theirs)
+        (mine, place), (other, number) = records.picked(ours), records.picked(theirs)
         return place == number and self.nodes.get(other, other) is mine
 
     def _same_spec(self, ours: records.Spec, theirs: records.Spec) -> bool:

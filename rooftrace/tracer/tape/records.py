@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -79,3 +80,12 @@ class Tag:
 
     def __deepcopy__(self, memo: Any) -> Tag:
         return self  # a tensor that the code copies deeply stands for the same value
+
+
+def picked(node: fx.Node, index: int | None = None) -> tuple[fx.Node, int | None]:
+    """The node that made a value, and which of its outputs; None: the only one."""
+    if node.target is not operator.getitem:
+        return node, index
+    base, place = node.args
+    assert isinstance(base, fx.Node) and isinstance(place, int)
+    return base, place
