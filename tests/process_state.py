@@ -68,10 +68,14 @@ _ATTRIBUTES: tuple[tuple[Any, str], ...] = (
     (_python_dispatch, "_is_in_any_mode_without_ignore_compile_internals"),
 )
 optimizer: Any = sys.modules[Optimizer.__module__]
-_KERNELS = (
+_HELD = (
     ("scaled_dot_product_attention", "Meta"),
     ("lstm.input", "AutogradMeta"),
     ("dropout", "Meta"),
+)
+"""Where a release of torch cannot hold them, they stay while other threads run."""
+_KERNELS = (
+    *(_HELD if hasattr(torch.library, "get_kernel") else ()),
     ("mm", "AutocastIPU"),
     ("mm", "AutocastCUDA"),
 )

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import contextvars
 import random
+import subprocess
 import sys
 import threading
 import warnings
@@ -22,9 +23,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import rooftrace as rt
 from rooftrace.errors import RequestError
+from rooftrace.tracer.patches import shared
 from rooftrace.tracer.peers.flopcounter import _ForwardTracker
-from rooftrace.tracer.recording import draws
 from rooftrace.tracer.recording.recorder import Recorder
+from rooftrace.tracer.whole import entries, kept_whole
 
 from .. import process_state
 
@@ -219,6 +221,58 @@ def test_meanwhile_another_thread_is_as_it_was(phase: str) -> None:
     assert not process_state.changed(before, during)
 
 
+_ON_THEIR_WAY = """
+import sys, threading, time
+import torch
+from torch.nn import functional as F
+from rooftrace.tracer.whole import kept_whole
+
+sys.setswitchinterval(1e-6)  # seconds: a thread waits for the interpreter wherever it can
+x = torch.empty(1, 2, 4, 4, device="meta", requires_grad=True)
+end, calls = time.monotonic() + 2, []
+
+def call():
+    while time.monotonic() < end:
+        calls.append(F.scaled_dot_product_attention(x, x, x).shape == F.dropout(x).shape)
+
+threads = [threading.Thread(target=call) for _ in range(3)]
+for thread in threads:
+    thread.start()
+while time.monotonic() < end:
+    with kept_whole():
+        time.sleep(2e-4)
+for thread in threads:
+    thread.join()
+print(len(calls) > 0 and all(calls))
+"""
+
+
+@pytest.mark.subprocess
+def test_a_thread_on_its_way_into_a_kernel_finds_it() -> None:
+    """Also when the recording ends that has put the kernel there; else the process dies."""
+    done = subprocess.run(
+        [sys.executable, "-c", _ON_THEIR_WAY], capture_output=True, text=True, timeout=PATIENCE
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "True\n", "")
+
+
+def test_a_kernel_that_cannot_be_held_stays_while_others_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Older releases of torch have nothing to hold a kernel with."""
+    monkeypatch.setattr(entries, "_kernel_of", None)
+    for others in (False, True, True, False):
+        monkeypatch.setattr(shared, "alone", lambda others=others: not others)
+        with kept_whole():
+            assert _has_attention()
+        assert _has_attention() is others
+
+
+def _has_attention() -> bool:
+    name = "aten::scaled_dot_product_attention"
+    return torch._C._dispatch_has_kernel_for_dispatch_key(name, "AutogradMeta")
+
+
 # -- afterwards all is as it was -------------------------------------------------------------------
 
 
@@ -233,7 +287,7 @@ def nothing_left() -> Iterator[None]:
 @pytest.fixture(params=[True, False], ids=["alone", "beside"])
 def alone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Both ways of drawing random numbers: in a process of one thread, and of several."""
-    monkeypatch.setattr(draws, "_alone", lambda: request.param)
+    monkeypatch.setattr(shared, "alone", lambda: request.param)
     traced()  # what is loaded at first use is loaded
     yield
 

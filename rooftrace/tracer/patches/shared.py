@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -44,6 +45,16 @@ class Shared:
             if not self._count and self._undo is not None:
                 undo, self._undo = self._undo, None
                 undo()
+
+
+def alone() -> bool:
+    """Whether no other thread runs Python.  One that starts later is started by the traced code,
+    and belongs to it.
+
+    Nothing runs between the call and `len`: another thread, whose frame we had in hand, would keep
+    the variables of a function that has ended.
+    """
+    return next(map(len, iter(sys._current_frames, None))) == 1
 
 
 def _collector_off() -> Callable[[], None]:

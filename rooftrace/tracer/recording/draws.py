@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from rooftrace.tracer.patches import original_of, replaced
+from rooftrace.tracer.patches import original_of, replaced, shared
 from rooftrace.tracer.tape import Tape
 
 _SEED = 0
@@ -27,22 +27,12 @@ def draws_repeated(tape: Tape) -> Iterator[None]:
 
     At the end the process's generators are as if nothing had been drawn inside.
     """
-    if _alone():
+    if shared.alone():
         with _seeded():
             yield
     else:
         with _apart(tape):
             yield
-
-
-def _alone() -> bool:
-    """Whether no other thread runs Python.  One that starts later is started by the traced code,
-    and belongs to it.
-
-    Nothing runs between the call and `len`: another thread, whose frame we had in hand, would keep
-    the variables of a function that has ended.
-    """
-    return next(map(len, iter(sys._current_frames, None))) == 1
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -35,6 +36,10 @@ _ENTRIES: dict[str, Callable[..., Any]] = {
 }
 
 
+_PLACES = tuple((name, key) for name in _ENTRIES for key in ("Meta", "AutogradMeta"))
+"""Where in the dispatcher they stand, by op and dispatch key."""
+
+
 def whole_entry(func: Any) -> Callable[..., Any] | None:
     """The function that replaces an entry point of aten that stays whole; None for any other."""
     overload = "" if func._overloadname == "default" else f".{func._overloadname}"
@@ -51,15 +56,40 @@ def kept_whole() -> Iterator[None]:
         yield
 
 
+_kernel_of: Callable[..., Any] | None = getattr(torch.library, "get_kernel", None)
+"""A kernel of the dispatcher, as something that holds it; older releases of torch have none."""
+_TAKEN_AWAY: collections.deque[list[Any]] = collections.deque(maxlen=64)
+"""The last kernels that were taken away.
+
+A thread that calls attention on meta waits for the interpreter inside of the kernel that stood
+there when it came, without holding it: freed meanwhile, the kernel ends the process.
+"""
+_LEFT: list[Any] = []
+"""A library whose kernels could neither be held nor taken away: the next recording uses it."""
+
+
 def _registered() -> Callable[[], None]:
     """Put the kernels there, for all recordings; returns what takes them away."""
+    library = _LEFT.pop() if _LEFT else _with_kernels()
+    kernels = [_kernel_of(f"aten::{name}", key) for name, key in _PLACES] if _kernel_of else []
+
+    def undo() -> None:
+        if kernels or shared.alone():
+            _TAKEN_AWAY.append(kernels)
+            library._destroy()
+        else:
+            _LEFT.append(library)
+
+    return undo
+
+
+def _with_kernels() -> Any:
     library = Library("aten", "IMPL")
-    for name, function in _ENTRIES.items():
-        kernel = _in_scope(_op(name), function)
-        for key in ("Meta", "AutogradMeta"):
-            # Library.impl refuses ops with a composite implementation; the binding does not.
-            library.m.impl(name, key, kernel)
-    return library._destroy  # type: ignore[no-any-return]
+    kernels = {name: _in_scope(_op(name), function) for name, function in _ENTRIES.items()}
+    for name, key in _PLACES:
+        # Library.impl refuses ops with a composite implementation; the binding does not.
+        library.m.impl(name, key, kernels[name])
+    return library
 
 
 _KERNELS = shared.Shared(_registered)
