@@ -11,11 +11,11 @@ from __future__ import annotations
 import contextlib
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 from unittest import mock
 
 import torch
+from msgspec.structs import replace
 from torch._higher_order_ops.flex_attention import flex_attention, flex_attention_backward
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 

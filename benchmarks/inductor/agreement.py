@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import comb
+
+from msgspec.structs import replace
 
 import rooftrace as rt
 from rooftrace.costmodels.execution.executions import execution_model

@@ -3,10 +3,10 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from rooftrace.costmodels.planning.plans import Plan
 from rooftrace.tracer.arguments.operands import Neighbour, Ref

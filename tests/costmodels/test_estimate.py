@@ -6,6 +6,7 @@ import itertools
 import pytest
 import torch
 from hypothesis import given, settings
+from msgspec import structs
 from torch import nn
 
 import rooftrace as rt
@@ -343,7 +344,7 @@ def test_a_group_is_named_after_the_op_that_computes_most():
     x, w, bias = b.input(64, 64), b.weight(64), b.weight(64)
     y = b.layer_norm(x, w, bias)
     z = b.unary("exp", y, module="other")
-    b.ops[0] = dataclasses.replace(b.ops[0], module="norm", family="norm")
+    b.ops[0] = structs.replace(b.ops[0], module="norm", family="norm")
     (row,) = rt.estimate(b.graph(z), H200).rows
     assert (row.module, row.family, row.name) == ("norm", "norm", "layer norm (fused)")
     assert (row.precision, row.ops) == ("fp32", (0, 1))

@@ -2,12 +2,12 @@
 
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import example, given, settings, strategies as st
+from msgspec.structs import replace
 
 import rooftrace as rt
 from rooftrace.costmodels.estimating.estimates import Estimate, estimate

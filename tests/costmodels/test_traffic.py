@@ -2,10 +2,10 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings, strategies as st
+from msgspec.structs import replace
 
 from rooftrace.costmodels.costs.cost import MATRIX, Access, Cost
 from rooftrace.costmodels.execution.executions import PRESETS, ExecutionModel, WeightResidency

@@ -1,6 +1,5 @@
 """No op that computes on floats is priced at no work: over every sample of torch's own op tests."""
 
-import dataclasses
 import sys
 import types
 import unittest
@@ -12,6 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
+from msgspec import structs
 
 from rooftrace.costmodels.opviews.opview import OpView, Slot, TensorView
 from rooftrace.costmodels.registry.lookup import all_rules, find_rule
@@ -126,15 +126,15 @@ def primitive(name):
     if packet is None or "default" not in packet.overloads():
         return None
     x = TensorView((4, 8), "fp32", (8, 1), 0, 32, 32, 128, True)
-    y = dataclasses.replace(x, storage=1)
+    y = structs.replace(x, storage=1)
     arguments, taken = [], []
     for argument in packet.default._schema.arguments:
         if "Tensor" in str(argument.type):
             arguments.append((argument.name, Slot(len(taken))))
-            taken.append(dataclasses.replace(x, storage=2 + len(taken)))
+            taken.append(structs.replace(x, storage=2 + len(taken)))
         elif argument.name in ("dims", "dim"):
             arguments.append((argument.name, (1,)))
-    out = dataclasses.replace(y, shape=(4,), stride=(1,), elements=4, unique_elements=4, nbytes=16)
+    out = structs.replace(y, shape=(4,), stride=(1,), elements=4, unique_elements=4, nbytes=16)
     reduced = "dims" in {a.name for a in packet.default._schema.arguments}
     return OpView(f"prims.{name}.default", tuple(taken), (out if reduced else y,), tuple(arguments))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gzip
 import io
 import json
@@ -16,6 +15,7 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
+from msgspec import structs
 
 import rooftrace as rt
 from rooftrace import _reading
@@ -175,7 +175,7 @@ def test_a_stream_knows_its_depth_whatever_the_blocks(
 
 
 def with_counts(graph: OpGraph, count: int) -> OpGraph:
-    repeats = (dataclasses.replace(r, count=count, names={}, assumptions={}) for r in graph.repeats)
+    repeats = (structs.replace(r, count=count, names={}, assumptions={}) for r in graph.repeats)
     return graph.replace(repeats=tuple(repeats))
 
 

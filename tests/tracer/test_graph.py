@@ -1,9 +1,9 @@
 """What `OpGraph.verify` refuses, and the sizes of a value."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from rooftrace.tracer.arguments.operands import Ref, refs
 from rooftrace.tracer.graph.graph import OpGraph

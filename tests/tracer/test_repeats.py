@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from msgspec import structs
 from torch import Tensor, nn
 
 import rooftrace as rt
@@ -150,7 +151,7 @@ def timeless(graph: OpGraph) -> OpGraph:
     """The graph; without how long its values are held, where Python holds them for longer."""
     if LIFETIMES_ARE_EXACT:
         return graph
-    return replace(graph, ops=tuple(replace(op, holds=()) for op in graph.ops))
+    return replace(graph, ops=tuple(structs.replace(op, holds=()) for op in graph.ops))
 
 
 @pytest.mark.parametrize("phase", ["forward", "training"])

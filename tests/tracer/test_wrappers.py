@@ -1,7 +1,6 @@
 """Modules and tensors inside wrappers: what runs on one device is recorded, the rest is said."""
 
 import copy
-import dataclasses
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from msgspec import structs
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -84,7 +84,7 @@ def test_collectives_in_place_know_the_size_of_their_group(group: None) -> None:
     sizes = [4 * 16 * 64 * part // DEVICES for part in (2 * 3, 3, 3)]  # 2 (n-1)/n, (n-1)/n, (n-1)/n
     assert [row.bytes_net for row in estimate.rows if row.family == "communication"] == sizes
     assert not any("unknown size" in note for note in estimate.notes)
-    unknown = graph.replace(ops=tuple(dataclasses.replace(op, facts={}) for op in graph.ops))
+    unknown = graph.replace(ops=tuple(structs.replace(op, facts={}) for op in graph.ops))
     (note,) = rt.estimate(unknown, execution="eager").notes
     assert note == (
         "collectives of a group of unknown size, counted as of a large one: "

@@ -7,7 +7,9 @@ and reads a shared value once; `traffic` does so when it adds up costs.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from rooftrace.hardware.precisions import bytes_per_element
 
@@ -18,8 +20,7 @@ COMPUTED = ("useful", "masked_executed", "recompute")
 """The counts that take time; "masked" is what a kernel skips."""
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionSizes:
+class AttentionSizes(Struct, frozen=True):
     """The sizes of one attention kernel.
 
     batch: requests.  queries, keys: of one request.  visible: (query, key) pairs of one head that
@@ -48,8 +49,7 @@ class AttentionSizes:
         return self.batch * self.heads * self.visible * each
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
+class Work(Struct, frozen=True):
     """A key of `Cost.work`.
 
     operation: matmul, convolution (both can use the matrix engine) or vector.
@@ -82,8 +82,7 @@ class Work:
         return self.rows, self.columns, self.inner
 
 
-@dataclass(frozen=True, slots=True)
-class Access:
+class Access(Struct, frozen=True):
     """A key of `Cost.traffic`: which storage, read or written, over which wire (hbm or link).
 
     In a rule the storage is the operand's local index (see OpView); `bind` makes it a value id.
@@ -94,8 +93,7 @@ class Access:
     wire: str = "hbm"
 
 
-@dataclass(frozen=True)
-class Cost:
+class Cost(Struct, frozen=True):
     """work: FLOP by `Work` (one multiply-add = 2).  traffic: bytes by `Access`."""
 
     work: Mapping[Work, int] = field(default_factory=dict)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     Array = np.ndarray[Any, np.dtype[np.float64]]
 
-_SIZES = tuple(AttentionSizes.__dataclass_fields__)
+_SIZES = tuple(AttentionSizes.__struct_fields__)
 COLUMNS = ("kernels", *_SIZES, "size", "rate")
 """kernels: attention kernels in one of the row's (0: none).  size: bytes of an element that is
 multiplied.  rate: FLOP/s of the products, 0 where they do not run on the matrix engine in half

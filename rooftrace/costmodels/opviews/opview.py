@@ -7,16 +7,16 @@ for an op that reads each operand once and writes each result once.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from rooftrace.costmodels.costs import Access, Cost
 from rooftrace.errors import hint
 from rooftrace.hardware.precisions import widest
 
 
-@dataclass(frozen=True, slots=True)
-class TensorView:
+class TensorView(Struct, frozen=True):
     """A tensor as a rule sees it: sizes only, and a local storage index, shared with its views."""
 
     shape: tuple[int, ...]
@@ -34,15 +34,13 @@ class TensorView:
         return len(self.shape)
 
 
-@dataclass(frozen=True, slots=True)
-class Slot:
+class Slot(Struct, frozen=True):
     """Stands in an OpView's arguments for the tensor at this position of `inputs`."""
 
     index: int
 
 
-@dataclass(frozen=True, slots=True)
-class OpView:
+class OpView(Struct, frozen=True):
     """An op as a rule sees it: shapes, precisions and attributes, but not which tensors they are.
 
     Two ops with equal views cost the same, so each view is priced once.  `arguments` is a tuple of

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import lru_cache
 from itertools import groupby, product
 from typing import Any
+
+from msgspec.structs import replace
 
 from rooftrace.costmodels.costs import (
     Access,

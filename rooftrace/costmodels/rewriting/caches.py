@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from rooftrace.tracer.arguments import Argument, references, refs
 from rooftrace.tracer.graph import OpGraph

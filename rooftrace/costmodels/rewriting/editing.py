@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, TypeVar
+
+from msgspec.structs import replace
 
 from rooftrace.tracer.arguments import Argument, Ref, refs
 from rooftrace.tracer.graph import Op, OpGraph, Tensor

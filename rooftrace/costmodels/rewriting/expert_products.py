@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
+
+from msgspec.structs import replace
 
 from rooftrace.costmodels.rewriting.editing import Editor, operand
 from rooftrace.tracer.arguments import Argument, Ref

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
+
+from msgspec.structs import replace
 
 from rooftrace.costmodels.rewriting.editing import ATTENTION, LATENT_ATTENTION, Editor, operand
 from rooftrace.costmodels.rewriting.places import Places, StoragePlace

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence, Set
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from rooftrace.tracer.arguments import references
 from rooftrace.tracer.graph import Op, OpGraph

@@ -147,6 +147,8 @@ def _cost(
     cost = reach if label.slide else math.hypot(x - label.x, y - label.y) + reach * 0.2
     if box.x0 < frame.x0 or box.y0 < frame.y0 or box.x1 > frame.x1 or box.y1 > frame.y1:
         cost += OUTSIDE
+    if cost >= limit:
+        return cost
     cost += OVER_LABEL * sum(box.overlaps(other, 4) for other in boxes)
     cost += OVER_POINT * sum(box.overlaps(point, 2) for point in points)
     if cost >= limit:

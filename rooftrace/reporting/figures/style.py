@@ -127,7 +127,10 @@ def extent(text: Text, renderer: Any) -> Bbox:
 
 def save(figure: Figure, path: Path) -> None:
     """Write a PNG that is the same every time (no date, no version in it)."""
+    import numpy as np
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.text import Text
+    from PIL import Image
 
     texts = [*figure.texts]
     for axes in figure.axes:
@@ -136,7 +139,11 @@ def save(figure: Figure, path: Path) -> None:
         texts += legend.get_texts() if legend is not None else []
     for text in texts:
         _take_literally(text)
-    figure.savefig(path, dpi=DPI, metadata={"Software": None})
+    canvas: Any = FigureCanvasAgg(figure)
+    canvas.draw()
+    # The paper is white: without a fourth channel a PNG takes half the time, for as many bytes.
+    pixels = np.ascontiguousarray(np.asarray(canvas.buffer_rgba())[..., :3])
+    Image.fromarray(pixels).save(path, "png", dpi=(DPI, DPI), compress_level=3)
 
 
 def _take_literally(text: Text) -> None:

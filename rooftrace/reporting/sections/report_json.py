@@ -10,6 +10,8 @@ import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from msgspec import structs
+
 from rooftrace.costmodels.execution import SUMMARIES
 from rooftrace.costmodels.findings import islands
 from rooftrace.reporting.sections.builders import added_sections
@@ -153,7 +155,7 @@ REPORT = Object(
             "assumptions",
             Many(ASSUMPTION),
             of=lambda r: [
-                {"phase": phase, **asdict(a), "time_share": r.resting_share(phase, a.id)}
+                {"phase": phase, **structs.asdict(a), "time_share": r.resting_share(phase, a.id)}
                 for phase, a in r.assumptions
             ],
         ),

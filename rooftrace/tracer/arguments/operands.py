@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
 from typing import Any
 
+from msgspec import Struct
+from msgspec.structs import replace
 
-@dataclass(frozen=True, slots=True)
-class Neighbour:
+
+class Neighbour(Struct, frozen=True):
     """What an iteration reads of the iteration beside it.
 
     Iteration i of `repeat` reads iteration ``i + shift`` of `value`.  What stands in the graph
@@ -24,8 +25,7 @@ class Neighbour:
         return replace(self, value=ids[self.value])
 
 
-@dataclass(frozen=True, slots=True)
-class Ref:
+class Ref(Struct, frozen=True):
     """A value used as an argument: ``Ref(7)`` is the value with id 7.
 
     In a repeat, iteration i reads iteration i of a value that has iterations too; `then` says

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any, Protocol
+
+from msgspec.structs import replace
 
 from rooftrace.tracer.arguments import Argument, Neighbour, Ref, in_order, refs
 from rooftrace.tracer.graph.records import Op, Repeat, Tensor

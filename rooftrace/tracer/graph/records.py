@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
+
+from msgspec import Struct, field
 
 from rooftrace.hardware.precisions import storage_bytes
 from rooftrace.tracer.arguments import Argument, Neighbour, Ref
@@ -16,8 +17,7 @@ class GraphError(ValueError):
     """An operator graph that breaks its own rules, or a file that is not one."""
 
 
-@dataclass(frozen=True, slots=True)
-class Tensor:
+class Tensor(Struct, frozen=True):
     """One value.  `storage` is the id of the value that owns the bytes: its own unless a view.
 
     repeats: ids of the repeats in which every iteration has its own, outermost first.  then: the
@@ -66,8 +66,7 @@ class Tensor:
         return storage_bytes(self.dtype, self.unique_elements)
 
 
-@dataclass(frozen=True, slots=True)
-class Op:
+class Op(Struct, frozen=True):
     """One operator call.
 
     target: the full aten name ("aten.mm.default").  arguments: by schema name, defaults left out;
@@ -108,8 +107,7 @@ class Op:
         return self.target.rsplit(".", 1)[0]
 
 
-@dataclass(frozen=True, slots=True)
-class Assumption:
+class Assumption(Struct, frozen=True):
     """Something the trace could not know and took for granted.
 
     kind: what it is about (routing, branch, density, value, shape, loss, optimizer ...).
@@ -129,8 +127,7 @@ class Assumption:
     facts: Mapping[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class Repeat:
+class Repeat(Struct, frozen=True):
     """Equal iterations, of which one stands in the graph: layers of a stack, steps of a loop.
 
     count: how many iterations it stands for.  container, first, step: iteration q stands for the

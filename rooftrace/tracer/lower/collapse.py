@@ -9,9 +9,10 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property
 from itertools import groupby
+
+from msgspec.structs import replace
 
 from rooftrace.tracer.arguments import Argument, Neighbour, Ref, in_order, refs
 from rooftrace.tracer.graph import Op, OpGraph, Repeat, Tensor

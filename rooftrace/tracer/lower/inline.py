@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from msgspec.structs import replace
 
 from rooftrace.tracer.arguments import Argument, Neighbour, Ref, in_order, refs
 from rooftrace.tracer.graph import Op, OpGraph, Tensor

@@ -10,10 +10,10 @@ import contextlib
 import inspect
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor as TorchTensor, fx
 from torch.utils.flop_counter import flop_registry
 

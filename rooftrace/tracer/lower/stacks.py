@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 from functools import cached_property
 from typing import Any
+
+from msgspec.structs import replace
 
 from rooftrace.tracer.arguments import Ref
 from rooftrace.tracer.graph import Op, OpGraph, Repeat

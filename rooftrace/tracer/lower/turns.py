@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 from itertools import groupby
 from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
 
 from rooftrace.tracer.graph import Op, OpGraph, Repeat
 from rooftrace.tracer.lower.blocks import Blocks, NotAlikeError

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor, fx
 from torch.utils._python_dispatch import _disable_current_modes
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
+from msgspec.structs import replace
 from torch import fx
 
 from rooftrace.tracer.replay.blocks import RecordedCall

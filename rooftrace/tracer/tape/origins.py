@@ -6,10 +6,10 @@ both carry the number of the node.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 
 from rooftrace.tracer.source import source_line
 from rooftrace.tracer.tape.entries import Entries

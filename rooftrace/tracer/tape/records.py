@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from msgspec import Struct, field
 from torch import Tensor, fx
 
 from rooftrace.tracer.graph import Tensor as Value
@@ -19,8 +19,7 @@ NO_TAINT: frozenset[int] = frozenset()
 """The assumptions that a fact rests on: none."""
 
 
-@dataclass(frozen=True, slots=True)
-class Spec:
+class Spec(Struct, frozen=True):
     """The look of one recorded tensor (shape, strides, precision), and its storage."""
 
     shape: tuple[int, ...]
@@ -37,8 +36,7 @@ class Spec:
         return cls(shape, tensor.dtype, stride, storage)
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(Struct, frozen=True):
     """A value that no op made."""
 
     kind: str  # parameter, buffer, table, input, gradient, optimizer, kv or constant
@@ -46,8 +44,7 @@ class Entry:
     spec: Spec
 
 
-@dataclass(frozen=True, slots=True)
-class Origin:
+class Origin(Struct, frozen=True):
     """The code that an op came from."""
 
     module: str = ""  # the dotted path of the module that ran
@@ -58,8 +55,7 @@ class Origin:
     loop: tuple[int, int] | None = None  # number of a loop, and of its turn, while it may be cut
 
 
-@dataclass(frozen=True, slots=True)
-class Recorded:
+class Recorded(Struct, frozen=True):
     """The record of one op beside its fx node."""
 
     specs: tuple[Spec, ...]  # of its outputs
@@ -70,8 +66,7 @@ class Recorded:
     taint: frozenset[int] = NO_TAINT  # ids of the assumptions that it rests on
 
 
-@dataclass(frozen=True, slots=True)
-class Tag:
+class Tag(Struct, frozen=True):
     """The value of the graph that a tensor stands for."""
 
     node: fx.Node
