@@ -256,6 +256,32 @@ def test_a_thread_on_its_way_into_a_kernel_finds_it() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "True\n", "")
 
 
+_COLLECTED = """
+import gc, threading
+from rooftrace.tracer.patches import shared
+
+class Held:
+    pass
+
+for turn in range(3000):
+    held = Held()
+    held.local, held.itself = threading.local(), held  # its end waits for a lock of the interpreter
+    held.local.x = 1
+    gc.set_threshold(3 + turn % 40)
+    assert shared.alone()
+print("done")
+"""
+
+
+@pytest.mark.subprocess
+def test_to_count_threads_collects_nothing() -> None:
+    """Until Python 3.12 a collection in the count of threads could wait for itself."""
+    done = subprocess.run(
+        [sys.executable, "-c", _COLLECTED], capture_output=True, text=True, timeout=PATIENCE
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
+
+
 def test_a_kernel_that_cannot_be_held_stays_while_others_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -52,9 +52,11 @@ def alone() -> bool:
     and belongs to it.
 
     Nothing runs between the call and `len`: another thread, whose frame we had in hand, would keep
-    the variables of a function that has ended.
+    the variables of a function that has ended.  No collection either: until Python 3.12 one could
+    begin in the call, under the lock that the end of a `threading.local` waits for.
     """
-    return next(map(len, iter(sys._current_frames, None))) == 1
+    with collector_off.used():
+        return next(map(len, iter(sys._current_frames, None))) == 1
 
 
 def _collector_off() -> Callable[[], None]:
