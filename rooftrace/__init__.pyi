@@ -38,6 +38,10 @@ from rooftrace.hardware import (
     available_chips as available_chips,
     load_chip as load_chip,
 )
+from rooftrace.measured.fused import (
+    FusedStep as FusedStep,
+    fused as fused,
+)
 from rooftrace.measured.realsteps import (
     measure as measure,
     measuring as measuring,

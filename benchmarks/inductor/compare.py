@@ -20,8 +20,9 @@ from pathlib import Path
 
 import inductor
 import models
-from agreement import agreement, compiled_graph, is_kernel, our_groups
+from agreement import compiled_graph, is_kernel, our_groups
 
+from rooftrace.measured.fused.agreement import Agreement
 from rooftrace.tracer.graph.graph import OpGraph
 
 GOLDEN = Path(__file__).parents[2] / "tests" / "golden" / "inductor"
@@ -57,7 +58,7 @@ def _compare(name: str, graph: OpGraph, options: argparse.Namespace) -> None:
     kernels = inductor.kernels_of(graph)
     groups, sizes = our_groups(graph)
     theirs = {op: i for i, k in enumerate(kernels) for op in k.home if is_kernel(graph, op)}
-    score = agreement(groups, theirs)
+    score = Agreement.of(groups, theirs)
     fused = {groups[op] for op in theirs}
     moved = _moved(kernels, set(theirs.values()))
     ours = sum(sizes[i] for i in fused)

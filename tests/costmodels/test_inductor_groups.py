@@ -9,6 +9,8 @@ from types import ModuleType
 
 import pytest
 
+from rooftrace.measured.fused.agreement import Agreement
+
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = ROOT / "tests" / "golden" / "inductor"
 # A little below what was measured: F1 of pairs in one kernel, and the adjusted Rand index.
@@ -70,7 +72,7 @@ def test_our_groups_are_those_of_inductor(name):
         "the graph is another one: run benchmarks/inductor/compare.py --golden"
     )
     ours, sizes = agreement.our_groups(graph)
-    score = agreement.agreement(ours, theirs)
+    score = Agreement.of(ours, theirs)
     f1, rand = FLOORS[name]
     assert score.f1 >= f1 and score.rand >= rand, score
     moved = golden["bytes"]

@@ -19,16 +19,14 @@ from collections.abc import Sequence
 from rooftrace.costmodels.costs import Cost
 from rooftrace.costmodels.execution import ExecutionModel
 from rooftrace.costmodels.fusion.finished import larger_groups, with_apart
-from rooftrace.costmodels.fusion.groups import FusionGroup, Merge
+from rooftrace.costmodels.fusion.groups import FusionGroup
 from rooftrace.costmodels.fusion.growing import grow
 from rooftrace.costmodels.fusion.joins import own_joins
 from rooftrace.costmodels.fusion.kernels import Facts
-from rooftrace.costmodels.fusion.labels import group_name
 from rooftrace.costmodels.fusion.merging import merge_kernels
 from rooftrace.costmodels.fusion.partition import Open, Partition
 from rooftrace.costmodels.fusion.runs import Neighbourhood
 from rooftrace.costmodels.pricing import price_ops
-from rooftrace.costmodels.registry import find_rule
 from rooftrace.costmodels.traffic import group_costs
 from rooftrace.tracer.graph import OpGraph
 
@@ -43,11 +41,11 @@ def fuse(
     if execution.fusion != "detected":
         classes = Facts(graph).classes
         launched = (op for op in graph.ops if classes[op.id] not in (None, "free"))
-        return tuple(_named(graph, [op.id], op.repeats) for op in launched)
+        return tuple(FusionGroup.of(graph, [op.id], op.repeats) for op in launched)
     grown = _grown(graph)
-    groups = tuple(_named(graph, k.members, k.repeats, k.merges) for k in grown)
+    groups = tuple(FusionGroup.of(graph, k.members, k.repeats, k.merges) for k in grown)
     if not _adds_up(graph, groups):
-        groups = tuple(_named(graph, k.members, None, k.merges) for k in grown)
+        groups = tuple(FusionGroup.of(graph, k.members, None, k.merges) for k in grown)
     return _with_own_joins(graph, groups, op_costs, execution) if own_joins() else groups
 
 
@@ -68,26 +66,6 @@ def _with_own_joins(
         groups = larger
         costs = group_costs(graph, groups, op_costs, execution)
     return with_apart(graph, before, op_costs, costs_before, own_joins(), groups)
-
-
-def _named(
-    graph: OpGraph,
-    members: Sequence[int],
-    repeats: tuple[int, ...] | None,
-    merges: Sequence[Merge] = (),
-) -> FusionGroup:
-    numbers = sorted(members)
-    ops = [graph.ops[i] for i in numbers]
-    name = group_name(ops)
-    return FusionGroup(
-        ops=tuple(numbers),
-        pattern=name if len(ops) > 1 else "op",
-        name=name,
-        known=all(find_rule(op.target) is not None for op in ops),
-        times=graph.times(ops[0]),
-        repeats=ops[0].repeats if repeats is None else repeats,
-        merges=tuple(merges),
-    )
 
 
 def _adds_up(graph: OpGraph, groups: Sequence[FusionGroup]) -> bool:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rooftrace.costmodels.fusion.joins import JOINS, because
+from rooftrace.costmodels.fusion.labels import group_name
+from rooftrace.costmodels.registry import find_rule
 from rooftrace.tracer.graph import OpGraph
 
 
@@ -42,6 +45,30 @@ class FusionGroup:
     repeats: tuple[int, ...] = ()  # in whose iterations it is launched
     merges: tuple[Merge, ...] = ()  # the steps by which it grew from one op
     apart: tuple[Apart, ...] = ()  # where a join of a user fits and cannot be made
+
+    @staticmethod
+    def of(
+        graph: OpGraph,
+        members: Iterable[int],
+        repeats: tuple[int, ...] | None = None,
+        merges: Sequence[Merge] = (),
+    ) -> FusionGroup:
+        """The kernel of these ops, under the name that their rules give it.
+
+        repeats: in whose iterations it is launched; None: in those of its first op.
+        """
+        numbers = sorted(members)
+        ops = [graph.ops[number] for number in numbers]
+        name = group_name(ops)
+        return FusionGroup(
+            ops=tuple(numbers),
+            pattern=name if len(ops) > 1 else "op",
+            name=name,
+            known=all(find_rule(op.target) is not None for op in ops),
+            times=graph.times(ops[0]),
+            repeats=ops[0].repeats if repeats is None else repeats,
+            merges=tuple(merges),
+        )
 
     @property
     def joins(self) -> tuple[str, ...]:

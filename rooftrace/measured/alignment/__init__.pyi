@@ -1,4 +1,4 @@
-from rooftrace.measured.alignment import keys as keys
+from rooftrace.measured.alignment import calls as calls, keys as keys
 from rooftrace.measured.alignment.aligning import (
     align as align,
 )
@@ -8,7 +8,4 @@ from rooftrace.measured.alignment.alignment import (
 )
 from rooftrace.measured.alignment.counters import (
     counted as counted,
-)
-from rooftrace.measured.alignment.notes import (
-    step_notes as step_notes,
 )

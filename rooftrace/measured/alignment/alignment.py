@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from rooftrace.hardware import units
+from rooftrace.hardware.units import format_share, format_time
 from rooftrace.measured.alignment.calls import OpCall
 from rooftrace.measured.alignment.keys import Key
 from rooftrace.measured.traces import Trace, TraceStep, records
@@ -89,6 +91,36 @@ class Alignment:
     def score(self) -> float:
         """The smaller of the shares of seconds and of kernels that match."""
         return min(self.coverage, self.ops_matched_share)
+
+    def notes(self) -> list[str]:
+        """How steps were told apart, and which kernels have no launch: in sentences."""
+        trace = self.trace
+        count = units.plural(len(trace.steps), "step")
+        notes: list[str] = []
+        if self.outside is not None:
+            notes.append(
+                "no ProfilerStep in the trace: the ops of the graph come again, which makes "
+                f"{count}; {format_share(self.outside)} of the measured time is in none of them"
+            )
+        elif len(trace.steps) == 1 and trace.steps[0].name == records.WHOLE:
+            notes.append("no ProfilerStep in the trace: all of it counts as one step")
+        elif trace.marked_by and trace.marked_by != records.PROFILER_STEP:
+            notes.append(
+                f"no ProfilerStep in the trace: the ranges {trace.marked_by!r} are its steps"
+            )
+        for placed in trace.placements:
+            if placed.how not in (records.LAUNCH, records.OP):
+                what = units.plural(placed.kernels, "kernel")
+                if placed.copies:
+                    what += f" and {units.plural(placed.copies, 'memory operation')}"
+                notes.append(f"{what} of the trace ({format_time(placed.seconds)}) {placed.how}")
+        waited = [step.waited for step in trace.steps if step.waited]
+        if waited:
+            notes.append(
+                f"{format_time(sum(waited))} in which the host waited for work from before the "
+                "trace begins are left out of the step"
+            )
+        return notes
 
 
 class Sums:

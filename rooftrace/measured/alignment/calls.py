@@ -58,7 +58,7 @@ class CallTree:
         calls: list[OpCall] = []
         for op in step.ops:
             if parents[op] == records.NONE or parents[op] not in inside:
-                calls += self._cut(op)
+                calls += self.below(op)
         kernels = self.trace.kernels
         for kernel in step.kernels:
             if kernels.op[kernel] == records.NONE:
@@ -77,11 +77,12 @@ class CallTree:
             self._keys[number] = key_of_call(ops.names.items[number[0]], shapes)
         return self._keys[number]
 
-    def _cut(self, op: int) -> list[OpCall]:
+    def below(self, op: int) -> list[OpCall]:
+        """The calls at the level of the graph in one call tree."""
         key = self.key(op)
         if key in self.keys:
             return [self._whole(op, key)]
-        below = [call for called in self.calls.get(op, ()) for call in self._cut(called)]
+        below = [call for called in self.calls.get(op, ()) for call in self.below(called)]
         known = any(call.key in self.keys for call in below)
         if not known and self.nearly(key):
             return [self._whole(op, key)]
@@ -103,7 +104,7 @@ class CallTree:
         name = self._name(op)
         if not self.trace.on_device:
             return OpCall(op, key, name, self.trace.ops.duration[op], (), self._on_host(op))
-        kernels = tuple(k for below in self._below(op) for k in self.launches.get(below, ()))
+        kernels = tuple(k for inner in self._below(op) for k in self.launches.get(inner, ()))
         seconds = sum(self.trace.kernels.duration[k] for k in kernels)
         return OpCall(op, key, name, seconds, kernels, not kernels)
 

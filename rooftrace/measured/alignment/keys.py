@@ -179,6 +179,20 @@ def paired(have: Sequence[Key], wanted: Sequence[Key]) -> tuple[list[tuple[int, 
     return pairs, len(pairs) - exact
 
 
+def between(
+    pairs: Sequence[tuple[int, int]], have: Sequence[str], wanted: Sequence[str]
+) -> list[tuple[int, int]]:
+    """More pairs of positions, by name alone, between those that are known; all rise."""
+    more: list[tuple[int, int]] = []
+    i = j = 0
+    for a, b in [*pairs, (len(have), len(wanted))]:
+        if i < a and j < b:
+            inside = common([(n, ()) for n in have[i:a]], [(n, ()) for n in wanted[j:b]])
+            more += [(i + x, j + y) for x, y in inside]
+        i, j = a + 1, b + 1
+    return more
+
+
 def common(have: Sequence[Key], wanted: Sequence[Key]) -> list[tuple[int, int]]:
     """Pairs of positions of a longest common subsequence, both rising."""
     from rapidfuzz.distance import LCSseq

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from rooftrace.costmodels.execution import execution_model
+from rooftrace.costmodels.planning import plan
 from rooftrace.errors import RequestError
 from rooftrace.measured.bench import Bench, devices
+from rooftrace.measured.fused import KernelTime, kernel_times
+from rooftrace.measured.realsteps.inductor import Compilations
 from rooftrace.measured.realsteps.profiler import StepProfile, by_op, profiled, profiler
 from rooftrace.measured.realsteps.replay import attributed
 from rooftrace.measured.realsteps.steps import (
@@ -22,6 +29,7 @@ from rooftrace.measured.realsteps.steps import (
     timed,
 )
 from rooftrace.measured.runs import ModelRow, Run
+from rooftrace.measured.traces import read_trace
 from rooftrace.tracer.dtypes import dtype_name
 from rooftrace.tracer.graph import OpGraph
 from rooftrace.tracer.inputs import arguments, as_before
@@ -47,7 +55,8 @@ def measure(
     (one token after the prompt that is given), or training with an optimizer, on a copy of the
     weights.  compiled: the step is run through torch.compile.  ops: the captured graph is also run
     op by op, eagerly, and the row's `ops` have the ids of `rooftrace.trace(model, ...,
-    phase=phase)`.  budget_s: about how long the timed repetitions may take.
+    phase=phase)`; of a compiled step the row has its `kernels` too, which `rooftrace.fused` sets
+    beside the graph.  budget_s: about how long the timed repetitions may take.
 
     The result is a run with one row: `run.models[0]`.  Raises RequestError for a model on meta, or
     a phase that it does not have, and the errors of the model.
@@ -85,16 +94,19 @@ def measured_row(
     """The row of one phase of a model; see `measure`."""
     inputs = real_inputs(model, args, kwargs, phase)
     with as_before(model), _weights_kept(model, phase):
-        step = real_step(model, inputs, phase, optimizer, loss, compiled)
+        noted = Compilations() if compiled and ops and Compilations.are_known() else None
+        options = noted.options if noted else None
+        step = real_step(model, inputs, phase, optimizer, loss, compiled, options)
         times = timed(bench, step, bench.budget_s, WARMUPS)
+        graph = _graph(model, args, kwargs, phase, loss, optimizer) if ops else None
+        kernels = _kernels(bench, step, noted, graph) if noted and graph else ()
         del step
         state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         tensors: dict[str, Tensor] = {name: tensor.detach() for name, tensor in state.items()}
         call = ((), inputs.decode or {}) if phase == "decode" else (args, kwargs)
         tensors |= dict(arguments.named_inputs(model, *call))
         attribution: dict[str, Any] = {}
-        if ops:
-            graph = _graph(model, args, kwargs, phase, loss, optimizer)
+        if graph is not None:
             result = attributed(bench, graph, tensors)
             attribution = {
                 "device_seconds": result.seconds,
@@ -116,8 +128,27 @@ def measured_row(
         parameters=sum(p.numel() for p in model.parameters()),
         peak_bytes=times.peak_bytes,
         resident_bytes=times.resident_bytes,
+        kernels=kernels,
         **attribution,
     )
+
+
+def _kernels(
+    bench: Bench, step: RealStep, noted: Compilations, graph: OpGraph
+) -> tuple[KernelTime, ...]:
+    """The kernels of a compiled step by the profiler, each with its ops; on a CPU of the quicker of
+    two profiles."""
+    compiled = plan(graph.expand(), execution_model("compiled")).graph
+    profiles = []
+    for _ in range(1 if bench.on_cuda else 2):
+        state = step.ready()
+        with profiler(bench) as recorded:
+            bench.wall(partial(step.run, state))
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "step.json"
+            recorded.export_chrome_trace(str(path))
+            profiles.append(kernel_times(read_trace(path), noted.graphs(), compiled))
+    return min(profiles, key=lambda kernels: sum(kernel.seconds for kernel in kernels))
 
 
 def profiled_step(

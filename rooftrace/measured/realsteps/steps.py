@@ -57,15 +57,20 @@ def real_step(
     optimizer: str = "adamw",
     loss: Callable[[Any], Any] | None = None,
     compiled: bool = False,
+    options: Mapping[str, Any] | None = None,
 ) -> RealStep:
     """The step of `phase`, on the module's device.
+
+    compiled: through torch.compile, with these options of Inductor's.
 
     Raises RequestError (NoCacheError) for a phase that the module does not have, and the module's
     errors while a decode's prompt runs.
     """
     device = str(next((t.device for t in module.parameters()), torch.device("cpu")))
     call = ModuleCalls(module, inputs, loss, device).plain_call(phase)
-    called: Callable[..., Any] = torch.compile(module) if compiled else module
+    called: Callable[..., Any] = module
+    if compiled:
+        called = torch.compile(module, options=dict(options) if options else None)
     if phase == "training":
         stepped = Stepped.of(module, optimizer)
         return RealStep(lambda: call.kwargs, _training(call, called, stepped), module, inputs)

@@ -20,6 +20,7 @@ from rooftrace._reading import FileKind, json_of, record_of, text_of
 from rooftrace._shown import short, some
 from rooftrace._writing import write_packed
 from rooftrace.hardware.units import format_time
+from rooftrace.measured.fused import KernelTime
 
 SCHEMA = "rooftrace.run/1"
 
@@ -86,6 +87,7 @@ class ModelRow:
     unattributed: float | None = None  # s of `device_seconds` that belong to no op in `ops`
     source: str = ""  # who measured `ops`: "profiler" in the step itself, "replay" op by op
     ops: tuple[OpTime, ...] = ()  # empty where they were not measured
+    kernels: tuple[KernelTime, ...] = ()  # of a compiled step, in launch order
     peak_bytes: int | None = (
         None  # byte, the most that tensors took; None: the device does not tell
     )
@@ -209,7 +211,14 @@ def encoded(run: Run) -> dict[str, Any]:
     """The run as plain JSON values."""
     data: dict[str, Any] = {"schema": SCHEMA, **_plain(run)}
     data["micro"] = [_plain(row) for row in run.micro]
-    data["models"] = [{**_plain(row), "ops": [_plain(op) for op in row.ops]} for row in run.models]
+    data["models"] = [
+        {
+            **_plain(row),
+            "ops": [_plain(op) for op in row.ops],
+            **({"kernels": [_plain(kernel) for kernel in row.kernels]} if row.kernels else {}),
+        }
+        for row in run.models
+    ]
     data["troubles"] = [_plain(row) for row in run.troubles]
     return data
 

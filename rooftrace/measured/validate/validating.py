@@ -11,7 +11,7 @@ from rooftrace.costmodels.estimating import Estimate, estimate
 from rooftrace.costmodels.execution import TYPICAL, ExecutionModel
 from rooftrace.hardware import Chip, units
 from rooftrace.hardware.units import format_share, format_traffic
-from rooftrace.measured.alignment import Alignment, Stray, counted, step_notes
+from rooftrace.measured.alignment import Alignment, Stray, counted
 from rooftrace.measured.pairing import (
     Graphs,
     MeasuredRequestError,
@@ -276,7 +276,7 @@ def _trace_notes(alignment: Alignment, phases: Sequence[str], chip: Chip) -> lis
         notes.append(f"the trace matches {graph.phase} best of {units.listed(phases)}")
     if not trace.on_device:
         notes.append("no kernels in the trace: seconds of ops are the host's own")
-    notes += step_notes(alignment)
+    notes += alignment.notes()
     notes.append(
         f"median of {units.plural(count, 'step')}, matched by {alignment.how}: "
         f"{format_share(alignment.ops_matched_share)} of the graph's kernels are in the trace"

@@ -1,0 +1,85 @@
+"""Which op of our graph each op is that a compiler was given.
+
+Both are the same program, captured twice: the sequences are matched in order by name and module,
+then by name alone between two pairs.  A compiler is given some ops in parts that stay one op in
+our graph (RMS norm, recurrent networks): between two pairs the parts belong to the op of the same
+module that has no partner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rooftrace.costmodels.registry import find_rule
+from rooftrace.measured.alignment import keys
+from rooftrace.measured.fused.compiled import CompiledGraph, ProgramOp
+from rooftrace.tracer.graph import Op, OpGraph
+
+_FORWARD, _BACKWARD = "forward", "backward"
+
+
+def matched(graphs: Sequence[CompiledGraph], graph: OpGraph) -> list[dict[int, int]]:
+    """For each compiled graph: our op by the position of theirs.
+
+    What a backward graph computes of the forward is looked for among ops that no forward graph has.
+    """
+    result: list[dict[int, int]] = [{} for _ in graphs]
+    taken: set[int] = set()
+    for part, again in ((_FORWARD, False), (_BACKWARD, False), (_FORWARD, True)):
+        theirs = [
+            (number, place)
+            for number, compiled in enumerate(graphs)
+            for place, op in enumerate(compiled.ops)
+            if op.backward == (part == _BACKWARD)
+            and (part == _BACKWARD or compiled.backward == again)
+            and launches(op.name)
+        ]
+        ours = [
+            op for op in graph.ops if _part(op) == part and op.id not in taken and is_launched(op)
+        ]
+        program = [graphs[number].ops[place] for number, place in theirs]
+        for i, op in _pairs(program, ours):
+            number, place = theirs[i]
+            result[number][place] = op.id
+            taken.add(op.id)
+    return result
+
+
+def launches(name: str) -> bool:
+    """Whether an op of this name ("aten::mm") launches anything: views do not."""
+    rule = find_rule(f"{name.replace('::', '.', 1)}.default")
+    return rule is None or rule.fusion != "free"
+
+
+def is_launched(op: Op) -> bool:
+    """Whether an op of our graph launches anything."""
+    rule = find_rule(op.target)
+    return op.kind == "kernel" and (rule is None or rule.fusion != "free")
+
+
+def _part(op: Op) -> str:
+    return _BACKWARD if op.part in ("backward", "recompute") else op.part
+
+
+def _pairs(theirs: Sequence[ProgramOp], ours: Sequence[Op]) -> Iterator[tuple[int, Op]]:
+    """(position of theirs, our op); several of theirs may be one of ours."""
+    names = [keys.common_name(op.name) for op in theirs]
+    own_names = [keys.common_name(op.name.replace(".", "::", 1)) for op in ours]
+    exact = keys.common(
+        [(f"{name} in {op.module}", ()) for name, op in zip(names, theirs, strict=True)],
+        [(f"{name} in {op.module}", ()) for name, op in zip(own_names, ours, strict=True)],
+    )
+    pairs = sorted((*exact, *keys.between(exact, names, own_names)))
+    yield from ((a, ours[b]) for a, b in pairs)
+    i = j = 0
+    for a, b in [*pairs, (len(theirs), len(ours))]:
+        for place in range(i, a):
+            whole = next((op for op in ours[j:b] if _is_inside(theirs[place], op)), None)
+            if whole is not None:
+                yield place, whole
+        i, j = a + 1, b + 1
+
+
+def _is_inside(part: ProgramOp, op: Op) -> bool:
+    """Whether a part of an op may be of this one: both run in the same module."""
+    return part.module == op.module or part.module.startswith(f"{op.module}.")

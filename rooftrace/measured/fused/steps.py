@@ -1,0 +1,236 @@
+"""A compiled step beside its graph: the kernels that were measured, and those that we detect."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Protocol
+
+from rooftrace._shown import short
+from rooftrace.costmodels.execution import execution_model
+from rooftrace.costmodels.fusion import FusionGroup, fuse
+from rooftrace.costmodels.planning import Plan, plan
+from rooftrace.errors import ProfileError
+from rooftrace.hardware.units import format_share, format_time, format_traffic, plural
+from rooftrace.measured.fused.agreement import Agreement, tangles
+from rooftrace.measured.fused.kerneltimes import KernelTime
+from rooftrace.measured.fused.matching import is_launched
+from rooftrace.tracer.graph import OpGraph
+
+
+class _Row(Protocol):
+    """A measured step with the times of its kernels."""
+
+    @property
+    def key(self) -> str: ...
+
+    @property
+    def kernels(self) -> tuple[KernelTime, ...]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class FusionDifference:
+    """Ops that a compiler has put into other kernels than we do."""
+
+    kind: str  # "more": it fused more than we do; "less"; "otherwise": neither holds the other
+    ops: tuple[int, ...]  # ids in the plan's graph
+    names: tuple[str, ...]  # of the measured kernels
+    detected: int  # how many kernels we make of them
+    measured: int  # how many it made
+    bytes_detected: int  # byte through HBM by our kernels
+    bytes_measured: int  # byte through HBM by its kernels, by the same rules
+    seconds: float  # s that its kernels took
+
+    def __str__(self) -> str:
+        saved = self.bytes_measured - self.bytes_detected
+        return (
+            f"fused {self.kind}: {plural(len(self.ops), 'op')} in "
+            f"{plural(self.measured, 'kernel')}, not {self.detected}; "
+            f"{'+' if saved > 0 else '-' if saved < 0 else ''}{format_traffic(abs(saved))}, "
+            f"{format_time(self.seconds)}: {', '.join(self.names[:2])}"
+            f"{', ...' if len(self.names) > 2 else ''}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FusedStep:
+    """A compiled step that was measured, beside the kernels that are detected in its graph."""
+
+    detected: Plan  # as the execution model `compiled` groups it
+    kernels: tuple[KernelTime, ...]  # in launch order
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of all calls of the step."""
+        return sum(kernel.seconds for kernel in self.kernels)
+
+    @property
+    def coverage(self) -> float:
+        """Share of these seconds that belongs to ops of the graph."""
+        own = sum(kernel.seconds for kernel in self.kernels if kernel.ops or kernel.parts)
+        return own / self.seconds if self.seconds else 0.0
+
+    @property
+    def unplaced(self) -> tuple[int, ...]:
+        """Ids of ops that launch something by our rules, and are in no kernel of the step."""
+        placed = {op for kernel in self.kernels for op in kernel.ops}
+        return tuple(
+            op.id for op in self.detected.graph.ops if is_launched(op) and op.id not in placed
+        )
+
+    @cached_property
+    def measured(self) -> Plan:
+        """The plan of the step in the measured kernels; ops without a kernel stand alone."""
+        graph = self.detected.graph
+        groups = [FusionGroup.of(graph, kernel.ops) for kernel in self.kernels if kernel.ops]
+        groups += [FusionGroup.of(graph, (op,)) for op in self.unplaced]
+        regrouped = self.detected.regrouped(tuple(_in_order(graph, groups)))
+        return replace(regrouped, execution=replace(self.detected.execution, name="measured"))
+
+    @cached_property
+    def unfused(self) -> Plan:
+        """The plan of the step with a kernel for each op."""
+        none = fuse(self.detected.graph, replace(self.detected.execution, fusion="none"))
+        return self.detected.regrouped(none, generated=False)
+
+    @property
+    def activation_fusion(self) -> float:
+        """Bytes of activations through HBM in the measured kernels, over those of the unfused step.
+
+        It is the factor `ExecutionModel.activation_fusion`, of this step on this device.
+        """
+        return _share(self.measured.bytes.activations, self.unfused.bytes.activations)
+
+    @property
+    def elementwise(self) -> float:
+        """Bytes of temporaries in the measured kernels, over those of the unfused step.
+
+        It is the factor `ExecutionModel.elementwise`, of this step on this device.
+        """
+        return _share(self.measured.bytes.temporary, self.unfused.bytes.temporary)
+
+    @cached_property
+    def agreement(self) -> Agreement:
+        """Of the kernels that we detect with those that the compiler wrote."""
+        return Agreement.of(*self._partitions())
+
+    @cached_property
+    def differences(self) -> tuple[FusionDifference, ...]:
+        """Where the two differ, most seconds first."""
+        ours, theirs = self._partitions()
+        both = [
+            FusionDifference(
+                kind=_kind(len(left), len(right)),
+                ops=tuple(sorted(op for op, kernel in theirs.items() if kernel in right)),
+                names=tuple(self.kernels[kernel].name for kernel in right),
+                detected=len(left),
+                measured=len(right),
+                bytes_detected=sum(self.detected.costs[kernel].bytes() for kernel in left),
+                bytes_measured=self._bytes(right),
+                seconds=sum(self.kernels[kernel].seconds for kernel in right),
+            )
+            for left, right in tangles(ours, theirs)
+            if len(left) > 1 or len(right) > 1
+        ]
+        return tuple(sorted(both, key=lambda difference: -difference.seconds))
+
+    def _bytes(self, kernels: Sequence[int]) -> int:
+        measured = self.measured
+        place = {group.ops: number for number, group in enumerate(measured.groups)}
+        return sum(measured.costs[place[self.kernels[kernel].ops]].bytes() for kernel in kernels)
+
+    def _partitions(self) -> tuple[dict[int, int], dict[int, int]]:
+        """(our kernel, their kernel) by op, of the ops in kernels that the compiler wrote."""
+        ours = {op: place for place, group in enumerate(self.detected.groups) for op in group.ops}
+        theirs = {
+            op: place
+            for place, kernel in enumerate(self.kernels)
+            if kernel.generated
+            for op in kernel.ops
+            if op in ours
+        }
+        return ours, theirs
+
+    def __repr__(self) -> str:
+        return short(self, self._verdict())
+
+    def __str__(self) -> str:
+        return "\n".join((self._verdict(), *map(str, self.differences[:10])))
+
+    def _verdict(self) -> str:
+        score, written = self.agreement, sum(kernel.generated for kernel in self.kernels)
+        return (
+            f"{self.detected.source.title}, compiled: {plural(len(self.kernels), 'call')} "
+            f"({written} of kernels that the compiler wrote) in {format_time(self.seconds)}, "
+            f"{format_share(self.coverage)} of it in ops of the graph; detected kernels agree by "
+            f"F1 {score.f1:.2f}, adjusted Rand index {score.rand:.2f} over "
+            f"{plural(score.ops, 'op')}; {format_traffic(self.measured.bytes.total)} of HBM in the "
+            f"measured kernels, {format_traffic(self.detected.bytes.total)} in the detected ones, "
+            f"{format_traffic(self.unfused.bytes.total)} unfused (activations "
+            f"{self.activation_fusion:.2f}, temporaries {self.elementwise:.2f})"
+        )
+
+
+def fused(row: _Row, graph: OpGraph) -> FusedStep:
+    """The kernels of a compiled step that was measured, beside the graph of the same step.
+
+    row: of `rooftrace.measure(..., compiled=True)`.  graph: of `rooftrace.trace` with the same
+    arguments.  Raises ProfileError for a row without kernels, and for the graph of another step.
+    """
+    if not row.kernels:
+        raise ProfileError(
+            f"{row.key}: no kernels were measured; measure with "
+            "rooftrace.measure(module, ..., compiled=True), under torch 2.11 or later: older "
+            "releases do not say what went into a kernel"
+        )
+    detected = plan(graph.expand(), execution_model("compiled"))
+    ops = detected.graph.ops
+    for kernel in row.kernels:
+        for op, target in zip(kernel.ops, kernel.targets, strict=True):
+            there = ops[op].target if op < len(ops) else "no op"
+            if there != target:
+                raise ProfileError(
+                    f"{row.key}: not a run of this graph: op {op} is {target} in the run and "
+                    f"{there} in the graph; trace the module, the sizes and the phase that were "
+                    "measured, with the same release of rooftrace"
+                )
+    return FusedStep(detected=detected, kernels=row.kernels)
+
+
+def _share(part: int, whole: int) -> float:
+    return part / whole if whole else 1.0
+
+
+def _kind(ours: int, theirs: int) -> str:
+    return "more" if theirs == 1 else "less" if ours == 1 else "otherwise"
+
+
+def _in_order(graph: OpGraph, groups: Sequence[FusionGroup]) -> list[FusionGroup]:
+    """Groups in an order in which each stands after those that it reads from.
+
+    A compiler may run an op before one that is earlier in the graph.  Where kernels read from each
+    other in a circle, as parts of ops were computed twice, the order of first ops decides.
+    """
+    group_of = {op: number for number, group in enumerate(groups) for op in group.ops}
+    writer: dict[int, int] = {}
+    waits: dict[int, set[int]] = defaultdict(set)
+    for op in graph.ops:
+        number = group_of.get(op.id)
+        for value in (*op.inputs, *op.outputs):
+            storage = graph.values[value].storage
+            before = writer.get(storage)
+            if number is not None and before is not None and before != number:
+                waits[number].add(before)
+        if number is not None:
+            writer.update((graph.values[value].storage, number) for value in op.outputs)
+    done: list[FusionGroup] = []
+    left = sorted(range(len(groups)), key=lambda number: groups[number].ops[0])
+    placed: set[int] = set()
+    while left:
+        ready = next((n for n in left if waits[n] <= placed), left[0])
+        left.remove(ready)
+        placed.add(ready)
+        done.append(groups[ready])
+    return done

@@ -1,0 +1,236 @@
+"""How long each kernel of a compiled step ran, and the ops behind it, by a trace of the step."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from rooftrace.errors import ProfileError
+from rooftrace.measured.alignment import calls, keys
+from rooftrace.measured.fused.compiled import CompiledGraph
+from rooftrace.measured.fused.kerneltimes import KernelTime
+from rooftrace.measured.fused.matching import is_launched, matched
+from rooftrace.measured.traces import Trace, TraceStep, records
+from rooftrace.tracer.graph import Op, OpGraph
+
+_REGION = re.compile(r"CompiledFunction(Backward)?$|Torch-Compiled Region")
+"""Calls of the profiler around what was compiled."""
+_GRAPH = re.compile(r"^graph_\d+_")
+"""What Inductor writes before the name of a kernel in the profiler's range on a CPU."""
+
+
+def kernel_times(
+    trace: Trace, compiled: Sequence[CompiledGraph], graph: OpGraph
+) -> tuple[KernelTime, ...]:
+    """The calls of the first step of `trace`, in order: what they took, and their ops in `graph`.
+
+    compiled: what the compiler made, in the order of its graphs.  graph: written out, as the
+    execution model `compiled` runs it.  A call without ops belongs to nothing in the graph.
+    Raises ProfileError for a trace without steps.
+    """
+    if not trace.steps:
+        raise ProfileError(f"{trace.source}: no step in the trace")
+    step = trace.steps[0]
+    expected = [
+        _Expected(kernel.name, number, place)
+        for number, made in enumerate(compiled)
+        for place, kernel in enumerate(made.kernels)
+    ]
+    partners = matched(compiled, graph)
+    known = {op for each in partners for op in each.values()}
+    outside = [op for op in graph.ops if is_launched(op) and op.id not in known]
+    wanted = [keys.key_of_op(graph, op) for op in outside]
+    listed = list(
+        _Walk(trace, frozenset(item.name for item in expected), frozenset(wanted)).of(step)
+    )
+    called = _in_order(listed, expected)
+    beside = _beside(listed, outside, wanted)
+    seconds: dict[tuple[int, int], float] = defaultdict(float)
+    for call, item in zip(listed, called, strict=True):
+        if item is not None:
+            seconds[item.graph, item.place] += call.seconds
+    owned = _owned(compiled, partners, seconds, graph, frozenset(beside.values()))
+    times = []
+    for number, (call, item) in enumerate(zip(listed, called, strict=True)):
+        ops, parts = owned[item.graph, item.place] if item is not None else ((), ())
+        if number in beside:
+            ops = (beside[number],)
+        times.append(
+            KernelTime(
+                name=call.name,
+                seconds=call.seconds,
+                ops=ops,
+                targets=tuple(graph.ops[op].target for op in ops),
+                parts=parts,
+                compiled=call.inside,
+            )
+        )
+    return tuple(times)
+
+
+@dataclass(frozen=True, slots=True)
+class _Expected:
+    """A kernel that the compiler wrote down: the number of its graph, and its place there."""
+
+    name: str
+    graph: int
+    place: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A call in the trace: of a kernel in a compiled graph, or of an op beside it."""
+
+    name: str
+    seconds: float
+    inside: bool  # of a compiled graph
+    key: keys.Key
+
+
+def _in_order(listed: Sequence[_Call], expected: Sequence[_Expected]) -> list[_Expected | None]:
+    """The expected kernel of each call inside of compiled graphs, matched in order by name."""
+    inside = [number for number, call in enumerate(listed) if call.inside]
+    have = [(listed[number].name, ()) for number in inside]
+    result: list[_Expected | None] = [None] * len(listed)
+    for a, b in keys.common(have, [(item.name, ()) for item in expected]):
+        result[inside[a]] = expected[b]
+    return result
+
+
+def _beside(
+    listed: Sequence[_Call], ops: Sequence[Op], wanted: Sequence[keys.Key]
+) -> dict[int, int]:
+    """The op of each call outside of compiled graphs, by its number in the list.
+
+    In order by name and shapes, and by name alone between two pairs: lists of tensors differ.
+    """
+    alone = [number for number, call in enumerate(listed) if not call.inside]
+    have = [listed[number].key for number in alone]
+    pairs, _ = keys.paired(have, wanted)
+    more = keys.between(pairs, [key[0] for key in have], [key[0] for key in wanted])
+    return {alone[a]: ops[b].id for a, b in (*pairs, *more)}
+
+
+def _owned(
+    compiled: Sequence[CompiledGraph],
+    partners: Sequence[Mapping[int, int]],
+    seconds: Mapping[tuple[int, int], float],
+    graph: OpGraph,
+    beside: Collection[int],
+) -> dict[tuple[int, int], tuple[tuple[int, ...], tuple[int, ...]]]:
+    """By kernel (graph, place): the ops that it computes, and those of which it computes a part.
+
+    An op that was taken apart into several kernels belongs to the one that took most time.
+    beside: ops that ran outside of compiled graphs.
+    """
+    shares: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    touched: dict[tuple[int, int], set[int]] = {}
+    for number, (made, partner) in enumerate(zip(compiled, partners, strict=True)):
+        homes = made.homes()
+        for place, kernel in enumerate(made.kernels):
+            touched[number, place] = {partner[op] for op in kernel.parts if op in partner}
+        for op, place in homes.items():
+            if op in partner:
+                shares[partner[op]].append((number, place))
+    home = {op: max(places, key=lambda at: seconds.get(at, 0.0)) for op, places in shares.items()}
+    owned: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for op, at in sorted(home.items()):
+        owned[at].append(op)
+    for op, reader in _merged(graph, home, beside):
+        home[op] = home[reader]
+        owned[home[reader]].append(op)
+    return {
+        at: (tuple(sorted(owned[at])), tuple(sorted(ops - set(owned[at]))))
+        for at, ops in touched.items()
+    }
+
+
+def _merged(
+    graph: OpGraph, home: Mapping[int, object], beside: Collection[int]
+) -> Iterator[tuple[int, int]]:
+    """(op, the op that reads it): ops that the compiler has no node of, and has for their reader.
+
+    It merged them with what reads them, by a pattern, or with an equal op.
+    """
+    readers: dict[int, list[int]] = defaultdict(list)
+    for op in graph.ops:
+        for value in op.inputs:
+            readers[graph.values[value].storage].append(op.id)
+    parts = {graph.ops[op].part for op in home}
+    for op in reversed(graph.ops):
+        if op.id in home or op.id in beside or not is_launched(op) or op.part not in parts:
+            continue
+        later = (
+            reader
+            for value in op.outputs
+            for reader in readers[graph.values[value].storage]
+            if reader > op.id and reader in home
+        )
+        reader = min(later, default=None)
+        if reader is not None:
+            yield op.id, reader
+
+
+class _Walk:
+    """Walks the calls of a trace down to kernels of compiled graphs, and to ops beside them."""
+
+    def __init__(self, trace: Trace, names: frozenset[str], ops: frozenset[keys.Key]) -> None:
+        self.trace, self.names = trace, names
+        self.tree = calls.CallTree(trace, ops)
+        self.holds_region: dict[int, bool] = {}
+
+    def of(self, step: TraceStep) -> Iterator[_Call]:
+        """The calls of a step in order."""
+        parents = self.trace.ops.parent
+        inside = set(step.ops)
+        for op in step.ops:
+            if parents[op] == records.NONE or parents[op] not in inside:
+                yield from self._below(op)
+
+    def _below(self, op: int) -> Iterator[_Call]:
+        if self._is_region(op):
+            for called in self.trace.calls.get(op, ()):
+                yield from self._inside(called)
+        elif self._has_region(op):
+            for called in self.trace.calls.get(op, ()):
+                yield from self._below(called)
+        else:
+            for call in self.tree.below(op):
+                if not call.host or call.key in self.tree.keys:
+                    yield _Call(call.name, call.seconds, False, call.key)
+
+    def _inside(self, op: int) -> Iterator[_Call]:
+        name, called = _GRAPH.sub("", self._name(op)), self.trace.calls.get(op, ())
+        if self._has_region(op):
+            for inner in called:
+                yield from self._below(inner) if self._is_region(inner) else self._inside(inner)
+        elif name in self.names or "::" in name:
+            if name in self.names or not calls.on_host(name):
+                yield _Call(name, self._seconds(op), True, (name, ()))
+        else:
+            for inner in called:
+                yield from self._inside(inner)
+
+    def _name(self, op: int) -> str:
+        ops = self.trace.ops
+        return str(ops.names.items[ops.name[op]])
+
+    def _is_region(self, op: int) -> bool:
+        return _REGION.match(self._name(op)) is not None
+
+    def _has_region(self, op: int) -> bool:
+        if op not in self.holds_region:
+            self.holds_region[op] = self._is_region(op) or any(
+                self._has_region(called) for called in self.trace.calls.get(op, ())
+            )
+        return self.holds_region[op]
+
+    def _seconds(self, op: int) -> float:
+        """Of the kernels that a call launched, or else of the host."""
+        if not self.trace.on_device:
+            return self.trace.ops.duration[op]
+        kernels = self.trace.kernels
+        own = sum(kernels.duration[kernel] for kernel in self.trace.launches.get(op, ()))
+        return own + sum(self._seconds(called) for called in self.trace.calls.get(op, ()))

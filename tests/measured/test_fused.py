@@ -1,0 +1,327 @@
+"""Compiled steps: which ops share a kernel, by what Inductor says and what the profiler saw."""
+
+import itertools
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import rooftrace as rt
+from rooftrace.costmodels.planning import plan
+from rooftrace.errors import ProfileError
+from rooftrace.measured.fused import FusedStep, KernelTime
+from rooftrace.measured.fused.agreement import Agreement, tangles
+from rooftrace.measured.fused.compiled import (
+    CompiledGraph,
+    CompiledKernel,
+    ProgramOp,
+    call_name,
+)
+from rooftrace.measured.fused.matching import is_launched, matched
+from rooftrace.measured.realsteps.inductor import Compilations, _module
+
+PARTITIONS = st.dictionaries(st.integers(0, 12), st.tuples(st.integers(0, 4), st.integers(0, 4)))
+
+
+def pairs(kernels: Mapping[int, int]) -> set[tuple[int, int]]:
+    both = itertools.combinations(sorted(kernels), 2)
+    return {(a, b) for a, b in both if kernels[a] == kernels[b]}
+
+
+@given(PARTITIONS)
+def test_agreement_counts_pairs_of_ops(numbers: dict[int, tuple[int, int]]) -> None:
+    ours = {op: a for op, (a, _) in numbers.items()}
+    theirs = {op: b for op, (_, b) in numbers.items()}
+    mine, yours = pairs(ours), pairs(theirs)
+    score = Agreement.of(ours, theirs)
+    assert score.ops == len(theirs)
+    assert score.precision == (len(mine & yours) / len(mine) if mine else 1)
+    assert score.recall == (len(mine & yours) / len(yours) if yours else 1)
+    assert score.rand == pytest.approx(Agreement.of(theirs, ours).rand)
+    assert Agreement.of(theirs, theirs).rand == Agreement.of(theirs, theirs).f1 == 1
+    renamed = {op: 99 - kernel for op, kernel in ours.items()}
+    assert Agreement.of(renamed, theirs) == score
+
+
+def test_the_adjusted_rand_index_is_the_published_one() -> None:
+    """The example of Hubert and Arabie's contingency table as Wikipedia and scikit-learn have it:
+    labels 0 0 1 2 against 0 0 1 1 give 0.571."""
+    score = Agreement.of(dict(enumerate([0, 0, 1, 2])), dict(enumerate([0, 0, 1, 1])))
+    assert score.rand == pytest.approx(0.5714, abs=1e-4)
+
+
+@given(PARTITIONS)
+def test_tangles_are_what_hangs_together(numbers: dict[int, tuple[int, int]]) -> None:
+    ours = {op: a for op, (a, _) in numbers.items()}
+    theirs = {op: b for op, (_, b) in numbers.items()}
+    listed = list(tangles(ours, theirs))
+    assert sorted(k for left, _ in listed for k in left) == sorted(set(ours.values()))
+    assert sorted(k for _, right in listed for k in right) == sorted(set(theirs.values()))
+    for left, right in listed:
+        assert {op for op in ours if ours[op] in left} == {op for op in ours if theirs[op] in right}
+
+
+@pytest.mark.parametrize(
+    ("written", "shown"),
+    [
+        ("extern_kernels.addmm:3", "aten::addmm"),
+        ("torch.ops.mkldnn._linear_pointwise.default:1", "mkldnn::_linear_pointwise"),
+        ("aten.randint.low_out:6", "aten::randint"),
+        ("aten.native_layer_norm.default", "aten::native_layer_norm"),
+        ("cpp_fused_gelu_view_1:4", "cpp_fused_gelu_view_1"),
+        ("triton_poi_fused_add_mul_3", "triton_poi_fused_add_mul_3"),
+    ],
+)
+def test_names_of_calls_are_those_of_the_profiler(written: str, shown: str) -> None:
+    assert call_name(written) == shown
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "L['self'].layers.0.norm",
+        "L['fn'].layers[0].norm",
+        "L['self']._modules['layers']._modules['0'].norm",
+        "getattr(getattr(L['self'], 'layers'), '0').norm",
+    ],
+)
+def test_paths_of_modules_are_ours(path: str) -> None:
+    assert _module(path) == "layers.0.norm"
+
+
+def test_the_root_has_no_path() -> None:
+    assert _module("L['self']") == _module("L['fn']") == ""
+
+
+def test_an_op_is_in_the_first_kernel_with_most_of_it_and_in_a_librarys_before_all() -> None:
+    ops = tuple(ProgramOp(f"aten::{name}") for name in ("native_layer_norm", "add", "mm"))
+    kernels = (
+        CompiledKernel("cpp_fused_0", {0: 2, 1: 1}),
+        CompiledKernel("cpp_fused_1", {0: 5, 1: 1, 2: 3}),  # it also makes room for the product
+        CompiledKernel("aten::mm", {2: 1}),
+    )
+    assert CompiledGraph(ops, kernels).homes() == {0: 1, 1: 0, 2: 2}
+
+
+# -- whose op it is --------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """A norm, a product and an activation, twice."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(F.gelu(self.up(self.norm(x))))
+        return x + y
+
+
+def program_ops(graph: rt.OpGraph) -> list[ProgramOp]:
+    """The ops of a graph as a compiler would have been given them."""
+    return [
+        ProgramOp(op.name.replace(".", "::", 1), op.module, op.part == "backward")
+        for op in graph.ops
+    ]
+
+
+def test_each_op_finds_itself_also_among_moved_and_missing_ones() -> None:
+    module = nn.Sequential(Block(), Block())
+    graph = rt.trace(module, torch.ones(4, 16), phase="training", optimizer="none").expand()
+    ops = program_ops(graph)
+    kept = [i for i, op in enumerate(graph.ops) if is_launched(op)]
+    forward = [i for i in kept if not ops[i].backward]
+    backward = [i for i in kept if ops[i].backward]
+    graphs = [CompiledGraph(tuple(ops[i] for i in part), ()) for part in (forward, backward)]
+    assert matched(graphs, graph) == [dict(enumerate(forward)), dict(enumerate(backward))]
+    fewer = forward[:3] + forward[4:]  # merged with another one
+    graphs[0] = CompiledGraph(tuple(ops[i] for i in fewer), ())
+    assert matched(graphs, graph)[0] == dict(enumerate(fewer))
+
+
+def test_the_parts_of_an_op_belong_to_it() -> None:
+    """RMS norm is one op here, and five in a compiler."""
+    graph = rt.trace(nn.Sequential(Block(), Block()), torch.ones(4, 16))
+    graph = graph.expand()
+    names = [op.name for op in graph.ops]
+    if "rooftrace.rms_norm" not in names:
+        pytest.skip("this release of torch has no kernel for it")
+    theirs: list[ProgramOp] = []
+    for op in program_ops(graph):
+        if op.name == "rooftrace::rms_norm":
+            parts = ("pow", "mean", "add", "rsqrt", "mul", "mul")
+            theirs += [ProgramOp(f"aten::{part}", op.module) for part in parts]
+        else:
+            theirs.append(op)
+    (partner,) = matched([CompiledGraph(tuple(theirs), ())], graph)
+    for place, op in enumerate(theirs):
+        if op.module.endswith("norm"):
+            whole = graph.ops[partner[place]]
+            assert (whole.name, whole.module) == ("rooftrace.rms_norm", op.module)
+
+
+# -- beside a graph --------------------------------------------------------------------------------
+
+
+class Row:
+    """A measured step with these kernels."""
+
+    key = "a step"
+
+    def __init__(self, *kernels: KernelTime) -> None:
+        self.kernels = kernels
+
+
+def row_of(graph: rt.OpGraph, *kernels: tuple[str, tuple[int, ...], float]) -> Row:
+    return Row(
+        *(
+            KernelTime(
+                name=name,
+                seconds=seconds,
+                ops=ops,
+                targets=tuple(graph.ops[op].target for op in ops),
+                compiled=True,
+            )
+            for name, ops, seconds in kernels
+        )
+    )
+
+
+def chain(x: Tensor) -> Tensor:
+    return ((x + 1.0).relu() * 2.0).tanh() @ x
+
+
+def test_kernels_are_priced_as_they_were_measured_and_differences_are_told() -> None:
+    x = torch.ones(64, 64)
+    graph = rt.trace(chain, x)
+    compiled = plan(graph.expand(), "compiled").graph
+    add, relu, mul, tanh, mm = (op.id for op in compiled.ops if is_launched(op))
+    row = row_of(
+        compiled,
+        ("triton_poi_fused_add_relu_0", (add, relu), 2e-6),
+        ("triton_poi_fused_mul_tanh_1", (mul, tanh), 3e-6),
+        ("aten::mm", (mm,), 5e-6),
+    )
+    step = rt.fused(row, graph)
+    size = 64 * 64 * 4
+    assert step.detected.bytes.total == 2 * size + 3 * size  # one kernel of four ops, one product
+    assert step.measured.bytes.total == 2 * 2 * size + 3 * size
+    assert step.unfused.bytes.total == 4 * 2 * size + 3 * size
+    (difference,) = step.differences
+    assert (difference.kind, difference.detected, difference.measured) == ("less", 1, 2)
+    assert difference.bytes_measured - difference.bytes_detected == 2 * size
+    assert difference.seconds == pytest.approx(5e-6)
+    assert step.agreement.precision == pytest.approx(2 / 6) and step.agreement.recall == 1
+    assert step.coverage == 1 and not step.unplaced
+    assert rt.estimate(step.measured, "h100-sxm").plan.execution.name == "measured"
+    assert "fused less: 4 ops in 2 kernels, not 1" in str(step)
+    # What was fused moves as much as it has to, and nothing else changes.
+    assert step.measured.total.flops() == step.unfused.total.flops() == step.detected.total.flops()
+
+
+def test_what_is_in_no_kernel_is_told_and_stands_alone() -> None:
+    graph = rt.trace(chain, torch.ones(64, 64))
+    compiled = plan(graph.expand(), "compiled").graph
+    launched = [op.id for op in compiled.ops if is_launched(op)]
+    step = rt.fused(
+        row_of(compiled, ("cpp_fused_0", tuple(launched[:2]), 1e-6), ("aten::item", (), 1e-6)),
+        graph,
+    )
+    assert step.unplaced == tuple(launched[2:])
+    assert step.coverage == pytest.approx(0.5)
+    assert {op for group in step.measured.groups for op in group.ops} == set(launched)
+
+
+def test_a_row_of_another_step_is_refused() -> None:
+    graph = rt.trace(chain, torch.ones(64, 64))
+    other = rt.trace(lambda x: x.exp().cos(), torch.ones(64, 64))
+    row = row_of(plan(graph.expand(), "compiled").graph, ("cpp_fused_0", (0, 1), 1e-6))
+    with pytest.raises(ProfileError, match=r"op 0 is aten.add.Tensor in the run and aten.exp"):
+        rt.fused(row, other)
+    with pytest.raises(ProfileError, match="no kernels were measured"):
+        rt.fused(Row(), graph)
+
+
+# -- Inductor itself -------------------------------------------------------------------------------
+
+
+class Layer(nn.Module):
+    """What a layer of a transformer has."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.norm, self.after = nn.LayerNorm(width), nn.RMSNorm(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.norm(x).unflatten(-1, (4, 16)).transpose(1, 2)
+        x = x + F.scaled_dot_product_attention(q, q, q).transpose(1, 2).flatten(2)
+        return x + F.dropout(self.down(F.gelu(self.up(self.after(x)))), 0.1, self.training)
+
+
+@pytest.fixture(scope="module")
+def measured() -> tuple[rt.Run, FusedStep]:
+    """A training step through Inductor, on this CPU."""
+    if shutil.which("g++") is None and shutil.which("clang++") is None:
+        pytest.skip("Inductor needs a C++ compiler")
+    if not Compilations.are_known():
+        pytest.skip("this release of torch does not say what went into a kernel")
+    torch._dynamo.reset()
+    module = nn.Sequential(Layer(), Layer())
+    x = torch.randn(8, 32, 64)
+    run = rt.measure(module, x, phase="training", compiled=True, budget_s=0.2)
+    return run, rt.fused(run.models[0], rt.trace(module, x, phase="training"))
+
+
+@pytest.mark.slow
+def test_every_second_of_a_compiled_step_belongs_to_its_ops(
+    measured: tuple[rt.Run, FusedStep],
+) -> None:
+    run, step = measured
+    assert step.coverage >= 0.97, [k for k in step.kernels if not k.ops and not k.parts]
+    assert not step.unplaced
+    placed = [op for kernel in step.kernels for op in kernel.ops]
+    assert len(placed) == len(set(placed))
+    parts = {op.part for op in step.detected.graph.ops if op.id in placed}
+    assert parts == {"forward", "backward", "optimizer"}
+    assert step.seconds < 5 * run.models[0].median
+
+
+@pytest.mark.slow
+def test_a_kernels_own_name_lists_its_ops(measured: tuple[rt.Run, FusedStep]) -> None:
+    """Inductor writes the ops of a kernel into its name; we read them elsewhere."""
+    _, step = measured
+    ops, seen = step.detected.graph.ops, 0
+    for kernel in step.kernels:
+        for op in kernel.ops:
+            name = ops[op].name.partition(".")[2].strip("_")
+            if kernel.generated and not ops[op].name.startswith("rooftrace."):
+                assert name in kernel.name, (kernel, ops[op].name)
+                seen += 1
+            elif kernel.compiled and "_norm" not in name and "attention" not in name:
+                assert name in kernel.name, (kernel, ops[op].name)
+    assert seen >= 20
+
+
+@pytest.mark.slow
+def test_measured_kernels_move_less_than_ops_alone_and_more_than_has_to_be(
+    measured: tuple[rt.Run, FusedStep],
+) -> None:
+    _, step = measured
+    assert step.detected.compulsory <= step.measured.bytes.total <= step.unfused.bytes.total
+    assert 0 < step.activation_fusion < 1 and 0 < step.elementwise <= 1
+    assert step.measured.total.flops() == step.unfused.total.flops()
+
+
+@pytest.mark.slow
+def test_a_run_keeps_its_kernels(measured: tuple[rt.Run, FusedStep], tmp_path: Path) -> None:
+    run, step = measured
+    again = rt.load_run(run.save(tmp_path / "run.json.gz"))
+    assert again.models[0].kernels == run.models[0].kernels == step.kernels
