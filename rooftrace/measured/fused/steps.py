@@ -12,6 +12,7 @@ from rooftrace._shown import short
 from rooftrace.costmodels.execution import execution_model
 from rooftrace.costmodels.fusion import FusionGroup, fuse
 from rooftrace.costmodels.planning import Plan, plan
+from rooftrace.costmodels.traffic import bytes_by_role
 from rooftrace.errors import ProfileError
 from rooftrace.hardware.units import format_share, format_time, format_traffic, plural
 from rooftrace.measured.fused.agreement import Agreement, tangles
@@ -99,17 +100,23 @@ class FusedStep:
     def activation_fusion(self) -> float:
         """Bytes of activations through HBM in the measured kernels, over those of the unfused step.
 
-        It is the factor `ExecutionModel.activation_fusion`, of this step on this device.
+        It is the factor `ExecutionModel.activation_fusion`, of this step on this device, without
+        its optimizer, which runs beside what is compiled.
         """
-        return _share(self.measured.bytes.activations, self.unfused.bytes.activations)
+        return self._share("activations")
 
     @property
     def elementwise(self) -> float:
         """Bytes of temporaries in the measured kernels, over those of the unfused step.
 
-        It is the factor `ExecutionModel.elementwise`, of this step on this device.
+        It is the factor `ExecutionModel.elementwise`, of this step on this device, without its
+        optimizer.
         """
-        return _share(self.measured.bytes.temporary, self.unfused.bytes.temporary)
+        return self._share("temporary")
+
+    def _share(self, role: str) -> float:
+        part, whole = (_bytes_of(role, made) for made in (self.measured, self.unfused))
+        return part / whole if whole else 1.0
 
     @cached_property
     def agreement(self) -> Agreement:
@@ -199,8 +206,13 @@ def fused(row: _Row, graph: OpGraph) -> FusedStep:
     return FusedStep(detected=detected, kernels=row.kernels)
 
 
-def _share(part: int, whole: int) -> float:
-    return part / whole if whole else 1.0
+def _bytes_of(role: str, planned: Plan) -> int:
+    """Bytes through HBM of one role, without those of the optimizer's kernels."""
+    graph, total = planned.graph, 0
+    for group, cost in zip(planned.groups, planned.costs, strict=True):
+        if graph.ops[group.ops[0]].part != "optimizer":
+            total += group.times * bytes_by_role(graph, cost).get(role, 0)
+    return total
 
 
 def _kind(ours: int, theirs: int) -> str:
