@@ -70,7 +70,8 @@ def real_step(
     call = ModuleCalls(module, inputs, loss, device).plain_call(phase)
     called: Callable[..., Any] = module
     if compiled:
-        called = torch.compile(module, options=dict(options) if options else None)
+        settings: dict[str, Any] = {"options": dict(options)} if options else {}
+        called = torch.compile(module, **settings)
     if phase == "training":
         stepped = Stepped.of(module, optimizer)
         return RealStep(lambda: call.kwargs, _training(call, called, stepped), module, inputs)
