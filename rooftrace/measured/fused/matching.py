@@ -1,13 +1,14 @@
 """Which op of our graph each op is that a compiler was given.
 
 Both are the same program, captured twice: the sequences are matched in order by name and module,
-then by name alone between two pairs.  A compiler is given some ops in parts that stay one op in
-our graph (RMS norm, recurrent networks): between two pairs the parts belong to the op of the same
-module that has no partner.
+then by name alone between two pairs, then out of order inside of a module.  A compiler is given
+some ops in parts that stay one op in our graph (RMS norm, recurrent networks): between two pairs
+the parts belong to the op of the same module that has no partner.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 
 from rooftrace.costmodels.registry import find_rule
@@ -70,14 +71,38 @@ def _pairs(theirs: Sequence[ProgramOp], ours: Sequence[Op]) -> Iterator[tuple[in
         [(f"{name} in {op.module}", ()) for name, op in zip(own_names, ours, strict=True)],
     )
     pairs = sorted((*exact, *keys.between(exact, names, own_names)))
-    yield from ((a, ours[b]) for a, b in pairs)
+    swapped = _swapped(theirs, ours, names, own_names, pairs)
+    yield from ((a, ours[b]) for a, b in (*pairs, *swapped))
+    placed, taken = {a for a, _ in swapped}, {b for _, b in swapped}
     i = j = 0
     for a, b in [*pairs, (len(theirs), len(ours))]:
+        left = [ours[number] for number in range(j, b) if number not in taken]
         for place in range(i, a):
-            whole = next((op for op in ours[j:b] if _is_inside(theirs[place], op)), None)
-            if whole is not None:
+            whole = next((op for op in left if _is_inside(theirs[place], op)), None)
+            if whole is not None and place not in placed:
                 yield place, whole
         i, j = a + 1, b + 1
+
+
+def _swapped(
+    theirs: Sequence[ProgramOp],
+    ours: Sequence[Op],
+    names: Sequence[str],
+    own_names: Sequence[str],
+    pairs: Sequence[tuple[int, int]],
+) -> list[tuple[int, int]]:
+    """More pairs: ops of one name in one module that stand in another order, as the two products
+    in the backward of a linear layer."""
+    done, taken = {a for a, _ in pairs}, {b for _, b in pairs}
+    left: dict[tuple[str, str], deque[int]] = defaultdict(deque)
+    for number, op in enumerate(ours):
+        if number not in taken:
+            left[own_names[number], op.module].append(number)
+    return [
+        (place, left[names[place], op.module].popleft())
+        for place, op in enumerate(theirs)
+        if place not in done and left[names[place], op.module]
+    ]
 
 
 def _is_inside(part: ProgramOp, op: Op) -> bool:

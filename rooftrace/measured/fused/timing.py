@@ -46,7 +46,7 @@ def kernel_times(
         _Walk(trace, frozenset(item.name for item in expected), frozenset(wanted)).of(step)
     )
     called = _in_order(listed, expected)
-    beside = _beside(listed, outside, wanted)
+    beside, pieces = _beside(listed, outside, wanted)
     seconds: dict[tuple[int, int], float] = defaultdict(float)
     for call, item in zip(listed, called, strict=True):
         if item is not None:
@@ -57,6 +57,8 @@ def kernel_times(
         ops, parts = owned[item.graph, item.place] if item is not None else ((), ())
         if number in beside:
             ops = (beside[number],)
+        elif number in pieces:
+            parts = (pieces[number],)
         times.append(
             KernelTime(
                 name=call.name,
@@ -101,16 +103,30 @@ def _in_order(listed: Sequence[_Call], expected: Sequence[_Expected]) -> list[_E
 
 def _beside(
     listed: Sequence[_Call], ops: Sequence[Op], wanted: Sequence[keys.Key]
-) -> dict[int, int]:
-    """The op of each call outside of compiled graphs, by its number in the list.
+) -> tuple[dict[int, int], dict[int, int]]:
+    """The op of each call outside of compiled graphs, by its number in the list; and the same of
+    calls that are a part of an op.
 
     In order by name and shapes, and by name alone between two pairs: lists of tensors differ.
+    What is left between two pairs is of the op that stands there, if it is one that we keep whole
+    and a device may take apart (the backward of a recurrent network on a CPU).
     """
     alone = [number for number, call in enumerate(listed) if not call.inside]
     have = [listed[number].key for number in alone]
     pairs, _ = keys.paired(have, wanted)
     more = keys.between(pairs, [key[0] for key in have], [key[0] for key in wanted])
-    return {alone[a]: ops[b].id for a, b in (*pairs, *more)}
+    op_of = {alone[a]: ops[b].id for a, b in (*pairs, *more)}
+    pieces: dict[int, int] = {}
+    i = j = 0
+    for a, b in [*sorted((*pairs, *more)), (len(have), len(wanted))]:
+        whole = [op.id for op in ops[j:b] if op.target.startswith("rooftrace.")]
+        left = alone[i:a]
+        if len(whole) == 1 and left:
+            longest = max(left, key=lambda number: listed[number].seconds)
+            op_of[longest] = whole[0]
+            pieces.update((number, whole[0]) for number in left if number != longest)
+        i, j = a + 1, b + 1
+    return op_of, pieces
 
 
 def _owned(
