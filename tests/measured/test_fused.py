@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import rooftrace as rt
 from rooftrace.costmodels.planning import plan
 from rooftrace.errors import ProfileError
-from rooftrace.measured.fused import FusedStep, KernelTime
+from rooftrace.measured.fused import FusedStep, KernelTime, kernel_times
 from rooftrace.measured.fused.agreement import Agreement, tangles
 from rooftrace.measured.fused.compiled import (
     CompiledGraph,
@@ -24,6 +24,9 @@ from rooftrace.measured.fused.compiled import (
 )
 from rooftrace.measured.fused.matching import is_launched, matched
 from rooftrace.measured.realsteps.inductor import Compilations, _module
+from rooftrace.measured.traces import read_trace
+
+from .profiles_support import GpuTrace
 
 PARTITIONS = st.dictionaries(st.integers(0, 12), st.tuples(st.integers(0, 4), st.integers(0, 4)))
 
@@ -247,6 +250,54 @@ def test_a_row_of_another_step_is_refused() -> None:
         rt.fused(row, other)
     with pytest.raises(ProfileError, match="no kernels were measured"):
         rt.fused(Row(), graph)
+
+
+# -- traces of a GPU ------------------------------------------------------------------------------
+
+
+def compiled_chain(graph: rt.OpGraph) -> CompiledGraph:
+    """`chain` as a compiler that fuses two and two would have made it."""
+    names = [call_name(op.target) for op in graph.ops if is_launched(op)]
+    kernels = (
+        CompiledKernel("triton_poi_fused_add_relu_0", {0: 1, 1: 1}),
+        CompiledKernel("triton_poi_fused_mul_tanh_1", {2: 1, 3: 1}),
+        CompiledKernel("aten::mm", {4: 1}),
+    )
+    return CompiledGraph(tuple(map(ProgramOp, names)), kernels)
+
+
+@pytest.mark.parametrize("replayed", [False, True], ids=["launched", "CUDA graph"])
+def test_kernels_on_a_device_have_their_ops(replayed: bool, tmp_path: Path) -> None:
+    """Generated kernels are launched by the compiled region itself; in a CUDA graph all are."""
+    graph = plan(rt.trace(chain, torch.ones(64, 64)).expand(), "compiled").graph
+    add, relu, mul, tanh, mm = (op.id for op in graph.ops if is_launched(op))
+    trace = GpuTrace()
+
+    def work() -> None:
+        region = trace.op_event("Torch-Compiled Region: 0/0", [], trace.clock, 100.0)
+        trace.launch("triton_poi_fused_add_relu_0", 4.0, trace.clock + 1, region)
+        trace.launch("triton_poi_fused_mul_tanh_1", 6.0, trace.clock + 3, region)
+        trace.clock += 10
+        pieces = [("sm90_gemm_split", 7.0), ("splitKreduce", 2.0)]
+        if replayed:
+            for place, (name, duration) in enumerate(pieces):
+                trace.launch(name, duration, trace.clock + place, region)
+        else:
+            trace.op("aten::mm", [(64, 64), (64, 64)], pieces)
+        trace.clock += 80
+
+    trace.step(work)
+    trace.clock += 1
+    times = kernel_times(
+        read_trace(trace.write(tmp_path / "t.json")), [compiled_chain(graph)], graph
+    )
+    assert sum(kernel.seconds for kernel in times) == pytest.approx(19e-6)
+    by_op = {op: kernel for kernel in times for op in kernel.ops}
+    assert by_op[add] is by_op[relu] and by_op[add].seconds == pytest.approx(4e-6)
+    assert by_op[mul] is by_op[tanh] and by_op[mul].seconds == pytest.approx(6e-6)
+    of_product = [kernel for kernel in times if mm in (*kernel.ops, *kernel.parts)]
+    assert sum(kernel.seconds for kernel in of_product) == pytest.approx(9e-6)
+    assert all(kernel.ops or kernel.parts for kernel in times)
 
 
 # -- Inductor itself -------------------------------------------------------------------------------

@@ -42,9 +42,8 @@ def kernel_times(
     known = {op for each in partners for op in each.values()}
     outside = [op for op in graph.ops if is_launched(op) and op.id not in known]
     wanted = [keys.key_of_op(graph, op) for op in outside]
-    listed = list(
-        _Walk(trace, frozenset(item.name for item in expected), frozenset(wanted)).of(step)
-    )
+    walk = _Walk(trace, frozenset(item.name for item in expected), frozenset(wanted))
+    listed = walk.of(step)
     called = _in_order(listed, expected)
     beside, pieces = _beside(listed, outside, wanted)
     seconds: dict[tuple[int, int], float] = defaultdict(float)
@@ -52,9 +51,14 @@ def kernel_times(
         if item is not None:
             seconds[item.graph, item.place] += call.seconds
     owned = _owned(compiled, partners, seconds, graph, frozenset(beside.values()))
-    times = []
+    times: list[KernelTime] = []
+    begun: set[_Expected] = set()
     for number, (call, item) in enumerate(zip(listed, called, strict=True)):
         ops, parts = owned[item.graph, item.place] if item is not None else ((), ())
+        if item in begun:  # one call of a library is several kernels
+            ops, parts = (), tuple(sorted((*ops, *parts)))
+        elif item is not None:
+            begun.add(item)
         if number in beside:
             ops = (beside[number],)
         elif number in pieces:
@@ -80,6 +84,10 @@ class _Expected:
     graph: int
     place: int
 
+    @property
+    def is_library(self) -> bool:
+        return "::" in self.name
+
 
 @dataclass(frozen=True, slots=True)
 class _Call:
@@ -89,15 +97,33 @@ class _Call:
     seconds: float
     inside: bool  # of a compiled graph
     key: keys.Key
+    start: float  # s
+    bare: bool = False  # a kernel that no op of the host names
 
 
 def _in_order(listed: Sequence[_Call], expected: Sequence[_Expected]) -> list[_Expected | None]:
-    """The expected kernel of each call inside of compiled graphs, matched in order by name."""
+    """The expected kernel of each call inside of compiled graphs, matched in order by name.
+
+    In a replay of a CUDA graph nobody names the call of a library: its kernels have names of their
+    own.  Between two that match they are paired if there are as many, and if only one call of a
+    library is expected there, all are of it.
+    """
     inside = [number for number, call in enumerate(listed) if call.inside]
     have = [(listed[number].name, ()) for number in inside]
+    pairs = keys.common(have, [(item.name, ()) for item in expected])
     result: list[_Expected | None] = [None] * len(listed)
-    for a, b in keys.common(have, [(item.name, ()) for item in expected]):
-        result[inside[a]] = expected[b]
+    i = j = 0
+    for a, b in [*pairs, (len(inside), len(expected))]:
+        bare = [number for number in inside[i:a] if listed[number].bare]
+        wanted = [item for item in expected[j:b] if item.is_library]
+        if len(wanted) == 1:
+            wanted *= len(bare)
+        if len(wanted) == len(bare):
+            for number, item in zip(bare, wanted, strict=True):
+                result[number] = item
+        if a < len(inside):
+            result[inside[a]] = expected[b]
+        i, j = a + 1, b + 1
     return result
 
 
@@ -197,37 +223,60 @@ class _Walk:
         self.tree = calls.CallTree(trace, ops)
         self.holds_region: dict[int, bool] = {}
 
-    def of(self, step: TraceStep) -> Iterator[_Call]:
+    def of(self, step: TraceStep) -> list[_Call]:
         """The calls of a step in order."""
-        parents = self.trace.ops.parent
+        parents, kernels = self.trace.ops.parent, self.trace.kernels
         inside = set(step.ops)
+        listed: list[_Call] = []
         for op in step.ops:
             if parents[op] == records.NONE or parents[op] not in inside:
-                yield from self._below(op)
+                listed += self._below(op)
+        listed += [
+            self._bare(kernel, True)
+            for kernel in step.kernels
+            if kernels.op[kernel] == records.NONE
+        ]
+        return sorted(listed, key=lambda call: call.start)
 
     def _below(self, op: int) -> Iterator[_Call]:
-        if self._is_region(op):
+        region = self._is_region(op)
+        if region or self._has_region(op):
             for called in self.trace.calls.get(op, ()):
-                yield from self._inside(called)
-        elif self._has_region(op):
-            for called in self.trace.calls.get(op, ()):
-                yield from self._below(called)
-        else:
-            for call in self.tree.below(op):
-                if not call.host or call.key in self.tree.keys:
-                    yield _Call(call.name, call.seconds, False, call.key)
+                yield from self._inside(called) if region else self._below(called)
+            yield from self._own(op, region)
+            return
+        for call in self.tree.below(op):
+            if not call.host or call.key in self.tree.keys:
+                start = self._start(call.op, call.kernels)
+                yield _Call(call.name, call.seconds, False, call.key, start)
 
     def _inside(self, op: int) -> Iterator[_Call]:
         name, called = _GRAPH.sub("", self._name(op)), self.trace.calls.get(op, ())
         if self._has_region(op):
             for inner in called:
                 yield from self._below(inner) if self._is_region(inner) else self._inside(inner)
+            yield from self._own(op, True)
         elif name in self.names or "::" in name:
             if name in self.names or not calls.on_host(name):
-                yield _Call(name, self._seconds(op), True, (name, ()))
+                kernels = tuple(self._kernels(op))
+                yield _Call(
+                    name, self._seconds(op, kernels), True, (name, ()), self._start(op, kernels)
+                )
         else:
             for inner in called:
                 yield from self._inside(inner)
+            yield from self._own(op, True)
+
+    def _own(self, op: int, inside: bool) -> Iterator[_Call]:
+        """Kernels that a call around others launched itself."""
+        for kernel in self.trace.launches.get(op, ()):
+            yield self._bare(kernel, inside)
+
+    def _bare(self, kernel: int, inside: bool) -> _Call:
+        table = self.trace.kernels
+        name = str(table.names.items[table.name[kernel]])
+        seconds, start = table.duration[kernel], table.start[kernel]
+        return _Call(name, seconds, inside, (name, ()), start, bare=True)
 
     def _name(self, op: int) -> str:
         ops = self.trace.ops
@@ -243,10 +292,20 @@ class _Walk:
             )
         return self.holds_region[op]
 
-    def _seconds(self, op: int) -> float:
+    def _kernels(self, op: int) -> Iterator[int]:
+        """All that a call launched, with the calls inside of it."""
+        yield from self.trace.launches.get(op, ())
+        for called in self.trace.calls.get(op, ()):
+            yield from self._kernels(called)
+
+    def _seconds(self, op: int, kernels: Sequence[int]) -> float:
         """Of the kernels that a call launched, or else of the host."""
         if not self.trace.on_device:
             return self.trace.ops.duration[op]
-        kernels = self.trace.kernels
-        own = sum(kernels.duration[kernel] for kernel in self.trace.launches.get(op, ()))
-        return own + sum(self._seconds(called) for called in self.trace.calls.get(op, ()))
+        return sum(self.trace.kernels.duration[kernel] for kernel in kernels)
+
+    def _start(self, op: int, kernels: Sequence[int]) -> float:
+        """When the first of these kernels began, or else the call: one clock orders both."""
+        if kernels:
+            return min(self.trace.kernels.start[kernel] for kernel in kernels)
+        return self.trace.ops.start[op] if op != records.NONE else 0.0
