@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import rooftrace as rt
 from rooftrace.costmodels.planning import plan
@@ -147,6 +148,28 @@ def test_each_op_finds_itself_also_among_moved_and_missing_ones() -> None:
     fewer = forward[:3] + forward[4:]  # merged with another one
     graphs[0] = CompiledGraph(tuple(ops[i] for i in fewer), ())
     assert matched(graphs, graph)[0] == dict(enumerate(fewer))
+
+
+class Checkpointed(nn.Module):
+    """A block that runs again in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = checkpoint(self.block, x, use_reentrant=False)
+        return y
+
+
+def test_what_runs_again_in_backward_is_told_from_its_first_run() -> None:
+    graph = rt.trace(Checkpointed(), torch.ones(4, 16), phase="training", optimizer="none").expand()
+    ops, kept = program_ops(graph), [op for op in graph.ops if is_launched(op)]
+    forward = [op.id for op in kept if op.part == "forward"]
+    backward = [op.id for op in kept if op.part in ("recompute", "backward")]
+    assert {graph.ops[i].part for i in backward} == {"recompute", "backward"}
+    graphs = [CompiledGraph(tuple(ops[i] for i in part), ()) for part in (forward, backward)]
+    assert matched(graphs, graph) == [dict(enumerate(forward)), dict(enumerate(backward))]
 
 
 def test_the_parts_of_an_op_belong_to_it() -> None:

@@ -16,27 +16,35 @@ from rooftrace.measured.alignment import keys
 from rooftrace.measured.fused.compiled import CompiledGraph, ProgramOp
 from rooftrace.tracer.graph import Op, OpGraph
 
-_FORWARD, _BACKWARD = "forward", "backward"
+_TURNS = (
+    ("forward", False, False),
+    ("backward", True, True),
+    ("recompute", True, False),
+    ("forward", True, False),
+)
+"""Parts of our graph in turn: whether theirs is looked for in graphs with a backward, and among
+ops of a backward."""
 
 
 def matched(graphs: Sequence[CompiledGraph], graph: OpGraph) -> list[dict[int, int]]:
     """For each compiled graph: our op by the position of theirs.
 
-    What a backward graph computes of the forward is looked for among ops that no forward graph has.
+    What a backward graph computes of the forward is looked for among ops of checkpoints that run
+    again, then among those that no forward graph has.
     """
     result: list[dict[int, int]] = [{} for _ in graphs]
     taken: set[int] = set()
-    for part, again in ((_FORWARD, False), (_BACKWARD, False), (_FORWARD, True)):
+    for part, in_backward, backward in _TURNS:
         theirs = [
             (number, place)
             for number, compiled in enumerate(graphs)
             for place, op in enumerate(compiled.ops)
-            if op.backward == (part == _BACKWARD)
-            and (part == _BACKWARD or compiled.backward == again)
+            if (compiled.backward, op.backward) == (in_backward, backward)
+            and place not in result[number]
             and launches(op.name)
         ]
         ours = [
-            op for op in graph.ops if _part(op) == part and op.id not in taken and is_launched(op)
+            op for op in graph.ops if op.part == part and op.id not in taken and is_launched(op)
         ]
         program = [graphs[number].ops[place] for number, place in theirs]
         for i, op in _pairs(program, ours):
@@ -56,10 +64,6 @@ def is_launched(op: Op) -> bool:
     """Whether an op of our graph launches anything."""
     rule = find_rule(op.target)
     return op.kind == "kernel" and (rule is None or rule.fusion != "free")
-
-
-def _part(op: Op) -> str:
-    return _BACKWARD if op.part in ("backward", "recompute") else op.part
 
 
 def _pairs(theirs: Sequence[ProgramOp], ours: Sequence[Op]) -> Iterator[tuple[int, Op]]:
