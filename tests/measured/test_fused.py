@@ -323,6 +323,21 @@ def test_kernels_on_a_device_have_their_ops(replayed: bool, tmp_path: Path) -> N
     assert all(kernel.ops or kernel.parts for kernel in times)
 
 
+def test_a_gradient_that_autograd_copies_is_a_part_of_the_op_that_made_it(tmp_path: Path) -> None:
+    """A compiler lays it out otherwise than the weight; our graph has no op for that."""
+    module = nn.Sequential(nn.Linear(64, 32, bias=False), nn.Linear(32, 16, bias=False))
+    graph = rt.trace(module, torch.ones(4, 64), phase="training", optimizer="none").expand()
+    trace = GpuTrace()
+    wrapper = "autograd::engine::evaluate_function: torch::autograd::AccumulateGrad"
+    trace.step(lambda: trace.op("aten::clone", [(16, 32)], [("copy_kernel", 3.0)], wrapper))
+    trace.clock += 1
+    (kernel,) = kernel_times(read_trace(trace.write(tmp_path / "t.json")), [], graph)
+    (maker,) = kernel.parts
+    made = graph.values[graph.ops[maker].outputs[0]]
+    assert not kernel.ops and (made.shape, made.role) == ((16, 32), "gradients")
+    assert kernel.seconds == pytest.approx(3e-6)
+
+
 # -- Inductor itself -------------------------------------------------------------------------------
 
 

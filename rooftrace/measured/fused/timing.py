@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -17,6 +17,8 @@ from rooftrace.tracer.graph import Op, OpGraph
 
 _REGION = re.compile(r"CompiledFunction(Backward)?$|Torch-Compiled Region")
 """Calls of the profiler around what was compiled."""
+_STORES = "AccumulateGrad"
+"""In the name of the call by which autograd stores the gradient of a weight."""
 _GRAPH = re.compile(r"^graph_\d+_")
 """What Inductor writes before the name of a kernel in the profiler's range on a CPU."""
 
@@ -46,6 +48,7 @@ def kernel_times(
     listed = walk.of(step)
     called = _in_order(listed, expected)
     beside, pieces = _beside(listed, outside, wanted)
+    pieces |= _gradients(listed, beside, graph)
     seconds: dict[tuple[int, int], float] = defaultdict(float)
     for call, item in zip(listed, called, strict=True):
         if item is not None:
@@ -99,6 +102,7 @@ class _Call:
     key: keys.Key
     start: float  # s
     bare: bool = False  # a kernel that no op of the host names
+    gradient: records.Shape | None = None  # the shape of the gradient that autograd stores by it
 
 
 def _in_order(listed: Sequence[_Call], expected: Sequence[_Expected]) -> list[_Expected | None]:
@@ -153,6 +157,24 @@ def _beside(
             pieces.update((number, whole[0]) for number in left if number != longest)
         i, j = a + 1, b + 1
     return op_of, pieces
+
+
+def _gradients(listed: Sequence[_Call], beside: Collection[int], graph: OpGraph) -> dict[int, int]:
+    """The op that made a gradient, by the number of the call in which autograd stores it.
+
+    It copies what a compiler has laid out otherwise than the weight.  Of gradients of one shape
+    each stands for one.
+    """
+    makers: dict[records.Shape, deque[int]] = defaultdict(deque)
+    for op in graph.ops:
+        for value in map(graph.values.__getitem__, op.outputs):
+            if op.part == "backward" and value.role == "gradients" and is_launched(op):
+                makers[value.shape].append(op.id)
+    return {
+        number: makers[call.gradient].popleft()
+        for number, call in enumerate(listed)
+        if call.gradient is not None and number not in beside and makers[call.gradient]
+    }
 
 
 def _owned(
@@ -248,7 +270,9 @@ class _Walk:
         for call in self.tree.below(op):
             if not call.host or call.key in self.tree.keys:
                 start = self._start(call.op, call.kernels)
-                yield _Call(call.name, call.seconds, False, call.key, start)
+                stores = call.op != records.NONE and _STORES in call.name
+                gradient = self._shape(call.op) if stores else None
+                yield _Call(call.name, call.seconds, False, call.key, start, gradient=gradient)
 
     def _inside(self, op: int) -> Iterator[_Call]:
         name, called = _GRAPH.sub("", self._name(op)), self.trace.calls.get(op, ())
@@ -291,6 +315,12 @@ class _Walk:
                 self._has_region(called) for called in self.trace.calls.get(op, ())
             )
         return self.holds_region[op]
+
+    def _shape(self, op: int) -> records.Shape | None:
+        """The shape of the first tensor in a call."""
+        shapes = (shape for shape in self.tree.key(op)[1] if shape)
+        below = (self._shape(called) for called in self.trace.calls.get(op, ()))
+        return next(shapes, None) or next(filter(None, below), None)
 
     def _kernels(self, op: int) -> Iterator[int]:
         """All that a call launched, with the calls inside of it."""
