@@ -28,6 +28,9 @@ class _Row(Protocol):
     def key(self) -> str: ...
 
     @property
+    def note(self) -> str: ...
+
+    @property
     def kernels(self) -> tuple[KernelTime, ...]: ...
 
 
@@ -188,9 +191,8 @@ def fused(row: _Row, graph: OpGraph) -> FusedStep:
     """
     if not row.kernels:
         raise ProfileError(
-            f"{row.key}: no kernels were measured; measure with "
-            "rooftrace.measure(module, ..., compiled=True), under torch 2.11 or later: older "
-            "releases do not say what went into a kernel"
+            f"{row.key}: {row.note or 'no kernels were measured'}; measure with "
+            "rooftrace.measure(module, ..., compiled=True), under torch 2.11 or later"
         )
     detected = plan(graph.expand(), execution_model("compiled"))
     ops = detected.graph.ops

@@ -19,6 +19,7 @@ from rooftrace.measured.fused import compiled
 _STEP = re.compile(r"[A-Za-z_]\w*|\d+")
 _WRITTEN = "_inductor_triton_kernel_to_post_grad_node_info"
 """Where Inductor notes the nodes of each kernel, of any backend."""
+_TOO_OLD = "this release of torch does not say what went into a kernel"
 _NO_STEP = ("getattr", "_modules")
 
 
@@ -29,16 +30,13 @@ class Compilations:
     of the profiler around each kernel on a CPU, and without caches of earlier compilations.
     """
 
+    trouble: str
+    """Why the kernels are not known; "" where they are."""
+
     def __init__(self) -> None:
+        self.trouble = "" if hasattr(_debug(), _WRITTEN) else _TOO_OLD
         self._noted: list[_Noted] = []
         self._order: dict[str, int] = {}  # of the nodes of the last graph that Dynamo has made
-
-    @staticmethod
-    def are_known() -> bool:
-        """Whether this release of torch says what went into a kernel."""
-        from torch._inductor import debug
-
-        return hasattr(debug, _WRITTEN)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -76,11 +74,18 @@ class Compilations:
     def _note(self, scheduled: Any) -> Any:
         """Called by Inductor with the nodes of a graph in launch order, before it writes kernels.
 
-        What it will write comes into a mapping of its own, of which we keep the part of this graph.
+        A release of torch may differ here: the step runs all the same, and `trouble` says why its
+        kernels are not known.
         """
-        from torch._inductor import debug
+        try:
+            self._keep(scheduled)
+        except Exception as error:  # whatever another release raises
+            self.trouble = f"{type(error).__name__}: {error}"
+        return scheduled
 
-        written = getattr(debug, _WRITTEN)
+    def _keep(self, scheduled: Any) -> None:
+        """What Inductor will write comes into a mapping of its own: we keep this graph's part."""
+        written = getattr(_debug(), _WRITTEN)
         if self._noted and self._noted[-1].written is written:
             self._noted[-1].until = len(written)
         origins = (
@@ -93,11 +98,16 @@ class Compilations:
         first = next(origins, None)
         nodes = [] if first is None else [_Node.of(node) for node in first.graph.nodes]
         self._noted.append(_Noted(nodes, written, len(written), self._order))
-        return scheduled
 
     def graphs(self) -> tuple[compiled.CompiledGraph, ...]:
         """The graphs compiled so far, in that order."""
         return tuple(noted.graph() for noted in self._noted)
+
+
+def _debug() -> Any:
+    from torch._inductor import debug
+
+    return debug
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,12 +94,15 @@ def measured_row(
     """The row of one phase of a model; see `measure`."""
     inputs = real_inputs(model, args, kwargs, phase)
     with as_before(model), _weights_kept(model, phase):
-        noted = Compilations() if compiled and ops and Compilations.are_known() else None
-        options = noted.options if noted else None
+        noted = Compilations() if compiled and ops else None
+        options = noted.options if noted and not noted.trouble else None
         step = real_step(model, inputs, phase, optimizer, loss, compiled, options)
         times = timed(bench, step, bench.budget_s, WARMUPS)
         graph = _graph(model, args, kwargs, phase, loss, optimizer) if ops else None
-        kernels = _kernels(bench, step, noted, graph) if noted and graph else ()
+        kernels: tuple[KernelTime, ...] = ()
+        if noted and graph and not noted.trouble:
+            kernels = _kernels(bench, step, noted, graph)
+        note = f"kernels are not known: {noted.trouble}" if noted and noted.trouble else ""
         del step
         state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         tensors: dict[str, Tensor] = {name: tensor.detach() for name, tensor in state.items()}
@@ -129,6 +132,7 @@ def measured_row(
         peak_bytes=times.peak_bytes,
         resident_bytes=times.resident_bytes,
         kernels=kernels,
+        note=note,
         **attribution,
     )
 
