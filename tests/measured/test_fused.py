@@ -371,7 +371,7 @@ def measured() -> tuple[rt.Run, FusedStep]:
         pytest.skip(Compilations().trouble)
     torch._dynamo.reset()
     module = nn.Sequential(Layer(), Layer())
-    x = torch.randn(8, 32, 64)
+    x = torch.randn(32, 64, 64)
     run = rt.measure(module, x, phase="training", compiled=True, budget_s=0.2)
     return run, rt.fused(run.models[0], rt.trace(module, x, phase="training"))
 
