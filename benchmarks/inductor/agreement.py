@@ -7,7 +7,6 @@ from msgspec.structs import replace
 import rooftrace as rt
 from rooftrace.costmodels.execution.executions import execution_model
 from rooftrace.costmodels.planning.plans import plan
-from rooftrace.costmodels.registry.lookup import find_rule
 from rooftrace.costmodels.rewriting.rewrites import rewrite
 from rooftrace.tracer.graph.graph import OpGraph
 
@@ -29,9 +28,3 @@ def our_groups(graph: OpGraph) -> tuple[dict[int, int], list[int]]:
     planned = plan(graph)
     groups = {op: i for i, group in enumerate(planned.groups) for op in group.ops}
     return groups, [cost.bytes() for cost in planned.costs]
-
-
-def is_kernel(graph: OpGraph, op: int) -> bool:
-    """Whether the op runs on the device at all."""
-    rule = find_rule(graph.ops[op].target)
-    return graph.ops[op].kind == "kernel" and (rule is None or rule.fusion != "free")

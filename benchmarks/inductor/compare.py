@@ -20,9 +20,10 @@ from pathlib import Path
 
 import inductor
 import models
-from agreement import compiled_graph, is_kernel, our_groups
+from agreement import compiled_graph, our_groups
 
 from rooftrace.measured.fused.agreement import Agreement
+from rooftrace.measured.fused.matching import is_launched
 from rooftrace.tracer.graph.graph import OpGraph
 
 GOLDEN = Path(__file__).parents[2] / "tests" / "golden" / "inductor"
@@ -57,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _compare(name: str, graph: OpGraph, options: argparse.Namespace) -> None:
     kernels = inductor.kernels_of(graph)
     groups, sizes = our_groups(graph)
-    theirs = {op: i for i, k in enumerate(kernels) for op in k.home if is_kernel(graph, op)}
+    theirs = {op: i for i, k in enumerate(kernels) for op in k.home if is_launched(graph.ops[op])}
     score = Agreement.of(groups, theirs)
     fused = {groups[op] for op in theirs}
     moved = _moved(kernels, set(theirs.values()))

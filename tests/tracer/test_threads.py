@@ -221,6 +221,14 @@ def test_meanwhile_another_thread_is_as_it_was(phase: str) -> None:
     assert not process_state.changed(before, during)
 
 
+def run_apart(code: str) -> tuple[int, str, str]:
+    """The exit status, stdout and stderr of code in a process of its own, which it may end."""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
 _ON_THEIR_WAY = """
 import sys, threading, time
 import torch
@@ -250,10 +258,7 @@ print(len(calls) > 0 and all(calls))
 @pytest.mark.subprocess
 def test_a_thread_on_its_way_into_a_kernel_finds_it() -> None:
     """Also when the recording ends that has put the kernel there; else the process dies."""
-    done = subprocess.run(
-        [sys.executable, "-c", _ON_THEIR_WAY], capture_output=True, text=True, timeout=PATIENCE
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "True\n", "")
+    assert run_apart(_ON_THEIR_WAY) == (0, "True\n", "")
 
 
 _COLLECTED = """
@@ -276,10 +281,7 @@ print("done")
 @pytest.mark.subprocess
 def test_to_count_threads_collects_nothing() -> None:
     """Until Python 3.12 a collection in the count of threads could wait for itself."""
-    done = subprocess.run(
-        [sys.executable, "-c", _COLLECTED], capture_output=True, text=True, timeout=PATIENCE
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
+    assert run_apart(_COLLECTED) == (0, "done\n", "")
 
 
 def test_a_kernel_that_cannot_be_held_stays_while_others_run(

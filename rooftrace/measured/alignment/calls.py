@@ -53,19 +53,28 @@ class CallTree:
 
     def of(self, step: TraceStep) -> list[OpCall]:
         """The calls of a step, and the kernels that it launched outside of any op."""
+        calls = [call for op in self.roots(step) for call in self.below(op)]
+        return calls + [self.bare(kernel) for kernel in self.unnamed(step)]
+
+    def roots(self, step: TraceStep) -> Iterator[int]:
+        """The calls of a step that no other of its calls is around."""
         parents = self.trace.ops.parent
         inside = set(step.ops)
-        calls: list[OpCall] = []
         for op in step.ops:
             if parents[op] == records.NONE or parents[op] not in inside:
-                calls += self.below(op)
-        kernels = self.trace.kernels
+                yield op
+
+    def unnamed(self, step: TraceStep) -> Iterator[int]:
+        """The kernels of a step that were launched outside of any op."""
         for kernel in step.kernels:
-            if kernels.op[kernel] == records.NONE:
-                name = kernels.names.items[kernels.name[kernel]]
-                seconds = kernels.duration[kernel]
-                calls.append(OpCall(records.NONE, (name, ()), name, seconds, (kernel,)))
-        return calls
+            if self.trace.kernels.op[kernel] == records.NONE:
+                yield kernel
+
+    def bare(self, kernel: int) -> OpCall:
+        """A kernel as a call of its own."""
+        kernels = self.trace.kernels
+        name = kernels.names.items[kernels.name[kernel]]
+        return OpCall(records.NONE, (name, ()), name, kernels.duration[kernel], (kernel,))
 
     def key(self, op: int) -> Key:
         """The key of a call."""
@@ -81,15 +90,15 @@ class CallTree:
         """The calls at the level of the graph in one call tree."""
         key = self.key(op)
         if key in self.keys:
-            return [self._whole(op, key)]
+            return [self.whole(op, key)]
         below = [call for called in self.calls.get(op, ()) for call in self.below(called)]
         known = any(call.key in self.keys for call in below)
         if not known and self.nearly(key):
-            return [self._whole(op, key)]
+            return [self.whole(op, key)]
         known = known or any(self.nearly(call.key) for call in below)
         # Nothing matches, but an op of the graph in other sizes is the better name for it.
         same = key[0] not in self.names and any(call.key[0] in self.names for call in below)
-        return [*below, *self._own(op, key)] if known or same else [self._whole(op, key)]
+        return [*below, *self._own(op, key)] if known or same else [self.whole(op, key)]
 
     def _own(self, op: int, key: Key) -> list[OpCall]:
         """The kernels that a call launched itself, beside those of the calls inside of it."""
@@ -97,11 +106,11 @@ class CallTree:
         if not kernels:
             return []
         seconds = sum(self.trace.kernels.duration[k] for k in kernels)
-        return [OpCall(op, key, self._name(op), seconds, kernels)]
+        return [OpCall(op, key, self.name(op), seconds, kernels)]
 
-    def _whole(self, op: int, key: Key) -> OpCall:
+    def whole(self, op: int, key: Key) -> OpCall:
         """A call with all calls below it."""
-        name = self._name(op)
+        name = self.name(op)
         if not self.trace.on_device:
             return OpCall(op, key, name, self.trace.ops.duration[op], (), self._on_host(op))
         kernels = tuple(k for inner in self._below(op) for k in self.launches.get(inner, ()))
@@ -115,10 +124,11 @@ class CallTree:
 
     def _on_host(self, op: int) -> bool:
         """Whether nothing in this call is work: views, allocations, wrappers of them."""
-        name = self._name(op)
+        name = self.name(op)
         if name.startswith("aten::"):
             return on_host(name)
         return all(self._on_host(called) for called in self.calls.get(op, ()))
 
-    def _name(self, op: int) -> str:
+    def name(self, op: int) -> str:
+        """The name of a call."""
         return str(self.trace.ops.names.items[self.trace.ops.name[op]])

@@ -166,16 +166,11 @@ def paired(have: Sequence[Key], wanted: Sequence[Key]) -> tuple[list[tuple[int, 
         if len(pairs) == min(len(have), len(wanted)):
             break
         closer: list[tuple[int, int]] = []
-        i = j = 0
-        for a, b in [*pairs, (len(have), len(wanted))]:
-            if i < a and j < b:
-                left = [looser(key, way) for key in have[i:a]]
-                right = [looser(key, way) for key in wanted[j:b]]
-                closer += [(i + x, j + y) for x, y in common(left, right)]
-            if a < len(have):
-                closer.append((a, b))
-            i, j = a + 1, b + 1
-        pairs = closer
+        for mine, other in gaps(pairs, len(have), len(wanted)):
+            left = [looser(have[i], way) for i in mine]
+            right = [looser(wanted[j], way) for j in other]
+            closer += [(mine[x], other[y]) for x, y in common(left, right)]
+        pairs = sorted((*pairs, *closer))
     return pairs, len(pairs) - exact
 
 
@@ -184,13 +179,19 @@ def between(
 ) -> list[tuple[int, int]]:
     """More pairs of positions, by name alone, between those that are known; all rise."""
     more: list[tuple[int, int]] = []
-    i = j = 0
-    for a, b in [*pairs, (len(have), len(wanted))]:
-        if i < a and j < b:
-            inside = common([(n, ()) for n in have[i:a]], [(n, ()) for n in wanted[j:b]])
-            more += [(i + x, j + y) for x, y in inside]
-        i, j = a + 1, b + 1
+    for mine, other in gaps(pairs, len(have), len(wanted)):
+        inside = common([(have[i], ()) for i in mine], [(wanted[j], ()) for j in other])
+        more += [(mine[x], other[y]) for x, y in inside]
     return more
+
+
+def gaps(pairs: Sequence[tuple[int, int]], have: int, wanted: int) -> Iterator[tuple[range, range]]:
+    """Positions between each two pairs of two sequences of these lengths, where both have some."""
+    i = j = 0
+    for a, b in [*pairs, (have, wanted)]:
+        if i < a and j < b:
+            yield range(i, a), range(j, b)
+        i, j = a + 1, b + 1
 
 
 def common(have: Sequence[Key], wanted: Sequence[Key]) -> list[tuple[int, int]]:

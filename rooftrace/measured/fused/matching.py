@@ -12,7 +12,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 
 from rooftrace.costmodels.registry import find_rule
-from rooftrace.measured.alignment import keys
+from rooftrace.measured.alignment import calls, keys
 from rooftrace.measured.fused.compiled import CompiledGraph, ProgramOp
 from rooftrace.tracer.graph import Op, OpGraph
 
@@ -38,10 +38,11 @@ def matched(graphs: Sequence[CompiledGraph], graph: OpGraph) -> list[dict[int, i
         theirs = [
             (number, place)
             for number, compiled in enumerate(graphs)
+            if compiled.backward == in_backward
             for place, op in enumerate(compiled.ops)
-            if (compiled.backward, op.backward) == (in_backward, backward)
+            if op.backward == backward
             and place not in result[number]
-            and launches(op.name)
+            and not calls.on_host(op.name)
         ]
         ours = [
             op for op in graph.ops if op.part == part and op.id not in taken and is_launched(op)
@@ -52,12 +53,6 @@ def matched(graphs: Sequence[CompiledGraph], graph: OpGraph) -> list[dict[int, i
             result[number][place] = op.id
             taken.add(op.id)
     return result
-
-
-def launches(name: str) -> bool:
-    """Whether an op of this name ("aten::mm") launches anything: views do not."""
-    rule = find_rule(f"{name.replace('::', '.', 1)}.default")
-    return rule is None or rule.fusion != "free"
 
 
 def is_launched(op: Op) -> bool:
@@ -78,14 +73,12 @@ def _pairs(theirs: Sequence[ProgramOp], ours: Sequence[Op]) -> Iterator[tuple[in
     swapped = _swapped(theirs, ours, names, own_names, pairs)
     yield from ((a, ours[b]) for a, b in (*pairs, *swapped))
     placed, taken = {a for a, _ in swapped}, {b for _, b in swapped}
-    i = j = 0
-    for a, b in [*pairs, (len(theirs), len(ours))]:
-        left = [ours[number] for number in range(j, b) if number not in taken]
-        for place in range(i, a):
+    for mine, other in keys.gaps(pairs, len(theirs), len(ours)):
+        left = [ours[number] for number in other if number not in taken]
+        for place in mine:
             whole = next((op for op in left if _is_inside(theirs[place], op)), None)
             if whole is not None and place not in placed:
                 yield place, whole
-        i, j = a + 1, b + 1
 
 
 def _swapped(

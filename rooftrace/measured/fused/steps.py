@@ -130,26 +130,26 @@ class FusedStep:
     def differences(self) -> tuple[FusionDifference, ...]:
         """Where the two differ, most seconds first."""
         ours, theirs = self._partitions()
+        measured = self.measured
+        size_of = {
+            group.ops: cost.bytes()
+            for group, cost in zip(measured.groups, measured.costs, strict=True)
+        }
         both = [
             FusionDifference(
                 kind=_kind(len(left), len(right)),
-                ops=tuple(sorted(op for op, kernel in theirs.items() if kernel in right)),
+                ops=tuple(sorted(op for kernel in right for op in self.kernels[kernel].ops)),
                 names=tuple(self.kernels[kernel].name for kernel in right),
                 detected=len(left),
                 measured=len(right),
                 bytes_detected=sum(self.detected.costs[kernel].bytes() for kernel in left),
-                bytes_measured=self._bytes(right),
+                bytes_measured=sum(size_of[self.kernels[kernel].ops] for kernel in right),
                 seconds=sum(self.kernels[kernel].seconds for kernel in right),
             )
             for left, right in tangles(ours, theirs)
             if len(left) > 1 or len(right) > 1
         ]
         return tuple(sorted(both, key=lambda difference: -difference.seconds))
-
-    def _bytes(self, kernels: Sequence[int]) -> int:
-        measured = self.measured
-        place = {group.ops: number for number, group in enumerate(measured.groups)}
-        return sum(measured.costs[place[self.kernels[kernel].ops]].bytes() for kernel in kernels)
 
     def _partitions(self) -> tuple[dict[int, int], dict[int, int]]:
         """(our kernel, their kernel) by op, of the ops in kernels that the compiler wrote."""

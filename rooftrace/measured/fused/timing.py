@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections import defaultdict, deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rooftrace.errors import ProfileError
 from rooftrace.measured.alignment import calls, keys
-from rooftrace.measured.fused.compiled import CompiledGraph
+from rooftrace.measured.fused.compiled import CompiledGraph, CompiledKernel
 from rooftrace.measured.fused.kerneltimes import KernelTime
 from rooftrace.measured.fused.matching import is_launched, matched
 from rooftrace.measured.traces import Trace, TraceStep, records
@@ -17,6 +17,8 @@ from rooftrace.tracer.graph import Op, OpGraph
 
 _REGION = re.compile(r"CompiledFunction(Backward)?$|Torch-Compiled Region")
 """Calls of the profiler around what was compiled."""
+_Place = tuple[int, int]
+"""A kernel that the compiler wrote down: the number of its graph, and its place there."""
 _STORES = "AccumulateGrad"
 """In the name of the call by which autograd stores the gradient of a weight."""
 _GRAPH = re.compile(r"^graph_\d+_")
@@ -35,33 +37,33 @@ def kernel_times(
     if not trace.steps:
         raise ProfileError(f"{trace.source}: no step in the trace")
     step = trace.steps[0]
-    expected = [
-        _Expected(kernel.name, number, place)
+    expected = {
+        (number, place): kernel
         for number, made in enumerate(compiled)
         for place, kernel in enumerate(made.kernels)
-    ]
+    }
     partners = matched(compiled, graph)
     known = {op for each in partners for op in each.values()}
     outside = [op for op in graph.ops if is_launched(op) and op.id not in known]
     wanted = [keys.key_of_op(graph, op) for op in outside]
-    walk = _Walk(trace, frozenset(item.name for item in expected), frozenset(wanted))
+    walk = _Walk(trace, frozenset(kernel.name for kernel in expected.values()), frozenset(wanted))
     listed = walk.of(step)
     called = _in_order(listed, expected)
     beside, pieces = _beside(listed, outside, wanted)
     pieces |= _gradients(listed, beside, graph)
-    seconds: dict[tuple[int, int], float] = defaultdict(float)
-    for call, item in zip(listed, called, strict=True):
-        if item is not None:
-            seconds[item.graph, item.place] += call.seconds
+    seconds: dict[_Place, float] = defaultdict(float)
+    for call, at in zip(listed, called, strict=True):
+        if at is not None:
+            seconds[at] += call.seconds
     owned = _owned(compiled, partners, seconds, graph, frozenset(beside.values()))
     times: list[KernelTime] = []
-    begun: set[_Expected] = set()
-    for number, (call, item) in enumerate(zip(listed, called, strict=True)):
-        ops, parts = owned[item.graph, item.place] if item is not None else ((), ())
-        if item in begun:  # one call of a library is several kernels
+    begun: set[_Place] = set()
+    for number, (call, at) in enumerate(zip(listed, called, strict=True)):
+        ops, parts = owned[at] if at is not None else ((), ())
+        if at in begun:  # one call of a library is several kernels
             ops, parts = (), tuple(sorted((*ops, *parts)))
-        elif item is not None:
-            begun.add(item)
+        elif at is not None:
+            begun.add(at)
         if number in beside:
             ops = (beside[number],)
         elif number in pieces:
@@ -80,19 +82,6 @@ def kernel_times(
 
 
 @dataclass(frozen=True, slots=True)
-class _Expected:
-    """A kernel that the compiler wrote down: the number of its graph, and its place there."""
-
-    name: str
-    graph: int
-    place: int
-
-    @property
-    def is_library(self) -> bool:
-        return "::" in self.name
-
-
-@dataclass(frozen=True, slots=True)
 class _Call:
     """A call in the trace: of a kernel in a compiled graph, or of an op beside it."""
 
@@ -105,7 +94,9 @@ class _Call:
     gradient: records.Shape | None = None  # the shape of the gradient that autograd stores by it
 
 
-def _in_order(listed: Sequence[_Call], expected: Sequence[_Expected]) -> list[_Expected | None]:
+def _in_order(
+    listed: Sequence[_Call], expected: Mapping[_Place, CompiledKernel]
+) -> list[_Place | None]:
     """The expected kernel of each call inside of compiled graphs, matched in order by name.
 
     In a replay of a CUDA graph nobody names the call of a library: its kernels have names of their
@@ -113,21 +104,19 @@ def _in_order(listed: Sequence[_Call], expected: Sequence[_Expected]) -> list[_E
     library is expected there, all are of it.
     """
     inside = [number for number, call in enumerate(listed) if call.inside]
-    have = [(listed[number].name, ()) for number in inside]
-    pairs = keys.common(have, [(item.name, ()) for item in expected])
-    result: list[_Expected | None] = [None] * len(listed)
-    i = j = 0
-    for a, b in [*pairs, (len(inside), len(expected))]:
-        bare = [number for number in inside[i:a] if listed[number].bare]
-        wanted = [item for item in expected[j:b] if item.is_library]
+    have, places = [(listed[number].name, ()) for number in inside], list(expected)
+    pairs = keys.common(have, [(kernel.name, ()) for kernel in expected.values()])
+    result: list[_Place | None] = [None] * len(listed)
+    for a, b in pairs:
+        result[inside[a]] = places[b]
+    for mine, other in keys.gaps(pairs, len(inside), len(places)):
+        bare = [inside[i] for i in mine if listed[inside[i]].bare]
+        wanted = [places[j] for j in other if expected[places[j]].is_library]
         if len(wanted) == 1:
             wanted *= len(bare)
         if len(wanted) == len(bare):
-            for number, item in zip(bare, wanted, strict=True):
-                result[number] = item
-        if a < len(inside):
-            result[inside[a]] = expected[b]
-        i, j = a + 1, b + 1
+            for number, at in zip(bare, wanted, strict=True):
+                result[number] = at
     return result
 
 
@@ -147,15 +136,13 @@ def _beside(
     more = keys.between(pairs, [key[0] for key in have], [key[0] for key in wanted])
     op_of = {alone[a]: ops[b].id for a, b in (*pairs, *more)}
     pieces: dict[int, int] = {}
-    i = j = 0
-    for a, b in [*sorted((*pairs, *more)), (len(have), len(wanted))]:
-        whole = [op.id for op in ops[j:b] if op.target.startswith("rooftrace.")]
-        left = alone[i:a]
-        if len(whole) == 1 and left:
+    for mine, other in keys.gaps(sorted((*pairs, *more)), len(have), len(wanted)):
+        whole = [ops[j].id for j in other if ops[j].target.startswith("rooftrace.")]
+        if len(whole) == 1:
+            left = [alone[i] for i in mine]
             longest = max(left, key=lambda number: listed[number].seconds)
             op_of[longest] = whole[0]
             pieces.update((number, whole[0]) for number in left if number != longest)
-        i, j = a + 1, b + 1
     return op_of, pieces
 
 
@@ -180,17 +167,17 @@ def _gradients(listed: Sequence[_Call], beside: Collection[int], graph: OpGraph)
 def _owned(
     compiled: Sequence[CompiledGraph],
     partners: Sequence[Mapping[int, int]],
-    seconds: Mapping[tuple[int, int], float],
+    seconds: Mapping[_Place, float],
     graph: OpGraph,
     beside: Collection[int],
-) -> dict[tuple[int, int], tuple[tuple[int, ...], tuple[int, ...]]]:
+) -> dict[_Place, tuple[tuple[int, ...], tuple[int, ...]]]:
     """By kernel (graph, place): the ops that it computes, and those of which it computes a part.
 
     An op that was taken apart into several kernels belongs to the one that took most time.
     beside: ops that ran outside of compiled graphs.
     """
-    shares: dict[int, list[tuple[int, int]]] = defaultdict(list)
-    touched: dict[tuple[int, int], set[int]] = {}
+    shares: dict[int, list[_Place]] = defaultdict(list)
+    touched: dict[_Place, set[int]] = {}
     for number, (made, partner) in enumerate(zip(compiled, partners, strict=True)):
         homes = made.homes()
         for place, kernel in enumerate(made.kernels):
@@ -199,7 +186,7 @@ def _owned(
             if op in partner:
                 shares[partner[op]].append((number, place))
     home = {op: max(places, key=lambda at: seconds.get(at, 0.0)) for op, places in shares.items()}
-    owned: dict[tuple[int, int], list[int]] = defaultdict(list)
+    owned: dict[_Place, list[int]] = defaultdict(list)
     for op, at in sorted(home.items()):
         owned[at].append(op)
     for op, reader in _merged(graph, home, beside):
@@ -247,17 +234,8 @@ class _Walk:
 
     def of(self, step: TraceStep) -> list[_Call]:
         """The calls of a step in order."""
-        parents, kernels = self.trace.ops.parent, self.trace.kernels
-        inside = set(step.ops)
-        listed: list[_Call] = []
-        for op in step.ops:
-            if parents[op] == records.NONE or parents[op] not in inside:
-                listed += self._below(op)
-        listed += [
-            self._bare(kernel, True)
-            for kernel in step.kernels
-            if kernels.op[kernel] == records.NONE
-        ]
+        listed = [call for op in self.tree.roots(step) for call in self._below(op)]
+        listed += [self._bare(kernel, True) for kernel in self.tree.unnamed(step)]
         return sorted(listed, key=lambda call: call.start)
 
     def _below(self, op: int) -> Iterator[_Call]:
@@ -269,27 +247,17 @@ class _Walk:
             return
         for call in self.tree.below(op):
             if not call.host or call.key in self.tree.keys:
-                start = self._start(call.op, call.kernels)
-                stores = call.op != records.NONE and _STORES in call.name
-                gradient = self._shape(call.op) if stores else None
-                yield _Call(call.name, call.seconds, False, call.key, start, gradient=gradient)
+                yield self._call(call, False)
 
     def _inside(self, op: int) -> Iterator[_Call]:
-        name, called = _GRAPH.sub("", self._name(op)), self.trace.calls.get(op, ())
-        if self._has_region(op):
-            for inner in called:
-                yield from self._below(inner) if self._is_region(inner) else self._inside(inner)
-            yield from self._own(op, True)
-        elif name in self.names or "::" in name:
+        name, called = _GRAPH.sub("", self.tree.name(op)), self.trace.calls.get(op, ())
+        if not self._has_region(op) and (name in self.names or "::" in name):
             if name in self.names or not calls.on_host(name):
-                kernels = tuple(self._kernels(op))
-                yield _Call(
-                    name, self._seconds(op, kernels), True, (name, ()), self._start(op, kernels)
-                )
-        else:
-            for inner in called:
-                yield from self._inside(inner)
-            yield from self._own(op, True)
+                yield self._call(replace(self.tree.whole(op, (name, ())), name=name), True)
+            return
+        for inner in called:
+            yield from self._below(inner) if self._is_region(inner) else self._inside(inner)
+        yield from self._own(op, True)
 
     def _own(self, op: int, inside: bool) -> Iterator[_Call]:
         """Kernels that a call around others launched itself."""
@@ -297,17 +265,23 @@ class _Walk:
             yield self._bare(kernel, inside)
 
     def _bare(self, kernel: int, inside: bool) -> _Call:
-        table = self.trace.kernels
-        name = str(table.names.items[table.name[kernel]])
-        seconds, start = table.duration[kernel], table.start[kernel]
-        return _Call(name, seconds, inside, (name, ()), start, bare=True)
+        return replace(self._call(self.tree.bare(kernel), inside), bare=True)
 
-    def _name(self, op: int) -> str:
-        ops = self.trace.ops
-        return str(ops.names.items[ops.name[op]])
+    def _call(self, call: calls.OpCall, inside: bool) -> _Call:
+        """Begun with the first of its kernels, or else on the host: one clock orders both."""
+        begun, kernels = self.trace.ops.start, self.trace.kernels.start
+        stores = not inside and call.op != records.NONE and _STORES in call.name
+        return _Call(
+            name=call.name,
+            seconds=call.seconds,
+            inside=inside,
+            key=call.key,
+            start=min(kernels[k] for k in call.kernels) if call.kernels else begun[call.op],
+            gradient=self._shape(call.op) if stores else None,
+        )
 
     def _is_region(self, op: int) -> bool:
-        return _REGION.match(self._name(op)) is not None
+        return _REGION.match(self.tree.name(op)) is not None
 
     def _has_region(self, op: int) -> bool:
         if op not in self.holds_region:
@@ -321,21 +295,3 @@ class _Walk:
         shapes = (shape for shape in self.tree.key(op)[1] if shape)
         below = (self._shape(called) for called in self.trace.calls.get(op, ()))
         return next(shapes, None) or next(filter(None, below), None)
-
-    def _kernels(self, op: int) -> Iterator[int]:
-        """All that a call launched, with the calls inside of it."""
-        yield from self.trace.launches.get(op, ())
-        for called in self.trace.calls.get(op, ()):
-            yield from self._kernels(called)
-
-    def _seconds(self, op: int, kernels: Sequence[int]) -> float:
-        """Of the kernels that a call launched, or else of the host."""
-        if not self.trace.on_device:
-            return self.trace.ops.duration[op]
-        return sum(self.trace.kernels.duration[kernel] for kernel in kernels)
-
-    def _start(self, op: int, kernels: Sequence[int]) -> float:
-        """When the first of these kernels began, or else the call: one clock orders both."""
-        if kernels:
-            return min(self.trace.kernels.start[kernel] for kernel in kernels)
-        return self.trace.ops.start[op] if op != records.NONE else 0.0

@@ -40,7 +40,12 @@ class Compilations:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Settings for `torch.compile(options=...)`: those that this release of torch has."""
+        """Settings for `torch.compile(options=...)`: those that this release of torch has.
+
+        None in a release that does not say what went into a kernel.
+        """
+        if self.trouble:
+            return {}
         import torch._inductor.config as settings
 
         wanted = {

@@ -6,9 +6,8 @@ import contextlib
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +34,7 @@ from rooftrace.tracer.graph import OpGraph
 from rooftrace.tracer.inputs import arguments, as_before
 
 WARMUPS = 2
+_T = TypeVar("_T")
 
 
 def measure(
@@ -95,23 +95,23 @@ def measured_row(
     inputs = real_inputs(model, args, kwargs, phase)
     with as_before(model), _weights_kept(model, phase):
         noted = Compilations() if compiled and ops else None
-        options = noted.options if noted and not noted.trouble else None
+        options = noted.options if noted else None
         step = real_step(model, inputs, phase, optimizer, loss, compiled, options)
         times = timed(bench, step, bench.budget_s, WARMUPS)
         graph = _graph(model, args, kwargs, phase, loss, optimizer) if ops else None
-        kernels: tuple[KernelTime, ...] = ()
-        if noted and graph and not noted.trouble:
-            kernels = _kernels(bench, step, noted, graph)
-        note = f"kernels are not known: {noted.trouble}" if noted and noted.trouble else ""
+        attribution: dict[str, Any] = {}
+        if noted and noted.trouble:
+            attribution = {"note": f"kernels are not known: {noted.trouble}"}
+        elif noted and graph:
+            attribution = {"kernels": _kernels(bench, step, noted, graph)}
         del step
         state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         tensors: dict[str, Tensor] = {name: tensor.detach() for name, tensor in state.items()}
         call = ((), inputs.decode or {}) if phase == "decode" else (args, kwargs)
         tensors |= dict(arguments.named_inputs(model, *call))
-        attribution: dict[str, Any] = {}
         if graph is not None:
             result = attributed(bench, graph, tensors)
-            attribution = {
+            attribution |= {
                 "device_seconds": result.seconds,
                 "unattributed": result.unattributed,
                 "source": "replay",
@@ -131,8 +131,6 @@ def measured_row(
         parameters=sum(p.numel() for p in model.parameters()),
         peak_bytes=times.peak_bytes,
         resident_bytes=times.resident_bytes,
-        kernels=kernels,
-        note=note,
         **attribution,
     )
 
@@ -140,19 +138,19 @@ def measured_row(
 def _kernels(
     bench: Bench, step: RealStep, noted: Compilations, graph: OpGraph
 ) -> tuple[KernelTime, ...]:
-    """The kernels of a compiled step by the profiler, each with its ops; on a CPU of the quicker of
-    two profiles."""
+    """The kernels of a compiled step by the profiler, each with its ops."""
     compiled = plan(graph.expand(), execution_model("compiled")).graph
-    profiles = []
-    for _ in range(1 if bench.on_cuda else 2):
+
+    def once() -> tuple[KernelTime, ...]:
         state = step.ready()
         with profiler(bench) as recorded:
-            bench.wall(partial(step.run, state))
+            bench.wall(lambda: step.run(state))
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "step.json"
             recorded.export_chrome_trace(str(path))
-            profiles.append(kernel_times(read_trace(path), noted.graphs(), compiled))
-    return min(profiles, key=lambda kernels: sum(kernel.seconds for kernel in kernels))
+            return kernel_times(read_trace(path), noted.graphs(), compiled)
+
+    return _quicker(bench, once, lambda kernels: sum(kernel.seconds for kernel in kernels))
 
 
 def profiled_step(
@@ -178,14 +176,19 @@ def profiled_step(
 
 
 def _profile(bench: Bench, step: RealStep) -> StepProfile:
-    """One profile; on a CPU the quicker of two, as the profiler itself needs a warm-up."""
+    """The profile of one step by op."""
 
     def once() -> StepProfile:
         state = step.ready()
         return by_op(profiled(bench, lambda: step.run(state))[0], bench.on_cuda)
 
+    return _quicker(bench, once, lambda profile: profile.seconds)
+
+
+def _quicker(bench: Bench, once: Callable[[], _T], seconds: Callable[[_T], float]) -> _T:
+    """One profile; on a CPU the quicker of two, as the profiler itself needs a warm-up."""
     first = once()
-    return first if bench.on_cuda else min(first, once(), key=lambda profile: profile.seconds)
+    return first if bench.on_cuda else min(first, once(), key=seconds)
 
 
 def run_of(device: torch.device, *rows: ModelRow) -> Run:

@@ -128,7 +128,6 @@ def extent(text: Text, renderer: Any) -> Bbox:
 def save(figure: Figure, path: Path) -> None:
     """Write a PNG that is the same every time (no date, no version in it)."""
     import numpy as np
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.text import Text
     from PIL import Image
 
@@ -139,7 +138,7 @@ def save(figure: Figure, path: Path) -> None:
         texts += legend.get_texts() if legend is not None else []
     for text in texts:
         _take_literally(text)
-    canvas: Any = FigureCanvasAgg(figure)
+    canvas: Any = figure.canvas
     canvas.draw()
     # The paper is white: without a fourth channel a PNG takes half the time, for as many bytes.
     pixels = np.ascontiguousarray(np.asarray(canvas.buffer_rgba())[..., :3])
