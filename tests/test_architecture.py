@@ -49,7 +49,7 @@ LIBRARIES = {
     "matplotlib": {"reporting"},
     "pandas": {"costmodels", "measured", "reporting"},
     "numpy": {"tracer", "costmodels", "measured", "reporting"},
-    "scipy": {"tracer", "costmodels", "measured.fit"},
+    "scipy": {"tracer", "costmodels", "measured.fit", "measured.factors"},
     "ijson": {"measured.traces"},
     "rapidfuzz": {"measured.alignment"},
     "tomli": set(),  # of files: rooftrace._reading

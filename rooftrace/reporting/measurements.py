@@ -74,8 +74,8 @@ def validate(
 
 def calibrate(
     measured: Any,
-    chip: str | Chip,
-    execution: str | ExecutionModel = "eager",
+    chip: str | Chip | None = None,
+    execution: str | ExecutionModel | None = None,
     target: Source | None = None,
     *,
     start: str | Knobs | None = None,
@@ -83,29 +83,35 @@ def calibrate(
     title: str = "",
     trust_targets: bool = False,
     phases: Sequence[str] | None = None,
+    counters: str | os.PathLike[str] | None = None,
+    steps_counted: int | None = None,
+    by_layer: bool = False,
     progress: Callable[[str], None] | None = None,
     **kwargs: Any,
 ) -> Calibration:
     """Fit knobs to measurements on `chip`; print the result to see them and how sure they are.
 
-    measured, execution, target, trust_targets, phases, sizes: as for `validate`.  start: knobs to
+    measured, target, trust_targets, phases, sizes: as for `validate`; a run of `rooftrace.measure`
+    needs no target.  chip: by default the device at hand, which is measured then.  execution: how
+    the steps ran; by default as a run says, and eager for other measurements.  start: knobs to
     begin with, by name or path; by default typical ones for a GPU, and the datasheet for other
     chips.  free: names of the knobs to fit; by default compute and memory, and with a run or a
-    trace as many as it supports.  Pass `.knobs` of the result to `execution_model(name,
-    knobs=...)`; `.save(path)` writes them to a file for --knobs.
+    trace as many as it supports.  counters: a file of a hardware profiler with the DRAM bytes of
+    the step that was measured; a total is of `steps_counted` steps.  by_layer: also factors on the
+    weights of each layer.  Pass the result as `knobs=` to `report` or `execution_model`;
+    `.save(path)` writes it to a file for --knobs.
 
     Raises what `validate` does, and CalibrationError for fewer measurements than knobs to fit.
     """
     job = Job.of(calibrate, "" if target is None else target, (), kwargs, phases=phases)
     begin = os.fspath(start) if isinstance(start, os.PathLike) else start
-    model = execution_model(execution)
     with telling(progress), isolation.keeping(isolation.Kept()):
         graphs, template = _what_ran(measured, job, all_phases=True)
         _check_trusted(measured, target, trust_targets)
         return calibrated(
             measured,
-            load_chip(chip),
-            model,
+            _chip_at_hand(measured) if chip is None else load_chip(chip),
+            execution_model(_as_run(measured) if execution is None else execution),
             graphs,
             template,
             trust_targets,
@@ -113,7 +119,32 @@ def calibrate(
             free,
             title,
             tell,
+            counters,
+            steps_counted,
+            by_layer,
         )
+
+
+def _as_run(measured: Any) -> str:
+    """The execution that all steps of a run had; eager for other measurements."""
+    modes = {row.mode for row in measured.models} if isinstance(measured, Run) else set()
+    return "compiled" if modes == {"compiled"} else "eager"
+
+
+_CHIP_SECONDS = 8.0
+
+
+def _chip_at_hand(measured: Any) -> Chip:
+    """The device at hand, measured; RequestError where the measurements are not of it."""
+    from rooftrace.measured.bench import devices, measure_chip
+
+    if not isinstance(measured, Run) or not measured.graphs:
+        raise RequestError(
+            "chip: expected the chip that the steps were measured on, for example "
+            'chip="h100-sxm", or a file of `rooftrace measure --chip-only`'
+        )
+    tell("measuring the rates of this device")
+    return measure_chip(str(measured.device.get("type", devices.default_device())), _CHIP_SECONDS)
 
 
 def _what_ran(

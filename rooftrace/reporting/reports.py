@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from rooftrace._progress import tell, telling
-from rooftrace.costmodels.execution import ExecutionModel, execution_model
+from rooftrace.costmodels.execution import TYPICAL, ExecutionModel, execution_model
+from rooftrace.costmodels.knobs import Knobs
 from rooftrace.costmodels.memory import LargestBatch, Memory, largest
 from rooftrace.costmodels.planning import plan
 from rooftrace.costmodels.rewriting import reprice
 from rooftrace.hardware import Chip, load_chip
+from rooftrace.measured.fit import Calibration
 from rooftrace.reporting.estimates import CHIP, Source, priced
 from rooftrace.reporting.pages import Report, build_report, check_folder, conditions
 from rooftrace.tracer.asking import Job, Options, Request
@@ -33,6 +35,7 @@ def report(
     out: str | os.PathLike[str] | None = None,
     formats: Sequence[str] | None = None,
     max_batch: bool = False,
+    knobs: str | os.PathLike[str] | Knobs | Calibration | None = TYPICAL,
     progress: Callable[[str], None] | None = None,
     **kwargs: Any,
 ) -> Report:
@@ -45,7 +48,9 @@ def report(
     weights_dtype, kv_dtype: storage precisions to price in.  out: a folder for report.md,
     report.json, ops.csv and figures.  formats: which of md, json, csv, png (these by default) and
     trace.  max_batch: also look for the largest batch that fits each chip (`largest_batch`).
-    progress: a function that is called with a few words on each thing that is being done.
+    knobs: calibrated constants of every execution, by name or path or as `calibrate` returns them;
+    None for the datasheet's peaks.  progress: a function that is called with a few words on each
+    thing that is being done.
 
     Returns the Report; print it for one screen.  Raises RequestError for an argument that neither
     the model nor rooftrace takes.
@@ -53,6 +58,8 @@ def report(
     chips, models = conditions(
         _several(chip, (str, Chip, os.PathLike)), _several(execution, (str, ExecutionModel))
     )
+    if knobs != TYPICAL:
+        models = [execution_model(model, knobs=knobs) for model in models]
     how = {} if formats is None else {"formats": tuple(formats)}
     if out is not None:
         check_folder(Path(out), **how)

@@ -59,7 +59,7 @@ def test_utilization_saturates():
         (dict(dispatch="lazy"), "dispatch='lazy': expected one of eager, compiled, graph"),
         (dict(kv_append="copy"), "kv_append='copy': expected one of as-run, in-place"),
         (dict(fusion="factor", elementwise=0), "elementwise=0: expected a factor above 0"),
-        (dict(fusion="factor", elementwise=1.1), "elementwise=1.1: expected a factor above 0"),
+        (dict(fusion="factor", elementwise=0.0), "elementwise=0.0: expected a factor above 0"),
         (dict(fusion="factor", elementwise="half"), "elementwise='half': expected a factor"),
         (dict(fusion="detected", activation_fusion=0.5), "describe the same effect"),
         (dict(fusion="none", elementwise=0.5), "describe the same effect"),

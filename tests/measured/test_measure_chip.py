@@ -88,10 +88,10 @@ def test_caches_of_one_level_add_up_and_shared_ones_count_once(tmp_path):
     for cpu in range(4):
         cache(cpu, 0, 1, "Data", "32K", str(cpu))
         cache(cpu, 1, 3, "Unified", "16M", "0-1" if cpu < 2 else "2-3")
-    fact = module._cpu_cache(tmp_path)
+    fact = module.cpu_cache(tmp_path)
     assert fact.value == 2 * 16 * 2**20
     assert fact.source.startswith("2 x L3 of 16384 KiB")
-    assert module._cpu_cache(tmp_path / "nowhere") is None
+    assert module.cpu_cache(tmp_path / "nowhere") is None
 
 
 def test_a_container_limit_is_the_memory(tmp_path):

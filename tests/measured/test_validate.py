@@ -17,8 +17,7 @@ import rooftrace as rt
 from rooftrace.costmodels.knobs.knobs import Knobs
 from rooftrace.costmodels.registry.lookup import own_rules
 from rooftrace.errors import ProfileError
-from rooftrace.measured.alignment.counters import base_name
-from rooftrace.measured.alignment.keys import written_out
+from rooftrace.measured.alignment.keys import base_name, written_out
 from rooftrace.measured.pairing.reading import MeasuredRequestError
 from rooftrace.measured.runs.runfile import ModelRow, OpTime, Run
 from rooftrace.measured.sources import source_of

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
+from rooftrace.costmodels.bytefactors import WEIGHTS, ByteFactors
 from rooftrace.costmodels.execution.rewritenames import REWRITES
 from rooftrace.costmodels.knobs import Knobs, load_knobs
 from rooftrace.errors import hint
@@ -94,8 +95,8 @@ class ExecutionModel:
         self._check_rewrites()
         for name in ("activation_fusion", "elementwise"):
             value = getattr(self, name)
-            if not _positive(value) or value > 1:
-                raise ExecutionError(f"{name}={value!r}: expected a factor above 0 and at most 1")
+            if not _positive(value):
+                raise ExecutionError(f"{name}={value!r}: expected a factor above 0")
             if value != 1 and self.fusion != "factor":
                 raise ExecutionError(
                     f"{name}={value!r} with fusion={self.fusion!r}: the factors and detected "
@@ -115,6 +116,45 @@ class ExecutionModel:
                         f"{owner}.{name}={value!r}: expected a number above 0"
                         f"{', or None' if optional else ''}"
                     )
+
+    @property
+    def traffic(self) -> ByteFactors | None:
+        """The measured factors on bytes that hold for this execution; None without any.
+
+        They hold where kernels are formed as in the run that was measured.
+        """
+        if not isinstance(self.knobs, Knobs) or self.knobs.traffic is None:
+            return None
+        holds = self.knobs.traffic.fusion == self.fusion and self.attention == "flash"
+        return self.knobs.traffic if holds else None
+
+    @property
+    def by_rules(self) -> ExecutionModel:
+        """This execution with bytes as rules count them: without measured factors."""
+        if not isinstance(self.knobs, Knobs) or self.knobs.traffic is None:
+            return self
+        return replace(self, knobs=replace(self.knobs, traffic=None))
+
+    def refitted(self, traffic: ByteFactors) -> ExecutionModel:
+        """This model of the seed's kind with measured factors in place of its own constants.
+
+        Weights, activations and temporaries take what was measured over the unfused graph, or what
+        the kernels that ran move of it by rule; where nothing is known, they keep their constant.
+        """
+        own, known = self.weight_residency, traffic.factors
+        residency = {
+            family: 1 / known[kind].unfused
+            if kind in known and known[kind].identified and known[kind].unfused
+            else getattr(own, family)
+            for family, kind in WEIGHTS.items()
+        }
+        fused, elementwise = known.get("activations"), known.get("temporary")
+        return replace(
+            self,
+            weight_residency=WeightResidency(**residency),
+            activation_fusion=fused.unfused if fused else self.activation_fusion,
+            elementwise=elementwise.unfused if elementwise else self.elementwise,
+        )
 
     def knobs_on(self, chip: Chip) -> Knobs | None:
         """The constants that times on this chip are computed with; None for those of datasheets."""
@@ -218,14 +258,16 @@ SUMMARIES: Mapping[str, str] = {
 def execution_model(name: str | ExecutionModel, **changes: Any) -> ExecutionModel:
     """A preset by name (or a model as it is) with some fields changed.
 
-    knobs may be the path of a knob file, "typical" (those of the chip's kind) or "none".
+    knobs may be the path of a knob file, a calibration, "typical" (those of the chip's kind) or
+    "none".  A model with factors on bytes of its own, such as seed-efficient, takes only those that
+    were measured from knobs that have them, and keeps its rates.
     Raises ExecutionError for a preset or a knob that does not exist, and what `load_knobs` raises.
     """
     changes = _known(ExecutionModel, changes)
-    if isinstance(changes.get("knobs"), (str, os.PathLike)):
+    if "knobs" in changes:
         changes["knobs"] = _read_knobs(changes["knobs"])
     if isinstance(name, ExecutionModel):
-        return replace(name, **changes) if changes else name
+        return _changed(name, changes)
     if not isinstance(name, str):
         raise ExecutionError(
             f"execution {name!r:.60}: expected one of {', '.join(PRESETS)}, or an ExecutionModel"
@@ -236,10 +278,22 @@ def execution_model(name: str | ExecutionModel, **changes: Any) -> ExecutionMode
         raise ExecutionError(
             f"execution {name!r}: expected one of {', '.join(names)}{hint(name, names)}"
         )
-    return replace(preset, **changes) if changes else preset
+    return _changed(preset, changes)
 
 
-def _read_knobs(name: str | os.PathLike[str]) -> Knobs | str | None:
-    if name in (TYPICAL, "none"):
-        return TYPICAL if name == TYPICAL else None
-    return load_knobs(name)
+def _changed(model: ExecutionModel, changes: Mapping[str, Any]) -> ExecutionModel:
+    """A model with changes; measured factors take the place of a model's own factors."""
+    knobs = changes.get("knobs")
+    if isinstance(knobs, Knobs) and knobs.traffic is not None and model.fusion == "factor":
+        others = {name: value for name, value in changes.items() if name != "knobs"}
+        return _changed(model, others).refitted(knobs.traffic)
+    return replace(model, **changes) if changes else model
+
+
+def _read_knobs(knobs: Any) -> Any:
+    """Knobs by name or path, those of a calibration, or what else was passed."""
+    if not isinstance(knobs, (str, os.PathLike)):
+        return getattr(knobs, "knobs", knobs)
+    if knobs in (TYPICAL, "none"):
+        return TYPICAL if knobs == TYPICAL else None
+    return load_knobs(knobs)

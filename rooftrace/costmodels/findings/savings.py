@@ -121,12 +121,13 @@ def headroom(
 ) -> Headroom:
     """What fusion saves in a step on `chip` (an Estimate has its own chip and execution).
 
-    If the execution model does not fuse, the ops of its graph are fused nevertheless.  Its factors
-    for bytes, which describe the same effect, are left out.
+    If the execution model does not fuse, the ops of its graph are fused nevertheless.  Factors on
+    bytes, its own or measured, describe the same effect and are left out.
     """
     if isinstance(graph, Estimate):
         return headroom(graph.plan, graph.chip)
     planned = graph if isinstance(graph, Plan) else plan(graph, execution)
+    planned = planned.by_rules
     model = planned.execution
     if model.fusion != "detected":
         model = replace(model, fusion="detected", activation_fusion=1.0, elementwise=1.0)

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Mapping
 
+from rooftrace.costmodels.costs import Access
 from rooftrace.costmodels.liveness import Visits
 from rooftrace.costmodels.planning import Plan
 
@@ -24,12 +26,22 @@ def warm_bytes(planned: Plan, capacity: float, cold: bool = False) -> list[float
     evicted entirely, and a storage half as large stays entirely.  cold: the step begins with a
     cache that holds none of its data.
     """
+    return [sum(held.values()) for held in warm_accesses(planned, capacity, cold)]
+
+
+def warm_accesses(
+    planned: Plan, capacity: float, cold: bool = False
+) -> list[Mapping[Access, float]]:
+    """How many bytes of each access of each group a cache of `capacity` bytes still holds.
+
+    They are those of `warm_bytes`, told apart.
+    """
     walk = _Walk(planned, capacity)
     if not cold:
         walk.step(measured=False)
     walk.step(measured=True)
     return [
-        walk.sums[group] / walk.visits[group] if walk.visits[group] else 0.0
+        {access: size / walk.visits[group] for access, size in walk.sums[group].items()}
         for group in range(len(planned.groups))
     ]
 
@@ -51,12 +63,12 @@ class _Walk:
         self.clock = 0.0
         self.began: dict[int, float] = {}  # when the kernel that touched it last began, and ended
         self.last: dict[int, float] = {}
-        self.sums: dict[int, float] = defaultdict(float)
+        self.sums: dict[int, dict[Access, float]] = defaultdict(lambda: defaultdict(float))
         self.visits: dict[int, int] = defaultdict(int)
 
     def step(self, measured: bool) -> None:
         """Run a step; add up what was warm if it is `measured`."""
-        self.writes: list[tuple[int, int, float, float, float]] = []
+        self.writes: list[tuple[int, Access, int, float, float, float]] = []
         touched: dict[int, dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
         for visit in self.ops.order:
             group = self.group_of.get(visit.op.id)
@@ -68,30 +80,31 @@ class _Walk:
                 others = self.ops.standing(visit.at)
                 self._run(group, touched.pop(group), others, measured and others == 1)
         if measured:
-            for group, number, wrote, size, before in self.writes:
+            for group, access, number, wrote, size, before in self.writes:
                 life = self.began[number] - wrote
-                self.sums[group] += self._held(size, min(before, life))
+                self.sums[group][access] += self._held(size, min(before, life))
 
     def _run(self, group: int, touched: dict[int, set[int]], times: int, measured: bool) -> None:
         """Run one kernel, which stands for `times` of them."""
         traffic = self.planned.costs[group].traffic
-        parts: list[tuple[int, float, bool]] = []
+        parts: list[tuple[int, float, Access]] = []
         stays = set()
         for access, amount in traffic.items():
             if access.wire == "hbm" and amount:
                 numbers = touched.get(access.storage) or {-1 - access.storage}
-                parts += [(n, amount / len(numbers), access.write) for n in sorted(numbers)]
+                parts += [(n, amount / len(numbers), access) for n in sorted(numbers)]
                 if access.storage in self.kept:
                     stays |= numbers
         moved = sum(size for _, size, _ in parts)
         if measured:
             self.visits[group] += 1
-            for number, size, write in parts:
+            for number, size, access in parts:
                 since = self.clock - self.last.get(number, -math.inf)
-                if write and number not in stays:
-                    self.writes.append((group, number, self.clock + moved, size, since))
+                if access.write and number not in stays:
+                    wrote = self.clock + moved
+                    self.writes.append((group, access, number, wrote, size, since))
                 else:
-                    self.sums[group] += self._held(size, since)
+                    self.sums[group][access] += self._held(size, since)
         begin = self.clock
         self.clock += times * moved
         for number, _, _ in parts:

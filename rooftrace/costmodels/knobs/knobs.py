@@ -25,6 +25,7 @@ from typing import Any
 from rooftrace._escapes import to_toml
 from rooftrace._reading import FileKind, record_of, text_of, toml_of
 from rooftrace._shown import short
+from rooftrace.costmodels.bytefactors import ByteFactor, ByteFactors
 from rooftrace.costmodels.knobs.classes import CLASSES, LAST
 from rooftrace.errors import hint
 from rooftrace.hardware import Chip
@@ -147,6 +148,8 @@ class Knobs:
     attention: AttentionKnobs | str = field(default_factory=AttentionKnobs)  # or "usual"
     view: float | None = None  # seconds of a view on the host, eager; None: the chip's
     call: float | None = None  # seconds of Python per call of a module, eager; None: the chip's
+    # Factors on what rules count as bytes; None: bytes are as rules count them.
+    traffic: ByteFactors | None = None
 
     def __repr__(self) -> str:
         return short(
@@ -208,6 +211,14 @@ class Knobs:
             result["attention"] = attention
         if self.source:
             result["source"] = dict(self.source)
+        if self.traffic is not None:
+            result["traffic"] = _changed(self.traffic, ByteFactors()) | {
+                "fusion": self.traffic.fusion,
+                "factors": {
+                    kind: _changed(factor, ByteFactor())
+                    for kind, factor in self.traffic.factors.items()
+                },
+            }
         result["share"] = {name: _changed(share, PLAIN) for name, share in self.shares.items()}
         return result
 
@@ -264,6 +275,9 @@ def dump_knobs(knobs: Knobs) -> str:
     shares = data.pop("share")
     names = [n for n in ("source", "tiling", "attention") if isinstance(data.get(n), Mapping)]
     tables = {name: data.pop(name) for name in names}
+    if "traffic" in data:
+        tables["traffic"] = data.pop("traffic")
+        tables["traffic.factors"] = tables["traffic"].pop("factors")
     lines = [f"{key} = {_toml(value)}" for key, value in data.items()]
     for name, table in tables.items():
         lines += ["", f"[{name}]", *(f"{_key(k)} = {_toml(v)}" for k, v in table.items())]

@@ -145,6 +145,20 @@ class Plan:
                 flops[work.precision] += flop
         return flops.most_common(1)[0][0] if flops else "fp32"
 
+    @cached_property
+    def unfused(self) -> Plan:
+        """The plan of this step with a kernel for each op."""
+        none = fuse(self.graph, replace(self.execution, fusion="none"), self.op_costs)
+        return self.regrouped(none, generated=False)
+
+    @property
+    def by_rules(self) -> Plan:
+        """The plan with bytes as rules count them: without measured factors."""
+        model = self.execution.by_rules
+        if model is self.execution:
+            return self
+        return replace(self, execution=model).regrouped(self.groups)
+
     def regrouped(self, groups: tuple[FusionGroup, ...], generated: bool = True) -> Plan:
         """The plan of this step with other groups, given in an order that every dependency allows.
 

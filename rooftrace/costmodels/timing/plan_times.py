@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rooftrace.costmodels.costs import MATRIX
-from rooftrace.costmodels.kernels import compute_seconds, engine_of, kernel_table
+from rooftrace.costmodels.kernels import engines, kernel_table
 from rooftrace.costmodels.knobs import Knobs
 from rooftrace.costmodels.planning import Plan
 from rooftrace.costmodels.timing.queue import host_seconds, schedule
@@ -88,7 +88,7 @@ def _ceilings(planned: Plan, chip: Chip, headline: float) -> list[Timing]:
         key = tuple(cost.work.items())
         t_comp = memo.get(key)
         if t_comp is None:
-            t_comp = memo[key] = compute_seconds(cost, chip, planned.execution, headline)
+            t_comp = memo[key] = engines.compute_seconds(cost, chip, planned.execution, headline)
         timings.append(Timing(t_comp, cost.bytes() / bandwidth, cost.bytes("link") / link, gap))
     return timings
 
@@ -115,5 +115,5 @@ def _headline(planned: Plan, chip: Chip) -> tuple[str, str]:
     flops: Counter[tuple[str, str]] = Counter()
     for work, flop in planned.total.work.items():
         if work.operation in MATRIX:
-            flops[engine_of(work, chip, planned.execution)] += flop
+            flops[engines.engine_of(work, chip, planned.execution)] += flop
     return flops.most_common(1)[0][0] if flops else ("vector", "fp32")

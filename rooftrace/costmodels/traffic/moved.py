@@ -7,9 +7,10 @@ read is read once.  The compulsory floor is what any execution has to move.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+from rooftrace.costmodels.bytefactors import kinds_of
 from rooftrace.costmodels.costs import Access, Cost, Work
 from rooftrace.costmodels.execution import ExecutionModel
 from rooftrace.costmodels.fusion import runs
@@ -170,34 +171,50 @@ class _Parts:
 
 
 class _Factors:
-    """The seed's byte factors: weight residency by family, activation fusion, elementwise."""
+    """Factors on bytes: those of the seed (weight residency by family, activation fusion,
+    elementwise), or measured ones by kind of bytes."""
 
     def __init__(self, graph: OpGraph, execution: ExecutionModel) -> None:
         residency = execution.weight_residency
         self.graph, self.execution, self.listed = graph, execution, runs.listed(graph)
-        self.active = execution.fusion == "factor" or any(
-            getattr(residency, family) != 1 for family in ("attention", "dense", "moe")
+        self.measured = execution.traffic
+        self.active = (
+            self.measured is not None
+            or execution.fusion == "factor"
+            or any(getattr(residency, family) != 1 for family in ("attention", "dense", "moe"))
         )
 
     def __call__(self, cost: Cost, group: _Group, op_costs: Sequence[Cost]) -> Cost:
         if not self.active:
             return cost
-        lead = max(group.ops, key=lambda op: op_costs[op].bytes())
-        residency = self.execution.weight_residency.of(self.graph.ops[lead].family)
+        scale = self._scale(group, op_costs)
         copies: dict[int, int] = {}
         for op in group.ops:
             copies.update(self.listed.get(op, {}))
         traffic = {}
         for access, size in cost.traffic.items():
-            role, count = self.graph.values[access.storage].role, copies.get(access.storage, 1)
-            if role == "weights" and not access.write:
-                size = count * round(size / count / residency)
-            elif role == "activations":
-                size = count * round(size / count * self.execution.activation_fusion)
-            elif role == "temporary":
-                size = count * round(size / count * self.execution.elementwise)
-            traffic[access] = size
+            factor, count = scale(access), copies.get(access.storage, 1)
+            traffic[access] = count * round(size / count * factor) if factor != 1 else size
         return Cost(cost.work, traffic)
+
+    def _scale(self, group: _Group, op_costs: Sequence[Cost]) -> Callable[[Access], float]:
+        """The factor of each access of a kernel."""
+        measured, execution, graph = self.measured, self.execution, self.graph
+        if measured is not None:
+            kind = kinds_of(graph, group.ops, op_costs)
+            return lambda access: measured.scale(kind(access)) if access.wire == "hbm" else 1.0
+        lead = max(group.ops, key=lambda op: op_costs[op].bytes())
+        by_role = {
+            "weights": 1 / execution.weight_residency.of(graph.ops[lead].family),
+            "activations": execution.activation_fusion,
+            "temporary": execution.elementwise,
+        }
+
+        def scale(access: Access) -> float:
+            role = graph.values[access.storage].role
+            return 1.0 if access.write and role == "weights" else by_role.get(role, 1.0)
+
+        return scale
 
 
 def storage_sizes(graph: OpGraph) -> list[int]:

@@ -8,7 +8,6 @@ kernel finds in L2 in the real run counts as read here.
 from __future__ import annotations
 
 import math
-import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from dataclasses import dataclass
 from rooftrace.errors import ProfileError
 from rooftrace.hardware.units import format_share
 from rooftrace.measured.alignment.alignment import Alignment
-from rooftrace.measured.alignment.keys import Key, common
+from rooftrace.measured.alignment.keys import Key, base_name, common
 from rooftrace.measured.tables import KernelCounters
 from rooftrace.measured.traces import records
 
@@ -83,14 +82,3 @@ def _key(name: str, grid: tuple[int, ...] | None) -> Key:
     """The key of a launch: the function without arguments, templates and namespaces, and
     how many blocks there are."""
     return base_name(name), () if grid is None else ((math.prod(grid),),)
-
-
-def base_name(name: str) -> str:
-    """ "gemm" of "void cutlass::gemm<float, 3>(Params)", as one profiler or another writes it."""
-    name = name.replace("(anonymous namespace)::", "").replace("<unnamed>::", "")
-    plain, before = name, ""
-    while plain != before:  # templates nest
-        before, plain = plain, re.sub(r"<[^<>]*>", "", plain)
-    plain = plain.partition("(")[0].strip()
-    words = plain.replace("::", " ").split()
-    return words[-1] if words else name

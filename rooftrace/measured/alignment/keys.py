@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from rooftrace.costmodels.fusion import runs
@@ -224,3 +225,14 @@ def key_words(key: Key) -> str:
     """ "aten::mm [[8, 64], [64, 64]]"."""
     shapes = ", ".join(str(list(shape)) for shape in key[1][:4])
     return f"{key[0]} [{shapes}{', ...' if len(key[1]) > 4 else ''}]"
+
+
+def base_name(name: str) -> str:
+    """ "gemm" of "void cutlass::gemm<float, 3>(Params)", as one profiler or another writes it."""
+    name = name.replace("(anonymous namespace)::", "").replace("<unnamed>::", "")
+    plain, before = name, ""
+    while plain != before:  # templates nest
+        before, plain = plain, re.sub(r"<[^<>]*>", "", plain)
+    plain = plain.partition("(")[0].strip()
+    words = plain.replace("::", " ").split()
+    return words[-1] if words else name

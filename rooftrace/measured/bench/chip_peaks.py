@@ -15,7 +15,7 @@ from pathlib import Path
 from rooftrace.hardware import Chip
 from rooftrace.hardware.chip import Engine, Fact, Peak
 from rooftrace.measured.bench.clock import Bench, MeasureError
-from rooftrace.measured.bench.devices import checked_device, cpu_model, slug
+from rooftrace.measured.bench.devices import checked_device, cpu_cache, cpu_model, slug
 from rooftrace.measured.bench.launches import (
     OPS,
     direct_dispatch,
@@ -165,7 +165,7 @@ def _measure_cpu(bench: Bench) -> Chip:
 
     model = cpu_model()
     capacity = _cpu_memory()
-    cache = _cpu_cache(Path("/sys/devices/system/cpu"))
+    cache = cpu_cache(Path("/sys/devices/system/cpu"))
     told = "logical CPUs this process may use, from the OS"
     cores = Fact.of(str(bench.cores), "count", told, "measured")
     peaks = _peaks(
@@ -230,27 +230,6 @@ def _cpu_memory(limit_file: Path = Path("/sys/fs/cgroup/memory.max")) -> Fact:
         if limit < total:
             total, source = limit, "memory limit of this container, from the OS"
     return Fact.of(f"{total // 2**20} MiB", "byte", source, "measured")
-
-
-def _cpu_cache(root: Path) -> Fact | None:
-    """All last-level caches together, as Linux lists them; None elsewhere."""
-    caches: dict[tuple[int, str], int] = {}
-    for folder in root.glob("cpu[0-9]*/cache/index[0-9]*"):
-        with contextlib.suppress(OSError, ValueError):
-            if (folder / "type").read_text().strip() == "Instruction":
-                continue
-            level = int((folder / "level").read_text())
-            shared = (folder / "shared_cpu_list").read_text().strip()
-            size = (folder / "size").read_text().strip()
-            scale = {"K": 2**10, "M": 2**20}.get(size[-1], 1)
-            caches[level, shared] = int(size.rstrip("KM")) * scale
-    if not caches:
-        return None
-    last = max(level for level, _ in caches)
-    sizes = [size for (level, _), size in caches.items() if level == last]
-    text = f"{sum(sizes) // 2**10} KiB"
-    source = f"{len(sizes)} x L{last} of {sizes[0] // 2**10} KiB, from /sys/devices/system/cpu"
-    return Fact.of(text, "byte", source, "measured")
 
 
 # CUDA

@@ -15,11 +15,18 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rooftrace.measured.bench.clock import MeasureError
+from rooftrace.hardware.chip import Fact
+from rooftrace.measured.bench.clock import Bench, MeasureError
 
 if TYPE_CHECKING:
     import torch
 
+_SIZES = {"cpu": 2.0**26, "cuda": 2.0**30}
+"""Bytes of a buffer, at least; by the kind of device."""
+_CACHES = 4
+_TIMES = 15
+_SHARE = 1 / 16
+"""Of the memory that is free, a buffer takes no more."""
 _PACKAGES = ("rooftrace", "torch", "transformers", "triton", "numpy")
 IDENTITY = ("type", "name", "memory_bytes", "threads")
 """The facts that tell devices apart: equal in two measurements of one device."""
@@ -150,3 +157,41 @@ def slug(name: str) -> str:
     plain = re.sub(r"\((r|tm)\)|®|™", "", name, flags=re.IGNORECASE)
     words = re.sub(r"[^a-z0-9.]+", "-", plain.lower()).strip("-.")
     return f"{words or 'chip'}-measured"
+
+
+def cpu_cache(root: Path) -> Fact | None:
+    """All last-level caches together, as Linux lists them; None elsewhere."""
+    caches: dict[tuple[int, str], int] = {}
+    for folder in root.glob("cpu[0-9]*/cache/index[0-9]*"):
+        with contextlib.suppress(OSError, ValueError):
+            if (folder / "type").read_text().strip() == "Instruction":
+                continue
+            level = int((folder / "level").read_text())
+            shared = (folder / "shared_cpu_list").read_text().strip()
+            size = (folder / "size").read_text().strip()
+            scale = {"K": 2**10, "M": 2**20}.get(size[-1], 1)
+            caches[level, shared] = int(size.rstrip("KM")) * scale
+    if not caches:
+        return None
+    last = max(level for level, _ in caches)
+    sizes = [size for (level, _), size in caches.items() if level == last]
+    text = f"{sum(sizes) // 2**10} KiB"
+    source = f"{len(sizes)} x L{last} of {sizes[0] // 2**10} KiB, from /sys/devices/system/cpu"
+    return Fact.of(text, "byte", source, "measured")
+
+
+def copy_seconds(bench: Bench) -> tuple[int, tuple[float, ...]]:
+    """The bytes that one copy reads and writes, and the seconds of each of several."""
+    import torch
+
+    cache, room = 0.0, float("inf")
+    if bench.on_cuda:
+        room = float(torch.cuda.mem_get_info(bench.device)[0])
+    elif known := cpu_cache(Path("/sys/devices/system/cpu")):
+        cache = known.value
+    wanted = max(_CACHES * cache, _SIZES[bench.device.type])
+    source = bench.random(max(int(min(wanted, room * _SHARE)) // 4, 1))
+    target = torch.empty_like(source)
+    run = lambda: target.copy_(source)  # noqa: E731
+    bench.once(run)
+    return 8 * source.numel(), tuple(bench.once(run) for _ in range(_TIMES))

@@ -12,6 +12,7 @@ from rooftrace.costmodels.execution import ExecutionModel
 from rooftrace.costmodels.knobs import Knobs, dump_knobs, load_knobs
 from rooftrace.costmodels.planning import plan
 from rooftrace.hardware import Chip
+from rooftrace.measured.factors import MeasuredFactors, StepBytes
 from rooftrace.measured.fit.cases import (
     Case,
     Errors,
@@ -23,6 +24,18 @@ from rooftrace.measured.fit.cases import (
     step_case,
 )
 from rooftrace.measured.fit.fitting import FEW, Fit, choose, fit
+from rooftrace.measured.fit.traffic import (
+    Counts,
+    Ground,
+    SteppedPlan,
+    measured_factors,
+    of_alignment,
+    of_ops,
+    on_its_kernels,
+    seconds_by_op,
+    stepped,
+    sustained,
+)
 from rooftrace.measured.pairing import (
     Graphs,
     MeasuredRequestError,
@@ -34,6 +47,7 @@ from rooftrace.measured.pairing import (
 from rooftrace.measured.runs import Run
 from rooftrace.measured.tables import StepTime
 from rooftrace.measured.traces import Trace
+from rooftrace.tracer.graph import OpGraph
 from rooftrace.tracer.paths import pattern_of
 
 Tell = Callable[[str], None]
@@ -55,6 +69,8 @@ class Calibration(Shown):
     kernels: int = 0  # single kernels that shares of classes were fitted to
     # Errors on what was left out, by the names that were free, where the measurements chose.
     tried: Mapping[str, Errors] = field(default_factory=dict)
+    # Factors on bytes, which the knobs hold too; None where no single kernel was measured.
+    traffic: MeasuredFactors | None = None
 
     @property
     def knobs(self) -> Knobs:
@@ -90,6 +106,9 @@ def calibrated(
     free: Sequence[str] | None = None,
     title: str = "",
     progress: Tell | None = None,
+    counters: str | os.PathLike[str] | None = None,
+    steps_counted: int | None = None,
+    by_layer: bool = False,
 ) -> Calibration:
     """Knobs from whatever was measured.
 
@@ -97,20 +116,27 @@ def calibrated(
     graphs_of, template, trust_targets: as in `validated`.  start: where the fit begins (default:
     the typical shares of this kind of execution on a GPU, none on a CPU).  free: knobs to fit; None
     takes as many as a run supports, and compute and memory of a table.  Steps that do not trace are
-    left out and reported.
+    left out and reported.  counters: a file of a hardware profiler, of one of the steps that were
+    measured; a total is of `steps_counted` steps.  by_layer: also factors of the weights of each
+    layer.
 
     Raises MeasuredRequestError where nothing is left, and CalibrationError where there is less than
     there are knobs to fit.
     """
     if isinstance(measured, (str, os.PathLike)):
         measured = read_measured(os.fspath(measured), "a fit")
+    begin = start_of(start, chip, model)
+    run = measured if isinstance(measured, Run) else None
+    counts = Counts.of(counters, steps_counted)
     wanted = _Wanted(
         chip=chip,
         model=model,
-        start=start_of(start, chip, model),
+        start=begin,
         free=free,
         title=title or f"{chip.name}, {model.name}",
         tell=progress or (lambda _: None),
+        ground=Ground(chip, model, begin, sustained(run, chip, begin), counts),
+        by_layer=by_layer,
     )
     if isinstance(measured, Trace):
         return _of_trace(measured, graphs_of, wanted)
@@ -118,7 +144,13 @@ def calibrated(
     steps = steps_of(measured, model, target, trust_targets)
     if isinstance(measured, Run):
         return _of_run(measured, steps, wanted)
-    cases, _, failures = _traced(steps, wanted)
+    if counters is not None:
+        raise MeasuredRequestError(
+            f"{os.fspath(counters)}: counters tell bytes of kernels, and a table of step times has "
+            "no kernels: calibrate by a run (`rooftrace measure`, or --run TARGET) or by a trace"
+        )
+    made, failures = _graphs(steps, wanted)
+    cases, _ = _cases(made, wanted, failures)
     few = FEW if free is None else free
     return _calibration(cases, [], replace(wanted, free=few), len(steps), failures)
 
@@ -133,46 +165,99 @@ class _Wanted:
     free: Sequence[str] | None  # knobs to fit; None: as many as the measurements support
     title: str  # of the knobs
     tell: Tell
+    ground: Ground  # what measured bytes are compared on
+    by_layer: bool = False
+    traffic: MeasuredFactors | None = None
+
+    def with_traffic(self, steps: Sequence[StepBytes], label: str) -> _Wanted:
+        """The request with the factors of these steps, which the start of the fit has then."""
+        self.tell("comparing bytes")
+        made = measured_factors(steps, self.model, label, self.by_layer)
+        if made is None:
+            return self
+        start = replace(self.start, traffic=made.factors)
+        return replace(self, start=start, traffic=made, model=replace(self.model, knobs=start))
 
 
-def _traced(
+@dataclass(frozen=True)
+class _Made:
+    """A measured step with its graph, and its kernels where they were measured."""
+
+    step: MeasuredStep
+    graph: OpGraph
+    kernels: SteppedPlan | None
+
+
+def _graphs(
     measured: Sequence[MeasuredStep], wanted: _Wanted
-) -> tuple[list[Case], list[Case], dict[str, str]]:
-    """Cases of the steps, cases of their measured kernels, and failures to trace by step."""
-    chip, model = wanted.chip, wanted.model
-    cases: list[Case] = []
-    alone: list[Case] = []
+) -> tuple[list[_Made], dict[str, str]]:
+    """The steps that trace, and why others do not, by step.
+
+    Raises MeasuredRequestError where none does.
+    """
+    made: list[_Made] = []
     failures: dict[str, str] = {}
     for number, step in enumerate(measured):
         wanted.tell(f"tracing {step.label} ({number + 1} of {len(measured)})")
         try:
-            planned = plan(step.graph(), model)
-            cases.append(step_case(step.label, planned, chip, model, step.seconds, step.group))
+            graph = step.graph()
+            made.append(_Made(step, graph, stepped(step, graph, wanted.model)))
         except (ValueError, LookupError, RuntimeError, OSError) as error:
             failures[step.place] = step.why_not(error)
-            continue
-        row = step.row
-        if row is not None and row.source == "replay":
-            seconds = {op.id: op.seconds for op in row.ops if op.id is not None}
-            alone += kernel_cases(planned, chip, seconds, step.label, step.group)
-        elif row is not None:
-            alone += profiled_cases(planned, chip, row.ops, step.label, step.group)
-    if not cases:
+    if not made:
         first = next(iter(failures.values()), "the table is empty")
         raise MeasuredRequestError(
             f"none of {len(measured)} measured steps could be traced; the first: {first}"
         )
-    return cases, alone, failures
+    return made, failures
+
+
+def _cases(
+    made: Sequence[_Made], wanted: _Wanted, failures: dict[str, str]
+) -> tuple[list[Case], list[Case]]:
+    """Cases of the steps, and cases of their measured kernels."""
+    chip, model = wanted.chip, wanted.model
+    cases: list[Case] = []
+    alone: list[Case] = []
+    for each in made:
+        step, row = each.step, each.step.row
+        try:
+            planned = plan(each.graph, model)
+            cases.append(step_case(step.label, planned, chip, model, step.seconds, step.group))
+        except (ValueError, LookupError, RuntimeError) as error:
+            failures[step.place] = step.why_not(error)
+            continue
+        if each.kernels is not None:
+            ran = on_its_kernels(each.kernels, wanted.start)
+            alone += kernel_cases(ran, chip, each.kernels.seconds, step.label, step.group)
+        elif row is not None and row.source == "replay":
+            seconds = of_ops(planned, seconds_by_op(row))
+            alone += kernel_cases(planned, chip, seconds, step.label, step.group)
+        elif row is not None:
+            alone += profiled_cases(planned, chip, row.ops, step.label, step.group)
+    if not cases:
+        raise MeasuredRequestError(
+            f"none of {len(made)} measured steps could be priced; the first: "
+            f"{next(iter(failures.values()))}"
+        )
+    return cases, alone
 
 
 def _of_run(run: Run, steps: Sequence[MeasuredStep], wanted: _Wanted) -> Calibration:
     """Knobs from the steps of a run, and from single kernels: those of few steps alone."""
-    cases, alone, failures = _traced(steps, wanted)
+    made, failures = _graphs(steps, wanted)
+    kernels = [(each.step.label, each.kernels) for each in made if each.kernels is not None]
+    wanted.ground.counted.check(run, len(kernels))
+    bytes_of = [step.bytes(label, wanted.ground) for label, step in kernels]
+    wanted = wanted.with_traffic(
+        bytes_of, ", ".join((str(run.device.get("name", "a device")), *run.dates[-1:]))
+    )
+    cases, alone = _cases(made, wanted, failures)
     if len(cases) < _FEWEST_STEPS and alone:
         return _of_kernels(alone, wanted, len(alone), failures)
     if wanted.model.dispatch == "eager" and wanted.free is None:
         alone += _of_operations(run, wanted, failures)
-    else:
+    elif not kernels:
         alone = []  # kernels of other executions are fused: operations alone are none of theirs
     return _calibration(cases, alone, wanted, len(steps), failures)
 
@@ -201,7 +286,11 @@ def _of_trace(trace: Trace, graphs_of: Callable[[], Graphs] | None, wanted: _Wan
     """Knobs from the kernels of one trace; equal kernels are left out together."""
     match = best_match(trace, graphs_of, wanted.chip, wanted.model, wanted.tell)
     priced = match.estimate
-    cases = kernel_cases(priced.plan, wanted.chip, match.alignment.seconds, priced.phase)
+    planned, aligned = priced.plan, match.alignment
+    bytes_of = of_alignment(aligned, planned, wanted.ground)
+    wanted = wanted.with_traffic([bytes_of], next(iter(trace.devices.values()), wanted.chip.name))
+    planned = plan(planned.source, wanted.model)
+    cases = kernel_cases(planned, wanted.chip, of_ops(planned, aligned.seconds), priced.phase)
     if not cases:
         raise MeasuredRequestError(
             f"{trace.source or 'the trace'}: no kernel of it is long enough to fit to"
@@ -256,6 +345,7 @@ def _calibration(
         before=before,
         kernels=len(alone),
         tried=tried,
+        traffic=wanted.traffic,
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -127,19 +127,17 @@ def alone_case(
 
 
 def kernel_cases(
-    planned: Plan, chip: Chip, seconds: Mapping[int, float], name: str, group: str = ""
+    planned: Plan, chip: Chip, seconds: Sequence[float | None], name: str, group: str = ""
 ) -> list[Case]:
-    """A case for each kernel all of whose ops were measured.
+    """A case for each kernel that was measured.
 
-    seconds: of a step, by op id of the plan's graph, all iterations together (a replay op by op, or
-    an alignment's `seconds`).
+    seconds: of each group of the plan, all iterations together; None where it is not known.
     """
     table, place = kernel_table(planned, chip)
     made = _Cases(planned, chip, table, name, group)
-    for index, kernel in enumerate(planned.groups):
-        known = [seconds[op] for op in kernel.ops if op in seconds]
-        if len(known) == len(kernel.ops):
-            made.add([index], place, sum(known))
+    for index, known in enumerate(seconds):
+        if known is not None:
+            made.add([index], place, known)
     return made.cases
 
 

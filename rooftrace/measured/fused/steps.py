@@ -10,7 +10,7 @@ from typing import Protocol
 
 from rooftrace._shown import short
 from rooftrace.costmodels.execution import execution_model
-from rooftrace.costmodels.fusion import FusionGroup, fuse
+from rooftrace.costmodels.fusion import FusionGroup
 from rooftrace.costmodels.planning import Plan, plan
 from rooftrace.costmodels.traffic import bytes_by_role
 from rooftrace.errors import ProfileError
@@ -93,11 +93,24 @@ class FusedStep:
         regrouped = self.detected.regrouped(tuple(_in_order(graph, groups)))
         return replace(regrouped, execution=replace(self.detected.execution, name="measured"))
 
-    @cached_property
+    @property
     def unfused(self) -> Plan:
         """The plan of the step with a kernel for each op."""
-        none = fuse(self.detected.graph, replace(self.detected.execution, fusion="none"))
-        return self.detected.regrouped(none, generated=False)
+        return self.detected.unfused
+
+    @property
+    def group_seconds(self) -> list[float | None]:
+        """Seconds of each group of `measured`; None of one that no kernel of the step computes.
+
+        The pieces of an op that a compiler took apart count for the group that has the op.
+        """
+        groups = self.measured.groups
+        group_of = {op: number for number, group in enumerate(groups) for op in group.ops}
+        sums: dict[int, float] = defaultdict(float)
+        for kernel in self.kernels:
+            for op in (kernel.ops or kernel.parts)[:1]:
+                sums[group_of[op]] += kernel.seconds
+        return [sums.get(number) for number in range(len(groups))]
 
     @property
     def activation_fusion(self) -> float:

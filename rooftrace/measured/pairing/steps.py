@@ -94,19 +94,23 @@ def steps_of_run(
 ) -> list[MeasuredStep]:
     """The models of a run that ran as `execution` dispatches.
 
-    target: graphs, or a target in which {target} stands for the row's model; without it rows name
-    models of the suite, and with `trust_targets` also targets.  Raises MeasuredRequestError where
+    target: graphs, or a target in which {target} stands for the row's model; without it a run that
+    was measured here has its graphs, and rows of others name models of the suite, and with
+    `trust_targets` also targets.  Raises MeasuredRequestError where
     the run has no such row.
     """
     source = _source(target, trust_targets)
     mode = "eager" if execution_model(execution).dispatch == "eager" else "compiled"
+    own = run.graphs if target is None else {}
     steps = [
         MeasuredStep(
             label=row.key,
             place=row.key,
             group=row.model,
             seconds=row.median,
-            graph=partial(_graph_of_row, row, source, target is None),
+            graph=partial(own.__getitem__, row.key)
+            if row.key in own
+            else partial(_graph_of_row, row, source, target is None),
             phase=row.phase,
             row=row,
         )

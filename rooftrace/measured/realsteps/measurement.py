@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,13 +29,15 @@ from rooftrace.measured.realsteps.steps import (
     real_step,
     timed,
 )
-from rooftrace.measured.runs import ModelRow, Run
+from rooftrace.measured.runs import MicroRow, ModelRow, Run
 from rooftrace.measured.traces import read_trace
 from rooftrace.tracer.dtypes import dtype_name
 from rooftrace.tracer.graph import OpGraph
 from rooftrace.tracer.inputs import arguments, as_before
 
 WARMUPS = 2
+_PROFILES = 5
+"""A compiled step is profiled so often, if its budget allows."""
 _T = TypeVar("_T")
 
 
@@ -58,12 +62,13 @@ def measure(
     phase=phase)`; of a compiled step the row has its `kernels` too, which `rooftrace.fused` sets
     beside the graph.  budget_s: about how long the timed repetitions may take.
 
-    The result is a run with one row: `run.models[0]`.  Raises RequestError for a model on meta, or
+    The result is a run with one row, `run.models[0]`, and with its graph, so that `calibrate(run)`
+    needs nothing else.  Raises RequestError for a model on meta, or
     a phase that it does not have, and the errors of the model.
     """
     device = _device(model)
     bench = Bench(device, budget_s, lambda line: None)
-    row = measured_row(
+    row, graph = _measured(
         bench,
         model,
         args,
@@ -75,10 +80,27 @@ def measure(
         compiled=compiled,
         ops=ops,
     )
-    return run_of(device, row)
+    run = run_of(device, row)
+    return run if graph is None else replace(run, graphs={row.key: graph}, micro=(_stream(bench),))
+
+
+def _stream(bench: Bench) -> MicroRow:
+    """The row of a copy that no cache holds, for the bandwidth that this device sustains now."""
+    size, seconds = devices.copy_seconds(bench)
+    sizes: dict[str, int | str | bool] = {"op": "copy_", "dtype": "fp32"}
+    return MicroRow(
+        key=f"copy {size // 2**20} MiB", kind="copy", sizes=sizes, seconds=seconds, bytes=size
+    )
 
 
 def measured_row(
+    bench: Bench, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], **how: Any
+) -> ModelRow:
+    """The row of one phase of a model; see `measure`."""
+    return _measured(bench, model, args, kwargs, **how)[0]
+
+
+def _measured(
     bench: Bench,
     model: nn.Module,
     args: Sequence[Any],
@@ -90,8 +112,8 @@ def measured_row(
     optimizer: str = "adamw",
     compiled: bool = False,
     ops: bool = True,
-) -> ModelRow:
-    """The row of one phase of a model; see `measure`."""
+) -> tuple[ModelRow, OpGraph | None]:
+    """The row of one phase of a model, and its graph if its ops were measured."""
     inputs = real_inputs(model, args, kwargs, phase)
     with as_before(model), _weights_kept(model, phase):
         noted = Compilations() if compiled and ops else None
@@ -120,7 +142,7 @@ def measured_row(
     mode = "compiled" if compiled else "eager"
     sizes = {key: inputs.workload[key] for key in ("batch", "seq", "kv") if key in inputs.workload}
     floating = [p for p in model.parameters() if p.is_floating_point()]
-    return ModelRow(
+    row = ModelRow(
         key=ModelRow.key_of(name, phase, mode, sizes),
         model=name,
         phase=phase,
@@ -133,12 +155,16 @@ def measured_row(
         resident_bytes=times.resident_bytes,
         **attribution,
     )
+    return row, graph
 
 
 def _kernels(
     bench: Bench, step: RealStep, noted: Compilations, graph: OpGraph
 ) -> tuple[KernelTime, ...]:
-    """The kernels of a compiled step by the profiler, each with its ops."""
+    """The kernels of a compiled step by the profiler, each with its ops.
+
+    Of several profiles each kernel has its median, as another process may run during one.
+    """
     compiled = plan(graph.expand(), execution_model("compiled")).graph
 
     def once() -> tuple[KernelTime, ...]:
@@ -150,7 +176,22 @@ def _kernels(
             recorded.export_chrome_trace(str(path))
             return kernel_times(read_trace(path), noted.graphs(), compiled)
 
-    return _quicker(bench, once, lambda kernels: sum(kernel.seconds for kernel in kernels))
+    profiles = [once()]
+    begin = time.perf_counter()
+    while len(profiles) < _PROFILES and time.perf_counter() - begin < bench.budget_s:
+        profiles.append(once())
+    return _medians(profiles)
+
+
+def _medians(profiles: Sequence[tuple[KernelTime, ...]]) -> tuple[KernelTime, ...]:
+    """The kernels of the quickest profile, with median seconds of all that have the same ones."""
+    quickest = min(profiles, key=lambda kernels: sum(kernel.seconds for kernel in kernels))
+    names = [kernel.name for kernel in quickest]
+    equal = [kernels for kernels in profiles if [kernel.name for kernel in kernels] == names]
+    return tuple(
+        replace(kernels[0], seconds=statistics.median(kernel.seconds for kernel in kernels[1:]))
+        for kernels in zip(quickest, *equal, strict=True)
+    )
 
 
 def profiled_step(

@@ -21,6 +21,7 @@ from rooftrace._shown import short, some
 from rooftrace._writing import write_packed
 from rooftrace.hardware.units import format_time
 from rooftrace.measured.fused import KernelTime
+from rooftrace.tracer.graph import OpGraph
 
 SCHEMA = "rooftrace.run/1"
 
@@ -132,6 +133,8 @@ class Run:
     models: tuple[ModelRow, ...] = ()  # steps of models
     troubles: tuple[Trouble, ...] = ()  # cases without a row
     notes: tuple[str, ...] = ()  # conditions of the measurement
+    # What was measured, by key of its row: of a run that was measured here, never in a file.
+    graphs: Mapping[str, OpGraph] = field(default_factory=dict, compare=False)
 
     def __repr__(self) -> str:
         name = self.device.get("name", "a device")
@@ -229,6 +232,8 @@ def decoded(data: Mapping[str, Any], where: str = "run") -> Run:
     for name in ("micro", "models", "troubles"):
         if name not in values:
             raise _KIND.refused(where, f"{name} is missing")
+    if "graphs" in values:
+        raise _KIND.refused(where, "unknown key 'graphs': a file of a run has no graphs")
     run = record_of(Run, values, where, _KIND)
     rows: tuple[MicroRow | ModelRow, ...] = (*run.micro, *run.models)
     for row in rows:
@@ -262,5 +267,6 @@ def _plain(record: Any) -> dict[str, Any]:
     return {
         item.name: value
         for item in fields(record)
-        if (value := getattr(record, item.name)) != item.default or item.name == "failed"
+        if item.name != "graphs"
+        and ((value := getattr(record, item.name)) != item.default or item.name == "failed")
     }

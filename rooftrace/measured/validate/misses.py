@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from rooftrace.costmodels.costs import COMPUTED, MATRIX
 from rooftrace.costmodels.estimating import Estimate, Row
-from rooftrace.costmodels.kernels import engine_of
+from rooftrace.costmodels.kernels import engines
 from rooftrace.hardware.units import format_share, format_time
 from rooftrace.measured.alignment import Alignment
 
@@ -131,7 +131,9 @@ def _compute_reason(estimate: Estimate, row: Row, measured: float) -> str:
     shapes: list[tuple[int, tuple[float, int, float]]] = []
     for work, flop in cost.work.items():
         if work.count in COMPUTED:
-            at_peak += row.count * flop / chip.peak(*engine_of(work, chip, estimate.execution))
+            at_peak += (
+                row.count * flop / chip.peak(*engines.engine_of(work, chip, estimate.execution))
+            )
             if work.operation in MATRIX and work.shape is not None:
                 shapes.append((flop, work.shape))
     achieved = format_share(at_peak / measured)

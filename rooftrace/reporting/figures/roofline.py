@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from rooftrace.costmodels.costs import MATRIX
 from rooftrace.costmodels.estimating import Estimate
-from rooftrace.costmodels.kernels import engine_of
+from rooftrace.costmodels.kernels import engines
 from rooftrace.hardware.units import format_share, format_time
 from rooftrace.reporting.figures import style
 from rooftrace.reporting.figures.roofplot import Point, Roof, draw
@@ -47,7 +47,7 @@ def _rates(estimate: Estimate) -> dict[str, float]:
     )
     for work, flop in estimate.plan.total.work.items():
         if flop and (work.operation in MATRIX or not rates):
-            engine, precision = engine_of(work, estimate.chip, estimate.execution)
+            engine, precision = engines.engine_of(work, estimate.chip, estimate.execution)
             peak = estimate.chip.find_peak(engine, precision)
             if peak is not None:
                 rates[f"{engine} {peak.precision}"] = peak.rate.value

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import io
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,10 @@ from rooftrace.tracer.graph import OpGraph
 
 if TYPE_CHECKING:
     import pandas
+
+
+DETECTED = "detected"
+"""The name of an execution whose bytes are as rules count them, beside the calibrated one."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -93,13 +97,15 @@ def build_report(
 ) -> Report:
     """Price each graph under each execution model and put it on each chip.
 
-    `graphs` is by phase name; `progress` is told the phase that is being priced.
+    `graphs` is by phase name; `progress` is told the phase that is being priced.  Before a model
+    with measured factors on bytes stands the same model without them, as "detected".
     Raises what `estimate` raises, and RequestError where any of the three is empty, or has a name
     twice.
     """
     if not graphs:
         raise RequestError("graphs: expected at least one, got none")
     targets, models = conditions(chips, executions)
+    models = list(_with_detected(models))
     estimates: dict[str, dict[str, dict[str, Estimate]]] = {}
     for phase, graph in graphs.items():
         estimates[phase] = {}
@@ -110,3 +116,13 @@ def build_report(
     main = models[-1].name
     peaks = {phase: next(iter(estimates[phase][main].values())).memory for phase in graphs}
     return Report(estimates, peaks, dict(graphs))
+
+
+def _with_detected(models: Sequence[ExecutionModel]) -> Iterator[ExecutionModel]:
+    """The models, and before the first that has measured factors the same one without them."""
+    named = any(model.name == DETECTED for model in models)
+    calibrated = next((model for model in models if model.traffic is not None), None)
+    for model in models:
+        if model is calibrated and not named:
+            yield replace(model.by_rules, name=DETECTED)
+        yield model

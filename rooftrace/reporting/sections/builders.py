@@ -18,6 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
 from rooftrace._extensions import failures, load, refuse_second, track
+from rooftrace.reporting.sections.calibrated import calibrated
 from rooftrace.reporting.sections.checking import built, check_output
 from rooftrace.reporting.sections.glossary import glossary
 from rooftrace.reporting.sections.heads import head, summary, title
@@ -54,6 +55,7 @@ BEFORE_PHASES = (
 )
 AFTER_PHASES = (
     Listed(trust, "screen"),
+    Listed(calibrated),
     Listed(routing, "page"),
     Listed(assumptions, "page"),
     Listed(islands_of, "page"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rooftrace.measured.fit import Calibration, Errors
+from rooftrace.reporting.factors import factor_columns, factor_rows, factor_sentence
 from rooftrace.reporting.view import model as view, units, words
 
 _LEFT_OUT = 5
@@ -41,6 +42,7 @@ def calibration_view(result: Calibration) -> view.View:
     for place, why in list(result.failures.items())[:_LEFT_OUT]:
         parts.append(view.Note(f"  left out, {place}: {why}", "warn"))
     parts.append(view.Table(columns=_KNOBS, rows=[_knob(p) for p in fit.parameters]))
+    parts += _traffic(result)
     for (first, second), value in fit.correlations.items():
         text = f"  {first} and {second} stand for each other ({value:+.2f})"
         parts.append(view.Note(text, "warn"))
@@ -56,6 +58,26 @@ def calibration_view(result: Calibration) -> view.View:
             chosen = "*" if errors == fit.left_out else " "
             parts.append(view.Note(f"    {chosen} {errors.mean:6.1%}  {free}"))
     return view.View((view.Section(parts=parts),), "Calibration")
+
+
+def _traffic(result: Calibration) -> list[view.Part]:
+    """The factors on bytes, what they rest on, and those of layers where they were asked for."""
+    made = result.traffic
+    if made is None:
+        return []
+    apart = f", {made.apart} left out as far from the others" if made.apart else ""
+    head = (
+        f"bytes of {made.kernels} of {words.plural(made.of, 'kernel')}{apart}; a kernel is "
+        f"{made.noise:.0%} off what its factors say"
+    )
+    parts: list[view.Part] = [
+        view.Note(head),
+        view.Table(columns=factor_columns, rows=factor_rows(made.factors.factors)),
+        view.Note(factor_sentence(made.factors)),
+    ]
+    if made.by_layer:
+        parts.append(view.Table(columns=factor_columns, rows=factor_rows(made.by_layer)))
+    return parts
 
 
 def _knob(parameter: Any) -> dict[str, Any]:

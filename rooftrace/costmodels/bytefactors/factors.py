@@ -1,0 +1,119 @@
+"""Measured bytes over those that rules count, kind by kind, and what is behind a difference."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+
+from rooftrace.costmodels.bytefactors.bytekinds import BYTE_KINDS
+
+FUSIONS = ("none", "detected")
+SOURCES = ("counters", "seconds")
+_LARGEST = 1e6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ByteFactor:
+    """How many bytes of one kind a run moved for each byte that rules count.
+
+    Raises ValueError for a number that is none, negative or without end.
+
+    rows, experts, precision and cache are known causes of a difference, each the bytes without it
+    over the bytes with it.  The first three are in what rules count already; `cache` is in
+    `unfused`.
+    """
+
+    factor: float = 1.0  # measured bytes over those by rule, in the kernels that ran
+    error: float = 0.0  # standard error of `factor`; 0 where it is not identified
+    kernels: int = 0  # how many measured kernels it rests on
+    by: str = "seconds"  # or "counters": where the measured bytes are from
+    why: str = ""  # why the measurements do not identify `factor`, which is 1 then
+    grouping: float = 1.0  # bytes by rule in the kernels that ran, over those we detect
+    unfused: float = 1.0  # measured bytes over those by rule with a kernel for each op
+    rows: float = 1.0  # whole tables over the rows that were looked up
+    experts: float = 1.0  # all experts over those that tokens were sent to
+    precision: float = 1.0  # weights as wide as what they are multiplied with, over as stored
+    cache: float = 1.0  # bytes read over those that a cache of the chip's size does not hold
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if item.name == "why":
+                continue
+            if item.name == "by":
+                if value not in SOURCES:
+                    raise ValueError(f"by={value!r:.60}: expected {' or '.join(SOURCES)}")
+                continue
+            number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if not number or not math.isfinite(value) or not 0 <= value <= _LARGEST:
+                raise ValueError(
+                    f"{item.name}={value!r:.60}: expected a number of at least 0, "
+                    f"{_LARGEST:g} at most"
+                )
+
+    @property
+    def identified(self) -> bool:
+        """Whether the measurements tell `factor`."""
+        return not self.why
+
+    @property
+    def residency(self) -> float:
+        """The seed's weight residency factor (WRF): bytes as used over bytes as read.
+
+        As used are whole matrices and tables, with all experts, as wide as what they are
+        multiplied with, once for each op that uses them.
+        """
+        known = self.rows * self.experts * self.precision
+        return known / self.unfused if self.unfused else math.inf
+
+    @property
+    def residency_error(self) -> float:
+        """The standard error of `residency`."""
+        return self.residency * self.error / self.factor if self.factor else math.inf
+
+    @property
+    def unfused_error(self) -> float:
+        """The standard error of `unfused`."""
+        return self.unfused * self.error / self.factor if self.factor else self.error
+
+    @property
+    def unexplained(self) -> float:
+        """What no known cause accounts for in `residency`; 1 where they account for all."""
+        return 1 / (self.unfused * self.cache) if self.unfused * self.cache else math.inf
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ByteFactors:
+    """Factors by kind of bytes, from runs on one device."""
+
+    fusion: str = "detected"  # which executions they are for: those whose `fusion` is this
+    measured: str = ""  # the device, and when: "L4, 2026-11-20"
+    factors: Mapping[str, ByteFactor] = field(default_factory=dict, hash=False)  # by kind
+
+    def __post_init__(self) -> None:
+        if self.fusion not in FUSIONS:
+            raise ValueError(f"fusion={self.fusion!r:.60}: expected {' or '.join(FUSIONS)}")
+        for kind in self.factors:
+            if kind not in BYTE_KINDS:
+                raise ValueError(f"kind {kind!r:.60}: expected one of {', '.join(BYTE_KINDS)}")
+
+    def scale(self, kind: str) -> float:
+        """What the bytes of a kind are multiplied with; 1 where nothing is known of it."""
+        known = self.factors.get(kind)
+        return known.factor * known.grouping if known else 1.0
+
+    @property
+    def identified(self) -> Mapping[str, ByteFactor]:
+        """The factors that the measurements tell."""
+        return {kind: factor for kind, factor in self.factors.items() if factor.identified}
+
+    @property
+    def unknown(self) -> Mapping[str, str]:
+        """Why a factor is not told, by kind of bytes."""
+        return {kind: factor.why for kind, factor in self.factors.items() if factor.why}
+
+    def unfused(self, kind: str) -> float:
+        """Measured bytes of a kind over those with a kernel for each op; 1 if not known."""
+        known = self.factors.get(kind)
+        return known.unfused if known else 1.0

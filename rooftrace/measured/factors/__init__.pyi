@@ -1,0 +1,9 @@
+from rooftrace.measured.factors.byfactors import (
+    MeasuredFactors as MeasuredFactors,
+    byte_factors as byte_factors,
+)
+from rooftrace.measured.factors.kernelbytes import (
+    Measured as Measured,
+    StepBytes as StepBytes,
+    step_bytes as step_bytes,
+)

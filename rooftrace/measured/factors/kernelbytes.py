@@ -1,0 +1,177 @@
+"""The kernels of a measured step with their bytes: by rules, held by a cache, and measured."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from rooftrace.costmodels.bytefactors import bytes_by_kind, kinds_of
+from rooftrace.costmodels.costs import Access
+from rooftrace.costmodels.kernels import kernel_table, warm_accesses
+from rooftrace.costmodels.knobs import Knobs
+from rooftrace.costmodels.knobs.classes import CLASSES
+from rooftrace.costmodels.planning import Plan
+from rooftrace.hardware import Chip
+from rooftrace.measured.factors.causes import Causes, causes_of
+from rooftrace.tracer.paths import pattern_of
+
+MEMORY_BOUND = 1.5
+"""A kernel tells bytes by its seconds if its bytes take so many times as long as its work."""
+SHORTEST = 20e-6
+"""Seconds: on a CPU a kernel below this is mostly its call, and the profiler's own time."""
+_LEAST_LAUNCHES = 4.0
+"""A kernel tells bytes by its seconds if it takes at least so many launches."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelBytes:
+    """One kernel of a measured step; bytes are those of all times that it ran."""
+
+    name: str  # of its first op and module
+    layer: str  # "layers.3"; "" outside of layers
+    used: Mapping[str, float]  # byte by kind, as its rules count
+    held: Mapping[str, float]  # byte by kind: those of them that a cache answered
+    moved: float | None  # byte, measured; None where nothing tells
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepBytes:
+    """The kernels of one measured step, and the bytes of the same step in other kernels."""
+
+    name: str
+    kernels: tuple[KernelBytes, ...]
+    by: str  # "counters" or "seconds": where `moved` is from
+    detected: Mapping[str, float]  # byte by kind, in the kernels that we detect
+    unfused: Mapping[str, float]  # byte by kind, with a kernel for each op
+    causes: Causes  # why weights are read less than they are used
+    # Byte by kind that a cache of the chip's size holds, whether or not `held` has them.
+    cached: Mapping[str, float] = field(default_factory=dict)
+    flushed: bool = False  # whether the counters were read on empty caches
+    moved: float | None = None  # byte of the whole step, where a counter tells only this
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What was measured of the kernels of a plan; a list has an entry for each group."""
+
+    seconds: Sequence[float | None] = ()  # s, all times that it ran
+    counted: Sequence[float | None] = ()  # byte, all times that it ran
+    flushed: bool = False  # whether the caches were emptied before each counted kernel
+    total: float | None = None  # byte of the whole step
+
+
+def step_bytes(
+    name: str,
+    ran: Plan,
+    detected: Plan,
+    measured: Measured,
+    chip: Chip,
+    knobs: Knobs,
+    bandwidth: float,
+) -> StepBytes:
+    """The bytes of each kernel of `ran`, in which the step ran.
+
+    detected: the same step in the kernels that we detect.  bandwidth: byte/s that the device
+    sustains.  Without counters the bytes of a kernel that its memory limits are its seconds times
+    that bandwidth, times the share of it that `knobs` say kernels of its class reach.
+    """
+    counters = any(size is not None for size in measured.counted)
+    held_by = _held(ran, chip)
+    # What a cache answers no DRAM counter sees; in seconds it is as much as its bandwidth saves.
+    part = (0.0 if measured.flushed else 1.0) if counters else 1 - 1 / knobs.cache
+    moved = list(measured.counted) if counters else _derived(ran, measured, chip, knobs, bandwidth)
+    kernels: list[KernelBytes] = []
+    cached: dict[str, float] = defaultdict(float)
+    for index, group in enumerate(ran.groups):
+        kind = kinds_of(ran.graph, group.ops, ran.op_costs)
+        used = _times(bytes_by_kind(ran.costs[index].traffic, kind), group.times)
+        held = _times(bytes_by_kind(held_by[index], kind), group.times)
+        for name_of_kind, size in held.items():
+            cached[name_of_kind] += size
+        lead = ran.graph.ops[group.ops[0]]
+        kernels.append(
+            KernelBytes(
+                name=f"{lead.name.removeprefix('aten.')} of {lead.module or '(root)'}",
+                layer=_layer(lead.module),
+                used=used,
+                held=_times(held, part),
+                moved=moved[index] if moved else None,
+            )
+        )
+    return StepBytes(
+        name=name,
+        kernels=tuple(kernels),
+        by="counters" if counters or measured.total is not None else "seconds",
+        detected=bytes_of_kinds(detected),
+        unfused=bytes_of_kinds(detected.unfused),
+        causes=causes_of(detected.unfused),
+        cached=dict(cached),
+        flushed=counters and measured.flushed,
+        moved=measured.total,
+    )
+
+
+def bytes_of_kinds(planned: Plan) -> dict[str, float]:
+    """HBM bytes of a plan by kind."""
+    total: dict[str, float] = defaultdict(float)
+    for group, cost in zip(planned.groups, planned.costs, strict=True):
+        kind = kinds_of(planned.graph, group.ops, planned.op_costs)
+        for name, size in bytes_by_kind(cost.traffic, kind).items():
+            total[name] += group.times * size
+    return dict(total)
+
+
+def _held(planned: Plan, chip: Chip) -> Sequence[Mapping[Access, float]]:
+    """What the last cache still holds of each access of each kernel; nothing if unknown."""
+    if chip.l2_capacity is None:
+        return [{} for _ in planned.groups]
+    return warm_accesses(planned, chip.l2_capacity.value)
+
+
+def _derived(
+    planned: Plan, measured: Measured, chip: Chip, knobs: Knobs, bandwidth: float
+) -> list[float | None]:
+    """The bytes of each kernel by its seconds; None of one that memory does not limit."""
+    if not measured.seconds:
+        return []
+    table, place = kernel_table(planned, chip, reuse=False)
+    compute = table.seconds(knobs, planned.copies_layouts).compute
+    launch = knobs.launch_on(chip) or SHORTEST / _LEAST_LAUNCHES
+    moved: list[float | None] = []
+    for group, cost, row, seconds in zip(
+        planned.groups, planned.costs, place, measured.seconds, strict=True
+    ):
+        share = knobs.share(CLASSES[table.kind[row]]).memory
+        work = float(compute[row])
+        memory = cost.bytes() / (bandwidth * share)
+        each = 0.0 if seconds is None else seconds / group.times
+        bound = memory >= MEMORY_BOUND * work
+        if not bound or each < _LEAST_LAUNCHES * launch:
+            moved.append(None)
+            continue
+        alone = _without(each - knobs.launch_on(chip), work, knobs.overlap)
+        moved.append(alone * bandwidth * share * group.times)
+    return moved
+
+
+def _without(seconds: float, work: float, p: float) -> float:
+    """What is left of seconds without the part of the work that memory does not hide."""
+    if math.isinf(p) or seconds <= work:
+        return seconds
+    rest: float = (seconds**p - work**p) ** (1 / p)
+    return rest
+
+
+def _times(sizes: Mapping[str, float], factor: float) -> dict[str, float]:
+    return {kind: size * factor for kind, size in sizes.items() if size * factor}
+
+
+def _layer(module: str) -> str:
+    """The first part of a path up to its first index: "layers.3" of "layers.3.mlp.up"."""
+    steps = module.split(".")
+    for number, step in enumerate(steps):
+        if pattern_of(step) == "*":
+            return ".".join(steps[: number + 1])
+    return ""

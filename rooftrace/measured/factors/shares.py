@@ -1,0 +1,162 @@
+"""Shares measured bytes of kernels among kinds of bytes: one factor for each kind.
+
+A kernel that uses x[k] bytes of kind k is expected to move  sum of factor[k] * x[k].  Factors are
+those with which each kernel's measured bytes, shared among kinds by their part of what is expected
+of it, add up to  factor[k] * sum of x[k]  again: the maximum of the Poisson likelihood (Shepp and
+Vardi 1982, "Maximum likelihood reconstruction for emission tomography").  So no measured byte is
+lost, and none counts twice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Array = np.ndarray[Any, np.dtype[np.float64]]
+
+_PRIOR = 1.5
+"""Standard deviation of a factor around 1, before anything is measured: wide."""
+_TURNS = 60
+_LEAST_NOISE = 1e-3
+"""Relative: no counter and no clock is better."""
+_SMALLEST = 1e-12
+_UNEVEN = 1.2
+"""A single kernel may be noisier than those that tell the noise, by so much."""
+_SEVERAL = 4
+"""So many kernels have residuals that tell their own noise."""
+
+
+_OUTSIDE = 4.0
+"""A kernel is left out beyond so many robust standard deviations."""
+_FAR = (2.0, 4.0)
+"""It never is if it is off by less than the first, and always is by more than the second."""
+_AT_FIRST = 10.0
+"""Before any fit a kernel is left out if it is off by so much from the median of those that move
+mostly the same kind."""
+_ROUNDS = 8
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Factors by column, and how sure each is."""
+
+    factors: Array
+    errors: Array  # standard errors: two of them hold 95 %, also where few kernels were measured
+    noise: float  # relative standard deviation of measured bytes around what is expected
+    kept: Array  # by row: whether it took part; a kernel that was interrupted tells no bytes
+
+
+def shared(used: Array, moved: Array) -> Shares:
+    """The factors of each column of `used`, from the kernels that agree with each other.
+
+    used: bytes[kernel, kind], by rules.  moved: bytes[kernel], measured.  Kernels far from what
+    the others say are left out: another process ran in between, or their rules do not hold.
+    Without any kernel all factors are 1 and as unsure as before.
+    """
+    import numpy as np
+
+    off = np.log(np.maximum(moved, _SMALLEST) / np.maximum(used.sum(axis=1), _SMALLEST))
+    kept = np.zeros(len(off), dtype=bool)
+    most = used.argmax(axis=1) if used.size else np.zeros(0, dtype=int)
+    for column in set(most.tolist()):
+        same = most == column
+        kept[same] = np.abs(off[same] - np.median(off[same])) <= np.log(_AT_FIRST)
+    for _ in range(_ROUNDS):
+        result = _fitted(used[kept], moved[kept])
+        expected = np.maximum(used @ result.factors, _SMALLEST)
+        off = np.log(np.maximum(moved, _SMALLEST) / expected)
+        inside = np.abs(off[kept]) if kept.any() else np.ones(1)
+        limit = np.clip(_OUTSIDE * 1.4826 * float(np.median(inside)), *np.log(_FAR))
+        before, kept = kept, np.abs(off) <= limit
+        if (kept == before).all():
+            break
+    return Shares(result.factors, result.errors, result.noise, before)
+
+
+def _fitted(used: Array, moved: Array) -> Shares:
+    """The factors by all these kernels.
+
+    An error is by the residuals of the kernels that bear on a factor (MacKinnon and White 1985,
+    HC3); where these are few, by one relative noise that all kernels share.
+    """
+    import numpy as np
+
+    rows, columns = used.shape
+    unit = max(float(used.sum()), 1.0) / max(rows, 1)  # numbers near 1
+    x, y = used / unit, moved / unit
+    prior = np.eye(columns) / _PRIOR**2
+    factors = np.ones(columns)
+    spread = 1.0
+    for _ in range(_TURNS):
+        expected = _expected(x, factors)
+        info = x.T @ (x / expected[:, None])
+        free = max(rows - float(np.trace(np.linalg.pinv(info) @ info)), 1.0)
+        spread = max(
+            float(((y - expected) ** 2 / expected).sum()) / free,
+            _LEAST_NOISE**2 * float(expected.max(initial=1.0)),
+        )
+        target = x.T @ (y / expected) / spread + prior @ np.ones(columns)
+        after = np.maximum(np.linalg.solve(info / spread + prior, target), 0.0)
+        still = np.allclose(after, factors, rtol=1e-9, atol=1e-12)
+        factors = after
+        if still:
+            break
+    expected = _expected(x, factors)
+    pull = np.linalg.inv(x.T @ (x / expected[:, None]) / spread + prior)
+    lever = (x / expected[:, None] / spread) @ pull  # what each kernel's bytes move a factor by
+    held = np.minimum((lever * x).sum(axis=1), 0.99)
+    off = y - expected
+    noise, telling = _noise(off, expected, held)
+    before = pull @ prior @ pull
+    by_residual = lever.T @ (lever * ((off / (1 - held)) ** 2)[:, None]) + before
+    by_noise = lever.T @ (lever * ((_UNEVEN * noise * expected) ** 2)[:, None]) + before
+    bearing, left = (
+        _bearing(lever * expected[:, None]),
+        max(1 - float(held.sum()) / max(rows, 1), 0),
+    )
+    own = _widened(bearing * left) ** 2 * np.diag(by_residual)
+    together = _widened(np.full(columns, telling)) ** 2 * np.diag(by_noise)
+    errors = np.sqrt(np.where(bearing >= _SEVERAL, own, together))
+    kept = np.ones(rows, dtype=bool)
+    return Shares(factors, errors, noise, kept)
+
+
+def _expected(used: Array, factors: Array) -> Array:
+    import numpy as np
+
+    floor = _SMALLEST + 1e-9 * used.sum(axis=1)
+    result: Array = np.maximum(used @ factors, floor)
+    return result
+
+
+def _noise(off: Array, expected: Array, held: Array) -> tuple[float, float]:
+    """The relative noise of a kernel, and how many kernels tell it; large ones tell most.
+
+    One that a factor follows has no say in it.
+    """
+    say = expected * (1 - held)
+    free = float(say.sum())
+    square = float((off**2 / expected).sum()) / free if free else 1.0
+    telling = free**2 / float((say**2).sum()) if free else 1.0
+    return max(float(square**0.5), _LEAST_NOISE), telling
+
+
+def _bearing(parts: Array) -> Array:
+    """By column: how many kernels bear on a factor, by the parts of its variance."""
+    import numpy as np
+
+    square = parts**2
+    result: Array = square.sum(axis=0) ** 2 / np.maximum((square**2).sum(axis=0), _SMALLEST**4)
+    return result
+
+
+def _widened(free: Array) -> Array:
+    """How much wider than a normal distribution Student's is, at 95 %, by degrees of freedom."""
+    import numpy as np
+    from scipy.stats import t
+
+    result: Array = t.ppf(0.97725, np.maximum(free, 1.0)) / 2
+    return result
