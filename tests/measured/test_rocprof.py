@@ -123,6 +123,12 @@ def test_passes_may_stand_in_one_file(tmp_path: Path) -> None:
     assert first.bytes == second.bytes == 2 * 8 * 1024
 
 
+def test_dispatches_are_in_the_order_of_their_ids(tmp_path: Path) -> None:
+    lines = (third(n, side, str(n)) for n in (10, 9) for side in ("FETCH_SIZE", "WRITE_SIZE"))
+    kernels = read_rocprof(written(tmp_path, THIRD_HEADER + "".join(lines)))
+    assert [(kernel.index, kernel.read) for kernel in kernels] == [(0, 9 * 1024), (1, 10 * 1024)]
+
+
 def test_a_file_without_times_has_no_duration(tmp_path: Path) -> None:
     cut = [line.rsplit(",", 4)[0] for line in FIRST.splitlines()]
     body, _ = read_rocprof(written(tmp_path, "\n".join(cut)))
@@ -188,6 +194,10 @@ def test_a_duration_may_stand_alone(tmp_path: Path) -> None:
         (
             THIRD + third(2, "SQ_WAVES", "1", kernel="other"),
             r"line 6, column 'Kernel_Name': 'other': dispatch 2 is 'hot\(float\*\)' in line 4",
+        ),
+        (
+            THIRD.replace('1,1,"Agent', '1,x,"Agent', 1),
+            "line 2, column 'Dispatch_Id': 'x': expected a whole number",
         ),
         (
             THIRD.replace('"Counter_Value"', '"Value"'),

@@ -90,6 +90,7 @@ NCU = '==PROF== Profiling "gemm": 0%....100% - 3 passes\n"ID","Kernel Name"\n'
         ("\ufeffmodel,phase\n", "steps"),
         (NCU, "counters"),
         ('"ID","Kernel Name"\n', "counters"),
+        ("{'loss': 0.5}\n" + NCU, "counters"),
         ('Index,KernelName,gpu-id,queue-id\n0,"a(Kernel Name)",0,0\n', "counters"),
         ('"Correlation_Id","Dispatch_Id","Kernel_Name","Counter_Name"\n', "counters"),
         ("# started on Sat Jul 18 10:02:11 2026\n\n", "totals"),
@@ -160,6 +161,8 @@ def test_a_source_that_does_not_do_what_it_says_is_named(tmp_path: Path) -> None
     path.write_bytes(b"SQLite format 3\0\xff")
     with pytest.raises(ValueError, match="gives='rows'; expected"):
         rt.source("rows", about="rows", begins=bool, gives="rows")
+    with pytest.raises(ValueError, match="gives='totals'; expected"):
+        rt.source("totals", about="totals", begins=bool, gives="totals")
     with pytest.raises(ValueError, match="'run' is a source of rooftrace's own"):
         rt.source("run", about="mine", begins=bool)
     with own_rules():

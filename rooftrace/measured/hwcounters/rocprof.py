@@ -101,10 +101,11 @@ def _first(there: Mapping[str, str] | Sequence[str], names: Sequence[str]) -> st
 def _of_counters(
     path: Path, name: str, table: Iterator[tuple[int, Mapping[str, str]]]
 ) -> list[_Dispatch]:
-    """The dispatches of rocprofv3, which has a line for each counter, in the order of the file."""
-    dispatches: dict[tuple[str, str], _Dispatch] = {}
+    """The dispatches of rocprofv3, which has a line for each counter, in the order of their ids."""
+    dispatches: dict[tuple[int, str], _Dispatch] = {}
     for line, cells in table:
-        key = (cells.get("Agent_Id", ""), cells[_DISPATCH])
+        number = tabular.exact(path, line, _DISPATCH, cells[_DISPATCH])
+        key = (number, cells.get("Agent_Id", ""))
         dispatch = dispatches.setdefault(key, _Dispatch(line, cells))
         first, counter = dispatch.cells[name], cells[_COUNTER]
         if cells[name] != first:
@@ -120,7 +121,7 @@ def _of_counters(
                 f"{dispatch.counters[counter][0]}; join only passes of different counters"
             )
         dispatch.counters[counter] = (line, cells[_VALUE])
-    return list(dispatches.values())
+    return [dispatches[key] for key in sorted(dispatches)]
 
 
 def _kernel(path: Path, index: int, name: str, dispatch: _Dispatch) -> KernelCounters:

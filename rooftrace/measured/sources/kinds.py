@@ -60,6 +60,7 @@ class Source:
 _HEAD = 1 << 16
 """The number of bytes of a file that are examined."""
 _SCHEMA = re.compile(r'"schema"\s*:\s*"(rooftrace\.[\w.]+/[^"]*)"')
+_NCU = re.compile(r'^(==PROF== |"ID",.*"Kernel Name")', re.MULTILINE)
 _LIKWID = re.compile(r"^(STRUCT,Info,|TABLE,(Region|Group) )", re.MULTILINE)
 _TRACE = re.compile(r'"(traceEvents|schemaVersion|deviceProperties|displayTimeUnit|ph)"\s*:')
 
@@ -99,8 +100,8 @@ def _is_trace(text: str) -> bool:
 
 
 def _is_counters(text: str) -> bool:
-    """Nsight Compute tells what it does before the table."""
-    return not _is_json(text) and (text.startswith("==PROF==") or "Kernel Name" in text)
+    """Nsight Compute tells what it does before the table, and so may the program that it runs."""
+    return _NCU.search(text) is not None or (not _is_json(text) and "Kernel Name" in text)
 
 
 def _is_rocprof(text: str) -> bool:
