@@ -133,6 +133,8 @@ def test_a_summary_is_not_added_to_its_intervals(tmp_path: Path, begin: str) -> 
          ["50,,amd_df/local_processor_write_data_beats_cs11/"]),
         (["100,,local_or_remote_socket_read_data_beats_dram_0"],
          ["50,,local_or_remote_socket_write_data_beats_dram_0"]),
+        (["60,,ali_drw_21000/hif_rd/", "40,,ali_drw_40021080/hif_rd/"],
+         ["30,,ali_drw_21000/hif_wr/", "20,,ali_drw_21000/hif_rmw/"]),
     ],
 )  # fmt: skip
 def test_a_count_is_64_byte(tmp_path: Path, reads: list[str], writes: list[str]) -> None:

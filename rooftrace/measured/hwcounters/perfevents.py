@@ -1,8 +1,8 @@
 """Which events of Linux perf count DRAM traffic, and how many bytes one count is.
 
-Sources: the kernel's PMU drivers (sysfs events with their units), tools/perf/pmu-events for Intel
-and AMD, and the kernel's documentation.  An event whose unit no document tells is not here: flux_rd
-of HiSilicon's memory controllers, cmem_rd_data of NVIDIA Grace.
+Sources: PMU drivers of Linux (sysfs events with their units), tools/perf/pmu-events for Intel and
+AMD, and Documentation/admin-guide/perf for Alibaba.  Linux does not say how many bytes one count of
+other chips is, so flux_rd of HiSilicon and cmem_rd_data of NVIDIA Grace are not here.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Side = Literal["read", "written", "together"]
 
 _SIDES: dict[str, Side] = {
     **dict.fromkeys(("read", "reads", "rd", "rdcas"), "read"),
-    **dict.fromkeys(("write", "writes", "wr", "wrcas"), "written"),
+    **dict.fromkeys(("write", "writes", "wr", "wrcas", "rmw"), "written"),
     **dict.fromkeys(("total", "all"), "together"),
 }
 
@@ -45,6 +45,7 @@ _FAMILIES = (
         "local_or_remote_socket_*_data_beats_dram_*",
         r"(?:amd_df/)?local_or_remote_socket_(?P<side>read|write)_data_beats_dram_(?P<box>\d+)/?",
     ),
+    ("ali_drw/hif_*/", r"ali_drw_(?P<box>[0-9a-f]+)/hif_(?P<side>rd|wr|rmw)/"),
 )
 _PATTERNS = tuple((name, re.compile(pattern)) for name, pattern in _FAMILIES)
 _SIZE = 64
