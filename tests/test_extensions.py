@@ -148,7 +148,7 @@ def test_a_package_whose_sources_cannot_be_loaded_is_named_where_a_file_is_of_no
 ):
     install(sources="import no_such_thing")
     (tmp_path / "log").write_text("acme 1.2")
-    with pytest.raises(ValueError, match=r"Nsight Compute; package acme 1\.2: entry point"):
+    with pytest.raises(ValueError, match=r"model,batch,ms\); package acme 1\.2: entry point"):
         rt.validate(tmp_path / "log", "h100-sxm")
 
 

@@ -48,7 +48,7 @@ def validate(
     which are imported and called: only for a file that you trust as you trust code.  knobs:
     calibrated constants, by name or path, by default the typical ones of the chip's kind; None for
     the datasheet's peaks.  phases: compare only these.  counters: a CSV of Nsight
-    Compute of the same step as the trace.
+    Compute or rocprof of the same step as the trace.
 
     Raises MeasuredRequestError for arguments that do not go together; ProfileError and RunFileError
     for a file that cannot be read, or a trace of something else.

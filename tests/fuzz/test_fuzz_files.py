@@ -24,6 +24,7 @@ from rooftrace.costmodels.findings.playback import play
 from rooftrace.costmodels.knobs.knobs import dump_knobs, load_knobs
 from rooftrace.errors import is_ours
 from rooftrace.hardware.chipfile import dump_chip, lint_chip, load_chip
+from rooftrace.measured.hwcounters import read_likwid, read_perf_stat, read_rocprof
 from rooftrace.measured.runs import load_run
 from rooftrace.measured.sources import records_of, source_of
 from rooftrace.measured.tables import read_counters, read_steps
@@ -172,8 +173,8 @@ def use_chip(path: Path) -> None:
 
 def use_measured(path: Path) -> None:
     kind = source_of(path)
-    if kind.gives == "counters":
-        read_counters(path)
+    if kind.place(str(path)):
+        kind.read(str(path))
     else:
         records_of(kind, str(path))
 
@@ -205,6 +206,10 @@ USES: dict[str, Callable[[Path], Any]] = {
     "steps.csv": read_steps,
     "rates.csv": read_steps,
     "counters.csv": read_counters,
+    "dispatches.csv": read_rocprof,
+    "passes.csv": read_rocprof,
+    "perf.csv": read_perf_stat,
+    "likwid.csv": read_likwid,
 }
 
 

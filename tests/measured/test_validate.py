@@ -89,6 +89,14 @@ NCU = '==PROF== Profiling "gemm": 0%....100% - 3 passes\n"ID","Kernel Name"\n'
         ("\ufeffmodel,phase\n", "steps"),
         (NCU, "counters"),
         ('"ID","Kernel Name"\n', "counters"),
+        ("{'loss': 0.5}\n" + NCU, "counters"),
+        ('Index,KernelName,gpu-id,queue-id\n0,"a(Kernel Name)",0,0\n', "counters"),
+        ('"Correlation_Id","Dispatch_Id","Kernel_Name","Counter_Name"\n', "counters"),
+        ("# started on Sat Jul 18 10:02:11 2026\n\n", "totals"),
+        ("16.28;MiB;uncore_imc/cas_count_read/;1610869735;100.00;;\n", "totals"),
+        ("<not supported>,,cycles,0,100.00,,\n", "totals"),
+        ("the output of a program, and\nSTRUCT,Info,3,\nCPU name:,A CPU,,\n", "totals"),
+        ("TABLE,Region step,Group 1 Raw,MEM,17,\n", "totals"),
     ],
 )
 @pytest.mark.parametrize("zipped", [False, True])
@@ -143,7 +151,7 @@ def test_a_source_from_outside_is_read_by_validate_and_calibrate(tmp_path: Path)
 
         other = tmp_path / "other"
         other.write_text("# Title\n")
-        with pytest.raises(ProfileError, match="a CSV of Nsight Compute or a log of steps"):
+        with pytest.raises(ProfileError, match=r"step times \(model,batch,ms\) or a log of steps"):
             source_of(other)
 
 
@@ -152,6 +160,8 @@ def test_a_source_that_does_not_do_what_it_says_is_named(tmp_path: Path) -> None
     path.write_bytes(b"SQLite format 3\0\xff")
     with pytest.raises(ValueError, match="gives='rows'; expected"):
         rt.source("rows", about="rows", begins=bool, gives="rows")
+    with pytest.raises(ValueError, match="gives='totals'; expected"):
+        rt.source("totals", about="totals", begins=bool, gives="totals")
     with pytest.raises(ValueError, match="'run' is a source of rooftrace's own"):
         rt.source("run", about="mine", begins=bool)
     with own_rules():
@@ -461,6 +471,48 @@ def test_counters_of_something_else_are_refused(graph: rt.OpGraph, gpu: Path, fo
         rt.validate(cpu, CHIP, target=rt.trace(model, x), counters=other)
     with pytest.raises(MeasuredRequestError, match="counters stand beside the kernels of a trace"):
         rt.validate(run_of(row(graph, 1.0)), CHIP, target=graph, counters=other)
+
+
+def rocprof(graph: rt.OpGraph, path: Path) -> Path:
+    """What `ncu` above counts, as rocprofv3 writes it: in work items of 64, and 4 KiB for each."""
+    columns = "Dispatch_Id,Agent_Id,Grid_Size,Kernel_Name,Workgroup_Size,Counter_Name,Counter_Value"
+    lines = [columns]
+    for number, (index, _) in enumerate(written_out(graph)):
+        op = graph.ops[index]
+        if op.kind == "kernel":
+            begin = f'{number},4,{66 * 2 * 64},"at::{op.name}_kernel<float>(float*) [clone .kd]",64'
+            lines += [f"{begin},FETCH_SIZE,{4 * index}", f"{begin},WRITE_SIZE,0.5"]
+    path.write_text("\n".join(lines))
+    return path
+
+
+def test_counters_of_rocprof_stand_there_too(graph: rt.OpGraph, gpu: Path, folder: Path) -> None:
+    counters = rocprof(graph, folder / "rocprof.csv")
+    found = rt.validate(gpu, CHIP, target=graph, counters=counters)
+    for check in found.nodes:
+        (op,) = check.node.row.ops
+        assert check.dram == check.node.row.count * (4096 * op + 512)
+    assert "counters of 61 of 61 kernels" in str(found)
+
+
+def test_only_counters_of_kernels_stand_beside_a_trace(
+    graph: rt.OpGraph, gpu: Path, folder: Path
+) -> None:
+    totals = folder / "perf.csv"
+    totals.write_text("16.28,MiB,uncore_imc/cas_count_read/,1610869735,100.00,,\n")
+    words = (
+        "counts of `perf stat -x,`, expected a CSV of Nsight Compute or a CSV of AMD's rocprof; it "
+        f"counts a whole command or region, for `rooftrace calibrate --counters {totals}`"
+    )
+    with pytest.raises(ProfileError) as caught:
+        rt.validate(gpu, CHIP, target=graph, counters=totals)
+    assert str(caught.value) == f"{totals}: {words}"
+    with pytest.raises(ProfileError, match=r"a trace of torch\.profiler, expected a CSV of Nsight"):
+        rt.validate(gpu, CHIP, target=graph, counters=gpu)
+    with pytest.raises(
+        MeasuredRequestError, match="not enough for a comparison: it counts a whole"
+    ):
+        rt.validate(totals, CHIP, target=graph)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Measured DRAM bytes of each op of a graph: launches of Nsight Compute beside a trace.
+"""Measured DRAM bytes of each op of a graph: kernels with their counters beside a trace.
 
 Both are the same step, run twice: their kernels are two sequences of (name, blocks), matched in
 order.  ncu empties the caches before each kernel (unless --cache-control none), so a tensor that a

@@ -19,12 +19,10 @@ def read_measured(path: str, use: str) -> Measured:
     """The measurements in a file.
 
     use: the purpose, in words, for the error.  Raises the errors of the file's reader, and
-    MeasuredRequestError for counters, which are of use beside a trace only.
+    MeasuredRequestError for counted bytes, which are of use beside measurements only.
     """
     kind = source_of(path)
-    if kind.gives == "counters":
-        raise MeasuredRequestError(
-            f"{path}: {kind.about}, which is not enough for {use}: it stands beside a trace, as in "
-            f"`rooftrace validate TRACE --counters {path}`"
-        )
+    place = kind.place(path)
+    if place:
+        raise MeasuredRequestError(f"{path}: {kind.about}, which is not enough for {use}: {place}")
     return records_of(kind, path)

@@ -1,7 +1,7 @@
 from rooftrace.measured.sources.kinds import (
     Measured as Measured,
     Records as Records,
-    Source as Source,
+    counts_of as counts_of,
     records_of as records_of,
     source as source,
     source_of as source_of,

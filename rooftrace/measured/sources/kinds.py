@@ -9,21 +9,35 @@ import codecs
 import os
 import re
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, TypeVar, get_args
+from typing import Any, Literal, TypeAlias, TypeVar, get_args, overload
 
 from rooftrace._extensions import failures, load, owner, refuse_second, track
 from rooftrace._reading import beginning
 from rooftrace.errors import ProfileError
+from rooftrace.measured.hwcounters import (
+    MemoryCount,
+    is_perf_stat,
+    read_likwid,
+    read_perf_stat,
+    read_rocprof,
+)
 from rooftrace.measured.runs import Run, load_run
-from rooftrace.measured.tables import StepTime, read_counters, read_steps
+from rooftrace.measured.tables import KernelCounters, StepTime, read_counters, read_steps
 from rooftrace.measured.traces import Trace, read_trace
 
-Records: TypeAlias = Literal["run", "trace", "steps", "counters"]
-"""What a reader returns: a Run, a Trace, StepTimes, or counters that stand beside a trace."""
+Records: TypeAlias = Literal["run", "trace", "steps", "counters", "totals"]
+"""What a reader returns: a Run, a Trace, or a sequence of StepTime; or DRAM bytes, which stand
+beside these: KernelCounters of each kernel of a step, or MemoryCounts of regions or a command."""
 
 Measured: TypeAlias = "Run | Trace | Sequence[StepTime]"
+
+_BESIDE: Mapping[str, str] = {
+    "counters": "it stands beside a trace, as in `rooftrace validate TRACE --counters {path}`",
+    "totals": "it counts a whole command or region, for `rooftrace calibrate --counters {path}`",
+}
+"""What records that are no measurement of a step are of use for."""
 
 Reader = TypeVar("Reader", bound=Callable[..., Any])
 
@@ -38,10 +52,16 @@ class Source:
     gives: Records
     read: Callable[[str], Any]  # from the path of a file to its records
 
+    def place(self, path: str) -> str:
+        """Where its records are of use, if they only stand beside measurements; else ""."""
+        return _BESIDE.get(self.gives, "").format(path=path)
+
 
 _HEAD = 1 << 16
 """The number of bytes of a file that are examined."""
 _SCHEMA = re.compile(r'"schema"\s*:\s*"(rooftrace\.[\w.]+/[^"]*)"')
+_NCU = re.compile(r'^(==PROF== |"ID",.*"Kernel Name")', re.MULTILINE)
+_LIKWID = re.compile(r"^(STRUCT,Info,|TABLE,(Region|Group) )", re.MULTILINE)
 _TRACE = re.compile(r'"(traceEvents|schemaVersion|deviceProperties|displayTimeUnit|ph)"\s*:')
 
 
@@ -80,13 +100,22 @@ def _is_trace(text: str) -> bool:
 
 
 def _is_counters(text: str) -> bool:
-    """Nsight Compute tells what it does before the table."""
-    return not _is_json(text) and (text.startswith("==PROF==") or "Kernel Name" in text)
+    """Nsight Compute tells what it does before the table, and so may the program that it runs."""
+    return _NCU.search(text) is not None or (not _is_json(text) and "Kernel Name" in text)
+
+
+def _is_rocprof(text: str) -> bool:
+    first = text.partition("\n")[0]
+    return not _is_json(text) and ("KernelName" in first or "Kernel_Name" in first)
+
+
+def _is_likwid(text: str) -> bool:
+    """The output of the program may stand before the tables."""
+    return _LIKWID.search(text) is not None
 
 
 def _is_table(text: str) -> bool:
-    plain = not _is_json(text) and not _is_counters(text)
-    return plain and "," in text.partition("\n")[0]
+    return not _is_json(text) and "," in text.partition("\n")[0]
 
 
 SOURCES = (
@@ -105,21 +134,45 @@ SOURCES = (
         read=read_trace,
     ),
     Source(
-        name="steps",
-        about="a CSV of step times (model,batch,ms)",
-        begins=_as_text(_is_table),
-        gives="steps",
-        read=read_steps,
-    ),
-    Source(
         name="counters",
         about="a CSV of Nsight Compute",
         begins=_as_text(_is_counters),
         gives="counters",
         read=read_counters,
     ),
+    Source(
+        name="rocprof",
+        about="a CSV of AMD's rocprof",
+        begins=_as_text(_is_rocprof),
+        gives="counters",
+        read=read_rocprof,
+    ),
+    Source(
+        name="perf",
+        about="counts of `perf stat -x,`",
+        begins=_as_text(is_perf_stat),
+        gives="totals",
+        read=read_perf_stat,
+    ),
+    Source(
+        name="likwid",
+        about="a CSV of likwid-perfctr",
+        begins=_as_text(_is_likwid),
+        gives="totals",
+        read=read_likwid,
+    ),
+    Source(
+        name="steps",
+        about="a CSV of step times (model,batch,ms)",
+        begins=_as_text(_is_table),
+        gives="steps",
+        read=read_steps,
+    ),
 )
-"""The kinds of this package, in the order in which they are tried, after those of users."""
+"""The kinds of this package, in the order in which they are tried, after those of users.
+
+The last takes any table, so it comes after the CSVs that other programs write.
+"""
 
 _OWN: dict[str, Source] = track({})
 
@@ -140,7 +193,7 @@ def source(
     A second source of one name raises ValueError, unless override=True or it is the same function
     defined again; so does the name of one of rooftrace's own, and another word in `gives`.
     """
-    if gives == "counters" or gives not in get_args(Records):
+    if gives in _BESIDE or gives not in get_args(Records):
         raise ValueError(f'source({name!r}): gives={gives!r}; expected "steps", "run" or "trace"')
     if any(name == ours.name for ours in SOURCES):
         raise ValueError(f"{name!r} is a source of rooftrace's own; use another name")
@@ -184,6 +237,26 @@ def source_of(path: str | os.PathLike[str]) -> Source:
         if kind.begins(head):
             return kind
     raise ProfileError(f"{path}: {_no_kind(head)}; {_expected()}")
+
+
+@overload
+def counts_of(path: str, gives: Literal["counters"]) -> tuple[KernelCounters, ...]: ...
+@overload
+def counts_of(path: str, gives: Literal["totals"]) -> tuple[MemoryCount, ...]: ...
+def counts_of(path: str, gives: Literal["counters", "totals"]) -> Any:
+    """The DRAM bytes in a file: of each kernel of a step, or of regions or a whole command.
+
+    Raises OSError, or ProfileError for a file that gives something else, or that its reader
+    refuses.
+    """
+    kind = source_of(path)
+    if kind.gives != gives:
+        *first, last = (source.about for source in SOURCES if source.gives == gives)
+        place = kind.place(path)
+        raise ProfileError(
+            f"{path}: {kind.about}, expected {', '.join(first)} or {last}{place and f'; {place}'}"
+        )
+    return kind.read(path)
 
 
 def records_of(kind: Source, path: str) -> Measured:

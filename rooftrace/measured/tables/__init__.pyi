@@ -1,3 +1,4 @@
+from rooftrace.measured.tables import tabular as tabular
 from rooftrace.measured.tables.ncu import (
     KernelCounters as KernelCounters,
     read_counters as read_counters,

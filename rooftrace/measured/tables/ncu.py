@@ -33,15 +33,15 @@ for _prefix, _factor in (("k", 1e3), ("m", 1e6), ("g", 1e9), ("t", 1e12)):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelCounters:
-    """The counters of one launch of a kernel."""
+    """The DRAM bytes of one launch of a kernel, from Nsight Compute or rocprof."""
 
     index: int  # of the launch in the file
     name: str
-    duration: float  # s, at the clocks that ncu sets (by default locked to base)
+    duration: float | None  # s; None without times; ncu sets clocks (by default locked to base)
     read: int  # byte, through DRAM
     written: int  # byte, through DRAM
-    grid: tuple[int, ...] | None = None  # blocks; None where ncu did not say
-    block: tuple[int, ...] | None = None  # threads of a block; None where ncu did not say
+    grid: tuple[int, ...] | None = None  # blocks; None where the file does not say
+    block: tuple[int, ...] | None = None  # threads of a block; None where the file does not say
     device: str = ""
 
     @property
@@ -50,9 +50,9 @@ class KernelCounters:
         return self.read + self.written
 
     @property
-    def bandwidth(self) -> float:
-        """Achieved byte/s."""
-        return self.bytes / self.duration
+    def bandwidth(self) -> float | None:
+        """Achieved byte/s; None without a time."""
+        return None if self.duration is None else self.bytes / self.duration
 
 
 def read_counters(path: str | os.PathLike[str]) -> tuple[KernelCounters, ...]:

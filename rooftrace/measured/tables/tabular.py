@@ -6,8 +6,9 @@ import csv
 import io
 import math
 import os
+import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from rooftrace._escapes import from_cell
@@ -15,6 +16,31 @@ from rooftrace._reading import WHOLE, FileKind, text_of
 from rooftrace.errors import ProfileError
 
 _KIND = FileKind("CSV file", ProfileError)
+
+MOST_SIZE = float(1 << 63)
+"""Bytes that a count of a run may reach: 9 EB."""
+_NAMED = 6
+"""How many of many names an error shows."""
+
+
+def texts(path: str | os.PathLike[str]) -> Iterator[tuple[int, str]]:
+    """(line number, text) of each line that is not blank, for formats that quote nothing."""
+    path = Path(path)
+    try:
+        text = text_of(path, _KIND).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ProfileError(f"{path}: not a text file in UTF-8 ({error.reason})") from None
+    for number, line in enumerate(text.split("\n"), start=1):
+        if line.strip():
+            yield number, line.rstrip("\r")
+
+
+def named(names: Iterable[str]) -> str:
+    """The first few different names, and how many others there are; "nothing" for none."""
+    shown = [f"{name:.60}" for name in dict.fromkeys(names)]
+    if len(shown) > _NAMED:
+        shown[_NAMED:] = [f"{len(shown) - _NAMED:,} others"]
+    return ", ".join(shown) or "nothing"
 
 
 def lines(path: str | os.PathLike[str]) -> Iterator[tuple[int, list[str]]]:
@@ -54,9 +80,19 @@ def cells(path: Path, line: int, header: Sequence[str], row: Sequence[str]) -> M
 
 
 def number(
-    path: Path, line: int, column: str, text: str, *, positive: bool = True, unit: float = 1.0
+    path: Path,
+    line: int,
+    column: str,
+    text: str,
+    *,
+    positive: bool = True,
+    unit: float = 1.0,
+    most: float = math.inf,
 ) -> float:
-    """A finite number in a cell, times `unit`; above 0, or not below where `positive` is false."""
+    """A finite number in a cell, times `unit`; above 0, or not below where `positive` is false.
+
+    most: the largest result that is read, where there is one.
+    """
     where = f"{path}: line {line}, column {column!r:.60}"
     wanted = "expected a number above 0" if positive else "expected a number of at least 0"
     if not text:
@@ -65,9 +101,20 @@ def number(
         value = float(text.replace(",", "")) * unit
     except ValueError:
         raise ProfileError(f"{where}: {text!r:.60}: {wanted}") from None
+    if most < value and most != math.inf:
+        raise ProfileError(f"{where}: {text!r:.60}: expected a number of at most {most / unit:.3g}")
     if not math.isfinite(value) or value < 0 or (positive and value == 0):
         raise ProfileError(f"{where}: {text!r:.60}: {wanted}")
     return value
+
+
+def exact(path: Path, line: int, column: str, text: str) -> int:
+    """A whole number in a cell, of 64 bits at most, with every digit: a time in nanoseconds."""
+    if not re.fullmatch(r"[0-9]{1,20}", text) or int(text) not in WHOLE:
+        raise ProfileError(
+            f"{path}: line {line}, column {column!r:.60}: {text!r:.60}: expected a whole number"
+        )
+    return int(text)
 
 
 def whole(path: Path, line: int, column: str, text: str) -> int | None:

@@ -21,7 +21,8 @@ from rooftrace.measured.pairing import (
     steps_of,
 )
 from rooftrace.measured.runs import Run
-from rooftrace.measured.tables import StepTime, read_counters
+from rooftrace.measured.sources import counts_of
+from rooftrace.measured.tables import StepTime
 from rooftrace.measured.traces import Trace
 from rooftrace.measured.validate.checks import (
     NodeCheck,
@@ -54,8 +55,8 @@ def validated(
     measured: a file of any kind that `source_of` knows, or its reader's result.  graphs_of: makes
     the graphs by phase of the measured code; template: a target for the names in the measurements,
     without graphs.  trust_targets: without either, these names are targets.  phases: only these.
-    counters: a CSV of Nsight Compute of the same step as a trace.  A step that does not trace is
-    left out and reported.
+    counters: a CSV of Nsight Compute or of rocprof of the same step as a trace.  A step that does
+    not trace is left out and reported.
 
     Raises MeasuredRequestError where the two do not fit together, and the errors of the readers.
     """
@@ -212,10 +213,10 @@ def validate_trace(
     """A trace beside the graph of the measured code: op by op, and its steps.
 
     graphs_of: makes the graphs by phase; of several the one that matches best is taken, and a note
-    says so.  counters: a CSV of Nsight Compute of the same step.  Raises ProfileError where the
-    trace or the counters match none of them.
+    says so.  counters: a CSV of Nsight Compute or of rocprof of the same step.  Raises ProfileError
+    where the trace or the counters match none of them.
     """
-    counts = None if counters is None else read_counters(counters)
+    counts = None if counters is None else counts_of(os.fspath(counters), "counters")
     match = best_match(trace, graphs_of, chip, model, tell)
     priced, alignment = match.estimate, match.alignment
     graph, trace = priced.graph, alignment.trace  # with the steps that were told apart

@@ -171,7 +171,9 @@ def calibrate(
 @click.argument("measured")
 @measured_options
 @click.option(
-    "--counters", metavar="NCU.csv", help="DRAM bytes of a trace's kernels, from Nsight Compute."
+    "--counters",
+    metavar="FILE",
+    help="DRAM bytes of a trace's kernels: a CSV of Nsight Compute (ncu) or of rocprof.",
 )
 @workload_options
 @pricing_options
