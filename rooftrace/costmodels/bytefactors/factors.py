@@ -58,6 +58,15 @@ class ByteFactor:
         return not self.why
 
     @property
+    def applied(self) -> float:
+        """What bytes by rule are multiplied with, kernel by kernel.
+
+        A kernel that took longer than its bytes may have moved more of them, or moved them at a
+        lower rate; seconds do not tell.  So a factor by seconds above 1 is left to the rates.
+        """
+        return min(self.factor, 1.0) if self.by == "seconds" else self.factor
+
+    @property
     def residency(self) -> float:
         """The seed's weight residency factor (WRF): bytes as used over bytes as read.
 
@@ -101,7 +110,7 @@ class ByteFactors:
     def scale(self, kind: str) -> float:
         """What the bytes of a kind are multiplied with; 1 where nothing is known of it."""
         known = self.factors.get(kind)
-        return known.factor * known.grouping if known else 1.0
+        return known.applied * known.grouping if known else 1.0
 
     @property
     def identified(self) -> Mapping[str, ByteFactor]:
@@ -114,6 +123,8 @@ class ByteFactors:
         return {kind: factor.why for kind, factor in self.factors.items() if factor.why}
 
     def unfused(self, kind: str) -> float:
-        """Measured bytes of a kind over those with a kernel for each op; 1 if not known."""
+        """Bytes of a kind, as applied, over those with a kernel for each op; 1 if not known."""
         known = self.factors.get(kind)
-        return known.unfused if known else 1.0
+        if known is None or not known.factor:
+            return 1.0
+        return known.unfused * known.applied / known.factor

@@ -142,18 +142,23 @@ class ExecutionModel:
         the kernels that ran move of it by rule; where nothing is known, they keep their constant.
         """
         own, known = self.weight_residency, traffic.factors
+        told = {name for name, kind in WEIGHTS.items() if kind in traffic.identified}
         residency = {
-            family: 1 / known[kind].unfused
-            if kind in known and known[kind].identified and known[kind].unfused
-            else getattr(own, family)
-            for family, kind in WEIGHTS.items()
+            name: 1 / max(traffic.unfused(kind), 1e-6) if name in told else getattr(own, name)
+            for name, kind in WEIGHTS.items()
         }
-        fused, elementwise = known.get("activations"), known.get("temporary")
+        factors = [
+            max(traffic.unfused(kind), 1e-6) if kind in known else constant
+            for kind, constant in (
+                ("activations", self.activation_fusion),
+                ("temporary", self.elementwise),
+            )
+        ]
         return replace(
             self,
             weight_residency=WeightResidency(**residency),
-            activation_fusion=fused.unfused if fused else self.activation_fusion,
-            elementwise=elementwise.unfused if elementwise else self.elementwise,
+            activation_fusion=factors[0],
+            elementwise=factors[1],
         )
 
     def knobs_on(self, chip: Chip) -> Knobs | None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from rooftrace.costmodels.execution import ExecutionModel
 from rooftrace.costmodels.knobs import Knobs
 from rooftrace.costmodels.planning import Plan, plan
-from rooftrace.errors import ProfileError
+from rooftrace.errors import UnusedError
 from rooftrace.hardware import Chip
 from rooftrace.measured.alignment import Alignment, counted
 from rooftrace.measured.factors import (
@@ -21,9 +21,10 @@ from rooftrace.measured.factors import (
 )
 from rooftrace.measured.fit.counting import counted_kernels
 from rooftrace.measured.fused import FusedStep, fused
+from rooftrace.measured.hwcounters import MemoryCount
 from rooftrace.measured.pairing import MeasuredRequestError, MeasuredStep
 from rooftrace.measured.runs import ModelRow, Run
-from rooftrace.measured.sources import source_of
+from rooftrace.measured.sources import counts_of, source_of
 from rooftrace.measured.tables import KernelCounters
 from rooftrace.tracer.graph import OpGraph
 
@@ -31,6 +32,8 @@ _STREAMS = ("copy", "elementwise")
 """Kinds of operations that only move bytes."""
 _LARGE = 2**25
 """Bytes of an operation that no cache holds."""
+_FLUSHES = "counters"
+"""The source whose profiler empties the caches before each kernel (ncu, unless told otherwise)."""
 
 
 @dataclass(frozen=True)
@@ -39,22 +42,28 @@ class Counts:
 
     source: str = ""  # path of the file
     kernels: tuple[KernelCounters, ...] = ()  # in order
+    flushed: bool = False  # whether the caches were emptied before each kernel
     total: float | None = None  # byte of one step, where the file tells only this
 
     @staticmethod
     def of(path: str | os.PathLike[str] | None, steps: int | None = None) -> Counts:
-        """The counts in a file; a total is of `steps` steps.
+        """The counts in a file; a total is of `steps` steps, or of as many as the file says.
 
         Raises ProfileError for a file that holds no counts, and MeasuredRequestError for a total
         of nobody knows how many steps.
         """
         if path is None:
+            if steps is not None:
+                raise UnusedError("steps_counted", repr(steps), "there are no counters")
             return Counts()
         path = os.fspath(path)
         kind = source_of(path)
-        if kind.gives == "counters":
-            return Counts(path, tuple(kind.read(path)))
-        raise ProfileError(f"{path}: {kind.about}, and no counters of a hardware profiler")
+        if kind.gives == "totals":
+            return Counts(path, total=_each(path, counts_of(path, "totals"), steps))
+        kernels = counts_of(path, "counters")
+        if steps is not None:
+            raise UnusedError("steps_counted", repr(steps), f"{path} has kernels of one step")
+        return Counts(path, kernels, flushed=kind.name == _FLUSHES)
 
     def check(self, run: Run, steps: int) -> None:
         """Raise MeasuredRequestError for counters that are not of this run."""
@@ -65,12 +74,39 @@ class Counts:
                 f"{self.source}: counters are of one step, and the run has {steps} with the times "
                 "of single kernels; measure one phase of one model (--phase)"
             )
-        if self.kernels and run.device.get("type") != "cuda":
+        kind, name = str(run.device.get("type", "")), run.device.get("name", "")
+        if bool(self.kernels) != (kind == "cuda"):
+            counted = "kernels of a GPU" if self.kernels else "memory controllers of a CPU"
             raise MeasuredRequestError(
-                f"{self.source}: kernels of a GPU, and the run is of a "
-                f"{run.device.get('type', 'device').upper()} ({run.device.get('name', '')}); count "
-                "the device that was measured"
+                f"{self.source}: counts {counted}, and the run is of a {kind.upper()} ({name}); "
+                "count the device that was measured"
             )
+        known = {launch.capability for launch in self.kernels if launch.capability}
+        own = str(run.device.get("capability", ""))
+        if known and own and known != {own}:
+            raise MeasuredRequestError(
+                f"{self.source}: kernels of a device of compute capability "
+                f"{', '.join(sorted(known))}, and {name} has {own}; count the device that was "
+                "measured"
+            )
+
+
+def _each(path: str, counts: Sequence[MemoryCount], steps: int | None) -> float:
+    """The bytes of one step in a file of totals."""
+    if len(counts) > 1:
+        names = ", ".join(repr(count.name) for count in counts)
+        raise MeasuredRequestError(
+            f"{path}: {len(counts)} regions ({names:.200}): expected one, around the step alone"
+        )
+    calls = steps if steps is not None else counts[0].calls
+    if steps is not None and (isinstance(steps, bool) or steps < 1):
+        raise MeasuredRequestError(f"steps_counted={steps!r}: expected a number of at least 1")
+    if not calls:
+        raise MeasuredRequestError(
+            f"{path}: it does not say how many steps it counts: say so with --counted-steps (in "
+            "Python: steps_counted=)"
+        )
+    return counts[0].bytes / calls
 
 
 @dataclass(frozen=True)

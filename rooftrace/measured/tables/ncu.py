@@ -43,6 +43,7 @@ class KernelCounters:
     grid: tuple[int, ...] | None = None  # blocks; None where the file does not say
     block: tuple[int, ...] | None = None  # threads of a block; None where the file does not say
     device: str = ""
+    capability: str = ""  # compute capability of the device, "9.0"; "" where it is not said
 
     @property
     def bytes(self) -> int:
@@ -155,4 +156,5 @@ def _kernel(
         grid=size("Grid Size", "launch__grid_size"),
         block=size("Block Size", "launch__block_size"),
         device=entry.get("Device", ""),
+        capability=entry.get("CC", ""),
     )

@@ -13,6 +13,7 @@ from rooftrace._progress import tell
 from rooftrace.reporting.cli.options import (
     TARGET_HELP,
     Commas,
+    calibration_options,
     measured_options,
     pricing_options,
     rules_option,
@@ -108,8 +109,23 @@ def _measure_chip(
 
 
 @click.command(epilog=TARGET_HELP)
-@click.argument("measured")
-@measured_options
+@click.argument("measured", required=False)
+@click.option(
+    "--run",
+    "running",
+    metavar="TARGET",
+    help="Measure this target here and now, with random weights, and calibrate by it.",
+)
+@calibration_options
+@click.option(
+    "--counters",
+    metavar="FILE",
+    help="DRAM bytes of the measured step: a CSV of ncu or rocprof, `perf stat -x,`, LIKWID.",
+)
+@click.option(
+    "--counted-steps", type=int, help="How many steps the totals of perf or LIKWID count."
+)
+@click.option("--by-layer", is_flag=True, help="Also show the weight residency of each layer.")
 @workload_options
 @rules_option
 @click.option("--start", metavar="FILE", help="Knobs to begin with; default: typical ones.")
@@ -125,14 +141,13 @@ def _measure_chip(
     "-o", "--out", required=True, metavar="FILE.toml", help="Where to write the knobs; - is stdout."
 )
 def calibrate(
-    measured: str,
-    chip: str,
-    execution: str,
+    measured: str | None,
+    running: str | None,
+    chip: str | None,
+    execution: str | None,
     target: str | None,
-    trust_targets: bool,
-    start: str | None,
+    counted_steps: int | None,
     free: tuple[str, ...] | None,
-    title: str,
     out: str,
     rules: tuple[str, ...],
     **request: Any,
@@ -141,23 +156,32 @@ def calibrate(
 
     MEASURED is a run file of `rooftrace measure`; a CSV of step times, one step per line, with the
     columns model,batch,ms and where they matter seq, kv, phase, dtype, image_size; or a trace of
-    torch.profiler, with --target and the sizes that were run.  Its contents tell which.
+    torch.profiler, with --target and the sizes that were run.  Its contents tell which.  With --run
+    a target is measured instead.
     """
     from rooftrace.costmodels.knobs import dump_knobs
 
     load_rules(rules)
-    (loaded,), (model,) = load_chips((chip,)), load_executions((execution,))
+    if (measured is None) == (running is None):
+        raise click.UsageError("expected either MEASURED, a file of measurements, or --run TARGET")
+    if running is None and chip is None:
+        raise click.UsageError("--chip: say which chip the steps were measured on")
+    model = None if execution is None else load_executions((execution,))[0]
     with progress():
+        how: dict[str, Any] = {
+            name: request.pop(name)
+            for name in ("counters", "by_layer", "start", "title", "trust_targets")
+        }
+        if running is None:
+            how |= workload(**request)
         result = rt.calibrate(
-            measured,
-            loaded,
+            measured if running is None else _measured_now(running, model, target, request),
+            None if chip is None else load_chips((chip,))[0],
             model,
             target,
-            start=start,
             free=free or None,
-            title=title,
-            trust_targets=trust_targets,
-            **workload(**request),
+            steps_counted=counted_steps,
+            **how,
         )
     if out == "-":
         click.echo(dump_knobs(result.knobs), nl=False)
@@ -165,6 +189,28 @@ def calibrate(
     result.save(out)
     console().print(result)
     say(f"\nwritten to {out}; use it as --knobs {out}")
+
+
+def _measured_now(
+    target: str, model: rt.ExecutionModel | None, other: str | None, request: dict[str, Any]
+) -> rt.Run:
+    """The run of a target at the sizes of a request."""
+    from rooftrace.measured.realsteps import measured_target
+
+    if other is not None:
+        raise click.UsageError("--run measures its own target: leave out --target")
+    job = workload(**request)
+    sizes = rt.Request(job.pop("batch", None), job.pop("seq", None), job.pop("kv", None))
+    phases = job.pop("phases", None)
+    usual = (None, {}, True, False, "adamw")
+    left = [name for name, value in job.items() if value not in usual]
+    if left:
+        raise click.UsageError(
+            f"--run measures the target as it is: leave out {', '.join(left)}; it takes --batch, "
+            "--seq, --kv and --phase"
+        )
+    compiled = model is not None and model.dispatch != "eager"
+    return measured_target(target, sizes, phases, compiled, progress=tell)
 
 
 @click.command(epilog=TARGET_HELP)

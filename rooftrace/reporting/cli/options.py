@@ -122,28 +122,48 @@ def pricing_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 def measured_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """--chip, --execution, --target, --trust-targets: what measurements are of."""
-    options = (
+    return _with(
+        command,
         click.option("--chip", required=True, help="The chip that the steps were measured on."),
-        click.option(
-            "--execution",
-            default="eager",
-            show_default=True,
-            help="How the steps were run: eager, compiled, efficient (one CUDA graph), serving.",
-        ),
-        click.option(
-            "--target",
-            metavar="TARGET|TEMPLATE",
-            help="What was run.  With a trace: a TARGET.  With a table: a template that makes a "
-            "TARGET of each name in it, for example models.py:{target}.  A run of the suite needs "
-            "none.",
-        ),
-        click.option(
-            "--trust-targets",
-            is_flag=True,
-            help="Import and call what the file of measurements names: only for a file that you "
-            "trust as you trust code.",
-        ),
+        click.option("--execution", default="eager", show_default=True, help=_HOW),
+        *_WHAT,
     )
+
+
+def calibration_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The same, with a chip that may be measured, and an execution that a run says itself."""
+    return _with(
+        command,
+        click.option(
+            "--chip",
+            help="The chip that the steps were measured on; default with --run: this device, "
+            "measured now.",
+        ),
+        click.option("--execution", help=f"{_HOW}  Default: eager."),
+        *_WHAT,
+    )
+
+
+_HOW = "How the steps were run: eager, compiled, efficient (one CUDA graph), serving."
+_WHAT = (
+    click.option(
+        "--target",
+        metavar="TARGET|TEMPLATE",
+        help="What was run.  With a trace: a TARGET.  With a table: a template that makes a "
+        "TARGET of each name in it, for example models.py:{target}.  A run of the suite needs "
+        "none.",
+    ),
+    click.option(
+        "--trust-targets",
+        is_flag=True,
+        help="Import and call what the file of measurements names: only for a file that you "
+        "trust as you trust code.",
+    ),
+)
+
+
+def _with(command: Callable[..., Any], *options: Callable[..., Any]) -> Callable[..., Any]:
+    """A command with these options, in this order."""
     for option in reversed(options):
         command = option(command)
     return command

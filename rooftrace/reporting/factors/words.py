@@ -48,7 +48,8 @@ def _words(kind: str, factor: ByteFactor) -> str:
         name, value, error = _FUSION[kind], factor.unfused, factor.unfused_error
     else:
         name, value, error = kind, factor.factor, factor.error
-    causes = ", ".join(_causes(kind, factor))
+    derived = ["by seconds"] if factor.by == "seconds" else []
+    causes = ", ".join((*derived, *_causes(kind, factor), *_as_rate(factor)))
     return f"{name} {value:.2f} +- {error:.2f}{f' ({causes})' if causes else ''}"
 
 
@@ -70,8 +71,13 @@ def _causes(kind: str, factor: ByteFactor) -> Iterator[str]:
     if _differs(factor.cache):
         yield f"{format_share(1 - 1 / factor.cache)} held by the last cache"
     if factor.identified and _differs(factor.unexplained, 2 * factor.error / (factor.factor or 1)):
-        why = "" if factor.by == "counters" else ": bytes, or a rate unlike the sustained one"
-        yield f"x{factor.unexplained:.2f} unexplained{why}"
+        yield f"x{factor.unexplained:.2f} unexplained"
+
+
+def _as_rate(factor: ByteFactor) -> Iterator[str]:
+    """Says where a factor is left to the rates."""
+    if factor.applied != factor.factor:
+        yield "slower than the sustained rate, or more bytes: left to the rates"
 
 
 def _differs(value: float, least: float = 0.0) -> bool:
@@ -83,7 +89,7 @@ def _row(kind: str, factor: ByteFactor) -> dict[str, Any]:
         "kind": kind,
         "grouping": factor.grouping,
         "unfused": factor.unfused,
-        "causes": "; ".join(_causes(kind, factor)),
+        "causes": "; ".join((*_causes(kind, factor), *_as_rate(factor))),
     }
     if not factor.identified:
         return row | {
