@@ -21,8 +21,8 @@ MEMORY_BOUND = 1.5
 """A kernel tells bytes by its seconds if its bytes take so many times as long as its work."""
 SHORTEST = 20e-6
 """Seconds: on a CPU a kernel below this is mostly its call, and the profiler's own time."""
-_LEAST_LAUNCHES = 4.0
-"""A kernel tells bytes by its seconds if it takes at least so many launches."""
+_LEAST_LAUNCHES, _BRIEF = 4.0, 2e-6
+"""On a GPU a kernel tells bytes by its seconds if it takes so many launches, and so many seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +138,8 @@ def _derived(
         return []
     table, place = kernel_table(planned, chip, reuse=False)
     compute = table.seconds(knobs, planned.copies_layouts).compute
-    launch = knobs.launch_on(chip) or SHORTEST / _LEAST_LAUNCHES
+    launch = knobs.launch_on(chip)
+    least = SHORTEST if chip.host_waits else max(_LEAST_LAUNCHES * launch, _BRIEF)
     moved: list[float | None] = []
     for group, cost, row, seconds in zip(
         planned.groups, planned.costs, place, measured.seconds, strict=True
@@ -148,10 +149,10 @@ def _derived(
         memory = cost.bytes() / (bandwidth * share)
         each = 0.0 if seconds is None else seconds / group.times
         bound = memory >= MEMORY_BOUND * work
-        if not bound or each < _LEAST_LAUNCHES * launch:
+        if not bound or each < least:
             moved.append(None)
             continue
-        alone = _without(each - knobs.launch_on(chip), work, knobs.overlap)
+        alone = _without(each - launch, work, knobs.overlap)
         moved.append(alone * bandwidth * share * group.times)
     return moved
 

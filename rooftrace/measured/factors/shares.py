@@ -25,6 +25,8 @@ _LEAST_NOISE = 1e-3
 _SMALLEST = 1e-12
 _UNEVEN = 1.2
 """A single kernel may be noisier than those that tell the noise, by so much."""
+_CAREFUL = 1.1
+"""HC3 is a little too small where two factors rest on the same kernels."""
 _SEVERAL = 4
 """So many kernels have residuals that tell their own noise."""
 
@@ -117,7 +119,7 @@ def _fitted(used: Array, moved: Array) -> Shares:
         _bearing(lever * expected[:, None]),
         max(1 - float(held.sum()) / max(rows, 1), 0),
     )
-    own = _widened(bearing * left) ** 2 * np.diag(by_residual)
+    own = (_CAREFUL * _widened(bearing * left)) ** 2 * np.diag(by_residual)
     together = _widened(np.full(columns, telling)) ** 2 * np.diag(by_noise)
     errors = np.sqrt(np.where(bearing >= _SEVERAL, own, together))
     kept = np.ones(rows, dtype=bool)

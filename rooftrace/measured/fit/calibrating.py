@@ -108,6 +108,7 @@ def calibrated(
     progress: Tell | None = None,
     counters: str | os.PathLike[str] | None = None,
     steps_counted: int | None = None,
+    factors: bool = True,
     by_layer: bool = False,
 ) -> Calibration:
     """Knobs from whatever was measured.
@@ -117,8 +118,8 @@ def calibrated(
     the typical shares of this kind of execution on a GPU, none on a CPU).  free: knobs to fit; None
     takes as many as a run supports, and compute and memory of a table.  Steps that do not trace are
     left out and reported.  counters: a file of a hardware profiler, of one of the steps that were
-    measured; a total is of `steps_counted` steps.  by_layer: also factors of the weights of each
-    layer.
+    measured; a total is of `steps_counted` steps.  factors: whether to fit factors on bytes too;
+    by_layer: and those of the weights of each layer.
 
     Raises MeasuredRequestError where nothing is left, and CalibrationError where there is less than
     there are knobs to fit.
@@ -136,6 +137,7 @@ def calibrated(
         title=title or f"{chip.name}, {model.name}",
         tell=progress or (lambda _: None),
         ground=Ground(chip, model, begin, sustained(run, chip, begin), counts),
+        factors=factors,
         by_layer=by_layer,
     )
     if isinstance(measured, Trace):
@@ -166,11 +168,14 @@ class _Wanted:
     title: str  # of the knobs
     tell: Tell
     ground: Ground  # what measured bytes are compared on
+    factors: bool = True
     by_layer: bool = False
     traffic: MeasuredFactors | None = None
 
     def with_traffic(self, steps: Sequence[StepBytes], label: str) -> _Wanted:
         """The request with the factors of these steps, which the start of the fit has then."""
+        if not self.factors:
+            return self
         self.tell("comparing bytes")
         made = measured_factors(steps, self.model, label, self.by_layer)
         if made is None:

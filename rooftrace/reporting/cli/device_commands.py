@@ -202,7 +202,7 @@ def _measured_now(
     job = workload(**request)
     sizes = rt.Request(job.pop("batch", None), job.pop("seq", None), job.pop("kv", None))
     phases = job.pop("phases", None)
-    usual = (None, {}, True, False, "adamw")
+    usual: tuple[Any, ...] = (None, {}, True, False, "adamw")
     left = [name for name, value in job.items() if value not in usual]
     if left:
         raise click.UsageError(
