@@ -1,0 +1,211 @@
+"""The kernels of a compiled step and their ops, by the names of the kernels alone.
+
+This is for a trace of which nobody noted what the compiler made.  What names and the flow of
+tensors cannot tell stays without ops.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+
+from rooftrace.costmodels.planning import Plan
+from rooftrace.costmodels.registry import find_rule
+from rooftrace.errors import ProfileError
+from rooftrace.measured.alignment import keys
+from rooftrace.measured.fused import anchors
+from rooftrace.measured.fused.dataflow import Dataflow
+from rooftrace.measured.fused.kerneltimes import KernelTime
+from rooftrace.measured.fused.placing import Placing
+from rooftrace.measured.fused.stepcalls import (
+    StepCall,
+    StepWalk,
+    calls_beside,
+    merged,
+    stored_gradients,
+)
+from rooftrace.measured.fused.words import (
+    KernelWords,
+    Vocabulary,
+    is_generated,
+    plain_name,
+    words_of,
+)
+from rooftrace.measured.traces import Trace, TraceStep
+from rooftrace.tracer.graph import OpGraph
+
+_PRODUCTS = frozenset({"aten.mm", "aten.bmm"})
+"""Products that a library also makes with a sum: "aten::addmm"."""
+_LATER = frozenset({"backward", "recompute", "optimizer"})
+"""Parts of a graph that run after its forward."""
+
+
+def times_by_names(trace: Trace, detected: Plan) -> tuple[KernelTime, ...]:
+    """The calls of a step of `trace`, in order: what they took, and their ops in the plan's graph.
+
+    detected: the graph of the step as the execution model `compiled` runs it.  Of several steps it
+    is the one of median time.  Raises ProfileError where no call has an op of the graph.
+    """
+    graph, step = detected.graph, _typical(trace)
+    written = frozenset(
+        plain_name(name)
+        for names in (trace.ops.names, trace.kernels.names)
+        for name in names.items
+        if is_generated(name)
+    )
+    called = [call for call in StepWalk(trace, written, frozenset()).of(step) if _is_inside(call)]
+    placing = _placed(called, Dataflow.of(graph), detected)
+    left = [graph.ops[op] for op in placing.flow.ops if op not in placing.home]
+    wanted = [keys.key_of_op(graph, op) for op in left]
+    listed = StepWalk(trace, written, frozenset(wanted)).of(step)
+    inside = [number for number, call in enumerate(listed) if _is_inside(call)]
+    home = {op: inside[place] for op, place in placing.home.items()}
+    beside, pieces = calls_beside(listed, left, wanted)
+    pieces |= stored_gradients(listed, beside, graph)
+    for op, reader in merged(graph, home, frozenset(beside.values())):
+        home[op] = home[reader]
+    ops: list[list[int]] = [[] for _ in listed]
+    for op, number in (*home.items(), *((op, number) for number, op in beside.items())):
+        ops[number].append(op)
+    pieces |= {inside[place]: op for place, op in _partial(placing) if not ops[inside[place]]}
+    if not any(ops):
+        raise ProfileError(
+            f"{trace.source}: no call of step {step.name} is of an op of {graph.title}; trace the "
+            "module, the sizes and the phase of this step; on a CPU compile it with "
+            'torch.compile(..., options={"cpp.enable_kernel_profile": True})'
+        )
+    return tuple(
+        KernelTime(
+            name=plain_name(call.name),
+            seconds=call.seconds,
+            ops=tuple(sorted(own)),
+            targets=tuple(graph.ops[op].target for op in sorted(own)),
+            parts=(pieces[number],) if number in pieces else (),
+            compiled=_is_inside(call),
+        )
+        for number, (call, own) in enumerate(zip(listed, ops, strict=True))
+    )
+
+
+def _reduces(target: str) -> bool:
+    """Whether nothing that reads an op can compute it again by itself."""
+    rule = find_rule(target)
+    return rule is None or rule.fusion not in ("pointwise", "gather")
+
+
+def _is_inside(call: StepCall) -> bool:
+    return call.inside or is_generated(call.name)
+
+
+def _typical(trace: Trace) -> TraceStep:
+    """The step of median time."""
+    if not trace.steps:
+        raise ProfileError(f"{trace.source}: no step in the trace")
+    middle = statistics.median_low(step.seconds for step in trace.steps)
+    return next(step for step in trace.steps if step.seconds == middle)
+
+
+def _placed(called: Sequence[StepCall], flow: Dataflow, detected: Plan) -> Placing:
+    """The kernels of ops among these calls, by their places."""
+    graph = detected.graph
+    vocabulary = Vocabulary(graph.ops)
+    kernels = [vocabulary.words(call.name) for call in called]
+    library = [not is_generated(call.name) for call in called]
+    mates = {op: frozenset(group.ops) - {op} for group in detected.groups for op in group.ops}
+    turn = _first_of_backward(called, kernels)
+    last, split = len(called) - 1, 0 < turn < len(called)
+    forward = {op for op in flow.ops if graph.ops[op].part not in _LATER}
+    placing = Placing(
+        flow,
+        kernels,
+        library,
+        {op: words_of(graph.ops[op]) for op in flow.ops},
+        {op: mates.get(op, frozenset()) for op in flow.ops},
+        {
+            op: (0, turn - 1 if split else last) if op in forward else (turn * split, last)
+            for op in flow.ops
+        },
+        frozenset(op for op in flow.ops if _reduces(graph.ops[op].target)),
+    )
+    for place, op in _anchored(called, library, flow, graph, turn):
+        placing.put(op, place)
+        if graph.ops[op].name in _PRODUCTS and "add" in called[place].name:
+            for reader in flow.readers[op]:  # the library adds it to what is there
+                if graph.ops[reader].name == "aten.add" and reader not in placing.home:
+                    placing.put(reader, place)
+    placing.run()
+    # What is cheap is computed in the backward alone, where only the backward reads it.
+    placing.limits = {op: (limit[0], last) for op, limit in placing.limits.items()}
+    placing.run()
+    return placing
+
+
+def _anchored(
+    called: Sequence[StepCall],
+    library: Sequence[bool],
+    flow: Dataflow,
+    graph: OpGraph,
+    turn: int,
+) -> Iterator[tuple[int, int]]:
+    """(place, op) of calls into libraries, of the forward and of the backward by themselves."""
+    shown = any(call.shapes for call in called)
+    for backward in (False, True):
+        have = [
+            (place, _key(call) if shown else (anchors.kernel_family(call.name), ()))
+            for place, call in enumerate(called)
+            if library[place] and (place >= turn) == backward
+        ]
+        wanted: list[tuple[int, keys.Key]] = []
+        for number in flow.ops:
+            op = graph.ops[number]
+            if (op.part in _LATER) == backward:
+                name = op.name.replace(".", "::", 1)
+                key = anchors.operands(name, keys.key_of_op(graph, op)[1])
+                wanted.append((number, key if shown else (key[0], ())))
+        yield from anchors.paired(have, wanted).items()
+
+
+def _key(call: StepCall) -> keys.Key:
+    if call.bare:
+        return anchors.kernel_family(call.name), ()
+    return anchors.operands(call.name, call.shapes)
+
+
+def _first_of_backward(called: Sequence[StepCall], kernels: Sequence[KernelWords]) -> int:
+    """The place of the first kernel of the backward; behind the last where there is none.
+
+    Where the trace does not say, the numbers of kernels begin again there.
+    """
+    marked = next((place for place, call in enumerate(called) if call.backward), None)
+    if marked is not None:
+        return marked
+    seen: set[str] = set()
+    highest, turn = -1, len(called)
+    for place, (call, kernel) in enumerate(zip(called, kernels, strict=True)):
+        if kernel.number is None or call.name in seen:
+            continue
+        seen.add(call.name)
+        if kernel.number <= highest:
+            turn, highest = place, -1
+        highest = max(highest, kernel.number)
+    return turn
+
+
+def _partial(placing: Placing) -> Iterator[tuple[int, int]]:
+    """(place, op) of kernels that compute a part of an op for another one, or again.
+
+    Its name lists the op, and it runs after what makes the operands of the op; of several it is the
+    one whose kernel is nearest.
+    """
+    windows = placing.windows()
+    computing = set(placing.home.values())
+    for place, kernel in enumerate(placing.kernels):
+        near = [
+            (abs(home - place), op)
+            for op, home in placing.home.items()
+            if place not in computing
+            and kernel.names(placing.words[op])
+            and all(windows.first[maker] <= place for maker in placing.flow.makers[op])
+        ]
+        if near:
+            yield place, min(near)[1]
