@@ -6,8 +6,10 @@ tensors cannot tell stays without ops.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from rooftrace.costmodels.planning import Plan
 from rooftrace.costmodels.registry import find_rule
@@ -16,7 +18,7 @@ from rooftrace.measured.alignment import keys
 from rooftrace.measured.fused import anchors
 from rooftrace.measured.fused.dataflow import Dataflow
 from rooftrace.measured.fused.kerneltimes import KernelTime
-from rooftrace.measured.fused.placing import Placing
+from rooftrace.measured.fused.placing import NamedKernel, PlacedOp, Placing
 from rooftrace.measured.fused.stepcalls import (
     StepCall,
     StepWalk,
@@ -25,7 +27,6 @@ from rooftrace.measured.fused.stepcalls import (
     stored_gradients,
 )
 from rooftrace.measured.fused.words import (
-    KernelWords,
     Vocabulary,
     is_generated,
     plain_name,
@@ -67,7 +68,9 @@ def times_by_names(trace: Trace, detected: Plan) -> tuple[KernelTime, ...]:
     ops: list[list[int]] = [[] for _ in listed]
     for op, number in (*home.items(), *((op, number) for number, op in beside.items())):
         ops[number].append(op)
-    pieces |= {inside[place]: op for place, op in _partial(placing) if not ops[inside[place]]}
+    pieces |= {
+        inside[place]: op for place, op in _partial(placing, called) if not ops[inside[place]]
+    }
     if not any(ops):
         raise ProfileError(
             f"{trace.source}: no call of step {step.name} is of an op of {graph.title}; trace the "
@@ -109,24 +112,22 @@ def _placed(called: Sequence[StepCall], flow: Dataflow, detected: Plan) -> Placi
     """The kernels of ops among these calls, by their places."""
     graph = detected.graph
     vocabulary = Vocabulary(graph.ops)
-    kernels = [vocabulary.words(call.name) for call in called]
-    library = [not is_generated(call.name) for call in called]
+    kernels = [_named(call, vocabulary) for call in called]
+    library = [kernel.library for kernel in kernels]
     mates = {op: frozenset(group.ops) - {op} for group in detected.groups for op in group.ops}
-    turn = _first_of_backward(called, kernels)
-    last, split = len(called) - 1, 0 < turn < len(called)
-    forward = {op for op in flow.ops if graph.ops[op].part not in _LATER}
-    placing = Placing(
-        flow,
-        kernels,
-        library,
-        {op: words_of(graph.ops[op]) for op in flow.ops},
-        {op: mates.get(op, frozenset()) for op in flow.ops},
-        {
-            op: (0, turn - 1 if split else last) if op in forward else (turn * split, last)
-            for op in flow.ops
-        },
-        frozenset(op for op in flow.ops if _reduces(graph.ops[op].target)),
-    )
+    turn, last = _first_of_backward(called, kernels), len(called) - 1
+    forward, later = ((0, turn - 1), (turn, last)) if 0 < turn <= last else ((0, last), (0, last))
+    ops: dict[int, PlacedOp] = {}
+    for number in flow.ops:
+        op = graph.ops[number]
+        ops[number] = PlacedOp(
+            words=words_of(op),
+            limits=later if op.part in _LATER else forward,
+            mates=mates.get(number, frozenset()),
+            sizes=frozenset(math.prod(graph.values[value].shape) for value in op.outputs),
+            reduces=_reduces(op.target),
+        )
+    placing = Placing(flow, kernels, ops)
     for place, op in _anchored(called, library, flow, graph, turn):
         placing.put(op, place)
         if graph.ops[op].name in _PRODUCTS and "add" in called[place].name:
@@ -135,9 +136,19 @@ def _placed(called: Sequence[StepCall], flow: Dataflow, detected: Plan) -> Placi
                     placing.put(reader, place)
     placing.run()
     # What is cheap is computed in the backward alone, where only the backward reads it.
-    placing.limits = {op: (limit[0], last) for op, limit in placing.limits.items()}
+    placing.ops = {op: replace(own, limits=(own.limits[0], last)) for op, own in ops.items()}
     placing.run()
     return placing
+
+
+def _named(call: StepCall, vocabulary: Vocabulary) -> NamedKernel:
+    generated = is_generated(call.name)
+    return NamedKernel(
+        vocabulary.words(call.name),
+        library=not generated,
+        applies="_poi_fused" in call.name,
+        sizes=frozenset(map(math.prod, call.shapes)) if generated else frozenset(),
+    )
 
 
 def _anchored(
@@ -147,18 +158,23 @@ def _anchored(
     graph: OpGraph,
     turn: int,
 ) -> Iterator[tuple[int, int]]:
-    """(place, op) of calls into libraries, of the forward and of the backward by themselves."""
-    shown = any(call.shapes for call in called)
-    for backward in (False, True):
+    """(place, op) of calls into libraries.
+
+    turn: where the backward begins; where that is known it is matched by itself.
+    """
+    shown, split = any(call.shapes for call in called), 0 < turn < len(called)
+    for backward in (False, True) if split else (False,):
         have = [
             (place, _key(call) if shown else (anchors.kernel_family(call.name), ()))
             for place, call in enumerate(called)
-            if library[place] and (place >= turn) == backward
+            if library[place]
+            and (split and place >= turn) == backward
+            and not _continues(called, place)
         ]
         wanted: list[tuple[int, keys.Key]] = []
         for number in flow.ops:
             op = graph.ops[number]
-            if (op.part in _LATER) == backward:
+            if (split and op.part in _LATER) == backward:
                 name = op.name.replace(".", "::", 1)
                 key = anchors.operands(name, keys.key_of_op(graph, op)[1])
                 wanted.append((number, key if shown else (key[0], ())))
@@ -171,7 +187,18 @@ def _key(call: StepCall) -> keys.Key:
     return anchors.operands(call.name, call.shapes)
 
 
-def _first_of_backward(called: Sequence[StepCall], kernels: Sequence[KernelWords]) -> int:
+def _continues(called: Sequence[StepCall], place: int) -> bool:
+    """Whether a kernel that no op of the host names belongs to the call of the one before it."""
+    call, before = called[place], called[place - 1] if place else None
+    if before is None or not (call.bare and before.bare) or is_generated(before.name):
+        return False
+    family = anchors.kernel_family(call.name)
+    if family == "convolution_backward" and call.name != before.name:
+        return anchors.kernel_family(before.name) == family and not _continues(called, place - 1)
+    return not family
+
+
+def _first_of_backward(called: Sequence[StepCall], kernels: Sequence[NamedKernel]) -> int:
     """The place of the first kernel of the backward; behind the last where there is none.
 
     Where the trace does not say, the numbers of kernels begin again there.
@@ -182,29 +209,34 @@ def _first_of_backward(called: Sequence[StepCall], kernels: Sequence[KernelWords
     seen: set[str] = set()
     highest, turn = -1, len(called)
     for place, (call, kernel) in enumerate(zip(called, kernels, strict=True)):
-        if kernel.number is None or call.name in seen:
+        if kernel.words.number is None or call.name in seen:
             continue
         seen.add(call.name)
-        if kernel.number <= highest:
+        if kernel.words.number <= highest:
             turn, highest = place, -1
-        highest = max(highest, kernel.number)
+        highest = max(highest, kernel.words.number)
     return turn
 
 
-def _partial(placing: Placing) -> Iterator[tuple[int, int]]:
+def _partial(placing: Placing, called: Sequence[StepCall]) -> Iterator[tuple[int, int]]:
     """(place, op) of kernels that compute a part of an op for another one, or again.
 
     Its name lists the op, and it runs after what makes the operands of the op; of several it is the
-    one whose kernel is nearest.
+    one whose kernel is nearest.  A library's kernel may also go on with what the one before began.
     """
-    windows = placing.windows()
-    computing = set(placing.home.values())
+    windows, home = placing.windows(), placing.home
+    op_of = {place: op for op, place in home.items()}
     for place, kernel in enumerate(placing.kernels):
+        if place in op_of:
+            continue
+        if kernel.library and _continues(called, place) and place - 1 in op_of:
+            op_of[place] = op_of[place - 1]
+            yield place, op_of[place]
+            continue
         near = [
-            (abs(home - place), op)
-            for op, home in placing.home.items()
-            if place not in computing
-            and kernel.names(placing.words[op])
+            (abs(home[op] - place), op)
+            for op in home
+            if kernel.words.names(placing.ops[op].words)
             and all(windows.first[maker] <= place for maker in placing.flow.makers[op])
         ]
         if near:
