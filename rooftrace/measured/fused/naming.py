@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 import statistics
+from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -37,6 +39,8 @@ from rooftrace.tracer.graph import OpGraph
 
 _PRODUCTS = frozenset({"aten.mm", "aten.bmm"})
 """Products that a library also makes with a sum: "aten::addmm"."""
+_NEAR = 64
+"""As many ops of one name, on either side, may a kernel compute a part of."""
 _LATER = frozenset({"backward", "recompute", "optimizer"})
 """Parts of a graph that run after its forward."""
 
@@ -128,12 +132,13 @@ def _placed(called: Sequence[StepCall], flow: Dataflow, detected: Plan) -> Placi
             reduces=_reduces(op.target),
         )
     placing = Placing(flow, kernels, ops)
-    for place, op in _anchored(called, library, flow, graph, turn):
-        placing.put(op, place)
-        if graph.ops[op].name in _PRODUCTS and "add" in called[place].name:
-            for reader in flow.readers[op]:  # the library adds it to what is there
-                if graph.ops[reader].name == "aten.add" and reader not in placing.home:
-                    placing.put(reader, place)
+    for place, number in _anchored(called, library, flow, graph, turn):
+        placing.put(number, place)
+        if graph.ops[number].name in _PRODUCTS and "add" in called[place].name:
+            sums = (op for op in flow.readers[number] if graph.ops[op].name == "aten.add")
+            joined = min(sums, default=None)  # the library adds the product to what is there
+            if joined is not None and joined not in placing.home:
+                placing.put(joined, place)
     placing.run()
     # What is cheap is computed in the backward alone, where only the backward reads it.
     placing.ops = {op: replace(own, limits=(own.limits[0], last)) for op, own in ops.items()}
@@ -226,6 +231,10 @@ def _partial(placing: Placing, called: Sequence[StepCall]) -> Iterator[tuple[int
     """
     windows, home = placing.windows(), placing.home
     op_of = {place: op for op, place in home.items()}
+    listing: dict[str, list[tuple[int, int]]] = defaultdict(list)
+    for op, place in sorted(home.items(), key=lambda pair: pair[1]):
+        for word in placing.ops[op].words:
+            listing[word].append((place, op))
     for place, kernel in enumerate(placing.kernels):
         if place in op_of:
             continue
@@ -233,11 +242,11 @@ def _partial(placing: Placing, called: Sequence[StepCall]) -> Iterator[tuple[int
             op_of[place] = op_of[place - 1]
             yield place, op_of[place]
             continue
-        near = [
-            (abs(home[op] - place), op)
-            for op in home
-            if kernel.words.names(placing.ops[op].words)
-            and all(windows.first[maker] <= place for maker in placing.flow.makers[op])
-        ]
+        near: list[tuple[int, int]] = []
+        for word in kernel.words.words:
+            at = bisect_left(listing[word], (place, 0))
+            for other, op in listing[word][max(0, at - _NEAR) : at + _NEAR]:
+                if all(windows.first[maker] <= place for maker in placing.flow.makers[op]):
+                    near.append((abs(other - place), op))
         if near:
             yield place, min(near)[1]

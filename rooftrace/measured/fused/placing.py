@@ -146,23 +146,30 @@ class Placing:
         """Whether a kernel lists an op, and no op so far stands for that."""
         return bool(self.ops[op].words & self.kernels[place].words.words - self.told[place])
 
+    def _is_listed(self, op: int) -> bool:
+        """Whether the compiler wrote a kernel whose name lists an op, anywhere in the step."""
+        return not self.listing.keys().isdisjoint(self.ops[op].words)
+
     def _fit(self, op: int, place: int) -> float:
         """How well an op fits into a kernel."""
         home, own = self.home.get, self.ops[op]
         readers, makers = self.flow.readers[op], self.flow.makers[op]
+        kin, mates = self.flow.kin[op], own.mates
         applies = own.reduces and bool(readers) and self.kernels[place].applies
         if applies:
             makers = frozenset()
         elif own.reduces:
+            if all(reader not in self.home and not self._is_listed(reader) for reader in readers):
+                makers = mates = kin = frozenset()  # gradients of weights are in order
             readers = frozenset()
-        elif self.kernels[place].applies:  # what a reduction reads is there before it is applied
-            readers = frozenset(reader for reader in readers if not self.ops[reader].reduces)
+        elif self.kernels[place].applies and any(self.ops[reader].reduces for reader in readers):
+            readers, mates = frozenset(), frozenset()  # it is there before the reduction is applied
         return (
             _NEW * self._is_new(op, place)
             + _NEIGHBOUR * any(home(near) == place for near in (*makers, *readers))
             + _INLINED * (bool(readers) and all(home(reader) == place for reader in readers))
-            + _KIN * any(home(near) == place for near in self.flow.kin[op])
-            + _MATE * any(home(mate) == place for mate in own.mates)
+            + _KIN * any(home(near) == place for near in kin)
+            + _MATE * any(home(mate) == place for mate in mates)
             + _APPLIES * applies
             + _SIZE * bool(self.kernels[place].sizes & own.sizes)
         )

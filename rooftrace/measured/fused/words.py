@@ -91,7 +91,9 @@ class Vocabulary:
         start = ""
         if number is None:
             whole = len(read)
-            while whole and not _is_op(read[whole - 1]):
+            while whole and self._price(read[whole - 1]) > _ELSEWHERE:
+                whole -= 1
+            if whole == len(read) and self._price(read[-1]) > 1:  # "tan" may be cut "tanh"
                 whole -= 1
             start = "_".join(read[whole:]).lstrip("_")
             read = read[:whole]
