@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         f"{'temporaries':>11}"
     )
     for name in options.model or NAMES:
-        for phase, build in _cases(name, options.scale, options.device):
+        for phase, build in cases(name, options.scale, options.device):
             torch._dynamo.reset()
             module, inputs = build()
             run = rt.measure(module, phase=phase, compiled=True, budget_s=1.0, name=name, **inputs)
@@ -61,8 +61,8 @@ def _print(name: str, phase: str, step: rt.FusedStep, differences: int) -> None:
         print(f"    {difference}")
 
 
-def _cases(name: str, scale: str, device: str) -> Iterator[Case]:
-    """Of each phase: its name, and what makes the module and its inputs."""
+def cases(name: str, scale: str, device: str) -> Iterator[Case]:
+    """Of each phase of a model: its name, and what makes the module and its inputs."""
     if name == "mamba":
         yield "forward", lambda: _mamba(scale, device)
         yield "training", lambda: _mamba(scale, device)
