@@ -26,6 +26,7 @@ from torch._inductor.fx_passes.post_grad import remove_noop_ops, view_to_reshape
 from torch._inductor.graph import GraphLowering
 from torch._inductor.ops_handler import OpCounterCSE
 from torch._inductor.scheduler import NopKernelSchedulerNode, Scheduler
+from torch._inductor.utils import get_fused_kernel_name
 from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import traceback
@@ -66,7 +67,8 @@ class Kernel:
     ops: ids of our ops that it computes at least a part of.  home: those of them whose result it
     writes (or, if nobody writes it, is the first to compute).  bytes: through HBM.  around: those
     for what stands beside a library kernel: copies to other layouts, biases of convolutions.
-    extern: a library kernel.
+    extern: a library kernel.  name: under which a profiler shows it; "" for a view of another's
+    result.  shapes: of the tensors that it is called with.
     """
 
     ops: tuple[int, ...]
@@ -74,6 +76,8 @@ class Kernel:
     bytes: int
     around: int
     extern: bool
+    name: str = ""
+    shapes: tuple[tuple[int, ...], ...] = ()
 
 
 def pretend_cuda() -> None:
@@ -269,7 +273,7 @@ def _read(scheduler: Any, lowering: Any, watch: _Watch) -> list[Kernel]:
     order = {node: index for index, node in enumerate(lowering.module.graph.nodes)}
     written: dict[fx.Node, int] = {}
     first: dict[fx.Node, int] = {}
-    found: list[tuple[set[int], int, int, bool]] = []
+    found: list[tuple[set[int], int, int, bool, str, tuple[tuple[int, ...], ...]]] = []
     outputs = set(lowering.get_output_names())
     for scheduled in scheduler.nodes:
         if isinstance(scheduled, NopKernelSchedulerNode):
@@ -288,7 +292,8 @@ def _read(scheduler: Any, lowering: Any, watch: _Watch) -> list[Kernel]:
         size = 0 if scheduled.is_extern() else _bytes(scheduled.get_nodes(), outputs)
         around = size - _bytes(own, outputs) if own else size
         ops = {_op_of(n) for n in nodes}
-        found.append((ops, size, max(0, around), scheduled.is_extern()))  # type: ignore[arg-type]
+        names = _called(scheduled, lowering, sum(not entry[3] for entry in found))
+        found.append((ops, size, max(0, around), scheduled.is_extern(), *names))  # type: ignore[arg-type]
     home: dict[int, int] = {}
     # The largest node of an op that others use is its result; sums for weights stand beside it.
     for node in sorted(first, key=lambda n: (_is_used(n), _elements(n), order[n])):
@@ -297,6 +302,31 @@ def _read(scheduler: Any, lowering: Any, watch: _Watch) -> list[Kernel]:
         Kernel(tuple(sorted(ops)), tuple(sorted(op for op in ops if home[op] == i)), *others)
         for i, (ops, *others) in enumerate(found)
     ]
+
+
+def _called(scheduled: Any, lowering: Any, number: int) -> tuple[str, tuple[tuple[int, ...], ...]]:
+    """The name and the shapes with which a kernel is called; number: of those that it writes."""
+    if scheduled.is_extern():
+        node = scheduled.node
+        overload, kernel = getattr(node, "op_overload", None), node.python_kernel_name or ""
+        name = overload.name().partition(".")[0] if overload else kernel
+        buffers = [buffer for buffer in node.inputs if hasattr(buffer, "get_size")]
+        return name.replace("extern_kernels.", "aten::"), tuple(map(_shape, buffers))
+    parts = list(scheduled.get_nodes())
+    kind = "red" if scheduled.is_reduction() else "poi"
+    touched = {
+        dependency.name
+        for part in parts
+        for dependency in (*part.read_writes.reads, *part.read_writes.writes)
+    }
+    own = (lowering.graph_inputs.get(n) or lowering.try_get_buffer(n) for n in sorted(touched))
+    shapes = tuple(_shape(buffer) for buffer in own if hasattr(buffer, "get_size"))
+    return f"triton_{kind}_{get_fused_kernel_name(parts, 'original_aten')}_{number}", shapes
+
+
+def _shape(buffer: Any) -> tuple[int, ...]:
+    """Sizes of a buffer; none of several in one."""
+    return tuple(int(size) for size in buffer.maybe_get_size() or ())
 
 
 def _bytes(parts: Sequence[Any], outputs: set[str]) -> int:

@@ -62,7 +62,7 @@ def _print(name: str, phase: str, step: rt.FusedStep, differences: int) -> None:
 
 
 def cases(name: str, scale: str, device: str) -> Iterator[Case]:
-    """Of each phase: its name, and what makes the module and its inputs."""
+    """Of each phase of a model: its name, and what makes the module and its inputs."""
     if name == "mamba":
         yield "forward", lambda: _mamba(scale, device)
         yield "training", lambda: _mamba(scale, device)

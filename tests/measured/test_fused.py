@@ -24,7 +24,7 @@ from rooftrace.measured.fused.compiled import (
     call_name,
 )
 from rooftrace.measured.fused.matching import is_launched, matched
-from rooftrace.measured.realsteps.inductor import Compilations, _module
+from rooftrace.measured.realsteps.inductor import Compilations, _module, _Node, _Noted
 from rooftrace.measured.traces import read_trace
 
 from .profiles_support import GpuTrace
@@ -198,6 +198,20 @@ def test_what_another_release_does_otherwise_ends_no_measurement() -> None:
     scheduled = [object()]
     noted._note(scheduled)
     assert noted._note(scheduled) is scheduled and "AttributeError" in noted.trouble
+
+
+def test_a_call_of_a_library_is_of_the_op_of_its_name() -> None:
+    """Inductor also notes what prepares its operands, in any order."""
+
+    def node(name: str, original: str) -> _Node:
+        return _Node(name, original, original, "", False, "", (name,))
+
+    name = "_scaled_dot_product_flash_attention_for_cpu"
+    nodes = [node("cat", "aten.cat.default"), node("mix", f"aten.{name}.default")]
+    nodes.append(node("late", "aten.cat.default"))
+    written = {f"torch.ops.aten.{name}.default:1": ["mix", "late", "cat"]}
+    (kernel,) = _Noted(nodes, written, 0, {}).graph().kernels
+    assert kernel == CompiledKernel(f"aten::{name}", {1: 1})
 
 
 # -- beside a graph --------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ MEMORY_BOUND = 1.5
 SHORTEST = 20e-6
 """Seconds: on a CPU a kernel below this is mostly its call, and the profiler's own time."""
 _LEAST_LAUNCHES, _BRIEF = 4.0, 2e-6
-"""On a GPU a kernel tells bytes by its seconds if it takes so many launches, and so many seconds."""
+"""On a GPU a kernel tells bytes by its seconds if it takes so many launches, and these seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,7 @@ from rooftrace._shown import Shown, short
 from rooftrace.costmodels.execution import ExecutionModel
 from rooftrace.costmodels.knobs import Knobs, dump_knobs, load_knobs
 from rooftrace.costmodels.planning import plan
+from rooftrace.errors import ProfileError
 from rooftrace.hardware import Chip
 from rooftrace.measured.factors import MeasuredFactors, StepBytes
 from rooftrace.measured.fit.cases import (
@@ -30,17 +31,19 @@ from rooftrace.measured.fit.traffic import (
     SteppedPlan,
     measured_factors,
     of_alignment,
+    of_fused,
     of_ops,
     on_its_kernels,
     seconds_by_op,
     stepped,
     sustained,
 )
+from rooftrace.measured.fused import FusedStep, fused
 from rooftrace.measured.pairing import (
     Graphs,
     MeasuredRequestError,
     MeasuredStep,
-    best_match,
+    matching,
     read_measured,
     steps_of,
 )
@@ -289,11 +292,14 @@ def _of_operations(run: Run, wanted: _Wanted, failures: dict[str, str]) -> list[
 
 def _of_trace(trace: Trace, graphs_of: Callable[[], Graphs] | None, wanted: _Wanted) -> Calibration:
     """Knobs from the kernels of one trace; equal kernels are left out together."""
-    match = best_match(trace, graphs_of, wanted.chip, wanted.model, wanted.tell)
+    device = next(iter(trace.devices.values()), wanted.chip.name)
+    if wanted.model.fusion != "none":
+        return _of_compiled_trace(trace, graphs_of, wanted, device)
+    match = matching.best_match(trace, graphs_of, wanted.chip, wanted.model, wanted.tell)
     priced = match.estimate
     planned, aligned = priced.plan, match.alignment
     bytes_of = of_alignment(aligned, planned, wanted.ground)
-    wanted = wanted.with_traffic([bytes_of], next(iter(trace.devices.values()), wanted.chip.name))
+    wanted = wanted.with_traffic([bytes_of], device)
     planned = plan(planned.source, wanted.model)
     cases = kernel_cases(planned, wanted.chip, of_ops(planned, aligned.seconds), priced.phase)
     if not cases:
@@ -301,6 +307,32 @@ def _of_trace(trace: Trace, graphs_of: Callable[[], Graphs] | None, wanted: _Wan
             f"{trace.source or 'the trace'}: no kernel of it is long enough to fit to"
         )
     return _of_kernels(cases, wanted, len(priced.plan.groups), {})
+
+
+def _of_compiled_trace(
+    trace: Trace, graphs_of: Callable[[], Graphs] | None, wanted: _Wanted, device: str
+) -> Calibration:
+    """Knobs from the kernels of a compiled step, whose ops are told by the names of kernels."""
+    steps: list[FusedStep] = []
+    errors_of: list[ProfileError] = []
+    for phase, graph in matching.graphs_of_trace(trace, graphs_of).items():
+        wanted.tell(f"aligning with {phase}")
+        try:
+            steps.append(fused(trace, graph))
+        except ProfileError as error:
+            errors_of.append(error)
+    if not steps:
+        raise errors_of[0]
+    best = max(steps, key=lambda step: step.coverage)
+    kernels, title = of_fused(best), best.detected.source.title
+    wanted = wanted.with_traffic([kernels.bytes(title, wanted.ground)], device)
+    ran = on_its_kernels(kernels, wanted.start)
+    cases = kernel_cases(ran, wanted.chip, kernels.seconds, best.detected.source.phase)
+    if not cases:
+        raise MeasuredRequestError(
+            f"{trace.source or 'the trace'}: no kernel of it is long enough to fit to"
+        )
+    return _of_kernels(cases, wanted, len(kernels.ran.groups), {})
 
 
 def _of_kernels(

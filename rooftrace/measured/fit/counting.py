@@ -9,7 +9,7 @@ from rooftrace.costmodels.planning import Plan
 from rooftrace.errors import ProfileError
 from rooftrace.hardware.units import format_share
 from rooftrace.measured.alignment import keys
-from rooftrace.measured.runs import ModelRow
+from rooftrace.measured.fused import KernelTime
 from rooftrace.measured.tables import KernelCounters
 
 _LEAST = 0.5
@@ -17,15 +17,15 @@ _LEAST = 0.5
 
 
 def counted_kernels(
-    row: ModelRow, ran: Plan, counters: Sequence[KernelCounters]
+    calls: Sequence[KernelTime], ran: Plan, counters: Sequence[KernelCounters], source: str
 ) -> list[float | None]:
     """The bytes of each group of `ran` by counters; None where a kernel of it has none.
 
-    Kernels that the compiler wrote are matched in order by name.  A call of a library has what was
-    launched between two of them, if it is the only one there, or if there are as many launches as
-    calls.  Raises ProfileError where less than half of the compiler's kernels have counters.
+    calls: those of the step that ran as `ran`.  source: the file of the counters.  Kernels that the
+    compiler wrote are matched in order by name.  A call of a library has what was launched between
+    two of them, if it is the only one there, or if there are as many launches as calls.  Raises
+    ProfileError where less than half of the compiler's kernels have counters.
     """
-    calls = list(row.kernels)
     have = [(keys.base_name(kernel.name), ()) for kernel in calls]
     wanted = [(keys.base_name(launch.name), ()) for launch in counters]
     pairs = keys.common(have, wanted)
@@ -34,9 +34,9 @@ def counted_kernels(
     if len(known) < _LEAST * len(written):
         first = next(calls[number].name for number in written if number not in known)
         raise ProfileError(
-            f"the counters have {format_share(len(known) / len(written))} of the {len(written):,} "
-            f"kernels that the compiler wrote for {row.key!r}; the first that is not there in "
-            f"order: {first}: count the step that was measured"
+            f"{source}: {format_share(len(known) / len(written))} of the {len(written):,} kernels "
+            f"that the compiler wrote are there in order; the first that is not: {first}: count "
+            "the step that was measured"
         )
     moved: dict[int, float] = {a: float(counters[b].bytes) for a, b in pairs}
     for mine, other in keys.gaps(pairs, len(calls), len(counters)):
@@ -45,14 +45,16 @@ def counted_kernels(
             moved[mine[0]] = sum(sizes)
         elif len(mine) == len(sizes):
             moved.update(zip(mine, sizes, strict=True))
-    return _by_group(row, ran, moved)
+    return _by_group(calls, ran, moved)
 
 
-def _by_group(row: ModelRow, ran: Plan, moved: dict[int, float]) -> list[float | None]:
+def _by_group(
+    calls: Sequence[KernelTime], ran: Plan, moved: dict[int, float]
+) -> list[float | None]:
     group_of = {op: number for number, group in enumerate(ran.groups) for op in group.ops}
     sums: dict[int, float] = defaultdict(float)
     unknown: set[int] = set()
-    for number, kernel in enumerate(row.kernels):
+    for number, kernel in enumerate(calls):
         for op in (kernel.ops or kernel.parts)[:1]:
             group = group_of.get(op)
             if group is None:

@@ -20,7 +20,7 @@ from rooftrace.measured.factors import (
     step_bytes,
 )
 from rooftrace.measured.fit.counting import counted_kernels
-from rooftrace.measured.fused import FusedStep, fused
+from rooftrace.measured.fused import FusedStep, KernelTime, fused
 from rooftrace.measured.hwcounters import MemoryCount
 from rooftrace.measured.pairing import MeasuredRequestError, MeasuredStep
 from rooftrace.measured.runs import ModelRow, Run
@@ -127,13 +127,14 @@ class SteppedPlan:
     ran: Plan
     detected: Plan
     seconds: Sequence[float | None]  # by group of `ran`, all times that it ran
-    row: ModelRow | None = None
+    calls: Sequence[KernelTime] = ()  # of a compiled step, in launch order
 
     def bytes(self, name: str, ground: Ground) -> StepBytes:
         """The bytes of its kernels."""
         by_kernel: Sequence[float | None] = ()
-        if ground.counted.kernels and self.row is not None:
-            by_kernel = counted_kernels(self.row, self.ran, ground.counted.kernels)
+        counted = ground.counted
+        if counted.kernels and self.calls:
+            by_kernel = counted_kernels(self.calls, self.ran, counted.kernels, counted.source)
         return self.counted(name, ground, by_kernel)
 
     def counted(
@@ -166,16 +167,16 @@ def stepped(step: MeasuredStep, graph: OpGraph, model: ExecutionModel) -> Steppe
     if row is None:
         return None
     if row.kernels and model.fusion != "none":
-        return of_fused(fused(row, graph), row)
+        return of_fused(fused(row, graph))
     if row.source != "replay" or model.fusion != "none":
         return None
     planned = plan(graph, model)
-    return SteppedPlan(planned, planned, of_ops(planned, seconds_by_op(row)), row)
+    return SteppedPlan(planned, planned, of_ops(planned, seconds_by_op(row)))
 
 
-def of_fused(step: FusedStep, row: ModelRow | None = None) -> SteppedPlan:
+def of_fused(step: FusedStep) -> SteppedPlan:
     """The kernels of a compiled step."""
-    return SteppedPlan(step.measured, step.detected, step.group_seconds, row)
+    return SteppedPlan(step.measured, step.detected, step.group_seconds, step.kernels)
 
 
 def of_alignment(alignment: Alignment, planned: Plan, ground: Ground) -> StepBytes:

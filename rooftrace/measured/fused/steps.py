@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Protocol
 
 from rooftrace._shown import short
@@ -18,7 +19,12 @@ from rooftrace.hardware.units import format_share, format_time, format_traffic, 
 from rooftrace.measured.fused.agreement import Agreement, tangles
 from rooftrace.measured.fused.kerneltimes import KernelTime
 from rooftrace.measured.fused.matching import is_launched
+from rooftrace.measured.fused.naming import times_by_names
+from rooftrace.measured.traces import Trace, read_trace
 from rooftrace.tracer.graph import OpGraph
+
+_BY = {"provenance": "as the compiler noted", "names": "inferred by the names of kernels"}
+"""How the ops of each kernel are known, in words."""
 
 
 class _Row(Protocol):
@@ -64,6 +70,7 @@ class FusedStep:
 
     detected: Plan  # as the execution model `compiled` groups it
     kernels: tuple[KernelTime, ...]  # in launch order
+    by: str = "provenance"  # what the compiler noted; "names": by the names of kernels alone
 
     @property
     def seconds(self) -> float:
@@ -187,8 +194,8 @@ class FusedStep:
         return (
             f"{self.detected.source.title}, compiled: {plural(len(self.kernels), 'call')} "
             f"({written} of kernels that the compiler wrote) in {format_time(self.seconds)}, "
-            f"{format_share(self.coverage)} of it in ops of the graph; detected kernels agree by "
-            f"F1 {score.f1:.2f}, adjusted Rand index {score.rand:.2f} over "
+            f"{format_share(self.coverage)} of it in ops of the graph, {_BY[self.by]}; detected "
+            f"kernels agree by F1 {score.f1:.2f}, adjusted Rand index {score.rand:.2f} over "
             f"{plural(score.ops, 'op')}; {format_traffic(self.measured.bytes.total)} of HBM in the "
             f"measured kernels, {format_traffic(self.detected.bytes.total)} in the detected ones, "
             f"{format_traffic(self.unfused.bytes.total)} unfused (activations "
@@ -196,18 +203,31 @@ class FusedStep:
         )
 
 
-def fused(row: _Row, graph: OpGraph) -> FusedStep:
+def fused(step: _Row | Trace | str | Path, graph: OpGraph) -> FusedStep:
     """The kernels of a compiled step that was measured, beside the graph of the same step.
 
-    row: of `rooftrace.measure(..., compiled=True)`.  graph: of `rooftrace.trace` with the same
-    arguments.  Raises ProfileError for a row without kernels, and for the graph of another step.
+    step: a row of `rooftrace.measure(..., compiled=True)`, for which the compiler noted which ops
+    are in each kernel; or a trace of torch.profiler, or the path of its file: ops are then told by
+    the names and the order of kernels, and what these cannot tell has no ops.  graph: of
+    `rooftrace.trace` with the same arguments.  Raises ProfileError for a row without kernels, for
+    the graph of another step, and for a trace in which no kernel has an op of the graph.
     """
+    detected = plan(graph.expand(), execution_model("compiled"))
+    if isinstance(step, (str, Path)):
+        step = read_trace(step)
+    if isinstance(step, Trace):
+        return FusedStep(detected=detected, kernels=times_by_names(step, detected), by="names")
+    _check(step, detected)
+    return FusedStep(detected=detected, kernels=step.kernels)
+
+
+def _check(row: _Row, detected: Plan) -> None:
+    """Raise ProfileError for a row without kernels, or of another graph."""
     if not row.kernels:
         raise ProfileError(
             f"{row.key}: {row.note or 'no kernels were measured'}; measure with "
             "rooftrace.measure(module, ..., compiled=True), under torch 2.11 or later"
         )
-    detected = plan(graph.expand(), execution_model("compiled"))
     ops = detected.graph.ops
     for kernel in row.kernels:
         for op, target in zip(kernel.ops, kernel.targets, strict=True):
@@ -218,7 +238,6 @@ def fused(row: _Row, graph: OpGraph) -> FusedStep:
                     f"{there} in the graph; trace the module, the sizes and the phase that were "
                     "measured, with the same release of rooftrace"
                 )
-    return FusedStep(detected=detected, kernels=row.kernels)
 
 
 def _bytes_of(role: str, planned: Plan) -> int:

@@ -1,6 +1,4 @@
-from rooftrace.measured.pairing.matching import (
-    best_match as best_match,
-)
+from rooftrace.measured.pairing import matching as matching
 from rooftrace.measured.pairing.reading import (
     Graphs as Graphs,
     MeasuredRequestError as MeasuredRequestError,

@@ -35,13 +35,7 @@ def best_match(
     graphs_of: makes the graphs by phase of the code that ran.  Raises MeasuredRequestError without
     it, and ProfileError where the trace matches no graph.
     """
-    if graphs_of is None:
-        raise MeasuredRequestError(
-            f"{trace.source or 'the trace'}: a trace does not say what ran: name it with "
-            "--target, and its sizes with --batch, --seq, --phase (in Python: "
-            "target=rooftrace.trace(model, x))"
-        )
-    graphs = graphs_of()
+    graphs = graphs_of_trace(trace, graphs_of)
     best: Match | None = None
     errors: list[ProfileError] = []
     for phase, graph in graphs.items():
@@ -56,8 +50,20 @@ def best_match(
             best = Match(priced, alignment, tuple(graphs))
     if best is not None:
         return best
-    if not errors:
-        raise MeasuredRequestError(f"{trace.source}: the target has no graph to set it beside")
     if len(errors) == 1:
         raise errors[0]
     raise ProfileError(f"{errors[0]} (tried {units.listed(list(graphs))}; this is of the first)")
+
+
+def graphs_of_trace(trace: Trace, graphs_of: Callable[[], Graphs] | None) -> Graphs:
+    """The graphs by phase of the code that ran; MeasuredRequestError without any."""
+    if graphs_of is None:
+        raise MeasuredRequestError(
+            f"{trace.source or 'the trace'}: a trace does not say what ran: name it with "
+            "--target, and its sizes with --batch, --seq, --phase (in Python: "
+            "target=rooftrace.trace(model, x))"
+        )
+    graphs = graphs_of()
+    if not graphs:
+        raise MeasuredRequestError(f"{trace.source}: the target has no graph to set it beside")
+    return graphs

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rooftrace.measured.alignment import keys
 from rooftrace.measured.fused import compiled
 
 _STEP = re.compile(r"[A-Za-z_]\w*|\d+")
@@ -184,7 +185,14 @@ class _Noted:
         for name, parts in listed:
             shown = compiled.call_name(name)
             if "::" in shown:  # a library's: what stands before it only fed it
-                parts = sorted(parts, key=lambda part: place.get(part, -1))[-1:]
+                own = keys.common_name(shown)
+                parts = sorted(
+                    parts,
+                    key=lambda part: (
+                        part in op_of and keys.common_name(ops[op_of[part]].name) == own,
+                        place.get(part, -1),
+                    ),
+                )[-1:]
             counts = Counter(op_of[part] for part in parts if part in op_of)
             kernels.append(compiled.CompiledKernel(shown, dict(counts)))
         return compiled.CompiledGraph(tuple(ops), tuple(kernels))

@@ -171,10 +171,7 @@ def _kernels(
         state = step.ready()
         with profiler(bench) as recorded:
             bench.wall(lambda: step.run(state))
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "step.json"
-            recorded.export_chrome_trace(str(path))
-            return kernel_times(read_trace(path), noted.graphs(), compiled)
+        return _recorded_kernels(recorded, noted, compiled)
 
     profiles = [once()]
     begin = time.perf_counter()
@@ -192,6 +189,16 @@ def _medians(profiles: Sequence[tuple[KernelTime, ...]]) -> tuple[KernelTime, ..
         replace(kernels[0], seconds=statistics.median(kernel.seconds for kernel in kernels[1:]))
         for kernels in zip(quickest, *equal, strict=True)
     )
+
+
+def _recorded_kernels(
+    recorded: Any, noted: Compilations, compiled: OpGraph
+) -> tuple[KernelTime, ...]:
+    """The kernels of the step that a profiler recorded, each with its ops."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "step.json"
+        recorded.export_chrome_trace(str(path))
+        return kernel_times(read_trace(path), noted.graphs(), compiled)
 
 
 def profiled_step(
@@ -295,13 +302,36 @@ class StepTimer:
     The first ones warm up; the next is profiled, where that was asked for; the rest are timed.
     """
 
-    def __init__(self, name: str, device: str, profile: bool, compiled: bool) -> None:
+    def __init__(
+        self, name: str, device: str, profile: bool, compiled: bool, graph: OpGraph | None
+    ) -> None:
         self._name, self._profile, self._compiled = name, profile, compiled
+        self._graph = graph
+        self._noted: Compilations | None = None  # of modules that were compiled here
         self._bench = Bench(torch.device(device), 1.0, lambda line: None)
         self._count = 0
         self._seconds: list[float] = []
         self._profile_fields: dict[str, Any] = {}
         self._run: Run | None = None
+
+    def compile(self, module: Callable[..., _T], **settings: Any) -> Callable[..., _T]:
+        """`torch.compile(module, **settings)`, so that the profiled step knows its kernels' ops.
+
+        Without caches of earlier compilations.  Raises RequestError for steps that are not said to
+        be compiled, and for a `mode`: its options do the same.
+        """
+        if not self._compiled:
+            raise RequestError("steps.compile(...): expected measuring(..., compiled=True)")
+        if settings.get("mode") is not None:
+            raise RequestError(
+                f"steps.compile(..., mode={settings['mode']!r}): torch.compile takes a mode or "
+                "options, and these are used here; pass "
+                f"options=torch._inductor.list_mode_options({settings['mode']!r})"
+            )
+        self._noted = self._noted or Compilations()
+        options = {**(settings.pop("options", None) or {}), **self._noted.options}
+        compiled: Callable[..., _T] = torch.compile(module, options=options or None, **settings)
+        return compiled
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
@@ -333,6 +363,20 @@ class StepTimer:
             "source": "profiler",
             "ops": profile.ops,
         }
+        if self._noted is not None and self._graph is not None and not self._unknown():
+            compiled = plan(self._graph.expand(), execution_model("compiled")).graph
+            kernels = _recorded_kernels(recorded, self._noted, compiled)
+            self._profile_fields["kernels"] = kernels
+
+    def _unknown(self) -> str:
+        """Why the kernels of a compiled step are not known; "" where they are."""
+        if not self._profile:
+            return "no step was profiled"
+        if self._noted is None:
+            return "compile the module inside the block, with steps.compile(module)"
+        if self._graph is None:
+            return "pass the graph of the step, measuring(..., graph=rooftrace.trace(...))"
+        return self._noted.trouble
 
     @property
     def run(self) -> Run:
@@ -354,6 +398,7 @@ class StepTimer:
         if self._bench.on_cuda:
             peak = int(torch.cuda.max_memory_allocated(self._bench.device))
             resident = int(torch.cuda.memory_allocated(self._bench.device))
+        unknown = self._unknown() if self._compiled else ""
         row = ModelRow(
             key=ModelRow.key_of(self._name, "step", mode, {}),
             model=self._name,
@@ -363,6 +408,7 @@ class StepTimer:
             seconds=tuple(self._seconds),
             peak_bytes=peak,
             resident_bytes=resident,
+            note=f"kernels are not known: {unknown}" if unknown else "",
             **self._profile_fields,
         )
         self._run = run_of(self._bench.device, row)
@@ -370,7 +416,11 @@ class StepTimer:
 
 @contextlib.contextmanager
 def measuring(
-    name: str = "step", device: str | None = None, profile: bool = True, compiled: bool = False
+    name: str = "step",
+    device: str | None = None,
+    profile: bool = True,
+    compiled: bool = False,
+    graph: OpGraph | None = None,
 ) -> Iterator[StepTimer]:
     """Time steps of your own: any code, as often as you run it.
 
@@ -382,9 +432,14 @@ def measuring(
 
     The first two steps warm up, the third goes through the profiler (profile=False: none does), the
     rest are timed.  device: the device whose work ends a step; default cuda where there is one.
-    compiled: whether the run says "compiled" or "eager".  Raises RequestError at the end where
-    no step was timed.
+    compiled: whether the run says "compiled" or "eager".  graph: of a compiled step; where the
+    module is compiled inside the block, with `model = steps.compile(model)`, the row has the
+    kernels of that step, which `rooftrace.fused` sets beside this graph, and else its `note` says
+    why not.  Raises RequestError at the end where no step was timed, and for a graph of a step that
+    is not compiled.
     """
-    steps = StepTimer(name, device or devices.default_device(), profile, compiled)
+    if graph is not None and not compiled:
+        raise RequestError("measuring(..., graph=...): expected compiled=True with it")
+    steps = StepTimer(name, device or devices.default_device(), profile, compiled, graph)
     yield steps
     steps.close()

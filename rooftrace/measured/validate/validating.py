@@ -16,7 +16,7 @@ from rooftrace.measured.pairing import (
     Graphs,
     MeasuredRequestError,
     MeasuredStep,
-    best_match,
+    matching,
     read_measured,
     steps_of,
 )
@@ -217,7 +217,7 @@ def validate_trace(
     where the trace or the counters match none of them.
     """
     counts = None if counters is None else counts_of(os.fspath(counters), "counters")
-    match = best_match(trace, graphs_of, chip, model, tell)
+    match = matching.best_match(trace, graphs_of, chip, model, tell)
     priced, alignment = match.estimate, match.alignment
     graph, trace = priced.graph, alignment.trace  # with the steps that were told apart
     label = f"{graph.model.get('name') or 'model'} {graph.phase}"

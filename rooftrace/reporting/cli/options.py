@@ -131,7 +131,7 @@ def measured_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def calibration_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The same, with a chip that may be measured, and an execution that a run says itself."""
+    """--chip and --execution, which a run says itself, --target, --trust-targets."""
     return _with(
         command,
         click.option(

@@ -1,0 +1,252 @@
+"""The kernels of a compiled step and their ops, by the names of the kernels alone.
+
+This is for a trace of which nobody noted what the compiler made.  What names and the flow of
+tensors cannot tell stays without ops.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from rooftrace.costmodels.planning import Plan
+from rooftrace.costmodels.registry import find_rule
+from rooftrace.errors import ProfileError
+from rooftrace.measured.alignment import keys
+from rooftrace.measured.fused import anchors
+from rooftrace.measured.fused.dataflow import Dataflow
+from rooftrace.measured.fused.kerneltimes import KernelTime
+from rooftrace.measured.fused.placing import NamedKernel, PlacedOp, Placing
+from rooftrace.measured.fused.stepcalls import (
+    StepCall,
+    StepWalk,
+    calls_beside,
+    merged,
+    stored_gradients,
+)
+from rooftrace.measured.fused.words import (
+    Vocabulary,
+    is_generated,
+    plain_name,
+    words_of,
+)
+from rooftrace.measured.traces import Trace, TraceStep
+from rooftrace.tracer.graph import OpGraph
+
+_PRODUCTS = frozenset({"aten.mm", "aten.bmm"})
+"""Products that a library also makes with a sum: "aten::addmm"."""
+_NEAR = 64
+"""As many ops of one name, on either side, may a kernel compute a part of."""
+_LATER = frozenset({"backward", "recompute", "optimizer"})
+"""Parts of a graph that run after its forward."""
+
+
+def times_by_names(trace: Trace, detected: Plan) -> tuple[KernelTime, ...]:
+    """The calls of a step of `trace`, in order: what they took, and their ops in the plan's graph.
+
+    detected: the graph of the step as the execution model `compiled` runs it.  Of several steps it
+    is the one of median time.  Raises ProfileError where no call has an op of the graph.
+    """
+    graph, step = detected.graph, _typical(trace)
+    written = frozenset(
+        plain_name(name)
+        for names in (trace.ops.names, trace.kernels.names)
+        for name in names.items
+        if is_generated(name)
+    )
+    called = [call for call in StepWalk(trace, written, frozenset()).of(step) if _is_inside(call)]
+    placing = _placed(called, Dataflow.of(graph), detected)
+    left = [graph.ops[op] for op in placing.flow.ops if op not in placing.home]
+    wanted = [keys.key_of_op(graph, op) for op in left]
+    listed = StepWalk(trace, written, frozenset(wanted)).of(step)
+    inside = [number for number, call in enumerate(listed) if _is_inside(call)]
+    home = {op: inside[place] for op, place in placing.home.items()}
+    beside, pieces = calls_beside(listed, left, wanted)
+    pieces |= stored_gradients(listed, beside, graph)
+    for op, reader in merged(graph, home, frozenset(beside.values())):
+        home[op] = home[reader]
+    ops: list[list[int]] = [[] for _ in listed]
+    for op, number in (*home.items(), *((op, number) for number, op in beside.items())):
+        ops[number].append(op)
+    pieces |= {
+        inside[place]: op for place, op in _partial(placing, called) if not ops[inside[place]]
+    }
+    if not any(ops):
+        raise ProfileError(
+            f"{trace.source}: no call of step {step.name} is of an op of {graph.title}; trace the "
+            "module, the sizes and the phase of this step; on a CPU compile it with "
+            'torch.compile(..., options={"cpp.enable_kernel_profile": True})'
+        )
+    return tuple(
+        KernelTime(
+            name=plain_name(call.name),
+            seconds=call.seconds,
+            ops=tuple(sorted(own)),
+            targets=tuple(graph.ops[op].target for op in sorted(own)),
+            parts=(pieces[number],) if number in pieces else (),
+            compiled=_is_inside(call),
+        )
+        for number, (call, own) in enumerate(zip(listed, ops, strict=True))
+    )
+
+
+def _reduces(target: str) -> bool:
+    """Whether nothing that reads an op can compute it again by itself."""
+    rule = find_rule(target)
+    return rule is None or rule.fusion not in ("pointwise", "gather")
+
+
+def _is_inside(call: StepCall) -> bool:
+    return call.inside or is_generated(call.name)
+
+
+def _typical(trace: Trace) -> TraceStep:
+    """The step of median time."""
+    if not trace.steps:
+        raise ProfileError(f"{trace.source}: no step in the trace")
+    middle = statistics.median_low(step.seconds for step in trace.steps)
+    return next(step for step in trace.steps if step.seconds == middle)
+
+
+def _placed(called: Sequence[StepCall], flow: Dataflow, detected: Plan) -> Placing:
+    """The kernels of ops among these calls, by their places."""
+    graph = detected.graph
+    vocabulary = Vocabulary(graph.ops)
+    kernels = [_named(call, vocabulary) for call in called]
+    library = [kernel.library for kernel in kernels]
+    mates = {op: frozenset(group.ops) - {op} for group in detected.groups for op in group.ops}
+    turn, last = _first_of_backward(called, kernels), len(called) - 1
+    forward, later = ((0, turn - 1), (turn, last)) if 0 < turn <= last else ((0, last), (0, last))
+    ops: dict[int, PlacedOp] = {}
+    for number in flow.ops:
+        op = graph.ops[number]
+        ops[number] = PlacedOp(
+            words=words_of(op),
+            limits=later if op.part in _LATER else forward,
+            mates=mates.get(number, frozenset()),
+            sizes=frozenset(math.prod(graph.values[value].shape) for value in op.outputs),
+            reduces=_reduces(op.target),
+        )
+    placing = Placing(flow, kernels, ops)
+    for place, number in _anchored(called, library, flow, graph, turn):
+        placing.put(number, place)
+        if graph.ops[number].name in _PRODUCTS and "add" in called[place].name:
+            sums = (op for op in flow.readers[number] if graph.ops[op].name == "aten.add")
+            joined = min(sums, default=None)  # the library adds the product to what is there
+            if joined is not None and joined not in placing.home:
+                placing.put(joined, place)
+    placing.run()
+    # What is cheap is computed in the backward alone, where only the backward reads it.
+    placing.ops = {op: replace(own, limits=(own.limits[0], last)) for op, own in ops.items()}
+    placing.run()
+    return placing
+
+
+def _named(call: StepCall, vocabulary: Vocabulary) -> NamedKernel:
+    generated = is_generated(call.name)
+    return NamedKernel(
+        vocabulary.words(call.name),
+        library=not generated,
+        applies="_poi_fused" in call.name,
+        sizes=frozenset(map(math.prod, call.shapes)) if generated else frozenset(),
+    )
+
+
+def _anchored(
+    called: Sequence[StepCall],
+    library: Sequence[bool],
+    flow: Dataflow,
+    graph: OpGraph,
+    turn: int,
+) -> Iterator[tuple[int, int]]:
+    """(place, op) of calls into libraries.
+
+    turn: where the backward begins; where that is known it is matched by itself.
+    """
+    shown, split = any(call.shapes for call in called), 0 < turn < len(called)
+    for backward in (False, True) if split else (False,):
+        have = [
+            (place, _key(call) if shown else (anchors.kernel_family(call.name), ()))
+            for place, call in enumerate(called)
+            if library[place]
+            and (split and place >= turn) == backward
+            and not _continues(called, place)
+        ]
+        wanted: list[tuple[int, keys.Key]] = []
+        for number in flow.ops:
+            op = graph.ops[number]
+            if (split and op.part in _LATER) == backward:
+                name = op.name.replace(".", "::", 1)
+                key = anchors.operands(name, keys.key_of_op(graph, op)[1])
+                wanted.append((number, key if shown else (key[0], ())))
+        yield from anchors.paired(have, wanted).items()
+
+
+def _key(call: StepCall) -> keys.Key:
+    if call.bare:
+        return anchors.kernel_family(call.name), ()
+    return anchors.operands(call.name, call.shapes)
+
+
+def _continues(called: Sequence[StepCall], place: int) -> bool:
+    """Whether a kernel that no op of the host names belongs to the call of the one before it."""
+    call, before = called[place], called[place - 1] if place else None
+    if before is None or not (call.bare and before.bare) or is_generated(before.name):
+        return False
+    family = anchors.kernel_family(call.name)
+    if family == "convolution_backward" and call.name != before.name:
+        return anchors.kernel_family(before.name) == family and not _continues(called, place - 1)
+    return not family
+
+
+def _first_of_backward(called: Sequence[StepCall], kernels: Sequence[NamedKernel]) -> int:
+    """The place of the first kernel of the backward; behind the last where there is none.
+
+    Where the trace does not say, the numbers of kernels begin again there.
+    """
+    marked = next((place for place, call in enumerate(called) if call.backward), None)
+    if marked is not None:
+        return marked
+    seen: set[str] = set()
+    highest, turn = -1, len(called)
+    for place, (call, kernel) in enumerate(zip(called, kernels, strict=True)):
+        if kernel.words.number is None or call.name in seen:
+            continue
+        seen.add(call.name)
+        if kernel.words.number <= highest:
+            turn, highest = place, -1
+        highest = max(highest, kernel.words.number)
+    return turn
+
+
+def _partial(placing: Placing, called: Sequence[StepCall]) -> Iterator[tuple[int, int]]:
+    """(place, op) of kernels that compute a part of an op for another one, or again.
+
+    Its name lists the op, and it runs after what makes the operands of the op; of several it is the
+    one whose kernel is nearest.  A library's kernel may also go on with what the one before began.
+    """
+    windows, home = placing.windows(), placing.home
+    op_of = {place: op for op, place in home.items()}
+    listing: dict[str, list[tuple[int, int]]] = defaultdict(list)
+    for op, place in sorted(home.items(), key=lambda pair: pair[1]):
+        for word in placing.ops[op].words:
+            listing[word].append((place, op))
+    for place, kernel in enumerate(placing.kernels):
+        if place in op_of:
+            continue
+        if kernel.library and _continues(called, place) and place - 1 in op_of:
+            op_of[place] = op_of[place - 1]
+            yield place, op_of[place]
+            continue
+        near: list[tuple[int, int]] = []
+        for word in kernel.words.words:
+            at = bisect_left(listing[word], (place, 0))
+            for other, op in listing[word][max(0, at - _NEAR) : at + _NEAR]:
+                if all(windows.first[maker] <= place for maker in placing.flow.makers[op]):
+                    near.append((abs(other - place), op))
+        if near:
+            yield place, min(near)[1]
