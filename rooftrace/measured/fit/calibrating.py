@@ -11,7 +11,6 @@ from rooftrace._shown import Shown, short
 from rooftrace.costmodels.execution import ExecutionModel
 from rooftrace.costmodels.knobs import Knobs, dump_knobs, load_knobs
 from rooftrace.costmodels.planning import plan
-from rooftrace.errors import ProfileError
 from rooftrace.hardware import Chip
 from rooftrace.measured.factors import MeasuredFactors, StepBytes
 from rooftrace.measured.fit.cases import (
@@ -38,7 +37,7 @@ from rooftrace.measured.fit.traffic import (
     stepped,
     sustained,
 )
-from rooftrace.measured.fused import FusedStep, fused
+from rooftrace.measured.fused import is_compiled
 from rooftrace.measured.pairing import (
     Graphs,
     MeasuredRequestError,
@@ -293,7 +292,7 @@ def _of_operations(run: Run, wanted: _Wanted, failures: dict[str, str]) -> list[
 def _of_trace(trace: Trace, graphs_of: Callable[[], Graphs] | None, wanted: _Wanted) -> Calibration:
     """Knobs from the kernels of one trace; equal kernels are left out together."""
     device = next(iter(trace.devices.values()), wanted.chip.name)
-    if wanted.model.fusion != "none":
+    if wanted.model.fusion != "none" and is_compiled(trace):
         return _of_compiled_trace(trace, graphs_of, wanted, device)
     match = matching.best_match(trace, graphs_of, wanted.chip, wanted.model, wanted.tell)
     priced = match.estimate
@@ -313,17 +312,7 @@ def _of_compiled_trace(
     trace: Trace, graphs_of: Callable[[], Graphs] | None, wanted: _Wanted, device: str
 ) -> Calibration:
     """Knobs from the kernels of a compiled step, whose ops are told by the names of kernels."""
-    steps: list[FusedStep] = []
-    errors_of: list[ProfileError] = []
-    for phase, graph in matching.graphs_of_trace(trace, graphs_of).items():
-        wanted.tell(f"aligning with {phase}")
-        try:
-            steps.append(fused(trace, graph))
-        except ProfileError as error:
-            errors_of.append(error)
-    if not steps:
-        raise errors_of[0]
-    best = max(steps, key=lambda step: step.coverage)
+    best, _ = matching.best_fused(trace, graphs_of, wanted.tell)
     kernels, title = of_fused(best), best.detected.source.title
     wanted = wanted.with_traffic([kernels.bytes(title, wanted.ground)], device)
     ran = on_its_kernels(kernels, wanted.start)

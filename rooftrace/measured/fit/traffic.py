@@ -19,8 +19,7 @@ from rooftrace.measured.factors import (
     byte_factors,
     step_bytes,
 )
-from rooftrace.measured.fit.counting import counted_kernels
-from rooftrace.measured.fused import FusedStep, KernelTime, fused
+from rooftrace.measured.fused import FusedStep, fused
 from rooftrace.measured.hwcounters import MemoryCount
 from rooftrace.measured.pairing import MeasuredRequestError, MeasuredStep
 from rooftrace.measured.runs import ModelRow, Run
@@ -127,14 +126,14 @@ class SteppedPlan:
     ran: Plan
     detected: Plan
     seconds: Sequence[float | None]  # by group of `ran`, all times that it ran
-    calls: Sequence[KernelTime] = ()  # of a compiled step, in launch order
+    compiled: FusedStep | None = None
 
     def bytes(self, name: str, ground: Ground) -> StepBytes:
         """The bytes of its kernels."""
         by_kernel: Sequence[float | None] = ()
         counted = ground.counted
-        if counted.kernels and self.calls:
-            by_kernel = counted_kernels(self.calls, self.ran, counted.kernels, counted.source)
+        if counted.kernels and self.compiled is not None:
+            by_kernel = self.compiled.counted(counted.kernels, counted.source)
         return self.counted(name, ground, by_kernel)
 
     def counted(
@@ -176,7 +175,7 @@ def stepped(step: MeasuredStep, graph: OpGraph, model: ExecutionModel) -> Steppe
 
 def of_fused(step: FusedStep) -> SteppedPlan:
     """The kernels of a compiled step."""
-    return SteppedPlan(step.measured, step.detected, step.group_seconds, step.kernels)
+    return SteppedPlan(step.measured, step.detected, step.group_seconds, step)
 
 
 def of_alignment(alignment: Alignment, planned: Plan, ground: Ground) -> StepBytes:

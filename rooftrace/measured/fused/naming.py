@@ -94,6 +94,12 @@ def times_by_names(trace: Trace, detected: Plan) -> tuple[KernelTime, ...]:
     )
 
 
+def is_compiled(trace: Trace) -> bool:
+    """Whether a trace has kernels that Inductor wrote."""
+    names = (*trace.ops.names.items, *trace.kernels.names.items)
+    return any(map(is_generated, names))
+
+
 def _reduces(target: str) -> bool:
     """Whether nothing that reads an op can compute it again by itself."""
     rule = find_rule(target)

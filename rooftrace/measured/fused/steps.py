@@ -17,9 +17,11 @@ from rooftrace.costmodels.traffic import bytes_by_role
 from rooftrace.errors import ProfileError
 from rooftrace.hardware.units import format_share, format_time, format_traffic, plural
 from rooftrace.measured.fused.agreement import Agreement, tangles
+from rooftrace.measured.fused.counting import counted_kernels
 from rooftrace.measured.fused.kerneltimes import KernelTime
 from rooftrace.measured.fused.matching import is_launched
 from rooftrace.measured.fused.naming import times_by_names
+from rooftrace.measured.tables import KernelCounters
 from rooftrace.measured.traces import Trace, read_trace
 from rooftrace.tracer.graph import OpGraph
 
@@ -118,6 +120,16 @@ class FusedStep:
             for op in (kernel.ops or kernel.parts)[:1]:
                 sums[group_of[op]] += kernel.seconds
         return [sums.get(number) for number in range(len(groups))]
+
+    def counted(
+        self, counters: Sequence[KernelCounters], source: str = "the counters"
+    ) -> list[float | None]:
+        """DRAM bytes of each group of `measured`, by a profiler's counters of the same step.
+
+        None of a group with a kernel that was not counted.  Raises ProfileError for counters in
+        which less than half of the compiler's kernels are.
+        """
+        return counted_kernels(self.kernels, self.measured, counters, source)
 
     @property
     def activation_fusion(self) -> float:

@@ -10,6 +10,7 @@ from rooftrace.costmodels.execution import ExecutionModel
 from rooftrace.errors import ProfileError
 from rooftrace.hardware import Chip, units
 from rooftrace.measured.alignment import Alignment, align
+from rooftrace.measured.fused import FusedStep, fused
 from rooftrace.measured.pairing.reading import Graphs, MeasuredRequestError
 from rooftrace.measured.traces import Trace
 
@@ -53,6 +54,27 @@ def best_match(
     if len(errors) == 1:
         raise errors[0]
     raise ProfileError(f"{errors[0]} (tried {units.listed(list(graphs))}; this is of the first)")
+
+
+def best_fused(
+    trace: Trace, graphs_of: Callable[[], Graphs] | None, tell: Callable[[str], None]
+) -> tuple[FusedStep, tuple[str, ...]]:
+    """The compiled step of the graph that a trace matches best, and the phases that were tried.
+
+    Raises MeasuredRequestError without graphs, and ProfileError where no kernel has an op of one.
+    """
+    graphs = graphs_of_trace(trace, graphs_of)
+    steps: list[FusedStep] = []
+    refused: list[ProfileError] = []
+    for phase, graph in graphs.items():
+        tell(f"aligning with {phase}")
+        try:
+            steps.append(fused(trace, graph))
+        except ProfileError as error:
+            refused.append(error)
+    if not steps:
+        raise refused[0]
+    return max(steps, key=lambda step: step.coverage), tuple(graphs)
 
 
 def graphs_of_trace(trace: Trace, graphs_of: Callable[[], Graphs] | None) -> Graphs:

@@ -12,6 +12,7 @@ from rooftrace.costmodels.execution import TYPICAL, ExecutionModel
 from rooftrace.hardware import Chip, units
 from rooftrace.hardware.units import format_share, format_traffic
 from rooftrace.measured.alignment import Alignment, Stray, counted
+from rooftrace.measured.fused import is_compiled
 from rooftrace.measured.pairing import (
     Graphs,
     MeasuredRequestError,
@@ -32,6 +33,7 @@ from rooftrace.measured.validate.checks import (
     other_device,
     step_check,
 )
+from rooftrace.measured.validate.compiledtraces import validate_compiled
 from rooftrace.measured.validate.misses import nodes
 from rooftrace.measured.validate.row_seconds import seconds_of_row
 from rooftrace.measured.validate.validation import Validation
@@ -66,7 +68,9 @@ def validated(
         source = os.fspath(measured)
         measured = read_measured(source, "a comparison")
     if isinstance(measured, Trace):
-        return validate_trace(measured, graphs_of, chip, model, counters, tell)
+        compiled = model.fusion != "none" and is_compiled(measured)
+        validate_one = validate_compiled if compiled else validate_trace
+        return validate_one(measured, graphs_of, chip, model, counters, tell)
     if counters is not None:
         raise MeasuredRequestError(
             f"{os.fspath(counters)}: counters stand beside the kernels of a trace; "

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from rooftrace.hardware.units import format_share
-from rooftrace.reporting.view import model as view, units, words
+from rooftrace.reporting.view import model as view, units
 
 if TYPE_CHECKING:
     from rooftrace.costmodels.bytefactors import ByteFactor, ByteFactors
@@ -94,7 +94,7 @@ def _row(kind: str, factor: ByteFactor) -> dict[str, Any]:
     if not factor.identified:
         return row | {
             "factor": view.Cell("–", unit=units.TEXT),
-            "causes": words.listed([f"not identified: {factor.why}", *_causes(kind, factor)]),
+            "causes": "; ".join((f"not identified: {factor.why}", *_causes(kind, factor))),
         }
     row |= {name: getattr(factor, name) for name in ("factor", "error", "kernels", "by")}
     if kind.endswith(_WEIGHTS):

@@ -9,7 +9,7 @@ from rooftrace.costmodels.planning import Plan
 from rooftrace.errors import ProfileError
 from rooftrace.hardware.units import format_share
 from rooftrace.measured.alignment import keys
-from rooftrace.measured.fused import KernelTime
+from rooftrace.measured.fused.kerneltimes import KernelTime
 from rooftrace.measured.tables import KernelCounters
 
 _LEAST = 0.5
