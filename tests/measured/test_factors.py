@@ -256,3 +256,51 @@ def test_a_factor_above_one_by_seconds_is_left_to_the_rates():
     weights = found.factors["dense weights"]
     assert weights.factor == pytest.approx(2.0, rel=0.1)
     assert weights.applied == 1.0 and found.scale("dense weights") == 1.0
+
+
+def moved_by_rule(plan: Plan) -> Measured:
+    return Measured(counted=made_up(plan, dict.fromkeys(BYTE_KINDS, 1.0), 0.0, 0), flushed=True)
+
+
+def test_experts_that_were_not_routed_are_a_cause_of_their_own():
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(
+        num_hidden_layers=2,
+        hidden_size=256,
+        intermediate_size=512,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=512,
+    )
+    with torch.device("meta"):
+        model = MixtralForCausalLM(config)
+        graph = rt.trace(model, input_ids=torch.zeros(1, 4, dtype=torch.long), phase="decode")
+    plan = rt.plan(graph.expand(), "compiled")
+    weights = factors_of(plan, moved_by_rule(plan)).factors.factors["moe weights"]
+    assert weights.experts == pytest.approx(4.0, rel=0.01)  # two of eight, and the router
+    assert weights.rows == weights.precision == 1.0
+    assert weights.residency == pytest.approx(weights.experts, rel=0.01)
+    assert weights.unexplained == pytest.approx(1.0, rel=0.01)
+
+
+def test_weights_that_are_stored_narrow_are_a_cause_of_their_own():
+    plan = rt.plan(rt.reprice(planned().source, weights_dtype="int8").expand(), "compiled")
+    weights = factors_of(plan, moved_by_rule(plan)).factors.factors["dense weights"]
+    assert weights.precision == pytest.approx(4.0, rel=0.02)  # fp32 activations
+    assert weights.residency == pytest.approx(weights.precision, rel=0.02)
+
+
+def test_weights_that_stay_in_a_cache_are_a_cause_of_their_own():
+    """4 MB of weights in steps that follow each other: L2 of 50 MB holds all of them."""
+    with torch.device("meta"):
+        graph = rt.trace(
+            nn.Sequential(*[nn.Linear(512, 512) for _ in range(4)]), torch.empty(1, 512)
+        )
+    plan = rt.plan(graph.expand(), "compiled")
+    truth = {kind: 0.01 for kind in BYTE_KINDS}
+    counted = Measured(counted=made_up(plan, truth, 0.0, 0), flushed=False)
+    weights = factors_of(plan, counted).factors.factors["dense weights"]
+    assert weights.cache > 100
+    flushed = replace(counted, counted=made_up(plan, truth, 0.0, 0), flushed=True)
+    assert factors_of(plan, flushed).factors.factors["dense weights"].cache == 1.0

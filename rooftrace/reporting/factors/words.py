@@ -49,7 +49,8 @@ def _words(kind: str, factor: ByteFactor) -> str:
     else:
         name, value, error = kind, factor.factor, factor.error
     derived = ["by seconds"] if factor.by == "seconds" else []
-    causes = ", ".join((*derived, *_causes(kind, factor), *_as_rate(factor)))
+    left = ["left to the rates"] if factor.applied != factor.factor else []
+    causes = ", ".join((*derived, *_causes(kind, factor), *left))
     return f"{name} {value:.2f} +- {error:.2f}{f' ({causes})' if causes else ''}"
 
 

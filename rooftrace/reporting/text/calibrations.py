@@ -66,10 +66,8 @@ def _traffic(result: Calibration) -> list[view.Part]:
     if made is None:
         return []
     apart = f", {made.apart} left out as far from the others" if made.apart else ""
-    head = (
-        f"bytes of {made.kernels} of {words.plural(made.of, 'kernel')}{apart}; a kernel is "
-        f"{made.noise:.0%} off what its factors say"
-    )
+    off = f"; a kernel is {made.noise:.0%} off what its factors say" if made.kernels else ""
+    head = f"bytes of {made.kernels} of {words.plural(made.of, 'kernel')}{apart}{off}"
     parts: list[view.Part] = [
         view.Note(head),
         view.Table(columns=factor_columns, rows=factor_rows(made.factors.factors)),
