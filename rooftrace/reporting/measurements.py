@@ -84,7 +84,7 @@ def calibrate(
     trust_targets: bool = False,
     phases: Sequence[str] | None = None,
     counters: str | os.PathLike[str] | None = None,
-    steps_counted: int | None = None,
+    counted_steps: int | None = None,
     factors: bool = True,
     by_layer: bool = False,
     progress: Callable[[str], None] | None = None,
@@ -98,7 +98,7 @@ def calibrate(
     begin with, by name or path; by default typical ones for a GPU, and the datasheet for other
     chips.  free: names of the knobs to fit; by default compute and memory, and with a run or a
     trace as many as it supports.  counters: a file of a hardware profiler with the DRAM bytes of
-    the step that was measured; a total is of `steps_counted` steps.  factors: whether bytes get
+    the step that was measured; a total is of `counted_steps` steps.  factors: whether bytes get
     factors by kind, where single kernels were measured; by_layer: and the weights of each layer.
     Pass the result as `knobs=` to `report` or `execution_model`;
     `.save(path)` writes it to a file for --knobs.
@@ -122,7 +122,7 @@ def calibrate(
             title,
             tell,
             counters,
-            steps_counted,
+            counted_steps,
             factors,
             by_layer,
         )

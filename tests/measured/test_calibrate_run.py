@@ -152,7 +152,7 @@ def test_counters_of_something_else_are_refused_in_one_line(tmp_path):
     with pytest.raises(ValueError, match="counters are of one step, and the run has 2"):
         rt.calibrate(two, "h100-sxm", counters=ncu(tmp_path, counted))
     with pytest.raises(UnusedError, match="there are no counters"):
-        rt.calibrate(run, "h100-sxm", steps_counted=3)
+        rt.calibrate(run, "h100-sxm", counted_steps=3)
 
 
 def test_totals_of_memory_controllers_need_a_number_of_steps(tmp_path):
@@ -167,9 +167,9 @@ def test_totals_of_memory_controllers_need_a_number_of_steps(tmp_path):
     with pytest.raises(ValueError, match="it does not say how many steps it counts"):
         rt.calibrate(run, "h100-sxm", counters=path)
     for steps in (0, -2, True):
-        with pytest.raises(ValueError, match="steps_counted="):
-            rt.calibrate(run, "h100-sxm", counters=path, steps_counted=steps)
-    result = rt.calibrate(run, "h100-sxm", counters=path, steps_counted=50)
+        with pytest.raises(ValueError, match="counted_steps="):
+            rt.calibrate(run, "h100-sxm", counters=path, counted_steps=steps)
+    result = rt.calibrate(run, "h100-sxm", counters=path, counted_steps=50)
     # 25 times the bytes of a step in 50 steps: half of what rules count.
     weights = result.traffic.factors.factors["dense weights"]
     assert weights.by == "counters"

@@ -11,6 +11,7 @@ from rooftrace._shown import Shown, short
 from rooftrace.costmodels.execution import ExecutionModel
 from rooftrace.costmodels.knobs import Knobs, dump_knobs, load_knobs
 from rooftrace.costmodels.planning import plan
+from rooftrace.errors import UnusedError
 from rooftrace.hardware import Chip
 from rooftrace.measured.factors import MeasuredFactors, StepBytes
 from rooftrace.measured.fit.cases import (
@@ -109,7 +110,7 @@ def calibrated(
     title: str = "",
     progress: Tell | None = None,
     counters: str | os.PathLike[str] | None = None,
-    steps_counted: int | None = None,
+    counted_steps: int | None = None,
     factors: bool = True,
     by_layer: bool = False,
 ) -> Calibration:
@@ -120,7 +121,7 @@ def calibrated(
     the typical shares of this kind of execution on a GPU, none on a CPU).  free: knobs to fit; None
     takes as many as a run supports, and compute and memory of a table.  Steps that do not trace are
     left out and reported.  counters: a file of a hardware profiler, of one of the steps that were
-    measured; a total is of `steps_counted` steps.  factors: whether to fit factors on bytes too;
+    measured; a total is of `counted_steps` steps.  factors: whether to fit factors on bytes too;
     by_layer: and those of the weights of each layer.
 
     Raises MeasuredRequestError where nothing is left, and CalibrationError where there is less than
@@ -128,9 +129,11 @@ def calibrated(
     """
     if isinstance(measured, (str, os.PathLike)):
         measured = read_measured(os.fspath(measured), "a fit")
+    if not isinstance(measured, (Run, Trace)):
+        _check_no_kernels(counters, counted_steps, by_layer)
     begin = start_of(start, chip, model)
     run = measured if isinstance(measured, Run) else None
-    counts = Counts.of(counters, steps_counted)
+    counts = Counts.of(counters, counted_steps)
     wanted = _Wanted(
         chip=chip,
         model=model,
@@ -148,15 +151,23 @@ def calibrated(
     steps = steps_of(measured, model, target, trust_targets)
     if isinstance(measured, Run):
         return _of_run(measured, steps, wanted)
-    if counters is not None:
-        raise MeasuredRequestError(
-            f"{os.fspath(counters)}: counters tell bytes of kernels, and a table of step times has "
-            "no kernels: calibrate by a run (`rooftrace measure`, or --run TARGET) or by a trace"
-        )
     made, failures = _graphs(steps, wanted)
     cases, _ = _cases(made, wanted, failures)
     few = FEW if free is None else free
     return _calibration(cases, [], replace(wanted, free=few), len(steps), failures)
+
+
+def _check_no_kernels(
+    counters: str | os.PathLike[str] | None, counted_steps: int | None, by_layer: bool
+) -> None:
+    """Raise UnusedError for what tells bytes of kernels, beside a table of step times."""
+    why = "a table of step times has no kernels; calibrate by --run TARGET, a run or a trace"
+    if counters is not None:
+        raise UnusedError("counters", os.fspath(counters), why)
+    if counted_steps is not None:
+        raise UnusedError("counted_steps", str(counted_steps), why)
+    if by_layer:
+        raise UnusedError("by_layer", "True", why)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,6 +192,8 @@ class _Wanted:
         self.tell("comparing bytes")
         made = measured_factors(steps, self.model, label, self.by_layer)
         if made is None:
+            if self.by_layer:
+                raise UnusedError("by_layer", "True", "no single kernels were measured")
             return self
         start = replace(self.start, traffic=made.factors)
         return replace(self, start=start, traffic=made, model=replace(self.model, knobs=start))

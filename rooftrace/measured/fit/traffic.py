@@ -53,7 +53,7 @@ class Counts:
         """
         if path is None:
             if steps is not None:
-                raise UnusedError("steps_counted", repr(steps), "there are no counters")
+                raise UnusedError("counted_steps", repr(steps), "there are no counters")
             return Counts()
         path = os.fspath(path)
         kind = source_of(path)
@@ -61,7 +61,7 @@ class Counts:
             return Counts(path, total=_each(path, counts_of(path, "totals"), steps))
         kernels = counts_of(path, "counters")
         if steps is not None:
-            raise UnusedError("steps_counted", repr(steps), f"{path} has kernels of one step")
+            raise UnusedError("counted_steps", repr(steps), f"{path} has kernels of one step")
         return Counts(path, kernels, flushed=kind.name == _FLUSHES)
 
     def check(self, run: Run, steps: int) -> None:
@@ -99,11 +99,11 @@ def _each(path: str, counts: Sequence[MemoryCount], steps: int | None) -> float:
         )
     calls = steps if steps is not None else counts[0].calls
     if steps is not None and (isinstance(steps, bool) or steps < 1):
-        raise MeasuredRequestError(f"steps_counted={steps!r}: expected a number of at least 1")
+        raise MeasuredRequestError(f"counted_steps={steps!r}: expected a number of at least 1")
     if not calls:
         raise MeasuredRequestError(
             f"{path}: it does not say how many steps it counts: say so with --counted-steps (in "
-            "Python: steps_counted=)"
+            "Python: counted_steps=)"
         )
     return counts[0].bytes / calls
 

@@ -180,7 +180,7 @@ def calibrate(
             model,
             target,
             free=free or None,
-            steps_counted=counted_steps,
+            counted_steps=counted_steps,
             **how,
         )
     if out == "-":
