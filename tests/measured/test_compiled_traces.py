@@ -12,6 +12,7 @@ from torch import Tensor
 import rooftrace as rt
 from rooftrace.errors import ProfileError
 from rooftrace.measured.fused import is_compiled
+from rooftrace.measured.fused.joinchecks import join_checks
 from rooftrace.measured.traces import read_trace
 
 from .profiles_support import GpuTrace
@@ -116,3 +117,22 @@ def test_it_is_calibrated_with_factors_by_its_counters(graph, tmp_path):
 def test_an_eager_execution_still_refuses_it(graph, tmp_path):
     with pytest.raises(ProfileError):
         rt.validate(written(tmp_path, graph), "h100-sxm", "eager", graph)
+
+
+def test_each_join_is_set_beside_what_the_compiler_made(graph, tmp_path):
+    step = rt.fused(written(tmp_path, graph), graph)
+    (check,) = step.joins
+    # In each layer two ops came to the first: the compiler has all three in one kernel.
+    assert (check.join, check.ours, check.made) == ("same elements", 2 * LAYERS, 2 * LAYERS)
+    assert "same elements" not in str(step)  # nothing differs
+
+
+def test_a_join_that_the_compiler_did_not_make_is_named(graph):
+    groups = rt.plan(graph.expand(), "compiled").groups
+    alone = {op: number for number, op in enumerate(op for g in groups for op in g.ops)}
+    (check,) = join_checks(groups, alone)
+    assert (check.ours, check.made) == (2 * LAYERS, 0)
+    assert str(check) == "same elements: the compiler made 0 of 12 steps"
+    both = {op: number for number, g in enumerate(groups) for op in g.ops[:2]}
+    (check,) = join_checks(groups, both)
+    assert (check.ours, check.made) == (LAYERS, LAYERS)

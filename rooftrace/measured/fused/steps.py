@@ -18,6 +18,7 @@ from rooftrace.errors import ProfileError
 from rooftrace.hardware.units import format_share, format_time, format_traffic, plural
 from rooftrace.measured.fused.agreement import Agreement, tangles
 from rooftrace.measured.fused.counting import counted_kernels
+from rooftrace.measured.fused.joinchecks import JoinCheck, join_checks
 from rooftrace.measured.fused.kerneltimes import KernelTime
 from rooftrace.measured.fused.matching import is_launched
 from rooftrace.measured.fused.naming import times_by_names
@@ -183,6 +184,14 @@ class FusedStep:
         ]
         return tuple(sorted(both, key=lambda difference: -difference.seconds))
 
+    @cached_property
+    def joins(self) -> tuple[JoinCheck, ...]:
+        """The joins by which detected kernels grew, and how often the compiler made the same step.
+
+        Those that it makes least often are first.
+        """
+        return join_checks(self.detected.groups, self._partitions()[1])
+
     def _partitions(self) -> tuple[dict[int, int], dict[int, int]]:
         """(our kernel, their kernel) by op, of the ops in kernels that the compiler wrote."""
         ours = {op: place for place, group in enumerate(self.detected.groups) for op in group.ops}
@@ -199,7 +208,8 @@ class FusedStep:
         return short(self, self._verdict())
 
     def __str__(self) -> str:
-        return "\n".join((self._verdict(), *map(str, self.differences[:10])))
+        unlike = [check for check in self.joins if check.made < check.ours]
+        return "\n".join((self._verdict(), *map(str, self.differences[:10]), *map(str, unlike)))
 
     def _verdict(self) -> str:
         score, written = self.agreement, sum(kernel.generated for kernel in self.kernels)
