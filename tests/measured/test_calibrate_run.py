@@ -200,3 +200,12 @@ def test_an_eager_run_of_this_machine_needs_nothing_else():
     # What ran eagerly says nothing of fused kernels.
     assert rt.execution_model("efficient", knobs=result).traffic is None
     assert rt.execution_model("eager", knobs=result).traffic is not None
+
+
+def test_a_compiled_run_is_validated_by_the_kernels_that_ran():
+    run, _ = run_on_a_gpu(graph_of(), slow=1.2)
+    found = rt.validate(run, "h100-sxm", "compiled")
+    assert found.coverage == pytest.approx(1.0)
+    assert len(found.nodes) == len(run.models[0].kernels)
+    assert all(check.node.measured is not None for check in found.nodes)
+    assert "are those that ran" in " ".join(found.notes)

@@ -147,11 +147,20 @@ def test_kernels_that_were_interrupted_are_left_out():
     assert weights.error < 0.05
 
 
-def test_a_total_alone_tells_all_kinds_together_and_none_alone():
-    plan = planned()
-    whole = sum(made_up(plan, dict.fromkeys(BYTE_KINDS, 1.0), 0.0, 0))
-    found = factors_of(plan, Measured(total=0.5 * whole))
-    assert not found.factors.identified or set(found.factors.identified) == {"dense weights"}
+def test_a_total_alone_tells_what_most_bytes_are_of_and_nothing_else():
+    """Weights are nine tenths of these bytes: half of all bytes is half of them, about."""
+    plan = planned(tokens=1)
+    by_rule = plan.bytes
+    assert by_rule.weights > 0.9 * by_rule.total
+    whole = 0.5 * by_rule.total
+    cold = replace(CHIP, l2_capacity=None)
+    step = step_bytes("s", plan, plan, Measured(total=whole), cold, KNOBS, BANDWIDTH)
+    assert all(kernel.moved is None for kernel in step.kernels) and step.by == "counters"
+    found = byte_factors([step]).factors
+    assert set(found.identified) <= {"dense weights", "attention weights"}
+    for factor in found.identified.values():
+        assert factor.factor == pytest.approx(0.5, abs=2 * factor.error)
+    assert not found.factors["activations"].identified
 
 
 def test_residency_is_the_product_of_its_causes():

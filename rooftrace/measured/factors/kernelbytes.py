@@ -75,13 +75,18 @@ def step_bytes(
 
     detected: the same step in the kernels that we detect.  bandwidth: byte/s that the device
     sustains.  Without counters the bytes of a kernel that its memory limits are its seconds times
-    that bandwidth, times the share of it that `knobs` say kernels of its class reach.
+    that bandwidth, times the share of it that `knobs` say kernels of its class reach.  With a total
+    alone no kernel's bytes are known.
     """
     counters = any(size is not None for size in measured.counted)
     held_by = _held(ran, chip)
     # What a cache answers no DRAM counter sees; in seconds it is as much as its bandwidth saves.
-    part = (0.0 if measured.flushed else 1.0) if counters else 1 - 1 / knobs.cache
-    moved = list(measured.counted) if counters else _derived(ran, measured, chip, knobs, bandwidth)
+    part = 1 - 1 / knobs.cache
+    if counters or measured.total is not None:
+        part = 0.0 if measured.flushed else 1.0
+        moved = list(measured.counted)
+    else:
+        moved = _derived(ran, measured, chip, knobs, bandwidth)
     kernels: list[KernelBytes] = []
     cached: dict[str, float] = defaultdict(float)
     for index, group in enumerate(ran.groups):

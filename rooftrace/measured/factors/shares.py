@@ -22,6 +22,7 @@ _PRIOR = 1.5
 _TURNS = 60
 _LEAST_NOISE = 1e-3
 """Relative: no counter and no clock is better."""
+_UNTOLD_NOISE = 0.1
 _SMALLEST = 1e-12
 _UNEVEN = 1.2
 """A single kernel may be noisier than those that tell the noise, by so much."""
@@ -112,6 +113,8 @@ def _fitted(used: Array, moved: Array) -> Shares:
     held = np.minimum((lever * x).sum(axis=1), 0.99)
     off = y - expected
     noise, telling = _noise(off, expected, held)
+    if rows <= columns:  # nothing is left over to tell the noise
+        noise = max(noise, _UNTOLD_NOISE)
     before = pull @ prior @ pull
     by_residual = lever.T @ (lever * ((off / (1 - held)) ** 2)[:, None]) + before
     by_noise = lever.T @ (lever * ((_UNEVEN * noise * expected) ** 2)[:, None]) + before

@@ -184,6 +184,7 @@ class _Wanted:
     factors: bool = True
     by_layer: bool = False
     traffic: MeasuredFactors | None = None
+    plain: Sequence[Case] = ()  # the cases with bytes by rule, where the others have factors
 
     def with_traffic(self, steps: Sequence[StepBytes], label: str) -> _Wanted:
         """The request with the factors of these steps, which the start of the fit has then."""
@@ -268,12 +269,16 @@ def _of_run(run: Run, steps: Sequence[MeasuredStep], wanted: _Wanted) -> Calibra
     made, failures = _graphs(steps, wanted)
     kernels = [(each.step.label, each.kernels) for each in made if each.kernels is not None]
     wanted.ground.counted.check(run, len(kernels))
+    by_rules = wanted
     bytes_of = [step.bytes(label, wanted.ground) for label, step in kernels]
     wanted = wanted.with_traffic(
         bytes_of, ", ".join((str(run.device.get("name", "a device")), *run.dates[-1:]))
     )
     cases, alone = _cases(made, wanted, failures)
-    if len(cases) < _FEWEST_STEPS and alone:
+    few = len(cases) < _FEWEST_STEPS and bool(alone)
+    if wanted.traffic is not None:
+        wanted = replace(wanted, plain=_cases(made, by_rules, {})[few])
+    if few:
         return _of_kernels(alone, wanted, len(alone), failures)
     if wanted.model.dispatch == "eager" and wanted.free is None:
         alone += _of_operations(run, wanted, failures)
@@ -312,13 +317,15 @@ def _of_trace(trace: Trace, graphs_of: Callable[[], Graphs] | None, wanted: _Wan
     planned, aligned = priced.plan, match.alignment
     bytes_of = of_alignment(aligned, planned, wanted.ground)
     wanted = wanted.with_traffic([bytes_of], device)
+    seconds = of_ops(planned, aligned.seconds)
+    plain = kernel_cases(planned, wanted.chip, seconds, priced.phase)
     planned = plan(planned.source, wanted.model)
-    cases = kernel_cases(planned, wanted.chip, of_ops(planned, aligned.seconds), priced.phase)
+    cases = kernel_cases(planned, wanted.chip, seconds, priced.phase)
     if not cases:
         raise MeasuredRequestError(
             f"{trace.source or 'the trace'}: no kernel of it is long enough to fit to"
         )
-    return _of_kernels(cases, wanted, len(priced.plan.groups), {})
+    return _of_kernels(cases, replace(wanted, plain=plain), len(priced.plan.groups), {})
 
 
 def _of_compiled_trace(
@@ -328,13 +335,15 @@ def _of_compiled_trace(
     best, _ = matching.best_fused(trace, graphs_of, wanted.tell)
     kernels, title = of_fused(best), best.detected.source.title
     wanted = wanted.with_traffic([kernels.bytes(title, wanted.ground)], device)
+    phase = best.detected.source.phase
+    plain = kernel_cases(kernels.ran, wanted.chip, kernels.seconds, phase)
     ran = on_its_kernels(kernels, wanted.start)
-    cases = kernel_cases(ran, wanted.chip, kernels.seconds, best.detected.source.phase)
+    cases = kernel_cases(ran, wanted.chip, kernels.seconds, phase)
     if not cases:
         raise MeasuredRequestError(
             f"{trace.source or 'the trace'}: no kernel of it is long enough to fit to"
         )
-    return _of_kernels(cases, wanted, len(kernels.ran.groups), {})
+    return _of_kernels(cases, replace(wanted, plain=plain), len(kernels.ran.groups), {})
 
 
 def _of_kernels(
@@ -369,10 +378,11 @@ def _calibration(
         "not_identified": list(result.unidentified),
     }
     result = replace(result, knobs=replace(result.knobs, source=source))
+    plain = wanted.plain or cases
     before = errors(
-        [case.name for case in cases],
-        predict(cases, Knobs("datasheet")),
-        [case.seconds for case in cases],
+        [case.name for case in plain],
+        predict(plain, Knobs("datasheet")),
+        [case.seconds for case in plain],
     )
     return Calibration(
         fit=result,

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 
-from rooftrace.costmodels.estimating import estimate
+from rooftrace.costmodels.estimating import Estimate, estimate
 from rooftrace.costmodels.execution import ExecutionModel
 from rooftrace.hardware import Chip
 from rooftrace.hardware.units import format_share, format_traffic, plural
@@ -20,6 +20,27 @@ from rooftrace.measured.validate.misses import nodes
 from rooftrace.measured.validate.validation import Validation
 
 Tell = Callable[[str], None]
+
+
+def as_it_ran(
+    step: FusedStep, model: ExecutionModel, chip: Chip
+) -> tuple[Estimate, dict[int, float]]:
+    """The prediction for the kernels of a compiled step, and their measured seconds by op.
+
+    All seconds of a kernel count for its first op.
+    """
+    ran = replace(step.measured, execution=model).regrouped(step.measured.groups)
+    seconds: dict[int, float] = {}
+    for group, known in zip(ran.groups, step.group_seconds, strict=True):
+        if known is not None:
+            seconds |= dict.fromkeys(group.ops, 0.0) | {group.ops[0]: known}
+    return estimate(ran, chip), seconds
+
+
+def strays_of(step: FusedStep) -> list[Stray]:
+    """The calls of a compiled step that are of no op, longest first."""
+    calls = [k for k in step.kernels if not k.ops and not k.parts and k.seconds]
+    return [Stray(k.name, (), 1, k.seconds) for k in sorted(calls, key=lambda k: -k.seconds)]
 
 
 def validate_compiled(
@@ -37,14 +58,10 @@ def validate_compiled(
     counters match none of them.
     """
     step, phases = matching.best_fused(trace, graphs_of, tell)
-    ran = replace(step.measured, execution=model).regrouped(step.measured.groups)
-    priced = estimate(ran, chip)
+    priced, seconds = as_it_ran(step, model, chip)
+    ran = priced.plan
     label = f"{priced.graph.model.get('name') or 'model'} {priced.phase}"
     first = {group.ops[0]: number for number, group in enumerate(ran.groups)}
-    seconds: dict[int, float] = {}
-    for group, known in zip(ran.groups, step.group_seconds, strict=True):
-        if known is not None:  # all of it counts for its first op
-            seconds |= dict.fromkeys(group.ops, 0.0) | {group.ops[0]: known}
     notes = [_words(step, phases)]
     dram = None
     if counters is not None:
@@ -58,7 +75,6 @@ def validate_compiled(
             f"counters of {plural(len(dram), 'kernel')}: {format_traffic(sum(dram.values()))} "
             f"through DRAM where {format_traffic(predicted)} are predicted"
         )
-    strays = [k for k in step.kernels if not k.ops and not k.parts and k.seconds]
     return Validation(
         kind="trace",
         source=trace.source,
@@ -69,7 +85,7 @@ def validate_compiled(
         planned=1,
         notes=tuple(notes),
         nodes=node_checks(label, priced, nodes(priced, seconds), dram),
-        strays=tuple((label, Stray(k.name, (), 1, k.seconds)) for k in strays),
+        strays=tuple((label, stray) for stray in strays_of(step)),
         op_seconds=step.seconds,
         op_matched=step.coverage * step.seconds,
         estimate=priced,

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from rooftrace.costmodels.estimating import Estimate, estimate
 from rooftrace.costmodels.execution import TYPICAL, ExecutionModel
 from rooftrace.hardware import Chip, units
 from rooftrace.hardware.units import format_share, format_traffic
 from rooftrace.measured.alignment import Alignment, Stray, counted
-from rooftrace.measured.fused import is_compiled
+from rooftrace.measured.fused import fused, is_compiled
 from rooftrace.measured.pairing import (
     Graphs,
     MeasuredRequestError,
@@ -33,10 +33,11 @@ from rooftrace.measured.validate.checks import (
     other_device,
     step_check,
 )
-from rooftrace.measured.validate.compiledtraces import validate_compiled
+from rooftrace.measured.validate.compiledtraces import as_it_ran, strays_of, validate_compiled
 from rooftrace.measured.validate.misses import nodes
 from rooftrace.measured.validate.row_seconds import seconds_of_row
 from rooftrace.measured.validate.validation import Validation
+from rooftrace.tracer.graph import OpGraph
 
 Tell = Callable[[str], None]
 
@@ -120,49 +121,77 @@ def _of_phases(
     return chosen
 
 
+@dataclass(frozen=True)
+class _StepKernels:
+    """The kernels of one measured step beside their predictions."""
+
+    checks: tuple[NodeCheck, ...]
+    strays: Sequence[Stray]
+    total: float  # s, measured
+    matched: float  # s of these that belong to `checks`
+    told: str  # "by kernel": those that ran; "by op": of a replay; "by sum": of equal ops
+
+
+def _kernels_of(
+    step: MeasuredStep, graph: OpGraph, priced: Estimate, model: ExecutionModel
+) -> _StepKernels | None:
+    """The kernels of a step; None where they were not measured.
+
+    Raises ProfileError for compiled kernels of another graph.
+    """
+    row = step.row
+    if row is None:
+        return None
+    if row.kernels and model.fusion != "none":
+        compiled = fused(row, graph)
+        ran, seconds = as_it_ran(compiled, model, priced.chip)
+        return _StepKernels(
+            node_checks(step.label, ran, nodes(ran, seconds)),
+            strays_of(compiled),
+            compiled.seconds,
+            compiled.coverage * compiled.seconds,
+            "by kernel",
+        )
+    if not row.ops or row.device_seconds is None:
+        return None
+    ops = seconds_of_row(row, priced)
+    return _StepKernels(
+        node_checks(step.label, priced, nodes(priced, ops.seconds)),
+        ops.strays,
+        ops.total,
+        sum(ops.seconds.values()),
+        "by op" if row.source == "replay" else "by sum",
+    )
+
+
 def _compared(
     measured: Sequence[MeasuredStep], chip: Chip, model: ExecutionModel, tell: Tell
 ) -> Validation:
     """The steps, and their ops where they were measured.  Raises MeasuredRequestError where no step
     traces."""
     steps: list[StepCheck] = []
-    checks: list[NodeCheck] = []
-    strays: list[tuple[str, Stray]] = []
+    kernels: list[tuple[str, _StepKernels]] = []
     failures: dict[str, str] = {}
-    total = matched = 0.0
-    shared = False
     for number, step in enumerate(measured):
         tell(f"tracing {step.label} ({number + 1} of {len(measured)})")
         try:
             if step.seconds <= 0:
                 raise MeasuredRequestError(f"{step.seconds!r} seconds: expected a time above 0")
-            priced = estimate(step.graph(), chip, model)
+            graph = step.graph()
+            priced = estimate(graph, chip, model)
+            own = _kernels_of(step, graph, priced, model)
         except (ValueError, LookupError, RuntimeError, OSError) as error:
             failures[step.place] = step.why_not(error)
             continue
-        row = step.row
-        device = row.device_seconds if row else None
-        peak = row.peak_bytes if row else None
+        device = step.row.device_seconds if step.row else None
+        peak = step.row.peak_bytes if step.row else None
         steps.append(step_check(step.label, step.group, priced, step.seconds, device, peak))
-        if row is None or not row.ops or device is None:
-            continue
-        ops = seconds_of_row(row, priced)
-        checks += node_checks(step.label, priced, nodes(priced, ops.seconds))
-        strays += [(step.label, stray) for stray in ops.strays]
-        total += ops.total
-        matched += sum(ops.seconds.values())
-        shared = shared or row.source != "replay"
+        if own is not None:
+            kernels.append((step.label, own))
     if not steps:
         first = next(iter(failures.values()), "there are none")
         raise MeasuredRequestError(
             f"none of {len(measured)} measured steps could be compared; the first: {first}"
-        )
-    notes = [_knob_note(model, chip)]
-    if checks:
-        notes.append(_fusion_note(model))
-    if shared:
-        notes.append(
-            "the profiler sums identical ops; the sum is split in proportion to the predictions"
         )
     return Validation(
         kind="steps",
@@ -173,12 +202,23 @@ def _compared(
         steps=tuple(steps),
         planned=len(measured),
         failures=failures,
-        notes=tuple(filter(None, notes)),
-        nodes=tuple(checks),
-        strays=tuple(strays),
-        op_seconds=total,
-        op_matched=matched,
+        notes=tuple(filter(None, _notes_of_steps({own.told for _, own in kernels}, chip, model))),
+        nodes=tuple(check for _, own in kernels for check in own.checks),
+        strays=tuple((label, stray) for label, own in kernels for stray in own.strays),
+        op_seconds=sum(own.total for _, own in kernels),
+        op_matched=sum(own.matched for _, own in kernels),
     )
+
+
+def _notes_of_steps(told: Collection[str], chip: Chip, model: ExecutionModel) -> Iterator[str]:
+    """What a reader should know of the kernels; told: how those of the steps were."""
+    yield _knob_note(model, chip)
+    if "by kernel" in told:
+        yield "kernels of compiled steps are those that ran, and are predicted as such"
+    elif told:
+        yield _fusion_note(model)
+    if "by sum" in told:
+        yield "the profiler sums identical ops; the sum is split in proportion to the predictions"
 
 
 def _title(model: ExecutionModel, chip: Chip) -> str:
