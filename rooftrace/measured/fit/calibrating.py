@@ -54,8 +54,9 @@ from rooftrace.tracer.graph import OpGraph
 from rooftrace.tracer.paths import pattern_of
 
 Tell = Callable[[str], None]
-_FEWEST_STEPS = 3
-"""A run with fewer measured steps than this is fitted to its single kernels."""
+_FEWEST = 3
+"""A run of fewer steps is fitted to its single kernels; so is one of fewer models whose kernels were
+measured one by one, as no model can be left out to check it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -275,7 +276,8 @@ def _of_run(run: Run, steps: Sequence[MeasuredStep], wanted: _Wanted) -> Calibra
         bytes_of, ", ".join((str(run.device.get("name", "a device")), *run.dates[-1:]))
     )
     cases, alone = _cases(made, wanted, failures)
-    few = len(cases) < _FEWEST_STEPS and bool(alone)
+    models = {case.group for case in cases}
+    few = bool(alone) and (len(cases) < _FEWEST or (bool(kernels) and len(models) < _FEWEST))
     if wanted.traffic is not None:
         wanted = replace(wanted, plain=_cases(made, by_rules, {})[few])
     if few:
