@@ -55,8 +55,8 @@ from rooftrace.tracer.paths import pattern_of
 
 Tell = Callable[[str], None]
 _FEWEST = 3
-"""A run of fewer steps is fitted to its single kernels; so is one of fewer models whose kernels were
-measured one by one, as no model can be left out to check it."""
+"""A run of fewer steps is fitted to its single kernels.  So is one of fewer models whose kernels
+were measured one by one, as no model can be left out to check it."""
 
 
 @dataclass(frozen=True, kw_only=True)
