@@ -202,6 +202,7 @@ USES: dict[str, Callable[[Path], Any]] = {
     "trace.json": use_trace,
     "config.json": use_config,
     "knobs.toml": use_knobs,
+    "factors.toml": use_knobs,
     "chip.toml": use_chip,
     "steps.csv": read_steps,
     "rates.csv": read_steps,
