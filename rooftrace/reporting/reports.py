@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rooftrace._progress import tell, telling
 from rooftrace.costmodels.execution import TYPICAL, ExecutionModel, execution_model
@@ -16,11 +16,13 @@ from rooftrace.costmodels.memory import LargestBatch, Memory, largest
 from rooftrace.costmodels.planning import plan
 from rooftrace.costmodels.rewriting import reprice
 from rooftrace.hardware import Chip, load_chip
-from rooftrace.measured.fit import Calibration
 from rooftrace.reporting.estimates import CHIP, Source, priced
 from rooftrace.reporting.pages import Report, build_report, check_folder, conditions
 from rooftrace.tracer.asking import Job, Options, Request
 from rooftrace.tracer.sources import at_batches
+
+if TYPE_CHECKING:
+    from rooftrace.measured.fit import Calibration
 
 
 def report(

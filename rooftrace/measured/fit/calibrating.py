@@ -294,12 +294,13 @@ def _of_operations(run: Run, wanted: _Wanted, failures: dict[str, str]) -> list[
     from rooftrace.measured.suite import traced_micro
 
     wanted.tell(f"tracing {len(run.micro)} operations")
+    model = wanted.model.by_rules  # an operation alone moves what rules count
     cases: list[Case] = []
     for row in run.micro:
         if row.bytes is None and row.flops is None:
             continue  # a launch
         try:
-            planned = plan(traced_micro(row, run.device.get("type") == "cuda"), wanted.model)
+            planned = plan(traced_micro(row, run.device.get("type") == "cuda"), model)
             case = alone_case(row.key, planned, wanted.chip, row.median)
         except (ValueError, LookupError, RuntimeError) as error:
             failures[row.key] = str(error).splitlines()[0]
