@@ -313,3 +313,14 @@ def test_weights_that_stay_in_a_cache_are_a_cause_of_their_own():
     assert weights.cache > 100
     flushed = replace(counted, counted=made_up(plan, truth, 0.0, 0), flushed=True)
     assert factors_of(plan, flushed).factors.factors["dense weights"].cache == 1.0
+
+
+def test_kernels_that_read_from_a_cache_tell_nothing_of_memory_by_their_seconds():
+    """16 MB of weights stay in 50 MB of L2: their kernels are quick, those of larger models not."""
+    with torch.device("meta"):
+        layers = [nn.Linear(1024, 1024) for _ in range(4)]
+        graph = rt.trace(nn.Sequential(*layers), torch.empty(1, 1024))
+    plan = rt.plan(graph.expand(), "compiled")
+    seconds = Measured(seconds=[1e-5 for _ in plan.groups])
+    found = factors_of(plan, seconds).factors.factors["dense weights"]
+    assert not found.identified and found.applied == 1.0 and found.cache > 10

@@ -19,6 +19,7 @@ from rooftrace.tracer.paths import pattern_of
 
 MEMORY_BOUND = 1.5
 """A kernel tells bytes by its seconds if its bytes take so many times as long as its work."""
+_MOSTLY = 0.5
 SHORTEST = 20e-6
 """Seconds: on a CPU a kernel below this is mostly its call, and the profiler's own time."""
 _LEAST_LAUNCHES, _BRIEF = 4.0, 2e-6
@@ -87,6 +88,11 @@ def step_bytes(
         moved = list(measured.counted)
     else:
         moved = _derived(ran, measured, chip, knobs, bandwidth)
+        if knobs.cache == 1:  # how much faster a cache is nobody says
+            moved = [
+                None if _is_mostly(held, cost.bytes()) else size
+                for size, held, cost in zip(moved, held_by, ran.costs, strict=False)
+            ]
     kernels: list[KernelBytes] = []
     cached: dict[str, float] = defaultdict(float)
     for index, group in enumerate(ran.groups):
@@ -133,6 +139,11 @@ def _held(planned: Plan, chip: Chip) -> Sequence[Mapping[Access, float]]:
     if chip.l2_capacity is None:
         return [{} for _ in planned.groups]
     return warm_accesses(planned, chip.l2_capacity.value)
+
+
+def _is_mostly(held: Mapping[Access, float], size: float) -> bool:
+    """Whether a cache holds most bytes of a kernel, whose seconds then tell nothing of memory."""
+    return sum(held.values()) > _MOSTLY * size
 
 
 def _derived(
