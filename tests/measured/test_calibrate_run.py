@@ -12,9 +12,12 @@ from torch import nn
 
 import rooftrace as rt
 from rooftrace.costmodels.bytefactors import bytes_by_kind, kinds_of
-from rooftrace.costmodels.knobs import load_knobs
+from rooftrace.costmodels.execution import execution_model
+from rooftrace.costmodels.knobs import Knobs, load_knobs
 from rooftrace.errors import ProfileError, RequestError, UnusedError
+from rooftrace.measured.fit.traffic import Counts, Ground, stepped
 from rooftrace.measured.fused import KernelTime
+from rooftrace.measured.pairing import steps_of
 from rooftrace.measured.runs import MicroRow, ModelRow, load_run
 
 COPY = MicroRow(key="copy", kind="copy", sizes={}, seconds=(1e-3,), bytes=1e-3 * 3e12)
@@ -107,6 +110,22 @@ def test_counters_of_kernels_give_the_factors_of_a_compiled_run(tmp_path):
     assert factors["dense weights"].cache == 1.0  # ncu empties the caches
     assert result.execution == "compiled"
     assert "calibrated on NVIDIA H100, 2026-11-20: WRF dense 2.0" in str(result)
+
+
+def test_counters_of_rocprof_see_what_a_cache_holds(tmp_path):
+    """It leaves the caches as they are, and ncu empties them: 34 MB of weights stay in 50 MB."""
+    run, counted = run_on_a_gpu(graph_of(layers=1))
+    lines = ["Index,KernelName,FETCH_SIZE,WRITE_SIZE"]
+    lines += [f"{i},{name},{size / 1024:.3f},0" for i, (name, size) in enumerate(counted)]
+    path = tmp_path / "results.csv"
+    path.write_text("\n".join(lines).replace("<float>(Params)", ""))
+    for counters, held in ((path, True), (ncu(tmp_path, counted), False)):
+        (measured,) = steps_of(run, execution_model("compiled"), None)
+        graph = measured.graph()
+        step = stepped(measured, graph, rt.plan(graph, "compiled"))
+        ground = Ground(rt.load_chip("h100-sxm"), Knobs("plain"), 3e12, Counts.of(counters))
+        found = step.bytes(ground)
+        assert bool(found.kernels[0].held) is held and found.flushed is not held
 
 
 def test_seconds_give_the_factors_without_counters():

@@ -61,7 +61,7 @@ def made_up(plan: Plan, factors: dict[str, float], noise: float, seed: int) -> l
 
 
 def factors_of(plan: Plan, measured: Measured):
-    return byte_factors([step_bytes("step", plan, plan, measured, CHIP, KNOBS, BANDWIDTH)])
+    return byte_factors([step_bytes(plan, plan, measured, CHIP, KNOBS, BANDWIDTH)])
 
 
 @cache
@@ -69,7 +69,7 @@ def counted_step(phase: str) -> StepBytes:
     """A step whose kernels were all counted, on empty caches."""
     plan = planned(phase)
     counted = Measured(counted=[0.0] * len(plan.groups), flushed=True)
-    return step_bytes("step", plan, plan, counted, CHIP, KNOBS, BANDWIDTH)
+    return step_bytes(plan, plan, counted, CHIP, KNOBS, BANDWIDTH)
 
 
 def with_bytes(step: StepBytes, moved: list[float | None]) -> StepBytes:
@@ -154,7 +154,7 @@ def test_a_total_alone_tells_what_most_bytes_are_of_and_nothing_else():
     assert by_rule.weights > 0.9 * by_rule.total
     whole = 0.5 * by_rule.total
     cold = replace(CHIP, l2_capacity=None)
-    step = step_bytes("s", plan, plan, Measured(total=whole), cold, KNOBS, BANDWIDTH)
+    step = step_bytes(plan, plan, Measured(total=whole), cold, KNOBS, BANDWIDTH)
     assert all(kernel.moved is None for kernel in step.kernels) and step.by == "counters"
     found = byte_factors([step]).factors
     assert set(found.identified) <= {"dense weights", "attention weights"}
@@ -169,7 +169,7 @@ def test_residency_is_the_product_of_its_causes():
         graph = rt.trace(table, torch.zeros(10, dtype=torch.long))
     plan = rt.plan(graph.expand(), "compiled")
     moved = made_up(plan, dict.fromkeys(BYTE_KINDS, 1.0), 0.0, 0)
-    step = step_bytes("s", plan, plan, Measured(counted=moved, flushed=True), CHIP, KNOBS, 1e12)
+    step = step_bytes(plan, plan, Measured(counted=moved, flushed=True), CHIP, KNOBS, 1e12)
     weights = byte_factors([step, step, step]).factors.factors["dense weights"]
     # One row, as all indices are zero, or as many as ten distinct ones: the rule says which.
     read = plan.bytes.weights
@@ -183,7 +183,7 @@ def test_layers_have_their_own_factors():
     for number, group in enumerate(plan.groups):
         if plan.graph.ops[group.ops[0]].module.startswith("3."):
             moved[number] *= 0.5
-    step = step_bytes("s", plan, plan, Measured(counted=moved, flushed=True), CHIP, KNOBS, 1e12)
+    step = step_bytes(plan, plan, Measured(counted=moved, flushed=True), CHIP, KNOBS, 1e12)
     by_layer = byte_factors([step], by_layer=True).by_layer
     assert by_layer["dense weights of 3"].factor == pytest.approx(0.5, abs=0.1)
     assert by_layer["dense weights of 4"].factor == pytest.approx(1.0, abs=0.1)

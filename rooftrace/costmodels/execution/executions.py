@@ -141,24 +141,23 @@ class ExecutionModel:
         Weights, activations and temporaries take what was measured over the unfused graph, or what
         the kernels that ran move of it by rule; where nothing is known, they keep their constant.
         """
-        own, known = self.weight_residency, traffic.factors
-        told = {name for name, kind in WEIGHTS.items() if kind in traffic.identified}
-        residency = {
-            name: 1 / max(traffic.unfused(kind), 1e-6) if name in told else getattr(own, name)
-            for name, kind in WEIGHTS.items()
-        }
-        factors = [
-            max(traffic.unfused(kind), 1e-6) if kind in known else constant
-            for kind, constant in (
-                ("activations", self.activation_fusion),
-                ("temporary", self.elementwise),
-            )
-        ]
+        told = traffic.identified
+
+        def over_unfused(kind: str, constant: float) -> float:
+            return max(traffic.unfused(kind), 1e-6) if kind in traffic.factors else constant
+
         return replace(
             self,
-            weight_residency=WeightResidency(**residency),
-            activation_fusion=factors[0],
-            elementwise=factors[1],
+            weight_residency=WeightResidency(
+                **{
+                    name: 1 / over_unfused(kind, 1.0)
+                    if kind in told
+                    else self.weight_residency.of(name)
+                    for name, kind in WEIGHTS.items()
+                }
+            ),
+            activation_fusion=over_unfused("activations", self.activation_fusion),
+            elementwise=over_unfused("temporary", self.elementwise),
         )
 
     def knobs_on(self, chip: Chip) -> Knobs | None:

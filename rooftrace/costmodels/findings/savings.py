@@ -132,10 +132,9 @@ def headroom(
     if model.fusion != "detected":
         model = replace(model, fusion="detected", activation_fusion=1.0, elementwise=1.0)
         planned = replace(planned, execution=model).regrouped(fuse(planned.graph, model))
-    alone = fuse(planned.graph, replace(model, fusion="none"))
     further = beyond(planned.graph, planned.groups, planned.op_costs, planned.costs)
     return Headroom(
-        estimate(planned.regrouped(alone, generated=False), chip),
+        estimate(planned.unfused, chip),
         estimate(planned, chip),
         estimate(planned.regrouped(further), chip),
     )

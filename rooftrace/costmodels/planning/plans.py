@@ -154,10 +154,13 @@ class Plan:
     @property
     def by_rules(self) -> Plan:
         """The plan with bytes as rules count them: without measured factors."""
-        model = self.execution.by_rules
-        if model is self.execution:
+        return self.as_run(self.execution.by_rules)
+
+    def as_run(self, execution: ExecutionModel) -> Plan:
+        """The plan in the same kernels, with the knobs and dispatch of another execution model."""
+        if execution is self.execution:
             return self
-        return replace(self, execution=model).regrouped(self.groups)
+        return replace(self, execution=execution).regrouped(self.groups)
 
     def regrouped(self, groups: tuple[FusionGroup, ...], generated: bool = True) -> Plan:
         """The plan of this step with other groups, given in an order that every dependency allows.

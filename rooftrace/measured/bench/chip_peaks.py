@@ -15,7 +15,7 @@ from pathlib import Path
 from rooftrace.hardware import Chip
 from rooftrace.hardware.chip import Engine, Fact, Peak
 from rooftrace.measured.bench.clock import Bench, MeasureError
-from rooftrace.measured.bench.devices import checked_device, cpu_cache, cpu_model, slug
+from rooftrace.measured.bench.devices import checked_device, cpu_cache, cpu_model, slug, stream_size
 from rooftrace.measured.bench.launches import (
     OPS,
     direct_dispatch,
@@ -110,9 +110,7 @@ def _bandwidths(bench: Bench, cache: float, capacity: float, share: float) -> di
     """Copy (read and write) and read-only bandwidth of buffers far beyond the caches."""
     import torch
 
-    # Four times the cache in each buffer; no more than a sixteenth of the memory.
-    wanted = max(4 * cache, 2.0**26 if not bench.on_cuda else 2.0**30)
-    elements = int(min(wanted, capacity / 16)) // 4
+    elements = stream_size(bench, cache, capacity)
     source = bench.random(elements)
     target = torch.empty_like(source)
     size = 4 * elements

@@ -180,6 +180,13 @@ def cpu_cache(root: Path) -> Fact | None:
     return Fact.of(text, "byte", source, "measured")
 
 
+def stream_size(bench: Bench, cache: float, room: float) -> int:
+    """How many fp32 numbers a buffer has that no cache holds: its bytes are several times those of
+    the last cache, and a small part of the room in memory."""
+    wanted = max(_CACHES * cache, _SIZES[bench.device.type])
+    return max(int(min(wanted, room * _SHARE)) // 4, 1)
+
+
 def copy_seconds(bench: Bench) -> tuple[int, tuple[float, ...]]:
     """The bytes that one copy reads and writes, and the seconds of each of several."""
     import torch
@@ -189,8 +196,7 @@ def copy_seconds(bench: Bench) -> tuple[int, tuple[float, ...]]:
         room = float(torch.cuda.mem_get_info(bench.device)[0])
     elif known := cpu_cache(Path("/sys/devices/system/cpu")):
         cache = known.value
-    wanted = max(_CACHES * cache, _SIZES[bench.device.type])
-    source = bench.random(max(int(min(wanted, room * _SHARE)) // 4, 1))
+    source = bench.random(stream_size(bench, cache, room))
     target = torch.empty_like(source)
     run = lambda: target.copy_(source)  # noqa: E731
     bench.once(run)

@@ -3,6 +3,7 @@ from rooftrace.measured.factors.byfactors import (
     byte_factors as byte_factors,
 )
 from rooftrace.measured.factors.kernelbytes import (
+    SHORTEST as SHORTEST,
     Measured as Measured,
     StepBytes as StepBytes,
     step_bytes as step_bytes,

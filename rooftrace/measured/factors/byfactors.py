@@ -77,7 +77,6 @@ class _Fit:
     def __init__(
         self, steps: Sequence[StepBytes], column_of: Callable[[KernelBytes, str], str]
     ) -> None:
-        self.steps = steps
         self.ran: dict[str, float] = defaultdict(float)
         self.expected: dict[str, float] = defaultdict(float)
         self.kind_of: dict[str, str] = {}

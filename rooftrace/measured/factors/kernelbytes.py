@@ -30,7 +30,6 @@ _LEAST_LAUNCHES, _BRIEF = 4.0, 2e-6
 class KernelBytes:
     """One kernel of a measured step; bytes are those of all times that it ran."""
 
-    name: str  # of its first op and module
     layer: str  # "layers.3"; "" outside of layers
     used: Mapping[str, float]  # byte by kind, as its rules count
     held: Mapping[str, float]  # byte by kind: those of them that a cache answered
@@ -41,7 +40,6 @@ class KernelBytes:
 class StepBytes:
     """The kernels of one measured step, and the bytes of the same step in other kernels."""
 
-    name: str
     kernels: tuple[KernelBytes, ...]
     by: str  # "counters" or "seconds": where `moved` is from
     detected: Mapping[str, float]  # byte by kind, in the kernels that we detect
@@ -64,7 +62,6 @@ class Measured:
 
 
 def step_bytes(
-    name: str,
     ran: Plan,
     detected: Plan,
     measured: Measured,
@@ -93,44 +90,44 @@ def step_bytes(
                 None if _is_mostly(held, cost.bytes()) else size
                 for size, held, cost in zip(moved, held_by, ran.costs, strict=False)
             ]
-    kernels: list[KernelBytes] = []
-    cached: dict[str, float] = defaultdict(float)
-    for index, group in enumerate(ran.groups):
-        kind = kinds_of(ran.graph, group.ops, ran.op_costs)
-        used = _times(bytes_by_kind(ran.costs[index].traffic, kind), group.times)
-        held = _times(bytes_by_kind(held_by[index], kind), group.times)
-        for name_of_kind, size in held.items():
-            cached[name_of_kind] += size
-        lead = ran.graph.ops[group.ops[0]]
-        kernels.append(
+    used = _by_kind(ran, [cost.traffic for cost in ran.costs])
+    held = _by_kind(ran, held_by)
+    leads = (ran.graph.ops[group.ops[0]] for group in ran.groups)
+    return StepBytes(
+        kernels=tuple(
             KernelBytes(
-                name=f"{lead.name.removeprefix('aten.')} of {lead.module or '(root)'}",
                 layer=_layer(lead.module),
-                used=used,
-                held=_times(held, part),
+                used=used[index],
+                held=_times(held[index], part),
                 moved=moved[index] if moved else None,
             )
-        )
-    return StepBytes(
-        name=name,
-        kernels=tuple(kernels),
+            for index, lead in enumerate(leads)
+        ),
         by="counters" if counters or measured.total is not None else "seconds",
-        detected=bytes_of_kinds(detected),
-        unfused=bytes_of_kinds(detected.unfused),
+        detected=_summed(_by_kind(detected, [cost.traffic for cost in detected.costs])),
+        unfused=_summed(_by_kind(detected.unfused, [c.traffic for c in detected.unfused.costs])),
         causes=causes_of(detected.unfused),
-        cached=dict(cached),
+        cached=_summed(held),
         flushed=counters and measured.flushed,
         moved=measured.total,
     )
 
 
-def bytes_of_kinds(planned: Plan) -> dict[str, float]:
-    """HBM bytes of a plan by kind."""
+def _by_kind(planned: Plan, amounts: Sequence[Mapping[Access, float]]) -> list[dict[str, float]]:
+    """Amounts by kind of bytes, of each kernel all times that it ran."""
+    return [
+        _times(
+            bytes_by_kind(each, kinds_of(planned.graph, group.ops, planned.op_costs)), group.times
+        )
+        for group, each in zip(planned.groups, amounts, strict=True)
+    ]
+
+
+def _summed(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
     total: dict[str, float] = defaultdict(float)
-    for group, cost in zip(planned.groups, planned.costs, strict=True):
-        kind = kinds_of(planned.graph, group.ops, planned.op_costs)
-        for name, size in bytes_by_kind(cost.traffic, kind).items():
-            total[name] += group.times * size
+    for part in parts:
+        for kind, size in part.items():
+            total[kind] += size
     return dict(total)
 
 

@@ -23,6 +23,7 @@ _TURNS = 60
 _LEAST_NOISE = 1e-3
 """Relative: no counter and no clock is better."""
 _UNTOLD_NOISE = 0.1
+"""Relative, where no kernel is left over to tell it."""
 _SMALLEST = 1e-12
 _UNEVEN = 1.2
 """A single kernel may be noisier than those that tell the noise, by so much."""

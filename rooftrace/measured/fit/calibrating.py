@@ -10,10 +10,10 @@ from pathlib import Path
 from rooftrace._shown import Shown, short
 from rooftrace.costmodels.execution import ExecutionModel
 from rooftrace.costmodels.knobs import Knobs, dump_knobs, load_knobs
-from rooftrace.costmodels.planning import plan
+from rooftrace.costmodels.planning import Plan, plan
 from rooftrace.errors import UnusedError
 from rooftrace.hardware import Chip
-from rooftrace.measured.factors import MeasuredFactors, StepBytes
+from rooftrace.measured.factors import MeasuredFactors, StepBytes, byte_factors
 from rooftrace.measured.fit.cases import (
     Case,
     Errors,
@@ -29,7 +29,6 @@ from rooftrace.measured.fit.traffic import (
     Counts,
     Ground,
     SteppedPlan,
-    measured_factors,
     of_alignment,
     of_fused,
     of_ops,
@@ -50,7 +49,6 @@ from rooftrace.measured.pairing import (
 from rooftrace.measured.runs import Run
 from rooftrace.measured.tables import StepTime
 from rooftrace.measured.traces import Trace
-from rooftrace.tracer.graph import OpGraph
 from rooftrace.tracer.paths import pattern_of
 
 Tell = Callable[[str], None]
@@ -142,7 +140,7 @@ def calibrated(
         free=free,
         title=title or f"{chip.name}, {model.name}",
         tell=progress or (lambda _: None),
-        ground=Ground(chip, model, begin, sustained(run, chip, begin), counts),
+        ground=Ground(chip, begin, sustained(run, chip, begin), counts),
         factors=factors,
         by_layer=by_layer,
     )
@@ -192,11 +190,11 @@ class _Wanted:
         if not self.factors:
             return self
         self.tell("comparing bytes")
-        made = measured_factors(steps, self.model, label, self.by_layer)
-        if made is None:
+        if not steps:
             if self.by_layer:
                 raise UnusedError("by_layer", "True", "no single kernels were measured")
             return self
+        made = byte_factors(steps, label, self.model.fusion, self.by_layer)
         start = replace(self.start, traffic=made.factors)
         return replace(self, start=start, traffic=made, model=replace(self.model, knobs=start))
 
@@ -206,7 +204,7 @@ class _Made:
     """A measured step with its graph, and its kernels where they were measured."""
 
     step: MeasuredStep
-    graph: OpGraph
+    planned: Plan  # as the request's execution model runs it
     kernels: SteppedPlan | None
 
 
@@ -223,7 +221,8 @@ def _graphs(
         wanted.tell(f"tracing {step.label} ({number + 1} of {len(measured)})")
         try:
             graph = step.graph()
-            made.append(_Made(step, graph, stepped(step, graph, wanted.model)))
+            planned = plan(graph, wanted.model)
+            made.append(_Made(step, planned, stepped(step, graph, planned)))
         except (ValueError, LookupError, RuntimeError, OSError) as error:
             failures[step.place] = step.why_not(error)
     if not made:
@@ -244,7 +243,7 @@ def _cases(
     for each in made:
         step, row = each.step, each.step.row
         try:
-            planned = plan(each.graph, model)
+            planned = each.planned.as_run(model)
             cases.append(step_case(step.label, planned, chip, model, step.seconds, step.group))
         except (ValueError, LookupError, RuntimeError) as error:
             failures[step.place] = step.why_not(error)
@@ -268,10 +267,10 @@ def _cases(
 def _of_run(run: Run, steps: Sequence[MeasuredStep], wanted: _Wanted) -> Calibration:
     """Knobs from the steps of a run, and from single kernels: those of few steps alone."""
     made, failures = _graphs(steps, wanted)
-    kernels = [(each.step.label, each.kernels) for each in made if each.kernels is not None]
+    kernels = [each.kernels for each in made if each.kernels is not None]
     wanted.ground.counted.check(run, len(kernels))
     by_rules = wanted
-    bytes_of = [step.bytes(label, wanted.ground) for label, step in kernels]
+    bytes_of = [step.bytes(wanted.ground) for step in kernels]
     wanted = wanted.with_traffic(
         bytes_of, ", ".join((str(run.device.get("name", "a device")), *run.dates[-1:]))
     )
@@ -322,8 +321,7 @@ def _of_trace(trace: Trace, graphs_of: Callable[[], Graphs] | None, wanted: _Wan
     wanted = wanted.with_traffic([bytes_of], device)
     seconds = of_ops(planned, aligned.seconds)
     plain = kernel_cases(planned, wanted.chip, seconds, priced.phase)
-    planned = plan(planned.source, wanted.model)
-    cases = kernel_cases(planned, wanted.chip, seconds, priced.phase)
+    cases = kernel_cases(planned.as_run(wanted.model), wanted.chip, seconds, priced.phase)
     if not cases:
         raise MeasuredRequestError(
             f"{trace.source or 'the trace'}: no kernel of it is long enough to fit to"
@@ -336,8 +334,8 @@ def _of_compiled_trace(
 ) -> Calibration:
     """Knobs from the kernels of a compiled step, whose ops are told by the names of kernels."""
     best, _ = matching.best_fused(trace, graphs_of, wanted.tell)
-    kernels, title = of_fused(best), best.detected.source.title
-    wanted = wanted.with_traffic([kernels.bytes(title, wanted.ground)], device)
+    kernels = of_fused(best)
+    wanted = wanted.with_traffic([kernels.bytes(wanted.ground)], device)
     phase = best.detected.source.phase
     plain = kernel_cases(kernels.ran, wanted.chip, kernels.seconds, phase)
     ran = on_its_kernels(kernels, wanted.start)

@@ -19,6 +19,7 @@ from rooftrace.costmodels.planning import Plan, plan
 from rooftrace.costmodels.timing import host_seconds
 from rooftrace.hardware import Chip
 from rooftrace.measured.alignment import keys
+from rooftrace.measured.factors import SHORTEST
 from rooftrace.measured.runs import OpTime
 from rooftrace.tracer.graph import OpGraph
 
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
 
     Array = np.ndarray[Any, np.dtype[np.float64]]
 
-SHORTEST = 20e-6
-"""Seconds: a call below this is mostly its launch, and on a CPU the profiler's own time."""
 MAPPED = 32 * 2**20
 """Bytes: glibc maps a larger block anew at every call (the highest M_MMAP_THRESHOLD), and its first
 use is a page fault every 4 KiB."""

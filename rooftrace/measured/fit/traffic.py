@@ -6,19 +6,12 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from rooftrace.costmodels.execution import ExecutionModel
 from rooftrace.costmodels.knobs import Knobs
-from rooftrace.costmodels.planning import Plan, plan
+from rooftrace.costmodels.planning import Plan
 from rooftrace.errors import UnusedError
 from rooftrace.hardware import Chip
 from rooftrace.measured.alignment import Alignment, counted
-from rooftrace.measured.factors import (
-    Measured,
-    MeasuredFactors,
-    StepBytes,
-    byte_factors,
-    step_bytes,
-)
+from rooftrace.measured.factors import Measured, StepBytes, step_bytes
 from rooftrace.measured.fused import FusedStep, fused
 from rooftrace.measured.hwcounters import MemoryCount
 from rooftrace.measured.pairing import MeasuredRequestError, MeasuredStep
@@ -113,7 +106,6 @@ class Ground:
     """What measured bytes are compared on: the chip, the start of a fit, and its bandwidth."""
 
     chip: Chip
-    model: ExecutionModel  # how the steps ran
     knobs: Knobs
     bandwidth: float  # byte/s that the device sustains
     counted: Counts = Counts()
@@ -128,26 +120,23 @@ class SteppedPlan:
     seconds: Sequence[float | None]  # by group of `ran`, all times that it ran
     compiled: FusedStep | None = None
 
-    def bytes(self, name: str, ground: Ground) -> StepBytes:
+    def bytes(self, ground: Ground) -> StepBytes:
         """The bytes of its kernels."""
         by_kernel: Sequence[float | None] = ()
         counted = ground.counted
         if counted.kernels and self.compiled is not None:
             by_kernel = self.compiled.counted(counted.kernels, counted.source)
-        return self.counted(name, ground, by_kernel)
+        return self.counted(ground, by_kernel)
 
-    def counted(
-        self, name: str, ground: Ground, by_kernel: Sequence[float | None] = ()
-    ) -> StepBytes:
+    def counted(self, ground: Ground, by_kernel: Sequence[float | None] = ()) -> StepBytes:
         """The bytes of its kernels; by_kernel: by counters, of each group, all times."""
         measured = Measured(
             seconds=self.seconds,
             counted=by_kernel,
-            flushed=bool(by_kernel),
+            flushed=bool(by_kernel) and ground.counted.flushed,
             total=ground.counted.total,
         )
         return step_bytes(
-            name,
             self.ran,
             self.detected,
             measured,
@@ -157,19 +146,19 @@ class SteppedPlan:
         )
 
 
-def stepped(step: MeasuredStep, graph: OpGraph, model: ExecutionModel) -> SteppedPlan | None:
+def stepped(step: MeasuredStep, graph: OpGraph, planned: Plan) -> SteppedPlan | None:
     """The kernels of a measured step; None where the row has no seconds of single kernels.
 
-    Raises ProfileError for kernels of another graph.
+    planned: the graph under the execution model that the step ran as.  Raises ProfileError for
+    kernels of another graph.
     """
-    row = step.row
+    row, fusion = step.row, planned.execution.fusion
     if row is None:
         return None
-    if row.kernels and model.fusion != "none":
+    if row.kernels and fusion != "none":
         return of_fused(fused(row, graph))
-    if row.source != "replay" or model.fusion != "none":
+    if row.source != "replay" or fusion != "none":
         return None
-    planned = plan(graph, model)
     return SteppedPlan(planned, planned, of_ops(planned, seconds_by_op(row)))
 
 
@@ -181,11 +170,11 @@ def of_fused(step: FusedStep) -> SteppedPlan:
 def of_alignment(alignment: Alignment, planned: Plan, ground: Ground) -> StepBytes:
     """The bytes of the kernels of an eager trace, with counters where there are any."""
     step = SteppedPlan(planned, planned, of_ops(planned, alignment.seconds))
-    title, counters = planned.source.title, ground.counted
+    counters = ground.counted
     if not counters.kernels:
-        return step.counted(title, ground)
+        return step.counted(ground)
     moved = counted(alignment, counters.kernels, counters.source).bytes
-    return step.counted(title, ground, of_ops(planned, moved))
+    return step.counted(ground, of_ops(planned, moved))
 
 
 def of_ops(planned: Plan, amounts: Mapping[int, float]) -> list[float | None]:
@@ -215,15 +204,6 @@ def sustained(run: Run | None, chip: Chip, knobs: Knobs) -> float:
     return max(streams, default=chip.memory_bandwidth.value * knobs.memory)
 
 
-def measured_factors(
-    steps: Sequence[StepBytes], model: ExecutionModel, label: str, by_layer: bool = False
-) -> MeasuredFactors | None:
-    """The factors of these steps for executions that fuse as `model`; None without steps."""
-    if not steps:
-        return None
-    return byte_factors(steps, label, model.fusion, by_layer)
-
-
 def on_its_kernels(step: SteppedPlan, knobs: Knobs) -> Plan:
     """The kernels that ran, with the bytes that these knobs say they move."""
     traffic = knobs.traffic
@@ -231,5 +211,4 @@ def on_its_kernels(step: SteppedPlan, knobs: Knobs) -> Plan:
         return step.ran
     alone = {kind: replace(f, grouping=1.0) for kind, f in traffic.factors.items()}
     own = replace(knobs, traffic=replace(traffic, factors=alone))
-    execution = replace(step.ran.execution, knobs=own)
-    return replace(step.ran, execution=execution).regrouped(step.ran.groups)
+    return step.ran.as_run(replace(step.ran.execution, knobs=own))

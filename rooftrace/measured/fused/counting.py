@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 
-from rooftrace.costmodels.planning import Plan
 from rooftrace.errors import ProfileError
 from rooftrace.hardware.units import format_share
 from rooftrace.measured.alignment import keys
@@ -17,14 +15,14 @@ _LEAST = 0.5
 
 
 def counted_kernels(
-    calls: Sequence[KernelTime], ran: Plan, counters: Sequence[KernelCounters], source: str
-) -> list[float | None]:
-    """The bytes of each group of `ran` by counters; None where a kernel of it has none.
+    calls: Sequence[KernelTime], counters: Sequence[KernelCounters], source: str
+) -> dict[int, float]:
+    """The bytes of each call of a step by its number; one without counters is not there.
 
-    calls: those of the step that ran as `ran`.  source: the file of the counters.  Kernels that the
-    compiler wrote are matched in order by name.  A call of a library has what was launched between
-    two of them, if it is the only one there, or if there are as many launches as calls.  Raises
-    ProfileError where less than half of the compiler's kernels have counters.
+    source: the file of the counters.  Kernels that the compiler wrote are matched in order by name.
+    A call of a library has what was launched between two of them, if it is the only one there, or
+    if there are as many launches as calls.  Raises ProfileError where less than half of the
+    compiler's kernels have counters.
     """
     have = [(keys.base_name(kernel.name), ()) for kernel in calls]
     wanted = [(keys.base_name(launch.name), ()) for launch in counters]
@@ -45,25 +43,4 @@ def counted_kernels(
             moved[mine[0]] = sum(sizes)
         elif len(mine) == len(sizes):
             moved.update(zip(mine, sizes, strict=True))
-    return _by_group(calls, ran, moved)
-
-
-def _by_group(
-    calls: Sequence[KernelTime], ran: Plan, moved: dict[int, float]
-) -> list[float | None]:
-    group_of = {op: number for number, group in enumerate(ran.groups) for op in group.ops}
-    sums: dict[int, float] = defaultdict(float)
-    unknown: set[int] = set()
-    for number, kernel in enumerate(calls):
-        for op in (kernel.ops or kernel.parts)[:1]:
-            group = group_of.get(op)
-            if group is None:
-                continue
-            if number in moved:
-                sums[group] += moved[number]
-            else:
-                unknown.add(group)
-    return [
-        sums[number] if number in sums and number not in unknown else None
-        for number in range(len(ran.groups))
-    ]
+    return moved

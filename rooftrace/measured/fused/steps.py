@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -114,13 +115,19 @@ class FusedStep:
 
         The pieces of an op that a compiler took apart count for the group that has the op.
         """
-        groups = self.measured.groups
-        group_of = {op: number for number, group in enumerate(groups) for op in group.ops}
         sums: dict[int, float] = defaultdict(float)
-        for kernel in self.kernels:
-            for op in (kernel.ops or kernel.parts)[:1]:
-                sums[group_of[op]] += kernel.seconds
-        return [sums.get(number) for number in range(len(groups))]
+        for kernel, group in zip(self.kernels, self._places, strict=True):
+            if group is not None:
+                sums[group] += kernel.seconds
+        return [sums.get(number) for number in range(len(self.measured.groups))]
+
+    @cached_property
+    def _places(self) -> list[int | None]:
+        """The group of `measured` that each kernel belongs to; None of a call without ops."""
+        groups = enumerate(self.measured.groups)
+        group_of = {op: number for number, group in groups for op in group.ops}
+        firsts = (next(iter(kernel.ops or kernel.parts), None) for kernel in self.kernels)
+        return [None if op is None else group_of[op] for op in firsts]
 
     def counted(
         self, counters: Sequence[KernelCounters], source: str = "the counters"
@@ -130,7 +137,13 @@ class FusedStep:
         None of a group with a kernel that was not counted.  Raises ProfileError for counters in
         which less than half of the compiler's kernels are.
         """
-        return counted_kernels(self.kernels, self.measured, counters, source)
+        moved = counted_kernels(self.kernels, counters, source)
+        sums: dict[int, float] = defaultdict(float)
+        for number, group in enumerate(self._places):
+            if group is not None:  # not a number where a kernel of the group was not counted
+                sums[group] += moved.get(number, math.nan)
+        known = {group: size for group, size in sums.items() if not math.isnan(size)}
+        return [known.get(number) for number in range(len(self.measured.groups))]
 
     @property
     def activation_fusion(self) -> float:

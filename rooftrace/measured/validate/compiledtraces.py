@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import replace
 
 from rooftrace.costmodels.estimating import Estimate, estimate
 from rooftrace.costmodels.execution import ExecutionModel
@@ -29,7 +28,7 @@ def as_it_ran(
 
     All seconds of a kernel count for its first op.
     """
-    ran = replace(step.measured, execution=model).regrouped(step.measured.groups)
+    ran = step.measured.as_run(model)
     seconds: dict[int, float] = {}
     for group, known in zip(ran.groups, step.group_seconds, strict=True):
         if known is not None:
