@@ -1,0 +1,8 @@
+from rooftrace.costmodels.locks import (
+    budgets as budgets,
+    checking as checking,
+    entries as entries,
+    files as files,
+    records as records,
+    settings as settings,
+)

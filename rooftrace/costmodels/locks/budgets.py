@@ -1,0 +1,196 @@
+"""Budgets: what may grow by how much, and what must stay below a limit.
+
+A budget is a line of [tool.rooftrace.budgets] in pyproject.toml:
+
+    time = "5%"                            # the whole step, in every phase: 5 % more than the lock
+    "training.memory" = "1 GiB"            # one phase: at most 1 GiB more than the lock
+    "decode.time" = "<= 20 ms"             # a limit, whatever the lock says
+    "model.layers.*.mlp flops" = 0         # a module, or all that differ only in numbers
+    "*.attention training.time" = ["2%", "<= 5 ms"]
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import TypeAlias
+
+from rooftrace.costmodels.findings.diffs import parse_condition
+from rooftrace.costmodels.locks.records import BY_MODULE, METRICS, WAITING, LockedCosts
+from rooftrace.errors import hint
+from rooftrace.hardware import units
+
+Said: TypeAlias = str | int | float | list[str | int | float]
+"""What stands behind a key of a table of budgets."""
+
+
+class BudgetError(ValueError):
+    """A budget that cannot be read, or whose module is not there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """How much a metric may grow against the lock, or the most that it may be."""
+
+    text: str  # as the user wrote it
+    amount: float  # SI units, or a fraction
+    relative: bool = False  # of what the lock says
+    ceiling: bool = False  # the most that the metric may be, whatever the lock says
+
+    def passed(self, before: float | None, after: float) -> bool:
+        """Whether a cost is over the limit.  before: what the lock says; None: it has no such."""
+        if self.ceiling or before is None:
+            return self.ceiling and after > self.amount
+        return after > before * (1 + _ROUNDING) and self._growth(before, after) > self.amount
+
+    def saved(self, before: float | None, after: float) -> bool:
+        """Whether a cost shrank by more than it may grow, so that the lock should be renewed."""
+        if self.ceiling or before is None:
+            return False
+        return after < before * (1 - _ROUNDING) and self._growth(after, before) > self.amount
+
+    def _growth(self, less: float, more: float) -> float:
+        if not self.relative:
+            return more - less
+        return (more - less) / less if less else math.inf
+
+
+_ROUNDING = 1e-6
+"""Times of a lock are rounded to the seventh digit."""
+SAME = Limit("0", 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """The limits of a metric, of the whole step or of modules, in all phases or in one."""
+
+    key: str  # as the user wrote it
+    metric: str
+    limits: tuple[Limit, ...]
+    phase: str = ""  # "": all of them
+    module: str = ""  # a starred path or a pattern of paths; "": the whole step
+
+
+DEFAULT = tuple(Budget(metric, metric, (SAME,)) for metric in METRICS)
+"""The budgets of a repository that names none: no total may grow."""
+
+_KEY = re.compile(r"(?:(?P<module>\S+)\s+)?(?:(?P<phase>[^\s.]+)\.)?(?P<metric>\w+)")
+
+
+def read_budgets(table: Mapping[str, Said], where: str) -> tuple[Budget, ...]:
+    """The budgets of a table.  Raises BudgetError, which quotes the line."""
+    return tuple(_budget(key, said, where) for key, said in table.items())
+
+
+def _budget(key: str, said: Said, where: str) -> Budget:
+    match = _KEY.fullmatch(key.strip())
+    metric = match["metric"] if match else ""
+    if match is None or metric not in METRICS:
+        raise BudgetError(
+            f"{where}: {key!r:.80}: expected [MODULE ][PHASE.]METRIC with METRIC one of "
+            f"{', '.join(METRICS)}{hint(metric, METRICS)}; for example \"time\", "
+            '"training.memory" or "model.layers.*.mlp flops"'
+        )
+    if match["module"] and metric not in BY_MODULE:
+        raise BudgetError(
+            f"{where}: {key!r:.80}: {metric} is known of the whole step only; of a module "
+            f"{', '.join(BY_MODULE)}"
+        )
+    each = said if isinstance(said, list) else [said]
+    limits = tuple(read_limit(metric, limit, f"{where}: {key!r:.80}") for limit in each)
+    return Budget(key.strip(), metric, limits, match["phase"] or "", match["module"] or "")
+
+
+def read_limit(metric: str, said: str | int | float, where: str) -> Limit:
+    """ "5%", "1 GiB" and 0 are how much a metric may grow; "<= 20 ms" is the most that it may be.
+
+    Raises BudgetError.
+    """
+    text = str(said).strip()
+    ceiling = text.startswith("<=")
+    amount = text.removeprefix("<=").strip()
+    try:
+        if isinstance(said, bool):
+            raise ValueError("a truth value")
+        number = _counted(metric, amount)
+        if number is None:
+            _, number, relative, _ = parse_condition(f"{metric}>{amount}")
+        else:
+            relative = False
+        if math.isfinite(number) and number >= 0 and not (relative and ceiling):
+            return Limit(text, number, relative, ceiling)
+    except ValueError:
+        pass
+    example = _EXAMPLES[metric]
+    raise BudgetError(
+        f"{where} = {said!r:.60}: expected how much it may grow, as \"5%\", \"{example}\" or 0, or "
+        f'the most that it may be, as "<= {example}"'
+    )
+
+
+_EXAMPLES = {
+    "time": "2 ms",
+    "flops": "1 GFLOP",
+    "bytes": "100 MB",
+    "memory": "1 GiB",
+    "params": "2 M",
+    "kernels": "10",
+}
+_COUNTS = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
+_AMOUNT = re.compile(r"([0-9][0-9_,]*(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)\s*([kKMBGT]?)")
+
+
+def _counted(metric: str, text: str) -> float | None:
+    """The number of "1 GFLOP" or "2 M", which conditions write in full; None for another text."""
+    if metric == "flops" and text.endswith("FLOP"):
+        return units.parse(f"{text}/s", "FLOP/s")
+    match = _AMOUNT.fullmatch(text) if metric in ("flops", "params", "kernels") else None
+    if match is None:
+        return None
+    return float(match[1].replace(",", "").replace("_", "")) * _COUNTS[match[2]]
+
+
+# -- modules ---------------------------------------------------------------------------------------
+
+
+def module_value(costs: LockedCosts, path: str, metric: str) -> float:
+    """A metric of a module and all inside it; "" is the whole step."""
+    if not path:
+        return costs.value(metric)
+    inside = f"{path}."
+    return sum(
+        module.value(metric)
+        for name, module in costs.modules.items()
+        if name == path or name.startswith(inside)
+    )
+
+
+def matching(pattern: str, paths: Iterable[str]) -> list[str]:
+    """The modules that a pattern names, among locked paths and the modules around them.
+
+    "*" stands for any one name, and for the numbers of layers.
+    """
+    names = pattern.split(".")
+    modules: dict[str, None] = {}
+    for path in paths:
+        parts = path.split(".")
+        if len(parts) >= len(names) and all(
+            fnmatchcase(part, name) for part, name in zip(parts, names, strict=False)
+        ):
+            modules[".".join(parts[: len(names)])] = None
+    modules.pop(WAITING, None)
+    return list(modules)
+
+
+def chosen(budgets: Sequence[Budget], phase: str) -> list[Budget]:
+    """The budgets of a phase.  One that names the phase holds in place of one for all phases;
+    a later one in place of an earlier one."""
+    kept: dict[tuple[str, str], Budget] = {}
+    for specific in (False, True):
+        for budget in budgets:
+            if budget.phase in ((phase,) if specific else ("",)):
+                kept[budget.module, budget.metric] = budget
+    return list(kept.values())

@@ -1,0 +1,225 @@
+"""Records of locked costs: totals and modules of each target, phase, chip and execution.
+
+Their fields are the keys of the file.  Counts are whole numbers; seconds are decimal text with a
+unit ("738.1235 us"), as many digits as every machine agrees on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from decimal import ROUND_HALF_EVEN, Decimal
+from typing import Any, NamedTuple
+
+from rooftrace.hardware import units
+
+FORMAT = "rooftrace.lock/1"
+DEPTH = 3
+"""Names of modules down to which costs are locked, numbers of layers not counted."""
+ROOT = "(root)"
+"""The module itself, among its modules."""
+WAITING = "(waiting for the host)"
+"""Seconds of the step that are no kernel's."""
+BY_MODULE = ("time", "flops", "bytes", "kernels")
+"""Metrics that are also known by module; their sums over modules are the totals."""
+DIGITS = 7
+"""Digits of a time.  Sums of floats differ in the 16th digit between processors and releases of
+numpy, so that one time in a hundred million may be rounded the other way; a change of the model
+that is smaller moves no budget."""
+
+METRICS = ("time", "flops", "bytes", "memory", "params", "kernels")
+FORMATS: Mapping[str, Callable[[float], str]] = {
+    "time": units.format_time,
+    "flops": units.format_flops,
+    "bytes": units.format_traffic,
+    "memory": units.format_capacity,
+    "params": units.format_count,
+    "kernels": units.format_count,
+}
+
+_SCALES = (("s", 0), ("ms", -3), ("us", -6), ("ns", -9))
+
+
+class LockError(ValueError):
+    """A lock that cannot be read, or does not fit what is asked of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class LockedModule:
+    """The costs of a module, or of all modules whose paths differ only in numbers."""
+
+    time: str
+    flops: int = 0
+    bytes: int = 0
+    kernels: int = 0
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    def value(self, metric: str) -> float:
+        """A metric of BY_MODULE, in SI units."""
+        return _value(self, metric)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LockedCosts:
+    """The totals of a step on a chip under an execution model, and its modules."""
+
+    time: str
+    flops: int
+    bytes: int  # through HBM
+    memory: int  # at the peak
+    params: int
+    kernels: int
+    modules: Mapping[str, LockedModule] = field(default_factory=dict)  # by starred path
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    def value(self, metric: str) -> float:
+        """A metric, in SI units."""
+        return _value(self, metric)
+
+
+Ops = dict[str, dict[str, int]]
+"""How many of which ops run in each module, by starred path: {"h.*.mlp": {"mm bf16": 24}}."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LockedPhase:
+    """A phase of a target: its ops, and its costs by chip and execution model."""
+
+    ops: Ops = field(default_factory=dict)
+    costs: dict[str, dict[str, LockedCosts]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What a target is, and at which sizes it is run."""
+
+    target: str
+    batch: int | None = None
+    seq: int | None = None
+    kv: int | None = None
+    inputs: dict[str, str] = field(default_factory=dict)  # "shape:dtype" by name
+    dtype: str | None = None
+    weights_dtype: str | None = None
+    kv_dtype: str | None = None
+    optimizer: str | None = None
+    phases: list[str] | None = None  # None: those that fit the model
+    assume: dict[str, str | bool | int | float] = field(default_factory=dict)
+    repeats: bool = True
+    trust_remote_code: bool = False
+
+    def changed(self) -> dict[str, Any]:
+        """The fields that differ from their defaults."""
+        plain = Asked(target="")
+        mine = {item.name: getattr(self, item.name) for item in fields(Asked)}
+        return {name: value for name, value in mine.items() if value != getattr(plain, name)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LockedTarget:
+    """What a target was asked at, the digests of its source files, and its phases."""
+
+    asked: Asked
+    sources: dict[str, str] = field(default_factory=dict)  # by path, relative to the lock
+    phases: dict[str, LockedPhase] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pricing:
+    """How every target is priced."""
+
+    knobs: str = "typical"
+    tf32: bool = False
+    rewrites: list[str] = field(default_factory=list)
+    rules: list[str] = field(default_factory=list)  # files of the user with rules
+
+    def changed(self) -> dict[str, Any]:
+        """The fields that differ from their defaults."""
+        plain = asdict(Pricing())
+        return {name: value for name, value in asdict(self).items() if value != plain[name]}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MadeFrom:
+    """What a lock was made from: versions, and digests of facts."""
+
+    rooftrace: str
+    torch: str
+    libraries: dict[str, str] = field(default_factory=dict)  # versions of those with models
+    depth: int = DEPTH
+    chips: dict[str, str] = field(default_factory=dict)  # digests of their numbers
+    constants: dict[str, str] = field(default_factory=dict)  # digests of knobs, by their title
+    rules: dict[str, str] = field(default_factory=dict)  # digests of the files of `pricing`
+    pricing: Pricing = field(default_factory=Pricing)
+
+
+class Place(NamedTuple):
+    """Where costs belong."""
+
+    target: str
+    phase: str
+    chip: str
+    execution: str
+
+    def __str__(self) -> str:
+        return f"{self.target}, {self.phase} on {self.chip}, {self.execution}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lock:
+    """The costs of targets, and what they were made from."""
+
+    made_from: MadeFrom
+    targets: dict[str, LockedTarget] = field(default_factory=dict)
+    format: str = FORMAT
+
+    def places(self) -> dict[Place, LockedCosts]:
+        """All costs, by where they belong."""
+        return {
+            Place(target, phase, chip, execution): costs
+            for target, locked in self.targets.items()
+            for phase, step in locked.phases.items()
+            for chip, by_execution in step.costs.items()
+            for execution, costs in by_execution.items()
+        }
+
+
+# -- seconds as decimals ---------------------------------------------------------------------------
+
+
+class Clock:
+    """Writes the times of one step in one unit, to the same decimal."""
+
+    def __init__(self, total: float) -> None:
+        exact = Decimal(total)
+        self.unit, self.power = next(
+            (scale for scale in _SCALES if exact >= Decimal(10) ** scale[1]), _SCALES[-1]
+        )
+        first = exact.adjusted() if exact else -9
+        self.step = Decimal(10) ** (first - DIGITS + 1)
+
+    def rounded(self, seconds: float) -> Decimal:
+        """Seconds, rounded to DIGITS digits of the total."""
+        return Decimal(seconds).quantize(self.step, ROUND_HALF_EVEN)
+
+    def written(self, seconds: Decimal) -> str:
+        """Rounded seconds as text: "738.1235 us"."""
+        number = seconds.scaleb(-self.power)
+        return f"{number:f} {self.unit}"
+
+
+def _value(record: LockedModule | LockedCosts, metric: str) -> float:
+    value = getattr(record, metric)
+    return units.parse(value, "second") if metric == "time" else value
+
+
+def _check(record: LockedModule | LockedCosts) -> None:
+    """Raise LockError for a number that no cost can have."""
+    units.parse(record.time, "second")
+    for item in fields(record):
+        value = getattr(record, item.name)
+        if isinstance(value, int) and value < 0:
+            raise LockError(f"{item.name}={value}: expected a whole number of at least 0")

@@ -1,0 +1,163 @@
+"""What a repository asks of its gate: [tool.rooftrace] in pyproject.toml."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from rooftrace._reading import FileKind, record_of, text_of, toml_of
+from rooftrace.costmodels.locks.budgets import DEFAULT, Budget, Said, read_budgets
+from rooftrace.costmodels.locks.files import NAME
+from rooftrace.costmodels.locks.records import DEPTH, Asked, Lock, Pricing
+
+FILE = "pyproject.toml"
+SECTION = "tool.rooftrace"
+TOLD, FAILS = "told", "fail"
+
+
+class SettingsError(ValueError):
+    """Settings that cannot be read: names the file, the key, and what was expected."""
+
+
+_KIND = FileKind("pyproject.toml", SettingsError)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetSettings(Asked):
+    """A table of [tool.rooftrace.targets]: a target, its sizes, and budgets of its own."""
+
+    budgets: dict[str, Said] = field(default_factory=dict)
+
+    @property
+    def asked(self) -> Asked:
+        """The target and its sizes alone."""
+        return Asked(**{item.name: getattr(self, item.name) for item in fields(Asked)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """The keys of [tool.rooftrace]."""
+
+    targets: list[str] | dict[str, str | TargetSettings] = field(default_factory=list)
+    lock: str = NAME
+    chips: list[str] = field(default_factory=lambda: ["h200-sxm"])
+    executions: list[str] = field(default_factory=lambda: ["efficient"])
+    phases: list[str] | None = None  # of every target that names none; None: those that fit
+    depth: int = DEPTH
+    budgets: dict[str, Said] = field(default_factory=dict)
+    improvements: str = TOLD  # or "fail": a cost that shrank asks for --update
+    knobs: str = "typical"
+    tf32: bool = False
+    rewrites: list[str] = field(default_factory=list)
+    rules: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.depth <= 99:
+            raise SettingsError(f"depth={self.depth}: expected 1 to 99 names of modules")
+        if self.improvements not in (TOLD, FAILS):
+            raise SettingsError(
+                f"improvements={self.improvements!r:.60}: expected {TOLD!r} or {FAILS!r}"
+            )
+        for name in ("chips", "executions"):
+            if not getattr(self, name):
+                raise SettingsError(f"{name}=[]: expected at least one")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What is locked and checked, and where.  Paths in it are relative to its folder."""
+
+    folder: Path
+    targets: Mapping[str, Asked] = field(default_factory=dict)  # by name; empty: those of the lock
+    lock: str = NAME
+    chips: tuple[str, ...] = ("h200-sxm",)
+    executions: tuple[str, ...] = ("efficient",)
+    depth: int = DEPTH
+    pricing: Pricing = field(default_factory=Pricing)
+    budgets: Mapping[str, tuple[Budget, ...]] = field(default_factory=dict)  # by target
+    usual: tuple[Budget, ...] = DEFAULT  # of targets without budgets of their own
+    improvements: str = TOLD
+
+    @property
+    def path(self) -> Path:
+        """The lock."""
+        return self.folder / self.lock
+
+    def budgets_of(self, target: str) -> tuple[Budget, ...]:
+        """The budgets of a target, by its name."""
+        return self.budgets.get(target, self.usual)
+
+    def as_locked(self, lock: Lock) -> Settings:
+        """These settings with what a lock was asked, where they name no targets themselves."""
+        if self.targets:
+            return self
+        made = lock.made_from
+        priced = [step.costs for t in lock.targets.values() for step in t.phases.values()]
+        executions = [name for by_chip in priced for each in by_chip.values() for name in each]
+        return replace(
+            self,
+            targets={name: target.asked for name, target in lock.targets.items()},
+            chips=tuple(dict.fromkeys(chip for by_chip in priced for chip in by_chip)),
+            executions=tuple(dict.fromkeys(executions)),
+            depth=made.depth,
+            pricing=made.pricing,
+        )
+
+
+def load_settings(start: Path) -> Settings:
+    """The settings of the nearest pyproject.toml with [tool.rooftrace], in a folder or above it.
+
+    Without one, nothing but defaults, in this folder.  Raises SettingsError and BudgetError.
+    """
+    start = start.resolve()
+    for folder in (start, *start.parents):
+        path = folder / FILE
+        if path.is_file():
+            tool = toml_of(text_of(path, _KIND), str(path), _KIND).get("tool", {})
+            if isinstance(tool, dict) and "rooftrace" in tool:
+                return read_settings(tool["rooftrace"], folder)
+    return Settings(folder=start)
+
+
+def read_settings(data: Any, folder: Path) -> Settings:
+    """The settings in the table [tool.rooftrace] of a folder's pyproject.toml."""
+    where = str(folder / FILE)
+    if not isinstance(data, dict):
+        raise SettingsError(f"{where}: {SECTION}={data!r:.60}: expected a table")
+    section = record_of(Section, data, where, _KIND, SECTION)
+    named = section.targets
+    listed = named if isinstance(named, dict) else {name: name for name in named}
+    targets = {
+        name: target if isinstance(target, TargetSettings) else TargetSettings(target=target)
+        for name, target in listed.items()
+    }
+    place = f"{where}: {SECTION}"
+    usual = read_budgets(section.budgets, f"{place}.budgets")
+    budgets = {
+        name: (*usual, *read_budgets(each.budgets, f"{place}.targets.{name}.budgets"))
+        for name, each in targets.items()
+        if each.budgets
+    }
+    phases = section.phases
+    return Settings(
+        folder=folder,
+        targets={
+            name: replace(each.asked, phases=each.phases or phases)
+            for name, each in targets.items()
+        },
+        lock=section.lock,
+        chips=tuple(section.chips),
+        executions=tuple(section.executions),
+        depth=section.depth,
+        pricing=Pricing(
+            knobs=section.knobs,
+            tf32=section.tf32,
+            rewrites=section.rewrites,
+            rules=section.rules,
+        ),
+        budgets=budgets,
+        usual=usual or DEFAULT,
+        improvements=section.improvements,
+    )

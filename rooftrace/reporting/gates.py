@@ -1,0 +1,210 @@
+"""Locks of what targets cost now, and checks of a lock: what `rooftrace lock` and `check` do."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
+from importlib import metadata
+from pathlib import Path, PurePath
+
+from rooftrace._progress import tell
+from rooftrace.costmodels.estimating import Estimate, estimate as estimate_graph
+from rooftrace.costmodels.execution import ExecutionModel, execution_model
+from rooftrace.costmodels.locks import checking, entries, files, records, settings as gate
+from rooftrace.costmodels.planning import plan
+from rooftrace.costmodels.registry import own_rules
+from rooftrace.costmodels.rewriting import check_precisions
+from rooftrace.errors import RequestError, naming
+from rooftrace.hardware import Chip, load_chip
+from rooftrace.reporting.estimates import in_precisions, priced
+from rooftrace.tracer.asking import Job, names
+from rooftrace.tracer.graph import OpGraph
+from rooftrace.tracer.sources import Traced, trace_each_apart
+
+_MODEL_LIBRARIES = ("diffusers", "peft", "timm", "torchaudio", "torchvision", "transformers")
+"""Libraries that bring modules: a model that imports one has other costs with another release."""
+_MEMORY = 2 << 30
+"""Bytes that tracing a target may take."""
+_IMPORTED = re.compile(rb"^[ \t]*(?:from|import)[ \t]+(\w+)", re.MULTILINE)
+
+
+def locked(settings: gate.Settings) -> records.Lock:
+    """What the targets of some settings cost now, each traced once and priced for every chip.
+
+    Targets run in processes of their own, as many at once as there are processors and memory.
+    Raises RequestError without targets; and what tracing and pricing raise.
+    """
+    if not settings.targets:
+        raise RequestError(
+            "there is nothing to lock: name a target (rooftrace lock TARGET...), or name those of "
+            'the repository in pyproject.toml: [tool.rooftrace] with targets = ["models.py:build"]'
+        )
+    with _inside(settings.folder):
+        chips = [load_chip(chip) for chip in settings.chips]
+        builder = _Builder(settings, chips, [_model(n, settings) for n in settings.executions])
+        jobs = {name: _job(name, asked) for name, asked in settings.targets.items()}
+        for (name, job), made in zip(jobs.items(), _traced(list(jobs.values())), strict=True):
+            with own_rules(), naming(name):  # rules in the code of one hold for no other
+                tell(f"pricing {name}")
+                builder.add(name, in_precisions(job, made) if made else priced(job))
+        return builder.lock()
+
+
+def check(
+    settings: gate.Settings, *, strict: bool = False, cause: checking.Cause | None = None
+) -> checking.Outcome:
+    """Hold the lock of some settings against what its targets cost now.
+
+    Raises LockError where there is none; what `locked` raises; BudgetError.
+    """
+    before = files.load_lock(settings.path)
+    settings = settings.as_locked(before)
+    return checking.compare_locks(before, locked(settings), settings, strict=strict, cause=cause)
+
+
+def _model(name: str, settings: gate.Settings) -> ExecutionModel:
+    """An execution model, with what the settings change."""
+    pricing = settings.pricing
+    model = execution_model(name, knobs=pricing.knobs, **({"tf32": True} if pricing.tf32 else {}))
+    return execution_model(model, rewrites=(*model.rewrites, *pricing.rewrites))
+
+
+def _job(name: str, asked: records.Asked) -> Job:
+    """What tracing a target asks for."""
+    arguments = {key: value for key, value in asked.changed().items() if key != "target"}
+    with naming(name):
+        job = Job.of(locked, asked.target, (), arguments)
+        check_precisions(*job.precisions)
+    return job
+
+
+def _traced(jobs: Sequence[Job]) -> Iterator[Traced | None]:
+    """The graphs of each job, in order; None for one that only this process can trace.
+
+    A single job is None too: a process for it alone would save nothing.
+    """
+    if len(jobs) < 2:
+        yield from [None] * len(jobs)
+        return
+    with ThreadPoolExecutor(min(len(jobs), _at_once())) as pool:
+        running = [pool.submit(copy_context().run, trace_each_apart, [job]) for job in jobs]
+        try:
+            for future in running:
+                (made,) = future.result()
+                # Cost rules stay in the process that ran them, so this one has to run them too.
+                yield None if made is None or made.rules else made
+        finally:
+            for future in running:
+                future.cancel()
+
+
+def _at_once() -> int:
+    """How many targets are traced at the same time."""
+    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    try:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError, AttributeError):
+        return processors or 1
+    return max(1, min(processors or 1, free // _MEMORY))
+
+
+class _Builder:
+    """Puts the costs of targets together, one target after another."""
+
+    def __init__(
+        self, settings: gate.Settings, chips: Sequence[Chip], models: Sequence[ExecutionModel]
+    ) -> None:
+        self.settings, self.chips, self.models = settings, chips, models
+        self.targets: dict[str, records.LockedTarget] = {}
+        self.constants: dict[str, str] = {}
+        self.libraries: set[str] = set()
+
+    def add(self, name: str, made: Traced) -> None:
+        """Price the graphs of a target."""
+        asked = self.settings.targets[name]
+        self.libraries |= _libraries(asked.target, made.files)
+        self.targets[name] = records.LockedTarget(
+            asked=asked,
+            sources=_relative(made.files, self.settings.folder),
+            phases={phase: self._phase(graph) for phase, graph in made.graphs.items()},
+        )
+
+    def _phase(self, graph: OpGraph) -> records.LockedPhase:
+        depth = self.settings.depth
+        costs: dict[str, dict[str, records.LockedCosts]] = {chip.name: {} for chip in self.chips}
+        for model in self.models:
+            planned = plan(graph, model)
+            for chip in self.chips:
+                estimate = estimate_graph(planned, chip)
+                self._note(estimate)
+                costs[chip.name][model.name] = entries.locked_costs(estimate, depth)
+        return records.LockedPhase(ops=entries.locked_ops(graph, depth), costs=costs)
+
+    def _note(self, estimate: Estimate) -> None:
+        if estimate.knobs is not None:
+            self.constants[estimate.knobs.title] = entries.knobs_digest(estimate.knobs)
+
+    def lock(self) -> records.Lock:
+        """The lock of all targets that were added."""
+        rules = self.settings.pricing.rules
+        return records.Lock(
+            made_from=records.MadeFrom(
+                rooftrace=metadata.version("rooftrace"),
+                # 2.13.0+cpu and 2.13.0+cu128 run the same code on the meta device.
+                torch=metadata.version("torch").partition("+")[0],
+                libraries={name: metadata.version(name) for name in sorted(self.libraries)},
+                depth=self.settings.depth,
+                chips={chip.name: entries.chip_digest(chip) for chip in self.chips},
+                constants=self.constants,
+                rules={path: entries.file_digest(Path(path)) for path in rules},
+                pricing=self.settings.pricing,
+            ),
+            targets=self.targets,
+        )
+
+
+def _relative(digests: Mapping[str, str], folder: Path) -> dict[str, str]:
+    """Digests by paths below a folder, the same on every machine.
+
+    Of a file elsewhere, as of another checkout, the last two names of its path are kept.
+    """
+    root = os.path.realpath(folder)
+    short: dict[str, str] = {}
+    for path, sha256 in sorted(digests.items()):
+        pure = PurePath(path)
+        inside = pure.is_relative_to(root)
+        name = pure.relative_to(root) if inside else PurePath("...", *pure.parts[-2:])
+        short[name.as_posix()] = entries.shortened(sha256)
+    return short
+
+
+def _libraries(target: str, sources: Mapping[str, str]) -> set[str]:
+    """Which libraries of models a target is made of, by the imports in its own files."""
+    imported = {"transformers"} if target.startswith("hf:") or names.is_config(target) else set()
+    for path in sources:
+        with contextlib.suppress(OSError):
+            imported |= {name.decode() for name in _IMPORTED.findall(Path(path).read_bytes())}
+    return {name for name in imported & set(_MODEL_LIBRARIES) if _is_installed(name)}
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def _inside(folder: Path) -> Iterator[None]:
+    """Paths of settings are relative to their folder."""
+    here = Path.cwd()
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(here)
