@@ -91,7 +91,7 @@ def _budget(key: str, said: Said, where: str) -> Budget:
     if match is None or metric not in METRICS:
         raise BudgetError(
             f"{where}: {key!r:.80}: expected [MODULE ][PHASE.]METRIC with METRIC one of "
-            f"{', '.join(METRICS)}{hint(metric, METRICS)}; for example \"time\", "
+            f'{", ".join(METRICS)}{hint(metric, METRICS)}; for example "time", '
             '"training.memory" or "model.layers.*.mlp flops"'
         )
     if match["module"] and metric not in BY_MODULE:
@@ -126,7 +126,7 @@ def read_limit(metric: str, said: str | int | float, where: str) -> Limit:
         pass
     example = _EXAMPLES[metric]
     raise BudgetError(
-        f"{where} = {said!r:.60}: expected how much it may grow, as \"5%\", \"{example}\" or 0, or "
+        f'{where} = {said!r:.60}: expected how much it may grow, as "5%", "{example}" or 0, or '
         f'the most that it may be, as "<= {example}"'
     )
 

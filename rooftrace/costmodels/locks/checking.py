@@ -116,10 +116,8 @@ class Outcome(Shown):
         steps = plural(len(self.after.places()), "step")
         if self.over:
             places = {shift.place for shift in self.over}
-            return (
-                f"{plural(len(self.over), 'budget')} passed in {len(places)} of {steps}; where that "
-                "is meant: rooftrace check --update"
-            )
+            text = f"{plural(len(self.over), 'budget')} passed in {len(places)} of {steps}"
+            return f"{text}; where that is meant: rooftrace check --update"
         if self.stale:
             return f"{self.lock} is stale: rooftrace check --update writes it anew"
         if self.under:
@@ -263,14 +261,17 @@ def _value(costs: LockedCosts, path: str, metric: str) -> float | None:
 
 
 def module_shifts(before: Lock, after: Lock, shift: Shift) -> tuple[ModuleShift, ...]:
-    """The modules behind a shift: those whose cost moved the same way, most first.
+    """The modules behind a shift: those that moved the same way, and by enough.
 
-    Of a metric that is not known by module, those with other ops.
+    Those that run other ops come first, then those that moved most.  Of a metric that is not known
+    by module: those that run other ops.
     """
     target, phase, chip, execution = shift.place
     steps = [lock.targets[target].phases[phase] for lock in (before, after)]
     first, second = (step.costs[chip][execution].modules for step in steps)
     by_module = shift.metric in BY_MODULE
+    total = shift.after - (shift.before or 0)
+    sign = 1 if total > 0 else -1
     inside = [
         path
         for path in dict.fromkeys([*first, *second])
@@ -283,9 +284,21 @@ def module_shifts(before: Lock, after: Lock, shift: Shift) -> tuple[ModuleShift,
             side[path].value(shift.metric) if by_module and path in side else None
             for side in (first, second)
         ]
-        if (values[0] or 0) != (values[1] or 0) if by_module else ops:
+        if not by_module:
+            moved = bool(ops)
+        else:
+            moved = ((values[1] or 0) - (values[0] or 0)) * sign > _PART * abs(total)
+        if moved:
             shifts.append(ModuleShift(path, values[0], values[1], ops))
-    return tuple(sorted(shifts, key=lambda s: ((s.before or 0) - (s.after or 0), s.path)))
+
+    def order(shift: ModuleShift) -> tuple[bool, float, str]:
+        return not shift.ops, sign * ((shift.before or 0) - (shift.after or 0)), shift.path
+
+    return tuple(sorted(shifts, key=order))
+
+
+_PART = 0.01
+"""The least share of what a cost moved by that a module is named for."""
 
 
 def _op_changes(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, int]:
@@ -307,8 +320,9 @@ def _stale(before: Lock, after: Lock) -> Iterator[str]:
     for name in sorted(shared):
         first, second = (lock.targets[name].asked.changed() for lock in (before, after))
         for key in sorted({*first, *second}):
-            if first.get(key) != second.get(key):
-                yield f"{name!r}: {key} is {_said(second.get(key))}, locked is {_said(first.get(key))}"
+            old, new = first.get(key), second.get(key)
+            if old != new:
+                yield f"{name!r}: {key} is {_said(new)}, locked is {_said(old)}"
     if before.made_from.depth != after.made_from.depth:
         now, locked = after.made_from.depth, before.made_from.depth
         yield f"modules are asked to a depth of {now}, locked is {locked}"
@@ -392,6 +406,6 @@ def _check_used(budget: Budget, steps: Sequence[tuple[Place, LockedCosts]]) -> N
     close = difflib.get_close_matches(budget.module, names, n=3, cutoff=0.4)
     nearest = f"; the closest are {', '.join(close)}" if close else ""
     raise BudgetError(
-        f"budget {budget.key!r}: no module {budget.module!r} is locked{nearest}; modules are locked "
-        f"down to `depth` names, and {ROOT} is the model itself"
+        f"budget {budget.key!r}: no module {budget.module!r} is locked{nearest}; modules are "
+        f"locked down to `depth` names, and {ROOT} is the model itself"
     )

@@ -77,13 +77,13 @@ def _modules(
             entry.seconds += row.timing.t_device / parts
             entry.bytes += row.bytes // parts
             entry.kernels += row.count // parts
-    times = _times(estimate, clock, total, {path: entry.seconds for path, entry in sums.items()})
+    seconds = _times(estimate, clock, total, {path: entry.seconds for path, entry in sums.items()})
     modules = {
-        path: LockedModule(clock.written(times[path]), entry.flops, entry.bytes, entry.kernels)
+        path: LockedModule(clock.written(seconds[path]), entry.flops, entry.bytes, entry.kernels)
         for path, entry in sums.items()
     }
-    if times[WAITING]:
-        modules[WAITING] = LockedModule(clock.written(times[WAITING]))
+    if seconds[WAITING]:
+        modules[WAITING] = LockedModule(clock.written(seconds[WAITING]))
     return dict(sorted(modules.items()))
 
 

@@ -20,6 +20,7 @@ import click
 from rooftrace.errors import UnusedError, is_ours
 from rooftrace.reporting.cli.chip_commands import chips
 from rooftrace.reporting.cli.device_commands import calibrate, measure, validate
+from rooftrace.reporting.cli.gate_commands import check, lock
 from rooftrace.reporting.cli.model_commands import compare, diff, report, trace
 from rooftrace.reporting.cli.output import StdoutError, checked_stdout, complain
 
@@ -37,7 +38,7 @@ def cli() -> None:
     """
 
 
-for _command in (report, trace, diff, compare, chips, measure, calibrate, validate):
+for _command in (report, trace, diff, compare, lock, check, chips, measure, calibrate, validate):
     cli.add_command(_command)
 
 

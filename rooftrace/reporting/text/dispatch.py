@@ -8,7 +8,9 @@ from typing import Any
 from rooftrace.costmodels.estimating import Breakdown, Estimate
 from rooftrace.costmodels.findings import moduletree
 from rooftrace.costmodels.findings.diffs import Diff
+from rooftrace.costmodels.locks import checking
 from rooftrace.hardware import Chip
+from rooftrace.reporting.gates import gate_view
 from rooftrace.reporting.sections import Results, report_view
 from rooftrace.reporting.text.chips import chip_view
 from rooftrace.reporting.text.differences import diff_view
@@ -53,6 +55,11 @@ def _(result: Chip, output: view.Output) -> view.View:
 @view_of.register
 def _(result: Diff, output: view.Output) -> view.View:
     return diff_view(result)
+
+
+@view_of.register
+def _(result: checking.Outcome, output: view.Output) -> view.View:
+    return gate_view(result, output)
 
 
 @view_of.register

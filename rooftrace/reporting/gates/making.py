@@ -14,12 +14,13 @@ from pathlib import Path, PurePath
 from rooftrace._progress import tell
 from rooftrace.costmodels.estimating import Estimate, estimate as estimate_graph
 from rooftrace.costmodels.execution import ExecutionModel, execution_model
-from rooftrace.costmodels.locks import checking, entries, files, records, settings as gate
+from rooftrace.costmodels.locks import entries, files, records, settings as gate
 from rooftrace.costmodels.planning import plan
 from rooftrace.costmodels.registry import own_rules
 from rooftrace.costmodels.rewriting import check_precisions
 from rooftrace.errors import RequestError, naming
 from rooftrace.hardware import Chip, load_chip
+from rooftrace.hardware.units import plural
 from rooftrace.reporting.estimates import in_precisions, priced
 from rooftrace.tracer.asking import Job, names
 from rooftrace.tracer.graph import OpGraph
@@ -54,16 +55,22 @@ def locked(settings: gate.Settings) -> records.Lock:
         return builder.lock()
 
 
-def check(
-    settings: gate.Settings, *, strict: bool = False, cause: checking.Cause | None = None
-) -> checking.Outcome:
-    """Hold the lock of some settings against what its targets cost now.
+def former(settings: gate.Settings, *, update: bool = False) -> records.Lock | None:
+    """The lock that settings name; None where it is to be written anew and cannot be read.
 
-    Raises LockError where there is none; what `locked` raises; BudgetError.
+    Raises LockError where it is needed: to be checked, or for its targets.
     """
-    before = files.load_lock(settings.path)
-    settings = settings.as_locked(before)
-    return checking.compare_locks(before, locked(settings), settings, strict=strict, cause=cause)
+    try:
+        return files.load_lock(settings.path)
+    except records.LockError:
+        if update and settings.targets:
+            return None
+        raise
+
+
+def size_words(lock: records.Lock) -> str:
+    """ "2 targets, 6 steps"."""
+    return f"{plural(len(lock.targets), 'target')}, {plural(len(lock.places()), 'step')}"
 
 
 def _model(name: str, settings: gate.Settings) -> ExecutionModel:
@@ -104,7 +111,9 @@ def _traced(jobs: Sequence[Job]) -> Iterator[Traced | None]:
 
 def _at_once() -> int:
     """How many targets are traced at the same time."""
-    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    processors = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    )
     try:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (ValueError, OSError, AttributeError):

@@ -1,0 +1,197 @@
+"""Commands that gate a repository: lock, check."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from click.core import ParameterSource
+
+from rooftrace.errors import UnusedError
+from rooftrace.reporting.cli.options import (
+    TARGET_HELP,
+    Commas,
+    pricing_options,
+    workload_options,
+)
+from rooftrace.reporting.cli.output import say
+from rooftrace.reporting.cli.shared import load_rules, progress, workload, write_text
+
+if TYPE_CHECKING:
+    from rooftrace.costmodels.locks.checking import Outcome
+    from rooftrace.costmodels.locks.settings import Settings
+
+FORMS = ("terminal", "md", "json", "github", "gitlab", "junit")
+
+
+@click.command(epilog=TARGET_HELP)
+@click.argument("targets", nargs=-1, metavar="[TARGET]...")
+@workload_options
+@pricing_options
+@click.option(
+    "--chip", "chips", type=Commas(), help="Chips by name or TOML path.  Default: h200-sxm."
+)
+@click.option(
+    "--execution",
+    "executions",
+    type=Commas(),
+    help="naive, eager, compiled, efficient, serving ...  Default: efficient.",
+)
+@click.option(
+    "--depth",
+    type=click.IntRange(1, 99),
+    help="Names of modules down to which costs are locked.  Default: 3.",
+)
+@click.option("-o", "--out", metavar="FILE", help="The lock; - is stdout.  Default: costs.lock.")
+@click.pass_context
+def lock(
+    context: click.Context, /, targets: tuple[str, ...], out: str | None, **options: Any
+) -> None:
+    """Write down what each TARGET costs, for review; `rooftrace check` holds it.
+
+    Without TARGET: the targets of [tool.rooftrace] in pyproject.toml, at their sizes there.
+    """
+    from rooftrace.costmodels.locks import files
+    from rooftrace.costmodels.locks.settings import load_settings
+    from rooftrace.reporting import gates
+
+    explicit = {
+        name: value
+        for name, value in options.items()
+        if context.get_parameter_source(name) is not ParameterSource.DEFAULT
+    }
+    settings = _changed(load_settings(Path.cwd()), explicit)
+    settings = _named(settings, targets, options, explicit)
+    if out not in (None, "-"):
+        settings = _at(settings, str(out))
+    load_rules([str(settings.folder / path) for path in settings.pricing.rules])
+    with progress():
+        made = gates.locked(settings)
+    if out == "-":
+        click.echo(files.lock_text(made), nl=False)
+        return
+    files.write_lock(settings.path, made)
+    say(f"{settings.lock}: {gates.size_words(made)}")
+
+
+def _changed(settings: Settings, explicit: Mapping[str, Any]) -> Settings:
+    """Settings with the chips, executions, depth and pricing of the command line."""
+    own = {name: explicit[name] for name in ("chips", "executions", "depth") if name in explicit}
+    for name in ("chips", "executions"):
+        if name in own and not own[name]:
+            raise click.UsageError(f"--{name[:-1]}: expected at least one")
+    pricing: dict[str, Any] = {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in explicit.items()
+        if name in ("knobs", "tf32", "rewrites", "rules")
+    }
+    return replace(settings, **own, pricing=replace(settings.pricing, **pricing))
+
+
+def _named(
+    settings: Settings,
+    targets: tuple[str, ...],
+    options: Mapping[str, Any],
+    explicit: Mapping[str, Any],
+) -> Settings:
+    """Settings with the targets of the command line, at its sizes, in place of their own."""
+    from rooftrace.costmodels.locks.records import Asked
+
+    sizes = {item.name for item in fields(Asked)} | {"assumed"}
+    if not targets:
+        for name in sorted(sizes & explicit.keys()):
+            option = {"phases": "phase", "inputs": "input", "assumed": "assume"}.get(name, name)
+            reason = "without a TARGET, each target of [tool.rooftrace] has its own"
+            raise UnusedError(option, str(explicit[name]), reason)
+        return settings
+    request = workload(**{name: options[name] for name in options if name in sizes})
+    if "phases" in request:
+        request["phases"] = list(request["phases"])
+    if "optimizer" not in explicit:
+        del request["optimizer"]
+    return replace(
+        settings, targets={target: Asked(target=target, **request) for target in targets}
+    )
+
+
+def _at(settings: Settings, path: str) -> Settings:
+    """Settings with the lock at a path of the command line."""
+    return replace(settings, lock=os.path.relpath(path, settings.folder))
+
+
+@click.command()
+@click.option(
+    "--lock",
+    "path",
+    metavar="FILE",
+    help="Another lock than that of [tool.rooftrace]; its own targets are checked.",
+)
+@click.option("--update", is_flag=True, help="Write the lock anew; exit 0.")
+@click.option(
+    "--strict",
+    is_flag=True,
+    help="Exit 1 unless the lock is what a new one would be, to the byte.",
+)
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(FORMS),
+    default="terminal",
+    show_default=True,
+    help="github: a comment (GitLab shows it too); gitlab: code quality JSON; junit: XML.",
+)
+@click.option("--out", metavar="FILE", help="Write there instead of the terminal; - is stdout.")
+def check(path: str | None, update: bool, strict: bool, form: str, out: str | None) -> None:
+    """Hold costs.lock against what the code costs now: exit 1 when a budget is passed.
+
+    Budgets, targets and chips stand in [tool.rooftrace] of the nearest pyproject.toml; without
+    targets there, those of the lock are checked, and no total may grow.
+    """
+    from rooftrace.costmodels.locks import checking, files
+    from rooftrace.costmodels.locks.settings import load_settings
+    from rooftrace.reporting import gates
+
+    settings = load_settings(Path.cwd())
+    if path is not None:
+        settings = replace(_at(settings, path), targets={})
+    before = gates.former(settings, update=update)
+    if before is not None:
+        settings = settings.as_locked(before)
+    load_rules([str(settings.folder / rules) for rules in settings.pricing.rules])
+    with progress():
+        after = gates.locked(settings)
+    if before is None:
+        files.write_lock(settings.path, after)
+        say(f"{settings.lock}: {gates.size_words(after)}")
+        return
+    result = checking.compare_locks(before, after, settings, strict=strict)
+    _write(result, form, out)
+    if update:
+        if before != after:
+            files.write_lock(settings.path, after)
+        say(f"{settings.lock}: {'written' if before != after else 'nothing to update'}")
+    elif result.failed:
+        sys.exit(1)
+
+
+def _write(result: Outcome, form: str, out: str | None) -> None:
+    from rooftrace.reporting.text import renderable
+
+    plain = form if form in ("terminal", "json") else "md"
+    write_text(plain, out, lambda: renderable(result), lambda: _text(result, form), result.to_dict)
+
+
+def _text(result: Outcome, form: str) -> str:
+    from rooftrace.reporting.gates import reports
+    from rooftrace.reporting.text import as_markdown
+
+    if form == "github":
+        return reports.comment(result)
+    if form == "gitlab":
+        return reports.code_quality(result)
+    return reports.junit(result) if form == "junit" else as_markdown(result)
