@@ -55,6 +55,7 @@ LIBRARIES = {
     "tomli": set(),  # of files: rooftrace._reading
     "msgspec": {"tracer", "costmodels", "measured", "reporting"},
     "PIL": {"reporting"},
+    "pytest": {"reporting.gates"},  # its plugin, which only pytest loads
 }
 PROJECTS = {"PIL": "pillow"}
 """Under which name a library is installed, where that is another."""
@@ -430,7 +431,7 @@ def test_every_library_is_known_and_declared() -> None:
     assert foreign <= set(LIBRARIES), "say in LIBRARIES which layers may import it"
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
-    lines = [*project["dependencies"], *extras["hf"], *extras["compare"]]
+    lines = [*project["dependencies"], *extras["hf"], *extras["compare"], *extras["test"]]
     declared = {re.split(r"[^\w.-]", line, maxsplit=1)[0] for line in lines}
     wanted = {PROJECTS.get(library, library) for library in foreign}
     assert wanted <= declared, "say in pyproject.toml that it is needed"

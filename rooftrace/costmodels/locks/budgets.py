@@ -19,7 +19,13 @@ from fnmatch import fnmatchcase
 from typing import TypeAlias
 
 from rooftrace.costmodels.findings.diffs import parse_condition
-from rooftrace.costmodels.locks.records import BY_MODULE, METRICS, WAITING, LockedCosts
+from rooftrace.costmodels.locks.records import (
+    BY_MODULE,
+    FORMATS,
+    METRICS,
+    WAITING,
+    LockedCosts,
+)
 from rooftrace.errors import hint
 from rooftrace.hardware import units
 
@@ -129,6 +135,18 @@ def read_limit(metric: str, said: str | int | float, where: str) -> Limit:
         f'{where} = {said!r:.60}: expected how much it may grow, as "5%", "{example}" or 0, or '
         f'the most that it may be, as "<= {example}"'
     )
+
+
+def most(metric: str, said: str | int | float, where: str) -> Limit:
+    """The most that a metric may be: "<= 20 ms", or a number in SI units.  Raises BudgetError."""
+    if isinstance(said, (int, float)) and not isinstance(said, bool) and 0 <= said < math.inf:
+        return Limit(f"<= {FORMATS[metric](said)}", said, ceiling=True)
+    limit = read_limit(metric, said, where)
+    if not limit.ceiling:
+        raise BudgetError(
+            f'{where} = {said!r:.60}: there is no lock to grow from; expected "<= {said}"'
+        )
+    return limit
 
 
 _EXAMPLES = {

@@ -6,8 +6,6 @@ import contextlib
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextvars import copy_context
 from importlib import metadata
 from pathlib import Path, PurePath
 
@@ -48,7 +46,8 @@ def locked(settings: gate.Settings) -> records.Lock:
         chips = [load_chip(chip) for chip in settings.chips]
         builder = _Builder(settings, chips, [_model(n, settings) for n in settings.executions])
         jobs = {name: _job(name, asked) for name, asked in settings.targets.items()}
-        for (name, job), made in zip(jobs.items(), _traced(list(jobs.values())), strict=True):
+        traces = _traced(list(jobs.values()))
+        for (name, job), made in zip(jobs.items(), traces, strict=True):
             with own_rules(), naming(name):  # rules in the code of one hold for no other
                 tell(f"pricing {name}")
                 builder.add(name, in_precisions(job, made) if made else priced(job))
@@ -89,24 +88,16 @@ def _job(name: str, asked: records.Asked) -> Job:
     return job
 
 
-def _traced(jobs: Sequence[Job]) -> Iterator[Traced | None]:
-    """The graphs of each job, in order; None for one that only this process can trace.
+def _traced(jobs: Sequence[Job]) -> list[Traced | None]:
+    """The graphs of each job; None for one that is traced in this process.
 
-    A single job is None too: a process for it alone would save nothing.
+    That is a single job, for which another process would save nothing, and one whose code brings
+    cost rules: they stay in the process that ran them, so this one has to run them too.
     """
     if len(jobs) < 2:
-        yield from [None] * len(jobs)
-        return
-    with ThreadPoolExecutor(min(len(jobs), _at_once())) as pool:
-        running = [pool.submit(copy_context().run, trace_each_apart, [job]) for job in jobs]
-        try:
-            for future in running:
-                (made,) = future.result()
-                # Cost rules stay in the process that ran them, so this one has to run them too.
-                yield None if made is None or made.rules else made
-        finally:
-            for future in running:
-                future.cancel()
+        return [None] * len(jobs)
+    made = trace_each_apart(jobs, forks=_at_once())
+    return [None if each is None or each.rules else each for each in made]
 
 
 def _at_once() -> int:

@@ -2,6 +2,7 @@
 
 The job goes in as JSON; graphs come back through a graph file, progress and errors as lines of
 JSON.  What the target prints goes to stderr.  No object is pickled.  `worker` is the other side.
+Many jobs take one process that imports torch, and forks for each.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from dataclasses import asdict, dataclass, field
@@ -26,8 +27,10 @@ from rooftrace.tracer.graphfiles import GraphFileError, load_graphs
 
 _START = (
     "import json, sys; told = json.loads(sys.stdin.read()); sys.path[:] = told['path']; "
-    "from rooftrace.tracer.sources.worker import work; work(told)"
+    "from rooftrace.tracer.sources import worker; worker.{}(told)"
 )
+CAN_FORK = sys.platform == "linux"
+"""Elsewhere a process that has loaded torch may not be able to go on as two."""
 PROCESSES = True
 """Whether processes may be started; tests set it to False, to trace in their own process."""
 
@@ -48,14 +51,17 @@ def can_go_apart(job: Job) -> bool:
     return PROCESSES and job.options.loss is None and not own
 
 
-def trace_each_apart(jobs: Sequence[Job]) -> list[Traced | None]:
+def trace_each_apart(jobs: Sequence[Job], *, forks: int | None = None) -> list[Traced | None]:
     """Trace jobs on targets that are code, each in a process of its own, all at the same time.
 
     No job sees imports or patches of another, or of this process.  None in the list is a job that
     cannot be sent to another process.  Raises the error of the first job that fails.
+    forks: at most so many run at a time, as forks of one process that has imported torch.
     """
     if not all(map(can_go_apart, jobs)):
         return [None] * len(jobs)
+    if forks is not None and CAN_FORK:
+        return list(_trace_forked(jobs, forks))
     with ThreadPoolExecutor(max(1, len(jobs))) as pool:
         running = [pool.submit(copy_context().run, trace_apart, job) for job in jobs]
         return [future.result() for future in running]
@@ -68,19 +74,36 @@ def trace_apart(job: Job) -> Traced:
     """
     with tempfile.TemporaryDirectory(prefix="rooftrace-") as folder:
         out = Path(folder) / "graphs.json"
-        answers, code = _answers({**_told(job), "path": sys.path, "out": str(out)})
-        if "error" in answers:
-            with naming(job.name):
-                raise _error(answers["error"], answers["message"])
-        if code or "files" not in answers:
-            raise TargetError(f"target {job.name!r}: the process that traced it ended with {code}")
-        return Traced(load_graphs(out), answers["files"], answers["rules"])
+        told = {**_told(job), "path": sys.path, "out": str(out)}
+        return _received(job, out, *_answers(told, "work"))
 
 
-def _answers(told: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
+def _trace_forked(jobs: Sequence[Job], forks: int) -> Iterator[Traced]:
+    """Trace jobs in forks of one process."""
+    with tempfile.TemporaryDirectory(prefix="rooftrace-") as folder:
+        outs = [Path(folder) / f"{number}.json" for number in range(len(jobs))]
+        told = [{**_told(job), "out": str(out)} for job, out in zip(jobs, outs, strict=True)]
+        codes, code = _answers({"path": sys.path, "jobs": told, "forks": forks}, "fork_each")
+        for number, (job, out) in enumerate(zip(jobs, outs, strict=True)):
+            answer = Path(f"{out}.answer")
+            said = json.loads(answer.read_bytes()) if answer.is_file() else {}
+            yield _received(job, out, said, codes.get(str(number), code))
+
+
+def _received(job: Job, out: Path, answers: Mapping[str, Any], code: int) -> Traced:
+    """What came back of a job, by its answers and the exit code of its process."""
+    if "error" in answers:
+        with naming(job.name):
+            raise _error(answers["error"], answers["message"])
+    if code or "files" not in answers:
+        raise TargetError(f"target {job.name!r}: the process that traced it ended with {code}")
+    return Traced(load_graphs(out), answers["files"], answers["rules"])
+
+
+def _answers(told: Mapping[str, Any], function: str) -> tuple[dict[str, Any], int]:
     """The answer of the other process, and its exit code; its progress is passed on."""
     child = subprocess.Popen(
-        [sys.executable, "-c", _START],
+        [sys.executable, "-c", _START.format(function)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -1,0 +1,146 @@
+"""The pytest plugin: the fixture `cost_of`, and the marker `costs` that holds what it returns.
+
+    def test_it_stays_small(cost_of):
+        assert cost_of(Net(), x).flops <= 2e9
+
+    @pytest.mark.costs(flops="<= 2 GFLOP", time="<= 5 ms", chip="l4")
+    def test_it_stays_fast(cost_of):
+        cost_of(Net(), x)
+
+pytest imports this file at its start: nothing slow is imported before a test asks for a cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from rooftrace.costmodels.estimating import Estimate
+    from rooftrace.costmodels.locks.budgets import Limit
+
+_HOW = (
+    "chip", "execution", "phase", "batch", "seq", "kv", "dtype", "weights_dtype", "kv_dtype",
+    "optimizer",
+)  # fmt: skip
+"""Keys of the marker that are arguments of `cost_of`, where a call does not say them."""
+_MARKER = (
+    "costs(flops=, bytes=, time=, memory=, params=, kernels=, chip=, phase=, ...): the most that "
+    'each call of the fixture cost_of may cost, as "<= 2 GFLOP", "<= 5 ms" or a number in SI units'
+)
+
+
+@dataclass(frozen=True, repr=False)
+class StepCosts:
+    """What one step costs: plain numbers in SI units, to compare with others."""
+
+    flops: int
+    bytes: int  # through HBM
+    time: float  # seconds, expected
+    memory: int  # bytes alive at the peak
+    params: int
+    kernels: int
+    estimate: Estimate = field(compare=False)  # which prints as a table
+
+    def __repr__(self) -> str:
+        from rooftrace.costmodels.locks.records import FORMATS
+
+        result = self.estimate
+        costs = ", ".join(f"{name} {show(getattr(self, name))}" for name, show in FORMATS.items())
+        step = f"{result.phase} on {result.chip.name}, {result.execution.name}"
+        return f"<{result.graph.title}, {step}: {costs}>"
+
+
+CostOf = Callable[..., StepCosts]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Make the marker known, so that --strict-markers accepts it."""
+    config.addinivalue_line("markers", _MARKER)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Refuse a marker that would hold nothing."""
+    if any(item.iter_markers("costs")) and "cost_of" not in getattr(item, "fixturenames", ()):
+        pytest.fail(
+            "@pytest.mark.costs holds what the fixture cost_of returns, and this test does not "
+            "take it: def test(cost_of): cost_of(model, x)",
+            pytrace=False,
+        )
+
+
+@pytest.fixture
+def cost_of(request: pytest.FixtureRequest) -> Iterator[CostOf]:
+    """cost_of(model, x, chip=, execution=, phase=): what one step of a module costs.
+
+    Takes what `rooftrace.estimate` takes.  @pytest.mark.costs says limits for every call in a test,
+    and the chip, phase ... of calls that do not say them.
+    """
+    limits, usual = _marked(request.node)
+    called: list[StepCosts] = []
+
+    def call(model: Any, *args: Any, **named: Any) -> StepCosts:
+        import rooftrace as rt
+
+        made = rt.estimate(model, *args, **{**usual, **named})
+        costs = StepCosts(
+            flops=made.flops,
+            bytes=made.bytes_hbm,
+            time=made.t_est,
+            memory=made.memory.peak,
+            params=int(made.graph.model.get("params", 0)),
+            kernels=made.kernels,
+            estimate=made,
+        )
+        called.append(costs)
+        _hold(costs, limits)
+        return costs
+
+    yield call
+    if limits and not called:
+        pytest.fail("@pytest.mark.costs: this test never called cost_of", pytrace=False)
+
+
+def _marked(item: pytest.Item) -> tuple[dict[str, Limit], dict[str, Any]]:
+    """The limits of a test's markers, and arguments for its calls; the nearest marker wins."""
+    from rooftrace.costmodels.locks.budgets import BudgetError, most
+    from rooftrace.costmodels.locks.records import METRICS
+    from rooftrace.errors import hint
+
+    limits: dict[str, Limit] = {}
+    usual: dict[str, Any] = {}
+    for marker in reversed(list(item.iter_markers("costs"))):
+        where = "@pytest.mark.costs"
+        if marker.args:
+            pytest.fail(f"{where}: {marker.args[0]!r:.60}: say it by name, as {_MARKER}", False)
+        for name, said in marker.kwargs.items():
+            if name in _HOW:
+                usual[name] = said
+                continue
+            if name not in METRICS:
+                known = (*METRICS, *_HOW)
+                pytest.fail(
+                    f"{where}({name}=...): expected one of {', '.join(known)}{hint(name, known)}",
+                    False,
+                )
+            try:
+                limits[name] = most(name, said, f"{where}({name}")
+            except BudgetError as error:
+                pytest.fail(f"{error})", False)
+    return limits, usual
+
+
+def _hold(costs: StepCosts, limits: Mapping[str, Limit]) -> None:
+    """Fail the test if a cost is over its limit."""
+    from rooftrace.costmodels.locks.records import FORMATS
+
+    lines = [
+        f"{name} is {FORMATS[name](getattr(costs, name))}, expected {limit.text}"
+        for name, limit in limits.items()
+        if limit.passed(None, getattr(costs, name))
+    ]
+    if lines:
+        pytest.fail("\n".join([repr(costs), *lines]), pytrace=False)
