@@ -10,6 +10,7 @@ import click
 import pytest
 
 from rooftrace.reporting.cli import cli
+from rooftrace.reporting.cli.gate_commands import FORMS
 from tests.reporting.conftest import Ran, Run
 
 MODEL = """
@@ -75,6 +76,9 @@ VALIDATE = (
     "json",
 )
 CALIBRATE = ("calibrate", "steps.csv", "--chip", CHIP, "--target", "t.py:{target}", "-o", "-")
+
+LOCK = ("lock", "t.py:build", "--phase", "forward", "-o", "-")
+CHECK = ("check", "--format", "terminal")
 
 WORKLOAD: dict[str, tuple[tuple[str, ...], ...]] = {
     "--phase": (("--phase", "training"),),
@@ -148,6 +152,31 @@ CASES: dict[str, list[tuple[tuple[str, ...], dict[str, tuple[tuple[str, ...], ..
             },
         )
     ],
+    "lock": [
+        (
+            LOCK,
+            {
+                **WORKLOAD,
+                **PRICING,
+                "--chip": (("--chip", "l4"),),
+                "--execution": (("--execution", "eager"),),
+                "--depth": (("--depth", "1"),),
+                "--out": (("-o", "other.lock"),),
+            },
+        )
+    ],
+    "check": [
+        (
+            CHECK,
+            {
+                "--lock": (("--lock", "other.lock"),),
+                "--update": (("--update",),),
+                "--strict": (("--strict",),),
+                "--format": tuple(("--format", form) for form in FORMS[1:]),
+                "--out": (("--out", "check.json"),),
+            },
+        )
+    ],
     "validate": [
         (
             VALIDATE,
@@ -218,8 +247,16 @@ def changes() -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
                     yield base, way
 
 
+LOCKED = """
+def small():
+    return torch.nn.Linear(8, 8), (torch.ones(2, 8),)
+"""
+
+
 @pytest.fixture
-def here(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> Path:
+def here(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> Path:
     """A folder with each kind of source in it."""
     pytest.importorskip("transformers")
     (tmp_path / "t.py").write_text(MODEL)
@@ -232,6 +269,10 @@ def here(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> Path:
     )
     monkeypatch.chdir(tmp_path)
     assert run("trace", "t.py:build", "--phase", "forward", "-o", "saved.json").code == 0
+    if request.node.callspec.params["base"] == CHECK:
+        (tmp_path / "small.py").write_text("import torch\n" + LOCKED)
+        assert run("lock", "small.py:small", "--phase", "forward").code == 0
+        (tmp_path / "small.py").write_text("import torch  # the lock is of another file\n" + LOCKED)
     return tmp_path
 
 

@@ -137,10 +137,16 @@ def read_limit(metric: str, said: str | int | float, where: str) -> Limit:
     )
 
 
+def in_full(metric: str, value: float) -> str:
+    """ "65,536 (65.5 kFLOP)": a count also as it is, so that two can be told apart."""
+    short = FORMATS[metric](value)
+    return f"{value:,} ({short})" if isinstance(value, int) and value >= 1000 else short
+
+
 def most(metric: str, said: str | int | float, where: str) -> Limit:
     """The most that a metric may be: "<= 20 ms", or a number in SI units.  Raises BudgetError."""
     if isinstance(said, (int, float)) and not isinstance(said, bool) and 0 <= said < math.inf:
-        return Limit(f"<= {FORMATS[metric](said)}", said, ceiling=True)
+        return Limit(f"<= {in_full(metric, said)}", said, ceiling=True)
     limit = read_limit(metric, said, where)
     if not limit.ceiling:
         raise BudgetError(

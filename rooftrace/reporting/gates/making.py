@@ -16,7 +16,7 @@ from rooftrace.costmodels.locks import entries, files, records, settings as gate
 from rooftrace.costmodels.planning import plan
 from rooftrace.costmodels.registry import own_rules
 from rooftrace.costmodels.rewriting import check_precisions
-from rooftrace.errors import RequestError, naming
+from rooftrace.errors import RequestError, UnusedError, naming
 from rooftrace.hardware import Chip, load_chip
 from rooftrace.hardware.units import plural
 from rooftrace.reporting.estimates import in_precisions, priced
@@ -82,9 +82,13 @@ def _model(name: str, settings: gate.Settings) -> ExecutionModel:
 def _job(name: str, asked: records.Asked) -> Job:
     """What tracing a target asks for."""
     arguments = {key: value for key, value in asked.changed().items() if key != "target"}
-    with naming(name):
-        job = Job.of(locked, asked.target, (), arguments)
-        check_precisions(*job.precisions)
+    try:
+        with naming(name):
+            job = Job.of(locked, asked.target, (), arguments)
+            check_precisions(*job.precisions)
+    except UnusedError as error:
+        reason = f"{error.reason} (target {name!r})"
+        raise UnusedError(error.name, error.shown, reason) from None
     return job
 
 

@@ -50,8 +50,7 @@ class StepCosts:
 
         result = self.estimate
         costs = ", ".join(f"{name} {show(getattr(self, name))}" for name, show in FORMATS.items())
-        step = f"{result.phase} on {result.chip.name}, {result.execution.name}"
-        return f"<{result.graph.title}, {step}: {costs}>"
+        return f"<{result.graph.title} on {result.chip.name}, {result.execution.name}: {costs}>"
 
 
 CostOf = Callable[..., StepCosts]
@@ -135,10 +134,10 @@ def _marked(item: pytest.Item) -> tuple[dict[str, Limit], dict[str, Any]]:
 
 def _hold(costs: StepCosts, limits: Mapping[str, Limit]) -> None:
     """Fail the test if a cost is over its limit."""
-    from rooftrace.costmodels.locks.records import FORMATS
+    from rooftrace.costmodels.locks.budgets import in_full
 
     lines = [
-        f"{name} is {FORMATS[name](getattr(costs, name))}, expected {limit.text}"
+        f"{name} is {in_full(name, getattr(costs, name))}, expected {limit.text}"
         for name, limit in limits.items()
         if limit.passed(None, getattr(costs, name))
     ]
