@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
@@ -190,6 +191,7 @@ def compare_locks(
     for place, costs in now.items():
         if place in locked:
             _compare(place, locked[place], costs, settings, (over, under, other))
+    over.sort(key=lambda shift: -math.inf if shift.relative is None else -shift.relative)
     explained = [replace(s, modules=module_shifts(before, after, s)) for s in over]
     if cause is not None:
         explained = [replace(shift, causes=tuple(cause(shift))) for shift in explained]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 from xml.etree import ElementTree
 
@@ -51,7 +52,7 @@ def comment(result: Outcome) -> str:
     short = as_page(view.View((view.Section(parts=parts),), "Costs", level=3))
     folded = [("Figure", _chart(shifts)), ("All steps", _all_steps(result))]
     if result.over and (result.under or result.other or len(result.over) > _ROWS):
-        folded.insert(1, ("All that moved", as_page(gate_view(result, "page"))))
+        folded.insert(1, ("All that moved", as_page(replace(gate_view(result, "page"), title=""))))
     text = f"{MARKER}\n{short}"
     for title, body in folded:
         block = f"\n<details><summary>{title}</summary>\n\n{body.strip()}\n\n</details>\n"

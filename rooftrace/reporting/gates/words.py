@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rooftrace.costmodels.locks.records import WAITING
-from rooftrace.hardware.units import listed
+from rooftrace.hardware.units import listed, plural
 from rooftrace.reporting.view import model as view, units
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ def shift_table(shifts: Sequence[Shift]) -> view.Table:
 
 
 def _row(shift: Shift, longest: float) -> dict[str, Any]:
-    unit = UNITS[shift.metric]
+    unit = replace(UNITS[shift.metric], page=lambda n: _unbroken(UNITS[shift.metric].page(n)))
     mark = "worse" if shift.after > (shift.before or 0) else "good"
     share = abs(shift.relative) / longest if shift.relative is not None else 1.0
     return {
@@ -92,10 +93,15 @@ def _row(shift: Shift, longest: float) -> dict[str, Any]:
         "what": _what(shift),
         "before": view.Cell(shift.before, unit=unit),
         "after": view.Cell(shift.after, unit=unit),
-        "change": view.Cell(change_words(shift), mark),
+        "change": view.Cell(_unbroken(change_words(shift)), mark),
         "bar": "█" * round(_BAR * share) or "▏",
-        "limit": _allowed(shift),
+        "limit": _unbroken(_allowed(shift)),
     }
+
+
+def _unbroken(text: str) -> str:
+    """A quantity that stays on one line."""
+    return text.replace(" ", "\u00a0")
 
 
 def _allowed(shift: Shift) -> str:
@@ -109,7 +115,9 @@ def change_words(shift: Shift) -> str:
     """ "+5.0 %", "new" where the lock has nothing."""
     if shift.relative is None:
         return "new" if shift.after else "0 %"
-    small = 0 < abs(shift.relative) < 0.0005
+    if abs(shift.relative) < 1e-6:
+        return "0 %"
+    small = abs(shift.relative) < 0.0005
     text = f"{shift.relative:+.3%}" if small else f"{shift.relative:+.1%}"
     return text.replace("%", " %")
 
@@ -132,17 +140,18 @@ def cause_notes(
         if cause_lines(shift, output):
             first.setdefault(key, shift)
     for shift in list(first.values())[:most]:
-        yield view.Note(f"Cause of {_what(shift)} in {_step(shift)}:", "strong")
+        what = _what(shift) if output == "screen" else units.CODE.page(_what(shift))
+        yield view.Note(f"Cause of {what} in {_step(shift)}:", "strong")
         yield from map(_item, cause_lines(shift, output))
     if most is not None and len(first) > most:
-        yield view.Note(f"and {len(first) - most} more causes")
+        yield view.Note(f"and {plural(len(first) - most, 'more cause')}")
 
 
 def cause_lines(shift: Shift, output: view.Output = "screen") -> list[str]:
     """What moved a cost: sentences of who knows the former code, then the modules."""
     modules = [module_words(module, shift.metric, output) for module in shift.modules[:_MODULES]]
     if len(shift.modules) > _MODULES:
-        modules.append(f"and {len(shift.modules) - _MODULES} more modules")
+        modules.append(f"and {plural(len(shift.modules) - _MODULES, 'more module')}")
     return [*shift.causes, *modules]
 
 
