@@ -441,6 +441,15 @@ def test_settings_that_cannot_be_read_are_refused(
     refused(run("check"), *words)
 
 
+def test_a_target_whose_code_is_gone_is_refused(
+    repo: Path, run: Run, change: Callable[[str, str], None]
+) -> None:
+    change("def cnn", "def resnet")
+    refused(run("check"), "models.py:cnn")
+    (repo / "models.py").unlink()
+    refused(run("check"), "models.py")
+
+
 def test_sizes_without_a_target_are_refused(repo: Path, run: Run) -> None:
     refused(run("lock", "--batch", "4"), "--batch 4", "[tool.rooftrace]")
 

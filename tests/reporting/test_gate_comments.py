@@ -217,8 +217,15 @@ def test_names_from_a_repository_do_not_act_in_a_comment(
     assert html.count("<details>") == html.count("</details>") == 2
 
 
-def test_a_long_comment_fits(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert len(page) < reports.MOST < 65_536
+def test_a_long_comment_leaves_out_what_is_folded_away(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch, page: str
+) -> None:
+    assert reports.MOST < 65_536  # what GitHub takes
+    monkeypatch.setattr(reports, "MOST", len(page) - 1)
+    short = run("check", "--format", "github").out
+    assert len(short) <= reports.MOST
+    assert short.count("<details>") == short.count("</details>") == page.count("<details>") - 1
+    assert short.partition("<details>")[0] == page.partition("<details>")[0]
 
 
 # -- the action ------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from rooftrace.costmodels.locks.records import (
     ROOT,
     Lock,
     LockedCosts,
-    Place,
+    StepKey,
 )
 from rooftrace.costmodels.locks.settings import FAILS, Settings
 from rooftrace.hardware.units import plural
@@ -45,7 +45,7 @@ class ModuleShift:
 class Shift:
     """A cost that moved beyond a limit, or moved where no budget holds it."""
 
-    place: Place
+    place: StepKey
     metric: str
     before: float | None  # None: the lock has no such module
     after: float
@@ -211,7 +211,7 @@ def compare_locks(
 
 
 def _compare(
-    place: Place,
+    place: StepKey,
     before: LockedCosts,
     after: LockedCosts,
     settings: Settings,
@@ -389,7 +389,7 @@ def _check_budgets(before: Lock, after: Lock, settings: Settings) -> None:
             _check_used(budget, mine)
 
 
-def _check_used(budget: Budget, steps: Sequence[tuple[Place, LockedCosts]]) -> None:
+def _check_used(budget: Budget, steps: Sequence[tuple[StepKey, LockedCosts]]) -> None:
     phases = sorted({place.phase for place, _ in steps})
     if budget.phase and budget.phase not in phases:
         raise BudgetError(

@@ -26,7 +26,7 @@ from rooftrace.costmodels.locks.records import (
 )
 
 NAME = "costs.lock"
-_AGAIN = "`rooftrace check --update` writes it anew"
+_AGAIN = "`rooftrace lock` writes it anew"
 _KIND = FileKind("lock", LockError, _AGAIN)
 _MOST = 1 << 20
 """Bytes of a lock: no person reviews more, and TOML is slow to read."""

@@ -156,7 +156,7 @@ class MadeFrom:
     pricing: Pricing = field(default_factory=Pricing)
 
 
-class Place(NamedTuple):
+class StepKey(NamedTuple):
     """Where costs belong."""
 
     target: str
@@ -176,10 +176,10 @@ class Lock:
     targets: dict[str, LockedTarget] = field(default_factory=dict)
     format: str = FORMAT
 
-    def places(self) -> dict[Place, LockedCosts]:
+    def places(self) -> dict[StepKey, LockedCosts]:
         """All costs, by where they belong."""
         return {
-            Place(target, phase, chip, execution): costs
+            StepKey(target, phase, chip, execution): costs
             for target, locked in self.targets.items()
             for phase, step in locked.phases.items()
             for chip, by_execution in step.costs.items()

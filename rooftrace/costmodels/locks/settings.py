@@ -37,7 +37,7 @@ class TargetSettings(Asked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Section:
+class ToolTable:
     """The keys of [tool.rooftrace]."""
 
     targets: list[str] | dict[str, str | TargetSettings] = field(default_factory=list)
@@ -126,7 +126,7 @@ def read_settings(data: Any, folder: Path) -> Settings:
     where = str(folder / FILE)
     if not isinstance(data, dict):
         raise SettingsError(f"{where}: {SECTION}={data!r:.60}: expected a table")
-    section = record_of(Section, data, where, _KIND, SECTION)
+    section = record_of(ToolTable, data, where, _KIND, SECTION)
     named = section.targets
     listed = named if isinstance(named, dict) else {name: name for name in named}
     targets = {

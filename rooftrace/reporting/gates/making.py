@@ -19,7 +19,7 @@ from rooftrace.costmodels.rewriting import check_precisions
 from rooftrace.errors import RequestError, UnusedError, naming
 from rooftrace.hardware import Chip, load_chip
 from rooftrace.hardware.units import plural
-from rooftrace.reporting.estimates import in_precisions, priced
+from rooftrace.reporting import in_precisions, priced
 from rooftrace.tracer.asking import Job, names
 from rooftrace.tracer.graph import OpGraph
 from rooftrace.tracer.sources import Traced, trace_each_apart
@@ -95,12 +95,10 @@ def _job(name: str, asked: records.Asked) -> Job:
 def _traced(jobs: Sequence[Job]) -> list[Traced | None]:
     """The graphs of each job; None for one that is traced in this process.
 
-    That is a single job, for which another process would save nothing, and one whose code brings
-    cost rules: they stay in the process that ran them, so this one has to run them too.
+    Cost rules that the code of a target brings stay in the process that ran it, so this one has to
+    run it too.
     """
-    if len(jobs) < 2:
-        return [None] * len(jobs)
-    made = trace_each_apart(jobs, forks=_at_once())
+    made = trace_each_apart(jobs, forks=_at_once() if len(jobs) > 1 else None)
     return [None if each is None or each.rules else each for each in made]
 
 

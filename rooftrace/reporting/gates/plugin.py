@@ -82,9 +82,9 @@ def cost_of(request: pytest.FixtureRequest) -> Iterator[CostOf]:
     called: list[StepCosts] = []
 
     def call(model: Any, *args: Any, **named: Any) -> StepCosts:
-        import rooftrace as rt
+        from rooftrace.reporting import estimate
 
-        made = rt.estimate(model, *args, **{**usual, **named})
+        made = estimate(model, *args, **{**usual, **named})
         costs = StepCosts(
             flops=made.flops,
             bytes=made.bytes_hbm,

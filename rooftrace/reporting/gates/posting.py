@@ -35,7 +35,7 @@ class Thread:
     """The comments of one request on one server.  Not shown: it holds the token."""
 
     comments: str  # URL of the list
-    one: str  # URL of a comment, {id} in it
+    comment: str  # URL of one of them, {id} in it
     headers: Mapping[str, str]
     method: str  # of an update
     event: str  # what it is of, for messages: "pull request 12"
@@ -57,7 +57,7 @@ def _on_github(environ: Mapping[str, str]) -> Thread | None:
     issues = f"{api}/repos/{urllib.parse.quote(environ['GITHUB_REPOSITORY'])}/issues"
     return Thread(
         comments=f"{issues}/{number}/comments",
-        one=f"{issues}/comments/{{id}}",
+        comment=f"{issues}/comments/{{id}}",
         headers={
             "Authorization": f"Bearer {token}",
             "Accept": "application/vnd.github+json",
@@ -87,7 +87,7 @@ def _on_gitlab(environ: Mapping[str, str]) -> Thread | None:
     notes = f"{api.rstrip('/')}/projects/{project}/merge_requests/{number}/notes"
     return Thread(
         comments=notes,
-        one=f"{notes}/{{id}}",
+        comment=f"{notes}/{{id}}",
         headers={"PRIVATE-TOKEN": token},
         method="PUT",
         event=f"merge request {number}",
@@ -102,9 +102,9 @@ def post(thread: Thread, text: str) -> str:
     marker = text.split("\n", 1)[0]
     for page in range(1, _PAGES + 1):
         batch = _ask(thread, "GET", f"{thread.comments}?per_page={_PAGE}&page={page}")
-        for comment in batch:
-            if str(comment.get("body") or "").split("\n", 1)[0].strip() == marker:
-                url = thread.one.format(id=int(comment["id"]))
+        for old in batch:
+            if str(old.get("body") or "").split("\n", 1)[0].strip() == marker:
+                url = thread.comment.format(id=int(old["id"]))
                 _ask(thread, thread.method, url, {"body": text})
                 return f"renewed the comment on {thread.event}"
         if len(batch) < _PAGE:

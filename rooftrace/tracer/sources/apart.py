@@ -123,7 +123,7 @@ def _answers(told: Mapping[str, Any], function: str) -> tuple[dict[str, Any], in
         return answers, child.wait()
     finally:
         if child.poll() is None:
-            child.kill()
+            child.terminate() if function == "fork_each" else child.kill()  # it ends its forks
             child.wait()
         child.stdout.close()
 

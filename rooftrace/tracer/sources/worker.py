@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Mapping
@@ -45,14 +46,22 @@ def fork_each(told: Mapping[str, Any]) -> None:
     waiting = list(enumerate(told["jobs"]))
     running: dict[int, int] = {}
     codes: dict[str, int] = {}
+
+    def stop(*_: Any) -> None:
+        for pid in running:
+            os.kill(pid, signal.SIGKILL)
+        os._exit(1)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stop)
     while waiting or running:
         while waiting and len(running) < told["forks"]:
-            number, job = waiting.pop(0)
+            place, job = waiting.pop(0)
             sys.stdout.flush()
             pid = os.fork()
             if pid == 0:
                 _work_in_fork(job, answers)
-            running[pid] = number
+            running[pid] = place
         pid, status = os.wait()
         if pid in running:
             codes[str(running.pop(pid))] = os.waitstatus_to_exitcode(status)
@@ -67,7 +76,7 @@ def _warm_up() -> None:
     """
     import torch
 
-    from rooftrace.tracer.api import trace
+    from rooftrace.tracer import trace
 
     with torch.device("meta"):
         trace(torch.nn.Linear(1, 1), torch.empty(1, 1))
@@ -79,6 +88,8 @@ _LONGEST = 400
 
 def _work_in_fork(told: Mapping[str, Any], answers: int) -> None:
     """Do a job, write its answer, and end this fork."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
 
         def progress(text: str) -> None:
@@ -87,6 +98,8 @@ def _work_in_fork(told: Mapping[str, Any], answers: int) -> None:
         said = _done(told, progress)
         Path(f"{told['out']}.answer").write_text(json.dumps(said), encoding="utf-8")
         _end(0)
+    except KeyboardInterrupt:
+        _end(130)
     except BaseException:  # whatever it is: this fork must not go on as the process above
         traceback.print_exc()
         _end(1)

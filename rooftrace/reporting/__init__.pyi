@@ -1,0 +1,5 @@
+from rooftrace.reporting.estimates import (
+    estimate as estimate,
+    in_precisions as in_precisions,
+    priced as priced,
+)
