@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rooftrace._progress import telling
 from rooftrace.costmodels.estimating import Estimate, estimate as estimate_graph
@@ -17,34 +17,51 @@ from rooftrace.costmodels.rewriting import check_precisions
 from rooftrace.errors import RequestError, TargetError, naming
 from rooftrace.hardware import Chip, load_chip
 from rooftrace.reporting.estimates import CHIP, Source, in_precisions, priced
+from rooftrace.reporting.measuredsources import is_measured
 from rooftrace.tracer.asking import Job
 from rooftrace.tracer.sources import Traced, trace_each_apart
+
+if TYPE_CHECKING:
+    from rooftrace.measured.rundiffs import RunDiff
 
 
 def diff(
     before: Source,
     after: Source,
     *args: Any,
-    chip: str | Chip = CHIP,
-    execution: str | ExecutionModel = "efficient",
+    chip: str | Chip | None = None,
+    execution: str | ExecutionModel | None = None,
     phases: Sequence[str] | None = None,
     names: tuple[str, str] | None = None,
     progress: Callable[[str], None] | None = None,
     **kwargs: Any,
-) -> Diff:
-    """What changed in cost from `before` to `after`.
+) -> Diff | RunDiff:
+    """What changed in cost from `before` to `after`; in time, where the two are measured runs.
 
     Each is a module (called with the same arguments), a graph, graphs by phase, a saved graph or a
     target.  The code of a target runs from its own files in a process of its own.  Sizes and
     precisions, as for `report`, hold for both sides.  A graph has its own sizes, so beside a graph
     they hold for the other side.  names: what to call the two.  Raises RequestError for an argument
     that neither side takes.
+
+    Measured runs are traces of torch.profiler, run files and Runs.  graphs= says what ran, to
+    predict the difference: a graph, a target or a module, or two of them, one for each side.
     """
+    if is_measured(before) or is_measured(after):
+        from rooftrace.reporting.rundifferences import diff_measured
+
+        asked: dict[str, Any] = {
+            "chip": chip,
+            "execution": execution,
+            "phases": phases,
+            "names": names,
+        }
+        return diff_measured(before, after, args, **asked, progress=progress, **kwargs)
     if names is not None and (isinstance(names, str) or len(names) != 2):
         raise RequestError(f"names={names!r:.60}: expected two, for example ('main', 'branch')")
     named = kwargs if phases is None else {**kwargs, "phases": phases}
     jobs = [_of_side(before, after, args, named), _of_side(after, before, args, named)]
-    loaded, model = load_chip(chip), execution_model(execution)
+    loaded, model = load_chip(chip or CHIP), execution_model(execution or "efficient")
     sides = [job.name if job.is_named else usual for job, usual in zip(jobs, SIDES, strict=True)]
     placed: list[dict[str, Estimate]] = []
     files: list[Mapping[str, str]] = []

@@ -1,0 +1,12 @@
+from rooftrace.measured.rundiffs import (
+    kernelnames as kernelnames,
+    limits as limits,
+    rundiff as rundiff,
+)
+from rooftrace.measured.rundiffs.diffing import (
+    RunQuestion as RunQuestion,
+    diff_runs as diff_runs,
+)
+from rooftrace.measured.rundiffs.rundiff import (
+    RunDiff as RunDiff,
+)
