@@ -16,10 +16,12 @@ from rooftrace.measured.rundiffs import RunDiff, RunQuestion, diff_runs
 from rooftrace.reporting.estimates import Source, in_precisions, priced
 from rooftrace.reporting.measuredsources import is_measured
 from rooftrace.tracer.asking import Job
+from rooftrace.tracer.asking.names import configs
 from rooftrace.tracer.graph import OpGraph
 from rooftrace.tracer.sources import trace_each_apart
 
 Graphs = Mapping[str, OpGraph]
+_SIZES = "a measured run is what it is; this is for what --target names (in Python: graphs=)"
 
 
 def diff_measured(
@@ -42,6 +44,8 @@ def diff_measured(
     """
     for one_side, other in ((before, after), (after, before)):
         if not is_measured(one_side):
+            if isinstance(one_side, (str, os.PathLike)) and not _may_be_target(one_side):
+                raise RequestError(f"{_shown(one_side)}: there is no such file")
             raise RequestError(
                 f"{_shown(other)} is measured and {_shown(one_side)} is not: give two measured "
                 "runs, or two graphs; `rooftrace validate` sets a measurement beside what is "
@@ -52,7 +56,7 @@ def diff_measured(
     sources = _two(graphs)
     if sources is None and kwargs:
         name, value = next(iter(kwargs.items()))
-        raise UnusedError(name, f"{value!r:.60}", "a measured run has its sizes; see graphs=")
+        raise UnusedError(name, f"{value!r:.60}", _SIZES)
     with telling(progress):
         made = (None, None) if sources is None else _made(sources, phases, kwargs)
         question = RunQuestion(
@@ -64,6 +68,11 @@ def diff_measured(
             tell=tell,
         )
         return diff_runs(before, after, question)
+
+
+def _may_be_target(source: str | os.PathLike[str]) -> bool:
+    """Whether a name is a file, or may name code or a config."""
+    return os.path.exists(source) or ":" in os.fspath(source) or os.fspath(source) in configs()
 
 
 def _shown(source: Any) -> str:

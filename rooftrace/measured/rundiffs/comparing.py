@@ -12,6 +12,7 @@ from rooftrace.measured.rundiffs.limits import METRICS
 from rooftrace.measured.rundiffs.noise import noise_of
 from rooftrace.measured.rundiffs.pairs import KernelPair, paired
 from rooftrace.measured.rundiffs.rundiff import (
+    NO_MODULE,
     GroupChange,
     KernelChange,
     MeasuredChange,
@@ -39,7 +40,7 @@ def compare_sides(before: MeasuredSide, after: MeasuredSide, label: str = "step"
         timed_inside=before.middle == after.middle == "mean",
         totals=_totals(before, after),
         rows=tuple(rows),
-        modules=_groups(sums.values(), lambda row: row.module or "(no module)") if known else (),
+        modules=_groups(sums.values(), lambda row: row.module or NO_MODULE) if known else (),
         families=_groups(sums.values(), lambda row: row.family),
         notes=tuple(_notes(before, after)),
     )
@@ -142,15 +143,23 @@ def _status(
         return "gone"
     if [*map(kernel_key, names[0])] != [*map(kernel_key, names[1])]:
         return "replaced"
-    if not time.delta and not count.delta and sizes[0] == sizes[1] and names[0] == names[1]:
-        return "same"
+    growth = time.delta or count.delta
+    if not growth:
+        return "same" if sizes[0] == sizes[1] else "resized"
     if time.within_noise and not count.delta:
         return "unclear"
-    return "slower" if time.delta > 0 else "faster"
+    return "slower" if growth > 0 else "faster"
 
 
-def _importance(row: KernelChange) -> tuple[float, float, str, str]:
-    return -abs(row.time.delta), -row.time.after, row.module, repr(row.kernels)
+def _importance(row: KernelChange) -> tuple[bool, float, float, str, str]:
+    """The largest difference first, those within noise after all others."""
+    return (
+        row.status == "unclear",
+        -abs(row.time.delta),
+        -row.time.after,
+        row.module,
+        repr(row.kernels),
+    )
 
 
 # -- modules and families --------------------------------------------------------------------------
@@ -186,10 +195,14 @@ def _notes(before: MeasuredSide, after: MeasuredSide) -> Iterable[str]:
     if before.device != after.device:
         names = [side.device or "an unknown device" for side in (before, after)]
         yield f"two devices: {names[0]} before, {names[1]} after"
+    if min(before.steps, after.steps) == 1:
+        sides = (("before", before), ("after", after))
+        which = " and ".join(name for name, side in sides if side.steps == 1)
+        yield f"{which}: one step was measured, so that noise is not known"
+    shared = [note for note in before.notes if note in after.notes]
+    yield from (f"before and after: {note}" for note in shared)
     for which, side in (("before", before), ("after", after)):
-        if side.steps == 1:
-            yield f"{which}: one step was measured, so that noise is not known"
-        yield from (f"{which}: {note}" for note in side.notes)
+        yield from (f"{which}: {note}" for note in side.notes if note not in shared)
     for which, side in (("before", before), ("after", after)):
         times = side.figures["time"]
         if len(times) > 2 and max(times) > 1.5 * middle_of(times, "median"):

@@ -10,7 +10,7 @@ from typing import TypeAlias
 from rooftrace.costmodels.estimating import Estimate, estimate
 from rooftrace.costmodels.execution import ExecutionModel, execution_model
 from rooftrace.costmodels.fusion import runs
-from rooftrace.errors import ProfileError, naming
+from rooftrace.errors import ProfileError, UnusedError, naming
 from rooftrace.hardware import Chip, load_chip
 from rooftrace.measured.alignment import Alignment
 from rooftrace.measured.fused import is_compiled
@@ -25,7 +25,7 @@ from rooftrace.measured.rundiffs.noise import noise_of
 from rooftrace.measured.rundiffs.predicting import chip_for, with_prediction
 from rooftrace.measured.rundiffs.rowside import side_of_row
 from rooftrace.measured.rundiffs.rundiff import MeasuredChange, RunDiff, StepDiff
-from rooftrace.measured.rundiffs.sides import MeasuredSide
+from rooftrace.measured.rundiffs.sides import MeasuredSide, equal_as_one
 from rooftrace.measured.rundiffs.traceside import GraphPlace, side_of_trace
 from rooftrace.measured.runs import ModelRow, Run
 from rooftrace.measured.traces import Trace
@@ -70,6 +70,7 @@ def diff_runs(before: Source, after: Source, question: RunQuestion | None = None
         question.tell(f"reading {_label(source, 'a run')}")
         measured.append(_read(source))
     first, second = measured
+    _check_used(question, first, second)
     pairs, only = _paired_rows(first, second, question.phases)
     kinds = tuple("run" if isinstance(each, Run) else "trace" for each in measured)
     if kinds == ("trace", "trace"):
@@ -108,6 +109,20 @@ def _read(source: Source) -> Trace | Run:
         f"{os.fspath(source)}: a table of step times, expected a trace of torch.profiler or a run "
         "file of `rooftrace measure`"
     )
+
+
+def _check_used(question: RunQuestion, *measured: Trace | Run) -> None:
+    """Raise UnusedError for what only matters to predictions, where nothing is predicted."""
+    runs_ = [each for each in measured if isinstance(each, Run)]
+    if question.graphs == (None, None) and not any(run.graphs for run in runs_):
+        reason = "nothing is predicted: say with --target what ran (in Python: graphs=)"
+        if question.chip is not None:
+            raise UnusedError("chip", question.chip.name, reason)
+        if question.execution is not None:
+            raise UnusedError("execution", question.execution.name, reason)
+        if question.phases and not runs_:
+            reason = "a trace is of one step, and does not say its phase"
+            raise UnusedError("phases", ",".join(question.phases), reason)
 
 
 def _check_devices(before: Trace, after: Trace, labels: Sequence[str]) -> None:
@@ -271,7 +286,10 @@ def _places(alignment: Alignment) -> dict[int, GraphPlace]:
 
 
 def _compared(before: _Predicted, after: _Predicted, key: str, question: RunQuestion) -> StepDiff:
-    step = compare_sides(before.side, after.side, key)
+    sides = (before.side, after.side)
+    if any(side.middle == "median" for side in sides):  # a run has equal layers as one
+        sides = (equal_as_one(sides[0]), equal_as_one(sides[1]))
+    step = compare_sides(*sides, key)
     if before.estimate is not None and after.estimate is not None:
         by_path = before.by_path and after.by_path
         return with_prediction(step, before.estimate, after.estimate, by_path)

@@ -16,7 +16,7 @@ from rooftrace.measured.alignment import keys
 _IDENTIFIER = re.compile(r"[A-Za-z_]\w*(?!\w|::)")
 """A word of a name, and not a namespace."""
 _SIZES = re.compile(
-    r"\d+(x\d+)*|sm\d+|tilesize\w*|warpgroupsize\w*|align\d+|stages?\d*|[0-9a-f]{8,}|\d+x\w*|v\d+"
+    r"\d+(x\d+)*|sm\d+|tilesize\w*|warpgroupsize\w*|align\d+|stages?\d*|[0-9a-f]{12,}|\d+x\w*|v\d+"
     r"|(MT|MI|WG|TT|LBSPP\w*|GRVW\w*|SVW|VW\w*|NEPBS|WSGRA|WSGRB)\d+(x\d+)*|(?:h|s|i)?16816"
 )
 """Parts of a name, between underscores, that say sizes, a chip, or a hash."""
@@ -27,7 +27,8 @@ _GENERIC = re.compile(
     r"|[Kk]ernel2?|void|const|float\d?|double\d?|(unsigned|int|bool|char|long|short)\d*(_t)?|true"
     r"|false|Half|(__nv_)?bfloat16|BFloat16|__half2?|half|std|array|lambda|operator|at|native|c10"
     r"|TensorInfo|\w*OffsetCalculator|(Load|Store)With\w+|ReduceOp|func_wrapper_t|Params|traits\w*"
-    r"|\w+_(traits|config|Params)|Array|instance|type|e?number"
+    r"|\w+_(traits|config|Params)|Array|TensorIterator\w*|ul|nv_bfloat16|\w*(bfloat16|half)_t"
+    r"|OpaqueType|Scalar|\w+Args\w*"
 )
 """Words that hundreds of kernels have."""
 _TENSILE = re.compile(r"(Cijk_[A-Z][a-z]+_[A-Z][a-z]+(_[A-Z]+)?)\w*")
@@ -71,17 +72,6 @@ def kernel_key(name: str) -> str:
         if len(words) == _WORDS:
             break
     return " ".join(words) or keys.base_name(name)
-
-
-def short_kernel(name: str, most: int = 48) -> str:
-    """The name of a kernel for a cell: its words without namespaces, sizes kept."""
-    words = [
-        word
-        for word in _IDENTIFIER.findall(re.sub(r"\([^()<>]*\)$", "", name))
-        if not _GENERIC.fullmatch(word)
-    ]
-    text = words[0] if words else name
-    return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
 @cache

@@ -54,7 +54,7 @@ def parse_limit(text: str) -> tuple[str, float, bool, str]:
     """("time", 0.05, True, text) for "time>5%"; an absolute limit takes a unit ("idle>1 ms")."""
     match = _CONDITION.fullmatch(text)
     if match is None or match[1] not in METRICS:
-        near = hint(text.partition(">")[0].strip(), METRICS)
+        near = hint(text.partition(">")[0].strip(), tuple(METRICS))
         raise MeasuredLimitError(
             f"--fail-on {text!r}: expected METRIC>LIMIT with METRIC one of {', '.join(METRICS)} "
             f'for measured runs, for example "time>5%" or "idle>1 ms"{near}'

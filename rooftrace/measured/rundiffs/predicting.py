@@ -13,6 +13,7 @@ from rooftrace.hardware import available_chips
 from rooftrace.hardware.units import format_time
 from rooftrace.measured.rundiffs.limits import METRICS, written
 from rooftrace.measured.rundiffs.rundiff import (
+    NO_MODULE,
     GroupChange,
     MeasuredChange,
     Prediction,
@@ -72,11 +73,24 @@ def with_prediction(step: StepDiff, before: Estimate, after: Estimate, by_path: 
     )
     step = replace(
         step,
-        modules=_beside(step.modules, both, _patterns, "(no module)") if by_path else step.modules,
+        modules=_beside(step.modules, both, _patterns, "(root)") if by_path else step.modules,
         families=_beside(step.families, both, lambda row: [row.family], "other"),
         prediction=prediction,
     )
-    return replace(step, prediction=replace(prediction, notes=tuple(_disagreements(step))))
+    notes = (*_other_devices(step, both), *_disagreements(step))
+    return replace(step, prediction=replace(prediction, notes=notes))
+
+
+def _other_devices(step: StepDiff, estimates: Sequence[Estimate]) -> Iterable[str]:
+    """Sentences on sides that ran on another device than they are predicted for."""
+    for which, device, priced in zip(("before", "after"), step.devices, estimates, strict=True):
+        chip = priced.chip
+        known = chips_called(device)
+        if (known and chip.name not in known) or (step.timed_inside and not step.on_device) > (
+            chip.kind == "cpu"
+        ):
+            ran = device or ("a GPU" if step.on_device else "a CPU")
+            yield f"{which}: measured on {ran}, predicted for {chip.title}: two devices"
 
 
 def _patterns(row: Row) -> list[str]:
@@ -120,6 +134,10 @@ def _seconds(
 def _disagreements(step: StepDiff) -> Iterable[str]:
     """Sentences on where prediction and measurement disagree, the totals first."""
     assert step.prediction is not None
+    if not any(change.delta for change in step.prediction.totals.values()):
+        if not step.unchanged:
+            yield "no difference is predicted: what differs is how it ran, not what is computed"
+        return
     for name in METRICS:
         predicted = step.prediction.totals.get(name)
         if predicted is not None:
@@ -129,7 +147,7 @@ def _disagreements(step: StepDiff) -> Iterable[str]:
                 yield f"{name}: predicted {amounts[0]}, measured {amounts[1]}: {said}"
     whole = step.totals["work"].before if "work" in step.totals else step.totals["time"].before
     for group in step.modules:
-        if group.predicted is not None:
+        if group.predicted is not None and group.name != NO_MODULE:
             said = _disagreement(group.time, group.predicted, whole)
             if said:
                 amounts = [_signed("time", c.delta) for c in (group.predicted, group.time)]

@@ -13,8 +13,14 @@ from rooftrace.hardware.units import format_time
 from rooftrace.measured.rundiffs.limits import METRICS, written
 
 SCHEMA = "rooftrace.rundiff/1"
+NO_MODULE = "(no module)"
+"""The name of the group of kernels whose module is not known."""
 _ROUNDING = 1e-9
 """Seconds of a trace are differences of large times, as floats."""
+
+
+_NEXT_TO_NONE = 1e-3
+"""Share of a prediction: ratios to a smaller difference say nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +65,9 @@ class MeasuredChange:
 class KernelChange:
     """A kernel of a call, or equal ones of several layers, before and after."""
 
-    status: str  # slower, faster, same, new, gone, replaced, or unclear: within noise
+    # slower, faster, same, new, gone; replaced: by another kernel; resized: in the same time;
+    # unclear: within noise
+    status: str
     call: tuple[str, str]  # what launched it, before and after; "" where it is not known
     module: str  # with the numbers of repeated blocks starred; "" where it is not known
     part: str  # "backward" or ""
@@ -257,7 +265,9 @@ class RunDiff(Shown):
 
 
 def ratio_of(measured: MeasuredChange, predicted: MeasuredChange | None) -> float | None:
-    """Measured difference over the predicted one; None without a prediction, or one of 0."""
-    if predicted is None or not predicted.delta:
+    """Measured difference over the predicted one; None where none is predicted, or next to none."""
+    if predicted is None:
+        return None
+    if abs(predicted.delta) <= _NEXT_TO_NONE * max(predicted.before, predicted.after):
         return None
     return measured.delta / predicted.delta

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rooftrace.tracer.graph import OpGraph
 
@@ -64,6 +64,30 @@ class MeasuredSide:
     def timed(self) -> int:
         """In how many steps its kernels were timed; a run times them once, apart from its steps."""
         return self.steps if self.middle == "mean" else 1
+
+
+def equal_as_one(side: MeasuredSide) -> MeasuredSide:
+    """A side in which equal calls of several layers are one, as a run has them.
+
+    Then a layer that stands once for all of its kind, on one side only, has its counterpart.
+    """
+    alike: dict[object, list[MeasuredCall]] = {}
+    for call in side.calls:
+        names = tuple((kernel.name, kernel.kind) for kernel in call.kernels)
+        alike.setdefault((call.name, call.sizes, call.pattern, call.part, names), []).append(call)
+    return replace(side, calls=tuple(map(_together, alike.values())))
+
+
+def _together(calls: Sequence[MeasuredCall]) -> MeasuredCall:
+    kernels = tuple(
+        replace(
+            equal[0],
+            count=sum(kernel.count for kernel in equal),
+            seconds=tuple(map(sum, zip(*(kernel.seconds for kernel in equal), strict=True))),
+        )
+        for equal in zip(*(call.kernels for call in calls), strict=True)
+    )
+    return replace(calls[0], module=calls[0].pattern, kernels=kernels)
 
 
 def middle_of(values: Sequence[float], how: str) -> float:

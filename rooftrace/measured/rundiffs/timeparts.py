@@ -15,6 +15,9 @@ from rooftrace.measured.traces import Trace, TraceStep, records
 Interval: TypeAlias = tuple[float, float]
 """When something starts and ends [s]."""
 
+_ROUNDING = 1e-12
+"""Seconds: traces have nanoseconds."""
+
 
 def step_figures(trace: Trace, step: TraceStep) -> dict[str, float]:
     """Every figure of a step but `work`, by name in METRICS."""
@@ -35,23 +38,23 @@ def step_figures(trace: Trace, step: TraceStep) -> dict[str, float]:
     under = _length(computing)
     with_communication = _length([*computing, *communicating])
     busy = _length([*computing, *communicating, *copying])
-    communication, exposed = _length(communicating), with_communication - under
-    idle = max(0.0, step.seconds - busy)
+    communication, exposed = _length(communicating), _less(with_communication, under)
+    idle = _less(step.seconds, busy)
     waiting, queued = _gaps(trace, step)
     waiting = min(waiting, idle)
-    queued = min(queued, idle - waiting)
+    queued = min(queued, _less(idle, waiting))
     return {
         "time": busy + idle,
         "device": busy,
         "computing": under,
         "communication": communication,
-        "hidden": communication - exposed,
+        "hidden": _less(communication, exposed),
         "exposed": exposed,
-        "copying": busy - with_communication,
+        "copying": _less(busy, with_communication),
         "idle": idle,
         "waiting": waiting,
         "queued": queued,
-        "outside": idle - waiting - queued,
+        "outside": _less(idle, waiting + queued),
         "kernels": sum(not kernels.kind[index] for index in step.kernels),
         "copies": sum(bool(kernels.kind[index]) for index in step.kernels),
     }
@@ -61,8 +64,8 @@ def host_figures(step: TraceStep, calls: Iterable[Interval]) -> dict[str, float]
     """The figures of a step of a trace without kernels; calls: when each call of an op ran."""
     clipped = [(max(a, step.start), min(b, step.start + step.duration)) for a, b in calls]
     inside = _length([(a, b) for a, b in clipped if a < b])
-    idle = max(0.0, step.seconds - inside)
-    return {"time": inside + idle, "device": inside, "computing": inside, "idle": idle}
+    idle = _less(step.seconds, inside)
+    return {"time": inside + idle, "device": inside, "idle": idle}
 
 
 def _gaps(trace: Trace, step: TraceStep) -> tuple[float, float]:
@@ -80,6 +83,12 @@ def _gaps(trace: Trace, step: TraceStep) -> tuple[float, float]:
             queued += start - end - late
         end = max(end or start, start + kernels.duration[index])
     return waiting, queued
+
+
+def _less(seconds: float, part: float) -> float:
+    """Seconds less a part of them; 0 where rounding is all that is left."""
+    left = seconds - part
+    return left if left > _ROUNDING else 0.0
 
 
 def _length(intervals: Sequence[Interval]) -> float:

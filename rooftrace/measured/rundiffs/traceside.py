@@ -156,7 +156,12 @@ class _StepReader:
         self.trace = trace
         self.paths = module_paths(trace.ops.stacks.items)
         self._roots: dict[int, int] = {}
-        self.places = {self.root(op): place for op, place in places.items()}
+        self.places: dict[int, GraphPlace] = {}
+        for op, place in places.items():
+            known = self.places.get(self.root(op))
+            # A call may be several ops of the graph: what it is for says more than a copy in it.
+            if known is None or known.family in ("elementwise", "other"):
+                self.places[self.root(op)] = place
         self._sizes: dict[int, str] = {}
         self._families: dict[tuple[int, ...], str] = {}
 
@@ -179,7 +184,8 @@ class _StepReader:
     def _on_device(self, step: TraceStep) -> list[_Instance]:
         kernels = self.trace.kernels
         grouped: dict[int, list[int]] = {}
-        for index in step.kernels:
+        # Kernels of a CUDA graph have one launch: they stand as their streams ran them.
+        for index in sorted(step.kernels, key=self._launch):
             op = kernels.op[index]
             # A kernel without an op is a call of its own; their keys are below those of ops.
             group = -2 - index if op == records.NONE else self.root(op)
@@ -193,6 +199,11 @@ class _StepReader:
             key = self._key(group, launched, named[0])
             instances.append(_Instance(key, named, [kernels.duration[i] for i in launched]))
         return instances
+
+    def _launch(self, kernel: int) -> tuple[float, int, float]:
+        kernels = self.trace.kernels
+        start, launched = kernels.start[kernel], kernels.launched[kernel]
+        return (launched if launched >= 0 else start), kernels.stream[kernel], start
 
     def _on_host(self, step: TraceStep) -> list[_Instance]:
         ops = self.trace.ops

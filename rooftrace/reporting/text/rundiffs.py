@@ -6,13 +6,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rooftrace.hardware.units import format_time
+from rooftrace.hardware.units import MISSING, format_time
 from rooftrace.measured.rundiffs import RunDiff, kernelnames, limits, rundiff
 from rooftrace.reporting.view import model as view, units, words
 
-ROWS, GROUPS, NOTES = 15, 8, 6
-"""Lines of a screen for kernels, for modules and families, and for disagreements."""
+ROWS, IN_NOISE, GROUPS, NOTES = 15, 5, 8, 6
+"""Lines of a screen for kernels, for those of noise where there are no others, for modules and
+families, and for disagreements."""
 LONGEST_NAME = 20
+KERNEL = 34
+"""Letters of a kernel's name; JSON has all of it."""
 
 _LABELS = {
     "time": "step",
@@ -45,6 +48,7 @@ _SIGNS = {
     "new": ("new", "warn"),
     "gone": ("gone", "good"),
     "replaced": ("replaced", "warn"),
+    "resized": ("resized", "faint"),
     "unclear": ("in noise", "faint"),
     "same": ("same", "faint"),
 }
@@ -81,8 +85,8 @@ def rundiff_view(result: RunDiff) -> view.View:
         head.append(view.Note("no difference in any measured quantity", "good"))
     sections = [view.Section(parts=head, place=0)]
     several = len(result.steps) > 1
-    for number, step in enumerate(result.steps, start=1):
-        sections.append(_step(step, result.names, several, 2 * number))
+    for number, step in enumerate(result.steps):
+        sections += _step(step, result.names, several, 1 + 5 * number)
     if result.operations:
         sections.append(_operations(result))
     return view.View(tuple(sections), f"Measured: `{before}` -> `{after}`")
@@ -92,16 +96,17 @@ def verdict(step: rundiff.StepDiff) -> str:
     """What became of a step in a sentence: by how much, whether noise explains it, and why."""
     time = step.totals["time"]
     if not time.delta:
-        return f"the step takes {format_time(time.after)}, as before"
-    relative = "" if time.relative is None else f" ({time.relative:+.1%})".replace("%", " %")
-    text = f"the step is {format_time(abs(time.delta))}{relative} "
-    text += "slower" if time.delta > 0 else "faster"
-    if time.noise is None:
-        text += "; noise is not known"
-    elif time.within_noise:
-        return f"{text}, within the noise of ±{format_time(time.noise)}: no difference is shown"
+        text = f"the step takes {format_time(time.after)}, as before"
     else:
-        text += f", beyond the noise of ±{format_time(time.noise)}"
+        relative = "" if time.relative is None else f" ({_percent(time)})"
+        text = f"the step is {format_time(abs(time.delta))}{relative} "
+        text += "slower" if time.delta > 0 else "faster"
+        if time.noise is None:
+            text += "; noise is not known"
+        elif time.within_noise:
+            return f"{text}, within the noise of ±{format_time(time.noise)}: no difference is shown"
+        else:
+            text += f", beyond the noise of ±{format_time(time.noise)}"
     parts = [(name, step.totals[name].delta) for name in _parts(step)]
     largest = sorted(parts, key=lambda part: -abs(part[1]))[:2]
     shown = [f"{_label(step, name).strip()} {_SIGNED.page(d)}" for name, d in largest if d]
@@ -124,20 +129,25 @@ def _label(step: rundiff.StepDiff, name: str) -> str:
 
 def _step(
     step: rundiff.StepDiff, names: tuple[str, str], several: bool, place: int
-) -> view.Section:
+) -> list[view.Section]:
     mark = "plain" if step.totals["time"].within_noise else "strong"
-    parts: list[view.Part] = []
+    head: list[view.Part] = []
     if several:
-        parts.append(view.Note(step.label, "strong", on="screen"))
-    parts += [
+        head.append(view.Note(step.label, "strong", on="screen"))
+    head += [
         view.Note(verdict(step), mark, on="screen"),
         view.Note(_sentence(verdict(step)), on="page"),
         _totals(step, names),
     ]
-    if not step.unchanged:
-        parts += [*_kernels(step), *_groups(step, "module"), *_groups(step, "family")]
-    parts += _remarks(step)
-    return view.Section(title=step.label, parts=parts, place=place)
+    below = [] if step.unchanged else [_kernels(step), *(_groups(step, w) for w in _GROUPED)]
+    below.append(_remarks(step))
+    sections = [view.Section(title=step.label, parts=head, place=place)]
+    for number, parts in enumerate(below, start=1):
+        sections.append(view.Section(parts=parts, place=place + number))
+    return sections
+
+
+_GROUPED = ("module", "family")
 
 
 def _sentence(text: str) -> str:
@@ -207,16 +217,22 @@ def _kernels(step: rundiff.StepDiff) -> list[view.Part]:
     rows = step.changes
     if not rows:
         return [view.Note("no kernel differs", "faint")]
-    what = "kernels" if step.on_device else "calls"
+    beyond = [row for row in rows if row.status != "unclear"]
+    shown = beyond[:ROWS] or rows[:IN_NOISE]
     parts: list[view.Part] = [
-        view.Table(columns=_ROWS, rows=rows[:ROWS], on="screen"),
+        view.Table(columns=_ROWS, rows=shown, on="screen"),
         view.Table(columns=_ROWS, rows=rows, padded=False, on="page"),
     ]
+    left = (
+        (len(beyond) - len(shown), "more", rows[len(shown) : len(beyond)]),
+        (len(rows) - max(len(beyond), len(shown)), "more within noise", rows[len(beyond) :]),
+    )
+    for count, about, others in left:
+        if count > 0:
+            total = _SIGNED.page(sum(row.time.delta for row in others))
+            line = f"{words.plural(count, 'row')} {about}, {total} in all (--format json has them)"
+            parts.append(view.Note(line, "faint", on="screen"))
     same = len(step.rows) - len(rows)
-    rest = sum(row.time.delta for row in rows[ROWS:])
-    if len(rows) > ROWS:
-        more = f"... and {len(rows) - ROWS} more {what} of {_SIGNED.page(rest)} in all"
-        parts.append(view.Note(f"{more} (--format json has every row)", "faint", on="screen"))
     if same:
         parts.append(view.Note(f"{words.plural(same, 'row')} without any difference", "faint"))
     return parts
@@ -225,33 +241,34 @@ def _kernels(step: rundiff.StepDiff) -> list[view.Part]:
 def _what(row: rundiff.KernelChange) -> str:
     """ "linear: cutlass_gemm -> xmma_gemm", "copy_, fp32[8, 64]": what differs of it is said."""
     calls = [call.removeprefix("aten::") for call in row.call]
-    known = [call for call in dict.fromkeys(calls) if call]
-    text = " -> ".join(known) if row.status not in ("new", "gone") else "".join(known[:1])
-    kernels = [_kernel_words(names, row.kind) for names in row.kernels]
+    if row.kind == "op":
+        calls = [c or " and ".join(names) for c, names in zip(calls, row.kernels, strict=True)]
+    text = " -> ".join(dict.fromkeys(filter(None, calls)))
     if row.kind != "op":
-        if row.status == "replaced" or (all(kernels) and kernels[0] != kernels[1]):
-            named = " -> ".join(kernels)
-        else:
-            named = kernels[1] or kernels[0]
-        text = f"{text}: {named}" if text else named
-    elif not text or row.status == "replaced":
-        text = " -> ".join(dict.fromkeys(filter(None, kernels)))
-    if all(row.sizes) and row.sizes[0] != row.sizes[1]:
-        text += f", {row.sizes[0]} -> {row.sizes[1]}"
-    elif row.sizes[1] or row.sizes[0]:
-        text += f", {row.sizes[1] or row.sizes[0]}"
+        kernels = " -> ".join(dict.fromkeys(filter(None, map(_kernel_words, row.kernels))))
+        text = f"{text}: {kernels}" if text else kernels
+    sizes = " -> ".join(dict.fromkeys(_few(sizes) for sizes in row.sizes if sizes))
+    text = f"{text}, {sizes}" if sizes else text
     return f"{text} (backward)" if row.part else text
 
 
-def _kernel_words(names: Sequence[str], kind: str) -> str:
+def _kernel_words(names: Sequence[str]) -> str:
+    """The first kernel of several, without its tiles."""
     if not names:
         return ""
-    first = names[0] if kind == "op" else kernelnames.short_kernel(names[0])
-    return first if len(names) == 1 else f"{first} and {len(names) - 1} more"
+    text = kernelnames.kernel_key(names[0])
+    text = text if len(text) <= KERNEL else f"{text[: KERNEL - 1]}…"
+    return text if len(names) == 1 else f"{text} and {len(names) - 1} more"
+
+
+def _few(sizes: str) -> str:
+    """The first two tensors of several."""
+    tensors = sizes.split("] ")
+    return sizes if len(tensors) <= 2 else f"{'] '.join(tensors[:2])}] …"
 
 
 def _module(row: rundiff.KernelChange) -> str:
-    return row.module or units.MISSING
+    return row.module or MISSING
 
 
 def _launches(row: rundiff.KernelChange) -> str:
@@ -299,9 +316,11 @@ def _remarks(step: rundiff.StepDiff) -> list[view.Part]:
         models = " and ".join(dict.fromkeys(step.prediction.executions))
         kind = "" if step.prediction.expected else ", as bounds"
         lines.append(f"predicted for {chips}, {models}{kind}")
-    steps = " and ".join(words.plural(count, "step") for count in step.steps)
-    how = "mean" if step.timed_inside else "median of the wall time"
-    lines.append(f"{how} of {steps}; noise is the 95 % interval by their spread")
+    if step.totals["time"].noise is not None:
+        before, after = step.steps
+        how = "mean" if step.timed_inside else "median wall time"
+        spread = "noise is half the 95 % interval of the difference, by their spread"
+        lines.append(f"{how} of {before} and {words.plural(after, 'step')}; {spread}")
     parts: list[view.Part] = []
     disagreements = step.prediction.notes if step.prediction else ()
     parts += [view.Note(f"  {line}", "warn", on="screen") for line in disagreements[:NOTES]]
