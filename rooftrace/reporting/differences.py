@@ -16,8 +16,8 @@ from rooftrace.costmodels.registry import own_rules
 from rooftrace.costmodels.rewriting import check_precisions
 from rooftrace.errors import RequestError, TargetError, naming
 from rooftrace.hardware import Chip, load_chip
+from rooftrace.measured.rundiffs import is_measured
 from rooftrace.reporting.estimates import CHIP, Source, in_precisions, priced
-from rooftrace.reporting.measuredsources import is_measured
 from rooftrace.tracer.asking import Job
 from rooftrace.tracer.sources import Traced, trace_each_apart
 

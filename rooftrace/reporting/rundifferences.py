@@ -12,9 +12,8 @@ from rooftrace.costmodels.registry import own_rules
 from rooftrace.costmodels.rewriting import check_precisions
 from rooftrace.errors import RequestError, UnusedError, naming
 from rooftrace.hardware import Chip, load_chip
-from rooftrace.measured.rundiffs import RunDiff, RunQuestion, diff_runs
+from rooftrace.measured.rundiffs import RunDiff, RunQuestion, diff_runs, is_measured
 from rooftrace.reporting.estimates import Source, in_precisions, priced
-from rooftrace.reporting.measuredsources import is_measured
 from rooftrace.tracer.asking import Job
 from rooftrace.tracer.asking.names import configs
 from rooftrace.tracer.graph import OpGraph

@@ -195,7 +195,7 @@ def diff(
 
     Or in time: traces of torch.profiler, or run files of `rooftrace measure`.
     """
-    from rooftrace.reporting.measuredsources import is_measured
+    from rooftrace.measured.rundiffs import is_measured
     from rooftrace.reporting.text import as_markdown, renderable
 
     measured = is_measured(before) or is_measured(after)
