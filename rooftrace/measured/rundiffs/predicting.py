@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from rooftrace.costmodels.estimating import Estimate, Row
-from rooftrace.costmodels.findings.diffs import diff_estimates
+from rooftrace.costmodels.findings.comparing import diff_estimates
 from rooftrace.hardware import available_chips
 from rooftrace.hardware.units import format_time
 from rooftrace.measured.rundiffs.limits import METRICS, written

@@ -10,6 +10,7 @@ from typing import Any
 from rooftrace._shown import Shown, short, some
 from rooftrace.costmodels.findings.diffs import Diff
 from rooftrace.hardware.units import format_time
+from rooftrace.measured.rundiffs.kernelnames import kernel_key
 from rooftrace.measured.rundiffs.limits import METRICS, written
 
 SCHEMA = "rooftrace.rundiff/1"
@@ -78,6 +79,12 @@ class KernelChange:
     count: MeasuredChange  # launches in a step
     time: MeasuredChange  # s in a step
     places: int  # calls of the sequence that it stands for: one in each of so many layers
+
+    @property
+    def short_kernels(self) -> tuple[str, str]:
+        """The first kernel before and after, without tiles, types and namespaces."""
+        first, second = (kernel_key(names[0]) if names else "" for names in self.kernels)
+        return first, second
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rooftrace.hardware.units import MISSING, format_time
-from rooftrace.measured.rundiffs import RunDiff, kernelnames, limits, rundiff
+from rooftrace.measured.rundiffs import RunDiff, limits, rundiff
 from rooftrace.reporting.view import model as view, units, words
 
 ROWS, IN_NOISE, GROUPS, NOTES = 15, 5, 8, 6
@@ -245,20 +245,18 @@ def _what(row: rundiff.KernelChange) -> str:
         calls = [c or " and ".join(names) for c, names in zip(calls, row.kernels, strict=True)]
     text = " -> ".join(dict.fromkeys(filter(None, calls)))
     if row.kind != "op":
-        kernels = " -> ".join(dict.fromkeys(filter(None, map(_kernel_words, row.kernels))))
+        named = map(_kernel_words, row.short_kernels, row.kernels)
+        kernels = " -> ".join(dict.fromkeys(filter(None, named)))
         text = f"{text}: {kernels}" if text else kernels
     sizes = " -> ".join(dict.fromkeys(_few(sizes) for sizes in row.sizes if sizes))
     text = f"{text}, {sizes}" if sizes else text
     return f"{text} (backward)" if row.part else text
 
 
-def _kernel_words(names: Sequence[str]) -> str:
-    """The first kernel of several, without its tiles."""
-    if not names:
-        return ""
-    text = kernelnames.kernel_key(names[0])
-    text = text if len(text) <= KERNEL else f"{text[: KERNEL - 1]}…"
-    return text if len(names) == 1 else f"{text} and {len(names) - 1} more"
+def _kernel_words(first: str, names: Sequence[str]) -> str:
+    """The first kernel of several, and how many more there are."""
+    text = first if len(first) <= KERNEL else f"{first[: KERNEL - 1]}…"
+    return text if len(names) <= 1 else f"{text} and {len(names) - 1} more"
 
 
 def _few(sizes: str) -> str:
