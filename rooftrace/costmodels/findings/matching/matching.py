@@ -4,7 +4,7 @@ Each kernel gets a label for every radius: radius 0 is what it does, radius k + 
 radius k with those of its neighbours (the refinement of Weisfeiler and Leman).  Kernels are matched
 from the largest radius to the smallest, so the order in which independent kernels run, the names of
 modules and the lines of the code do not matter.  First come kernels that do the same to tensors of
-the same sizes: in the same module, then anywhere, then in modules that are alike.  Those that do
+the same sizes: in the same module, then in modules that are alike, then anywhere.  Those that do
 the same to other sizes follow.
 """
 
@@ -54,8 +54,8 @@ def match(before: Flow, after: Flow) -> Matching:
     exact, loose = _labels(before, after, True), _labels(before, after, False)
     for labels, elsewhere in ((exact, _ELSEWHERE), (loose, _RESIZED_ELSEWHERE)):
         rounds.run(labels, 0, lambda path: path)
-        rounds.run(labels, elsewhere, lambda _: "")
         rounds.run(labels, 0, pattern_of)
+        rounds.run(labels, elsewhere, lambda _: "")
     rounds.by_anchors()
     left = [{op: times for op, times in side.items() if times} for side in rounds.left]
     return Matching(tuple(rounds.pairs), left[0], left[1])
