@@ -250,7 +250,8 @@ CASES = (
                 "self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)",
             ),
             (
-                "        self.k = nn.Linear(WIDTH, KV_HEADS * head, bias=False)\n        self.v = nn.Linear(WIDTH, KV_HEADS * head, bias=False)\n",
+                "        self.k = nn.Linear(WIDTH, KV_HEADS * head, bias=False)\n"
+                "        self.v = nn.Linear(WIDTH, KV_HEADS * head, bias=False)\n",
                 "",
             ),
             (
@@ -258,7 +259,8 @@ CASES = (
                 "        q, k, v = self.qkv(x).view(b, s, 3, HEADS, -1).permute(2, 0, 3, 1, 4)  # here\n",
             ),
             (
-                "        k = self.k(x).view(b, s, KV_HEADS, -1).transpose(1, 2)\n        v = self.v(x).view(b, s, KV_HEADS, -1).transpose(1, 2)\n",
+                "        k = self.k(x).view(b, s, KV_HEADS, -1).transpose(1, 2)\n"
+                "        v = self.v(x).view(b, s, KV_HEADS, -1).transpose(1, 2)\n",
                 "",
             ),
         ),
