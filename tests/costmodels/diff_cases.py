@@ -278,8 +278,8 @@ CASES = (
             ),
             (
                 "        return self.down(y)",
-                "        weights = self.router(x).float().softmax(-1).amax(-1, keepdim=True)  # here\n"
-                "        return self.down(y) * weights.to(y.dtype)",
+                "        share = self.router(x).float().softmax(-1).amax(-1, keepdim=True)  # here\n"
+                "        return self.down(y) * share.to(y.dtype)",
             ),
         ),
         ("+linear (mm)", "softmax"),
