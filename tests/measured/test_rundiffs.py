@@ -14,6 +14,7 @@ import rooftrace as rt
 from rooftrace.errors import ProfileError, RequestError, UnusedError
 from rooftrace.measured.rundiffs.diffing import diff_runs
 from rooftrace.measured.rundiffs.limits import PARTS, MeasuredLimitError, parse_limit
+from rooftrace.measured.rundiffs.modulepaths import module_paths
 from rooftrace.measured.rundiffs.noise import noise_of
 from rooftrace.measured.rundiffs.rundiff import KernelChange, StepDiff
 from tests.measured.profiles_support import GpuTrace, Stack, run_on_cpu
@@ -141,6 +142,18 @@ def test_a_call_in_some_steps_only_counts_for_its_share(tmp_path: Path) -> None:
     # layered() takes nothing of the iterator: the two steps of the second trace are False, True.
     assert only(step, "new").count.after == 2 / 2
     assert step.totals["work"].after == pytest.approx(sum(row.time.after for row in step.rows))
+
+
+def test_torch_compile_and_ddp_around_a_model_make_no_other_paths() -> None:
+    stack = ("Net_0", "Layer_1", "Linear_5")
+    plain = module_paths([stack, ("Net_0", "Layer_0", "Linear_2"), ("Net_0",)])
+    wrapped = {
+        ("DistributedDataParallel_0", "OptimizedModule_0", *path): path for path in plain if path
+    }
+    assert plain[stack] == ("Net.0/Layer.1/Linear.0", "Net/Layer.*/Linear")
+    assert {wrapped[path]: named for path, named in module_paths(wrapped).items() if path} == {
+        path: named for path, named in plain.items() if path
+    }
 
 
 # -- totals ----------------------------------------------------------------------------------------

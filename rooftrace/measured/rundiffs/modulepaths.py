@@ -13,6 +13,10 @@ from collections.abc import Iterable, Mapping
 Stack = tuple[str, ...]
 """Modules by their class and number, outermost first: ("Bert_0", "Linear_17")."""
 
+_WRAPPER = re.compile(
+    r"(OptimizedModule|DistributedDataParallel|DataParallel|FullyShardedDataParallel)_\d+"
+)
+"""Modules of torch around a user's own: with and without them it is the same path."""
 _NUMBERED = re.compile(r"(.*)_(\d+)")
 
 
@@ -23,6 +27,17 @@ def module_paths(stacks: Iterable[Stack]) -> Mapping[Stack, tuple[str, str]]:
     every other one with modules inside; the number of a last module tells q from k and v, and
     stays.
     """
+    stacks = list(stacks)
+    plain = {stack: _unwrapped(stack) for stack in stacks}
+    paths = _paths(set(plain.values()))
+    return {(): ("", ""), **{stack: paths[plain[stack]] for stack in stacks}}
+
+
+def _unwrapped(stack: Stack) -> Stack:
+    return tuple(module for module in stack if not _WRAPPER.fullmatch(module))
+
+
+def _paths(stacks: Iterable[Stack]) -> dict[Stack, tuple[str, str]]:
     inside: dict[Stack, dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
     whole = {stack[:depth] for stack in stacks for depth in range(1, len(stack) + 1)}
     for stack in whole:

@@ -151,7 +151,7 @@ def _disagreements(step: StepDiff) -> Iterable[str]:
             said = _disagreement(group.time, group.predicted, whole)
             if said:
                 amounts = [_signed("time", c.delta) for c in (group.predicted, group.time)]
-                yield f"{group.name}: predicted {amounts[0]}, measured {amounts[1]}: {said}"
+                yield f"in {group.name}: predicted {amounts[0]}, measured {amounts[1]}: {said}"
 
 
 def _disagreement(measured: MeasuredChange, predicted: MeasuredChange, whole: float) -> str:

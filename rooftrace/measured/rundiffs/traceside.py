@@ -25,6 +25,7 @@ from rooftrace.tracer.graph import OpGraph
 
 _CALL = re.compile(r"\w+::\w+(\.\w+)?")
 """The name of an op of the dispatcher; ranges of autograd and of compiled code have others."""
+_GRAPH = re.compile(r"^graph_\d+_(?=\w*fused)")
 _TYPES: Mapping[str, str] = {
     "float": "fp32",
     "double": "fp64",
@@ -211,7 +212,7 @@ class _StepReader:
         for op in step.ops:
             if self.root(op) != op:
                 continue
-            name = str(ops.names.items[ops.name[op]])
+            name = self._name(op)
             # What is around calls of the dispatcher counts without them.
             seconds = ops.duration[op] if _CALL.fullmatch(name) else ops.own[op]
             key = self._key(op, (), (name, "op"))
@@ -238,13 +239,17 @@ class _StepReader:
             path, pattern = ("", "") if self.places else self.paths[stack]
             place = GraphPlace(path, pattern, self._family(op, launched, kernel))
         return CallKey(
-            name=ops.names.items[ops.name[op]],
+            name=self._name(op),
             sizes=self._sizes_of(ops.inputs[op]),
             module=place.module,
             pattern=place.pattern,
             part=self._part(op),
             family=place.family,
         )
+
+    def _name(self, op: int) -> str:
+        """The name of a call; of what Inductor wrote, without the number of its graph."""
+        return _GRAPH.sub("", self.trace.ops.names.items[self.trace.ops.name[op]])
 
     def _part(self, op: int) -> str:
         ops = self.trace.ops
