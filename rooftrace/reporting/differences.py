@@ -5,63 +5,92 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rooftrace._progress import telling
 from rooftrace.costmodels.estimating import Estimate, estimate as estimate_graph
 from rooftrace.costmodels.execution import ExecutionModel, execution_model
+from rooftrace.costmodels.findings.comparing import compare_sources, diff_estimates
 from rooftrace.costmodels.findings.counters import Comparison, compare as compare_counts
-from rooftrace.costmodels.findings.diffs import Diff, compare_sources, diff_estimates
+from rooftrace.costmodels.findings.diffs import Diff
+from rooftrace.costmodels.planning import Plan
 from rooftrace.costmodels.registry import own_rules
 from rooftrace.costmodels.rewriting import check_precisions
 from rooftrace.errors import RequestError, TargetError, naming
 from rooftrace.hardware import Chip, load_chip
+from rooftrace.measured.rundiffs import is_measured
 from rooftrace.reporting.estimates import CHIP, Source, in_precisions, priced
 from rooftrace.tracer.asking import Job
 from rooftrace.tracer.sources import Traced, trace_each_apart
+
+if TYPE_CHECKING:
+    from rooftrace.measured.rundiffs import RunDiff
 
 
 def diff(
     before: Source,
     after: Source,
     *args: Any,
-    chip: str | Chip = CHIP,
-    execution: str | ExecutionModel = "efficient",
+    chip: str | Chip | None = None,
+    execution: str | ExecutionModel | None = None,
     phases: Sequence[str] | None = None,
     names: tuple[str, str] | None = None,
     progress: Callable[[str], None] | None = None,
     **kwargs: Any,
-) -> Diff:
-    """What changed in cost from `before` to `after`.
+) -> Diff | RunDiff:
+    """What changed in cost from `before` to `after`; in time, where the two are measured runs.
 
     Each is a module (called with the same arguments), a graph, graphs by phase, a saved graph or a
     target.  The code of a target runs from its own files in a process of its own.  Sizes and
     precisions, as for `report`, hold for both sides.  A graph has its own sizes, so beside a graph
     they hold for the other side.  names: what to call the two.  Raises RequestError for an argument
     that neither side takes.
+
+    Measured runs are traces of torch.profiler, run files and Runs.  graphs= says what ran, to
+    predict the difference: a graph, a target or a module, or two of them, one for each side.
     """
+    if is_measured(before) or is_measured(after):
+        from rooftrace.reporting.rundifferences import diff_measured
+
+        asked: dict[str, Any] = {
+            "chip": chip,
+            "execution": execution,
+            "phases": phases,
+            "names": names,
+        }
+        return diff_measured(before, after, args, **asked, progress=progress, **kwargs)
     if names is not None and (isinstance(names, str) or len(names) != 2):
         raise RequestError(f"names={names!r:.60}: expected two, for example ('main', 'branch')")
     named = kwargs if phases is None else {**kwargs, "phases": phases}
     jobs = [_of_side(before, after, args, named), _of_side(after, before, args, named)]
-    loaded, model = load_chip(chip), execution_model(execution)
+    loaded, model = load_chip(chip or CHIP), execution_model(execution or "efficient")
     sides = [job.name if job.is_named else usual for job, usual in zip(jobs, SIDES, strict=True)]
     placed: list[dict[str, Estimate]] = []
+    eager: list[dict[str, Estimate]] = []
     files: list[Mapping[str, str]] = []
     with telling(progress):
         for graphs_of_side, name in zip(_sides(jobs), sides, strict=True):
             # The rules in the code of one side do not hold for the other.
             with own_rules(), naming(name):
                 made = graphs_of_side()
-                placed.append(
-                    {phase: estimate_graph(g, loaded, model) for phase, g in made.graphs.items()}
-                )
+                plans = {phase: Plan.each(g, [model, EAGER]) for phase, g in made.graphs.items()}
+                for number, side in enumerate((placed, eager)):
+                    side.append(
+                        {p: estimate_graph(each[number], loaded) for p, each in plans.items()}
+                    )
             files.append(made.files)
-    result = diff_estimates(placed[0], placed[1], names or (sides[0], sides[1]))
+    result = diff_estimates(
+        placed[0],
+        placed[1],
+        names or (sides[0], sides[1]),
+        None if model.name == EAGER else (eager[0], eager[1]),
+    )
     return replace(result, sources=compare_sources(files[0], files[1]))
 
 
 SIDES = ("before", "after")
+EAGER = "eager"
+"""The execution model that runs the ops which the code calls."""
 
 
 def _of_side(side: Source, other: Source, args: Sequence[Any], named: Mapping[str, Any]) -> Job:
