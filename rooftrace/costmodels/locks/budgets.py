@@ -18,14 +18,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TypeAlias
 
-from rooftrace.costmodels.findings.diffs import parse_condition
-from rooftrace.costmodels.locks.records import (
-    BY_MODULE,
-    FORMATS,
-    METRICS,
-    WAITING,
-    LockedCosts,
-)
+from rooftrace.costmodels.findings.diffs.conditions import FORMATS, METRICS, parse_condition
+from rooftrace.costmodels.locks.records import BY_MODULE, WAITING, LockedCosts
 from rooftrace.errors import hint
 from rooftrace.hardware import units
 

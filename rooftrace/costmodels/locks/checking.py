@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from rooftrace._shown import Shown, short
+from rooftrace.costmodels.findings.diffs.conditions import FORMATS, METRICS
 from rooftrace.costmodels.locks.budgets import (
     SAME,
     Budget,
@@ -18,15 +19,7 @@ from rooftrace.costmodels.locks.budgets import (
     matching,
     module_value,
 )
-from rooftrace.costmodels.locks.records import (
-    BY_MODULE,
-    FORMATS,
-    METRICS,
-    ROOT,
-    Lock,
-    LockedCosts,
-    StepKey,
-)
+from rooftrace.costmodels.locks.records import BY_MODULE, ROOT, Lock, LockedCosts, StepKey
 from rooftrace.costmodels.locks.settings import FAILS, Settings
 from rooftrace.hardware.units import plural
 

@@ -13,10 +13,10 @@ from typing import Any
 from rooftrace._escapes import to_toml
 from rooftrace._reading import FileKind, record_of, text_of, toml_of
 from rooftrace._writing import write_bytes
+from rooftrace.costmodels.findings.diffs.conditions import FORMATS
 from rooftrace.costmodels.locks.records import (
     BY_MODULE,
     FORMAT,
-    FORMATS,
     Lock,
     LockedCosts,
     LockedPhase,

@@ -6,7 +6,7 @@ unit ("738.1235 us"), as many digits as every machine agrees on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from decimal import ROUND_HALF_EVEN, Decimal
 from typing import Any, NamedTuple
@@ -26,16 +26,6 @@ DIGITS = 7
 """Digits of a time.  Sums of floats differ in the 16th digit between processors and releases of
 numpy, so that one time in a hundred million may be rounded the other way; a change of the model
 that is smaller moves no budget."""
-
-METRICS = ("time", "flops", "bytes", "memory", "params", "kernels")
-FORMATS: Mapping[str, Callable[[float], str]] = {
-    "time": units.format_time,
-    "flops": units.format_flops,
-    "bytes": units.format_traffic,
-    "memory": units.format_capacity,
-    "params": units.format_count,
-    "kernels": units.format_count,
-}
 
 _SCALES = (("s", 0), ("ms", -3), ("us", -6), ("ns", -9))
 

@@ -46,7 +46,7 @@ class StepCosts:
     estimate: Estimate = field(compare=False)  # which prints as a table
 
     def __repr__(self) -> str:
-        from rooftrace.costmodels.locks.records import FORMATS
+        from rooftrace.costmodels.findings.diffs.conditions import FORMATS
 
         result = self.estimate
         costs = ", ".join(f"{name} {show(getattr(self, name))}" for name, show in FORMATS.items())
@@ -105,8 +105,8 @@ def cost_of(request: pytest.FixtureRequest) -> Iterator[CostOf]:
 
 def _marked(item: pytest.Item) -> tuple[dict[str, Limit], dict[str, Any]]:
     """The limits of a test's markers, and arguments for its calls; the nearest marker wins."""
+    from rooftrace.costmodels.findings.diffs.conditions import METRICS
     from rooftrace.costmodels.locks.budgets import BudgetError, most
-    from rooftrace.costmodels.locks.records import METRICS
     from rooftrace.errors import hint
 
     limits: dict[str, Limit] = {}
