@@ -306,7 +306,7 @@ def _spots(data: Any, steps: Sequence[str], kind: type | None) -> Iterator[tuple
         inside = [(f".{key}", item) for key, item in data.items()]
     elif type(data) is list:
         inside = [(f"[{step}]", data[int(step)])]
-    else:
-        inside = [(f".{step}", data[step])]
+    else:  # of the tables that "..." may be, some have no such key
+        inside = [(f".{step}", data[step])] if step in data else []
     for name, item in inside:
         yield from ((f"{name}{more}", value) for more, value in _spots(item, rest, kind))

@@ -364,6 +364,19 @@ def test_no_lock(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> N
     refused(run("check", "--update"), "there is no such file")
 
 
+NO_COSTS_THEN_ENDLESS = """
+[targets.cnn.phases.first.ops]
+"*" = { mm = 1 }
+[targets.cnn.phases.last.costs.l4.eager]
+time = "1e400 s"
+flops = 0
+bytes = 0
+memory = 0
+params = 0
+kernels = 0
+[targets.cnn.phases.forward.ops]"""
+
+
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
@@ -379,6 +392,7 @@ def test_no_lock(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> N
         ("[made_from]\n", "[made_from]\n<<<<<<< HEAD\n", ("marks of a merge",)),
         ('time = "', 'time = "-', ("costs.lock", "-")),
         ("[made_from]", "[made_from", ("not a readable lock",)),
+        ("[targets.cnn.phases.forward.ops]", NO_COSTS_THEN_ENDLESS, ('"1e400 s"', "too large")),
     ],
 )
 def test_a_lock_that_was_changed_is_refused(

@@ -238,6 +238,7 @@ def test_the_action_evaluates_no_text_of_a_pull_request(root: Path) -> None:
     assert scripts == ['bash "$ROOFTRACE_ACTION/action.sh"']
     script = (root / "action.sh").read_text()
     assert "${{" not in script and "eval" not in script
+    assert f"'{reports.MARKER}'" in script  # of the comment that it writes where no check ran
     for name in re.findall(r"\$\{?(ROOFTRACE_\w+)", script):
         assert f"        {name}: " in text, f"{name} is not set by action.yml"
     assert os.path.exists(root / ".pre-commit-hooks.yaml")
