@@ -1,4 +1,4 @@
-"""Commands on models: report, trace, diff, compare."""
+"""Commands on models: report, trace, compare."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rooftrace.reporting.cli.options import (
     rules_option,
     workload_options,
 )
-from rooftrace.reporting.cli.output import complain, say
+from rooftrace.reporting.cli.output import say
 from rooftrace.reporting.cli.shared import (
     console,
     load_chips,
@@ -136,68 +136,6 @@ def trace(target: str, out: str, rules: tuple[str, ...], **request: Any) -> None
     ops = {phase: sum(map(graph.times, graph.ops)) for phase, graph in graphs.items()}
     counts = ", ".join(f"{phase} {count} ops" for phase, count in ops.items())
     say(f"{out}: {counts}")
-
-
-@click.command(epilog=TARGET_HELP)
-@click.argument("before")
-@click.argument("after")
-@workload_options
-@pricing_options
-@click.option(
-    "--names",
-    nargs=2,
-    default=None,
-    metavar="BEFORE AFTER",
-    help="What to call the two in the output.",
-)
-@click.option("--chip", default="h200-sxm", show_default=True, help="A chip by name or TOML path.")
-@click.option(
-    "--execution",
-    default="efficient",
-    show_default=True,
-    help="The execution model to compare under.",
-)
-@output_options
-@click.option(
-    "--fail-on",
-    multiple=True,
-    metavar="METRIC>LIMIT",
-    help='Exit 1 when a metric grows beyond it: "time>5%", "memory>1 GiB".  Metrics: time, '
-    "flops, bytes, memory, params, kernels.  Repeatable.",
-)
-def diff(
-    before: str,
-    after: str,
-    names: tuple[str, str] | None,
-    chip: str,
-    execution: str,
-    form: str,
-    out: str | None,
-    fail_on: tuple[str, ...],
-    tf32: bool,
-    rules: tuple[str, ...],
-    knobs: str | None,
-    rewrites: tuple[str, ...],
-    **request: Any,
-) -> None:
-    """What changed in cost from BEFORE to AFTER: targets or saved graphs."""
-    from rooftrace.costmodels.findings.diffs import parse_condition
-    from rooftrace.reporting.text import as_markdown, renderable
-
-    for condition in fail_on:
-        parse_condition(condition)
-    (loaded,), (model,) = load_chips((chip,)), load_executions((execution,), tf32, knobs, rewrites)
-    load_rules(rules)
-    with progress():
-        result = rt.diff(
-            before, after, chip=loaded, execution=model, names=names, **workload(**request)
-        )
-    write_text(form, out, lambda: renderable(result), lambda: as_markdown(result), result.to_dict)
-    broken = result.violations(fail_on)
-    for sentence in broken:
-        complain(sentence)
-    if broken:
-        sys.exit(1)
 
 
 @click.command(epilog=TARGET_HELP)
