@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rooftrace._progress import telling
 from rooftrace.costmodels.execution import ExecutionModel
 from rooftrace.costmodels.findings.comparing import compare_sources, diff_estimates
 from rooftrace.costmodels.findings.counters import Comparison, compare as compare_counts
 from rooftrace.costmodels.findings.diffs import Diff, parse_condition
-from rooftrace.errors import RequestError
+from rooftrace.errors import RequestError, UnusedError
 from rooftrace.hardware import Chip
+from rooftrace.measured.rundiffs import is_measured
 from rooftrace.reporting.bisection import bisect as bisect_range
 from rooftrace.reporting.estimates import CHIP, Source
 from rooftrace.reporting.revisions import origins_of, placed
@@ -20,6 +21,9 @@ from rooftrace.reporting.sideruns import EAGER, Ran, run_sides
 from rooftrace.reporting.sides import sides_of
 from rooftrace.tracer.asking import Job
 from rooftrace.tracer.revisions.origins import Bisection
+
+if TYPE_CHECKING:
+    from rooftrace.measured.rundiffs import RunDiff
 
 
 def diff(
@@ -31,14 +35,14 @@ def diff(
     after: Mapping[str, Any] | None = None,
     git: str | Sequence[str] | bool | None = None,
     bisect: str | None = None,
-    chip: str | Chip = CHIP,
-    execution: str | ExecutionModel = "efficient",
+    chip: str | Chip | None = None,
+    execution: str | ExecutionModel | None = None,
     phases: Sequence[str] | None = None,
     names: tuple[str, str] | None = None,
     progress: Callable[[str], None] | None = None,
     **kwargs: Any,
-) -> Diff:
-    """What changed in cost from `first` to `second`.
+) -> Diff | RunDiff:
+    """What changed in cost from `first` to `second`; in time, where the two are measured runs.
 
     Each is a module (called with the same arguments), a graph, graphs by phase, a saved graph or a
     target.  The code of a target runs from its own files in a process of its own.  Sizes and
@@ -52,14 +56,29 @@ def diff(
     "time>5%" finds the first commit of that range at which it holds, and returns its diff.
     names: what to call the two.
 
+    Measured runs are traces of torch.profiler, run files and Runs.  graphs= says what ran, to
+    predict the difference: a graph, a target or a module, or two of them, one for each side.
+
     Raises RequestError for an argument that neither side takes, RevisionError for a revision that
     cannot be used, TargetError for a side that does not build.
     """
+    if is_measured(first) or is_measured(second):
+        _check_measured(second, before=before, after=after, git=git, bisect=bisect)
+        from rooftrace.reporting.rundifferences import diff_measured
+
+        asked: dict[str, Any] = {
+            "chip": chip,
+            "execution": execution,
+            "phases": phases,
+            "names": names,
+        }
+        return diff_measured(first, second, args, **asked, progress=progress, **kwargs)
     if names is not None and (isinstance(names, str) or len(names) != 2):
         raise RequestError(f"names={names!r:.60}: expected two, for example ('main', 'branch')")
     shared = kwargs if phases is None else {**kwargs, "phases": phases}
     options = ({} if before is None else before, {} if after is None else after)
-    sides = sides_of(diff, (first, second), args, shared, options, (chip, execution), git)
+    pricing = (chip or CHIP, execution or "efficient")
+    sides = sides_of(diff, (first, second), args, shared, options, pricing, git)
     with telling(progress):
         if bisect is not None:
             parse_condition(bisect)
@@ -67,6 +86,15 @@ def diff(
         with placed(sides) as places:
             made, other = run_sides(places)
             return _difference(made, other, names=names)
+
+
+def _check_measured(second: Any, **ours: Any) -> None:
+    """Raise RequestError for what a measured run has no use for."""
+    for name, value in ours.items():
+        if value is not None:
+            raise UnusedError(name, f"{value!r:.60}", "a measured run is what it is; leave it out")
+    if second is None:
+        raise RequestError("one measured run alone: name a second one")
 
 
 def _difference(

@@ -9,8 +9,10 @@ from typing import Any
 import click
 
 import rooftrace as rt
+from rooftrace.reporting.cli.diffing import check_measured, check_priced
 from rooftrace.reporting.cli.options import (
     TARGET_HELP,
+    Commas,
     output_options,
     pricing_options,
     workload_options,
@@ -25,21 +27,20 @@ from rooftrace.reporting.cli.shared import (
     write_text,
 )
 
-_WAY = "--before or --after"
-_PRICING = ("chip", "execution", "tf32", "knobs", "rewrites")
+_HOW = ("execution", "tf32", "knobs", "rewrites")
+_PRICING = ("chip", *_HOW)
 _chip = click.option(
-    "--chip", default="h200-sxm", show_default=True, help="A chip by name or TOML path."
+    "--chip",
+    help="A chip by name or TOML path; default: h200-sxm, of measured runs their device.",
 )
 _execution = click.option(
     "--execution",
-    default="efficient",
-    show_default=True,
-    help="The execution model to compare under.",
+    help="The execution model to compare under; default: efficient, of measured runs how they ran.",
 )
 
 
 @click.command(epilog=TARGET_HELP)
-@click.argument("targets", nargs=-1, metavar="BEFORE [AFTER]")
+@click.argument("words", nargs=-1, metavar="BEFORE [AFTER]")
 @click.option(
     "--git",
     "revision",
@@ -89,22 +90,31 @@ _execution = click.option(
 )
 @_chip
 @_execution
+@click.option(
+    "--target",
+    "targets",
+    type=Commas(),
+    metavar="TARGET[,TARGET]",
+    help="What measured runs ran, to predict the difference: one target for both, or one each.",
+)
 @output_options
 @click.option(
     "--fail-on",
     multiple=True,
     metavar="METRIC>LIMIT",
     help='Exit 1 when a metric grows beyond it: "time>5%", "memory>1 GiB".  Metrics: time, '
-    "flops, bytes, memory, params, kernels.  Repeatable.",
+    "flops, bytes, memory, params, kernels; of measured runs time, device, idle, exposed, work, "
+    "kernels, memory ...  Repeatable.",
 )
 def diff(
-    targets: tuple[str, ...],
+    words: tuple[str, ...],
     revision: str | None,
     before: tuple[str, ...],
     after: tuple[str, ...],
     pythons: tuple[str, ...],
     bisect: str | None,
     names: tuple[str, str] | None,
+    targets: tuple[str, ...] | None,
     form: str,
     out: str | None,
     fail_on: tuple[str, ...],
@@ -113,28 +123,33 @@ def diff(
 ) -> None:
     """What changed in cost from BEFORE to AFTER: targets, saved graphs, or revisions of a target.
 
-    One target is enough with --git, or with an option that differs from side to side.
+    One target is enough with --git, or with an option that differs from side to side.  Or what
+    changed in time: traces of torch.profiler, or run files of `rooftrace measure`.
     """
-    from rooftrace.costmodels.findings.diffs import parse_condition
+    from rooftrace.measured.rundiffs import is_measured
     from rooftrace.reporting.text import as_markdown, renderable
 
-    for condition in (*fail_on, *([bisect] if bisect is not None else [])):
-        parse_condition(condition)
-    sources, revisions = _targets(targets, revision)
-    load_rules(rules)
-    how = [_side(which, texts, pythons, options) for which, texts in (("before", before),
-                                                                     ("after", after))]  # fmt: skip
+    sources, revisions = _targets(words, revision)
     pricing = {name: options.pop(name) for name in _PRICING}
+    job = workload(**options)
+    if any(map(is_measured, sources)):
+        check_measured(fail_on, targets, **{n: pricing[n] for n in _HOW}, job=job)
+    else:
+        check_priced([*fail_on, *([bisect] if bisect is not None else [])], targets)
+        pricing["execution"] = pricing["execution"] or "efficient"
+    load_rules(rules)
+    asked: dict[str, Any] = {"graphs": targets} if targets else {}
     with progress():
         result = rt.diff(
             *sources,
             git=revisions,
             bisect=bisect,
-            before=how[0],
-            after=how[1],
+            before=_side("before", before, pythons, pricing),
+            after=_side("after", after, pythons, pricing),
             names=names,
-            **_priced(pricing),
-            **workload(**options),
+            **_priced(**pricing),
+            **asked,
+            **job,
         )
     write_text(form, out, lambda: renderable(result), lambda: as_markdown(result), result.to_dict)
     broken = result.violations(fail_on)
@@ -190,11 +205,11 @@ def _of_side(**_: Any) -> None:
 
 
 def _side(
-    which: str, texts: Sequence[str], pythons: Sequence[str], options: dict[str, Any]
-) -> dict[str, Any]:
-    """The options of one side, as `rt.diff` takes them.
+    which: str, texts: Sequence[str], pythons: Sequence[str], pricing: dict[str, Any]
+) -> dict[str, Any] | None:
+    """The options of one side, as `rt.diff` takes them; None for a side without any.
 
-    options: those of both sides, for what only makes sense together.
+    pricing: the options of both sides that change an execution model.
     """
     words = []
     for text in texts:
@@ -219,17 +234,16 @@ def _side(
         if context.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT
     }
     if "execution" in own:  # with what --knobs, --tf32 and --rewrite say for both
-        own["execution"] = _priced({**options, "execution": own["execution"]})["execution"]
+        own["execution"] = _priced(**{**pricing, "execution": own["execution"]})["execution"]
     usual = {"inputs": (), "assumed": (), "repeats": True}
     made = workload(**{**usual, **own})
     told = {"assume": "assumed"}
-    return {name: value for name, value in made.items() if told.get(name, name) in own}
+    return {n: value for n, value in made.items() if told.get(n, n) in own} or None
 
 
-def _priced(pricing: dict[str, Any]) -> dict[str, Any]:
-    """The chip and the execution model of pricing options."""
-    (chip,) = load_chips((pricing["chip"],))
-    (execution,) = load_executions(
-        (pricing["execution"],), pricing["tf32"], pricing["knobs"], pricing["rewrites"]
-    )
-    return {"chip": chip, "execution": execution}
+def _priced(chip: str | None, execution: str | None, **changes: Any) -> dict[str, Any]:
+    """The chip and the execution model of pricing options; None for what is left out."""
+    return {
+        "chip": None if chip is None else load_chips((chip,))[0],
+        "execution": None if execution is None else load_executions((execution,), **changes)[0],
+    }
