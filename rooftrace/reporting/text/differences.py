@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from rooftrace.reporting.text.origins import origin_notes
 from rooftrace.reporting.view import model as view, units, words
 
 if TYPE_CHECKING:
@@ -144,6 +145,7 @@ def diff_view(result: Diff) -> view.View:
         ),
         view.Note(f"O{where[1:]}.", on="page"),
     ]
+    head += origin_notes(result.origins)
     for line in _one_sided(result):
         head.append(view.Note(line, "warn", bullet=1))
     if result.unchanged:
