@@ -230,7 +230,7 @@ def _details(row: changes.DiffRow) -> str:
     """Where a cause is, and what it changes beside the time."""
     place = ", ".join(filter(None, (where_words(row), line_words(row))))
     amounts = [
-        f"{name} {unit.page(change.delta)}"
+        f"{name} {unit.page(change.delta)}".strip()
         for name, change, unit in (
             ("eager", row.eager, units.signed(units.SECOND)),
             ("HBM", row.bytes, units.signed(units.BYTE)),
@@ -239,7 +239,7 @@ def _details(row: changes.DiffRow) -> str:
         )
         if change is not None and change.delta
     ]
-    return "; ".join(filter(None, (f"in {place}" if place else "", ", ".join(amounts).strip())))
+    return "; ".join(filter(None, (f"in {place}" if place else "", ", ".join(amounts))))
 
 
 def _rows_columns(rows: Sequence[changes.DiffRow]) -> tuple[view.Column, ...]:
