@@ -4,33 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rooftrace._progress import telling
-from rooftrace.costmodels.estimating import Estimate, estimate as estimate_graph
-from rooftrace.costmodels.execution import ExecutionModel, execution_model
+from rooftrace.costmodels.execution import ExecutionModel
 from rooftrace.costmodels.findings.comparing import compare_sources, diff_estimates
 from rooftrace.costmodels.findings.counters import Comparison, compare as compare_counts
-from rooftrace.costmodels.findings.diffs import Diff
-from rooftrace.costmodels.planning import Plan
-from rooftrace.costmodels.registry import own_rules
-from rooftrace.costmodels.rewriting import check_precisions
-from rooftrace.errors import RequestError, TargetError, naming
-from rooftrace.hardware import Chip, load_chip
+from rooftrace.costmodels.findings.diffs import Diff, parse_condition
+from rooftrace.errors import RequestError, UnusedError
+from rooftrace.hardware import Chip
 from rooftrace.measured.rundiffs import is_measured
-from rooftrace.reporting.estimates import CHIP, Source, in_precisions, priced
+from rooftrace.reporting.bisection import bisect as bisect_range
+from rooftrace.reporting.estimates import CHIP, Source
+from rooftrace.reporting.revisions import origins_of, placed
+from rooftrace.reporting.sideruns import EAGER, Ran, run_sides
+from rooftrace.reporting.sides import sides_of
 from rooftrace.tracer.asking import Job
-from rooftrace.tracer.sources import Traced, trace_each_apart
+from rooftrace.tracer.revisions.origins import Bisection
 
 if TYPE_CHECKING:
     from rooftrace.measured.rundiffs import RunDiff
 
 
 def diff(
-    before: Source,
-    after: Source,
+    first: Source,
+    second: Source | None = None,
+    /,
     *args: Any,
+    before: Mapping[str, Any] | None = None,
+    after: Mapping[str, Any] | None = None,
+    git: str | Sequence[str] | bool | None = None,
+    bisect: str | None = None,
     chip: str | Chip | None = None,
     execution: str | ExecutionModel | None = None,
     phases: Sequence[str] | None = None,
@@ -38,18 +42,28 @@ def diff(
     progress: Callable[[str], None] | None = None,
     **kwargs: Any,
 ) -> Diff | RunDiff:
-    """What changed in cost from `before` to `after`; in time, where the two are measured runs.
+    """What changed in cost from `first` to `second`; in time, where the two are measured runs.
 
     Each is a module (called with the same arguments), a graph, graphs by phase, a saved graph or a
     target.  The code of a target runs from its own files in a process of its own.  Sizes and
     precisions, as for `report`, hold for both sides.  A graph has its own sizes, so beside a graph
-    they hold for the other side.  names: what to call the two.  Raises RequestError for an argument
-    that neither side takes.
+    they hold for the other side.
+
+    before, after: options of one side by name: sizes, precisions, chip, execution, knobs, rewrites,
+    tf32, optimizer, assume, python (another interpreter), git (a revision).  With these, or with
+    git, one target is enough.  git: "main" compares that revision with the working tree, ("v1",
+    "v2") two revisions, True where HEAD left the default branch with the working tree.  bisect:
+    "time>5%" finds the first commit of that range at which it holds, and returns its diff.
+    names: what to call the two.
 
     Measured runs are traces of torch.profiler, run files and Runs.  graphs= says what ran, to
     predict the difference: a graph, a target or a module, or two of them, one for each side.
+
+    Raises RequestError for an argument that neither side takes, RevisionError for a revision that
+    cannot be used, TargetError for a side that does not build.
     """
-    if is_measured(before) or is_measured(after):
+    if is_measured(first) or is_measured(second):
+        _check_measured(second, before=before, after=after, git=git, bisect=bisect)
         from rooftrace.reporting.rundifferences import diff_measured
 
         asked: dict[str, Any] = {
@@ -58,78 +72,61 @@ def diff(
             "phases": phases,
             "names": names,
         }
-        return diff_measured(before, after, args, **asked, progress=progress, **kwargs)
+        return diff_measured(first, second, args, **asked, progress=progress, **kwargs)
     if names is not None and (isinstance(names, str) or len(names) != 2):
         raise RequestError(f"names={names!r:.60}: expected two, for example ('main', 'branch')")
-    named = kwargs if phases is None else {**kwargs, "phases": phases}
-    jobs = [_of_side(before, after, args, named), _of_side(after, before, args, named)]
-    loaded, model = load_chip(chip or CHIP), execution_model(execution or "efficient")
-    sides = [job.name if job.is_named else usual for job, usual in zip(jobs, SIDES, strict=True)]
-    placed: list[dict[str, Estimate]] = []
-    eager: list[dict[str, Estimate]] = []
-    files: list[Mapping[str, str]] = []
+    shared = kwargs if phases is None else {**kwargs, "phases": phases}
+    options = ({} if before is None else before, {} if after is None else after)
+    pricing = (chip or CHIP, execution or "efficient")
+    sides = sides_of(diff, (first, second), args, shared, options, pricing, git)
     with telling(progress):
-        for graphs_of_side, name in zip(_sides(jobs), sides, strict=True):
-            # The rules in the code of one side do not hold for the other.
-            with own_rules(), naming(name):
-                made = graphs_of_side()
-                plans = {phase: Plan.each(g, [model, EAGER]) for phase, g in made.graphs.items()}
-                for number, side in enumerate((placed, eager)):
-                    side.append(
-                        {p: estimate_graph(each[number], loaded) for p, each in plans.items()}
-                    )
-            files.append(made.files)
+        if bisect is not None:
+            parse_condition(bisect)
+            return _difference(*bisect_range(*sides, bisect), names=names)
+        with placed(sides) as places:
+            made, other = run_sides(places)
+            return _difference(made, other, names=names)
+
+
+def _check_measured(second: Any, **ours: Any) -> None:
+    """Raise RequestError for what a measured run has no use for."""
+    for name, value in ours.items():
+        if value is not None:
+            raise UnusedError(name, f"{value!r:.60}", "a measured run is what it is; leave it out")
+    if second is None:
+        raise RequestError("one measured run alone: name a second one")
+
+
+def _difference(
+    before: Ran,
+    after: Ran,
+    told: Bisection | None = None,
+    *,
+    names: tuple[str, str] | None,
+) -> Diff:
+    """The diff of two sides that ran, with where they come from."""
+    both = all(ran.at.side.execution.name == EAGER for ran in (before, after))
     result = diff_estimates(
-        placed[0],
-        placed[1],
-        names or (sides[0], sides[1]),
-        None if model.name == EAGER else (eager[0], eager[1]),
+        before.estimates,
+        after.estimates,
+        names or _names(before, after),
+        None if both else (before.eager, after.eager),
     )
-    return replace(result, sources=compare_sources(files[0], files[1]))
+    sources = compare_sources(before.files, after.files)
+    first, second = ((ran.at, ran.origin, ran.reads) for ran in (before, after))
+    origins = origins_of(first, second, result, told)
+    return replace(result, sources=sources, origins=origins)
 
 
-SIDES = ("before", "after")
-EAGER = "eager"
-"""The execution model that runs the ops which the code calls."""
-
-
-def _of_side(side: Source, other: Source, args: Sequence[Any], named: Mapping[str, Any]) -> Job:
-    """The job of one side of a diff.  Sizes and arguments go only to a side that takes them."""
-    this, that = Job(source=side), Job(source=other)
-    if this.is_graph and not that.is_graph:
-        keep = ("phase", "phases", *this.precisions._fields)
-        args, named = (), {name: value for name, value in named.items() if name in keep}
-    elif this.is_named and not that.is_named and not that.is_graph:
-        args = ()  # the arguments of the module on the other side
-    job = Job.of(diff, side, args, named)
-    check_precisions(*job.precisions)
-    return job
-
-
-def _sides(jobs: Sequence[Job]) -> list[Callable[[], Traced]]:
-    """For each side a function that makes its graphs.  Code runs in processes of its own, all at
-    once, unless it brings cost rules, which are needed in this one."""
-    code = [i for i, job in enumerate(jobs) if job.is_code]
-    apart = dict(zip(code, trace_each_apart([jobs[i] for i in code]), strict=True))
-    rules = any(made is not None and made.rules for made in apart.values())
-    if rules or None in apart.values():
-        apart = {}
-
-    def with_rules(job: Job) -> Traced:
-        try:
-            return priced(job)
-        except TargetError as error:
-            raise TargetError(
-                f"{error}\nThe code of the two brings cost rules, so both run in this process, and "
-                "it cannot be run twice in one: put the rules into a file of their own (--rules)"
-            ) from error
-
-    return [
-        partial(in_precisions, job, made)
-        if (made := apart.get(i)) is not None
-        else partial(with_rules if rules and i in code else priced, job)
-        for i, job in enumerate(jobs)
-    ]
+def _names(before: Ran, after: Ran) -> tuple[str, str]:
+    """What to call the sides: by their targets, else by what differs."""
+    sides = [(ran, ran.at.side.job) for ran in (before, after)]
+    usual = [job.name if job.is_named else ran.at.side.which for ran, job in sides]
+    (_, first), (_, second) = sides
+    same = first.source is second.source or usual[0] == usual[1]
+    if same or before.at.repository is not None or after.at.repository is not None:
+        usual = [ran.origin.name or ran.at.side.which for ran in (before, after)]
+    return usual[0], usual[1]
 
 
 def compare(

@@ -14,7 +14,8 @@ from rooftrace.hardware import Chip, load_chip
 from rooftrace.tracer import only
 from rooftrace.tracer.asking import Job
 from rooftrace.tracer.graph import OpGraph
-from rooftrace.tracer.sources import Traced, traced
+from rooftrace.tracer.sources import traced
+from rooftrace.tracer.sources.apart import Traced
 
 Module = Any
 """A torch.Module (this package does not import torch)."""

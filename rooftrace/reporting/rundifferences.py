@@ -17,7 +17,7 @@ from rooftrace.reporting.estimates import Source, in_precisions, priced
 from rooftrace.tracer.asking import Job
 from rooftrace.tracer.asking.names import configs
 from rooftrace.tracer.graph import OpGraph
-from rooftrace.tracer.sources import trace_each_apart
+from rooftrace.tracer.sources.apart import trace_each_apart
 
 Graphs = Mapping[str, OpGraph]
 _SIZES = "a measured run is what it is; this is for what --target names (in Python: graphs=)"

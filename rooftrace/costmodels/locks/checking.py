@@ -78,7 +78,7 @@ Cause: TypeAlias = Callable[[Shift], Sequence[str]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome(Shown):
+class GateOutcome(Shown):
     """What a check says.  `failed` is its verdict."""
 
     lock: str  # name of the file
@@ -170,7 +170,7 @@ def compare_locks(
     *,
     strict: bool = False,
     cause: Cause | None = None,
-) -> Outcome:
+) -> GateOutcome:
     """Hold the lock `before` against costs of now.
 
     cause: asked for sentences about each budget that is passed.  Raises BudgetError for a budget
@@ -188,7 +188,7 @@ def compare_locks(
     explained = [replace(s, modules=module_shifts(before, after, s)) for s in over]
     if cause is not None:
         explained = [replace(shift, causes=tuple(cause(shift))) for shift in explained]
-    return Outcome(
+    return GateOutcome(
         lock=settings.lock,
         before=before,
         after=after,

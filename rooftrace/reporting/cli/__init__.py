@@ -20,8 +20,9 @@ import click
 from rooftrace.errors import UnusedError, is_ours
 from rooftrace.reporting.cli.chip_commands import chips
 from rooftrace.reporting.cli.device_commands import calibrate, measure, validate
+from rooftrace.reporting.cli.diff_command import diff
 from rooftrace.reporting.cli.gate_commands import check, lock
-from rooftrace.reporting.cli.model_commands import compare, diff, report, trace
+from rooftrace.reporting.cli.model_commands import compare, report, trace
 from rooftrace.reporting.cli.output import StdoutError, checked_stdout, complain
 
 __all__ = ["cli", "main", "run"]

@@ -23,7 +23,7 @@ from rooftrace.reporting.cli.output import say
 from rooftrace.reporting.cli.shared import load_rules, progress, workload, write_text
 
 if TYPE_CHECKING:
-    from rooftrace.costmodels.locks.checking import Outcome
+    from rooftrace.costmodels.locks.checking import GateOutcome
     from rooftrace.costmodels.locks.settings import Settings
 
 FORMS = ("terminal", "md", "json", "github", "gitlab", "junit")
@@ -179,14 +179,14 @@ def check(path: str | None, update: bool, strict: bool, form: str, out: str | No
         sys.exit(1)
 
 
-def _write(result: Outcome, form: str, out: str | None) -> None:
+def _write(result: GateOutcome, form: str, out: str | None) -> None:
     from rooftrace.reporting.text import renderable
 
     plain = form if form in ("terminal", "json") else "md"
     write_text(plain, out, lambda: renderable(result), lambda: _text(result, form), result.to_dict)
 
 
-def _text(result: Outcome, form: str) -> str:
+def _text(result: GateOutcome, form: str) -> str:
     from rooftrace.reporting.gates import reports
     from rooftrace.reporting.text import as_markdown
 

@@ -1,4 +1,4 @@
-"""Commands on models: report, trace, diff, compare."""
+"""Commands on models: report, trace, compare."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ import click
 
 import rooftrace as rt
 from rooftrace._progress import tell
-from rooftrace.reporting.cli.diffing import check_measured, check_priced
 from rooftrace.reporting.cli.options import (
     TARGET_HELP,
     Commas,
@@ -24,7 +23,7 @@ from rooftrace.reporting.cli.options import (
     rules_option,
     workload_options,
 )
-from rooftrace.reporting.cli.output import complain, say
+from rooftrace.reporting.cli.output import say
 from rooftrace.reporting.cli.shared import (
     console,
     load_chips,
@@ -137,86 +136,6 @@ def trace(target: str, out: str, rules: tuple[str, ...], **request: Any) -> None
     ops = {phase: sum(map(graph.times, graph.ops)) for phase, graph in graphs.items()}
     counts = ", ".join(f"{phase} {count} ops" for phase, count in ops.items())
     say(f"{out}: {counts}")
-
-
-@click.command(epilog=TARGET_HELP)
-@click.argument("before")
-@click.argument("after")
-@workload_options
-@pricing_options
-@click.option(
-    "--names",
-    nargs=2,
-    default=None,
-    metavar="BEFORE AFTER",
-    help="What to call the two in the output.",
-)
-@click.option(
-    "--chip",
-    help="A chip by name or TOML path; default: h200-sxm, of measured runs their device.",
-)
-@click.option(
-    "--execution",
-    help="The execution model to compare under; default: efficient, of measured runs how they ran.",
-)
-@click.option(
-    "--target",
-    "targets",
-    type=Commas(),
-    metavar="TARGET[,TARGET]",
-    help="What measured runs ran, to predict the difference: one target for both, or one each.",
-)
-@output_options
-@click.option(
-    "--fail-on",
-    multiple=True,
-    metavar="METRIC>LIMIT",
-    help='Exit 1 when a metric grows beyond it: "time>5%", "memory>1 GiB".  Metrics: time, '
-    "flops, bytes, memory, params, kernels; of measured runs time, device, idle, exposed, work, "
-    "kernels, memory ...  Repeatable.",
-)
-def diff(
-    before: str,
-    after: str,
-    names: tuple[str, str] | None,
-    chip: str | None,
-    execution: str | None,
-    targets: tuple[str, ...] | None,
-    form: str,
-    out: str | None,
-    fail_on: tuple[str, ...],
-    tf32: bool,
-    rules: tuple[str, ...],
-    knobs: str | None,
-    rewrites: tuple[str, ...],
-    **request: Any,
-) -> None:
-    """What changed in cost from BEFORE to AFTER: targets or saved graphs.
-
-    Or in time: traces of torch.profiler, or run files of `rooftrace measure`.
-    """
-    from rooftrace.measured.rundiffs import is_measured
-    from rooftrace.reporting.text import as_markdown, renderable
-
-    measured = is_measured(before) or is_measured(after)
-    job = workload(**request)
-    if measured:
-        check_measured(fail_on, targets, execution, tf32, knobs, rewrites, job)
-    else:
-        check_priced(fail_on, targets)
-        chip, execution = chip or "h200-sxm", execution or "efficient"
-    loaded = None if chip is None else load_chips((chip,))[0]
-    model = load_executions((execution,), tf32, knobs, rewrites)[0] if execution else None
-    load_rules(rules)
-    asked: dict[str, Any] = {"graphs": targets} if targets else {}
-    with progress():
-        result = rt.diff(before, after, chip=loaded, execution=model, names=names, **asked, **job)
-    write_text(form, out, lambda: renderable(result), lambda: as_markdown(result), result.to_dict)
-    broken = result.violations(fail_on)
-    for sentence in broken:
-        complain(sentence)
-    if broken:
-        sys.exit(1)
 
 
 @click.command(epilog=TARGET_HELP)

@@ -26,7 +26,7 @@ from rooftrace.reporting.gates.words import (
 from rooftrace.reporting.view import as_page, model as view, units
 
 if TYPE_CHECKING:
-    from rooftrace.costmodels.locks.checking import Outcome, Shift
+    from rooftrace.costmodels.locks.checking import GateOutcome, Shift
 
 MARKER = "<!-- rooftrace check -->"
 """The first line of a comment, by which it is known again."""
@@ -37,7 +37,7 @@ _CAUSES = 5
 _CHART = 8
 
 
-def comment(result: Outcome) -> str:
+def comment(result: GateOutcome) -> str:
     """A comment: the verdict, a table with bars, the causes, and all steps folded away."""
     sign = "❌" if result.failed else "✅"
     parts: list[view.Part] = [view.Note(f"{sign} {result.verdict()}", "strong")]
@@ -69,7 +69,7 @@ _TOTALS = tuple(
 )
 
 
-def _all_steps(result: Outcome) -> str:
+def _all_steps(result: GateOutcome) -> str:
     """The totals of every step, each with its change where the lock has another number."""
     locked = result.before.places()
     rows = []
@@ -121,7 +121,7 @@ def _label(shift: Shift) -> str:
 # -- other programs --------------------------------------------------------------------------------
 
 
-def code_quality(result: Outcome) -> str:
+def code_quality(result: GateOutcome) -> str:
     """GitLab's code quality report: a list of issues, each at a line of the lock."""
     issues = []
     for check, severity, texts in (
@@ -151,7 +151,7 @@ def _where(shift: Shift) -> str:
     return f"[targets.{target}.phases.{phase}.costs.{chip}.{execution}]"
 
 
-def _line(result: Outcome, head: str) -> int:
+def _line(result: GateOutcome, head: str) -> int:
     """The line of a table in the lock, 1 where it has none."""
     from rooftrace.costmodels.locks import files
 
@@ -159,7 +159,7 @@ def _line(result: Outcome, head: str) -> int:
     return lines.index(head) + 1 if head in lines else 1
 
 
-def junit(result: Outcome) -> str:
+def junit(result: GateOutcome) -> str:
     """JUnit: a case for each step, which fails with the budgets that it passes."""
     places = result.after.places()
     suite = ElementTree.Element("testsuite", name="rooftrace check", tests=str(len(places) + 1))

@@ -11,7 +11,7 @@ from rooftrace.hardware.units import listed, plural
 from rooftrace.reporting.view import model as view, units
 
 if TYPE_CHECKING:
-    from rooftrace.costmodels.locks.checking import ModuleShift, Outcome, Shift
+    from rooftrace.costmodels.locks.checking import GateOutcome, ModuleShift, Shift
 
 UNITS = {
     "time": units.SECOND,
@@ -30,7 +30,7 @@ _BAR = 10
 """Blocks of the longest bar."""
 
 
-def gate_view(result: Outcome, output: view.Output = "both") -> view.View:
+def gate_view(result: GateOutcome, output: view.Output = "both") -> view.View:
     """The verdict, the budgets that are passed with their causes, and what else moved."""
     mark = "bad" if result.failed else "good"
     head: list[view.Part] = [view.Note(result.verdict(), mark, label="check  ")]
@@ -171,7 +171,7 @@ def module_words(module: ModuleShift, metric: str, output: view.Output) -> str:
     return f"{path}: {'; '.join(parts)}"
 
 
-def why_notes(result: Outcome) -> list[view.Part]:
+def why_notes(result: GateOutcome) -> list[view.Part]:
     """What else than budgets is worth knowing: versions, and files that differ."""
     notes: list[view.Part] = []
     if result.versions:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from rooftrace.reporting.text.origins import origin_notes
 from rooftrace.reporting.view import model as view, units, words
 
 if TYPE_CHECKING:
@@ -144,6 +145,7 @@ def diff_view(result: Diff) -> view.View:
         ),
         view.Note(f"O{where[1:]}.", on="page"),
     ]
+    head += origin_notes(result.origins)
     for line in _one_sided(result):
         head.append(view.Note(line, "warn", bullet=1))
     if result.unchanged:
@@ -228,7 +230,7 @@ def _details(row: changes.DiffRow) -> str:
     """Where a cause is, and what it changes beside the time."""
     place = ", ".join(filter(None, (where_words(row), line_words(row))))
     amounts = [
-        f"{name} {unit.page(change.delta)}"
+        f"{name} {unit.page(change.delta)}".strip()
         for name, change, unit in (
             ("eager", row.eager, units.signed(units.SECOND)),
             ("HBM", row.bytes, units.signed(units.BYTE)),
@@ -237,7 +239,7 @@ def _details(row: changes.DiffRow) -> str:
         )
         if change is not None and change.delta
     ]
-    return "; ".join(filter(None, (f"in {place}" if place else "", ", ".join(amounts).strip())))
+    return "; ".join(filter(None, (f"in {place}" if place else "", ", ".join(amounts))))
 
 
 def _rows_columns(rows: Sequence[changes.DiffRow]) -> tuple[view.Column, ...]:

@@ -58,7 +58,7 @@ def _(result: Diff, output: view.Output) -> view.View:
 
 
 @view_of.register
-def _(result: checking.Outcome, output: view.Output) -> view.View:
+def _(result: checking.GateOutcome, output: view.Output) -> view.View:
     return gate_view(result, output)
 
 

@@ -10,7 +10,7 @@ import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from rooftrace.errors import RequestError, UnusedError, hint, near
 from rooftrace.tracer.asking.names import names_code, phases as known_phases
@@ -53,6 +53,8 @@ class Job:
     options: Options = field(default_factory=Options)  # how it is traced
     precisions: Precisions = field(default_factory=Precisions)  # in which it is priced
     explicit: tuple[str, ...] = ()  # names of the arguments that differ from their defaults
+    # Names of the arguments that say how one and the same phase is run.
+    ARGUMENTS: ClassVar[tuple[str, ...]] = (*SIZES, *PRICES, *HOW, "trust_remote_code")
 
     @staticmethod
     def of(
@@ -347,9 +349,10 @@ def _unknown(
 def _names_of(function: Callable[..., Any]) -> tuple[str, ...]:
     """Names of arguments of one of our functions: its own, and those of every source."""
     kinds = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    own = [p.name for p in inspect.signature(function).parameters.values() if p.kind in kinds]
+    _, *parameters = inspect.signature(function).parameters.values()  # the first is the source
+    own = [p.name for p in parameters if p.kind in kinds]
     others = [n for n in ARGUMENTS if n not in WHOLE and n not in PHASE]
-    return tuple(dict.fromkeys([*own[1:], *others]))
+    return tuple(dict.fromkeys([*own, *others]))
 
 
 def _parameters(source: Any) -> Mapping[str, inspect.Parameter]:

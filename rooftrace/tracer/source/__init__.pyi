@@ -1,9 +1,9 @@
+from rooftrace.tracer.source import lines as lines
 from rooftrace.tracer.source.imports import (
     spec_after as spec_after,
 )
 from rooftrace.tracer.source.lines import (
     TraceError as TraceError,
-    asked_under_not as asked_under_not,
     deciding_line as deciding_line,
     source_line as source_line,
     users_traceback as users_traceback,

@@ -62,7 +62,8 @@ _LINES: dict[tuple[CodeType, int], str] = {}
 def source_line(depth: int) -> str:
     """ "file.py:12" of the innermost frame, `depth` up or more, that is neither torch's nor ours.
 
-    "" where there is none.  The path is relative to the import path that holds the file.
+    "" where there is none.  The path is relative to the root that `shown_below` was told, or to the
+    import path that holds the file.
     """
     frame: Any = sys._getframe(depth)
     while frame is not None:
@@ -115,8 +116,19 @@ def _kind(filename: str) -> int:
     return _INNER if inner else _USERS
 
 
+_ROOT = [""]
+
+
+def shown_below(root: str) -> None:
+    """Show source paths of this process relative to a root, where it holds them; "" for none."""
+    _ROOT[0] = os.path.join(root, "") if root else ""
+    _LINES.clear()
+
+
 def _relative(path: str) -> str:
-    """A source path relative to the longest import path (or the working folder) that holds it."""
+    """A source path relative to the root, or the longest import path (or folder) that holds it."""
+    if _ROOT[0] and os.path.realpath(path).startswith(_ROOT[0]):
+        return os.path.realpath(path)[len(_ROOT[0]) :]
     best = ""
     for root in (*sys.path, os.getcwd()):
         if not root:

@@ -1,6 +1,6 @@
-from rooftrace.tracer.sources.apart import (
-    Traced as Traced,
-    trace_each_apart as trace_each_apart,
+from rooftrace.tracer.sources import (
+    apart as apart,
+    places as places,
 )
 from rooftrace.tracer.sources.batches import (
     at_batches as at_batches,

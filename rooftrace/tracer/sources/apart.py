@@ -1,8 +1,8 @@
 """Traces a target in a new process, in which nothing was imported or patched before.
 
 The job goes in as JSON; graphs come back through a graph file, progress and errors as lines of
-JSON.  What the target prints goes to stderr.  No object is pickled.  `worker` is the other side.
-Many jobs take one process that imports torch, and forks for each.
+JSON.  What the target prints goes to stderr.  No object is pickled.  `starting` and `worker` are
+the other side.  Many jobs take one process that loads torch, and forks for each.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from dataclasses import asdict, dataclass, field
@@ -24,15 +24,23 @@ from rooftrace.errors import NoCacheError, RequestError, TargetError, naming
 from rooftrace.tracer.asking import Job, Options, Request, names
 from rooftrace.tracer.graph import GraphError, OpGraph
 from rooftrace.tracer.graphfiles import GraphFileError, load_graphs
+from rooftrace.tracer.sources.places import ProcessPlace
 
-_START = (
-    "import json, sys; told = json.loads(sys.stdin.read()); sys.path[:] = told['path']; "
-    "from rooftrace.tracer.sources import worker; worker.{}(told)"
-)
+_START = Path(__file__).with_name("starting.py")
 CAN_FORK = sys.platform == "linux"
 """Elsewhere a process that has loaded torch may not be able to go on as two."""
 PROCESSES = True
 """Whether processes may be started; tests set it to False, to trace in their own process."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reads:
+    """Which files a process read, where that was watched: below the root of its place."""
+
+    inside: tuple[str, ...] = ()  # paths below the root
+    outside: tuple[str, ...] = ()  # paths below the repository, read there and not in the checkout
+    # Top-level modules that are not Python's own, and the file of each.
+    modules: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,25 +53,67 @@ class Traced:
     rules: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a job in a process of its own: what it traced, or its error."""
+
+    traced: Traced | None
+    error: Exception | None = None
+    reads: Reads = field(default_factory=Reads)
+
+    def graphs(self) -> Traced:
+        """What was traced.  Raises the error where there is one."""
+        if self.traced is None:
+            assert self.error is not None
+            raise self.error
+        return self.traced
+
+
 def can_go_apart(job: Job) -> bool:
     """Whether a job can be sent to another process: functions of the user's own cannot."""
     own = any(map(names.is_own, job.phases or ()))
     return PROCESSES and job.options.loss is None and not own
 
 
-def trace_each_apart(jobs: Sequence[Job], *, forks: int | None = None) -> list[Traced | None]:
+def trace_each_apart(jobs: Sequence[Job]) -> list[Traced | None]:
     """Trace jobs on targets that are code, each in a process of its own, all at the same time.
 
     No job sees imports or patches of another, or of this process.  None in the list is a job that
     cannot be sent to another process.  Raises the error of the first job that fails.
-    forks: at most so many run at a time, as forks of one process that has imported torch.
     """
     if not all(map(can_go_apart, jobs)):
         return [None] * len(jobs)
-    if forks is not None and CAN_FORK:
-        return list(_trace_forked(jobs, forks))
+    return [outcome.graphs() for outcome in run_apart(jobs, [ProcessPlace()] * len(jobs))]
+
+
+def trace_forked(jobs: Sequence[Job], at_once: int) -> list[Traced | None]:
+    """Trace jobs as `trace_each_apart` does, each in a fork of one process that has loaded torch.
+
+    at_once: at most so many run at the same time.
+    """
+    if len(jobs) < 2 or not CAN_FORK or not all(map(can_go_apart, jobs)):
+        return trace_each_apart(jobs)
+    place = ProcessPlace()
+    with tempfile.TemporaryDirectory(prefix="rooftrace-") as folder:
+        outs = [Path(folder) / f"{number}.json" for number in range(len(jobs))]
+        told = [{**_told(job, place), "out": str(out)} for job, out in zip(jobs, outs, strict=True)]
+        codes, code = _answers({**place.told(), "jobs": told, "at_once": at_once}, place)
+        made: list[Traced | None] = []
+        for number, (job, out) in enumerate(zip(jobs, outs, strict=True)):
+            answer = Path(f"{out}.answer")
+            said = json.loads(answer.read_bytes()) if answer.is_file() else {}
+            ended = codes.get(str(number), code)
+            made.append(_outcome_of(job, place, out, said, ended).graphs())
+        return made
+
+
+def run_apart(jobs: Sequence[Job], places: Sequence[ProcessPlace]) -> list[Outcome]:
+    """Run jobs on targets, each at its place in a process of its own, all at the same time."""
     with ThreadPoolExecutor(max(1, len(jobs))) as pool:
-        running = [pool.submit(copy_context().run, trace_apart, job) for job in jobs]
+        running = [
+            pool.submit(copy_context().run, _outcome, job, place)
+            for job, place in zip(jobs, places, strict=True)
+        ]
         return [future.result() for future in running]
 
 
@@ -72,43 +122,47 @@ def trace_apart(job: Job) -> Traced:
 
     Raises the errors of tracing it here, and TargetError if the process ends without an answer.
     """
+    return _outcome(job, ProcessPlace()).graphs()
+
+
+def _outcome(job: Job, place: ProcessPlace) -> Outcome:
     with tempfile.TemporaryDirectory(prefix="rooftrace-") as folder:
         out = Path(folder) / "graphs.json"
-        told = {**_told(job), "path": sys.path, "out": str(out)}
-        return _received(job, out, *_answers(told, "work"))
+        told = {**_told(job, place), **place.told(), "out": str(out)}
+        answers, code = _answers(told, place)
+        return _outcome_of(job, place, out, answers, code)
 
 
-def _trace_forked(jobs: Sequence[Job], forks: int) -> Iterator[Traced]:
-    """Trace jobs in forks of one process."""
-    with tempfile.TemporaryDirectory(prefix="rooftrace-") as folder:
-        outs = [Path(folder) / f"{number}.json" for number in range(len(jobs))]
-        told = [{**_told(job), "out": str(out)} for job, out in zip(jobs, outs, strict=True)]
-        codes, code = _answers({"path": sys.path, "jobs": told, "forks": forks}, "fork_each")
-        for number, (job, out) in enumerate(zip(jobs, outs, strict=True)):
-            answer = Path(f"{out}.answer")
-            said = json.loads(answer.read_bytes()) if answer.is_file() else {}
-            yield _received(job, out, said, codes.get(str(number), code))
-
-
-def _received(job: Job, out: Path, answers: Mapping[str, Any], code: int) -> Traced:
-    """What came back of a job, by its answers and the exit code of its process."""
+def _outcome_of(
+    job: Job, place: ProcessPlace, out: Path, answers: Mapping[str, Any], code: int
+) -> Outcome:
+    """What became of a job, by the answers and the exit code of its process."""
+    reads = Reads(*answers.get("reads", ()))
     if "error" in answers:
-        with naming(job.name):
-            raise _error(answers["error"], answers["message"])
+        error = _error(answers["error"], place.here(answers["message"]))
+        return Outcome(None, _named(error, job.name), reads)
     if code or "files" not in answers:
-        raise TargetError(f"target {job.name!r}: the process that traced it ended with {code}")
-    return Traced(load_graphs(out), answers["files"], answers["rules"])
+        ended = f"target {job.name!r}: the process that traced it ended with {code}"
+        return Outcome(None, TargetError(ended), reads)
+    return Outcome(Traced(load_graphs(out), answers["files"], answers["rules"]), reads=reads)
 
 
-def _answers(told: Mapping[str, Any], function: str) -> tuple[dict[str, Any], int]:
+def _answers(told: Mapping[str, Any], place: ProcessPlace) -> tuple[dict[str, Any], int]:
     """The answer of the other process, and its exit code; its progress is passed on."""
-    child = subprocess.Popen(
-        [sys.executable, "-c", _START.format(function)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        encoding="utf-8",
-    )
+    try:
+        child = subprocess.Popen(
+            [place.python, str(_START)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            cwd=place.folder or None,
+            env=place.environment(),
+            text=True,
+            encoding="utf-8",
+        )
+    except OSError as error:
+        raise RequestError(
+            f"python {place.python!r}: it cannot be started ({error.strerror or error})"
+        ) from None
     assert child.stdin is not None and child.stdout is not None
     answers: dict[str, Any] = {}
     try:
@@ -116,29 +170,49 @@ def _answers(told: Mapping[str, Any], function: str) -> tuple[dict[str, Any], in
             child.stdin.write(json.dumps(told))
             child.stdin.close()
         for line in child.stdout:
-            said = json.loads(line)
+            said = _said(line, place.python)
             if "progress" in said:
                 tell(said["progress"])
             answers |= said
         return answers, child.wait()
     finally:
         if child.poll() is None:
-            child.terminate() if function == "fork_each" else child.kill()  # it ends its forks
+            child.terminate() if "jobs" in told else child.kill()  # it ends its forks
             child.wait()
         child.stdout.close()
 
 
-def _told(job: Job) -> dict[str, Any]:
+def _said(line: str, python: str) -> dict[str, Any]:
+    """What one line of the other process says.  Raises RequestError for no interpreter of ours."""
+    try:
+        said = json.loads(line)
+    except ValueError:
+        said = None
+    if not isinstance(said, dict):
+        raise RequestError(f"python {python!r}: it is no Python; it said {line.strip()!r:.60}")
+    return said
+
+
+def _named(error: Exception, name: str) -> Exception:
+    """An error that says which target it is about."""
+    try:
+        with naming(name):
+            raise error
+    except (ValueError, LookupError, RuntimeError) as named:
+        return named
+
+
+def _told(job: Job, place: ProcessPlace) -> dict[str, Any]:
     """A job as JSON; `job_told` is the way back."""
     options = job.options
     return {
-        "source": job.name,
+        "source": place.target(job.name),
         "phases": job.phases,
         "request": {**asdict(job.request), "inputs": dict(job.request.inputs)},
         "optimizer": options.optimizer,
         "dtype": options.dtype,
         "branches": list(options.branches.items()),
-        "assume": dict(options.assume),
+        "assume": {name: place.value(value) for name, value in options.assume.items()},
         "repeats": options.repeats,
     }
 

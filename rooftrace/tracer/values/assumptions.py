@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rooftrace.tracer.asking import assumptions as asked
 from rooftrace.tracer.graph import Assumption
-from rooftrace.tracer.source import asked_under_not, deciding_line
+from rooftrace.tracer.source import deciding_line, lines
 from rooftrace.tracer.tensors import trees
 
 MAX_SAME_BRANCH = 256
@@ -107,7 +107,7 @@ class Assumptions:
         if decided is not None:
             usual = bool(decided)
         else:  # what is tested is false; so where the code takes `not` of it, the condition is true
-            usual = asked_under_not(2) != (self.last_line in self.turned)
+            usual = lines.asked_under_not(2) != (self.last_line in self.turned)
         endless = self._same_branch[place] >= MAX_SAME_BRANCH
         taken = self.branches.get(index, usual != endless)
         self.decided = index in self.branches or decided is not None

@@ -10,6 +10,7 @@ from typing import Any
 from rooftrace._shown import Shown, short, some
 from rooftrace.costmodels.findings.diffs.conditions import FORMATS, parse_condition
 from rooftrace.hardware.units import format_time
+from rooftrace.tracer.revisions.origins import DiffOrigins
 
 _ROUNDING = 1e-12
 """Seconds are sums of floats; repeats are added up in another order than layer by layer."""
@@ -136,6 +137,7 @@ class Diff(Shown):
     only_after: tuple[str, ...] = ()
     sources: Sources | None = None  # the files that the two were made of, where that is known
     expected: bool = True  # what times are: expected ones, by knobs, or bounds
+    origins: DiffOrigins | None = None  # revisions, options and versions of the sides
 
     @property
     def chip(self) -> str:
@@ -215,6 +217,7 @@ class Diff(Shown):
                 "differing": list(self.sources.differing),
                 "same_place": self.sources.same_place,
             },
+            "origins": None if self.origins is None else self.origins.to_dict(),
             "phases": {
                 p.phase: {
                     "totals": {name: _change(c) for name, c in p.totals.items()},

@@ -1,0 +1,249 @@
+"""The command diff: two targets, two revisions of one, or one target with different options."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import click
+
+import rooftrace as rt
+from rooftrace.reporting.cli.diffing import check_measured, check_priced
+from rooftrace.reporting.cli.options import (
+    TARGET_HELP,
+    Commas,
+    output_options,
+    pricing_options,
+    workload_options,
+)
+from rooftrace.reporting.cli.output import complain
+from rooftrace.reporting.cli.shared import (
+    load_chips,
+    load_executions,
+    load_rules,
+    progress,
+    workload,
+    write_text,
+)
+
+_HOW = ("execution", "tf32", "knobs", "rewrites")
+_PRICING = ("chip", *_HOW)
+_chip = click.option(
+    "--chip",
+    help="A chip by name or TOML path; default: h200-sxm, of measured runs their device.",
+)
+_execution = click.option(
+    "--execution",
+    help="The execution model to compare under; default: efficient, of measured runs how they ran.",
+)
+
+
+@click.command(epilog=TARGET_HELP)
+@click.argument("words", nargs=-1, metavar="BEFORE [AFTER]")
+@click.option(
+    "--git",
+    "revision",
+    is_flag=False,
+    flag_value="",
+    metavar="[REV [REV2]]",
+    help="Compare REV of one target with REV2, or with the working tree; without REV: where HEAD "
+    "left the default branch.  Also REV..REV2 and REV...REV2.",
+)
+@click.option(
+    "--before",
+    "before",
+    multiple=True,
+    metavar="OPTION[=VALUE]",
+    help="An option of this command for the side before alone, for example batch=8; or git=REV, "
+    "python=PATH.  Repeatable.",
+)
+@click.option(
+    "--after",
+    "after",
+    multiple=True,
+    metavar="OPTION[=VALUE]",
+    help="An option for the side after alone.  Repeatable.",
+)
+@click.option(
+    "--python",
+    "pythons",
+    multiple=True,
+    metavar="SIDE=PATH",
+    help="Another interpreter for one side (before=PATH, after=PATH), for example with another "
+    "torch.  Repeatable.",
+)
+@click.option(
+    "--bisect",
+    metavar="METRIC>LIMIT",
+    help='With --git: find the first commit at which a metric is beyond it, as in "time>5%", and '
+    "show the diff of that commit.",
+)
+@workload_options
+@pricing_options
+@click.option(
+    "--names",
+    nargs=2,
+    default=None,
+    metavar="BEFORE AFTER",
+    help="What to call the two in the output.",
+)
+@_chip
+@_execution
+@click.option(
+    "--target",
+    "targets",
+    type=Commas(),
+    metavar="TARGET[,TARGET]",
+    help="What measured runs ran, to predict the difference: one target for both, or one each.",
+)
+@output_options
+@click.option(
+    "--fail-on",
+    multiple=True,
+    metavar="METRIC>LIMIT",
+    help='Exit 1 when a metric grows beyond it: "time>5%", "memory>1 GiB".  Metrics: time, '
+    "flops, bytes, memory, params, kernels; of measured runs time, device, idle, exposed, work, "
+    "kernels, memory ...  Repeatable.",
+)
+def diff(
+    words: tuple[str, ...],
+    revision: str | None,
+    before: tuple[str, ...],
+    after: tuple[str, ...],
+    pythons: tuple[str, ...],
+    bisect: str | None,
+    names: tuple[str, str] | None,
+    targets: tuple[str, ...] | None,
+    form: str,
+    out: str | None,
+    fail_on: tuple[str, ...],
+    rules: tuple[str, ...],
+    **options: Any,
+) -> None:
+    """What changed in cost from BEFORE to AFTER: targets, saved graphs, or revisions of a target.
+
+    One target is enough with --git, or with an option that differs from side to side.  Or what
+    changed in time: traces of torch.profiler, or run files of `rooftrace measure`.
+    """
+    from rooftrace.measured.rundiffs import is_measured
+    from rooftrace.reporting.text import as_markdown, renderable
+
+    sources, revisions = _targets(words, revision)
+    pricing = {name: options.pop(name) for name in _PRICING}
+    job = workload(**options)
+    if any(map(is_measured, sources)):
+        check_measured(fail_on, targets, **{n: pricing[n] for n in _HOW}, job=job)
+    else:
+        check_priced([*fail_on, *([bisect] if bisect is not None else [])], targets)
+        pricing["execution"] = pricing["execution"] or "efficient"
+    load_rules(rules)
+    asked: dict[str, Any] = {"graphs": targets} if targets else {}
+    with progress():
+        result = rt.diff(
+            *sources,
+            git=revisions,
+            bisect=bisect,
+            before=_side("before", before, pythons, pricing),
+            after=_side("after", after, pythons, pricing),
+            names=names,
+            **_priced(**pricing),
+            **asked,
+            **job,
+        )
+    write_text(form, out, lambda: renderable(result), lambda: as_markdown(result), result.to_dict)
+    broken = result.violations(fail_on)
+    for sentence in broken:
+        complain(sentence)
+    if broken:
+        sys.exit(1)
+
+
+def _targets(
+    words: Sequence[str], revision: str | None
+) -> tuple[tuple[str, str | None], list[str] | bool | None]:
+    """The targets of a command, and its revisions, of which a second stands among the words."""
+    everything = [*([revision] if revision else []), *words]
+    if not everything:
+        raise click.UsageError("Missing argument 'BEFORE'.")
+    if revision is None:
+        if len(words) > 2:
+            raise click.UsageError(f"expected one target or two, got {len(words)}")
+        return (words[0], words[1] if len(words) == 2 else None), None
+    targets = [word for word in everything if _is_target(word)] or everything[-1:]
+    revisions = list(everything)
+    revisions.remove(targets[0])
+    if len(targets) > 1:
+        raise click.UsageError(
+            f"--git: expected one target and its revisions, got the targets {', '.join(targets)}"
+        )
+    if len(revisions) > 2:
+        raise click.UsageError(f"--git: expected one revision or two, got {', '.join(revisions)}")
+    return (targets[0], None), revisions or True
+
+
+def _is_target(word: str) -> bool:
+    """Whether a word names a target and no revision: git allows no colon in the name of one."""
+    from rooftrace.tracer.asking import names
+    from rooftrace.tracer.graphfiles import looks_saved
+
+    return names.names_code(word) or names.is_config(word) or looks_saved(word) or ":" in word
+
+
+# -- options of one side ---------------------------------------------------------------------------
+
+
+@click.command(add_help_option=False)
+@workload_options
+@pricing_options
+@_chip
+@_execution
+@click.option("--git")
+@click.option("--python")
+def _of_side(**_: Any) -> None:
+    """The options that may differ from side to side: parsed, never run."""
+
+
+def _side(
+    which: str, texts: Sequence[str], pythons: Sequence[str], pricing: dict[str, Any]
+) -> dict[str, Any] | None:
+    """The options of one side, as `rt.diff` takes them; None for a side without any.
+
+    pricing: the options of both sides that change an execution model.
+    """
+    words = []
+    for text in texts:
+        name, equals, value = text.partition("=")
+        words += [f"--{name.lstrip('-')}", *([value] if equals else [])]
+    for text in pythons:
+        side, equals, path = text.partition("=")
+        if not equals or side not in ("before", "after"):
+            raise click.UsageError(f"--python {text!r}: expected before=PATH or after=PATH")
+        words += ["--python", path] if side == which else []
+    try:
+        context = _of_side.make_context(f"--{which}", words)
+    except click.UsageError as error:
+        raise click.UsageError(f"--{which}: {error.format_message()}") from None
+    if context.params.pop("rules"):
+        raise click.UsageError(f"--{which}: rules hold for both sides; use --rules")
+    if context.params.pop("phases"):
+        raise click.UsageError(f"--{which}: both sides have the same phases; use --phase")
+    own = {
+        name: value
+        for name, value in context.params.items()
+        if context.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT
+    }
+    if "execution" in own:  # with what --knobs, --tf32 and --rewrite say for both
+        own["execution"] = _priced(**{**pricing, "execution": own["execution"]})["execution"]
+    usual = {"inputs": (), "assumed": (), "repeats": True}
+    made = workload(**{**usual, **own})
+    told = {"assume": "assumed"}
+    return {n: value for n, value in made.items() if told.get(n, n) in own} or None
+
+
+def _priced(chip: str | None, execution: str | None, **changes: Any) -> dict[str, Any]:
+    """The chip and the execution model of pricing options; None for what is left out."""
+    return {
+        "chip": None if chip is None else load_chips((chip,))[0],
+        "execution": None if execution is None else load_executions((execution,), **changes)[0],
+    }
