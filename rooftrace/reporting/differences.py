@@ -16,8 +16,11 @@ from rooftrace.costmodels.registry import own_rules
 from rooftrace.costmodels.rewriting import check_precisions
 from rooftrace.errors import RequestError, TargetError, naming
 from rooftrace.hardware import Chip, load_chip
+from rooftrace.reporting.checkpoints import diff_checkpoints, has_no_cost, not_default
 from rooftrace.reporting.estimates import CHIP, Source, in_precisions, priced
 from rooftrace.tracer.asking import Job
+from rooftrace.tracer.checkpoints import CheckpointDiff
+from rooftrace.tracer.inventory import ParameterDiff
 from rooftrace.tracer.sources import Traced, trace_each_apart
 
 
@@ -31,17 +34,24 @@ def diff(
     names: tuple[str, str] | None = None,
     progress: Callable[[str], None] | None = None,
     **kwargs: Any,
-) -> Diff:
-    """What changed in cost from `before` to `after`.
+) -> Diff | CheckpointDiff | ParameterDiff:
+    """What changed in cost from `before` to `after`; of two checkpoints, what changed in weights.
 
     Each is a module (called with the same arguments), a graph, graphs by phase, a saved graph or a
     target.  The code of a target runs from its own files in a process of its own.  Sizes and
     precisions, as for `report`, hold for both sides.  A graph has its own sizes, so beside a graph
     they hold for the other side.  names: what to call the two.  Raises RequestError for an argument
     that neither side takes.
+
+    Two files of weights (or their indexes, or folders) and two inventories have no cost and take
+    none of this but names: `diff_checkpoints` says what is compared.
     """
     if names is not None and (isinstance(names, str) or len(names) != 2):
         raise RequestError(f"names={names!r:.60}: expected two, for example ('main', 'branch')")
+    if has_no_cost(before, after):
+        own = {"chip": chip, "execution": execution, "phases": phases}
+        unused = [*(["arguments of a call"] if args else []), *not_default(diff, {**own, **kwargs})]
+        return diff_checkpoints(before, after, unused, names=names, progress=progress)
     named = kwargs if phases is None else {**kwargs, "phases": phases}
     jobs = [_of_side(before, after, args, named), _of_side(after, before, args, named)]
     loaded, model = load_chip(chip), execution_model(execution)

@@ -1,29 +1,18 @@
-"""Conditions on what may change between two checkpoints: "drift>1%", "params>0"."""
+"""What may be held to a limit of two checkpoints: "drift>1%", "nonfinite>0"."""
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from rooftrace.errors import RequestError
-from rooftrace.hardware.units import UnitError, format_share, parse
+from rooftrace.tracer.inventory.limits import Limit, parse_limit
 
 if TYPE_CHECKING:
     from rooftrace.tracer.checkpoints.records import CheckpointDiff, TensorDiff
 
 
-class Limit(NamedTuple):
-    """A condition: what may not grow beyond which number."""
-
-    metric: str
-    most: float
-    relative: bool
-    text: str
-
-
-def _share(tensor: TensorDiff) -> float:
+def share(tensor: TensorDiff) -> float:
     """The drift of a tensor, relative to its norm before: infinite where that is 0."""
     if tensor.drift is None:
         return 0.0
@@ -31,7 +20,7 @@ def _share(tensor: TensorDiff) -> float:
 
 
 def _drift(result: CheckpointDiff) -> tuple[float, float]:
-    return 0.0, max(map(_share, result.tensors), default=0.0)
+    return 0.0, max(map(share, result.tensors), default=0.0)
 
 
 def _count(*statuses: str) -> Callable[[CheckpointDiff], tuple[float, float]]:
@@ -53,43 +42,16 @@ METRICS: Mapping[str, Callable[[CheckpointDiff], tuple[float, float]]] = {
     "removed": _count("removed"),
 }
 """Each as a number before and after; what grows from one to the other is held to the limit."""
-_CONDITION = re.compile(r"\s*([a-z]+)\s*>\s*([0-9.eE+-]+)\s*(.*?)\s*")
 
 
-def parse_limit(text: str) -> Limit:
+def checkpoint_limit(text: str) -> Limit:
     """The limit that "drift>1%" says.  Raises RequestError for what checkpoints do not have."""
-    match = _CONDITION.fullmatch(text)
-    if match is None or match[1] not in METRICS:
-        raise RequestError(
-            f"--fail-on {text!r}: of two checkpoints expected METRIC>LIMIT with METRIC one of "
-            f'{", ".join(METRICS)}, for example "drift>1%"'
-        )
-    metric, number, unit = match.groups()
-    try:
-        if unit == "%":
-            if metric not in ("drift", "params", "bytes"):
-                raise ValueError(f"{metric} is a number of its own; expected no %")
-            return Limit(metric, float(number) / 100, metric != "drift", text)
-        if metric == "bytes":
-            return Limit(metric, parse(f"{number} {unit}", "byte"), False, text)
-        if unit:
-            raise ValueError(f"{metric} has no unit; expected a number")
-        return Limit(metric, float(number), False, text)
-    except (UnitError, ValueError) as error:
-        raise RequestError(f"--fail-on {text!r}: {error}") from None
+    return parse_limit(text, METRICS, "two checkpoints")
 
 
-def grown(limit: Limit, result: CheckpointDiff) -> str:
+def broken(limit: Limit, result: CheckpointDiff) -> str:
     """A sentence where a limit is passed; else nothing."""
-    before, after = METRICS[limit.metric](result)
-    growth = after - before
-    if limit.relative:
-        growth = growth / before if before else (math.inf if after else 0.0)
-    if not growth > limit.most:
-        return ""
-    share = limit.relative or limit.metric == "drift"
-    amount = format_share(growth) if share else f"{growth:,.0f}"
-    if limit.metric == "drift":
-        worst = max(result.tensors, key=_share)
-        return f"{worst.name} drifted by {amount}, more than {limit.text!r} allows"
-    return f"{limit.metric} grew by {amount}, more than {limit.text!r} allows"
+    sentence = limit.grown(*METRICS[limit.metric](result))
+    if sentence and limit.metric == "drift":
+        return f"{max(result.tensors, key=share).name}: {sentence}"
+    return sentence

@@ -9,7 +9,7 @@ from typing import Any
 
 from rooftrace._shown import Shown, short
 from rooftrace.hardware.units import format_share, plural
-from rooftrace.tracer.checkpoints.conditions import grown, parse_limit
+from rooftrace.tracer.checkpoints.conditions import broken, checkpoint_limit
 from rooftrace.tracer.inventory import ParameterDiff
 
 STATUSES = ("drifted", "frozen", "renamed", "dtype", "shape", "added", "removed")
@@ -157,12 +157,8 @@ class CheckpointDiff(Shown):
         drift is that of the tensor that moved most, relative to its norm before.  Raises
         RequestError for a condition that cannot be read, or that checkpoints do not have.
         """
-        sentences = []
-        for limit in map(parse_limit, conditions):
-            sentence = grown(limit, self)
-            if sentence:
-                sentences.append(sentence)
-        return sentences
+        limits = [checkpoint_limit(text) for text in conditions]
+        return [sentence for limit in limits if (sentence := broken(limit, self))]
 
     def __repr__(self) -> str:
         counts = [f"{len(self.of(s)):,} {s}" for s in STATUSES if self.of(s)]

@@ -1,9 +1,9 @@
+from rooftrace.tracer.inventory import limits as limits, values as values
 from rooftrace.tracer.inventory.comparing import (
     ParameterDiff as ParameterDiff,
     compare_parameters as compare_parameters,
 )
 from rooftrace.tracer.inventory.records import (
-    LayerInfo as LayerInfo,
     ModelInfo as ModelInfo,
 )
 from rooftrace.tracer.inventory.taking import (

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rooftrace._shown import Shown, short
+from rooftrace.tracer.inventory.limits import parse_limit
 from rooftrace.tracer.inventory.records import LayerInfo, ModelInfo
 from rooftrace.tracer.paths import pattern_of
 
@@ -35,6 +36,15 @@ class ParameterDiff(Shown):
     bytes: tuple[int, int]
     modules: tuple[ModuleParameters, ...]  # those that differ, largest change first
     unchanged: int  # paths that have the same parameters on both sides
+
+    def violations(self, conditions: Sequence[str]) -> list[str]:
+        """A sentence for each condition ("params>1%", "bytes>1 GiB") that does not hold.
+
+        Raises RequestError for a condition that cannot be read.
+        """
+        known = {"params": self.params, "bytes": self.bytes}
+        limits = [parse_limit(text, known, "parameters") for text in conditions]
+        return [text for limit in limits if (text := limit.grown(*known[limit.metric]))]
 
     def __repr__(self) -> str:
         (before, after), names = self.params, " -> ".join(self.names)

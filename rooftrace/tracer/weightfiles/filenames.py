@@ -25,7 +25,7 @@ def is_checkpoint(source: Any) -> bool:
     path = Path(source)
     if path.name.endswith(ENDS):
         return True
-    return path.is_dir() and any(True for _ in in_folder(path))
+    return os.path.isdir(path) and any(True for _ in in_folder(path))
 
 
 def in_folder(folder: Path) -> Iterator[list[Path]]:

@@ -1,0 +1,84 @@
+"""What changed between two checkpoints, and between two inventories."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING, Any
+
+from rooftrace._progress import telling
+from rooftrace.errors import RequestError
+from rooftrace.tracer.inventory import ModelInfo, ParameterDiff, compare_parameters
+from rooftrace.tracer.weightfiles import is_checkpoint
+
+if TYPE_CHECKING:
+    from rooftrace.tracer.checkpoints import CheckpointDiff
+
+
+def has_no_cost(before: Any, after: Any) -> bool:
+    """Whether two sources have weights to compare, and no step: checkpoints or inventories.
+
+    A folder with a config.json is a checkpoint where the other side is one too; beside a target it
+    is the target of its config.
+    """
+    if isinstance(before, ModelInfo) or isinstance(after, ModelInfo):
+        return True
+    kinds = [is_checkpoint(source) for source in (before, after)]
+    only_files = [
+        kind and not _has_config(s) for kind, s in zip(kinds, (before, after), strict=True)
+    ]
+    return all(kinds) or any(only_files)
+
+
+def _has_config(source: Any) -> bool:
+    return os.path.isfile(os.path.join(source, "config.json"))
+
+
+def diff_checkpoints(
+    before: Any,
+    after: Any,
+    unused: Collection[str] = (),
+    *,
+    names: tuple[str, str] | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> CheckpointDiff | ParameterDiff:
+    """What changed in the values and names of two checkpoints, or in the parameters of two models.
+
+    Each side is a file of safetensors or torch.save, the index.json of a sharded one, a folder with
+    one, or both are inventories.  unused: names of other arguments of the call, all of which are
+    refused.  Raises RequestError for two sides of different kinds; CheckpointError; OSError.
+    """
+    if isinstance(before, ModelInfo) and isinstance(after, ModelInfo):
+        _refuse(unused, "an inventory has parameters, and no step that is run")
+        return compare_parameters(before, after, names)
+    if not (is_checkpoint(before) and is_checkpoint(after)):
+        raise RequestError(
+            f"diff: {_shown(before)} and {_shown(after)} are of two kinds; expected two "
+            "checkpoints, two inventories, or two sources with a step (targets, modules, graphs)"
+        )
+    _refuse(
+        unused,
+        "a checkpoint has weights, and no step that is run; name its config.json to compare costs",
+    )
+    from rooftrace.tracer.checkpoints import compare_checkpoints
+
+    with telling(progress):
+        return compare_checkpoints(before, after, names)
+
+
+def _shown(side: Any) -> str:
+    if isinstance(side, (str, os.PathLike)):
+        return repr(os.fspath(side))
+    return repr(side) if isinstance(side, ModelInfo) else f"a {type(side).__name__}"
+
+
+def _refuse(unused: Collection[str], reason: str) -> None:
+    if unused:
+        raise RequestError(f"{', '.join(unused)}: {reason}")
+
+
+def not_default(function: Callable[..., Any], named: Mapping[str, Any]) -> list[str]:
+    """Names of the arguments of a call that differ from the defaults of a function of ours."""
+    parameters = inspect.signature(function).parameters
+    return [n for n, v in named.items() if n not in parameters or v != parameters[n].default]

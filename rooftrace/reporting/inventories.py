@@ -1,0 +1,80 @@
+"""The inventory of a module, a target or a checkpoint."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from rooftrace._progress import tell, telling
+from rooftrace.errors import RequestError
+from rooftrace.reporting.estimates import Source
+from rooftrace.tracer.inventory import ModelInfo
+from rooftrace.tracer.weightfiles import is_checkpoint
+
+
+def inventory(
+    model: Source,
+    *,
+    weights: bool | None = None,
+    trust_remote_code: bool = False,
+    progress: Callable[[str], None] | None = None,
+) -> ModelInfo:
+    """What a model consists of: parameters, bytes, a row for each tensor, statistics of weights.
+
+    model: a module, on any device, meta too; a target, which is built on meta and needs no inputs;
+    or a checkpoint: a file of safetensors or torch.save, the index.json of a sharded one, or a
+    folder.  Nothing of a module is run, and of a file nothing is unpickled.
+
+    weights: read the values, slice by slice, for statistics and histograms; by default of a module
+    that has them, and not of files.  A target that is code is then built with its weights.
+
+    Raises RequestError for weights that there are not, and for anything else than these sources;
+    TargetError; CheckpointError.
+    """
+    with telling(progress):
+        if isinstance(model, (str, os.PathLike)):
+            return _of_named(os.fspath(model), bool(weights), trust_remote_code)
+        if trust_remote_code:
+            raise RequestError("trust_remote_code=True: the module is built already")
+        return _of_module(model, weights is not False)
+
+
+def _of_module(model: Any, weights: bool) -> ModelInfo:
+    from torch import nn
+
+    from rooftrace.tracer.inventory import inventory_of
+
+    if not isinstance(model, nn.Module):
+        raise RequestError(
+            "inventory: expected a torch.nn.Module, a target or a checkpoint, got "
+            f"{type(model).__name__}: {model!r:.80}"
+        )
+    return inventory_of(model, weights)
+
+
+def _of_named(name: str, weights: bool, trusted: bool) -> ModelInfo:
+    from rooftrace.tracer.inventory import inventory_of
+
+    if is_checkpoint(name):
+        from rooftrace.tracer.weightfiles import open_checkpoint
+
+        if trusted:
+            raise RequestError(
+                f"trust_remote_code=True: {name} is a checkpoint, whose code is not read"
+            )
+        return inventory_of(open_checkpoint(name), weights)
+    from rooftrace.tracer.asking import Request
+    from rooftrace.tracer.asking.names import names_code
+    from rooftrace.tracer.graphfiles import looks_saved
+    from rooftrace.tracer.targets import load_module
+
+    if looks_saved(name):
+        raise RequestError(
+            f"{name}: a saved graph has ops, not modules; name the target that it was traced from"
+        )
+    if trusted and names_code(name):
+        raise RequestError(f"trust_remote_code=True: the code of {name} runs as it is")
+    tell("building the model")
+    module = load_module(name, Request(trust_remote_code=trusted), real=weights)
+    return inventory_of(module, weights, name)
