@@ -122,11 +122,21 @@ def test_phases_of_one_side_are_listed():
     assert apart.phases == () and not apart.unchanged
 
 
-def test_both_sides_have_to_be_on_one_chip_under_one_execution_model():
+def test_two_execution_models_or_chips_are_named():
+    by_execution = compared(after={"execution": "naive"})
+    assert by_execution.executions == ("eager", "naive")
+    assert by_execution.execution == "eager -> naive" and by_execution.chip == "h200-sxm"
+    by_chip = compared(after={"chip": "a100-sxm-80"})
+    assert by_chip.chip == "h200-sxm -> a100-sxm-80"
+    (phase,) = by_chip.phases
+    assert phase.totals["time"].delta > 0 and phase.totals["flops"].delta == 0
+    assert sum(row.time.delta for row in phase.rows) == pytest.approx(phase.totals["time"].delta)
+
+
+def test_one_side_has_one_chip_and_one_execution_model():
+    both = {**priced(), "training": priced(phases=("training",), execution="naive")["training"]}
     with pytest.raises(ValueError, match="eager on h200-sxm, naive on h200-sxm"):
-        compared(after={"execution": "naive"})
-    with pytest.raises(ValueError, match="eager on h200-sxm, eager on a100-sxm-80"):
-        compared(after={"chip": "a100-sxm-80"})
+        diff_estimates(both, both)
     with pytest.raises(ValueError, match="no estimates"):
         diff_estimates({}, {})
 

@@ -31,7 +31,8 @@ class OpGraph(Shown):
 
     Equal iterations stand once: see `repeats`; `expand()` writes them all out.
 
-    modules maps each module path to its class name.  constants: the bytes (as hexadecimal text) of
+    modules maps each module path to its class name; calls maps a path (indices starred) to the line
+    of the first call of such a module.  constants: the bytes (as hexadecimal text) of
     small values that the module's code wrote down, by name.  schemas: the names of all arguments
     that an op can take, by target; a graph that was made by hand may have none.  model, workload
     and provenance are plain dicts for the report: name and parameter counts; batch, sequence and so
@@ -51,6 +52,7 @@ class OpGraph(Shown):
     model: Mapping[str, Any] = field(default_factory=dict)
     workload: Mapping[str, Any] = field(default_factory=dict)
     provenance: Mapping[str, Any] = field(default_factory=dict)
+    calls: Mapping[str, str] = field(default_factory=dict)
 
     # -- reading ---------------------------------------------------------------------------------
 

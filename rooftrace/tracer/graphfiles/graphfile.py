@@ -127,6 +127,7 @@ def _encode(graph: OpGraph) -> dict[str, Any]:
         "workload": dict(graph.workload),
         "provenance": dict(graph.provenance),
         "modules": dict(graph.modules),
+        "calls": dict(graph.calls),
         "constants": dict(graph.constants),
         "schemas": {target: list(names) for target, names in sorted(graph.schemas.items())},
         "assumptions": [_encode_assumption(assumption) for assumption in graph.assumptions],
@@ -248,6 +249,7 @@ class _Graph:
     workload: dict[str, Any]
     provenance: dict[str, Any]
     modules: dict[str, str]
+    calls: dict[str, str] = field(default_factory=dict)
     constants: dict[str, str] = field(default_factory=dict)
     schemas: dict[str, tuple[str, ...]] = field(default_factory=dict)
     assumptions: list[_Assumption]
@@ -291,6 +293,7 @@ def _decode(data: _Graph) -> OpGraph:
         inputs=data.inputs,
         outputs=data.outputs,
         modules=data.modules,
+        calls=data.calls,
         assumptions=tuple(Assumption(*item) for item in data.assumptions),
         repeats=tuple(_decode_repeat(repeat) for repeat in data.repeats),
         constants=data.constants,

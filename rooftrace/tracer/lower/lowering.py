@@ -78,6 +78,7 @@ def lower(
         inputs=tuple(builder.inputs),
         outputs=builder.outputs(results, recorder.tags.survivors),
         modules=dict(recorder.paths.kinds),
+        calls={path: line for path, line in recorder.paths.lines.items() if line},
         assumptions=tuple(assumptions),
         constants=_constants(recorder.entries.constants),
         schemas=builder.schemas,

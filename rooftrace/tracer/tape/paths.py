@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
+from rooftrace.tracer.paths import pattern_of
+from rooftrace.tracer.source import source_line
 from rooftrace.tracer.tensors import owners
 
 
@@ -15,6 +17,7 @@ class Paths:
         self._paths: dict[int, str] = {}  # by identity
         self._transparent: set[int] = set()  # wrappers that are not shown
         self.counts: dict[str, int] = {}  # how often each module was called, by path
+        self.lines: dict[str, str] = {}  # of the first call, by path with indices starred
 
     def name(self, root: nn.Module) -> None:
         """Use the dotted paths of `root` for its modules.
@@ -59,4 +62,7 @@ class Paths:
             self.kinds.setdefault(path, kind)
         before = self.times(path)
         self.counts[path] = before + 1
+        place = pattern_of(path)
+        if place not in self.lines:
+            self.lines[place] = source_line(2)
         return path, before

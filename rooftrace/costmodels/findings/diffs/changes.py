@@ -55,13 +55,61 @@ class ModuleChange:
     resized: Sequence[str] = ()  # operators whose sizes or precisions changed
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiffRow:
+    """What one cause changed.  Quantities are over all kernels that it touches.
+
+    modules: where it is, with indices starred, in the order of the step; `count` of them in all.
+    before, after: the line of the code ("net.py:12") on either side, None where there is none.
+    eager: seconds of the same change in eager mode; None where that was not asked for.
+    """
+
+    cause: str
+    modules: tuple[str, ...] = ()
+    count: int = 0
+    before: str | None = None
+    after: str | None = None
+    time: Change
+    bytes: Change
+    flops: Change
+    kernels: Change
+    eager: Change | None = None
+
+    @property
+    def line(self) -> str | None:
+        """The line to look at: of the second side, or of the first where it is gone."""
+        return self.after or self.before
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldChange:
+    """Tensors of one kind of which more or less is held at the peak of memory (byte)."""
+
+    role: str
+    module: str
+    op: str
+    part: str
+    name: str
+    dtype: str
+    saved: bool
+    bytes: Change
+
+
 @dataclass(frozen=True)
 class PhaseDiff:
-    """What changed in one phase."""
+    """What changed in one phase.
+
+    rows: one for each cause, the largest change of time first; they add up to the totals of time,
+    bytes, flops and kernels.  modules: the same by module.  held: the difference of the memory
+    peaks by tensor.  assumed: assumptions that only one side makes, with "+" or "-" before them.
+    """
 
     phase: str
     totals: Mapping[str, Change]  # by name in METRICS
     modules: tuple[ModuleChange, ...]
+    rows: tuple[DiffRow, ...] = ()
+    held: tuple[HeldChange, ...] = ()
+    assumed: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         return short(self, f"{self.phase}: {_in_short(self)}; {len(self.modules):,} modules differ")
@@ -81,13 +129,30 @@ class Diff(Shown):
     """The difference of two revisions on one chip under one execution model."""
 
     names: tuple[str, str]
-    chip: str
-    execution: str
+    chips: tuple[str, str]
+    executions: tuple[str, str]
     phases: tuple[PhaseDiff, ...]
     only_before: tuple[str, ...] = ()  # phases that only one side has
     only_after: tuple[str, ...] = ()
     sources: Sources | None = None  # the files that the two were made of, where that is known
     expected: bool = True  # what times are: expected ones, by knobs, or bounds
+
+    @property
+    def chip(self) -> str:
+        """The chip, or both: "h100-sxm -> h200-sxm"."""
+        return _both(self.chips)
+
+    @property
+    def execution(self) -> str:
+        """The execution model, or both: "eager -> compiled"."""
+        return _both(self.executions)
+
+    @property
+    def first(self) -> tuple[PhaseDiff, DiffRow] | None:
+        """The row that changes most of any phase's time, and its phase; None without rows."""
+        rows = [(phase, row) for phase in self.phases for row in phase.rows[:1]]
+        share = [abs(row.time.delta) / (phase.totals["time"].before or 1) for phase, row in rows]
+        return rows[share.index(max(share))] if rows else None
 
     @property
     def unchanged(self) -> bool:
@@ -96,7 +161,11 @@ class Diff(Shown):
             not self.only_before
             and not self.only_after
             and all(
-                not p.modules and not any(c.delta for c in p.totals.values()) for p in self.phases
+                not p.modules
+                and not p.rows
+                and not p.held
+                and not any(c.delta for c in p.totals.values())
+                for p in self.phases
             )
         )
 
@@ -133,7 +202,9 @@ class Diff(Shown):
             "before": self.names[0],
             "after": self.names[1],
             "chip": self.chip,
+            "chips": list(self.chips),
             "execution": self.execution,
+            "executions": list(self.executions),
             "time_is": "expected" if self.expected else "bound",
             "only_before": list(self.only_before),
             "only_after": list(self.only_after),
@@ -147,6 +218,9 @@ class Diff(Shown):
             "phases": {
                 p.phase: {
                     "totals": {name: _change(c) for name, c in p.totals.items()},
+                    "rows": [_row(row) for row in p.rows],
+                    "held": [_held(held) for held in p.held],
+                    "assumed": list(p.assumed),
                     "modules": [
                         {
                             "path": m.path,
@@ -173,6 +247,38 @@ def _in_short(phase: PhaseDiff) -> str:
     time = phase.totals["time"]
     relative = "" if time.relative is None else f" ({time.relative:+.1%})"
     return f"{format_time(time.before)} -> {format_time(time.after)}{relative}"
+
+
+def _both(names: tuple[str, str]) -> str:
+    return names[0] if names[0] == names[1] else " -> ".join(names)
+
+
+def _row(row: DiffRow) -> dict[str, Any]:
+    return {
+        "cause": row.cause,
+        "modules": list(row.modules),
+        "count": row.count,
+        "before": row.before,
+        "after": row.after,
+        "time": _change(row.time),
+        "bytes": _change(row.bytes),
+        "flops": _change(row.flops),
+        "kernels": _change(row.kernels),
+        "eager": None if row.eager is None else _change(row.eager),
+    }
+
+
+def _held(held: HeldChange) -> dict[str, Any]:
+    return {
+        "role": held.role,
+        "module": held.module,
+        "op": held.op,
+        "part": held.part,
+        "name": held.name,
+        "dtype": held.dtype,
+        "saved": held.saved,
+        "bytes": _change(held.bytes),
+    }
 
 
 def _change(change: Change) -> dict[str, Any]:

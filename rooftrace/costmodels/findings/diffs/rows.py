@@ -1,0 +1,262 @@
+"""The rows of a diff: one for each cause, with what it costs before and after.
+
+The rows of a phase add up to the difference of its totals.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import reduce
+
+from rooftrace.costmodels.findings.diffs.causes import (
+    by_weight,
+    cause_of,
+    layer_of,
+    layers_of,
+    leading,
+)
+from rooftrace.costmodels.findings.diffs.changes import Change, DiffRow
+from rooftrace.costmodels.findings.diffs.clusters import OPTIMIZER, Cluster, clusters_of, site
+from rooftrace.costmodels.findings.diffs.edits import Edit, edits_of, op_of
+from rooftrace.costmodels.findings.diffs.modules import Places
+from rooftrace.costmodels.findings.diffs.sides import Side, Sides
+from rooftrace.tracer.paths import pattern_of
+
+_ROUNDING = 1e-9
+
+
+def diff_rows(
+    sides: Sides, places: Places, edits: Sequence[Edit], eager: Sides | None
+) -> tuple[DiffRow, ...]:
+    """The rows of a phase, the largest change of time first.
+
+    eager: the same two steps in eager mode.  It runs the ops that the code calls, so its edits are
+    named in the causes, and its times stand beside.
+    """
+    clusters = _folded(sides, clusters_of(sides, edits))
+    if eager is None:
+        rows = [_row(sides, places, cluster, sides, cluster.edits) for cluster in clusters]
+    else:
+        rows = _with_eager(sides, clusters, eager)
+    return tuple(sorted([*rows, *_waiting(sides)], key=_first))
+
+
+def _first(row: DiffRow) -> tuple[float, float, float, str]:
+    eager = 0.0 if row.eager is None else row.eager.delta
+    return -abs(row.time.delta), -abs(row.bytes.delta), -abs(eager), row.cause
+
+
+# -- clusters that are one change ------------------------------------------------------------------
+
+
+def _folded(sides: Sides, clusters: Sequence[Cluster]) -> list[Cluster]:
+    """The clusters; work that moved, and an optimizer that follows its parameters, are in one."""
+    left = list(clusters)
+    moved: dict[Hashable, Cluster] = {}
+    for cluster in clusters:
+        key = _only(sides, cluster, 0)
+        if key is not None:
+            moved[key] = cluster
+    for cluster in clusters:
+        key = _only(sides, cluster, 1)
+        if key is not None and key in moved:
+            other = moved.pop(key)
+            left.remove(other)
+            left[left.index(cluster)] = _one(other, cluster)
+    unexplained = [each for each in left if not each.edits]
+    if len(unexplained) > 1:
+        left = [each for each in left if each.edits]
+        left.append(reduce(_one, unexplained))
+    own = [each for each in left if each.edits and not _is_optimizer(sides, each)]
+    if len(own) == 1:
+        follow = [each for each in left if _is_optimizer(sides, each)]
+        left = [each for each in left if each not in follow]
+        for each in follow:
+            place = left.index(own[0])
+            left[place] = own[0] = _one(left[place], each)
+    return left
+
+
+def _only(sides: Sides, cluster: Cluster, number: int) -> Hashable:
+    """What a cluster does if it is on one side alone; None for another one."""
+    if not cluster.edits or (cluster.before, cluster.after)[1 - number]:
+        return None
+    kernels: Counter[Hashable] = Counter()
+    for edit in cluster.edits:
+        op = (edit.before, edit.after)[number]
+        if op is None or edit.is_pair:
+            return None
+        kernels[sides[number].flow.exact(op)] += edit.times
+    return frozenset(kernels.items())
+
+
+def _one(first: Cluster, second: Cluster) -> Cluster:
+    return Cluster(
+        first.before + second.before, first.after + second.after, first.edits + second.edits
+    )
+
+
+def _is_optimizer(sides: Sides, cluster: Cluster) -> bool:
+    return bool(cluster.edits) and all(
+        op_of(sides, edit).part == OPTIMIZER for edit in cluster.edits
+    )
+
+
+# -- one row ---------------------------------------------------------------------------------------
+
+
+def _row(
+    sides: Sides, places: Places, cluster: Cluster, code: Sides, edits: Sequence[Edit]
+) -> DiffRow:
+    """The row of a cluster; places, code and edits are of the step as the code runs it."""
+    first = by_weight(code, leading(code, edits))
+    if layers := layers_of(code, first):
+        modules: Mapping[str, int] = {each.pattern: len(each.alone) for each in layers}
+        before, after = (code[n].graph.calls.get(layers[0].pattern) for n in range(2))
+    else:
+        modules = _modules(code, places, first) if first else _modules_of_rows(sides, cluster)
+        before, after = _lines(code, first)
+    return DiffRow(
+        cause=cause_of(sides, cluster, code, edits),
+        modules=tuple(modules),
+        count=sum(modules.values()),
+        before=before,
+        after=after,
+        **_sums(sides, cluster.before, cluster.after),
+    )
+
+
+def _sums(sides: Sides, before: Iterable[int], after: Iterable[int]) -> dict[str, Change]:
+    rows = [
+        [sides[number].estimate.rows[row] for row in numbers]
+        for number, numbers in enumerate((before, after))
+    ]
+    return {
+        "time": Change(*(sum(row.timing.t_device for row in side) for side in rows)),
+        "bytes": Change(*(sum(row.bytes for row in side) for side in rows)),
+        "flops": Change(*(sum(row.flops for row in side) for side in rows)),
+        "kernels": Change(*(sum(row.count for row in side) for side in rows)),
+    }
+
+
+def _modules(sides: Sides, places: Places, edits: Sequence[Edit]) -> Mapping[str, int]:
+    """The modules that edits are in by their pattern, and how many there are of each."""
+    paths: dict[str, dict[str, None]] = defaultdict(dict)
+    for edit in edits:
+        number = int(edit.after is not None)
+        op = op_of(sides, edit)
+        for path in places.left(number, op, edit.times):
+            paths[pattern_of(path)][path] = None
+    # A lone module keeps its index.
+    return {
+        pattern if len(members) > 1 else next(iter(members)): len(members)
+        for pattern, members in paths.items()
+    }
+
+
+def _modules_of_rows(sides: Sides, cluster: Cluster) -> Mapping[str, int]:
+    paths: dict[str, dict[str, None]] = defaultdict(dict)
+    for row in cluster.after:
+        for path in sides.after.estimate.rows[row].modules:
+            paths[pattern_of(path)][path] = None
+    return {pattern: len(members) for pattern, members in paths.items()}
+
+
+def _lines(sides: Sides, edits: Sequence[Edit]) -> tuple[str | None, str | None]:
+    """The line of the first edit on either side: its own, or that of what stands in its line."""
+    lines: list[str | None] = [None, None]
+    for edit in edits:
+        for number, op in enumerate((edit.before, edit.after)):
+            if op is not None and lines[number] is None:
+                lines[number] = _line(sides[number], op)
+    for number in range(2):
+        line = lines[1 - number]
+        if lines[number] is None and line is not None:
+            lines[number] = _beside(sides, 1 - number, line)
+    return lines[0], lines[1]
+
+
+def _line(side: Side, number: int) -> str | None:
+    """The line of an op; of a recomputed one the line that calls its layer."""
+    op = side.graph.ops[number]
+    if op.part == "recompute":
+        return side.graph.calls.get(layer_of(op.module)) or op.source or None
+    return op.source or None
+
+
+def _beside(sides: Sides, number: int, line: str) -> str | None:
+    """The line on the other side of a matched kernel that stands in this line."""
+    partners, ops = sides.partners[number], sides[number].graph.ops
+    for op, partner in partners.items():
+        if ops[op].source == line:
+            return sides[1 - number].graph.ops[partner].source or None
+    return None
+
+
+# -- beside eager mode; the host -------------------------------------------------------------------
+
+
+def _with_eager(sides: Sides, clusters: Sequence[Cluster], eager: Sides) -> list[DiffRow]:
+    """A row for each cluster with the time that the same change takes in eager mode.
+
+    A change that only eager mode pays for has a row of its own.
+    """
+    owners: dict[Hashable, int] = {}
+    for number, cluster in enumerate(clusters):
+        for place in _sites(sides, cluster):
+            owners.setdefault(place, number)
+    places = Places(eager)
+    beside: dict[int, Cluster] = {}
+    rows = []
+    for cluster in _folded(eager, clusters_of(eager, edits_of(eager))):
+        owner = next((owners[p] for p in _sites(eager, cluster) if p in owners), None)
+        if owner is None:
+            row = _row(eager, places, cluster, eager, cluster.edits)
+            none = Change(0, 0)
+            rows.append(
+                replace(row, eager=row.time, time=none, bytes=none, flops=none, kernels=none)
+            )
+        else:
+            beside[owner] = _one(beside[owner], cluster) if owner in beside else cluster
+    for number, cluster in enumerate(clusters):
+        other = beside.get(number, Cluster((), (), ()))
+        code, edits = (eager, other.edits) if other.edits else (sides, cluster.edits)
+        row = _row(sides, places if code is eager else Places(sides), cluster, code, edits)
+        rows.append(replace(row, eager=_sums(eager, other.before, other.after)["time"]))
+    return rows
+
+
+def _sites(sides: Sides, cluster: Cluster) -> dict[Hashable, None]:
+    """The places of the edits of a cluster, those of its roots first."""
+    sites: dict[Hashable, None] = {}
+    for edit in sorted(cluster.edits, key=lambda edit: not edit.is_root):
+        for number, op in enumerate((edit.before, edit.after)):
+            if op is not None:
+                sites[number, site(sides[number], op)] = None
+    return sites
+
+
+def _waiting(sides: Sides) -> list[DiffRow]:
+    """A row for the time in which the device waits for the host, where that differs."""
+    waits = []
+    for side in (sides.before, sides.after):
+        busy = sum(row.timing.t_device for row in side.estimate.rows)
+        waits.append(side.estimate.t_est - busy)
+    change = Change(*waits)
+    if abs(change.delta) <= _ROUNDING * max(
+        sides.before.estimate.t_est, sides.after.estimate.t_est
+    ):
+        return []
+    nothing = Change(0, 0)
+    longer = "longer" if change.delta > 0 else "less long"
+    return [
+        DiffRow(
+            cause=f"the device waits {longer} for the host",
+            time=change,
+            bytes=nothing,
+            flops=nothing,
+            kernels=nothing,
+        )
+    ]

@@ -1,0 +1,96 @@
+"""One side of a diff: an estimate with the dataflow of its kernels, and where each op is priced."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from functools import cached_property
+
+from rooftrace.costmodels.costs import COMPUTED, MATRIX, AttentionSizes, Cost, Work
+from rooftrace.costmodels.estimating import Estimate
+from rooftrace.costmodels.findings.matching import Flow, Matching, match
+from rooftrace.costmodels.fusion import runs
+from rooftrace.costmodels.kernels import engines
+from rooftrace.tracer.graph import Op, OpGraph
+
+
+class Side:
+    """An estimate, with what a comparison looks up."""
+
+    def __init__(self, estimate: Estimate) -> None:
+        self.estimate = estimate
+        self.flow = Flow(estimate.graph)
+
+    @property
+    def graph(self) -> OpGraph:
+        """The graph that was priced."""
+        return self.estimate.graph
+
+    @cached_property
+    def rows_of(self) -> Mapping[int, tuple[int, ...]]:
+        """By op, the rows (kernel groups) that it is in."""
+        rows: dict[int, list[int]] = defaultdict(list)
+        for number, row in enumerate(self.estimate.rows):
+            for op in row.ops:
+                rows[op].append(number)
+        return {op: tuple(numbers) for op, numbers in rows.items()}
+
+    def cost(self, op: int) -> Cost:
+        """What an op costs by itself."""
+        return self.estimate.plan.op_costs[op]
+
+    def paths(self, op: Op) -> tuple[str, ...]:
+        """The modules in which an op runs, as often in each."""
+        return runs.kernel_modules(self.graph, (op.id,), op)
+
+    def product(self, op: int) -> Work | None:
+        """The matrix work that an op does most of; None where it does none."""
+        work = {
+            each: flop
+            for each, flop in self.cost(op).work.items()
+            if each.operation in MATRIX and each.count in COMPUTED
+        }
+        return max(work, key=work.__getitem__) if work else None
+
+    def attention(self, op: int) -> AttentionSizes | None:
+        """The sizes of the attention that an op is; None for another op."""
+        return next((work.attention for work in self.cost(op).work if work.attention), None)
+
+    def engine(self, work: Work) -> tuple[str, float]:
+        """The engine that runs some work, and its peak in FLOP/s."""
+        name, precision = engines.engine_of(work, self.estimate.chip, self.estimate.execution)
+        return name, self.estimate.chip.peak(name, precision)
+
+    def seconds(self, op: int) -> float:
+        """Device seconds of the kernels that an op is in."""
+        return sum(self.estimate.rows[row].timing.t_device for row in self.rows_of.get(op, ()))
+
+    def rate(self, op: int) -> float | None:
+        """FLOP/s that the kernels of an op reach; None where they take no time."""
+        rows = [self.estimate.rows[row] for row in self.rows_of.get(op, ())]
+        seconds = sum(row.timing.t_device for row in rows)
+        return sum(row.flops for row in rows) / seconds if seconds else None
+
+
+class Sides:
+    """The two sides of a diff, and which of their kernels are the same."""
+
+    def __init__(self, before: Estimate, after: Estimate) -> None:
+        self.before, self.after = Side(before), Side(after)
+        self.matching: Matching = match(self.before.flow, self.after.flow)
+
+    def __getitem__(self, number: int) -> Side:
+        return self.after if number else self.before
+
+    @cached_property
+    def partners(self) -> tuple[Mapping[int, int], Mapping[int, int]]:
+        """By kernel of either side, the kernel of the other one that most of its runs are."""
+        best: tuple[dict[int, tuple[int, int]], dict[int, tuple[int, int]]] = {}, {}
+        for pair in self.matching.pairs:
+            ops = pair.before, pair.after
+            for number in range(2):
+                runs_of = best[number].get(ops[number], (0, 0))[0]
+                if pair.times > runs_of:
+                    best[number][ops[number]] = pair.times, ops[1 - number]
+        first, second = ({op: partner for op, (_, partner) in side.items()} for side in best)
+        return first, second

@@ -1,0 +1,75 @@
+"""Sixteen commits and more: the cause of each is named, with the line; others change nothing."""
+
+from __future__ import annotations
+
+import pytest
+from tests.costmodels.diff_cases import CASES, UNCHANGED, Case
+
+import rooftrace as rt
+from rooftrace.costmodels.findings.diffs.changes import PhaseDiff
+from rooftrace.costmodels.findings.diffs.differences import diff_estimates
+
+CHIP = "h100-sxm"
+
+
+def priced(target: str, phase: str):
+    graphs = rt.trace_target(target, phases=[phase])
+    return [
+        {name: rt.estimate(graph, CHIP, execution) for name, graph in graphs.items()}
+        for execution in ("efficient", "eager")
+    ]
+
+
+def compared(case: Case, folder, phase: str | None = None) -> tuple[PhaseDiff, PhaseDiff, str]:
+    """The difference of a case, that of the way back, and the line that changed."""
+    before, after, line = case.write(folder)
+    one, two = (priced(target, phase or case.phase) for target in (before, after))
+    there = diff_estimates(one[0], two[0], eager=(one[1], two[1]))
+    back = diff_estimates(two[0], one[0], eager=(two[1], one[1]))
+    return there.phases[0], back.phases[0], line
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_the_cause_of_a_commit(case: Case, tmp_path):
+    there, back, line = compared(case, tmp_path)
+    first = there.rows[0]
+    assert [words for words in case.says if words not in first.cause] == [], first.cause
+    assert first.line == line
+    assert first.modules[0] == case.module
+    # One row matters; whatever else is there is small.
+    assert all(abs(row.time.delta) <= 0.1 * abs(first.time.delta) for row in there.rows[1:])
+    for name in ("time", "bytes", "flops", "kernels"):
+        total = there.totals[name]
+        rows = sum(getattr(row, name).delta for row in there.rows)
+        assert rows == pytest.approx(total.delta, abs=1e-9 * abs(total.before))
+        assert back.totals[name].delta == -total.delta
+    assert [row.time.delta for row in back.rows] == [-row.time.delta for row in there.rows]
+    assert sum(h.bytes.delta for h in there.held) == there.totals["memory"].delta
+
+
+@pytest.mark.parametrize("phase", ["forward", "training"])
+@pytest.mark.parametrize("name", UNCHANGED)
+def test_a_commit_that_keeps_every_op_changes_nothing(name: str, phase: str, tmp_path):
+    there, back, _ = compared(Case(name, UNCHANGED[name], (), ""), tmp_path, phase)
+    for found in (there, back):
+        assert found.rows == () and found.modules == () and found.held == ()
+        assert all(not change.delta for change in found.totals.values())
+
+
+def test_only_memory_differs_where_a_list_of_layers_becomes_a_sequential(tmp_path):
+    """The caller of a Sequential still holds what it passed, so one more tensor is alive."""
+    edits = (
+        (
+            "nn.ModuleList(Layer() for _ in range(LAYERS))",
+            "nn.Sequential(*map(lambda _: Layer(), range(LAYERS)))",
+        ),
+        (
+            "        for layer in self.layers:\n            x = layer(x)\n",
+            "        x = self.layers(x)\n",
+        ),
+    )
+    there, _, _ = compared(Case("sequential", edits, (), ""), tmp_path)
+    assert there.rows == ()
+    (held,) = there.held
+    assert held.bytes.delta == there.totals["memory"].delta == 2 * 512 * 256 * 2
+    assert held.op == "aten.add"
