@@ -33,6 +33,7 @@ from rooftrace.reporting.cli.shared import (
     workload,
     write_text,
 )
+from rooftrace.reporting.cli.weight_commands import diff_of_checkpoints
 
 
 @click.command(epilog=TARGET_HELP)
@@ -163,7 +164,8 @@ def trace(target: str, out: str, rules: tuple[str, ...], **request: Any) -> None
     multiple=True,
     metavar="METRIC>LIMIT",
     help='Exit 1 when a metric grows beyond it: "time>5%", "memory>1 GiB".  Metrics: time, '
-    "flops, bytes, memory, params, kernels.  Repeatable.",
+    "flops, bytes, memory, params, kernels; of checkpoints drift, params, bytes, nonfinite, "
+    "changed, added, removed.  Repeatable.",
 )
 def diff(
     before: str,
@@ -180,16 +182,20 @@ def diff(
     rewrites: tuple[str, ...],
     **request: Any,
 ) -> None:
-    """What changed in cost from BEFORE to AFTER: targets or saved graphs."""
+    """What changed in cost from BEFORE to AFTER: targets or saved graphs; of two checkpoints, in
+    weights."""
     from rooftrace.costmodels.findings.diffs import parse_condition
+    from rooftrace.reporting.checkpoints import has_no_cost
     from rooftrace.reporting.text import as_markdown, renderable
 
+    if has_no_cost(before, after):
+        return diff_of_checkpoints(before, after, names, form, out, fail_on)
     for condition in fail_on:
         parse_condition(condition)
     (loaded,), (model,) = load_chips((chip,)), load_executions((execution,), tf32, knobs, rewrites)
     load_rules(rules)
     with progress():
-        result = rt.diff(
+        result: Any = rt.diff(
             before, after, chip=loaded, execution=model, names=names, **workload(**request)
         )
     write_text(form, out, lambda: renderable(result), lambda: as_markdown(result), result.to_dict)

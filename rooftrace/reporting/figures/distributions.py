@@ -48,8 +48,8 @@ def distributions(model: ModelInfo) -> Figure:
         raise RequestError(
             f"{model.name}: no weights to draw: they are on meta, or were not read (weights=True)"
         )
-    largest = sorted(drawn, key=lambda layer: -layer.num_params)[:MOST]
-    shown = [layer for layer in drawn if layer in largest]
+    largest = {id(x) for x in sorted(drawn, key=lambda layer: -layer.num_params)[:MOST]}
+    shown = [layer for layer in drawn if id(layer) in largest]
     rows = math.ceil(len(shown) / _COLUMNS)
     height = _TOP + _BOTTOM + rows * _ROW
     which = "" if len(shown) == len(drawn) else f", the {len(shown)} largest of {len(drawn):,}"
@@ -83,8 +83,9 @@ def _histogram(axes: Axes, layer: LayerInfo) -> None:
     axes.set_xlim(low, high)
     axes.set_xticks([low, high])
     axes.set_xticklabels([f"{statistics.min:.3g}", f"{statistics.max:.3g}"], fontsize=8)
-    for label, side in zip(axes.get_xticklabels(), ("left", "right"), strict=True):
-        label.set_horizontalalignment(side)
+    first, last = axes.get_xticklabels()
+    first.set_horizontalalignment("left")
+    last.set_horizontalalignment("right")
     name = layer.name if len(layer.name) <= _LETTERS else f"…{layer.name[1 - _LETTERS :]}"
     axes.text(0, 1.28, name, transform=axes.transAxes, fontsize=9, color=style.INK, va="bottom")
     bad = statistics.nans + statistics.infs
