@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from rooftrace._progress import tell, telling
@@ -67,7 +68,7 @@ def _of_named(name: str, weights: bool, trusted: bool) -> ModelInfo:
     from rooftrace.tracer.asking import Request
     from rooftrace.tracer.asking.names import names_code
     from rooftrace.tracer.graphfiles import looks_saved
-    from rooftrace.tracer.targets import load_module
+    from rooftrace.tracer.targets import load_module, weights_precision
 
     if looks_saved(name):
         raise RequestError(
@@ -77,4 +78,11 @@ def _of_named(name: str, weights: bool, trusted: bool) -> ModelInfo:
         raise RequestError(f"trust_remote_code=True: the code of {name} runs as it is")
     tell("building the model")
     module = load_module(name, Request(trust_remote_code=trusted), real=weights)
-    return inventory_of(module, weights, name)
+    made = inventory_of(module, weights, name)
+    config = getattr(module, "config", None)
+    declared, problem = weights_precision(config) if config is not None else (None, None)
+    if declared or problem:
+        what = f"declares {declared} weights" if declared else f"is not understood ({problem})"
+        note = f"its quantization_config {what}: the module is built unquantised"
+        made = replace(made, notes=(*made.notes, note))
+    return made

@@ -186,6 +186,8 @@ def _report(
         rest = f"{as_markdown(result)}\nFigures and data: `{folder.name}/`\n"
     except (ValueError, LookupError, RuntimeError, OSError) as error:
         reason = worded(error)
+        if not named and input_data is None:
+            reason += "; pass input_data=, or sizes such as batch=8"
         rest = f"No costs of a step: {' '.join(reason.split())}\n"
         tell(f"{page} has the inventory alone: {reason}")
     write_bytes(page, f"{as_markdown(made)}\n{rest}".encode())

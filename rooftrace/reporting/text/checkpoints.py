@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rooftrace.hardware.units import MISSING, format_share, listed, plural
-from rooftrace.reporting.text.inventories import VALUE, change_words, parameter_parts
+from rooftrace.reporting.text.inventories import VALUE, change_words, labelled, parameter_parts
 from rooftrace.reporting.view import model as view, units
 from rooftrace.tracer.paths import pattern_of
 
@@ -19,7 +19,7 @@ SHOWN = 15
 
 _NAME = view.Column("name", units.MODULE, "tensor", folded=True)
 _DRIFT = (
-    view.Column("relative", units.SHARE, "of norm before"),
+    view.Column("relative", units.full(units.SHARE), "of norm before"),
     view.Column("difference", VALUE, "difference"),
     view.Column("cosine", units.Unit("", "number", lambda c: f"{c:.6f}", least=None), "cosine"),
     view.Column("largest", VALUE, "largest"),
@@ -61,14 +61,14 @@ def _head(result: CheckpointDiff) -> Iterator[view.Note]:
         "removed": "removed",
     }
     counts = [f"{len(result.of(s)):,} {text}" for s, text in words.items() if result.of(s)]
-    yield view.Note(listed(counts) or "no tensors on either side", label="tensors     ", bullet=1)
-    yield view.Note(change_words(result.params), label="parameters  ", bullet=1)
-    yield view.Note(change_words(result.bytes, capacity=True), label="bytes       ", bullet=1)
+    yield from labelled("tensors", listed(counts) or "none on either side")
+    yield from labelled("parameters", change_words(result.params))
+    yield from labelled("bytes", change_words(result.bytes, capacity=True))
     if result.unchanged:
         yield view.Note("every tensor has the same bytes", "good", bullet=1)
     else:
         text = f"{format_share(result.relative)} of the norm before, over the tensors in both"
-        yield view.Note(text, label="drift       ", bullet=1)
+        yield from labelled("drift", text)
     bad = result.not_finite
     if bad:
         text = f"NaN or infinite values in {plural(len(bad), 'tensor')}; drift leaves them out"
@@ -118,12 +118,7 @@ def _values(tensor: TensorDiff) -> dict[str, Any]:
 
 def _drifted(result: CheckpointDiff) -> list[dict[str, Any]]:
     """The tensors that moved, those first that moved most."""
-
-    def moved(tensor: TensorDiff) -> float:
-        relative = 0.0 if tensor.drift is None else tensor.drift.relative
-        return float("-inf") if relative is None else -relative
-
-    tensors = sorted(result.of("drifted"), key=moved)
+    tensors = sorted(result.of("drifted"), key=lambda tensor: tensor.moved, reverse=True)
     return [{"name": tensor.name, **_values(tensor)} for tensor in tensors]
 
 
@@ -135,11 +130,23 @@ def _changed(result: CheckpointDiff) -> list[dict[str, Any]]:
 
 
 def _renamed(result: CheckpointDiff) -> list[dict[str, Any]]:
-    return [
-        {"before": t.renamed_from, "after": t.name, "by": t.renamed_by, **_values(t)}
-        for t in result.tensors
-        if t.renamed_from
-    ]
+    """Renamed tensors; those that were renamed alike stand in one row, with the largest drift."""
+    groups: dict[tuple[str, str, str], list[TensorDiff]] = {}
+    for tensor in result.tensors:
+        if tensor.renamed_from:
+            patterns = pattern_of(tensor.renamed_from), pattern_of(tensor.name)
+            groups.setdefault((*patterns, tensor.renamed_by), []).append(tensor)
+    rows = []
+    for (old, new, by), tensors in groups.items():
+        several = len(tensors) > 1
+        names = (old, f"{new} x{len(tensors)}") if several else _names(tensors[0])
+        moved = max(tensors, key=lambda tensor: tensor.moved)
+        rows.append({"before": names[0], "after": names[1], "by": by, **_values(moved)})
+    return rows
+
+
+def _names(tensor: TensorDiff) -> tuple[str, str]:
+    return tensor.renamed_from, tensor.name
 
 
 def _folded(tensors: Sequence[TensorDiff]) -> list[dict[str, Any]]:

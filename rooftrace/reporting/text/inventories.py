@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rooftrace.hardware.units import MISSING, format_capacity, format_share, plural
@@ -30,7 +31,7 @@ def _number(value: float) -> str:
 
 _TENSORS = (
     view.Column("name", units.MODULE, "tensor", folded=True),
-    view.Column("class", units.TEXT, "class", drop=1),
+    view.Column("class", units.TEXT, "class", clipped=12),
     view.Column("shape", SHAPE, "shape"),
     view.Column("dtype", units.TEXT, "dtype"),
     view.Column("params", EXACT, "parameters"),
@@ -56,21 +57,25 @@ def inventory_view(result: ModelInfo, output: view.Output) -> view.View:
     beside = list(_rows(result.buffers, folded=screen and len(result.buffers) > MOST_ROWS // 4))
     sections = [
         view.Section(parts=list(_sums(result)), place=1),
-        view.Section(title="Parameters", parts=[_table(rows)], place=2),
+        view.Section(title="Parameters", parts=[_table(_TENSORS, rows)], place=2),
     ]
     if beside:
-        sections.append(view.Section(title="Buffers", parts=[_table(beside, "buffer")], place=3))
+        sections.append(view.Section(title="Buffers", parts=[_table(_BUFFERS, beside)], place=3))
     read = [row for row in rows if row["mean"] is not view.BLANK]
     if read:
-        table = view.Table(columns=_VALUES, rows=read, padded=False)
-        sections.append(view.Section(title="Weights", parts=[table], place=4))
+        sections.append(view.Section(title="Weights", parts=[_table(_VALUES, read)], place=4))
     sections.append(view.Section(parts=list(_remarks(result)), place=5))
     return view.View(tuple(s for s in sections if s.parts), f"Inventory of {result.name}")
 
 
-def _table(rows: Sequence[dict[str, Any]], head: str = "tensor") -> view.Table:
-    name = view.Column("name", units.MODULE, head, folded=True)
-    return view.Table(columns=(name, *_TENSORS[1:]), rows=rows, padded=False)
+_BUFFERS = (
+    view.Column("name", units.MODULE, "buffer", folded=True),
+    *(replace(c, head="elements") if c.key == "params" else c for c in _TENSORS[1:-1]),
+)
+
+
+def _table(columns: Sequence[view.Column], rows: Sequence[dict[str, Any]]) -> view.Table:
+    return view.Table(columns=columns, rows=rows, padded=False)
 
 
 def _sums(result: ModelInfo) -> Iterator[view.Note]:
@@ -81,20 +86,24 @@ def _sums(result: ModelInfo) -> Iterator[view.Note]:
         else f", {plural(result.modules, 'module')} without others inside"
     )
     tensors = plural(result.num_layers, "tensor")
-    yield view.Note(
-        f"{result.name} ({result.kind}): {tensors} of parameters{leaves}",
-        "strong",
-    )
+    name = result.name if result.name == result.kind else f"{result.name} ({result.kind})"
+    yield view.Note(f"{name}: {tensors} of parameters{leaves}", "strong")
     text = f"{least}{result.total_params:,}"
     if result.trainable_params is not None:
         text += f": {result.trainable_params:,} trainable, {result.non_trainable_params:,} frozen"
     if result.shared_params:
         text += f"; {result.shared_params:,} under several names, counted once"
-    yield view.Note(text, label="parameters  ", bullet=1)
+    yield from labelled("parameters", text)
     text = f"{least}{format_capacity(result.bytes_parameters)} of parameters"
     if result.bytes_buffers:
         text += f", {format_capacity(result.bytes_buffers)} of buffers and others"
-    yield view.Note(text, label="memory      ", bullet=1)
+    yield from labelled("memory", text)
+
+
+def labelled(label: str, text: str) -> Iterator[view.Note]:
+    """A sentence behind a word: in a column of its own on a screen, an item of a list on a page."""
+    yield view.Note(text, on="screen", label=f"{label:<12}")
+    yield view.Note(f"{label}: {text}", on="page", bullet=1)
 
 
 def _remarks(result: ModelInfo) -> Iterator[view.Note]:
@@ -177,8 +186,8 @@ def parameters_view(result: ParameterDiff, output: view.Output) -> view.View:
 def parameter_parts(result: ParameterDiff, output: view.Output) -> Iterator[view.Part]:
     """The sums of a comparison of parameters, and its rows."""
     yield view.Note(f"{result.names[0]} -> {result.names[1]}", "strong", on="screen")
-    yield view.Note(change_words(result.params), label="parameters  ", bullet=1)
-    yield view.Note(change_words(result.bytes, capacity=True), label="memory      ", bullet=1)
+    yield from labelled("parameters", change_words(result.params))
+    yield from labelled("memory", change_words(result.bytes, capacity=True))
     if not result.modules:
         yield view.Note("the same parameters in every module", "good", bullet=1)
         return

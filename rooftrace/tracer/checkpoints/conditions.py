@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from rooftrace.tracer.inventory.limits import Limit, parse_limit
 
 if TYPE_CHECKING:
-    from rooftrace.tracer.checkpoints.records import CheckpointDiff, TensorDiff
-
-
-def share(tensor: TensorDiff) -> float:
-    """The drift of a tensor, relative to its norm before: infinite where that is 0."""
-    if tensor.drift is None:
-        return 0.0
-    return math.inf if tensor.drift.relative is None else tensor.drift.relative
+    from rooftrace.tracer.checkpoints.records import CheckpointDiff
 
 
 def _drift(result: CheckpointDiff) -> tuple[float, float]:
-    return 0.0, max(map(share, result.tensors), default=0.0)
+    return 0.0, max((tensor.moved for tensor in result.tensors), default=0.0)
 
 
 def _count(*statuses: str) -> Callable[[CheckpointDiff], tuple[float, float]]:
@@ -53,5 +45,5 @@ def broken(limit: Limit, result: CheckpointDiff) -> str:
     """A sentence where a limit is passed; else nothing."""
     sentence = limit.grown(*METRICS[limit.metric](result))
     if sentence and limit.metric == "drift":
-        return f"{max(result.tensors, key=share).name}: {sentence}"
+        return f"{max(result.tensors, key=lambda tensor: tensor.moved).name}: {sentence}"
     return sentence

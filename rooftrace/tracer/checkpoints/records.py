@@ -75,6 +75,13 @@ class TensorDiff:
     note: str = ""  # why not
 
     @property
+    def moved(self) -> float:
+        """The drift relative to the norm before: infinite where that is 0, 0 if there is none."""
+        if self.drift is None:
+            return 0.0
+        return math.inf if self.drift.relative is None else self.drift.relative
+
+    @property
     def not_finite(self) -> tuple[int, int]:
         """Values that are NaN or infinite, before and after."""
         sides = [0 if look is None else look.nans + look.infs for look in (self.before, self.after)]
