@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from rooftrace._progress import tell, telling
-from rooftrace.errors import RequestError
+from rooftrace.errors import RequestError, UnusedError
 from rooftrace.reporting.estimates import Source
 from rooftrace.tracer.inventory import ModelInfo
 from rooftrace.tracer.weightfiles import is_checkpoint
@@ -37,20 +37,13 @@ def inventory(
         if isinstance(model, (str, os.PathLike)):
             return _of_named(os.fspath(model), bool(weights), trust_remote_code)
         if trust_remote_code:
-            raise RequestError("trust_remote_code=True: the module is built already")
+            raise UnusedError("trust_remote_code", "True", "the module is built already")
         return _of_module(model, weights is not False)
 
 
 def _of_module(model: Any, weights: bool) -> ModelInfo:
-    from torch import nn
-
     from rooftrace.tracer.inventory import inventory_of
 
-    if not isinstance(model, nn.Module):
-        raise RequestError(
-            "inventory: expected a torch.nn.Module, a target or a checkpoint, got "
-            f"{type(model).__name__}: {model!r:.80}"
-        )
     return inventory_of(model, weights)
 
 
@@ -61,9 +54,7 @@ def _of_named(name: str, weights: bool, trusted: bool) -> ModelInfo:
         from rooftrace.tracer.weightfiles import open_checkpoint
 
         if trusted:
-            raise RequestError(
-                f"trust_remote_code=True: {name} is a checkpoint, whose code is not read"
-            )
+            raise UnusedError("trust_remote_code", "True", f"{name} is a checkpoint: no code")
         return inventory_of(open_checkpoint(name), weights)
     from rooftrace.tracer.asking import Request
     from rooftrace.tracer.asking.names import names_code
@@ -75,7 +66,7 @@ def _of_named(name: str, weights: bool, trusted: bool) -> ModelInfo:
             f"{name}: a saved graph has ops, not modules; name the target that it was traced from"
         )
     if trusted and names_code(name):
-        raise RequestError(f"trust_remote_code=True: the code of {name} runs as it is")
+        raise UnusedError("trust_remote_code", "True", f"the code of {name} runs as it is")
     tell("building the model")
     module = load_module(name, Request(trust_remote_code=trusted), real=weights)
     made = inventory_of(module, weights, name)

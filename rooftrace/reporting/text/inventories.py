@@ -75,7 +75,9 @@ _BUFFERS = (
 
 
 def _table(columns: Sequence[view.Column], rows: Sequence[dict[str, Any]]) -> view.Table:
-    return view.Table(columns=columns, rows=rows, padded=False)
+    """A table without the columns that say nothing: a file knows neither classes nor gradients."""
+    telling = [c for c in columns if any(row[c.key] not in ("", MISSING) for row in rows)]
+    return view.Table(columns=telling or columns, rows=rows, padded=False)
 
 
 def _sums(result: ModelInfo) -> Iterator[view.Note]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from rooftrace._progress import tell
+from rooftrace.errors import RequestError
 from rooftrace.hardware.units import plural
 from rooftrace.tracer.dtypes import dtype_name
 from rooftrace.tracer.inventory.records import LayerInfo, ModelInfo, StoredPart
@@ -39,10 +40,15 @@ def inventory_of(source: nn.Module | Checkpoint, weights: bool, name: str = "") 
     """What a module or a checkpoint consists of.
 
     weights: read the values too, where there are any.  name: what to call it; by default the
-    module's own name or class.  Runs nothing of the module.
+    module's own name or class.  Runs nothing of the module.  Raises RequestError for another source.
     """
     if isinstance(source, Checkpoint):
         return _of_checkpoint(source, weights, name)
+    if not isinstance(source, nn.Module):
+        raise RequestError(
+            "inventory: expected a torch.nn.Module, a target or a checkpoint, got "
+            f"{type(source).__name__}: {source!r:.80}"
+        )
     held, names = _held_by(source)
     taken: set[_Region] = set()
     layers: dict[str, list[LayerInfo]] = {"parameter": [], "buffer": [], "attribute": []}
