@@ -10,8 +10,10 @@ from typing import Any
 from rooftrace._progress import telling
 from rooftrace.costmodels.estimating import Estimate, estimate as estimate_graph
 from rooftrace.costmodels.execution import ExecutionModel, execution_model
+from rooftrace.costmodels.findings.comparing import compare_sources, diff_estimates
 from rooftrace.costmodels.findings.counters import Comparison, compare as compare_counts
-from rooftrace.costmodels.findings.diffs import Diff, compare_sources, diff_estimates
+from rooftrace.costmodels.findings.diffs import Diff
+from rooftrace.costmodels.planning import Plan
 from rooftrace.costmodels.registry import own_rules
 from rooftrace.costmodels.rewriting import check_precisions
 from rooftrace.errors import RequestError, TargetError, naming
@@ -57,21 +59,31 @@ def diff(
     loaded, model = load_chip(chip), execution_model(execution)
     sides = [job.name if job.is_named else usual for job, usual in zip(jobs, SIDES, strict=True)]
     placed: list[dict[str, Estimate]] = []
+    eager: list[dict[str, Estimate]] = []
     files: list[Mapping[str, str]] = []
     with telling(progress):
         for graphs_of_side, name in zip(_sides(jobs), sides, strict=True):
             # The rules in the code of one side do not hold for the other.
             with own_rules(), naming(name):
                 made = graphs_of_side()
-                placed.append(
-                    {phase: estimate_graph(g, loaded, model) for phase, g in made.graphs.items()}
-                )
+                plans = {phase: Plan.each(g, [model, EAGER]) for phase, g in made.graphs.items()}
+                for number, side in enumerate((placed, eager)):
+                    side.append(
+                        {p: estimate_graph(each[number], loaded) for p, each in plans.items()}
+                    )
             files.append(made.files)
-    result = diff_estimates(placed[0], placed[1], names or (sides[0], sides[1]))
+    result = diff_estimates(
+        placed[0],
+        placed[1],
+        names or (sides[0], sides[1]),
+        None if model.name == EAGER else (eager[0], eager[1]),
+    )
     return replace(result, sources=compare_sources(files[0], files[1]))
 
 
 SIDES = ("before", "after")
+EAGER = "eager"
+"""The execution model that runs the ops which the code calls."""
 
 
 def _of_side(side: Source, other: Source, args: Sequence[Any], named: Mapping[str, Any]) -> Job:

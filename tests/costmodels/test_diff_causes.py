@@ -7,7 +7,7 @@ from tests.costmodels.diff_cases import CASES, UNCHANGED, Case
 
 import rooftrace as rt
 from rooftrace.costmodels.findings.diffs.changes import PhaseDiff
-from rooftrace.costmodels.findings.diffs.differences import diff_estimates
+from rooftrace.costmodels.findings.comparing.differences import diff_estimates
 
 CHIP = "h100-sxm"
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rooftrace.reporting.view import model as view, units, words
 
 if TYPE_CHECKING:
-    from rooftrace.costmodels.findings.diffs import Change, Diff, ModuleChange
+    from rooftrace.costmodels.findings.diffs import Change, Diff, changes
 
 _UNITS = {
     "time": units.SECOND,
@@ -20,6 +21,22 @@ _UNITS = {
 }
 _SIGNS = {"added": ("+", "good"), "removed": ("-", "bad"), "changed": ("~", "warn")}
 TIME = view.Column("time", units.signed(units.SECOND), "expected time")
+_ROWS: tuple[view.Column, ...] = (
+    TIME,
+    view.Column("eager", units.signed(units.SECOND), "in eager"),
+    view.Column("bytes", units.signed(units.BYTE), "bytes"),
+    view.Column("flops", units.signed(units.FLOP), "FLOPs", on="page"),
+    view.Column("kernels", units.signed(units.COUNT), "kernels", on="page"),
+    view.Column("cause", units.TEXT, "cause", folded=True),
+    view.Column("module", units.CODE, "where", folded=True),
+    view.Column("line", units.CODE, "line", folded=True),
+)
+_HELD: tuple[view.Column, ...] = (
+    view.Column("bytes", units.signed(units.CAPACITY), "at the peak"),
+    view.Column("role", units.TEXT, "role"),
+    view.Column("what", units.TEXT, "what", folded=True),
+    view.Column("module", units.CODE, "module", folded=True),
+)
 _MODULES: tuple[view.Column, ...] = (
     view.Column("status", units.TEXT, "", on="page"),
     view.Column("sign", units.TEXT, "", on="screen"),
@@ -27,7 +44,7 @@ _MODULES: tuple[view.Column, ...] = (
     TIME,
     view.Column("bytes", units.signed(units.BYTE), "bytes"),
     view.Column("flops", units.signed(units.FLOP), "FLOPs"),
-    view.Column("cause", units.TEXT, "cause", folded=True),
+    view.Column("ops", units.TEXT, "ops", folded=True),
 )
 _LABELS = {
     "time": "expected time",
@@ -38,7 +55,8 @@ _LABELS = {
     "kernels": "kernels",
 }
 _BOUNDS = {"time": "time, a bound"}
-SHOWN = 15
+SHOWN = 8
+"""Rows of each table that a screen shows."""
 LONGEST_NAME = 20
 
 
@@ -49,7 +67,7 @@ def percent(change: Change) -> str:
     return "0 %" if not change.delta else f"{change.relative:+.1%}".replace("%", " %")
 
 
-def cause(module: ModuleChange) -> str:
+def op_words(module: changes.ModuleChange) -> str:
     """What changed in the module's ops: "+2 _to_copy, -1 rms_norm, mm resized"."""
     parts = [f"+{n} {words.op_name(name)}" for name, n in module.ops_added.items()]
     parts += [f"-{n} {words.op_name(name)}" for name, n in module.ops_removed.items()]
@@ -60,6 +78,30 @@ def cause(module: ModuleChange) -> str:
     return text or "grouped or placed otherwise"
 
 
+def where_words(row: changes.DiffRow) -> str:
+    """The modules of a row: "layers.*.norm x4", "layers.*.attention.k and 3 more (12)"."""
+    if not row.modules:
+        return ""
+    first = row.modules[0] or "(root)"
+    if len(row.modules) > 1:
+        return f"{first} and {len(row.modules) - 1} more ({row.count:,})"
+    return f"{first} x{row.count:,}" if row.count > 1 else first
+
+
+def line_words(row: changes.DiffRow) -> str:
+    """The line on either side: "net.py:12", "net.py:12 -> net.py:14"; "" where none is known."""
+    if row.before and row.after and row.before != row.after:
+        return f"{row.before} -> {row.after}"
+    return row.line or ""
+
+
+def held_what(held: changes.HeldChange) -> str:
+    """What is held: "weight", "mul, forward, saved for backward"."""
+    name = held.name.rpartition(".")[2]
+    made = f"{words.op_name(held.op)}, {held.part}" if held.op else ""
+    return (name or made or held.role) + (", saved for backward" if held.saved else "")
+
+
 def columns(result: Diff) -> tuple[str, str]:
     """Column heads: the two names, or before and after where a name is too long for one."""
     if max(map(len, result.names)) > LONGEST_NAME or result.names[0] == result.names[1]:
@@ -67,7 +109,7 @@ def columns(result: Diff) -> tuple[str, str]:
     return result.names
 
 
-def _label(module: ModuleChange) -> str:
+def _label(module: changes.ModuleChange) -> str:
     path = module.path or "(root)"
     return f"{path} x{module.count}" if module.count > 1 else path
 
@@ -139,22 +181,106 @@ def _phase(result: Diff, number: int) -> view.Section:
             padded=False,
         ),
     ]
-    modules = [_module(module) for module in phase.modules]
     time = TIME if result.expected else replace(TIME, head=_BOUNDS["time"])
-    columns_ = tuple(time if column is TIME else column for column in _MODULES)
-    parts.append(view.Table(columns=columns_, rows=modules[:SHOWN], on="screen"))
-    parts.append(view.Table(columns=columns_, rows=modules, padded=False, on="page"))
-    if len(modules) > SHOWN:
-        more = f"... and {len(modules) - SHOWN} more modules (--format json has all)"
-        parts.append(view.Note(more, "faint", on="screen"))
+    parts += [view.Note(_assumed(text), "warn", bullet=1) for text in phase.assumed]
+    parts += _causes(phase.rows, time)
+    for title, columns_, rows in (
+        ("by module", _MODULES, [_module(module) for module in phase.modules]),
+        ("memory at the peak", _HELD, [_held(held) for held in phase.held]),
+    ):
+        if rows:
+            columns_ = tuple(time if column is TIME else column for column in columns_)
+            parts += _table(title, columns_, rows)
     return view.Section(title=phase.phase, parts=parts)
+
+
+def _table(
+    title: str, columns_: Sequence[view.Column], rows: Sequence[dict[str, Any]]
+) -> Iterator[view.Part]:
+    """A table under its title; a screen shows the first rows only."""
+    yield view.Note("", label=title, on="screen")
+    yield view.Note(f"{title[0].upper()}{title[1:]}:", on="page")
+    yield view.Table(columns=columns_, rows=rows[:SHOWN], on="screen")
+    yield view.Table(columns=columns_, rows=rows, padded=False, on="page")
+    if len(rows) > SHOWN:
+        more = f"... and {len(rows) - SHOWN} more (--format json has all)"
+        yield view.Note(more, "faint", on="screen")
+
+
+def _causes(rows: Sequence[changes.DiffRow], time: view.Column) -> Iterator[view.Part]:
+    """The causes: sentences on a screen, a table on a page."""
+    if not rows:
+        return
+    yield view.Note("", label="by cause", on="screen")
+    for row in rows[:SHOWN]:
+        seconds = units.signed(units.SECOND).page(row.time.delta)
+        yield view.Note(row.cause, _mark(row.time), on="screen", label=f"{seconds}  ")
+        yield view.Note(_details(row), "faint", on="screen")
+    if len(rows) > SHOWN:
+        more = f"... and {len(rows) - SHOWN} more causes (--format json has all)"
+        yield view.Note(more, "faint", on="screen")
+    columns_ = tuple(time if column is TIME else column for column in _rows_columns(rows))
+    yield view.Note("By cause:", on="page")
+    yield view.Table(columns=columns_, rows=[*map(_row, rows)], padded=False, on="page")
+
+
+def _details(row: changes.DiffRow) -> str:
+    """Where a cause is, and what it changes beside the time."""
+    place = ", ".join(filter(None, (where_words(row), line_words(row))))
+    amounts = [
+        f"{name} {unit.page(change.delta)}"
+        for name, change, unit in (
+            ("eager", row.eager, units.signed(units.SECOND)),
+            ("HBM", row.bytes, units.signed(units.BYTE)),
+            ("", row.flops, units.signed(units.FLOP)),
+            ("kernels", row.kernels, units.signed(units.COUNT)),
+        )
+        if change is not None and change.delta
+    ]
+    return "; ".join(filter(None, (f"in {place}" if place else "", ", ".join(amounts).strip())))
+
+
+def _rows_columns(rows: Sequence[changes.DiffRow]) -> tuple[view.Column, ...]:
+    """The columns of the causes, without eager times where nothing has any."""
+    has_eager = any(row.eager is not None for row in rows)
+    return tuple(column for column in _ROWS if column.key != "eager" or has_eager)
+
+
+def _row(row: changes.DiffRow) -> dict[str, Any]:
+    cells: dict[str, Any] = {
+        "time": view.Cell(row.time.delta, _mark(row.time)),
+        "bytes": row.bytes.delta,
+        "flops": row.flops.delta,
+        "kernels": row.kernels.delta,
+        "cause": row.cause,
+        "module": where_words(row),
+        "line": line_words(row),
+    }
+    if row.eager is not None:
+        cells["eager"] = view.Cell(row.eager.delta, _mark(row.eager))
+    return cells
+
+
+def _held(held: changes.HeldChange) -> dict[str, Any]:
+    return {
+        "bytes": view.Cell(held.bytes.delta, _mark(held.bytes)),
+        "role": held.role,
+        "what": held_what(held),
+        "module": held.module or "(root)",
+    }
+
+
+def _assumed(text: str) -> str:
+    """An assumption that one side alone makes."""
+    sign, said = text[0], text[2:]
+    return f"assumed now: {said}" if sign == "+" else f"no longer assumed: {said}"
 
 
 def _mark(change: Change) -> str:
     return "worse" if change.delta > 0 else "good" if change.delta < 0 else "faint"
 
 
-def _module(module: ModuleChange) -> dict[str, Any]:
+def _module(module: changes.ModuleChange) -> dict[str, Any]:
     sign, mark = _SIGNS[module.status]
     return {
         "status": module.status,
@@ -163,7 +289,7 @@ def _module(module: ModuleChange) -> dict[str, Any]:
         "time": module.time.delta,
         "bytes": module.bytes.delta,
         "flops": module.flops.delta,
-        "cause": cause(module),
+        "ops": op_words(module),
     }
 
 

@@ -4,17 +4,19 @@ Each kernel gets a label for every radius: radius 0 is what it does, radius k + 
 radius k with those of its neighbours (the refinement of Weisfeiler and Leman).  Kernels are matched
 from the largest radius to the smallest, so the order in which independent kernels run, the names of
 modules and the lines of the code do not matter.  First come kernels that do the same to tensors of
-the same sizes, in the same module and then anywhere; then those that do the same to other sizes.
+the same sizes: in the same module, then anywhere, then in modules that are alike.  Those that do
+the same to other sizes follow.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rooftrace.costmodels.findings.matching.anchors import Anchor, Anchors
 from rooftrace.costmodels.findings.matching.flow import Flow, in_any_order
+from rooftrace.tracer.paths import pattern_of
 
 RADIUS = 6
 """Kernels around a kernel that tell it from others that do the same."""
@@ -50,10 +52,10 @@ def match(before: Flow, after: Flow) -> Matching:
     """Match the kernels of two graphs; every run of a kernel is in one pair or left over."""
     rounds = _Rounds(before, after)
     exact, loose = _labels(before, after, True), _labels(before, after, False)
-    rounds.run(exact, 0, in_place=True)
-    rounds.run(exact, _ELSEWHERE, in_place=False)
-    rounds.run(loose, 0, in_place=True)
-    rounds.run(loose, _RESIZED_ELSEWHERE, in_place=False)
+    for labels, elsewhere in ((exact, _ELSEWHERE), (loose, _RESIZED_ELSEWHERE)):
+        rounds.run(labels, 0, lambda path: path)
+        rounds.run(labels, elsewhere, lambda _: "")
+        rounds.run(labels, 0, pattern_of)
     rounds.by_anchors()
     left = [{op: times for op, times in side.items() if times} for side in rounds.left]
     return Matching(tuple(rounds.pairs), left[0], left[1])
@@ -70,30 +72,27 @@ class _Rounds:
         ]
         self.pairs: list[Pair] = []
 
-    def run(self, labels: Sequence[Labels], least: int, in_place: bool) -> None:
+    def run(self, labels: Sequence[Labels], least: int, place: Callable[[str], str]) -> None:
         """Match what has one label, from the largest radius down to `least`.
 
-        in_place: only within modules of one path.
+        place: what the paths of two modules have in common whose kernels may be matched.
         """
         for radius in range(RADIUS, least - 1, -1):
             if not all(map(any, (side.values() for side in self.left))):
                 return
-            first, second = (
-                self._classes(side, labels[side][radius], in_place) for side in range(2)
-            )
+            first, second = (self._classes(side, labels[side][radius], place) for side in range(2))
             for key, members in first.items():
                 if key in second:
                     self._pair(members, second[key])
 
     def _classes(
-        self, side: int, labels: Mapping[int, int], in_place: bool
+        self, side: int, labels: Mapping[int, int], place: Callable[[str], str]
     ) -> dict[Hashable, list[int]]:
         ops = self.flows[side].graph.ops
         classes: dict[Hashable, list[int]] = defaultdict(list)
         for number, times in self.left[side].items():
             if times:
-                label = labels[number]
-                classes[(label, ops[number].module) if in_place else label].append(number)
+                classes[labels[number], place(ops[number].module)].append(number)
         return classes
 
     def _pair(self, before: Sequence[int], after: Sequence[int]) -> None:

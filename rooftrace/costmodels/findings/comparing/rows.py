@@ -10,26 +10,26 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
 
-from rooftrace.costmodels.findings.diffs.causes import (
+from rooftrace.costmodels.findings.comparing.causes import (
     by_weight,
     cause_of,
     layer_of,
     layers_of,
     leading,
 )
-from rooftrace.costmodels.findings.diffs.changes import Change, DiffRow
-from rooftrace.costmodels.findings.diffs.clusters import OPTIMIZER, Cluster, clusters_of, site
-from rooftrace.costmodels.findings.diffs.edits import Edit, edits_of, op_of
-from rooftrace.costmodels.findings.diffs.modules import Places
-from rooftrace.costmodels.findings.diffs.sides import Side, Sides
+from rooftrace.costmodels.findings.comparing.clusters import OPTIMIZER, Cluster, clusters_of, site
+from rooftrace.costmodels.findings.comparing.edits import Edit, edits_of, op_of
+from rooftrace.costmodels.findings.comparing.modules import Whereabouts
+from rooftrace.costmodels.findings.comparing.sides import Side, Sides
+from rooftrace.costmodels.findings.diffs import Change, changes
 from rooftrace.tracer.paths import pattern_of
 
 _ROUNDING = 1e-9
 
 
 def diff_rows(
-    sides: Sides, places: Places, edits: Sequence[Edit], eager: Sides | None
-) -> tuple[DiffRow, ...]:
+    sides: Sides, places: Whereabouts, edits: Sequence[Edit], eager: Sides | None
+) -> tuple[changes.DiffRow, ...]:
     """The rows of a phase, the largest change of time first.
 
     eager: the same two steps in eager mode.  It runs the ops that the code calls, so its edits are
@@ -43,7 +43,7 @@ def diff_rows(
     return tuple(sorted([*rows, *_waiting(sides)], key=_first))
 
 
-def _first(row: DiffRow) -> tuple[float, float, float, str]:
+def _first(row: changes.DiffRow) -> tuple[float, float, float, str]:
     eager = 0.0 if row.eager is None else row.eager.delta
     return -abs(row.time.delta), -abs(row.bytes.delta), -abs(eager), row.cause
 
@@ -108,8 +108,8 @@ def _is_optimizer(sides: Sides, cluster: Cluster) -> bool:
 
 
 def _row(
-    sides: Sides, places: Places, cluster: Cluster, code: Sides, edits: Sequence[Edit]
-) -> DiffRow:
+    sides: Sides, places: Whereabouts, cluster: Cluster, code: Sides, edits: Sequence[Edit]
+) -> changes.DiffRow:
     """The row of a cluster; places, code and edits are of the step as the code runs it."""
     first = by_weight(code, leading(code, edits))
     if layers := layers_of(code, first):
@@ -118,7 +118,7 @@ def _row(
     else:
         modules = _modules(code, places, first) if first else _modules_of_rows(sides, cluster)
         before, after = _lines(code, first)
-    return DiffRow(
+    return changes.DiffRow(
         cause=cause_of(sides, cluster, code, edits),
         modules=tuple(modules),
         count=sum(modules.values()),
@@ -141,7 +141,7 @@ def _sums(sides: Sides, before: Iterable[int], after: Iterable[int]) -> dict[str
     }
 
 
-def _modules(sides: Sides, places: Places, edits: Sequence[Edit]) -> Mapping[str, int]:
+def _modules(sides: Sides, places: Whereabouts, edits: Sequence[Edit]) -> Mapping[str, int]:
     """The modules that edits are in by their pattern, and how many there are of each."""
     paths: dict[str, dict[str, None]] = defaultdict(dict)
     for edit in edits:
@@ -198,7 +198,7 @@ def _beside(sides: Sides, number: int, line: str) -> str | None:
 # -- beside eager mode; the host -------------------------------------------------------------------
 
 
-def _with_eager(sides: Sides, clusters: Sequence[Cluster], eager: Sides) -> list[DiffRow]:
+def _with_eager(sides: Sides, clusters: Sequence[Cluster], eager: Sides) -> list[changes.DiffRow]:
     """A row for each cluster with the time that the same change takes in eager mode.
 
     A change that only eager mode pays for has a row of its own.
@@ -207,7 +207,7 @@ def _with_eager(sides: Sides, clusters: Sequence[Cluster], eager: Sides) -> list
     for number, cluster in enumerate(clusters):
         for place in _sites(sides, cluster):
             owners.setdefault(place, number)
-    places = Places(eager)
+    places = Whereabouts(eager)
     beside: dict[int, Cluster] = {}
     rows = []
     for cluster in _folded(eager, clusters_of(eager, edits_of(eager))):
@@ -223,7 +223,7 @@ def _with_eager(sides: Sides, clusters: Sequence[Cluster], eager: Sides) -> list
     for number, cluster in enumerate(clusters):
         other = beside.get(number, Cluster((), (), ()))
         code, edits = (eager, other.edits) if other.edits else (sides, cluster.edits)
-        row = _row(sides, places if code is eager else Places(sides), cluster, code, edits)
+        row = _row(sides, places if code is eager else Whereabouts(sides), cluster, code, edits)
         rows.append(replace(row, eager=_sums(eager, other.before, other.after)["time"]))
     return rows
 
@@ -238,7 +238,7 @@ def _sites(sides: Sides, cluster: Cluster) -> dict[Hashable, None]:
     return sites
 
 
-def _waiting(sides: Sides) -> list[DiffRow]:
+def _waiting(sides: Sides) -> list[changes.DiffRow]:
     """A row for the time in which the device waits for the host, where that differs."""
     waits = []
     for side in (sides.before, sides.after):
@@ -252,7 +252,7 @@ def _waiting(sides: Sides) -> list[DiffRow]:
     nothing = Change(0, 0)
     longer = "longer" if change.delta > 0 else "less long"
     return [
-        DiffRow(
+        changes.DiffRow(
             cause=f"the device waits {longer} for the host",
             time=change,
             bytes=nothing,

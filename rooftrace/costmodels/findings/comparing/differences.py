@@ -6,17 +6,16 @@ import os
 from collections.abc import Mapping
 
 from rooftrace.costmodels.estimating import Estimate
-from rooftrace.costmodels.findings.diffs.changes import Change, Diff, PhaseDiff, Sources
-from rooftrace.costmodels.findings.diffs.conditions import METRICS
-from rooftrace.costmodels.findings.diffs.edits import edits_of
-from rooftrace.costmodels.findings.diffs.held import held_changes
-from rooftrace.costmodels.findings.diffs.modules import Places, module_changes
-from rooftrace.costmodels.findings.diffs.rows import diff_rows
-from rooftrace.costmodels.findings.diffs.sides import Sides
+from rooftrace.costmodels.findings.comparing.edits import edits_of
+from rooftrace.costmodels.findings.comparing.held import held_changes
+from rooftrace.costmodels.findings.comparing.modules import Whereabouts, module_changes
+from rooftrace.costmodels.findings.comparing.rows import diff_rows
+from rooftrace.costmodels.findings.comparing.sides import Sides
+from rooftrace.costmodels.findings.diffs import Change, Diff, changes, conditions
 from rooftrace.tracer.graph import OpGraph
 
 
-def compare_sources(before: Mapping[str, str], after: Mapping[str, str]) -> Sources | None:
+def compare_sources(before: Mapping[str, str], after: Mapping[str, str]) -> changes.Sources | None:
     """Compare the digests of two sides' source files by path; None unless both have files.
 
     Files are matched by their path below the folder that all of their side are in.
@@ -25,7 +24,7 @@ def compare_sources(before: Mapping[str, str], after: Mapping[str, str]) -> Sour
         return None
     first, second = _below(before), _below(after)
     names = dict.fromkeys([*first, *second])
-    return Sources(
+    return changes.Sources(
         (len(before), len(after)),
         tuple(name for name in names if first.get(name) != second.get(name)),
         list(before) == list(after),
@@ -50,11 +49,11 @@ def diff_estimates(
     """
     shared = [phase for phase in before if phase in after]
     sides = [tuple(side.values()) for side in (before, after)]
-    one, two = (_priced(side or sides[1 - number]) for number, side in enumerate(sides))
+    priced = tuple(_priced(side or sides[1 - number]) for number, side in enumerate(sides))
     return Diff(
         names=names,
-        chips=(one[0], two[0]),
-        executions=(one[1], two[1]),
+        chips=(priced[0][0], priced[1][0]),
+        executions=(priced[0][1], priced[1][1]),
         expected=all(each.expected for side in sides for each in side),
         phases=tuple(
             _phase(
@@ -79,14 +78,16 @@ def _priced(estimates: tuple[Estimate, ...]) -> tuple[str, str]:
     return chip, model.name
 
 
-def _phase(before: Estimate, after: Estimate, eager: tuple[Estimate, Estimate] | None) -> PhaseDiff:
+def _phase(
+    before: Estimate, after: Estimate, eager: tuple[Estimate, Estimate] | None
+) -> changes.PhaseDiff:
     first, second = _totals(before), _totals(after)
     sides = Sides(before, after)
-    places, edits = Places(sides), edits_of(sides)
+    places, edits = Whereabouts(sides), edits_of(sides)
     rows = diff_rows(sides, places, edits, Sides(*eager) if eager else None)
-    return PhaseDiff(
+    return changes.PhaseDiff(
         phase=before.phase,
-        totals={name: Change(first[name], second[name]) for name in METRICS},
+        totals={name: Change(first[name], second[name]) for name in conditions.METRICS},
         # Without rows, whatever differs module by module is the same work in another place.
         modules=module_changes(sides, places, edits) if rows else (),
         rows=rows,

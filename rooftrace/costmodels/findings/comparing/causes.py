@@ -6,11 +6,11 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from rooftrace.costmodels.findings.diffs.clusters import Cluster
-from rooftrace.costmodels.findings.diffs.consequences import consequences
-from rooftrace.costmodels.findings.diffs.edits import Edit, differing_reads, op_of, tensor_of
-from rooftrace.costmodels.findings.diffs.sides import Sides
-from rooftrace.costmodels.findings.diffs.wording import call, difference, kind_of_call
+from rooftrace.costmodels.findings.comparing.clusters import Cluster
+from rooftrace.costmodels.findings.comparing.consequences import consequences
+from rooftrace.costmodels.findings.comparing.edits import Edit, differing_reads, op_of, tensor_of
+from rooftrace.costmodels.findings.comparing.sides import Sides
+from rooftrace.costmodels.findings.comparing.wording import call, difference, kind_of_call
 from rooftrace.hardware.units import listed
 from rooftrace.tracer.graph import Op, Tensor
 from rooftrace.tracer.paths import pattern_of
@@ -70,7 +70,7 @@ def by_weight(sides: Sides, edits: Sequence[Edit]) -> list[Edit]:
 
 
 @dataclass(frozen=True, slots=True)
-class Layers:
+class LayerCount:
     """Equal modules of which one side has more; alone: the paths that only that side has."""
 
     pattern: str
@@ -78,7 +78,7 @@ class Layers:
     alone: tuple[str, ...]
 
 
-def layers_of(sides: Sides, edits: Sequence[Edit]) -> list[Layers]:
+def layers_of(sides: Sides, edits: Sequence[Edit]) -> list[LayerCount]:
     """Lists of equal modules that are longer on one side, and whose new members have edits."""
     lists = []
     for number in range(2):
@@ -95,11 +95,11 @@ def layers_of(sides: Sides, edits: Sequence[Edit]) -> list[Layers]:
                     for side in (sides.before, sides.after)
                 ]
                 alone = tuple(path for path in tops if pattern_of(path) == pattern)
-                lists.append(Layers(pattern, (counts[0], counts[1]), alone))
+                lists.append(LayerCount(pattern, (counts[0], counts[1]), alone))
     return lists
 
 
-def _layers_words(layers: Layers) -> str:
+def _layers_words(layers: LayerCount) -> str:
     alone, (before, after) = layers.alone, layers.counts
     which = alone[0] if len(alone) == 1 else f"{alone[0]} to {alone[-1]}"
     verb = "is" if len(alone) == 1 else "are"
@@ -233,9 +233,9 @@ def _own(sides: Sides, edits: Sequence[Edit]) -> Iterator[str]:
 
 def _arguments(first: Op, second: Op) -> Iterator[str]:
     """Arguments (not tensors) and facts of an op that differ."""
-    for one, two in ((first.arguments, second.arguments), (first.facts, second.facts)):
-        for name in dict.fromkeys([*one, *two]):
-            a, b = one.get(name), two.get(name)
+    for old, new in ((first.arguments, second.arguments), (first.facts, second.facts)):
+        for name in dict.fromkeys([*old, *new]):
+            a, b = old.get(name), new.get(name)
             if a != b and all(
                 item is None or isinstance(item, (int, float, str, bool)) for item in (a, b)
             ):

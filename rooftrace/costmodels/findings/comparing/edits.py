@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
-from rooftrace.costmodels.findings.diffs.sides import Side, Sides
+from rooftrace.costmodels.findings.comparing.sides import Side, Sides
 from rooftrace.costmodels.findings.matching import Pair, Read, in_any_order
 from rooftrace.tracer.graph import Op, Tensor
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from rooftrace.costmodels.findings.diffs.changes import Change, ModuleChange
-from rooftrace.costmodels.findings.diffs.edits import Edit
-from rooftrace.costmodels.findings.diffs.sides import Side, Sides
+from rooftrace.costmodels.findings.comparing.edits import Edit
+from rooftrace.costmodels.findings.comparing.sides import Side, Sides
+from rooftrace.costmodels.findings.diffs import Change, changes
 from rooftrace.tracer.graph import Op
 from rooftrace.tracer.paths import pattern_of
 
@@ -23,7 +23,7 @@ class _Sums:
     ops: Counter[str] = field(default_factory=Counter)
 
 
-class Places:
+class Whereabouts:
     """Where the ops of either side run, all as paths of the second side.
 
     A matched op of the first side is where its partner is, another one where most of the matched
@@ -78,25 +78,27 @@ class Places:
         return tuple(alone[:count]) if len(alone) >= count else paths[-count:]
 
 
-def module_changes(sides: Sides, places: Places, edits: Sequence[Edit]) -> tuple[ModuleChange, ...]:
+def module_changes(
+    sides: Sides, places: Whereabouts, edits: Sequence[Edit]
+) -> tuple[changes.ModuleChange, ...]:
     """Modules whose ops or costs differ, the largest change of time first."""
     sums = [_sums(sides[number], number, places) for number in range(2)]
-    changes: dict[str, dict[str, Counter[str]]] = defaultdict(lambda: defaultdict(Counter))
+    op_changes: dict[str, dict[str, Counter[str]]] = defaultdict(lambda: defaultdict(Counter))
     for path, kind, name, times in _op_changes(sides, places, edits):
-        changes[path][kind][name] += times
+        op_changes[path][kind][name] += times
     single = []
     empty = _Sums()
     rounding = 1e-9 * max(sum(each.time for each in side.values()) for side in sums)
     for path in dict.fromkeys([*sums[0], *sums[1]]):
         a, b = sums[0].get(path, empty), sums[1].get(path, empty)
-        own = changes.get(path, {})
+        own = op_changes.get(path, {})
         same = a.flops == b.flops and a.bytes == b.bytes and abs(a.time - b.time) <= rounding
         if same and not own:
             continue
         status = "added" if not a.ops else "removed" if not b.ops else "changed"
         graph = sides[int(status != "removed")].graph
         single.append(
-            ModuleChange(
+            changes.ModuleChange(
                 path=path,
                 count=1,
                 status=status,
@@ -114,7 +116,7 @@ def module_changes(sides: Sides, places: Places, edits: Sequence[Edit]) -> tuple
     )
 
 
-def _sums(side: Side, number: int, places: Places) -> dict[str, _Sums]:
+def _sums(side: Side, number: int, places: Whereabouts) -> dict[str, _Sums]:
     """FLOPs by the op's own module; bytes and time by the module that leads the kernel."""
     sums: dict[str, _Sums] = defaultdict(_Sums)
     graph = side.graph
@@ -136,7 +138,7 @@ def _sums(side: Side, number: int, places: Places) -> dict[str, _Sums]:
 
 
 def _op_changes(
-    sides: Sides, places: Places, edits: Sequence[Edit]
+    sides: Sides, places: Whereabouts, edits: Sequence[Edit]
 ) -> Iterator[tuple[str, str, str, int]]:
     """Module, kind of change, name of the op, and how many there are in one module."""
     for edit in edits:
@@ -153,10 +155,10 @@ def _op_changes(
                     yield path, kind, op.name, max(1, edit.times // len(paths))
 
 
-def _collapsed(changes: Sequence[ModuleChange]) -> list[ModuleChange]:
+def _collapsed(single: Sequence[changes.ModuleChange]) -> list[changes.ModuleChange]:
     """The changes, with equal ones of modules whose paths differ only in indices as one."""
-    groups: dict[Any, list[ModuleChange]] = defaultdict(list)
-    for change in changes:
+    groups: dict[Any, list[changes.ModuleChange]] = defaultdict(list)
+    for change in single:
         key = (
             pattern_of(change.path),
             change.status,
@@ -174,7 +176,7 @@ def _collapsed(changes: Sequence[ModuleChange]) -> list[ModuleChange]:
     ]
 
 
-def _together(path: str, members: Sequence[ModuleChange]) -> ModuleChange:
+def _together(path: str, members: Sequence[changes.ModuleChange]) -> changes.ModuleChange:
     def total(name: str) -> Change:
         parts = [getattr(m, name) for m in members]
         return Change(sum(p.before for p in parts), sum(p.after for p in parts))

@@ -6,13 +6,13 @@ from collections import Counter, defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 
-from rooftrace.costmodels.findings.diffs.changes import Change, HeldChange
+from rooftrace.costmodels.findings.diffs import Change, changes
 from rooftrace.costmodels.memory import Held, Memory
 
 
 def held_changes(
     before: Memory, after: Memory, renamed: Mapping[str, str]
-) -> tuple[HeldChange, ...]:
+) -> tuple[changes.HeldChange, ...]:
     """Tensors of which more or less is held at the peak, the largest change first.
 
     Together they are the difference of the peaks.  renamed: paths of the second side (indices
@@ -26,8 +26,8 @@ def held_changes(
             key = held.role, held.module, held.op, held.part, held.name, held.saved
             sums[side][key] += held.bytes
             what[key] = held
-    changes = [
-        HeldChange(
+    differing = [
+        changes.HeldChange(
             role=held.role,
             module=held.module,
             op=held.op,
@@ -40,8 +40,8 @@ def held_changes(
         for key, held in what.items()
         if sums[0][key] != sums[1][key]
     ]
-    changes = _without_moved(changes)
-    return tuple(sorted(changes, key=lambda held: (-abs(held.bytes.delta), held.module, held.name)))
+    kept = _without_moved(differing)
+    return tuple(sorted(kept, key=lambda held: (-abs(held.bytes.delta), held.module, held.name)))
 
 
 def _renamed(held: Held, renamed: Mapping[str, str]) -> Held:
@@ -54,10 +54,10 @@ def _renamed(held: Held, renamed: Mapping[str, str]) -> Held:
     return replace(held, module=new, name=name)
 
 
-def _without_moved(changes: Sequence[HeldChange]) -> list[HeldChange]:
+def _without_moved(differing: Sequence[changes.HeldChange]) -> list[changes.HeldChange]:
     """The changes without tensors that another module makes now, as many and as large."""
-    groups: dict[Hashable, list[HeldChange]] = defaultdict(list)
-    for held in changes:
+    groups: dict[Hashable, list[changes.HeldChange]] = defaultdict(list)
+    for held in differing:
         key = held.role, held.op, held.part, held.dtype, held.saved, held.name.rpartition(".")[2]
         groups[key].append(held)
     return [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rooftrace.costmodels.findings.diffs.sides import Side
+from rooftrace.costmodels.findings.comparing.sides import Side
 from rooftrace.tracer.graph import Op, Tensor
 
 _PADDED = 0.1
@@ -47,11 +47,11 @@ def difference(first: Tensor, second: Tensor) -> tuple[str, str]:
         return text, ""
     for a, b in zip(first.shape, second.shape, strict=True):
         if a != b and a and abs(b - a) <= _PADDED * a:
-            one, two = _multiple(a), _multiple(b)
-            if two > one:
-                return text, f" ({a} is padded to {b}, a multiple of {two})"
-            if one > two:
-                return text, f" ({b} is no multiple of {one}, as {a} is)"
+            old, new = _multiple(a), _multiple(b)
+            if new > old:
+                return text, f" ({a} is padded to {b}, a multiple of {new})"
+            if old > new:
+                return text, f" ({b} is no multiple of {old}, as {a} is)"
     return text, ""
 
 
