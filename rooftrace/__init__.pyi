@@ -112,7 +112,7 @@ from rooftrace.tracer.asking.names import (
 from rooftrace.tracer.graph import (
     OpGraph as OpGraph,
 )
-from rooftrace.tracer.inventory import (
+from rooftrace.tracer.inventory.records import (
     ModelInfo as ModelInfo,
 )
 from rooftrace.tracer.source import (

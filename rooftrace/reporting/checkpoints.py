@@ -9,30 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 from rooftrace._progress import telling
 from rooftrace.errors import RequestError
-from rooftrace.tracer.inventory import ModelInfo, ParameterDiff, compare_parameters
-from rooftrace.tracer.weightfiles import is_checkpoint
+from rooftrace.tracer.inventory import ParameterDiff, compare_parameters
+from rooftrace.tracer.inventory.records import ModelInfo
+from rooftrace.tracer.weightfiles.filenames import are_weights, is_checkpoint
 
 if TYPE_CHECKING:
     from rooftrace.tracer.checkpoints import CheckpointDiff
 
 
 def has_no_cost(before: Any, after: Any) -> bool:
-    """Whether two sources have weights to compare, and no step: checkpoints or inventories.
-
-    A folder with a config.json is a checkpoint where the other side is one too; beside a target it
-    is the target of its config.
-    """
-    if isinstance(before, ModelInfo) or isinstance(after, ModelInfo):
-        return True
-    kinds = [is_checkpoint(source) for source in (before, after)]
-    only_files = [
-        kind and not _has_config(s) for kind, s in zip(kinds, (before, after), strict=True)
-    ]
-    return all(kinds) or any(only_files)
-
-
-def _has_config(source: Any) -> bool:
-    return os.path.isfile(os.path.join(source, "config.json"))
+    """Whether two sources have weights to compare, and no step: checkpoints or inventories."""
+    infos = [isinstance(source, ModelInfo) for source in (before, after)]
+    return any(infos) or are_weights(before, after)
 
 
 def diff_checkpoints(

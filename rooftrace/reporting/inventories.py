@@ -5,19 +5,21 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from rooftrace._progress import tell, telling
 from rooftrace.errors import RequestError, UnusedError
 from rooftrace.reporting.estimates import Source
-from rooftrace.tracer.inventory import ModelInfo
-from rooftrace.tracer.weightfiles import is_checkpoint
+from rooftrace.tracer.inventory.records import ModelInfo
+from rooftrace.tracer.weightfiles.filenames import is_checkpoint
 
 
 def inventory(
     model: Source,
     *,
     weights: bool | None = None,
+    plot: str | os.PathLike[str] | None = None,
     trust_remote_code: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> ModelInfo:
@@ -28,17 +30,30 @@ def inventory(
     folder.  Nothing of a module is run, and of a file nothing is unpickled.
 
     weights: read the values, slice by slice, for statistics and histograms; by default of a module
-    that has them, and not of files.  A target that is code is then built with its weights.
+    that has them, and not of files.  A target that is code is then built with its weights.  plot:
+    draw the histograms into this PNG file, which needs the values.
 
     Raises RequestError for weights that there are not, and for anything else than these sources;
     TargetError; CheckpointError.
     """
+    if plot is not None and weights is False:
+        raise RequestError(
+            f"plot={os.fspath(plot)!r}: it draws the values; leave weights=False out"
+        )
     with telling(progress):
         if isinstance(model, (str, os.PathLike)):
-            return _of_named(os.fspath(model), bool(weights), trust_remote_code)
-        if trust_remote_code:
+            read = bool(weights) or plot is not None
+            made = _of_named(os.fspath(model), read, trust_remote_code)
+        elif trust_remote_code:
             raise UnusedError("trust_remote_code", "True", "the module is built already")
-        return _of_module(model, weights is not False)
+        else:
+            made = _of_module(model, weights is not False)
+        if plot is not None:
+            from rooftrace.reporting.distributions import write_distributions
+
+            tell("drawing the weights")
+            write_distributions(made, Path(plot))
+    return made
 
 
 def _of_module(model: Any, weights: bool) -> ModelInfo:

@@ -16,7 +16,7 @@ from rooftrace.hardware import Chip
 from rooftrace.reporting.estimates import CHIP, Module
 from rooftrace.reporting.inventories import inventory
 from rooftrace.reporting.text import as_markdown, as_text
-from rooftrace.tracer.inventory import ModelInfo
+from rooftrace.tracer.inventory.records import ModelInfo
 
 PLOT = "model_weight_distributions.png"
 """Where the figure goes if no path is named."""
@@ -30,6 +30,8 @@ _WITHOUT_USE = {
     "roofline_label_mode": "labels stand where there is room for them",
 }
 """Arguments that are taken and change nothing, and why."""
+_OF_A_REPORT = ("enable_tensor_core_model", "tensor_core_b_sat")
+"""Arguments that change nothing without report_path."""
 
 
 def dump_model_info(
@@ -57,47 +59,31 @@ def dump_model_info(
     logger: gets the lines in place of stdout.  plot_distributions: draw a histogram of each tensor
     into save_path (model_weight_distributions.png here, if left out).
 
-    report_path: a .md file with the inventory and the costs of a step on `chip`, or a folder for
-    both.  Figures and data of the report stand in a folder beside the file, of the same name.  A
-    report needs a call of the module: input_data (a tensor, a tuple, or a dict of arguments), or
-    sizes as `rt.report` takes them, as batch=8 for a Hugging Face model.  Where the module cannot
-    be called the file has the inventory, and why the rest is missing.  enable_tensor_core_model and
-    tensor_core_b_sat add the execution model `seed-efficient`, with that saturation, to the report.
+    report_path: a .md file for the inventory and the costs of a step on `chip`, with a folder of
+    the same name for figures and data; or a folder for all.  It needs a call of the module:
+    input_data (a tensor, a tuple, or a dict of arguments), or sizes as `rt.report` takes them.
+    Without one the file has the inventory and the reason.  enable_tensor_core_model and
+    tensor_core_b_sat add the execution model `seed-efficient`, with that saturation.
 
-    The other arguments change nothing: each is told, with the reason.  What fails about the figure
-    or the report is told too, and the inventory is returned.  Raises RequestError for a model that
-    is no module, and for arguments that make no sense.
+    The other arguments change nothing and are told, and so is what fails about figure or report.
+    Raises RequestError for a model that is no module, and for arguments that make no sense.
     """
+    asked = dict(locals())
     _check(report_path, input_data, sizes)
-    tensor_core = {
-        "enable_tensor_core_model": enable_tensor_core_model,
-        "tensor_core_b_sat": tensor_core_b_sat,
-    }
-    unused: dict[str, Any] = {
-        "include_architecture_diagrams": include_architecture_diagrams,
-        "include_appendix_derivations": include_appendix_derivations,
-        "sensitivity_enable": sensitivity_enable,
-        "sensitivity_profile": sensitivity_profile,
-        "roofline_x_limits": roofline_x_limits,
-        "roofline_y_limits": roofline_y_limits,
-        "roofline_label_mode": roofline_label_mode,
-        **({} if report_path is not None else tensor_core),
-    }
+    names = (*_WITHOUT_USE, *(_OF_A_REPORT if report_path is None else ()))
     executions = _executions(enable_tensor_core_model, tensor_core_b_sat)
     made = inventory(model)
     tell, warn = _outputs(logger)
     tell(as_text(made))
-    for line in _told(unused):
+    for line in _told({name: asked[name] for name in names}):
         warn(line)
     if plot_distributions:
-        path = Path(save_path or PLOT)
-        _trying("the figure", warn, lambda: _draw(made, path, tell))
+        _trying("figure", warn, lambda: _draw(made, Path(save_path or PLOT), tell))
     elif save_path is not None:
         warn(f"save_path={os.fspath(save_path)!r}: nothing is drawn with plot_distributions=False")
     if report_path is not None:
-        path = Path(report_path)
-        how = {"chip": chip, "execution": executions, **sizes}
-        _trying("the report", warn, lambda: _report(model, made, path, input_data, how, tell))
+        path, how = Path(report_path), {"chip": chip, "execution": executions, **sizes}
+        _trying("report", warn, lambda: _report(model, made, path, input_data, how, tell))
     return made
 
 
@@ -154,11 +140,11 @@ def _trying(what: str, warn: Callable[[str], None], do: Callable[[], None]) -> N
     try:
         do()
     except (ValueError, LookupError, RuntimeError, OSError) as error:
-        warn(f"no {what.removeprefix('the ')}: {worded(error)}")
+        warn(f"no {what}: {worded(error)}")
 
 
 def _draw(made: ModelInfo, path: Path, tell: Callable[[str], None]) -> None:
-    from rooftrace.reporting.figures.distributions import write_distributions
+    from rooftrace.reporting.distributions import write_distributions
 
     write_distributions(made, path)
     tell(f"weights drawn to {path}")

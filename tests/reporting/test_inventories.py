@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import rooftrace as rt
-from rooftrace.reporting.figures.distributions import MOST, distributions
+from rooftrace.reporting.distributions import MOST, distributions
 from rooftrace.reporting.modeldump import _WITHOUT_USE
 from rooftrace.reporting.text import as_markdown
 from tests.reporting.conftest import Run

@@ -17,7 +17,8 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
-from rooftrace.tracer.weightfiles import CheckpointError, is_checkpoint, open_checkpoint
+from rooftrace.tracer.weightfiles import CheckpointError, open_checkpoint
+from rooftrace.tracer.weightfiles.filenames import is_checkpoint
 from rooftrace.tracer.weightfiles.slices import SLICE, flat_slice, ranges
 from rooftrace.tracer.weightfiles.stored import Stored
 

@@ -185,10 +185,10 @@ def diff(
     """What changed in cost from BEFORE to AFTER: targets or saved graphs; of two checkpoints, in
     weights."""
     from rooftrace.costmodels.findings.diffs import parse_condition
-    from rooftrace.reporting.checkpoints import has_no_cost
     from rooftrace.reporting.text import as_markdown, renderable
+    from rooftrace.tracer.weightfiles.filenames import are_weights
 
-    if has_no_cost(before, after):
+    if are_weights(before, after):
         return diff_of_checkpoints(before, after, names, form, out, fail_on)
     for condition in fail_on:
         parse_condition(condition)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Any
 
 import click
@@ -44,7 +43,6 @@ def inventory(
     out: str | None,
 ) -> None:
     """What TARGET consists of: parameters, memory, a row for each tensor, statistics of weights."""
-    from rooftrace.reporting.figures.distributions import write_distributions
     from rooftrace.reporting.text import as_markdown, renderable
 
     if against is not None and (weights or plot):
@@ -55,11 +53,9 @@ def inventory(
     result: Any
     how: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     with progress():
-        result = rt.inventory(target, weights=weights or plot is not None, **how)
+        result = rt.inventory(target, weights=weights or None, plot=plot, **how)
         if against is not None:
             result = rt.diff(result, rt.inventory(against, weights=False, **how))
-        if plot is not None:
-            write_distributions(result, Path(plot))
     write_text(form, out, lambda: renderable(result), lambda: as_markdown(result), result.to_dict)
     if plot is not None and form == "terminal":
         say(f"\nweights drawn to {plot}")
@@ -77,7 +73,6 @@ def diff_of_checkpoints(
     fail_on: tuple[str, ...],
 ) -> None:
     """What `rooftrace diff` does of two checkpoints; options of a step are refused."""
-    from rooftrace.reporting.checkpoints import diff_checkpoints
     from rooftrace.reporting.text import as_markdown, renderable
     from rooftrace.tracer.checkpoints import checkpoint_limit
 
@@ -89,10 +84,16 @@ def diff_of_checkpoints(
         and context.get_parameter_source(str(parameter.name))
         is click.core.ParameterSource.COMMANDLINE
     ]
+    if unused:
+        raise click.UsageError(
+            f"{', '.join(unused)}: a checkpoint has weights, and no step that is run; name its "
+            "config.json to compare costs"
+        )
     for condition in fail_on:
         checkpoint_limit(condition)
+    result: Any
     with progress():
-        result = diff_checkpoints(before, after, unused, names=names)
+        result = rt.diff(before, after, names=names)
     write_text(form, out, lambda: renderable(result), lambda: as_markdown(result), result.to_dict)
     broken = result.violations(fail_on)
     for sentence in broken:

@@ -11,8 +11,7 @@ from rooftrace.reporting.view import model as view, units
 from rooftrace.tracer.paths import pattern_of
 
 if TYPE_CHECKING:
-    from rooftrace.tracer.checkpoints import CheckpointDiff, ConfigDiff, TensorDiff
-    from rooftrace.tracer.checkpoints.records import TensorLook
+    from rooftrace.tracer.checkpoints import CheckpointDiff, ConfigDiff, TensorDiff, TensorLook
 
 SHOWN = 15
 """Rows of each table on a screen."""

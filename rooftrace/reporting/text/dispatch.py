@@ -18,7 +18,8 @@ from rooftrace.reporting.text.moduletrees import breakdown_view, graph_view, sum
 from rooftrace.reporting.view import model as view
 from rooftrace.tracer.checkpoints import CheckpointDiff
 from rooftrace.tracer.graph import OpGraph
-from rooftrace.tracer.inventory import ModelInfo, ParameterDiff
+from rooftrace.tracer.inventory import ParameterDiff
+from rooftrace.tracer.inventory.records import ModelInfo
 
 
 @singledispatch

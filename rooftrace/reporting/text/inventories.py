@@ -13,8 +13,8 @@ from rooftrace.tracer.inventory import values
 from rooftrace.tracer.paths import pattern_of
 
 if TYPE_CHECKING:
-    from rooftrace.tracer.inventory import ModelInfo, ParameterDiff
-    from rooftrace.tracer.inventory.records import LayerInfo
+    from rooftrace.tracer.inventory import ParameterDiff
+    from rooftrace.tracer.inventory.records import LayerInfo, ModelInfo
     from rooftrace.tracer.inventory.values import WeightStatistics
 
 MOST_ROWS = 60

@@ -8,4 +8,5 @@ from rooftrace.tracer.checkpoints.records import (
     CheckpointDiff as CheckpointDiff,
     ConfigDiff as ConfigDiff,
     TensorDiff as TensorDiff,
+    TensorLook as TensorLook,
 )

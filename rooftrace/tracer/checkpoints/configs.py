@@ -8,16 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from rooftrace._progress import tell
-from rooftrace._reading import json_of, text_of
+from rooftrace._reading import FileKind, json_of, text_of
 from rooftrace.errors import RequestError, TargetError
 from rooftrace.tracer.checkpoints.records import ConfigDiff
 from rooftrace.tracer.inventory import compare_parameters, inventory_of
 from rooftrace.tracer.targets import load_module
-from rooftrace.tracer.weightfiles.stored import KIND
+from rooftrace.tracer.weightfiles import CheckpointError
 
 _LONGEST = 80
 """Letters of a value of a config that are shown."""
 _ABSENT = "absent"
+_CONFIG = FileKind("JSON file", CheckpointError)
 
 
 def config_diff(before: str | None, after: str | None) -> ConfigDiff | None:
@@ -43,7 +44,7 @@ def config_diff(before: str | None, after: str | None) -> ConfigDiff | None:
 
 
 def _fields(path: Path) -> dict[str, str]:
-    table = json_of(text_of(path, KIND), str(path), KIND)
+    table = json_of(text_of(path, _CONFIG), str(path), _CONFIG)
     return dict(_flat("", table))
 
 

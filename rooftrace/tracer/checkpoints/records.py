@@ -9,8 +9,9 @@ from typing import Any
 
 from rooftrace._shown import Shown, short
 from rooftrace.hardware.units import format_share, plural
-from rooftrace.tracer.checkpoints.conditions import broken, checkpoint_limit
+from rooftrace.tracer.checkpoints.conditions import checkpoint_limit
 from rooftrace.tracer.inventory import ParameterDiff
+from rooftrace.tracer.inventory.limits import Limit
 
 STATUSES = ("drifted", "frozen", "renamed", "dtype", "shape", "added", "removed")
 """What can be said of a tensor; the first that fits, from the right."""
@@ -165,7 +166,26 @@ class CheckpointDiff(Shown):
         RequestError for a condition that cannot be read, or that checkpoints do not have.
         """
         limits = [checkpoint_limit(text) for text in conditions]
-        return [sentence for limit in limits if (sentence := broken(limit, self))]
+        sentences = ((limit, limit.grown(*self._metric(limit.metric))) for limit in limits)
+        return [self._named(limit, sentence) for limit, sentence in sentences if sentence]
+
+    def _metric(self, name: str) -> tuple[float, float]:
+        """A number before and after; what grows from one to the other is held to a limit."""
+        if name == "drift":
+            return 0.0, max((tensor.moved for tensor in self.tensors), default=0.0)
+        if name in ("params", "bytes"):
+            return self.params if name == "params" else self.bytes
+        if name == "nonfinite":
+            counts = [tensor.not_finite for tensor in self.not_finite]
+            return sum(before for before, _ in counts), sum(after for _, after in counts)
+        statuses = STATUSES if name == "changed" else (name,)
+        return 0.0, float(sum(len(self.of(s)) for s in statuses if s != "frozen"))
+
+    def _named(self, limit: Limit, sentence: str) -> str:
+        """The sentence with the tensor that it is about."""
+        if limit.metric != "drift":
+            return sentence
+        return f"{max(self.tensors, key=lambda tensor: tensor.moved).name}: {sentence}"
 
     def __repr__(self) -> str:
         counts = [f"{len(self.of(s)):,} {s}" for s in STATUSES if self.of(s)]

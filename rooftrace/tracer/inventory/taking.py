@@ -19,8 +19,8 @@ from rooftrace.tracer.inventory.records import LayerInfo, ModelInfo, StoredPart
 from rooftrace.tracer.inventory.statistics import statistics_of
 from rooftrace.tracer.inventory.values import WeightStatistics
 from rooftrace.tracer.tensors import owners, subclasses, trees
-from rooftrace.tracer.weightfiles import Checkpoint, Stored, flat_slice
-from rooftrace.tracer.weightfiles.slices import ranges
+from rooftrace.tracer.weightfiles import Checkpoint, Stored
+from rooftrace.tracer.weightfiles.slices import flat_slice, ranges
 
 _MOST_UNPACKED = 1 << 28
 """Elements of a quantised tensor that is unpacked as a whole for its statistics."""
@@ -40,7 +40,8 @@ def inventory_of(source: nn.Module | Checkpoint, weights: bool, name: str = "") 
     """What a module or a checkpoint consists of.
 
     weights: read the values too, where there are any.  name: what to call it; by default the
-    module's own name or class.  Runs nothing of the module.  Raises RequestError for another source.
+    module's own name or class.
+    Runs nothing of the module.  Raises RequestError for another source.
     """
     if isinstance(source, Checkpoint):
         return _of_checkpoint(source, weights, name)

@@ -28,6 +28,22 @@ def is_checkpoint(source: Any) -> bool:
     return os.path.isdir(path) and any(True for _ in in_folder(path))
 
 
+def are_weights(before: Any, after: Any) -> bool:
+    """Whether two sources are compared by their weights: they have no step that could be run.
+
+    A folder with a config.json is a checkpoint where the other side is one too; beside a target it
+    is the target of its config.
+    """
+    sides = before, after
+    kinds = [is_checkpoint(side) for side in sides]
+    files = [kind and not _has_config(side) for kind, side in zip(kinds, sides, strict=True)]
+    return all(kinds) or any(files)
+
+
+def _has_config(source: str | os.PathLike[str]) -> bool:
+    return os.path.isfile(os.path.join(source, "config.json"))
+
+
 def in_folder(folder: Path) -> Iterator[list[Path]]:
     """The checkpoints in a folder, kind by kind."""
     names = sorted(

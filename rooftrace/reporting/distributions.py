@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from rooftrace.tracer.inventory import ModelInfo
-    from rooftrace.tracer.inventory.records import LayerInfo
+    from rooftrace.tracer.inventory.records import LayerInfo, ModelInfo
 
 MOST = 48
 """Histograms in a figure."""
