@@ -215,6 +215,14 @@ def test_packed_weights_of_torch_ao_stand_beside_the_parameters() -> None:
     assert sizes == {"weight": ((5, 4), "int8", 20), "bias": ((5,), "fp32", 20)}
 
 
+def test_a_parameter_in_a_list_of_another_module_is_still_a_parameter() -> None:
+    model = nn.Sequential(nn.ReLU(), nn.Linear(2, 2))
+    model[0].watched = [model[1].weight, torch.ones(3)]
+    made = rt.inventory(model)
+    assert [x.name for x in made.layers] == ["1.weight", "1.bias"]
+    assert [(x.name, x.role, x.bytes) for x in made.buffers] == [("0.watched", "attribute", 12)]
+
+
 def test_a_sparse_parameter_has_its_stored_bytes() -> None:
     layer = nn.Linear(4, 4, bias=False)
     layer.weight = nn.Parameter(torch.eye(4).to_sparse_csr())

@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 import rooftrace as rt
+from rooftrace.errors import RequestError
 from rooftrace.reporting.cli.options import TARGET_HELP, output_options
 from rooftrace.reporting.cli.output import complain, say
 from rooftrace.reporting.cli.shared import progress, write_text
@@ -46,7 +47,7 @@ def inventory(
     from rooftrace.reporting.text import as_markdown, renderable
 
     if against is not None and (weights or plot):
-        raise click.UsageError(
+        raise RequestError(
             "--against compares numbers of parameters: leave --weights and --plot out, or compare "
             "the values of two checkpoints with `rooftrace diff`"
         )
@@ -85,7 +86,7 @@ def diff_of_checkpoints(
         is click.core.ParameterSource.COMMANDLINE
     ]
     if unused:
-        raise click.UsageError(
+        raise RequestError(
             f"{', '.join(unused)}: a checkpoint has weights, and no step that is run; name its "
             "config.json to compare costs"
         )

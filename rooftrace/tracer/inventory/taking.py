@@ -77,28 +77,40 @@ def _class_of(module: nn.Module) -> str:
 
 
 def _held_by(root: nn.Module) -> tuple[list[_Held], dict[int, list[str]]]:
-    """Every tensor of a module once, and the names of each by its identity."""
+    """Every tensor of a module once, and the names of each by its identity.
+
+    What is registered comes first: an attribute of one module may hold a parameter of another.
+    """
     names: dict[int, list[str]] = {}
     held: list[_Held] = []
     seen: set[int] = set()
-    for path, module in root.named_modules(remove_duplicate=False):
-        for role, name, tensor in _own(module, seen):
-            whole = owners.shown_path(f"{path}.{name}" if path else name)
-            if id(tensor) not in names:
-                held.append(_Held(tensor, whole, module, owners.shown_path(path), role))
-            spelled = names.setdefault(id(tensor), [])
-            if whole not in spelled:
-                spelled.append(whole)
+    for own in (_registered, _beside):
+        for path, module in root.named_modules(remove_duplicate=False):
+            for role, name, tensor in own(module, seen):
+                whole = owners.shown_path(f"{path}.{name}" if path else name)
+                if id(tensor) not in names:
+                    held.append(_Held(tensor, whole, module, owners.shown_path(path), role))
+                spelled = names.setdefault(id(tensor), [])
+                if whole not in spelled:
+                    spelled.append(whole)
     return held, names
 
 
-def _own(module: nn.Module, seen: set[int]) -> Iterator[tuple[str, str, Tensor]]:
-    """(role, name, tensor) of what one module holds itself; packed weights are unpacked."""
+_Named = Iterator[tuple[str, str, Tensor]]
+"""The role, the name and the tensor of what one module holds itself."""
+
+
+def _registered(module: nn.Module, seen: set[int]) -> _Named:
     for role, tensors in (("parameter", module._parameters), ("buffer", module._buffers)):
         for name, tensor in tensors.items():
             if tensor is not None:
                 seen.update(id(part) for part, _ in _plain_parts(tensor))
+                seen.add(id(tensor))
                 yield role, name, tensor
+
+
+def _beside(module: nn.Module, seen: set[int]) -> _Named:
+    """Tensors in other attributes; packed weights are unpacked."""
     if isinstance(module, torch.jit.ScriptModule):
         return  # its other attributes are code's
     for name, tensor in owners.beside_in(module, seen):
@@ -109,7 +121,7 @@ def _own(module: nn.Module, seen: set[int]) -> Iterator[tuple[str, str, Tensor]]
 
 
 def _unpacked(packed: Any) -> list[tuple[str, Tensor]]:
-    """The weight and the bias in a packed object of torch.ao; kept on it, so that each is one."""
+    """The weight and the bias in a packed object of torch.ao."""
     try:
         inside = packed.unpack()
     except Exception:  # of a backend that this build of torch has not
