@@ -82,23 +82,20 @@ def _table(columns: Sequence[view.Column], rows: Sequence[dict[str, Any]]) -> vi
 
 def _sums(result: ModelInfo) -> Iterator[view.Note]:
     least = "at least " if result.uninitialized else ""
-    leaves = (
-        ""
-        if result.modules is None
-        else f", {plural(result.modules, 'module')} without others inside"
-    )
     tensors = plural(result.num_layers, "tensor")
+    if result.modules is not None:
+        tensors += f" of parameters, {plural(result.modules, 'module')} without others inside"
     name = result.name if result.name == result.kind else f"{result.name} ({result.kind})"
-    yield view.Note(f"{name}: {tensors} of parameters{leaves}", "strong")
+    yield view.Note(f"{name}: {tensors}", "strong")
     text = f"{least}{result.total_params:,}"
     if result.trainable_params is not None:
         text += f": {result.trainable_params:,} trainable, {result.non_trainable_params:,} frozen"
     if result.shared_params:
         text += f"; {result.shared_params:,} under several names, counted once"
     yield from labelled("parameters", text)
-    text = f"{least}{format_capacity(result.bytes_parameters)} of parameters"
+    text = f"{least}{format_capacity(result.bytes_parameters)}"
     if result.bytes_buffers:
-        text += f", {format_capacity(result.bytes_buffers)} of buffers and others"
+        text += f" of parameters, {format_capacity(result.bytes_buffers)} of buffers and others"
     yield from labelled("memory", text)
 
 
