@@ -16,11 +16,11 @@ export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test check fuzz lint types golden bench inductor zoo flops accuracy serving checkpoints \
-	versions measure clean
+.PHONY: help venv demo test check fuzz lint types golden bench inductor zoo zoo-diff flops accuracy serving \
+	checkpoints versions measure clean
 
 help: ## list the commands
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 venv: $(INSTALLED) ## create .venv with everything in it (PYTHON=python3.12 picks another Python)
 
@@ -79,6 +79,10 @@ inductor: $(INSTALLED) ## our kernels beside those of Inductor's scheduler (MODE
 
 zoo: $(INSTALLED) ## trace every model of the installed packages (ZOO=folder GROUP=hf,timm N=50)
 	@$(BIN)/python zoo/run.py --workers $(JOBS) \
+		$(if $(ZOO),--zoo $(ZOO)) $(if $(GROUP),--group $(GROUP)) $(if $(N),--n $(N))
+
+zoo-diff: $(INSTALLED) ## compare every model of the zoo with itself: no row may differ (ZOO=, GROUP=, N=)
+	@$(BIN)/python zoo/diffs.py --workers $(JOBS) --out out/zoo-diff.jsonl \
 		$(if $(ZOO),--zoo $(ZOO)) $(if $(GROUP),--group $(GROUP)) $(if $(N),--n $(N))
 
 flops: $(INSTALLED) ## our FLOPs beside torch's over the zoo (ZOO=, GROUP=, N=), or TORCHVISION=installed

@@ -250,15 +250,18 @@ CASES = (
                 "self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)",
             ),
             (
-                "        self.k = nn.Linear(WIDTH, KV_HEADS * head, bias=False)\n        self.v = nn.Linear(WIDTH, KV_HEADS * head, bias=False)\n",
+                "        self.k = nn.Linear(WIDTH, KV_HEADS * head, bias=False)\n"
+                "        self.v = nn.Linear(WIDTH, KV_HEADS * head, bias=False)\n",
                 "",
             ),
             (
                 "        q = self.q(x).view(b, s, HEADS, -1).transpose(1, 2)\n",
-                "        q, k, v = self.qkv(x).view(b, s, 3, HEADS, -1).permute(2, 0, 3, 1, 4)  # here\n",
+                "        qkv = self.qkv(x)  # here\n"
+                "        q, k, v = qkv.view(b, s, 3, HEADS, -1).permute(2, 0, 3, 1, 4)\n",
             ),
             (
-                "        k = self.k(x).view(b, s, KV_HEADS, -1).transpose(1, 2)\n        v = self.v(x).view(b, s, KV_HEADS, -1).transpose(1, 2)\n",
+                "        k = self.k(x).view(b, s, KV_HEADS, -1).transpose(1, 2)\n"
+                "        v = self.v(x).view(b, s, KV_HEADS, -1).transpose(1, 2)\n",
                 "",
             ),
         ),
@@ -270,11 +273,13 @@ CASES = (
         (
             (
                 "        self.up = nn.Linear",
-                "        self.router = nn.Linear(WIDTH, 8, bias=False)\n        self.up = nn.Linear",
+                "        self.router = nn.Linear(WIDTH, 8, bias=False)\n"
+                "        self.up = nn.Linear",
             ),
             (
                 "        return self.down(y)",
-                "        weights = self.router(x).float().softmax(-1).amax(-1, keepdim=True)  # here\n        return self.down(y) * weights.to(y.dtype)",
+                "        share = self.router(x).float().softmax(-1).amax(-1, keepdim=True)  # here\n"
+                "        return self.down(y) * share.to(y.dtype)",
             ),
         ),
         ("+linear (mm)", "softmax"),
@@ -285,7 +290,8 @@ CASES = (
         (
             (
                 "        k, v = torch.cat([self.keys, k], 2), torch.cat([self.values, v], 2)\n",
-                "        k = self.keys.index_copy(2, torch.arange(s, device=x.device), k)  # here\n        v = self.values.index_copy(2, torch.arange(s, device=x.device), v)\n",
+                "        k = self.keys.index_copy(2, torch.arange(s, device=x.device), k)  # here\n"
+                "        v = self.values.index_copy(2, torch.arange(s, device=x.device), v)\n",
             ),
         ),
         ("cat", "-> ", "index_copy"),
@@ -293,7 +299,9 @@ CASES = (
         base=(
             (
                 "        self.o = nn.Linear",
-                "        self.register_buffer('keys', torch.zeros(2, HEADS, 1024, head))\n        self.register_buffer('values', torch.zeros(2, HEADS, 1024, head))\n        self.o = nn.Linear",
+                "        self.register_buffer('keys', torch.zeros(2, HEADS, 1024, head))\n"
+                "        self.register_buffer('values', torch.zeros(2, HEADS, 1024, head))\n"
+                "        self.o = nn.Linear",
             ),
             (
                 _SDPA,
@@ -329,7 +337,9 @@ CASES = (
         (
             (
                 "        x = self.embed(tokens)\n",
-                "        x = self.embed(tokens)[:, :0]\n        for part in self.embed(tokens).split(64, 1):\n            x = torch.cat([x, part], 1)  # here\n",
+                "        x = self.embed(tokens)[:, :0]\n"
+                "        for part in self.embed(tokens).split(64, 1):\n"
+                "            x = torch.cat([x, part], 1)  # here\n",
             ),
         ),
         ("cat",),
@@ -376,8 +386,10 @@ UNCHANGED = {
     ),
     "independent lines in another order": (
         (
-            "        q = self.q(x).view(b, s, HEADS, -1).transpose(1, 2)\n        k = self.k(x).view(b, s, KV_HEADS, -1).transpose(1, 2)\n",
-            "        k = self.k(x).view(b, s, KV_HEADS, -1).transpose(1, 2)\n        q = self.q(x).view(b, s, HEADS, -1).transpose(1, 2)\n",
+            "        q = self.q(x).view(b, s, HEADS, -1).transpose(1, 2)\n"
+            "        k = self.k(x).view(b, s, KV_HEADS, -1).transpose(1, 2)\n",
+            "        k = self.k(x).view(b, s, KV_HEADS, -1).transpose(1, 2)\n"
+            "        q = self.q(x).view(b, s, HEADS, -1).transpose(1, 2)\n",
         ),
     ),
     "a method pulled out": (
@@ -387,7 +399,10 @@ UNCHANGED = {
         ),
         (
             "        return self.down(y)\n",
-            "        return self.down(y)\n\n    def gated(self, x):\n        return F.silu(self.gate(x)) * self.up(x)\n",
+            "        return self.down(y)\n"
+            "\n"
+            "    def gated(self, x):\n"
+            "        return F.silu(self.gate(x)) * self.up(x)\n",
         ),
     ),
     "factors in another order": (("gate * self.up(x)", "self.up(x) * gate"),),
@@ -399,7 +414,12 @@ UNCHANGED = {
         ),
         (
             "class Mlp(",
-            "class Product(nn.Module):\n    def forward(self, a, b):\n        return a * b\n\n\nclass Mlp(",
+            "class Product(nn.Module):\n"
+            "    def forward(self, a, b):\n"
+            "        return a * b\n"
+            "\n"
+            "\n"
+            "class Mlp(",
         ),
     ),
     "another epsilon": (("1e-6", "1e-5"),),

@@ -17,7 +17,7 @@ from rooftrace.costmodels.rewriting.attention_kernels import flash_from_products
 from rooftrace.costmodels.rewriting.attention_products import materialise_attention
 from rooftrace.costmodels.rewriting.caches import append_in_place
 from rooftrace.costmodels.rewriting.table import REWRITES, Rewrite
-from rooftrace.costmodels.rewriting.unused import without_dead_ops
+from rooftrace.costmodels.rewriting.unused import letting_go, without_dead_ops
 from rooftrace.hardware.precisions import PrecisionError, precision
 from rooftrace.hardware.units import format_flops, format_traffic, plural
 from rooftrace.tracer.asking import check_graph
@@ -35,6 +35,7 @@ def rewrite(
 
     price: what ops cost; with it, the sentence on a named rewrite says what was saved.
     """
+    captured = graph
     detected = execution.fusion == "detected"
     notes: list[str] = []
 
@@ -77,7 +78,7 @@ def rewrite(
         "disappear",
         "because nothing uses the result, as in a compiler",
     )
-    return graph, tuple(notes)
+    return letting_go(graph, captured), tuple(notes)
 
 
 def _named(

@@ -37,6 +37,15 @@ def without_left_behind(graph: OpGraph, before: OpGraph) -> OpGraph:
     return _with_ops(graph, [_letting_go(op, gone) for op in kept])
 
 
+def letting_go(graph: OpGraph, before: OpGraph) -> OpGraph:
+    """The graph without the values that an op made in `before`, and that none makes any more,
+    among those that ops hold."""
+    gone = before.producers.keys() - graph.producers.keys()
+    if not gone:
+        return graph
+    return graph.replace(ops=tuple(_letting_go(op, gone) for op in graph.ops))
+
+
 def _read(graph: OpGraph, ops: Sequence[Op]) -> set[int]:
     """The values that ops read, here or in a neighbouring iteration, and those that leave."""
     read = {value for op in ops for value in op.inputs} | set(graph.outputs)

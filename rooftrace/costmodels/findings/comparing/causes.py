@@ -12,10 +12,11 @@ from rooftrace.costmodels.findings.comparing.edits import Edit, differing_reads,
 from rooftrace.costmodels.findings.comparing.sides import Sides
 from rooftrace.costmodels.findings.comparing.wording import call, difference, kind_of_call
 from rooftrace.hardware.units import listed
-from rooftrace.tracer.graph import Op, Tensor
+from rooftrace.tracer.graph import Op, OpGraph, Tensor
 from rooftrace.tracer.paths import pattern_of
 from rooftrace.tracer.vocabulary import PARTS
 
+RECOMPUTE = "recompute"
 _MOST = 3
 """Things of one kind that a sentence names."""
 
@@ -26,44 +27,62 @@ def cause_of(sides: Sides, cluster: Cluster, code: Sides, edits: Sequence[Edit])
     code, edits: the two steps as the code runs them, and what differs there.  `sides` may be of
     another execution model, whose graph has other kernels in places.
     """
-    first = leading(code, edits)
-    if not first:
+    if not edits:
         return _regrouped(sides, cluster)
+    structure, parts = change_words(code, edits)
+    follows = [] if structure else consequences(sides, cluster)
+    return "; ".join([*(structure or parts)[:_MOST], *follows])
+
+
+def change_words(code: Sides, edits: Sequence[Edit]) -> tuple[list[str], list[str]]:
+    """What changed in the code: layers and recomputation as a whole, else op by op."""
+    first = leading(code, edits)
     structure = [*map(_layers_words, layers_of(code, first)), *_recomputed(code, first)]
-    parts = structure or [
+    if structure:
+        return structure, []
+    return [], [
         *_weights(code, first),
         *dict.fromkeys(_heads(code, edits)),
         *_inputs(code, first),
         *_ops(code, first),
+        *_parameters(code, first),
         *_own(code, first),
     ]
-    follows = [] if structure else consequences(sides, cluster)
-    return "; ".join([*parts[:_MOST], *follows])
 
 
 def leading(sides: Sides, edits: Sequence[Edit]) -> list[Edit]:
-    """The edits that others follow from: of the earliest part of the step that has any."""
+    """The edits that others follow from: of the earliest part of the step that has any.
+
+    What runs again in the backward comes first where it takes most of the time.
+    """
     roots = [edit for edit in edits if edit.is_root] or list(edits)
-    parts = [op_of(sides, edit).part for edit in roots]
-    if not parts:
+    by_part: dict[str, list[Edit]] = {}
+    for edit in roots:
+        by_part.setdefault(op_of(sides, edit).part, []).append(edit)
+    if not by_part:
         return []
-    earliest = min(parts, key=PARTS.index)
-    if "recompute" in parts and earliest == "backward":
-        earliest = "recompute"
-    return [edit for edit, part in zip(roots, parts, strict=True) if part == earliest]
+    if again := by_part.pop(RECOMPUTE, None):
+        seconds = [sum(weight(sides, e) for e in each) for each in (again, *by_part.values())]
+        if seconds[0] == max(seconds) or not by_part.get("forward"):
+            return again
+    return by_part[min(by_part, key=PARTS.index)]
 
 
 def by_weight(sides: Sides, edits: Sequence[Edit]) -> list[Edit]:
     """Edits, changed kernels first, then new and lost ones of the line that takes most time."""
     seconds: defaultdict[str, float] = defaultdict(float)
     for edit in edits:
-        for number, op in enumerate((edit.before, edit.after)):
-            if op is not None:
-                seconds[op_of(sides, edit).source] += sides[number].seconds(op)
+        seconds[op_of(sides, edit).source] += weight(sides, edit)
     ranks = {line: -total for line, total in seconds.items()}
     return sorted(
         edits, key=lambda e: (not e.is_pair, 0.0 if e.is_pair else ranks[op_of(sides, e).source])
     )
+
+
+def weight(sides: Sides, edit: Edit) -> float:
+    """Device seconds of the kernels that an edit is in, of both sides."""
+    ops = enumerate((edit.before, edit.after))
+    return sum(sides[number].seconds(op) for number, op in ops if op is not None)
 
 
 # -- what changed ----------------------------------------------------------------------------------
@@ -113,7 +132,7 @@ def _recomputed(sides: Sides, edits: Sequence[Edit]) -> Iterator[str]:
         ops = [
             op_of(sides, edit) for edit in edits if (edit.before, edit.after)[1 - number] is None
         ]
-        ops = [op for op in ops if op.part == "recompute"]
+        ops = [op for op in ops if op.part == RECOMPUTE]
         if ops:
             tops = Counter(layer_of(op.module) for op in ops)
             where = listed([name or "the model" for name, _ in tops.most_common(_MOST)])
@@ -139,6 +158,51 @@ def _weights(sides: Sides, edits: Sequence[Edit]) -> Iterator[str]:
         shown = list(names)
         more = f" and {len(shown) - _MOST} more" if len(shown) > _MOST else ""
         yield f"{', '.join(shown[:_MOST])}{more} {text}{note}"
+
+
+def _parameters(sides: Sides, edits: Sequence[Edit]) -> Iterator[str]:
+    """Parameters that only one side has, among those that new or lost kernels read."""
+    for number, sign in ((1, "+"), (0, "-")):
+        there = parameters(sides[1 - number].graph)
+        names: dict[str, None] = {}
+        for edit in edits:
+            op = (edit.before, edit.after)[number]
+            if op is None or edit.is_pair:
+                continue
+            values = sides[number].graph.values
+            for read in sides[number].flow.reads[op]:
+                tensor = values[-1 - read.origin] if read.origin < 0 else None
+                if tensor and tensor.role == "weights" and tensor.name not in there:
+                    names[pattern_of(tensor.name)] = None
+        if names:
+            shown = ", ".join(list(names)[:_MOST])
+            more = f" and {len(names) - _MOST} more" if len(names) > _MOST else ""
+            yield f"{sign}parameter {shown}{more}"
+
+
+def parameters(graph: OpGraph) -> frozenset[str]:
+    """Names of the weights of a graph."""
+    tensors = (graph.values[value] for value in graph.external)
+    return frozenset(tensor.name for tensor in tensors if tensor.role == "weights")
+
+
+def tied(sides: Sides) -> list[str]:
+    """Parameters that became one, or are no longer one: "head.weight is embed.weight now"."""
+    graphs = sides.before.graph, sides.after.graph
+    # A layer that stands for many has the name of one of them.
+    names = [{*map(pattern_of, parameters(graph))} for graph in graphs]
+    texts: dict[str, None] = {}
+    for pair in sides.matching.pairs:
+        reads = (sides[n].flow.reads[op] for n, op in enumerate((pair.before, pair.after)))
+        for a, b in zip(*reads, strict=False):
+            if a.origin < 0 and b.origin < 0:
+                old = pattern_of(graphs[0].values[-1 - a.origin].name)
+                new = pattern_of(graphs[1].values[-1 - b.origin].name)
+                if old in names[0] - names[1] and new in names[0] & names[1]:
+                    texts[f"{old} is {new} now, one parameter"] = None
+                if new in names[1] - names[0] and old in names[0] & names[1]:
+                    texts[f"{new} is a parameter of its own, no longer {old}"] = None
+    return list(texts)[:1]
 
 
 def _outside(sides: Sides, edit: Edit) -> Iterator[tuple[Tensor, Tensor]]:

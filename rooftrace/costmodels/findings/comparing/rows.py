@@ -5,6 +5,7 @@ The rows of a phase add up to the difference of its totals.
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -13,9 +14,11 @@ from functools import reduce
 from rooftrace.costmodels.findings.comparing.causes import (
     by_weight,
     cause_of,
+    change_words,
     layer_of,
     layers_of,
     leading,
+    tied,
 )
 from rooftrace.costmodels.findings.comparing.clusters import OPTIMIZER, Cluster, clusters_of, site
 from rooftrace.costmodels.findings.comparing.edits import Edit, edits_of, op_of
@@ -25,6 +28,7 @@ from rooftrace.costmodels.findings.diffs import Change, changes
 from rooftrace.tracer.paths import pattern_of
 
 _ROUNDING = 1e-9
+_COUNT = re.compile(r" x\d+")
 
 
 def diff_rows(
@@ -40,6 +44,9 @@ def diff_rows(
         rows = [_row(sides, places, cluster, sides, cluster.edits) for cluster in clusters]
     else:
         rows = _with_eager(sides, clusters, eager)
+    rows.sort(key=_first)
+    if rows and (shared := tied(sides)):
+        rows[0] = replace(rows[0], cause="; ".join([*shared, rows[0].cause]))
     return tuple(sorted([*rows, *_waiting(sides)], key=_first))
 
 
@@ -65,6 +72,7 @@ def _folded(sides: Sides, clusters: Sequence[Cluster]) -> list[Cluster]:
             other = moved.pop(key)
             left.remove(other)
             left[left.index(cluster)] = _one(other, cluster)
+    left = _alike(sides, left)
     unexplained = [each for each in left if not each.edits]
     if len(unexplained) > 1:
         left = [each for each in left if each.edits]
@@ -77,6 +85,20 @@ def _folded(sides: Sides, clusters: Sequence[Cluster]) -> list[Cluster]:
             place = left.index(own[0])
             left[place] = own[0] = _one(left[place], each)
     return left
+
+
+def _alike(sides: Sides, clusters: Sequence[Cluster]) -> list[Cluster]:
+    """The clusters, those of which the code's change has the same words as one."""
+    groups: dict[Hashable, list[Cluster]] = defaultdict(list)
+    for number, cluster in enumerate(clusters):
+        words: Hashable = number
+        if cluster.edits and not _is_optimizer(sides, cluster):
+            structure, parts = change_words(sides, cluster.edits)
+            # Other counts and other names of parameters are the same change elsewhere.
+            kinds = [_COUNT.sub("", part) for part in parts if "parameter " not in part]
+            words = (*structure, *kinds) or number
+        groups[words].append(cluster)
+    return [reduce(_one, members) for members in groups.values()]
 
 
 def _only(sides: Sides, cluster: Cluster, number: int) -> Hashable:

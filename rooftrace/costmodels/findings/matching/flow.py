@@ -6,6 +6,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from rooftrace.costmodels.fusion import runs
 from rooftrace.costmodels.registry import find_rule
 from rooftrace.tracer.arguments import references
 from rooftrace.tracer.graph import Op, OpGraph, Tensor
@@ -71,11 +72,20 @@ class Flow:
     def signature(self, op: Op) -> tuple[Signature, Signature]:
         """Precisions and shapes of what an op reads and of what it makes.
 
-        What a pointwise op reads is sorted: it costs the same in any order.
+        They are sorted where the order does not matter.  A list with an item for each iteration of
+        a repeat has all of its items.
         """
-        values = self.graph.values
-        read, made = _sizes([values[i] for i in op.inputs]), _sizes([values[i] for i in op.outputs])
-        return (tuple(sorted(read)) if in_any_order(op) else read), made
+        read: list[Tensor] = []
+        for ref in references(op.arguments):
+            read += self._copies(op, ref.id, ref.every)
+        made = [tensor for value in op.outputs for tensor in self._copies(op, value, True)]
+        if in_any_order(op):
+            return tuple(sorted(_sizes(read))), tuple(sorted(_sizes(made)))
+        return _sizes(read), _sizes(made)
+
+    def _copies(self, op: Op, value: int, every: bool) -> list[Tensor]:
+        tensor = self.graph.values[value]
+        return [tensor] * (runs.copies(self.graph, op, value) if every else 1)
 
     def exact(self, number: int) -> Hashable:
         """What two kernels have in common that do the same to tensors of the same sizes."""
@@ -94,9 +104,12 @@ class Flow:
 
 
 def in_any_order(op: Op) -> bool:
-    """Whether the cost of an op does not depend on the order of what it reads."""
+    """Whether the cost of an op does not depend on the order of the tensors that it reads: it is
+    pointwise, or takes a list of them."""
     rule = find_rule(op.target)
-    return rule is not None and rule.fusion == "pointwise"
+    if rule is not None and rule.fusion == "pointwise":
+        return True
+    return any(type(a) is tuple and any(references(a)) for a in op.arguments.values())
 
 
 def _sizes(tensors: Sequence[Tensor]) -> Signature:

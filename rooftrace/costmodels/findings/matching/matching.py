@@ -4,7 +4,7 @@ Each kernel gets a label for every radius: radius 0 is what it does, radius k + 
 radius k with those of its neighbours (the refinement of Weisfeiler and Leman).  Kernels are matched
 from the largest radius to the smallest, so the order in which independent kernels run, the names of
 modules and the lines of the code do not matter.  First come kernels that do the same to tensors of
-the same sizes: in the same module, then anywhere, then in modules that are alike.  Those that do
+the same sizes: in the same module, then in modules that are alike, then anywhere.  Those that do
 the same to other sizes follow.
 """
 
@@ -51,11 +51,13 @@ class Matching:
 def match(before: Flow, after: Flow) -> Matching:
     """Match the kernels of two graphs; every run of a kernel is in one pair or left over."""
     rounds = _Rounds(before, after)
-    exact, loose = _labels(before, after, True), _labels(before, after, False)
-    for labels, elsewhere in ((exact, _ELSEWHERE), (loose, _RESIZED_ELSEWHERE)):
+    for exact, elsewhere in ((True, _ELSEWHERE), (False, _RESIZED_ELSEWHERE)):
+        if not rounds.is_left:
+            break
+        labels = _labels(before, after, exact)
         rounds.run(labels, 0, lambda path: path)
-        rounds.run(labels, elsewhere, lambda _: "")
         rounds.run(labels, 0, pattern_of)
+        rounds.run(labels, elsewhere, lambda _: "")
     rounds.by_anchors()
     left = [{op: times for op, times in side.items() if times} for side in rounds.left]
     return Matching(tuple(rounds.pairs), left[0], left[1])
@@ -72,13 +74,18 @@ class _Rounds:
         ]
         self.pairs: list[Pair] = []
 
+    @property
+    def is_left(self) -> bool:
+        """Whether both sides have runs that are not matched."""
+        return all(any(side.values()) for side in self.left)
+
     def run(self, labels: Sequence[Labels], least: int, place: Callable[[str], str]) -> None:
         """Match what has one label, from the largest radius down to `least`.
 
         place: what the paths of two modules have in common whose kernels may be matched.
         """
         for radius in range(RADIUS, least - 1, -1):
-            if not all(map(any, (side.values() for side in self.left))):
+            if not self.is_left:
                 return
             first, second = (self._classes(side, labels[side][radius], place) for side in range(2))
             for key, members in first.items():
