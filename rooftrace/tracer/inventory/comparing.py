@@ -86,7 +86,7 @@ def compare_parameters(
             (sum(x.num_params for x in first), sum(x.num_params for x in second)),
             (_shapes(first), _shapes(second)),
         )
-        if len({row.params, row.params[::-1]}) > 1 or len(set(row.shapes)) > 1:
+        if row.delta or len(set(row.shapes)) > 1:
             rows.append(row)
     return ParameterDiff(
         names=names or (before.name, after.name),

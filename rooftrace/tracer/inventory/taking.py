@@ -40,8 +40,8 @@ def inventory_of(source: nn.Module | Checkpoint, weights: bool, name: str = "") 
     """What a module or a checkpoint consists of.
 
     weights: read the values too, where there are any.  name: what to call it; by default the
-    module's own name or class.
-    Runs nothing of the module.  Raises RequestError for another source.
+    module's own name or class.  Nothing of a module is run.  Raises RequestError for any other
+    source.
     """
     if isinstance(source, Checkpoint):
         return _of_checkpoint(source, weights, name)
