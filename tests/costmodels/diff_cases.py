@@ -278,7 +278,7 @@ CASES = (
             ),
             (
                 "        return self.down(y)",
-                "        share = self.router(x).float().softmax(-1).amax(-1, keepdim=True)  # here\n"
+                "        share = self.router(x).float().softmax(-1).amax(-1, True)  # here\n"
                 "        return self.down(y) * share.to(y.dtype)",
             ),
         ),

@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 import rooftrace as rt
+from rooftrace.costmodels.findings.comparing.differences import diff_estimates
 from rooftrace.costmodels.findings.diffs.changes import Change, Diff
 from rooftrace.costmodels.findings.diffs.conditions import FailOnError, parse_condition
-from rooftrace.costmodels.findings.comparing.differences import diff_estimates
 
 WIDTH, ROWS = 32, 64
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from tests.costmodels.diff_cases import CASES, UNCHANGED, Case
 
 import rooftrace as rt
-from rooftrace.costmodels.findings.diffs.changes import PhaseDiff
 from rooftrace.costmodels.findings.comparing.differences import diff_estimates
+from rooftrace.costmodels.findings.diffs.changes import PhaseDiff
+from tests.costmodels.diff_cases import CASES, UNCHANGED, Case
 
 CHIP = "h100-sxm"
 
