@@ -73,13 +73,14 @@ def _histogram(axes: Axes, layer: LayerInfo) -> None:
     low, high = statistics.min, statistics.max
     if low == high:  # a constant: one bar of some width
         low, high = low - 0.5, high + 0.5
-    step = (high - low) / len(statistics.histogram)
-    edges = [low + step * i for i in range(len(statistics.histogram))]
-    axes.bar(edges, statistics.histogram, width=step, align="edge", color=style.BLUE, linewidth=0)
+    steps = len(statistics.histogram)
+    edges = [low + (high - low) * i / steps for i in range(steps + 1)]
+    axes.stairs(statistics.histogram, edges, fill=True, color=style.BLUE)
     style.plain_axes(axes)
     axes.spines["left"].set_visible(False)
     axes.set_yticks([])
     axes.set_xlim(low, high)
+    axes.set_ylim(bottom=0)
     axes.set_xticks([low, high])
     axes.set_xticklabels([f"{statistics.min:.3g}", f"{statistics.max:.3g}"], fontsize=8)
     first, last = axes.get_xticklabels()
