@@ -463,6 +463,7 @@ assert not loaded, f"import rooftrace loads {sorted(loaded)}"
 
 sys.modules["torch"] = sys.modules["transformers"] = None  # from here on, importing it raises
 measured = ("runs", "sources", "tables", "traces", "alignment", "pairing", "fit", "validate")
+measured += ("rundiffs",)
 for name in ("hardware", "costmodels", *(f"measured.{room}" for room in measured), "reporting"):
     package = __import__(f"rooftrace.{name}", fromlist=["*"])
     for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):

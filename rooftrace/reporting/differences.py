@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rooftrace._progress import telling
 from rooftrace.costmodels.estimating import Estimate, estimate as estimate_graph
@@ -18,32 +18,40 @@ from rooftrace.costmodels.registry import own_rules
 from rooftrace.costmodels.rewriting import check_precisions
 from rooftrace.errors import RequestError, TargetError, naming
 from rooftrace.hardware import Chip, load_chip
+from rooftrace.measured.rundiffs import is_measured
 from rooftrace.reporting.checkpoints import diff_checkpoints, has_no_cost, not_default
 from rooftrace.reporting.estimates import CHIP, Source, in_precisions, priced
 from rooftrace.tracer.asking import Job
-from rooftrace.tracer.checkpoints import CheckpointDiff
-from rooftrace.tracer.inventory import ParameterDiff
 from rooftrace.tracer.sources import Traced, trace_each_apart
+
+if TYPE_CHECKING:
+    from rooftrace.measured.rundiffs import RunDiff
+    from rooftrace.tracer.checkpoints import CheckpointDiff
+    from rooftrace.tracer.inventory import ParameterDiff
 
 
 def diff(
     before: Source,
     after: Source,
     *args: Any,
-    chip: str | Chip = CHIP,
-    execution: str | ExecutionModel = "efficient",
+    chip: str | Chip | None = None,
+    execution: str | ExecutionModel | None = None,
     phases: Sequence[str] | None = None,
     names: tuple[str, str] | None = None,
     progress: Callable[[str], None] | None = None,
     **kwargs: Any,
-) -> Diff | CheckpointDiff | ParameterDiff:
-    """What changed in cost from `before` to `after`; of two checkpoints, what changed in weights.
+) -> Diff | RunDiff | CheckpointDiff | ParameterDiff:
+    """What changed in cost from `before` to `after`; in time, where the two are measured runs; in
+    weights, where they are checkpoints.
 
     Each is a module (called with the same arguments), a graph, graphs by phase, a saved graph or a
     target.  The code of a target runs from its own files in a process of its own.  Sizes and
     precisions, as for `report`, hold for both sides.  A graph has its own sizes, so beside a graph
     they hold for the other side.  names: what to call the two.  Raises RequestError for an argument
     that neither side takes.
+
+    Measured runs are traces of torch.profiler, run files and Runs.  graphs= says what ran, to
+    predict the difference: a graph, a target or a module, or two of them, one for each side.
 
     Two files of weights (or their indexes, or folders) and two inventories have no cost and take
     none of this but names: `diff_checkpoints` says what is compared.
@@ -54,9 +62,19 @@ def diff(
         own = {"chip": chip, "execution": execution, "phases": phases}
         unused = [*(["arguments of a call"] if args else []), *not_default(diff, {**own, **kwargs})]
         return diff_checkpoints(before, after, unused, names=names, progress=progress)
+    if is_measured(before) or is_measured(after):
+        from rooftrace.reporting.rundifferences import diff_measured
+
+        asked: dict[str, Any] = {
+            "chip": chip,
+            "execution": execution,
+            "phases": phases,
+            "names": names,
+        }
+        return diff_measured(before, after, args, **asked, progress=progress, **kwargs)
     named = kwargs if phases is None else {**kwargs, "phases": phases}
     jobs = [_of_side(before, after, args, named), _of_side(after, before, args, named)]
-    loaded, model = load_chip(chip), execution_model(execution)
+    loaded, model = load_chip(chip or CHIP), execution_model(execution or "efficient")
     sides = [job.name if job.is_named else usual for job, usual in zip(jobs, SIDES, strict=True)]
     placed: list[dict[str, Estimate]] = []
     eager: list[dict[str, Estimate]] = []

@@ -131,6 +131,7 @@ CASES: dict[str, list[tuple[tuple[str, ...], dict[str, tuple[tuple[str, ...], ..
                 "--names": (("--names", "a", "b"),),
                 "--chip": (("--chip", "l4"),),
                 "--execution": (("--execution", "eager"),),
+                "--target": (("--target", "t.py:build"),),
                 "--format": (("--format", "md"),),
                 "--out": (("--out", "diff.json"),),
                 "--fail-on": (("--fail-on", "params>5%"),),

@@ -351,6 +351,7 @@ class _Reader:
             marked_by=linked.marked_by,
             cut=linked.cut,
             placements=linked.placements,
+            processes=len({self.threads.items[thread][0] for thread in set(self.ops.thread)}),
         )
 
 

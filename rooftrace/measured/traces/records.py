@@ -296,6 +296,7 @@ class Trace:
     marked_by: str = ""  # name of the ranges around its steps; "" without such ranges
     cut: Cut | None = field(default=None, repr=False)  # makes other steps of the trace
     placements: tuple[Placement, ...] = ()  # how kernels were put into steps
+    processes: int = 1  # how many ran its ops: more than one where files of ranks were joined
 
     @property
     def on_device(self) -> bool:

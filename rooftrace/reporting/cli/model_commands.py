@@ -15,6 +15,7 @@ import click
 
 import rooftrace as rt
 from rooftrace._progress import tell
+from rooftrace.reporting.cli.diffing import check_measured, check_priced
 from rooftrace.reporting.cli.options import (
     TARGET_HELP,
     Commas,
@@ -151,12 +152,20 @@ def trace(target: str, out: str, rules: tuple[str, ...], **request: Any) -> None
     metavar="BEFORE AFTER",
     help="What to call the two in the output.",
 )
-@click.option("--chip", default="h200-sxm", show_default=True, help="A chip by name or TOML path.")
+@click.option(
+    "--chip",
+    help="A chip by name or TOML path; default: h200-sxm, of measured runs their device.",
+)
 @click.option(
     "--execution",
-    default="efficient",
-    show_default=True,
-    help="The execution model to compare under.",
+    help="The execution model to compare under; default: efficient, of measured runs how they ran.",
+)
+@click.option(
+    "--target",
+    "targets",
+    type=Commas(),
+    metavar="TARGET[,TARGET]",
+    help="What measured runs ran, to predict the difference: one target for both, or one each.",
 )
 @output_options
 @click.option(
@@ -164,15 +173,17 @@ def trace(target: str, out: str, rules: tuple[str, ...], **request: Any) -> None
     multiple=True,
     metavar="METRIC>LIMIT",
     help='Exit 1 when a metric grows beyond it: "time>5%", "memory>1 GiB".  Metrics: time, '
-    "flops, bytes, memory, params, kernels; of checkpoints drift, params, bytes, nonfinite, "
-    "changed, added, removed.  Repeatable.",
+    "flops, bytes, memory, params, kernels; of measured runs time, device, idle, exposed, work, "
+    "kernels, memory ...; of checkpoints drift, params, bytes, nonfinite, changed, added, "
+    "removed.  Repeatable.",
 )
 def diff(
     before: str,
     after: str,
     names: tuple[str, str] | None,
-    chip: str,
-    execution: str,
+    chip: str | None,
+    execution: str | None,
+    targets: tuple[str, ...] | None,
     form: str,
     out: str | None,
     fail_on: tuple[str, ...],
@@ -182,21 +193,31 @@ def diff(
     rewrites: tuple[str, ...],
     **request: Any,
 ) -> None:
-    """What changed in cost from BEFORE to AFTER: targets or saved graphs; of two checkpoints, in
-    weights."""
-    from rooftrace.costmodels.findings.diffs import parse_condition
+    """What changed in cost from BEFORE to AFTER: targets or saved graphs.
+
+    Or in time: traces of torch.profiler, or run files of `rooftrace measure`.
+    Or in weights: checkpoints of safetensors or torch.save.
+    """
+    from rooftrace.measured.rundiffs import is_measured
     from rooftrace.reporting.text import as_markdown, renderable
     from rooftrace.tracer.weightfiles.filenames import are_weights
 
     if are_weights(before, after):
         return diff_of_checkpoints(before, after, names, form, out, fail_on)
-    for condition in fail_on:
-        parse_condition(condition)
-    (loaded,), (model,) = load_chips((chip,)), load_executions((execution,), tf32, knobs, rewrites)
+    measured = is_measured(before) or is_measured(after)
+    job = workload(**request)
+    if measured:
+        check_measured(fail_on, targets, execution, tf32, knobs, rewrites, job)
+    else:
+        check_priced(fail_on, targets)
+        chip, execution = chip or "h200-sxm", execution or "efficient"
+    loaded = None if chip is None else load_chips((chip,))[0]
+    model = load_executions((execution,), tf32, knobs, rewrites)[0] if execution else None
     load_rules(rules)
+    asked: dict[str, Any] = {"graphs": targets} if targets else {}
     with progress():
         result: Any = rt.diff(
-            before, after, chip=loaded, execution=model, names=names, **workload(**request)
+            before, after, chip=loaded, execution=model, names=names, **asked, **job
         )
     write_text(form, out, lambda: renderable(result), lambda: as_markdown(result), result.to_dict)
     broken = result.violations(fail_on)

@@ -1,0 +1,212 @@
+"""Two sides into one comparison: totals, rows that fold over layers, modules and families."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from rooftrace.hardware.units import format_time
+from rooftrace.measured.rundiffs.kernelnames import kernel_key
+from rooftrace.measured.rundiffs.limits import METRICS
+from rooftrace.measured.rundiffs.noise import noise_of
+from rooftrace.measured.rundiffs.pairs import KernelPair, paired
+from rooftrace.measured.rundiffs.rundiff import (
+    NO_MODULE,
+    GroupChange,
+    KernelChange,
+    MeasuredChange,
+    StepDiff,
+)
+from rooftrace.measured.rundiffs.sides import MeasuredKernel, MeasuredSide, middle_of
+
+
+def compare_sides(before: MeasuredSide, after: MeasuredSide, label: str = "step") -> StepDiff:
+    """What changed from one measured step to another.
+
+    Every kernel of both is in one row, so that rows add up to the total `work`.
+    """
+    sums: dict[Hashable, _Sums] = {}
+    steps = (before.timed, after.timed)
+    for pair in paired(before, after):
+        sums.setdefault(_fold(pair), _Sums(steps)).add(pair)
+    rows = sorted((_row(of_pairs) for of_pairs in sums.values()), key=_importance)
+    known = any(row.module for row in rows)
+    return StepDiff(
+        label=label,
+        steps=(before.steps, after.steps),
+        devices=(before.device, after.device),
+        on_device=before.on_device and after.on_device,
+        timed_inside=before.middle == after.middle == "mean",
+        totals=_totals(before, after),
+        rows=tuple(rows),
+        modules=_groups(sums.values(), lambda row: row.module or NO_MODULE) if known else (),
+        families=_groups(sums.values(), lambda row: row.family),
+        notes=tuple(_notes(before, after)),
+    )
+
+
+def _totals(before: MeasuredSide, after: MeasuredSide) -> dict[str, MeasuredChange]:
+    """The figures that both sides have."""
+    return {
+        name: MeasuredChange(
+            before=middle_of(before.figures[name], before.middle),
+            after=middle_of(after.figures[name], after.middle),
+            noise=noise_of(
+                before.figures[name], after.figures[name], (before.middle, after.middle)
+            ),
+        )
+        for name in METRICS
+        if name in before.figures and name in after.figures
+    }
+
+
+# -- rows ------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Sums:
+    """Equal pairs of kernels, added up step by step."""
+
+    steps: tuple[int, int]  # measured before and after
+    pairs: list[KernelPair] = field(default_factory=list)
+
+    def add(self, pair: KernelPair) -> None:
+        """One more pair."""
+        self.pairs.append(pair)
+
+    def kernels(self, side: int) -> list[MeasuredKernel]:
+        """All kernels of a side."""
+        return [kernel for pair in self.pairs for kernel in (pair.was, pair.now)[side]]
+
+    def seconds(self, side: int) -> list[float]:
+        """Seconds of a side in each of its steps."""
+        columns = [kernel.seconds for kernel in self.kernels(side)]
+        return [sum(values) for values in zip(*columns, strict=True)] or [0.0] * self.steps[side]
+
+
+def _fold(pair: KernelPair) -> Hashable:
+    """What rows of several layers share; kernels by their names without sizes."""
+    was, now = pair.before, pair.after
+    return (
+        was and (was.pattern, was.part, was.name, was.sizes),
+        now and (now.pattern, now.part, now.name, now.sizes),
+        tuple((kernel_key(kernel.name), kernel.kind) for kernel in pair.was),
+        tuple((kernel_key(kernel.name), kernel.kind) for kernel in pair.now),
+    )
+
+
+def _row(sums: _Sums) -> KernelChange:
+    pair = sums.pairs[0]
+    was, now = pair.before, pair.after
+    first = now or was
+    assert first is not None
+    time = _change(sums.seconds(0), sums.seconds(1))
+    count = MeasuredChange(
+        before=sum(kernel.count for kernel in sums.kernels(0)),
+        after=sum(kernel.count for kernel in sums.kernels(1)),
+    )
+    names = (tuple(kernel.name for kernel in pair.was), tuple(kernel.name for kernel in pair.now))
+    sizes = (was.sizes if was else "", now.sizes if now else "")
+    return KernelChange(
+        status=_status(names, sizes, time, count),
+        call=(was.name if was else "", now.name if now else ""),
+        module=first.pattern,
+        part=first.part,
+        family=first.family,
+        kind=(*pair.now, *pair.was)[0].kind,
+        sizes=sizes,
+        kernels=names,
+        count=count,
+        time=time,
+        places=len(sums.pairs),
+    )
+
+
+def _change(before: Sequence[float], after: Sequence[float]) -> MeasuredChange:
+    return MeasuredChange(
+        before=middle_of(before, "mean"),
+        after=middle_of(after, "mean"),
+        noise=noise_of(before, after),
+    )
+
+
+def _status(
+    names: tuple[tuple[str, ...], tuple[str, ...]],
+    sizes: tuple[str, str],
+    time: MeasuredChange,
+    count: MeasuredChange,
+) -> str:
+    if not names[0]:
+        return "new"
+    if not names[1]:
+        return "gone"
+    if [*map(kernel_key, names[0])] != [*map(kernel_key, names[1])]:
+        return "replaced"
+    growth = time.delta or count.delta
+    if not growth:
+        return "same" if sizes[0] == sizes[1] else "resized"
+    if time.within_noise and not count.delta:
+        return "unclear"
+    return "slower" if growth > 0 else "faster"
+
+
+def _importance(row: KernelChange) -> tuple[bool, float, float, str, str]:
+    """The largest difference first, those within noise after all others."""
+    return (
+        row.status == "unclear",
+        -abs(row.time.delta),
+        -row.time.after,
+        row.module,
+        repr(row.kernels),
+    )
+
+
+# -- modules and families --------------------------------------------------------------------------
+
+
+def _groups(
+    sums: Iterable[_Sums], name_of: Callable[[KernelChange], str]
+) -> tuple[GroupChange, ...]:
+    grouped: dict[str, _Sums] = {}
+    counts: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for own in sums:
+        name = name_of(_row(own))
+        grouped.setdefault(name, _Sums(own.steps)).pairs.extend(own.pairs)
+    for name, own in grouped.items():
+        for side in (0, 1):
+            counts[name][side] = sum(kernel.count for kernel in own.kernels(side))
+    groups = [
+        GroupChange(
+            name=name,
+            time=_change(own.seconds(0), own.seconds(1)),
+            count=MeasuredChange(before=counts[name][0], after=counts[name][1]),
+        )
+        for name, own in grouped.items()
+    ]
+    return tuple(sorted(groups, key=lambda group: (-abs(group.time.delta), group.name)))
+
+
+# -- notes -----------------------------------------------------------------------------------------
+
+
+def _notes(before: MeasuredSide, after: MeasuredSide) -> Iterable[str]:
+    """What a reader should know of the two sides."""
+    if before.device != after.device:
+        names = [side.device or "an unknown device" for side in (before, after)]
+        yield f"two devices: {names[0]} before, {names[1]} after"
+    if min(before.steps, after.steps) == 1:
+        sides = (("before", before), ("after", after))
+        which = " and ".join(name for name, side in sides if side.steps == 1)
+        yield f"{which}: one step was measured, so that noise is not known"
+    shared = [note for note in before.notes if note in after.notes]
+    yield from (f"before and after: {note}" for note in shared)
+    for which, side in (("before", before), ("after", after)):
+        yield from (f"{which}: {note}" for note in side.notes if note not in shared)
+    for which, side in (("before", before), ("after", after)):
+        times = side.figures["time"]
+        if len(times) > 2 and max(times) > 1.5 * middle_of(times, "median"):
+            yield (
+                f"{which}: a step of {format_time(max(times))} among those of "
+                f"{format_time(middle_of(times, 'median'))} (median)"
+            )

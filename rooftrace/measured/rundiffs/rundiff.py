@@ -1,0 +1,280 @@
+"""The records of a comparison of two measured runs: totals, rows, modules, families."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rooftrace._shown import Shown, short, some
+from rooftrace.costmodels.findings.diffs import Diff
+from rooftrace.hardware.units import format_time
+from rooftrace.measured.rundiffs.kernelnames import kernel_key
+from rooftrace.measured.rundiffs.limits import METRICS, written
+
+SCHEMA = "rooftrace.rundiff/1"
+NO_MODULE = "(no module)"
+"""The name of the group of kernels whose module is not known."""
+_ROUNDING = 1e-9
+"""Seconds of a trace are differences of large times, as floats."""
+
+
+_NEXT_TO_NONE = 1e-3
+"""Share of a prediction: ratios to a smaller difference say nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredChange:
+    """One measured quantity of a step before and after (SI units)."""
+
+    before: float
+    after: float
+    noise: float | None = None  # half the 95 % interval of the difference; None: not known
+
+    @property
+    def delta(self) -> float:
+        """after - before; 0 where the two differ by rounding only."""
+        delta = self.after - self.before
+        return 0.0 if abs(delta) <= _ROUNDING * max(abs(self.before), abs(self.after)) else delta
+
+    @property
+    def relative(self) -> float | None:
+        """delta / before; None where before is 0 and after is not."""
+        if self.before:
+            return self.delta / self.before
+        return 0.0 if not self.after else None
+
+    @property
+    def within_noise(self) -> bool | None:
+        """Whether the steps' own spread explains the difference; None where it is not known."""
+        return None if self.noise is None else abs(self.delta) <= self.noise
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data: SI numbers, the relative change as a fraction."""
+        return {
+            "before": self.before,
+            "after": self.after,
+            "delta": self.delta,
+            "relative": self.relative,
+            "noise": self.noise,
+            "within_noise": self.within_noise,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelChange:
+    """A kernel of a call, or equal ones of several layers, before and after."""
+
+    # slower, faster, same, new, gone; replaced: by another kernel; resized: in the same time;
+    # unclear: within noise
+    status: str
+    call: tuple[str, str]  # what launched it, before and after; "" where it is not known
+    module: str  # with the numbers of repeated blocks starred; "" where it is not known
+    part: str  # "backward" or ""
+    family: str
+    kind: str  # kernel, memcpy, memset; op: a call on the host
+    sizes: tuple[str, str]  # of the call's tensors
+    kernels: tuple[tuple[str, ...], tuple[str, ...]]  # names before and after
+    count: MeasuredChange  # launches in a step
+    time: MeasuredChange  # s in a step
+    places: int  # calls of the sequence that it stands for: one in each of so many layers
+
+    @property
+    def short_kernels(self) -> tuple[str, str]:
+        """The first kernel before and after, without tiles, types and namespaces."""
+        first, second = (kernel_key(names[0]) if names else "" for names in self.kernels)
+        return first, second
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return {
+            "status": self.status,
+            "call": list(self.call),
+            "module": self.module,
+            "part": self.part,
+            "family": self.family,
+            "kind": self.kind,
+            "sizes": list(self.sizes),
+            "kernels": [list(names) for names in self.kernels],
+            "count": self.count.to_dict(),
+            "time": self.time.to_dict(),
+            "places": self.places,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupChange:
+    """All kernels of a module, or of a family, before and after."""
+
+    name: str
+    time: MeasuredChange  # s in a step
+    count: MeasuredChange  # launches in a step
+    predicted: MeasuredChange | None = None  # s of its kernels; None: nothing was predicted
+
+    @property
+    def ratio(self) -> float | None:
+        """Measured difference over the predicted one; None without a prediction, or one of 0."""
+        return ratio_of(self.time, self.predicted)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return {
+            "name": self.name,
+            "time": self.time.to_dict(),
+            "count": self.count.to_dict(),
+            "predicted": None if self.predicted is None else self.predicted.to_dict(),
+            "ratio": self.ratio,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """What was predicted for a step, before and after."""
+
+    chips: tuple[str, str]
+    executions: tuple[str, str]
+    expected: bool  # whether times are expected ones, by knobs; else bounds
+    totals: Mapping[str, MeasuredChange]  # by name in METRICS, those that can be predicted
+    diff: Diff | None = None  # the cost of the two, where both are on one chip
+    notes: tuple[str, ...] = ()  # where prediction and measurement disagree
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return {
+            "chips": list(self.chips),
+            "executions": list(self.executions),
+            "time_is": "expected" if self.expected else "bound",
+            "totals": {name: change.to_dict() for name, change in self.totals.items()},
+            "notes": list(self.notes),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepDiff:
+    """One measured step before and after."""
+
+    label: str  # the key of its row; "step" of a trace
+    steps: tuple[int, int]  # how many were measured
+    devices: tuple[str, str]
+    on_device: bool  # whether seconds are those of kernels; else of calls on the host
+    timed_inside: bool  # whether rows were timed in the step itself, so that parts add up to it
+    totals: Mapping[str, MeasuredChange]  # by name in METRICS
+    rows: tuple[KernelChange, ...]  # the largest difference first; their times add up to `work`
+    modules: tuple[GroupChange, ...]  # empty where no module is known
+    families: tuple[GroupChange, ...]
+    notes: tuple[str, ...] = ()
+    prediction: Prediction | None = None
+
+    @property
+    def changes(self) -> tuple[KernelChange, ...]:
+        """The rows in which something differs."""
+        return tuple(row for row in self.rows if row.status != "same")
+
+    @property
+    def unchanged(self) -> bool:
+        """Whether no row and no total differs at all."""
+        return not self.changes and not any(change.delta for change in self.totals.values())
+
+    def ratio(self, metric: str) -> float | None:
+        """Measured difference over the predicted one; None without a prediction, or one of 0."""
+        predicted = None if self.prediction is None else self.prediction.totals.get(metric)
+        return ratio_of(self.totals[metric], predicted)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return {
+            "label": self.label,
+            "steps": list(self.steps),
+            "devices": list(self.devices),
+            "seconds_of": "kernels" if self.on_device else "host calls",
+            "timed_inside": self.timed_inside,
+            "totals": {name: change.to_dict() for name, change in self.totals.items()},
+            "rows": [row.to_dict() for row in self.rows],
+            "modules": [module.to_dict() for module in self.modules],
+            "families": [family.to_dict() for family in self.families],
+            "prediction": None if self.prediction is None else self.prediction.to_dict(),
+            "notes": list(self.notes),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunDiff(Shown):
+    """The difference of two measured runs, step by step."""
+
+    names: tuple[str, str]
+    kinds: tuple[str, str]  # "trace" or "run"
+    steps: tuple[StepDiff, ...]
+    only_before: tuple[str, ...] = ()  # rows that only one side has
+    only_after: tuple[str, ...] = ()
+    operations: Mapping[str, MeasuredChange] | None = None  # s of operations alone, of two runs
+
+    @property
+    def unchanged(self) -> bool:
+        """Whether nothing differs at all."""
+        return (
+            not self.only_before
+            and not self.only_after
+            and all(step.unchanged for step in self.steps)
+            and not any(change.delta for change in (self.operations or {}).values())
+        )
+
+    def violations(self, conditions: Sequence[str]) -> list[str]:
+        """A sentence for each condition ("time>5%", "kernels>10") that some step breaks.
+
+        Raises FailOnError for a condition that cannot be read, and for a metric that no step has.
+        """
+        from rooftrace.measured.rundiffs.limits import not_measured, parse_limit
+
+        sentences = []
+        for metric, limit, relative, text in map(parse_limit, conditions):
+            if not any(metric in step.totals for step in self.steps):
+                raise not_measured(text, metric, {m for s in self.steps for m in s.totals})
+            for step in self.steps:
+                if metric not in step.totals:
+                    continue
+                change = step.totals[metric]
+                growth = change.delta
+                if relative:
+                    growth = math.inf if change.relative is None else change.relative
+                if growth > limit:
+                    amount = f"{growth:+.2%}" if relative else f"+{written(metric, growth)}"
+                    noise = " (within the noise of its steps)" if change.within_noise else ""
+                    sentences.append(
+                        f"{step.label}: measured {metric} grew by {amount}, more than {text!r} "
+                        f"allows{noise}"
+                    )
+        return sentences
+
+    def __repr__(self) -> str:
+        changes = [
+            f"{step.label} {format_time(step.totals['time'].before)} -> "
+            f"{format_time(step.totals['time'].after)}"
+            for step in self.steps
+        ]
+        return short(self, f"{self.names[0]} -> {self.names[1]}: {some(changes)}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data: SI numbers, relative changes as fractions; null is what is not known."""
+        return {
+            "schema": SCHEMA,
+            "before": self.names[0],
+            "after": self.names[1],
+            "kinds": list(self.kinds),
+            "metrics": dict(METRICS),
+            "only_before": list(self.only_before),
+            "only_after": list(self.only_after),
+            "steps": [step.to_dict() for step in self.steps],
+            "operations": None
+            if self.operations is None
+            else {key: change.to_dict() for key, change in self.operations.items()},
+        }
+
+
+def ratio_of(measured: MeasuredChange, predicted: MeasuredChange | None) -> float | None:
+    """Measured difference over the predicted one; None where none is predicted, or next to none."""
+    if predicted is None:
+        return None
+    if abs(predicted.delta) <= _NEXT_TO_NONE * max(predicted.before, predicted.after):
+        return None
+    return measured.delta / predicted.delta

@@ -1,0 +1,357 @@
+"""The difference of two measured runs in words: what became slower, and what was predicted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rooftrace.hardware.units import MISSING, format_time
+from rooftrace.measured.rundiffs import RunDiff, limits, rundiff
+from rooftrace.reporting.view import model as view, units, words
+
+ROWS, IN_NOISE, GROUPS, NOTES = 15, 5, 8, 6
+"""Lines of a screen for kernels, for those of noise where there are no others, for modules and
+families, and for disagreements."""
+LONGEST_NAME = 20
+KERNEL = 34
+"""Letters of a kernel's name; JSON has all of it."""
+
+_LABELS = {
+    "time": "step",
+    "device": "device busy",
+    "computing": "  computing",
+    "exposed": "  communication, exposed",
+    "copying": "  copies, exposed",
+    "idle": "device idle",
+    "waiting": "  waits for the host",
+    "queued": "  between queued kernels",
+    "outside": "  before and after kernels",
+    "communication": "communication",
+    "hidden": "  hidden by computing",
+    "work": "kernels added up",
+    "kernels": "kernels",
+    "copies": "copies and fills",
+    "memory": "peak memory",
+}
+_ON_HOST = {
+    "device": "inside of ops",
+    "idle": "outside of ops",
+    "work": "ops added up",
+    "kernels": "calls of ops",
+}
+_REPLAYED = {"work": "ops, timed alone", "kernels": "calls of ops"}
+_UNITS = {"s": units.SECOND, "launches": units.NUMBER, "byte": units.CAPACITY}
+_SIGNS = {
+    "slower": ("slower", "bad"),
+    "faster": ("faster", "good"),
+    "new": ("new", "warn"),
+    "gone": ("gone", "good"),
+    "replaced": ("replaced", "warn"),
+    "resized": ("resized", "faint"),
+    "unclear": ("in noise", "faint"),
+    "same": ("same", "faint"),
+}
+_RATIO = units.Unit(
+    "",
+    "number",
+    lambda ratio: f"{ratio:,.0f}x" if abs(ratio) >= 10 else f"{ratio:.2f}x",
+    least=None,
+)
+_SIGNED = units.signed(units.SECOND)
+_ROWS = (
+    view.Column("status", units.TEXT, "", of=lambda row: view.Cell(*_SIGNS[row.status])),
+    view.Column("what", units.TEXT, "call and kernel", folded=True, of=lambda row: _what(row)),
+    view.Column("module", units.CODE, "module", flexible=True, of=lambda row: _module(row)),
+    view.Column("launches", units.WORDS, "launches", of=lambda row: _launches(row)),
+    view.Column("before", units.SECOND, "before", drop=1, of=lambda row: row.time.before),
+    view.Column("after", units.SECOND, "after", drop=1, of=lambda row: row.time.after),
+    view.Column("change", _SIGNED, "change", of=lambda row: _change(row.time, _SIGNED)),
+)
+
+
+def rundiff_view(result: RunDiff) -> view.View:
+    """Totals of each step before and after, then kernels, modules and families that differ."""
+    before, after = (Path(name).name for name in result.names)
+    head: list[view.Part] = [
+        view.Note(f"{before} -> {after}   measured", on="screen", label="diff  "),
+    ]
+    for only, name in ((result.only_before, before), (result.only_after, after)):
+        if only:
+            head.append(
+                view.Note(f"only {name} has {words.listed(list(only))}: not compared", "warn")
+            )
+    if result.unchanged:
+        head.append(view.Note("no difference in any measured quantity", "good"))
+    sections = [view.Section(parts=head, place=0)]
+    several = len(result.steps) > 1
+    for number, step in enumerate(result.steps):
+        sections += _step(step, result.names, several, 1 + 5 * number)
+    if result.operations:
+        sections.append(_operations(result))
+    return view.View(tuple(sections), f"Measured: `{before}` -> `{after}`")
+
+
+def verdict(step: rundiff.StepDiff) -> str:
+    """What became of a step in a sentence: by how much, whether noise explains it, and why."""
+    time = step.totals["time"]
+    if not time.delta:
+        text = f"the step takes {format_time(time.after)}, as before"
+    else:
+        relative = "" if time.relative is None else f" ({_percent(time)})"
+        text = f"the step is {format_time(abs(time.delta))}{relative} "
+        text += "slower" if time.delta > 0 else "faster"
+        if time.noise is None:
+            text += "; noise is not known"
+        elif time.within_noise:
+            return f"{text}, within the noise of ±{format_time(time.noise)}: no difference is shown"
+        else:
+            text += f", beyond the noise of ±{format_time(time.noise)}"
+    parts = [(name, step.totals[name].delta) for name in _parts(step)]
+    largest = sorted(parts, key=lambda part: -abs(part[1]))[:2]
+    shown = [f"{_label(step, name).strip()} {_SIGNED.page(d)}" for name, d in largest if d]
+    return f"{text}: {', '.join(shown)}" if shown else text
+
+
+def _parts(step: rundiff.StepDiff) -> Sequence[str]:
+    """Figures that add up to the time of the step; none where its kernels were timed apart."""
+    if not step.timed_inside:
+        return ()
+    names = limits.PARTS if step.on_device else ("device", "idle")
+    return [name for name in names if name in step.totals]
+
+
+def _label(step: rundiff.StepDiff, name: str) -> str:
+    if not step.timed_inside and name in _REPLAYED:
+        return _REPLAYED[name]
+    return _LABELS[name] if step.on_device else _ON_HOST.get(name, _LABELS[name])
+
+
+def _step(
+    step: rundiff.StepDiff, names: tuple[str, str], several: bool, place: int
+) -> list[view.Section]:
+    mark = "plain" if step.totals["time"].within_noise else "strong"
+    head: list[view.Part] = []
+    if several:
+        head.append(view.Note(step.label, "strong", on="screen"))
+    head += [
+        view.Note(verdict(step), mark, on="screen"),
+        view.Note(_sentence(verdict(step)), on="page"),
+        _totals(step, names),
+    ]
+    below = [] if step.unchanged else [_kernels(step), *(_groups(step, w) for w in _GROUPED)]
+    below.append(_remarks(step))
+    sections = [view.Section(title=step.label, parts=head, place=place)]
+    for number, parts in enumerate(below, start=1):
+        sections.append(view.Section(parts=parts, place=place + number))
+    return sections
+
+
+_GROUPED = ("module", "family")
+
+
+def _sentence(text: str) -> str:
+    return f"{text[0].upper()}{text[1:]}."
+
+
+# -- totals ----------------------------------------------------------------------------------------
+
+
+def _totals(step: rundiff.StepDiff, names: tuple[str, str]) -> view.Table:
+    short = [Path(name).name for name in names]
+    if max(map(len, short)) > LONGEST_NAME or short[0] == short[1]:
+        short = ["before", "after"]
+    columns = [
+        view.Column("metric", units.TEXT, ""),
+        view.Column("before", units.SECOND, short[0]),
+        view.Column("after", units.SECOND, short[1]),
+        view.Column("change", units.SECOND, "change"),
+        view.Column("relative", units.WORDS, ""),
+        view.Column("noise", units.SECOND, "noise", drop=1),
+        view.Column("predicted", units.SECOND, "predicted"),
+        view.Column("ratio", _RATIO, "measured / predicted", short="ratio"),
+    ]
+    if step.prediction is None:
+        columns = columns[:-2]
+    if all(change.noise is None for change in step.totals.values()):
+        columns = [column for column in columns if column.key != "noise"]
+    shown = [name for name, c in step.totals.items() if c.before or c.after or name == "time"]
+    return view.Table(columns=columns, rows=[_total(step, name) for name in shown], padded=False)
+
+
+def _total(step: rundiff.StepDiff, name: str) -> dict[str, Any]:
+    change, unit = step.totals[name], _UNITS[limits.METRICS[name]]
+    predicted = step.prediction.totals.get(name) if step.prediction else None
+    noise: Any = None
+    if change.noise is not None:
+        noise = view.Cell(change.noise, "faint", before="±", unit=unit)
+    signed = units.signed(unit)
+    return {
+        "metric": _label(step, name),
+        "before": view.Cell(change.before, unit=unit),
+        "after": view.Cell(change.after, unit=unit),
+        "change": _change(change, signed),
+        "relative": _percent(change),
+        "noise": noise,
+        "predicted": None if predicted is None else view.Cell(predicted.delta, unit=signed),
+        "ratio": step.ratio(name),
+    }
+
+
+def _change(change: rundiff.MeasuredChange, unit: units.Unit) -> view.Cell:
+    if change.within_noise or not change.delta:
+        return view.Cell(change.delta, "faint", unit=unit)
+    return view.Cell(change.delta, "worse" if change.delta > 0 else "good", unit=unit)
+
+
+def _percent(change: rundiff.MeasuredChange) -> str:
+    if change.relative is None:
+        return "new"
+    return f"{change.relative:+.1%}".replace("%", " %") if change.delta else "0 %"
+
+
+# -- kernels, modules, families --------------------------------------------------------------------
+
+
+def _kernels(step: rundiff.StepDiff) -> list[view.Part]:
+    rows = step.changes
+    if not rows:
+        return [view.Note("no kernel differs", "faint")]
+    beyond = [row for row in rows if row.status != "unclear"]
+    shown = beyond[:ROWS] or rows[:IN_NOISE]
+    parts: list[view.Part] = [
+        view.Table(columns=_ROWS, rows=shown, on="screen"),
+        view.Table(columns=_ROWS, rows=rows, padded=False, on="page"),
+    ]
+    left = (
+        (len(beyond) - len(shown), "more", rows[len(shown) : len(beyond)]),
+        (len(rows) - max(len(beyond), len(shown)), "more within noise", rows[len(beyond) :]),
+    )
+    for count, about, others in left:
+        if count > 0:
+            total = _SIGNED.page(sum(row.time.delta for row in others))
+            line = f"{words.plural(count, 'row')} {about}, {total} in all (--format json has them)"
+            parts.append(view.Note(line, "faint", on="screen"))
+    same = len(step.rows) - len(rows)
+    if same:
+        parts.append(view.Note(f"{words.plural(same, 'row')} without any difference", "faint"))
+    return parts
+
+
+def _what(row: rundiff.KernelChange) -> str:
+    """ "linear: cutlass_gemm -> xmma_gemm", "copy_, fp32[8, 64]": what differs of it is said."""
+    calls = [call.removeprefix("aten::") for call in row.call]
+    if row.kind == "op":
+        calls = [c or " and ".join(names) for c, names in zip(calls, row.kernels, strict=True)]
+    text = " -> ".join(dict.fromkeys(filter(None, calls)))
+    if row.kind != "op":
+        named = map(_kernel_words, row.short_kernels, row.kernels)
+        kernels = " -> ".join(dict.fromkeys(filter(None, named)))
+        text = f"{text}: {kernels}" if text else kernels
+    sizes = " -> ".join(dict.fromkeys(_few(sizes) for sizes in row.sizes if sizes))
+    text = f"{text}, {sizes}" if sizes else text
+    return f"{text} (backward)" if row.part else text
+
+
+def _kernel_words(first: str, names: Sequence[str]) -> str:
+    """The first kernel of several, and how many more there are."""
+    text = first if len(first) <= KERNEL else f"{first[: KERNEL - 1]}…"
+    return text if len(names) <= 1 else f"{text} and {len(names) - 1} more"
+
+
+def _few(sizes: str) -> str:
+    """The first two tensors of several."""
+    tensors = sizes.split("] ")
+    return sizes if len(tensors) <= 2 else f"{'] '.join(tensors[:2])}] …"
+
+
+def _module(row: rundiff.KernelChange) -> str:
+    return row.module or MISSING
+
+
+def _launches(row: rundiff.KernelChange) -> str:
+    before, after = (f"{count:.3g}" for count in (row.count.before, row.count.after))
+    return after if before == after else f"{before} -> {after}"
+
+
+def _groups(step: rundiff.StepDiff, what: str) -> list[view.Part]:
+    groups = step.modules if what == "module" else step.families
+    rows = [
+        g for g in groups if g.time.delta or g.count.delta or (g.predicted and g.predicted.delta)
+    ]
+    if not rows:
+        return []
+    columns = [
+        view.Column("name", units.CODE if what == "module" else units.TEXT, what, flexible=True),
+        view.Column("launches", units.WORDS, "launches", drop=1, of=_launches),
+        view.Column("before", units.SECOND, "before", of=lambda g: g.time.before),
+        view.Column("after", units.SECOND, "after", of=lambda g: g.time.after),
+        view.Column("change", _SIGNED, "change", of=lambda g: _change(g.time, _SIGNED)),
+    ]
+    if any(group.predicted is not None for group in rows):
+        columns += [
+            view.Column(
+                "predicted",
+                _SIGNED,
+                "predicted",
+                of=lambda g: None if g.predicted is None else g.predicted.delta,
+            ),
+            view.Column("ratio", _RATIO, "measured / predicted", short="ratio"),
+        ]
+    return [
+        view.Table(columns=columns, rows=rows[:GROUPS], on="screen"),
+        view.Table(columns=columns, rows=rows, padded=False, on="page"),
+    ]
+
+
+# -- notes -----------------------------------------------------------------------------------------
+
+
+def _remarks(step: rundiff.StepDiff) -> list[view.Part]:
+    lines: list[str] = []
+    if step.prediction is not None:
+        chips = " and ".join(dict.fromkeys(step.prediction.chips))
+        models = " and ".join(dict.fromkeys(step.prediction.executions))
+        kind = "" if step.prediction.expected else ", as bounds"
+        lines.append(f"predicted for {chips}, {models}{kind}")
+    if step.totals["time"].noise is not None:
+        before, after = step.steps
+        how = "mean" if step.timed_inside else "median wall time"
+        spread = "noise is half the 95 % interval of the difference, by their spread"
+        lines.append(f"{how} of {before} and {words.plural(after, 'step')}; {spread}")
+    parts: list[view.Part] = []
+    disagreements = step.prediction.notes if step.prediction else ()
+    parts += [view.Note(f"  {line}", "warn", on="screen") for line in disagreements[:NOTES]]
+    parts += [view.Note(_sentence(line), on="page", bullet=1) for line in disagreements]
+    lines += step.notes
+    parts += [view.Note(f"  {line}", "faint", on="screen") for line in lines]
+    parts += [view.Note(_sentence(line), on="page", bullet=1) for line in lines]
+    return parts
+
+
+def _operations(result: RunDiff) -> view.Section:
+    rows = sorted((result.operations or {}).items(), key=lambda o: -abs(o[1].relative or 0))
+    columns = (
+        view.Column("name", units.TEXT, "operation alone", flexible=True),
+        view.Column("before", units.SECOND, "before"),
+        view.Column("after", units.SECOND, "after"),
+        view.Column("change", units.WORDS, "change"),
+        view.Column("noise", units.SECOND, "noise"),
+    )
+    lines = [
+        {
+            "name": key,
+            "before": change.before,
+            "after": change.after,
+            "change": view.Cell(_percent(change), "faint" if change.within_noise else "plain"),
+            "noise": change.noise,
+        }
+        for key, change in rows
+    ]
+    note = "The same operations on both devices; where they differ, the machine does."
+    parts: list[view.Part] = [
+        view.Table(columns=columns, rows=lines[:GROUPS], on="screen"),
+        view.Table(columns=columns, rows=lines, padded=False, on="page"),
+        view.Note(note, on="page"),
+    ]
+    return view.Section(title="Operations alone", parts=parts, place=99)
