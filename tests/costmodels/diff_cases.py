@@ -318,7 +318,7 @@ CASES = (
                 "        y = F.dropout(gate * self.up(x), 0.1)  # here\n",
             ),
         ),
-        ("+dropout",),
+        ("+dropout (native_dropout) x4",),
         "layers.*.mlp",
     ),
     Case(
@@ -329,7 +329,7 @@ CASES = (
                 "        x = x + self.attention(self.norm1(x)).float().to(x.dtype)  # here",
             ),
         ),
-        ("cast bf16 -> fp32 by float()", "cast fp32 -> bf16 by to()"),
+        ("cast bf16 -> fp32 by float()", "cast fp32 -> bf16 by to()", "; fused away"),
         "layers.*",
     ),
     Case(

@@ -246,7 +246,10 @@ def _with_eager(sides: Sides, clusters: Sequence[Cluster], eager: Sides) -> list
         other = beside.get(number, Cluster((), (), ()))
         code, edits = (eager, other.edits) if other.edits else (sides, cluster.edits)
         row = _row(sides, places if code is eager else Whereabouts(sides), cluster, code, edits)
-        rows.append(replace(row, eager=_sums(eager, other.before, other.after)["time"]))
+        time = _sums(eager, other.before, other.after)["time"]
+        is_free = abs(row.time.delta) <= _ROUNDING * row.time.before and not row.kernels.delta
+        fused = "; fused away" if is_free and time.delta else ""
+        rows.append(replace(row, cause=row.cause + fused, eager=time))
     return rows
 
 
