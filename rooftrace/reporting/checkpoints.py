@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rooftrace._progress import telling
@@ -26,17 +25,20 @@ def has_no_cost(before: Any, after: Any) -> bool:
 def diff_checkpoints(
     before: Any,
     after: Any,
-    unused: Collection[str] = (),
-    *,
+    args: Sequence[Any] = (),
+    named: Mapping[str, Any] | None = None,
     names: tuple[str, str] | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> CheckpointDiff | ParameterDiff:
     """What changed in the values and names of two checkpoints, or in the parameters of two models.
 
     Each side is a file of safetensors or torch.save, the index.json of a sharded one, a folder with
-    one, or both are inventories.  unused: names of other arguments of the call, all of which are
-    refused.  Raises RequestError for two sides of different kinds; CheckpointError; OSError.
+    one, or both are inventories.  args, named: other arguments of the call: any that is not None is
+    refused.  Raises RequestError for that and for two sides of different kinds; CheckpointError;
+    OSError.
     """
+    unused = ["arguments of a call"] if args else []
+    unused += [name for name, value in (named or {}).items() if value is not None]
     if isinstance(before, ModelInfo) and isinstance(after, ModelInfo):
         _refuse(unused, "an inventory has parameters, and no step that is run")
         return compare_parameters(before, after, names)
@@ -61,12 +63,6 @@ def _shown(side: Any) -> str:
     return repr(side) if isinstance(side, ModelInfo) else f"a {type(side).__name__}"
 
 
-def _refuse(unused: Collection[str], reason: str) -> None:
+def _refuse(unused: Sequence[str], reason: str) -> None:
     if unused:
         raise RequestError(f"{', '.join(unused)}: {reason}")
-
-
-def not_default(function: Callable[..., Any], named: Mapping[str, Any]) -> list[str]:
-    """Names of the arguments of a call that differ from the defaults of a function of ours."""
-    parameters = inspect.signature(function).parameters
-    return [n for n, v in named.items() if n not in parameters or v != parameters[n].default]

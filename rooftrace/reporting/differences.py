@@ -19,7 +19,7 @@ from rooftrace.costmodels.rewriting import check_precisions
 from rooftrace.errors import RequestError, TargetError, naming
 from rooftrace.hardware import Chip, load_chip
 from rooftrace.measured.rundiffs import is_measured
-from rooftrace.reporting.checkpoints import diff_checkpoints, has_no_cost, not_default
+from rooftrace.reporting.checkpoints import diff_checkpoints, has_no_cost
 from rooftrace.reporting.estimates import CHIP, Source, in_precisions, priced
 from rooftrace.tracer.asking import Job
 from rooftrace.tracer.sources import Traced, trace_each_apart
@@ -41,8 +41,7 @@ def diff(
     progress: Callable[[str], None] | None = None,
     **kwargs: Any,
 ) -> Diff | RunDiff | CheckpointDiff | ParameterDiff:
-    """What changed in cost from `before` to `after`; in time, where the two are measured runs; in
-    weights, where they are checkpoints.
+    """What changed in cost from `before` to `after`; in time of measured runs, weights of files.
 
     Each is a module (called with the same arguments), a graph, graphs by phase, a saved graph or a
     target.  The code of a target runs from its own files in a process of its own.  Sizes and
@@ -53,25 +52,17 @@ def diff(
     Measured runs are traces of torch.profiler, run files and Runs.  graphs= says what ran, to
     predict the difference: a graph, a target or a module, or two of them, one for each side.
 
-    Two files of weights (or their indexes, or folders) and two inventories have no cost and take
-    none of this but names: `diff_checkpoints` says what is compared.
+    Checkpoints (safetensors, torch.save, their indexes and folders) and inventories take names.
     """
     if names is not None and (isinstance(names, str) or len(names) != 2):
         raise RequestError(f"names={names!r:.60}: expected two, for example ('main', 'branch')")
+    asked: dict[str, Any] = {"chip": chip, "execution": execution, "phases": phases}
     if has_no_cost(before, after):
-        own = {"chip": chip, "execution": execution, "phases": phases}
-        unused = [*(["arguments of a call"] if args else []), *not_default(diff, {**own, **kwargs})]
-        return diff_checkpoints(before, after, unused, names=names, progress=progress)
+        return diff_checkpoints(before, after, args, {**asked, **kwargs}, names, progress)
     if is_measured(before) or is_measured(after):
         from rooftrace.reporting.rundifferences import diff_measured
 
-        asked: dict[str, Any] = {
-            "chip": chip,
-            "execution": execution,
-            "phases": phases,
-            "names": names,
-        }
-        return diff_measured(before, after, args, **asked, progress=progress, **kwargs)
+        return diff_measured(before, after, args, **asked, names=names, progress=progress, **kwargs)
     named = kwargs if phases is None else {**kwargs, "phases": phases}
     jobs = [_of_side(before, after, args, named), _of_side(after, before, args, named)]
     loaded, model = load_chip(chip or CHIP), execution_model(execution or "efficient")
