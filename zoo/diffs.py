@@ -28,22 +28,28 @@ def compare_one(name: str, depth: int | None = None) -> Result:
     """Each phase of one entry compared with itself; `failure` names the phase that differs."""
     from models import load
 
+    from rooftrace.errors import RequestError
+    from rooftrace.tracer.source.lines import TraceError
+
     result: Result = {"name": name, "failure": "", "error": "", "phases": {}}
     try:
         entry = load(name, depth)
     except Exception as error:  # `run.py` says more of what cannot be built
         return {**result, "failure": "build", "error": str(error)}
-    inputs = next(iter(entry.inputs))
-    for phase in PHASES:
-        if phase == "decode" and inputs.decode is None:
-            continue
-        try:
-            differing = _differing(entry.module, inputs, phase, result["phases"])
-        except Exception as error:
-            result["phases"][phase] = {"failed": f"{type(error).__name__}: {error}"}
-            continue
-        if differing:
-            result |= {"failure": phase, "error": differing}
+    for inputs in entry.inputs:
+        result["phases"] = {}
+        for phase in PHASES:
+            if phase == "decode" and inputs.decode is None:
+                continue
+            try:
+                differing = _differing(entry.module, inputs, phase, result["phases"])
+            except (RequestError, TraceError) as error:
+                result["phases"][phase] = {"refused": str(error)}
+                continue
+            if differing:
+                result |= {"failure": phase, "error": differing}
+        if any("ops" in phase for phase in result["phases"].values()):
+            break
     return result
 
 
@@ -59,7 +65,7 @@ def _differing(module: Any, inputs: Any, phase: str, phases: dict[str, Any]) -> 
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "graph.json"
             rt.save({phase: graph}, path)
-            others = [rt.load(path)[phase]]
+            others = [rt.load(path)]
         length = sum(map(graph.times, graph.ops))
         if graph.repeats and length <= _LONGEST:
             others.append(graph.expand())
