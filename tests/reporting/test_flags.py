@@ -74,6 +74,7 @@ VALIDATE = (
     "--format",
     "json",
 )
+INVENTORY = ("inventory", "t.py:build", "--format", "json")
 CALIBRATE = ("calibrate", "steps.csv", "--chip", CHIP, "--target", "t.py:{target}", "-o", "-")
 
 WORKLOAD: dict[str, tuple[tuple[str, ...], ...]] = {
@@ -151,6 +152,19 @@ CASES: dict[str, list[tuple[tuple[str, ...], dict[str, tuple[tuple[str, ...], ..
                 "--rules": (("--rules", "rules.py"),),
                 "--format": (("--format", "md"),),
                 "--out": (("--out", "compare.json"),),
+            },
+        )
+    ],
+    "inventory": [
+        (
+            INVENTORY,
+            {
+                "--weights": (("--weights",),),
+                "--plot": (("--plot", "w.png"),),
+                "--against": (("--against", "t.py:wider"),),
+                "--trust-remote-code": (("--trust-remote-code",),),
+                "--format": (("--format", "md"),),
+                "--out": (("--out", "inventory.json"),),
             },
         )
     ],

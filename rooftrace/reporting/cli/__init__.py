@@ -23,6 +23,7 @@ from rooftrace.reporting.cli.device_commands import calibrate, measure, validate
 from rooftrace.reporting.cli.diff_command import diff
 from rooftrace.reporting.cli.model_commands import compare, report, trace
 from rooftrace.reporting.cli.output import StdoutError, checked_stdout, complain
+from rooftrace.reporting.cli.weight_commands import inventory
 
 __all__ = ["cli", "main", "run"]
 
@@ -38,7 +39,7 @@ def cli() -> None:
     """
 
 
-for _command in (report, trace, diff, compare, chips, measure, calibrate, validate):
+for _command in (report, trace, diff, compare, inventory, chips, measure, calibrate, validate):
     cli.add_command(_command)
 
 
