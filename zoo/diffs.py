@@ -3,7 +3,8 @@
     make zoo-diff [ZOO=folder] [GROUP=hf,timm] [N=50]
 
 The second side is the graph after a way through its file.  Where it is not too long, it is compared
-with all repeats written out, too; that is told, and no failure.  A tool to run by hand, as `run.py` is.
+with all repeats written out, too; that is told, and no failure.  A tool to run by hand, as
+`run.py` is.
 """
 
 from __future__ import annotations
