@@ -17,7 +17,7 @@ export OMP_NUM_THREADS := 1
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help venv demo test check fuzz lint types golden bench inductor zoo zoo-diff flops accuracy serving \
-	versions measure clean
+	checkpoints versions measure clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -98,6 +98,10 @@ versions: $(INSTALLED) ## run the quick tests with several releases, write docs/
 	@test -n "$(VENVS)" || { echo "make: name a folder for the environments: make versions VENVS=/tmp/venvs"; exit 1; }
 	@$(BIN)/python benchmarks/releases/matrix.py --venvs $(VENVS) --jobs $(JOBS) \
 		$(if $(ONLY),--only $(ONLY)) $(if $(REPORTS),--reports)
+
+checkpoints: $(INSTALLED) ## memory that a diff of two checkpoints takes (GB=5 FORM=torch LARGEST=0.25 FOLDER=)
+	@$(BIN)/python benchmarks/checkpoints/memory.py $(or $(FOLDER),out) --gb $(or $(GB),5) \
+		$(if $(FORM),--form $(FORM)) $(if $(LARGEST),--largest $(LARGEST))
 
 serving: $(INSTALLED) ## write docs/serving-published.md: the preset `serving` beside published figures
 	@mkdir -p out && $(BIN)/python benchmarks/serving/run.py > out/serving.md

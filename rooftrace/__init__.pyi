@@ -71,9 +71,15 @@ from rooftrace.reporting.habits import (
     profile as profile,
     summary as summary,
 )
+from rooftrace.reporting.inventories import (
+    inventory as inventory,
+)
 from rooftrace.reporting.measurements import (
     calibrate as calibrate,
     validate as validate,
+)
+from rooftrace.reporting.modeldump import (
+    dump_model_info as dump_model_info,
 )
 from rooftrace.reporting.reports import (
     largest_batch as largest_batch,
@@ -105,6 +111,9 @@ from rooftrace.tracer.asking.names import (
 )
 from rooftrace.tracer.graph import (
     OpGraph as OpGraph,
+)
+from rooftrace.tracer.inventory.records import (
+    ModelInfo as ModelInfo,
 )
 from rooftrace.tracer.source import (
     TraceError as TraceError,

@@ -14,9 +14,10 @@ import os
 import re
 import sys
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import accumulate
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeVar, cast, get_args, get_origin, get_type_hints
@@ -89,11 +90,23 @@ def beginning(path: str | os.PathLike[str], size: int) -> bytes:
     return zlib.decompressobj(wbits=31).decompress(head, size) if head[:2] == GZIP else head
 
 
-def json_of(raw: bytes, where: str, kind: FileKind) -> Any:
-    """The values of a JSON text, within the bounds.  Raises the error of `kind`."""
+def json_of(raw: bytes, where: str, kind: FileKind, *, unique: bool = False) -> Any:
+    """The values of a JSON text, within the bounds.  Raises the error of `kind`.
+
+    unique: a key that stands twice in a table is an error too; else the last one counts.
+    """
     if raw.count(b",") + raw.count(b"[") + raw.count(b"{") > MOST_VALUES:
         raise kind.unreadable(where, f"it has more than {MOST_VALUES:,} values")
-    return _parsed(json.loads, raw, where, kind)
+    parse = partial(json.loads, object_pairs_hook=_once) if unique else json.loads
+    return _parsed(parse, raw, where, kind)
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    table = dict(pairs)
+    if len(table) < len(pairs):
+        twice = next(key for key, times in Counter(key for key, _ in pairs).items() if times > 1)
+        raise ValueError(f"the key {twice!r:.200} stands twice")
+    return table
 
 
 _MOST_TOML = 1 << 20

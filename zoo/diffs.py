@@ -2,8 +2,9 @@
 
     make zoo-diff [ZOO=folder] [GROUP=hf,timm] [N=50]
 
-The second side is the graph after a way through its file, and, where it is not too long, with all
-repeats written out.  A tool to run by hand, as `run.py` is.
+The second side is the graph after a way through its file.  Where it is not too long, it is compared
+with all repeats written out, too; that is told, and no failure.  A tool to run by hand, as
+`run.py` is.
 """
 
 from __future__ import annotations
@@ -56,7 +57,6 @@ def compare_one(name: str, depth: int | None = None) -> Result:
 def _differing(module: Any, inputs: Any, phase: str, phases: dict[str, Any]) -> str:
     """What differs between a graph and itself, in words; "" where nothing does."""
     import rooftrace as rt
-    from rooftrace.costmodels.findings.comparing import diff_estimates
     from rooftrace.tracer.phases.running import trace_phases
     from rooftrace.tracer.sources.tracing import collector_paused
 
@@ -70,32 +70,42 @@ def _differing(module: Any, inputs: Any, phase: str, phases: dict[str, Any]) -> 
         if graph.repeats and length <= _LONGEST:
             others.append(graph.expand())
         estimate = rt.estimate(graph, "h200-sxm")
-        seconds = []
-        for other in others:
-            second = rt.estimate(other, "h200-sxm")
-            started = time.perf_counter()
-            diff = diff_estimates({phase: estimate}, {phase: second})
-            seconds.append(round(time.perf_counter() - started, 3))
-            if not diff.unchanged:
-                (found,) = diff.phases
-                totals = {
-                    name: change.delta for name, change in found.totals.items() if change.delta
-                }
-                causes = [f"{row.cause} ({row.time.delta:+.3g} s)" for row in found.rows[:3]]
-                return f"{totals} {causes} {len(found.modules)} modules {len(found.held)} held"
-    phases[phase] = {"ops": length, "written_out": len(others) > 1, "diff_seconds": seconds}
-    return ""
+        found = [_words(estimate, rt.estimate(other, "h200-sxm")) for other in others]
+    phases[phase] = {
+        "ops": length,
+        "diff_seconds": [seconds for seconds, _ in found],
+        "written_out": found[1][1] if len(found) > 1 else None,
+    }
+    return found[0][1]
+
+
+def _words(estimate: Any, other: Any) -> tuple[float, str]:
+    """How long a comparison takes, and what differs in words; "" where nothing does."""
+    from rooftrace.costmodels.findings.comparing import diff_estimates
+
+    started = time.perf_counter()
+    diff = diff_estimates({estimate.phase: estimate}, {estimate.phase: other})
+    seconds = round(time.perf_counter() - started, 3)
+    if diff.unchanged:
+        return seconds, ""
+    (phase,) = diff.phases
+    totals = {name: change.delta for name, change in phase.totals.items() if change.delta}
+    causes = [f"{row.cause} ({row.time.delta:+.3g} s)" for row in phase.rows[:3]]
+    return seconds, f"{totals} {causes}"
 
 
 def summary(results: Sequence[Result]) -> str:
     """How many phases were compared, how many with repeats written out, and which differ."""
     compared = [phase for result in results for phase in result["phases"].values()]
     done = [phase for phase in compared if "ops" in phase]
+    flat = [phase["written_out"] for phase in done if phase["written_out"] is not None]
+    failures = Counter(result["failure"] for result in results if result["failure"])
     lines = [
-        f"{len(results)} models: {len(done)} phases are equal to themselves, "
-        f"{sum(phase['written_out'] for phase in done)} of them also with repeats written out",
-        f"failures: {dict(Counter(r['failure'] for r in results if r['failure']))}",
-        f"phases that could not be traced: {len(compared) - len(done)}",
+        f"{len(results)} models, {len(done)} phases compared with themselves; {failures.total()} "
+        f"models fail: {dict(failures)}",
+        f"with repeats written out {flat.count('')} of {len(flat)} phases are equal too; "
+        "fusion prices the others a little otherwise",
+        f"phases that the models refuse: {len(compared) - len(done)}",
     ]
     slowest = max((max(phase["diff_seconds"]) for phase in done), default=0.0)
     lines.append(f"the longest comparison took {slowest:.2f} s")

@@ -15,6 +15,7 @@ from rooftrace.errors import RequestError, UnusedError
 from rooftrace.hardware import Chip
 from rooftrace.measured.rundiffs import is_measured
 from rooftrace.reporting.bisection import bisect as bisect_range
+from rooftrace.reporting.checkpoints import diff_checkpoints, has_no_cost
 from rooftrace.reporting.estimates import CHIP, Source
 from rooftrace.reporting.revisions import origins_of, placed
 from rooftrace.reporting.sideruns import EAGER, Ran, run_sides
@@ -24,6 +25,8 @@ from rooftrace.tracer.revisions.origins import Bisection
 
 if TYPE_CHECKING:
     from rooftrace.measured.rundiffs import RunDiff
+    from rooftrace.tracer.checkpoints import CheckpointDiff
+    from rooftrace.tracer.inventory import ParameterDiff
 
 
 def diff(
@@ -41,8 +44,8 @@ def diff(
     names: tuple[str, str] | None = None,
     progress: Callable[[str], None] | None = None,
     **kwargs: Any,
-) -> Diff | RunDiff:
-    """What changed in cost from `first` to `second`; in time, where the two are measured runs.
+) -> Diff | RunDiff | CheckpointDiff | ParameterDiff:
+    """What changed in cost from `first` to `second`; in time of measured runs, weights of files.
 
     Each is a module (called with the same arguments), a graph, graphs by phase, a saved graph or a
     target.  The code of a target runs from its own files in a process of its own.  Sizes and
@@ -59,22 +62,22 @@ def diff(
     Measured runs are traces of torch.profiler, run files and Runs.  graphs= says what ran, to
     predict the difference: a graph, a target or a module, or two of them, one for each side.
 
+    Checkpoints (safetensors, torch.save, their indexes and folders) and inventories take names.
+
     Raises RequestError for an argument that neither side takes, RevisionError for a revision that
     cannot be used, TargetError for a side that does not build.
     """
-    if is_measured(first) or is_measured(second):
-        _check_measured(second, before=before, after=after, git=git, bisect=bisect)
-        from rooftrace.reporting.rundifferences import diff_measured
-
-        asked: dict[str, Any] = {
-            "chip": chip,
-            "execution": execution,
-            "phases": phases,
-            "names": names,
-        }
-        return diff_measured(first, second, args, **asked, progress=progress, **kwargs)
     if names is not None and (isinstance(names, str) or len(names) != 2):
         raise RequestError(f"names={names!r:.60}: expected two, for example ('main', 'branch')")
+    asked: dict[str, Any] = {"chip": chip, "execution": execution, "phases": phases}
+    ours = {"before": before, "after": after, "git": git, "bisect": bisect}
+    if has_no_cost(first, second):
+        return diff_checkpoints(first, second, args, {**asked, **ours, **kwargs}, names, progress)
+    if is_measured(first) or is_measured(second):
+        _check_measured(second, **ours)
+        from rooftrace.reporting.rundifferences import diff_measured
+
+        return diff_measured(first, second, args, **asked, names=names, progress=progress, **kwargs)
     shared = kwargs if phases is None else {**kwargs, "phases": phases}
     options = ({} if before is None else before, {} if after is None else after)
     pricing = (chip or CHIP, execution or "efficient")

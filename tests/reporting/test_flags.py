@@ -75,6 +75,7 @@ VALIDATE = (
     "--format",
     "json",
 )
+INVENTORY = ("inventory", "t.py:build", "--format", "json")
 CALIBRATE = ("calibrate", "steps.csv", "--chip", CHIP, "--target", "t.py:{target}", "-o", "-")
 
 LOCK = ("lock", "t.py:build", "--phase", "forward", "-o", "-")
@@ -180,6 +181,19 @@ CASES: dict[str, list[tuple[tuple[str, ...], dict[str, tuple[tuple[str, ...], ..
                 "--strict": (("--strict",),),
                 "--format": tuple(("--format", form) for form in FORMS[1:]),
                 "--out": (("--out", "check.json"),),
+            },
+        )
+    ],
+    "inventory": [
+        (
+            INVENTORY,
+            {
+                "--weights": (("--weights",),),
+                "--plot": (("--plot", "w.png"),),
+                "--against": (("--against", "t.py:wider"),),
+                "--trust-remote-code": (("--trust-remote-code",),),
+                "--format": (("--format", "md"),),
+                "--out": (("--out", "inventory.json"),),
             },
         )
     ],

@@ -44,6 +44,8 @@ COMMANDS: list[tuple[str, ...]] = [
     ("diff", "t.py:build", *ONE, "--chip", "l4"),
     ("diff", "t.py:build", *ONE, "--chip", "l4", "--format", "json"),
     ("diff", "t.py:build", *ONE, "--chip", "l4", "--format", "md"),
+    ("inventory", "t.py:build"),
+    ("inventory", "t.py:build", "--format", "json"),
     ("compare", *ONE, "--with", "flopcounter"),
     ("validate", *STEPS_OF),
     ("validate", *STEPS_OF, "--format", "json"),

@@ -26,6 +26,7 @@ from rooftrace.reporting.cli.shared import (
     workload,
     write_text,
 )
+from rooftrace.reporting.cli.weight_commands import diff_of_checkpoints
 
 _HOW = ("execution", "tf32", "knobs", "rewrites")
 _PRICING = ("chip", *_HOW)
@@ -104,7 +105,8 @@ _execution = click.option(
     metavar="METRIC>LIMIT",
     help='Exit 1 when a metric grows beyond it: "time>5%", "memory>1 GiB".  Metrics: time, '
     "flops, bytes, memory, params, kernels; of measured runs time, device, idle, exposed, work, "
-    "kernels, memory ...  Repeatable.",
+    "kernels, memory ...; of checkpoints drift, params, bytes, nonfinite, changed, added, "
+    "removed.  Repeatable.",
 )
 def diff(
     words: tuple[str, ...],
@@ -124,12 +126,16 @@ def diff(
     """What changed in cost from BEFORE to AFTER: targets, saved graphs, or revisions of a target.
 
     One target is enough with --git, or with an option that differs from side to side.  Or what
-    changed in time: traces of torch.profiler, or run files of `rooftrace measure`.
+    changed in time: traces of torch.profiler, or run files of `rooftrace measure`.  Or in weights:
+    checkpoints of safetensors or torch.save.
     """
     from rooftrace.measured.rundiffs import is_measured
     from rooftrace.reporting.text import as_markdown, renderable
+    from rooftrace.tracer.weightfiles.filenames import are_weights
 
     sources, revisions = _targets(words, revision)
+    if are_weights(*sources):
+        return diff_of_checkpoints(str(sources[0]), str(sources[1]), names, form, out, fail_on)
     pricing = {name: options.pop(name) for name in _PRICING}
     job = workload(**options)
     if any(map(is_measured, sources)):

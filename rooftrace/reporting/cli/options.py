@@ -179,6 +179,6 @@ def output_options(command: Callable[..., Any]) -> Callable[..., Any]:
         show_default=True,
     )
     out = click.option(
-        "--out", metavar="FILE", help="Write there instead of the terminal; - is stdout."
+        "-o", "--out", metavar="FILE", help="Write there instead of the terminal; - is stdout."
     )
     return form(out(command))

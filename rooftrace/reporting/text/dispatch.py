@@ -12,11 +12,16 @@ from rooftrace.costmodels.locks import checking
 from rooftrace.hardware import Chip
 from rooftrace.reporting.gates import gate_view
 from rooftrace.reporting.sections import Results, report_view
+from rooftrace.reporting.text.checkpoints import checkpoints_view
 from rooftrace.reporting.text.chips import chip_view
 from rooftrace.reporting.text.differences import diff_view
+from rooftrace.reporting.text.inventories import inventory_view, parameters_view
 from rooftrace.reporting.text.moduletrees import breakdown_view, graph_view, summary_view
 from rooftrace.reporting.view import model as view
+from rooftrace.tracer.checkpoints import CheckpointDiff
 from rooftrace.tracer.graph import OpGraph
+from rooftrace.tracer.inventory import ParameterDiff
+from rooftrace.tracer.inventory.records import ModelInfo
 
 
 @singledispatch
@@ -75,3 +80,18 @@ def _(result: Breakdown, output: view.Output) -> view.View:
 @view_of.register
 def _(result: OpGraph, output: view.Output) -> view.View:
     return graph_view(result)
+
+
+@view_of.register
+def _(result: ModelInfo, output: view.Output) -> view.View:
+    return inventory_view(result, output)
+
+
+@view_of.register
+def _(result: ParameterDiff, output: view.Output) -> view.View:
+    return parameters_view(result, output)
+
+
+@view_of.register
+def _(result: CheckpointDiff, output: view.Output) -> view.View:
+    return checkpoints_view(result, output)

@@ -41,6 +41,12 @@ class _Config(TypedDict, total=False):
 
 def from_file(path: Path, request: Request) -> Loaded:
     """The model of a config.json.  Raises TargetError for any other file."""
+    name = path.stem if path.stem != "config" else path.resolve().parent.name
+    return from_config(config_in(path, request), name, str(path), request)
+
+
+def config_in(path: Path, request: Request) -> Any:
+    """The config object of a config.json.  Raises TargetError for any other file."""
     target = str(path)
     if not path.is_file():
         raise TargetError(f"target {target!r}: there is no such file")
@@ -64,13 +70,10 @@ def from_file(path: Path, request: Request) -> Loaded:
             "file.py:attr"
         )
     try:
-        config = transformers.CONFIG_MAPPING[kind].from_dict(data)
+        return transformers.CONFIG_MAPPING[kind].from_dict(data)
     except Exception as error:  # its validation raises errors of its own
         reason = " ".join(str(error).split())
         raise TargetError(f"target {target!r}: transformers refuses it: {reason}") from None
-    return from_config(
-        config, path.stem if path.stem != "config" else path.resolve().parent.name, target, request
-    )
 
 
 _MOST_MODULES = 20_000
@@ -92,6 +95,12 @@ def _check_counts(data: Mapping[str, Any], target: str) -> None:
 
 def from_hub(target: str, request: Request) -> Loaded:
     """The model of a config in the local Hugging Face cache, or on the hub.  Raises TargetError."""
+    config = config_on_hub(target, request)
+    return from_config(config, target.removeprefix("hf:"), target, request)
+
+
+def config_on_hub(target: str, request: Request) -> Any:
+    """The config object of a repository, from the local cache or the hub.  Raises TargetError."""
     name = target.removeprefix("hf:")
     trusted = request.trust_remote_code
     transformers = _transformers()
@@ -107,7 +116,7 @@ def from_hub(target: str, request: Request) -> Loaded:
         raise TargetError(f"target {target!r}: {reason}") from None
     if not trusted:
         _forget_code(config)
-    return from_config(config, name, target, request)
+    return config
 
 
 def _forget_code(config: Any) -> None:

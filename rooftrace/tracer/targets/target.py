@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rooftrace.errors import TargetError, hint
+from rooftrace.errors import RequestError, TargetError, hint
 from rooftrace.tracer.asking import Request, names
 from rooftrace.tracer.inputs import Loaded, module_inputs
 from rooftrace.tracer.recording import Recorder
@@ -38,27 +38,52 @@ def load_target(target: str, request: Request | None = None) -> Loaded:
         return _load(target, request)
 
 
+def load_module(target: str, request: Request | None = None, *, real: bool = False) -> nn.Module:
+    """Build the module that `target` names without any inputs for it, on meta.
+
+    real: with its weights, as its own code makes them; a config has none.  Raises TargetError for a
+    target that does not exist or is no module, and RequestError for weights that there are not.
+    """
+    request = request or Request()
+    config = names.config_file(target)
+    if real and (config is not None or target.startswith("hf:")):
+        raise RequestError(
+            f"{target}: a config has no weights; name a file of weights, or code that makes them"
+        )
+    with own_imports(leave=True):
+        if target.startswith("hf:"):
+            built_of = huggingface.config_on_hub(target, request)
+        elif config is not None:
+            built_of = huggingface.config_in(config, request)
+        else:
+            return _code_of(target, real)[0]
+        module: nn.Module = huggingface.built_from(built_of, target)
+        return module
+
+
 def _load(target: str, request: Request) -> Loaded:
     if target.startswith("hf:"):
         return huggingface.from_hub(target, request)
     config = names.config_file(target)
     if config is not None:
         return huggingface.from_file(config, request)
+    module, inputs, where, attribute = _code_of(target)
+    made = module_inputs(module, request, inputs, target, attribute)
+    return Loaded(module, made, attribute if where.endswith(".py") else target)
+
+
+def _code_of(target: str, real: bool = False) -> tuple[nn.Module, Any, str, str]:
+    """The module and inputs of a target that is code, its file or package, and the attribute."""
     if ":" in target:
-        return _from_attribute(target, request)
+        where, _, attribute = target.rpartition(":")
+        source = (import_file if where.endswith(".py") else import_module)(where, target)
+        made = _module_and_inputs(_attribute(source, attribute, target), target, real)
+        return *made, where, attribute
     raise TargetError(
         f"target {target!r}: expected package.module:attr, path/file.py:attr, a Hugging Face "
         "config.json, hf:ORG/NAME, a saved graph (.json.gz), or a config that comes along: "
         f"{', '.join(names.configs())}{hint(target, names.configs())}"
     )
-
-
-def _from_attribute(target: str, request: Request) -> Loaded:
-    where, _, attribute = target.rpartition(":")
-    source = (import_file if where.endswith(".py") else import_module)(where, target)
-    module, inputs = _module_and_inputs(_attribute(source, attribute, target), target)
-    made = module_inputs(module, request, inputs, target, attribute)
-    return Loaded(module, made, attribute if where.endswith(".py") else target)
 
 
 def _attribute(source: ModuleType, attribute: str, target: str) -> Any:
@@ -78,7 +103,7 @@ def _attribute(source: ModuleType, attribute: str, target: str) -> Any:
     return value
 
 
-def _module_and_inputs(made: Any, target: str) -> tuple[nn.Module, Any]:
+def _module_and_inputs(made: Any, target: str, real: bool = False) -> tuple[nn.Module, Any]:
     """The module and inputs of a target: itself, or the result of a function or class."""
     inputs: Any = None
     if not isinstance(made, nn.Module):
@@ -87,7 +112,7 @@ def _module_and_inputs(made: Any, target: str) -> tuple[nn.Module, Any]:
                 f"target {target!r}: expected a torch.nn.Module or a function that "
                 f"returns one, got {type(made).__name__}"
             )
-        made = built(made, target)
+        made = built(made, target, real)
         if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module):
             made, inputs = made
     if not isinstance(made, nn.Module):
@@ -98,10 +123,10 @@ def _module_and_inputs(made: Any, target: str) -> tuple[nn.Module, Any]:
     return made, inputs
 
 
-def built(function: Callable[..., Any], target: str) -> Any:
-    """Call a user's factory on meta.
+def built(function: Callable[..., Any], target: str, real: bool = False) -> Any:
+    """Call a user's factory on meta.  real: where it stands, with weights.
 
-    Small values are known meanwhile, so that `linspace(...).item()` works in a constructor.
+    Small values are known on meta meanwhile, so that `linspace(...).item()` works in a constructor.
     """
     required = _required(function)
     if required:
@@ -109,15 +134,19 @@ def built(function: Callable[..., Any], target: str) -> Any:
             f"target {target!r}: expected a function without required arguments; "
             f"it requires {', '.join(required)}"
         )
+    try:
+        return function() if real else _on_meta(function)
+    except (Exception, SystemExit) as error:  # whatever a user's function may raise
+        raise failed("building the module", target, error) from error
+
+
+def _on_meta(function: Callable[..., Any]) -> Any:
     recorder = Recorder(Values(draws=True), record=False)
     try:
         with torch.device(META), recorder:
-            made = function()
-    except (Exception, SystemExit) as error:  # whatever a user's function may raise
-        raise failed("building the module", target, error) from error
+            return function()
     finally:
         recorder.values.close(keep=True)
-    return made
 
 
 def _required(function: Callable[..., Any]) -> list[str]:

@@ -85,13 +85,15 @@ def _phase(
     sides = Sides(before, after)
     places, edits = Whereabouts(sides), edits_of(sides)
     rows = diff_rows(sides, places, edits, Sides(*eager) if eager else None)
+    held = held_changes(before.memory, after.memory, places.renamed)
     return changes.PhaseDiff(
         phase=before.phase,
         totals={name: Change(first[name], second[name]) for name in conditions.METRICS},
-        # Without rows, whatever differs module by module is the same work in another place.
+        # Without rows, whatever differs module by module is the same work in another place, and
+        # with equal peaks whatever is held is the same under other names.
         modules=module_changes(sides, places, edits) if rows else (),
         rows=rows,
-        held=held_changes(before.memory, after.memory, places.renamed),
+        held=held if rows or first["memory"] != second["memory"] else (),
         assumed=_assumed(before.graph, after.graph),
     )
 

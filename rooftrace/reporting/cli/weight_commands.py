@@ -1,0 +1,103 @@
+"""Commands on weights: inventory, and a diff of checkpoints."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import click
+
+import rooftrace as rt
+from rooftrace.errors import RequestError
+from rooftrace.reporting.cli.options import TARGET_HELP, output_options
+from rooftrace.reporting.cli.output import complain, say
+from rooftrace.reporting.cli.shared import progress, write_text
+
+_HELP = f"""{TARGET_HELP}  It may also be a checkpoint: a file of safetensors or torch.save,
+the index.json of a sharded one, or a folder with one."""
+
+
+@click.command(epilog=_HELP)
+@click.argument("target")
+@click.option(
+    "--weights",
+    is_flag=True,
+    help="Read the values too: statistics and histograms.  Code is built with its weights.",
+)
+@click.option(
+    "--plot", metavar="FILE.png", help="Draw a histogram of each tensor; reads the values."
+)
+@click.option(
+    "--against", metavar="OTHER", help="Parameters of TARGET and of OTHER, module by module."
+)
+@click.option(
+    "--trust-remote-code", is_flag=True, help="Let a Hugging Face repository run its own code."
+)
+@output_options
+def inventory(
+    target: str,
+    weights: bool,
+    plot: str | None,
+    against: str | None,
+    trust_remote_code: bool,
+    form: str,
+    out: str | None,
+) -> None:
+    """What TARGET consists of: parameters, memory, a row for each tensor, statistics of weights."""
+    from rooftrace.reporting.text import as_markdown, renderable
+
+    if against is not None and (weights or plot):
+        raise RequestError(
+            "--against compares numbers of parameters: leave --weights and --plot out, or compare "
+            "the values of two checkpoints with `rooftrace diff`"
+        )
+    result: Any
+    how: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+    with progress():
+        result = rt.inventory(target, weights=weights or None, plot=plot, **how)
+        if against is not None:
+            result = rt.diff(result, rt.inventory(against, weights=False, **how))
+    write_text(form, out, lambda: renderable(result), lambda: as_markdown(result), result.to_dict)
+    if plot is not None and form == "terminal":
+        say(f"\nweights drawn to {plot}")
+
+
+_OF_CHECKPOINTS = ("words", "names", "form", "out", "fail_on")
+
+
+def diff_of_checkpoints(
+    before: str,
+    after: str,
+    names: tuple[str, str] | None,
+    form: str,
+    out: str | None,
+    fail_on: tuple[str, ...],
+) -> None:
+    """What `rooftrace diff` does of two checkpoints; options of a step are refused."""
+    from rooftrace.reporting.text import as_markdown, renderable
+    from rooftrace.tracer.checkpoints import checkpoint_limit
+
+    context = click.get_current_context()
+    unused = [
+        parameter.opts[0]
+        for parameter in context.command.params
+        if parameter.name not in _OF_CHECKPOINTS
+        and context.get_parameter_source(str(parameter.name))
+        is click.core.ParameterSource.COMMANDLINE
+    ]
+    if unused:
+        raise RequestError(
+            f"{', '.join(unused)}: a checkpoint has weights, and no step that is run; name its "
+            "config.json to compare costs"
+        )
+    for condition in fail_on:
+        checkpoint_limit(condition)
+    result: Any
+    with progress():
+        result = rt.diff(before, after, names=names)
+    write_text(form, out, lambda: renderable(result), lambda: as_markdown(result), result.to_dict)
+    broken = result.violations(fail_on)
+    for sentence in broken:
+        complain(sentence)
+    if broken:
+        sys.exit(1)

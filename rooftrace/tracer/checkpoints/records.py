@@ -1,0 +1,218 @@
+"""Records of a comparison of two checkpoints."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rooftrace._shown import Shown, short
+from rooftrace.hardware.units import format_share, plural
+from rooftrace.tracer.checkpoints.conditions import checkpoint_limit
+from rooftrace.tracer.inventory import ParameterDiff
+from rooftrace.tracer.inventory.limits import Limit
+
+STATUSES = ("drifted", "frozen", "renamed", "dtype", "shape", "added", "removed")
+"""What can be said of a tensor; the first that fits, from the right."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drift:
+    """Norms over the elements that are finite on both sides, in double precision.
+
+    The real and the imaginary part of a complex number count as two elements.
+    """
+
+    equal: bool  # the same dtype and the same bytes
+    norm_before: float
+    norm_after: float
+    norm_difference: float
+    cosine: float | None  # of the angle between the two; None where one has no length
+    largest: float  # absolute difference of an element
+    left_out: int = 0  # elements that are not finite on one side at least
+
+    @property
+    def relative(self) -> float | None:
+        """The norm of the difference over the norm before; None where that is 0, and it changed."""
+        if self.norm_before:
+            return self.norm_difference / self.norm_before
+        return 0.0 if not self.norm_difference else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data; None for what is not finite."""
+        names = ("norm_before", "norm_after", "norm_difference", "relative", "cosine", "largest")
+        numbers = {name: getattr(self, name) for name in names}
+        return {
+            "equal": self.equal,
+            **{n: v if v is not None and math.isfinite(v) else None for n, v in numbers.items()},
+            "left_out": self.left_out,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorLook:
+    """A tensor of one side, without its values."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    elements: int
+    bytes: int
+    nans: int = 0
+    infs: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorDiff:
+    """One tensor before and after."""
+
+    name: str  # after; that of a removed one is before
+    status: str  # of STATUSES
+    before: TensorLook | None  # None: it was added
+    after: TensorLook | None  # None: it was removed
+    renamed_from: str = ""  # its name before, where that was another
+    renamed_by: str = ""  # how that is known: "bytes", or "shape and name", which is a guess
+    drift: Drift | None = None  # None: its values cannot be compared
+    note: str = ""  # why not
+
+    @property
+    def moved(self) -> float:
+        """The drift relative to the norm before: infinite where that is 0, 0 if there is none."""
+        if self.drift is None:
+            return 0.0
+        return math.inf if self.drift.relative is None else self.drift.relative
+
+    @property
+    def not_finite(self) -> tuple[int, int]:
+        """Values that are NaN or infinite, before and after."""
+        sides = [0 if look is None else look.nans + look.infs for look in (self.before, self.after)]
+        return sides[0], sides[1]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return {
+            "name": self.name,
+            "status": self.status,
+            "before": _look(self.before),
+            "after": _look(self.after),
+            "renamed_from": self.renamed_from or None,
+            "renamed_by": self.renamed_by or None,
+            "drift": None if self.drift is None else self.drift.to_dict(),
+            "note": self.note,
+        }
+
+
+def _look(look: TensorLook | None) -> dict[str, Any] | None:
+    if look is None:
+        return None
+    return {
+        "dtype": look.dtype,
+        "shape": list(look.shape),
+        "params": look.elements,
+        "bytes": look.bytes,
+        "nans": look.nans,
+        "infs": look.infs,
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConfigDiff:
+    """The fields of two config.json that differ, and what they do to the parameters."""
+
+    fields: tuple[tuple[str, str, str], ...]  # path of the key, JSON before, JSON after
+    parameters: ParameterDiff | None  # of the models of both, built on meta
+    note: str = ""  # why there are none
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointDiff(Shown):
+    """What changed from one checkpoint to another."""
+
+    names: tuple[str, str]
+    tensors: tuple[TensorDiff, ...]
+    params: tuple[int, int]  # elements of all tensors, before and after
+    bytes: tuple[int, int]
+    config: ConfigDiff | None = None  # None: there is no config.json beside both, or they are equal
+    notes: tuple[str, ...] = ()
+
+    def of(self, status: str) -> tuple[TensorDiff, ...]:
+        """The tensors of a status, in the order of the checkpoint."""
+        return tuple(tensor for tensor in self.tensors if tensor.status == status)
+
+    @property
+    def unchanged(self) -> bool:
+        """Whether every tensor is there under its name, with the same bytes."""
+        return all(tensor.status == "frozen" for tensor in self.tensors)
+
+    @property
+    def relative(self) -> float | None:
+        """The norm of all differences over the norm before, of the tensors with values on both."""
+        drifts = [tensor.drift for tensor in self.tensors if tensor.drift is not None]
+        before = math.hypot(*(drift.norm_before for drift in drifts))
+        difference = math.hypot(*(drift.norm_difference for drift in drifts))
+        if before:
+            return difference / before
+        return 0.0 if not difference else None
+
+    @property
+    def not_finite(self) -> tuple[TensorDiff, ...]:
+        """Tensors with NaN or infinities on a side."""
+        return tuple(tensor for tensor in self.tensors if any(tensor.not_finite))
+
+    def violations(self, conditions: Sequence[str]) -> list[str]:
+        """A sentence for each condition ("drift>1%", "params>0") that does not hold.
+
+        drift is that of the tensor that moved most, relative to its norm before.  Raises
+        RequestError for a condition that cannot be read, or that checkpoints do not have.
+        """
+        limits = [checkpoint_limit(text) for text in conditions]
+        sentences = ((limit, limit.grown(*self._metric(limit.metric))) for limit in limits)
+        return [self._named(limit, sentence) for limit, sentence in sentences if sentence]
+
+    def _metric(self, name: str) -> tuple[float, float]:
+        """A number before and after; what grows from one to the other is held to a limit."""
+        if name == "drift":
+            return 0.0, max((tensor.moved for tensor in self.tensors), default=0.0)
+        if name in ("params", "bytes"):
+            return self.params if name == "params" else self.bytes
+        if name == "nonfinite":
+            counts = [tensor.not_finite for tensor in self.not_finite]
+            return sum(before for before, _ in counts), sum(after for _, after in counts)
+        statuses = STATUSES if name == "changed" else (name,)
+        return 0.0, float(sum(len(self.of(s)) for s in statuses if s != "frozen"))
+
+    def _named(self, limit: Limit, sentence: str) -> str:
+        """The sentence with the tensor that it is about."""
+        if limit.metric != "drift":
+            return sentence
+        return f"{max(self.tensors, key=lambda tensor: tensor.moved).name}: {sentence}"
+
+    def __repr__(self) -> str:
+        counts = [f"{len(self.of(s)):,} {s}" for s in STATUSES if self.of(s)]
+        text = f"{' -> '.join(self.names)}: {', '.join(counts) or plural(0, 'tensor')}"
+        return short(self, f"{text}; drift {format_share(self.relative)}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data: norms as they are, relative changes as fractions."""
+        config = self.config
+        return {
+            "schema": "rooftrace.checkpoints/1",
+            "before": self.names[0],
+            "after": self.names[1],
+            "params": list(self.params),
+            "bytes": list(self.bytes),
+            "relative": self.relative,
+            "counts": {status: len(self.of(status)) for status in STATUSES},
+            "notes": list(self.notes),
+            "config": None
+            if config is None
+            else {
+                "fields": [
+                    {"key": key, "before": before, "after": after}
+                    for key, before, after in config.fields
+                ],
+                "parameters": None if config.parameters is None else config.parameters.to_dict(),
+                "note": config.note,
+            },
+            "tensors": [tensor.to_dict() for tensor in self.tensors],
+        }

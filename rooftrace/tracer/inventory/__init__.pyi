@@ -1,0 +1,8 @@
+from rooftrace.tracer.inventory import limits as limits, records as records, values as values
+from rooftrace.tracer.inventory.comparing import (
+    ParameterDiff as ParameterDiff,
+    compare_parameters as compare_parameters,
+)
+from rooftrace.tracer.inventory.taking import (
+    inventory_of as inventory_of,
+)

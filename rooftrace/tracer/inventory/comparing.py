@@ -1,0 +1,118 @@
+"""Parameters of two models beside each other, module by module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rooftrace._shown import Shown, short
+from rooftrace.tracer.inventory.limits import parse_limit
+from rooftrace.tracer.inventory.records import LayerInfo, ModelInfo
+from rooftrace.tracer.paths import pattern_of
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleParameters:
+    """Modules whose paths differ only in indices: how many there are, and their parameters."""
+
+    path: str  # with indices starred
+    modules: tuple[int, int]  # before, after
+    params: tuple[int, int]
+    shapes: tuple[tuple[str, ...], tuple[str, ...]]  # of one kind of tensor each: "weight [8, 4]"
+
+    @property
+    def delta(self) -> int:
+        """Parameters after, less those before."""
+        return self.params[1] - self.params[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterDiff(Shown):
+    """What changed in the parameters from one model to another."""
+
+    names: tuple[str, str]
+    params: tuple[int, int]
+    bytes: tuple[int, int]
+    modules: tuple[ModuleParameters, ...]  # those that differ, largest change first
+    unchanged: int  # paths that have the same parameters on both sides
+
+    def violations(self, conditions: Sequence[str]) -> list[str]:
+        """A sentence for each condition ("params>1%", "bytes>1 GiB") that does not hold.
+
+        Raises RequestError for a condition that cannot be read.
+        """
+        known = {"params": self.params, "bytes": self.bytes}
+        limits = [parse_limit(text, known, "parameters") for text in conditions]
+        return [text for limit in limits if (text := limit.grown(*known[limit.metric]))]
+
+    def __repr__(self) -> str:
+        (before, after), names = self.params, " -> ".join(self.names)
+        return short(self, f"{names}: {before:,} -> {after:,} parameters ({after - before:+,})")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data: counts and bytes before and after."""
+        return {
+            "schema": "rooftrace.parameters/1",
+            "before": self.names[0],
+            "after": self.names[1],
+            "params": list(self.params),
+            "bytes": list(self.bytes),
+            "unchanged_paths": self.unchanged,
+            "modules": [
+                {
+                    "path": row.path,
+                    "modules": list(row.modules),
+                    "params": list(row.params),
+                    "shapes": [list(side) for side in row.shapes],
+                }
+                for row in self.modules
+            ],
+        }
+
+
+def compare_parameters(
+    before: ModelInfo, after: ModelInfo, names: tuple[str, str] | None = None
+) -> ParameterDiff:
+    """The parameters of two models by module; a shared one counts where it stands first."""
+    sides = _by_path(before.layers), _by_path(after.layers)
+    rows = []
+    paths = list(dict.fromkeys([*sides[0], *sides[1]]))
+    for path in paths:
+        first, second = sides[0].get(path, ()), sides[1].get(path, ())
+        row = ModuleParameters(
+            path,
+            (_modules(first), _modules(second)),
+            (sum(x.num_params for x in first), sum(x.num_params for x in second)),
+            (_shapes(first), _shapes(second)),
+        )
+        if row.delta or len(set(row.shapes)) > 1:
+            rows.append(row)
+    return ParameterDiff(
+        names=names or (before.name, after.name),
+        params=(before.total_params, after.total_params),
+        bytes=(before.bytes_parameters, after.bytes_parameters),
+        modules=tuple(sorted(rows, key=lambda row: -abs(row.delta))),
+        unchanged=len(paths) - len(rows),
+    )
+
+
+def _by_path(layers: Iterable[LayerInfo]) -> dict[str, list[LayerInfo]]:
+    rows: dict[str, list[LayerInfo]] = {}
+    for layer in layers:
+        rows.setdefault(pattern_of(layer.module), []).append(layer)
+    return rows
+
+
+def _modules(layers: Iterable[LayerInfo]) -> int:
+    return len({layer.module for layer in layers})
+
+
+def _shapes(layers: Iterable[LayerInfo]) -> tuple[str, ...]:
+    """Tensors of the modules in words, equal ones once: "weight [8, 4]"."""
+    words = [f"{layer.name.rpartition('.')[2]} {_sizes(layer.shape)}" for layer in layers]
+    return tuple(dict.fromkeys(words))
+
+
+def _sizes(shape: tuple[int, ...] | None) -> str:
+    return "of no shape yet" if shape is None else str(list(shape))
