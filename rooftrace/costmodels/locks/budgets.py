@@ -32,7 +32,7 @@ class BudgetError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Limit:
+class CostLimit:
     """How much a metric may grow against the lock, or the most that it may be."""
 
     text: str  # as the user wrote it
@@ -60,7 +60,7 @@ class Limit:
 
 _ROUNDING = 1e-6
 """Times of a lock are rounded to the seventh digit."""
-SAME = Limit("0", 0.0)
+SAME = CostLimit("0", 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class Budget:
 
     key: str  # as the user wrote it
     metric: str
-    limits: tuple[Limit, ...]
+    limits: tuple[CostLimit, ...]
     phase: str = ""  # "": all of them
     module: str = ""  # a starred path or a pattern of paths; "": the whole step
 
@@ -104,7 +104,7 @@ def _budget(key: str, said: Said, where: str) -> Budget:
     return Budget(key.strip(), metric, limits, match["phase"] or "", match["module"] or "")
 
 
-def read_limit(metric: str, said: str | int | float, where: str) -> Limit:
+def read_limit(metric: str, said: str | int | float, where: str) -> CostLimit:
     """ "5%", "1 GiB" and 0 are how much a metric may grow; "<= 20 ms" is the most that it may be.
 
     Raises BudgetError.
@@ -121,7 +121,7 @@ def read_limit(metric: str, said: str | int | float, where: str) -> Limit:
         else:
             relative = False
         if math.isfinite(number) and number >= 0 and not (relative and ceiling):
-            return Limit(text, number, relative, ceiling)
+            return CostLimit(text, number, relative, ceiling)
     except ValueError:
         pass
     example = _EXAMPLES[metric]
@@ -137,10 +137,10 @@ def in_full(metric: str, value: float) -> str:
     return f"{value:,} ({short})" if isinstance(value, int) and value >= 1000 else short
 
 
-def most(metric: str, said: str | int | float, where: str) -> Limit:
+def most(metric: str, said: str | int | float, where: str) -> CostLimit:
     """The most that a metric may be: "<= 20 ms", or a number in SI units.  Raises BudgetError."""
     if isinstance(said, (int, float)) and not isinstance(said, bool) and 0 <= said < math.inf:
-        return Limit(f"<= {in_full(metric, said)}", said, ceiling=True)
+        return CostLimit(f"<= {in_full(metric, said)}", said, ceiling=True)
     limit = read_limit(metric, said, where)
     if not limit.ceiling:
         raise BudgetError(

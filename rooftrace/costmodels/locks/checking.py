@@ -14,7 +14,7 @@ from rooftrace.costmodels.locks.budgets import (
     SAME,
     Budget,
     BudgetError,
-    Limit,
+    CostLimit,
     chosen,
     matching,
     module_value,
@@ -43,7 +43,7 @@ class Shift:
     before: float | None  # None: the lock has no such module
     after: float
     module: str = ""  # "": the whole step
-    limit: Limit = SAME
+    limit: CostLimit = SAME
     budget: str = ""  # its key in [tool.rooftrace.budgets]; "": none holds it
     modules: tuple[ModuleShift, ...] = ()  # which of them moved, most first
     causes: tuple[str, ...] = ()  # sentences of who knows the former code

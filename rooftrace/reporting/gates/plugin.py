@@ -20,7 +20,7 @@ import pytest
 
 if TYPE_CHECKING:
     from rooftrace.costmodels.estimating import Estimate
-    from rooftrace.costmodels.locks.budgets import Limit
+    from rooftrace.costmodels.locks.budgets import CostLimit
 
 _HOW = (
     "chip", "execution", "phase", "batch", "seq", "kv", "dtype", "weights_dtype", "kv_dtype",
@@ -103,13 +103,13 @@ def cost_of(request: pytest.FixtureRequest) -> Iterator[CostOf]:
         pytest.fail("@pytest.mark.costs: this test never called cost_of", pytrace=False)
 
 
-def _marked(item: pytest.Item) -> tuple[dict[str, Limit], dict[str, Any]]:
+def _marked(item: pytest.Item) -> tuple[dict[str, CostLimit], dict[str, Any]]:
     """The limits of a test's markers, and arguments for its calls; the nearest marker wins."""
     from rooftrace.costmodels.findings.diffs.conditions import METRICS
     from rooftrace.costmodels.locks.budgets import BudgetError, most
     from rooftrace.errors import hint
 
-    limits: dict[str, Limit] = {}
+    limits: dict[str, CostLimit] = {}
     usual: dict[str, Any] = {}
     for marker in reversed(list(item.iter_markers("costs"))):
         where = "@pytest.mark.costs"
@@ -132,7 +132,7 @@ def _marked(item: pytest.Item) -> tuple[dict[str, Limit], dict[str, Any]]:
     return limits, usual
 
 
-def _hold(costs: StepCosts, limits: Mapping[str, Limit]) -> None:
+def _hold(costs: StepCosts, limits: Mapping[str, CostLimit]) -> None:
     """Fail the test if a cost is over its limit."""
     from rooftrace.costmodels.locks.budgets import in_full
 
