@@ -462,6 +462,24 @@ import rooftrace
 loaded = {"torch", "transformers", "pandas", "matplotlib", "rich", "numpy"} & set(sys.modules)
 assert not loaded, f"import rooftrace loads {sorted(loaded)}"
 
+import contextlib, io
+
+from rooftrace.reporting.cli import main
+
+said = io.StringIO()
+with contextlib.redirect_stdout(said), contextlib.suppress(SystemExit):
+    main(["report", "--help"])
+assert "TARGET" in said.getvalue()
+loaded = {"torch", "transformers", "pandas", "matplotlib", "rich", "numpy"} & set(sys.modules)
+assert not loaded, f"help loads {sorted(loaded)}"
+
+import rooftrace.reporting.pages.report, rooftrace.reporting.text.results
+import rooftrace.reporting.figures.roofline, rooftrace.reporting.sections.report_json
+import rooftrace.reporting.pages.files
+
+loaded = {"torch", "transformers", "pandas", "matplotlib", "rich", "numpy"} & set(sys.modules)
+assert not loaded, f"importing the report loads {sorted(loaded)}"
+
 sys.modules["torch"] = sys.modules["transformers"] = None  # from here on, importing it raises
 measured = ("runs", "sources", "tables", "traces", "alignment", "pairing", "fit", "validate")
 measured += ("rundiffs",)

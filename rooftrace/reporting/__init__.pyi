@@ -1,3 +1,6 @@
+from rooftrace.reporting.differences import (
+    diff as diff,
+)
 from rooftrace.reporting.estimates import (
     estimate as estimate,
     in_precisions as in_precisions,

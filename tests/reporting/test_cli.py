@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -300,24 +298,6 @@ def test_a_failing_forward_shows_the_users_own_lines(run: Run, tmp_path: Path) -
     assert "'inner' (Inner)" in ran.err and "broken.py:4 in forward" in ran.err
     assert "capture.py" not in ran.err
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.subprocess
-def test_help_does_not_load_torch(root: Path) -> None:
-    code = (
-        "import sys\n"
-        "from rooftrace.reporting.cli import main\n"
-        "try:\n"
-        "    main(['report', '--help'])\n"
-        "except SystemExit:\n"
-        "    pass\n"
-        "slow = {'torch', 'numpy', 'pandas', 'matplotlib', 'rich', 'transformers'}\n"
-        "heavy = slow & set(sys.modules)\n"
-        "sys.exit(f'loaded {heavy}' if heavy else 0)\n"
-    )
-    ran = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stderr
-    assert "TARGET" in ran.stdout
 
 
 def test_diff_of_a_saved_graph_and_a_target_takes_the_targets_sizes(

@@ -3,10 +3,8 @@
 import csv
 import json
 import os
-import subprocess
 import sys
 from importlib import resources
-from pathlib import Path
 
 import jsonschema
 import pytest
@@ -358,17 +356,3 @@ def test_summary_is_short(report):
     from rooftrace.reporting.sections.heads import summary
 
     assert len(summary(report).parts) <= 6
-
-
-@pytest.mark.subprocess
-def test_importing_the_report_loads_no_heavy_library(root: Path):
-    code = (
-        "import sys, rooftrace.reporting.pages.report, rooftrace.reporting.text.results, "
-        "rooftrace.reporting.figures.roofline, rooftrace.reporting.sections.report_json, "
-        "rooftrace.reporting.pages.files\n"
-        "print([m for m in ('torch', 'matplotlib', 'pandas', 'rich', 'numpy') if m in sys.modules])"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True
-    )
-    assert done.stdout.strip() == "[]"

@@ -7,6 +7,7 @@ code as the other side.
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from rooftrace.errors import TargetError
 from rooftrace.tracer.revisions import RevisionError, checkouts
 from rooftrace.tracer.revisions.repositories import repository_at
 from tests.reporting.conftest import Run
+from tests.reporting.gate_support import CASTS, MODELS, SETTINGS, repository
 
 pytestmark = pytest.mark.subprocess
 
@@ -162,7 +164,7 @@ def width(diff: rt.Diff) -> tuple[float, float]:
 
 
 def test_each_side_runs_its_own_files_and_nothing_of_the_user_is_touched(
-    here: Repo, run: Run, monkeypatch: pytest.MonkeyPatch
+    here: Repo, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(here.root)
     package = here.root / "src" / "pkg"
@@ -199,10 +201,45 @@ def test_each_side_runs_its_own_files_and_nothing_of_the_user_is_touched(
     data = change.to_dict()["origins"]
     assert data["before"]["commit"]["hash"] == here.hashes["Mend the norm"]
     assert ran.code == 2 and "revision 'nope'" in ran.err
+    a_check_names_the_line_and_the_commit_since_the_lock(tmp_path, run, monkeypatch)
+
+
+def a_check_names_the_line_and_the_commit_since_the_lock(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Part of the test above: the former code of a budget that is passed comes from git."""
+    root = tmp_path / "gated"
+    root.mkdir()
+    repository(root, SETTINGS.replace('cnn = "models.py:cnn"\n', ""))
+    monkeypatch.chdir(root)
+    git(root, "init", "-q", "-b", "main")
+    assert run("lock").code == 0
+    unknown = run("check")
+    assert unknown.code == 0
+    git(root, "add", ".")
+    git(root, "commit", "-q", "-m", "Lock the costs")
+    text = MODELS.replace("self.up(self.norm(x))", CASTS)
+    (root / "models.py").write_text(text)
+    git(root, "commit", "-q", "-a", "-m", "Cast in every block")
+    ran = run("check", "--format", "json")
+    assert ran.code == 1
+    causes = [cause for shift in json.loads(ran.out)["over"] for cause in shift["causes"]]
+    line = 1 + text.splitlines().index(next(t for t in text.splitlines() if CASTS in t))
+    assert "cast fp32 -> fp64 by double() x3" in causes[0]
+    assert f"models.py:{line}: written by" in causes[0] and "'Cast in every block'" in causes[0]
+    assert git(root, "worktree", "list").count("\n") == 0
 
 
 @pytest.mark.slow
-def test_a_bisection_finds_the_commit_behind_a_merge_and_traces_few(here: Repo) -> None:
+def test_a_bisection_and_what_cannot_be_compared(
+    here: Repo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two parts in one test, since both start processes."""
+    a_bisection_finds_the_commit_behind_a_merge_and_traces_few(here)
+    what_cannot_be_compared_is_said_plainly(here, tmp_path, monkeypatch)
+
+
+def a_bisection_finds_the_commit_behind_a_merge_and_traces_few(here: Repo) -> None:
     start = here.hashes["The model"]
     change = rt.diff(
         "pkg.model:build",
@@ -230,8 +267,7 @@ def test_a_bisection_finds_the_commit_behind_a_merge_and_traces_few(here: Repo) 
         rt.diff("pkg.model:build", git=(start, start), bisect="time>500%", phases=["forward"])
 
 
-@pytest.mark.slow
-def test_what_cannot_be_compared_is_said_plainly(
+def what_cannot_be_compared_is_said_plainly(
     here: Repo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broken, good = here.hashes["Break the norm"], here.hashes["The model"]

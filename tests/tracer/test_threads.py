@@ -255,12 +255,6 @@ print(len(calls) > 0 and all(calls))
 """
 
 
-@pytest.mark.subprocess
-def test_a_thread_on_its_way_into_a_kernel_finds_it() -> None:
-    """Also when the recording ends that has put the kernel there; else the process dies."""
-    assert run_apart(_ON_THEIR_WAY) == (0, "True\n", "")
-
-
 _COLLECTED = """
 import gc, threading
 from rooftrace.tracer.patches import shared
@@ -279,8 +273,11 @@ print("done")
 
 
 @pytest.mark.subprocess
-def test_to_count_threads_collects_nothing() -> None:
-    """Until Python 3.12 a collection in the count of threads could wait for itself."""
+def test_a_thread_finds_its_kernel_and_to_count_threads_collects_nothing() -> None:
+    """A thread on its way into a kernel finds it, also when the recording ends that has put the
+    kernel there; else the process dies.  Until Python 3.12 a collection in the count of threads
+    could wait for itself."""
+    assert run_apart(_ON_THEIR_WAY) == (0, "True\n", "")
     assert run_apart(_COLLECTED) == (0, "done\n", "")
 
 

@@ -169,7 +169,9 @@ def check(path: str | None, update: bool, strict: bool, form: str, out: str | No
         files.write_lock(settings.path, after)
         say(f"{settings.lock}: {gates.size_words(after)}")
         return
-    result = checking.compare_locks(before, after, settings, strict=strict)
+    with progress():
+        cause = None if update else gates.causes_since(settings, before)
+        result = checking.compare_locks(before, after, settings, strict=strict, cause=cause)
     _write(result, form, out)
     if update:
         if before != after:

@@ -1,4 +1,5 @@
 from rooftrace.reporting.gates import reports as reports
+from rooftrace.reporting.gates.history import causes_since as causes_since
 from rooftrace.reporting.gates.making import (
     former as former,
     locked as locked,

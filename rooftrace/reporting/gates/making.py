@@ -42,9 +42,9 @@ def locked(settings: gate.Settings) -> records.Lock:
             "there is nothing to lock: name a target (rooftrace lock TARGET...), or name those of "
             'the repository in pyproject.toml: [tool.rooftrace] with targets = ["models.py:build"]'
         )
-    with _inside(settings.folder):
+    with inside(settings.folder):
         chips = [load_chip(chip) for chip in settings.chips]
-        builder = _Builder(settings, chips, [_model(n, settings) for n in settings.executions])
+        builder = _Builder(settings, chips, [model_of(n, settings) for n in settings.executions])
         jobs = {name: _job(name, asked) for name, asked in settings.targets.items()}
         traces = _traced(list(jobs.values()))
         for (name, job), made in zip(jobs.items(), traces, strict=True):
@@ -72,7 +72,7 @@ def size_words(lock: records.Lock) -> str:
     return f"{plural(len(lock.targets), 'target')}, {plural(len(lock.places()), 'step')}"
 
 
-def _model(name: str, settings: gate.Settings) -> ExecutionModel:
+def model_of(name: str, settings: gate.Settings) -> ExecutionModel:
     """An execution model, with what the settings change."""
     pricing = settings.pricing
     model = execution_model(name, knobs=pricing.knobs, **({"tf32": True} if pricing.tf32 else {}))
@@ -202,8 +202,8 @@ def _is_installed(name: str) -> bool:
 
 
 @contextlib.contextmanager
-def _inside(folder: Path) -> Iterator[None]:
-    """Paths of settings are relative to their folder."""
+def inside(folder: Path) -> Iterator[None]:
+    """The folder of settings as the working folder: their paths are relative to it."""
     here = Path.cwd()
     os.chdir(folder)
     try:

@@ -79,23 +79,6 @@ def op_words(module: changes.ModuleChange) -> str:
     return text or "grouped or placed otherwise"
 
 
-def where_words(row: changes.DiffRow) -> str:
-    """The modules of a row: "layers.*.norm x4", "layers.*.attention.k and 3 more (12)"."""
-    if not row.modules:
-        return ""
-    first = row.modules[0] or "(root)"
-    if len(row.modules) > 1:
-        return f"{first} and {len(row.modules) - 1} more ({row.count:,})"
-    return f"{first} x{row.count:,}" if row.count > 1 else first
-
-
-def line_words(row: changes.DiffRow) -> str:
-    """The line on either side: "net.py:12", "net.py:12 -> net.py:14"; "" where none is known."""
-    if row.before and row.after and row.before != row.after:
-        return f"{row.before} -> {row.after}"
-    return row.line or ""
-
-
 def held_what(held: changes.HeldChange) -> str:
     """What is held: "weight", "mul, forward, saved for backward"."""
     name = held.name.rpartition(".")[2]
@@ -228,7 +211,6 @@ def _causes(rows: Sequence[changes.DiffRow], time: view.Column) -> Iterator[view
 
 def _details(row: changes.DiffRow) -> str:
     """Where a cause is, and what it changes beside the time."""
-    place = ", ".join(filter(None, (where_words(row), line_words(row))))
     amounts = [
         f"{name} {unit.page(change.delta)}".strip()
         for name, change, unit in (
@@ -239,7 +221,7 @@ def _details(row: changes.DiffRow) -> str:
         )
         if change is not None and change.delta
     ]
-    return "; ".join(filter(None, (f"in {place}" if place else "", ", ".join(amounts))))
+    return "; ".join(filter(None, (f"in {row.place}" if row.place else "", ", ".join(amounts))))
 
 
 def _rows_columns(rows: Sequence[changes.DiffRow]) -> tuple[view.Column, ...]:
@@ -255,8 +237,8 @@ def _row(row: changes.DiffRow) -> dict[str, Any]:
         "flops": row.flops.delta,
         "kernels": row.kernels.delta,
         "cause": row.cause,
-        "module": where_words(row),
-        "line": line_words(row),
+        "module": row.where,
+        "line": row.lines,
     }
     if row.eager is not None:
         cells["eager"] = view.Cell(row.eager.delta, _mark(row.eager))

@@ -187,6 +187,11 @@ class Repository:
         listing = git(self.root, "diff", "--name-only", "--no-ext-diff", "-z", "HEAD", "--", *files)
         return list(filter(None, listing.split("\0")))
 
+    def last_change(self, path: str) -> Commit | None:
+        """The last commit of HEAD that changed a file; None where there is none."""
+        commits = self._commits(["-1", "HEAD"], [path])
+        return commits[0] if commits else None
+
     def added(self, path: str) -> Commit | None:
         """The commit that added a file, of all branches; None where there is none."""
         commits = self._commits(["--all", "--diff-filter=A", "-1"], [path])

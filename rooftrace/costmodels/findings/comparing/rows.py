@@ -34,7 +34,7 @@ _COUNT = re.compile(r" x\d+")
 def diff_rows(
     sides: Sides, places: Whereabouts, edits: Sequence[Edit], eager: Sides | None
 ) -> tuple[changes.DiffRow, ...]:
-    """The rows of a phase, the largest change of time first.
+    """The rows of a phase, the largest change of time first; waiting for the host comes last.
 
     eager: the same two steps in eager mode.  It runs the ops that the code calls, so its edits are
     named in the causes, and its times stand beside.
@@ -47,7 +47,7 @@ def diff_rows(
     rows.sort(key=_first)
     if rows and (shared := tied(sides)):
         rows[0] = replace(rows[0], cause="; ".join([*shared, rows[0].cause]))
-    return tuple(sorted([*rows, *_waiting(sides)], key=_first))
+    return (*rows, *_waiting(sides))
 
 
 def _first(row: changes.DiffRow) -> tuple[float, float, float, str]:

@@ -81,6 +81,28 @@ class DiffRow:
         """The line to look at: of the second side, or of the first where it is gone."""
         return self.after or self.before
 
+    @property
+    def where(self) -> str:
+        """The modules: "layers.*.norm x4", "layers.*.attention.k and 3 more (12)"."""
+        if not self.modules:
+            return ""
+        first = self.modules[0] or "(root)"
+        if len(self.modules) > 1:
+            return f"{first} and {len(self.modules) - 1} more ({self.count:,})"
+        return f"{first} x{self.count:,}" if self.count > 1 else first
+
+    @property
+    def lines(self) -> str:
+        """The line on either side: "net.py:12 -> net.py:14", one where equal; "" for none."""
+        if self.before and self.after and self.before != self.after:
+            return f"{self.before} -> {self.after}"
+        return self.line or ""
+
+    @property
+    def place(self) -> str:
+        """The modules and the lines."""
+        return ", ".join(filter(None, (self.where, self.lines)))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldChange:
