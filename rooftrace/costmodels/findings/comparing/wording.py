@@ -7,6 +7,8 @@ from rooftrace.tracer.graph import Op, Tensor
 
 _PADDED = 0.1
 """The most by which padding lets a dimension grow."""
+_ALIGNED = 64
+"""The least multiple that makes a dimension one of whole tiles."""
 _TILES = (512, 256, 128, 64, 32, 16, 8)
 
 
@@ -48,9 +50,9 @@ def difference(first: Tensor, second: Tensor) -> tuple[str, str]:
     for a, b in zip(first.shape, second.shape, strict=True):
         if a != b and a and abs(b - a) <= _PADDED * a:
             old, new = _multiple(a), _multiple(b)
-            if new > old:
+            if old < _ALIGNED <= new:
                 return text, f" ({a} is padded to {b}, a multiple of {new})"
-            if old > new:
+            if new < _ALIGNED <= old:
                 return text, f" ({b} is no multiple of {old}, as {a} is)"
     return text, ""
 
