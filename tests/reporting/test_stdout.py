@@ -45,6 +45,8 @@ COMMANDS: list[tuple[str, ...]] = [
     ("diff", "t.py:build", *ONE, "--chip", "l4", "--format", "json"),
     ("diff", "t.py:build", *ONE, "--chip", "l4", "--format", "md"),
     ("inventory", "t.py:build"),
+    ("lock", *ONE, "-o", "-"),
+    ("check", "--help"),
     ("inventory", "t.py:build", "--format", "json"),
     ("compare", *ONE, "--with", "flopcounter"),
     ("validate", *STEPS_OF),

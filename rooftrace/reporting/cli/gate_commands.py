@@ -121,6 +121,8 @@ def _named(
 
 def _at(settings: Settings, path: str) -> Settings:
     """Settings with the lock at a path of the command line."""
+    if not path:
+        raise click.UsageError("--lock '': expected the path of a lock")
     return replace(settings, lock=os.path.relpath(path, settings.folder))
 
 

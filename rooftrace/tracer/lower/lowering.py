@@ -78,7 +78,7 @@ def lower(
         inputs=tuple(builder.inputs),
         outputs=builder.outputs(results, recorder.tags.survivors),
         modules=dict(recorder.paths.kinds),
-        calls={path: line for path, line in recorder.paths.lines.items() if line},
+        calls=dict(recorder.paths.lines),
         assumptions=tuple(assumptions),
         constants=_constants(recorder.entries.constants),
         schemas=builder.schemas,

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from torch import Tensor, fx, nn
 
 from rooftrace.tracer.ops import written_nodes
+from rooftrace.tracer.paths import pattern_of
 from rooftrace.tracer.replay.outside import Outside
 from rooftrace.tracer.tape import META_KEY, Recorded, Tape, records
 
@@ -152,9 +153,12 @@ def count_again(tape: Tape, block: RecordedCall, path: str) -> None:
         module = path + block.origin.module[len(block.path) :]
         tape.origins.note(replace(block.origin, module=module))
     paths = tape.paths
+    paths.called_from(path, 2)
     for inner, count in block.calls.items():
         paths.counts[path + inner] = paths.times(path + inner) + count
         paths.kinds.setdefault(path + inner, paths.kinds[block.path + inner])
+        if line := paths.lines.get(pattern_of(block.path + inner)):
+            paths.lines.setdefault(pattern_of(path + inner), line)
 
 
 # -- what nodes did --------------------------------------------------------------------------------

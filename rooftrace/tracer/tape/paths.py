@@ -62,7 +62,11 @@ class Paths:
             self.kinds.setdefault(path, kind)
         before = self.times(path)
         self.counts[path] = before + 1
-        place = pattern_of(path)
-        if place not in self.lines:
-            self.lines[place] = source_line(2)
+        self.called_from(path, 3)
         return path, before
+
+    def called_from(self, path: str, depth: int) -> None:
+        """Note the line of the user's that calls the module at this path, `depth` frames up."""
+        place = pattern_of(path)
+        if place not in self.lines and (line := source_line(depth)):
+            self.lines[place] = line
