@@ -15,7 +15,6 @@ from xml.etree import ElementTree
 
 from rooftrace._escapes import visible
 from rooftrace.reporting.gates.words import (
-    UNITS,
     cause_lines,
     cause_notes,
     change_words,
@@ -65,7 +64,7 @@ def comment(result: GateOutcome) -> str:
 
 _TOTALS = tuple(
     view.Column(metric, unit, metric if metric != "flops" else "FLOPs")
-    for metric, unit in UNITS.items()
+    for metric, unit in units.TOTALS.items()
 )
 
 
@@ -75,12 +74,12 @@ def _all_steps(result: GateOutcome) -> str:
     rows = []
     for place, costs in result.after.places().items():
         row: dict[str, object] = {"step": str(place)}
-        for metric in UNITS:
+        for metric in units.TOTALS:
             value = costs.value(metric)
             former = locked[place].value(metric) if place in locked else None
             moved = former not in (None, 0, value) and f"{value / (former or 1) - 1:+.1%}"
             after = f" ({moved.replace('%', ' %')})" if moved else ""
-            row[metric] = view.Cell(value, after=after, unit=UNITS[metric])
+            row[metric] = view.Cell(value, after=after, unit=units.TOTALS[metric])
         rows.append(row)
     table = view.Table(
         columns=[view.Column("step", units.TEXT, "step"), *_TOTALS], rows=rows, padded=False

@@ -13,14 +13,6 @@ from rooftrace.reporting.view import model as view, units
 if TYPE_CHECKING:
     from rooftrace.costmodels.locks.checking import GateOutcome, ModuleShift, Shift
 
-UNITS = {
-    "time": units.SECOND,
-    "flops": units.full(units.FLOP),
-    "bytes": units.BYTE,
-    "memory": units.CAPACITY,
-    "params": units.NUMBER,
-    "kernels": units.COUNT,
-}
 _MODULES = 4
 """Modules that are named behind a budget that is passed."""
 _OPS = 4
@@ -85,7 +77,9 @@ def shift_table(shifts: Sequence[Shift]) -> view.Table:
 
 
 def _row(shift: Shift, longest: float) -> dict[str, Any]:
-    unit = replace(UNITS[shift.metric], page=lambda n: _unbroken(UNITS[shift.metric].page(n)))
+    unit = replace(
+        units.TOTALS[shift.metric], page=lambda n: _unbroken(units.TOTALS[shift.metric].page(n))
+    )
     mark = "worse" if shift.after > (shift.before or 0) else "good"
     share = abs(shift.relative) / longest if shift.relative is not None else 1.0
     return {
@@ -160,7 +154,7 @@ def module_words(module: ModuleShift, metric: str, output: view.Output) -> str:
     parts = []
     sides = (module.before, module.after)
     if sides != (None, None):
-        written = ("nothing" if side is None else UNITS[metric].page(side) for side in sides)
+        written = ("nothing" if side is None else units.TOTALS[metric].page(side) for side in sides)
         parts.append(" -> ".join(written))
     ops = [f"{number:+} {name}" for name, number in module.ops.items()]
     if ops:

@@ -12,14 +12,6 @@ from rooftrace.reporting.view import model as view, units, words
 if TYPE_CHECKING:
     from rooftrace.costmodels.findings.diffs import Change, Diff, changes
 
-_UNITS = {
-    "time": units.SECOND,
-    "flops": units.full(units.FLOP),
-    "bytes": units.BYTE,
-    "memory": units.CAPACITY,
-    "params": units.NUMBER,
-    "kernels": units.COUNT,
-}
 _SIGNS = {"added": ("+", "good"), "removed": ("-", "bad"), "changed": ("~", "warn")}
 TIME = view.Column("time", units.signed(units.SECOND), "expected time")
 _ROWS: tuple[view.Column, ...] = (
@@ -145,9 +137,11 @@ def _phase(result: Diff, number: int) -> view.Section:
     totals = [
         {
             "metric": _LABELS[metric] if result.expected else _BOUNDS.get(metric, _LABELS[metric]),
-            "before": view.Cell(change.before, unit=_UNITS[metric]),
-            "after": view.Cell(change.after, unit=_UNITS[metric]),
-            "change": view.Cell(change.delta, _mark(change), unit=units.signed(_UNITS[metric])),
+            "before": view.Cell(change.before, unit=units.TOTALS[metric]),
+            "after": view.Cell(change.after, unit=units.TOTALS[metric]),
+            "change": view.Cell(
+                change.delta, _mark(change), unit=units.signed(units.TOTALS[metric])
+            ),
             "relative": view.Cell(percent(change), _mark(change)),
         }
         for metric, change in phase.totals.items()

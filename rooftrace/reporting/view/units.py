@@ -119,3 +119,12 @@ SPREAD = Unit("", "number", lambda error: f"{error:.1%}")
 INTENSITY = Unit(
     "FLOP/byte", "number", lambda ratio: words.bare(format_intensity(ratio), "FLOP/byte")
 )
+TOTALS: Mapping[str, Unit] = {
+    "time": SECOND,
+    "flops": full(FLOP),
+    "bytes": BYTE,
+    "memory": CAPACITY,
+    "params": NUMBER,
+    "kernels": COUNT,
+}
+"""The units of the totals of a step, by the names that diffs and budgets have for them."""

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from rooftrace.costmodels.findings.comparing.clusters import Cluster
 from rooftrace.costmodels.findings.comparing.consequences import consequences
-from rooftrace.costmodels.findings.comparing.edits import Edit, differing_reads, op_of, tensor_of
-from rooftrace.costmodels.findings.comparing.sides import Sides
+from rooftrace.costmodels.findings.comparing.edits import (
+    Edit,
+    differing_reads,
+    op_of,
+    pairs_of,
+    tensor_of,
+)
+from rooftrace.costmodels.findings.comparing.sides import LayerCount, Sides
 from rooftrace.costmodels.findings.comparing.wording import call, difference, kind_of_call
 from rooftrace.hardware.units import listed
 from rooftrace.tracer.graph import Op, OpGraph, Tensor
@@ -86,41 +91,20 @@ def by_weight(sides: Sides, edits: Sequence[Edit]) -> list[Edit]:
 
 def weight(sides: Sides, edit: Edit) -> float:
     """Device seconds of the kernels that an edit is in, of both sides."""
-    ops = enumerate((edit.before, edit.after))
-    return sum(sides[number].seconds(op) for number, op in ops if op is not None)
+    return sum(sides[number].seconds(op) for number, op in edit.ops)
 
 
 # -- what changed ----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class LayerCount:
-    """Equal modules of which one side has more; alone: the paths that only that side has."""
-
-    pattern: str
-    counts: tuple[int, int]
-    alone: tuple[str, ...]
-
-
 def layers_of(sides: Sides, edits: Sequence[Edit]) -> list[LayerCount]:
     """Lists of equal modules that are longer on one side, and whose new members have edits."""
-    lists = []
-    for number in range(2):
-        here, there = sides[number].graph.modules, sides[1 - number].graph.modules
-        patterns = {pattern_of(path) for path in there}
-        only = {path: None for path in here if path not in there and pattern_of(path) in patterns}
-        tops = [path for path in only if path.rpartition(".")[0] not in only]
-        edited = {pattern_of(op_of(sides, edit).module) for edit in edits if not edit.is_pair}
-        for pattern in dict.fromkeys(map(pattern_of, tops)):
-            inside = any(f"{each}.".startswith(f"{pattern}.") for each in edited)
-            if pattern.endswith("*") and inside:
-                counts = [
-                    sum(pattern_of(path) == pattern for path in side.graph.modules)
-                    for side in (sides.before, sides.after)
-                ]
-                alone = tuple(path for path in tops if pattern_of(path) == pattern)
-                lists.append(LayerCount(pattern, (counts[0], counts[1]), alone))
-    return lists
+    edited = {pattern_of(op_of(sides, edit).module) for edit in edits if not edit.is_pair}
+    return [
+        layers
+        for layers in sides.layer_counts
+        if any(f"{path}.".startswith(f"{layers.pattern}.") for path in edited)
+    ]
 
 
 def _layers_words(layers: LayerCount) -> str:
@@ -212,19 +196,16 @@ def tied(sides: Sides) -> list[str]:
 
 def _outside(sides: Sides, edit: Edit) -> Iterator[tuple[Tensor, Tensor]]:
     """The tensors from outside of the step behind what an edit reads, before any views."""
-    if edit.before is None or edit.after is None:
-        return
-    for position, a, b in differing_reads(sides, edit.before, edit.after):
-        if position in edit.reads and a.origin < 0 and b.origin < 0:
-            yield sides[0].graph.values[-1 - a.origin], sides[1].graph.values[-1 - b.origin]
+    for _, op, partner in pairs_of([edit]):
+        for position, a, b in differing_reads(sides, op, partner):
+            if position in edit.reads and a.origin < 0 and b.origin < 0:
+                yield sides[0].graph.values[-1 - a.origin], sides[1].graph.values[-1 - b.origin]
 
 
 def _heads(sides: Sides, edits: Sequence[Edit]) -> Iterator[str]:
     """Which sizes of an attention kernel differ."""
-    for edit in edits:
-        if edit.before is None or edit.after is None:
-            continue
-        first, second = sides[0].attention(edit.before), sides[1].attention(edit.after)
+    for _, op, partner in pairs_of(edits):
+        first, second = sides[0].attention(op), sides[1].attention(partner)
         if first and second:
             for name, a, b in (
                 ("heads of queries", first.heads, second.heads),
@@ -240,10 +221,8 @@ def _heads(sides: Sides, edits: Sequence[Edit]) -> Iterator[str]:
 def _inputs(sides: Sides, edits: Sequence[Edit]) -> Iterator[str]:
     """What reads an unchanged tensor as another shape."""
     texts: Counter[str] = Counter()
-    for edit in edits:
-        if edit.before is None or edit.after is None or not edit.reads:
-            continue
-        for position, a, b in differing_reads(sides, edit.before, edit.after):
+    for edit, op, partner in pairs_of(edits):
+        for position, a, b in differing_reads(sides, op, partner):
             if position in edit.reads and a.origin >= 0 and b.origin >= 0:
                 first, second = tensor_of(sides[0], a), tensor_of(sides[1], b)
                 text, note = difference(first, second)
@@ -279,10 +258,10 @@ def _named(sides: Sides, edits: Sequence[Edit], sign: str = "") -> str:
 def _own(sides: Sides, edits: Sequence[Edit]) -> Iterator[str]:
     """What changed in the arguments of a kernel: its precision, its mask, the rows it touches."""
     texts: dict[str, None] = {}
-    for edit in edits:
-        if edit.before is None or edit.after is None or edit.reads:
+    for edit, op, partner in pairs_of(edits):
+        if edit.reads:
             continue
-        first, second = sides[0].graph.ops[edit.before], sides[1].graph.ops[edit.after]
+        first, second = sides[0].graph.ops[op], sides[1].graph.ops[partner]
         made = [
             (sides[0].graph.values[a], sides[1].graph.values[b])
             for a, b in zip(first.outputs, second.outputs, strict=False)

@@ -6,12 +6,12 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from rooftrace.costmodels.findings.comparing.edits import Edit, differing_reads, op_of
+from rooftrace.costmodels.findings.comparing.edits import Edit, differing_reads, op_of, pairs_of
 from rooftrace.costmodels.findings.comparing.sides import Side, Sides
 from rooftrace.tracer.paths import pattern_of
 from rooftrace.tracer.vocabulary import PARTS
 
-_ROUNDING = 1e-9
+ROUNDING = 1e-9
 OPTIMIZER = PARTS[3]
 
 
@@ -52,21 +52,14 @@ def clusters_of(sides: Sides, edits: Sequence[Edit]) -> list[Cluster]:
         _join(together, [*_rows(sides, 0, pair.before), *_rows(sides, 1, pair.after)])
     owners: dict[tuple[int, int], Hashable] = {}
     for edit in edits:
-        nodes = [node for side, op in _ops(edit) for node in _rows(sides, side, op)]
+        nodes = [node for side, op in edit.ops for node in _rows(sides, side, op)]
         _join(together, nodes)
-        owners |= {place: nodes[0] for place in _ops(edit) if nodes}
+        owners |= {place: nodes[0] for place in edit.ops if nodes}
     _join_by_flow(together, sides, edits, owners)
     _join_by_readers(together, sides, owners)
     _join_by_lines(together, sides, edits, owners)
     _take_in(together, sides, edits, owners)
     return list(_changed(together, sides, edits, owners))
-
-
-def _ops(edit: Edit) -> Iterator[tuple[int, int]]:
-    """Side and number of the ops of an edit."""
-    for side, op in enumerate((edit.before, edit.after)):
-        if op is not None:
-            yield side, op
 
 
 def _rows(sides: Sides, side: int, op: int) -> list[tuple[int, int]]:
@@ -92,10 +85,10 @@ def _join_by_flow(
         if op_of(sides, edit).part == OPTIMIZER:
             continue
         outside = set()
-        if edit.before is not None and edit.after is not None:
-            for _, first, second in differing_reads(sides, edit.before, edit.after):
+        for _, op, partner in pairs_of([edit]):
+            for _, first, second in differing_reads(sides, op, partner):
                 outside |= {(0, first.origin), (1, second.origin)}
-        for side, op in _ops(edit):
+        for side, op in edit.ops:
             for read in sides[side].flow.reads[op]:
                 place = side, read.origin
                 if place in owners or place in outside:
@@ -125,7 +118,7 @@ def _join_by_lines(
     """Join the clusters whose first edits stand in one line: equal layers, forward and backward."""
     for edit in edits:
         if edit.is_root:
-            for side, op in _ops(edit):
+            for side, op in edit.ops:
                 place = site(sides[side], op)
                 together.join(owners[side, op], ("line", side, place))
 
@@ -183,7 +176,7 @@ def _changed(
 ) -> Iterator[Cluster]:
     inside: dict[Hashable, list[Edit]] = defaultdict(list)
     for edit in edits:
-        owner = next((owners[place] for place in _ops(edit) if place in owners), None)
+        owner = next((owners[place] for place in edit.ops if place in owners), None)
         if owner is not None:
             inside[together.find(owner)].append(edit)
     for root, rows in _members(together, sides).items():
@@ -203,4 +196,4 @@ def _delta(sides: Sides, rows: Mapping[tuple[int, int], None]) -> bool:
         parts = (row.timing.t_device, row.bytes, row.flops, row.count)
         sums[side] = [a + b for a, b in zip(sums[side], parts, strict=True)]
     (first, *counts), (second, *others) = sums
-    return counts != others or abs(second - first) > _ROUNDING * max(first, second)
+    return counts != others or abs(second - first) > ROUNDING * max(first, second)

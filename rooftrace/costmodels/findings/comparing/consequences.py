@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from rooftrace.costmodels.findings.comparing.clusters import Cluster
-from rooftrace.costmodels.findings.comparing.edits import Edit
+from rooftrace.costmodels.findings.comparing.edits import Edit, pairs_of
 from rooftrace.costmodels.findings.comparing.sides import Sides
 from rooftrace.costmodels.findings.comparing.wording import call
 from rooftrace.hardware.units import format_flop_rate, plural
@@ -29,14 +29,12 @@ def consequences(sides: Sides, cluster: Cluster) -> Iterator[str]:
 def _rates(sides: Sides, edits: Iterable[Edit]) -> str:
     """The product that changed most: its precision and engine, or the rate that it reaches."""
     best, text = 0.0, ""
-    for edit in edits:
-        if edit.before is None or edit.after is None:
-            continue
-        first, second = sides[0].product(edit.before), sides[1].product(edit.after)
+    for _, op, partner in pairs_of(edits):
+        first, second = sides[0].product(op), sides[1].product(partner)
         if first is None or second is None:
             continue
-        delta = abs(sides[1].seconds(edit.after) - sides[0].seconds(edit.before))
-        name = call(sides[1].graph.ops[edit.after])
+        delta = abs(sides[1].seconds(partner) - sides[0].seconds(op))
+        name = call(sides[1].graph.ops[partner])
         if delta <= best:
             continue
         if first.precision != second.precision:
@@ -49,7 +47,7 @@ def _rates(sides: Sides, edits: Iterable[Edit]) -> str:
                 f"{name} {first.precision} -> {second.precision}{same}: {engine}, {rates}",
             )
         else:
-            a, b = sides[0].rate(edit.before), sides[1].rate(edit.after)
+            a, b = sides[0].rate(op), sides[1].rate(partner)
             if a and b and abs(math.log(b / a)) > _FASTER:
                 best, text = (
                     delta,
@@ -61,12 +59,10 @@ def _rates(sides: Sides, edits: Iterable[Edit]) -> str:
 def _precisions(sides: Sides, edits: Iterable[Edit]) -> str:
     """How many kernels work in another precision because of what they read."""
     changes: Counter[tuple[str, str]] = Counter()
-    for edit in edits:
-        if edit.before is None or edit.after is None:
-            continue
+    for edit, op, partner in pairs_of(edits):
         for a, b in zip(
-            (sides[0].graph.values[i] for i in sides[0].graph.ops[edit.before].outputs),
-            (sides[1].graph.values[i] for i in sides[1].graph.ops[edit.after].outputs),
+            (sides[0].graph.values[i] for i in sides[0].graph.ops[op].outputs),
+            (sides[1].graph.values[i] for i in sides[1].graph.ops[partner].outputs),
             strict=False,
         ):
             if a.dtype != b.dtype:
@@ -111,11 +107,10 @@ def _beside_edits(sides: Sides, number: int, edits: Iterable[Edit]) -> set[int]:
     """Kernels of a side that an edit is, reads from, or is read by, on either side."""
     beside: set[int] = set()
     for edit in edits:
-        for each, op in enumerate((edit.before, edit.after)):
-            if op is not None:
-                flow = sides[each].flow
-                origins = (read.origin for read in flow.reads[op])
-                near = {op, *origins, *flow.readers.get(op, ())}
-                partners = sides.partners[each]
-                beside |= near if each == number else {partners.get(other, -1) for other in near}
+        for each, op in edit.ops:
+            flow = sides[each].flow
+            origins = (read.origin for read in flow.reads[op])
+            near = {op, *origins, *flow.readers.get(op, ())}
+            partners = sides.partners[each]
+            beside |= near if each == number else {partners.get(other, -1) for other in near}
     return beside

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from rooftrace.costmodels.findings.comparing.sides import Side, Sides
@@ -29,6 +29,13 @@ class Edit:
     def is_pair(self) -> bool:
         """Whether both sides have the kernel."""
         return self.before is not None and self.after is not None
+
+    @property
+    def ops(self) -> Iterator[tuple[int, int]]:
+        """Side (0 or 1) and number of its ops."""
+        for side, op in enumerate((self.before, self.after)):
+            if op is not None:
+                yield side, op
 
 
 def edits_of(sides: Sides) -> list[Edit]:
@@ -64,6 +71,13 @@ def _of_pair(sides: Sides, pair: Pair, gone: Collection[int], new: Collection[in
         if first.origin not in gone and second.origin not in new
     )
     return replace(edit, is_root=bool(own) or not differing, reads=own)
+
+
+def pairs_of(edits: Iterable[Edit]) -> Iterator[tuple[Edit, int, int]]:
+    """The edits that both sides have, each with the numbers of its ops."""
+    for edit in edits:
+        if edit.before is not None and edit.after is not None:
+            yield edit, edit.before, edit.after
 
 
 def differing_reads(sides: Sides, first: int, second: int) -> Iterator[tuple[int, Read, Read]]:

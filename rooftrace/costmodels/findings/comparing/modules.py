@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from rooftrace.costmodels.findings.comparing.clusters import ROUNDING
 from rooftrace.costmodels.findings.comparing.edits import Edit
 from rooftrace.costmodels.findings.comparing.sides import Side, Sides
 from rooftrace.costmodels.findings.diffs import Change, changes
@@ -88,7 +89,7 @@ def module_changes(
         op_changes[path][kind][name] += times
     single = []
     empty = _Sums()
-    rounding = 1e-9 * max(sum(each.time for each in side.values()) for side in sums)
+    rounding = ROUNDING * max(sum(each.time for each in side.values()) for side in sums)
     for path in dict.fromkeys([*sums[0], *sums[1]]):
         a, b = sums[0].get(path, empty), sums[1].get(path, empty)
         own = op_changes.get(path, {})
@@ -142,10 +143,11 @@ def _op_changes(
 ) -> Iterator[tuple[str, str, str, int]]:
     """Module, kind of change, name of the op, and how many there are in one module."""
     for edit in edits:
-        for number, op_id, kind in ((0, edit.before, "removed"), (1, edit.after, "added")):
-            if op_id is None or (edit.is_pair and not number):
+        for number, op_id in edit.ops:
+            if edit.is_pair and not number:
                 continue
             op = sides[number].graph.ops[op_id]
+            kind = ("removed", "added")[number]
             if edit.is_pair:
                 for path in places.of(number, op):
                     yield path, "resized", op.name, 1

@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import reduce
 
 from rooftrace.costmodels.findings.comparing.causes import (
+    RECOMPUTE,
     by_weight,
     cause_of,
     change_words,
@@ -20,14 +21,19 @@ from rooftrace.costmodels.findings.comparing.causes import (
     leading,
     tied,
 )
-from rooftrace.costmodels.findings.comparing.clusters import OPTIMIZER, Cluster, clusters_of, site
+from rooftrace.costmodels.findings.comparing.clusters import (
+    OPTIMIZER,
+    ROUNDING,
+    Cluster,
+    clusters_of,
+    site,
+)
 from rooftrace.costmodels.findings.comparing.edits import Edit, edits_of, op_of
 from rooftrace.costmodels.findings.comparing.modules import Whereabouts
 from rooftrace.costmodels.findings.comparing.sides import Side, Sides
 from rooftrace.costmodels.findings.diffs import Change, changes
 from rooftrace.tracer.paths import pattern_of
 
-_ROUNDING = 1e-9
 _COUNT = re.compile(r" x\d+")
 
 
@@ -43,7 +49,7 @@ def diff_rows(
     if eager is None:
         rows = [_row(sides, places, cluster, sides, cluster.edits) for cluster in clusters]
     else:
-        rows = _with_eager(sides, clusters, eager)
+        rows = _with_eager(sides, places, clusters, eager)
     rows.sort(key=_first)
     if rows and (shared := tied(sides)):
         rows[0] = replace(rows[0], cause="; ".join([*shared, rows[0].cause]))
@@ -190,8 +196,8 @@ def _lines(sides: Sides, edits: Sequence[Edit]) -> tuple[str | None, str | None]
     """The line of the first edit on either side: its own, or that of what stands in its line."""
     lines: list[str | None] = [None, None]
     for edit in edits:
-        for number, op in enumerate((edit.before, edit.after)):
-            if op is not None and lines[number] is None:
+        for number, op in edit.ops:
+            if lines[number] is None:
                 lines[number] = _line(sides[number], op)
     for number in range(2):
         line = lines[1 - number]
@@ -203,7 +209,7 @@ def _lines(sides: Sides, edits: Sequence[Edit]) -> tuple[str | None, str | None]
 def _line(side: Side, number: int) -> str | None:
     """The line of an op; of a recomputed one the line that calls its layer."""
     op = side.graph.ops[number]
-    if op.part == "recompute":
+    if op.part == RECOMPUTE:
         return side.graph.calls.get(layer_of(op.module)) or op.source or None
     return op.source or None
 
@@ -220,7 +226,9 @@ def _beside(sides: Sides, number: int, line: str) -> str | None:
 # -- beside eager mode; the host -------------------------------------------------------------------
 
 
-def _with_eager(sides: Sides, clusters: Sequence[Cluster], eager: Sides) -> list[changes.DiffRow]:
+def _with_eager(
+    sides: Sides, places: Whereabouts, clusters: Sequence[Cluster], eager: Sides
+) -> list[changes.DiffRow]:
     """A row for each cluster with the time that the same change takes in eager mode.
 
     A change that only eager mode pays for has a row of its own.
@@ -229,13 +237,13 @@ def _with_eager(sides: Sides, clusters: Sequence[Cluster], eager: Sides) -> list
     for number, cluster in enumerate(clusters):
         for place in _sites(sides, cluster):
             owners.setdefault(place, number)
-    places = Whereabouts(eager)
+    called = Whereabouts(eager)
     beside: dict[int, Cluster] = {}
     rows = []
     for cluster in _folded(eager, clusters_of(eager, edits_of(eager))):
         owner = next((owners[p] for p in _sites(eager, cluster) if p in owners), None)
         if owner is None:
-            row = _row(eager, places, cluster, eager, cluster.edits)
+            row = _row(eager, called, cluster, eager, cluster.edits)
             none = Change(0, 0)
             rows.append(
                 replace(row, eager=row.time, time=none, bytes=none, flops=none, kernels=none)
@@ -244,10 +252,12 @@ def _with_eager(sides: Sides, clusters: Sequence[Cluster], eager: Sides) -> list
             beside[owner] = _one(beside[owner], cluster) if owner in beside else cluster
     for number, cluster in enumerate(clusters):
         other = beside.get(number, Cluster((), (), ()))
-        code, edits = (eager, other.edits) if other.edits else (sides, cluster.edits)
-        row = _row(sides, places if code is eager else Whereabouts(sides), cluster, code, edits)
+        if other.edits:
+            row = _row(sides, called, cluster, eager, other.edits)
+        else:
+            row = _row(sides, places, cluster, sides, cluster.edits)
         time = _sums(eager, other.before, other.after)["time"]
-        is_free = abs(row.time.delta) <= _ROUNDING * row.time.before and not row.kernels.delta
+        is_free = abs(row.time.delta) <= ROUNDING * row.time.before and not row.kernels.delta
         fused = "; fused away" if is_free and time.delta else ""
         rows.append(replace(row, cause=row.cause + fused, eager=time))
     return rows
@@ -257,9 +267,8 @@ def _sites(sides: Sides, cluster: Cluster) -> dict[Hashable, None]:
     """The places of the edits of a cluster, those of its roots first."""
     sites: dict[Hashable, None] = {}
     for edit in sorted(cluster.edits, key=lambda edit: not edit.is_root):
-        for number, op in enumerate((edit.before, edit.after)):
-            if op is not None:
-                sites[number, site(sides[number], op)] = None
+        for number, op in edit.ops:
+            sites[number, site(sides[number], op)] = None
     return sites
 
 
@@ -270,9 +279,7 @@ def _waiting(sides: Sides) -> list[changes.DiffRow]:
         busy = sum(row.timing.t_device for row in side.estimate.rows)
         waits.append(side.estimate.t_est - busy)
     change = Change(*waits)
-    if abs(change.delta) <= _ROUNDING * max(
-        sides.before.estimate.t_est, sides.after.estimate.t_est
-    ):
+    if abs(change.delta) <= ROUNDING * max(sides.before.estimate.t_est, sides.after.estimate.t_est):
         return []
     nothing = Change(0, 0)
     longer = "longer" if change.delta > 0 else "less long"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cached_property
 
 from rooftrace.costmodels.costs import COMPUTED, MATRIX, AttentionSizes, Cost, Work
@@ -12,6 +13,7 @@ from rooftrace.costmodels.findings.matching import Flow, Matching, match
 from rooftrace.costmodels.fusion import runs
 from rooftrace.costmodels.kernels import engines
 from rooftrace.tracer.graph import Op, OpGraph
+from rooftrace.tracer.paths import pattern_of
 
 
 class Side:
@@ -72,6 +74,15 @@ class Side:
         return sum(row.flops for row in rows) / seconds if seconds else None
 
 
+@dataclass(frozen=True, slots=True)
+class LayerCount:
+    """Equal modules of which one side has more; alone: the paths that only that side has."""
+
+    pattern: str
+    counts: tuple[int, int]
+    alone: tuple[str, ...]
+
+
 class Sides:
     """The two sides of a diff, and which of their kernels are the same."""
 
@@ -94,3 +105,23 @@ class Sides:
                     best[number][ops[number]] = pair.times, ops[1 - number]
         first, second = ({op: partner for op, (_, partner) in side.items()} for side in best)
         return first, second
+
+    @cached_property
+    def layer_counts(self) -> tuple[LayerCount, ...]:
+        """Lists of equal modules that are longer on one side."""
+        graphs = self.before.graph, self.after.graph
+        counts = [Counter(map(pattern_of, graph.modules)) for graph in graphs]
+        lists = []
+        for number in range(2):
+            here, there = graphs[number].modules, graphs[1 - number].modules
+            patterns = {path: pattern_of(path) for path in here if path not in there}
+            only = {p: pattern for p, pattern in patterns.items() if pattern in counts[1 - number]}
+            alone: dict[str, list[str]] = defaultdict(list)
+            for path, pattern in only.items():
+                if path.rpartition(".")[0] not in only and pattern.endswith("*"):
+                    alone[pattern].append(path)
+            lists += [
+                LayerCount(pattern, (counts[0][pattern], counts[1][pattern]), tuple(paths))
+                for pattern, paths in alone.items()
+            ]
+        return tuple(lists)
