@@ -134,7 +134,8 @@ def storage_bytes(name: str, elements: int) -> int:
     """Whole bytes that `elements` of this format take: ceil(elements * bits / 8)."""
     if elements < 0:
         raise PrecisionError(f"elements = {elements}: expected 0 or more")
-    return -int(-(elements * precision(name).bits) // 8)
+    bits = precision(name).bits
+    return -(-(elements * int(bits)) // 8) if bits == int(bits) else -int(-(elements * bits) // 8)
 
 
 # The key under which chips list a rate. A complex product is counted in real FLOPs of its parts.

@@ -229,7 +229,7 @@ class PlanForm:
         return np.broadcast_to(numbers, (len(points),))
 
     def number(self, name: str, points: Points) -> Array:
-        """A whole number of the record at points: compulsory, weights, kv, items."""
+        """A whole number of the record at points: weights, kv, items."""
         return self._told(self.amount((name,), getattr(self.template, name)), points)
 
     def peak(self, points: Points) -> Array:

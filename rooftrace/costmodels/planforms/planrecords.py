@@ -71,7 +71,6 @@ class PlanNumbers(Struct, frozen=True):
     groups: tuple[GroupNumbers, ...]
     launches: tuple[Launch, ...]
     counts: tuple[int, ...]
-    compulsory: int
     alive: tuple[int, ...]
     weights: int
     kv: int
@@ -82,24 +81,23 @@ class PlanNumbers(Struct, frozen=True):
     ops_with_rule: int
 
 
-def numbers_of(planned: Plan) -> PlanNumbers:
-    """The numbers of a plan."""
+def numbers_of(planned: Plan, with_memory: bool = True) -> PlanNumbers:
+    """The numbers of a plan; with_memory: also the bytes that are alive."""
     graph, costs = planned.graph, planned.costs
     scales = access_scales(graph, planned.groups, planned.op_costs, planned.execution)
     if any(scales):
         plain = _without_factors(planned.execution)
         costs = group_costs(graph, planned.groups, planned.op_costs, plain)
-    memory = planned.memory
+    memory = planned.memory if with_memory else None
     return PlanNumbers(
         groups=tuple(
             _group(planned, index, cost, scales[index]) for index, cost in enumerate(costs)
         ),
         launches=planned.launches,
         counts=tuple(repeat.count for repeat in graph.repeats),
-        compulsory=planned.compulsory,
-        alive=tuple(moment.total for moment in memory.timeline.moments),
-        weights=memory.weights,
-        kv=memory.kv,
+        alive=tuple(moment.total for moment in memory.timeline.moments) if memory else (),
+        weights=memory.weights if memory else 0,
+        kv=memory.kv if memory else 0,
         items=int(graph.workload.get("items") or 1),
         copies_layouts=planned.copies_layouts,
         lower_bound=bool(planned.source.unrecorded),

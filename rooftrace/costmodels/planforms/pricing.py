@@ -1,22 +1,37 @@
-"""From forms of a graph to forms of its plan under an execution; no trace, and no torch."""
+"""From a form of a graph to forms of its plan under an execution; no trace, and no torch.
+
+Which kernels a plan has depends on sizes: a small tensor is computed again, equal numbers of
+elements share a kernel.  A plan made with tracked numbers says which comparisons led to its
+kernels; where all of them come out the same, the same kernels come out, and their numbers are
+fitted there.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import random
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
+from rooftrace._progress import tell
 from rooftrace.costmodels.execution import ExecutionModel, execution_model
 from rooftrace.costmodels.planforms.planform import PlanForm
 from rooftrace.costmodels.planforms.planrecords import PlanNumbers, numbers_of
+from rooftrace.costmodels.planforms.points import Array, Places, Points
 from rooftrace.costmodels.planning import plan
 from rooftrace.costmodels.rewriting import reprice
-from rooftrace.tracer.formulas import Formula
+from rooftrace.tracer.formulas import Formula, FormulaError, Guard, Track
 from rooftrace.tracer.graph import OpGraph
-from rooftrace.tracer.graphforms import RecordForm, Regime, Survey, slots
+from rooftrace.tracer.graphforms import RecordForm, Regime, StructureError, slots
 
-Precisions = tuple[str | None, str | None, str | None]
-"""Of the model's floats, its weights, its cache; None: as they were traced."""
-_MOST = 400
+_SAMPLES = 8
+"""Plans that a form is fitted to; more where that many leave a number unfit."""
+_MORE = 6
+_CHECKS = 3
+"""Plans that it has to equal besides."""
+_TRIED = 4000
+"""Sizes that are drawn to find samples."""
 
 
 @dataclass(frozen=True)
@@ -33,46 +48,216 @@ class Conditions:
         """The conditions of an execution by name, and precisions."""
         return Conditions(execution_model(execution), *precisions)
 
-    def numbers(self, graph: OpGraph) -> PlanNumbers:
+    def numbers(self, graph: OpGraph, with_memory: bool = True) -> PlanNumbers:
         """The numbers of the plan of a graph."""
         priced = reprice(graph, self.dtype, self.weights_dtype, self.kv_dtype)
-        return numbers_of(plan(priced, self.execution))
+        return numbers_of(plan(priced, self.execution), with_memory)
 
 
-def plan_forms(
-    regime: Regime, levels: Sequence[Sequence[int]], conditions: Conditions
-) -> Iterator[PlanForm]:
-    """The forms of the plan within a regime of its graph, at these levels of each size.
+@dataclass(frozen=True)
+class _Cell:
+    """Where comparisons come out the same, and the form of the plan there."""
 
-    Each is proven at corners and inside, as the regime was, with plans of the graphs that the
-    regime gives.
-    """
-    inside = [
-        [level for level in values if low <= level <= high]
-        for values, low, high in zip(levels, regime.low, regime.high, strict=True)
-    ]
-    if not all(inside):
-        return
-    survey = Survey(
-        regime.form.sizes,
-        tuple(inside),
-        _numbers_at(regime.form, conditions),
-        _MOST,
-        RecordForm,
-        tuple(draws_of(regime.form)),
-        "plans",
-    )
-    for part in survey.regimes():
-        yield PlanForm(part, conditions.execution)
+    guards: tuple[Guard, ...]
+    form: PlanForm
 
 
-def _numbers_at(
-    form: RecordForm, conditions: Conditions
-) -> Callable[[Sequence[slots.Numbers]], list[PlanNumbers]]:
-    def numbers_at(wanted: Sequence[slots.Numbers]) -> list[PlanNumbers]:
-        return [conditions.numbers(form.at(numbers)) for numbers in wanted]
+class PlanForms:
+    """The plans of a graph's regime under some conditions, found where they are asked for."""
 
-    return numbers_at
+    def __init__(self, regime: Regime, conditions: Conditions) -> None:
+        self.regime, self.conditions = regime, conditions
+        self._draws = tuple(draws_of(regime.form))
+        self._cells: list[_Cell] = []
+        self._random = random.Random(repr((regime.low, regime.high)))
+
+    def at(self, points: Points) -> Iterator[tuple[PlanForm, Places]]:
+        """The forms that hold at points of the regime, each with the places of its points."""
+        left = np.arange(len(points))
+        for cell in self._cells:
+            if not len(left):
+                return
+            held = _holding(cell.guards, points, left)
+            if held.any():
+                yield cell.form, left[held]
+            left = left[~held]
+        while len(left):
+            start = int(left[self._random.randrange(len(left))])
+            cell = self._cell(tuple(int(column[start]) for column in points.columns), points, left)
+            self._cells.append(cell)
+            held = _holding(cell.guards, points, left)
+            yield cell.form, left[held]
+            left = left[~held]
+
+    def _cell(self, numbers: slots.Numbers, points: Points, left: Places) -> _Cell:
+        """The cell around these sizes."""
+        known = self._like_known(numbers, points, left)
+        if known is not None:
+            return known
+        track = Track()
+        tracked = self.conditions.numbers(self.regime.form.at(numbers, track), with_memory=False)
+        track.on = False
+        guards = tuple(track.guards)
+        here = self._numbers_at(numbers)
+        alike = tracked.groups == here.groups and tracked.launches == here.launches
+        tell(f"pricing around {_named(points.names, numbers)}")
+        if alike:
+            form = self._fitted(numbers, guards, points, left)
+            if form is not None:
+                return _Cell(guards, form)
+        alone = {numbers: here}
+        single = RecordForm.fitted(self.regime.form.sizes, alone)
+        regime = Regime(single, numbers, numbers)
+        return _Cell(tuple(_equal_to(numbers)), PlanForm(regime, self.conditions.execution))
+
+    def _like_known(
+        self, numbers: slots.Numbers, points: Points, left: Places
+    ) -> _Cell | None:
+        """A cell whose plan has a form that is known from another one, tried at some of its points.
+
+        Comparisons that come out otherwise there did not matter.
+        """
+        here = self._numbers_at(numbers)
+        for other in self._forms():
+            try:
+                if other.form.form.at(numbers) != here:
+                    continue
+            except FormulaError:
+                continue
+            one = Points({n: [v] for n, v in zip(points.names, numbers, strict=True)})
+            guards = tuple(
+                guard if guard.holds(one.columns)[0] else guard._replace(outcome=not guard.outcome)
+                for guard in other.guards
+            )
+            if all(
+                self._is(other.form, where)
+                for where in self._some(guards, numbers, points, left, _CHECKS)
+            ):
+                return _Cell(guards, other.form)
+        return None
+
+    def _forms(self) -> list[_Cell]:
+        """A cell for each form."""
+        return list({id(cell.form): cell for cell in self._cells}.values())
+
+    def _is(self, form: PlanForm, where: slots.Numbers) -> bool:
+        """Whether a form gives the plan at these sizes."""
+        try:
+            return bool(form.form.at(where) == self._numbers_at(where))
+        except FormulaError:
+            return False
+
+    def _some(
+        self,
+        guards: Sequence[Guard],
+        numbers: slots.Numbers,
+        points: Points,
+        left: Places,
+        count: int,
+    ) -> list[slots.Numbers]:
+        """Some of the points where guards hold, and sizes around `numbers` where they do."""
+        some = left if len(left) <= _TRIED else left[:: len(left) // _TRIED]
+        own = some[_holding(guards, points, some)]
+        inside = [tuple(int(c[place]) for c in points.columns) for place in own]
+        near = self._near(numbers, points.names)
+        held = near.where(np.flatnonzero(_holding(guards, near, np.arange(len(near)))))
+        around = list(zip(*(column.tolist() for column in held.columns), strict=True))
+        chosen = self._random.sample(inside, min(count, len(inside)))
+        chosen += self._random.sample(around, min(count, len(around)))
+        return list(dict.fromkeys(chosen))
+
+    def _numbers_at(self, numbers: slots.Numbers) -> PlanNumbers:
+        return self.conditions.numbers(self.regime.form.at(numbers))
+
+    def _fitted(
+        self, numbers: slots.Numbers, guards: Sequence[Guard], points: Points, left: Places
+    ) -> PlanForm | None:
+        """The form where these guards hold; None where it could not be proven."""
+        some = left if len(left) <= _TRIED else left[:: len(left) // _TRIED]
+        own = some[_holding(guards, points, some)]
+        inside = [tuple(int(c[place]) for c in points.columns) for place in own]
+        near = self._near(numbers, points.names)
+        around = near.where(np.flatnonzero(_holding(guards, near, np.arange(len(near)))))
+        others = list(zip(*(column.tolist() for column in around.columns), strict=True))
+        candidates = list(dict.fromkeys([numbers, *_spread(others), *inside]))
+        wanted = min(_SAMPLES, len(candidates))
+        chosen = dict.fromkeys(candidates[:wanted])
+        if wanted < _SAMPLES:
+            return None
+        for _ in range(2):
+            records = {where: self._numbers_at(where) for where in chosen}
+            try:
+                form = RecordForm.fitted(self.regime.form.sizes, records, self._draws)
+                break
+            except StructureError:
+                wanted += _MORE
+                chosen = dict.fromkeys(candidates[:wanted])
+        else:
+            return None
+        rest = [where for where in (*inside, *others) if where not in chosen]
+        checks = self._random.sample(rest, min(_CHECKS, len(rest)))
+        regime = Regime(form, self.regime.low, self.regime.high, tuple(checks))
+        made = PlanForm(regime, self.conditions.execution)
+        return made if all(self._is(made, where) for where in checks) else None
+
+    def _near(self, numbers: slots.Numbers, names: Sequence[str]) -> Points:
+        """Sizes around some: close by, and anywhere in the regime."""
+        rng = np.random.default_rng(sum(numbers))
+        columns = {}
+        for name, at, low, high in zip(
+            names, numbers, self.regime.low, self.regime.high, strict=True
+        ):
+            close = at + rng.integers(-8, 9, _TRIED // 2)
+            ends = np.log(max(low, 1)), np.log(max(high, 1) + 1)
+            anywhere = np.exp(rng.uniform(*ends, _TRIED // 2)).astype(np.int64)
+            both = np.concatenate([close, anywhere])
+            columns[name] = np.clip(both, low, high)
+        return Points(columns)
+
+
+def _spread(candidates: Sequence[slots.Numbers]) -> Iterator[slots.Numbers]:
+    """Candidates in turns: each that has only new numbers first, then those with some new ones."""
+    seen: list[set[int]] = [set() for _ in (candidates[0] if candidates else ())]
+    left = list(candidates)
+    for least in range(len(seen), 0, -1):
+        rest = []
+        for numbers in left:
+            new = sum(n not in known for n, known in zip(numbers, seen, strict=True))
+            if new >= least:
+                for number, known in zip(numbers, seen, strict=True):
+                    known.add(number)
+                yield numbers
+            else:
+                rest.append(numbers)
+        left = rest
+    yield from left
+
+
+def _holding(guards: Sequence[Guard], points: Points, places: Places) -> Array:
+    """Which of these places all guards hold at."""
+    held = np.ones(len(places), dtype=bool)
+    by_sizes: dict[frozenset[int], list[Guard]] = {}
+    for guard in guards:
+        by_sizes.setdefault(guard.number.symbols, []).append(guard)
+    part = points if len(places) == len(points) else points.where(places)
+    for sizes, several in by_sizes.items():
+        columns, at = part.part(sizes)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            here = np.ones(max(map(len, columns)), dtype=bool)
+            for guard in several:
+                here &= guard.holds(columns)
+        held &= here if at is None else here[at]
+    return held
+
+
+def _equal_to(numbers: slots.Numbers) -> Iterator[Guard]:
+    for place, number in enumerate(numbers):
+        difference = Formula.total([(1, Formula.symbol(place)), (-1, Formula.constant(number))])
+        yield Guard("==", difference, True)
+
+
+def _named(names: Sequence[str], numbers: Sequence[int]) -> str:
+    return ", ".join(f"{name} {number:,}" for name, number in zip(names, numbers, strict=True))
 
 
 def draws_of(form: RecordForm) -> Iterator[slots.Draw]:

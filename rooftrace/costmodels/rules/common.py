@@ -9,7 +9,7 @@ from typing import Any
 from rooftrace.costmodels.costs import Access, Cost
 from rooftrace.costmodels.opviews import OpView, TensorView
 from rooftrace.hardware.precisions import precision, widest
-from rooftrace.tracer.formulas import expected_distinct
+from rooftrace.tracer.formulas import functions
 
 
 def is_complex(tensor: TensorView) -> bool:
@@ -98,7 +98,7 @@ def rows_reached(op: OpView, indices: int) -> float:
     """How many different rows so many indices reach, known or expected; all if nothing is known."""
     classes = op.fact("uniform_over")
     if classes is not None and op.fact("rows_touched") is None:
-        return _whole(expected_distinct(indices, 1, int(classes)))
+        return _whole(functions.expected_distinct(indices, 1, int(classes)))
     return number_of(op, "rows_touched", indices)
 
 

@@ -25,7 +25,8 @@ class Fitter:
     """Finds the formulas of numbers that were seen at the same samples.
 
     samples: the values of the symbols at each.  Of all formulas that fit, the one of the fewest
-    terms is taken: few symbols before many, low powers before high ones.
+    terms is taken: few symbols before many, low powers before high ones.  A symbol with n different
+    values has powers up to n - 2, or 1, so that a curve through its points proves nothing.
     """
 
     def __init__(self, samples: Sequence[Sequence[int]], spare: int = SPARE) -> None:
@@ -45,7 +46,8 @@ class Fitter:
 
     def _ladder(self) -> Iterator[tuple[Powers, ...]]:
         """The terms of each kind of formula that the samples can prove, few terms first."""
-        most = [min(_DEGREE, len(set(column)) - 1) for column in self._columns]
+        counts = [len(set(column)) for column in self._columns]
+        most = [min(_DEGREE, max(count - 2, min(count - 1, 1))) for count in counts]
         degrees = product(*(range(degree + 1) for degree in most))
         sized = sorted(degrees, key=lambda d: (prod(n + 1 for n in d), max(d, default=0), d))
         for each in sized:

@@ -14,7 +14,8 @@ from typing import Any
 from msgspec.structs import replace
 
 from rooftrace.tracer.asking import assumptions
-from rooftrace.tracer.formulas import FUNCTIONS, Fitter, Formula
+from rooftrace.tracer.formulas import Fitter, Formula, Track
+from rooftrace.tracer.formulas import functions
 from rooftrace.tracer.graph import OpGraph
 from rooftrace.tracer.graphforms.leaves import (
     Difference,
@@ -74,10 +75,16 @@ class RecordForm:
                 raise StructureError(f"the form is not the record at {sample}")
         return form
 
-    def at(self, numbers: Sequence[int]) -> Any:
-        """The record at these sizes.  Raises FormulaError where a number is no whole one."""
+    def at(self, numbers: Sequence[int], track: Track | None = None) -> Any:
+        """The record at these sizes.  Raises FormulaError where a number is no whole one.
+
+        track: gives the numbers that sizes change, which remember how.
+        """
         where = tuple(numbers)
         values = [formula.at(where) for formula in self.formulas]
+        if track is not None:
+            pairs = zip(values, self.formulas, strict=True)
+            values = [track.number(value, formula) for value, formula in pairs]
         reached = [draw.at(where) for draw in self.draws]
         changes = {slot.path: slot.value(values, reached) for slot in self.slots}
         return changed(self.template, tree_of(changes)) if changes else self.template
@@ -100,9 +107,9 @@ class GraphForm(RecordForm):
                 raise StructureError(f"the form is not the graph that was traced at {sample}")
         return form
 
-    def at(self, numbers: Sequence[int]) -> OpGraph:
-        """The graph at these sizes.  Raises FormulaError where a number is no whole one."""
-        return _saying(super().at(numbers), assumptions.said_of_routing)
+    def at(self, numbers: Sequence[int], track: Track | None = None) -> OpGraph:
+        """The graph at these sizes; see `RecordForm.at`."""
+        return _saying(super().at(numbers, track), assumptions.said_of_routing)
 
 
 def _saying(graph: OpGraph, said: Callable[[Mapping[str, Any]], str]) -> OpGraph:
@@ -161,7 +168,7 @@ class _Fit:
                 if formula is not None:
                     arguments.append(formula)
             if len(arguments) == 3:
-                for function in FUNCTIONS:
+                for function in functions.FUNCTIONS:
                     self._learn(Draw(function, *arguments))
 
     def _learn(self, draw: Draw) -> None:

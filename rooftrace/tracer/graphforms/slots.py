@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
-from rooftrace.tracer.formulas import FUNCTIONS, Formula
+from rooftrace.tracer.formulas import Formula, functions
 from rooftrace.tracer.graphforms.leaves import Path
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class Draw(Struct, frozen=True):
     def at(self, numbers: Numbers) -> float:
         """The number that is reached."""
         arguments = (self.rows.at(numbers), self.chosen.at(numbers), self.classes.at(numbers))
-        return FUNCTIONS[self.function](*arguments)
+        return functions.FUNCTIONS[self.function](*arguments)
 
     def over(self, columns: Sequence[Array]) -> Array:
         """The numbers that are reached at many points; equal draws are computed once."""
@@ -41,7 +41,7 @@ class Draw(Struct, frozen=True):
             np.broadcast_to(formula.over(columns), (count,))
             for formula in (self.rows, self.chosen, self.classes)
         ]
-        function = FUNCTIONS[self.function]
+        function = functions.FUNCTIONS[self.function]
         known: dict[tuple[int, ...], float] = {}
         reached = np.empty(count)
         for place, key in enumerate(zip(*(a.tolist() for a in arguments), strict=True)):
@@ -84,6 +84,8 @@ class Slot(Struct, frozen=True):
             return self.words[0] + "".join(
                 number + word for number, word in zip(shown, self.words[1:], strict=True)
             )
+        if self.kind == PLAIN:
+            return values[self.formulas[0]]
         number = self.number(
             values[self.formulas[0]] if self.formulas else 0,
             reached[self.draw] if self.draw >= 0 else 0.0,

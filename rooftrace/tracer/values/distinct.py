@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from rooftrace.errors import RequestError
-from rooftrace.tracer import formulas
 from rooftrace.tracer.asking import assumptions as asked
+from rooftrace.tracer.formulas import functions
 
 _STEP = 0.05
 _LEAST, _MOST = -39.0, 3.7
@@ -36,8 +36,8 @@ def expected_distinct(rows: int, k: int, classes: int, shares: Tensor | None = N
         return 0.0
     if shares is not None:
         missed = torch.exp(rows * torch.log1p(-shares.clamp(0, 1)))  # log1p(-1) is -inf: never
-        return formulas.snapped(float((1 - missed).sum()))
-    return formulas.expected_distinct(rows, k, classes)
+        return functions.snapped(float((1 - missed).sum()))
+    return functions.expected_distinct(rows, k, classes)
 
 
 def shares_of(policy: asked.Policy, k: int, classes: int) -> Tensor | None:
