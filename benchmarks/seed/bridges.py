@@ -62,6 +62,22 @@ REASONS: Mapping[str, str] = {
 }
 
 
+LEAST = 0.005
+"""Steps below this share of their number are not told."""
+
+HOLDS: Mapping[str, tuple[str, ...]] = {
+    "weights": ("attention scaled", "rows of the table", "experts reached", "other weights"),
+    "cache": ("cache",),
+    "gradients, optimizer": ("gradients", "optimizer"),
+}
+"""Which steps of the bytes are of which content; all others are activations and temporaries."""
+
+
+def percent(share: float) -> str:
+    """A share with its sign; large ones as multiples."""
+    return f"{share:+.1%}" if abs(share) < 10 else f"{share:+.3g} times"
+
+
 @dataclass(frozen=True, slots=True)
 class Bridge:
     """theirs + the sum of steps + rest = ours."""
@@ -78,10 +94,16 @@ class Bridge:
     @property
     def ratio(self) -> float:
         """Ours over theirs."""
-        return self.ours / self.theirs
+        return self.ours / self.theirs if self.theirs else float("inf")
 
-    def reasons(self, least: float = 0.005) -> list[tuple[str, float]]:
+    def told(self) -> str:
+        """The reasons with their shares, in words."""
+        return ", ".join(f"{name} {percent(share)}" for name, share in self.reasons())
+
+    def reasons(self, least: float = LEAST) -> list[tuple[str, float]]:
         """The steps of at least this share of theirs, as shares, largest first."""
+        if not self.theirs:
+            return []
         shares = [(name, size / self.theirs) for name, size in self.steps.items()]
         return sorted((s for s in shares if abs(s[1]) >= least), key=lambda s: -abs(s[1]))
 
@@ -95,6 +117,31 @@ class Compared:
     flops: Bridge
     bytes: Bridge
     compute: Bridge  # seconds
+
+    def of_content(self) -> dict[str, Bridge]:
+        """The bytes by what they hold."""
+        theirs, ours, steps = self.theirs, self.ours, self.bytes.steps
+        inside = {name for names in HOLDS.values() for name in names}
+        states = ours.narrow["optimizer"] + ours.wide["optimizer"]
+        others = [name for name in steps if name not in inside]
+        sizes = {
+            "weights": (theirs.bytes("weights"), ours.role("weights"), HOLDS["weights"]),
+            "cache": (theirs.bytes("kv"), ours.role("kv"), HOLDS["cache"]),
+            "activations, temporaries": (
+                theirs.bytes("activations") + theirs.bytes("temporary"),
+                ours.others - states,
+                others,
+            ),
+            "gradients, optimizer": (
+                0.0,
+                ours.role("gradients") + ours.optimizer,
+                HOLDS["gradients, optimizer"],
+            ),
+        }
+        return {
+            name: Bridge(before, after, {step: steps[step] for step in names})
+            for name, (before, after, names) in sizes.items()
+        }
 
     @property
     def t(self) -> float:

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator
 
 import formulas
-from bridges import Bridge, Compared, compare
+from bridges import Compared, compare
 from traced import Point
 
 BATCH = 8
@@ -23,13 +23,9 @@ WAYS = {"naive": ("naive", False), "efficient": ("efficient", False),
 COLUMNS = (
     *("execution", *formulas.GRID),
     *("their_ai", "their_s", "their_mfu", "their_regime", "ai", "s", "mfu", "regime", "in_turn_s"),
-    *("flop_ratio", "flop_reasons", "byte_ratio", "byte_reasons", "largest_rest"),
+    *(f"{of}_{what}" for of in ("flop", "byte", "compute") for what in ("ratio", "reasons")),
+    "largest_rest",
 )
-
-
-def told(bridge: Bridge) -> str:
-    """The reasons of a difference, as shares of their number."""
-    return "; ".join(f"{name} {share:+.2%}" for name, share in bridge.reasons())
 
 
 def mfu(side: Compared) -> float:
@@ -52,8 +48,7 @@ def rows() -> Iterator[tuple[object, ...]]:
                 theirs.regime,
                 *(f"{estimate.flops / estimate.bytes_hbm:.6g}", f"{side.t:.6g}"),
                 *(f"{mfu(side):.6g}", side.regime, f"{estimate.t_est:.6g}"),
-                *(f"{side.flops.ratio:.6g}", told(side.flops)),
-                *(f"{side.bytes.ratio:.6g}", told(side.bytes)),
+                *(cell for b in bridges for cell in (f"{b.ratio:.6g}", b.told())),
                 f"{max(abs(b.rest / b.ours) for b in bridges):.1e}",
             )
 

@@ -25,7 +25,7 @@ BATCHES = tuple(2**n for n in range(15))
 COMPUTE, HBM, CACHE, NETWORK = "compute", "HBM", "HBM (KV)", "network"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Explored:
     """One number of devices and one cache length.
 
@@ -117,13 +117,15 @@ def _explored(
         if _further(comp) >= alpha * further[limiter]:  # weights still stand in the way
             limiter = _slowest({HBM: hbm[place], NETWORK: net[place]})
     return Explored(
-        devices,
-        kv,
-        _over(_further(flops), _further(cache)),
-        _over(_further(flops), _further(sent)),
-        int(batch[place]) if enough.size else None,
-        limiter,
-        *(float(seconds[place]) for seconds in (comp, hbm, net)),
+        devices=devices,
+        kv=kv,
+        flop_per_kv_byte=_over(_further(flops), _further(cache)),
+        flop_per_link_byte=_over(_further(flops), _further(sent)),
+        batch=int(batch[place]) if enough.size else None,
+        limiter=limiter,
+        t_comp=float(comp[place]),
+        t_hbm=float(hbm[place]),
+        t_net=float(net[place]),
     )
 
 

@@ -26,7 +26,7 @@ class FactorialError(ValueError):
     """Levels and a response that are no full factorial grid."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MainEffect:
     """What one factor does to the response, averaged over all others.
 
@@ -192,14 +192,14 @@ def _main_effect(
     rows = np.moveaxis(cells, axis, 0).reshape(len(levels), -1)
     squares = _squares(means, cells.size, total)
     return MainEffect(
-        name,
-        levels,
-        tuple(rows.mean(axis=1).tolist()),
-        tuple(np.median(rows, axis=1).tolist()),
-        tuple(means.tolist()),
-        squares,
-        _share(squares, total),
-        len(levels) - 1,
+        factor=name,
+        levels=levels,
+        means=tuple(rows.mean(axis=1).tolist()),
+        medians=tuple(np.median(rows, axis=1).tolist()),
+        deviations=tuple(means.tolist()),
+        sum_of_squares=squares,
+        share=_share(squares, total),
+        degrees=len(levels) - 1,
     )
 
 
