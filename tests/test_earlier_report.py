@@ -6,12 +6,14 @@ So that what benchmarks/seed sets beside traces is its numbers, and not our read
 from __future__ import annotations
 
 import csv
+import importlib
 import importlib.util
 import itertools
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -31,6 +33,33 @@ def formulas() -> Iterator[ModuleType]:
     spec.loader.exec_module(module)
     yield module
     del sys.modules["formulas"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        ("decode", 8, 255),
+        ("decode", 8, 4096, 2, 4, 0.5, 1.25),
+        ("prefill", 2, 64),
+        ("training", 2, 64),
+    ],
+    ids=str,
+)
+def test_every_step_from_its_numbers_to_those_of_a_trace_has_a_reason(
+    formulas: ModuleType, sizes: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(FOLDER)
+    for name in ("bridges", "traced"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    bridges = importlib.import_module("bridges")
+    point = importlib.import_module("traced").Point(*sizes)
+    for execution, latent in (("naive", False), ("efficient", False), ("efficient", True)):
+        if latent and sizes[0] != "decode":
+            continue
+        side = bridges.compare(point, execution, latent=latent)
+        for bridge in (side.flops, side.bytes, side.compute, *side.of_content().values()):
+            assert abs(bridge.rest) <= 0.005 * max(bridge.ours, bridge.theirs)
 
 
 def published(name: str) -> list[dict[str, str]]:

@@ -54,6 +54,8 @@ REASONS: Mapping[str, str] = {
     "experts and shared ones. The times of both add up.",
     "rows of attention": "Products of a score matrix have a row for each query and head, not "
     "one for each token.",
+    "rows of backward": "The gradient of a weight is a product with as many rows as the weight, "
+    "not one for each token.",
     "two bytes": "A product with a cache of two bytes runs at the rate of bf16.",
     "fp32 products": "The code multiplies in fp32 for its router: on the vector engine.",
     "vector work": "Elementwise work at 0.35 of the peak.",
@@ -324,6 +326,18 @@ def _expansion(terms: _Terms, seconds: Callable[[float, float], float]) -> float
     return seconds(terms.expansion + terms.new_rows, rows) - seconds(terms.new_rows, terms.tokens)
 
 
+def _backward(sides: _Sides, each: float) -> float:
+    """FLOP at the peak that gradients of weights take less, by their own rows: a third of all."""
+    if sides.point.phase != "training":
+        return 0.0
+    terms, forward = sides.terms, sides.mended.flops / sides.mended.flop_factor
+    others = forward - terms.routed - terms.scores(sides.point.length) - terms.no_products
+    return sum(
+        flop * (1 - 1 / min(1.0, rows / formulas.SATURATION))
+        for flop, rows in ((terms.routed, each), (others, terms.tokens))
+    )
+
+
 def _compute(sides: _Sides) -> Bridge:
     """Seconds of computing.  One product takes FLOP / (peak x eta), eta by its own rows."""
     terms, theirs, ours = sides.terms, sides.theirs, sides.ours
@@ -337,7 +351,8 @@ def _compute(sides: _Sides) -> Bridge:
         return sum(seconds(entry.flops, entry.rows) for entry in side.entries.values())
 
     experts = sides.mended.entries["experts"]
-    apart = seconds(terms.routed, tokens * sides.terms.m.top_k / terms.reached)
+    each = tokens * terms.m.top_k / terms.reached
+    apart = seconds(terms.routed, each)
     apart += seconds(experts.flops - terms.routed, tokens)
     rows = 1 if sides.point.phase == "decode" else length
     counted = seconds(terms.scores(length), tokens)
@@ -356,6 +371,7 @@ def _compute(sides: _Sides) -> Bridge:
         "no products": -seconds(terms.no_products, tokens),
         "rows of attention": 0.0 if sides.latent else products - counted,
         "latents": products - counted if sides.latent else 0.0,
+        "rows of backward": _backward(sides, each) / peak,
         "mask": -skipped / peak,
         "expansion": 0.0 if sides.latent else _expansion(terms, seconds),
         "two bytes": two_bytes * (1 - ratio),

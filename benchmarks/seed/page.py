@@ -23,6 +23,7 @@ from rooftrace.costmodels.factorial import Factorial, factorial, grid_of
 
 HERE = Path(__file__).parent
 WAYS = (("naive", False), ("efficient", False), ("efficient", True))
+RIDGE = formulas.PEAK / formulas.BANDWIDTH
 LIMITS = {"hbm": "HBM", "compute": "computing"}
 HEAD = """# Beside an earlier report
 
@@ -149,12 +150,35 @@ def sweep(points: Sequence[Point], execution: str, latent: bool, worst: Worst) -
     """A table of one execution over sizes."""
     name = "batch" if points[0].phase == "decode" else "prompt"
     sizes = [p.batch if p.phase == "decode" else p.length for p in points]
-    rows = (
-        [str(size), *cells(worst.see(compare(point, execution, latent=latent)))]
-        for size, point in zip(sizes, points, strict=True)
-    )
+    sides: list[Compared] = []
+
+    def rows() -> Iterator[list[str]]:
+        for size, point in zip(sizes, points, strict=True):
+            sides.append(worst.see(compare(point, execution, latent=latent)))
+            yield [str(size), *cells(sides[-1])]
+
     print(f"\n### {name.capitalize()}, {title_of(execution, latent)}\n")
-    table([name], COLUMNS, rows)
+    table([name], COLUMNS, rows())
+    theirs = crossing(sizes, [side.theirs.intensity for side in sides])
+    ours = crossing(
+        sizes, [side.ours.estimate.flops / side.ours.estimate.bytes_hbm for side in sides]
+    )
+    what = f"{name.capitalize()} at which the intensity reaches the ridge of {RIDGE:.1f} FLOP/byte"
+    print(f"\n{what}: theirs {theirs}, ours {ours}.")
+
+
+def crossing(sizes: Sequence[int], intensities: Sequence[float]) -> str:
+    """The first size at the ridge, in a straight line between those tried."""
+    before = None
+    for size, intensity in zip(sizes, intensities, strict=True):
+        if intensity >= RIDGE:
+            if before is None:
+                return f"{size} or less"
+            low, under = before
+            part = (RIDGE - under) / (intensity - under)
+            return f"{low + part * (size - low):.1f}"
+        before = size, intensity
+    return f"none to {sizes[-1]}"
 
 
 def grid() -> list[dict[str, str]]:
