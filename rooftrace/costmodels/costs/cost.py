@@ -45,7 +45,7 @@ class AttentionSizes(Struct, frozen=True):
     @property
     def flop(self) -> int:
         """FLOP of its products, without those that backward computes again."""
-        each = 2 * (self.width + self.value_width) * (2 if self.backward else 1)
+        each = 2 * (self.width + self.value_width) * (1 + self.backward)
         return self.batch * self.heads * self.visible * each
 
 

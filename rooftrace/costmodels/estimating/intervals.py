@@ -9,10 +9,7 @@ from rooftrace.costmodels.estimating.rows import Row
 from rooftrace.costmodels.kernels import group_class
 from rooftrace.costmodels.knobs import Knobs
 from rooftrace.costmodels.planning import Plan
-from rooftrace.costmodels.timing import StepTimes
-
-_NINETY_PERCENT = 1.645
-"""Standard deviations to both sides that hold nine tenths of a normal distribution."""
+from rooftrace.costmodels.timing import StepTimes, timings
 
 
 def interval_of(
@@ -32,5 +29,5 @@ def interval_of(
         variance += row.timing.t_device / times.t_serial * spread**2
     if not variance:
         return None
-    factor = math.exp(_NINETY_PERCENT * math.sqrt(variance))
+    factor = math.exp(timings.NINETY_PERCENT * math.sqrt(variance))
     return max(times.t_bound, times.t_est / factor), times.t_est * factor

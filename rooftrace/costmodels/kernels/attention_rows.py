@@ -50,9 +50,14 @@ def attention_row(cost: Cost, chip: Chip, execution: ExecutionModel) -> tuple[fl
         return NO_ATTENTION
     sizes = max(flop, key=lambda sizes: (flop[sizes], sizes.keys))
     engine, name = engines[sizes]
-    size = float(precision(name).bits / 8)
-    rate = chip.peak(engine, name) if engine == "matrix" and size <= _WIDEST else 0.0
+    size, rate = products_of(engine, name, chip)
     return columns(sizes, max(1, round(flop[sizes] / sizes.flop)), size, rate)
+
+
+def products_of(engine: str, name: str, chip: Chip) -> tuple[float, float]:
+    """The columns size and rate of products of this precision on this engine."""
+    size = float(precision(name).bits / 8)
+    return size, chip.peak(engine, name) if engine == "matrix" and size <= _WIDEST else 0.0
 
 
 def columns(sizes: AttentionSizes, kernels: int, size: float, rate: float) -> tuple[float, ...]:

@@ -8,7 +8,12 @@ from rooftrace.costmodels.costs import COMPUTED, Cost, Work
 from rooftrace.costmodels.execution import ExecutionModel
 from rooftrace.costmodels.kernels.utilization import LEAST, matrix_engine, tile_efficiency
 from rooftrace.hardware import Chip
+from rooftrace.hardware.chip import MissingPeakError
 from rooftrace.hardware.precisions import compute_family, precision
+from rooftrace.hardware.units import format_traffic
+
+STREAMING = ("vector", "fp32")
+"""The engine and precision of a product that streams one matrix past a few vectors."""
 
 
 def engine_of(work: Work, chip: Chip, execution: ExecutionModel) -> tuple[str, str]:
@@ -65,10 +70,18 @@ def product_engine(work: Work, chip: Chip, execution: ExecutionModel) -> tuple[s
     if engine[0] == "vector" or work.operation != "matmul" or work.shape is None:
         return engine
     few = min(work.shape[:2])
-    if chip.kind != "gpu" or not 0 < few < LEAST or not chip.has_peak("vector", "fp32"):
-        return engine
-    streaming = chip.peak("vector", "fp32") / few > chip.peak(*engine) / LEAST
-    return ("vector", "fp32") if streaming else engine
+    return STREAMING if 0 < few < LEAST and few < streamed_below(engine, chip) else engine
+
+
+def streamed_below(engine: tuple[str, str], chip: Chip) -> float:
+    """Below how many rows, or columns, a product of this matrix engine streams; 0: none does.
+
+    r vectors take as long as on the vector engine where its rate / r is the matrix engine's rate /
+    LEAST; whole instructions hold LEAST or more.
+    """
+    if chip.kind != "gpu" or not chip.has_peak(*STREAMING):
+        return 0.0
+    return min(float(LEAST), LEAST * chip.peak(*STREAMING) / chip.peak(*engine))
 
 
 def stored_widths(work: Work) -> tuple[float, float]:
@@ -84,3 +97,13 @@ def _tile_share(work: Work, flop: int, chip: Chip, rate: float, whole: bool) -> 
         return 1.0
     products = max(1, round(flop / (2 * math.prod(shape))))
     return tile_efficiency(*shape, products, stored_widths(work), engine, whole)
+
+
+def link_bandwidth(moved: float, chip: Chip) -> float:
+    """Byte/s of the chip's link.  Raises MissingPeakError if `moved` bytes need one it lacks."""
+    if moved and not chip.links:
+        raise MissingPeakError(
+            f"{chip.name} has no link, and the step moves {format_traffic(moved)} over one: "
+            "add a [[link]] to its TOML file"
+        )
+    return max((link.bandwidth.value for link in chip.links), default=math.inf)

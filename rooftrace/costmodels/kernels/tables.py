@@ -5,7 +5,7 @@ The formulas work on arrays, since a fit evaluates thousands of kernels hundreds
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -120,8 +120,31 @@ def kernel_table(
     rows: list[tuple[str, tuple[float, ...], tuple[float, ...]]] = []
     counts: list[int] = []
     place: list[int] = []
+    bytes_of = kernel_bytes(planned, chip, reuse, cold)
+    for group, cost, (kind, held, moved) in zip(
+        planned.groups, planned.costs, bytes_of, strict=True
+    ):
+        attention = attention_row(cost, chip, planned.execution)
+        row = (kind, _row(cost, held, moved, chip, planned.execution), attention)
+        index = known.setdefault(row, len(rows))
+        if index == len(rows):
+            rows.append(row)
+            counts.append(0)
+        counts[index] += group.times
+        place.append(index)
+    numbers = [(float(n), *row) for n, (_, row, _) in zip(counts, rows, strict=True)]
+    return table(chip, [kind for kind, _, _ in rows], numbers, [a for _, _, a in rows]), place
+
+
+def kernel_bytes(
+    planned: Plan, chip: Chip | None, reuse: bool = True, cold: bool = False
+) -> Iterator[tuple[str, float, int]]:
+    """By group: its class, the bytes that the last cache holds, those that layout copies move.
+
+    chip: whose cache; None: there is none.  For reuse and cold see `kernel_table`.
+    """
     warm = [0.0] * len(planned.groups)
-    if reuse and chip.l2_capacity is not None:
+    if reuse and chip is not None and chip.l2_capacity is not None:
         warm = warm_bytes(planned, chip.l2_capacity.value, cold)
     weights = {i for i, t in enumerate(planned.graph.values) if t.role == "weights"}
     for group, cost, held in zip(planned.groups, planned.costs, warm, strict=True):
@@ -135,16 +158,7 @@ def kernel_table(
                 if access.wire == "hbm" and access.storage not in weights
             )
         )
-        attention = attention_row(cost, chip, planned.execution)
-        row = (kind, _row(cost, held, moved, chip, planned.execution), attention)
-        index = known.setdefault(row, len(rows))
-        if index == len(rows):
-            rows.append(row)
-            counts.append(0)
-        counts[index] += group.times
-        place.append(index)
-    numbers = [(float(n), *row) for n, (_, row, _) in zip(counts, rows, strict=True)]
-    return table(chip, [kind for kind, _, _ in rows], numbers, [a for _, _, a in rows]), place
+        yield kind, held, moved
 
 
 def table(

@@ -62,6 +62,8 @@ def matrix_engine(chip: Chip, rate: float) -> MatrixEngine | None:
 
 
 IDEAL = Tiling()
+SIZES = ("rows", "columns", "inner", "products", "width_a", "width_b", "whole")
+"""What `tile_terms` asks of products."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +89,7 @@ def tile_terms(sizes: Mapping[str, Array], units: int, tiling: Tiling = IDEAL) -
 
     a, b, split = _combinations()
     rows, columns, inner, products, width_a, width_b, whole = (
-        sizes[name][:, None]
-        for name in ("rows", "columns", "inner", "products", "width_a", "width_b", "whole")
+        sizes[name][:, None] for name in SIZES
     )
     tiles = np.ceil(rows / a) * np.ceil(columns / b) * products
     is_split = np.broadcast_to(split > 1, tiles.shape)
@@ -131,13 +132,27 @@ def tile_efficiency(
     """
     import numpy as np
 
-    names = ("rows", "columns", "inner", "products", "width_a", "width_b", "whole")
+    if 0 in (rows, columns, inner, products):
+        return 1.0
     numbers = (rows, columns, inner, products, *widths, whole)
-    arrays = {name: np.array([float(n)]) for name, n in zip(names, numbers, strict=True)}
-    terms = tile_terms(arrays, on.units)
-    seconds = np.maximum(terms.flop / on.rate, terms.feed / on.cache) + terms.spill / on.memory
-    useful = 2.0 * rows * columns * inner * products / on.rate
-    return min(1.0, useful / float(seconds.min())) if useful else 1.0
+    arrays = {name: np.array([float(n)]) for name, n in zip(SIZES, numbers, strict=True)}
+    return float(tile_shares(arrays, np.array([on.rate]), on)[0])
+
+
+def tile_shares(sizes: Mapping[str, Array], rate: Array, on: MatrixEngine) -> Array:
+    """Share of the rate that the best tile leaves each product, in (0, 1]; no size may be 0.
+
+    sizes: those of `tile_terms`.  rate: FLOP/s for each product, in place of that of `on`.
+    """
+    import numpy as np
+
+    terms = tile_terms(sizes, on.units)
+    work = np.maximum(terms.flop / rate[:, None], terms.feed / on.cache)
+    seconds = (work + terms.spill / on.memory).min(axis=1)
+    rows, columns, inner, products = (sizes[name] for name in SIZES[:4])
+    useful = 2.0 * rows * columns * inner * products / rate
+    shares: Array = np.minimum(1.0, useful / seconds)
+    return shares
 
 
 def p_norm(p: float, *terms: Array) -> Array:

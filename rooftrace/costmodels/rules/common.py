@@ -9,6 +9,7 @@ from typing import Any
 from rooftrace.costmodels.costs import Access, Cost
 from rooftrace.costmodels.opviews import OpView, TensorView
 from rooftrace.hardware.precisions import precision, widest
+from rooftrace.tracer.formulas import expected_distinct
 
 
 def is_complex(tensor: TensorView) -> bool:
@@ -86,8 +87,19 @@ def share(tensor: TensorView, part: float, whole: int) -> int:
 
 def number_of(op: OpView, name: str, otherwise: int) -> float:
     """A count that the tracer learnt; an expected number of experts is no whole one."""
-    number = float(op.fact(name, otherwise))
+    return _whole(float(op.fact(name, otherwise)))
+
+
+def _whole(number: float) -> float:
     return int(number) if number.is_integer() else number
+
+
+def rows_reached(op: OpView, indices: int) -> float:
+    """How many different rows so many indices reach, known or expected; all if nothing is known."""
+    classes = op.fact("uniform_over")
+    if classes is not None and op.fact("rows_touched") is None:
+        return _whole(expected_distinct(indices, 1, int(classes)))
+    return number_of(op, "rows_touched", indices)
 
 
 def over_link(tensor: TensorView, size: int) -> Cost:

@@ -1,7 +1,8 @@
 """Reading and writing by index: embeddings, gathers, scatters.  Only the rows touched move.
 
 Their number depends on values.  The tracer may know it (`rows_touched`, distinct rows of the
-table); otherwise it is the number of indices, or of rows if that is less.
+table), or that all rows are equally likely (`uniform_over` so many): then it is the expected one.
+Otherwise it is the number of indices, or of rows if that is less.
 """
 
 from __future__ import annotations
@@ -11,11 +12,11 @@ import math
 from rooftrace.costmodels.costs import Cost
 from rooftrace.costmodels.opviews import OpView, TensorView
 from rooftrace.costmodels.registry import builtin
-from rooftrace.costmodels.rules.common import number_of, share, vector
+from rooftrace.costmodels.rules.common import rows_reached, share, vector
 
 
 def _touched(op: OpView, indices: int, rows: int) -> float:
-    return min(number_of(op, "rows_touched", indices), indices, rows)
+    return min(rows_reached(op, indices), indices, rows)
 
 
 def _part(tensor: TensorView, elements: float) -> int:

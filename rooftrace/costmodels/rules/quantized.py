@@ -12,7 +12,7 @@ import math
 from rooftrace.costmodels.costs import Cost
 from rooftrace.costmodels.opviews import OpView, TensorView
 from rooftrace.costmodels.registry import builtin
-from rooftrace.costmodels.rules.common import share, stored_width
+from rooftrace.costmodels.rules.common import rows_reached, share, stored_width
 
 REQUANTIZE = 3
 """Flop to store a result in 8 bits: scale, round, clamp."""
@@ -126,7 +126,7 @@ def quantized_embedding(op: OpView) -> Cost:
     Read are the rows touched, with their own scale and bias.
     """
     table, indices = packed_weight(op)[0], op.needed("indices")
-    rows = min(int(op.fact("rows_touched", indices.elements)), table.shape[0])
+    rows = min(rows_reached(op, indices.elements), table.shape[0])
     width = op.outputs[0].shape[-1]
     each = 3 if "bag" in op.target else 2
     return (_vector(each * indices.elements * width)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
 from rooftrace.costmodels.costs import MATRIX
-from rooftrace.costmodels.kernels import engines, kernel_table
+from rooftrace.costmodels.kernels import engines, tables
 from rooftrace.costmodels.knobs import Knobs
 from rooftrace.costmodels.planning import Plan
 from rooftrace.costmodels.timing.queue import host_seconds, schedule
@@ -19,9 +18,7 @@ from rooftrace.costmodels.timing.timings import (
     step_times,
 )
 from rooftrace.hardware import Chip
-from rooftrace.hardware.chip import MissingPeakError
 from rooftrace.hardware.precisions import compute_family
-from rooftrace.hardware.units import format_traffic
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,23 +61,12 @@ def time_plan(planned: Plan, chip: Chip) -> PlanTimes:
     return PlanTimes(groups, knobs, step, peak, compute_family(precision))
 
 
-def _link(planned: Plan, chip: Chip) -> float:
-    """Byte/s of the chip's link.  Raises MissingPeakError for a step that needs one it lacks."""
-    moved = planned.total.bytes("link")
-    if moved and not chip.links:
-        raise MissingPeakError(
-            f"{chip.name} has no link, and the step moves {format_traffic(moved)} over one: "
-            "add a [[link]] to its TOML file"
-        )
-    return max((link.bandwidth.value for link in chip.links), default=math.inf)
-
-
 def _ceilings(planned: Plan, chip: Chip, headline: float) -> list[Timing]:
     """What one kernel of each group takes at the datasheet's rates; equal work is done once."""
     bandwidth, gap, link = (
         chip.memory_bandwidth.value,
         chip.kernel_gap.value,
-        _link(planned, chip),
+        engines.link_bandwidth(planned.total.bytes("link"), chip),
     )
     memo: dict[tuple[Any, ...], float] = {}
     timings = []
@@ -95,8 +81,8 @@ def _ceilings(planned: Plan, chip: Chip, headline: float) -> list[Timing]:
 
 def _expected(planned: Plan, knobs: Knobs, chip: Chip) -> list[Timing]:
     """Timings from knobs: equal kernels at once, with the overlap of engines that they have."""
-    link = _link(planned, chip)
-    rows, place = kernel_table(planned, chip, reuse=knobs.cache != 1)
+    link = engines.link_bandwidth(planned.total.bytes("link"), chip)
+    rows, place = tables.kernel_table(planned, chip, reuse=knobs.cache != 1)
     seconds = rows.seconds(knobs, planned.copies_layouts)
     gap = knobs.launch_on(chip)
     compute, memory, device = (

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rooftrace.costmodels.execution import ExecutionModel
 from rooftrace.costmodels.fusion import runs
@@ -57,13 +58,19 @@ class _Step:
 
 Clocks = tuple[float, float]
 """When the host and the device are done with what was enqueued so far."""
-_Shift = tuple[float, float, float, float]
+Shift = tuple[float, float, float, float]
 """What an iteration does to the clocks (h, d): (max(h + a, d + b), max(h + c, d + e))."""
-_NEVER = -math.inf
+NEVER = -math.inf
+NO_SHIFT: Shift = (0.0, NEVER, NEVER, 0.0)
 
 
 class Queue:
-    """The two tracks.  Launches shift and join two clocks, and so do all iterations of a repeat."""
+    """The two tracks.  Launches shift and join two clocks, and so do all iterations of a repeat.
+
+    A subclass may join clocks that are arrays.
+    """
+
+    larger: Callable[[Any, Any], Any] = staticmethod(max)
 
     def __init__(
         self,
@@ -95,13 +102,13 @@ class Queue:
             if repeat is None:
                 host, device = clocks
                 for step in self.steps[inside.start : inside.stop]:
-                    host += step.host
+                    host = host + step.host
                     if step.device is not None:
-                        start = max(host, device)
+                        start = self.larger(host, device)
                         self.starts.append(start)
                         device = start + step.device
                     if step.sync:
-                        host = max(host, device)
+                        host = self.larger(host, device)
                 clocks = host, device
             else:
                 clocks = self.run(inside, depth + 1, clocks)
@@ -111,46 +118,44 @@ class Queue:
     def turned(self, part: range, depth: int, count: int, clocks: Clocks) -> Clocks:
         """The clocks when these launches have run `count` times more, whatever the count."""
         host, device = clocks
-        a, b, c, e = _power(self._shift(part, depth), count)
-        return max(host + a, device + b), max(host + c, device + e)
+        a, b, c, e = self.power(self._shift(part, depth), count)
+        return self.larger(host + a, device + b), self.larger(host + c, device + e)
 
-    def _shift(self, part: range, depth: int) -> _Shift:
+    def _shift(self, part: range, depth: int) -> Shift:
         """The shift of the clocks that these launches make."""
-        total = _NO_SHIFT
+        total = NO_SHIFT
         for repeat, inside in runs.segments(self.repeats, part, depth):
             if repeat is not None:
                 inner = self._shift(inside, depth + 1)
-                total = _after(total, _power(inner, self.counts[repeat]))
+                total = self.after(total, self.power(inner, self.counts[repeat]))
                 continue
             for step in self.steps[inside.start : inside.stop]:
                 busy = step.device
-                shift: _Shift = (step.host, _NEVER, _NEVER, 0.0)
+                shift: Shift = (step.host, NEVER, NEVER, 0.0)
                 if busy is not None:
-                    shift = (step.host, _NEVER, step.host + busy, busy)
+                    shift = (step.host, NEVER, step.host + busy, busy)
                 if step.sync:
-                    shift = (max(shift[0], shift[2]), shift[3], shift[2], shift[3])
-                total = _after(total, shift)
+                    shift = (self.larger(shift[0], shift[2]), shift[3], shift[2], shift[3])
+                total = self.after(total, shift)
         return total
 
+    # -- shifts: matrices whose sum is max and whose product is + ----------------------------------
 
-_NO_SHIFT: _Shift = (0.0, _NEVER, _NEVER, 0.0)
+    @staticmethod
+    def after(first: Shift, then: Shift) -> Shift:
+        """One shift after the other: the product of both matrices."""
+        a, b, c, e = first
+        p, q, r, s = then
+        return max(p + a, q + c), max(p + b, q + e), max(r + a, s + c), max(r + b, s + e)
 
-
-def _after(first: _Shift, then: _Shift) -> _Shift:
-    """One shift after the other: a product of matrices whose sum is max and whose product is +."""
-    a, b, c, e = first
-    p, q, r, s = then
-    return max(p + a, q + c), max(p + b, q + e), max(r + a, s + c), max(r + b, s + e)
-
-
-def _power(shift: _Shift, count: int) -> _Shift:
-    """A shift that stands for `count` equal ones, one after the other."""
-    result = _NO_SHIFT
-    while count:
-        if count & 1:
-            result = _after(result, shift)
-        shift, count = _after(shift, shift), count >> 1
-    return result
+    def power(self, shift: Shift, count: int) -> Shift:
+        """A shift that stands for `count` equal ones, one after the other."""
+        result = NO_SHIFT
+        while count:
+            if count & 1:
+                result = self.after(result, shift)
+            shift, count = self.after(shift, shift), count >> 1
+        return result
 
 
 def host_seconds(execution: ExecutionModel, chip: Chip) -> HostSeconds:

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 
 from rooftrace.costmodels.bytefactors import bytes_by_kind, kinds_of
 from rooftrace.costmodels.costs import Access
-from rooftrace.costmodels.kernels import kernel_table, warm_accesses
+from rooftrace.costmodels.kernels.reuse import warm_accesses
+from rooftrace.costmodels.kernels.tables import kernel_table
 from rooftrace.costmodels.knobs import Knobs
 from rooftrace.costmodels.knobs.classes import CLASSES
 from rooftrace.costmodels.planning import Plan

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rooftrace.costmodels.execution import ExecutionModel
-from rooftrace.costmodels.kernels import KernelTable, kernel_table
+from rooftrace.costmodels.kernels.tables import KernelTable, kernel_table
 from rooftrace.costmodels.knobs import Knobs
 from rooftrace.costmodels.planning import Plan, plan
-from rooftrace.costmodels.timing import host_seconds
+from rooftrace.costmodels.timing.queue import host_seconds
 from rooftrace.hardware import Chip
 from rooftrace.measured.alignment import keys
 from rooftrace.measured.factors import SHORTEST

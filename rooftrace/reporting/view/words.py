@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rooftrace.costmodels.timing import ranked
+from rooftrace.costmodels.timing.timings import ranked
 from rooftrace.hardware import units
 from rooftrace.hardware.units import (
     MISSING,

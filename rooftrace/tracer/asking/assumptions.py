@@ -8,7 +8,13 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from rooftrace.errors import RequestError
-from rooftrace.tracer.asking.routings import POLICIES, Policy as Policy, policy_of as policy_of
+from rooftrace.tracer.asking.routings import (
+    POLICIES,
+    SAID as SAID,
+    Policy as Policy,
+    policy_of as policy_of,
+    said_of_routing as said_of_routing,
+)
 from rooftrace.tracer.paths import pattern_of
 
 ROUTING = "routing"

@@ -27,7 +27,7 @@ class Precisions(NamedTuple):
     kv_dtype: str | None = None  # of its cache
 
 
-SIZES = ("batch", "seq", "kv", "inputs")
+SIZES = ("batch", "seq", "kv", "inputs", "settings")
 """Fields of a Request that are sizes."""
 HOW = ("loss", "optimizer", "branches", "assume", "repeats")
 """Fields of Options that are arguments of their own; its dtype follows from the precisions."""
@@ -119,7 +119,7 @@ class Job:
 
     @property
     def is_sized(self) -> bool:
-        """Whether the job asks for sizes (batch, seq, kv, inputs)."""
+        """Whether the job asks for sizes (see `SIZES`)."""
         return any(name in self.explicit for name in SIZES)
 
     @property
@@ -185,7 +185,7 @@ class Job:
             )
         else:
             self._check_module()
-            self.refuse(("trust_remote_code",), "the module is built already")
+            self.refuse(("trust_remote_code", "settings"), "the module is built already")
             if self.is_called:
                 self.refuse(
                     SIZES,

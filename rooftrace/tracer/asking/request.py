@@ -22,6 +22,9 @@ class Request:
     seq: int | None = None  # length of the sequence, or of the prompt
     kv: int | None = None  # cached length of a decode step; None: seq
     inputs: Mapping[str, str] = field(default_factory=dict)  # more inputs: "shape:dtype" by name
+    # Fields of a Hugging Face config, as "config.hidden_size" or with dots for those of its parts,
+    # and keyword arguments of the function or class that a target names.
+    settings: Mapping[str, Any] = field(default_factory=dict)
     trust_remote_code: bool = False  # a Hugging Face repository may run its own code
 
     def __post_init__(self) -> None:
@@ -29,6 +32,14 @@ class Request:
             value = getattr(self, name)
             if value is not None:
                 object.__setattr__(self, name, _size(name, value))
+        if not isinstance(self.settings, Mapping) or not all(
+            isinstance(name, str) and isinstance(value, (bool, int, float, str))
+            for name, value in self.settings.items()
+        ):
+            raise RequestError(
+                f"settings={self.settings!r:.60}: expected numbers, words, True or False by name, "
+                'for example settings={"config.num_hidden_layers": 8}'
+            )
         texts = isinstance(self.inputs, Mapping) and all(
             isinstance(text, str) for item in self.inputs.items() for text in item
         )

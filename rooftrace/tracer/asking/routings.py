@@ -56,6 +56,21 @@ class Policy:
         return len(self.counts) <= classes if self.named else len(self.counts) == classes
 
 
+SAID = "on unknown scores: "
+"""What stands before the numbers in a sentence on a choice."""
+
+
+def said_of_routing(facts: Mapping[str, Any]) -> str:
+    """The facts of an assumption on routing in words (see `Assumption.facts`)."""
+    rows, k, classes = facts["rows"], facts["chosen"], facts["classes"]
+    reached, drawn = facts["distinct"], facts["drawn"]
+    each = f"{rows:,} rows choose {k} of {classes:,} each" if rows > 1 else f"{k} of {classes:,}"
+    numbers = f"{reached:,.0f} distinct"
+    if reached != drawn:
+        numbers = f"{reached:,.2f} distinct, {drawn:,} in the draw that the code gets"
+    return f"{SAID}{each}; by the policy {facts['policy']} that is {numbers}"
+
+
 def policy_of(value: Any) -> Policy:
     """The policy that a user asked for.
 

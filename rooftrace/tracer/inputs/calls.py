@@ -16,7 +16,7 @@ from rooftrace.tracer.graph import GraphError
 from rooftrace.tracer.inputs.arguments import cache_arguments
 from rooftrace.tracer.tensors import parameters_of, tensors_in
 from rooftrace.tracer.twins import inputs_on_meta, replaced, twin
-from rooftrace.tracer.values import META, REAL_VALUE
+from rooftrace.tracer.values import META, REAL_VALUE, UNIFORM
 
 _SEED = 0
 _PROMPTS = ("decoder_input_ids", "input_ids")
@@ -112,6 +112,8 @@ def last_token(tokens: Tensor) -> Tensor:
     value = tokens.__dict__.get(REAL_VALUE)
     if value is not None:
         last.__dict__[REAL_VALUE] = value[:, -1:].clone()
+    if UNIFORM in tokens.__dict__:
+        last.__dict__[UNIFORM] = tokens.__dict__[UNIFORM]
     return last
 
 
@@ -127,7 +129,10 @@ def random_tokens(batch: int, length: int, vocabulary: int) -> Tensor:
     They are not known where there are more than MOST_DRAWN.  Raises RequestError for more than
     torch can count.
     """
-    return _drawn((batch, length), torch.int64, min(5, vocabulary - 1), vocabulary)
+    first = min(5, vocabulary - 1)
+    tokens = _drawn((batch, length), torch.int64, first, vocabulary)
+    tokens.__dict__[UNIFORM] = vocabulary - first
+    return tokens
 
 
 def _drawn(shape: tuple[int, ...], dtype: torch.dtype, first: int, end: int) -> Tensor:

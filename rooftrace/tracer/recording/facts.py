@@ -78,7 +78,11 @@ def _indexed(values: Values, call: Call, facts: dict[str, Any]) -> frozenset[int
 
 
 def _rows(values: Values, index: Tensor, facts: dict[str, Any]) -> frozenset[int]:
-    """The number of different rows that an index reads."""
+    """The number of different rows that an index reads; for draws of ours, among how many."""
+    classes = values.drawn_among(index)
+    if classes is not None:
+        facts["uniform_over"] = classes
+        return records.NO_TAINT
     entry = values.known(index)
     if entry is None:
         return records.NO_TAINT

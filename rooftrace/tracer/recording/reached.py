@@ -67,6 +67,8 @@ def _rows(tape: Tape, call: Call, facts: dict[str, Any]) -> frozenset[int]:
         index = index[0]
     if not isinstance(index, Tensor) or not source.dim():
         return records.NO_TAINT
+    if "uniform_over" in facts:
+        return records.NO_TAINT
     if "rows_touched" not in facts:
         return _written(tape, index, tuple(source.shape), facts)
     number = _choice(tape, index, source.shape[0], facts["rows_touched"])

@@ -11,10 +11,11 @@ from typing import Any, TypedDict
 import torch
 
 from rooftrace._reading import FileKind, json_of, record_of, text_of
-from rooftrace.errors import TargetError
+from rooftrace.errors import RequestError, TargetError
 from rooftrace.tracer.asking import Request
 from rooftrace.tracer.inputs import Inputs, Loaded, module_inputs
 from rooftrace.tracer.recording import Recorder
+from rooftrace.tracer.targets.configchanges import with_settings
 from rooftrace.tracer.targets.quantization import weights_precision
 from rooftrace.tracer.targets.remote_code import check_config, without_code
 from rooftrace.tracer.tensors import own_tensors
@@ -58,11 +59,17 @@ def config_in(path: Path, request: Request) -> Any:
         raise TargetError(
             f"target {target!r}: a Hugging Face config has a model_type; this one has none"
         )
-    _check_counts(data, target)
     if not request.trust_remote_code:
         check_config(data, target)
         data = without_code(data)
     transformers = _transformers()
+    fields = (
+        transformers.CONFIG_MAPPING[kind]().to_dict()
+        if request.settings and (kind in transformers.CONFIG_MAPPING)
+        else {}
+    )
+    data = with_settings(data, request.settings, fields, target)
+    _check_counts(data, target)
     if kind not in transformers.CONFIG_MAPPING:
         raise TargetError(
             f"target {target!r}: model_type {kind!r} is unknown to transformers "
@@ -102,6 +109,11 @@ def from_hub(target: str, request: Request) -> Loaded:
 def config_on_hub(target: str, request: Request) -> Any:
     """The config object of a repository, from the local cache or the hub.  Raises TargetError."""
     name = target.removeprefix("hf:")
+    if request.settings:
+        raise RequestError(
+            f"{target}: settings change a config in a file; save this one with "
+            "AutoConfig.from_pretrained(...).save_pretrained(FOLDER), and name that file"
+        )
     trusted = request.trust_remote_code
     transformers = _transformers()
     try:

@@ -8,7 +8,8 @@ rooftrace, or a saved graph (handled by graphfile).
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -56,7 +57,7 @@ def load_module(target: str, request: Request | None = None, *, real: bool = Fal
         elif config is not None:
             built_of = huggingface.config_in(config, request)
         else:
-            return _code_of(target, real)[0]
+            return _code_of(target, request, real)[0]
         module: nn.Module = huggingface.built_from(built_of, target)
         return module
 
@@ -67,17 +68,19 @@ def _load(target: str, request: Request) -> Loaded:
     config = names.config_file(target)
     if config is not None:
         return huggingface.from_file(config, request)
-    module, inputs, where, attribute = _code_of(target)
+    module, inputs, where, attribute = _code_of(target, request)
     made = module_inputs(module, request, inputs, target, attribute)
     return Loaded(module, made, attribute if where.endswith(".py") else target)
 
 
-def _code_of(target: str, real: bool = False) -> tuple[nn.Module, Any, str, str]:
+def _code_of(target: str, request: Request, real: bool = False) -> tuple[nn.Module, Any, str, str]:
     """The module and inputs of a target that is code, its file or package, and the attribute."""
     if ":" in target:
         where, _, attribute = target.rpartition(":")
         source = (import_file if where.endswith(".py") else import_module)(where, target)
-        made = _module_and_inputs(_attribute(source, attribute, target), target, real)
+        made = _module_and_inputs(
+            _attribute(source, attribute, target), target, request.settings, real
+        )
         return *made, where, attribute
     raise TargetError(
         f"target {target!r}: expected package.module:attr, path/file.py:attr, a Hugging Face "
@@ -103,16 +106,23 @@ def _attribute(source: ModuleType, attribute: str, target: str) -> Any:
     return value
 
 
-def _module_and_inputs(made: Any, target: str, real: bool = False) -> tuple[nn.Module, Any]:
+def _module_and_inputs(
+    made: Any, target: str, settings: Mapping[str, Any], real: bool = False
+) -> tuple[nn.Module, Any]:
     """The module and inputs of a target: itself, or the result of a function or class."""
     inputs: Any = None
+    if isinstance(made, nn.Module) and settings:
+        raise RequestError(
+            f"{next(iter(settings))}=: target {target!r} is a module that is built already; name "
+            "a function or a class, which takes keyword arguments"
+        )
     if not isinstance(made, nn.Module):
         if not callable(made):
             raise TargetError(
                 f"target {target!r}: expected a torch.nn.Module or a function that "
                 f"returns one, got {type(made).__name__}"
             )
-        made = built(made, target, real)
+        made = built(made, target, real, settings)
         if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module):
             made, inputs = made
     if not isinstance(made, nn.Module):
@@ -123,21 +133,47 @@ def _module_and_inputs(made: Any, target: str, real: bool = False) -> tuple[nn.M
     return made, inputs
 
 
-def built(function: Callable[..., Any], target: str, real: bool = False) -> Any:
+def built(
+    function: Callable[..., Any],
+    target: str,
+    real: bool = False,
+    settings: Mapping[str, Any] | None = None,
+) -> Any:
     """Call a user's factory on meta.  real: where it stands, with weights.
 
+    settings: keyword arguments for it.  Raises RequestError for those that it does not take.
     Small values are known on meta meanwhile, so that `linspace(...).item()` works in a constructor.
     """
-    required = _required(function)
+    keywords = dict(settings or {})
+    _check_keywords(function, keywords, target)
+    required = [name for name in _required(function) if name not in keywords]
     if required:
         raise TargetError(
             f"target {target!r}: expected a function without required arguments; "
             f"it requires {', '.join(required)}"
         )
     try:
-        return function() if real else _on_meta(function)
+        return function(**keywords) if real else _on_meta(partial(function, **keywords))
     except (Exception, SystemExit) as error:  # whatever a user's function may raise
         raise failed("building the module", target, error) from error
+
+
+def _check_keywords(function: Callable[..., Any], keywords: Mapping[str, Any], target: str) -> None:
+    """Raise RequestError for a keyword argument that a function does not take."""
+    if not keywords:
+        return
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return
+    for name, value in keywords.items():
+        if name not in parameters:
+            raise RequestError(
+                f"{name}={value!r:.40}: {target} takes {', '.join(parameters) or 'no arguments'}"
+                f"{hint(name, parameters)}"
+            )
 
 
 def _on_meta(function: Callable[..., Any]) -> Any:

@@ -58,11 +58,6 @@ def chosen(
     drawn = int(torch.unique(indices).numel())
     if policy.name in ("balanced", "uniform"):
         reached = float(drawn)
-    each = f"{rows:,} rows choose {k} of {classes:,} each" if rows > 1 else f"{k} of {classes:,}"
-    numbers = f"{reached:,.0f} distinct"
-    if reached != drawn:
-        numbers = f"{reached:,.2f} distinct, {drawn:,} in the draw that the code gets"
-    text = f"on unknown scores: {each}; by the policy {policy} that is {numbers}{aside}"
     facts = {
         "policy": str(policy),
         "rows": rows,
@@ -71,4 +66,4 @@ def chosen(
         "distinct": reached,
         "drawn": drawn,
     }
-    return Choices(indices, text, facts)
+    return Choices(indices, f"{asked.said_of_routing(facts)}{aside}", facts)

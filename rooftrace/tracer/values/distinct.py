@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from rooftrace.errors import RequestError
+from rooftrace.tracer import formulas
 from rooftrace.tracer.asking import assumptions as asked
 
 _STEP = 0.05
@@ -35,16 +36,8 @@ def expected_distinct(rows: int, k: int, classes: int, shares: Tensor | None = N
         return 0.0
     if shares is not None:
         missed = torch.exp(rows * torch.log1p(-shares.clamp(0, 1)))  # log1p(-1) is -inf: never
-        return _snapped(float((1 - missed).sum()))
-    if k >= classes:
-        return float(classes)
-    return _snapped(-classes * math.expm1(rows * math.log1p(-k / classes)))
-
-
-def _snapped(number: float) -> float:
-    """A whole number where it differs from one by rounding alone."""
-    whole = round(number)
-    return float(whole) if abs(number - whole) <= 1e-9 * max(1, whole) else number
+        return formulas.snapped(float((1 - missed).sum()))
+    return formulas.expected_distinct(rows, k, classes)
 
 
 def shares_of(policy: asked.Policy, k: int, classes: int) -> Tensor | None:

@@ -26,6 +26,11 @@ REAL_VALUE = "_rooftrace_value"
 """Attribute of a meta tensor made from a small real one: its value, for a capture to learn."""
 
 
+UNIFORM = "_rooftrace_uniform"
+"""Attribute of a meta tensor of whole numbers that were drawn here: among how many, all equally
+likely.  What they reach counts as expected, and not as in the one draw."""
+
+
 class Real:
     """A reference to the user's own tensor, which is only read; a copy of it is itself."""
 

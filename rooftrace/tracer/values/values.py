@@ -63,6 +63,7 @@ class Values(Assumptions):
         self.finite: Callable[[Tensor], bool | None] = lambda tensor: None
         """Gives what a test for inf and nan says of finite numbers; None for what is no such."""
         self._epochs: dict[int, int] = {}  # how often bytes became unknown
+        self._uniform: dict[int, tuple[int, Tensor]] = {}  # by bytes: what they were drawn among
         self._alive: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
 
     # -- knowing -----------------------------------------------------------------------------------
@@ -71,6 +72,19 @@ class Values(Assumptions):
         """Remember that `tensor` holds `value` (a CPU tensor of its shape)."""
         tensor.__dict__[self.key] = Known(value, taint, self._epochs.get(trees.bytes_of(tensor), 0))
         self._alive[id(tensor)] = tensor
+
+    def learn_draw(self, tensor: Tensor, classes: int) -> None:
+        """Remember that `tensor` holds draws among so many classes, all equally likely."""
+        self._uniform[trees.bytes_of(tensor)] = classes, tensor
+
+    def drawn_among(self, tensor: Tensor) -> int | None:
+        """Among how many classes the numbers of a tensor were drawn; None where they were not.
+
+        Views of what was drawn count as drawn, until something is written to them.
+        """
+        place = trees.bytes_of(tensor)
+        classes, _ = self._uniform.get(place, (None, None))
+        return None if self._epochs.get(place) else classes
 
     def tensors(self) -> list[Tensor]:
         """The meta tensors with a known value."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from rooftrace.costmodels.estimating import Estimate, Row
 from rooftrace.costmodels.fusion import runs
 from rooftrace.costmodels.planning import Launch
-from rooftrace.costmodels.timing import Queue, host_seconds
+from rooftrace.costmodels.timing.queue import Queue, host_seconds
 from rooftrace.tracer.graph import OpGraph
 from rooftrace.tracer.paths import pattern_of
 from rooftrace.tracer.vocabulary import REVERSED
