@@ -288,8 +288,8 @@ devices, though each brings its own tokens; leaves out shared experts, dense lay
 and counts the link's bytes of one layer, at one device too. *Mended* has all of these terms, with
 its algorithm for attention ([`explore`](sensitivity.md#when-computing-limits-decode)), at its
 link of 900 GB/s. *Absorbed* has FLOPs, weights and cache from two traces: then every cell has a
-batch. At 50 GB/s, a network card for each device, no batch helps against the link in 14 of the 24
-cells of two devices and more."""
+batch. At 50 GB/s, a network card for each device, no batch helps against the link in {stuck} of the
+{cells} cells of two devices and more."""
 
 
 def main() -> None:
@@ -320,8 +320,10 @@ def main() -> None:
         print("\n## The grid of 432 points")
         show_grid(worst)
         print("\n## When decode is limited by computing\n")
-        table(["devices", "cache"], EXPLORED, exploration())
-        print(TAIL)
+        cells_explored = list(exploration())
+        table(["devices", "cache"], EXPLORED, cells_explored)
+        several = [row[-1] for row in cells_explored if row[0] != "1"]
+        print(TAIL.format(stuck=several.count("- network"), cells=len(several)))
     print(HEAD.format(rest=f"{worst.share:.2%}"))
     print(body.getvalue(), end="")
     if worst.share > LEAST:
