@@ -16,7 +16,7 @@ export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test check fuzz lint types golden bench inductor zoo zoo-diff flops accuracy serving \
+.PHONY: help venv demo test check fuzz lint types golden bench inductor zoo zoo-diff flops accuracy serving earlier \
 	checkpoints versions measure clean
 
 help: ## list the commands
@@ -106,6 +106,11 @@ checkpoints: $(INSTALLED) ## memory that a diff of two checkpoints takes (GB=5 F
 serving: $(INSTALLED) ## write docs/serving-published.md: the preset `serving` beside published figures
 	@mkdir -p out && $(BIN)/python benchmarks/serving/run.py > out/serving.md
 	@mv out/serving.md docs/serving-published.md && echo "written to docs/serving-published.md"
+
+earlier: $(INSTALLED) ## write docs/earlier-report.md: an earlier report's tables beside traces (GRID=1: 432 points, too)
+	@mkdir -p out $(if $(GRID),&& $(BIN)/python benchmarks/seed/grid.py > out/grid.csv && mv out/grid.csv benchmarks/seed/grid.csv)
+	@$(BIN)/python benchmarks/seed/page.py > out/earlier.md
+	@mv out/earlier.md docs/earlier-report.md && echo "written to docs/earlier-report.md"
 
 # With the Python and the torch that are there: a GPU's machine often has both, and no network.
 measure: ## measure this device with PYTHON's own torch: installs nothing (BUDGET=480 OUT=file.json.gz)

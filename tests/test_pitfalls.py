@@ -16,6 +16,7 @@ from torch.nn import functional as F
 import rooftrace as rt
 from rooftrace.costmodels.costs.cost import Cost, Work
 from rooftrace.costmodels.execution.executions import ExecutionModel, Utilization
+from rooftrace.costmodels.factorial import factorial
 from rooftrace.costmodels.kernels.engines import compute_seconds
 from rooftrace.hardware.units import format_capacity, format_traffic
 from rooftrace.reporting.pages.report import build_report
@@ -197,6 +198,13 @@ def test_17_sentences_are_made_from_the_numbers() -> None:
         report = build_report({"forward": graph}, [H200], ["efficient"])
         pages.append(report.to_dict()["phases"]["forward"]["efficient"]["regime"])
     assert pages == ["launch", "compute"]
+
+
+def test_18_an_effect_names_its_levels_and_shares_add_up() -> None:
+    result = factorial({"experts": (2, 8), "width": (0.75, 1.25)}, [[1, 2], [4, 7]])
+    rows = result.to_rows()
+    assert [(row["low_level"], row["high_level"]) for row in rows[:2]] == [(2, 8), (0.75, 1.25)]
+    assert sum(row["share"] for row in rows) == pytest.approx(1)
 
 
 def test_19_what_does_not_fit_says_so_beside_its_speed() -> None:

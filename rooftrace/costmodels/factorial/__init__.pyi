@@ -1,0 +1,8 @@
+from rooftrace.costmodels.factorial.effects import (
+    Factorial as Factorial,
+    FactorialError as FactorialError,
+    Interaction as Interaction,
+    MainEffect as MainEffect,
+    factorial as factorial,
+)
+from rooftrace.costmodels.factorial.tables import grid_of as grid_of

@@ -1,0 +1,248 @@
+"""Main effects and interactions over a full factorial grid: every combination of levels, once.
+
+Sums of squares are those of the analysis of variance of a factorial design without replication
+(Montgomery, Design and Analysis of Experiments, chapters 5 and 14): nothing is fitted, and no test
+of significance is made, because computed results have no error.  Knows no model and no chip.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+Array = NDArray[np.float64]
+
+
+LARGEST = 1e140
+"""Above it, squares of cells do not add up in double precision."""
+
+
+class FactorialError(ValueError):
+    """Levels and a response that are no full factorial grid."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MainEffect:
+    """What one factor does to the response, averaged over all others.
+
+    levels, means, medians and deviations have one entry for each level, in the caller's order.
+    means: mean response over the cells of a level.  deviations: means less the grand mean, so that
+    they add up to 0.  sum_of_squares: cells of a level times the squared deviations, added up.
+    share: of the total sum of squares.  degrees: levels less one.
+    """
+
+    factor: str
+    levels: tuple[Hashable, ...]
+    means: tuple[float, ...]
+    medians: tuple[float, ...]
+    deviations: tuple[float, ...]
+    sum_of_squares: float
+    share: float
+    degrees: int
+
+    @property
+    def low(self) -> tuple[Hashable, float]:
+        """The level with the least mean, and that mean."""
+        return min(zip(self.levels, self.means, strict=True), key=lambda level: level[1])
+
+    @property
+    def high(self) -> tuple[Hashable, float]:
+        """The level with the largest mean, and that mean."""
+        return max(zip(self.levels, self.means, strict=True), key=lambda level: level[1])
+
+    @property
+    def spread(self) -> float | None:
+        """Largest over least median, less one: 0.5 where the response grows by half.
+
+        None where a median is not above 0, and the ratio means nothing.
+        """
+        least = min(self.medians)
+        return max(self.medians) / least - 1 if least > 0 else None
+
+
+@dataclass(frozen=True, slots=True)
+class Interaction:
+    """What two factors do together beyond the sum of what each does alone.
+
+    deviations[i, j]: the mean of the cells at level i of the first and j of the second, less both
+    main deviations and the grand mean; rows and columns add up to 0.  sum_of_squares: cells of a
+    pair of levels times the squared deviations, added up.  share: of the total.
+    """
+
+    factors: tuple[str, str]
+    deviations: Array
+    sum_of_squares: float
+    share: float
+    degrees: int
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Interaction) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def _key(self) -> tuple[Any, ...]:
+        return self.factors, self.deviations.tobytes(), self.sum_of_squares
+
+
+@dataclass(frozen=True, slots=True)
+class Factorial:
+    """The effects of a grid; `main` and `interactions` are ranked, the largest share first.
+
+    share_left: share of the sum of squares in interactions of three factors and more.
+    """
+
+    mean: float
+    sum_of_squares: float
+    main: tuple[MainEffect, ...]
+    interactions: tuple[Interaction, ...]
+    share_left: float
+
+    def of(self, factor: str) -> MainEffect:
+        """The main effect of a factor.  Raises FactorialError for a name that is none."""
+        for effect in self.main:
+            if effect.factor == factor:
+                return effect
+        names = ", ".join(effect.factor for effect in self.main)
+        raise FactorialError(f"factor {factor!r:.60}: expected one of {names}")
+
+    def to_rows(self) -> list[dict[str, Any]]:
+        """A row for each effect, ranked, as a CSV file takes them.
+
+        Columns: factors, degrees, sum_of_squares, share; of main effects spread, low, high and
+        their levels.
+        """
+        rows: list[dict[str, Any]] = []
+        for effect in self.main:
+            (low_level, low), (high_level, high) = effect.low, effect.high
+            rows.append(
+                {**_row(effect.factor, effect), "spread": effect.spread, "low": low,
+                 "low_level": low_level, "high": high, "high_level": high_level}
+            )  # fmt: skip
+        empty = dict.fromkeys(("spread", "low", "low_level", "high", "high_level"))
+        rows += [{**_row(" x ".join(pair.factors), pair), **empty} for pair in self.interactions]
+        return rows
+
+
+def _row(factors: str, effect: MainEffect | Interaction) -> dict[str, Any]:
+    return {
+        "factors": factors,
+        "degrees": effect.degrees,
+        "sum_of_squares": effect.sum_of_squares,
+        "share": effect.share,
+    }
+
+
+def factorial(levels: Mapping[str, Sequence[Hashable]], response: ArrayLike) -> Factorial:
+    """Main effects of all factors, and interactions of all pairs.
+
+    levels: the levels of each factor, by its name.  response: shape (levels of the first factor,
+    levels of the second, ...), in any unit; sums of squares have its square.  For an effect in
+    factors rather than in sums, pass the logarithm of the response: what multiplies then has no
+    interactions.  A response that is equal in all cells has shares of 0.
+    Raises FactorialError for levels and a response that do not fit each other.
+    """
+    cells = _cells(levels, response)
+    mean = float(cells.mean())
+    centred = cells - mean
+    total = float((centred**2).sum())
+    # Of rounding alone: the mean is good to some 1e-16 of the largest cell.
+    if total <= cells.size * (1e-14 * float(np.abs(cells).max())) ** 2:
+        total = 0.0
+    means = {
+        axes: centred.mean(axis=tuple(set(range(cells.ndim)) - set(axes)))
+        for count in (1, 2)
+        for axes in itertools.combinations(range(cells.ndim), count)
+    }
+    names = list(levels)
+    main = [
+        _main_effect(name, tuple(levels[name]), cells, axis, means[axis,], total)
+        for axis, name in enumerate(names)
+    ]
+    pairs = []
+    for first, second in itertools.combinations(range(cells.ndim), 2):
+        apart = means[first,][:, None] + means[second,][None, :]
+        deviations = means[first, second] - apart
+        squares = _squares(deviations, cells.size, total)
+        rows, columns = deviations.shape
+        pairs.append(
+            Interaction(
+                (names[first], names[second]), deviations, squares, _share(squares, total),
+                (rows - 1) * (columns - 1),
+            )
+        )  # fmt: skip
+    explained = sum(effect.share for effect in main) + sum(pair.share for pair in pairs)
+    return Factorial(
+        mean,
+        total,
+        tuple(sorted(main, key=lambda effect: -effect.sum_of_squares)),
+        tuple(sorted(pairs, key=lambda pair: -pair.sum_of_squares)),
+        max(0.0, 1 - explained) if total else 0.0,
+    )
+
+
+def _main_effect(
+    name: str, levels: tuple[Hashable, ...], cells: Array, axis: int, means: Array, total: float
+) -> MainEffect:
+    rows = np.moveaxis(cells, axis, 0).reshape(len(levels), -1)
+    squares = _squares(means, cells.size, total)
+    return MainEffect(
+        factor=name,
+        levels=levels,
+        means=tuple(rows.mean(axis=1).tolist()),
+        medians=tuple(np.median(rows, axis=1).tolist()),
+        deviations=tuple(means.tolist()),
+        sum_of_squares=squares,
+        share=_share(squares, total),
+        degrees=len(levels) - 1,
+    )
+
+
+def _squares(deviations: Array, cells: int, total: float) -> float:
+    """The sum of squares of deviations that each stand for equally many of the cells."""
+    return float((deviations**2).sum()) * (cells / deviations.size) if total else 0.0
+
+
+def _share(squares: float, total: float) -> float:
+    return squares / total if total else 0.0
+
+
+def _cells(levels: Mapping[str, Sequence[Hashable]], response: ArrayLike) -> Array:
+    """The response as an array.  Raises FactorialError where it is no grid of the levels."""
+    if not isinstance(levels, Mapping) or not levels:
+        raise FactorialError(
+            f"levels={levels!r:.60}: expected the levels of each factor by its name, "
+            "for example {'batch': (1, 8)}"
+        )
+    for name, values in levels.items():
+        if isinstance(values, str) or not isinstance(values, Sequence) or not len(values):
+            raise FactorialError(
+                f"levels[{name!r}]={values!r:.60}: expected a sequence of at least one level"
+            )
+        if len(set(values)) != len(values):
+            raise FactorialError(f"levels[{name!r}]={values!r:.60}: a level stands there twice")
+    try:
+        cells = np.asarray(response, dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise FactorialError(f"response={response!r:.60}: expected numbers ({error})") from None
+    shape = tuple(len(values) for values in levels.values())
+    if cells.shape != shape:
+        raise FactorialError(
+            f"the response has the shape {cells.shape}, and the levels of {', '.join(levels)} make "
+            f"{shape}: each combination of levels has one number"
+        )
+    if not np.isfinite(cells).all():
+        at = tuple(int(i) for i in np.argwhere(~np.isfinite(cells))[0])
+        named = ", ".join(f"{n}={v[i]!r}" for (n, v), i in zip(levels.items(), at, strict=True))
+        raise FactorialError(
+            f"response at {named} is {cells[at]}: expected a finite number; leave out a level "
+            "without a result"
+        )
+    if float(np.abs(cells).max()) > LARGEST:
+        raise FactorialError("the response is too large to be squared: pass it in a larger unit")
+    return cells
