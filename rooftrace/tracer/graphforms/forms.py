@@ -41,6 +41,15 @@ from rooftrace.tracer.graphforms.slots import (
 )
 
 
+_FACTS: Mapping[Any, tuple[str, ...]] = {
+    "distinct": ("distinct", "balanced"),
+    "groups_touched": ("distinct", "balanced"),
+    "drawn": ("drawn", "balanced"),
+    "rows_largest": ("largest", "balanced largest"),
+}
+"""The functions that a fact of this name may be: few sizes could make it look like a polynomial."""
+
+
 class UnfitError(StructureError):
     """A number that no formula gives at all samples."""
 
@@ -137,6 +146,7 @@ class _Fit:
         self.fitter = Fitter(self.samples)
         self.formulas: dict[Formula, int] = {}
         self.candidates: dict[tuple[float, ...], Draw] = {}
+        self.known_draws: dict[Draw, None] = {}
         self.draws: dict[Draw, int] = {}
         self.differences = list(differences(self.records))
         self._kinds: dict[tuple[Any, ...], tuple[str, Formula | None, Draw | None]] = {}
@@ -172,6 +182,7 @@ class _Fit:
                     self._learn(Draw(function, *arguments))
 
     def _learn(self, draw: Draw) -> None:
+        self.known_draws[draw] = None
         values = tuple(float(draw.at(sample)) for sample in self.samples)
         self.candidates.setdefault(values, draw)
 
@@ -186,7 +197,7 @@ class _Fit:
                     raise _unfit(path, column)
                 formulas.append(self._place(formula))
             return Slot(path, TEXT, tuple(formulas), -1, tuple(words), has_commas(values))
-        key = (all(type(value) is int for value in values), values)
+        key = (all(type(value) is int for value in values), values, path[-1] in _FACTS and path[-1])
         if key not in self._kinds:
             self._kinds[key] = self._kind(path, values)
         kind, formula, draw = self._kinds[key]
@@ -200,6 +211,9 @@ class _Fit:
 
     def _kind(self, path: Path, values: Sequence[float]) -> tuple[str, Formula | None, Draw | None]:
         """What a number is: the first of the kinds that gives all its values."""
+        named = self._named_draw(path, values)
+        if named is not None:
+            return REACHED, None, named
         if all(type(value) is int for value in values):
             formula = self.fitter.fit([int(value) for value in values])
             if formula is not None:
@@ -216,6 +230,16 @@ class _Fit:
                 ):
                     return kind, formula, draw
         raise _unfit(path, values)
+
+    def _named_draw(self, path: Path, values: Sequence[float]) -> Draw | None:
+        """The draw that gives these values, among those that a fact of this name may be."""
+        wanted = _FACTS.get(path[-1], ())
+        for draw in self.known_draws:
+            if draw.function in wanted and all(
+                draw.at(sample) == value for sample, value in zip(self.samples, values, strict=True)
+            ):
+                return draw
+        return None
 
     def _place(self, formula: Formula) -> int:
         return self.formulas.setdefault(formula, len(self.formulas))
