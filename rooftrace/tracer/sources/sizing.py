@@ -15,6 +15,7 @@ from typing import Any
 from rooftrace.errors import RequestError, hint
 from rooftrace.tracer.asking import Job
 from rooftrace.tracer.graph import OpGraph
+from rooftrace.tracer.sources.tracecache import TraceCache
 from rooftrace.tracer.sources.tracing import collector_paused, traced
 
 _LENGTHS = ("batch", "seq", "kv")
@@ -32,7 +33,8 @@ class SizedSource:
         from rooftrace.tracer.targets import isolation
 
         self.job, self.names = job, tuple(names)
-        self._kept = isolation.Kept()
+        self._kept, self._cache = isolation.Kept(), TraceCache.usual()
+        self.traces = 0  # that were not in the cache
         doubled = next((name for name in names if list(names).count(name) > 1), None)
         if doubled:
             raise RequestError(f"size {doubled!r} stands twice; name each size once")
@@ -72,8 +74,15 @@ class SizedSource:
 
         if self._is_call:
             return self._call_at(dict(zip(self.names, numbers, strict=True)))
+        job = self.job_at(numbers)
+        known = self._cache.get(job)
+        if known is not None:
+            return known
+        self.traces += 1
         with isolation.keeping(self._kept):
-            return traced(self.job_at(numbers)).graphs
+            made = traced(job)
+        self._cache.put(job, made)
+        return made.graphs
 
     @property
     def _is_call(self) -> bool:

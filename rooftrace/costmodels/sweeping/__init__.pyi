@@ -1,0 +1,7 @@
+from rooftrace.costmodels.sweeping.evaluating import (
+    evaluated as evaluated,
+)
+from rooftrace.costmodels.sweeping.stepforms import (
+    Form as Form,
+    points_of as points_of,
+)
