@@ -36,13 +36,16 @@ def stack(plans: Sequence[Plan], chip: Chip | None = None) -> PlanColumns:
             _Entry(planned.costs[number], *held[number], planned.groups[number].times)
             for planned, held in zip(plans, bytes_of, strict=True)
         ]
-        sizes: dict[Hashable, int] = {}
-        at = np.array([sizes.setdefault(entry.identity, len(sizes)) for entry in entries])
+        sizes: dict[tuple[Hashable, int], int] = {}
+        keys = [(entry.identity, entry.times) for entry in entries]
+        at = np.array([sizes.setdefault(key, len(sizes)) for key in keys])
         at = ats.setdefault(at.tobytes(), at)
         apart = [entries[int(place)] for place in np.unique(at, return_index=True)[1]]
         spread = group_class(first.graph, first.groups[number].ops, costs=first.op_costs)
-        kernel = replace(_kernel(number, apart, spread), at=at if len(sizes) > 1 else None)
-        place = known.setdefault((kernel.kind, spread, at.tobytes(), *sizes), len(kernels))
+        kernel = replace(
+            _kernel(number, apart, spread), at=at if 1 < len(sizes) < len(plans) else None
+        )
+        place = known.setdefault((spread, at.tobytes(), *(key for key, _ in sizes)), len(kernels))
         if place == len(kernels):
             kernels.append(kernel)
         else:
