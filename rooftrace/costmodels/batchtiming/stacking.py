@@ -73,12 +73,19 @@ def _check(plans: Sequence[Plan]) -> None:
                 raise ValueError(
                     f"plan {number} has other {name} than plan 0: expected plans of one structure"
                 )
-        sizes = len(planned.groups), len(planned.graph.repeats)
-        expected = len(first.groups), len(first.graph.repeats)
-        if sizes != expected:
+        groups = [group.ops for group in planned.groups]
+        expected = [group.ops for group in first.groups]
+        if len(groups) != len(expected) or len(planned.graph.repeats) != len(first.graph.repeats):
             raise ValueError(
-                f"plan {number} has {sizes[0]} kernel groups and {sizes[1]} repeats, plan 0 has "
-                f"{expected[0]} and {expected[1]}: expected plans of one structure"
+                f"plan {number} has {len(groups)} kernel groups and {len(planned.graph.repeats)} "
+                f"repeats, plan 0 has {len(expected)} and {len(first.graph.repeats)}: "
+                "expected plans of one structure"
+            )
+        other = next((i for i, ops in enumerate(groups) if ops != expected[i]), None)
+        if other is not None:
+            raise ValueError(
+                f"kernel {other} has ops {groups[other]} in plan {number} and {expected[other]} in "
+                "plan 0: expected plans of one structure"
             )
 
 
