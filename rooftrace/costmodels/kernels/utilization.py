@@ -107,7 +107,7 @@ def tile_terms(sizes: Mapping[str, Array], units: int, tiling: Tiling = IDEAL) -
     spill = np.where(is_split, split * rows * columns * products * _PARTIAL, 0.0)
     return TileTerms(
         *(
-            np.broadcast_to(term, shape).reshape(-1, len(rows)).T
+            np.broadcast_to(term, shape).reshape(len(a) * len(split), len(rows)).T
             for term in (flop, feed, spill, np.minimum(1.0, share, out=share), is_split)
         )
     )
