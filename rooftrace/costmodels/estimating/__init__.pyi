@@ -9,4 +9,5 @@ from rooftrace.costmodels.estimating.estimates import (
 from rooftrace.costmodels.estimating.rows import (
     Row as Row,
     records_of as records_of,
+    row_of as row_of,
 )

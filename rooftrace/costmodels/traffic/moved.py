@@ -7,7 +7,7 @@ read is read once.  The compulsory floor is what any execution has to move.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from rooftrace.costmodels.bytefactors import kinds_of
@@ -46,6 +46,22 @@ def group_costs(
         cost = op_costs[group.ops[0]] if alone else merger.merged(index)
         results.append(scale(_widened(cost, wide) if wide else cost, group, op_costs))
     return tuple(results)
+
+
+def access_scales(
+    graph: OpGraph,
+    groups: Sequence[_Group],
+    op_costs: Sequence[Cost],
+    execution: ExecutionModel,
+) -> list[Mapping[Access, tuple[int, float]]]:
+    """For each group the accesses that an execution has a factor on: copies, and the factor.
+
+    copies: how many equal storages an access stands for; each is rounded by itself.
+    """
+    scale = _Factors(graph, execution)
+    if not scale.active:
+        return [{}] * len(groups)
+    return [scale.by_access(group, op_costs) for group in groups]
 
 
 def _widened(cost: Cost, wide: Mapping[int, int]) -> Cost:
@@ -187,15 +203,29 @@ class _Factors:
     def __call__(self, cost: Cost, group: _Group, op_costs: Sequence[Cost]) -> Cost:
         if not self.active:
             return cost
+        scales = self.by_access(group, op_costs, cost.traffic)
+        traffic = {}
+        for access, size in cost.traffic.items():
+            count, factor = scales.get(access, (1, 1.0))
+            traffic[access] = count * round(size / count * factor) if factor != 1 else size
+        return Cost(cost.work, traffic)
+
+    def by_access(
+        self, group: _Group, op_costs: Sequence[Cost], accesses: Iterable[Access] | None = None
+    ) -> dict[Access, tuple[int, float]]:
+        """Copies and factor of the accesses (by default of all ops) whose factor is not 1."""
         scale = self._scale(group, op_costs)
         copies: dict[int, int] = {}
         for op in group.ops:
             copies.update(self.listed.get(op, {}))
-        traffic = {}
-        for access, size in cost.traffic.items():
-            factor, count = scale(access), copies.get(access.storage, 1)
-            traffic[access] = count * round(size / count * factor) if factor != 1 else size
-        return Cost(cost.work, traffic)
+        if accesses is None:
+            accesses = {access for op in group.ops for access in op_costs[op].traffic}
+        factors = {access: scale(access) for access in accesses}
+        return {
+            access: (copies.get(access.storage, 1), factor)
+            for access, factor in factors.items()
+            if factor != 1
+        }
 
     def _scale(self, group: _Group, op_costs: Sequence[Cost]) -> Callable[[Access], float]:
         """The factor of each access of a kernel."""

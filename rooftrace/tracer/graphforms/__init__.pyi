@@ -1,5 +1,10 @@
+from rooftrace.tracer.graphforms import slots as slots
 from rooftrace.tracer.graphforms.forms import (
     GraphForm as GraphForm,
-    UnfitError as UnfitError,
+    RecordForm as RecordForm,
 )
 from rooftrace.tracer.graphforms.leaves import StructureError as StructureError
+from rooftrace.tracer.graphforms.surveying import (
+    Regime as Regime,
+    Survey as Survey,
+)

@@ -1,17 +1,16 @@
-"""A graph whose numbers are formulas of sizes, fitted to traces at a few of them.
+"""A record whose numbers are formulas of sizes, fitted to what it is at a few of them.
 
-Graphs of one structure differ in some numbers only.  Each such number is a polynomial of the sizes
+Records of one structure differ in some numbers only.  Each such number is a polynomial of the sizes
 with rational coefficients, or what a named function expects of a draw.  What no formula gives
-exactly at all traces is an error: a form never stands for a graph that it does not equal.
+exactly at all samples is an error: a form never stands for a record that it does not equal.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from msgspec import Struct
 from msgspec.structs import replace
 
 from rooftrace.tracer.asking import assumptions
@@ -27,169 +26,86 @@ from rooftrace.tracer.graphforms.leaves import (
     tree_of,
     words_and_numbers,
 )
-
-Numbers = tuple[int, ...]
-"""A value for each size of a form."""
-
-
-class Draw(Struct, frozen=True):
-    """What a number of rows reach on average, each choosing some of many classes."""
-
-    function: str  # a name in FUNCTIONS
-    rows: Formula
-    chosen: Formula
-    classes: Formula
-
-    def at(self, numbers: Numbers) -> float:
-        """The number that is reached."""
-        arguments = (self.rows.at(numbers), self.chosen.at(numbers), self.classes.at(numbers))
-        return FUNCTIONS[self.function](*arguments)
-
-
-class Slot(Struct, frozen=True):
-    """A number of a graph that sizes change; for a text, all its numbers.
-
-    formulas: places among the formulas of the form, one for a plain number.  words: those around
-    the numbers of a text.  draw: the place among the draws of the form, in place of formulas.
-    whole: an expected number that is whole stands as an int.
-    """
-
-    path: Path
-    formulas: tuple[int, ...] = ()
-    words: tuple[str, ...] = ()
-    commas: bool = False
-    draw: int | None = None
-    whole: bool = False
-
-
-@dataclass(frozen=True)
-class GraphForm:
-    """A graph for any sizes within one regime.
-
-    sizes: their names.  template: the graph of the first sample.  samples: the sizes whose traces
-    the form was fitted to, all of which it gives exactly.
-    """
-
-    sizes: tuple[str, ...]
-    template: OpGraph
-    formulas: tuple[Formula, ...]
-    draws: tuple[Draw, ...]
-    slots: tuple[Slot, ...]
-    samples: tuple[Numbers, ...]
-
-    @staticmethod
-    def fitted(sizes: Sequence[str], traces: Mapping[Numbers, OpGraph]) -> GraphForm:
-        """The form that gives these graphs.
-
-        Raises StructureError where they are not of one structure, or no formula gives a number:
-        another sample may help (`UnfitError`).
-        """
-        return _Fit(tuple(sizes), traces).form()
-
-    def at(self, numbers: Sequence[int]) -> OpGraph:
-        """The graph at these sizes.  Raises FormulaError where a number is no whole one."""
-        where = tuple(numbers)
-        values = [formula.at(where) for formula in self.formulas]
-        expected = [draw.at(where) for draw in self.draws]
-        changes = {slot.path: _value(slot, values, expected) for slot in self.slots}
-        graph: OpGraph = changed(self.template, tree_of(changes)) if changes else self.template
-        return _with_routing(graph, assumptions.said_of_routing)
+from rooftrace.tracer.graphforms.slots import (
+    EACH,
+    PLAIN,
+    REACHED,
+    TEXT,
+    TOUCHED,
+    Draw,
+    Numbers,
+    Slot,
+    each,
+    touched,
+)
 
 
 class UnfitError(StructureError):
     """A number that no formula gives at all samples."""
 
 
-def _value(slot: Slot, values: Sequence[int], expected: Sequence[float]) -> Any:
-    if slot.words:
-        numbers = [f"{values[i]:,}" if slot.commas else str(values[i]) for i in slot.formulas]
-        return slot.words[0] + "".join(
-            number + word for number, word in zip(numbers, slot.words[1:], strict=True)
-        )
-    if slot.draw is None:
-        return values[slot.formulas[0]]
-    number = expected[slot.draw]
-    return int(number) if slot.whole and float(number).is_integer() else number
+@dataclass(frozen=True)
+class RecordForm:
+    """A record (or nest of records) for any sizes within one regime.
+
+    sizes: their names.  template: the record of the first sample.  samples: the sizes at which the
+    record was given, and which the form gives exactly.
+    """
+
+    sizes: tuple[str, ...]
+    template: Any
+    formulas: tuple[Formula, ...]
+    draws: tuple[Draw, ...]
+    slots: tuple[Slot, ...]
+    samples: tuple[Numbers, ...]
+
+    @classmethod
+    def fitted(
+        cls, sizes: Sequence[str], records: Mapping[Numbers, Any], draws: Sequence[Draw] = ()
+    ) -> RecordForm:
+        """The form that gives these records; draws: those that numbers may depend on.
+
+        Raises StructureError for records that differ in more than numbers, and UnfitError where no
+        formula gives a number: there another sample may help.
+        """
+        form = _Fit(tuple(sizes), records, draws).form(cls)
+        for sample, record in records.items():
+            if form.at(sample) != record:
+                raise StructureError(f"the form is not the record at {sample}")
+        return form
+
+    def at(self, numbers: Sequence[int]) -> Any:
+        """The record at these sizes.  Raises FormulaError where a number is no whole one."""
+        where = tuple(numbers)
+        values = [formula.at(where) for formula in self.formulas]
+        reached = [draw.at(where) for draw in self.draws]
+        changes = {slot.path: slot.value(values, reached) for slot in self.slots}
+        return changed(self.template, tree_of(changes)) if changes else self.template
 
 
-class _Fit:
-    """Finds the formulas of one form."""
+class GraphForm(RecordForm):
+    """A graph for any sizes within one regime."""
 
-    def __init__(self, sizes: tuple[str, ...], traces: Mapping[Numbers, OpGraph]) -> None:
-        self.sizes, self.samples = sizes, tuple(traces)
-        self.traced = tuple(traces.values())
-        self.graphs = [_with_routing(graph, lambda facts: "") for graph in self.traced]
-        self.fitter = Fitter(self.samples)
-        self.formulas: dict[Formula, int] = {}
-        self.draws: dict[Draw, int] = {}
-        self.reached: dict[tuple[float, ...], int] = {}
-
-    def form(self) -> GraphForm:
-        found = list(differences(self.graphs))
-        self._learn_draws(found)
-        slots = tuple(self._slots(found))
-        form = GraphForm(
-            self.sizes,
-            self.graphs[0],
-            tuple(self.formulas),
-            tuple(self.draws),
-            slots,
-            self.samples,
-        )
-        for sample, graph in zip(self.samples, self.traced, strict=True):
+    @classmethod
+    def fitted(
+        cls, sizes: Sequence[str], records: Mapping[Numbers, Any], draws: Sequence[Draw] = ()
+    ) -> GraphForm:
+        """The form that gives these graphs; see `RecordForm.fitted`."""
+        plain = {sample: _saying(graph, lambda facts: "") for sample, graph in records.items()}
+        fit = _Fit(tuple(sizes), plain, draws)
+        fit.learn_routing(next(iter(plain.values())).assumptions)
+        form: GraphForm = fit.form(cls)
+        for sample, graph in records.items():
             if form.at(sample) != graph:
                 raise StructureError(f"the form is not the graph that was traced at {sample}")
         return form
 
-    def _learn_draws(self, found: Sequence[Difference]) -> None:
-        """The values of the named functions on the choices that assumptions describe."""
-        varying = {difference.path: difference.values for difference in found}
-        for number, assumption in enumerate(self.graphs[0].assumptions):
-            if "policy" not in assumption.facts:
-                continue
-            path = ("assumptions", number, "facts")
-            arguments = []
-            for name in ("rows", "chosen", "classes"):
-                constant = (assumption.facts.get(name),) * len(self.samples)
-                formula = self.fitter.fit(varying.get((*path, name), constant))
-                if formula is not None:
-                    arguments.append(formula)
-            if len(arguments) < 3:
-                continue
-            for function in FUNCTIONS:
-                draw = Draw(function, *arguments)
-                values = tuple(float(draw.at(sample)) for sample in self.samples)
-                self.reached.setdefault(values, self.draws.setdefault(draw, len(self.draws)))
-
-    def _slots(self, found: Sequence[Difference]) -> Iterator[Slot]:
-        for path, values in found:
-            if all(type(value) is int for value in values):
-                formula = self.fitter.fit(values)
-                if formula is not None:
-                    yield Slot(path, (self._place(formula),))
-                    continue
-            if isinstance(values[0], str):
-                words, columns = words_and_numbers(values, path)
-                places = tuple(self._place(self._needed(path, c)) for c in columns)
-                yield Slot(path, places, tuple(words), has_commas(values))
-                continue
-            number = self.reached.get(tuple(map(float, values)))
-            if number is None:
-                raise UnfitError(f"{'.'.join(map(str, path))}: no formula gives {values}")
-            whole = path[0] != "assumptions" or all(type(value) is int for value in values)
-            yield Slot(path, draw=number, whole=whole)
-
-    def _needed(self, path: Path, values: tuple[int, ...]) -> Formula:
-        formula = self.fitter.fit(values)
-        if formula is None:
-            raise UnfitError(f"{'.'.join(map(str, path))}: no formula gives {values}")
-        return formula
-
-    def _place(self, formula: Formula) -> int:
-        return self.formulas.setdefault(formula, len(self.formulas))
+    def at(self, numbers: Sequence[int]) -> OpGraph:
+        """The graph at these sizes.  Raises FormulaError where a number is no whole one."""
+        return _saying(super().at(numbers), assumptions.said_of_routing)
 
 
-def _with_routing(graph: OpGraph, said: Callable[[Mapping[str, Any]], str]) -> OpGraph:
+def _saying(graph: OpGraph, said: Callable[[Mapping[str, Any]], str]) -> OpGraph:
     """The graph with other words on the numbers of a choice in its assumptions on routing."""
     if not any("policy" in assumption.facts for assumption in graph.assumptions):
         return graph
@@ -201,3 +117,111 @@ def _with_routing(graph: OpGraph, said: Callable[[Mapping[str, Any]], str]) -> O
             for item in graph.assumptions
         )
     )
+
+
+class _Fit:
+    """Finds the formulas of one form."""
+
+    def __init__(
+        self, sizes: tuple[str, ...], records: Mapping[Numbers, Any], draws: Sequence[Draw]
+    ) -> None:
+        self.sizes, self.samples = sizes, tuple(records)
+        self.records = list(records.values())
+        self.fitter = Fitter(self.samples)
+        self.formulas: dict[Formula, int] = {}
+        self.candidates: dict[tuple[float, ...], Draw] = {}
+        self.draws: dict[Draw, int] = {}
+        self.differences = list(differences(self.records))
+        self._kinds: dict[tuple[Any, ...], tuple[str, Formula | None, Draw | None]] = {}
+        for draw in draws:
+            self._learn(draw)
+
+    def form(self, kind: type[Any]) -> Any:
+        slots = tuple(self._slot(difference) for difference in self.differences)
+        return kind(
+            self.sizes,
+            self.records[0],
+            tuple(self.formulas),
+            tuple(self.draws),
+            slots,
+            self.samples,
+        )
+
+    def learn_routing(self, made: Sequence[Any]) -> None:
+        """Learn the draws of the choices that assumptions describe."""
+        varying = {difference.path: difference.values for difference in self.differences}
+        for number, assumption in enumerate(made):
+            if "policy" not in assumption.facts:
+                continue
+            path = ("assumptions", number, "facts")
+            arguments = []
+            for name in ("rows", "chosen", "classes"):
+                constant = (assumption.facts[name],) * len(self.samples)
+                formula = self.fitter.fit(varying.get((*path, name), constant))
+                if formula is not None:
+                    arguments.append(formula)
+            if len(arguments) == 3:
+                for function in FUNCTIONS:
+                    self._learn(Draw(function, *arguments))
+
+    def _learn(self, draw: Draw) -> None:
+        values = tuple(float(draw.at(sample)) for sample in self.samples)
+        self.candidates.setdefault(values, draw)
+
+    def _slot(self, difference: Difference) -> Slot:
+        path, values = difference
+        if isinstance(values[0], str):
+            words, columns = words_and_numbers(values, path)
+            formulas = []
+            for column in columns:
+                formula = self.fitter.fit(column)
+                if formula is None:
+                    raise _unfit(path, column)
+                formulas.append(self._place(formula))
+            return Slot(path, TEXT, tuple(formulas), -1, tuple(words), has_commas(values))
+        key = (all(type(value) is int for value in values), values)
+        if key not in self._kinds:
+            self._kinds[key] = self._kind(path, values)
+        kind, formula, draw = self._kinds[key]
+        return Slot(
+            path,
+            kind,
+            () if formula is None else (self._place(formula),),
+            -1 if draw is None else self.draws.setdefault(draw, len(self.draws)),
+            whole=path[0] != "assumptions" or key[0],
+        )
+
+    def _kind(self, path: Path, values: Sequence[float]) -> tuple[str, Formula | None, Draw | None]:
+        """What a number is: the first of the kinds that gives all its values."""
+        if all(type(value) is int for value in values):
+            formula = self.fitter.fit([int(value) for value in values])
+            if formula is not None:
+                return PLAIN, formula, None
+        draw = self.candidates.get(tuple(map(float, values)))
+        if draw is not None:
+            return REACHED, None, draw
+        for reached, draw in self.candidates.items():
+            for kind, rule, guess in ((TOUCHED, touched, _over), (EACH, each, _times)):
+                formula = self.fitter.fit(list(map(guess, values, reached)))
+                if formula is not None and all(
+                    rule(formula.at(sample), number) == value
+                    for sample, number, value in zip(self.samples, reached, values, strict=True)
+                ):
+                    return kind, formula, draw
+        raise _unfit(path, values)
+
+    def _place(self, formula: Formula) -> int:
+        return self.formulas.setdefault(formula, len(self.formulas))
+
+
+def _over(value: float, reached: float) -> int:
+    return round(value / reached) if reached else 0
+
+
+def _times(value: float, reached: float) -> int:
+    return round(value * max(reached, 1))
+
+
+def _unfit(path: Path, values: Sequence[Any]) -> UnfitError:
+    shown = ", ".join(map(str, values[:6]))
+    return UnfitError(f"{'.'.join(map(str, path))}: no formula gives {shown}")

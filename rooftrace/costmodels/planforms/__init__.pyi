@@ -1,0 +1,6 @@
+from rooftrace.costmodels.planforms.planform import PlanForm as PlanForm
+from rooftrace.costmodels.planforms.points import Points as Points
+from rooftrace.costmodels.planforms.pricing import (
+    Conditions as Conditions,
+    plan_forms as plan_forms,
+)

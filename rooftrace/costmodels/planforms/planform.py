@@ -1,0 +1,350 @@
+"""A plan for any sizes within one regime: its totals and its kernels, as formulas and as arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from rooftrace.costmodels.batchtiming import KernelColumns, PlanColumns, WorkColumns
+from rooftrace.costmodels.costs import AttentionSizes
+from rooftrace.costmodels.execution import ExecutionModel
+from rooftrace.costmodels.knobs.classes import LAST
+from rooftrace.costmodels.planforms.planrecords import AccessNumbers, GroupNumbers, PlanNumbers
+from rooftrace.costmodels.planforms.points import Array, Points
+from rooftrace.tracer.formulas import Formula
+from rooftrace.tracer.graphforms import Regime, slots
+
+_Path = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Amount:
+    """A number of a plan: exact where it is a formula, else what a draw makes of one.
+
+    formula: of a plain number; else of what the draw multiplies or divides.
+    """
+
+    kind: str
+    formula: Formula
+    draw: slots.Draw | None = None
+
+    @property
+    def sizes(self) -> frozenset[int]:
+        """The places of the sizes that it depends on."""
+        draw = self.draw
+        if draw is None:
+            return self.formula.symbols
+        parts = (self.formula, draw.rows, draw.chosen, draw.classes)
+        return frozenset().union(*(part.symbols for part in parts))
+
+    def over(self, columns: Sequence[Array]) -> Array:
+        """The numbers at points."""
+        if self.draw is None:
+            return self.formula.over(columns)
+        reached = self.draw.over(columns)
+        value = None if self.kind == slots.REACHED else self.formula.over(columns)
+        number: Array = slots.Slot((), self.kind).number(value, reached)
+        return number
+
+    def written(self, names: Sequence[str]) -> str:
+        """The amount in symbols."""
+        if self.draw is None:
+            return self.formula.written(names)
+        draw, formula = self.draw.written(names), self.formula.written(names)
+        return {
+            slots.REACHED: draw,
+            slots.TOUCHED: f"({formula}) {draw}",
+            slots.EACH: f"({formula}) / {draw}",
+        }[self.kind]
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes of one access, with the factor that the execution has on them."""
+
+    access: AccessNumbers
+    amount: Amount
+
+    def over(self, columns: Sequence[Array]) -> Array:
+        """Bytes at points, rounded as in a plan."""
+        size = self.amount.over(columns)
+        factor, copies = self.access.factor, self.access.copies
+        if factor == 1:
+            return size
+        return copies * np.rint(size / copies * factor).astype(np.int64)
+
+
+@dataclass(frozen=True)
+class KernelForm:
+    """A kernel of a plan, its numbers as amounts.  groups: its places in the plan; equal ones."""
+
+    numbers: GroupNumbers
+    times: Amount
+    flops: tuple[Amount, ...]  # of each work
+    sizes: tuple[Amount | None, ...]  # rows, columns, inner of each work in turn
+    attention: tuple[tuple[Amount, ...] | None, ...]
+    traffic: tuple[Traffic, ...]
+
+    @property
+    def key(self) -> Any:
+        """Equal for kernels of equal columns."""
+        numbers = self.numbers
+        works = tuple(
+            (w.operation, w.precision, w.count, w.widths, w.attention is None) for w in numbers.work
+        )
+        return (numbers.kind, numbers.spread_kind, works, self.flops, self.sizes, self.attention,
+                self.traffic)  # fmt: skip
+
+    @cached_property
+    def depends(self) -> frozenset[int]:
+        """The places of the sizes that its numbers depend on, `times` apart."""
+        amounts = [*self.flops, *(t.amount for t in self.traffic)]
+        amounts += [size for size in self.sizes if size is not None]
+        amounts += [size for sizes in self.attention if sizes for size in sizes]
+        return frozenset().union(*(amount.sizes for amount in amounts))
+
+
+class PlanForm:
+    """A plan for the sizes of one regime.
+
+    Totals are exact whole numbers: FLOP, bytes.  `columns` is what `time_columns` takes.
+    """
+
+    def __init__(self, regime: Regime, execution: ExecutionModel) -> None:
+        self.regime, self.execution = regime, execution
+        self.form = regime.form
+        self.template: PlanNumbers = regime.form.template
+        self._slots = {slot.path: slot for slot in self.form.slots}
+
+    # -- numbers -----------------------------------------------------------------------------------
+
+    def amount(self, path: _Path, constant: Any) -> Amount:
+        """The number at a path of the record; constant: what it is where no size changes it."""
+        slot = self._slots.get(path)
+        if slot is None:
+            whole = Fraction(constant)
+            return Amount(slots.PLAIN, Formula.of({(): whole}))
+        formula = self.form.formulas[slot.formulas[0]] if slot.formulas else Formula()
+        return Amount(slot.kind, formula, self.form.draws[slot.draw] if slot.draw >= 0 else None)
+
+    @cached_property
+    def kernels(self) -> tuple[KernelForm, ...]:
+        """The kernels in launch order."""
+        return tuple(map(self._kernel, range(len(self.template.groups))))
+
+    def _kernel(self, place: int) -> KernelForm:
+        group = self.template.groups[place]
+        at: _Path = ("groups", place)
+        sizes: list[Amount | None] = []
+        attention: list[tuple[Amount, ...] | None] = []
+        flops = []
+        for number, work in enumerate(group.work):
+            here = (*at, "work", number)
+            flops.append(self.amount((*here, "flop"), work.flop))
+            for name in ("rows", "columns", "inner"):
+                value = getattr(work, name)
+                sizes.append(None if value is None else self.amount((*here, name), value))
+            attention.append(
+                None
+                if work.attention is None
+                else tuple(
+                    self.amount((*here, "attention", name), getattr(work.attention, name))
+                    for name in AttentionSizes.__struct_fields__
+                )
+            )
+        traffic = tuple(
+            Traffic(access, self.amount((*at, "traffic", number, "size"), access.size))
+            for number, access in enumerate(group.traffic)
+        )
+        times = self.amount((*at, "times"), group.times)
+        return KernelForm(group, times, tuple(flops), tuple(sizes), tuple(attention), traffic)
+
+    # -- totals ------------------------------------------------------------------------------------
+
+    def flops(
+        self, points: Points, keep: Callable[[GroupNumbers, Any], bool] | None = None
+    ) -> Array:
+        """FLOP at points, of the works that `keep` wants (see `counted`); exact."""
+        return self._sum(
+            points,
+            (
+                (kernel.times, amount)
+                for kernel in self.kernels
+                for work, amount in zip(kernel.numbers.work, kernel.flops, strict=True)
+                if (counted if keep is None else keep)(kernel.numbers, work)
+            ),
+        )
+
+    def bytes(
+        self,
+        points: Points,
+        keep: Callable[[GroupNumbers, AccessNumbers], bool] = lambda _, access: (
+            access.wire == "hbm"
+        ),
+    ) -> Array:
+        """Bytes at points, of the accesses that `keep` wants: by default all through HBM."""
+        return self._sum(
+            points,
+            (
+                (kernel.times, item)
+                for kernel in self.kernels
+                for item in kernel.traffic
+                if keep(kernel.numbers, item.access)
+            ),
+        )
+
+    def _sum(self, points: Points, parts: Iterator[tuple[Amount, Amount | Traffic]]) -> Array:
+        """The sum of amounts, each so many times.  Formulas are added up before they are told."""
+        exact: list[tuple[int, Formula]] = []
+        others: dict[Any, list[Amount]] = {}
+        for times, item in parts:
+            amount = item.amount if isinstance(item, Traffic) else item
+            plain = amount.draw is None and not (
+                isinstance(item, Traffic) and item.access.factor != 1
+            )
+            if plain:
+                exact.append((1, times.formula * amount.formula))
+            else:
+                others.setdefault(item, []).append(times)
+        total = self._told(Amount(slots.PLAIN, Formula.total(exact)), points)
+        for item, many in others.items():
+            times = Amount(slots.PLAIN, Formula.total((1, each.formula) for each in many))
+            amounts = self._told(item, points)
+            if amounts.dtype.kind == "f":
+                amounts = np.rint(amounts).astype(np.int64)
+            total = total + self._told(times, points) * amounts
+        return total
+
+    def _told(self, item: Amount | Traffic, points: Points) -> Array:
+        sizes = item.amount.sizes if isinstance(item, Traffic) else item.sizes
+        columns, at = points.part(sizes)
+        numbers = item.over(columns)
+        if at is not None:
+            numbers = numbers[at]
+        return np.broadcast_to(numbers, (len(points),))
+
+    def number(self, name: str, points: Points) -> Array:
+        """A whole number of the record at points: compulsory, weights, kv, items."""
+        return self._told(self.amount((name,), getattr(self.template, name)), points)
+
+    def peak(self, points: Points) -> Array:
+        """Bytes in memory at the fullest moment, at points."""
+        formulas = {
+            self.amount(("alive", i), alive).formula for i, alive in enumerate(self.template.alive)
+        }
+        most = np.zeros(len(points), dtype=np.int64)
+        for formula in _undominated(formulas):
+            most = np.maximum(most, self._told(Amount(slots.PLAIN, formula), points))
+        return most
+
+    # -- columns -----------------------------------------------------------------------------------
+
+    def columns(self, points: Points) -> PlanColumns:
+        """The kernels at points, equal ones once."""
+        places: dict[Any, int] = {}
+        alike: list[list[KernelForm]] = []
+        order = []
+        for kernel in self.kernels:
+            place = places.setdefault(kernel.key, len(places))
+            if place == len(alike):
+                alike.append([])
+            alike[place].append(kernel)
+            order.append(place)
+        return PlanColumns(
+            points=len(points),
+            execution=self.execution,
+            kernels=tuple(self._columns_of(kernels, points) for kernels in alike),
+            launches=self.template.launches,
+            order=tuple(order),
+            counts=tuple(
+                self._number(self.amount(("counts", i), count), points)
+                for i, count in enumerate(self.template.counts)
+            ),
+            copies_layouts=self.template.copies_layouts,
+        )
+
+    def _number(self, amount: Amount, points: Points) -> Any:
+        told = self._told(amount, points)
+        return float(told[0]) if not amount.sizes else told.astype(float)
+
+    def _columns_of(self, kernels: Sequence[KernelForm], points: Points) -> KernelColumns:
+        kernel = kernels[0]
+        times = Amount(slots.PLAIN, Formula.total((1, each.times.formula) for each in kernels))
+        columns, at = points.part(kernel.depends | times.sizes)
+
+        def told(amount: Amount | Traffic) -> Any:
+            numbers = amount.over(columns).astype(float)
+            return float(numbers[0]) if len(numbers) == 1 else numbers
+
+        works = []
+        attention: dict[Any, Any] = {}
+        for number, work in enumerate(kernel.numbers.work):
+            rows, width, inner = (
+                None if size is None else told(size)
+                for size in kernel.sizes[3 * number : 3 * number + 3]
+            )
+            sizes = kernel.attention[number]
+            if sizes is not None and sizes not in attention:
+                names = AttentionSizes.__struct_fields__
+                attention[sizes] = {n: told(size) for n, size in zip(names, sizes, strict=True)}
+            works.append(
+                WorkColumns(
+                    work.operation,
+                    work.precision,
+                    told(kernel.flops[number]),
+                    work.count,
+                    work.widths,
+                    rows,
+                    width,
+                    inner,
+                    None if sizes is None else attention[sizes],
+                )
+            )
+        bytes_ = [(item.access, told(item)) for item in kernel.traffic]
+        hbm = [(a, size) for a, size in bytes_ if a.wire == "hbm"]
+        last = kernel.numbers.kind.endswith(LAST)
+        return KernelColumns(
+            tuple(works),
+            kernel.numbers.kind,
+            sum((size for _, size in hbm), 0.0),
+            0.0 if last else sum((size for a, size in hbm if a.role != "weights"), 0.0),
+            sum((size for a, size in bytes_ if a.wire == "link"), 0.0),
+            times=told(times),
+            at=at,
+            spread_kind=kernel.numbers.spread_kind,
+        )
+
+
+DENSE = ("useful", "masked", "masked_executed")
+
+
+def counted(group: GroupNumbers, work: Any) -> bool:
+    """Whether a work is in the dense count without recomputation, as in `Cost.flops`."""
+    return work.count in DENSE
+
+
+def _undominated(formulas: set[Formula]) -> list[Formula]:
+    """The formulas that may be the largest of all for some sizes of at least 1."""
+    known = [(formula, formula.coefficients()) for formula in formulas]
+    kept: list[tuple[Formula, dict[Any, Fraction]]] = []
+    for formula, factors in sorted(known, key=lambda pair: -sum(pair[1].values())):
+        if not any(_covers(other, factors) for _, other in kept):
+            kept.append((formula, factors))
+    return [formula for formula, _ in kept]
+
+
+def _covers(larger: dict[Any, Fraction], smaller: dict[Any, Fraction]) -> bool:
+    """Whether a formula is at least another for all sizes of at least 1, as seen by its terms.
+
+    What it has less of a term, it must have more of constant or higher ones; here only equal terms
+    are compared, and the constant may be made up for by any.
+    """
+    terms = larger.keys() | smaller.keys()
+    more = {t: larger.get(t, Fraction(0)) - smaller.get(t, Fraction(0)) for t in terms}
+    short = more.pop((), Fraction(0))
+    return all(value >= 0 for value in more.values()) and short + sum(more.values()) >= 0

@@ -1,0 +1,160 @@
+"""The numbers of a plan that times and totals are computed from, as one record."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from msgspec import Struct
+
+from rooftrace.costmodels.costs import Access, AttentionSizes, Cost
+from rooftrace.costmodels.estimating import row_of
+from rooftrace.costmodels.execution import ExecutionModel
+from rooftrace.costmodels.kernels import group_class
+from rooftrace.costmodels.planning import Launch, Plan
+from rooftrace.costmodels.timing import Timing
+from rooftrace.costmodels.traffic import access_scales, group_costs
+from rooftrace.tracer.paths import pattern_of
+
+
+class WorkNumbers(Struct, frozen=True):
+    """An entry of `Cost.work`, the fields of its key first."""
+
+    operation: str
+    precision: str
+    count: str
+    rows: float | None
+    columns: int | None
+    inner: float | None
+    attention: AttentionSizes | None
+    widths: tuple[float, float] | None
+    flop: int
+
+
+class AccessNumbers(Struct, frozen=True):
+    """An entry of `Cost.traffic`: `size` bytes before the factor of the execution on them.
+
+    copies: how many equal storages it stands for; the factor is on each.
+    """
+
+    role: str
+    write: bool
+    wire: str
+    size: int
+    copies: int = 1
+    factor: float = 1.0
+
+
+class GroupNumbers(Struct, frozen=True):
+    """A kernel: what it is, how often it runs, and what it costs once."""
+
+    ops: tuple[int, ...]
+    name: str
+    kind: str
+    spread_kind: str
+    module: str  # indices starred
+    family: str
+    part: str
+    known: bool
+    times: int
+    work: tuple[WorkNumbers, ...]
+    traffic: tuple[AccessNumbers, ...]
+
+
+class PlanNumbers(Struct, frozen=True):
+    """A plan in numbers.
+
+    alive: bytes in memory at the moments of a step, each number once.  weights, kv: the most bytes
+    of these roles.  counts: iterations by repeat.
+    """
+
+    groups: tuple[GroupNumbers, ...]
+    launches: tuple[Launch, ...]
+    counts: tuple[int, ...]
+    compulsory: int
+    alive: tuple[int, ...]
+    weights: int
+    kv: int
+    items: int
+    copies_layouts: bool
+    lower_bound: bool
+    ops: int
+    ops_with_rule: int
+
+
+def numbers_of(planned: Plan) -> PlanNumbers:
+    """The numbers of a plan."""
+    graph, costs = planned.graph, planned.costs
+    scales = access_scales(graph, planned.groups, planned.op_costs, planned.execution)
+    if any(scales):
+        plain = _without_factors(planned.execution)
+        costs = group_costs(graph, planned.groups, planned.op_costs, plain)
+    memory = planned.memory
+    return PlanNumbers(
+        groups=tuple(
+            _group(planned, index, cost, scales[index]) for index, cost in enumerate(costs)
+        ),
+        launches=planned.launches,
+        counts=tuple(repeat.count for repeat in graph.repeats),
+        compulsory=planned.compulsory,
+        alive=tuple(moment.total for moment in memory.timeline.moments),
+        weights=memory.weights,
+        kv=memory.kv,
+        items=int(graph.workload.get("items") or 1),
+        copies_layouts=planned.copies_layouts,
+        lower_bound=bool(planned.source.unrecorded),
+        ops=planned.coverage.ops,
+        ops_with_rule=planned.coverage.ops_with_rule,
+    )
+
+
+def _without_factors(execution: ExecutionModel) -> ExecutionModel:
+    """The execution in the same kernels, with bytes as rules count them."""
+    plain = execution.by_rules
+    residency = replace(plain.weight_residency, attention=1.0, dense=1.0, moe=1.0)
+    return replace(plain, weight_residency=residency, activation_fusion=1.0, elementwise=1.0)
+
+
+_NO_TIME = Timing(0.0, 0.0, 0.0, 0.0)
+
+
+def _group(
+    planned: Plan, index: int, cost: Cost, scales: Mapping[Access, tuple[int, float]]
+) -> GroupNumbers:
+    graph, group = planned.graph, planned.groups[index]
+    row = row_of(planned, index, _NO_TIME)
+    return GroupNumbers(
+        ops=group.ops,
+        name=group.name,
+        kind=group_class(graph, group.ops, planned.channels_last, planned.op_costs),
+        spread_kind=group_class(graph, group.ops, costs=planned.op_costs),
+        module=pattern_of(row.module),
+        family=row.family,
+        part=row.part,
+        known=group.known,
+        times=group.times,
+        work=tuple(
+            WorkNumbers(
+                work.operation,
+                work.precision,
+                work.count,
+                work.rows,
+                work.columns,
+                work.inner,
+                work.attention,
+                work.widths,
+                flop,
+            )
+            for work, flop in cost.work.items()
+        ),
+        traffic=tuple(
+            AccessNumbers(
+                graph.values[access.storage].role,
+                access.write,
+                access.wire,
+                size,
+                *scales.get(access, (1, 1.0)),
+            )
+            for access, size in cost.traffic.items()
+        ),
+    )
