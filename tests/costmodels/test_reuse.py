@@ -3,13 +3,16 @@
 from collections import OrderedDict
 from dataclasses import replace
 
+import numpy as np
+import pytest
 from hypothesis import given, settings, strategies as st
 
-from rooftrace.costmodels.costs.cost import Cost
-from rooftrace.costmodels.kernels.reuse import warm_bytes
+from rooftrace.costmodels.costs.cost import Access, Cost
+from rooftrace.costmodels.kernels.reuse import warm_bytes, warm_columns, warm_parts
 from rooftrace.costmodels.planning.plans import Plan, plan
 from rooftrace.tracer.graph.graph import OpGraph
 from rooftrace.tracer.lower.stacks import roll_stacks
+from tests.costmodels.batch_support import decode
 from tests.costmodels.graph_support import Builder
 from tests.costmodels.random_graphs import programs
 from tests.costmodels.repeat_support import stacks
@@ -104,3 +107,45 @@ def test_a_cold_cache_has_nothing_of_what_comes_from_outside():
     graph = chain(1000)
     first, second, third = warm_bytes(plan(graph, "eager"), 10**6, cold=True)
     assert (first, second, third) == (2000, 4000, 2000)
+
+
+# -- at many sizes ---------------------------------------------------------------------------------
+
+
+CORNERS = [(8, 64), (8, 512), (32, 64), (32, 512)]
+CAPACITIES = (0, 50_000, 300_000, 2e6, 1e8)
+
+
+@pytest.mark.parametrize("cold", [False, True])
+@pytest.mark.parametrize("execution", ["eager", "naive", "efficient"])
+def test_the_parts_of_one_plan_tell_what_a_cache_holds_at_every_size(execution, cold):
+    """Coefficients of 1, batch, kv and batch x kv from four sizes hold at others."""
+    corners = [plan(decode(*size), execution) for size in CORNERS]
+    matrix = np.array([[1, b, k, b * k] for b, k in CORNERS], dtype=float)
+
+    def coefficients(group: int, access: Access) -> np.ndarray:
+        known = [corner.costs[group].traffic[access] for corner in corners]
+        return np.linalg.solve(matrix, np.array(known, dtype=float))
+
+    parts = warm_parts(corners[0], coefficients, cold)
+    for batch, kv in [(8, 64), (16, 100), (40, 1000), (90, 7)]:  # the table has 96 rows
+        terms = np.array([1, batch, kv, batch * kv], dtype=float)
+        alone = plan(decode(batch, kv), execution)
+        for capacity in CAPACITIES:
+            told = [warm_columns(part, capacity, terms.dot) for part in parts]
+            expected = warm_bytes(alone, capacity, cold)
+            assert told == pytest.approx(expected, rel=1e-9, abs=1e-6)
+        assert any(told)
+
+
+@pytest.mark.parametrize("execution", ["eager", "efficient"])
+def test_amounts_may_be_arrays_over_points(execution):
+    plans = [plan(decode(*size), execution) for size in [(1, 8), (3, 700), (64, 64)]]
+    parts = warm_parts(
+        plans[0], lambda i, access: np.array([float(p.costs[i].traffic[access]) for p in plans])
+    )
+    for capacity in CAPACITIES:
+        told = [np.broadcast_to(warm_columns(part, capacity), 3) for part in parts]
+        expected = [warm_bytes(p, capacity) for p in plans]
+        assert np.transpose(told) == pytest.approx(np.array(expected), rel=1e-12)
+    assert np.max(told) > 0

@@ -36,13 +36,16 @@ def stack(plans: Sequence[Plan], chip: Chip | None = None) -> PlanColumns:
             _Entry(planned.costs[number], *held[number], planned.groups[number].times)
             for planned, held in zip(plans, bytes_of, strict=True)
         ]
-        sizes: dict[Hashable, int] = {}
-        at = np.array([sizes.setdefault(entry.identity, len(sizes)) for entry in entries])
+        sizes: dict[tuple[Hashable, int], int] = {}
+        keys = [(entry.identity, entry.times) for entry in entries]
+        at = np.array([sizes.setdefault(key, len(sizes)) for key in keys])
         at = ats.setdefault(at.tobytes(), at)
         apart = [entries[int(place)] for place in np.unique(at, return_index=True)[1]]
         spread = group_class(first.graph, first.groups[number].ops, costs=first.op_costs)
-        kernel = replace(_kernel(number, apart, spread), at=at if len(sizes) > 1 else None)
-        place = known.setdefault((kernel.kind, spread, at.tobytes(), *sizes), len(kernels))
+        kernel = replace(
+            _kernel(number, apart, spread), at=at if 1 < len(sizes) < len(plans) else None
+        )
+        place = known.setdefault((spread, at.tobytes(), *(key for key, _ in sizes)), len(kernels))
         if place == len(kernels):
             kernels.append(kernel)
         else:
@@ -70,12 +73,19 @@ def _check(plans: Sequence[Plan]) -> None:
                 raise ValueError(
                     f"plan {number} has other {name} than plan 0: expected plans of one structure"
                 )
-        sizes = len(planned.groups), len(planned.graph.repeats)
-        expected = len(first.groups), len(first.graph.repeats)
-        if sizes != expected:
+        groups = [group.ops for group in planned.groups]
+        expected = [group.ops for group in first.groups]
+        if len(groups) != len(expected) or len(planned.graph.repeats) != len(first.graph.repeats):
             raise ValueError(
-                f"plan {number} has {sizes[0]} kernel groups and {sizes[1]} repeats, plan 0 has "
-                f"{expected[0]} and {expected[1]}: expected plans of one structure"
+                f"plan {number} has {len(groups)} kernel groups and {len(planned.graph.repeats)} "
+                f"repeats, plan 0 has {len(expected)} and {len(first.graph.repeats)}: "
+                "expected plans of one structure"
+            )
+        other = next((i for i, ops in enumerate(groups) if ops != expected[i]), None)
+        if other is not None:
+            raise ValueError(
+                f"kernel {other} has ops {groups[other]} in plan {number} and {expected[other]} in "
+                "plan 0: expected plans of one structure"
             )
 
 

@@ -9,13 +9,19 @@ within that distance.
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from rooftrace.costmodels.costs import Access
 from rooftrace.costmodels.liveness import Visits
 from rooftrace.costmodels.planning import Plan
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Array = np.ndarray[Any, np.dtype[np.float64]]
 
 
 def warm_bytes(planned: Plan, capacity: float, cold: bool = False) -> list[float]:
@@ -36,39 +42,120 @@ def warm_accesses(
 
     They are those of `warm_bytes`, told apart.
     """
-    walk = _Walk(planned, capacity)
-    if not cold:
-        walk.step(measured=False)
-    walk.step(measured=True)
+    walk = _Walk(planned, lambda group, access: planned.costs[group].traffic[access])
+    walk.both(cold)
     return [
-        {access: size / walk.visits[group] for access, size in walk.sums[group].items()}
+        {
+            access: sum(_held(size, min(distances), capacity) for size, *distances in parts)
+            / walk.visits[group]
+            for access, parts in walk.parts[group].items()
+        }
         for group in range(len(planned.groups))
     ]
+
+
+# -- at many sizes ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WarmPart:
+    """Bytes of a kernel that may still be in a cache; vectors as `warm_parts` was passed them."""
+
+    weight: float  # the share of the kernel's iterations that touch them so
+    size: Array
+    distances: tuple[Array, ...]  # bytes of other traffic since; the smallest holds
+
+
+def warm_parts(
+    planned: Plan, amounts: Callable[[int, Access], Array], cold: bool = False
+) -> list[list[WarmPart]]:
+    """For each group the bytes that a cache may still hold, for sizes that are not known yet.
+
+    amounts: the bytes of an access of a group, as a vector: an array over points, or coefficients
+    of terms of which the bytes are the sum; all of one length.  Sizes and distances are linear in
+    them.  An access whose vector is zero touches nothing.  Where a repeat stands in the graph, its
+    count is that of `planned`.  `warm_columns` says how much of them a cache holds; for one plan,
+    that is `warm_bytes`.
+    """
+    walk = _Walk(planned, amounts)
+    walk.both(cold)
+    result: list[list[WarmPart]] = []
+    for group in range(len(planned.groups)):
+        equal: dict[tuple[bytes, ...], tuple[int, tuple[Array, ...]]] = {}
+        for parts in walk.parts[group].values():
+            for vectors in parts:
+                key = tuple(vector.tobytes() for vector in vectors)
+                count, _ = equal.get(key, (0, vectors))
+                equal[key] = count + 1, vectors
+        result.append(
+            [
+                WarmPart(count / walk.visits[group], size, tuple(distances))
+                for count, (size, *distances) in equal.values()
+            ]
+        )
+    return result
+
+
+def warm_columns(
+    parts: Iterable[WarmPart],
+    capacity: float,
+    told: Callable[[Array], Array] = lambda vector: vector,
+) -> Array | float:
+    """Bytes of a group [P] that a cache of `capacity` bytes still holds; 0.0 without parts.
+
+    told: from a vector of `warm_parts` to an array over points.
+    """
+    import numpy as np
+
+    held: Array | float = 0.0
+    for part in parts:
+        size = told(part.size)
+        distance = np.minimum.reduce([told(vector) for vector in part.distances])
+        room = np.maximum(0.0, capacity - np.maximum(0.0, distance) - size)
+        held = held + part.weight * np.minimum(size, room)
+    return held
+
+
+def _held(size: float, distance: float, capacity: float) -> float:
+    """Bytes of `size` that are still in the cache after `distance` bytes of other traffic."""
+    return min(size, max(0.0, capacity - max(0.0, distance) - size))
+
+
+# -- two steps in a row ----------------------------------------------------------------------------
 
 
 class _Walk:
     """Two steps in a row, kernel by kernel, with the time (in bytes) of every storage's last touch.
 
     An iteration that stands for many others moves the clock on for all of them.  It is not measured
-    itself; its neighbours are.
+    itself; its neighbours are.  Amounts are numbers, or vectors of one length.
     """
 
-    def __init__(self, planned: Plan, capacity: float) -> None:
-        self.planned, self.capacity = planned, capacity
+    def __init__(self, planned: Plan, amounts: Callable[[int, Access], Any]) -> None:
+        self.planned, self.amounts = planned, amounts
         self.ops = Visits(planned.graph)
         self.group_of = {op: i for i, group in enumerate(planned.groups) for op in group.ops}
         self.closing = {group.ops[-1] for group in planned.groups}
         values = planned.graph.values
         self.kept = {values[i].storage for i in (*planned.graph.outputs, *planned.graph.external)}
-        self.clock = 0.0
-        self.began: dict[int, float] = {}  # when the kernel that touched it last began, and ended
-        self.last: dict[int, float] = {}
-        self.sums: dict[int, dict[Access, float]] = defaultdict(lambda: defaultdict(float))
+        self.clock: Any = 0.0
+        self.began: dict[int, Any] = {}  # when the kernel that touched it last began, and ended
+        self.last: dict[int, Any] = {}
+        # By group and access what may be held: the size, and distances of which the least holds.
+        self.parts: dict[int, dict[Access, list[tuple[Any, ...]]]] = defaultdict(
+            lambda: defaultdict(list)
+        )
         self.visits: dict[int, int] = defaultdict(int)
+
+    def both(self, cold: bool) -> None:
+        """Run a step and measure the one after it; cold: measure the first."""
+        if not cold:
+            self.step(measured=False)
+        self.step(measured=True)
 
     def step(self, measured: bool) -> None:
         """Run a step; add up what was warm if it is `measured`."""
-        self.writes: list[tuple[int, Access, int, float, float, float]] = []
+        self.writes: list[tuple[int, Access, int, Any, tuple[Any, ...]]] = []
         touched: dict[int, dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
         for visit in self.ops.order:
             group = self.group_of.get(visit.op.id)
@@ -80,17 +167,16 @@ class _Walk:
                 others = self.ops.standing(visit.at)
                 self._run(group, touched.pop(group), others, measured and others == 1)
         if measured:
-            for group, access, number, wrote, size, before in self.writes:
-                life = self.began[number] - wrote
-                self.sums[group][access] += self._held(size, min(before, life))
+            for group, access, number, wrote, known in self.writes:
+                self.parts[group][access].append((*known, self.began[number] - wrote))
 
     def _run(self, group: int, touched: dict[int, set[int]], times: int, measured: bool) -> None:
         """Run one kernel, which stands for `times` of them."""
-        traffic = self.planned.costs[group].traffic
-        parts: list[tuple[int, float, Access]] = []
+        parts: list[tuple[int, Any, Access]] = []
         stays = set()
-        for access, amount in traffic.items():
-            if access.wire == "hbm" and amount:
+        for access in self.planned.costs[group].traffic:
+            amount = self.amounts(group, access) if access.wire == "hbm" else 0
+            if amount if isinstance(amount, (int, float)) else amount.any():
                 numbers = touched.get(access.storage) or {-1 - access.storage}
                 parts += [(n, amount / len(numbers), access) for n in sorted(numbers)]
                 if access.storage in self.kept:
@@ -99,17 +185,14 @@ class _Walk:
         if measured:
             self.visits[group] += 1
             for number, size, access in parts:
-                since = self.clock - self.last.get(number, -math.inf)
+                last = self.last.get(number)
+                known = (size,) if last is None else (size, self.clock - last)
                 if access.write and number not in stays:
                     wrote = self.clock + moved
-                    self.writes.append((group, access, number, wrote, size, since))
-                else:
-                    self.sums[group][access] += self._held(size, since)
+                    self.writes.append((group, access, number, wrote, known))
+                elif last is not None:
+                    self.parts[group][access].append(known)
         begin = self.clock
-        self.clock += times * moved
+        self.clock = self.clock + times * moved
         for number, _, _ in parts:
             self.began[number], self.last[number] = begin, self.clock
-
-    def _held(self, size: float, distance: float) -> float:
-        """Bytes of `size` that are still in the cache after `distance` bytes of other traffic."""
-        return min(size, max(0.0, self.capacity - max(0.0, distance) - size))

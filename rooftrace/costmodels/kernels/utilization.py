@@ -87,32 +87,38 @@ def tile_terms(sizes: Mapping[str, Array], units: int, tiling: Tiling = IDEAL) -
     """
     import numpy as np
 
-    a, b, split = _combinations()
-    rows, columns, inner, products, width_a, width_b, whole = (
-        sizes[name][:, None] for name in SIZES
-    )
-    tiles = np.ceil(rows / a) * np.ceil(columns / b) * products
-    is_split = np.broadcast_to(split > 1, tiles.shape)
-    depth = np.where(is_split, np.ceil(inner / (split * _DEPTH)) * _DEPTH, inner)
-    waves = np.ceil(tiles * split / units)
+    a, b, split = _choices()  # [tiles, 1, 1] twice, [splits, 1]
+    rows, columns, inner, products, width_a, width_b, whole = (sizes[name] for name in SIZES)
+    shape = (len(a), len(split), len(rows))
+    is_split, depth = split > 1, np.ceil(inner / (split * _DEPTH)) * _DEPTH
+    depth = np.where(is_split, depth, inner)
     loaded_a, loaded_b = np.minimum(a, rows), np.minimum(b, columns)
     done = np.where(whole > 0, a * b, loaded_a * loaded_b)
-    flop = waves * units * 2 * done * (depth + tiling.prologue)
+    tiles = np.ceil(rows / a) * np.ceil(columns / b) * products
+    # Only from here on do arrays hold every tile with every split: few passes over them.
+    share = tiles * split / units
+    flop = np.ceil(share)
+    flop *= 2 * units
+    flop *= done
+    flop *= depth + tiling.prologue
+    np.copyto(flop, np.inf, where=is_split & (split * _DEPTH > inner))
+    share *= tiling.busy
+    feed = tiles * (loaded_a * width_a + loaded_b * width_b) * inner
+    spill = np.where(is_split, split * rows * columns * products * _PARTIAL, 0.0)
     return TileTerms(
-        np.where(is_split & (split * _DEPTH > inner), np.inf, flop),
-        tiles * (loaded_a * width_a + loaded_b * width_b) * inner,
-        np.where(is_split, split * rows * columns * products * _PARTIAL, 0.0),
-        np.minimum(1.0, tiles * split / units * tiling.busy),
-        is_split,
+        *(
+            np.broadcast_to(term, shape).reshape(len(a) * len(split), len(rows)).T
+            for term in (flop, feed, spill, np.minimum(1.0, share, out=share), is_split)
+        )
     )
 
 
 @cache
-def _combinations() -> tuple[Array, Array, Array]:
+def _choices() -> tuple[Array, Array, Array]:
     import numpy as np
 
-    choices = np.array([(a, b, s) for a, b in TILES for s in SPLITS], dtype=float)
-    return choices[:, 0], choices[:, 1], choices[:, 2]
+    a, b = np.array(TILES, dtype=float).T[:, :, None, None]
+    return a, b, np.array(SPLITS, dtype=float)[:, None]
 
 
 @lru_cache(maxsize=65536)
