@@ -29,6 +29,7 @@ from rooftrace.costmodels.registry import rule as rule
 from rooftrace.costmodels.rewriting import (
     reprice as reprice,
 )
+from rooftrace.costmodels.sweeping import Form as Form
 from rooftrace.errors import (
     RequestError as RequestError,
     TargetError as TargetError,
@@ -87,6 +88,9 @@ from rooftrace.reporting.reports import (
 )
 from rooftrace.reporting.sections import (
     section as section,
+)
+from rooftrace.reporting.stepforms import (
+    form as form,
 )
 from rooftrace.reporting.view import (
     units as units,

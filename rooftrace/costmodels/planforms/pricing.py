@@ -110,9 +110,7 @@ class PlanForms:
         regime = Regime(single, numbers, numbers)
         return _Cell(tuple(_equal_to(numbers)), PlanForm(regime, self.conditions.execution))
 
-    def _like_known(
-        self, numbers: slots.Numbers, points: Points, left: Places
-    ) -> _Cell | None:
+    def _like_known(self, numbers: slots.Numbers, points: Points, left: Places) -> _Cell | None:
         """A cell whose plan has a form that is known from another one, tried at some of its points.
 
         Comparisons that come out otherwise there did not matter.

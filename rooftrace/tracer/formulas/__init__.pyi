@@ -1,5 +1,5 @@
-from rooftrace.tracer.formulas.fitting import Fitter as Fitter
 from rooftrace.tracer.formulas import functions as functions
+from rooftrace.tracer.formulas.fitting import Fitter as Fitter
 from rooftrace.tracer.formulas.polynomials import (
     Formula as Formula,
     FormulaError as FormulaError,

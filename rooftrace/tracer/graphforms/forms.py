@@ -14,8 +14,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from rooftrace.tracer.asking import assumptions
-from rooftrace.tracer.formulas import Fitter, Formula, Track
-from rooftrace.tracer.formulas import functions
+from rooftrace.tracer.formulas import Fitter, Formula, Track, functions
 from rooftrace.tracer.graph import OpGraph
 from rooftrace.tracer.graphforms.leaves import (
     Difference,
@@ -39,7 +38,6 @@ from rooftrace.tracer.graphforms.slots import (
     each,
     touched,
 )
-
 
 _FACTS: Mapping[Any, tuple[str, ...]] = {
     "distinct": ("distinct", "balanced"),

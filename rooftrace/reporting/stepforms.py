@@ -1,0 +1,185 @@
+"""Forms of a source: traced at a few sizes, proven on others, at any size afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rooftrace._progress import tell, telling
+from rooftrace.costmodels.sweeping import Form
+from rooftrace.errors import RequestError
+from rooftrace.reporting.estimates import Source
+from rooftrace.tracer.asking import Job
+from rooftrace.tracer.graph import OpGraph
+from rooftrace.tracer.graphforms import Survey
+from rooftrace.tracer.graphforms.slots import Numbers
+from rooftrace.tracer.source import TraceError
+from rooftrace.tracer.sources.sizing import SizedSource
+
+Levels = Mapping[str, Sequence[int]]
+"""For each size the values that may be asked for, in rising order."""
+LONGEST = 131_072
+USUAL: Mapping[str, range] = {
+    "batch": range(1, 1025),
+    "seq": range(16, LONGEST + 1),
+    "kv": range(16, LONGEST + 1),
+}
+"""The values of sizes that are named without any; seq and kv as far as the model takes them."""
+MOST_TRACES = 100
+
+
+def form(
+    source: Source,
+    *args: Any,
+    over: Sequence[str] | Mapping[str, Any] = ("batch",),
+    phase: str | None = None,
+    most: int = MOST_TRACES,
+    progress: Callable[[str], None] | None = None,
+    **kwargs: Any,
+) -> Form:
+    """The step of a source with some of its sizes left open.
+
+    over: names of the sizes, or for each its values: a range, a list, or a text as "1..1024" or
+    "256..65536:x2".  Sizes are batch, seq, kv, integers of a config ("config.num_hidden_layers"),
+    keywords of the function that a target names, names in the shapes of `inputs`, and dimensions
+    of the arguments of a call ("x.1").  phase: prefill, decode, forward (default) or training.
+    most: of traces.  Other arguments are those of `trace`.
+
+    Raises RequestError for a size that there is not, an empty range, and a size that the model
+    cannot take; and what `trace` raises.
+    """
+    job = Job.of(form, source, args, kwargs, phase=phase).of_one_phase()
+    with telling(progress):
+        return form_of(job, levels_of(over), most)
+
+
+def form_of(job: Job, levels: Levels, most: int = MOST_TRACES) -> Form:
+    """The form of a job of one phase over these levels."""
+    sized = SizedSource(job, tuple(levels))
+    phase = _phase(job)
+
+    def trace(numbers: Numbers) -> OpGraph:
+        tell(f"tracing {_told(sized.names, numbers)}")
+        return sized.graphs(numbers)[phase] if phase else _only(sized.graphs(numbers))
+
+    bounded = {name: _bounded(sized, name, values, levels) for name, values in levels.items()}
+    survey = Survey(sized.names, tuple(bounded.values()), lambda many: list(map(trace, many)), most)
+    regimes = tuple(survey.regimes())
+    first = regimes[0].form.template if regimes else None
+    return Form(
+        title=str(first.model.get("name") or "model") if first else job.name,
+        phase=str(first.phase) if first else phase,
+        names=sized.names,
+        regimes=regimes,
+        trace=trace,
+    )
+
+
+def _phase(job: Job) -> str:
+    return job.phases[0] if job.phases else ""
+
+
+def _only(graphs: Mapping[str, OpGraph]) -> OpGraph:
+    (graph,) = graphs.values()
+    return graph
+
+
+def _told(names: Sequence[str], numbers: Sequence[int]) -> str:
+    return ", ".join(f"{name} {number:,}" for name, number in zip(names, numbers, strict=True))
+
+
+def _bounded(sized: SizedSource, name: str, values: Sequence[int], levels: Levels) -> Sequence[int]:
+    """The values of a size, without those too long for the model where nobody asked for them."""
+    if values is not USUAL.get(name) or name == "batch":
+        return values
+    low = {other: min(levels[other]) for other in levels}
+
+    def taken(length: int) -> bool:
+        try:
+            sized.graphs([length if other == name else low[other] for other in levels])
+        except (RequestError, TraceError):
+            return False
+        return True
+
+    if taken(values[-1]):
+        return values
+    good, bad = values[0], values[-1]
+    while bad - good > 1:
+        middle = (good + bad) // 2
+        good, bad = (middle, bad) if taken(middle) else (good, middle)
+    return range(values[0], good + 1)
+
+
+# -- levels ----------------------------------------------------------------------------------------
+
+
+def levels_of(over: Sequence[str] | Mapping[str, Any]) -> dict[str, Sequence[int]]:
+    """The levels of each size by its name.  Raises RequestError for an empty or a strange range."""
+    if isinstance(over, str):
+        over = (over,)
+    if isinstance(over, Mapping):
+        return {str(name): level_values(str(name), values) for name, values in over.items()}
+    named: dict[str, Sequence[int]] = {}
+    for name in over:
+        if name not in USUAL:
+            raise RequestError(
+                f"over={name!r}: say its values too, for example over={{{name!r}: (1, 64)}} or "
+                f'{{{name!r}: "1..64"}}; only {", ".join(USUAL)} have usual ones'
+            )
+        named[name] = USUAL[name]
+    if not named:
+        raise RequestError("over is empty: name at least one size, for example batch")
+    return named
+
+
+def level_values(name: str, values: Any) -> Sequence[int]:
+    """The values of one size: of a range, a list, a number, or a text such as "1..64:x2"."""
+    if values is None:
+        return levels_of((name,))[name]
+    if isinstance(values, str):
+        levels = _parsed(name, values)
+    elif isinstance(values, range):
+        levels = values if values.step > 0 else values[::-1]
+    elif isinstance(values, int):
+        levels = (values,)
+    elif isinstance(values, tuple) and len(values) == 2 and values[0] < values[1]:
+        levels = range(int(values[0]), int(values[1]) + 1)
+    else:
+        levels = tuple(sorted({int(value) for value in values}))
+    if not levels:
+        raise RequestError(f"--over {name}={values}: the range is empty")
+    if min(levels[0], levels[-1]) < 1:
+        raise RequestError(f"--over {name}={values}: sizes are at least 1")
+    return levels
+
+
+def _parsed(name: str, text: str) -> Sequence[int]:
+    asked = f"--over {name}={text}"
+    try:
+        if ".." not in text:
+            return tuple(sorted({_whole(part) for part in text.split(",")}))
+        span, _, step = text.partition(":")
+        first, last = (_whole(part) for part in span.split("..", 1))
+        if step.startswith("x"):
+            return _multiplied(first, last, float(step[1:]))
+        return range(first, last + 1, _whole(step) if step else 1)
+    except ValueError:
+        raise RequestError(
+            f"{asked}: expected numbers as 1,2,4, a range as 1..64, with a step as 1..64:8, or a "
+            "factor as 256..65536:x2"
+        ) from None
+
+
+def _whole(text: str) -> int:
+    number = int(text.replace("_", "").strip())
+    return number
+
+
+def _multiplied(first: int, last: int, factor: float) -> tuple[int, ...]:
+    if factor <= 1 or first < 1:
+        raise ValueError(factor)
+    levels, value = [], float(first)
+    while round(value) <= last:
+        levels.append(round(value))
+        value *= factor
+    return tuple(dict.fromkeys(levels))
