@@ -145,6 +145,7 @@ class _Fit:
         self.formulas: dict[Formula, int] = {}
         self.candidates: dict[tuple[float, ...], Draw] = {}
         self.known_draws: dict[Draw, None] = {}
+        self.quiet: list[Slot] = []  # numbers that are equal at all samples, and not elsewhere
         self.draws: dict[Draw, int] = {}
         self.differences = list(differences(self.records))
         self._kinds: dict[tuple[Any, ...], tuple[str, Formula | None, Draw | None]] = {}
@@ -152,7 +153,7 @@ class _Fit:
             self._learn(draw)
 
     def form(self, kind: type[Any]) -> Any:
-        slots = tuple(self._slot(difference) for difference in self.differences)
+        slots = (*map(self._slot, self.differences), *self.quiet)
         return kind(
             self.sizes,
             self.records[0],
@@ -178,6 +179,18 @@ class _Fit:
             if len(arguments) == 3:
                 for function in functions.FUNCTIONS:
                     self._learn(Draw(function, *arguments))
+                for name in ("distinct", "drawn"):
+                    if (*path, name) not in varying:
+                        self._learn_quiet((*path, name), assumption.facts[name], arguments)
+
+    def _learn_quiet(self, path: Path, value: float, arguments: Sequence[Formula]) -> None:
+        """A count that all samples reach, as all classes of many rows, and fewer rows may not."""
+        for function in _FACTS[path[-1]]:
+            draw = Draw(function, *arguments)
+            if not draw.is_constant and all(draw.at(sample) == value for sample in self.samples):
+                place = self.draws.setdefault(draw, len(self.draws))
+                self.quiet.append(Slot(path, REACHED, draw=place, whole=type(value) is int))
+                return
 
     def _learn(self, draw: Draw) -> None:
         self.known_draws[draw] = None
