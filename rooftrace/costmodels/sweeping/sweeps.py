@@ -182,7 +182,7 @@ class Sweep(Shown):
         name = self._size(size)
         found = []
         for number, case in enumerate(self.cases):
-            for chip, line in self._lines(number, name):
+            for chip, line in self.lines(number, name):
                 found += list(self._crossings_on(case, chip, name, line))
         return found
 
@@ -222,7 +222,7 @@ class Sweep(Shown):
         name = self._size(size)
         found: list[Cliff] = []
         for number, case in enumerate(self.cases):
-            for chip, line in list(self._lines(number, name))[:_LINES]:
+            for chip, line in list(self.lines(number, name))[:_LINES]:
                 sizes = self.columns[name][line]
                 first, last = int(sizes.min()), int(sizes.max())
                 every = np.arange(first, min(last, first + _WIDEST) + 1)
@@ -243,7 +243,7 @@ class Sweep(Shown):
             case.form, Points(own), [self.chips[chip] for chip in chips], case.conditions
         )
 
-    def _lines(self, case: int, name: str) -> Iterator[tuple[int, Array]]:
+    def lines(self, case: int, name: str) -> Iterator[tuple[int, Array]]:
         """A chip's place and lines by rising size, for each chip and combination of other sizes."""
         here = np.flatnonzero(self.columns["case"] == case)
         others = [self.columns[n][here] for n in self.names if n != name]
