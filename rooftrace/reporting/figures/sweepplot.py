@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,11 +40,10 @@ def sweep_plot(result: Sweep, size: str | None = None) -> Figure:
         7.2, f"{form.title}, {form.phase}: time over {name}",
         f"band: 90 % of measured steps; dot: another limiter takes over{more}",
     )  # fmt: skip
-    axes = figure.add_axes((0.075, 0.11, 0.66, 0.72))
+    axes = figure.add_axes((0.085, 0.11, 0.65, 0.74))
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xlabel(name, color=style.INK)
-    axes.set_ylabel("seconds of a step", color=style.INK)
     axes.yaxis.set_major_formatter(lambda value, _: format_time(value))
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     axes.grid(color=style.GRID)
@@ -64,20 +64,25 @@ def sweep_plot(result: Sweep, size: str | None = None) -> Figure:
 
 
 def _mark(axes: Axes, result: Sweep, name: str, places: dict[str, int]) -> None:
-    named = 0
+    named: list[tuple[float, float]] = []
     for crossing in result.crossings(name):
         label = _label(result, crossing.labels, crossing.chip, crossing.at)
         if label not in places:
             continue
         colour = style.MANY[places[label] % len(style.MANY)]
         axes.plot([crossing.size], [crossing.t_est], "o", color=colour, markersize=5)
-        if named < _LABELS:
+        place = math.log2(crossing.size), math.log2(crossing.t_est)
+        if len(named) < _LABELS and all(_apart(place, other) for other in named):
             axes.annotate(
-                f"{crossing.size:,} {crossing.after}", (crossing.size, crossing.t_est),
-                xytext=(4, 6 if named % 2 else -11), textcoords="offset points", fontsize=7.5,
-                color=style.INK,
+                f"{crossing.size:,}: {crossing.after}", (crossing.size, crossing.t_est),
+                xytext=(4, -11), textcoords="offset points", fontsize=8, color=style.INK,
             )  # fmt: skip
-        named += 1
+            named.append(place)
+
+
+def _apart(place: tuple[float, float], other: tuple[float, float]) -> bool:
+    """Whether two labels at these places (powers of two) can both be read."""
+    return abs(place[0] - other[0]) > 1.1 or abs(place[1] - other[1]) > 0.3
 
 
 def _lines(result: Sweep, name: str) -> Iterator[tuple[str, Any]]:
