@@ -17,7 +17,7 @@ from rooftrace.errors import RequestError
 from rooftrace.tracer.formulas import Formula, FormulaError
 from rooftrace.tracer.graph import GraphError, OpGraph
 from rooftrace.tracer.graphfiles import GraphFileError, decoded_graph, encoded_graph
-from rooftrace.tracer.graphforms import GraphForm, Regime, slots
+from rooftrace.tracer.graphforms import GraphForm, Regime, SeriesGraph, slots
 
 SCHEMA = "rooftrace.form/1"
 _KIND = FileKind("form", GraphFileError)
@@ -36,6 +36,7 @@ class _Regime:
     draws: list[Any]
     slots: list[Any]
     template: dict[str, Any] = field(default_factory=dict)
+    series: bool = False  # whether sequences of the graph grow with a size
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,8 @@ def _encoded(regime: Regime) -> dict[str, Any]:
         "formulas": form.formulas,
         "draws": form.draws,
         "slots": form.slots,
-        "template": encoded_graph(form.template),
+        "series": isinstance(form.template, SeriesGraph),
+        "template": encoded_graph(form.example),
     }
 
 
@@ -100,7 +102,7 @@ def _decoded(entry: Mapping[str, Any], names: Sequence[str], place: str, where: 
     try:
         form = GraphForm(
             tuple(names),
-            template,
+            GraphForm.plain(template, known.series),
             tuple(msgspec.convert(known.formulas, list[Formula])),
             tuple(msgspec.convert(known.draws, list[slots.Draw])),
             tuple(msgspec.convert(known.slots, list[slots.Slot])),

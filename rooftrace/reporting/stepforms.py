@@ -68,7 +68,7 @@ def form_of(job: Job, levels: Levels, most: int = MOST_TRACES) -> Form:
     bounded = {name: _bounded(sized, name, values, levels) for name, values in levels.items()}
     survey = Survey(sized.names, tuple(bounded.values()), lambda many: list(map(trace, many)), most)
     regimes = tuple(survey.regimes())
-    first = regimes[0].form.template if regimes else None
+    first = regimes[0].form.example if regimes else None
     return Form(
         title=str(first.model.get("name") or "model") if first else job.name,
         phase=str(first.phase) if first else phase,

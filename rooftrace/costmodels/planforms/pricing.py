@@ -23,7 +23,7 @@ from rooftrace.costmodels.planning import plan
 from rooftrace.costmodels.rewriting import reprice
 from rooftrace.tracer.formulas import Formula, FormulaError, Guard, Track
 from rooftrace.tracer.graph import OpGraph
-from rooftrace.tracer.graphforms import RecordForm, Regime, StructureError, slots
+from rooftrace.tracer.graphforms import GraphForm, RecordForm, Regime, StructureError, slots
 
 _SAMPLES = 8
 """Plans that a form is fitted to; more where that many leave a number unfit."""
@@ -255,11 +255,12 @@ def _named(names: Sequence[str], numbers: Sequence[int]) -> str:
     return ", ".join(f"{name} {number:,}" for name, number in zip(names, numbers, strict=True))
 
 
-def draws_of(form: RecordForm) -> Iterator[slots.Draw]:
+def draws_of(form: GraphForm) -> Iterator[slots.Draw]:
     """What the prices of a graph may depend on: its own draws, and those of uniform indices."""
     yield from form.draws
-    graph: OpGraph = form.template
-    varying = {slot.path: slot for slot in form.slots}
+    graph = form.example
+    own = ("graph",)  # before the paths of a graph with series
+    varying = {s.path[1:] if s.path[:1] == own else s.path: s for s in form.slots}
     for op in graph.ops:
         classes = op.facts.get("uniform_over")
         if classes is None:
