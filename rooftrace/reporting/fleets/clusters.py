@@ -61,10 +61,28 @@ def connected(scheduler: str | None, workers: int, retries: int) -> Iterator[Cli
     """
     need("distributed")
     with contextlib.ExitStack() as stack:
+        stack.enter_context(_without_logs())
         if scheduler is None:
             yield stack.enter_context(_of_this_machine(workers, retries))
         else:
             yield stack.enter_context(_at(scheduler))
+
+
+@contextlib.contextmanager
+def _without_logs() -> Iterator[None]:
+    """Dask logs tracebacks of its own for what becomes one of our errors, or is run again."""
+    import distributed  # sets the levels of its loggers
+
+    names = [distributed.__name__, *logging.root.manager.loggerDict]
+    loggers = [logging.getLogger(name) for name in names if name.startswith("distributed")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 @contextlib.contextmanager
@@ -210,10 +228,9 @@ def _outcome(future: Future, task: Task) -> Outcome | None:
         outcome: Outcome = future.result()
     except KilledWorker:
         return None
-    except CancelledError as problem:
+    except CancelledError:
         raise FleetError(
-            f"the scheduler gave up {task.title!r} ({_first_line(problem)}): it went away, or "
-            "somebody cancelled its work"
+            f"the scheduler gave up {task.title!r}: it went away, or somebody cancelled its work"
         ) from None
     except Exception as problem:  # of Dask, or of a worker without rooftrace
         return failed(task, problem)
