@@ -66,6 +66,10 @@ from rooftrace.reporting.estimates import (
     estimate as estimate,
     priced_graphs as priced_graphs,
 )
+from rooftrace.reporting.formfiles import (
+    load_form as load_form,
+    save_form as save_form,
+)
 from rooftrace.reporting.habits import (
     capture as capture,
     flop_count_table as flop_count_table,
@@ -93,6 +97,7 @@ from rooftrace.reporting.stepforms import (
     form as form,
 )
 from rooftrace.reporting.sweeps import (
+    plot_sweep as plot_sweep,
     sweep as sweep,
 )
 from rooftrace.reporting.view import (

@@ -18,6 +18,8 @@ CAUGHT_INSIDE = {
     "UnlikeLayersError": "layers that were repeated may differ: each is run",
     "NotOfferedError": "an operation that this device has not: its row says so",
     "StdoutError": "stdout takes no more: the command line says so and ends",
+    "StructureError": "graphs at two sizes differ in more than numbers: each is traced",
+    "UnfitError": "no formula gives a number at all sizes: each is traced",
     "UnfollowableError": "state outside of modules that is not followed: calls are run",
 }
 

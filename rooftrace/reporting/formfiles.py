@@ -16,8 +16,8 @@ from rooftrace.costmodels.sweeping import Form
 from rooftrace.errors import RequestError
 from rooftrace.tracer.formulas import Formula, FormulaError
 from rooftrace.tracer.graph import GraphError, OpGraph
-from rooftrace.tracer.graphfiles import GraphFileError, decoded_graph, encoded_graph
-from rooftrace.tracer.graphforms import GraphForm, Regime, SeriesGraph, slots
+from rooftrace.tracer.graphfiles import GraphFileError, decoded_graph, graphs_bytes
+from rooftrace.tracer.graphforms import GraphForm, Regime, slots
 
 SCHEMA = "rooftrace.form/1"
 _KIND = FileKind("form", GraphFileError)
@@ -73,9 +73,15 @@ def _encoded(regime: Regime) -> dict[str, Any]:
         "formulas": form.formulas,
         "draws": form.draws,
         "slots": form.slots,
-        "series": isinstance(form.template, SeriesGraph),
-        "template": encoded_graph(form.example),
+        "series": form.grows,
+        "template": _plain(form.example),
     }
+
+
+def _plain(graph: OpGraph) -> dict[str, Any]:
+    """A graph as plain data, as it stands in a file of graphs."""
+    data: dict[str, Any] = msgspec.json.decode(graphs_bytes({"form": graph}))["graphs"]["form"]
+    return data
 
 
 def load_form(path: str | os.PathLike[str]) -> Form:
@@ -105,7 +111,7 @@ def _decoded(entry: Mapping[str, Any], names: Sequence[str], place: str, where: 
             GraphForm.plain(template, known.series),
             tuple(msgspec.convert(known.formulas, list[Formula])),
             tuple(msgspec.convert(known.draws, list[slots.Draw])),
-            tuple(msgspec.convert(known.slots, list[slots.Slot])),
+            tuple(msgspec.convert(known.slots, list[slots.Varying])),
             tuple(known.samples),
         )
         for numbers in (known.low, known.high, *known.samples[:1]):

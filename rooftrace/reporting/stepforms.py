@@ -15,7 +15,7 @@ from rooftrace.tracer.graphforms import Survey
 from rooftrace.tracer.graphforms.slots import Numbers
 
 if TYPE_CHECKING:
-    from rooftrace.tracer.sources.sizing import SizedSource
+    from rooftrace.tracer.sizing import SizedSource
 
 Levels = Mapping[str, Sequence[int]]
 """For each size the values that may be asked for, in rising order."""
@@ -56,7 +56,7 @@ def form(
 
 def form_of(job: Job, levels: Levels, most: int = MOST_TRACES) -> Form:
     """The form of a job of one phase over these levels."""
-    from rooftrace.tracer.sources.sizing import SizedSource
+    from rooftrace.tracer.sizing import SizedSource
 
     sized = SizedSource(job, tuple(levels))
     phase = _phase(job)

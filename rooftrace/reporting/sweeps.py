@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import io
 import itertools
 import os
@@ -17,7 +18,7 @@ from rooftrace._writing import write_bytes
 from rooftrace.costmodels.execution import ExecutionModel, execution_model
 from rooftrace.costmodels.planforms import Conditions
 from rooftrace.costmodels.rewriting import check_precisions
-from rooftrace.costmodels.sweeping import Case, Form, Sweep, evaluated, points_of
+from rooftrace.costmodels.sweeping import Form, Sweep, SweepCase, evaluated, points_of
 from rooftrace.errors import RequestError
 from rooftrace.hardware import Chip, load_chip
 from rooftrace.reporting.estimates import CHIP, Source
@@ -93,8 +94,8 @@ def sweep(
     """
     levels = levels_of(over)
     several = (
-        Conditions(execution_model(one), first, weights_dtype, second)
-        for one in _listed(execution, (str, ExecutionModel))
+        Conditions(execution_model(model), first, weights_dtype, second)
+        for model in _listed(execution, (str, ExecutionModel))
         for first in _listed(dtype, (str, type(None)))
         for second in _listed(kv_dtype, (str, type(None)))
     )
@@ -148,13 +149,13 @@ def swept(request: SweepRequest, out: Path | None = None) -> Sweep:
     parts = None if out is None else out.with_name(f"{out.name}.parts")
     if parts is not None:
         _lay(parts, request)
-    cases: list[Case] = []
+    cases: list[SweepCase] = []
     tables = []
     for settings in request.variants:
         form = request.form or form_of(_with(request.job, settings), request.levels, request.most)
         grid = points_of(form.names, request.levels)
         for conditions in request.conditions:
-            case = Case(form, conditions, settings)
+            case = SweepCase(form, conditions, settings)
             for number, start in enumerate(range(0, len(grid), _AT_ONCE)):
                 name = f"{len(cases)}-{number}"
                 table = _kept(parts, name)
@@ -182,18 +183,26 @@ def _with(job: Job, settings: Mapping[str, Any]) -> Job:
     return replace(job, request=request)
 
 
+def plot_sweep(result: Sweep, path: str | os.PathLike[str], size: str | None = None) -> None:
+    """Draw a sweep to a PNG: time over a size (default: the first), a line for each case and chip.
+
+    Crossings of limiters are dots with names, and bands hold 90 % of measured steps.
+    """
+    from rooftrace.reporting.figures import style, sweepplot
+
+    style.save(sweepplot.sweep_plot(result, size), Path(path))
+
+
 def write_sweep(result: Sweep, out: Path) -> None:
     """Write the table of a sweep as parquet or CSV; whole, or not at all."""
     frame = result.frame()
     if out.suffix == ".csv":
         write_bytes(out, frame.to_csv(index=False).encode())
         return
-    try:
-        import pyarrow  # noqa: F401  (pandas asks for it by name)
-    except ImportError:
+    if importlib.util.find_spec("pyarrow") is None:
         raise RequestError(
             f"{out}: parquet needs pyarrow: pip install 'rooftrace[parquet]', or name a .csv file"
-        ) from None
+        )
     packed = io.BytesIO()
     frame.to_parquet(packed, index=False)
     write_bytes(out, packed.getvalue())

@@ -1,3 +1,4 @@
+from rooftrace.costmodels.estimating import rows as rows
 from rooftrace.costmodels.estimating.breakdowns import (
     Breakdown as Breakdown,
     BreakdownRow as BreakdownRow,
@@ -8,6 +9,4 @@ from rooftrace.costmodels.estimating.estimates import (
 )
 from rooftrace.costmodels.estimating.rows import (
     Row as Row,
-    records_of as records_of,
-    row_of as row_of,
 )

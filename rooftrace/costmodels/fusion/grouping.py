@@ -27,7 +27,7 @@ from rooftrace.costmodels.fusion.merging import merge_kernels
 from rooftrace.costmodels.fusion.partition import Open, Partition
 from rooftrace.costmodels.fusion.runs import Neighbourhood
 from rooftrace.costmodels.pricing import price_ops
-from rooftrace.costmodels.traffic import group_costs
+from rooftrace.costmodels.traffic import moved
 from rooftrace.tracer.graph import OpGraph
 
 
@@ -57,14 +57,14 @@ def _with_own_joins(
 ) -> tuple[FusionGroup, ...]:
     """The groups that joins of users leave, applied until they make no larger one."""
     op_costs = price_ops(graph)[0] if op_costs is None else op_costs
-    before, costs_before = groups, group_costs(graph, groups, op_costs, execution)
+    before, costs_before = groups, moved.group_costs(graph, groups, op_costs, execution)
     costs = costs_before
     while True:
         larger = larger_groups(graph, groups, op_costs, costs, own_joins())
         if len(larger) == len(groups):
             break
         groups = larger
-        costs = group_costs(graph, groups, op_costs, execution)
+        costs = moved.group_costs(graph, groups, op_costs, execution)
     return with_apart(graph, before, op_costs, costs_before, own_joins(), groups)
 
 

@@ -51,7 +51,7 @@ class Amount:
             return self.formula.over(columns)
         reached = self.draw.over(columns)
         value = None if self.kind == slots.REACHED else self.formula.over(columns)
-        number: Array = slots.Slot((), self.kind).number(value, reached)
+        number: Array = slots.Varying((), self.kind).number(value, reached)
         return number
 
     def written(self, names: Sequence[str]) -> str:
@@ -300,15 +300,15 @@ class PlanForm:
                 attention[sizes] = {n: told(size) for n, size in zip(names, sizes, strict=True)}
             works.append(
                 WorkColumns(
-                    work.operation,
-                    work.precision,
-                    told(kernel.flops[number]),
-                    work.count,
-                    work.widths,
-                    rows,
-                    width,
-                    inner,
-                    None if sizes is None else attention[sizes],
+                    operation=work.operation,
+                    precision=work.precision,
+                    flop=told(kernel.flops[number]),
+                    count=work.count,
+                    widths=work.widths,
+                    rows=rows,
+                    columns=width,
+                    inner=inner,
+                    attention=None if sizes is None else attention[sizes],
                 )
             )
         bytes_ = [(item.access, told(item)) for item in kernel.traffic]

@@ -8,12 +8,12 @@ from dataclasses import replace
 from msgspec import Struct
 
 from rooftrace.costmodels.costs import Access, AttentionSizes, Cost
-from rooftrace.costmodels.estimating import row_of
+from rooftrace.costmodels.estimating import rows
 from rooftrace.costmodels.execution import ExecutionModel
 from rooftrace.costmodels.kernels import group_class
 from rooftrace.costmodels.planning import Launch, Plan
 from rooftrace.costmodels.timing import Timing
-from rooftrace.costmodels.traffic import access_scales, group_costs
+from rooftrace.costmodels.traffic import moved
 from rooftrace.tracer.paths import pattern_of
 
 
@@ -84,10 +84,10 @@ class PlanNumbers(Struct, frozen=True):
 def numbers_of(planned: Plan, with_memory: bool = True) -> PlanNumbers:
     """The numbers of a plan; with_memory: also the bytes that are alive."""
     graph, costs = planned.graph, planned.costs
-    scales = access_scales(graph, planned.groups, planned.op_costs, planned.execution)
+    scales = moved.access_scales(graph, planned.groups, planned.op_costs, planned.execution)
     if any(scales):
         plain = _without_factors(planned.execution)
-        costs = group_costs(graph, planned.groups, planned.op_costs, plain)
+        costs = moved.group_costs(graph, planned.groups, planned.op_costs, plain)
     memory = planned.memory if with_memory else None
     return PlanNumbers(
         groups=tuple(
@@ -120,7 +120,7 @@ def _group(
     planned: Plan, index: int, cost: Cost, scales: Mapping[Access, tuple[int, float]]
 ) -> GroupNumbers:
     graph, group = planned.graph, planned.groups[index]
-    row = row_of(planned, index, _NO_TIME)
+    row = rows.row_of(planned, index, _NO_TIME)
     return GroupNumbers(
         ops=group.ops,
         name=group.name,

@@ -28,12 +28,7 @@ from rooftrace.costmodels.planning.coverage import Coverage, coverage_of
 from rooftrace.costmodels.planning.launches import Launch, launches_of
 from rooftrace.costmodels.pricing import price_ops, with_families
 from rooftrace.costmodels.rewriting import rewrite
-from rooftrace.costmodels.traffic import (
-    bytes_by_role,
-    compulsory_bytes,
-    group_costs,
-    layouts,
-)
+from rooftrace.costmodels.traffic import bytes_by_role, layouts, moved
 from rooftrace.hardware.units import format_flops, format_traffic
 from rooftrace.tracer.asking import check_graph
 from rooftrace.tracer.graph import OpGraph
@@ -171,7 +166,7 @@ class Plan:
         return replace(
             self,
             groups=groups,
-            costs=group_costs(self.graph, groups, self.op_costs, costing),
+            costs=moved.group_costs(self.graph, groups, self.op_costs, costing),
             launches=launches_of(self.graph, groups, self.execution),
         )
 
@@ -204,7 +199,7 @@ def _planned(
     if rewritten is not classified:
         op_costs, known = price_ops(rewritten)
     groups = fuse(rewritten, model, op_costs)
-    costs = group_costs(rewritten, groups, op_costs, model)
+    costs = moved.group_costs(rewritten, groups, op_costs, model)
     own_notes = (
         *rules_of_no_op(rewritten),
         *joined_by_users(groups),
@@ -219,7 +214,7 @@ def _planned(
         costs=costs,
         launches=launches_of(rewritten, groups, model),
         coverage=coverage_of(rewritten, op_costs, known),
-        compulsory=compulsory_bytes(rewritten, op_costs),
+        compulsory=moved.compulsory_bytes(rewritten, op_costs),
         notes=(
             *notes,
             *given_formulas(rewritten),

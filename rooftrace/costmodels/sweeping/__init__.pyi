@@ -6,6 +6,6 @@ from rooftrace.costmodels.sweeping.stepforms import (
     points_of as points_of,
 )
 from rooftrace.costmodels.sweeping.sweeps import (
-    Case as Case,
     Sweep as Sweep,
+    SweepCase as SweepCase,
 )

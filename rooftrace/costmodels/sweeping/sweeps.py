@@ -31,7 +31,7 @@ _LINES = 64
 
 
 @dataclass(frozen=True)
-class Case:
+class SweepCase:
     """One form under one set of conditions; settings: what `vary` changed in the source."""
 
     form: Form
@@ -53,7 +53,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Crossing:
+class LimiterChange:
     """Where another limiter takes over, as one size grows: between `size` and the one before."""
 
     labels: Mapping[str, Any]
@@ -93,7 +93,7 @@ class Sweep(Shown):
     """
 
     names: tuple[str, ...]
-    cases: tuple[Case, ...]
+    cases: tuple[SweepCase, ...]
     chips: tuple[Chip, ...]
     columns: Columns
     wanted: int = 0  # lines that were asked for; more than there are where it was stopped
@@ -172,33 +172,59 @@ class Sweep(Shown):
         rising = by.startswith(("t_", "bytes", "peak", "kv_", "weights_"))
         return kept.sort_values(by, ascending=rising, kind="stable").head(count)
 
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data: all lines, crossings, cliffs."""
+        import json
+
+        return {
+            "lines": json.loads(self.frame().to_json(orient="records")),
+            "crossings": [
+                {**c.labels, "chip": c.chip, **c.at, c.name: c.size, "before": c.before,
+                 "after": c.after, "t_est": c.t_est}
+                for c in self.crossings()
+            ],
+            "cliffs": [
+                {**c.labels, "chip": c.chip, **c.at, c.name: c.size, "before": c.before,
+                 "after": c.after}
+                for c in self.cliffs()
+            ],
+        }  # fmt: skip
+
     # -- what it shows -----------------------------------------------------------------------------
 
-    def crossings(self, size: str | None = None) -> list[Crossing]:
+    def crossings(self, size: str | None = None) -> list[LimiterChange]:
         """Where the limiter changes as a size grows (default: the first one), exact to one.
 
         Between two levels with the same limiter nothing is looked for.
         """
         name = self._size(size)
-        found = []
+        changes = []
         for number, case in enumerate(self.cases):
             for chip, line in self.lines(number, name):
-                found += list(self._crossings_on(case, chip, name, line))
-        return found
+                changes += list(self._crossings_on(case, chip, name, line))
+        return changes
 
-    def _crossings_on(self, case: Case, chip: int, name: str, line: Array) -> Iterator[Crossing]:
+    def _crossings_on(
+        self, case: SweepCase, chip: int, name: str, line: Array
+    ) -> Iterator[LimiterChange]:
         sizes, regimes = self.columns[name][line], self.columns["regime"][line]
         at = {n: int(self.columns[n][line[0]]) for n in self.names if n != name}
         for place in np.flatnonzero(regimes[1:] != regimes[:-1]):
             low, high = int(sizes[place]), int(sizes[place + 1])
             for size, before, after, seconds in self._changes(case, chip, name, at, low, high):
-                yield Crossing(
-                    case.labels, self.chips[chip].name, at, name, size,
-                    REGIMES[before], REGIMES[after], seconds,
-                )  # fmt: skip
+                yield LimiterChange(
+                    labels=case.labels,
+                    chip=self.chips[chip].name,
+                    at=at,
+                    name=name,
+                    size=size,
+                    before=REGIMES[before],
+                    after=REGIMES[after],
+                    t_est=seconds,
+                )
 
     def _changes(
-        self, case: Case, chip: int, name: str, at: Mapping[str, int], low: int, high: int
+        self, case: SweepCase, chip: int, name: str, at: Mapping[str, int], low: int, high: int
     ) -> Iterator[tuple[int, int, int, float]]:
         """The changes of the limiter between two sizes, from wide spans to single steps."""
         inside = min(high - low - 1, _INSIDE)
@@ -220,7 +246,7 @@ class Sweep(Shown):
         most, for the first 64 combinations of the other sizes.
         """
         name = self._size(size)
-        found: list[Cliff] = []
+        cliffs: list[Cliff] = []
         for number, case in enumerate(self.cases):
             for chip, line in list(self.lines(number, name))[:_LINES]:
                 sizes = self.columns[name][line]
@@ -231,11 +257,21 @@ class Sweep(Shown):
                 for place in np.flatnonzero(seconds[1:] > seconds[:-1] * (1 + least)):
                     before, after = float(seconds[place]), float(seconds[place + 1])
                     chip_name, here = self.chips[chip].name, int(every[place])
-                    found.append(Cliff(case.labels, chip_name, at, name, here, before, after))
-        return sorted(found, key=lambda cliff: -cliff.jump)
+                    cliffs.append(
+                        Cliff(
+                            labels=case.labels,
+                            chip=chip_name,
+                            at=at,
+                            name=name,
+                            size=here,
+                            before=before,
+                            after=after,
+                        )
+                    )
+        return sorted(cliffs, key=lambda cliff: -cliff.jump)
 
     def _along(
-        self, case: Case, chips: Sequence[int], name: str, at: Mapping[str, int], sizes: Array
+        self, case: SweepCase, chips: Sequence[int], name: str, at: Mapping[str, int], sizes: Array
     ) -> Columns:
         """The table of one case along one size."""
         own = {n: sizes if n == name else np.full(len(sizes), at[n]) for n in case.form.names}

@@ -112,7 +112,6 @@ def sweep(targets: tuple[str, ...], form: str, plot: str | None, **asked: Any) -
 
 def _one(target: str, asked: dict[str, Any], form: str, plot: str | None) -> None:
     import rooftrace as rt
-    from rooftrace.reporting.formfiles import save_form
 
     out, saved = asked.pop("out"), asked.pop("save_form")
     if saved is not None and asked["vary"]:
@@ -128,11 +127,9 @@ def _one(target: str, asked: dict[str, Any], form: str, plot: str | None) -> Non
                 complain(f"stopped; what is done is in {out}.parts, the same command goes on")
             sys.exit(130)
         if saved is not None:
-            save_form(result.cases[0].form, saved)
+            rt.save_form(result.cases[0].form, saved)
         if plot is not None:
-            from rooftrace.reporting.figures.sweepplot import write_sweep_plot
-
-            write_sweep_plot(result, Path(plot))
+            rt.plot_sweep(result, plot)
     _say(result, form)
     if form == "terminal":
         for path, word in ((out, "written"), (saved, "form written"), (plot, "drawn")):
@@ -144,14 +141,13 @@ def _say(result: Any, form: str) -> None:
     import json
 
     from rooftrace.reporting.text import as_markdown, renderable
-    from rooftrace.reporting.text.sweeps import to_dict
 
     if form == "terminal":
         console().print(renderable(result))
     elif form == "csv":
         click.echo(result.frame().to_csv(index=False), nl=False)
     elif form == "json":
-        click.echo(json.dumps(to_dict(result), indent=1))
+        click.echo(json.dumps(result.to_dict(), indent=1))
     else:
         click.echo(as_markdown(result), nl=False)
 
@@ -221,7 +217,7 @@ def _value(text: str) -> Any:
 
 def _fleet(targets: Sequence[str], asked: dict[str, Any], form: str, plot: str | None) -> None:
     """Several targets, or work for a scheduler: results land in a folder as they come."""
-    from rooftrace.reporting.fleetsweeps import sweep_fleet
+    import rooftrace as rt
 
     for option, value in (("--plot", plot), ("--save-form", asked.pop("save_form"))):
         if value is not None:
@@ -233,7 +229,7 @@ def _fleet(targets: Sequence[str], asked: dict[str, Any], form: str, plot: str |
         raise RequestError("several TARGETs: say where results land with -o FOLDER")
     _options(asked)  # what is wrong with the request is said before any worker starts
     with progress():
-        result = sweep_fleet(targets, asked, Path(out), scheduler)
+        result = rt.sweep_fleet(targets, asked, Path(out), scheduler)
     console().print(result)
     if result.failures:
         sys.exit(1)

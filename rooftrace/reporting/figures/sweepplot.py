@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rooftrace.costmodels.sweeping import Sweep
@@ -19,11 +18,6 @@ _LINES = 8
 """Lines that one figure holds; more are not told apart."""
 _LABELS = 12
 """Crossings that are named."""
-
-
-def write_sweep_plot(result: Sweep, path: Path) -> None:
-    """Draw a sweep to a PNG."""
-    style.save(sweep_plot(result), path)
 
 
 def sweep_plot(result: Sweep, size: str | None = None) -> Figure:

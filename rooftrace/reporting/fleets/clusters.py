@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from rooftrace._progress import tell
 from rooftrace.errors import RequestError
-from rooftrace.reporting.fleets.outcomes import Outcome, failed, unpacked_outcome
+from rooftrace.reporting.fleets.outcomes import TaskOutcome, failed, unpacked_outcome
 from rooftrace.reporting.fleets.parts import need, releases
 from rooftrace.reporting.fleets.tasks import FleetError, Task
 
@@ -154,7 +154,7 @@ def _first_line(problem: BaseException) -> str:
     return (str(problem).strip().splitlines() or [type(problem).__name__])[0][:200]
 
 
-def collected(client: Client, tasks: Sequence[Task]) -> Generator[Outcome, None, None]:
+def collected(client: Client, tasks: Sequence[Task]) -> Generator[TaskOutcome, None, None]:
     """The outcome of each task, in the order in which they end.
 
     The scheduler runs the work of a worker that died again, somewhere else.  A task whose workers
@@ -179,7 +179,7 @@ def collected(client: Client, tasks: Sequence[Task]) -> Generator[Outcome, None,
             tell(f"{task.title}: its workers died; once more, alone")
             waiting = _submitted(client, [task])
             (future,) = waiting
-            yield _outcome(future, task) or Outcome(task.key, task.title, error=_DIED)
+            yield _outcome(future, task) or TaskOutcome(task.key, task.title, error=_DIED)
     finally:
         with contextlib.suppress(Exception):  # the scheduler may be gone
             client.cancel(list(waiting))
@@ -218,14 +218,14 @@ def _pickled(task: Task) -> bytes:
     return pickled
 
 
-def _outcome(future: Future, task: Task) -> Outcome | None:
+def _outcome(future: Future, task: Task) -> TaskOutcome | None:
     """What came of a task; None where its workers died too often."""
     from concurrent.futures import CancelledError
 
     from distributed import KilledWorker
 
     try:
-        outcome: Outcome = future.result()
+        outcome: TaskOutcome = future.result()
     except KilledWorker:
         return None
     except CancelledError:

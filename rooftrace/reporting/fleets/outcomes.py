@@ -13,7 +13,7 @@ _LONGEST = 500
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TaskOutcome:
     """A task that ran: its part as bytes, or its error; one of the two is empty."""
 
     key: str
@@ -23,7 +23,7 @@ class Outcome:
     error: str = ""
 
 
-def outcome_of(task: Task) -> Outcome:
+def outcome_of(task: Task) -> TaskOutcome:
     """Run a task here.  An error of its function, or rows that are no table, are its outcome.
 
     Raises KeyboardInterrupt only.
@@ -32,17 +32,17 @@ def outcome_of(task: Task) -> Outcome:
         part, rows = part_bytes(task.function(**task.arguments), task.key)
     except (Exception, SystemExit) as error:  # whatever a user's model raises
         return failed(task, error)
-    return Outcome(task.key, task.title, part=part, rows=rows)
+    return TaskOutcome(task.key, task.title, part=part, rows=rows)
 
 
-def failed(task: Task, error: BaseException) -> Outcome:
+def failed(task: Task, error: BaseException) -> TaskOutcome:
     """The outcome of a task that raised."""
     lines = [line.strip() for line in worded(error).splitlines() if line.strip()]
     first = lines[0] if lines else type(error).__name__
-    return Outcome(task.key, task.title, error=first[:_LONGEST])
+    return TaskOutcome(task.key, task.title, error=first[:_LONGEST])
 
 
-def unpacked_outcome(pickled: bytes, key: str, title: str, expected: dict[str, str]) -> Outcome:
+def unpacked_outcome(pickled: bytes, key: str, title: str, expected: dict[str, str]) -> TaskOutcome:
     """Run a task that came to a worker as bytes.
 
     Whatever keeps it from running there is its outcome: code that the worker has not, or other
@@ -54,9 +54,11 @@ def unpacked_outcome(pickled: bytes, key: str, title: str, expected: dict[str, s
     if here != expected:
         there, ours = (", ".join(map(" ".join, each.items())) for each in (here, expected))
         error = f"the worker has {there}, the caller {ours}: install the same releases there"
-        return Outcome(key, title, error=error)
+        return TaskOutcome(key, title, error=error)
     try:
         task = cloudpickle.loads(pickled)
     except Exception as problem:
-        return Outcome(key, title, error=f"the worker cannot load it: {worded(problem)}"[:_LONGEST])
+        return TaskOutcome(
+            key, title, error=f"the worker cannot load it: {worded(problem)}"[:_LONGEST]
+        )
     return outcome_of(task)

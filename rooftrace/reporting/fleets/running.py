@@ -17,7 +17,7 @@ from rooftrace.reporting.fleets.clusters import (
     collected,
     connected,
 )
-from rooftrace.reporting.fleets.outcomes import Outcome, outcome_of
+from rooftrace.reporting.fleets.outcomes import TaskOutcome, outcome_of
 from rooftrace.reporting.fleets.parts import need, read_part
 from rooftrace.reporting.fleets.results import FleetFailure, FleetResult, write_manifest
 from rooftrace.reporting.fleets.tasks import FleetError, Task
@@ -116,7 +116,7 @@ def _opened(out: str | Path) -> Path:
 
 def _outcomes(
     tasks: Sequence[Task], scheduler: str | None, workers: int, retries: int
-) -> Generator[Outcome, None, None]:
+) -> Generator[TaskOutcome, None, None]:
     """The outcome of each task when it ends."""
     if scheduler == HERE or not tasks:
         yield from map(outcome_of, tasks)
@@ -135,7 +135,7 @@ class _Landing:
         self.ran = 0
         self.failures: dict[str, FleetFailure] = {}
 
-    def take(self, outcomes: Generator[Outcome, None, None]) -> None:
+    def take(self, outcomes: Generator[TaskOutcome, None, None]) -> None:
         """Write what comes, until nothing more does; whatever ends it, the manifest is written."""
         write_manifest(self.folder, self.titles, ())
         if self.there:
@@ -147,7 +147,7 @@ class _Landing:
         finally:
             write_manifest(self.folder, self.titles, self._failures())
 
-    def _land(self, outcome: Outcome, made: Path) -> None:
+    def _land(self, outcome: TaskOutcome, made: Path) -> None:
         self.ran += 1
         words = f"{self.there + self.ran} of {len(self.titles)}: {outcome.title}"
         if outcome.error:

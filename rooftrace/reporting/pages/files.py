@@ -91,9 +91,9 @@ def write_report(results: Results, out: Path, formats: Sequence[str]) -> list[Pa
             (folder / "report.json").write_bytes(to_json(document(results), indent=1) + b"\n")
             names.append("report.json")
         if "trace" in formats:
-            from rooftrace.reporting.figures import write_timelines
+            from rooftrace.reporting.figures import timeline
 
-            names += write_timelines(results, folder)
+            names += timeline.write_timelines(results, folder)
         if "md" in formats:
             from rooftrace.reporting.text import as_markdown
 
@@ -127,10 +127,10 @@ def write_validation(result: Validation, out: Path) -> list[Path]:
                 table.writerows(map(to_cells, rows))  # None is an empty cell
             names.append("nodes.csv")
         if result.estimate is not None and result.alignment is not None:
-            from rooftrace.reporting.figures import write_timeline
+            from rooftrace.reporting.figures import timeline
 
             names.append("timeline.json.gz")
-            write_timeline(folder / names[-1], result.estimate, result.alignment)
+            timeline.write_timeline(folder / names[-1], result.estimate, result.alignment)
         text = to_json(result.to_dict(), indent=1)
         (folder / "validation.json").write_bytes(text + b"\n")
         page = as_markdown(result, names)

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from rooftrace._shown import Shown, short, some
-from rooftrace.costmodels.estimating import records_of
+from rooftrace.costmodels.estimating import rows as estimate_rows
 from rooftrace.hardware import Chip
 from rooftrace.hardware.units import format_time
 from rooftrace.tracer.graph import Assumption, OpGraph
@@ -151,7 +151,7 @@ class Results(Shown):
         """The rows of `frames` as plain records, for each phase and execution."""
         for phase, execution, estimate in self.of_first_chip():
             head = {"phase": phase, "execution": execution, "chip": estimate.chip.name}
-            yield [head | row for row in records_of(estimate.plan, estimate.rows)]
+            yield [head | row for row in estimate_rows.records_of(estimate.plan, estimate.rows)]
 
 
 def _rested_on(graph: OpGraph) -> frozenset[int]:

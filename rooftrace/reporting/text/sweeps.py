@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rooftrace.costmodels.sweeping import Form, Sweep
@@ -115,33 +115,35 @@ def _row(line: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _crossings(result: Sweep) -> Iterator[view.Note]:
-    found = result.crossings()
-    if not found:
+    changes = result.crossings()
+    if not changes:
         regimes = sorted({str(name) for name in result.frame()["regime"].unique()})
         name = result.names[0]
         yield view.Note(f"no change along {name}: limited by {' or '.join(regimes)}", bullet=1)
-    for crossing in found[:_CROSSINGS]:
+    for crossing in changes[:_CROSSINGS]:
         at = _at(crossing.labels, crossing.chip, crossing.at, result)
         yield view.Note(
             f"{crossing.name} {crossing.size:,}: {crossing.before} -> {crossing.after}, "
             f"{format_time(crossing.t_est)}; {at}",
             bullet=1,
         )
-    if len(found) > _CROSSINGS:
-        yield view.Note(f"and {len(found) - _CROSSINGS:,} more, in crossings()", "faint", bullet=1)
+    if len(changes) > _CROSSINGS:
+        yield view.Note(
+            f"and {len(changes) - _CROSSINGS:,} more, in crossings()", "faint", bullet=1
+        )
 
 
 def _cliffs(result: Sweep) -> Iterator[view.Note]:
-    found = result.cliffs()
-    for cliff in found[:_CLIFFS]:
+    cliffs = result.cliffs()
+    for cliff in cliffs[:_CLIFFS]:
         at = _at(cliff.labels, cliff.chip, cliff.at, result)
         yield view.Note(
             f"{cliff.name} {cliff.size:,} -> {cliff.size + 1:,}: {cliff.jump:+.1%}, "
             f"{format_time(cliff.before)} -> {format_time(cliff.after)}; {at}",
             bullet=1,
         )
-    if len(found) > _CLIFFS:
-        yield view.Note(f"and {len(found) - _CLIFFS:,} more, in cliffs()", "faint", bullet=1)
+    if len(cliffs) > _CLIFFS:
+        yield view.Note(f"and {len(cliffs) - _CLIFFS:,} more, in cliffs()", "faint", bullet=1)
 
 
 def _at(labels: Mapping[str, Any], chip: str, at: Mapping[str, int], result: Sweep) -> str:
@@ -169,24 +171,3 @@ def _proven(result: Sweep) -> Iterator[view.Note]:
         yield view.Note(
             f"{result.wanted - len(result):,} of {result.wanted:,} lines are not there yet", "warn"
         )
-
-
-def to_dict(result: Sweep, lines: Sequence[Mapping[str, Any]] | None = None) -> dict[str, Any]:
-    """Plain data: lines, crossings, cliffs."""
-    import json
-
-    frame = result.frame()
-    text = frame.to_json(orient="records") if lines is None else "[]"
-    return {
-        "lines": json.loads(text) if lines is None else list(lines),
-        "crossings": [
-            {**c.labels, "chip": c.chip, **c.at, c.name: c.size, "before": c.before,
-             "after": c.after, "t_est": c.t_est}
-            for c in result.crossings()
-        ],
-        "cliffs": [
-            {**c.labels, "chip": c.chip, **c.at, c.name: c.size, "before": c.before,
-             "after": c.after}
-            for c in result.cliffs()
-        ],
-    }  # fmt: skip

@@ -65,11 +65,6 @@ def load_graphs(path: str | os.PathLike[str]) -> dict[str, OpGraph]:
     return result
 
 
-def encoded_graph(graph: OpGraph) -> dict[str, Any]:
-    """A graph as plain data, for a file that holds more than graphs."""
-    return _encode(graph)
-
-
 def decoded_graph(data: dict[str, Any], where: str, place: str) -> OpGraph:
     """A graph from plain data at a place of the file `where`, verified and bounded.
 

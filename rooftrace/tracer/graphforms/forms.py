@@ -17,7 +17,7 @@ from rooftrace.tracer.asking import assumptions
 from rooftrace.tracer.formulas import Fitter, Formula, Track, functions
 from rooftrace.tracer.graph import Assumption, OpGraph
 from rooftrace.tracer.graphforms.leaves import (
-    Difference,
+    Differing,
     Path,
     StructureError,
     changed,
@@ -35,7 +35,7 @@ from rooftrace.tracer.graphforms.slots import (
     TOUCHED,
     Draw,
     Numbers,
-    Slot,
+    Varying,
     each,
     touched,
 )
@@ -65,7 +65,7 @@ class RecordForm:
     template: Any
     formulas: tuple[Formula, ...]
     draws: tuple[Draw, ...]
-    slots: tuple[Slot, ...]
+    slots: tuple[Varying, ...]
     samples: tuple[Numbers, ...]
 
     @classmethod
@@ -127,6 +127,11 @@ class GraphForm(RecordForm):
         return SeriesGraph.of(quiet) if series else quiet
 
     @property
+    def grows(self) -> bool:
+        """Whether sequences of the graph grow with a size, as with the number of layers."""
+        return isinstance(self.template, SeriesGraph)
+
+    @property
     def example(self) -> OpGraph:
         """The graph of the first sample."""
         return self.at(self.samples[0])
@@ -175,7 +180,7 @@ class _Fit:
         self.formulas: dict[Formula, int] = {}
         self.candidates: dict[tuple[float, ...], Draw] = {}
         self.known_draws: dict[Draw, None] = {}
-        self.quiet: list[Slot] = []  # numbers that are equal at all samples, and not elsewhere
+        self.quiet: list[Varying] = []  # numbers that are equal at all samples, and not elsewhere
         self.draws: dict[Draw, int] = {}
         self.differences = list(differences(self.records))
         self._kinds: dict[tuple[Any, ...], tuple[str, Formula | None, Draw | None]] = {}
@@ -219,7 +224,7 @@ class _Fit:
             draw = Draw(function, *arguments)
             if not draw.is_constant and all(draw.at(sample) == value for sample in self.samples):
                 place = self.draws.setdefault(draw, len(self.draws))
-                self.quiet.append(Slot(path, REACHED, draw=place, whole=type(value) is int))
+                self.quiet.append(Varying(path, REACHED, draw=place, whole=type(value) is int))
                 return
 
     def _learn(self, draw: Draw) -> None:
@@ -227,7 +232,7 @@ class _Fit:
         values = tuple(float(draw.at(sample)) for sample in self.samples)
         self.candidates.setdefault(values, draw)
 
-    def _slot(self, difference: Difference) -> Slot:
+    def _slot(self, difference: Differing) -> Varying:
         path, values = difference
         if isinstance(values[0], str):
             words, columns = words_and_numbers(values, path)
@@ -237,12 +242,12 @@ class _Fit:
                 if formula is None:
                     raise _unfit(path, column)
                 formulas.append(self._place(formula))
-            return Slot(path, TEXT, tuple(formulas), -1, tuple(words), has_commas(values))
+            return Varying(path, TEXT, tuple(formulas), -1, tuple(words), has_commas(values))
         key = (all(type(value) is int for value in values), values, path[-1] in _FACTS and path[-1])
         if key not in self._kinds:
             self._kinds[key] = self._kind(path, values)
         kind, formula, draw = self._kinds[key]
-        return Slot(
+        return Varying(
             path,
             kind,
             () if formula is None else (self._place(formula),),

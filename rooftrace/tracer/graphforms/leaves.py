@@ -20,14 +20,14 @@ class StructureError(ValueError):
     """Graphs that differ in more than their numbers: says where."""
 
 
-class Difference(NamedTuple):
+class Differing(NamedTuple):
     """A number that is not the same in all graphs, or a text with such numbers."""
 
     path: Path
     values: tuple[Any, ...]  # one for each graph: all int, all int or float, or all str
 
 
-def differences(samples: Sequence[Any], path: Path = ()) -> Iterator[Difference]:
+def differences(samples: Sequence[Any], path: Path = ()) -> Iterator[Differing]:
     """Where these records, tuples, mappings or plain values differ.
 
     Raises StructureError where they differ in kind, length, keys or words.
@@ -37,7 +37,7 @@ def differences(samples: Sequence[Any], path: Path = ()) -> Iterator[Difference]
         return
     kinds = {type(sample) for sample in samples}
     if kinds <= {int, float} or kinds == {str}:
-        yield Difference(path, tuple(samples))
+        yield Differing(path, tuple(samples))
         return
     if len(kinds) > 1:
         shown = ", ".join(sorted(kind.__name__ for kind in kinds))

@@ -41,14 +41,14 @@ class Series(Struct, frozen=True):
         if self.second is None:
             yield from self.first
             return
-        found = list(differences([self.first, self.second]))
+        changes = list(differences([self.first, self.second]))
         for block in range(self.count):
             yield from (
                 changed(
                     self.first,
-                    tree_of({path: _along(values, block, path) for path, values in found}),
+                    tree_of({path: _along(values, block, path) for path, values in changes}),
                 )
-                if found
+                if changes
                 else self.first
             )
 

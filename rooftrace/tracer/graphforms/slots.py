@@ -67,7 +67,7 @@ PLAIN, TEXT, REACHED, TOUCHED, EACH = "plain", "text", "reached", "touched", "ea
 bytes of what a draw touches; formula / draw, which are the rows of each class."""
 
 
-class Slot(Struct, frozen=True):
+class Varying(Struct, frozen=True):
     """A number of a record that sizes change; for a text, all its numbers.
 
     formulas: places among the formulas of the form.  draw: the place among its draws.  words: those

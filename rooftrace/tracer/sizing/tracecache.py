@@ -21,7 +21,7 @@ from rooftrace._writing import write_bytes
 from rooftrace.tracer.asking import Job, names
 from rooftrace.tracer.graph import GraphError, OpGraph
 from rooftrace.tracer.graphfiles import load_graphs, save_graphs
-from rooftrace.tracer.sources.apart import Traced
+from rooftrace.tracer.sources import apart
 
 VARIABLE = "ROOFTRACE_CACHE"
 _MOST = 2 << 30
@@ -60,7 +60,7 @@ class TraceCache:
             return None
         return graphs
 
-    def put(self, job: Job, made: Traced) -> None:
+    def put(self, job: Job, made: apart.Traced) -> None:
         """Keep the graphs of a job, unless its rules or a folder speak against it."""
         place = self._place(job)
         if place is None or made.rules or (job.is_code and not made.files):
@@ -121,7 +121,7 @@ def _environment() -> list[Any]:
     from importlib.metadata import distributions
 
     packages = sorted(
-        {(str(found.name), str(found.version)) for found in distributions() if found.name}
+        {(str(made.name), str(made.version)) for made in distributions() if made.name}
     )
     own = Path(__file__).resolve().parents[2]
     files = hashlib.sha256()

@@ -15,8 +15,8 @@ from typing import Any
 from rooftrace.errors import RequestError, hint
 from rooftrace.tracer.asking import Job
 from rooftrace.tracer.graph import OpGraph
-from rooftrace.tracer.sources.tracecache import TraceCache
-from rooftrace.tracer.sources.tracing import collector_paused, traced
+from rooftrace.tracer.sizing.tracecache import TraceCache
+from rooftrace.tracer.sources import collector_paused, traced
 
 _LENGTHS = ("batch", "seq", "kv")
 _DIMENSION = re.compile(r"(\w+)\.(\d+)")

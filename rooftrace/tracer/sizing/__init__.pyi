@@ -1,0 +1,1 @@
+from rooftrace.tracer.sizing.sizedsource import SizedSource as SizedSource
