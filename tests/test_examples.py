@@ -25,3 +25,15 @@ def test_example_prints_its_golden(
     golden(
         f"{script.stem}.txt", printed, ["transformers"] if "config" in script.read_text() else ()
     )
+
+
+def test_the_fleet_prints_its_golden_and_goes_on_where_it_stopped(
+    root: Path, tmp_path: Path, golden: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    main = runpy.run_path(str(root / "examples" / "fleet.py"))["main"]
+    asked = ["--out", str(tmp_path), "--scheduler", "none", "--layers", "2", "--limit"]
+    assert main([*asked, "2"]).ran == 2
+    capsys.readouterr()
+    assert main([*asked, "8"]).ran == 6
+    printed = capsys.readouterr().out
+    golden("fleet.txt", printed.replace(str(tmp_path), "OUT"), ["transformers"])

@@ -38,8 +38,10 @@ def outcome_of(task: Task) -> TaskOutcome:
 def failed(task: Task, error: BaseException) -> TaskOutcome:
     """The outcome of a task that raised."""
     lines = [line.strip() for line in worded(error).splitlines() if line.strip()]
-    first = lines[0] if lines else type(error).__name__
-    return TaskOutcome(task.key, task.title, error=first[:_LONGEST])
+    # "ImportError:" says nothing without the line below it.
+    end = next((n for n, line in enumerate(lines, start=1) if not line.endswith(":")), len(lines))
+    words = " ".join(lines[:end]) or type(error).__name__
+    return TaskOutcome(task.key, task.title, error=words[:_LONGEST])
 
 
 def unpacked_outcome(pickled: bytes, key: str, title: str, expected: dict[str, str]) -> TaskOutcome:
