@@ -76,9 +76,7 @@ def explain(
         critical = None
         if "batch" in sizes:
             top = max(MOST_BATCH, sizes["batch"])
-            critical = critical_of(
-                formed, "batch", range(1, top + 1), sizes, chips[0], conditions
-            )
+            critical = critical_of(formed, "batch", range(1, top + 1), sizes, chips[0], conditions)
         marked = None if critical is None else critical.expected
         sweeps = _sweeps(formed, sizes, chips, conditions, marked)
         result = explained(formed, sizes, chips[0], conditions, None, critical, sweeps)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from rooftrace.costmodels.costs import COMPUTED, Work
@@ -70,7 +70,7 @@ def seconds_of(estimate: Estimate, row: Row, numbers: GroupNumbers) -> Seconds:
     """Seconds of one launch of a row, whose numbers are those of its kernel at the sizes."""
     chip, knobs, timing, count = estimate.chip, estimate.knobs, row.timing, row.count
     cost = estimate.plan.costs[row.index]
-    rates = tuple(_rates(estimate, list(cost.work.items())))
+    rates = tuple(rates_of(estimate, cost.work.items()))
     ideal = sum(rate.seconds for rate in rates)
     compute, hbm = timing.t_comp / count, timing.t_hbm / count
     bandwidth = chip.memory_bandwidth.value
@@ -95,13 +95,20 @@ def seconds_of(estimate: Estimate, row: Row, numbers: GroupNumbers) -> Seconds:
     )
 
 
-def _rates(estimate: Estimate, works: list[tuple[Work, int]]) -> Iterator[Rate]:
-    """The works of one launch that are computed, by engine."""
+def rates_of(
+    estimate: Estimate, works: Iterable[tuple[Work, int]], streaming: bool = True
+) -> Iterator[Rate]:
+    """The works that are computed, by engine.
+
+    streaming: whether products with few rows run on the vector engine where that is faster.
+    """
     flops: dict[tuple[str, str], float] = {}
     chip, execution = estimate.chip, estimate.execution
     for work, flop in works:
         if work.count in COMPUTED and flop:
-            engine = engines.product_engine(work, chip, execution)
+            engine = (engines.product_engine if streaming else engines.engine_of)(
+                work, chip, execution
+            )
             flops[engine] = flops.get(engine, 0) + flop
     for (name, precision), total in flops.items():
         yield Rate(name, precision, total, chip.peak(name, precision))

@@ -60,6 +60,10 @@ class SizeSweep:
     peaks: Mapping[str, float]  # FLOP/s of each chip, of the engine with most matrix FLOPs
     marked: int | None = None
 
+    def is_marked(self, row: SweepRow) -> bool:
+        """Whether a row is that of the marked value on the first chip, for which it holds."""
+        return row.value == self.marked and row.chip == self.rows[0].chip
+
 
 def size_sweep(
     form: Form,

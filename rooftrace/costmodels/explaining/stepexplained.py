@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from rooftrace.costmodels.batchtiming import time_columns
+from rooftrace.costmodels.batchtiming import PlanColumns, time_columns
 from rooftrace.costmodels.estimating import Estimate
 from rooftrace.costmodels.explaining.quantities import (
     Place,
@@ -15,6 +15,7 @@ from rooftrace.costmodels.explaining.quantities import (
     bytes_of,
     flops_of,
 )
+from rooftrace.costmodels.explaining.rates import Rate, rates_of
 from rooftrace.costmodels.explaining.scaling import ScalingTest
 from rooftrace.costmodels.planforms import Conditions, PlanForm, Points
 from rooftrace.costmodels.planforms.planform import counted
@@ -29,6 +30,7 @@ class Critical:
     by_peaks: at the datasheet's rates, t_comp >= t_hbm of all kernels together.  expected: the
     largest part of the expected time is compute.  None: at none of them.  limiter: what is then
     the largest part at `high`.  stays: whether it also is at all larger ones tried.
+    more_flops, more_bytes: what the last one of all values adds to a step, FLOP and byte.
     """
 
     name: str
@@ -38,6 +40,13 @@ class Critical:
     expected: int | None
     limiter: str
     stays: bool
+    more_flops: int
+    more_bytes: int
+
+    @property
+    def more_intensity(self) -> float:
+        """FLOP/byte of what the last value adds: where that is below the ridge, none will do."""
+        return self.more_flops / self.more_bytes if self.more_bytes else float("inf")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +62,7 @@ class ExplainedStep:
     peak: float  # FLOP/s of the engine with most matrix FLOPs
     peak_precision: str
     bandwidth: float  # byte/s
+    rates: tuple[Rate, ...]  # FLOP that are computed, by engine
     t_comp_peaks: float  # s, all FLOPs at the rates of their engines
     t_hbm_peaks: float
     t_comp: float
@@ -108,6 +118,7 @@ def step_of(
         peak=estimate.peak,
         peak_precision=estimate.peak_precision,
         bandwidth=estimate.chip.memory_bandwidth.value,
+        rates=tuple(rates_of(estimate, estimate.plan.total.work.items(), streaming=False)),
         t_comp_peaks=ideal[0],
         t_hbm_peaks=ideal[1],
         t_comp=times.t_comp,
@@ -156,9 +167,16 @@ def peak_times(plan: PlanForm, place: Place, chip: Chip) -> tuple[float, float]:
     """Seconds of all FLOPs, and of all bytes, at the datasheet's rates."""
     points = Points({n: [v] for n, v in zip(place.names, place.values, strict=True)})
     columns = plan.columns(points)
-    by_peaks = replace(columns, execution=replace(columns.execution, knobs=None))
-    timed = time_columns(by_peaks, chip)
+    timed = time_columns(at_peaks(columns), chip)
     return float(timed.t_comp[0]), float(timed.t_hbm[0])
+
+
+def at_peaks(columns: PlanColumns) -> PlanColumns:
+    """The same kernels, with every engine at its whole rate."""
+    execution = columns.execution
+    full = replace(execution.utilization, b_sat=None, eta_scalar=None, tiles=False)
+    whole = replace(execution, knobs=None, utilization=full)
+    return replace(columns, execution=whole)
 
 
 def critical_of(
@@ -177,15 +195,16 @@ def critical_of(
     expected = np.zeros(len(values), dtype=bool)
     largest = np.zeros(len(values), dtype=np.int64)
     names: list[str] = []
+    totals = {"flops": np.zeros(len(values)), "bytes": np.zeros(len(values))}
     for plan, places in form.plans(points, conditions):
         columns = plan.columns(points.where(places))
+        totals["flops"][places] = plan.flops(points.where(places))
+        totals["bytes"][places] = plan.bytes(points.where(places))
         timed = time_columns(columns, chip)
         names = list(timed.regime_seconds)
         largest[places] = np.stack(list(timed.regime_seconds.values())).argmax(axis=0)
         expected[places] = largest[places] == names.index("compute")
-        fast = time_columns(
-            replace(columns, execution=replace(columns.execution, knobs=None)), chip
-        )
+        fast = time_columns(at_peaks(columns), chip)
         peaks[places] = fast.t_comp >= fast.t_hbm
     first = int(expected.argmax()) if expected.any() else None
     return Critical(
@@ -196,4 +215,5 @@ def critical_of(
         None if first is None else values.start + first,
         names[int(largest[-1])],
         first is not None and bool(expected[first:].all()),
+        *(int(total[-1] - total[max(len(values) - 2, 0)]) for total in totals.values()),
     )
