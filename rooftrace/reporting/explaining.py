@@ -121,9 +121,7 @@ def _sizes(job: Job, graph: OpGraph) -> dict[str, int]:
     """Batch and length of a step, where it has them."""
     workload, request = graph.workload, job.request
     sizes = {}
-    if job.is_called and not job.is_named:
-        return _sizes_of_call(job)
-    batch = request.batch or workload.get("batch")
+    batch = request.batch or workload.get("batch") or _first_dimension(job)
     if batch:
         sizes["batch"] = int(batch)
     if graph.phase == "decode" and workload.get("kv"):
@@ -137,16 +135,10 @@ def _sizes(job: Job, graph: OpGraph) -> dict[str, int]:
     return sizes
 
 
-def _sizes_of_call(job: Job) -> dict[str, int]:
-    """The first dimension of the first tensor of a call."""
-    for name, value in [*enumerate(job.args), *job.kwargs.items()]:
-        shape = getattr(value, "shape", None)
-        if shape is not None and len(shape):
-            return {f"{name}.0": int(shape[0])}
-    raise RequestError(
-        "no argument of the call has a shape: name sizes with their values, for example "
-        "at={'x.1': 64}"
-    )
+def _first_dimension(job: Job) -> int | None:
+    """That of the first tensor of a call."""
+    shapes = (getattr(value, "shape", ()) for value in (*job.args, *job.kwargs.values()))
+    return next((int(shape[0]) for shape in shapes if len(shape)), None)
 
 
 def _formed(job: Job, sizes: Mapping[str, int], whole: bool) -> Form:

@@ -5,6 +5,7 @@ from rooftrace.costmodels.explaining.explanations import (
 )
 from rooftrace.costmodels.explaining.sizesweeps import (
     SizeSweep as SizeSweep,
+    SweepRow as SweepRow,
     size_sweep as size_sweep,
 )
 from rooftrace.costmodels.explaining.stepexplained import (

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rooftrace.costmodels.explaining import SizeSweep
+from rooftrace.costmodels.explaining import SizeSweep, SweepRow
 from rooftrace.hardware import Chip
 from rooftrace.hardware.units import format_flop_rate, format_intensity
 from rooftrace.reporting.figures import style
@@ -30,7 +31,7 @@ def sweep_roofline(sweep: SizeSweep, chips: Sequence[Chip]) -> Figure:
         f"{sweep.title}: {sweep.phase} over {sweep.name}",
         f"{others + '; ' if others else ''}{sweep.execution}; FLOP per second of the expected time",
     )
-    axes = figure.add_axes((0.085, 0.105, 0.895, 0.775))
+    axes = figure.add_axes((0.100, 0.105, 0.880, 0.775))
     axes.set_xscale("log")
     axes.set_yscale("log")
     style.plain_axes(axes)
@@ -40,11 +41,11 @@ def sweep_roofline(sweep: SizeSweep, chips: Sequence[Chip]) -> Figure:
     axes.set_xlim(left, right)
     axes.set_ylim(low, high)
     axes.set_xlabel("arithmetic intensity  [FLOP / HBM byte]", fontsize=11, color=style.INK)
-    axes.xaxis.set_major_formatter(lambda v, _: words.bare(format_intensity(v), " FLOP/byte"))
-    axes.yaxis.set_major_formatter(lambda v, _: format_flop_rate(v).replace(".0 ", " "))
+    axes.xaxis.set_major_formatter(lambda v, _: f"{v:,g}")
+    axes.yaxis.set_major_formatter(lambda v, _: _tick(format_flop_rate(v)))
     for place, chip in enumerate(chips):
         _draw(axes, sweep, chip, place, (left, right))
-    _legend(axes, sweep)
+    _legend(axes, sweep, chips)
     return figure
 
 
@@ -63,6 +64,9 @@ def _limits(sweep: SizeSweep, chips: Sequence[Chip]) -> tuple[float, float, floa
 
 def _draw(axes: Axes, sweep: SizeSweep, chip: Chip, place: int, span: tuple[float, float]) -> None:
     """A chip's roof, and its points with the values of the size beside them."""
+    from matplotlib.patheffects import withStroke
+
+    halo = [withStroke(linewidth=2.5, foreground="white", alpha=0.85)]
     colour = style.CHIPS[place % len(style.CHIPS)]
     peak, bandwidth = sweep.peaks[chip.name], chip.memory_bandwidth.value
     ridge = peak / bandwidth
@@ -72,38 +76,42 @@ def _draw(axes: Axes, sweep: SizeSweep, chip: Chip, place: int, span: tuple[floa
     axes.annotate(
         f"{chip.name}  {format_flop_rate(peak)}, ridge {format_intensity(ridge)}",
         (span[1], peak), xytext=(-4, 4), textcoords="offset points", ha="right",
-        fontsize=9.5, color=colour,
+        fontsize=9.5, color=colour, path_effects=halo, zorder=5,
     )  # fmt: skip
     rows = [row for row in sweep.rows if row.chip == chip.name and row.bytes and row.flops]
     xs, ys = [row.intensity for row in rows], [row.rate for row in rows]
     axes.plot(xs, ys, color=colour, linewidth=0.9, linestyle=(0, (2, 2)), zorder=3)
     marker = style.MARKERS[place % len(style.MARKERS)]
-    for number, row in enumerate(rows):
+    crowd = [row for row in rows if sweep.is_marked(row)]
+    for row in rows:
         marked = sweep.is_marked(row)
         axes.plot(
             row.intensity, row.rate, marker=marker, linestyle="", zorder=4,
             markersize=11 if marked else 7, markerfacecolor=style.REGIMES[row.regime],
             markeredgecolor=style.INK if marked else "white", markeredgewidth=1.2,
         )  # fmt: skip
-        near = number and _near(rows[number - 1].intensity, row.intensity, span)
-        if marked or not near:
-            text = f"{row.value:,}" + (" = B_crit" if marked else "")
-            below = marked or place > 0
+        # Values are the same on all chips: they stand beside the points of the first.
+        if place == 0 and (marked or not any(_near(row, other, span) for other in crowd)):
             axes.annotate(
-                text, (row.intensity, row.rate), xytext=(7, -12 if below else 6),
-                textcoords="offset points", fontsize=9, color=colour,
-                fontweight="bold" if marked else "normal",
+                f"{row.value:,}" + (" = B_crit" if marked else ""),
+                (row.intensity, row.rate), xytext=(8, -14), textcoords="offset points",
+                fontsize=9.5, color=style.INK, fontweight="bold" if marked else "normal",
+                path_effects=halo, zorder=5,
             )  # fmt: skip
 
 
-def _near(before: float, here: float, span: tuple[float, float]) -> bool:
-    """Whether two points are too close for a text at each."""
-    from math import log
-
-    return abs(log(here / before)) < 0.02 * log(span[1] / span[0])
+def _tick(text: str) -> str:
+    number, _, unit = text.partition(" ")
+    return f"{float(number):g} {unit}"
 
 
-def _legend(axes: Axes, sweep: SizeSweep) -> None:
+def _near(row: SweepRow, other: SweepRow, span: tuple[float, float]) -> bool:
+    """Whether a point is too close to another one for a text at each."""
+    apart = abs(math.log(row.intensity / other.intensity))
+    return row is not other and apart < 0.02 * math.log(span[1] / span[0])
+
+
+def _legend(axes: Axes, sweep: SizeSweep, chips: Sequence[Chip]) -> None:
     from matplotlib.lines import Line2D
 
     used = dict.fromkeys(row.regime for row in sweep.rows)
@@ -112,4 +120,10 @@ def _legend(axes: Axes, sweep: SizeSweep) -> None:
                color=style.REGIMES[name], label=f"limited by {words.LIMITS[name]}")
         for name in used
     ]  # fmt: skip
+    if len(chips) > 1:
+        handles += [
+            Line2D([], [], marker=style.MARKERS[place % len(style.MARKERS)], linestyle="",
+                   color=style.CHIPS[place % len(style.CHIPS)], markersize=7, label=chip.name)
+            for place, chip in enumerate(chips)
+        ]  # fmt: skip
     axes.legend(handles=handles, loc="upper left", frameon=False, fontsize=10)
