@@ -41,7 +41,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 		rm -f $@; $(PYTHON) -m venv --clear $(VENV); \
 	fi
 	@$(PIP) install --constraint constraints.txt pip setuptools wheel
-	@$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[hf,compare,test,dev]'
+	@$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[hf,compare,fleet,test,dev]'
 	@touch $@
 
 demo: $(INSTALLED) ## report on DeepSeek-V3 (671 B parameters) on an H200, into out/deepseek-v3

@@ -32,7 +32,7 @@ from rooftrace.costmodels.registry import rule as rule
 from rooftrace.costmodels.rewriting import (
     reprice as reprice,
 )
-from rooftrace.costmodels.sweeping import Form as Form
+from rooftrace.costmodels.sweeping import Form as Form, Sweep as Sweep
 from rooftrace.errors import (
     RequestError as RequestError,
     TargetError as TargetError,
@@ -97,6 +97,9 @@ from rooftrace.reporting.sections import (
 )
 from rooftrace.reporting.stepforms import (
     form as form,
+)
+from rooftrace.reporting.sweeps import (
+    sweep as sweep,
 )
 from rooftrace.reporting.view import (
     units as units,

@@ -122,7 +122,7 @@ def run(row: Environment, venvs: Path, jobs: str) -> Result:
     pip = [inside, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     subprocess.run([*pip, "--upgrade", "pip", "setuptools>=77", "wheel"], check=True)
     releases = [f"torch=={row.torch}", f"transformers=={row.transformers}", "build"]
-    extras = [*pip, "--no-build-isolation", "--editable", f"{ROOT}[hf,compare,test]"]
+    extras = [*pip, "--no-build-isolation", "--editable", f"{ROOT}[hf,compare,fleet,test]"]
     subprocess.run([*extras, *releases], check=True)
     report = venvs / f"{row.name}.xml"
     report.unlink(missing_ok=True)

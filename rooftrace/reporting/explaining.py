@@ -10,10 +10,9 @@ from rooftrace._progress import tell, telling
 from rooftrace.costmodels.execution import ExecutionModel, execution_model
 from rooftrace.costmodels.explaining import (
     Explanation,
-    SizeSweep,
     critical_of,
     explained,
-    size_sweep,
+    sizesweeps,
 )
 from rooftrace.costmodels.planforms import Conditions
 from rooftrace.costmodels.rewriting import check_precisions
@@ -167,14 +166,14 @@ def _sweeps(
     chips: Sequence[Chip],
     conditions: Conditions,
     marked: int | None,
-) -> list[SizeSweep]:
+) -> list[sizesweeps.SizeSweep]:
     """Batches of a decode step; lengths of other steps of language models, else batches."""
     if "seq" in sizes:
         most = max(sizes["seq"], *(regime.high[form.names.index("seq")] for regime in form.regimes))
         lengths = [LEAST_SEQ << n for n in range(32) if LEAST_SEQ << n <= most]
         values = sorted({*lengths, sizes["seq"]})
-        return [size_sweep(form, "seq", values, sizes, chips, conditions)]
+        return [sizesweeps.size_sweep(form, "seq", values, sizes, chips, conditions)]
     if "batch" in sizes:
         batches = sorted({*BATCHES, sizes["batch"]})
-        return [size_sweep(form, "batch", batches, sizes, chips, conditions, marked)]
+        return [sizesweeps.size_sweep(form, "batch", batches, sizes, chips, conditions, marked)]
     return []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rooftrace._progress import tell, telling
 from rooftrace.costmodels.sweeping import Form
@@ -13,8 +13,9 @@ from rooftrace.tracer.asking import Job
 from rooftrace.tracer.graph import OpGraph
 from rooftrace.tracer.graphforms import Survey
 from rooftrace.tracer.graphforms.slots import Numbers
-from rooftrace.tracer.source import TraceError
-from rooftrace.tracer.sources.sizing import SizedSource
+
+if TYPE_CHECKING:
+    from rooftrace.tracer.sources.sizing import SizedSource
 
 Levels = Mapping[str, Sequence[int]]
 """For each size the values that may be asked for, in rising order."""
@@ -55,6 +56,8 @@ def form(
 
 def form_of(job: Job, levels: Levels, most: int = MOST_TRACES) -> Form:
     """The form of a job of one phase over these levels."""
+    from rooftrace.tracer.sources.sizing import SizedSource
+
     sized = SizedSource(job, tuple(levels))
     phase = _phase(job)
 
@@ -65,7 +68,7 @@ def form_of(job: Job, levels: Levels, most: int = MOST_TRACES) -> Form:
     bounded = {name: _bounded(sized, name, values, levels) for name, values in levels.items()}
     survey = Survey(sized.names, tuple(bounded.values()), lambda many: list(map(trace, many)), most)
     regimes = tuple(survey.regimes())
-    first = regimes[0].form.template if regimes else None
+    first = regimes[0].form.example if regimes else None
     return Form(
         title=str(first.model.get("name") or "model") if first else job.name,
         phase=str(first.phase) if first else phase,
@@ -90,6 +93,8 @@ def _told(names: Sequence[str], numbers: Sequence[int]) -> str:
 
 def _bounded(sized: SizedSource, name: str, values: Sequence[int], levels: Levels) -> Sequence[int]:
     """The values of a size, without those too long for the model where nobody asked for them."""
+    from rooftrace.tracer.source import TraceError
+
     if values is not USUAL.get(name) or name == "batch":
         return values
     low = {other: min(levels[other]) for other in levels}

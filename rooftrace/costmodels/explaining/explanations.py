@@ -12,7 +12,7 @@ from rooftrace.costmodels.estimating import Estimate
 from rooftrace.costmodels.explaining import quantities, scaling
 from rooftrace.costmodels.explaining.counters import Busy, Counter, counters_of
 from rooftrace.costmodels.explaining.picking import Alike, picked
-from rooftrace.costmodels.explaining.quantities import Place, Quantity
+from rooftrace.costmodels.explaining.quantities import Quantity, SizedPlace
 from rooftrace.costmodels.explaining.rates import Rate, Seconds, seconds_of
 from rooftrace.costmodels.explaining.scaling import ScalingTest, Variation
 from rooftrace.costmodels.explaining.sizesweeps import SizeSweep
@@ -108,7 +108,7 @@ def explained(
     critical: of the whole step, if known.  Raises RequestError for sizes that the form does not
     have, and for an `op` that no kernel answers to.
     """
-    place = Place(form.names, form.numbers(sizes))
+    place = SizedPlace(form.names, form.numbers(sizes))
     plan = plan_at(form, place, conditions)
     chosen = () if op is None else picked(plan, op)
     base = scaling.estimate_at(form, sizes, chip, conditions)
@@ -134,7 +134,7 @@ def explained(
     )
 
 
-def plan_at(form: Form, place: Place, conditions: Conditions) -> PlanForm:
+def plan_at(form: Form, place: SizedPlace, conditions: Conditions) -> PlanForm:
     """A form of the plan that holds at a place, the one that says most in symbols.
 
     A plan may be known at one place alone, or its form may leave out a size that cannot change
@@ -157,7 +157,7 @@ def plan_at(form: Form, place: Place, conditions: Conditions) -> PlanForm:
     return max([own, *same], key=_symbols)
 
 
-def _is(plan: PlanForm, place: Place, here: Any) -> bool:
+def _is(plan: PlanForm, place: SizedPlace, here: Any) -> bool:
     try:
         return bool(plan.form.at(place.values) == here)
     except FormulaError:
@@ -174,14 +174,14 @@ def _symbols(plan: PlanForm) -> int:
 def _kernel(
     plan: PlanForm,
     alike: Alike,
-    place: Place,
+    place: SizedPlace,
     base: Estimate,
     changed: Sequence[Variation],
 ) -> ExplainedKernel:
     kernel = plan.kernels[alike[0]]
     rows = tuple(base.rows[index] for index in alike)
     row, numbers = rows[0], kernel.numbers
-    seconds = seconds_of(base, row, numbers)
+    seconds = seconds_of(base, row, numbers.kind)
     terms = row.timing.terms
     limiter = row.timing.regime
     flops = [

@@ -35,7 +35,7 @@ class Quantity:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class SizedPlace:
     """Sizes by name, and their values."""
 
     names: tuple[str, ...]
@@ -248,7 +248,7 @@ def bytes_of(
 ONCE = Amount(slots.PLAIN, Formula.constant(1))
 
 
-def legend(kernel: KernelForm, place: Place) -> Mapping[str, str]:
+def legend(kernel: KernelForm, place: SizedPlace) -> Mapping[str, str]:
     """The sizes of the largest product or attention of a kernel, by name, in symbols."""
     for number, sizes in enumerate(kernel.attention):
         if sizes is not None:

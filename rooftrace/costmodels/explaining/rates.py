@@ -6,10 +6,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from rooftrace.costmodels.costs import COMPUTED, Work
-from rooftrace.costmodels.estimating import Estimate
-from rooftrace.costmodels.estimating.rows import Row
+from rooftrace.costmodels.estimating import Estimate, Row
 from rooftrace.costmodels.kernels import engines
-from rooftrace.costmodels.planforms.planrecords import GroupNumbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +26,7 @@ class Rate:
 
 
 @dataclass(frozen=True, slots=True)
-class Shares:
+class RateShares:
     """The share of a rate that a kernel reaches: that of its class by knobs, and of what is left.
 
     rest: whole tiles, whole waves and feeding them, the blocks of attention, or layout copies.
@@ -52,8 +50,8 @@ class Seconds:
     """
 
     rates: tuple[Rate, ...]
-    compute_share: Shares | None  # None: nothing is computed
-    hbm_share: Shares | None
+    compute_share: RateShares | None  # None: nothing is computed
+    hbm_share: RateShares | None
     bandwidth: float  # byte/s
     link: float  # byte/s; infinite where nothing moves over one
     compute: float
@@ -66,22 +64,22 @@ class Seconds:
     knobs: str  # their title; "" for the peaks of the datasheet
 
 
-def seconds_of(estimate: Estimate, row: Row, numbers: GroupNumbers) -> Seconds:
-    """Seconds of one launch of a row, whose numbers are those of its kernel at the sizes."""
+def seconds_of(estimate: Estimate, row: Row, kind: str) -> Seconds:
+    """Seconds of one launch of a row; kind: the class of kernels that it is of."""
     chip, knobs, timing, count = estimate.chip, estimate.knobs, row.timing, row.count
     cost = estimate.plan.costs[row.index]
     rates = tuple(rates_of(estimate, cost.work.items()))
     ideal = sum(rate.seconds for rate in rates)
     compute, hbm = timing.t_comp / count, timing.t_hbm / count
     bandwidth = chip.memory_bandwidth.value
-    share = knobs.share(numbers.kind) if knobs else None
+    share = knobs.share(kind) if knobs else None
     by_class = (1.0, 1.0)
     if knobs and share:
         by_class = knobs.compute * share.compute, knobs.memory * share.memory
     return Seconds(
         rates=rates,
-        compute_share=Shares(ideal / compute, by_class[0]) if compute else None,
-        hbm_share=Shares(row.bytes / count / bandwidth / hbm, by_class[1]) if hbm else None,
+        compute_share=RateShares(ideal / compute, by_class[0]) if compute else None,
+        hbm_share=RateShares(row.bytes / count / bandwidth / hbm, by_class[1]) if hbm else None,
         bandwidth=bandwidth,
         link=engines.link_bandwidth(row.bytes_net, chip),
         compute=compute,
@@ -90,7 +88,7 @@ def seconds_of(estimate: Estimate, row: Row, numbers: GroupNumbers) -> Seconds:
         gap=timing.gap / count,
         more=timing.more / count,
         device=timing.t_device / count,
-        kind=numbers.kind,
+        kind=kind,
         knobs=knobs.title if knobs else "",
     )
 

@@ -10,8 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from rooftrace.costmodels.estimating import Estimate
-from rooftrace.costmodels.estimating.rows import Row
+from rooftrace.costmodels.estimating import Estimate, Row
 from rooftrace.costmodels.planforms import Conditions
 from rooftrace.costmodels.sweeping import Form
 from rooftrace.errors import RequestError

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from rooftrace.costmodels.batchtiming import PlanColumns, time_columns
 from rooftrace.costmodels.estimating import Estimate
 from rooftrace.costmodels.explaining.quantities import (
-    Place,
     Quantity,
+    SizedPlace,
     bytes_of,
     flops_of,
 )
@@ -23,7 +24,7 @@ from rooftrace.costmodels.sweeping import Form
 from rooftrace.hardware import Chip
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Critical:
     """The least value of a size at which a step is limited by computing, over all values tried.
 
@@ -104,7 +105,7 @@ TOTAL = "all"
 
 def step_of(
     plan: PlanForm,
-    place: Place,
+    place: SizedPlace,
     estimate: Estimate,
     critical: Critical | None,
     scaling: tuple[ScalingTest, ...],
@@ -135,7 +136,7 @@ def step_of(
     )
 
 
-def _flops(plan: PlanForm, place: Place) -> Iterator[Quantity]:
+def _flops(plan: PlanForm, place: SizedPlace) -> Iterator[Quantity]:
     kinds = dict.fromkeys(
         (work.operation, work.precision)
         for kernel in plan.kernels
@@ -154,7 +155,7 @@ def _flops(plan: PlanForm, place: Place) -> Iterator[Quantity]:
     yield place.total(TOTAL, flops_of(plan.kernels), "FLOP")
 
 
-def _bytes(plan: PlanForm, place: Place) -> Iterator[Quantity]:
+def _bytes(plan: PlanForm, place: SizedPlace) -> Iterator[Quantity]:
     accesses = [item.access for kernel in plan.kernels for item in kernel.traffic]
     for role in dict.fromkeys(access.role for access in accesses if access.wire == "hbm"):
         yield place.total(role, bytes_of(plan.kernels, role=role), "byte")
@@ -163,7 +164,7 @@ def _bytes(plan: PlanForm, place: Place) -> Iterator[Quantity]:
         yield place.total("over links", bytes_of(plan.kernels, "link"), "byte")
 
 
-def peak_times(plan: PlanForm, place: Place, chip: Chip) -> tuple[float, float]:
+def peak_times(plan: PlanForm, place: SizedPlace, chip: Chip) -> tuple[float, float]:
     """Seconds of all FLOPs, and of all bytes, at the datasheet's rates."""
     points = Points({n: [v] for n, v in zip(place.names, place.values, strict=True)})
     columns = plan.columns(points)
@@ -208,12 +209,18 @@ def critical_of(
         peaks[places] = fast.t_comp >= fast.t_hbm
     first = int(expected.argmax()) if expected.any() else None
     return Critical(
-        name,
-        values.start,
-        values.stop - 1,
-        values.start + int(peaks.argmax()) if peaks.any() else None,
-        None if first is None else values.start + first,
-        names[int(largest[-1])],
-        first is not None and bool(expected[first:].all()),
-        *(int(total[-1] - total[max(len(values) - 2, 0)]) for total in totals.values()),
+        name=name,
+        low=values.start,
+        high=values.stop - 1,
+        by_peaks=values.start + int(peaks.argmax()) if peaks.any() else None,
+        expected=None if first is None else values.start + first,
+        limiter=names[int(largest[-1])],
+        stays=first is not None and bool(expected[first:].all()),
+        more_flops=_last_step(totals["flops"]),
+        more_bytes=_last_step(totals["bytes"]),
     )
+
+
+def _last_step(totals: np.ndarray[Any, np.dtype[np.float64]]) -> int:
+    """What the last value adds to the one before; all of it where there is one value."""
+    return int(totals[-1] - totals[-2]) if len(totals) > 1 else int(totals[-1])

@@ -32,6 +32,7 @@ class Amount:
     kind: str
     formula: Formula
     draw: slots.Draw | None = None
+    constant: float | None = None  # a number that is no whole one, in place of the formula
 
     @property
     def sizes(self) -> frozenset[int]:
@@ -44,6 +45,8 @@ class Amount:
 
     def over(self, columns: Sequence[Array]) -> Array:
         """The numbers at points."""
+        if self.constant is not None:
+            return np.array([self.constant])
         if self.draw is None:
             return self.formula.over(columns)
         reached = self.draw.over(columns)
@@ -53,6 +56,8 @@ class Amount:
 
     def written(self, names: Sequence[str]) -> str:
         """The amount in symbols."""
+        if self.constant is not None:
+            return f"{self.constant:g}"
         if self.draw is None:
             return self.formula.written(names)
         draw, formula = self.draw.written(names), self.formula.written(names)
@@ -127,8 +132,9 @@ class PlanForm:
         """The number at a path of the record; constant: what it is where no size changes it."""
         slot = self._slots.get(path)
         if slot is None:
-            whole = Fraction(constant)
-            return Amount(slots.PLAIN, Formula.of({(): whole}))
+            if constant != int(constant):
+                return Amount(slots.PLAIN, Formula(), constant=float(constant))
+            return Amount(slots.PLAIN, Formula.constant(int(constant)))
         formula = self.form.formulas[slot.formulas[0]] if slot.formulas else Formula()
         return Amount(slot.kind, formula, self.form.draws[slot.draw] if slot.draw >= 0 else None)
 

@@ -23,7 +23,7 @@ from rooftrace.costmodels.planning import plan
 from rooftrace.costmodels.rewriting import reprice
 from rooftrace.tracer.formulas import Formula, FormulaError, Guard, Track
 from rooftrace.tracer.graph import OpGraph
-from rooftrace.tracer.graphforms import RecordForm, Regime, StructureError, slots
+from rooftrace.tracer.graphforms import GraphForm, RecordForm, Regime, StructureError, slots
 
 _SAMPLES = 8
 """Plans that a form is fitted to; more where that many leave a number unfit."""
@@ -60,6 +60,7 @@ class _Cell:
 
     guards: tuple[Guard, ...]
     form: PlanForm
+    wide: bool = True  # whether the form may hold elsewhere, too
 
 
 class PlanForms:
@@ -83,17 +84,16 @@ class PlanForms:
             left = left[~held]
         while len(left):
             start = int(left[self._random.randrange(len(left))])
-            cell = self._cell(tuple(int(column[start]) for column in points.columns), points, left)
-            self._cells.append(cell)
+            numbers = tuple(int(column[start]) for column in points.columns)
+            if not self._widened(numbers, points, left):
+                self._cells.append(self._cell(numbers, points, left))
+            cell = next(c for c in self._cells if _holds(c.guards, numbers))
             held = _holding(cell.guards, points, left)
             yield cell.form, left[held]
             left = left[~held]
 
     def _cell(self, numbers: slots.Numbers, points: Points, left: Places) -> _Cell:
         """The cell around these sizes."""
-        known = self._like_known(numbers, points, left)
-        if known is not None:
-            return known
         track = Track()
         tracked = self.conditions.numbers(self.regime.form.at(numbers, track), with_memory=False)
         track.on = False
@@ -108,40 +108,31 @@ class PlanForms:
         alone = {numbers: here}
         single = RecordForm.fitted(self.regime.form.sizes, alone)
         regime = Regime(single, numbers, numbers)
-        return _Cell(tuple(_equal_to(numbers)), PlanForm(regime, self.conditions.execution))
+        form = PlanForm(regime, self.conditions.execution)
+        return _Cell(tuple(_equal_to(numbers)), form, wide=False)
 
-    def _like_known(self, numbers: slots.Numbers, points: Points, left: Places) -> _Cell | None:
-        """A cell whose plan has a form that is known from another one, tried at some of its points.
+    def _widened(self, numbers: slots.Numbers, points: Points, left: Places) -> bool:
+        """Whether a known form holds at these sizes, too, and around them: its cell then does.
 
-        Comparisons that come out otherwise there did not matter.
+        Comparisons that come out otherwise there did not matter for what the others lead to; they
+        are guards no longer.
         """
         here = self._numbers_at(numbers)
-        for other in self._forms():
-            try:
-                if other.form.form.at(numbers) != here:
-                    continue
-            except FormulaError:
+        at = [np.array([number]) for number in numbers]
+        for place, cell in enumerate(self._cells):
+            if not cell.wide or not self._is(cell.form, numbers, here):
                 continue
-            one = Points({n: [v] for n, v in zip(points.names, numbers, strict=True)})
-            guards = tuple(
-                guard if guard.holds(one.columns)[0] else guard._replace(outcome=not guard.outcome)
-                for guard in other.guards
-            )
-            if all(
-                self._is(other.form, where)
-                for where in self._some(guards, numbers, points, left, _CHECKS)
-            ):
-                return _Cell(guards, other.form)
-        return None
+            guards = tuple(guard for guard in cell.guards if guard.holds(at)[0])
+            tries = self._some(guards, numbers, points, left, _CHECKS)
+            if all(self._is(cell.form, where) for where in tries):
+                self._cells[place] = _Cell(guards, cell.form)
+                return True
+        return False
 
-    def _forms(self) -> list[_Cell]:
-        """A cell for each form."""
-        return list({id(cell.form): cell for cell in self._cells}.values())
-
-    def _is(self, form: PlanForm, where: slots.Numbers) -> bool:
-        """Whether a form gives the plan at these sizes."""
+    def _is(self, form: PlanForm, where: slots.Numbers, numbers: PlanNumbers | None = None) -> bool:
+        """Whether a form gives the plan at these sizes, whose numbers may be known."""
         try:
-            return bool(form.form.at(where) == self._numbers_at(where))
+            return bool(form.form.at(where) == (numbers or self._numbers_at(where)))
         except FormulaError:
             return False
 
@@ -248,6 +239,12 @@ def _holding(guards: Sequence[Guard], points: Points, places: Places) -> Array:
     return held
 
 
+def _holds(guards: Sequence[Guard], numbers: slots.Numbers) -> bool:
+    """Whether all guards hold at one place."""
+    columns = [np.array([number]) for number in numbers]
+    return all(bool(guard.holds(columns)[0]) for guard in guards)
+
+
 def _equal_to(numbers: slots.Numbers) -> Iterator[Guard]:
     for place, number in enumerate(numbers):
         difference = Formula.total([(1, Formula.symbol(place)), (-1, Formula.constant(number))])
@@ -258,11 +255,12 @@ def _named(names: Sequence[str], numbers: Sequence[int]) -> str:
     return ", ".join(f"{name} {number:,}" for name, number in zip(names, numbers, strict=True))
 
 
-def draws_of(form: RecordForm) -> Iterator[slots.Draw]:
+def draws_of(form: GraphForm) -> Iterator[slots.Draw]:
     """What the prices of a graph may depend on: its own draws, and those of uniform indices."""
     yield from form.draws
-    graph: OpGraph = form.template
-    varying = {slot.path: slot for slot in form.slots}
+    graph = form.example
+    own = ("graph",)  # before the paths of a graph with series
+    varying = {s.path[1:] if s.path[:1] == own else s.path: s for s in form.slots}
     for op in graph.ops:
         classes = op.facts.get("uniform_over")
         if classes is None:

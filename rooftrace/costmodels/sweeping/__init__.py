@@ -1,4 +1,4 @@
-"""A step at many sizes, on many chips: forms of a source evaluated, and what can be asked of them."""
+"""A step at many sizes and on many chips: forms evaluated, and what can be asked of them."""
 
 from rooftrace._face import face
 

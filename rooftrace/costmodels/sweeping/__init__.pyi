@@ -5,3 +5,7 @@ from rooftrace.costmodels.sweeping.stepforms import (
     Form as Form,
     points_of as points_of,
 )
+from rooftrace.costmodels.sweeping.sweeps import (
+    Case as Case,
+    Sweep as Sweep,
+)

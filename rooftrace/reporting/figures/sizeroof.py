@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rooftrace.costmodels.explaining import SizeSweep, SweepRow
+from rooftrace.costmodels.explaining import sizesweeps
 from rooftrace.hardware import Chip
 from rooftrace.hardware.units import format_flop_rate, format_intensity
 from rooftrace.reporting.figures import style
@@ -20,7 +20,7 @@ _ROOM = 2.0
 """How far the axes go beyond what they show, as a factor."""
 
 
-def sweep_roofline(sweep: SizeSweep, chips: Sequence[Chip]) -> Figure:
+def sweep_roofline(sweep: sizesweeps.SizeSweep, chips: Sequence[Chip]) -> Figure:
     """FLOP/s of the step over its FLOP/byte, log-log; a point for each value, joined in order.
 
     Roofs are the bandwidth and the engine that computes most; points are coloured by what limits.
@@ -49,7 +49,9 @@ def sweep_roofline(sweep: SizeSweep, chips: Sequence[Chip]) -> Figure:
     return figure
 
 
-def _limits(sweep: SizeSweep, chips: Sequence[Chip]) -> tuple[float, float, float, float]:
+def _limits(
+    sweep: sizesweeps.SizeSweep, chips: Sequence[Chip]
+) -> tuple[float, float, float, float]:
     rows = [row for row in sweep.rows if row.bytes and row.flops]
     ridges = [sweep.peaks[chip.name] / chip.memory_bandwidth.value for chip in chips]
     intensities = [*(row.intensity for row in rows), *ridges]
@@ -62,7 +64,9 @@ def _limits(sweep: SizeSweep, chips: Sequence[Chip]) -> tuple[float, float, floa
     )
 
 
-def _draw(axes: Axes, sweep: SizeSweep, chip: Chip, place: int, span: tuple[float, float]) -> None:
+def _draw(
+    axes: Axes, sweep: sizesweeps.SizeSweep, chip: Chip, place: int, span: tuple[float, float]
+) -> None:
     """A chip's roof, and its points with the values of the size beside them."""
     from matplotlib.patheffects import withStroke
 
@@ -105,13 +109,13 @@ def _tick(text: str) -> str:
     return f"{float(number):g} {unit}"
 
 
-def _near(row: SweepRow, other: SweepRow, span: tuple[float, float]) -> bool:
+def _near(row: sizesweeps.SweepRow, other: sizesweeps.SweepRow, span: tuple[float, float]) -> bool:
     """Whether a point is too close to another one for a text at each."""
     apart = abs(math.log(row.intensity / other.intensity))
     return row is not other and apart < 0.02 * math.log(span[1] / span[0])
 
 
-def _legend(axes: Axes, sweep: SizeSweep, chips: Sequence[Chip]) -> None:
+def _legend(axes: Axes, sweep: sizesweeps.SizeSweep, chips: Sequence[Chip]) -> None:
     from matplotlib.lines import Line2D
 
     used = dict.fromkeys(row.regime for row in sweep.rows)

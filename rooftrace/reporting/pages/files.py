@@ -91,7 +91,7 @@ def write_report(results: Results, out: Path, formats: Sequence[str]) -> list[Pa
             (folder / "report.json").write_bytes(to_json(document(results), indent=1) + b"\n")
             names.append("report.json")
         if "trace" in formats:
-            from rooftrace.reporting.figures import write_timelines
+            from rooftrace.reporting.figures.timeline import write_timelines
 
             names += write_timelines(results, folder)
         if "md" in formats:
@@ -127,7 +127,7 @@ def write_validation(result: Validation, out: Path) -> list[Path]:
                 table.writerows(map(to_cells, rows))  # None is an empty cell
             names.append("nodes.csv")
         if result.estimate is not None and result.alignment is not None:
-            from rooftrace.reporting.figures import write_timeline
+            from rooftrace.reporting.figures.timeline import write_timeline
 
             names.append("timeline.json.gz")
             write_timeline(folder / names[-1], result.estimate, result.alignment)

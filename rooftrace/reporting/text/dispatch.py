@@ -6,7 +6,6 @@ from functools import singledispatch
 from typing import Any
 
 from rooftrace.costmodels.estimating import Breakdown, Estimate
-from rooftrace.costmodels.explaining import Explanation
 from rooftrace.costmodels.findings import moduletree
 from rooftrace.costmodels.findings.diffs import Diff
 from rooftrace.costmodels.locks import checking
@@ -16,7 +15,6 @@ from rooftrace.reporting.sections import Results, report_view
 from rooftrace.reporting.text.checkpoints import checkpoints_view
 from rooftrace.reporting.text.chips import chip_view
 from rooftrace.reporting.text.differences import diff_view
-from rooftrace.reporting.text.explanations import explanation_view
 from rooftrace.reporting.text.inventories import inventory_view, parameters_view
 from rooftrace.reporting.text.moduletrees import breakdown_view, graph_view, summary_view
 from rooftrace.reporting.view import model as view
@@ -82,11 +80,6 @@ def _(result: Breakdown, output: view.Output) -> view.View:
 @view_of.register
 def _(result: OpGraph, output: view.Output) -> view.View:
     return graph_view(result)
-
-
-@view_of.register
-def _(result: Explanation, output: view.Output) -> view.View:
-    return explanation_view(result)
 
 
 @view_of.register

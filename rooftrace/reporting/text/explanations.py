@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rooftrace.costmodels.explaining import ExplainedKernel, Explanation, SizeSweep
+from rooftrace.costmodels.explaining import ExplainedKernel, Explanation, sizesweeps
 from rooftrace.hardware.units import (
     format_bandwidth,
     format_flop_rate,
@@ -15,6 +15,7 @@ from rooftrace.hardware.units import (
     format_time,
     format_traffic,
 )
+from rooftrace.reporting.text.dispatch import view_of
 from rooftrace.reporting.view import model as view, units, words
 
 ON_SCREEN = 3
@@ -74,6 +75,11 @@ def explanation_view(result: Explanation) -> view.View:
         sections += _step(result)
     sections += [_sweep(sweep, place=95 + n) for n, sweep in enumerate(result.sweeps)]
     return view.View(tuple(sections), f"Explained: {result.title}, {result.phase}")
+
+
+def register() -> None:
+    """Let `view_of` know them."""
+    view_of.register(Explanation, lambda result, output: explanation_view(result))
 
 
 # -- kernels ---------------------------------------------------------------------------------------
@@ -270,7 +276,7 @@ def _critical(result: Explanation) -> list[str]:
 # -- sweeps ----------------------------------------------------------------------------------------
 
 
-def _sweep(sweep: SizeSweep, place: int) -> view.Section:
+def _sweep(sweep: sizesweeps.SizeSweep, place: int) -> view.Section:
     several = len({row.chip for row in sweep.rows}) > 1
 
     def value(row: Any) -> view.Cell:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rooftrace.tracer.formulas.polynomials import Formula
@@ -135,6 +136,7 @@ def _expression(number: Any) -> Expression:
     return number.expression if isinstance(number, Tracked) else Formula.constant(int(number))
 
 
+@lru_cache(maxsize=1 << 16)
 def _combined(kind: str, first: Expression, second: Expression) -> Expression:
     if isinstance(first, Formula) and isinstance(second, Formula):
         if kind == "*":
@@ -143,6 +145,7 @@ def _combined(kind: str, first: Expression, second: Expression) -> Expression:
     return Combination(kind, first, second)
 
 
+@lru_cache(maxsize=1 << 16)
 def _divided(kind: str, above: Expression, below: Expression) -> Expression:
     """The floor of a quotient, or its rest; exact where every term can be divided."""
     if isinstance(above, Formula) and isinstance(below, Formula) and below.is_constant:

@@ -61,15 +61,27 @@ def load_graphs(path: str | os.PathLike[str]) -> dict[str, OpGraph]:
     graphs = record_of(_File, data, where, _KIND).graphs
     result = {}
     for phase, values in graphs.items():
-        place = f"graphs.{phase}"
-        entry = record_of(_Graph, values, where, _KIND, place)
-        record_of(_Facts, entry.model, where, _KIND, f"{place}.model")
-        record_of(_Facts, entry.workload, where, _KIND, f"{place}.workload")
-        try:
-            result[phase] = bounded(_decode(entry).verify())
-        except ValueError as error:
-            raise GraphFileError(f"{where}: {place}: a damaged graph: {error}") from None
+        result[phase] = decoded_graph(values, where, f"graphs.{phase}")
     return result
+
+
+def encoded_graph(graph: OpGraph) -> dict[str, Any]:
+    """A graph as plain data, for a file that holds more than graphs."""
+    return _encode(graph)
+
+
+def decoded_graph(data: dict[str, Any], where: str, place: str) -> OpGraph:
+    """A graph from plain data at a place of the file `where`, verified and bounded.
+
+    Raises GraphFileError.
+    """
+    entry = record_of(_Graph, data, where, _KIND, place)
+    record_of(_Facts, entry.model, where, _KIND, f"{place}.model")
+    record_of(_Facts, entry.workload, where, _KIND, f"{place}.workload")
+    try:
+        return bounded(_decode(entry).verify())
+    except ValueError as error:
+        raise GraphFileError(f"{where}: {place}: a damaged graph: {error}") from None
 
 
 def looks_saved(path: str | os.PathLike[str]) -> bool:

@@ -4,6 +4,7 @@ from rooftrace.tracer.graphforms.forms import (
     RecordForm as RecordForm,
 )
 from rooftrace.tracer.graphforms.leaves import StructureError as StructureError
+from rooftrace.tracer.graphforms.series import SeriesGraph as SeriesGraph
 from rooftrace.tracer.graphforms.surveying import (
     Regime as Regime,
     Survey as Survey,

@@ -7,7 +7,7 @@ exactly at all samples is an error: a form never stands for a record that it doe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from rooftrace.tracer.asking import assumptions
 from rooftrace.tracer.formulas import Fitter, Formula, Track, functions
-from rooftrace.tracer.graph import OpGraph
+from rooftrace.tracer.graph import Assumption, OpGraph
 from rooftrace.tracer.graphforms.leaves import (
     Difference,
     Path,
@@ -26,6 +26,7 @@ from rooftrace.tracer.graphforms.leaves import (
     tree_of,
     words_and_numbers,
 )
+from rooftrace.tracer.graphforms.series import SeriesGraph
 from rooftrace.tracer.graphforms.slots import (
     EACH,
     PLAIN,
@@ -98,25 +99,54 @@ class RecordForm:
 
 
 class GraphForm(RecordForm):
-    """A graph for any sizes within one regime."""
+    """A graph for any sizes within one regime; the template may be a `SeriesGraph`."""
 
     @classmethod
     def fitted(
         cls, sizes: Sequence[str], records: Mapping[Numbers, Any], draws: Sequence[Draw] = ()
     ) -> GraphForm:
         """The form that gives these graphs; see `RecordForm.fitted`."""
-        plain = {sample: _saying(graph, lambda facts: "") for sample, graph in records.items()}
+        first = next(iter(records.values()))
+        grows = any(_lengths(graph) != _lengths(first) for graph in records.values())
+        plain = {sample: cls.plain(graph, grows) for sample, graph in records.items()}
         fit = _Fit(tuple(sizes), plain, draws)
-        fit.learn_routing(next(iter(plain.values())).assumptions)
+        template = next(iter(plain.values()))
+        fit.learn_routing(
+            template.placed() if isinstance(template, SeriesGraph) else _placed(first)
+        )
         form: GraphForm = fit.form(cls)
         for sample, graph in records.items():
             if form.at(sample) != graph:
                 raise StructureError(f"the form is not the graph that was traced at {sample}")
         return form
 
+    @staticmethod
+    def plain(graph: OpGraph, series: bool) -> OpGraph | SeriesGraph:
+        """A graph as it is fitted: without words on routing; series: its sequences as series."""
+        quiet = _saying(graph, lambda facts: "")
+        return SeriesGraph.of(quiet) if series else quiet
+
+    @property
+    def example(self) -> OpGraph:
+        """The graph of the first sample."""
+        return self.at(self.samples[0])
+
     def at(self, numbers: Sequence[int], track: Track | None = None) -> OpGraph:
         """The graph at these sizes; see `RecordForm.at`."""
-        return _saying(super().at(numbers, track), assumptions.said_of_routing)
+        made = super().at(numbers, track)
+        graph = made.whole() if isinstance(made, SeriesGraph) else made
+        return _saying(graph, assumptions.said_of_routing)
+
+
+def _placed(graph: OpGraph) -> Iterator[tuple[Path, Assumption]]:
+    for number, assumption in enumerate(graph.assumptions):
+        yield ("assumptions", number), assumption
+
+
+def _lengths(graph: OpGraph) -> tuple[Any, ...]:
+    """Of the sequences that grow with the number of layers."""
+    repeats = ((*map(len, r.names.values()), len(r.assumptions)) for r in graph.repeats)
+    return (len(graph.modules), len(graph.assumptions), *repeats)
 
 
 def _saying(graph: OpGraph, said: Callable[[Mapping[str, Any]], str]) -> OpGraph:
@@ -145,6 +175,7 @@ class _Fit:
         self.formulas: dict[Formula, int] = {}
         self.candidates: dict[tuple[float, ...], Draw] = {}
         self.known_draws: dict[Draw, None] = {}
+        self.quiet: list[Slot] = []  # numbers that are equal at all samples, and not elsewhere
         self.draws: dict[Draw, int] = {}
         self.differences = list(differences(self.records))
         self._kinds: dict[tuple[Any, ...], tuple[str, Formula | None, Draw | None]] = {}
@@ -152,7 +183,7 @@ class _Fit:
             self._learn(draw)
 
     def form(self, kind: type[Any]) -> Any:
-        slots = tuple(self._slot(difference) for difference in self.differences)
+        slots = (*map(self._slot, self.differences), *self.quiet)
         return kind(
             self.sizes,
             self.records[0],
@@ -162,13 +193,13 @@ class _Fit:
             self.samples,
         )
 
-    def learn_routing(self, made: Sequence[Any]) -> None:
-        """Learn the draws of the choices that assumptions describe."""
+    def learn_routing(self, placed: Iterable[tuple[Path, Assumption]]) -> None:
+        """Learn the draws of the choices that assumptions describe, each with its path."""
         varying = {difference.path: difference.values for difference in self.differences}
-        for number, assumption in enumerate(made):
+        for place, assumption in placed:
             if "policy" not in assumption.facts:
                 continue
-            path = ("assumptions", number, "facts")
+            path = (*place, "facts")
             arguments = []
             for name in ("rows", "chosen", "classes"):
                 constant = (assumption.facts[name],) * len(self.samples)
@@ -178,6 +209,18 @@ class _Fit:
             if len(arguments) == 3:
                 for function in functions.FUNCTIONS:
                     self._learn(Draw(function, *arguments))
+                for name in ("distinct", "drawn"):
+                    if (*path, name) not in varying:
+                        self._learn_quiet((*path, name), assumption.facts[name], arguments)
+
+    def _learn_quiet(self, path: Path, value: float, arguments: Sequence[Formula]) -> None:
+        """A count that all samples reach, as all classes of many rows, and fewer rows may not."""
+        for function in _FACTS[path[-1]]:
+            draw = Draw(function, *arguments)
+            if not draw.is_constant and all(draw.at(sample) == value for sample in self.samples):
+                place = self.draws.setdefault(draw, len(self.draws))
+                self.quiet.append(Slot(path, REACHED, draw=place, whole=type(value) is int))
+                return
 
     def _learn(self, draw: Draw) -> None:
         self.known_draws[draw] = None

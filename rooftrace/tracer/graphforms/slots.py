@@ -27,6 +27,11 @@ class Draw(Struct, frozen=True):
     chosen: Formula
     classes: Formula
 
+    @property
+    def is_constant(self) -> bool:
+        """Whether no size changes it."""
+        return all(part.is_constant for part in (self.rows, self.chosen, self.classes))
+
     def at(self, numbers: Numbers) -> float:
         """The number that is reached."""
         arguments = (self.rows.at(numbers), self.chosen.at(numbers), self.classes.at(numbers))

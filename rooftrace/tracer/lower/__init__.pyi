@@ -1,3 +1,6 @@
+from rooftrace.tracer.lower.asides import (
+    without_asides as without_asides,
+)
 from rooftrace.tracer.lower.blocks import (
     NotAlikeError as NotAlikeError,
 )

@@ -14,7 +14,7 @@ from rooftrace.tracer.asking import names
 from rooftrace.tracer.dtypes import dtype_name
 from rooftrace.tracer.graph import OpGraph
 from rooftrace.tracer.inputs import Inputs
-from rooftrace.tracer.lower import lower
+from rooftrace.tracer.lower import lower, without_asides
 from rooftrace.tracer.recording import Recorder, look_for_gaps
 from rooftrace.tracer.tensors import subclasses, tensors_in
 
@@ -60,7 +60,7 @@ def graph_of(
     outputs = [
         part for t in tensors_in(step.output) for part, _ in subclasses.parts_of(t, beside=False)
     ]
-    return lower(
+    graph = lower(
         recorder,
         look_for_gaps(recorder, outputs, module),
         phase=phase,
@@ -72,6 +72,7 @@ def graph_of(
         provenance=provenance(target),
         repeats=recorder.repeat_calls,
     )
+    return without_asides(graph, recorder.values.asides)
 
 
 def describe(module: nn.Module) -> dict[str, Any]:

@@ -167,9 +167,11 @@ class PhaseRunner:
         with torch.no_grad():
             if state is None:
                 prompt = self.inputs.cached_kwargs
+                before = len(recorder.values.assumptions)
                 with recorder.paused():
                     prompt = self.inputs.kwargs if prompt is None else prompt
                     prompted, state = self.calls.prompted(prompt)
+                recorder.values.asides = range(before, len(recorder.values.assumptions))
                 if not state:
                     raise NoCacheError(self.calls.without_cache("decode", prompted))
             recorder.paths.counts.clear()

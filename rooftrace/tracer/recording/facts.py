@@ -124,14 +124,13 @@ def _range(index: Tensor) -> tuple[int, int]:
 
 @facts_of("aten._grouped_mm", "aten._scaled_grouped_mm", "aten._scaled_grouped_mm_v2")
 def _groups(values: Values, call: Call, facts: dict[str, Any]) -> frozenset[int]:
-    """The number of groups with rows, the rows of the largest group, and the rows of all."""
+    """The number of groups with rows, and the rows of all."""
     offsets = next((t for t in call.tensors if t.dtype == torch.int32 and t.dim() == 1), None)
     entry = values.known(offsets) if offsets is not None else None
     if entry is None:
         return records.NO_TAINT
     sizes = torch.diff(entry.value, prepend=entry.value.new_zeros(1))
     facts["groups_touched"] = int((sizes > 0).sum())
-    facts["rows_largest"] = int(sizes.max()) if sizes.numel() else 0
     facts["rows_routed"] = int(sizes.sum())
     return entry.taint
 

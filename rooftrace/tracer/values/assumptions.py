@@ -42,6 +42,7 @@ class Assumptions:
         self.by_number = False  # the user's branches count conditions: none is computed
         self.last_line = ""  # the line that asked for the last unknown condition
         self.assumptions: list[Assumption] = []
+        self.asides = range(0)  # those made while nothing was recorded
         self.decisions = 0  # how many unknown conditions were decided
         self.decided = False  # the last of these decisions was the user's
         self._same_branch: Counter[tuple[str, str]] = Counter()

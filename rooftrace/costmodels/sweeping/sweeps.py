@@ -1,0 +1,273 @@
+"""A sweep: a step at many sizes, on many chips, under several conditions, and what it shows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rooftrace._shown import Shown, short
+from rooftrace.costmodels.planforms import Conditions, Points
+from rooftrace.costmodels.sweeping.evaluating import SECONDS, TOTALS, Columns, evaluated
+from rooftrace.costmodels.sweeping.stepforms import Form
+from rooftrace.costmodels.timing.timings import REGIMES
+from rooftrace.errors import RequestError, hint
+from rooftrace.hardware import Chip
+
+if TYPE_CHECKING:
+    import pandas
+
+Array = np.ndarray[Any, np.dtype[Any]]
+LEAST = 0.05
+"""How much longer a step must take, for one more of a size, to be a cliff."""
+_INSIDE = 63
+"""Sizes between two levels that are tried at once to find where the limiter changes."""
+_WIDEST = 16_384
+"""The most sizes that are looked at one by one for cliffs."""
+_LINES = 64
+"""Combinations of the other sizes for which cliffs are looked for."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One form under one set of conditions; settings: what `vary` changed in the source."""
+
+    form: Form
+    conditions: Conditions
+    settings: Mapping[str, Any]
+
+    @property
+    def labels(self) -> dict[str, Any]:
+        """What tells this case from others: settings, phase, execution, precisions."""
+        conditions = self.conditions
+        return {
+            **self.settings,
+            "phase": self.form.phase,
+            "execution": conditions.execution.name,
+            "dtype": conditions.dtype or "as traced",
+            **({"weights_dtype": conditions.weights_dtype} if conditions.weights_dtype else {}),
+            **({"kv_dtype": conditions.kv_dtype} if conditions.kv_dtype else {}),
+        }
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """Where another limiter takes over, as one size grows: between `size` and the one before."""
+
+    labels: Mapping[str, Any]
+    chip: str
+    at: Mapping[str, int]  # the other sizes
+    name: str
+    size: int  # the first with the new limiter; the one before has the old
+    before: str
+    after: str
+    t_est: float  # seconds, at `size`
+
+
+@dataclass(frozen=True)
+class Cliff:
+    """One more of a size that costs much: from `size` to `size + 1`."""
+
+    labels: Mapping[str, Any]
+    chip: str
+    at: Mapping[str, int]
+    name: str
+    size: int
+    before: float  # seconds
+    after: float
+
+    @property
+    def jump(self) -> float:
+        """How much longer the step takes: 0.27 is 27 %."""
+        return self.after / self.before - 1
+
+
+@dataclass(frozen=True, eq=False)
+class Sweep(Shown):
+    """A table with a line for each case, chip and point; `frame()` is it with words and units.
+
+    columns: sizes by name, `case` and `chip` (places), TOTALS, SECONDS, `regime` (place in
+    REGIMES), `regime_share`, `peak`.
+    """
+
+    names: tuple[str, ...]
+    cases: tuple[Case, ...]
+    chips: tuple[Chip, ...]
+    columns: Columns
+    wanted: int = 0  # lines that were asked for; more than there are where it was stopped
+
+    def __len__(self) -> int:
+        return len(self.columns["case"])
+
+    def __repr__(self) -> str:
+        title = self.cases[0].form.title if self.cases else "nothing"
+        return short(
+            self,
+            f"{title} over {', '.join(self.names)}: {len(self):,} lines, "
+            f"{len(self.cases)} cases on {', '.join(chip.name for chip in self.chips)}",
+        )
+
+    @property
+    def whole(self) -> bool:
+        """Whether all lines are there."""
+        return len(self) >= self.wanted
+
+    # -- tables ------------------------------------------------------------------------------------
+
+    def derived(self) -> Columns:
+        """Columns that follow from others: items_per_s, ai_hbm (FLOP/byte), mfu, t_launch, fits."""
+        c = self.columns
+        capacity = np.array([chip.memory_capacity.value for chip in self.chips])
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return {
+                "items_per_s": c["items"] / c["t_est"],
+                "ai_hbm": c["flops_causal"].astype(float) / c["bytes_hbm"].astype(float),
+                "mfu": c["flops_matrix"].astype(float) / (c["t_est"] * c["peak"]),
+                "t_launch": c["t_est"] - c["t_serial"],
+                "fits": c["peak_memory"] <= capacity[c["chip"]],
+            }
+
+    def frame(self) -> pandas.DataFrame:
+        """A pandas frame: labels, sizes, FLOP, bytes, seconds; regime in words."""
+        import pandas
+
+        columns: dict[str, Any] = {}
+        for name in dict.fromkeys(name for case in self.cases for name in case.labels):
+            values = [case.labels.get(name, "") for case in self.cases]
+            columns[name] = _words(values, self.columns["case"])
+        columns["chip"] = _words([chip.name for chip in self.chips], self.columns["chip"])
+        columns |= {name: self.columns[name] for name in (*self.names, *TOTALS, *SECONDS)}
+        columns["regime"] = _words(list(REGIMES), self.columns["regime"])
+        columns["regime_share"] = self.columns["regime_share"]
+        return pandas.DataFrame({**columns, **self.derived()})
+
+    def best(
+        self, by: str = "items_per_s", count: int = 5, *, fits: bool = True, **limits: float
+    ) -> pandas.DataFrame:
+        """The lines with the most of a column, within limits: best("items_per_s", t_est=0.03).
+
+        fits: only those that fit the chip's memory.  limits: the largest value of a column.  Of
+        columns of seconds and bytes the least are best.  Raises RequestError for a column that
+        there is not, and where no line is within the limits.
+        """
+        frame = self.frame()
+        for name in (by, *limits):
+            if name not in frame.columns:
+                raise RequestError(
+                    f"{name!r}: no column has this name{hint(name, list(frame.columns))}"
+                )
+        kept = frame[frame["fits"]] if fits else frame
+        for name, most in limits.items():
+            kept = kept[kept[name] <= most]
+        if kept.empty:
+            least = {name: float(frame[name].min()) for name in limits}
+            shown = ", ".join(f"{name} <= {most:g}" for name, most in limits.items())
+            reached = ", ".join(f"{name} {value:g}" for name, value in least.items())
+            raise RequestError(
+                f"no line is within {shown or 'the memory of its chip'}"
+                + (f"; the least that there is: {reached}" if least else "")
+            )
+        rising = by.startswith(("t_", "bytes", "peak", "kv_", "weights_"))
+        return kept.sort_values(by, ascending=rising, kind="stable").head(count)
+
+    # -- what it shows -----------------------------------------------------------------------------
+
+    def crossings(self, size: str | None = None) -> list[Crossing]:
+        """Where the limiter changes as a size grows (default: the first one), exact to one.
+
+        Between two levels with the same limiter nothing is looked for.
+        """
+        name = self._size(size)
+        found = []
+        for number, case in enumerate(self.cases):
+            for chip, line in self.lines(number, name):
+                found += list(self._crossings_on(case, chip, name, line))
+        return found
+
+    def _crossings_on(self, case: Case, chip: int, name: str, line: Array) -> Iterator[Crossing]:
+        sizes, regimes = self.columns[name][line], self.columns["regime"][line]
+        at = {n: int(self.columns[n][line[0]]) for n in self.names if n != name}
+        for place in np.flatnonzero(regimes[1:] != regimes[:-1]):
+            low, high = int(sizes[place]), int(sizes[place + 1])
+            for size, before, after, seconds in self._changes(case, chip, name, at, low, high):
+                yield Crossing(
+                    case.labels, self.chips[chip].name, at, name, size,
+                    REGIMES[before], REGIMES[after], seconds,
+                )  # fmt: skip
+
+    def _changes(
+        self, case: Case, chip: int, name: str, at: Mapping[str, int], low: int, high: int
+    ) -> Iterator[tuple[int, int, int, float]]:
+        """The changes of the limiter between two sizes, from wide spans to single steps."""
+        inside = min(high - low - 1, _INSIDE)
+        tried = np.unique(np.linspace(low, high, inside + 2).astype(np.int64))
+        table = self._along(case, [chip], name, at, tried)
+        regimes = table["regime"]
+        for place in np.flatnonzero(regimes[1:] != regimes[:-1]):
+            first, then = int(tried[place]), int(tried[place + 1])
+            if then - first == 1:
+                seconds = float(table["t_est"][place + 1])
+                yield then, int(regimes[place]), int(regimes[place + 1]), seconds
+            else:
+                yield from self._changes(case, chip, name, at, first, then)
+
+    def cliffs(self, size: str | None = None, least: float = LEAST) -> list[Cliff]:
+        """Where one more of a size (default: the first) costs at least so much, largest first.
+
+        Every whole size between the smallest and the largest level is looked at, 16,384 of them at
+        most, for the first 64 combinations of the other sizes.
+        """
+        name = self._size(size)
+        found: list[Cliff] = []
+        for number, case in enumerate(self.cases):
+            for chip, line in list(self.lines(number, name))[:_LINES]:
+                sizes = self.columns[name][line]
+                first, last = int(sizes.min()), int(sizes.max())
+                every = np.arange(first, min(last, first + _WIDEST) + 1)
+                at = {n: int(self.columns[n][line[0]]) for n in self.names if n != name}
+                seconds = self._along(case, [chip], name, at, every)["t_est"]
+                for place in np.flatnonzero(seconds[1:] > seconds[:-1] * (1 + least)):
+                    before, after = float(seconds[place]), float(seconds[place + 1])
+                    chip_name, here = self.chips[chip].name, int(every[place])
+                    found.append(Cliff(case.labels, chip_name, at, name, here, before, after))
+        return sorted(found, key=lambda cliff: -cliff.jump)
+
+    def _along(
+        self, case: Case, chips: Sequence[int], name: str, at: Mapping[str, int], sizes: Array
+    ) -> Columns:
+        """The table of one case along one size."""
+        own = {n: sizes if n == name else np.full(len(sizes), at[n]) for n in case.form.names}
+        return evaluated(
+            case.form, Points(own), [self.chips[chip] for chip in chips], case.conditions
+        )
+
+    def lines(self, case: int, name: str) -> Iterator[tuple[int, Array]]:
+        """A chip's place and lines by rising size, for each chip and combination of other sizes."""
+        here = np.flatnonzero(self.columns["case"] == case)
+        others = [self.columns[n][here] for n in self.names if n != name]
+        order = np.lexsort((self.columns[name][here], *others[::-1], self.columns["chip"][here]))
+        ordered = here[order]
+        keys = np.stack([self.columns["chip"][ordered], *(o[order] for o in others)])
+        breaks = np.flatnonzero((keys[:, 1:] != keys[:, :-1]).any(axis=0)) + 1
+        for line in np.split(ordered, breaks):
+            if len(line) > 1:
+                yield int(self.columns["chip"][line[0]]), line
+
+    def _size(self, name: str | None) -> str:
+        if name is None:
+            return self.names[0]
+        if name not in self.names:
+            raise RequestError(
+                f"size {name!r}: this sweep is over {', '.join(self.names)}{hint(name, self.names)}"
+            )
+        return name
+
+
+def _words(values: Sequence[Any], places: Array) -> Any:
+    import pandas
+
+    if len(set(map(str, values))) == len(values):
+        return pandas.Categorical.from_codes(places, categories=[str(v) for v in values])
+    return np.array([str(value) for value in values], dtype=object)[places]

@@ -1,0 +1,239 @@
+"""The command `sweep`: a step over ranges of its sizes, on each chip, from a handful of traces."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from rooftrace.errors import RequestError
+from rooftrace.reporting.cli.options import (
+    TARGET_HELP,
+    Commas,
+    pricing_options,
+    workload_options,
+)
+from rooftrace.reporting.cli.output import complain, say
+from rooftrace.reporting.cli.shared import (
+    console,
+    load_chips,
+    load_executions,
+    load_rules,
+    progress,
+    workload,
+)
+
+_HELP = f"""{TARGET_HELP}  Or a form that `--save-form` wrote, which needs no torch.
+
+--over NAME=VALUES: 1..1024, 1..1024:8 (steps), 2048..131072:x2 (doubling), 1,2,4, or the name
+alone for its usual range.  NAME: batch, seq, kv, a number of the config (config.hidden_size), a
+keyword of the function that TARGET names, or a name in the shape of an --input."""
+
+
+@click.command(epilog=_HELP)
+@click.argument("targets", metavar="TARGET...", nargs=-1, required=True)
+@click.option(
+    "--over",
+    "over",
+    multiple=True,
+    required=True,
+    metavar="NAME[=VALUES]",
+    help="A size and its values.  Repeatable.",
+)
+@click.option(
+    "--vary",
+    multiple=True,
+    metavar="NAME=VALUES",
+    help="Several values of a field of the config (config.num_experts_per_tok=2,4,8) or of a "
+    "keyword; each is traced by itself.  Repeatable.",
+)
+@click.option(
+    "--set",
+    "settings",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="A field of the config, or a keyword of the function that TARGET names.  Repeatable.",
+)
+@workload_options
+@pricing_options
+@click.option(
+    "--chip",
+    "chips",
+    type=Commas(),
+    default="h200-sxm",
+    show_default=True,
+    help="Chips by name or TOML path.",
+)
+@click.option(
+    "--execution",
+    "executions",
+    type=Commas(),
+    default="efficient",
+    show_default=True,
+    help="naive, eager, compiled, efficient, serving, seed-naive, seed-efficient.",
+)
+@click.option(
+    "-o",
+    "--out",
+    metavar="FILE",
+    help="Write the table there: .parquet or .csv; for several TARGETs a folder.  A stopped sweep "
+    "goes on with the same command.",
+)
+@click.option("--plot", metavar="FILE.png", help="Draw time over the first size.")
+@click.option(
+    "--save-form", metavar="FILE", help="Write the form, to sweep it again without torch."
+)
+@click.option(
+    "--most", type=int, default=100, show_default=True, help="Traces of one form at most."
+)
+@click.option(
+    "--scheduler",
+    metavar="ADDRESS",
+    help="Of Dask (tcp://...), for many TARGETs; default: processes of this machine.",
+)
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["terminal", "md", "json", "csv"]),
+    default="terminal",
+    show_default=True,
+)
+def sweep(targets: tuple[str, ...], form: str, plot: str | None, **asked: Any) -> None:
+    """What a step of TARGET costs over ranges of its sizes: best, limits, cliffs, a table."""
+    if len(targets) > 1 or asked["scheduler"] is not None:
+        _fleet(targets, asked, form, plot)
+        return
+    del asked["scheduler"]
+    _one(targets[0], asked, form, plot)
+
+
+def _one(target: str, asked: dict[str, Any], form: str, plot: str | None) -> None:
+    import rooftrace as rt
+    from rooftrace.reporting.formfiles import save_form
+
+    out, saved = asked.pop("out"), asked.pop("save_form")
+    if saved is not None and asked["vary"]:
+        raise RequestError(
+            "--save-form with --vary: each value has a form of its own; leave one out"
+        )
+    options = _options(asked)
+    with progress():
+        try:
+            result = rt.sweep(target, out=out, **options)
+        except KeyboardInterrupt:
+            if out is not None:
+                complain(f"stopped; what is done is in {out}.parts, the same command goes on")
+            sys.exit(130)
+        if saved is not None:
+            save_form(result.cases[0].form, saved)
+        if plot is not None:
+            from rooftrace.reporting.figures.sweepplot import write_sweep_plot
+
+            write_sweep_plot(result, Path(plot))
+    _say(result, form)
+    if form == "terminal":
+        for path, word in ((out, "written"), (saved, "form written"), (plot, "drawn")):
+            if path is not None:
+                say(f"\n{word} to {path}")
+
+
+def _say(result: Any, form: str) -> None:
+    import json
+
+    from rooftrace.reporting.text import as_markdown, renderable
+    from rooftrace.reporting.text.sweeps import to_dict
+
+    if form == "terminal":
+        console().print(renderable(result))
+    elif form == "csv":
+        click.echo(result.frame().to_csv(index=False), nl=False)
+    elif form == "json":
+        click.echo(json.dumps(to_dict(result), indent=1))
+    else:
+        click.echo(as_markdown(result), nl=False)
+
+
+def _options(asked: dict[str, Any]) -> dict[str, Any]:
+    """Options as `rt.sweep` takes them."""
+    asked = dict(asked)
+    load_rules(asked.pop("rules"))
+    executions = load_executions(
+        asked.pop("executions"), asked.pop("tf32"), asked.pop("knobs"), asked.pop("rewrites")
+    )
+    phases = asked.pop("phases")
+    if phases is not None and len(phases) != 1:
+        raise RequestError(f"--phase {','.join(phases)}: a sweep is of one phase")
+    named = {
+        "over": _over(asked.pop("over")),
+        "vary": {name: _values(text) for name, text in _pairs("--vary", asked.pop("vary"))},
+        "settings": {name: _value(text) for name, text in _pairs("--set", asked.pop("settings"))},
+        "chip": load_chips(asked.pop("chips")),
+        "execution": executions,
+        "phase": phases[0] if phases else None,
+        "most": asked.pop("most"),
+    }
+    for name in ("dtype", "kv_dtype"):
+        text = asked.pop(name)
+        if text is not None:
+            named[name] = text.split(",") if "," in text else text
+    if not named["settings"]:
+        del named["settings"]
+    return {**workload(**asked), **named}
+
+
+def _over(texts: Sequence[str]) -> dict[str, str | None]:
+    over: dict[str, str | None] = {}
+    for text in texts:
+        name, equals, values = text.partition("=")
+        if equals and not values:
+            raise RequestError(f"--over {text}: the range is empty; for example {name}=1..64")
+        over[name.strip()] = values if equals else None
+    return over
+
+
+def _pairs(option: str, texts: Sequence[str]) -> list[tuple[str, str]]:
+    pairs = []
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals or not value:
+            raise RequestError(
+                f"{option} {text}: expected NAME=VALUE, for example config.num_hidden_layers=8"
+            )
+        pairs.append((name.strip(), value))
+    return pairs
+
+
+def _values(text: str) -> list[Any]:
+    return [_value(part) for part in text.split(",") if part]
+
+
+def _value(text: str) -> Any:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return {"true": True, "false": False}.get(text.lower(), text)
+
+
+def _fleet(targets: Sequence[str], asked: dict[str, Any], form: str, plot: str | None) -> None:
+    """Several targets, or work for a scheduler: results land in a folder as they come."""
+    from rooftrace.reporting.fleetsweeps import sweep_fleet
+
+    for option, value in (("--plot", plot), ("--save-form", asked.pop("save_form"))):
+        if value is not None:
+            raise RequestError(f"{option} {value}: it is for one TARGET; here are {len(targets)}")
+    if form != "terminal":
+        raise RequestError(f"--format {form}: several TARGETs write a folder; read it with pandas")
+    out, scheduler = asked.pop("out"), asked.pop("scheduler")
+    if out is None:
+        raise RequestError("several TARGETs: say where results land with -o FOLDER")
+    _options(asked)  # what is wrong with the request is said before any worker starts
+    with progress():
+        result = sweep_fleet(targets, asked, Path(out), scheduler)
+    console().print(result)
+    if result.failures:
+        sys.exit(1)

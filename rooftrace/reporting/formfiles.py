@@ -1,0 +1,127 @@
+"""Forms as files: the graph of each regime with the formulas of its numbers; read without torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rooftrace._reading import FileKind, beginning, json_of, record_of, text_of
+from rooftrace._writing import write_packed
+from rooftrace.costmodels.sweeping import Form
+from rooftrace.errors import RequestError
+from rooftrace.tracer.formulas import Formula, FormulaError
+from rooftrace.tracer.graph import GraphError, OpGraph
+from rooftrace.tracer.graphfiles import GraphFileError, decoded_graph, encoded_graph
+from rooftrace.tracer.graphforms import GraphForm, Regime, SeriesGraph, slots
+
+SCHEMA = "rooftrace.form/1"
+_KIND = FileKind("form", GraphFileError)
+_MOST_TERMS = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class _Regime:
+    """A regime as it stands in a file."""
+
+    low: tuple[int, ...]
+    high: tuple[int, ...]
+    samples: list[tuple[int, ...]]
+    proven: list[tuple[int, ...]]
+    formulas: list[Any]
+    draws: list[Any]
+    slots: list[Any]
+    template: dict[str, Any] = field(default_factory=dict)
+    series: bool = False  # whether sequences of the graph grow with a size
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    """A form as it stands in a file."""
+
+    schema: str
+    title: str
+    phase: str
+    names: tuple[str, ...]
+    regimes: list[dict[str, Any]]
+
+
+def save_form(form: Form, path: str | os.PathLike[str]) -> Path:
+    """Write a form (gzip if the name ends in .gz); `load_form` reads it back."""
+    data = {
+        "schema": SCHEMA,
+        "title": form.title,
+        "phase": form.phase,
+        "names": form.names,
+        "regimes": [_encoded(regime) for regime in form.regimes],
+    }
+    write_packed(Path(path), msgspec.json.encode(data))
+    return Path(path)
+
+
+def _encoded(regime: Regime) -> dict[str, Any]:
+    form = regime.form
+    return {
+        "low": regime.low,
+        "high": regime.high,
+        "samples": form.samples,
+        "proven": regime.proven,
+        "formulas": form.formulas,
+        "draws": form.draws,
+        "slots": form.slots,
+        "series": isinstance(form.template, SeriesGraph),
+        "template": encoded_graph(form.example),
+    }
+
+
+def load_form(path: str | os.PathLike[str]) -> Form:
+    """A form from its file.
+
+    Raises FileNotFoundError, or GraphFileError for a file that is cut off, of another kind, or
+    whose numbers do not give the graphs that it says they do.
+    """
+    where = str(path)
+    data = json_of(text_of(Path(path), _KIND), where, _KIND)
+    file = record_of(_File, data if isinstance(data, dict) else {}, where, _KIND)
+    if file.schema != SCHEMA:
+        raise GraphFileError(f"{where}: schema is {file.schema!r:.60}, expected {SCHEMA!r}")
+    regimes = tuple(
+        _decoded(entry, file.names, f"regimes.{number}", where)
+        for number, entry in enumerate(file.regimes)
+    )
+    return Form(title=file.title, phase=file.phase, names=file.names, regimes=regimes)
+
+
+def _decoded(entry: Mapping[str, Any], names: Sequence[str], place: str, where: str) -> Regime:
+    known = record_of(_Regime, dict(entry), where, _KIND, place)
+    template = decoded_graph(known.template, where, f"{place}.template")
+    try:
+        form = GraphForm(
+            tuple(names),
+            GraphForm.plain(template, known.series),
+            tuple(msgspec.convert(known.formulas, list[Formula])),
+            tuple(msgspec.convert(known.draws, list[slots.Draw])),
+            tuple(msgspec.convert(known.slots, list[slots.Slot])),
+            tuple(known.samples),
+        )
+        for numbers in (known.low, known.high, *known.samples[:1]):
+            graph: OpGraph = form.at(numbers).verify()
+            if len(numbers) != len(names):
+                raise FormulaError(f"{numbers}: expected a number for each of {', '.join(names)}")
+        if known.samples and form.at(known.samples[0]).values != graph.values:
+            raise FormulaError("the formulas do not give the first graph")
+    except (ValueError, LookupError, TypeError, AttributeError, GraphError) as error:
+        raise GraphFileError(f"{where}: {place}: a damaged form: {error}") from None
+    return Regime(form, known.low, known.high, tuple(known.proven))
+
+
+def looks_like_form(path: str | os.PathLike[str]) -> bool:
+    """Whether `path` is an existing file that claims to hold a form (by its first bytes)."""
+    try:
+        return Path(path).is_file() and SCHEMA.encode() in beginning(path, 200)
+    except (OSError, ValueError, RequestError):
+        return False

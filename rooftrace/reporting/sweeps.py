@@ -1,0 +1,239 @@
+"""Sweeps of a source: forms of all its variants, evaluated part by part, kept as they come."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import itertools
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rooftrace._progress import tell, telling
+from rooftrace._writing import write_bytes
+from rooftrace.costmodels.execution import ExecutionModel, execution_model
+from rooftrace.costmodels.planforms import Conditions
+from rooftrace.costmodels.rewriting import check_precisions
+from rooftrace.costmodels.sweeping import Case, Form, Sweep, evaluated, points_of
+from rooftrace.errors import RequestError
+from rooftrace.hardware import Chip, load_chip
+from rooftrace.reporting.estimates import CHIP, Source
+from rooftrace.reporting.stepforms import MOST_TRACES, form_of, levels_of
+from rooftrace.tracer.asking import Job
+
+_AT_ONCE = 1 << 18
+"""Points of a part."""
+_MOST = 50_000_000
+"""The most lines of a sweep."""
+FORMATS = (".parquet", ".csv")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepRequest:
+    """A sweep as it is asked for: a job of one phase, levels by size, conditions, variants."""
+
+    job: Job
+    levels: Mapping[str, Sequence[int]]
+    chips: tuple[Chip, ...]
+    conditions: tuple[Conditions, ...]
+    variants: tuple[Mapping[str, Any], ...] = ({},)
+    most: int = MOST_TRACES
+    form: Form | None = None  # from a file, in place of the job's own
+
+    @property
+    def points(self) -> int:
+        """Points of the grid."""
+        count = 1
+        for values in self.levels.values():
+            count *= len(values)
+        return count
+
+    @property
+    def lines(self) -> int:
+        """Lines of the table."""
+        return self.points * len(self.chips) * len(self.conditions) * len(self.variants)
+
+    def check(self) -> None:
+        """Raise RequestError for more lines than a table can have."""
+        if self.lines > _MOST:
+            raise RequestError(
+                f"{self.lines:,} lines: expected {_MOST:,} at most; take steps, as "
+                "--over kv=2048..131072:x2"
+            )
+
+
+def sweep(
+    source: Source,
+    *args: Any,
+    over: Mapping[str, Any] | Sequence[str],
+    chip: str | Chip | Sequence[str | Chip] = CHIP,
+    execution: str | ExecutionModel | Sequence[str | ExecutionModel] = "efficient",
+    phase: str | None = None,
+    dtype: str | Sequence[str | None] | None = None,
+    weights_dtype: str | None = None,
+    kv_dtype: str | Sequence[str | None] | None = None,
+    vary: Mapping[str, Sequence[Any]] | None = None,
+    out: str | os.PathLike[str] | None = None,
+    most: int = MOST_TRACES,
+    progress: Callable[[str], None] | None = None,
+    **kwargs: Any,
+) -> Sweep:
+    """What a step costs over ranges of its sizes, on each chip, from a handful of traces.
+
+    source: a module, a target, a `Form` or the file of one.  over: the sizes and their values, as
+    for `form`.  vary: settings of the source, each with several values; each combination is traced
+    by itself.  chip, execution, dtype, kv_dtype: one or several.  out: a .parquet or .csv file;
+    what is done stays beside it until it is whole, and the same call goes on from there.
+
+    Returns the Sweep: `.frame()`, `.crossings()`, `.cliffs()`, `.best()`.  Raises RequestError for
+    a size that there is not, an empty range, and what `form` raises.
+    """
+    levels = levels_of(over)
+    several = (
+        Conditions(execution_model(one), first, weights_dtype, second)
+        for one in _listed(execution, (str, ExecutionModel))
+        for first in _listed(dtype, (str, type(None)))
+        for second in _listed(kv_dtype, (str, type(None)))
+    )
+    conditions = tuple(several)
+    for each in conditions:
+        check_precisions(each.dtype, each.weights_dtype, each.kv_dtype)
+    known = _known_form(source)
+    job = Job(source="a form") if known else Job.of(sweep, source, args, kwargs, phase=phase)
+    request = SweepRequest(
+        job=job if known else job.of_one_phase(),
+        levels=levels,
+        chips=tuple(load_chip(name) for name in _listed(chip, (str, Chip, os.PathLike))),
+        conditions=conditions,
+        variants=tuple(variants_of(vary or {})),
+        most=most,
+        form=known,
+    )
+    with telling(progress):
+        return swept(request, None if out is None else Path(out))
+
+
+def _known_form(source: Any) -> Form | None:
+    from rooftrace.reporting.formfiles import load_form, looks_like_form
+
+    if isinstance(source, Form):
+        return source
+    named = isinstance(source, (str, os.PathLike))
+    return load_form(source) if named and looks_like_form(source) else None
+
+
+def _listed(value: Any, kinds: tuple[type, ...]) -> list[Any]:
+    return [value] if isinstance(value, kinds) else list(value)
+
+
+def variants_of(vary: Mapping[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:
+    """Every combination of settings.  Raises RequestError for a setting without values."""
+    for name, values in vary.items():
+        if isinstance(values, str) or not len(values):
+            raise RequestError(f"vary {name}={values!r}: expected several values, as [2, 4, 8]")
+    for combination in itertools.product(*vary.values()):
+        yield dict(zip(vary, combination, strict=True))
+
+
+def swept(request: SweepRequest, out: Path | None = None) -> Sweep:
+    """The sweep of a request.  out: its file; parts stay beside it until all are there."""
+    import numpy as np
+
+    request.check()
+    if out is not None and out.suffix not in FORMATS:
+        raise RequestError(f"{out}: expected a name that ends in {' or '.join(FORMATS)}")
+    parts = None if out is None else out.with_name(f"{out.name}.parts")
+    if parts is not None:
+        _lay(parts, request)
+    cases: list[Case] = []
+    tables = []
+    for settings in request.variants:
+        form = request.form or form_of(_with(request.job, settings), request.levels, request.most)
+        grid = points_of(form.names, request.levels)
+        for conditions in request.conditions:
+            case = Case(form, conditions, settings)
+            for number, start in enumerate(range(0, len(grid), _AT_ONCE)):
+                name = f"{len(cases)}-{number}"
+                table = _kept(parts, name)
+                if table is None:
+                    tell(f"pricing {form.title}, {conditions.execution.name}: part {number + 1}")
+                    some = grid.where(np.arange(start, min(start + _AT_ONCE, len(grid))))
+                    table = evaluated(form, some, request.chips, conditions)
+                    table["case"] = np.full(len(table["chip"]), len(cases), dtype=np.int16)
+                    _keep(parts, name, table)
+                tables.append(table)
+            cases.append(case)
+    columns = {name: np.concatenate([table[name] for table in tables]) for name in tables[0]}
+    names = tuple(request.levels)
+    result = Sweep(names, tuple(cases), request.chips, columns, request.lines)
+    if out is not None and parts is not None:
+        write_sweep(result, out)
+        shutil.rmtree(parts, ignore_errors=True)
+    return result
+
+
+def _with(job: Job, settings: Mapping[str, Any]) -> Job:
+    if not settings:
+        return job
+    request = replace(job.request, settings={**job.request.settings, **settings})
+    return replace(job, request=request)
+
+
+def write_sweep(result: Sweep, out: Path) -> None:
+    """Write the table of a sweep as parquet or CSV; whole, or not at all."""
+    frame = result.frame()
+    if out.suffix == ".csv":
+        write_bytes(out, frame.to_csv(index=False).encode())
+        return
+    try:
+        import pyarrow  # noqa: F401  (pandas asks for it by name)
+    except ImportError:
+        raise RequestError(
+            f"{out}: parquet needs pyarrow: pip install 'rooftrace[parquet]', or name a .csv file"
+        ) from None
+    packed = io.BytesIO()
+    frame.to_parquet(packed, index=False)
+    write_bytes(out, packed.getvalue())
+
+
+# -- parts -----------------------------------------------------------------------------------------
+
+
+def _lay(parts: Path, request: SweepRequest) -> None:
+    """Make the folder of parts; one of another request is emptied."""
+    told = repr((
+        request.job.name, request.job.phases, request.job.request, request.job.options,
+        {name: (len(v), v[0], v[-1]) for name, v in request.levels.items()},
+        [chip.name for chip in request.chips], request.conditions, request.variants,
+    ))  # fmt: skip
+    key = hashlib.sha256(told.encode()).hexdigest()
+    place = parts / "request"
+    if not place.is_file() or place.read_text() != key:
+        shutil.rmtree(parts, ignore_errors=True)
+        write_bytes(place, key.encode())
+
+
+def _kept(parts: Path | None, name: str) -> dict[str, Any] | None:
+    """The columns of a part that is there."""
+    import numpy as np
+
+    if parts is None or not (parts / f"{name}.npz").is_file():
+        return None
+    try:
+        with np.load(parts / f"{name}.npz", allow_pickle=False) as file:
+            return {column: file[column] for column in file.files}
+    except (OSError, ValueError, EOFError, KeyError):
+        return None  # cut off, or of another version: it is made again
+
+
+def _keep(parts: Path | None, name: str, table: Mapping[str, Any]) -> None:
+    import numpy as np
+
+    if parts is None or any(column.dtype == object for column in table.values()):
+        return
+    packed = io.BytesIO()
+    np.savez(packed, **table)
+    write_bytes(parts / f"{name}.npz", packed.getvalue())

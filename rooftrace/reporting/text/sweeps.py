@@ -1,0 +1,192 @@
+"""A sweep and a form in words: what was proven, the best lines, where limiters and steps change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rooftrace.costmodels.sweeping import Form, Sweep
+from rooftrace.hardware.units import MISSING, format_time, plural
+from rooftrace.reporting.text.dispatch import view_of
+from rooftrace.reporting.view import model as view, units
+
+MOST_LINES = 24
+"""Lines of a table that is shown whole."""
+_CROSSINGS, _CLIFFS, _BEST = 12, 8, 1
+_SIZE = units.Unit("", "integer", lambda number: f"{number:,}", least=None)
+
+
+def register() -> None:
+    """Views of sweeps and forms, once this file is loaded."""
+    view_of.register(Sweep, sweep_view)
+    view_of.register(Form, lambda result, output: form_view(result))
+
+
+def form_view(result: Form) -> view.View:
+    """Where a form is proven, and from which traces."""
+    rows = [
+        {
+            "where": where,
+            "fitted": len(regime.form.samples),
+            "proven": len(regime.proven),
+            "numbers": len(regime.form.slots),
+            "formulas": len(regime.form.formulas) + len(regime.form.draws),
+        }
+        for where, regime in zip(result.where(), result.regimes, strict=True)
+    ]
+    columns = (
+        view.Column("where", units.TEXT, "sizes", folded=True),
+        view.Column("fitted", units.COUNT, "traces fitted"),
+        view.Column("proven", units.COUNT, "proven on others", short="proven on"),
+        view.Column("numbers", units.COUNT, "numbers that change", short="numbers"),
+        view.Column("formulas", units.COUNT, "formulas"),
+    )
+    title = f"{result.title}, {result.phase} over {', '.join(result.names)}"
+    return view.View(
+        (view.Section(parts=[view.Note(title, "strong"), view.Table(columns=columns, rows=rows)]),),
+        title,
+    )
+
+
+def sweep_view(result: Sweep, output: view.Output) -> view.View:
+    """The table where it is short, else its best lines; crossings, cliffs, what is proven."""
+    form = result.cases[0].form
+    title = f"{form.title}, {form.phase} over {', '.join(result.names)}"
+    head = f"{title}: {plural(len(result), 'line')} from {plural(_traces(result), 'trace')}"
+    sections = [view.Section(parts=[view.Note(head, "strong")], place=1)]
+    frame = result.frame()
+    if len(result) <= MOST_LINES or output == "page":
+        shown, name = frame.head(500), "Lines"
+    else:
+        shown, name = _best(result, frame), "Most items per second, of what fits"
+    sections.append(view.Section(title=name, parts=[_table(result, shown)], place=2))
+    if len(result) > 1:
+        sections.append(view.Section(title="Limiters", parts=list(_crossings(result)), place=3))
+        sections.append(view.Section(title="Cliffs", parts=list(_cliffs(result)), place=4))
+    sections.append(view.Section(title="Proven", parts=list(_proven(result)), place=5))
+    return view.View(tuple(s for s in sections if s.parts), title)
+
+
+def _traces(result: Sweep) -> int:
+    forms = {id(case.form): case.form for case in result.cases}.values()
+    return sum(
+        len(regime.form.samples) + len(regime.proven) for form in forms for regime in form.regimes
+    )
+
+
+def _best(result: Sweep, frame: Any) -> Any:
+    fits = frame[frame["fits"]]
+    if fits.empty:
+        return frame.head(_BEST)
+    ordered = fits.sort_values("items_per_s", ascending=False, kind="stable")
+    labels = [name for name in result.cases[0].labels if name != "phase"]
+    return ordered.groupby([*labels, "chip"], observed=True, sort=False).head(_BEST)
+
+
+def _table(result: Sweep, frame: Any) -> view.Table:
+    labels = [n for n in result.cases[0].labels if n != "phase" and frame[n].nunique() > 1]
+    columns = [
+        *(view.Column(name, units.TEXT, name) for name in labels),
+        view.Column("chip", units.TEXT, "chip"),
+        *(view.Column(name, _SIZE, name) for name in result.names),
+        view.Column("t_est", units.SECOND, "expected"),
+        view.Column("t_low", units.SECOND, "from", drop=1),
+        view.Column("t_high", units.SECOND, "to", drop=1),
+        view.Column("t_bound", units.SECOND, "bound"),
+        view.Column("items_per_s", units.RATE, "items/s"),
+        view.Column("regime", units.TEXT, "limited by"),
+        view.Column("regime_share", units.SHARE, "share", drop=2),
+        view.Column("peak_memory", units.CAPACITY, "memory", drop=2),
+        view.Column("fits", units.TEXT, "fits"),
+    ]
+    rows = [_row(line) for line in frame.to_dict("records")]
+    return view.Table(columns=columns, rows=rows, padded=False)
+
+
+def _row(line: Mapping[str, Any]) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        name: MISSING if isinstance(value, float) and value != value else value
+        for name, value in line.items()
+    }
+    for name in ("t_low", "t_high"):
+        if row[name] is MISSING:
+            row[name] = view.BLANK
+    return {**row, "fits": "yes" if line["fits"] else "no", "regime": str(line["regime"])}
+
+
+def _crossings(result: Sweep) -> Iterator[view.Note]:
+    found = result.crossings()
+    if not found:
+        regimes = sorted({str(name) for name in result.frame()["regime"].unique()})
+        name = result.names[0]
+        yield view.Note(f"no change along {name}: limited by {' or '.join(regimes)}", bullet=1)
+    for crossing in found[:_CROSSINGS]:
+        at = _at(crossing.labels, crossing.chip, crossing.at, result)
+        yield view.Note(
+            f"{crossing.name} {crossing.size:,}: {crossing.before} -> {crossing.after}, "
+            f"{format_time(crossing.t_est)}; {at}",
+            bullet=1,
+        )
+    if len(found) > _CROSSINGS:
+        yield view.Note(f"and {len(found) - _CROSSINGS:,} more, in crossings()", "faint", bullet=1)
+
+
+def _cliffs(result: Sweep) -> Iterator[view.Note]:
+    found = result.cliffs()
+    for cliff in found[:_CLIFFS]:
+        at = _at(cliff.labels, cliff.chip, cliff.at, result)
+        yield view.Note(
+            f"{cliff.name} {cliff.size:,} -> {cliff.size + 1:,}: {cliff.jump:+.1%}, "
+            f"{format_time(cliff.before)} -> {format_time(cliff.after)}; {at}",
+            bullet=1,
+        )
+    if len(found) > _CLIFFS:
+        yield view.Note(f"and {len(found) - _CLIFFS:,} more, in cliffs()", "faint", bullet=1)
+
+
+def _at(labels: Mapping[str, Any], chip: str, at: Mapping[str, int], result: Sweep) -> str:
+    several = [
+        name for name in labels if len({str(case.labels.get(name)) for case in result.cases}) > 1
+    ]
+    words = [str(labels[name]) for name in several]
+    words += [f"{name} {size:,}" for name, size in at.items()]
+    return ", ".join([*words, chip])
+
+
+def _proven(result: Sweep) -> Iterator[view.Note]:
+    forms = {id(case.form): case for case in result.cases}.values()
+    for case in forms:
+        settings = ", ".join(f"{name} {value}" for name, value in case.settings.items())
+        before = f"{settings}: " if settings else ""
+        for where, regime in zip(case.form.where(), case.form.regimes, strict=True):
+            yield view.Note(
+                f"{before}{where}: {len(regime.form.samples)} traces fitted, "
+                f"{len(regime.proven)} others equal",
+                "faint",
+                bullet=1,
+            )
+    if not result.whole:
+        yield view.Note(
+            f"{result.wanted - len(result):,} of {result.wanted:,} lines are not there yet", "warn"
+        )
+
+
+def to_dict(result: Sweep, lines: Sequence[Mapping[str, Any]] | None = None) -> dict[str, Any]:
+    """Plain data: lines, crossings, cliffs."""
+    import json
+
+    frame = result.frame()
+    text = frame.to_json(orient="records") if lines is None else "[]"
+    return {
+        "lines": json.loads(text) if lines is None else list(lines),
+        "crossings": [
+            {**c.labels, "chip": c.chip, **c.at, c.name: c.size, "before": c.before,
+             "after": c.after, "t_est": c.t_est}
+            for c in result.crossings()
+        ],
+        "cliffs": [
+            {**c.labels, "chip": c.chip, **c.at, c.name: c.size, "before": c.before,
+             "after": c.after}
+            for c in result.cliffs()
+        ],
+    }  # fmt: skip
