@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ from rooftrace.reporting.estimates import CHIP, Source
 from rooftrace.reporting.stepforms import form_of
 from rooftrace.tracer.asking import Job
 from rooftrace.tracer.graph import OpGraph
-from rooftrace.tracer.source import TraceError
 from rooftrace.tracer.sources import traced
 
 MOST_BATCH = 4096
@@ -91,6 +90,8 @@ def explain(
 
 def _first(job: Job) -> tuple[Job, OpGraph]:
     """The job of one phase, and its graph at the sizes that were asked for."""
+    from rooftrace.tracer.source import TraceError
+
     if job.phases is None and job.is_named and not job.is_code and not job.is_graph:
         decode = Job.of(explain, job.source, (), {}, phase="decode")
         try:
@@ -136,12 +137,15 @@ def _sizes(job: Job, graph: OpGraph) -> dict[str, int]:
 
 def _first_dimension(job: Job) -> int | None:
     """That of the first tensor of a call."""
-    shapes = (getattr(value, "shape", ()) for value in (*job.args, *job.kwargs.values()))
+    values = (*job.args, *job.kwargs.values())
+    shapes: Iterator[Sequence[int]] = (getattr(value, "shape", ()) for value in values)
     return next((int(shape[0]) for shape in shapes if len(shape)), None)
 
 
 def _formed(job: Job, sizes: Mapping[str, int], whole: bool) -> Form:
     """The form around these sizes, up to twice each where the model takes that."""
+
+    from rooftrace.tracer.source import TraceError
 
     def levels(most: int) -> dict[str, range]:
         spans = {n: range(max(1, v // 4), most * v + 1) for n, v in sizes.items()}

@@ -173,7 +173,7 @@ def peak_times(plan: PlanForm, place: SizedPlace, chip: Chip) -> tuple[float, fl
 
 
 def at_peaks(columns: PlanColumns) -> PlanColumns:
-    """The same kernels, with every engine at its whole rate."""
+    """The kernels of a plan with every engine at its whole rate, as datasheets have it."""
     execution = columns.execution
     full = replace(execution.utilization, b_sat=None, eta_scalar=None, tiles=False)
     whole = replace(execution, knobs=None, utilization=full)
