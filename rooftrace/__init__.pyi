@@ -11,6 +11,9 @@ from rooftrace.costmodels.execution import (
     ExecutionModel as ExecutionModel,
     execution_model as execution_model,
 )
+from rooftrace.costmodels.explaining import (
+    Explanation as Explanation,
+)
 from rooftrace.costmodels.findings import (
     Headroom as Headroom,
     Saving as Saving,
@@ -65,6 +68,9 @@ from rooftrace.reporting.differences import (
 from rooftrace.reporting.estimates import (
     estimate as estimate,
     priced_graphs as priced_graphs,
+)
+from rooftrace.reporting.explaining import (
+    explain as explain,
 )
 from rooftrace.reporting.formfiles import (
     load_form as load_form,

@@ -188,9 +188,9 @@ def plot_sweep(result: Sweep, path: str | os.PathLike[str], size: str | None = N
 
     Crossings of limiters are dots with names, and bands hold 90 % of measured steps.
     """
-    from rooftrace.reporting.figures import style, sweepplot
+    from rooftrace.reporting.figures import ofsizes, style
 
-    style.save(sweepplot.sweep_plot(result, size), Path(path))
+    style.save(ofsizes.sweep_plot(result, size), Path(path))
 
 
 def write_sweep(result: Sweep, out: Path) -> None:

@@ -55,6 +55,8 @@ CODE = ("report", "t.py:build", "--phase", "forward", *JSON)
 SAVED = ("report", "saved.json", *JSON)
 TRACE = ("trace", "deep.json", "--phase", "prefill,decode", "-o", "out.json")
 DIFF = ("diff", "t.py:build", "t.py:wider", "--phase", "forward", "--format", "json")
+EXPLAIN = ("explain", "config.json", "--op", "0", "--format", "json")
+EXPLAIN_CODE = ("explain", "t.py:build", "--format", "json")
 COMPARE = (
     "compare",
     "t.py:build",
@@ -146,6 +148,22 @@ CASES: dict[str, list[tuple[tuple[str, ...], dict[str, tuple[tuple[str, ...], ..
                 "--fail-on": (("--fail-on", "params>5%"),),
             },
         )
+    ],
+    "explain": [
+        (
+            EXPLAIN,
+            {
+                **WORKLOAD,
+                **PRICING,
+                "--op": (("--op", "1"),),
+                "--chip": (("--chip", "l4"),),
+                "--execution": (("--execution", "eager"),),
+                "--plot": (("--plot", "step.png"),),
+                "--format": (("--format", "md"),),
+                "--out": (("--out", "explain.json"),),
+            },
+        ),
+        (EXPLAIN_CODE, {"--plot": (("--plot", "step.png"),), "--chip": (("--chip", "l4,a100"),)}),
     ],
     "compare": [
         (
@@ -240,6 +258,11 @@ CANNOT_CHANGE = {
     },
     ("report", "t.py:build"): {
         "--no-repeats": "the same layers, one by one: the numbers are the same",
+    },
+    ("explain", "config.json"): {
+        "--assume": "nothing of that kind is unknown in this model",
+        "--trust-remote-code": "this repository has no code of its own",
+        "--rewrite": "nothing of that kind is in this model",
     },
     ("trace", "deep.json"): {
         "--rules": "a rule prices, and a trace has no prices; a phase of the file can be traced",

@@ -39,6 +39,8 @@ COMMANDS: list[tuple[str, ...]] = [
     ("report", *ONE, "--chip", "l4", "--out", "-", "--format", "csv"),
     ("report", *ONE, "--chip", "l4", "--out", "-", "--format", "md"),
     ("report", "t.py:prints", "--phase", "forward", "--chip", "l4"),
+    ("explain", *ONE, "--chip", "l4"),
+    ("explain", *ONE, "--chip", "l4", "--op", "0", "--format", "json"),
     ("trace", *ONE, "-o", "-"),
     ("trace", *ONE, "-o", "graph.json"),
     ("diff", "t.py:build", *ONE, "--chip", "l4"),

@@ -9,7 +9,7 @@ from matplotlib.patches import Rectangle
 
 from rooftrace.costmodels.factorial import factorial
 from rooftrace.reporting.figures import style
-from rooftrace.reporting.figures.tornado import tornado
+from rooftrace.reporting.figures.ofsizes import tornado
 
 LEVELS = {"kv": (1, 2), "top-k": ("few", "many"), "none": (0, 1), "a very long name " * 3: (1,)}
 RESPONSE = [[[[1.0], [1.0]], [[5.0], [5.0]]], [[[2.0], [2.0]], [[6.0], [6.0]]]]

@@ -1,7 +1,7 @@
 from rooftrace.reporting.figures import (
+    ofsizes as ofsizes,
     parity as parity,
     style as style,
-    sweepplot as sweepplot,
     timeline as timeline,
 )
 from rooftrace.reporting.figures.folder import (

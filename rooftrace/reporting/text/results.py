@@ -66,4 +66,8 @@ def _view(result: Any, output: view.Output) -> view.View:
         from rooftrace.reporting.text import sweeps  # it loads numpy
 
         sweeps.register()
+    elif type(result).__module__.startswith("rooftrace.costmodels.explaining"):
+        from rooftrace.reporting.text import explanations  # it loads numpy
+
+        explanations.register()
     return view_of(result, output)

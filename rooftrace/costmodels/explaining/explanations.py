@@ -1,0 +1,236 @@
+"""A step explained: its formulas at some sizes, what limits it, and what would confirm that."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import product
+from typing import Any
+
+from rooftrace._shown import Shown, short
+from rooftrace.costmodels.estimating import Estimate
+from rooftrace.costmodels.explaining import quantities, scaling
+from rooftrace.costmodels.explaining.counters import Busy, Counter, counters_of
+from rooftrace.costmodels.explaining.picking import Alike, picked
+from rooftrace.costmodels.explaining.quantities import Quantity, SizedPlace
+from rooftrace.costmodels.explaining.rates import Rate, Seconds, seconds_of
+from rooftrace.costmodels.explaining.scaling import ScalingTest, Variation
+from rooftrace.costmodels.explaining.sizesweeps import SizeSweep
+from rooftrace.costmodels.explaining.stepexplained import Critical, ExplainedStep, step_of
+from rooftrace.costmodels.planforms import Conditions, PlanForm, Points
+from rooftrace.costmodels.sweeping import Form
+from rooftrace.hardware import Chip
+from rooftrace.tracer.formulas import FormulaError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExplainedKernel:
+    """Kernels that are alike: one launch in formulas and numbers, `count` launches in a step.
+
+    flops: of each kind of work, then their sum ("all").  bytes: of each access, by role and
+    direction, then their sum through HBM ("all").  sizes: of the largest product, in symbols.
+    limiter: the largest of the terms; margin: over the next one.
+    """
+
+    name: str
+    module: str
+    kernels: Alike  # places in the plan
+    count: int
+    flops: tuple[Quantity, ...]
+    bytes: tuple[Quantity, ...]
+    sizes: Mapping[str, str]
+    seconds: Seconds
+    limiter: str
+    margin: float
+    share: float  # of the time of the step
+    counters: tuple[Counter, ...]
+    scaling: tuple[ScalingTest, ...]
+
+    @property
+    def intensity(self) -> float:
+        """FLOP/byte."""
+        size = self.bytes[-1].value
+        return self.flops[-1].value / size if size else float("inf")
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Explanation(Shown):
+    """Where the numbers of a step, or of some of its kernels, come from.
+
+    sizes: by name, as asked.  kernels: those that were asked for, most time first.  step: the whole
+    step, where no kernel was asked for.  sweeps: over one size each.
+    print() shows it; `to_dict()` is for JSON.
+    """
+
+    title: str
+    phase: str
+    sizes: Mapping[str, int]
+    chip: Chip
+    execution: str
+    knobs: str  # title; "" for peaks
+    op: str | None
+    kernels: tuple[ExplainedKernel, ...]
+    step: ExplainedStep | None
+    sweeps: tuple[SizeSweep, ...]
+    estimate: Estimate
+
+    def __repr__(self) -> str:
+        what = f"{len(self.kernels)} kinds of kernels" if self.step is None else "the step"
+        return short(self, f"{self.title}, {self.phase} on {self.chip.name}: {what}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything but the estimate, for JSON."""
+        return {
+            "title": self.title,
+            "phase": self.phase,
+            "sizes": dict(self.sizes),
+            "chip": self.chip.name,
+            "execution": self.execution,
+            "knobs": self.knobs,
+            "op": self.op,
+            "kernels": [asdict(kernel) for kernel in self.kernels],
+            "step": None if self.step is None else asdict(self.step),
+            "sweeps": [asdict(sweep) for sweep in self.sweeps],
+        }
+
+
+def explained(
+    form: Form,
+    sizes: Mapping[str, int],
+    chip: Chip,
+    conditions: Conditions,
+    op: str | int | None = None,
+    critical: Critical | None = None,
+    sweeps: Sequence[SizeSweep] = (),
+) -> Explanation:
+    """Explain a step at some sizes, or the kernels of it that `op` means (see `picked`).
+
+    critical: of the whole step, if known.  Raises RequestError for sizes that the form does not
+    have, and for an `op` that no kernel answers to.
+    """
+    place = SizedPlace(form.names, form.numbers(sizes))
+    plan = plan_at(form, place, conditions)
+    chosen = () if op is None else picked(plan, op)
+    base = scaling.estimate_at(form, sizes, chip, conditions)
+    changed = scaling.variations(form, base, sizes, conditions)
+    kernels = [_kernel(plan, alike, place, base, changed) for alike in chosen]
+    kernels.sort(key=lambda kernel: -kernel.count * kernel.seconds.device)
+    step = None
+    if op is None:
+        tests = tuple(scaling.step_test(base, variation) for variation in changed)
+        step = step_of(plan, place, base, critical, tests)
+    return Explanation(
+        title=form.title,
+        phase=form.phase,
+        sizes=dict(sizes),
+        chip=chip,
+        execution=base.execution.name,
+        knobs=base.knobs.title if base.knobs else "",
+        op=None if op is None else str(op),
+        kernels=tuple(kernels),
+        step=step,
+        sweeps=tuple(sweeps),
+        estimate=base,
+    )
+
+
+def plan_at(form: Form, place: SizedPlace, conditions: Conditions) -> PlanForm:
+    """A form of the plan that holds at a place, the one that says most in symbols.
+
+    A plan may be known at one place alone, or its form may leave out a size that cannot change
+    where it was proven.  Forms of places around it are asked whether they give the same plan here:
+    then they say the same numbers, with more symbols.
+    """
+    here = conditions.numbers(form.graph(**dict(zip(place.names, place.values, strict=True))))
+    around = [sorted({max(1, v // 2), max(1, v - 1), v, v + 1, 2 * v}) for v in place.values]
+    inside = [
+        where
+        for where in product(*around)
+        if where == place.values or any(r.holds(where) for r in form.regimes)
+    ]
+    columns = zip(*inside, strict=True)
+    points = Points({name: list(c) for name, c in zip(place.names, columns, strict=True)})
+    plans = [plan for plan, _ in form.plans(points, conditions)]
+    alone = Points({n: [v] for n, v in zip(place.names, place.values, strict=True)})
+    ((own, _),) = form.plans(alone, conditions)
+    same = [plan for plan in plans if _is(plan, place, here)]
+    return max([own, *same], key=_symbols)
+
+
+def _is(plan: PlanForm, place: SizedPlace, here: Any) -> bool:
+    try:
+        return bool(plan.form.at(place.values) == here)
+    except FormulaError:
+        return False
+
+
+def _symbols(plan: PlanForm) -> int:
+    return sum(len(kernel.depends) for kernel in plan.kernels)
+
+
+# -- kernels ---------------------------------------------------------------------------------------
+
+
+def _kernel(
+    plan: PlanForm,
+    alike: Alike,
+    place: SizedPlace,
+    base: Estimate,
+    changed: Sequence[Variation],
+) -> ExplainedKernel:
+    kernel = plan.kernels[alike[0]]
+    rows = tuple(base.rows[index] for index in alike)
+    row, numbers = rows[0], kernel.numbers
+    seconds = seconds_of(base, row, numbers.kind)
+    terms = row.timing.terms
+    limiter = row.timing.regime
+    flops = [
+        place.quantity(
+            f"{work.operation} {work.precision}"
+            + ("" if work.count == "useful" else f" ({work.count.replace('_', ' ')})"),
+            amount,
+            "FLOP",
+            quantities.shapes_of_work(kernel, number, place.names),
+        )
+        for number, (work, amount) in enumerate(zip(numbers.work, kernel.flops, strict=True))
+    ]
+    accesses = [
+        place.quantity(
+            f"{item.access.role} {'written' if item.access.write else 'read'}"
+            + (" over a link" if item.access.wire == "link" else ""),
+            item,
+            "byte",
+            quantities.shapes_of_access(kernel, item, place.names),
+        )
+        for item in kernel.traffic
+    ]
+    total_flops = place.total("all", quantities.flops_of([kernel], once=True), "FLOP")
+    total_bytes = place.total("all", quantities.bytes_of([kernel], once=True), "byte")
+    return ExplainedKernel(
+        name=row.name,
+        module=numbers.module,
+        kernels=alike,
+        count=sum(r.count for r in rows),
+        flops=(*flops, total_flops),
+        bytes=(*accesses, total_bytes),
+        sizes=quantities.legend(kernel, place),
+        seconds=seconds,
+        limiter=limiter,
+        margin=row.timing.margin if terms[limiter] else float("inf"),
+        share=sum(r.timing.t_device for r in rows) / base.times.t_est if base.times.t_est else 0.0,
+        counters=counters_of(
+            base.chip, limiter, _busy(seconds, total_bytes.value, row.bytes_net), seconds.gap
+        ),
+        scaling=tuple(scaling.kernel_test(base, rows, variation) for variation in changed),
+    )
+
+
+def _busy(seconds: Seconds, size: float, net: float) -> Busy:
+    work = seconds.device - seconds.gap
+
+    def share(engine: str) -> float:
+        own: list[Rate] = [rate for rate in seconds.rates if rate.engine == engine]
+        return sum(rate.seconds for rate in own) / work if work else 0.0
+
+    memory = size / seconds.bandwidth / work if work else 0.0
+    return Busy(work, size, net, memory, share("matrix"), share("vector"))

@@ -1,0 +1,9 @@
+from rooftrace.reporting.figures.ofsizes.sizeroof import (
+    sweep_roofline as sweep_roofline,
+)
+from rooftrace.reporting.figures.ofsizes.sweepplot import (
+    sweep_plot as sweep_plot,
+)
+from rooftrace.reporting.figures.ofsizes.tornado import (
+    tornado as tornado,
+)

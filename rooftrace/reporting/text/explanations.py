@@ -1,0 +1,311 @@
+"""An explanation in words: every number beside the formula and the numbers that it comes from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rooftrace.costmodels.explaining import ExplainedKernel, Explanation, sizesweeps
+from rooftrace.hardware.units import (
+    format_bandwidth,
+    format_flop_rate,
+    format_flops,
+    format_intensity,
+    format_time,
+    format_traffic,
+)
+from rooftrace.reporting.text.dispatch import view_of
+from rooftrace.reporting.view import model as view, units, words
+
+ON_SCREEN = 3
+"""Kinds of kernels that a screen shows in full; a page has all."""
+
+_FORMATS = {"FLOP": format_flops, "byte": format_traffic}
+
+
+_FORMULA = units.Unit("", "string", str, left="both")
+_COLUMNS = (
+    view.Column("name", units.TEXT, ""),
+    view.Column("symbols", _FORMULA, "formula", folded=True),
+    view.Column("numbers", _FORMULA, "with the sizes", folded=True, drop=1),
+    view.Column("value", units.WORDS, "value"),
+)
+_RATIO = units.Unit("", "number", lambda ratio: f"{ratio:.2f}", least=None)
+_TESTS = (
+    view.Column("name", units.TEXT, "scaling test"),
+    view.Column("change", units.TEXT, "change", drop=1, folded=True),
+    view.Column("ratio", _RATIO, "expected time after / before", short="expected"),
+    view.Column("compute", _RATIO, "if compute alone", short="compute"),
+    view.Column("hbm", _RATIO, "if HBM alone", short="HBM"),
+    view.Column("network", _RATIO, "if the network alone", short="network"),
+    view.Column("launch", _RATIO, "if launches alone", short="launch"),
+    view.Column("note", units.TEXT, "", folded=True),
+)
+_COUNTERS = (
+    view.Column("tool", units.TEXT, "confirmed by", of=lambda counter: counter.tool),
+    view.Column("metric", units.CODE, "counter", folded=True, of=lambda counter: counter.metric),
+    view.Column("expected", units.TEXT, "should read", folded=True, of=lambda c: c.expected),
+)
+
+
+def explanation_view(result: Explanation) -> view.View:
+    """The kernels that were asked for, or the whole step with its sweep."""
+    sizes = ", ".join(f"{name} {size:,}" for name, size in result.sizes.items())
+    where = f"{result.chip.name}, {result.execution}"
+    head = f"{result.title}, {result.phase}, {sizes}; {where}"
+    source = f"shares of peaks: {result.knobs}" if result.knobs else "peaks of the datasheet"
+    sections = [
+        view.Section(
+            parts=[
+                view.Note(f"{head}; {source}", label="explain  ", on="screen"),
+                view.Note(f"{head}; {source}.", on="page"),
+            ],
+            place=0,
+        )
+    ]
+    for number, kernel in enumerate(result.kernels):
+        sections.append(_kernel(result, kernel, number))
+    left = result.kernels[ON_SCREEN:]
+    if left:
+        names = ", ".join(f"{kernel.name} in {kernel.module or '(root)'}" for kernel in left)
+        note = view.Note(f"{words.plural(len(left), 'more kind')}: {names}", "faint", on="screen")
+        sections.append(view.Section(parts=[note], place=90))
+    if result.step is not None:
+        sections += _step(result)
+    sections += [_sweep(sweep, place=95 + n) for n, sweep in enumerate(result.sweeps)]
+    return view.View(tuple(sections), f"Explained: {result.title}, {result.phase}")
+
+
+def register() -> None:
+    """Let `view_of` know them."""
+    view_of.register(Explanation, lambda result, output: explanation_view(result))
+
+
+# -- kernels ---------------------------------------------------------------------------------------
+
+
+def _kernel(result: Explanation, kernel: ExplainedKernel, number: int) -> view.Section:
+    on: view.Output = "both" if number < ON_SCREEN else "page"
+    title = f"{kernel.name}  {kernel.module or '(root)'}"
+    count = f"{words.plural(kernel.count, 'launch').replace('launchs', 'launches')}"
+    parts: list[view.Part] = [
+        view.Note(f"{title}   {count}, {kernel.share:.1%} of the step; one launch:", "strong", on)
+    ]
+    if kernel.sizes:
+        sizes = ", ".join(f"{name} = {text}" for name, text in kernel.sizes.items())
+        parts.append(view.Note(f"sizes: {sizes}", "faint", on))
+    rows = [_row(item) for item in (*kernel.flops, *kernel.bytes) if item.value or item.symbols]
+    parts.append(view.Table(columns=_COLUMNS, rows=rows, padded=False, on=on))
+    parts.append(view.Table(columns=_COLUMNS, rows=_seconds(kernel), padded=False, on=on))
+    margin = "nothing else takes time"
+    if math.isfinite(kernel.margin):
+        margin = f"{kernel.margin:.2f} times the next term"
+    parts.append(
+        view.Note(f"limited by {words.LIMITS[kernel.limiter]}, {margin}", kernel.limiter, on)
+    )
+    parts.append(view.Table(columns=_COUNTERS, rows=kernel.counters, padded=False, on=on))
+    parts.append(_tests(kernel.scaling, on))
+    return view.Section(title=title, parts=parts, place=1 + number)
+
+
+def _row(item: Any) -> dict[str, str]:
+    """The cells of a quantity; a product of shapes is said first, where there is one."""
+    symbols = f"{item.shapes} = {item.symbols}" if item.shapes else item.symbols
+    exact = f"{item.value:,.0f} {item.unit}"
+    name = {"all": {"FLOP": "FLOP", "byte": "HBM bytes"}[item.unit]}.get(item.name, item.name)
+    number = exact if len(exact) <= _EXACT else _FORMATS[item.unit](item.value)
+    return {"name": name, "symbols": symbols, "numbers": item.numbers, "value": number}
+
+
+_EXACT = 24
+"""Letters of a number that is written in full."""
+
+
+def _seconds(kernel: ExplainedKernel) -> list[dict[str, str]]:
+    """Each term with its arithmetic."""
+    s, flop, size = kernel.seconds, kernel.flops[-1].value, kernel.bytes[-1].value
+    rows = []
+
+    def add(name: str, symbols: str, numbers: str, value: str) -> None:
+        rows.append({"name": name, "symbols": symbols, "numbers": numbers, "value": value})
+
+    add("intensity", "FLOP / HBM bytes", f"{flop:,.0f} / {size:,.0f}",
+        format_intensity(kernel.intensity))  # fmt: skip
+    if s.compute_share is not None:
+        share = _share(s.compute_share, f"{s.kind}, knobs", "tiles, waves, feeding")
+        add("t_comp", "sum of FLOP / rate, over the share", f"({_ideal(s.rates)}) / {share}",
+            format_time(s.compute))  # fmt: skip
+    if s.hbm_share is not None:
+        share = _share(s.hbm_share, f"{s.kind}, knobs", "busy blocks, copies")
+        add("t_hbm", "HBM bytes / (bandwidth x share)",
+            f"{size:,.0f} / ({format_bandwidth(s.bandwidth)} x {share})",
+            format_time(s.hbm))  # fmt: skip
+    if s.network:
+        add("t_net", "link bytes / link bandwidth", f"at {format_bandwidth(s.link)}",
+            format_time(s.network))  # fmt: skip
+    add("gap", "between kernels", "of the chip, or of knobs", format_time(s.gap))
+    add("time", "largest term + imperfect overlap + gap",
+        f"{format_time(max(s.compute, s.hbm, s.network))} + {format_time(s.more)} + "
+        f"{format_time(s.gap)}", format_time(s.device))  # fmt: skip
+    return rows
+
+
+def _ideal(rates: Sequence[Any]) -> str:
+    return " + ".join(
+        f"{r.flop:,.0f} / {format_flop_rate(r.rate)} ({r.engine} {r.precision})" for r in rates
+    )
+
+
+def _share(share: Any, first: str, second: str) -> str:
+    whole = f"{share.whole:.4g}"
+    if abs(share.rest - 1) < 1e-6:
+        return f"{whole} ({first})" if share.knobs != 1 else whole
+    return f"{whole} ({share.knobs:.3g} {first}, {share.rest:.3g} {second})"
+
+
+def _tests(tests: Sequence[Any], on: view.Output) -> view.Table:
+    rows = [
+        {
+            "name": test.name,
+            "change": test.change,
+            "ratio": test.ratio,
+            "note": test.note,
+            **{name: test.by_limiter.get(name) for name in words.LIMITS},
+        }
+        for test in tests
+    ]
+    columns = [
+        column
+        for column in _TESTS
+        if column.key in ("name", "change", "ratio") or any(row[column.key] for row in rows)
+    ]
+    return view.Table(columns=columns, rows=rows, padded=False, on=on)
+
+
+# -- the whole step --------------------------------------------------------------------------------
+
+
+def _step(result: Explanation) -> list[view.Section]:
+    step = result.step
+    assert step is not None
+    rows = [_row(item) for item in (*step.flops, *step.bytes) if item.value]
+    limits = ", ".join(
+        f"{words.LIMITS[name]} {words.percent(share)}"
+        for name, share in sorted(step.regime_shares.items(), key=lambda item: -item[1])
+        if share > 0
+    )
+    below = step.intensity < step.ridge
+    times = [
+        _line("intensity", "FLOP / HBM bytes",
+              f"{step.total_flops.value:,.0f} / {step.total_bytes.value:,.0f}",
+              format_intensity(step.intensity)),
+        _line("ridge", "peak / bandwidth",
+              f"{format_flop_rate(step.peak)} {step.peak_precision} / "
+              f"{format_bandwidth(step.bandwidth)}", format_intensity(step.ridge)),
+        _line("roofline", "bandwidth x intensity" if below else "peak",
+              f"{format_bandwidth(step.bandwidth)} x {format_intensity(step.intensity)}"
+              if below else "at or above the ridge",
+              format_flop_rate(min(step.peak, step.bandwidth * step.intensity))),
+        _line("t_comp at peaks", "sum over engines of FLOP / rate",
+              _ideal(step.rates), format_time(step.t_comp_peaks)),
+        _line("t_hbm at peaks", "HBM bytes / bandwidth",
+              f"{step.total_bytes.value:,.0f} / {format_bandwidth(step.bandwidth)}",
+              format_time(step.t_hbm_peaks)),
+        _line("t_comp", "sum over kernels",
+              f"{_of(step.t_comp_peaks, step.t_comp)} of the peaks", format_time(step.t_comp)),
+        _line("t_hbm", "sum over kernels",
+              f"{_of(step.t_hbm_peaks, step.t_hbm)} of the bandwidth", format_time(step.t_hbm)),
+        _line("t_launch", "gaps and waiting for the host", "", format_time(step.t_launch)),
+        _line("t_est", "end of the queue of kernels", limits, format_time(step.t_est)),
+        _line("FLOP rate", "FLOP / t_est",
+              f"{step.total_flops.value:,.0f} / {format_time(step.t_est)}",
+              format_flop_rate(step.total_flops.value / step.t_est if step.t_est else 0.0)),
+    ]  # fmt: skip
+    parts: list[view.Part] = [
+        view.Table(columns=_COLUMNS, rows=rows, padded=False),
+        view.Table(columns=_COLUMNS, rows=times, padded=False),
+    ]
+    if step.critical is not None:
+        parts += [view.Note(text) for text in _critical(result)]
+    return [
+        view.Section(title="The step", parts=parts, place=1),
+        view.Section(title="Scaling tests", parts=[_tests(step.scaling, "both")], place=2),
+    ]
+
+
+def _line(name: str, symbols: str, numbers: str, value: str) -> Mapping[str, str]:
+    return {"name": name, "symbols": symbols, "numbers": numbers, "value": value}
+
+
+def _of(part: float, whole: float) -> str:
+    return f"{part / whole:.1%}" if whole else "all"
+
+
+def _critical(result: Explanation) -> list[str]:
+    """Where computing begins to limit, at the peaks and as expected."""
+    step = result.step
+    assert step is not None
+    critical = step.critical
+    assert critical is not None
+    name, span = critical.name, f"{critical.low:,} to {critical.high:,}"
+    others = ", ".join(f"{n} {size:,}" for n, size in result.sizes.items() if n != name)
+    with_others = f" with {others}" if others else ""
+    lines = []
+    for about, value in (("at peaks", critical.by_peaks), ("expected", critical.expected)):
+        if value is None:
+            text = f"none of {span}"
+            if about == "expected":
+                text += f"; at {critical.high:,} the limit is {words.LIMITS[critical.limiter]}"
+        else:
+            text = f"{value:,} is the least {name} of {span} that computing limits{with_others}"
+            if about == "expected" and not critical.stays:
+                text += ", though not every larger one is"
+        lines.append(f"B_crit {about}: {text}.")
+    ridge = step.ridge
+    side = "below" if critical.more_intensity < ridge else "above"
+    lines.append(
+        f"One more {name} at {critical.high:,} adds {format_flops(critical.more_flops)} and "
+        f"{format_traffic(critical.more_bytes)}, {format_intensity(critical.more_intensity)}: "
+        f"{side} the ridge of {format_intensity(ridge)}"
+        + (", so no larger one reaches it." if side == "below" else ".")
+    )
+    return lines
+
+
+# -- sweeps ----------------------------------------------------------------------------------------
+
+
+def _sweep(sweep: sizesweeps.SizeSweep, place: int) -> view.Section:
+    several = len({row.chip for row in sweep.rows}) > 1
+
+    def value(row: Any) -> view.Cell:
+        marked = sweep.is_marked(row)
+        return view.Cell(row.value, "strong" if marked else "", after=" B_crit" if marked else "")
+
+    columns = [
+        view.Column("chip", units.TEXT, "chip"),
+        view.Column("value", units.COUNT, sweep.name, of=value),
+        view.Column("flops", units.full(units.FLOP), "FLOP"),
+        view.Column("bytes", units.BYTE, "HBM"),
+        view.Column("intensity", units.INTENSITY, "FLOP/byte"),
+        view.Column("t_comp", units.SECOND, "t_comp", drop=1),
+        view.Column("t_hbm", units.SECOND, "t_hbm", drop=1),
+        view.Column("t_est", units.SECOND, "t_est"),
+        view.Column("rate", _FLOP_RATE, "FLOP/s"),
+        view.Column("item_rate", units.RATE, "items/s", drop=2),
+        view.Column("regime", units.LIMITS, "limit", of=_limit),
+    ]
+    others = ", ".join(f"{name} {size:,}" for name, size in sweep.others.items())
+    title = f"{sweep.phase.capitalize()} {sweep.name} sweep" + (f", {others}" if others else "")
+    table = view.Table(columns=columns if several else columns[1:], rows=sweep.rows, padded=False)
+    return view.Section(
+        title=title, parts=[view.Note(title, "strong", on="screen"), table], place=place
+    )
+
+
+_FLOP_RATE = units.Unit("FLOP/s", "number", format_flop_rate)
+
+
+def _limit(row: Any) -> view.Cell:
+    return view.Cell(f"{words.LIMITS[row.regime]} {words.percent(row.regime_share)}", row.regime)
