@@ -41,7 +41,7 @@ class SizedSource:
         if job.is_graph:
             raise RequestError(
                 f"{job.name}: a graph has its sizes; name the module or the target that it is made "
-                "of, or a form (made by `rooftrace sweep ... --form FILE`)"
+                "of, or a form (made by `rooftrace sweep ... --save-form FILE`)"
             )
         for name in names:
             self._check(name)
