@@ -82,7 +82,6 @@ def solve(
     price: float | Mapping[str, float] | None = None,
     power: float | Mapping[str, float] | None = None,
     apart: bool = False,
-    scaling: float = 1.0,
     kept_free: float = 0.0,
     at: Mapping[str, int] | None = None,
     most: int = MOST_TRACES,
@@ -101,10 +100,10 @@ def solve(
     "2048:256@3,8192:1024@1" (tokens of prompt and output, and shares); their prefills run between
     the decode steps, unless they are `apart`, on chips of their own.  over: values of the size that
     is left open.  chip: one or several; default all with a price for "cheapest", else "h200-sxm".
-    chips: how many together; default as few as hold the limits.  Several chips are an ideal split
-    without communication, of whose rate `scaling` is reached.  price, power: dollar/hour and watt
-    of one chip in place of those of its file, for all or by name.  kept_free: share of the memory
-    that stays free.  at: the other sizes of a saved form.  execution, dtype, kv_dtype: one or
+    chips: how many together; default as few as hold the limits.  Several chips share each product
+    evenly and send the residual stream after each attention and MLP.  price, power: dollar/hour and
+    watt of one chip in place of those of its file, for all or by name.  kept_free: share of the
+    memory that stays free.  at: the other sizes of a saved form.  execution, dtype, kv_dtype: one or
     several.  Other arguments are those of `trace`.
 
     Raises RequestError for a size that there is not, limits that are no times, chips without a
@@ -122,8 +121,6 @@ def solve(
     ]
     for each in several:
         check_precisions(each.dtype, each.weights_dtype, each.kv_dtype)
-    if not 0 < scaling <= 1:
-        raise RequestError(f"scaling {scaling:g}: expected a share above 0, 1 at most")
     if not 0 <= kept_free < 1:
         raise RequestError(f"kept_free {kept_free:g}: expected a share from 0 to below 1")
     named = _chips_of(chip, find)
@@ -136,7 +133,7 @@ def solve(
             step=seconds_of("step", step), tpot=seconds_of("tpot", tpot),
             ttft=seconds_of("ttft", ttft),
         ),
-        service=Service(mix=requests, apart=apart, scaling=scaling, kept_free=kept_free),
+        service=Service(mix=requests, apart=apart, kept_free=kept_free),
         chips=tuple(_with(c, _own("price", price, named), _own("power", power, named))
                     for c in named),
         counts=None if chips is None else _counts(chips),
@@ -223,7 +220,7 @@ def _own(name: str, values: Any, chips: Sequence[Chip]) -> Mapping[str, float]:
 
 
 def _with(chip: Chip, prices: Mapping[str, float], powers: Mapping[str, float]) -> Chip:
-    changed: dict[str, Fact] = {}
+    changed: dict[str, Any] = {}
     for name, unit, values in (("price", "dollar/hour", prices), ("power", "watt", powers)):
         if chip.name in values:
             value = values[chip.name]
@@ -255,11 +252,11 @@ def _check(asked: Asked) -> None:
     if find in OTHERS:
         for name, value in limits:
             raise RequestError(f"{name} {value:g} s: find {find} takes no limit")
-    names = (*serving.OBJECTIVES, *OTHERS)
-    if find not in names and find not in USUAL and "." not in find and asked.values is None:
+    words = (*serving.OBJECTIVES, *OTHERS)
+    if find not in words and find not in USUAL and "." not in find and asked.values is None:
         raise RequestError(
             f"find {find!r}: expected a size ({', '.join(USUAL)}, or another one with its values "
-            f"in over=) or one of {', '.join(names)}{hint(find, (*names, *USUAL))}"
+            f"in over=) or one of {', '.join(words)}{hint(find, (*words, *USUAL))}"
         )
 
 
@@ -481,16 +478,16 @@ def _passing(asked: Asked) -> passing.PassingAnswer:
     )  # fmt: skip
 
 
-def _grounds(
-    asked: Asked, form: Form, sizes: Mapping[str, int], *, several: bool
-) -> Iterator[str]:
+def _grounds(asked: Asked, form: Form, sizes: Mapping[str, int], *, several: bool) -> Iterator[str]:
     """What an answer rests on, in sentences."""
     service = asked.service
     models = ", ".join(dict.fromkeys(c.execution.name for c in asked.conditions))
     yield f"execution {models}; {_knobs(asked)}"
     if several:
-        share = "" if service.scaling == 1 else f", of which {service.scaling:.0%} is reached"
-        yield f"several chips: an ideal split without communication{share}; real ones take longer"
+        yield (
+            "several chips: each product split evenly, and an all-reduce after each attention and "
+            "each MLP that nothing overlaps, inside nodes of 8 chips by their own link"
+        )
     if service.mix is not None:
         yield (
             f"decode steps with the mean cache of the requests, {service.mix.kv:,} tokens; "
@@ -520,8 +517,15 @@ def _knobs(asked: Asked) -> str:
     return f"times by knobs fitted to measured steps ({', '.join(fitted[:4])})"
 
 
-def plot_answer(answer: serving.ServingAnswer, path: str | os.PathLike[str]) -> None:
-    """Draw tokens per second of a chip over those of a user: each configuration, and the front."""
+def plot_answer(answer: Answer, path: str | os.PathLike[str]) -> None:
+    """Draw tokens per second of a chip over those of a user: each configuration, and the front.
+
+    Raises RequestError for an answer that compares no deployments.
+    """
+    if not isinstance(answer, serving.ServingAnswer):
+        raise RequestError(
+            f"{path}: only a question about deployments has a figure, as find='cheapest'"
+        )
     from rooftrace.reporting.figures import ofsizes, style
 
     style.save(ofsizes.front_plot(answer), Path(path))

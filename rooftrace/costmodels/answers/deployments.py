@@ -17,7 +17,8 @@ MILLION = 1e6
 class Deployment:
     """One way to run a step: on so many chips, at these sizes, in these precisions.
 
-    Seconds: step (low, high: between which 90 % of such steps are, None without knobs), tpot (per
+    Seconds: step (low, high: between which 90 % of such steps are, None without knobs), sent (of
+    the step, in which chips send to each other and do nothing else), tpot (per
     output token, with the prefills in between; the step, where no requests are given), ttft (to the
     first token of the longest prompt; None where no requests are given).  memory: bytes at the
     fullest moment.  capacity: bytes that the chips may use.  rate: tokens or samples per second of
@@ -31,6 +32,7 @@ class Deployment:
     step: float
     low: float | None
     high: float | None
+    sent: float
     tpot: float
     ttft: float | None
     memory: int
@@ -76,7 +78,8 @@ class Deployment:
         """Plain data; SI units."""
         return {
             "chip": self.chip, "chips": self.chips, **self.labels, **self.sizes,
-            "step": self.step, "step_low": self.low, "step_high": self.high, "tpot": self.tpot,
+            "step": self.step, "step_low": self.low, "step_high": self.high, "sent": self.sent,
+            "tpot": self.tpot,
             "ttft": self.ttft, "memory": self.memory, "capacity": self.capacity,
             "rate": self.rate, "rate_per_chip": self.per_chip, "rate_per_user": self.per_user,
             "dollars_per_million": self.dollars, "joules_each": self.joules,
@@ -85,10 +88,10 @@ class Deployment:
 
 
 def together(chip: Chip, count: int) -> Chip:
-    """`count` chips as if they were one: rates, bandwidth, memory and SMs of all, no communication.
+    """`count` chips as if they were one: rates, bandwidth, memory and SMs of all.
 
-    No split of a step over them is faster; a real one also sends data.  The gap between kernels
-    and the time of the host stay those of one.
+    That is an even split of each kernel.  The gap between kernels and the time of the host stay
+    those of one; what the chips send to each other is in `splitting`.
     """
     if count == 1:
         return chip

@@ -135,9 +135,7 @@ class Search:
         objective: str,
     ) -> Search:
         """Evaluate all.  counts: numbers of chips; None: as few as hold the limits, doubling."""
-        tried = {
-            chip.name: list(counts) if counts is not None else [] for chip in candidates.chips
-        }
+        tried = {chip.name: list(counts) if counts is not None else [] for chip in candidates.chips}
         if counts is None:
             ones = {chip.name: [1] for chip in candidates.chips}
             needed: dict[str, float] = {}
@@ -146,9 +144,7 @@ class Search:
                 needed[line.chip.name] = min(least, float(line.memory[0]))
             for chip in candidates.chips:
                 if chip.name in needed:
-                    least = least_chips(
-                        needed[chip.name], chip, candidates.service.kept_free
-                    )
+                    least = least_chips(needed[chip.name], chip, candidates.service.kept_free)
                     tried[chip.name] = list(doublings(least, MOST_CHIPS))[:_DOUBLINGS]
         lines = tuple(candidates.lines(sizes, tried))
         return cls(candidates, sizes, lines, limits, objective, counts is not None)
@@ -167,14 +163,24 @@ class Search:
             if fine is not None:
                 line, place = finer, fine
             chosen.append((line, place, float(self._cost(line)[place])))
-        return sorted(chosen, key=lambda entry: (entry[2], entry[0].dollars[entry[1]]))
+        chosen.sort(key=lambda entry: (entry[2], entry[0].dollars[entry[1]]))
+        if self.asked_counts:
+            return chosen
+        firsts: dict[Any, tuple[Line, int, float]] = {}
+        for entry in chosen:
+            firsts.setdefault((id(entry[0].case), entry[0].chip.name), entry)
+        return list(firsts.values())
 
     def _wanted(self) -> Iterator[Line]:
-        """The lines to choose from: of numbers of chips nobody asked for, the first that holds."""
+        """The lines to choose from.
+
+        More chips always hold more: of numbers of them that nobody asked for, the largest size is
+        looked for on the first that holds the limits.
+        """
         seen = set()
         for line in sorted(self.lines, key=lambda line: line.chips):
             key = (id(line.case), line.chip.name)
-            if not self.asked_counts:
+            if not self.asked_counts and self.objective == "largest":
                 if key in seen or not line.holds(self.limits).any():
                     continue
                 seen.add(key)
@@ -218,7 +224,7 @@ class Search:
         if np.isnan(line.high).all():
             return None
         coarse = self.candidates.again(line, self.sizes)
-        ends = []
+        ends: list[Deployment | None] = []
         for name in ("high", "low"):
             place = self._best_of(coarse, coarse.holds(self.limits, getattr(coarse, name)))
             if place is None:

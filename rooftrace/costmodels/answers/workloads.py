@@ -1,4 +1,4 @@
-"""What is asked of a service: prompts and outputs that come to it, and limits that it has to hold."""
+"""What a service is asked for: prompts and outputs that come, and limits that it has to hold."""
 
 from __future__ import annotations
 

@@ -91,13 +91,6 @@ attention takes longer than the MLP.  chips: how many by capacity."""
     help="Watts of a chip, in place of that of its file.  Repeatable.",
 )
 @click.option(
-    "--scaling",
-    type=float,
-    default=1.0,
-    show_default=True,
-    help="The share of an ideal split that several chips reach.",
-)
-@click.option(
     "--kept-free",
     type=float,
     default=0.0,
@@ -114,8 +107,6 @@ def solve(target: str, form: str, out: str | None, plot: str | None, **asked: An
     with progress():
         result = rt.solve(target, **options)
         if plot is not None:
-            if not hasattr(result, "front"):
-                raise RequestError(f"--plot {plot}: --find {options['find']} has no figure")
             rt.plot_answer(result, plot)
     write_text(form, out, lambda: renderable(result), lambda: as_markdown(result), result.to_dict)
     if plot is not None and form == "terminal":
@@ -133,7 +124,7 @@ def _options(asked: dict[str, Any]) -> dict[str, Any]:
     phases, chips, chip = asked.pop("phases"), asked.pop("chips"), asked.pop("chip")
     if phases is not None and len(phases) != 1:
         raise RequestError(f"--phase {','.join(phases)}: expected one phase")
-    own = ("find", "tpot", "ttft", "step", "mix", "apart", "over", "scaling", "kept_free")
+    own = ("find", "tpot", "ttft", "step", "mix", "apart", "over", "kept_free")
     named = {name: asked.pop(name) for name in own}
     named |= {
         "execution": executions,

@@ -24,9 +24,14 @@ _LIMITS = {
     "step": "time of a step", "tpot": "time per token", "ttft": "time to the first token",
     "memory": "memory",
 }  # fmt: skip
-_DOLLARS = units.Unit("dollar", "number", lambda value: f"${value:,.3g}")
-_JOULES = units.Unit("J", "number", lambda value: f"{value:,.3g} J")
+_DOLLARS = units.Unit("dollar", "number", lambda value: "$" + _three(value))
+_JOULES = units.Unit("J", "number", lambda value: f"{_three(value)} J")
 _SIZE = units.Unit("", "integer", lambda number: f"{number:,}", least=None)
+
+
+def _three(value: float) -> str:
+    """A number with three digits: 0.200, 14.5, 1,430."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:#.3g}".rstrip(".")
 
 
 def register() -> None:
@@ -83,7 +88,8 @@ def _answer(result: serving.ServingAnswer) -> Iterator[view.Note]:
     yield view.Note(_told(best, result.name), "strong")
     for name, free in result.margins(best).items():
         yield view.Note(
-            f"{_LIMITS[name]} {_value(best, name)} of {_limit(result, best, name)}: {free:.1%} left",
+            f"{_LIMITS[name]} {_value(best, name)} of {_limit(result, best, name)}: "
+            f"{free:.1%} left",
             bullet=1,
         )
     yield view.Note(", ".join(_worth(best)), bullet=1)
@@ -128,9 +134,9 @@ def _worth(one: Any) -> Iterator[str]:
     yield f"{one.per_chip:,.4g} tokens/s of a chip"
     yield f"{one.per_user:,.3g} tokens/s of a user"
     if one.dollars is not None:
-        yield f"${one.dollars:,.3g} per million tokens"
+        yield f"${_three(one.dollars)} per million tokens"
     if one.joules is not None:
-        yield f"{one.joules:,.3g} J a token"
+        yield f"{_three(one.joules)} J a token"
     yield f"limited by {one.limiter}"
 
 
@@ -146,9 +152,7 @@ def _limit(result: serving.ServingAnswer, one: Any, name: str) -> str:
     return str(format_time(dict(result.limits)[name]))
 
 
-def _table(
-    result: serving.ServingAnswer, rows: Sequence[Any], speeds: bool = False
-) -> view.Table:
+def _table(result: serving.ServingAnswer, rows: Sequence[Any], speeds: bool = False) -> view.Table:
     several = [n for n in rows[0].labels if len({str(r.labels.get(n)) for r in rows}) > 1]
     columns = [
         view.Column("chips", _SIZE, "chips"),

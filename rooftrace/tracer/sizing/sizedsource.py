@@ -49,7 +49,7 @@ class SizedSource:
     def job_at(self, numbers: Sequence[int]) -> Job:
         """The job at these sizes."""
         sizes = dict(zip(self.names, numbers, strict=True))
-        lengths = {name: size for name, size in sizes.items() if name in _LENGTHS}
+        lengths: dict[str, Any] = {n: size for n, size in sizes.items() if n in _LENGTHS}
         inputs = {
             name: _WORD.sub(lambda m: str(sizes.get(m[0], m[0])), shape) + colon + dtype
             for name, text in self.job.request.inputs.items()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -64,7 +64,7 @@ def _several(result: serving.ServingAnswer) -> list[str]:
     return [n for n in labels[0] if len({str(x.get(n)) for x in labels}) > 1] if labels else []
 
 
-def _label(one: serving.Deployment, several: list[str]) -> str:
+def _label(one: Any, several: list[str]) -> str:
     chips = f"{one.chips} x {one.chip}" if one.chips > 1 else one.chip
     return ", ".join([chips, *(str(one.labels[name]) for name in several)])
 
@@ -80,5 +80,7 @@ def _mark(axes: Axes, result: serving.ServingAnswer) -> None:
             xytext=(5, 6), textcoords="offset points", fontsize=8, color=style.INK,
         )  # fmt: skip
     if result.best is not None:
-        axes.plot([result.best.per_user], [result.best.per_chip], "o", markersize=11,
-                  markerfacecolor="none", markeredgecolor=style.INK, markeredgewidth=1.6)  # fmt: skip
+        axes.plot(
+            [result.best.per_user], [result.best.per_chip], "o", markersize=11,
+            markerfacecolor="none", markeredgecolor=style.INK, markeredgewidth=1.6,
+        )  # fmt: skip
