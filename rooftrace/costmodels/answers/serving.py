@@ -30,11 +30,11 @@ class Objective:
 
 OBJECTIVES: Mapping[str, Objective] = {
     "largest": Objective("the largest", lambda line: -line.sizes.astype(float)),
-    "cheapest": Objective("the fewest dollars per million tokens", lambda line: line.dollars),
-    "energy": Objective("the fewest joules per token", lambda line: line.joules),
-    "throughput": Objective("the most tokens per second of a chip",
+    "cheapest": Objective("the fewest dollars per million {item}s", lambda line: line.dollars),
+    "energy": Objective("the fewest joules per {item}", lambda line: line.joules),
+    "throughput": Objective("the most {item}s per second of a chip",
                             lambda line: line.chips / line.rate),
-    "latency": Objective("the least time per token", lambda line: line.tpot),
+    "latency": Objective("the least time of a step", lambda line: line.tpot),
 }  # fmt: skip
 
 
@@ -56,10 +56,12 @@ class ServingAnswer(Shown):
     does, and then `nearest` is the candidate that misses them by least.  breaks: the limits that
     the next larger size misses.  span: the best size if steps take as long as 90 % of them do at
     most and at least; None without knobs.  front: candidates that fit and that no other beats in
-    both tokens per second of a user and of a chip, limits aside.  rests: what the answer rests on.
+    both tokens per second of a user and of a chip, limits aside; of batches of decode steps only.
+    item: what is counted, a token or a sample.  rests: what the answer rests on.
     """
 
     title: str
+    item: str
     question: str
     objective: str
     name: str  # of the size that was left open

@@ -86,18 +86,20 @@ def _answer(result: serving.ServingAnswer) -> Iterator[view.Note]:
                                     f"{_limit(result, nearest, name)}", bullet=1)  # fmt: skip
         return
     yield view.Note(_told(best, result.name), "strong")
+    worth = _worth(best, result)
     for name, free in result.margins(best).items():
         yield view.Note(
             f"{_LIMITS[name]} {_value(best, name)} of {_limit(result, best, name)}: "
             f"{free:.1%} left",
             bullet=1,
         )
-    yield view.Note(", ".join(_worth(best)), bullet=1)
+    yield view.Note(", ".join(worth), bullet=1)
     yield from _edge(result, best)
     if result.second is not None:
         second = result.second
         yield view.Note(
-            f"second best: {_told(second, result.name)}; {', '.join(_worth(second))}", bullet=1
+            f"second best: {_told(second, result.name)}; {', '.join(_worth(second, result))}",
+            bullet=1,
         )
 
 
@@ -130,13 +132,17 @@ def _told(one: Any, name: str) -> str:
     return f"{', '.join(sizes)} on {chips} ({', '.join(labels)})"
 
 
-def _worth(one: Any) -> Iterator[str]:
-    yield f"{one.per_chip:,.4g} tokens/s of a chip"
-    yield f"{one.per_user:,.3g} tokens/s of a user"
+def _worth(one: Any, result: serving.ServingAnswer) -> Iterator[str]:
+    item = result.item
+    yield f"{_three(one.per_chip)} {item}s/s of a chip"
+    if one.labels.get("phase") == "decode":
+        yield f"{_three(one.per_user)} {item}s/s of a user"
     if one.dollars is not None:
-        yield f"${_three(one.dollars)} per million tokens"
+        yield f"${_three(one.dollars)} per million {item}s"
     if one.joules is not None:
-        yield f"{_three(one.joules)} J a token"
+        yield f"{_three(one.joules)} J a {item}"
+    if one.sent:
+        yield f"{format_time(one.sent)} of the step to exchange data"
     yield f"limited by {one.limiter}"
 
 
@@ -154,17 +160,18 @@ def _limit(result: serving.ServingAnswer, one: Any, name: str) -> str:
 
 def _table(result: serving.ServingAnswer, rows: Sequence[Any], speeds: bool = False) -> view.Table:
     several = [n for n in rows[0].labels if len({str(r.labels.get(n)) for r in rows}) > 1]
+    item, decodes = result.item, rows[0].labels.get("phase") == "decode"
     columns = [
         view.Column("chips", _SIZE, "chips"),
         view.Column("chip", units.TEXT, "chip"),
         *(view.Column(name, units.TEXT, name) for name in several),
         view.Column(result.name, _SIZE, result.name),
-        view.Column("tpot", units.SECOND, "time per token", short="per token"),
+        view.Column("tpot", units.SECOND, "time per token" if decodes else "step"),
         view.Column("ttft", units.SECOND, "time to first token", short="to first", drop=1),
-        view.Column("per_user", units.RATE, "tokens/s of a user", short="user/s", drop=0),
-        view.Column("per_chip", units.RATE, "tokens/s of a chip", short="chip/s"),
-        view.Column("dollars", _DOLLARS, "per million tokens", short="$/M", drop=0),
-        view.Column("joules", _JOULES, "J per token", short="J each", drop=2),
+        view.Column("per_user", units.RATE, f"{item}s/s of a user", short="user/s"),
+        view.Column("per_chip", units.RATE, f"{item}s/s of a chip", short="chip/s"),
+        view.Column("dollars", _DOLLARS, f"per million {item}s", short="$/M"),
+        view.Column("joules", _JOULES, f"J per {item}", short="J each", drop=2),
         view.Column("memory", units.CAPACITY, "memory", drop=2),
         view.Column("limiter", units.TEXT, "limited by", drop=3),
     ]
@@ -297,7 +304,7 @@ def capacity_view(result: capacity.CapacityAnswer) -> view.View:
         rows=rows,
     )
     best = result.rows[0]
-    answer = f"{best.chips} x {best.chip} by capacity, {best.used:.0%} full"
+    answer = f"fewest: {best.chips} x {best.chip}, {best.used:.0%} full"
     return view.View(
         (
             view.Section(parts=[view.Note(title, "strong"), view.Note(answer, "strong")], place=1),
