@@ -74,9 +74,8 @@ attention takes longer than the MLP.  chips: how many by capacity."""
     "--execution",
     "executions",
     type=Commas(),
-    default="serving",
-    show_default=True,
-    help="naive, eager, compiled, efficient, serving, seed-naive, seed-efficient.",
+    help="naive, eager, compiled, efficient, serving, seed-naive, seed-efficient; default: serving "
+    "for prefill and decode, else efficient.",
 )
 @click.option(
     "--price",
@@ -118,9 +117,11 @@ def solve(target: str, form: str, out: str | None, plot: str | None, **asked: An
 def _options(asked: dict[str, Any]) -> dict[str, Any]:
     """Options as `rt.solve` takes them."""
     load_rules(asked.pop("rules"))
-    executions = load_executions(
-        asked.pop("executions"), asked.pop("tf32"), asked.pop("knobs"), asked.pop("rewrites")
-    )
+    named_models = asked.pop("executions")
+    changes = (asked.pop("tf32"), asked.pop("knobs"), asked.pop("rewrites"))
+    executions = None
+    if named_models is not None or any(changes):
+        executions = load_executions(named_models or ("serving",), *changes)
     phases, chips, chip = asked.pop("phases"), asked.pop("chips"), asked.pop("chip")
     if phases is not None and len(phases) != 1:
         raise RequestError(f"--phase {','.join(phases)}: expected one phase")

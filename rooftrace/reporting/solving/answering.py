@@ -47,7 +47,7 @@ def solve(
     over: Any = None,
     chip: str | Chip | Sequence[str | Chip] | None = None,
     chips: int | Sequence[int] | None = None,
-    execution: str | ExecutionModel | Sequence[str | ExecutionModel] = "serving",
+    execution: str | ExecutionModel | Sequence[str | ExecutionModel] | None = None,
     phase: str | None = None,
     dtype: str | Sequence[str | None] | None = None,
     weights_dtype: str | None = None,
@@ -77,7 +77,8 @@ def solve(
     evenly and send the residual stream after each attention and MLP.  price, power: dollar/hour and
     watt of one chip in place of those of its file, for all or by name.  kept_free: share of the
     memory that stays free.  at: the other sizes of a saved form.  execution, dtype, kv_dtype: one
-    or several.  Other arguments are those of `trace`.
+    or several; by default prefill and decode run as `serving`, other phases as `efficient`.  Other
+    arguments are those of `trace`.
 
     Raises RequestError for a size that there is not, limits that are no times, chips without a
     price where dollars are asked for; and what `form` raises.  Limits that nothing holds are no
@@ -85,11 +86,12 @@ def solve(
     """
     requests = Mix.of(mix) if isinstance(mix, str) else mix
     known = known_form(source)
-    at = asking.sizes_of_form(known, at, kwargs)
-    job = Job(source="a form") if known else Job.of(solve, source, args, kwargs, phase=phase)
+    fixed, kwargs = asking.sizes_of_form(known, at, kwargs)
+    traced = source if known is None else known.example  # a graph has no use for other arguments
+    job = Job.of(solve, traced, args, kwargs, phase=phase)
     several = [
         Conditions(execution_model(model), first, weights_dtype, second)
-        for model in asking.listed(execution, (str, ExecutionModel))
+        for model in asking.listed(execution or "serving", (str, ExecutionModel))
         for first in asking.listed(dtype, (str, type(None)))
         for second in asking.listed(kv_dtype, (str, type(None)))
     ]
@@ -113,8 +115,9 @@ def solve(
         chips=tuple(asking.with_numbers(chip, prices, powers) for chip in named),
         counts=None if chips is None else asking.counts_of(chips),
         conditions=tuple(several),
-        at=at,
+        at=fixed,
         most=most,
+        usual=execution is None,
     )  # fmt: skip
     asking.check(asked)
     with telling(progress):
@@ -136,6 +139,7 @@ def _answer(asked: Asked) -> Answer:
 
 def _serving(asked: Asked) -> serving.ServingAnswer:
     form = open_form(asked)
+    asked = asking.settled(asked, form)
     fixed = fixed_sizes(asked, form)
     prefill = prefill_form(asked) if asked.service.mix is not None else None
     cases = tuple(SweepCase(form, conditions, {}) for conditions in asked.conditions)
@@ -205,6 +209,7 @@ def _at_one_place(asked: Asked) -> tuple[Form, dict[str, int]]:
 
 def _rates(asked: Asked) -> rates.RatesAnswer:
     form, sizes = _at_one_place(asked)
+    asked = asking.settled(asked, form)
     case = SweepCase(form, asked.conditions[0], {})
     form.numbers({name: sizes[name] for name in form.names if name in sizes})
     grounds = tuple(grounds_of(asked, form))
@@ -214,6 +219,7 @@ def _rates(asked: Asked) -> rates.RatesAnswer:
 
 def _capacity(asked: Asked) -> capacity.CapacityAnswer:
     form, sizes = _at_one_place(asked)
+    asked = asking.settled(asked, form)
     own = {name: sizes[name] for name in form.names if name in sizes}
     rows = [
         row
@@ -232,6 +238,7 @@ def _capacity(asked: Asked) -> capacity.CapacityAnswer:
 
 def _passing(asked: Asked) -> passing.PassingAnswer:
     form = open_form(asked)
+    asked = asking.settled(asked, form)
     name = asked.open if asked.open in form.names else form.names[0]
     fixed = fixed_sizes(asked, form)
     place = form.names.index(name)

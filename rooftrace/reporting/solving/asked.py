@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rooftrace.costmodels.answers import Limits, Service, serving
+from rooftrace.costmodels.execution import execution_model
 from rooftrace.costmodels.planforms import Conditions
 from rooftrace.costmodels.sweeping import Form
 from rooftrace.errors import RequestError, hint
@@ -37,6 +38,7 @@ class Asked:
     conditions: tuple[Conditions, ...]
     at: Mapping[str, int]  # other sizes of a known form
     most: int
+    usual: bool  # whether no execution was asked for
 
     @property
     def open(self) -> str:
@@ -44,6 +46,15 @@ class Asked:
         if self.find in WORDS:
             return "kv" if self.find == "passing" else "batch"
         return self.find
+
+
+def settled(asked: Asked, form: Form) -> Asked:
+    """The question with the execution that fits the phase, where none was asked for."""
+    if not asked.usual or form.phase in ("prefill", "decode"):
+        return asked
+    model = execution_model("efficient")
+    conditions = tuple(replace(each, execution=model) for each in asked.conditions)
+    return replace(asked, conditions=conditions)
 
 
 def seconds_of(name: str, value: float | str | None) -> float | None:
@@ -148,25 +159,14 @@ def check(asked: Asked) -> None:
 
 
 def sizes_of_form(
-    known: Form | None, at: Mapping[str, int] | None, named: dict[str, Any]
-) -> dict[str, int]:
-    """The fixed sizes of a saved form: those of `at`, and those that are named like arguments.
-
-    Raises RequestError for an argument that a form has no use for.
-    """
+    known: Form | None, at: Mapping[str, int] | None, named: Mapping[str, Any]
+) -> tuple[dict[str, int], dict[str, Any]]:
+    """The fixed sizes of a saved form, those of `at` and those named like arguments; the rest."""
     if known is None:
         if at:
             raise RequestError(
                 f"at={dict(at)}: it is for a saved form; say sizes as batch=8, kv=4096"
             )
-        return {}
-    sizes = dict(at or {})
-    for name, value in list(named.items()):
-        if name in known.names:
-            sizes[name] = value
-        elif value not in (None, {}, True):
-            raise RequestError(
-                f"{name}={value!r}: a saved form has its sizes {', '.join(known.names)} and is "
-                "traced already; leave it out"
-            )
-    return sizes
+        return {}, dict(named)
+    own = {n: v for n, v in named.items() if n in known.names and v is not None}
+    return {**(at or {}), **own}, {n: v for n, v in named.items() if n not in own}
