@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
@@ -125,6 +126,15 @@ class PlanForm:
         self.form = regime.form
         self.template: PlanNumbers = regime.form.template
         self._slots = {slot.path: slot for slot in self.form.slots}
+
+    def under(self, execution: ExecutionModel) -> PlanForm:
+        """The same plan, timed under an execution with other constants of kernels."""
+        if execution == self.execution:
+            return self
+        _ = self.kernels  # made once, for both
+        other = copy(self)
+        other.execution = execution
+        return other
 
     # -- numbers -----------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -48,6 +48,14 @@ class Conditions:
     def of(execution: str | ExecutionModel, *precisions: str | None) -> Conditions:
         """The conditions of an execution by name, and precisions."""
         return Conditions(execution_model(execution), *precisions)
+
+    @property
+    def of_plans(self) -> Conditions:
+        """These conditions without constants that only times depend on: plans are the same."""
+        execution = self.execution
+        knobs = execution.knobs if execution.traffic is not None else None
+        plain = replace(execution, knobs=knobs, utilization=type(execution.utilization)())
+        return replace(self, execution=plain)
 
     def numbers(self, graph: OpGraph, with_memory: bool = True) -> PlanNumbers:
         """The numbers of the plan of a graph."""
