@@ -3,6 +3,9 @@ from typing import Any
 
 from rooftrace._progress import telling as telling
 from rooftrace.costmodels.costs import Access as Access, Cost as Cost, Work as Work
+from rooftrace.costmodels.elasticity import (
+    Elasticities as Elasticities,
+)
 from rooftrace.costmodels.estimating import (
     Breakdown as Breakdown,
     Estimate as Estimate,
@@ -98,6 +101,9 @@ from rooftrace.reporting.reports import (
 )
 from rooftrace.reporting.sections import (
     section as section,
+)
+from rooftrace.reporting.sensitivity import (
+    sensitivity as sensitivity,
 )
 from rooftrace.reporting.solving import (
     plot_answer as plot_answer,

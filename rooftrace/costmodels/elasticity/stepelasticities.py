@@ -38,29 +38,41 @@ ONLY_INTERVAL = "of the interval alone"
 
 
 def elasticities(
-    form: Form, sizes: Mapping[str, int], chip: Chip, conditions: Conditions
+    form: Form,
+    sizes: Mapping[str, int],
+    chip: Chip,
+    conditions: Conditions,
+    others: Sequence[Form] = (),
 ) -> Elasticities:
     """How a step answers to each of its sizes, chip facts and knobs, ranked.
 
-    sizes: a value for each size of the form.  Raises RequestError for sizes that the form does not
-    have, and MissingPeakError where the chip has no rate for a precision of the step.
+    sizes: a value for each size of the form.  others: forms of the same step over further sizes,
+    whose values are in `sizes` too.  Raises RequestError for sizes that the form does not have, and
+    MissingPeakError where the chip has no rate for a precision of the step.
     """
-    numbers = form.numbers(sizes)
+    further = {name for other in others for name in other.names}
+    numbers = form.numbers({name: n for name, n in sizes.items() if name not in further})
     named = NamedNumbers.of(chip, conditions.execution)
     graph = reprice(
-        form.graph(**sizes), conditions.dtype, conditions.weights_dtype, conditions.kv_dtype
+        form.graph(**dict(zip(form.names, numbers, strict=True))),
+        conditions.dtype,
+        conditions.weights_dtype,
+        conditions.kv_dtype,
     )
     base = _Timed.of(plan(graph, named.execution), named.chip)
-    own = plan_at(form, numbers, conditions)
-    rows = [
-        _by_size(form, own, numbers, place, base, chip, conditions)
-        for place in range(len(form.names))
-    ]
+    rows = []
+    for each in (form, *others):
+        here = each.numbers({name: sizes[name] for name in each.names})
+        own = plan_at(each, here, conditions)
+        rows += [
+            _by_size(each, own, here, place, base, chip, conditions)
+            for place in range(len(each.names))
+        ]
     rows += _by_numbers(named, base, graph)
     return Elasticities(
         title=form.title,
         phase=form.phase,
-        sizes=dict(zip(form.names, numbers, strict=True)),
+        sizes=dict(sizes),
         chip=chip.name,
         execution=conditions.execution.name,
         knobs=getattr(named.execution.knobs, "title", ""),

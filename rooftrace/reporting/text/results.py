@@ -70,6 +70,10 @@ def _view(result: Any, output: view.Output) -> view.View:
         from rooftrace.reporting.text import explanations  # it loads numpy
 
         explanations.register()
+    elif type(result).__module__.startswith("rooftrace.costmodels.elasticity"):
+        from rooftrace.reporting.text import sensitivities  # it loads numpy
+
+        sensitivities.register()
     elif type(result).__module__.startswith("rooftrace.costmodels.answers"):
         from rooftrace.reporting.text import answers  # it loads numpy
 
