@@ -231,16 +231,15 @@ def _inside(box: _Box, place: _Place) -> bool:
 def _scattered(box: _Box, count: int) -> tuple[_Place, ...]:
     """Different places near the lower end of a box, which differ in all their numbers."""
     draw = random.Random(repr(box))
-    wanted = min(count, _points(box))
+    reachable = tuple((min(low + (high - low > 2), high), high) for low, high in box)
+    wanted = min(count, _points(reachable))
     chosen: dict[_Place, None] = {}
     reach = 8
     while len(chosen) < wanted:
         for _ in range(40):
             place = tuple(
-                draw.randint(min(low + (high - low > 2), high), min(high, low + 1 + reach))
-                if high > low
-                else low
-                for low, high in box
+                draw.randint(first, min(high, low + 1 + reach)) if high > low else low
+                for (low, high), (first, _) in zip(box, reachable, strict=True)
             )
             chosen.setdefault(place)
             if len(chosen) == wanted:
