@@ -98,12 +98,13 @@ def _kind(text: str, asked: str) -> Traffic:
     try:
         if not colon:
             raise ValueError(text)
-        return Traffic(int(prompt), int(output), float(share) if share else 1.0)
+        numbers = int(prompt), int(output), float(share) if share else 1.0
     except ValueError:
         raise RequestError(
             f"mix {asked!r}: {text!r}: expected PROMPT:OUTPUT in tokens with a share if there are "
             "several, for example 2048:256@3,8192:1024@1"
         ) from None
+    return Traffic(*numbers)
 
 
 @dataclass(frozen=True, kw_only=True)

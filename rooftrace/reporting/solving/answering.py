@@ -29,7 +29,13 @@ from rooftrace.reporting.estimates import Source
 from rooftrace.reporting.solving import asked as asking
 from rooftrace.reporting.solving.asked import Asked
 from rooftrace.reporting.solving.grounds import grounds_of
-from rooftrace.reporting.solving.openforms import fixed_sizes, levels_of, open_form, prefill_form
+from rooftrace.reporting.solving.openforms import (
+    every_size,
+    fixed_sizes,
+    levels_of,
+    open_form,
+    prefill_form,
+)
 from rooftrace.reporting.stepforms import MOST_TRACES, known_form, level_values
 from rooftrace.tracer.asking import Job
 
@@ -100,6 +106,9 @@ def solve(
     if not 0 <= kept_free < 1:
         raise RequestError(f"kept_free {kept_free:g}: expected a share from 0 to below 1")
     named = asking.chips_of(chip, find)
+    opened = asking.open_of(find)
+    if opened in job.explicit and not (find in asking.OTHERS and opened == "batch"):
+        job.refuse((opened,), "it is what is looked for; leave it out, or say its values with over")
     prices = asking.own_numbers("price", price, named)
     powers = asking.own_numbers("power", power, named)
     asked = Asked(
@@ -150,7 +159,8 @@ def _serving(asked: Asked) -> serving.ServingAnswer:
     candidates = Candidates(cases, prefills, asked.chips, asked.service, asked.open, fixed)
     objective = asked.find if asked.find in serving.OBJECTIVES else "largest"
     tell("evaluating all candidates")
-    levels = levels_of(asked, form)
+    every = every_size(asked, form)
+    levels = levels_of(every)
     left_out = tuple(
         f"{chip.name}, {case.labels['dtype']}: {reason.split(';')[0]}"
         for place, case in enumerate(cases)
@@ -158,7 +168,7 @@ def _serving(asked: Asked) -> serving.ServingAnswer:
         if (reason := candidates.missing(place, chip))
     )
     users = form.phase == "decode" and asked.open == "batch"
-    search = serving.Search.over(candidates, levels, asked.counts, asked.limits, objective)
+    search = serving.Search.over(candidates, every, levels, asked.counts, asked.limits, objective)
     best = search.best()
     item = str(form.example.workload.get("item") or "sample")
     return serving.ServingAnswer(

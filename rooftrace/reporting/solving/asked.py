@@ -43,9 +43,14 @@ class Asked:
     @property
     def open(self) -> str:
         """The name of the size that is left open."""
-        if self.find in WORDS:
-            return "kv" if self.find == "passing" else "batch"
-        return self.find
+        return open_of(self.find)
+
+
+def open_of(find: str) -> str:
+    """The name of the size that a question leaves open."""
+    if find == "passing":
+        return "kv"
+    return "batch" if find in WORDS else find
 
 
 def settled(asked: Asked, form: Form) -> Asked:
