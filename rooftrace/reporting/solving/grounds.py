@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from rooftrace.costmodels.knobs import Knobs
 from rooftrace.costmodels.sweeping import Form
 from rooftrace.reporting.solving.asked import Asked
 
@@ -44,8 +45,9 @@ def grounds_of(
 
 
 def _knobs(asked: Asked) -> str:
-    fitted = [c.name for c in asked.chips if asked.conditions[0].execution.knobs_on(c) is not None]
-    if not fitted:
-        return "times by the peaks of the datasheets, which real kernels do not reach: " \
-               "calibrate with --knobs"  # fmt: skip
-    return f"times by knobs fitted to measured steps ({', '.join(fitted[:4])})"
+    model = asked.conditions[0].execution
+    titles = [knobs.title for c in asked.chips if (knobs := model.knobs_on(c)) is not None]
+    if not titles:
+        return "times are bounds: peaks of the datasheet, which real kernels miss"
+    rest = "" if isinstance(model.knobs, Knobs) else ", not calibrated"
+    return f"times by {', '.join(dict.fromkeys(titles))}{rest}"
