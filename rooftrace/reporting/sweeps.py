@@ -103,9 +103,11 @@ def sweep(
     for each in conditions:
         check_precisions(each.dtype, each.weights_dtype, each.kv_dtype)
     known = known_form(source)
-    job = Job(source="a form") if known else Job.of(sweep, source, args, kwargs, phase=phase)
+    traced = source if known is None else known.example  # a graph has no use for other arguments
+    job = Job.of(sweep, traced, args, kwargs, phase=phase)
+    job.refuse(levels, "its values are those of `over`; leave it out")
     request = SweepRequest(
-        job=job if known else job.of_one_phase(),
+        job=job.of_one_phase(),
         levels=levels,
         chips=tuple(load_chip(name) for name in _listed(chip, (str, Chip, os.PathLike))),
         conditions=conditions,

@@ -173,7 +173,7 @@ class Sweep(Shown):
         return kept.sort_values(by, ascending=rising, kind="stable").head(count)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data: all lines, crossings, cliffs."""
+        """Plain data: all lines, crossings, cliffs, and for which sizes each form is proven."""
         import json
 
         return {
@@ -187,6 +187,12 @@ class Sweep(Shown):
                 {**c.labels, "chip": c.chip, **c.at, c.name: c.size, "before": c.before,
                  "after": c.after}
                 for c in self.cliffs()
+            ],
+            "proven": [
+                {**case.settings, "where": where, "traces": len(regime.form.samples),
+                 "equal": len(regime.proven)}
+                for case in {id(case.form): case for case in self.cases}.values()
+                for where, regime in zip(case.form.where(), case.form.regimes, strict=True)
             ],
         }  # fmt: skip
 
