@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 import os
 import re
 import threading
@@ -154,16 +155,21 @@ def _names_of(targets: Iterable[str | os.PathLike[str]]) -> list[str]:
 
 
 def _check(names: Sequence[str], options: Mapping[str, Any]) -> None:
-    """Raise RequestError for what a target cannot be asked; nothing is traced.
+    """Raise RequestError for what one of the targets cannot be asked; nothing is traced.
 
     A file that cannot be read is for its worker to tell: others go on.
     """
+    from rooftrace.tracer.sizing import SizedSource
+
     ours = inspect.signature(sweep_request).parameters
     own = {name: value for name, value in options.items() if name in ours}
     others = {name: value for name, value in options.items() if name not in ours}
     for name in names:
         with contextlib.suppress(OSError, GraphFileError):
-            sweep_request(name, (), others, **own).check()
+            request = sweep_request(name, (), others, **own)
+            request.check()
+            if request.form is None:
+                SizedSource(request.job, tuple(request.levels))
 
 
 def _named(over: Mapping[str, Any] | Sequence[str]) -> Mapping[str, Any]:
@@ -171,7 +177,7 @@ def _named(over: Mapping[str, Any] | Sequence[str]) -> Mapping[str, Any]:
 
 
 def _plain(name: str, values: Any) -> Any:
-    """The values of a size as a text or a list: equal ones are equal however they were said.
+    """The values of a size as a text or a list; equal ones are the same, however they were said.
 
     None stays: the usual values, as far as the model takes them.
     """
@@ -180,7 +186,8 @@ def _plain(name: str, values: Any) -> Any:
     levels = level_values(name, values)
     if isinstance(levels, range):
         return f"{levels[0]}..{levels[-1]}:{levels.step}"
-    return list(levels)
+    steps = {after - before for before, after in itertools.pairwise(levels)}
+    return f"{levels[0]}..{levels[-1]}:{steps.pop()}" if len(steps) == 1 else list(levels)
 
 
 def _text_of(path: str | os.PathLike[str]) -> str:
