@@ -103,6 +103,10 @@ from rooftrace.reporting.reports import (
 from rooftrace.reporting.sections import (
     section as section,
 )
+from rooftrace.reporting.solving import (
+    plot_answer as plot_answer,
+    solve as solve,
+)
 from rooftrace.reporting.stepforms import (
     form as form,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -76,6 +77,16 @@ def form_of(job: Job, levels: Levels, most: int = MOST_TRACES) -> Form:
         regimes=regimes,
         trace=trace,
     )
+
+
+def known_form(source: Any) -> Form | None:
+    """The form that a source is, or whose file it names; None of any other source."""
+    from rooftrace.reporting.formfiles import load_form, looks_like_form
+
+    if isinstance(source, Form):
+        return source
+    named = isinstance(source, (str, os.PathLike))
+    return load_form(source) if named and looks_like_form(source) else None
 
 
 def _phase(job: Job) -> str:

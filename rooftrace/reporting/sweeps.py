@@ -23,7 +23,7 @@ from rooftrace.costmodels.sweeping import Form, Sweep, SweepCase, evaluated, poi
 from rooftrace.errors import RequestError
 from rooftrace.hardware import Chip, load_chip
 from rooftrace.reporting.estimates import CHIP, Source
-from rooftrace.reporting.stepforms import MOST_TRACES, form_of, levels_of
+from rooftrace.reporting.stepforms import MOST_TRACES, form_of, known_form, levels_of
 from rooftrace.tracer.asking import Job
 
 _AT_ONCE = 1 << 18
@@ -127,7 +127,7 @@ def sweep_request(
     conditions = tuple(several)
     for each in conditions:
         check_precisions(each.dtype, each.weights_dtype, each.kv_dtype)
-    known = _known_form(source)
+    known = known_form(source)
     job = Job(source="a form") if known else Job.of(sweep, source, args, kwargs, phase=phase)
     return SweepRequest(
         job=job if known else job.of_one_phase(),
@@ -138,15 +138,6 @@ def sweep_request(
         most=most,
         form=known,
     )
-
-
-def _known_form(source: Any) -> Form | None:
-    from rooftrace.reporting.formfiles import load_form, looks_like_form
-
-    if isinstance(source, Form):
-        return source
-    named = isinstance(source, (str, os.PathLike))
-    return load_form(source) if named and looks_like_form(source) else None
 
 
 def _listed(value: Any, kinds: tuple[type, ...]) -> list[Any]:

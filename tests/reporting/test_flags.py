@@ -57,6 +57,7 @@ TRACE = ("trace", "deep.json", "--phase", "prefill,decode", "-o", "out.json")
 DIFF = ("diff", "t.py:build", "t.py:wider", "--phase", "forward", "--format", "json")
 EXPLAIN = ("explain", "config.json", "--op", "0", "--format", "json")
 EXPLAIN_CODE = ("explain", "t.py:build", "--format", "json")
+SOLVE = ("solve", "config.json", "--tpot", "1ms", "--over", "4,5", "--format", "json")
 COMPARE = (
     "compare",
     "t.py:build",
@@ -165,6 +166,31 @@ CASES: dict[str, list[tuple[tuple[str, ...], dict[str, tuple[tuple[str, ...], ..
         ),
         (EXPLAIN_CODE, {"--plot": (("--plot", "step.png"),), "--chip": (("--chip", "l4,a100"),)}),
     ],
+    "solve": [
+        (
+            SOLVE,
+            {
+                **WORKLOAD,
+                **PRICING,
+                "--find": (("--find", "cheapest"), ("--find", "rates"), ("--find", "bacth")),
+                "--tpot": (("--tpot", "20us"),),
+                "--ttft": (("--ttft", "1s"),),
+                "--step": (("--step", "1us"),),
+                "--mix": (("--mix", "20:20"),),
+                "--apart": (("--apart",),),
+                "--over": (("--over", "4"),),
+                "--chip": (("--chip", "l4"), ("--chip", "h200-sxm,l4")),
+                "--chips": (("--chips", "2"), ("--chips", "two")),
+                "--execution": (("--execution", "eager"),),
+                "--price": (("--price", "9"), ("--price", "l4=9")),
+                "--power": (("--power", "9"), ("--power", "much")),
+                "--kept-free": (("--kept-free", "0.5"),),
+                "--plot": (("--plot", "front.png"),),
+                "--format": (("--format", "md"),),
+                "--out": (("--out", "solve.json"),),
+            },
+        )
+    ],
     "compare": [
         (
             COMPARE,
@@ -263,6 +289,13 @@ CANNOT_CHANGE = {
         "--assume": "nothing of that kind is unknown in this model",
         "--trust-remote-code": "this repository has no code of its own",
         "--rewrite": "nothing of that kind is in this model",
+    },
+    ("solve", "config.json"): {
+        "--optimizer": "a decode step has none",
+        "--assume": "nothing of that kind is unknown in this model",
+        "--trust-remote-code": "this repository has no code of its own",
+        "--rewrite": "nothing of that kind is in this model",
+        "--no-repeats": "the same layers, one by one: the numbers are the same",
     },
     ("trace", "deep.json"): {
         "--rules": "a rule prices, and a trace has no prices; a phase of the file can be traced",

@@ -25,8 +25,9 @@ from rooftrace.tracer.formulas import Formula, FormulaError, Guard, Track
 from rooftrace.tracer.graph import OpGraph
 from rooftrace.tracer.graphforms import GraphForm, RecordForm, Regime, StructureError, slots
 
-_SAMPLES = 8
-"""Plans that a form is fitted to; more where that many leave a number unfit."""
+_SAMPLES = (4, 2)
+"""Plans that a form is fitted to: so many, and so many for each size; more where a number is left
+unfit."""
 _MORE = 6
 _CHECKS = 3
 """Plans that it has to equal besides."""
@@ -70,6 +71,7 @@ class PlanForms:
         self.regime, self.conditions = regime, conditions
         self._draws = tuple(draws_of(regime.form))
         self._cells: list[_Cell] = []
+        self._known: dict[slots.Numbers, PlanNumbers] = {}
         self._random = random.Random(repr((regime.low, regime.high)))
 
     def at(self, points: Points) -> Iterator[tuple[PlanForm, Places]]:
@@ -124,7 +126,8 @@ class PlanForms:
                 continue
             guards = tuple(guard for guard in cell.guards if guard.holds(at)[0])
             tries = self._some(guards, numbers, points, left, _CHECKS)
-            if all(self._is(cell.form, where) for where in tries):
+            known = [n for n in self._known if _holds(guards, n)]
+            if all(self._is(cell.form, where) for where in (*known, *tries)):
                 self._cells[place] = _Cell(guards, cell.form)
                 return True
         return False
@@ -156,7 +159,10 @@ class PlanForms:
         return list(dict.fromkeys(chosen))
 
     def _numbers_at(self, numbers: slots.Numbers) -> PlanNumbers:
-        return self.conditions.numbers(self.regime.form.at(numbers))
+        """The numbers of the plan at these sizes; each is priced once."""
+        if numbers not in self._known:
+            self._known[numbers] = self.conditions.numbers(self.regime.form.at(numbers))
+        return self._known[numbers]
 
     def _fitted(
         self, numbers: slots.Numbers, guards: Sequence[Guard], points: Points, left: Places
@@ -168,10 +174,13 @@ class PlanForms:
         near = self._near(numbers, points.names)
         around = near.where(np.flatnonzero(_holding(guards, near, np.arange(len(near)))))
         others = list(zip(*(column.tolist() for column in around.columns), strict=True))
-        candidates = list(dict.fromkeys([numbers, *_spread(others), *inside]))
-        wanted = min(_SAMPLES, len(candidates))
+        known = [n for n in self._known if n != numbers and _holds(guards, n)]
+        candidates = list(dict.fromkeys([numbers, *_spread([*known, *others]), *inside]))
+        first, each = _SAMPLES
+        least = first + each * len(numbers)
+        wanted = min(least, len(candidates))
         chosen = dict.fromkeys(candidates[:wanted])
-        if wanted < _SAMPLES:
+        if wanted < least:
             return None
         for _ in range(2):
             records = {where: self._numbers_at(where) for where in chosen}

@@ -50,6 +50,14 @@ class Form:
             f"from {samples} traces, proven on {held} others",
         )
 
+    @property
+    def example(self) -> OpGraph:
+        """The graph at some sizes.  Raises RequestError of a form that nothing is proven of."""
+        if not self.regimes:
+            raise RequestError(f"{self.title}: no regime is known; ask for a graph at some sizes")
+        graph: OpGraph = self.regimes[0].form.example
+        return graph
+
     # -- one place ---------------------------------------------------------------------------------
 
     def numbers(self, sizes: Mapping[str, int]) -> Numbers:

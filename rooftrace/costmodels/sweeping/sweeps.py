@@ -305,5 +305,6 @@ def _words(values: Sequence[Any], places: Array) -> Any:
     import pandas
 
     if len(set(map(str, values))) == len(values):
-        return pandas.Categorical.from_codes(places, categories=[str(v) for v in values])
+        known: Any = pandas.Index([str(v) for v in values])
+        return pandas.Categorical.from_codes(places, categories=known)
     return np.array([str(value) for value in values], dtype=object)[places]

@@ -74,4 +74,8 @@ def _view(result: Any, output: view.Output) -> view.View:
         from rooftrace.reporting.text import explanations  # it loads numpy
 
         explanations.register()
+    elif type(result).__module__.startswith("rooftrace.costmodels.answers"):
+        from rooftrace.reporting.text import answers  # it loads numpy
+
+        answers.register()
     return view_of(result, output)

@@ -44,14 +44,24 @@ Argument = Any
 
 def references(argument: Argument) -> Iterator[Ref]:
     """The Refs in an argument (or in a mapping of arguments), in order."""
-    if type(argument) is Ref:
-        yield argument
-    elif type(argument) is tuple:
+    collected: list[Ref] = []
+    _collect(argument, collected)
+    return iter(collected)
+
+
+_PLAIN = frozenset({int, bool, float, str, type(None)})
+
+
+def _collect(argument: Argument, collected: list[Ref]) -> None:
+    kind = type(argument)
+    if kind is Ref:
+        collected.append(argument)
+    elif kind is tuple:
         for item in argument:
-            yield from references(item)
-    elif isinstance(argument, Mapping):
+            _collect(item, collected)
+    elif kind not in _PLAIN and isinstance(argument, Mapping):
         for item in argument.values():
-            yield from references(item)
+            _collect(item, collected)
 
 
 def refs(argument: Argument) -> Iterator[int]:

@@ -78,7 +78,7 @@ class Formula(Struct, frozen=True):
 
         Raises FormulaError where it is none: the formula does not hold there.
         """
-        total = sum(term.coefficient * _product(numbers, term.powers) for term in self.terms)
+        total: int = sum(term.coefficient * _product(numbers, term.powers) for term in self.terms)
         whole, rest = divmod(total, self.divisor)
         if rest:
             raise FormulaError(f"{self}: no whole number at {', '.join(map(str, numbers))}")

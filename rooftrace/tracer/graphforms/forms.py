@@ -77,7 +77,7 @@ class RecordForm:
         Raises StructureError for records that differ in more than numbers, and UnfitError where no
         formula gives a number: there another sample may help.
         """
-        form = _Fit(tuple(sizes), records, draws).form(cls)
+        form: RecordForm = _Fit(tuple(sizes), records, draws).form(cls)
         for sample, record in records.items():
             if form.at(sample) != record:
                 raise StructureError(f"the form is not the record at {sample}")

@@ -52,7 +52,8 @@ def differences(samples: Sequence[Any], path: Path = ()) -> Iterator[Differing]:
         if any(list(sample) != steps for sample in samples):
             raise StructureError(f"{_shown(path)}: different keys")
     else:
-        names = _field_names(type(first))
+        kind: Any = type(first)
+        names = _field_names(kind)
         if names is None:
             raise StructureError(f"{_shown(path)}: {first!r:.40} and {samples[-1]!r:.40}")
         for name in names:

@@ -38,7 +38,7 @@ class Regime:
     proven: the sizes of the traces that it was not fitted to, and equals.
     """
 
-    form: RecordForm
+    form: Any  # a GraphForm; of other records than graphs, a RecordForm
     low: Numbers
     high: Numbers
     proven: tuple[Numbers, ...] = ()
@@ -148,7 +148,7 @@ class Survey:
     def _equal(self, form: RecordForm, place: _Place) -> bool:
         numbers = self._at(place)
         try:
-            return form.at(numbers) == self.graph(numbers)
+            return bool(form.at(numbers) == self.graph(numbers))
         except FormulaError:
             return False
 

@@ -41,7 +41,7 @@ class SizedSource:
         if job.is_graph:
             raise RequestError(
                 f"{job.name}: a graph has its sizes; name the module or the target that it is made "
-                "of, or a form (made by `rooftrace sweep ... --form FILE`)"
+                "of, or a form (made by `rooftrace sweep ... --save-form FILE`)"
             )
         for name in names:
             self._check(name)
@@ -49,7 +49,7 @@ class SizedSource:
     def job_at(self, numbers: Sequence[int]) -> Job:
         """The job at these sizes."""
         sizes = dict(zip(self.names, numbers, strict=True))
-        lengths = {name: size for name, size in sizes.items() if name in _LENGTHS}
+        lengths: dict[str, Any] = {n: size for n, size in sizes.items() if n in _LENGTHS}
         inputs = {
             name: _WORD.sub(lambda m: str(sizes.get(m[0], m[0])), shape) + colon + dtype
             for name, text in self.job.request.inputs.items()

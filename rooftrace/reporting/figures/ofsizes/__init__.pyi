@@ -1,3 +1,6 @@
+from rooftrace.reporting.figures.ofsizes.frontplot import (
+    front_plot as front_plot,
+)
 from rooftrace.reporting.figures.ofsizes.sizeroof import (
     sweep_roofline as sweep_roofline,
 )

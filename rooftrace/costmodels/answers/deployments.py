@@ -1,0 +1,128 @@
+"""A step on some chips, with what it costs in time, memory, money and energy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rooftrace.hardware import Chip
+from rooftrace.hardware.chip import Fact, Peak
+
+HOUR = 3600.0
+MILLION = 1e6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deployment:
+    """One way to run a step: on so many chips, at these sizes, in these precisions.
+
+    Seconds: step (low, high: between which 90 % of such steps are, None without knobs), sent (of
+    the step, in which chips send to each other and do nothing else), tpot (per
+    output token, with the prefills in between; the step, where no requests are given), ttft (to the
+    first token of the longest prompt; None where no requests are given).  memory: bytes at the
+    fullest moment.  capacity: bytes that the chips may use.  rate: tokens or samples per second of
+    all its chips.  price: dollar/hour of one chip; power: watt of one.  None: not known.
+    """
+
+    chip: str
+    chips: int
+    labels: Mapping[str, Any]
+    sizes: Mapping[str, int]
+    step: float
+    low: float | None
+    high: float | None
+    sent: float
+    tpot: float
+    ttft: float | None
+    memory: int
+    capacity: float
+    rate: float
+    limiter: str
+    price: float | None
+    power: float | None
+
+    @property
+    def per_chip(self) -> float:
+        """Tokens or samples per second of one chip."""
+        return self.rate / self.chips
+
+    @property
+    def per_user(self) -> float:
+        """Tokens per second of one sequence."""
+        return 1 / self.tpot
+
+    @property
+    def dollars(self) -> float | None:
+        """Dollars per million tokens or samples; None without a price."""
+        if self.price is None:
+            return None
+        return self.price / HOUR / self.per_chip * MILLION
+
+    @property
+    def joules(self) -> float | None:
+        """Joules per token or sample with the chips at their full power: at most that many."""
+        return None if self.power is None else self.power / self.per_chip
+
+    @property
+    def configuration(self) -> tuple[Any, ...]:
+        """What tells it from others, its sizes apart."""
+        return (self.chip, self.chips, *self.labels.items())
+
+    def uses(self) -> dict[str, tuple[float, str]]:
+        """What a limit may be on: seconds or bytes by name."""
+        known = {"step": self.step, "tpot": self.tpot, "ttft": self.ttft}
+        return {name: (value, "second") for name, value in known.items() if value is not None}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data; SI units."""
+        return {
+            "chip": self.chip, "chips": self.chips, **self.labels, **self.sizes,
+            "step": self.step, "step_low": self.low, "step_high": self.high, "sent": self.sent,
+            "tpot": self.tpot,
+            "ttft": self.ttft, "memory": self.memory, "capacity": self.capacity,
+            "rate": self.rate, "rate_per_chip": self.per_chip, "rate_per_user": self.per_user,
+            "dollars_per_million": self.dollars, "joules_each": self.joules,
+            "limiter": self.limiter, "price": self.price, "power": self.power,
+        }  # fmt: skip
+
+
+def together(chip: Chip, count: int) -> Chip:
+    """`count` chips as if they were one: rates, bandwidth, memory and SMs of all.
+
+    That is an even split of each kernel.  The gap between kernels and the time of the host stay
+    those of one; what the chips send to each other is in `splitting`.
+    """
+    if count == 1:
+        return chip
+    return replace(
+        chip,
+        peaks=tuple(Peak(p.engine, p.precision, _times(p.rate, count)) for p in chip.peaks),
+        memory_bandwidth=_times(chip.memory_bandwidth, count),
+        memory_capacity=_times(chip.memory_capacity, count),
+        l2_capacity=None if chip.l2_capacity is None else _times(chip.l2_capacity, count),
+        sm_count=None if chip.sm_count is None else _times(chip.sm_count, count),
+    )
+
+
+def _times(fact: Fact, count: int) -> Fact:
+    return replace(
+        fact, value=fact.value * count, text=f"{count} x {fact.text}", kind="derived", note=""
+    )
+
+
+def least_chips(needed: float, chip: Chip, kept_free: float = 0.0) -> int:
+    """Chips whose memory together holds `needed` bytes.  kept_free: share of it that stays free."""
+    each = chip.memory_capacity.value * (1 - kept_free)
+    return max(1, -int(-needed // each))
+
+
+def doublings(least: int, most: int) -> Sequence[int]:
+    """1, 2, 4, ... from the first that is at least `least`, to `most`."""
+    counts = []
+    count = 1
+    while count <= most:
+        if count >= least:
+            counts.append(count)
+        count *= 2
+    return counts

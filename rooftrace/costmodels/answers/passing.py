@@ -1,0 +1,85 @@
+"""The length at which attention takes longer than the MLP: an exact search over whole sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from rooftrace._shown import Shown, short
+from rooftrace.costmodels.estimating import Estimate
+
+ATTENTION = ("attention",)
+MLP = ("dense", "moe")
+"""Families of products outside of attention: dense layers and experts; the head is neither."""
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Seconds of a step at one size: of attention, of the MLP, of all."""
+
+    size: int
+    attention: float
+    mlp: float
+    step: float
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PassingAnswer(Shown):
+    """Where attention passes the MLP as a size grows.
+
+    before, after: the last size at which the MLP takes at least as long, and the first at which
+    attention takes longer; None where there is no such size within `looked`.
+    """
+
+    title: str
+    chip: str
+    name: str  # of the size
+    at: dict[str, int]  # the other sizes
+    looked: tuple[int, int]
+    before: Shares | None
+    after: Shares | None
+    rests: tuple[str, ...]
+
+    def __repr__(self) -> str:
+        where = f"{self.name} {self.after.size:,}" if self.after else "nowhere"
+        return short(self, f"{self.title} on {self.chip}: {where}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data; SI units."""
+        return {
+            "title": self.title, "chip": self.chip, "name": self.name, **self.at,
+            "looked": list(self.looked),
+            "before": None if self.before is None else vars(self.before),
+            "after": None if self.after is None else vars(self.after),
+            "rests_on": list(self.rests),
+        }  # fmt: skip
+
+
+def shares_of(result: Estimate, size: int) -> Shares:
+    """Seconds on the device by family."""
+    seconds = {family: part.t_device for family, part in result.by_family().items()}
+    return Shares(
+        size,
+        sum(seconds.get(family, 0.0) for family in ATTENTION),
+        sum(seconds.get(family, 0.0) for family in MLP),
+        result.t_est,
+    )
+
+
+def passing(
+    shares: Callable[[int], Shares], low: int, high: int
+) -> tuple[Shares | None, Shares | None]:
+    """The sizes around which attention passes the MLP, by bisection between low and high."""
+    first, last = shares(low), shares(high)
+    if first.attention > first.mlp:
+        return None, first
+    if last.attention <= last.mlp:
+        return last, None
+    while last.size - first.size > 1:
+        middle = shares((first.size + last.size) // 2)
+        if middle.attention > middle.mlp:
+            last = middle
+        else:
+            first = middle
+    return first, last

@@ -1,0 +1,271 @@
+"""The best deployment of a step within limits: every candidate is evaluated, none is guessed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from rooftrace._shown import Shown, short
+from rooftrace.costmodels.answers.candidates import Array, Candidates, Line, Service
+from rooftrace.costmodels.answers.deployments import Deployment, doublings, least_chips
+from rooftrace.costmodels.answers.workloads import Limits
+
+MOST_CHIPS = 64
+_DOUBLINGS = 4
+"""Numbers of chips that are tried for each chip where none is asked for, from the least."""
+_FRONT = 64
+"""Points of the front that are kept."""
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What is best: the words for it, and a number of each candidate of a line, least is best."""
+
+    words: str
+    cost: Callable[[Line], Array]
+
+
+OBJECTIVES: Mapping[str, Objective] = {
+    "largest": Objective("the largest", lambda line: -line.sizes.astype(float)),
+    "cheapest": Objective("the fewest dollars per million {item}s", lambda line: line.dollars),
+    "energy": Objective("the fewest joules per {item}", lambda line: line.joules),
+    "throughput": Objective("the most {item}s per second of a chip",
+                            lambda line: line.chips / line.rate),
+    "latency": Objective("the least time of a step", lambda line: line.tpot),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Curve:
+    """All sizes of one configuration that fit: tokens per second of a user, and of a chip."""
+
+    configuration: Deployment  # at the first of the sizes
+    sizes: Array
+    per_user: Array
+    per_chip: Array
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ServingAnswer(Shown):
+    """The best candidate within limits, the best of each other configuration, and how near.
+
+    rows: the best of each configuration that holds the limits, best first; none where nothing
+    does, and then `nearest` is the candidate that misses them by least.  breaks: the limits that
+    the next larger size misses.  span: the best size if steps take as long as 90 % of them do at
+    most and at least; None without knobs.  front: candidates that fit and that no other beats in
+    both tokens per second of a user and of a chip, limits aside; of batches of decode steps only.
+    item: what is counted, a token or a sample.  rests: what the answer rests on.
+    """
+
+    title: str
+    item: str
+    question: str
+    objective: str
+    name: str  # of the size that was left open
+    limits: Limits
+    service: Service
+    rows: tuple[Deployment, ...]
+    nearest: Deployment | None
+    breaks: tuple[str, ...]
+    span: tuple[Deployment | None, Deployment | None] | None
+    front: tuple[Deployment, ...]
+    curves: tuple[Curve, ...]
+    rests: tuple[str, ...]
+    evaluated: int  # candidates
+    sizes: tuple[int, int]  # the least and the largest that were looked at
+    left_out: tuple[str, ...] = field(default=())
+
+    def __repr__(self) -> str:
+        return short(self, f"{self.question}: {self.best or self.nearest}")
+
+    @property
+    def best(self) -> Deployment | None:
+        """The answer; None where nothing holds the limits."""
+        return self.rows[0] if self.rows else None
+
+    @property
+    def second(self) -> Deployment | None:
+        """The best of the other configurations; None where there is no other that holds."""
+        return self.rows[1] if len(self.rows) > 1 else None
+
+    def margins(self, of: Deployment) -> dict[str, float]:
+        """The share of each limit that a deployment leaves free; below 0 where it misses it."""
+        free = {name: 1 - of.uses()[name][0] / value for name, value in self.limits}
+        return {**free, "memory": 1 - of.memory / of.capacity}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data; SI units."""
+        best = self.best
+        return {
+            "question": self.question,
+            "limits": dict(self.limits),
+            "best": None if best is None else best.to_dict(),
+            "margins": None if best is None else self.margins(best),
+            "breaks": list(self.breaks),
+            "span": None if self.span is None
+            else [None if d is None else d.to_dict() for d in self.span],
+            "rows": [row.to_dict() for row in self.rows],
+            "nearest": None if self.nearest is None else self.nearest.to_dict(),
+            "front": [point.to_dict() for point in self.front],
+            "rests_on": list(self.rests),
+            "left_out": list(self.left_out),
+            "evaluated": self.evaluated,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class Search:
+    """All lines of a question, and what is best on each.
+
+    every: the sizes that are asked for.  sizes: those of them that are tried first.
+    """
+
+    candidates: Candidates
+    every: Sequence[int]
+    sizes: Sequence[int]
+    lines: tuple[Line, ...]
+    limits: Limits
+    objective: str
+    asked_counts: bool  # whether numbers of chips were asked for
+
+    @classmethod
+    def over(
+        cls,
+        candidates: Candidates,
+        every: Sequence[int],
+        sizes: Sequence[int],
+        counts: Sequence[int] | None,
+        limits: Limits,
+        objective: str,
+    ) -> Search:
+        """Evaluate all.  counts: numbers of chips; None: as few as hold the limits, doubling."""
+        tried = {chip.name: list(counts) if counts is not None else [] for chip in candidates.chips}
+        if counts is None:
+            ones = {chip.name: [1] for chip in candidates.chips}
+            needed: dict[str, float] = {}
+            for line in candidates.lines(sizes[:1], ones):
+                least = needed.get(line.chip.name, np.inf)
+                needed[line.chip.name] = min(least, float(line.memory[0]))
+            for chip in candidates.chips:
+                if chip.name in needed:
+                    least = least_chips(needed[chip.name], chip, candidates.service.kept_free)
+                    tried[chip.name] = list(doublings(least, MOST_CHIPS))[:_DOUBLINGS]
+        lines = tuple(candidates.lines(sizes, tried))
+        return cls(candidates, every, sizes, lines, limits, objective, counts is not None)
+
+    # -- the best ----------------------------------------------------------------------------------
+
+    def best(self) -> list[tuple[Line, int, float]]:
+        """The best of each configuration: its line, place and cost; best first."""
+        chosen = []
+        for line in self._wanted():
+            place = self._best_of(line, line.holds(self.limits))
+            if place is None:
+                continue
+            finer = self.candidates.again(line, self._around(int(line.sizes[place])))
+            fine = self._best_of(finer, finer.holds(self.limits))
+            if fine is not None:
+                line, place = finer, fine
+            chosen.append((line, place, float(self._cost(line)[place])))
+        chosen.sort(key=lambda entry: (entry[2], entry[0].dollars[entry[1]]))
+        if self.asked_counts:
+            return chosen
+        firsts: dict[Any, tuple[Line, int, float]] = {}
+        for entry in chosen:
+            firsts.setdefault((id(entry[0].case), entry[0].chip.name), entry)
+        return list(firsts.values())
+
+    def _wanted(self) -> Iterator[Line]:
+        """The lines to choose from.
+
+        More chips always hold more: of numbers of them that nobody asked for, the largest size is
+        looked for on the first that holds the limits.
+        """
+        seen = set()
+        for line in sorted(self.lines, key=lambda line: line.chips):
+            key = (id(line.case), line.chip.name)
+            if not self.asked_counts and self.objective == "largest":
+                if key in seen or not line.holds(self.limits).any():
+                    continue
+                seen.add(key)
+            yield line
+
+    def _cost(self, line: Line) -> Array:
+        return OBJECTIVES[self.objective].cost(line)
+
+    def _best_of(self, line: Line, holds: Array) -> int | None:
+        cost = np.where(holds, self._cost(line), np.nan)
+        if np.isnan(cost).all():
+            return None
+        return int(np.nanargmin(cost))
+
+    def _around(self, size: int) -> Sequence[int]:
+        """The sizes that were asked for between the neighbours of a size among those tried."""
+        sizes = np.asarray(self.sizes)
+        place = int(np.searchsorted(sizes, size))
+        low = int(sizes[max(place - 1, 0)])
+        high = int(sizes[min(place + 1, len(sizes) - 1)])
+        return [number for number in range(low, high + 1) if number in self.every]
+
+    # -- beside it ---------------------------------------------------------------------------------
+
+    def nearest(self) -> Deployment | None:
+        """The candidate that misses its limits by least."""
+        worst = [(float(line.worst(self.limits).min()), line) for line in self.lines]
+        if not worst:
+            return None
+        _, line = min(worst, key=lambda pair: pair[0])
+        return line.deployment(int(line.worst(self.limits).argmin()))
+
+    def breaks(self, line: Line, place: int) -> tuple[str, ...]:
+        """The limits that the next larger size misses."""
+        after = self.candidates.again(line, [int(line.sizes[place]) + 1])
+        taken = after.over(self.limits)
+        return tuple(name for name, column in taken.items() if float(column[0]) > 1)
+
+    def span(self, line: Line) -> tuple[Deployment | None, Deployment | None] | None:
+        """The best with steps as slow, and as fast, as the ends of their interval."""
+        if np.isnan(line.high).all():
+            return None
+        coarse = self.candidates.again(line, self.sizes)
+        ends: list[Deployment | None] = []
+        for name in ("high", "low"):
+            place = self._best_of(coarse, coarse.holds(self.limits, getattr(coarse, name)))
+            if place is None:
+                ends.append(None)
+                continue
+            fine = self.candidates.again(line, self._around(int(coarse.sizes[place])))
+            own = self._best_of(fine, fine.holds(self.limits, getattr(fine, name)))
+            ends.append(fine.deployment(own) if own is not None else coarse.deployment(place))
+        return ends[0], ends[1]
+
+    def curves(self) -> Iterator[Curve]:
+        """A curve for each line that fits anywhere."""
+        for line in self.lines:
+            fits = np.flatnonzero(line.memory <= line.capacity)
+            if len(fits):
+                yield Curve(line.deployment(int(fits[0])), line.sizes[fits],
+                            1 / line.tpot[fits], line.rate[fits] / line.chips)  # fmt: skip
+
+    def front(self) -> tuple[Deployment, ...]:
+        """Candidates that fit and that no other beats in both speeds, fastest for a user first."""
+        points = []
+        for number, line in enumerate(self.lines):
+            for place in np.flatnonzero(line.memory <= line.capacity):
+                points.append((1 / line.tpot[place], line.rate[place] / line.chips, number, place))
+        front = list(undominated(points))
+        step = max(1, -(-len(front) // _FRONT))
+        kept = front[::step] + (front[-1:] if (len(front) - 1) % step else [])
+        return tuple(self.lines[number].deployment(int(place)) for _, _, number, place in kept)
+
+
+def undominated(points: Iterable[tuple[float, float, Any, Any]]) -> Iterator[Any]:
+    """The points that no other is at least equal to in both numbers; by falling first number."""
+    most = -np.inf
+    for point in sorted(points, key=lambda p: (-p[0], -p[1])):
+        if point[1] > most:
+            most = point[1]
+            yield point

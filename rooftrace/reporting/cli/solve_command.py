@@ -1,0 +1,167 @@
+"""The command solve: the best size, chip or rate within limits, with its margin and its grounds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+import rooftrace as rt
+from rooftrace.errors import RequestError
+from rooftrace.reporting.cli.options import (
+    TARGET_HELP,
+    Commas,
+    output_options,
+    pricing_options,
+    workload_options,
+)
+from rooftrace.reporting.cli.output import say
+from rooftrace.reporting.cli.shared import (
+    load_chips,
+    load_executions,
+    load_rules,
+    progress,
+    workload,
+    write_text,
+)
+
+_HELP = f"""{TARGET_HELP}  Or a form that `rooftrace sweep --save-form` wrote.
+
+--find SIZE: the largest batch, kv, seq (or another size, with its values in --over) within the
+limits.  cheapest, energy, throughput, latency: the best deployment within them.  rates: the HBM
+bandwidth, FLOP rate and link at which computing would limit.  passing: the length at which
+attention takes longer than the MLP.  chips: how many by capacity."""
+
+
+@click.command(epilog=_HELP)
+@click.argument("target")
+@click.option(
+    "--find",
+    default="batch",
+    show_default=True,
+    metavar="WHAT",
+    help="A size, cheapest, energy, throughput, latency, rates, passing, or chips.",
+)
+@click.option("--tpot", metavar="TIME", help="Limit: time per output token, for example 30ms.")
+@click.option(
+    "--ttft", metavar="TIME", help="Limit: time to the first token of the longest prompt of --mix."
+)
+@click.option("--step", metavar="TIME", help="Limit: time of one step, of any phase.")
+@click.option(
+    "--mix",
+    metavar="IN:OUT[@SHARE],...",
+    help="Requests: tokens of prompt and output, with shares, for example 2048:256@3,8192:1024.",
+)
+@click.option("--apart", is_flag=True, help="Prefills run on chips of their own.")
+@click.option(
+    "--over", metavar="VALUES", help="Values of the size that is left open, for example 1..16384."
+)
+@workload_options
+@pricing_options
+@click.option(
+    "--chip",
+    "chip",
+    type=Commas(),
+    help="Chips by name or TOML path; default: h200-sxm, for cheapest all with a price.",
+)
+@click.option(
+    "--chips",
+    type=Commas(),
+    metavar="N,...",
+    help="How many chips together; default: as few as hold the limits.",
+)
+@click.option(
+    "--execution",
+    "executions",
+    type=Commas(),
+    help="naive, eager, compiled, efficient, serving, seed-naive, seed-efficient; default: serving "
+    "for prefill and decode, else efficient.",
+)
+@click.option(
+    "--price",
+    multiple=True,
+    metavar="[CHIP=]DOLLARS",
+    help="Dollars per hour of a chip, in place of that of its file.  Repeatable.",
+)
+@click.option(
+    "--power",
+    multiple=True,
+    metavar="[CHIP=]WATTS",
+    help="Watts of a chip, in place of that of its file.  Repeatable.",
+)
+@click.option(
+    "--kept-free",
+    type=float,
+    default=0.0,
+    show_default=True,
+    help="The share of the memory that stays free.",
+)
+@click.option("--plot", metavar="FILE.png", help="Draw speed of a user against speed of a chip.")
+@output_options
+def solve(target: str, form: str, out: str | None, plot: str | None, **asked: Any) -> None:
+    """The largest batch, the cheapest chips, the rate or the length that holds: with margins."""
+    from rooftrace.reporting.text import as_markdown, renderable
+
+    options = _options(asked)
+    with progress():
+        result = rt.solve(target, **options)
+        if plot is not None:
+            rt.plot_answer(result, plot)
+    write_text(form, out, lambda: renderable(result), lambda: as_markdown(result), result.to_dict)
+    if plot is not None and form == "terminal":
+        say(f"\ndrawn to {plot}")
+    if getattr(result, "rows", True) == ():
+        raise click.exceptions.Exit(1)
+
+
+def _options(asked: dict[str, Any]) -> dict[str, Any]:
+    """Options as `rt.solve` takes them."""
+    load_rules(asked.pop("rules"))
+    named_models = asked.pop("executions")
+    changes = (asked.pop("tf32"), asked.pop("knobs"), asked.pop("rewrites"))
+    executions = None
+    if named_models is not None or any(changes):
+        executions = load_executions(named_models or ("serving",), *changes)
+    phases, chips, chip = asked.pop("phases"), asked.pop("chips"), asked.pop("chip")
+    if phases is not None and len(phases) != 1:
+        raise RequestError(f"--phase {','.join(phases)}: expected one phase")
+    own = ("find", "tpot", "ttft", "step", "mix", "apart", "over", "kept_free")
+    named = {name: asked.pop(name) for name in own}
+    named |= {
+        "execution": executions,
+        "phase": phases[0] if phases else None,
+        "chip": None if chip is None else load_chips(chip),
+        "chips": None if chips is None else _counts(chips),
+        "price": _numbers("--price", asked.pop("price")),
+        "power": _numbers("--power", asked.pop("power")),
+    }
+    for name in ("dtype", "kv_dtype"):
+        text = asked.pop(name)
+        if text is not None:
+            named[name] = text.split(",") if "," in text else text
+    return {**workload(**asked), **named}
+
+
+def _counts(texts: tuple[str, ...]) -> list[int]:
+    try:
+        return [int(text) for text in texts]
+    except ValueError:
+        raise RequestError(f"--chips {','.join(texts)}: expected numbers, as 1,2,4,8") from None
+
+
+def _numbers(option: str, texts: tuple[str, ...]) -> Any:
+    """One number for all chips, or numbers by chip."""
+    if not texts:
+        return None
+    numbers: dict[str, float] = {}
+    for text in texts:
+        name, equals, value = text.rpartition("=")
+        try:
+            numbers[name] = float(value)
+        except ValueError:
+            raise RequestError(
+                f"{option} {text}: expected a number, or CHIP=NUMBER, as h200-sxm=3.20"
+            ) from None
+        if not equals and len(texts) > 1:
+            raise RequestError(f"{option} {text}: with several, say each as CHIP=NUMBER")
+    return numbers.get("") if "" in numbers else numbers

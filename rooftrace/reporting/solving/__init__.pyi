@@ -1,0 +1,4 @@
+from rooftrace.reporting.solving.answering import (
+    plot_answer as plot_answer,
+    solve as solve,
+)

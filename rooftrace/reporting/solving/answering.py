@@ -1,0 +1,289 @@
+"""Answers to what people ask of a step: sizes, chips, precisions, money, rates, lengths."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rooftrace._progress import tell, telling
+from rooftrace.costmodels.answers import (
+    Candidates,
+    Limits,
+    Mix,
+    Service,
+    capacity,
+    passing,
+    rates,
+    serving,
+)
+from rooftrace.costmodels.execution import ExecutionModel, execution_model
+from rooftrace.costmodels.planforms import Conditions
+from rooftrace.costmodels.rewriting import check_precisions
+from rooftrace.costmodels.sweeping import Form, SweepCase
+from rooftrace.errors import RequestError
+from rooftrace.hardware import Chip
+from rooftrace.reporting.estimates import Source
+from rooftrace.reporting.solving import asked as asking
+from rooftrace.reporting.solving.asked import Asked
+from rooftrace.reporting.solving.grounds import grounds_of
+from rooftrace.reporting.solving.openforms import (
+    every_size,
+    fixed_sizes,
+    levels_of,
+    open_form,
+    prefill_form,
+)
+from rooftrace.reporting.stepforms import MOST_TRACES, known_form, level_values
+from rooftrace.tracer.asking import Job
+
+Answer = serving.ServingAnswer | rates.RatesAnswer | passing.PassingAnswer | capacity.CapacityAnswer
+
+
+def solve(
+    source: Source,
+    *args: Any,
+    find: str = "batch",
+    tpot: float | str | None = None,
+    ttft: float | str | None = None,
+    step: float | str | None = None,
+    mix: str | Mix | None = None,
+    over: Any = None,
+    chip: str | Chip | Sequence[str | Chip] | None = None,
+    chips: int | Sequence[int] | None = None,
+    execution: str | ExecutionModel | Sequence[str | ExecutionModel] | None = None,
+    phase: str | None = None,
+    dtype: str | Sequence[str | None] | None = None,
+    weights_dtype: str | None = None,
+    kv_dtype: str | Sequence[str | None] | None = None,
+    price: float | Mapping[str, float] | None = None,
+    power: float | Mapping[str, float] | None = None,
+    apart: bool = False,
+    kept_free: float = 0.0,
+    at: Mapping[str, int] | None = None,
+    most: int = MOST_TRACES,
+    progress: Callable[[str], None] | None = None,
+    **kwargs: Any,
+) -> Answer:
+    """The answer to a question about a step, with its margin, the second best and its grounds.
+
+    find: the name of a size, as "batch" or "kv": its largest value within the limits; "cheapest",
+    "energy", "throughput", "latency": the best deployment within them; "rates": the bandwidth, FLOP
+    rate and link at which computing would limit; "passing": the length of the cache (or the
+    sequence) at which attention takes longer than the MLP; "chips": how many by capacity.
+
+    tpot, ttft, step: limits in seconds, or as "30 ms".  tpot is the time per output token, ttft the
+    time to the first token of the longest prompt, without a queue.  mix: the requests, as
+    "2048:256@3,8192:1024@1" (tokens of prompt and output, and shares); their prefills run between
+    the decode steps, unless they are `apart`, on chips of their own.  over: values of the size that
+    is left open.  chip: one or several; default all with a price for "cheapest", else "h200-sxm".
+    chips: how many together; default as few as hold the limits.  Several chips share each product
+    evenly and send the residual stream after each attention and MLP.  price, power: dollar/hour and
+    watt of one chip in place of those of its file, for all or by name.  kept_free: share of the
+    memory that stays free.  at: the other sizes of a saved form.  execution, dtype, kv_dtype: one
+    or several; by default prefill and decode run as `serving`, other phases as `efficient`.  Other
+    arguments are those of `trace`.
+
+    Raises RequestError for a size that there is not, limits that are no times, chips without a
+    price where dollars are asked for; and what `form` raises.  Limits that nothing holds are no
+    error: the answer then has no `best`, and says what is nearest.
+    """
+    requests = Mix.of(mix) if isinstance(mix, str) else mix
+    known = known_form(source)
+    fixed, kwargs = asking.sizes_of_form(known, at, kwargs)
+    traced = source if known is None else known.example  # a graph has no use for other arguments
+    job = Job.of(solve, traced, args, kwargs, phase=phase)
+    several = [
+        Conditions(execution_model(model), first, weights_dtype, second)
+        for model in asking.listed(execution or "serving", (str, ExecutionModel))
+        for first in asking.listed(dtype, (str, type(None)))
+        for second in asking.listed(kv_dtype, (str, type(None)))
+    ]
+    for each in several:
+        check_precisions(each.dtype, each.weights_dtype, each.kv_dtype)
+    if not 0 <= kept_free < 1:
+        raise RequestError(f"kept_free {kept_free:g}: expected a share from 0 to below 1")
+    named = asking.chips_of(chip, find)
+    opened = asking.open_of(find)
+    if opened in job.explicit and not (find in asking.OTHERS and opened == "batch"):
+        job.refuse((opened,), "it is what is looked for; leave it out, or say its values with over")
+    prices = asking.own_numbers("price", price, named)
+    powers = asking.own_numbers("power", power, named)
+    asked = Asked(
+        job=job,
+        known=known,
+        find=find,
+        values=None if over is None else level_values(*asking.over_of(over, find)),
+        limits=Limits(
+            step=asking.seconds_of("step", step), tpot=asking.seconds_of("tpot", tpot),
+            ttft=asking.seconds_of("ttft", ttft),
+        ),
+        service=Service(mix=requests, apart=apart, kept_free=kept_free),
+        chips=tuple(asking.with_numbers(chip, prices, powers) for chip in named),
+        counts=None if chips is None else asking.counts_of(chips),
+        conditions=tuple(several),
+        at=fixed,
+        most=most,
+        usual=execution is None,
+    )  # fmt: skip
+    asking.check(asked)
+    with telling(progress):
+        return _answer(asked)
+
+
+def _answer(asked: Asked) -> Answer:
+    if asked.find == "rates":
+        return _rates(asked)
+    if asked.find == "passing":
+        return _passing(asked)
+    if asked.find == "chips":
+        return _capacity(asked)
+    return _serving(asked)
+
+
+# -- answers ---------------------------------------------------------------------------------------
+
+
+def _serving(asked: Asked) -> serving.ServingAnswer:
+    form = open_form(asked)
+    asked = asking.settled(asked, form)
+    fixed = fixed_sizes(asked, form)
+    prefill = prefill_form(asked) if asked.service.mix is not None else None
+    cases = tuple(SweepCase(form, conditions, {}) for conditions in asked.conditions)
+    prefills = tuple(
+        None if prefill is None else SweepCase(prefill, conditions, {})
+        for conditions in asked.conditions
+    )
+    candidates = Candidates(cases, prefills, asked.chips, asked.service, asked.open, fixed)
+    objective = asked.find if asked.find in serving.OBJECTIVES else "largest"
+    tell("evaluating all candidates")
+    every = every_size(asked, form)
+    levels = levels_of(every)
+    left_out = tuple(
+        f"{chip.name}, {case.labels['dtype']}: {reason.split(';')[0]}"
+        for place, case in enumerate(cases)
+        for chip in asked.chips
+        if (reason := candidates.missing(place, chip))
+    )
+    users = form.phase == "decode" and asked.open == "batch"
+    search = serving.Search.over(candidates, every, levels, asked.counts, asked.limits, objective)
+    best = search.best()
+    item = str(form.example.workload.get("item") or "sample")
+    return serving.ServingAnswer(
+        title=f"{form.title}, {form.phase}",
+        item=item,
+        question=_question(asked, objective, item),
+        objective=objective,
+        name=asked.open,
+        limits=asked.limits,
+        service=asked.service,
+        rows=tuple(line.deployment(place) for line, place, _ in best),
+        nearest=None if best else search.nearest(),
+        breaks=search.breaks(best[0][0], best[0][1]) if best else (),
+        span=search.span(best[0][0]) if best else None,
+        front=search.front() if users else (),
+        curves=tuple(search.curves()) if users else (),
+        rests=tuple(
+            grounds_of(
+                asked,
+                form,
+                several=any(x.chips > 1 for x in search.lines),
+                first=[x.chip.name for x, _, _ in best],
+            )
+        ),
+        evaluated=sum(len(line.sizes) for line in search.lines),
+        sizes=(int(levels[0]), int(levels[-1])),
+        left_out=left_out,
+    )
+
+
+def _question(asked: Asked, objective: str, item: str) -> str:
+    words = serving.OBJECTIVES[objective].words.format(item=item)
+    if objective == "largest":
+        words = f"{words} {asked.open}"
+    limits = f", {asked.limits}" if str(asked.limits) else ""
+    mix = f", of requests of {asked.service.mix}" if asked.service.mix is not None else ""
+    return f"{words}{limits}{mix}"
+
+
+def _at_one_place(asked: Asked) -> tuple[Form, dict[str, int]]:
+    """A form whose only sizes are those that were asked for."""
+    if asked.known is not None:
+        return asked.known, dict(asked.at)
+    batch = asked.job.request.batch or 1
+    form = open_form(replace(asked, values=(batch,)))
+    return form, {**fixed_sizes(asked, form), "batch": batch}
+
+
+def _rates(asked: Asked) -> rates.RatesAnswer:
+    form, sizes = _at_one_place(asked)
+    asked = asking.settled(asked, form)
+    case = SweepCase(form, asked.conditions[0], {})
+    form.numbers({name: sizes[name] for name in form.names if name in sizes})
+    grounds = tuple(grounds_of(asked, form))
+    title = f"{form.title}, {form.phase}"
+    return rates.needed_rates(case, sizes, asked.chips[0], title, grounds)
+
+
+def _capacity(asked: Asked) -> capacity.CapacityAnswer:
+    form, sizes = _at_one_place(asked)
+    asked = asking.settled(asked, form)
+    own = {name: sizes[name] for name in form.names if name in sizes}
+    rows = [
+        row
+        for conditions in asked.conditions
+        for row in capacity.needed_chips(
+            SweepCase(form, conditions, {}), own, asked.chips, asked.service.kept_free
+        )
+    ]
+    rows.sort(key=lambda row: (row.chips, -row.used))
+    return capacity.CapacityAnswer(
+        title=f"{form.title}, {form.phase}", sizes=sizes, rows=tuple(rows),
+        rests=("by capacity alone: chips share weights, cache and activations evenly, and nothing "
+               "is kept twice", *grounds_of(asked, form)),
+    )  # fmt: skip
+
+
+def _passing(asked: Asked) -> passing.PassingAnswer:
+    form = open_form(asked)
+    asked = asking.settled(asked, form)
+    name = asked.open if asked.open in form.names else form.names[0]
+    fixed = fixed_sizes(asked, form)
+    place = form.names.index(name)
+    low = min(regime.low[place] for regime in form.regimes)
+    high = max(regime.high[place] for regime in form.regimes)
+    conditions = asked.conditions[0]
+    own = {n: v for n, v in fixed.items() if n in form.names}
+
+    def shares(size: int) -> passing.Shares:
+        tell(f"pricing {name} {size:,}")
+        result = form.estimate(
+            asked.chips[0], conditions.execution, conditions.dtype, conditions.weights_dtype,
+            conditions.kv_dtype, **own, **{name: size},
+        )  # fmt: skip
+        return passing.shares_of(result, size)
+
+    before, after = passing.passing(shares, low, high)
+    return passing.PassingAnswer(
+        title=f"{form.title}, {form.phase}", chip=asked.chips[0].name, name=name, at=fixed,
+        looked=(low, high), before=before, after=after,
+        rests=("attention: its kernels and the products around them; MLP: the other products of "
+               "layers (families dense and moe), without the head",
+               *grounds_of(asked, form)),
+    )  # fmt: skip
+
+
+def plot_answer(answer: Answer, path: str | os.PathLike[str]) -> None:
+    """Draw tokens per second of a chip over those of a user: each configuration, and the front.
+
+    Raises RequestError for an answer that compares no deployments.
+    """
+    if not isinstance(answer, serving.ServingAnswer) or not answer.curves:
+        raise RequestError(
+            f"{path}: only batches of decode steps have a figure, as find='cheapest' asks for them"
+        )
+    from rooftrace.reporting.figures import ofsizes, style
+
+    style.save(ofsizes.front_plot(answer), Path(path))

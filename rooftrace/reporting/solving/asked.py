@@ -1,0 +1,177 @@
+"""A question as it is asked: what is looked for, within which limits, on which chips; checked."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rooftrace.costmodels.answers import Limits, Service, serving
+from rooftrace.costmodels.execution import execution_model
+from rooftrace.costmodels.planforms import Conditions
+from rooftrace.costmodels.sweeping import Form
+from rooftrace.errors import RequestError, hint
+from rooftrace.hardware import Chip, available_chips, load_chip, units
+from rooftrace.hardware.chip import Fact
+from rooftrace.reporting.estimates import CHIP
+from rooftrace.reporting.stepforms import USUAL
+from rooftrace.tracer.asking import Job
+
+OTHERS = ("rates", "passing", "chips")
+"""What is asked for besides sizes and objectives."""
+WORDS = (*(name for name in serving.OBJECTIVES if name != "largest"), *OTHERS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """A question as it is asked: what is looked for, in which steps, on which chips."""
+
+    job: Job
+    known: Form | None  # a form from a file, in place of the job
+    find: str  # the size of which the largest is looked for, an objective, or one of OTHERS
+    values: Sequence[int] | None  # of the size that is left open
+    limits: Limits
+    service: Service
+    chips: tuple[Chip, ...]
+    counts: tuple[int, ...] | None
+    conditions: tuple[Conditions, ...]
+    at: Mapping[str, int]  # other sizes of a known form
+    most: int
+    usual: bool  # whether no execution was asked for
+
+    @property
+    def open(self) -> str:
+        """The name of the size that is left open."""
+        return open_of(self.find)
+
+
+def open_of(find: str) -> str:
+    """The name of the size that a question leaves open."""
+    if find == "passing":
+        return "kv"
+    return "batch" if find in WORDS else find
+
+
+def settled(asked: Asked, form: Form) -> Asked:
+    """The question with the execution that fits the phase, where none was asked for."""
+    if not asked.usual or form.phase in ("prefill", "decode"):
+        return asked
+    model = execution_model("efficient")
+    conditions = tuple(replace(each, execution=model) for each in asked.conditions)
+    return replace(asked, conditions=conditions)
+
+
+def seconds_of(name: str, value: float | str | None) -> float | None:
+    """Seconds of a number, or of a text such as "30 ms".  Raises RequestError for another text."""
+    if value is None or isinstance(value, (int, float)):
+        return value
+    try:
+        return float(units.parse(value, "second"))
+    except ValueError:
+        raise RequestError(f"{name} {value!r}: expected a time, for example 30 ms") from None
+
+
+def listed(value: Any, kinds: tuple[type, ...]) -> list[Any]:
+    return [value] if isinstance(value, kinds) else list(value)
+
+
+def over_of(over: Any, find: str) -> tuple[str, Any]:
+    if isinstance(over, Mapping):
+        if len(over) != 1:
+            raise RequestError(
+                f"over {', '.join(map(str, over))}: one size is left open; fix the others"
+            )
+        ((name, values),) = over.items()
+        return str(name), values
+    return find, over
+
+
+def counts_of(chips: int | Sequence[int]) -> tuple[int, ...]:
+    counts = (chips,) if isinstance(chips, int) else tuple(sorted(set(chips)))
+    if not counts or min(counts) < 1:
+        raise RequestError(f"chips {chips!r}: expected numbers from 1")
+    return counts
+
+
+def chips_of(chip: Any, find: str) -> list[Chip]:
+    if chip is not None:
+        return [load_chip(name) for name in listed(chip, (str, Chip, os.PathLike))]
+    if find not in ("cheapest", "chips"):
+        return [load_chip(CHIP)]
+    loaded = map(load_chip, available_chips())
+    return [c for c in loaded if c.kind == "gpu" and (c.price is not None or find == "chips")]
+
+
+def own_numbers(name: str, values: Any, chips: Sequence[Chip]) -> Mapping[str, float]:
+    """Numbers by name of a chip, of one for all or of a mapping."""
+    if values is None:
+        return {}
+    if not isinstance(values, Mapping):
+        values = {c.name: values for c in chips}
+    names = {alias: c.name for c in chips for alias in (c.name, *c.aliases)}
+    own = {}
+    for chip, value in values.items():
+        if chip not in names:
+            raise RequestError(
+                f"{name} of {chip!r}: no chip of this question{hint(chip, list(names))}"
+            )
+        if not value > 0:
+            raise RequestError(f"{name} of {chip}: {value!r}: expected a number above 0")
+        own[names[chip]] = float(value)
+    return own
+
+
+def with_numbers(chip: Chip, prices: Mapping[str, float], powers: Mapping[str, float]) -> Chip:
+    changed: dict[str, Any] = {}
+    for name, unit, values in (("price", "dollar/hour", prices), ("power", "watt", powers)):
+        if chip.name in values:
+            value = values[chip.name]
+            changed[name] = Fact(value, f"{value:g} {unit}", "as asked for", "measured")
+    return replace(chip, **changed) if changed else chip
+
+
+def check(asked: Asked) -> None:
+    """Raise RequestError for what contradicts itself."""
+    find, service, limits = asked.find, asked.service, asked.limits
+    if find == "cheapest" and not any(c.price for c in asked.chips):
+        names = ", ".join(c.name for c in asked.chips)
+        raise RequestError(f"find cheapest: no price is known of {names}; give one with price=")
+    if find == "energy" and not any(c.power for c in asked.chips):
+        names = ", ".join(c.name for c in asked.chips)
+        raise RequestError(f"find energy: no power is known of {names}; give one with power=")
+    if limits.ttft is not None and service.mix is None:
+        raise RequestError(
+            f"ttft {limits.ttft:g} s: it is of prompts; give them with mix=, as 2048:256"
+        )
+    if service.apart and service.mix is None:
+        raise RequestError("apart: it is for the prefills of a mix; give one with mix=")
+    if service.mix is not None and asked.open != "batch":
+        raise RequestError(f"mix: it says how long caches are; {asked.open} cannot be open beside")
+    if service.mix is not None and asked.known is not None:
+        raise RequestError("mix: a saved form has one phase and no prefill; name the model itself")
+    if service.mix is not None and asked.job.request.kv is not None:
+        raise RequestError("kv: the mix says how long caches are; leave one of them out")
+    if find in OTHERS:
+        for name, value in limits:
+            raise RequestError(f"{name} {value:g} s: find {find} takes no limit")
+    words = (*serving.OBJECTIVES, *OTHERS)
+    if find not in words and find not in USUAL and "." not in find and asked.values is None:
+        raise RequestError(
+            f"find {find!r}: expected a size ({', '.join(USUAL)}, or another one with its values "
+            f"in over=) or one of {', '.join(words)}{hint(find, (*words, *USUAL))}"
+        )
+
+
+def sizes_of_form(
+    known: Form | None, at: Mapping[str, int] | None, named: Mapping[str, Any]
+) -> tuple[dict[str, int], dict[str, Any]]:
+    """The fixed sizes of a saved form, those of `at` and those named like arguments; the rest."""
+    if known is None:
+        if at:
+            raise RequestError(
+                f"at={dict(at)}: it is for a saved form; say sizes as batch=8, kv=4096"
+            )
+        return {}, dict(named)
+    own = {n: v for n, v in named.items() if n in known.names and v is not None}
+    return {**(at or {}), **own}, {n: v for n, v in named.items() if n not in own}

@@ -1,0 +1,53 @@
+"""What an answer rests on, in sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rooftrace.costmodels.knobs import Knobs
+from rooftrace.costmodels.sweeping import Form
+from rooftrace.reporting.solving.asked import Asked
+
+
+def grounds_of(
+    asked: Asked, form: Form, *, several: bool = False, first: Sequence[str] = ()
+) -> Iterator[str]:
+    """What an answer rests on, in sentences.  first: chips whose prices are told first."""
+    service = asked.service
+    models = ", ".join(dict.fromkeys(c.execution.name for c in asked.conditions))
+    yield f"execution {models}; {_knobs(asked)}"
+    if several:
+        yield (
+            "several chips: each product split evenly, and an all-reduce after each attention and "
+            "each MLP that nothing overlaps, inside nodes of 8 chips by their own link"
+        )
+    if service.mix is not None:
+        yield (
+            f"decode steps with the mean cache of the requests, {service.mix.kv:,} tokens; "
+            "memory too"
+        )
+        where = "on chips of their own" if service.apart else "between the decode steps"
+        yield f"prefills one by one {where}; no queue in the time to the first token"
+    priced = [c for c in asked.chips if c.price is not None and asked.find in ("cheapest", "chips")]
+    ranks = {name: rank for rank, name in reversed(list(enumerate(first)))}
+    priced.sort(key=lambda c: ranks.get(c.name, len(ranks)))
+    for chip in priced[:3]:
+        assert chip.price is not None
+        yield f"price of {chip.name}: {chip.price.text} ({chip.price.source})"
+    if len(priced) > 3:
+        yield f"prices of the other {len(priced) - 3} chips: rooftrace chips show NAME"
+    if any(c.power for c in asked.chips) and asked.find == "energy":
+        yield "energy: chips at their full power, hosts and cooling apart"
+    for line in form.where()[:3]:
+        yield f"formulas proven for {line}"
+    if any(regime.form.example.unrecorded for regime in form.regimes):
+        yield "a part of the step ran out of sight of the trace: times and memory are too low"
+
+
+def _knobs(asked: Asked) -> str:
+    model = asked.conditions[0].execution
+    titles = [knobs.title for c in asked.chips if (knobs := model.knobs_on(c)) is not None]
+    if not titles:
+        return "times are bounds: peaks of the datasheet, which real kernels miss"
+    rest = "" if isinstance(model.knobs, Knobs) else ", not calibrated"
+    return f"times by {', '.join(dict.fromkeys(titles))}{rest}"

@@ -1,0 +1,325 @@
+"""Answers in words: the answer first, then its margin, the second best, and what it rests on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from rooftrace.costmodels.answers import capacity, passing, rates, serving
+from rooftrace.hardware.units import (
+    MISSING,
+    format_bandwidth,
+    format_capacity,
+    format_flop_rate,
+    format_intensity,
+    format_time,
+    plural,
+)
+from rooftrace.reporting.text.dispatch import view_of
+from rooftrace.reporting.view import model as view, units
+
+_ROWS = 10
+_FRONT = 8
+_LIMITS = {
+    "step": "time of a step", "tpot": "time per token", "ttft": "time to the first token",
+    "memory": "memory",
+}  # fmt: skip
+_DOLLARS = units.Unit("dollar", "number", lambda value: "$" + _three(value))
+_JOULES = units.Unit("J", "number", lambda value: f"{_three(value)} J")
+_SIZE = units.Unit("", "integer", lambda number: f"{number:,}", least=None)
+
+
+def _three(value: float) -> str:
+    """A number with three digits: 0.200, 14.5, 1,430."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:#.3g}".rstrip(".")
+
+
+def register() -> None:
+    """Views of answers, once this file is loaded."""
+    view_of.register(serving.ServingAnswer, serving_view)
+    view_of.register(rates.RatesAnswer, lambda result, output: rates_view(result))
+    view_of.register(passing.PassingAnswer, lambda result, output: passing_view(result))
+    view_of.register(capacity.CapacityAnswer, lambda result, output: capacity_view(result))
+
+
+# -- deployments -----------------------------------------------------------------------------------
+
+
+def serving_view(result: serving.ServingAnswer, output: view.Output) -> view.View:
+    """The best deployment, its margin, the best of others, and the front of both speeds."""
+    sections = [
+        view.Section(
+            parts=[view.Note(result.title, "strong"), view.Note(_capital(result.question))], place=1
+        ),
+        view.Section(title="Answer", parts=list(_answer(result)), place=2),
+    ]
+    if len(result.rows) > 1:
+        rows = result.rows if output == "page" else result.rows[:_ROWS]
+        parts: list[view.Part] = [_table(result, rows)]
+        if len(rows) < len(result.rows):
+            parts.append(view.Note(f"and {len(result.rows) - len(rows)} more", "faint"))
+        sections.append(view.Section(title="The best of each configuration", parts=parts, place=3))
+    if len(result.front) > 1:
+        front = _spread(result.front, 24 if output == "page" else _FRONT)
+        parts = [
+            view.Note(
+                f"{plural(len(result.front), 'candidate')} that no other beats in both tokens per "
+                "second of a user and of a chip (limits aside):"
+            ),
+            _table(result, front, speeds=True),
+        ]
+        sections.append(view.Section(title="Trade-off", parts=parts, place=4))
+    sections.append(_grounds(result.rests, result.left_out, 5))
+    return view.View(tuple(sections), result.title)
+
+
+def _answer(result: serving.ServingAnswer) -> Iterator[view.Note]:
+    best = result.best
+    if best is None:
+        yield view.Note(f"nothing does: {result.evaluated:,} candidates were evaluated", "bad")
+        nearest = result.nearest
+        if nearest is not None:
+            yield view.Note(f"nearest: {_told(nearest, result.name)}", "strong", bullet=1)
+            for name, free in result.margins(nearest).items():
+                if free < 0:
+                    yield view.Note(f"{_LIMITS[name]} {_value(nearest, name)}, {-free:.1%} over "
+                                    f"{_limit(result, nearest, name)}", bullet=1)  # fmt: skip
+        return
+    yield view.Note(_told(best, result.name), "strong")
+    worth = _worth(best, result)
+    for name, free in result.margins(best).items():
+        yield view.Note(
+            f"{_LIMITS[name]} {_value(best, name)} of {_limit(result, best, name)}: "
+            f"{free:.1%} left",
+            bullet=1,
+        )
+    yield view.Note(", ".join(worth), bullet=1)
+    yield from _edge(result, best)
+    if result.second is not None:
+        second = result.second
+        yield view.Note(
+            f"second best: {_told(second, result.name)}; {', '.join(_worth(second, result))}",
+            bullet=1,
+        )
+
+
+def _edge(result: serving.ServingAnswer, best: Any) -> Iterator[view.Note]:
+    """What the next size breaks, and between which sizes the answer may lie."""
+    size = best.sizes[result.name]
+    if result.breaks and result.objective == "largest":
+        words = " and ".join(_LIMITS[name] for name in result.breaks)
+        yield view.Note(f"{result.name} {size + 1:,} breaks: {words}", bullet=1)
+    elif size == result.sizes[1]:
+        yield view.Note(
+            f"{result.name} {size:,} is the largest that was looked at; --over {result.name}=1..N "
+            "looks farther", "warn", bullet=1,
+        )  # fmt: skip
+    if result.span is not None and result.objective == "largest":
+        safe, lucky = (
+            f"{d.sizes[result.name]:,}" if d is not None else "none" for d in result.span
+        )
+        yield view.Note(
+            f"if steps are as slow as the slowest 5 %, {result.name} {safe}; as fast as the "
+            f"fastest 5 %, {lucky}", bullet=1,
+        )  # fmt: skip
+
+
+def _told(one: Any, name: str) -> str:
+    chips = f"{one.chips} x {one.chip}" if one.chips > 1 else one.chip
+    sizes = [f"{name} {one.sizes[name]:,}"]
+    sizes += [f"{other} {size:,}" for other, size in one.sizes.items() if other != name]
+    labels = [str(value) for key, value in one.labels.items() if key not in ("phase",)]
+    return f"{', '.join(sizes)} on {chips} ({', '.join(labels)})"
+
+
+def _worth(one: Any, result: serving.ServingAnswer) -> Iterator[str]:
+    item = result.item
+    yield f"{_three(one.per_chip)} {item}s/s of a chip"
+    if one.labels.get("phase") == "decode":
+        yield f"{_three(one.per_user)} {item}s/s of a user"
+    if one.dollars is not None:
+        yield f"${_three(one.dollars)} per million {item}s"
+    if one.joules is not None:
+        yield f"{_three(one.joules)} J a {item}"
+    if one.sent:
+        yield f"{format_time(one.sent)} of the step to exchange data"
+    yield f"limited by {one.limiter}"
+
+
+def _value(one: Any, name: str) -> str:
+    if name == "memory":
+        return str(format_capacity(one.memory))
+    return str(format_time(one.uses()[name][0]))
+
+
+def _limit(result: serving.ServingAnswer, one: Any, name: str) -> str:
+    if name == "memory":
+        return str(format_capacity(one.capacity))
+    return str(format_time(dict(result.limits)[name]))
+
+
+def _table(result: serving.ServingAnswer, rows: Sequence[Any], speeds: bool = False) -> view.Table:
+    several = [n for n in rows[0].labels if len({str(r.labels.get(n)) for r in rows}) > 1]
+    item, decodes = result.item, rows[0].labels.get("phase") == "decode"
+    columns = [
+        view.Column("chips", _SIZE, "chips"),
+        view.Column("chip", units.TEXT, "chip"),
+        *(view.Column(name, units.TEXT, name) for name in several),
+        view.Column(result.name, _SIZE, result.name),
+        view.Column("tpot", units.SECOND, "time per token" if decodes else "step"),
+        view.Column("ttft", units.SECOND, "time to first token", short="to first", drop=1),
+        view.Column("per_user", units.RATE, f"{item}s/s of a user", short="user/s"),
+        view.Column("per_chip", units.RATE, f"{item}s/s of a chip", short="chip/s"),
+        view.Column("dollars", _DOLLARS, f"per million {item}s", short="$/M"),
+        view.Column("joules", _JOULES, f"J per {item}", short="J each", drop=2),
+        view.Column("memory", units.CAPACITY, "memory", drop=2),
+        view.Column("limiter", units.TEXT, "limited by", drop=3),
+    ]
+    if not any(row.ttft for row in rows):
+        columns = [column for column in columns if column.key != "ttft"]
+    if not speeds:
+        columns = [column for column in columns if column.key != "per_user"]
+    return view.Table(columns=columns, rows=[_row(row) for row in rows], padded=False)
+
+
+def _row(one: Any) -> dict[str, Any]:
+    values = {
+        "chips": one.chips, "chip": one.chip, **one.labels, **one.sizes, "tpot": one.tpot,
+        "ttft": one.ttft, "per_user": one.per_user, "per_chip": one.per_chip,
+        "dollars": one.dollars, "joules": one.joules, "memory": one.memory, "limiter": one.limiter,
+    }  # fmt: skip
+    return {name: MISSING if value is None else value for name, value in values.items()}
+
+
+def _spread(rows: Sequence[Any], most: int) -> list[Any]:
+    if len(rows) <= most:
+        return list(rows)
+    places = {round(i * (len(rows) - 1) / (most - 1)) for i in range(most)}
+    return [rows[place] for place in sorted(places)]
+
+
+# -- rates, lengths, chips -------------------------------------------------------------------------
+
+
+def rates_view(result: rates.RatesAnswer) -> view.View:
+    """What limits a step now, and each rate at which computing would."""
+    sizes = ", ".join(f"{name} {size:,}" for name, size in result.sizes.items())
+    title = f"{result.title} on {result.chip}" + (f", {sizes}" if sizes else "")
+    head: list[view.Part] = [
+        view.Note(title, "strong"),
+        view.Note(
+            f"limited by {result.limiter} for {result.share:.0%} of {format_time(result.step)}"
+        ),
+    ]
+    if result.intensity is not None:
+        head.append(view.Note(
+            f"{format_intensity(result.intensity)} through HBM; the ridge of the chip is at "
+            f"{format_intensity(result.ridge)}"
+        ))  # fmt: skip
+    parts = [note for rate in result.rates for note in _rate(rate)]
+    return view.View(
+        (
+            view.Section(parts=head, place=1),
+            view.Section(title="What would make computing the limit", parts=parts, place=2),
+            _grounds(result.rests, (), 3),
+        ),
+        title,
+    )
+
+
+def _rate(rate: rates.NeededRate) -> Iterator[view.Note]:
+    names = {"memory_bandwidth": "HBM bandwidth", "flops": f"FLOP rate ({rate.engine})",
+             "link": "link bandwidth"}  # fmt: skip
+    written = format_flop_rate if rate.fact == "flops" else format_bandwidth
+    name = names[rate.fact]
+    if rate.needed is None:
+        yield view.Note(f"{name} {written(rate.now)}: {rate.why}", bullet=1)
+        return
+    word = "at most" if rate.fact == "flops" else "at least"
+    step = f"; a step then takes {format_time(rate.step)}" if rate.step is not None else ""
+    yield view.Note(
+        f"{name} of {word} {written(rate.needed)}, {rate.factor:,.3g} times the "
+        f"{written(rate.now)} of today{step}", bullet=1,
+    )  # fmt: skip
+    if rate.by_totals is not None:
+        yield view.Note(
+            f"by the totals of the step alone (one roofline): {written(rate.by_totals)}",
+            "faint", bullet=2,
+        )  # fmt: skip
+
+
+def passing_view(result: passing.PassingAnswer) -> view.View:
+    """The sizes around which attention passes the MLP."""
+    at = ", ".join(f"{name} {size:,}" for name, size in result.at.items())
+    title = f"{result.title} on {result.chip}" + (f", {at}" if at else "")
+    low, high = result.looked
+    if result.after is None:
+        answer = f"attention takes less time than the MLP up to {result.name} {high:,}"
+    elif result.before is None:
+        answer = f"attention takes longer than the MLP from {result.name} {low:,} on"
+    else:
+        answer = f"attention takes longer than the MLP from {result.name} {result.after.size:,} on"
+    rows = [x for x in (result.before, result.after) if x is not None]
+    table = view.Table(
+        columns=[
+            view.Column("size", _SIZE, result.name),
+            view.Column("attention", units.SECOND, "attention"),
+            view.Column("mlp", units.SECOND, "MLP"),
+            view.Column("step", units.SECOND, "step"),
+        ],
+        rows=rows,
+    )
+    return view.View(
+        (
+            view.Section(parts=[view.Note(title, "strong"), view.Note(answer, "strong")], place=1),
+            view.Section(parts=[table], place=2),
+            _grounds(result.rests, (), 3),
+        ),
+        title,
+    )
+
+
+def capacity_view(result: capacity.CapacityAnswer) -> view.View:
+    """The least number of each chip that holds a step."""
+    sizes = ", ".join(f"{name} {size:,}" for name, size in result.sizes.items())
+    title = f"{result.title}, {sizes}" if sizes else result.title
+    labels: Mapping[str, Any] = result.rows[0].labels
+    several = [n for n in labels if len({str(row.labels.get(n)) for row in result.rows}) > 1]
+    rows = [
+        {"chips": r.chips, "chip": r.chip, **r.labels, "memory": r.memory, "weights": r.weights,
+         "kv": r.kv, "used": r.used, "dollars": MISSING if r.dollars is None else r.dollars}
+        for r in result.rows
+    ]  # fmt: skip
+    table = view.Table(
+        columns=[
+            view.Column("chips", _SIZE, "chips"),
+            view.Column("chip", units.TEXT, "chip"),
+            *(view.Column(name, units.TEXT, name) for name in several),
+            view.Column("memory", units.CAPACITY, "memory"),
+            view.Column("weights", units.CAPACITY, "weights", drop=1),
+            view.Column("kv", units.CAPACITY, "cache", drop=1),
+            view.Column("used", units.SHARE, "of their memory"),
+            view.Column("dollars", _DOLLARS, "dollars an hour", short="$/h"),
+        ],
+        rows=rows,
+    )
+    best = result.rows[0]
+    answer = f"fewest: {best.chips} x {best.chip}, {best.used:.0%} full"
+    return view.View(
+        (
+            view.Section(parts=[view.Note(title, "strong"), view.Note(answer, "strong")], place=1),
+            view.Section(parts=[table], place=2),
+            _grounds(result.rests, (), 3),
+        ),
+        title,
+    )
+
+
+def _grounds(rests: Iterable[str], left_out: Iterable[str], place: int) -> view.Section:
+    parts = [view.Note(ground, "faint", bullet=1) for ground in rests]
+    parts += [view.Note(f"left out: {reason}", "faint", bullet=1) for reason in left_out]
+    return view.Section(title="What it rests on", parts=parts, place=place)
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
