@@ -15,10 +15,9 @@ from hypothesis import given, settings, strategies as st
 from torch import nn
 
 import rooftrace as rt
-from rooftrace.costmodels.answers import Mix
 from rooftrace.costmodels.answers.serving import undominated
 from rooftrace.costmodels.answers.splitting import Exchange, exchanges
-from rooftrace.costmodels.answers.workloads import Limits, Traffic
+from rooftrace.costmodels.answers.workloads import Limits, Mix, RequestKind
 from rooftrace.costmodels.planforms import Conditions
 from rooftrace.errors import RequestError
 from rooftrace.hardware.chip import Fact
@@ -206,7 +205,7 @@ def test_the_mean_cache_is_that_of_all_steps(kinds: list[tuple[int, int, int]]) 
         for _ in range(share)
         for step in range(1, output + 1)
     ]
-    mix = Mix(tuple(Traffic(*kind) for kind in kinds))
+    mix = Mix(tuple(RequestKind(*kind) for kind in kinds))
     assert mix.kv == math.ceil(round(sum(lengths) / len(lengths), 9))
 
 

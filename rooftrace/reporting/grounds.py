@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 
 from rooftrace.costmodels.knobs import Knobs
 from rooftrace.costmodels.sweeping import Form
-from rooftrace.reporting.solving.asked import Asked
+from rooftrace.reporting.questions import Question
 
 
 def grounds_of(
-    asked: Asked, form: Form, *, several: bool = False, first: Sequence[str] = ()
+    asked: Question, form: Form, *, several: bool = False, first: Sequence[str] = ()
 ) -> Iterator[str]:
     """What an answer rests on, in sentences.  first: chips whose prices are told first."""
     service = asked.service
@@ -44,7 +44,7 @@ def grounds_of(
         yield "a part of the step ran out of sight of the trace: times and memory are too low"
 
 
-def _knobs(asked: Asked) -> str:
+def _knobs(asked: Question) -> str:
     model = asked.conditions[0].execution
     titles = [knobs.title for c in asked.chips if (knobs := model.knobs_on(c)) is not None]
     if not titles:

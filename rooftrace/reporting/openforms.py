@@ -10,7 +10,7 @@ from typing import Any
 from rooftrace._progress import tell
 from rooftrace.costmodels.sweeping import Form
 from rooftrace.errors import NoCacheError, RequestError, hint
-from rooftrace.reporting.solving.asked import Asked
+from rooftrace.reporting.questions import Question
 from rooftrace.reporting.stepforms import form_of, level_values
 from rooftrace.tracer.asking import Job
 
@@ -21,7 +21,7 @@ _A_DOUBLING = 128
 """Sizes that are tried first: every one to the first number, then so many for each doubling."""
 
 
-def _phased(asked: Asked, build: Callable[[Job], Any]) -> Any:
+def _phased(asked: Question, build: Callable[[Job], Any]) -> Any:
     """What a job gives: of a decode step where the source has one and no phase is named."""
     from rooftrace.tracer.source import TraceError
 
@@ -40,7 +40,7 @@ def _phased(asked: Asked, build: Callable[[Job], Any]) -> Any:
     return build(job.of_one_phase())
 
 
-def open_form(asked: Asked) -> Form:
+def open_form(asked: Question) -> Form:
     """The form over the size that is left open."""
     if asked.known is not None:
         return asked.known
@@ -57,7 +57,7 @@ def open_form(asked: Asked) -> Form:
     return form
 
 
-def prefill_form(asked: Asked) -> Form:
+def prefill_form(asked: Question) -> Form:
     """The prefill of one prompt, traced at each length by itself."""
     from rooftrace.tracer.sizing import SizedSource
 
@@ -72,7 +72,7 @@ def prefill_form(asked: Asked) -> Form:
     return Form(title=asked.job.name, phase="prefill", names=("seq",), regimes=(), trace=trace)
 
 
-def fixed_sizes(asked: Asked, form: Form) -> dict[str, int]:
+def fixed_sizes(asked: Question, form: Form) -> dict[str, int]:
     """The sizes that are fixed, for those who read the answer."""
     if asked.known is not None:
         fixed = {name: value for name, value in asked.at.items()}
@@ -97,7 +97,7 @@ def fixed_sizes(asked: Asked, form: Form) -> dict[str, int]:
     return sizes
 
 
-def every_size(asked: Asked, form: Form) -> Sequence[int]:
+def every_size(asked: Question, form: Form) -> Sequence[int]:
     """The sizes that are asked for, of the size that is left open, in rising order."""
     place = form.names.index(asked.open) if asked.open in form.names else -1
     if place < 0:
