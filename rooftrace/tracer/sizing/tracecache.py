@@ -76,7 +76,7 @@ class TraceCache:
             return None
         if any(map(names.is_own, job.phases or ())) or job.name.startswith("hf:"):
             return None
-        told = {
+        told: dict[str, Any] = {
             "source": _place_of(job),
             "phases": job.phases,
             "request": asdict(job.request),
