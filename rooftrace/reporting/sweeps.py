@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from rooftrace._progress import tell, telling
@@ -92,6 +93,30 @@ def sweep(
     Returns the Sweep: `.frame()`, `.crossings()`, `.cliffs()`, `.best()`.  Raises RequestError for
     a size that there is not, an empty range, and what `form` raises.
     """
+    request = sweep_request(
+        source, args, kwargs, over=over, chip=chip, execution=execution, phase=phase, dtype=dtype,
+        weights_dtype=weights_dtype, kv_dtype=kv_dtype, vary=vary, most=most,
+    )  # fmt: skip
+    with telling(progress):
+        return swept(request, None if out is None else Path(out))
+
+
+def sweep_request(
+    source: Source,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] = MappingProxyType({}),
+    *,
+    over: Mapping[str, Any] | Sequence[str],
+    chip: str | Chip | Sequence[str | Chip] = CHIP,
+    execution: str | ExecutionModel | Sequence[str | ExecutionModel] = "efficient",
+    phase: str | None = None,
+    dtype: str | Sequence[str | None] | None = None,
+    weights_dtype: str | None = None,
+    kv_dtype: str | Sequence[str | None] | None = None,
+    vary: Mapping[str, Sequence[Any]] | None = None,
+    most: int = MOST_TRACES,
+) -> SweepRequest:
+    """What a call of `sweep` asks for, checked; nothing is traced.  Raises RequestError."""
     levels = levels_of(over)
     several = (
         Conditions(execution_model(model), first, weights_dtype, second)
@@ -106,7 +131,7 @@ def sweep(
     traced = source if known is None else known.example  # a graph has no use for other arguments
     job = Job.of(sweep, traced, args, kwargs, phase=phase)
     job.refuse(levels, "its values are those of `over`; leave it out")
-    request = SweepRequest(
+    return SweepRequest(
         job=job.of_one_phase(),
         levels=levels,
         chips=tuple(load_chip(name) for name in _listed(chip, (str, Chip, os.PathLike))),
@@ -115,8 +140,6 @@ def sweep(
         most=most,
         form=known,
     )
-    with telling(progress):
-        return swept(request, None if out is None else Path(out))
 
 
 def _listed(value: Any, kinds: tuple[type, ...]) -> list[Any]:

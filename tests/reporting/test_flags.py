@@ -85,6 +85,11 @@ CALIBRATE = ("calibrate", "steps.csv", "--chip", CHIP, "--target", "t.py:{target
 LOCK = ("lock", "t.py:build", "--phase", "forward", "-o", "-")
 CHECK = ("check", "--format", "terminal")
 
+FLEET = (
+    *("sweep", "t.py:wider", "t.py:build", "--over", "batch=1..2"),
+    *("--scheduler", "none", "-o", "fleet"),
+)
+
 WORKLOAD: dict[str, tuple[tuple[str, ...], ...]] = {
     "--phase": (("--phase", "training"),),
     "--batch": (("--batch", "3"),),
@@ -248,6 +253,20 @@ CASES: dict[str, list[tuple[tuple[str, ...], dict[str, tuple[tuple[str, ...], ..
                 "--out": (("--out", "check.json"),),
             },
         )
+    ],
+    "sweep": [
+        (
+            FLEET,
+            {
+                "--scheduler": (("--scheduler", "nowhere"),),
+                "--chip": (("--chip", "l4"),),
+                "--rules": PRICING["--rules"],
+                "--plot": (("--plot", "sweep.png"),),
+                "--save-form": (("--save-form", "form.json"),),
+                "--format": tuple(("--format", form) for form in ("md", "json", "csv")),
+                "--out": (("-o", "other"), ("-o", "t.py")),
+            },
+        ),
     ],
     "inventory": [
         (
