@@ -17,7 +17,7 @@ from typing import Any
 from rooftrace._progress import tell, telling
 from rooftrace._writing import write_bytes
 from rooftrace.costmodels.execution import ExecutionModel, execution_model
-from rooftrace.costmodels.planforms import Conditions
+from rooftrace.costmodels.planforms import Conditions, Points
 from rooftrace.costmodels.rewriting import check_precisions
 from rooftrace.costmodels.sweeping import Form, Sweep, SweepCase, evaluated, points_of
 from rooftrace.errors import RequestError
@@ -163,8 +163,6 @@ def swept(request: SweepRequest, out: Path | None = None) -> Sweep:
     if out is not None and out.suffix not in FORMATS:
         raise RequestError(f"{out}: expected a name that ends in {' or '.join(FORMATS)}")
     parts = None if out is None else out.with_name(f"{out.name}.parts")
-    if parts is not None:
-        _lay(parts, request)
     cases: list[SweepCase] = []
     tables = []
     for settings in request.variants:
@@ -173,14 +171,14 @@ def swept(request: SweepRequest, out: Path | None = None) -> Sweep:
         for conditions in request.conditions:
             case = SweepCase(form, conditions, settings)
             for number, start in enumerate(range(0, len(grid), _AT_ONCE)):
-                name = f"{len(cases)}-{number}"
+                some = grid.where(np.arange(start, min(start + _AT_ONCE, len(grid))))
+                name = "" if parts is None else _name_of(form, some, request, conditions)
                 table = _kept(parts, name)
                 if table is None:
                     tell(f"pricing {form.title}, {conditions.execution.name}: part {number + 1}")
-                    some = grid.where(np.arange(start, min(start + _AT_ONCE, len(grid))))
                     table = evaluated(form, some, request.chips, conditions)
-                    table["case"] = np.full(len(table["chip"]), len(cases), dtype=np.int16)
                     _keep(parts, name, table)
+                table["case"] = np.full(len(table["chip"]), len(cases), dtype=np.int16)
                 tables.append(table)
             cases.append(case)
     columns = {name: np.concatenate([table[name] for table in tables]) for name in tables[0]}
@@ -227,25 +225,27 @@ def write_sweep(result: Sweep, out: Path) -> None:
 # -- parts -----------------------------------------------------------------------------------------
 
 
-def _lay(parts: Path, request: SweepRequest) -> None:
-    """Make the folder of parts; one of another request is emptied."""
-    told = repr((
-        request.job.name, request.job.phases, request.job.request, request.job.options,
-        {name: (len(v), v[0], v[-1]) for name, v in request.levels.items()},
-        [chip.name for chip in request.chips], request.conditions, request.variants,
-    ))  # fmt: skip
-    key = hashlib.sha256(told.encode()).hexdigest()
-    place = parts / "request"
-    if not place.is_file() or place.read_text() != key:
-        shutil.rmtree(parts, ignore_errors=True)
-        write_bytes(place, key.encode())
+def _name_of(form: Form, some: Points, request: SweepRequest, conditions: Conditions) -> str:
+    """The name of a part: a digest of all that its numbers come from; "" where it is not kept.
+
+    A form without regimes is traced point by point, and says nothing of its source.
+    """
+    from rooftrace.reporting.formfiles import encoded_form
+
+    if not form.regimes:
+        return ""
+    digest = hashlib.sha256(encoded_form(form))
+    digest.update(repr((conditions, [chip.to_dict() for chip in request.chips])).encode())
+    for name, column in zip(some.names, some.columns, strict=True):
+        digest.update(name.encode() + column.tobytes())
+    return digest.hexdigest()[:32]
 
 
 def _kept(parts: Path | None, name: str) -> dict[str, Any] | None:
     """The columns of a part that is there."""
     import numpy as np
 
-    if parts is None or not (parts / f"{name}.npz").is_file():
+    if parts is None or not name or not (parts / f"{name}.npz").is_file():
         return None
     try:
         with np.load(parts / f"{name}.npz", allow_pickle=False) as file:
@@ -257,7 +257,7 @@ def _kept(parts: Path | None, name: str) -> dict[str, Any] | None:
 def _keep(parts: Path | None, name: str, table: Mapping[str, Any]) -> None:
     import numpy as np
 
-    if parts is None or any(column.dtype == object for column in table.values()):
+    if parts is None or not name or any(column.dtype == object for column in table.values()):
         return
     packed = io.BytesIO()
     np.savez(packed, **table)

@@ -187,10 +187,21 @@ CASES: dict[str, list[tuple[tuple[str, ...], dict[str, tuple[tuple[str, ...], ..
                 "--plot": (("--plot", "sweep.png"),),
                 "--save-form": (("--save-form", "form.json"),),
                 "--most": (("--most", "1"),),
-                "--scheduler": (("--scheduler", "tcp://127.0.0.1:9"),),
                 "--format": (("--format", "md"), ("--format", "csv")),
             },
-        )
+        ),
+        (
+            FLEET,
+            {
+                "--scheduler": (("--scheduler", "nowhere"),),
+                "--chip": (("--chip", "l4"),),
+                "--rules": PRICING["--rules"],
+                "--plot": (("--plot", "sweep.png"),),
+                "--save-form": (("--save-form", "form.json"),),
+                "--format": tuple(("--format", form) for form in ("md", "json", "csv")),
+                "--out": (("-o", "other"), ("-o", "t.py")),
+            },
+        ),
     ],
     "solve": [
         (
@@ -253,20 +264,6 @@ CASES: dict[str, list[tuple[tuple[str, ...], dict[str, tuple[tuple[str, ...], ..
                 "--out": (("--out", "check.json"),),
             },
         )
-    ],
-    "sweep": [
-        (
-            FLEET,
-            {
-                "--scheduler": (("--scheduler", "nowhere"),),
-                "--chip": (("--chip", "l4"),),
-                "--rules": PRICING["--rules"],
-                "--plot": (("--plot", "sweep.png"),),
-                "--save-form": (("--save-form", "form.json"),),
-                "--format": tuple(("--format", form) for form in ("md", "json", "csv")),
-                "--out": (("-o", "other"), ("-o", "t.py")),
-            },
-        ),
     ],
     "inventory": [
         (
