@@ -246,8 +246,10 @@ class Sweep(Shown):
                 yield from self._changes(case, chip, name, at, first, then)
 
     def cliffs(self, size: str | None = None, least: float = LEAST) -> list[Cliff]:
-        """Where one more of a size (default: the first) costs at least so much, largest first.
+        """Where one more of a size (default: the first) costs much more than one before or after it.
 
+        least: of the seconds before, by how much it costs more than its neighbours do.  Sorted by
+        the jump, largest first.
         Every whole size between the smallest and the largest level is looked at, 16,384 of them at
         most, for the first 64 combinations of the other sizes.
         """
@@ -260,7 +262,7 @@ class Sweep(Shown):
                 every = np.arange(first, min(last, first + _WIDEST) + 1)
                 at = {n: int(self.columns[n][line[0]]) for n in self.names if n != name}
                 seconds = self._along(case, [chip], name, at, every)["t_est"]
-                for place in np.flatnonzero(seconds[1:] > seconds[:-1] * (1 + least)):
+                for place in np.flatnonzero(_beyond_trend(seconds) > least):
                     before, after = float(seconds[place]), float(seconds[place + 1])
                     chip_name, here = self.chips[chip].name, int(every[place])
                     cliffs.append(
@@ -305,6 +307,15 @@ class Sweep(Shown):
                 f"size {name!r}: this sweep is over {', '.join(self.names)}{hint(name, self.names)}"
             )
         return name
+
+
+def _beyond_trend(seconds: Array) -> Array:
+    """By which share of the seconds each step to the next size costs more than those beside it."""
+    rises = np.diff(seconds)
+    before = np.concatenate([rises[1:2], rises[:-1]])
+    after = np.concatenate([rises[1:], rises[-2:-1]])
+    beyond: Array = (rises - np.maximum(np.maximum(before, after), 0)) / seconds[:-1]
+    return beyond if len(rises) > 1 else rises / seconds[:-1]
 
 
 def _words(values: Sequence[Any], places: Array) -> Any:
