@@ -246,9 +246,9 @@ class Sweep(Shown):
                 yield from self._changes(case, chip, name, at, first, then)
 
     def cliffs(self, size: str | None = None, least: float = LEAST) -> list[Cliff]:
-        """Where one more of a size (default: the first) costs much more than one before or after it.
+        """Where one more of a size (default: the first) costs much more than its neighbours do.
 
-        least: of the seconds before, by how much it costs more than its neighbours do.  Sorted by
+        least: by how much more, as a share of the seconds before.  Sorted by
         the jump, largest first.
         Every whole size between the smallest and the largest level is looked at, 16,384 of them at
         most, for the first 64 combinations of the other sizes.
