@@ -75,6 +75,10 @@ from rooftrace.reporting.estimates import (
 from rooftrace.reporting.explaining import (
     explain as explain,
 )
+from rooftrace.reporting.fleetsweeps import (
+    SweepFleet as SweepFleet,
+    sweep_fleet as sweep_fleet,
+)
 from rooftrace.reporting.formfiles import (
     load_form as load_form,
     save_form as save_form,

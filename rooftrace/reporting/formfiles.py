@@ -52,6 +52,12 @@ class _File:
 
 def save_form(form: Form, path: str | os.PathLike[str]) -> Path:
     """Write a form (gzip if the name ends in .gz); `load_form` reads it back."""
+    write_packed(Path(path), encoded_form(form))
+    return Path(path)
+
+
+def encoded_form(form: Form) -> bytes:
+    """A form as it stands in its file."""
     data = {
         "schema": SCHEMA,
         "title": form.title,
@@ -59,8 +65,7 @@ def save_form(form: Form, path: str | os.PathLike[str]) -> Path:
         "names": form.names,
         "regimes": [_encoded(regime) for regime in form.regimes],
     }
-    write_packed(Path(path), msgspec.json.encode(data))
-    return Path(path)
+    return msgspec.json.encode(data)
 
 
 def _encoded(regime: Regime) -> dict[str, Any]:

@@ -11,12 +11,13 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from rooftrace._progress import tell, telling
 from rooftrace._writing import write_bytes
 from rooftrace.costmodels.execution import ExecutionModel, execution_model
-from rooftrace.costmodels.planforms import Conditions
+from rooftrace.costmodels.planforms import Conditions, Points
 from rooftrace.costmodels.rewriting import check_precisions
 from rooftrace.costmodels.sweeping import Form, Sweep, SweepCase, evaluated, points_of
 from rooftrace.errors import RequestError
@@ -92,6 +93,30 @@ def sweep(
     Returns the Sweep: `.frame()`, `.crossings()`, `.cliffs()`, `.best()`.  Raises RequestError for
     a size that there is not, an empty range, and what `form` raises.
     """
+    request = sweep_request(
+        source, args, kwargs, over=over, chip=chip, execution=execution, phase=phase, dtype=dtype,
+        weights_dtype=weights_dtype, kv_dtype=kv_dtype, vary=vary, most=most,
+    )  # fmt: skip
+    with telling(progress):
+        return swept(request, None if out is None else Path(out))
+
+
+def sweep_request(
+    source: Source,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] = MappingProxyType({}),
+    *,
+    over: Mapping[str, Any] | Sequence[str],
+    chip: str | Chip | Sequence[str | Chip] = CHIP,
+    execution: str | ExecutionModel | Sequence[str | ExecutionModel] = "efficient",
+    phase: str | None = None,
+    dtype: str | Sequence[str | None] | None = None,
+    weights_dtype: str | None = None,
+    kv_dtype: str | Sequence[str | None] | None = None,
+    vary: Mapping[str, Sequence[Any]] | None = None,
+    most: int = MOST_TRACES,
+) -> SweepRequest:
+    """What a call of `sweep` asks for, checked; nothing is traced.  Raises RequestError."""
     levels = levels_of(over)
     several = (
         Conditions(execution_model(model), first, weights_dtype, second)
@@ -103,9 +128,11 @@ def sweep(
     for each in conditions:
         check_precisions(each.dtype, each.weights_dtype, each.kv_dtype)
     known = known_form(source)
-    job = Job(source="a form") if known else Job.of(sweep, source, args, kwargs, phase=phase)
-    request = SweepRequest(
-        job=job if known else job.of_one_phase(),
+    traced = source if known is None else known.example  # a graph has no use for other arguments
+    job = Job.of(sweep, traced, args, kwargs, phase=phase)
+    job.refuse(levels, "its values are those of `over`; leave it out")
+    return SweepRequest(
+        job=job.of_one_phase(),
         levels=levels,
         chips=tuple(load_chip(name) for name in _listed(chip, (str, Chip, os.PathLike))),
         conditions=conditions,
@@ -113,8 +140,6 @@ def sweep(
         most=most,
         form=known,
     )
-    with telling(progress):
-        return swept(request, None if out is None else Path(out))
 
 
 def _listed(value: Any, kinds: tuple[type, ...]) -> list[Any]:
@@ -138,8 +163,6 @@ def swept(request: SweepRequest, out: Path | None = None) -> Sweep:
     if out is not None and out.suffix not in FORMATS:
         raise RequestError(f"{out}: expected a name that ends in {' or '.join(FORMATS)}")
     parts = None if out is None else out.with_name(f"{out.name}.parts")
-    if parts is not None:
-        _lay(parts, request)
     cases: list[SweepCase] = []
     tables = []
     for settings in request.variants:
@@ -148,14 +171,14 @@ def swept(request: SweepRequest, out: Path | None = None) -> Sweep:
         for conditions in request.conditions:
             case = SweepCase(form, conditions, settings)
             for number, start in enumerate(range(0, len(grid), _AT_ONCE)):
-                name = f"{len(cases)}-{number}"
+                some = grid.where(np.arange(start, min(start + _AT_ONCE, len(grid))))
+                name = "" if parts is None else _name_of(form, some, request, conditions)
                 table = _kept(parts, name)
                 if table is None:
                     tell(f"pricing {form.title}, {conditions.execution.name}: part {number + 1}")
-                    some = grid.where(np.arange(start, min(start + _AT_ONCE, len(grid))))
                     table = evaluated(form, some, request.chips, conditions)
-                    table["case"] = np.full(len(table["chip"]), len(cases), dtype=np.int16)
                     _keep(parts, name, table)
+                table["case"] = np.full(len(table["chip"]), len(cases), dtype=np.int16)
                 tables.append(table)
             cases.append(case)
     columns = {name: np.concatenate([table[name] for table in tables]) for name in tables[0]}
@@ -202,25 +225,27 @@ def write_sweep(result: Sweep, out: Path) -> None:
 # -- parts -----------------------------------------------------------------------------------------
 
 
-def _lay(parts: Path, request: SweepRequest) -> None:
-    """Make the folder of parts; one of another request is emptied."""
-    told = repr((
-        request.job.name, request.job.phases, request.job.request, request.job.options,
-        {name: (len(v), v[0], v[-1]) for name, v in request.levels.items()},
-        [chip.name for chip in request.chips], request.conditions, request.variants,
-    ))  # fmt: skip
-    key = hashlib.sha256(told.encode()).hexdigest()
-    place = parts / "request"
-    if not place.is_file() or place.read_text() != key:
-        shutil.rmtree(parts, ignore_errors=True)
-        write_bytes(place, key.encode())
+def _name_of(form: Form, some: Points, request: SweepRequest, conditions: Conditions) -> str:
+    """The name of a part: a digest of all that its numbers come from; "" where it is not kept.
+
+    A form without regimes is traced point by point, and says nothing of its source.
+    """
+    from rooftrace.reporting.formfiles import encoded_form
+
+    if not form.regimes:
+        return ""
+    digest = hashlib.sha256(encoded_form(form))
+    digest.update(repr((conditions, [chip.to_dict() for chip in request.chips])).encode())
+    for name, column in zip(some.names, some.columns, strict=True):
+        digest.update(name.encode() + column.tobytes())
+    return digest.hexdigest()[:32]
 
 
 def _kept(parts: Path | None, name: str) -> dict[str, Any] | None:
     """The columns of a part that is there."""
     import numpy as np
 
-    if parts is None or not (parts / f"{name}.npz").is_file():
+    if parts is None or not name or not (parts / f"{name}.npz").is_file():
         return None
     try:
         with np.load(parts / f"{name}.npz", allow_pickle=False) as file:
@@ -232,7 +257,7 @@ def _kept(parts: Path | None, name: str) -> dict[str, Any] | None:
 def _keep(parts: Path | None, name: str, table: Mapping[str, Any]) -> None:
     import numpy as np
 
-    if parts is None or any(column.dtype == object for column in table.values()):
+    if parts is None or not name or any(column.dtype == object for column in table.values()):
         return
     packed = io.BytesIO()
     np.savez(packed, **table)

@@ -57,6 +57,8 @@ TRACE = ("trace", "deep.json", "--phase", "prefill,decode", "-o", "out.json")
 DIFF = ("diff", "t.py:build", "t.py:wider", "--phase", "forward", "--format", "json")
 EXPLAIN = ("explain", "config.json", "--op", "0", "--format", "json")
 EXPLAIN_CODE = ("explain", "t.py:build", "--format", "json")
+SWEEP = ("sweep", "config.json", "--over", "seq=4,5", "--format", "json")
+SOLVE = ("solve", "config.json", "--tpot", "1ms", "--over", "4,5", "--format", "json")
 COMPARE = (
     "compare",
     "t.py:build",
@@ -82,6 +84,11 @@ CALIBRATE = ("calibrate", "steps.csv", "--chip", CHIP, "--target", "t.py:{target
 
 LOCK = ("lock", "t.py:build", "--phase", "forward", "-o", "-")
 CHECK = ("check", "--format", "terminal")
+
+FLEET = (
+    *("sweep", "t.py:wider", "t.py:build", "--over", "batch=1..2"),
+    *("--scheduler", "none", "-o", "fleet"),
+)
 
 WORKLOAD: dict[str, tuple[tuple[str, ...], ...]] = {
     "--phase": (("--phase", "training"),),
@@ -164,6 +171,62 @@ CASES: dict[str, list[tuple[tuple[str, ...], dict[str, tuple[tuple[str, ...], ..
             },
         ),
         (EXPLAIN_CODE, {"--plot": (("--plot", "step.png"),), "--chip": (("--chip", "l4,a100"),)}),
+    ],
+    "sweep": [
+        (
+            SWEEP,
+            {
+                **WORKLOAD,
+                **PRICING,
+                "--over": (("--over", "batch=2,3"), ("--over", "seq=")),
+                "--vary": (("--vary", "config.n_embd=32,64"), ("--vary", "config.n_embd")),
+                "--set": (("--set", "config.n_embd=64"), ("--set", "config.n_embd")),
+                "--chip": (("--chip", "l4"), ("--chip", "h200-sxm,l4")),
+                "--execution": (("--execution", "eager"), ("--execution", "efficient,eager")),
+                "--out": (("-o", "sweep.csv"), ("-o", "sweep.txt")),
+                "--plot": (("--plot", "sweep.png"),),
+                "--save-form": (("--save-form", "form.json"),),
+                "--most": (("--most", "1"),),
+                "--format": (("--format", "md"), ("--format", "csv")),
+            },
+        ),
+        (
+            FLEET,
+            {
+                "--scheduler": (("--scheduler", "nowhere"),),
+                "--chip": (("--chip", "l4"),),
+                "--rules": PRICING["--rules"],
+                "--plot": (("--plot", "sweep.png"),),
+                "--save-form": (("--save-form", "form.json"),),
+                "--format": tuple(("--format", form) for form in ("md", "json", "csv")),
+                "--out": (("-o", "other"), ("-o", "t.py")),
+            },
+        ),
+    ],
+    "solve": [
+        (
+            SOLVE,
+            {
+                **WORKLOAD,
+                **PRICING,
+                "--find": (("--find", "cheapest"), ("--find", "rates"), ("--find", "bacth")),
+                "--tpot": (("--tpot", "20us"),),
+                "--ttft": (("--ttft", "1s"),),
+                "--step": (("--step", "1us"),),
+                "--mix": (("--mix", "20:20"),),
+                "--apart": (("--apart",),),
+                "--over": (("--over", "4"),),
+                "--chip": (("--chip", "l4"), ("--chip", "h200-sxm,l4")),
+                "--chips": (("--chips", "2"), ("--chips", "two")),
+                "--execution": (("--execution", "eager"),),
+                "--price": (("--price", "9"), ("--price", "l4=9")),
+                "--power": (("--power", "9"), ("--power", "much")),
+                "--kept-free": (("--kept-free", "0.5"),),
+                "--plot": (("--plot", "front.png"),),
+                "--format": (("--format", "md"),),
+                "--out": (("--out", "solve.json"),),
+            },
+        )
     ],
     "compare": [
         (
@@ -263,6 +326,20 @@ CANNOT_CHANGE = {
         "--assume": "nothing of that kind is unknown in this model",
         "--trust-remote-code": "this repository has no code of its own",
         "--rewrite": "nothing of that kind is in this model",
+    },
+    ("sweep", "config.json"): {
+        "--most": "so few sizes are traced one by one",
+        "--assume": "nothing of that kind is unknown in this model",
+        "--trust-remote-code": "this repository has no code of its own",
+        "--rewrite": "nothing of that kind is in this model",
+        "--no-repeats": "the same layers, one by one: the numbers are the same",
+    },
+    ("solve", "config.json"): {
+        "--optimizer": "a decode step has none",
+        "--assume": "nothing of that kind is unknown in this model",
+        "--trust-remote-code": "this repository has no code of its own",
+        "--rewrite": "nothing of that kind is in this model",
+        "--no-repeats": "the same layers, one by one: the numbers are the same",
     },
     ("trace", "deep.json"): {
         "--rules": "a rule prices, and a trace has no prices; a phase of the file can be traced",

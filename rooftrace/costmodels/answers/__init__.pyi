@@ -1,14 +1,8 @@
 from rooftrace.costmodels.answers import (
+    candidates as candidates,
     capacity as capacity,
     passing as passing,
     rates as rates,
     serving as serving,
-)
-from rooftrace.costmodels.answers.candidates import (
-    Candidates as Candidates,
-    Service as Service,
-)
-from rooftrace.costmodels.answers.workloads import (
-    Limits as Limits,
-    Mix as Mix,
+    workloads as workloads,
 )

@@ -152,7 +152,7 @@ class Candidates:
                 yield from self._lines(place, np.asarray(sizes, dtype=np.int64), pairs)
 
     def again(self, line: Line, sizes: Sequence[int]) -> Line:
-        """The same line at other sizes."""
+        """A line at other sizes, all else equal."""
         place = self.cases.index(line.case)
         pairs = [(line.chip, line.chips)]
         return next(self._lines(place, np.asarray(sizes, dtype=np.int64), pairs))

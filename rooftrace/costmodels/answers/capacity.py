@@ -12,7 +12,7 @@ from rooftrace.costmodels.sweeping import SweepCase
 from rooftrace.hardware import Chip
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Needed:
     """Chips of one kind for a step under one condition.  used: the share of their memory."""
 
@@ -71,9 +71,10 @@ def needed_chips(
     peak = max(numbers.alive, default=0)
     return [
         Needed(
-            chip.name, case.labels, least_chips(peak, chip, kept_free), peak, numbers.weights,
-            numbers.kv, chip.memory_capacity.value * (1 - kept_free),
-            None if chip.price is None else chip.price.value,
+            chip=chip.name, labels=case.labels, chips=least_chips(peak, chip, kept_free),
+            memory=peak, weights=numbers.weights, kv=numbers.kv,
+            capacity=chip.memory_capacity.value * (1 - kept_free),
+            price=None if chip.price is None else chip.price.value,
         )
         for chip in chips
     ]  # fmt: skip

@@ -15,7 +15,7 @@ MLP = ("dense", "moe")
 
 
 @dataclass(frozen=True)
-class Shares:
+class FamilyTimes:
     """Seconds of a step at one size: of attention, of the MLP, of all."""
 
     size: int
@@ -37,8 +37,8 @@ class PassingAnswer(Shown):
     name: str  # of the size
     at: dict[str, int]  # the other sizes
     looked: tuple[int, int]
-    before: Shares | None
-    after: Shares | None
+    before: FamilyTimes | None
+    after: FamilyTimes | None
     rests: tuple[str, ...]
 
     def __repr__(self) -> str:
@@ -56,10 +56,10 @@ class PassingAnswer(Shown):
         }  # fmt: skip
 
 
-def shares_of(result: Estimate, size: int) -> Shares:
+def times_of(result: Estimate, size: int) -> FamilyTimes:
     """Seconds on the device by family."""
     seconds = {family: part.t_device for family, part in result.by_family().items()}
-    return Shares(
+    return FamilyTimes(
         size,
         sum(seconds.get(family, 0.0) for family in ATTENTION),
         sum(seconds.get(family, 0.0) for family in MLP),
@@ -68,8 +68,8 @@ def shares_of(result: Estimate, size: int) -> Shares:
 
 
 def passing(
-    shares: Callable[[int], Shares], low: int, high: int
-) -> tuple[Shares | None, Shares | None]:
+    shares: Callable[[int], FamilyTimes], low: int, high: int
+) -> tuple[FamilyTimes | None, FamilyTimes | None]:
     """The sizes around which attention passes the MLP, by bisection between low and high."""
     first, last = shares(low), shares(high)
     if first.attention > first.mlp:

@@ -118,9 +118,13 @@ class ServingAnswer(Shown):
 
 @dataclass(frozen=True, eq=False)
 class Search:
-    """All lines of a question, and what is best on each."""
+    """All lines of a question, and what is best on each.
+
+    every: the sizes that are asked for.  sizes: those of them that are tried first.
+    """
 
     candidates: Candidates
+    every: Sequence[int]
     sizes: Sequence[int]
     lines: tuple[Line, ...]
     limits: Limits
@@ -131,6 +135,7 @@ class Search:
     def over(
         cls,
         candidates: Candidates,
+        every: Sequence[int],
         sizes: Sequence[int],
         counts: Sequence[int] | None,
         limits: Limits,
@@ -149,7 +154,7 @@ class Search:
                     least = least_chips(needed[chip.name], chip, candidates.service.kept_free)
                     tried[chip.name] = list(doublings(least, MOST_CHIPS))[:_DOUBLINGS]
         lines = tuple(candidates.lines(sizes, tried))
-        return cls(candidates, sizes, lines, limits, objective, counts is not None)
+        return cls(candidates, every, sizes, lines, limits, objective, counts is not None)
 
     # -- the best ----------------------------------------------------------------------------------
 
@@ -198,12 +203,12 @@ class Search:
         return int(np.nanargmin(cost))
 
     def _around(self, size: int) -> Sequence[int]:
-        """Every size between the neighbours of a size among those that were tried."""
+        """The sizes that were asked for between the neighbours of a size among those tried."""
         sizes = np.asarray(self.sizes)
         place = int(np.searchsorted(sizes, size))
         low = int(sizes[max(place - 1, 0)])
         high = int(sizes[min(place + 1, len(sizes) - 1)])
-        return range(low, high + 1)
+        return [number for number in range(low, high + 1) if number in self.every]
 
     # -- beside it ---------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from rooftrace.hardware.units import format_time
 
 
 @dataclass(frozen=True)
-class Traffic:
+class RequestKind:
     """Requests of one kind: tokens of the prompt, tokens of the output, and how many come."""
 
     prompt: int
@@ -35,7 +35,7 @@ class Traffic:
 class Mix:
     """Requests of several kinds, by their shares (which need not add up to 1)."""
 
-    kinds: tuple[Traffic, ...]
+    kinds: tuple[RequestKind, ...]
 
     @classmethod
     def of(cls, asked: str | Iterable[str]) -> Mix:
@@ -92,18 +92,19 @@ class Mix:
         return sum(value * share for value, share in pairs) / sum(shares)
 
 
-def _kind(text: str, asked: str) -> Traffic:
+def _kind(text: str, asked: str) -> RequestKind:
     sizes, _, share = text.partition("@")
     prompt, colon, output = sizes.partition(":")
     try:
         if not colon:
             raise ValueError(text)
-        return Traffic(int(prompt), int(output), float(share) if share else 1.0)
+        numbers = int(prompt), int(output), float(share) if share else 1.0
     except ValueError:
         raise RequestError(
             f"mix {asked!r}: {text!r}: expected PROMPT:OUTPUT in tokens with a share if there are "
             "several, for example 2048:256@3,8192:1024@1"
         ) from None
+    return RequestKind(*numbers)
 
 
 @dataclass(frozen=True, kw_only=True)

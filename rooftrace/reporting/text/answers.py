@@ -124,37 +124,37 @@ def _edge(result: serving.ServingAnswer, best: Any) -> Iterator[view.Note]:
         )  # fmt: skip
 
 
-def _told(one: Any, name: str) -> str:
-    chips = f"{one.chips} x {one.chip}" if one.chips > 1 else one.chip
-    sizes = [f"{name} {one.sizes[name]:,}"]
-    sizes += [f"{other} {size:,}" for other, size in one.sizes.items() if other != name]
-    labels = [str(value) for key, value in one.labels.items() if key not in ("phase",)]
+def _told(row: Any, name: str) -> str:
+    chips = f"{row.chips} x {row.chip}" if row.chips > 1 else row.chip
+    sizes = [f"{name} {row.sizes[name]:,}"]
+    sizes += [f"{other} {size:,}" for other, size in row.sizes.items() if other != name]
+    labels = [str(value) for key, value in row.labels.items() if key not in ("phase",)]
     return f"{', '.join(sizes)} on {chips} ({', '.join(labels)})"
 
 
-def _worth(one: Any, result: serving.ServingAnswer) -> Iterator[str]:
+def _worth(row: Any, result: serving.ServingAnswer) -> Iterator[str]:
     item = result.item
-    yield f"{_three(one.per_chip)} {item}s/s of a chip"
-    if one.labels.get("phase") == "decode":
-        yield f"{_three(one.per_user)} {item}s/s of a user"
-    if one.dollars is not None:
-        yield f"${_three(one.dollars)} per million {item}s"
-    if one.joules is not None:
-        yield f"{_three(one.joules)} J a {item}"
-    if one.sent:
-        yield f"{format_time(one.sent)} of the step to exchange data"
-    yield f"limited by {one.limiter}"
+    yield f"{_three(row.per_chip)} {item}s/s of a chip"
+    if row.labels.get("phase") == "decode":
+        yield f"{_three(row.per_user)} {item}s/s of a user"
+    if row.dollars is not None:
+        yield f"${_three(row.dollars)} per million {item}s"
+    if row.joules is not None:
+        yield f"{_three(row.joules)} J a {item}"
+    if row.sent:
+        yield f"{format_time(row.sent)} of the step to exchange data"
+    yield f"limited by {row.limiter}"
 
 
-def _value(one: Any, name: str) -> str:
+def _value(row: Any, name: str) -> str:
     if name == "memory":
-        return str(format_capacity(one.memory))
-    return str(format_time(one.uses()[name][0]))
+        return str(format_capacity(row.memory))
+    return str(format_time(row.uses()[name][0]))
 
 
-def _limit(result: serving.ServingAnswer, one: Any, name: str) -> str:
+def _limit(result: serving.ServingAnswer, row: Any, name: str) -> str:
     if name == "memory":
-        return str(format_capacity(one.capacity))
+        return str(format_capacity(row.capacity))
     return str(format_time(dict(result.limits)[name]))
 
 
@@ -182,11 +182,11 @@ def _table(result: serving.ServingAnswer, rows: Sequence[Any], speeds: bool = Fa
     return view.Table(columns=columns, rows=[_row(row) for row in rows], padded=False)
 
 
-def _row(one: Any) -> dict[str, Any]:
+def _row(row: Any) -> dict[str, Any]:
     values = {
-        "chips": one.chips, "chip": one.chip, **one.labels, **one.sizes, "tpot": one.tpot,
-        "ttft": one.ttft, "per_user": one.per_user, "per_chip": one.per_chip,
-        "dollars": one.dollars, "joules": one.joules, "memory": one.memory, "limiter": one.limiter,
+        "chips": row.chips, "chip": row.chip, **row.labels, **row.sizes, "tpot": row.tpot,
+        "ttft": row.ttft, "per_user": row.per_user, "per_chip": row.per_chip,
+        "dollars": row.dollars, "joules": row.joules, "memory": row.memory, "limiter": row.limiter,
     }  # fmt: skip
     return {name: MISSING if value is None else value for name, value in values.items()}
 

@@ -64,9 +64,9 @@ def _several(result: serving.ServingAnswer) -> list[str]:
     return [n for n in labels[0] if len({str(x.get(n)) for x in labels}) > 1] if labels else []
 
 
-def _label(one: Any, several: list[str]) -> str:
-    chips = f"{one.chips} x {one.chip}" if one.chips > 1 else one.chip
-    return ", ".join([chips, *(str(one.labels[name]) for name in several)])
+def _label(row: Any, several: list[str]) -> str:
+    chips = f"{row.chips} x {row.chip}" if row.chips > 1 else row.chip
+    return ", ".join([chips, *(str(row.labels[name]) for name in several)])
 
 
 def _mark(axes: Axes, result: serving.ServingAnswer) -> None:

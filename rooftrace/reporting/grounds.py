@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from rooftrace.costmodels.knobs import Knobs
 from rooftrace.costmodels.sweeping import Form
-from rooftrace.reporting.solving.asked import Asked
+from rooftrace.reporting.questions import Question
 
 
 def grounds_of(
-    asked: Asked, form: Form, *, several: bool = False, first: Sequence[str] = ()
+    asked: Question, form: Form, *, several: bool = False, first: Sequence[str] = ()
 ) -> Iterator[str]:
     """What an answer rests on, in sentences.  first: chips whose prices are told first."""
     service = asked.service
@@ -43,9 +44,10 @@ def grounds_of(
         yield "a part of the step ran out of sight of the trace: times and memory are too low"
 
 
-def _knobs(asked: Asked) -> str:
-    fitted = [c.name for c in asked.chips if asked.conditions[0].execution.knobs_on(c) is not None]
-    if not fitted:
-        return "times by the peaks of the datasheets, which real kernels do not reach: " \
-               "calibrate with --knobs"  # fmt: skip
-    return f"times by knobs fitted to measured steps ({', '.join(fitted[:4])})"
+def _knobs(asked: Question) -> str:
+    model = asked.conditions[0].execution
+    titles = [knobs.title for c in asked.chips if (knobs := model.knobs_on(c)) is not None]
+    if not titles:
+        return "times are bounds: peaks of the datasheet, which real kernels miss"
+    rest = "" if isinstance(model.knobs, Knobs) else ", not calibrated"
+    return f"times by {', '.join(dict.fromkeys(titles))}{rest}"

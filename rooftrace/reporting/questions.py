@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rooftrace.costmodels.answers import Limits, Service, serving
-from rooftrace.costmodels.execution import execution_model
+from rooftrace.costmodels.answers import candidates, serving, workloads
+from rooftrace.costmodels.execution import ExecutionModel, execution_model
 from rooftrace.costmodels.planforms import Conditions
+from rooftrace.costmodels.rewriting import check_precisions
 from rooftrace.costmodels.sweeping import Form
 from rooftrace.errors import RequestError, hint
 from rooftrace.hardware import Chip, available_chips, load_chip, units
@@ -24,15 +25,15 @@ WORDS = (*(name for name in serving.OBJECTIVES if name != "largest"), *OTHERS)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class Question:
     """A question as it is asked: what is looked for, in which steps, on which chips."""
 
     job: Job
     known: Form | None  # a form from a file, in place of the job
     find: str  # the size of which the largest is looked for, an objective, or one of OTHERS
     values: Sequence[int] | None  # of the size that is left open
-    limits: Limits
-    service: Service
+    limits: workloads.Limits
+    service: candidates.Service
     chips: tuple[Chip, ...]
     counts: tuple[int, ...] | None
     conditions: tuple[Conditions, ...]
@@ -43,12 +44,17 @@ class Asked:
     @property
     def open(self) -> str:
         """The name of the size that is left open."""
-        if self.find in WORDS:
-            return "kv" if self.find == "passing" else "batch"
-        return self.find
+        return open_of(self.find)
 
 
-def settled(asked: Asked, form: Form) -> Asked:
+def open_of(find: str) -> str:
+    """The name of the size that a question leaves open."""
+    if find == "passing":
+        return "kv"
+    return "batch" if find in WORDS else find
+
+
+def settled(asked: Question, form: Form) -> Question:
     """The question with the execution that fits the phase, where none was asked for."""
     if not asked.usual or form.phase in ("prefill", "decode"):
         return asked
@@ -89,7 +95,48 @@ def counts_of(chips: int | Sequence[int]) -> tuple[int, ...]:
     return counts
 
 
-def chips_of(chip: Any, find: str) -> list[Chip]:
+def limits_of(
+    step: float | str | None, tpot: float | str | None, ttft: float | str | None
+) -> workloads.Limits:
+    """The limits on times."""
+    return workloads.Limits(
+        step=seconds_of("step", step), tpot=seconds_of("tpot", tpot), ttft=seconds_of("ttft", ttft)
+    )
+
+
+def service_of(
+    mix: str | workloads.Mix | None, apart: bool, kept_free: float
+) -> candidates.Service:
+    """How requests are served."""
+    if not 0 <= kept_free < 1:
+        raise RequestError(f"kept_free {kept_free:g}: expected a share from 0 to below 1")
+    requests = workloads.Mix.of(mix) if isinstance(mix, str) else mix
+    return candidates.Service(mix=requests, apart=apart, kept_free=kept_free)
+
+
+def conditions_of(
+    execution: Any, dtype: Any, weights_dtype: str | None, kv_dtype: Any
+) -> tuple[Conditions, ...]:
+    """Every combination of executions and precisions."""
+    several = tuple(
+        Conditions(execution_model(model), first, weights_dtype, second)
+        for model in listed(execution or "serving", (str, ExecutionModel))
+        for first in listed(dtype, (str, type(None)))
+        for second in listed(kv_dtype, (str, type(None)))
+    )
+    for each in several:
+        check_precisions(each.dtype, each.weights_dtype, each.kv_dtype)
+    return several
+
+
+def chips_of(chip: Any, find: str, price: Any, power: Any) -> tuple[Chip, ...]:
+    """The chips of a question, with prices and powers that were asked for."""
+    chips = _named(chip, find)
+    prices, powers = own_numbers("price", price, chips), own_numbers("power", power, chips)
+    return tuple(with_numbers(each, prices, powers) for each in chips)
+
+
+def _named(chip: Any, find: str) -> list[Chip]:
     if chip is not None:
         return [load_chip(name) for name in listed(chip, (str, Chip, os.PathLike))]
     if find not in ("cheapest", "chips"):
@@ -126,7 +173,7 @@ def with_numbers(chip: Chip, prices: Mapping[str, float], powers: Mapping[str, f
     return replace(chip, **changed) if changed else chip
 
 
-def check(asked: Asked) -> None:
+def check(asked: Question) -> None:
     """Raise RequestError for what contradicts itself."""
     find, service, limits = asked.find, asked.service, asked.limits
     if find == "cheapest" and not any(c.price for c in asked.chips):
@@ -147,6 +194,11 @@ def check(asked: Asked) -> None:
         raise RequestError("mix: a saved form has one phase and no prefill; name the model itself")
     if service.mix is not None and asked.job.request.kv is not None:
         raise RequestError("kv: the mix says how long caches are; leave one of them out")
+    opened = asked.open
+    if opened in asked.job.explicit and not (find in OTHERS and opened == "batch"):
+        asked.job.refuse(
+            (opened,), "it is what is looked for; leave it out, or say its values with over"
+        )
     if find in OTHERS:
         for name, value in limits:
             raise RequestError(f"{name} {value:g} s: find {find} takes no limit")

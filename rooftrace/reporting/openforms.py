@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from rooftrace._progress import tell
 from rooftrace.costmodels.sweeping import Form
 from rooftrace.errors import NoCacheError, RequestError, hint
-from rooftrace.reporting.solving.asked import Asked
+from rooftrace.reporting.questions import Question
 from rooftrace.reporting.stepforms import form_of, level_values
 from rooftrace.tracer.asking import Job
 
@@ -20,7 +21,7 @@ _A_DOUBLING = 128
 """Sizes that are tried first: every one to the first number, then so many for each doubling."""
 
 
-def _phased(asked: Asked, build: Callable[[Job], Any]) -> Any:
+def _phased(asked: Question, build: Callable[[Job], Any]) -> Any:
     """What a job gives: of a decode step where the source has one and no phase is named."""
     from rooftrace.tracer.source import TraceError
 
@@ -39,7 +40,7 @@ def _phased(asked: Asked, build: Callable[[Job], Any]) -> Any:
     return build(job.of_one_phase())
 
 
-def open_form(asked: Asked) -> Form:
+def open_form(asked: Question) -> Form:
     """The form over the size that is left open."""
     if asked.known is not None:
         return asked.known
@@ -56,7 +57,7 @@ def open_form(asked: Asked) -> Form:
     return form
 
 
-def prefill_form(asked: Asked) -> Form:
+def prefill_form(asked: Question) -> Form:
     """The prefill of one prompt, traced at each length by itself."""
     from rooftrace.tracer.sizing import SizedSource
 
@@ -71,7 +72,7 @@ def prefill_form(asked: Asked) -> Form:
     return Form(title=asked.job.name, phase="prefill", names=("seq",), regimes=(), trace=trace)
 
 
-def fixed_sizes(asked: Asked, form: Form) -> dict[str, int]:
+def fixed_sizes(asked: Question, form: Form) -> dict[str, int]:
     """The sizes that are fixed, for those who read the answer."""
     if asked.known is not None:
         fixed = {name: value for name, value in asked.at.items()}
@@ -96,23 +97,28 @@ def fixed_sizes(asked: Asked, form: Form) -> dict[str, int]:
     return sizes
 
 
-def levels_of(asked: Asked, form: Form) -> Sequence[int]:
-    """The sizes that are tried first."""
+def every_size(asked: Question, form: Form) -> Sequence[int]:
+    """The sizes that are asked for, of the size that is left open, in rising order."""
     place = form.names.index(asked.open) if asked.open in form.names else -1
     if place < 0:
         raise RequestError(
             f"find {asked.find!r}: this form is over {', '.join(form.names)}"
             f"{hint(asked.open, form.names)}"
         )
-    values = asked.values
-    if values is None:
-        low = min((regime.low[place] for regime in form.regimes), default=1)
-        high = max((regime.high[place] for regime in form.regimes), default=1)
-        values = range(low, high + 1)
-    if len(values) <= 2 * _EVERY:
-        return values
-    levels = [value for value in values[:_EVERY]]
-    while levels[-1] < values[-1]:
-        step = max(1, (1 << (levels[-1].bit_length() - 1)) // _A_DOUBLING)
-        levels.append(min(levels[-1] + step, values[-1]))
-    return levels
+    if asked.values is not None:
+        return asked.values
+    low = min((regime.low[place] for regime in form.regimes), default=1)
+    high = max((regime.high[place] for regime in form.regimes), default=1)
+    return range(low, high + 1)
+
+
+def levels_of(every: Sequence[int]) -> Sequence[int]:
+    """Those of many sizes that are tried first: the first ones, then some of each doubling."""
+    if len(every) <= 2 * _EVERY:
+        return every
+    places = list(range(_EVERY))
+    while places[-1] < len(every) - 1:
+        next_size = every[places[-1]] * (1 + 1 / _A_DOUBLING)
+        farther = bisect.bisect_left(every, next_size)
+        places.append(min(max(farther, places[-1] + 1), len(every) - 1))
+    return [every[place] for place in places]

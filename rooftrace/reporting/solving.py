@@ -10,26 +10,28 @@ from typing import Any
 
 from rooftrace._progress import tell, telling
 from rooftrace.costmodels.answers import (
-    Candidates,
-    Limits,
-    Mix,
-    Service,
+    candidates as tables,
     capacity,
     passing,
     rates,
     serving,
+    workloads,
 )
-from rooftrace.costmodels.execution import ExecutionModel, execution_model
-from rooftrace.costmodels.planforms import Conditions
-from rooftrace.costmodels.rewriting import check_precisions
+from rooftrace.costmodels.execution import ExecutionModel
 from rooftrace.costmodels.sweeping import Form, SweepCase
 from rooftrace.errors import RequestError
 from rooftrace.hardware import Chip
+from rooftrace.reporting import questions as asking
 from rooftrace.reporting.estimates import Source
-from rooftrace.reporting.solving import asked as asking
-from rooftrace.reporting.solving.asked import Asked
-from rooftrace.reporting.solving.grounds import grounds_of
-from rooftrace.reporting.solving.openforms import fixed_sizes, levels_of, open_form, prefill_form
+from rooftrace.reporting.grounds import grounds_of
+from rooftrace.reporting.openforms import (
+    every_size,
+    fixed_sizes,
+    levels_of,
+    open_form,
+    prefill_form,
+)
+from rooftrace.reporting.questions import Question
 from rooftrace.reporting.stepforms import MOST_TRACES, known_form, level_values
 from rooftrace.tracer.asking import Job
 
@@ -37,94 +39,56 @@ Answer = serving.ServingAnswer | rates.RatesAnswer | passing.PassingAnswer | cap
 
 
 def solve(
-    source: Source,
-    *args: Any,
-    find: str = "batch",
-    tpot: float | str | None = None,
-    ttft: float | str | None = None,
-    step: float | str | None = None,
-    mix: str | Mix | None = None,
-    over: Any = None,
-    chip: str | Chip | Sequence[str | Chip] | None = None,
-    chips: int | Sequence[int] | None = None,
+    source: Source, *args: Any, find: str = "batch",
+    tpot: float | str | None = None, ttft: float | str | None = None,
+    step: float | str | None = None, mix: str | workloads.Mix | None = None, over: Any = None,
+    chip: str | Chip | Sequence[str | Chip] | None = None, chips: int | Sequence[int] | None = None,
     execution: str | ExecutionModel | Sequence[str | ExecutionModel] | None = None,
-    phase: str | None = None,
-    dtype: str | Sequence[str | None] | None = None,
-    weights_dtype: str | None = None,
-    kv_dtype: str | Sequence[str | None] | None = None,
+    phase: str | None = None, dtype: str | Sequence[str | None] | None = None,
+    weights_dtype: str | None = None, kv_dtype: str | Sequence[str | None] | None = None,
     price: float | Mapping[str, float] | None = None,
     power: float | Mapping[str, float] | None = None,
-    apart: bool = False,
-    kept_free: float = 0.0,
-    at: Mapping[str, int] | None = None,
-    most: int = MOST_TRACES,
-    progress: Callable[[str], None] | None = None,
-    **kwargs: Any,
-) -> Answer:
+    apart: bool = False, kept_free: float = 0.0, at: Mapping[str, int] | None = None,
+    most: int = MOST_TRACES, progress: Callable[[str], None] | None = None, **kwargs: Any,
+) -> Answer:  # fmt: skip
     """The answer to a question about a step, with its margin, the second best and its grounds.
 
-    find: the name of a size, as "batch" or "kv": its largest value within the limits; "cheapest",
-    "energy", "throughput", "latency": the best deployment within them; "rates": the bandwidth, FLOP
-    rate and link at which computing would limit; "passing": the length of the cache (or the
-    sequence) at which attention takes longer than the MLP; "chips": how many by capacity.
-
-    tpot, ttft, step: limits in seconds, or as "30 ms".  tpot is the time per output token, ttft the
-    time to the first token of the longest prompt, without a queue.  mix: the requests, as
-    "2048:256@3,8192:1024@1" (tokens of prompt and output, and shares); their prefills run between
-    the decode steps, unless they are `apart`, on chips of their own.  over: values of the size that
-    is left open.  chip: one or several; default all with a price for "cheapest", else "h200-sxm".
-    chips: how many together; default as few as hold the limits.  Several chips share each product
-    evenly and send the residual stream after each attention and MLP.  price, power: dollar/hour and
-    watt of one chip in place of those of its file, for all or by name.  kept_free: share of the
-    memory that stays free.  at: the other sizes of a saved form.  execution, dtype, kv_dtype: one
-    or several; by default prefill and decode run as `serving`, other phases as `efficient`.  Other
+    find: a size, as "batch" or "kv": its largest value within the limits; "cheapest", "energy",
+    "throughput", "latency": the best deployment within them; "rates": the bandwidth, FLOP rate and
+    link at which computing would limit; "passing": the length of the cache at which attention takes
+    longer than the MLP; "chips": how many by capacity.  tpot, ttft, step: limits in seconds, or as
+    "30 ms": per output token, to the first token of the longest prompt (no queue), of a step.
+    mix: requests as "2048:256@3,8192:1024" (prompt, output, share), whose prefills run between the
+    decode steps or `apart`.  over: values of the open size.  chip: default all with a price for
+    "cheapest", else "h200-sxm".  chips: how many share each product; default as few as hold the
+    limits.  execution: default "serving" for prefill and decode, else "efficient".  price, power:
+    dollar/hour and watt of one chip, for all or by name.  kept_free: share of the memory.  at:
+    the other sizes of a saved form.  chip, execution, dtype, kv_dtype: one or several.  Other
     arguments are those of `trace`.
 
     Raises RequestError for a size that there is not, limits that are no times, chips without a
-    price where dollars are asked for; and what `form` raises.  Limits that nothing holds are no
-    error: the answer then has no `best`, and says what is nearest.
+    price where dollars are asked for; and what `form` raises.  Where nothing holds the limits, the
+    answer has no `best`, and says what is nearest.
     """
-    requests = Mix.of(mix) if isinstance(mix, str) else mix
     known = known_form(source)
     fixed, kwargs = asking.sizes_of_form(known, at, kwargs)
     traced = source if known is None else known.example  # a graph has no use for other arguments
-    job = Job.of(solve, traced, args, kwargs, phase=phase)
-    several = [
-        Conditions(execution_model(model), first, weights_dtype, second)
-        for model in asking.listed(execution or "serving", (str, ExecutionModel))
-        for first in asking.listed(dtype, (str, type(None)))
-        for second in asking.listed(kv_dtype, (str, type(None)))
-    ]
-    for each in several:
-        check_precisions(each.dtype, each.weights_dtype, each.kv_dtype)
-    if not 0 <= kept_free < 1:
-        raise RequestError(f"kept_free {kept_free:g}: expected a share from 0 to below 1")
-    named = asking.chips_of(chip, find)
-    prices = asking.own_numbers("price", price, named)
-    powers = asking.own_numbers("power", power, named)
-    asked = Asked(
-        job=job,
-        known=known,
-        find=find,
+    asked = Question(
+        job=Job.of(solve, traced, args, kwargs, phase=phase), known=known, find=find,
         values=None if over is None else level_values(*asking.over_of(over, find)),
-        limits=Limits(
-            step=asking.seconds_of("step", step), tpot=asking.seconds_of("tpot", tpot),
-            ttft=asking.seconds_of("ttft", ttft),
-        ),
-        service=Service(mix=requests, apart=apart, kept_free=kept_free),
-        chips=tuple(asking.with_numbers(chip, prices, powers) for chip in named),
+        limits=asking.limits_of(step, tpot, ttft),
+        service=asking.service_of(mix, apart, kept_free),
+        chips=asking.chips_of(chip, find, price, power),
         counts=None if chips is None else asking.counts_of(chips),
-        conditions=tuple(several),
-        at=fixed,
-        most=most,
-        usual=execution is None,
+        conditions=asking.conditions_of(execution, dtype, weights_dtype, kv_dtype),
+        at=fixed, most=most, usual=execution is None,
     )  # fmt: skip
     asking.check(asked)
     with telling(progress):
         return _answer(asked)
 
 
-def _answer(asked: Asked) -> Answer:
+def _answer(asked: Question) -> Answer:
     if asked.find == "rates":
         return _rates(asked)
     if asked.find == "passing":
@@ -137,7 +101,7 @@ def _answer(asked: Asked) -> Answer:
 # -- answers ---------------------------------------------------------------------------------------
 
 
-def _serving(asked: Asked) -> serving.ServingAnswer:
+def _serving(asked: Question) -> serving.ServingAnswer:
     form = open_form(asked)
     asked = asking.settled(asked, form)
     fixed = fixed_sizes(asked, form)
@@ -147,10 +111,11 @@ def _serving(asked: Asked) -> serving.ServingAnswer:
         None if prefill is None else SweepCase(prefill, conditions, {})
         for conditions in asked.conditions
     )
-    candidates = Candidates(cases, prefills, asked.chips, asked.service, asked.open, fixed)
+    candidates = tables.Candidates(cases, prefills, asked.chips, asked.service, asked.open, fixed)
     objective = asked.find if asked.find in serving.OBJECTIVES else "largest"
     tell("evaluating all candidates")
-    levels = levels_of(asked, form)
+    every = every_size(asked, form)
+    levels = levels_of(every)
     left_out = tuple(
         f"{chip.name}, {case.labels['dtype']}: {reason.split(';')[0]}"
         for place, case in enumerate(cases)
@@ -158,7 +123,7 @@ def _serving(asked: Asked) -> serving.ServingAnswer:
         if (reason := candidates.missing(place, chip))
     )
     users = form.phase == "decode" and asked.open == "batch"
-    search = serving.Search.over(candidates, levels, asked.counts, asked.limits, objective)
+    search = serving.Search.over(candidates, every, levels, asked.counts, asked.limits, objective)
     best = search.best()
     item = str(form.example.workload.get("item") or "sample")
     return serving.ServingAnswer(
@@ -189,7 +154,7 @@ def _serving(asked: Asked) -> serving.ServingAnswer:
     )
 
 
-def _question(asked: Asked, objective: str, item: str) -> str:
+def _question(asked: Question, objective: str, item: str) -> str:
     words = serving.OBJECTIVES[objective].words.format(item=item)
     if objective == "largest":
         words = f"{words} {asked.open}"
@@ -198,7 +163,7 @@ def _question(asked: Asked, objective: str, item: str) -> str:
     return f"{words}{limits}{mix}"
 
 
-def _at_one_place(asked: Asked) -> tuple[Form, dict[str, int]]:
+def _at_one_place(asked: Question) -> tuple[Form, dict[str, int]]:
     """A form whose only sizes are those that were asked for."""
     if asked.known is not None:
         return asked.known, dict(asked.at)
@@ -207,7 +172,7 @@ def _at_one_place(asked: Asked) -> tuple[Form, dict[str, int]]:
     return form, {**fixed_sizes(asked, form), "batch": batch}
 
 
-def _rates(asked: Asked) -> rates.RatesAnswer:
+def _rates(asked: Question) -> rates.RatesAnswer:
     form, sizes = _at_one_place(asked)
     asked = asking.settled(asked, form)
     case = SweepCase(form, asked.conditions[0], {})
@@ -217,7 +182,7 @@ def _rates(asked: Asked) -> rates.RatesAnswer:
     return rates.needed_rates(case, sizes, asked.chips[0], title, grounds)
 
 
-def _capacity(asked: Asked) -> capacity.CapacityAnswer:
+def _capacity(asked: Question) -> capacity.CapacityAnswer:
     form, sizes = _at_one_place(asked)
     asked = asking.settled(asked, form)
     own = {name: sizes[name] for name in form.names if name in sizes}
@@ -236,7 +201,7 @@ def _capacity(asked: Asked) -> capacity.CapacityAnswer:
     )  # fmt: skip
 
 
-def _passing(asked: Asked) -> passing.PassingAnswer:
+def _passing(asked: Question) -> passing.PassingAnswer:
     form = open_form(asked)
     asked = asking.settled(asked, form)
     name = asked.open if asked.open in form.names else form.names[0]
@@ -247,13 +212,13 @@ def _passing(asked: Asked) -> passing.PassingAnswer:
     conditions = asked.conditions[0]
     own = {n: v for n, v in fixed.items() if n in form.names}
 
-    def shares(size: int) -> passing.Shares:
+    def shares(size: int) -> passing.FamilyTimes:
         tell(f"pricing {name} {size:,}")
         result = form.estimate(
             asked.chips[0], conditions.execution, conditions.dtype, conditions.weights_dtype,
             conditions.kv_dtype, **own, **{name: size},
         )  # fmt: skip
-        return passing.shares_of(result, size)
+        return passing.times_of(result, size)
 
     before, after = passing.passing(shares, low, high)
     return passing.PassingAnswer(

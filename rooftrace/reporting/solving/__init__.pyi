@@ -1,4 +1,0 @@
-from rooftrace.reporting.solving.answering import (
-    plot_answer as plot_answer,
-    solve as solve,
-)

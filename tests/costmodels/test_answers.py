@@ -1,0 +1,403 @@
+"""Answers beside loops over single estimates, and beside sums that are written out here."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from torch import nn
+
+import rooftrace as rt
+from rooftrace.costmodels.answers.serving import undominated
+from rooftrace.costmodels.answers.splitting import Exchange, exchanges
+from rooftrace.costmodels.answers.workloads import Limits, Mix, RequestKind
+from rooftrace.costmodels.planforms import Conditions
+from rooftrace.errors import RequestError
+from rooftrace.hardware.chip import Fact
+
+WIDTH, LAYERS, HEADS = 128, 3, 4
+
+
+@cache
+def tiny(folder: Path) -> str:
+    """The config of a small Llama, as a target."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=WIDTH,
+        intermediate_size=32 * WIDTH,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=2,
+        vocab_size=512,
+        max_position_embeddings=4096,
+        architectures=["LlamaForCausalLM"],
+        dtype="bfloat16",
+    )
+    config.to_json_file(folder / "tiny.json", use_diff=False)
+    return str(folder / "tiny.json")
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return tiny(tmp_path_factory.mktemp("config"))
+
+
+def decode(target: str, batch: int, kv: int, chip: str | rt.Chip = "h200-sxm") -> rt.Estimate:
+    graph = rt.trace(target, phase="decode", batch=batch, kv=kv)
+    return rt.estimate(graph, chip=chip, execution="serving")
+
+
+def slow(name: str, **facts: float) -> rt.Chip:
+    """A chip with some facts at these values."""
+    chip = rt.load_chip(name)
+    changed: Any = {
+        key: replace(getattr(chip, key), value=value, text=str(value))
+        for key, value in facts.items()
+    }
+    return replace(chip, **changed)
+
+
+# -- sizes -----------------------------------------------------------------------------------------
+
+
+def test_the_largest_batch_is_that_of_a_loop_over_estimates(target: str) -> None:
+    steps = {batch: decode(target, batch, 600).t_est for batch in range(15, 27)}
+    limit = (steps[20] + steps[21]) / 2
+    expected = max(batch for batch, step in steps.items() if step <= limit)
+    answer = rt.solve(target, find="batch", tpot=limit, kv=600, over=range(15, 27), chips=1)
+    assert answer.best is not None
+    assert answer.best.sizes == {"batch": expected, "kv": 600}
+    assert answer.best.step == pytest.approx(steps[expected], rel=1e-9)
+    assert answer.margins(answer.best)["tpot"] == pytest.approx(1 - steps[expected] / limit)
+    assert answer.breaks == ("tpot",)
+
+
+def test_memory_is_a_limit_as_any_other(target: str) -> None:
+    peaks = {batch: decode(target, batch, 2000).memory.peak for batch in (24, 25)}
+    chip = slow("h200-sxm", memory_capacity=(peaks[24] + peaks[25]) / 2)
+    answer = rt.solve(target, find="batch", kv=2000, over=range(1, 64), chip=chip, chips=1)
+    assert answer.best is not None
+    assert answer.best.sizes["batch"] == 24 and answer.best.memory == peaks[24]
+    assert answer.breaks == ("memory",)
+    halved = rt.solve(
+        target, find="batch", kv=2000, over=range(1, 64), chip=chip, chips=1, kept_free=0.5
+    )
+    assert halved.best is not None and halved.best.sizes["batch"] < 24
+
+
+def test_the_interval_of_steps_gives_one_of_sizes(target: str) -> None:
+    limit = decode(target, 30, 600).t_est
+    answer = rt.solve(target, find="batch", tpot=limit, kv=600, over=range(1, 201), chips=1)
+    assert answer.span is not None
+    steps = {batch: step_interval(target, batch) for batch in range(1, 201)}
+    low, high = (
+        max((batch for batch, step in steps.items() if step and step[end] <= limit), default=None)
+        for end in (1, 0)
+    )
+    told = [None if end is None else end.sizes["batch"] for end in answer.span]
+    assert told == [low, high]
+
+
+@cache
+def form_of(target: str) -> rt.Form:
+    return rt.form(target, phase="decode", over={"batch": range(1, 201)}, kv=600)
+
+
+def step_interval(target: str, batch: int) -> tuple[float, float] | None:
+    return form_of(target).estimate("h200-sxm", "serving", batch=batch).t_interval
+
+
+def test_nothing_that_holds_is_said_with_what_comes_nearest(target: str) -> None:
+    answer = rt.solve(target, find="batch", tpot=1e-9, kv=600, over=range(1, 33), chips=1)
+    assert answer.best is None and answer.second is None
+    assert answer.nearest is not None
+    steps = {batch: decode(target, batch, 600).t_est for batch in (1, 8, 32)}
+    assert answer.nearest.tpot <= min(steps.values()) * (1 + 1e-9)
+    assert "nothing does" in str(answer) and "nearest" in str(answer)
+
+
+def test_a_size_that_is_no_batch(target: str) -> None:
+    limit = decode(target, 64, 1500).t_est * (1 + 1e-9)
+    answer = rt.solve(target, find="kv", tpot=limit, batch=64, over=range(16, 3001), chips=1)
+    assert answer.best is not None and answer.best.sizes["batch"] == 64
+    longest = answer.best.sizes["kv"]
+    assert decode(target, 64, longest).t_est <= limit < decode(target, 64, longest + 1).t_est
+    assert not answer.front
+
+
+# -- deployments -----------------------------------------------------------------------------------
+
+
+def test_the_cheapest_is_that_of_a_loop_over_chips_precisions_and_batches(target: str) -> None:
+    prices = {"h200-sxm": 3.0, "l4": 0.8}
+    limit, kv = 2e-3, 500
+    expected = {}
+    for chip, dtype, batch in itertools.product(prices, ("bf16", "fp8"), (3, 12, 20, 28)):
+        graph = rt.trace(target, phase="decode", batch=batch, kv=kv)
+        result = rt.estimate(graph, chip=chip, execution="serving", dtype=dtype)
+        if result.t_est <= limit and result.memory.peak <= rt.load_chip(chip).memory_capacity.value:
+            expected[chip, dtype, batch] = prices[chip] / 3600 * result.t_est / batch * 1e6
+    answer = rt.solve(
+        target, find="cheapest", tpot=limit, kv=kv, over=(3, 12, 20, 28), chips=1,
+        chip=list(prices), dtype=["bf16", "fp8"], price=prices,
+    )  # fmt: skip
+    best = min(expected, key=lambda key: expected[key])
+    assert answer.best is not None
+    found = (answer.best.chip, answer.best.labels["dtype"], answer.best.sizes["batch"])
+    assert found == best
+    assert answer.best.dollars == pytest.approx(expected[best], rel=1e-9)
+    others = [key for key in expected if key[:2] != best[:2]]
+    second = min(others, key=lambda key: expected[key])
+    assert answer.second is not None
+    assert (answer.second.chip, answer.second.labels["dtype"]) == second[:2]
+    assert answer.second.dollars == pytest.approx(expected[second], rel=1e-9)
+
+
+def test_a_mix_adds_the_prefills_to_each_token(target: str) -> None:
+    mix = Mix.of("200:50@3,800:100@1")
+    answer = rt.solve(target, find="throughput", mix=mix, over=range(1, 33), chips=1)
+    assert answer.best is not None
+    batch = answer.best.sizes["batch"]
+    step = decode(target, batch, mix.kv).t_est
+    prefills = {
+        seq: rt.estimate(
+            rt.trace(target, phase="prefill", batch=1, seq=seq), chip="h200-sxm",
+            execution="serving",
+        ).t_est
+        for seq in (200, 800)
+    }  # fmt: skip
+    prefill = (3 * prefills[200] + prefills[800]) / 4
+    outputs = (3 * 50 + 100) / 4
+    assert answer.best.tpot == pytest.approx(step + batch * prefill / outputs, rel=1e-9)
+    assert answer.best.ttft == pytest.approx(step + prefills[800], rel=1e-9)
+    assert answer.best.rate == pytest.approx(batch / answer.best.tpot, rel=1e-9)
+    apart = rt.solve(target, find="throughput", mix=mix, over=range(1, 33), chips=1, apart=True)
+    assert apart.best is not None and apart.best.tpot == apart.best.step
+    own = decode(target, apart.best.sizes["batch"], mix.kv).t_est / apart.best.sizes["batch"]
+    assert apart.best.per_chip == pytest.approx(1 / (own + prefill / outputs), rel=1e-9)
+
+
+def test_joules_are_power_over_rate(target: str) -> None:
+    answer = rt.solve(target, find="energy", kv=500, over=range(1, 9), chips=1, power=500.0)
+    assert answer.best is not None
+    assert answer.best.joules == pytest.approx(500 / answer.best.rate)
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 400), st.integers(1, 60), st.integers(1, 5)),
+        min_size=1,
+        max_size=4,
+    )
+)
+def test_the_mean_cache_is_that_of_all_steps(kinds: list[tuple[int, int, int]]) -> None:
+    lengths = [
+        prompt + step
+        for prompt, output, share in kinds
+        for _ in range(share)
+        for step in range(1, output + 1)
+    ]
+    mix = Mix(tuple(RequestKind(*kind) for kind in kinds))
+    assert mix.kv == math.ceil(round(sum(lengths) / len(lengths), 9))
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=12))
+def test_the_front_holds_what_no_other_is_at_least_equal_to(pairs: list[tuple[int, int]]) -> None:
+    points = [(float(a), float(b), number, 0) for number, (a, b) in enumerate(pairs)]
+    kept = {point[:2] for point in undominated(points)}
+    beaten = {
+        (a, b) for a, b in pairs if any(x >= a and y >= b and (x, y) != (a, b) for x, y in pairs)
+    }
+    assert kept == {(float(a), float(b)) for a, b in pairs if (a, b) not in beaten}
+
+
+# -- several chips ---------------------------------------------------------------------------------
+
+
+def test_a_decoder_sends_its_residual_stream_twice_a_layer(target: str) -> None:
+    graph = rt.trace(target, phase="decode", batch=6, kv=100)
+    (sent,) = exchanges(graph, Conditions.of("serving"))
+    assert sent == Exchange(2 * LAYERS, 6 * WIDTH * 2)  # bf16
+    (fp8,) = exchanges(graph, Conditions.of("serving", "fp8"))
+    assert fp8.size == sent.size // 2
+
+
+def test_seconds_of_an_all_reduce_by_hand() -> None:
+    chip = rt.load_chip("h200-sxm")
+    link = chip.link("intra")
+    assert link is not None and link.latency is not None
+    seconds = Exchange(10, 4_000_000).seconds(chip, 4)
+    moved = 2 * 3 / 4 * 4_000_000 / link.bandwidth.value
+    assert seconds == pytest.approx(10 * (moved + 4 * link.latency.value))
+    assert Exchange(10, 4_000_000).seconds(chip, 1) == 0
+    assert Exchange(1, 1).seconds(chip, 16) > Exchange(1, 1).seconds(chip, 8)
+    assert Exchange(1, 1).seconds(replace(chip, links=()), 2) == math.inf
+
+
+def test_a_step_with_a_backward_pass_is_not_split() -> None:
+    with torch.device("meta"):
+        model, x = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8)), torch.empty(4, 64)
+    graph = rt.trace(model, x, phase="training")
+    assert exchanges(graph, Conditions.of("efficient")) == ()
+    answer = rt.solve(model, x, find="batch", phase="training", over=range(1, 65), chips=[1, 2])
+    assert {row.chips for row in answer.rows} == {1}
+
+
+def test_two_chips_are_a_chip_of_twice_the_rates_and_an_exchange(target: str) -> None:
+    answer = rt.solve(target, find="batch", kv=500, over=(8, 16), chips=[2])
+    assert answer.best is not None and answer.best.chips == 2
+    one = rt.load_chip("h200-sxm")
+
+    def double(fact: Fact) -> Fact:
+        return replace(fact, value=2 * fact.value)
+
+    assert one.l2_capacity is not None and one.sm_count is not None
+    both = replace(
+        one,
+        peaks=tuple(replace(peak, rate=double(peak.rate)) for peak in one.peaks),
+        memory_bandwidth=double(one.memory_bandwidth),
+        memory_capacity=double(one.memory_capacity),
+        l2_capacity=double(one.l2_capacity),
+        sm_count=double(one.sm_count),
+    )
+    batch = answer.best.sizes["batch"]
+    (sent,) = exchanges(rt.trace(target, phase="decode", batch=batch, kv=500),
+                        Conditions.of("serving"))  # fmt: skip
+    expected = decode(target, batch, 500, both).t_est + sent.seconds(one, 2)
+    assert answer.best.step == pytest.approx(expected, rel=1e-9)
+    assert answer.best.sent == pytest.approx(sent.seconds(one, 2))
+
+
+# -- rates, lengths, capacity ----------------------------------------------------------------------
+
+
+def peaks() -> rt.ExecutionModel:
+    """Serving by the peaks of the datasheet, which have no fixed times."""
+    return replace(rt.execution_model("serving"), knobs=None)
+
+
+def without_host() -> rt.Chip:
+    """A chip whose gaps and launches take no time: HBM or computing limits."""
+    return slow("h200-sxm", kernel_gap=1e-12, graph_launch=1e-12, dispatch_compiled=1e-12)
+
+
+def regimes(target: str, chip: rt.Chip) -> str:
+    graph = rt.trace(target, phase="decode", batch=64, kv=500)
+    result = rt.estimate(graph, chip=chip, execution=peaks())
+    return result.times.regime
+
+
+def test_a_needed_rate_is_where_the_limiter_changes(target: str) -> None:
+    quick = without_host()
+    answer = rt.solve(target, find="rates", batch=64, kv=500, chip=quick, execution=peaks())
+    bandwidth, flops, link = answer.rates
+    assert bandwidth.needed is not None and flops.needed is not None
+
+    def at(factor: float, fact: str) -> str:
+        if fact == "flops":
+            rates = tuple(
+                replace(p, rate=replace(p.rate, value=p.rate.value * factor)) for p in quick.peaks
+            )
+            return regimes(target, replace(quick, peaks=rates))
+        changed = replace(quick.memory_bandwidth, value=quick.memory_bandwidth.value * factor)
+        return regimes(target, replace(quick, memory_bandwidth=changed))
+
+    assert at(bandwidth.factor * 1.0001, "hbm") == "compute"
+    assert at(bandwidth.factor * 0.9999, "hbm") != "compute"
+    assert at(flops.factor * 0.9999, "flops") == "compute"
+    assert at(flops.factor * 1.0001, "flops") != "compute"
+    assert link.needed is None and "nothing" in link.why
+
+
+def test_attention_passes_the_mlp_where_a_loop_says_so(target: str) -> None:
+    chip = without_host()
+    answer = rt.solve(
+        target, find="passing", batch=16, over=range(16, 2001), execution=peaks(), chip=chip
+    )
+    assert answer.after is not None and answer.before is not None
+    assert answer.after.size == answer.before.size + 1
+
+    def shares(kv: int) -> tuple[float, float]:
+        graph = rt.trace(target, phase="decode", batch=16, kv=kv)
+        by_family = rt.estimate(graph, chip=chip, execution=peaks()).by_family()
+        return by_family["attention"].t_device, by_family["dense"].t_device
+
+    attention, mlp = shares(answer.before.size)
+    assert attention <= mlp
+    attention, mlp = shares(answer.after.size)
+    assert attention > mlp
+
+
+def test_chips_by_capacity(target: str) -> None:
+    peak = decode(target, 4, 1000).memory.peak
+    chip = slow("h200-sxm", memory_capacity=peak / 2.5)
+    answer = rt.solve(target, find="chips", batch=4, kv=1000, chip=chip)
+    (row,) = answer.rows
+    assert (row.chips, row.memory) == (3, peak)
+    assert row.used == pytest.approx(2.5 / 3)
+    full = rt.solve(target, find="chips", batch=4, kv=1000, chip=chip, kept_free=0.5)
+    assert full.rows[0].chips == 5
+
+
+def test_a_saved_form_gives_the_same_answer(target: str, tmp_path: Path) -> None:
+    form = rt.form(target, phase="decode", over={"batch": range(1, 65), "kv": range(100, 1001)})
+    path = rt.save_form(form, tmp_path / "form.json.gz")
+    wanted: dict[str, Any] = {"find": "batch", "tpot": 1.2e-4, "chips": 1}
+    told = rt.solve(target, kv=700, over=range(1, 65), **wanted)
+    saved = rt.solve(path, kv=700, **wanted)
+    assert told.to_dict()["rows"] == saved.to_dict()["rows"]
+
+
+# -- what is refused -------------------------------------------------------------------------------
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"find": "bach"}, "did you mean 'batch'"),
+    ({"tpot": "30 parsecs"}, "'30 parsecs': expected a time"),
+    ({"tpot": -1.0}, "-1.0: expected seconds above 0"),
+    ({"ttft": 1.0}, "give them with mix="),
+    ({"mix": "2048"}, "'2048': expected PROMPT:OUTPUT"),
+    ({"mix": "0:5"}, "at least one token"),
+    ({"mix": ""}, "it is empty"),
+    ({"mix": "10:5", "kv": 7}, "kv: the mix says"),
+    ({"mix": "10:5", "find": "kv"}, "kv cannot be open"),
+    ({"apart": True}, "apart: it is for"),
+    ({"find": "rates", "tpot": 1.0}, "find rates takes no limit"),
+    ({"chips": 0}, "expected numbers from 1"),
+    ({"price": {"h100": 3}}, "no chip of this question"),
+    ({"price": -1.0}, "expected a number above 0"),
+    ({"find": "cheapest", "chip": "rtx-pro-6000-max-q"}, "no price is known"),
+    ({"kept_free": 1.0}, "expected a share"),
+    ({"over": {"batch": (1, 2), "kv": (1, 2)}}, "one size is left open"),
+    ({"over": "9..1"}, "the range is empty"),
+    ({"at": {"kv": 5}}, "it is for a saved form"),
+    ({"tpot": 1.0, "phase": "prefill"}, "of decode steps"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("asked", "said"), REFUSED, ids=lambda part: str(part)[:40])
+def test_a_question_that_contradicts_itself(target: str, asked: dict[str, Any], said: str) -> None:
+    with pytest.raises(RequestError) as error:
+        rt.solve(target, **asked)
+    assert said in str(error.value)
+
+
+def test_a_form_says_which_sizes_it_wants(target: str) -> None:
+    form = rt.form(target, phase="decode", over={"batch": range(1, 17), "kv": range(100, 201)})
+    with pytest.raises(RequestError, match="say kv"):
+        rt.solve(form, find="batch", tpot=1.0)
+    with pytest.raises(RequestError, match="did you mean 'kv'"):
+        rt.solve(form, find="batch", tpot=1.0, at={"kvv": 3, "kv": 150})
+
+
+def test_limits_are_told_in_words() -> None:
+    assert str(Limits(tpot=0.03)) == "a time per token of at most 30.0 ms"
+    assert not str(Limits())
