@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -19,7 +20,7 @@ from rooftrace.costmodels.execution import ExecutionModel, execution_model
 from rooftrace.costmodels.planforms.planform import PlanForm
 from rooftrace.costmodels.planforms.planrecords import PlanNumbers, numbers_of
 from rooftrace.costmodels.planforms.points import Array, Places, Points
-from rooftrace.costmodels.planning import plan
+from rooftrace.costmodels.planning import Plan, plan
 from rooftrace.costmodels.rewriting import reprice
 from rooftrace.tracer.formulas import Formula, FormulaError, Guard, Track
 from rooftrace.tracer.graph import OpGraph
@@ -57,10 +58,14 @@ class Conditions:
         plain = replace(execution, knobs=knobs, utilization=type(execution.utilization)())
         return replace(self, execution=plain)
 
+    def plan(self, graph: OpGraph) -> Plan:
+        """The plan of a graph."""
+        priced = reprice(graph, self.dtype, self.weights_dtype, self.kv_dtype)
+        return plan(priced, self.execution)
+
     def numbers(self, graph: OpGraph, with_memory: bool = True) -> PlanNumbers:
         """The numbers of the plan of a graph."""
-        priced = reprice(graph, self.dtype, self.weights_dtype, self.kv_dtype)
-        return numbers_of(plan(priced, self.execution), with_memory)
+        return numbers_of(self.plan(graph), with_memory)
 
 
 @dataclass(frozen=True)
@@ -118,7 +123,7 @@ class PlanForms:
         alone = {numbers: here}
         single = RecordForm.fitted(self.regime.form.sizes, alone)
         regime = Regime(single, numbers, numbers)
-        form = PlanForm(regime, self.conditions.execution)
+        form = PlanForm(regime, self.conditions.execution, partial(self._plan_at, numbers))
         return _Cell(tuple(_equal_to(numbers)), form, wide=False)
 
     def _widened(self, numbers: slots.Numbers, points: Points, left: Places) -> bool:
@@ -166,6 +171,9 @@ class PlanForms:
         chosen += self._random.sample(around, min(count, len(around)))
         return list(dict.fromkeys(chosen))
 
+    def _plan_at(self, numbers: slots.Numbers) -> Plan:
+        return self.conditions.plan(self.regime.form.at(numbers))
+
     def _numbers_at(self, numbers: slots.Numbers) -> PlanNumbers:
         """The numbers of the plan at these sizes; each is priced once."""
         if numbers not in self._known:
@@ -203,7 +211,7 @@ class PlanForms:
         rest = [where for where in (*inside, *others) if where not in chosen]
         checks = self._random.sample(rest, min(_CHECKS, len(rest)))
         regime = Regime(form, self.regime.low, self.regime.high, tuple(checks))
-        made = PlanForm(regime, self.conditions.execution)
+        made = PlanForm(regime, self.conditions.execution, partial(self._plan_at, numbers))
         return made if all(self._is(made, where) for where in checks) else None
 
     def _near(self, numbers: slots.Numbers, names: Sequence[str]) -> Points:
