@@ -8,6 +8,7 @@ import io
 import itertools
 import os
 import shutil
+import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -250,7 +251,7 @@ def _kept(parts: Path | None, name: str) -> dict[str, Any] | None:
     try:
         with np.load(parts / f"{name}.npz", allow_pickle=False) as file:
             return {column: file[column] for column in file.files}
-    except (OSError, ValueError, EOFError, KeyError):
+    except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile):
         return None  # cut off, or of another version: it is made again
 
 
