@@ -87,9 +87,8 @@ class PlanForms:
         while len(left):
             start = int(left[self._random.randrange(len(left))])
             numbers = tuple(int(column[start]) for column in points.columns)
-            if not self._widened(numbers, points, left):
-                self._cells.append(self._cell(numbers, points, left))
-            cell = next(c for c in self._cells if _holds(c.guards, numbers))
+            cell = self._cell(numbers, points, left)
+            self._cells.append(cell)
             held = _holding(cell.guards, points, left)
             yield cell.form, left[held]
             left = left[~held]
@@ -104,7 +103,8 @@ class PlanForms:
         alike = tracked.groups == here.groups and tracked.launches == here.launches
         tell(f"pricing around {_named(points.names, numbers)}")
         if alike:
-            form = self._fitted(numbers, guards, points, left)
+            form = self._reused(numbers, guards, points, left)
+            form = form or self._fitted(numbers, guards, points, left)
             if form is not None:
                 return _Cell(guards, form)
         alone = {numbers: here}
@@ -113,24 +113,18 @@ class PlanForms:
         form = PlanForm(regime, self.conditions.execution)
         return _Cell(tuple(_equal_to(numbers)), form, wide=False)
 
-    def _widened(self, numbers: slots.Numbers, points: Points, left: Places) -> bool:
-        """Whether a known form holds at these sizes, too, and around them: its cell then does.
-
-        Comparisons that come out otherwise there did not matter for what the others lead to; they
-        are guards no longer.
-        """
+    def _reused(
+        self, numbers: slots.Numbers, guards: Sequence[Guard], points: Points, left: Places
+    ) -> PlanForm | None:
+        """A known form that holds where these guards do, too: what they decide did not matter."""
         here = self._numbers_at(numbers)
-        at = [np.array([number]) for number in numbers]
-        for place, cell in enumerate(self._cells):
-            if not cell.wide or not self._is(cell.form, numbers, here):
-                continue
-            guards = tuple(guard for guard in cell.guards if guard.holds(at)[0])
-            tries = self._some(guards, numbers, points, left, _CHECKS)
-            known = [n for n in self._known if _holds(guards, n)]
-            if all(self._is(cell.form, where) for where in (*known, *tries)):
-                self._cells[place] = _Cell(guards, cell.form)
-                return True
-        return False
+        for form in dict.fromkeys(cell.form for cell in self._cells if cell.wide):
+            if self._is(form, numbers, here):
+                tries = self._some(guards, numbers, points, left, _CHECKS)
+                known = [n for n in self._known if _holds(guards, n)]
+                if all(self._is(form, where) for where in (*known, *tries)):
+                    return form
+        return None
 
     def _is(self, form: PlanForm, where: slots.Numbers, numbers: PlanNumbers | None = None) -> bool:
         """Whether a form gives the plan at these sizes, whose numbers may be known."""
@@ -154,7 +148,8 @@ class PlanForms:
         near = self._near(numbers, points.names)
         held = near.where(np.flatnonzero(_holding(guards, near, np.arange(len(near)))))
         around = list(zip(*(column.tolist() for column in held.columns), strict=True))
-        chosen = self._random.sample(inside, min(count, len(inside)))
+        chosen = self._edges([*inside, *around])
+        chosen += self._random.sample(inside, min(count, len(inside)))
         chosen += self._random.sample(around, min(count, len(around)))
         return list(dict.fromkeys(chosen))
 
@@ -175,7 +170,8 @@ class PlanForms:
         around = near.where(np.flatnonzero(_holding(guards, near, np.arange(len(near)))))
         others = list(zip(*(column.tolist() for column in around.columns), strict=True))
         known = [n for n in self._known if n != numbers and _holds(guards, n)]
-        candidates = list(dict.fromkeys([numbers, *_spread([*known, *others]), *inside]))
+        edges = self._edges([*inside, *others, *known])
+        candidates = list(dict.fromkeys([numbers, *edges, *_spread([*known, *others]), *inside]))
         first, each = _SAMPLES
         least = first + each * len(numbers)
         wanted = min(least, len(candidates))
@@ -197,6 +193,21 @@ class PlanForms:
         regime = Regime(form, self.regime.low, self.regime.high, tuple(checks))
         made = PlanForm(regime, self.conditions.execution)
         return made if all(self._is(made, where) for where in checks) else None
+
+    def _edges(self, candidates: Sequence[slots.Numbers]) -> list[slots.Numbers]:
+        """Of candidates, for each draw that with the fewest rows and that with the most.
+
+        Many rows reach all classes: a number that only such samples show looks like a constant.
+        """
+        if not candidates:
+            return []
+        columns = [np.array(column) for column in zip(*candidates, strict=True)]
+        edges: dict[slots.Numbers, None] = {}
+        for rows in dict.fromkeys(draw.rows for draw in self._draws if not draw.is_constant):
+            reached = rows.over(columns, rounded=True)
+            for place in (int(reached.argmin()), int(reached.argmax())):
+                edges.setdefault(candidates[place])
+        return list(edges)
 
     def _near(self, numbers: slots.Numbers, names: Sequence[str]) -> Points:
         """Sizes around some: close by, and anywhere in the regime."""
