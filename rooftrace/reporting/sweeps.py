@@ -9,19 +9,20 @@ import itertools
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rooftrace._progress import tell, telling
 from rooftrace._writing import write_bytes
 from rooftrace.costmodels.execution import ExecutionModel, execution_model
-from rooftrace.costmodels.planforms import Conditions
+from rooftrace.costmodels.planforms import Conditions, Points
 from rooftrace.costmodels.rewriting import check_precisions
 from rooftrace.costmodels.sweeping import Form, Sweep, SweepCase, evaluated, points_of
 from rooftrace.errors import RequestError
 from rooftrace.hardware import Chip, load_chip
 from rooftrace.reporting.estimates import CHIP, Source
+from rooftrace.reporting.formfiles import form_digest
 from rooftrace.reporting.stepforms import MOST_TRACES, form_of, known_form, levels_of
 from rooftrace.tracer.asking import Job
 
@@ -137,25 +138,27 @@ def swept(request: SweepRequest, out: Path | None = None) -> Sweep:
     request.check()
     if out is not None and out.suffix not in FORMATS:
         raise RequestError(f"{out}: expected a name that ends in {' or '.join(FORMATS)}")
-    parts = None if out is None else out.with_name(f"{out.name}.parts")
-    if parts is not None:
-        _lay(parts, request)
+    parts = None if out is None else _Parts(out.with_name(f"{out.name}.parts"))
     cases: list[SweepCase] = []
     tables = []
     for settings in request.variants:
         form = request.form or form_of(_with(request.job, settings), request.levels, request.most)
+        _check_names(form, request.levels)
         grid = points_of(form.names, request.levels)
+        digest = form_digest(form) if parts else ""
         for conditions in request.conditions:
             case = SweepCase(form, conditions, settings)
             for number, start in enumerate(range(0, len(grid), _AT_ONCE)):
+                some = grid.where(np.arange(start, min(start + _AT_ONCE, len(grid))))
+                key = _key(digest, some, request.chips, conditions)
                 name = f"{len(cases)}-{number}"
-                table = _kept(parts, name)
+                table = parts.kept(name, key) if parts else None
                 if table is None:
                     tell(f"pricing {form.title}, {conditions.execution.name}: part {number + 1}")
-                    some = grid.where(np.arange(start, min(start + _AT_ONCE, len(grid))))
                     table = evaluated(form, some, request.chips, conditions)
                     table["case"] = np.full(len(table["chip"]), len(cases), dtype=np.int16)
-                    _keep(parts, name, table)
+                    if parts:
+                        parts.keep(name, key, table)
                 tables.append(table)
             cases.append(case)
     columns = {name: np.concatenate([table[name] for table in tables]) for name in tables[0]}
@@ -163,8 +166,20 @@ def swept(request: SweepRequest, out: Path | None = None) -> Sweep:
     result = Sweep(names, tuple(cases), request.chips, columns, request.lines)
     if out is not None and parts is not None:
         write_sweep(result, out)
-        shutil.rmtree(parts, ignore_errors=True)
+        shutil.rmtree(parts.folder, ignore_errors=True)
     return result
+
+
+def _check_names(form: Form, levels: Mapping[str, Sequence[int]]) -> None:
+    """Raise RequestError unless there are values for the sizes of a form, and for no others."""
+    for name in levels:
+        form.numbers({name: 1, **dict.fromkeys(form.names, 1)})
+    for name in form.names:
+        if name not in levels:
+            raise RequestError(
+                f"size {name!r} has no values: this form is over {', '.join(form.names)}; for "
+                f"example over={{..., {name!r}: 1}}"
+            )
 
 
 def _with(job: Job, settings: Mapping[str, Any]) -> Job:
@@ -194,6 +209,9 @@ def write_sweep(result: Sweep, out: Path) -> None:
         raise RequestError(
             f"{out}: parquet needs pyarrow: pip install 'rooftrace[parquet]', or name a .csv file"
         )
+    for name, column in frame.items():
+        if column.dtype == object and isinstance(column.iloc[0], int):  # beyond 64 bits
+            frame[name] = column.astype(float)
     packed = io.BytesIO()
     frame.to_parquet(packed, index=False)
     write_bytes(out, packed.getvalue())
@@ -202,38 +220,45 @@ def write_sweep(result: Sweep, out: Path) -> None:
 # -- parts -----------------------------------------------------------------------------------------
 
 
-def _lay(parts: Path, request: SweepRequest) -> None:
-    """Make the folder of parts; one of another request is emptied."""
-    told = repr((
-        request.job.name, request.job.phases, request.job.request, request.job.options,
-        {name: (len(v), v[0], v[-1]) for name, v in request.levels.items()},
-        [chip.name for chip in request.chips], request.conditions, request.variants,
-    ))  # fmt: skip
-    key = hashlib.sha256(told.encode()).hexdigest()
-    place = parts / "request"
-    if not place.is_file() or place.read_text() != key:
-        shutil.rmtree(parts, ignore_errors=True)
-        write_bytes(place, key.encode())
+def _key(digest: str, points: Points, chips: Sequence[Chip], conditions: Conditions) -> str:
+    """What the numbers of a part follow from, as a digest."""
+    facts = (digest, points.names, [asdict(chip) for chip in chips], asdict(conditions))
+    told = hashlib.sha256(repr(facts).encode())
+    for column in points.columns:
+        told.update(column.tobytes())
+    return told.hexdigest()
 
 
-def _kept(parts: Path | None, name: str) -> dict[str, Any] | None:
-    """The columns of a part that is there."""
-    import numpy as np
+@dataclass(frozen=True)
+class _Parts:
+    """The parts of a sweep that was stopped, in a folder; each says what it follows from."""
 
-    if parts is None or not (parts / f"{name}.npz").is_file():
-        return None
-    try:
-        with np.load(parts / f"{name}.npz", allow_pickle=False) as file:
-            return {column: file[column] for column in file.files}
-    except (OSError, ValueError, EOFError, KeyError):
-        return None  # cut off, or of another version: it is made again
+    folder: Path
 
+    def kept(self, name: str, key: str) -> dict[str, Any] | None:
+        """The columns of a part that is there, whole, and follows from the same."""
+        import zlib
+        from zipfile import BadZipFile
 
-def _keep(parts: Path | None, name: str, table: Mapping[str, Any]) -> None:
-    import numpy as np
+        import numpy as np
 
-    if parts is None or any(column.dtype == object for column in table.values()):
-        return
-    packed = io.BytesIO()
-    np.savez(packed, **table)
-    write_bytes(parts / f"{name}.npz", packed.getvalue())
+        place = self.folder / f"{name}.npz"
+        if not place.is_file():
+            return None
+        try:
+            with np.load(place, allow_pickle=False) as file:
+                if str(file["key"]) != key:
+                    return None
+                return {column: file[column] for column in file.files if column != "key"}
+        except (OSError, ValueError, EOFError, KeyError, BadZipFile, zlib.error, SyntaxError):
+            return None  # cut off, or of another version: it is made again
+
+    def keep(self, name: str, key: str, table: Mapping[str, Any]) -> None:
+        """Write a part, whole or not at all; numbers beyond 64 bits are made again each time."""
+        import numpy as np
+
+        if any(column.dtype == object for column in table.values()):
+            return
+        packed = io.BytesIO()
+        np.savez(packed, key=np.array(key), **table)
+        write_bytes(self.folder / f"{name}.npz", packed.getvalue())
