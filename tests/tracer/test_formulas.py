@@ -118,8 +118,10 @@ def test_points_alone_prove_no_curve(values: list[int]) -> None:
     fitted = Fitter(samples).fit(values)
     if fitted is not None:
         most = max((sum(term.powers) for term in fitted.terms), default=0)
-        assert len(set(values)) == 1 or values == [x for (x,) in samples] or (
-            len(samples) >= most + 1 + 2
+        assert (
+            len(set(values)) == 1
+            or values == [x for (x,) in samples]
+            or (len(samples) >= most + 1 + 2)
         )
 
 
@@ -130,9 +132,7 @@ def test_points_alone_prove_no_curve(values: list[int]) -> None:
 @pytest.mark.parametrize(("chosen", "classes"), [(1, 3), (2, 4), (3, 3), (1, 5)])
 def test_expected_classes_are_the_mean_over_all_draws(rows: int, chosen: int, classes: int) -> None:
     choices = list(itertools.combinations(range(classes), chosen))
-    reached = [
-        len(set(itertools.chain(*draw))) for draw in itertools.product(choices, repeat=rows)
-    ]
+    reached = [len(set(itertools.chain(*draw))) for draw in itertools.product(choices, repeat=rows)]
     mean = sum(reached) / len(reached)
     assert functions.expected_distinct(rows, chosen, classes) == pytest.approx(mean, rel=1e-12)
 
