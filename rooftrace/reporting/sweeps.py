@@ -246,7 +246,7 @@ class _Parts:
         if not place.is_file():
             return None
         try:
-            with np.load(place, allow_pickle=False) as file:
+            with np.load(io.BytesIO(place.read_bytes()), allow_pickle=False) as file:
                 if str(file["key"]) != key:
                     return None
                 return {column: file[column] for column in file.files if column != "key"}

@@ -83,6 +83,7 @@ def test_the_graph_at_any_size_is_its_trace(family: str, phase: str, folder: Pat
     assert_equals_traces(form, source, levels, 4, phase)
 
 
+@pytest.mark.slow
 def test_layers_are_a_size(folder: Path) -> None:
     source = target(folder, "llama")
     name = "config.num_hidden_layers"
