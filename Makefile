@@ -16,7 +16,7 @@ export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test check fuzz lint types golden bench inductor zoo zoo-diff flops accuracy serving earlier \
+.PHONY: help venv demo test check fuzz lint types golden bench inductor zoo zoo-diff flops accuracy serving earlier exact \
 	checkpoints versions measure clean
 
 help: ## list the commands
@@ -106,6 +106,10 @@ checkpoints: $(INSTALLED) ## memory that a diff of two checkpoints takes (GB=5 F
 serving: $(INSTALLED) ## write docs/serving-published.md: the preset `serving` beside published figures
 	@mkdir -p out && $(BIN)/python benchmarks/serving/run.py > out/serving.md
 	@mv out/serving.md docs/serving-published.md && echo "written to docs/serving-published.md"
+
+exact: $(INSTALLED) ## forms beside traces at sizes held out: 22 models and phases, about an hour (COUNT=5 ONLY=gpt2 PHASE=decode)
+	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/exact/exact.py --count $(or $(COUNT),40) \
+		$(if $(ONLY),--only $(ONLY)) $(if $(PHASE),--phase $(PHASE))
 
 earlier: $(INSTALLED) ## write docs/earlier-report.md: an earlier report's tables beside traces (GRID=1: 432 points, too)
 	@mkdir -p out $(if $(GRID),&& $(BIN)/python benchmarks/seed/grid.py > out/grid.csv && mv out/grid.csv benchmarks/seed/grid.csv)

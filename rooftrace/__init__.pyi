@@ -3,6 +3,9 @@ from typing import Any
 
 from rooftrace._progress import telling as telling
 from rooftrace.costmodels.costs import Access as Access, Cost as Cost, Work as Work
+from rooftrace.costmodels.elasticity import (
+    Elasticities as Elasticities,
+)
 from rooftrace.costmodels.estimating import (
     Breakdown as Breakdown,
     Estimate as Estimate,
@@ -72,6 +75,10 @@ from rooftrace.reporting.estimates import (
 from rooftrace.reporting.explaining import (
     explain as explain,
 )
+from rooftrace.reporting.fleetsweeps import (
+    SweepFleet as SweepFleet,
+    sweep_fleet as sweep_fleet,
+)
 from rooftrace.reporting.formfiles import (
     load_form as load_form,
     save_form as save_form,
@@ -98,6 +105,9 @@ from rooftrace.reporting.reports import (
 )
 from rooftrace.reporting.sections import (
     section as section,
+)
+from rooftrace.reporting.sensitivity import (
+    sensitivity as sensitivity,
 )
 from rooftrace.reporting.solving import (
     plot_answer as plot_answer,

@@ -60,18 +60,16 @@ def built(clean_copy: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[P
     return sdist, wheel
 
 
-def test_the_sdist_leaves_the_links_out(built: tuple[Path, Path]) -> None:
+def test_the_sdist_has_no_links_and_the_wheel_one_top_level_name_with_all_that_is_read(
+    built: tuple[Path, Path], clean_copy: Path
+) -> None:
     with tarfile.open(built[0]) as archive:
         members = archive.getmembers()
     assert not [member.name for member in members if member.issym() or member.islnk()]
     assert LINKS.isdisjoint(member.name.split("/")[1] for member in members if "/" in member.name)
 
-
-def test_the_wheel_has_one_top_level_name_and_all_that_the_package_reads(
-    built: tuple[Path, Path], clean_copy: Path
-) -> None:
-    with zipfile.ZipFile(built[1]) as archive:
-        names = set(archive.namelist())
+    with zipfile.ZipFile(built[1]) as packed:
+        names = set(packed.namelist())
     tops = {name.split("/")[0] for name in names}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"rooftrace"}
 

@@ -6,3 +6,6 @@ from rooftrace.reporting.estimates import (
     in_precisions as in_precisions,
     priced as priced,
 )
+from rooftrace.reporting.fleetsweeps import (
+    SweepFleet as SweepFleet,
+)

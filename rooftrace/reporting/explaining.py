@@ -65,8 +65,8 @@ def explain(
     check_precisions(*job.precisions)
     conditions = Conditions(execution_model(execution), *job.precisions)
     with telling(progress):
-        job, graph = _first(job)
-        sizes = dict(at) if at is not None else _sizes(job, graph)
+        job, graph = first_graph(job)
+        sizes = dict(at) if at is not None else sizes_of(job, graph)
         formed = _formed(job, sizes, whole=op is None)
         if op is not None:
             return explained(formed, sizes, chips[0], conditions, op)
@@ -87,7 +87,7 @@ def explain(
     return result
 
 
-def _first(job: Job) -> tuple[Job, OpGraph]:
+def first_graph(job: Job) -> tuple[Job, OpGraph]:
     """The job of one phase, and its graph at the sizes that were asked for."""
     from rooftrace.tracer.source import TraceError
 
@@ -116,7 +116,7 @@ def _only(job: Job) -> OpGraph:
     return next(iter(graphs.values()))
 
 
-def _sizes(job: Job, graph: OpGraph) -> dict[str, int]:
+def sizes_of(job: Job, graph: OpGraph) -> dict[str, int]:
     """Batch and length of a step, where it has them."""
     workload, request = graph.workload, job.request
     sizes = {}

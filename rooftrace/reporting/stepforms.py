@@ -53,8 +53,10 @@ def form(
     cannot take; and what `trace` raises.
     """
     job = Job.of(form, source, args, kwargs, phase=phase).of_one_phase()
+    levels = levels_of(over)
+    job.refuse(levels, "its values are those of `over`; leave it out")
     with telling(progress):
-        return form_of(job, levels_of(over), most)
+        return form_of(job, levels, most)
 
 
 def form_of(job: Job, levels: Levels, most: int = MOST_TRACES) -> Form:

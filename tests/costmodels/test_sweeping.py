@@ -177,7 +177,7 @@ def test_the_best_line_is_that_of_a_loop(swept: rt.Sweep) -> None:
     assert swept.best("t_est", 1).iloc[0]["t_est"] == swept.frame()["t_est"].min()
     with pytest.raises(RequestError, match="the least that there is: t_est"):
         swept.best(t_est=1e-12)
-    with pytest.raises(RequestError, match="'t_esd'.*t_est"):
+    with pytest.raises(RequestError, match=r"'t_esd'.*t_est"):
         swept.best("t_esd")
 
 

@@ -57,6 +57,7 @@ TRACE = ("trace", "deep.json", "--phase", "prefill,decode", "-o", "out.json")
 DIFF = ("diff", "t.py:build", "t.py:wider", "--phase", "forward", "--format", "json")
 EXPLAIN = ("explain", "config.json", "--op", "0", "--format", "json")
 EXPLAIN_CODE = ("explain", "t.py:build", "--format", "json")
+SWEEP = ("sweep", "config.json", "--over", "seq=4,5", "--format", "json")
 SOLVE = ("solve", "config.json", "--tpot", "1ms", "--over", "4,5", "--format", "json")
 COMPARE = (
     "compare",
@@ -83,6 +84,11 @@ CALIBRATE = ("calibrate", "steps.csv", "--chip", CHIP, "--target", "t.py:{target
 
 LOCK = ("lock", "t.py:build", "--phase", "forward", "-o", "-")
 CHECK = ("check", "--format", "terminal")
+
+FLEET = (
+    *("sweep", "t.py:wider", "t.py:build", "--over", "batch=1..2"),
+    *("--scheduler", "none", "-o", "fleet"),
+)
 
 WORKLOAD: dict[str, tuple[tuple[str, ...], ...]] = {
     "--phase": (("--phase", "training"),),
@@ -165,6 +171,37 @@ CASES: dict[str, list[tuple[tuple[str, ...], dict[str, tuple[tuple[str, ...], ..
             },
         ),
         (EXPLAIN_CODE, {"--plot": (("--plot", "step.png"),), "--chip": (("--chip", "l4,a100"),)}),
+    ],
+    "sweep": [
+        (
+            SWEEP,
+            {
+                **WORKLOAD,
+                **PRICING,
+                "--over": (("--over", "batch=2,3"), ("--over", "seq=")),
+                "--vary": (("--vary", "config.n_embd=32,64"), ("--vary", "config.n_embd")),
+                "--set": (("--set", "config.n_embd=64"), ("--set", "config.n_embd")),
+                "--chip": (("--chip", "l4"), ("--chip", "h200-sxm,l4")),
+                "--execution": (("--execution", "eager"), ("--execution", "efficient,eager")),
+                "--out": (("-o", "sweep.csv"), ("-o", "sweep.txt")),
+                "--plot": (("--plot", "sweep.png"),),
+                "--save-form": (("--save-form", "form.json"),),
+                "--most": (("--most", "1"),),
+                "--format": (("--format", "md"), ("--format", "csv")),
+            },
+        ),
+        (
+            FLEET,
+            {
+                "--scheduler": (("--scheduler", "nowhere"),),
+                "--chip": (("--chip", "l4"),),
+                "--rules": PRICING["--rules"],
+                "--plot": (("--plot", "sweep.png"),),
+                "--save-form": (("--save-form", "form.json"),),
+                "--format": tuple(("--format", form) for form in ("md", "json", "csv")),
+                "--out": (("-o", "other"), ("-o", "t.py")),
+            },
+        ),
     ],
     "solve": [
         (
@@ -289,6 +326,13 @@ CANNOT_CHANGE = {
         "--assume": "nothing of that kind is unknown in this model",
         "--trust-remote-code": "this repository has no code of its own",
         "--rewrite": "nothing of that kind is in this model",
+    },
+    ("sweep", "config.json"): {
+        "--most": "so few sizes are traced one by one",
+        "--assume": "nothing of that kind is unknown in this model",
+        "--trust-remote-code": "this repository has no code of its own",
+        "--rewrite": "nothing of that kind is in this model",
+        "--no-repeats": "the same layers, one by one: the numbers are the same",
     },
     ("solve", "config.json"): {
         "--optimizer": "a decode step has none",

@@ -41,6 +41,8 @@ COMMANDS: list[tuple[str, ...]] = [
     ("report", "t.py:prints", "--phase", "forward", "--chip", "l4"),
     ("explain", *ONE, "--chip", "l4"),
     ("explain", *ONE, "--chip", "l4", "--op", "0", "--format", "json"),
+    ("sweep", *ONE, "--over", "batch=4", "--chip", "l4"),
+    ("sweep", *ONE, "--over", "batch=4", "--chip", "l4", "--format", "csv"),
     ("solve", *ONE, "--step", "1s", "--over", "4", "--chip", "l4"),
     ("solve", *ONE, "--step", "1s", "--over", "4", "--chip", "l4", "--format", "json"),
     ("trace", *ONE, "-o", "-"),

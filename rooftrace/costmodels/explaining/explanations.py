@@ -109,7 +109,7 @@ def explained(
     have, and for an `op` that no kernel answers to.
     """
     place = SizedPlace(form.names, form.numbers(sizes))
-    plan = plan_at(form, place, conditions)
+    plan = plan_at(form, place.values, conditions)
     chosen = () if op is None else picked(plan, op)
     base = scaling.estimate_at(form, sizes, chip, conditions)
     changed = scaling.variations(form, base, sizes, conditions)
@@ -134,32 +134,33 @@ def explained(
     )
 
 
-def plan_at(form: Form, place: SizedPlace, conditions: Conditions) -> PlanForm:
+def plan_at(form: Form, numbers: Sequence[int], conditions: Conditions) -> PlanForm:
     """A form of the plan that holds at a place, the one that says most in symbols.
 
     A plan may be known at one place alone, or its form may leave out a size that cannot change
     where it was proven.  Forms of places around it are asked whether they give the same plan here:
     then they say the same numbers, with more symbols.
     """
-    here = conditions.numbers(form.graph(**dict(zip(place.names, place.values, strict=True))))
-    around = [sorted({max(1, v // 2), max(1, v - 1), v, v + 1, 2 * v}) for v in place.values]
+    values = tuple(numbers)
+    here = conditions.numbers(form.graph(**dict(zip(form.names, values, strict=True))))
+    around = [sorted({max(1, v // 2), max(1, v - 1), v, v + 1, 2 * v}) for v in values]
     inside = [
         where
         for where in product(*around)
-        if where == place.values or any(r.holds(where) for r in form.regimes)
+        if where == values or any(r.holds(where) for r in form.regimes)
     ]
     columns = zip(*inside, strict=True)
-    points = Points({name: list(c) for name, c in zip(place.names, columns, strict=True)})
+    points = Points({name: list(c) for name, c in zip(form.names, columns, strict=True)})
     plans = [plan for plan, _ in form.plans(points, conditions)]
-    alone = Points({n: [v] for n, v in zip(place.names, place.values, strict=True)})
+    alone = Points({n: [v] for n, v in zip(form.names, values, strict=True)})
     ((own, _),) = form.plans(alone, conditions)
-    same = [plan for plan in plans if _is(plan, place, here)]
+    same = [plan for plan in plans if _is(plan, values, here)]
     return max([own, *same], key=_symbols)
 
 
-def _is(plan: PlanForm, place: SizedPlace, here: Any) -> bool:
+def _is(plan: PlanForm, values: tuple[int, ...], here: Any) -> bool:
     try:
-        return bool(plan.form.at(place.values) == here)
+        return bool(plan.form.at(values) == here)
     except FormulaError:
         return False
 

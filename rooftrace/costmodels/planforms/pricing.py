@@ -11,7 +11,8 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -20,7 +21,7 @@ from rooftrace.costmodels.execution import ExecutionModel, execution_model
 from rooftrace.costmodels.planforms.planform import PlanForm
 from rooftrace.costmodels.planforms.planrecords import PlanNumbers, numbers_of
 from rooftrace.costmodels.planforms.points import Array, Places, Points
-from rooftrace.costmodels.planning import plan
+from rooftrace.costmodels.planning import Plan, plan
 from rooftrace.costmodels.rewriting import reprice
 from rooftrace.tracer.formulas import Formula, FormulaError, Guard, Track
 from rooftrace.tracer.graph import OpGraph
@@ -55,10 +56,22 @@ class Conditions:
         """The conditions of an execution by name, and precisions."""
         return Conditions(execution_model(execution), *precisions)
 
+    @property
+    def of_plans(self) -> Conditions:
+        """These conditions without constants that only times depend on: plans are the same."""
+        execution = self.execution
+        knobs = execution.knobs if execution.traffic is not None else None
+        plain = replace(execution, knobs=knobs, utilization=type(execution.utilization)())
+        return replace(self, execution=plain)
+
+    def plan(self, graph: OpGraph) -> Plan:
+        """The plan of a graph."""
+        priced = reprice(graph, self.dtype, self.weights_dtype, self.kv_dtype)
+        return plan(priced, self.execution)
+
     def numbers(self, graph: OpGraph, with_memory: bool = True) -> PlanNumbers:
         """The numbers of the plan of a graph."""
-        priced = reprice(graph, self.dtype, self.weights_dtype, self.kv_dtype)
-        return numbers_of(plan(priced, self.execution), with_memory)
+        return numbers_of(self.plan(graph), with_memory)
 
 
 @dataclass(frozen=True)
@@ -117,7 +130,7 @@ class PlanForms:
         alone = {numbers: here}
         single = RecordForm.fitted(self.regime.form.sizes, alone)
         regime = Regime(single, numbers, numbers)
-        form = PlanForm(regime, self.conditions.execution)
+        form = PlanForm(regime, self.conditions.execution, partial(self._plan_at, numbers))
         return _Cell(tuple(_equal_to(numbers)), form, wide=False)
 
     def _widened(self, numbers: slots.Numbers, points: Points, left: Places) -> _Cell | None:
@@ -164,6 +177,9 @@ class PlanForms:
             dict.fromkeys(itertools.chain(*zip(first, second, strict=False), first, second))
         )
 
+    def _plan_at(self, numbers: slots.Numbers) -> Plan:
+        return self.conditions.plan(self.regime.form.at(numbers))
+
     def _numbers_at(self, numbers: slots.Numbers) -> PlanNumbers:
         """The numbers of the plan at these sizes; each is priced once."""
         if numbers not in self._known:
@@ -200,7 +216,7 @@ class PlanForms:
         rest = [where for where in (*inside, *others) if where not in chosen]
         checks = self._random.sample(rest, min(_CHECKS, len(rest)))
         regime = Regime(form, self.regime.low, self.regime.high, tuple(checks))
-        made = PlanForm(regime, self.conditions.execution)
+        made = PlanForm(regime, self.conditions.execution, partial(self._plan_at, numbers))
         return made if all(self._is(made, where) for where in checks) else None
 
     def _edges(self, candidates: Sequence[slots.Numbers]) -> list[slots.Numbers]:

@@ -168,12 +168,13 @@ class Form:
     def _within(
         self, regime: Regime, conditions: Conditions, points: Points, places: Any
     ) -> Iterator[tuple[PlanForm, Any]]:
-        key = (regime.low, regime.high, repr(conditions))
+        alike = conditions.of_plans
+        key = (regime.low, regime.high, alike)
         if key not in self._plans:
-            self._plans[key] = PlanForms(regime, conditions)
+            self._plans[key] = PlanForms(regime, alike)
         plans: PlanForms = self._plans[key]
         for form, own in plans.at(points.where(places)):
-            yield form, places[own]
+            yield form.under(conditions.execution), places[own]
 
 
 def points_of(names: Sequence[str], levels: Mapping[str, Sequence[int]]) -> Points:

@@ -173,7 +173,7 @@ class Sweep(Shown):
         return kept.sort_values(by, ascending=rising, kind="stable").head(count)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data: all lines, crossings, cliffs."""
+        """Plain data: all lines, crossings, cliffs, and for which sizes each form is proven."""
         import json
 
         return {
@@ -187,6 +187,12 @@ class Sweep(Shown):
                 {**c.labels, "chip": c.chip, **c.at, c.name: c.size, "before": c.before,
                  "after": c.after}
                 for c in self.cliffs()
+            ],
+            "proven": [
+                {**case.settings, "where": where, "traces": len(regime.form.samples),
+                 "equal": len(regime.proven)}
+                for case in {id(case.form): case for case in self.cases}.values()
+                for where, regime in zip(case.form.where(), case.form.regimes, strict=True)
             ],
         }  # fmt: skip
 
@@ -241,8 +247,10 @@ class Sweep(Shown):
                 yield from self._changes(case, chip, name, at, first, then)
 
     def cliffs(self, size: str | None = None, least: float = LEAST) -> list[Cliff]:
-        """Where one more of a size (default: the first) costs at least so much, largest first.
+        """Where one more of a size (default: the first) costs much more than its neighbours do.
 
+        least: by how much more, as a share of the seconds before.  Sorted by
+        the jump, largest first.
         Every whole size between the smallest and the largest level is looked at, 16,384 of them at
         most, for the first 64 combinations of the other sizes.
         """
@@ -255,8 +263,8 @@ class Sweep(Shown):
                 every = np.arange(first, min(last, first + _WIDEST) + 1)
                 at = {n: int(self.columns[n][line[0]]) for n in self.names if n != name}
                 every, table = self._along(case, chip, name, at, every)
+                steep = _beyond_trend(table["t_est"]) > least
                 seconds = table["t_est"]
-                steep = seconds[1:] > seconds[:-1] * (1 + least)
                 for place in np.flatnonzero(steep & (np.diff(every) == 1)):
                     before, after = float(seconds[place]), float(seconds[place + 1])
                     chip_name, here = self.chips[chip].name, int(every[place])
@@ -310,6 +318,15 @@ class Sweep(Shown):
                 f"size {name!r}: this sweep is over {', '.join(self.names)}{hint(name, self.names)}"
             )
         return name
+
+
+def _beyond_trend(seconds: Array) -> Array:
+    """By which share of the seconds each step to the next size costs more than those beside it."""
+    rises = np.diff(seconds)
+    before = np.concatenate([rises[1:2], rises[:-1]])
+    after = np.concatenate([rises[1:], rises[-2:-1]])
+    beyond: Array = (rises - np.maximum(np.maximum(before, after), 0)) / seconds[:-1]
+    return beyond if len(rises) > 1 else rises / seconds[:-1]
 
 
 def _words(values: Sequence[Any], places: Array) -> Any:

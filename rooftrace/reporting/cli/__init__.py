@@ -25,6 +25,7 @@ from rooftrace.reporting.cli.explain_command import explain
 from rooftrace.reporting.cli.gate_commands import check, lock
 from rooftrace.reporting.cli.model_commands import compare, report, trace
 from rooftrace.reporting.cli.output import StdoutError, checked_stdout, complain
+from rooftrace.reporting.cli.sensitivity_command import sensitivity
 from rooftrace.reporting.cli.solve_command import solve
 from rooftrace.reporting.cli.sweep_commands import sweep
 from rooftrace.reporting.cli.weight_commands import inventory
@@ -44,8 +45,8 @@ def cli() -> None:
 
 
 _COMMANDS = (
-    report, explain, trace, sweep, solve, diff, compare, lock, check, inventory, chips, measure,
-    calibrate, validate,
+    report, explain, trace, sweep, solve, sensitivity, diff, compare, lock, check, inventory, chips,
+    measure, calibrate, validate,
 )  # fmt: skip
 for _command in _COMMANDS:
     cli.add_command(_command)

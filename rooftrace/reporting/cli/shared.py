@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from traceback import extract_tb
@@ -13,6 +14,7 @@ import click
 
 import rooftrace as rt
 from rooftrace._escapes import visible
+from rooftrace.reporting.cli.output import complain
 
 
 def workload(
@@ -112,18 +114,30 @@ def console() -> Any:
 
 
 @contextlib.contextmanager
-def progress() -> Iterator[None]:
-    """A spinner on stderr that says what the calls inside do, where stderr is a terminal."""
+def progress(kept: re.Pattern[str] | None = None) -> Iterator[None]:
+    """A spinner on stderr that says what the calls inside do, where stderr is a terminal.
+
+    kept: what is said like this stays there as a line of its own, also in a file.
+    """
     from rich.console import Console
     from rich.text import Text
 
     console = Console(stderr=True)
+
+    def is_kept(text: str) -> bool:
+        return kept is not None and kept.fullmatch(text) is not None
+
     if not console.is_terminal:
-        yield
+        with rt.telling(lambda text: complain(text, who="") if is_kept(text) else None):
+            yield
         return
 
     def show(text: str) -> None:
-        status.update(Text(visible(text)))  # a plain str would be markup
+        plain = Text(visible(text))  # a plain str would be markup
+        if is_kept(text):
+            console.print(plain)
+        else:
+            status.update(plain)
 
     with console.status("starting") as status, rt.telling(show):
         yield

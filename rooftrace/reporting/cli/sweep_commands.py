@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import click
@@ -219,17 +219,29 @@ def _fleet(targets: Sequence[str], asked: dict[str, Any], form: str, plot: str |
     """Several targets, or work for a scheduler: results land in a folder as they come."""
     import rooftrace as rt
 
+    several = f"{len(targets)} TARGETs" if len(targets) > 1 else "--scheduler"
     for option, value in (("--plot", plot), ("--save-form", asked.pop("save_form"))):
         if value is not None:
-            raise RequestError(f"{option} {value}: it is for one TARGET; here are {len(targets)}")
-    if form != "terminal":
-        raise RequestError(f"--format {form}: several TARGETs write a folder; read it with pandas")
-    out, scheduler = asked.pop("out"), asked.pop("scheduler")
+            raise RequestError(
+                f"{option} {value}: it is for one TARGET without --scheduler; here: {several}"
+            )
+    out, scheduler, rules = asked.pop("out"), asked.pop("scheduler"), asked["rules"]
     if out is None:
-        raise RequestError("several TARGETs: say where results land with -o FOLDER")
-    _options(asked)  # what is wrong with the request is said before any worker starts
-    with progress():
-        result = rt.sweep_fleet(targets, asked, Path(out), scheduler)
-    console().print(result)
+        raise RequestError(f"{several}: say where results land with -o FOLDER")
+    options = _options(asked)  # what is wrong with the request is said before any worker starts
+    with progress(kept=_ENDED):
+        try:
+            result = rt.sweep_fleet(targets, out=out, scheduler=scheduler, rules=rules, **options)
+        except KeyboardInterrupt as stop:
+            complain(str(stop) or "stopped")
+            sys.exit(130)
+    _say(result, form)
+    if form == "csv":
+        for failure in result.failures:
+            complain(f"{failure.title} failed: {failure.error}")
     if result.failures:
         sys.exit(1)
+
+
+_ENDED = re.compile(r"\d+ of \d+( are there|: .*)|waiting for workers.*|.*: its workers died.*")
+"""What a fleet tells that stays on stderr."""

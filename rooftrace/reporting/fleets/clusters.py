@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from distributed import Client, Future
 
 _ADDRESS = re.compile(r"(tcp|tls)://(\[[0-9a-fA-F:.%]+\]|[\w.-]+):(\d{1,5})")
-_ANSWERS = 10.0  # s
+_ANSWERS = 5.0  # s
 _CONFIG = {
     # A worker that holds much memory for good would be paused for good: it is ended and replaced.
     "distributed.worker.memory.target": False,
@@ -99,7 +99,7 @@ def _of_this_machine(workers: int, retries: int) -> Iterator[Client]:
                 threads_per_worker=1,
                 processes=True,
                 host="127.0.0.1",
-                dashboard_address=None,
+                dashboard_address="127.0.0.1:0",  # None takes a fixed port
                 silence_logs=logging.CRITICAL,
             )
         except (RuntimeError, OSError) as problem:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 from collections.abc import Iterable, Mapping
@@ -33,9 +34,15 @@ def need(library: str) -> None:
 
 @functools.cache
 def releases() -> dict[str, str]:
-    """The releases on which rows depend, without what tells builds of one release apart."""
-    names = ("rooftrace", "torch")
-    return {name: metadata.version(name).partition("+")[0] for name in names}
+    """The releases on which rows depend, without what tells builds of one release apart.
+
+    What is not installed is left out: a saved form is priced without torch.
+    """
+    known = {}
+    for name in ("rooftrace", "torch", "transformers"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            known[name] = metadata.version(name).partition("+")[0]
+    return known
 
 
 def part_bytes(rows: Rows, key: str) -> tuple[bytes, int]:

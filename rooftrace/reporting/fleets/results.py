@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,6 +61,14 @@ class FleetResult:
         need("pyarrow")
         tables = (read_part(self.part(key), key) for key in self.tasks)
         return joined(table for table in tables if table is not None)
+
+    def frames(self) -> Iterator[tuple[str, Any]]:
+        """The key and the rows of each task that is done, one pandas frame after the other."""
+        need("pyarrow")
+        for key in self.tasks:
+            table = read_part(self.part(key), key)
+            if table is not None:
+                yield key, joined([table])
 
     def __str__(self) -> str:
         done = len(self.tasks) - len(self.failures) - len(self.waiting)

@@ -122,6 +122,7 @@ def _outcomes(
         yield from map(outcome_of, tasks)
         return
     with connected(scheduler, min(workers, len(tasks)), retries) as client:
+        tell(f"running {len(tasks)} tasks")
         yield from collected(client, tasks)
 
 

@@ -66,10 +66,18 @@ def _view(result: Any, output: view.Output) -> view.View:
         from rooftrace.reporting.text import sweeps  # it loads numpy
 
         sweeps.register()
+    elif type(result).__module__.startswith("rooftrace.reporting.fleetsweeps"):
+        from rooftrace.reporting.text import fleets  # it loads numpy
+
+        fleets.register()
     elif type(result).__module__.startswith("rooftrace.costmodels.explaining"):
         from rooftrace.reporting.text import explanations  # it loads numpy
 
         explanations.register()
+    elif type(result).__module__.startswith("rooftrace.costmodels.elasticity"):
+        from rooftrace.reporting.text import sensitivities  # it loads numpy
+
+        sensitivities.register()
     elif type(result).__module__.startswith("rooftrace.costmodels.answers"):
         from rooftrace.reporting.text import answers  # it loads numpy
 

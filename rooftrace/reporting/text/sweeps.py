@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rooftrace.costmodels.sweeping import Form, Sweep
@@ -12,7 +12,8 @@ from rooftrace.reporting.view import model as view, units
 
 MOST_LINES = 24
 """Lines of a table that is shown whole."""
-_CROSSINGS, _CLIFFS, _BEST = 12, 8, 1
+_CROSSINGS, _CLIFFS, _EACH = 12, 8, 1
+BEST = "Most items per second, of what fits"
 _SIZE = units.Unit("", "integer", lambda number: f"{number:,}", least=None)
 
 
@@ -54,12 +55,13 @@ def sweep_view(result: Sweep, output: view.Output) -> view.View:
     title = f"{form.title}, {form.phase} over {', '.join(result.names)}"
     head = f"{title}: {plural(len(result), 'line')} from {plural(_traces(result), 'trace')}"
     sections = [view.Section(parts=[view.Note(head, "strong")], place=1)]
-    frame = result.frame()
+    frame, labels = result.frame(), [name for name in result.cases[0].labels if name != "phase"]
     if len(result) <= MOST_LINES or output == "page":
         shown, name = frame.head(500), "Lines"
     else:
-        shown, name = _best(result, frame), "Most items per second, of what fits"
-    sections.append(view.Section(title=name, parts=[_table(result, shown)], place=2))
+        shown, name = best_lines(frame, labels), BEST
+    table = lines_table(shown, labels, result.names)
+    sections.append(view.Section(title=name, parts=[table], place=2))
     if len(result) > 1:
         sections.append(view.Section(title="Limiters", parts=list(_crossings(result)), place=3))
         sections.append(view.Section(title="Cliffs", parts=list(_cliffs(result)), place=4))
@@ -74,21 +76,24 @@ def _traces(result: Sweep) -> int:
     )
 
 
-def _best(result: Sweep, frame: Any) -> Any:
-    fits = frame[frame["fits"]]
-    if fits.empty:
-        return frame.head(_BEST)
-    ordered = fits.sort_values("items_per_s", ascending=False, kind="stable")
-    labels = [name for name in result.cases[0].labels if name != "phase"]
-    return ordered.groupby([*labels, "chip"], observed=True, sort=False).head(_BEST)
+def best_lines(frame: Any, labels: Sequence[str]) -> Any:
+    """By chip and labels, the line with the most items per second of those that fit.
+
+    Where none fits: the one that needs least memory.
+    """
+    score = frame["items_per_s"].where(frame["fits"], -frame["peak_memory"].astype(float))
+    ordered = frame.loc[score.sort_values(ascending=False, kind="stable").index]
+    return ordered.groupby([*labels, "chip"], observed=True, sort=False).head(_EACH)
 
 
-def _table(result: Sweep, frame: Any) -> view.Table:
-    labels = [n for n in result.cases[0].labels if n != "phase" and frame[n].nunique() > 1]
+def lines_table(frame: Any, labels: Sequence[str], names: Sequence[str]) -> view.Table:
+    """Lines of the frame of a sweep.  names: its sizes; a label that is everywhere equal is left
+    out."""
+    labels = [name for name in labels if frame[name].nunique() > 1]
     columns = [
         *(view.Column(name, units.TEXT, name) for name in labels),
         view.Column("chip", units.TEXT, "chip"),
-        *(view.Column(name, _SIZE, name) for name in result.names),
+        *(view.Column(name, _SIZE, name) for name in names),
         view.Column("t_est", units.SECOND, "expected"),
         view.Column("t_low", units.SECOND, "from", drop=1),
         view.Column("t_high", units.SECOND, "to", drop=1),

@@ -112,6 +112,7 @@ class SeriesGraph:
 
     graph: OpGraph  # without what follows
     modules: tuple[Series, ...]
+    constants: tuple[Series, ...]
     assumptions: tuple[Series, ...]
     names: tuple[Mapping[int, tuple[Series, ...]], ...]  # by repeat and value
     rests: tuple[Mapping[int, tuple[Series, ...]], ...]  # by repeat and assumption
@@ -122,10 +123,12 @@ class SeriesGraph:
         return SeriesGraph(
             graph.replace(
                 modules={},
+                constants={},
                 assumptions=(),
                 repeats=tuple(replace(r, names={}, assumptions={}) for r in graph.repeats),
             ),
             series_of(list(graph.modules.items())),
+            series_of(list(graph.constants.items())),
             series_of(graph.assumptions),
             tuple({k: series_of(v) for k, v in r.names.items()} for r in graph.repeats),
             tuple({k: series_of(v) for k, v in r.assumptions.items()} for r in graph.repeats),
@@ -143,6 +146,7 @@ class SeriesGraph:
         repeats = zip(self.graph.repeats, self.names, self.rests, strict=True)
         return self.graph.replace(
             modules=dict(_items(self.modules)),
+            constants=dict(_items(self.constants)),
             assumptions=tuple(_items(self.assumptions)),
             repeats=tuple(
                 replace(

@@ -77,12 +77,11 @@ class TraceCache:
             return None
         if any(map(names.is_own, job.phases or ())) or job.name.startswith("hf:"):
             return None
-        told = {
-            "source": os.path.realpath(job.name) if os.path.exists(job.name) else job.name,
+        told: dict[str, Any] = {
+            "source": _place_of(job),
             "phases": job.phases,
             "request": asdict(job.request),
             "options": {**asdict(job.options), "loss": None},
-            "folders": [os.getcwd(), *sys.path] if job.is_code else [],  # where code is looked for
             "environment": _environment(),
         }
         config = names.config_file(job.name)
@@ -108,6 +107,15 @@ class TraceCache:
             with contextlib.suppress(OSError):
                 state = path.stat()
                 yield state.st_mtime, state.st_size, path
+
+
+def _place_of(job: Job) -> list[str]:
+    """What a target's name leads to: the same name in another folder is another model."""
+    if not job.is_code:
+        return [os.path.realpath(job.name) if os.path.exists(job.name) else job.name]
+    path, _, attribute = job.name.rpartition(":")
+    where = os.path.realpath(path) if os.path.exists(path) else path
+    return [where, attribute, os.getcwd(), os.environ.get("PYTHONPATH", "")]
 
 
 def _digest(path: str) -> str:

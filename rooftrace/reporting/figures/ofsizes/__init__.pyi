@@ -1,3 +1,6 @@
+from rooftrace.reporting.figures.ofsizes.elasticplot import (
+    elasticity_plot as elasticity_plot,
+)
 from rooftrace.reporting.figures.ofsizes.frontplot import (
     front_plot as front_plot,
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rooftrace.costmodels.factorial import MainEffect
@@ -32,53 +33,79 @@ def tornado(
     """
     if not effects:
         raise ValueError("tornado(effects=...): no effects: a grid has at least one factor")
-    ranked = sorted(effects, key=lambda effect: effect.low[1] - effect.high[1])
+    middle = sum(effects[0].means) / len(effects[0].means)  # of equally many cells each
+    bars = [
+        Bar(effect.factor, effect.low, effect.high, words.percent(effect.share))
+        for effect in effects
+    ]
+    about = f"mean {wording(middle)}"
+    return bars_around(bars, middle, (title, subtitle, about, "share of variance"), wording)
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """A bar from `low` to `high`, each a label and a value; `right` stands beside it."""
+
+    name: str
+    low: tuple[Any, float]
+    high: tuple[Any, float]
+    right: str
+
+
+def bars_around(
+    bars: Sequence[Bar],
+    middle: float,
+    texts: tuple[str, str, str, str],
+    wording: Callable[[float], str],
+) -> Figure:
+    """Bars around a middle, the widest on top.
+
+    texts: title, subtitle, what stands below the middle, and what is at the right.
+    """
+    ranked = sorted(bars, key=lambda bar: bar.low[1] - bar.high[1])
+    title, subtitle, about, right = texts
     height = 1.55 + 0.46 * len(ranked)  # inches
     figure = style.sheet(height, title, subtitle)
     axes = figure.add_axes((LEFT, 0.52 / height, SPAN, 0.46 * len(ranked) / height))
-    middle = sum(ranked[0].means) / len(ranked[0].means)  # of equally many cells each
-    least = min(effect.low[1] for effect in ranked)
-    most = max(effect.high[1] for effect in ranked)
+    least = min(middle, *(bar.low[1] for bar in ranked))
+    most = max(middle, *(bar.high[1] for bar in ranked))
     room = ROOM * (most - least) or abs(middle) or 1.0
     axes.set_xlim(least - room, most + room)
     axes.set_ylim(len(ranked) - 0.4, -0.6)
-    for y, effect in enumerate(ranked):
-        _bar(axes, effect, y, middle, wording)
+    for y, bar in enumerate(ranked):
+        _bar(axes, bar, y, middle, wording)
     axes.plot([middle, middle], [-0.6, len(ranked) - 0.4], color=style.INK, linewidth=1.4)
     strong: dict[str, Any] = {"fontsize": 10, "color": style.INK, "ha": "center"}
-    axes.text(middle, len(ranked) - 0.3, f"mean {wording(middle)}", va="top", **strong)
+    axes.text(middle, len(ranked) - 0.3, about, va="top", **strong)
     axes.axis("off")
     top = 1 - 0.86 / height
-    for x, text in ((0.988, "share of variance"), (LEFT - 0.012, "factor")):
+    for x, text in ((0.988, right), (LEFT - 0.012, "factor")):
         figure.text(x, top, text, fontsize=9.5, color=style.FAINT, ha="right", va="center")
     return figure
 
 
-def _bar(
-    axes: Axes, effect: MainEffect, y: int, middle: float, wording: Callable[[float], str]
-) -> None:
-    """One factor: its bar below and above the mean, the levels at both ends, its share."""
+def _bar(axes: Axes, bar: Bar, y: int, middle: float, wording: Callable[[float], str]) -> None:
+    """One factor: its bar below and above the middle, the levels at both ends."""
     at: dict[str, Any] = {"transform": axes.get_yaxis_transform(), "va": "center"}
     axes.text(
         -0.022,
         y,
-        short_text(effect.factor, 28),
+        short_text(bar.name, 28),
         fontsize=11,
         fontweight="bold",
         color=style.INK,
         ha="right",
         **at,
     )
-    share = words.percent(effect.share)
-    axes.text((0.988 - LEFT) / SPAN, y, share, fontsize=10, color=style.INK, ha="right", **at)
-    ends = ((effect.low, style.BLUE, "right", -5), (effect.high, style.ORANGE, "left", 5))
-    if effect.low[1] == effect.high[1]:
+    axes.text((0.988 - LEFT) / SPAN, y, bar.right, fontsize=10, color=style.INK, ha="right", **at)
+    ends = ((bar.low, style.BLUE, "right", -5), (bar.high, style.ORANGE, "left", 5))
+    if bar.low[1] == bar.high[1]:
         _note(axes, "no effect", (middle, y), style.FAINT, "left", 5)
         return
-    for (level, mean), colour, across, away in ends:
-        axes.barh(y, mean - middle, left=middle, height=0.66, color=colour)
-        text = f"{short_text(str(level))}: {wording(mean)}"
-        _note(axes, text, (mean, y), style.ink_of(colour), across, away)
+    for (level, value), colour, across, away in ends:
+        axes.barh(y, value - middle, left=middle, height=0.66, color=colour)
+        text = f"{short_text(str(level))}: {wording(value)}"
+        _note(axes, text, (value, y), style.ink_of(colour), across, away)
 
 
 def short_text(text: str, most: int = 16) -> str:

@@ -1,0 +1,56 @@
+"""A million points by a form, beside single estimates: ratios of one run, and seconds."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+
+import rooftrace as rt
+from rooftrace.costmodels.planforms import Conditions, Points
+from rooftrace.costmodels.sweeping import Form, evaluated
+
+CHIPS = ("h200-sxm", "h100-sxm", "a100-sxm-80", "l4")
+RANGES = {
+    "llama-3.1-8b": ({"batch": range(1, 1025), "kv": range(16, 131_072)}, None),
+    "deepseek-v3": ({"batch": range(2, 257), "kv": range(256, 16_385)}, "fp8"),
+}
+
+
+@cache
+def form(target: str) -> Form:
+    return rt.form(target, phase="decode", over=RANGES[target][0])
+
+
+def points(target: str, count: int) -> Points:
+    draw = np.random.default_rng(0)
+    over = RANGES[target][0]
+    return Points({name: draw.integers(v[0], v[-1] + 1, count) for name, v in over.items()})
+
+
+@pytest.mark.parametrize("target", RANGES)
+def test_a_million_points(target: str, benchmark: Any) -> None:
+    """250,000 places on four chips; plans are made in the first round, traces before it."""
+    precision = RANGES[target][1]
+    chips = [rt.load_chip(name) for name in CHIPS if precision != "fp8" or "a100" not in name]
+    known, places = form(target), points(target, 1_000_000 // len(chips))
+
+    def run() -> Any:
+        fresh = Form(known.title, known.phase, known.names, known.regimes)
+        return evaluated(fresh, places, chips, Conditions.of("efficient", precision))
+
+    table = benchmark.pedantic(run, rounds=2, iterations=1)
+    assert len(table["t_est"]) == len(places) * len(chips)
+
+
+@pytest.mark.parametrize("target", RANGES)
+def test_one_estimate_of_a_trace(target: str, benchmark: Any) -> None:
+    """What each point would take without a form."""
+
+    def run() -> Any:
+        graph = rt.trace(target, phase="decode", batch=64, kv=4096)
+        return rt.estimate(graph, chip="h200-sxm", execution="efficient")
+
+    benchmark.pedantic(run, rounds=2, iterations=1)

@@ -1,0 +1,12 @@
+from rooftrace.costmodels.elasticity import grids as grids
+from rooftrace.costmodels.elasticity.namednumbers import (
+    NamedNumbers as NamedNumbers,
+    UnknownNumberError as UnknownNumberError,
+)
+from rooftrace.costmodels.elasticity.responses import (
+    Elasticities as Elasticities,
+    Elasticity as Elasticity,
+)
+from rooftrace.costmodels.elasticity.stepelasticities import (
+    elasticities as elasticities,
+)

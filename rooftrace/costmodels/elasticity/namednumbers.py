@@ -1,0 +1,221 @@
+"""Numbers of a chip and of an execution model by dotted names, read, and replaced in new records.
+
+"chip.memory_bandwidth", "chip.matrix.bf16", "chip.link.intra.bandwidth"; "execution.elementwise",
+"execution.weight_residency.moe"; "knobs.launch", "knobs.share.mm.compute".  The beginning of names
+up to a dot stands for all of them: "chip.matrix" is every rate of the matrix engine.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from rooftrace.costmodels.execution import ExecutionModel
+from rooftrace.costmodels.kernels import attention_knobs
+from rooftrace.costmodels.knobs import Knobs
+from rooftrace.errors import RequestError, hint
+from rooftrace.hardware import Chip
+from rooftrace.hardware.chip import FACT_UNITS, Fact
+
+OWNERS = ("chip", "execution", "knobs")
+
+
+class UnknownNumberError(RequestError):
+    """A name that no number of a chip or an execution has, or a value that it cannot take."""
+
+
+@dataclass(frozen=True)
+class NamedNumbers:
+    """A chip and an execution, and their numbers by name.
+
+    Knobs that stand for those of the chip's kind are written out, so that each has its own number.
+    """
+
+    chip: Chip
+    execution: ExecutionModel
+
+    @staticmethod
+    def of(chip: Chip, execution: ExecutionModel) -> NamedNumbers:
+        """Those of an execution on a chip, with the constants that times are computed with."""
+        if isinstance(execution.knobs, str):
+            execution = replace(execution, knobs=execution.knobs_on(chip))
+        knobs = execution.knobs
+        if isinstance(knobs, Knobs) and isinstance(knobs.attention, str):
+            own = attention_knobs(knobs.attention, chip)
+            execution = replace(execution, knobs=replace(knobs, attention=own))
+        return NamedNumbers(chip, execution)
+
+    @cached_property
+    def facts(self) -> Mapping[str, Fact]:
+        """Facts of the chip by name, those that are not known left out."""
+        known = {f"chip.{peak.engine}.{peak.precision}": peak.rate for peak in self.chip.peaks}
+        for name in FACT_UNITS:
+            if getattr(self.chip, name) is not None:
+                known[f"chip.{name}"] = getattr(self.chip, name)
+        for link in self.chip.links:
+            known[f"chip.link.{link.name}.bandwidth"] = link.bandwidth
+            if link.latency is not None:
+                known[f"chip.link.{link.name}.latency"] = link.latency
+        return known
+
+    @cached_property
+    def knobs(self) -> Mapping[str, float]:
+        """Numbers of the execution and its knobs by name."""
+        known = {
+            f"execution.{name}": value
+            for name, value in _numbers(replace(self.execution, knobs=None)).items()
+        }
+        if isinstance(self.execution.knobs, Knobs):
+            own = _numbers(self.execution.knobs)
+            known |= {f"knobs.{_public(name)}": value for name, value in own.items()}
+        return known
+
+    @cached_property
+    def values(self) -> Mapping[str, float]:
+        """All numbers by name, in SI units."""
+        return {**{name: fact.value for name, fact in self.facts.items()}, **self.knobs}
+
+    def named(self, name: str) -> tuple[str, ...]:
+        """The numbers that a name stands for.
+
+        Raises UnknownNumberError where there is none: it says the nearest.
+        """
+        names = tuple(n for n in self.values if n == name or n.startswith(f"{name}."))
+        if names:
+            return names
+        beginnings = {n.rsplit(".", part)[0] for n in self.values for part in (1, 2)}
+        known = [n for n in (*self.values, *beginnings) if n not in OWNERS]
+        owner = name.partition(".")[0]
+        own = [n for n in self.values if n.startswith(f"{owner}.")]
+        shown = f"; {owner} has {', '.join(own[:12])}" + (", ..." if len(own) > 12 else "")
+        none = "; no knobs are in use" if owner == "knobs" and not own else ""
+        raise UnknownNumberError(
+            f"{name!r}: no number of {self.chip.name} or of {self.execution.name} has this name"
+            f"{hint(name, known)}{shown if own else none}"
+        )
+
+    def unit(self, name: str) -> str:
+        """The unit of a number; "" of factors and shares."""
+        if name.startswith("chip."):
+            parts = name.split(".")
+            if parts[1] in ("matrix", "vector"):
+                return "FLOP/s"
+            if parts[1] == "link":
+                return "byte/s" if parts[-1] == "bandwidth" else "second"
+            return FACT_UNITS[parts[1]]
+        return "second" if name.rsplit(".", 1)[-1] in _SECONDS else ""
+
+    def is_count(self, name: str) -> bool:
+        """Whether a number is a whole one: multiprocessors, bits of a bus."""
+        return self.unit(name) == "count"
+
+    def changed(self, values: Mapping[str, float]) -> NamedNumbers:
+        """The same with other numbers.
+
+        Raises UnknownNumberError for a number that the record refuses, and for a name that is none.
+        """
+        chip, execution = self.chip, self.execution
+        for name, value in values.items():
+            if name not in self.values:
+                self.named(name)
+                raise UnknownNumberError(f"{name!r}: it stands for several numbers; name each")
+            if name.startswith("chip."):
+                if not 0 < value < math.inf:
+                    raise UnknownNumberError(f"{name}={value!r}: expected a number above 0")
+                chip = _with_fact(chip, name.removeprefix("chip."), value)
+                continue
+            path = name.split(".", 1)[1]
+            try:
+                if name.startswith("knobs."):
+                    execution = replace(execution, knobs=_with(execution.knobs, path, value))
+                else:
+                    execution = _with(execution, path, value)
+            except ValueError as error:
+                raise UnknownNumberError(f"{name}={value:g}: {error}") from None
+        return NamedNumbers(chip, execution)
+
+
+_SECONDS = frozenset({"launch", "dispatch", "view", "call", "split", "start", "combine", "prepare",
+                      "request"})  # fmt: skip
+"""Knobs that are seconds."""
+
+
+# -- chips -----------------------------------------------------------------------------------------
+
+
+def _with_fact(chip: Chip, path: str, value: float) -> Chip:
+    def fact(before: Fact) -> Fact:
+        return replace(
+            before,
+            value=value,
+            kind="derived",
+            text=f"{value:g}",
+            note=f"changed from {before.text}",
+        )
+
+    first, _, rest = path.partition(".")
+    if first == "link":
+        name, _, which = rest.partition(".")
+        links = tuple(
+            replace(
+                link,
+                bandwidth=fact(link.bandwidth) if which == "bandwidth" else link.bandwidth,
+                latency=fact(link.latency)
+                if which == "latency" and link.latency is not None
+                else link.latency,
+            )
+            if link.name == name
+            else link
+            for link in chip.links
+        )
+        return replace(chip, links=links)
+    if rest:
+        peaks = tuple(
+            replace(peak, rate=fact(peak.rate))
+            if (peak.engine, peak.precision) == (first, rest)
+            else peak
+            for peak in chip.peaks
+        )
+        return replace(chip, peaks=peaks)
+    changes: dict[str, Any] = {first: fact(getattr(chip, first))}
+    return replace(chip, **changes)
+
+
+# -- records of numbers ----------------------------------------------------------------------------
+
+
+def _numbers(record: Any, before: str = "") -> dict[str, float]:
+    """The numbers of a record, of records in it, and of mappings of records."""
+    known: dict[str, float] = {}
+    for column in fields(record):
+        value, name = getattr(record, column.name), f"{before}{column.name}"
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            known[name] = value
+        elif is_dataclass(value):
+            known |= _numbers(value, f"{name}.")
+        elif isinstance(value, Mapping):
+            for key, item in value.items():
+                if is_dataclass(item):
+                    known |= _numbers(item, f"{name}.{key}.")
+    return known
+
+
+def _with(record: Any, path: str, value: float) -> Any:
+    """A record with the number at a path replaced."""
+    if isinstance(record, Knobs) and path.startswith("share."):
+        path = f"shares.{path.removeprefix('share.')}"
+    first, _, rest = path.partition(".")
+    if not rest:
+        return replace(record, **{first: value})
+    inner = getattr(record, first)
+    if not isinstance(inner, Mapping):
+        return replace(record, **{first: _with(inner, rest, value)})
+    key, _, number = rest.rpartition(".")
+    return replace(record, **{first: {**inner, key: _with(inner[key], number, value)}})
+
+
+def _public(name: str) -> str:
+    return f"share.{name.removeprefix('shares.')}" if name.startswith("shares.") else name

@@ -1,0 +1,195 @@
+"""The command sensitivity: elasticities of a step, or the effects of a full factorial grid."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from rooftrace.errors import RequestError
+from rooftrace.reporting.cli.options import (
+    TARGET_HELP,
+    Commas,
+    pricing_options,
+    workload_options,
+)
+from rooftrace.reporting.cli.output import say
+from rooftrace.reporting.cli.shared import (
+    console,
+    load_executions,
+    load_rules,
+    progress,
+    workload,
+)
+
+_HELP = f"""{TARGET_HELP}  Or a form that `rooftrace sweep --save-form` wrote.
+
+--grid NAME=V1,V2: batch, seq, kv; config.FIELD, or a keyword of the function that TARGET names;
+chip, execution, dtype, weights_dtype, kv_dtype; a number of the chip (chip.memory_bandwidth,
+chip.matrix.bf16, chip.link.intra.bandwidth; chip.matrix is all of them) or a knob
+(knobs.share.mm.memory, execution.weight_residency).  Values are numbers, quantities ("4.8 TB/s") or
+factors (x0.5).  NAME+NAME=x0.5,x1 changes both together."""
+
+
+@click.command(epilog=_HELP)
+@click.argument("target")
+@click.option(
+    "--over",
+    multiple=True,
+    metavar="NAME[=VALUE]",
+    help="A size to look at, and its value; default: batch, and kv or seq.  Repeatable.",
+)
+@click.option(
+    "--grid",
+    multiple=True,
+    metavar="NAME=V1,V2,...",
+    help="A factor and its levels: every combination is priced.  Repeatable.",
+)
+@click.option(
+    "--of",
+    "response",
+    metavar="RESPONSE",
+    help="With --grid, what effects are of: t_est (default), t_bound, t_comp, t_hbm, t_net, flops, "
+    "bytes_hbm, peak_memory, items_per_s.",
+)
+@click.option("--log", is_flag=True, help="With --grid: effects in factors, not in sums.")
+@click.option("--points", metavar="FILE.csv", help="With --grid: write every point there.")
+@workload_options
+@pricing_options
+@click.option("--chip", default="h200-sxm", show_default=True, help="A chip by name or TOML path.")
+@click.option(
+    "--execution",
+    default="efficient",
+    show_default=True,
+    help="naive, eager, compiled, efficient, serving, seed-naive, seed-efficient.",
+)
+@click.option("--plot", metavar="FILE.png", help="Draw a tornado.")
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["terminal", "md", "json", "csv"]),
+    help="Default: terminal, or by the ending of --out.",
+)
+@click.option(
+    "-o", "--out", metavar="FILE", help="Write there instead of the terminal; - is stdout."
+)
+def sensitivity(
+    target: str, form: str | None, out: str | None, points: str | None, **asked: Any
+) -> None:
+    """What moves a step of TARGET most: its sizes, facts of the chip, knobs; or factors of a grid.
+
+    Without --grid: elasticities of FLOPs, bytes, memory and time, ranked, and finite steps that
+    show cliffs.  With it: main effects and interactions of pairs, as shares of the variance.
+    """
+    import rooftrace as rt
+
+    form = form or _form_of(out)
+    if points is not None and not asked["grid"]:
+        raise RequestError(f"--points {points}: it is of a grid; name some factors with --grid")
+    plot = asked["plot"]
+    with progress():
+        result: Any = rt.sensitivity(target, **_options(asked))
+    if points is not None:
+        _write(points, result.frame().to_csv(index=False))
+    if form == "terminal" and out in (None, "-"):
+        from rooftrace.reporting.text import renderable
+
+        console().print(renderable(result))
+        for path, word in ((plot, "drawn"), (points, "points written")):
+            if path is not None:
+                say(f"\n{word} to {path}")
+        return
+    text = _text(result, form)
+    if out in (None, "-"):
+        click.echo(text, nl=False)
+    else:
+        _write(str(out), text)
+
+
+def _form_of(out: str | None) -> str:
+    """The format that a file's ending names; md for others, terminal without a file."""
+    if out in (None, "-"):
+        return "terminal"
+    return {".csv": "csv", ".json": "json"}.get(Path(str(out)).suffix, "md")
+
+
+def _text(result: Any, form: str) -> str:
+    from rooftrace.reporting.text import as_markdown
+
+    if form == "json":
+        return json.dumps(result.to_dict(), indent=1) + "\n"
+    if form != "csv":
+        return as_markdown(result)
+    rows = result.to_rows()
+    table = io.StringIO()
+    writer = csv.DictWriter(table, list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return table.getvalue()
+
+
+def _write(path: str, text: str) -> None:
+    from rooftrace._writing import write_bytes
+
+    write_bytes(Path(path), text.encode("utf-8", "backslashreplace"))
+
+
+def _options(asked: dict[str, Any]) -> dict[str, Any]:
+    """Options as `rt.sensitivity` takes them."""
+    asked = dict(asked)
+    load_rules(asked.pop("rules"))
+    changes = (asked.pop("tf32"), asked.pop("knobs"), asked.pop("rewrites"))
+    (execution,) = load_executions([asked.pop("execution")], *changes)
+    phases = asked.pop("phases")
+    if phases is not None and len(phases) != 1:
+        raise RequestError(f"--phase {','.join(phases)}: expected one phase")
+    response = asked.pop("response")
+    named = {
+        "over": _over(asked.pop("over")),
+        "grid": _grid(asked.pop("grid"), changes),
+        "log": asked.pop("log"),
+        "chip": asked.pop("chip"),
+        "execution": execution,
+        "phase": phases[0] if phases else None,
+        "plot": asked.pop("plot"),
+        **({} if response is None else {"response": response}),
+    }
+    return {**workload(**asked), **named}
+
+
+def _over(texts: Sequence[str]) -> dict[str, int | None] | None:
+    if not texts:
+        return None
+    over: dict[str, int | None] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        try:
+            over[name.strip()] = int(value.replace("_", "")) if equals else None
+        except ValueError:
+            raise RequestError(
+                f"--over {text}: expected a whole number, for example {name}=64"
+            ) from None
+    return over
+
+
+def _grid(texts: Sequence[str], changes: tuple[Any, ...]) -> dict[str, Any] | None:
+    """Levels by factor; executions with what --tf32, --knobs and --rewrite change."""
+    if not texts:
+        return None
+    levels: dict[str, Any] = {}
+    for text in texts:
+        name, equals, values = text.partition("=")
+        name = name.strip()
+        if not equals or not name:
+            raise RequestError(f"--grid {text}: expected NAME=V1,V2, for example batch=1,8,64")
+        if name in levels:
+            raise RequestError(f"--grid {text}: {name} stands twice; give all of its levels once")
+        levels[name] = values
+        if name == "execution" and values.strip(", "):
+            levels[name] = load_executions(Commas().convert(values, None, None), *changes)
+    return levels

@@ -1,0 +1,267 @@
+"""Elasticities and effects in words: what moves a step, ranked, and what does not move it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from rooftrace.costmodels.elasticity import Elasticities, Elasticity, grids
+from rooftrace.costmodels.factorial import Interaction, MainEffect
+from rooftrace.hardware.units import (
+    format_bandwidth,
+    format_capacity,
+    format_count,
+    format_flop_rate,
+    format_flops,
+    format_time,
+    format_traffic,
+    plural,
+)
+from rooftrace.reporting.text.dispatch import view_of
+from rooftrace.reporting.view import model as view, units
+
+ON_SCREEN = 20
+"""Facts and knobs that a screen shows; a page has all that change anything."""
+_PAIRS = 10
+_LONGEST = 11
+"""Letters of a fraction that is shown."""
+CLIFF = 0.05
+"""One more of a size that costs at least so much is a cliff."""
+
+
+def register() -> None:
+    """Views of elasticities and of grids, once this file is loaded."""
+    view_of.register(Elasticities, elasticities_view)
+    view_of.register(grids.GridEffects, lambda result, output: grid_view(result))
+
+
+def _signed(number: float) -> str:
+    return "0" if number == 0 else f"{number:+.3f}"
+
+
+def _change(ratio: float) -> str:
+    return "0" if ratio == 1 else f"{ratio - 1:+.1%}"
+
+
+_ELASTICITY = units.Unit("", "number", _signed, least=None)
+_CHANGE = units.Unit("", "number", _change)
+_WRITTEN: dict[str, Callable[[float], str]] = {
+    "FLOP/s": format_flop_rate,
+    "byte/s": format_bandwidth,
+    "byte": format_capacity,
+    "second": format_time,
+    "hertz": lambda number: f"{number / 1e9:g} GHz",
+    "count": lambda number: f"{number:,.0f}",
+}
+
+
+def written(row: Elasticity) -> str:
+    """The value of a number with its unit."""
+    write = _WRITTEN.get(row.unit)
+    return f"{row.value:g}" if write is None else write(row.value)
+
+
+# -- elasticities ----------------------------------------------------------------------------------
+
+
+def elasticities_view(result: Elasticities, output: view.Output) -> view.View:
+    """Sizes, then facts and knobs by their effect, then what changes nothing."""
+    sizes = ", ".join(f"{name} {size:,}" for name, size in result.sizes.items())
+    knobs = result.knobs or "peaks of the datasheet"
+    head = f"{result.title}, {result.phase}, {sizes}; {result.chip}, {result.execution}; {knobs}"
+    now = (
+        f"expected {format_time(result.t_est)}, bound {format_time(result.t_bound)}, "
+        f"{format_flops(result.flops)}, {format_traffic(result.bytes)} through HBM, "
+        f"{format_capacity(result.peak_memory)} in memory"
+    )
+    meaning = "an elasticity of 0.5: 1 % more of it, 0.5 % more of that"
+    numbers = [row for row in result.rows if row.kind != "size" and not row.is_zero]
+    shown = numbers[:ON_SCREEN] if output == "screen" else numbers
+    parts: list[view.Part] = [view.Table(columns=_NUMBERS, rows=shown, padded=False)]
+    left = len(numbers) - len(shown)
+    if left:
+        parts.append(view.Note(f"and {left} more with less effect, in --format csv", "faint"))
+    sections = [
+        view.Section(
+            parts=[view.Note(head, "strong"), view.Note(now), view.Note(meaning, "faint")], place=1
+        ),
+        view.Section(title="Sizes", parts=list(_sizes(result)), place=2),
+        view.Section(title="Facts of the chip and knobs", parts=parts, place=3),
+        view.Section(title="Exactly 0", parts=list(_zeros(result)), place=4),
+    ]
+    title = f"Sensitivity: {result.title}, {result.phase}"
+    return view.View(tuple(s for s in sections if s.parts), title)
+
+
+def _step(change: str) -> Callable[[Elasticity], Any]:
+    """Reads the time after a change over the time before it."""
+
+    def read(row: Elasticity) -> Any:
+        step = row.step(change)
+        return view.BLANK if step is None else step.t_est
+
+    return read
+
+
+def _slope(name: str) -> Callable[[Elasticity], Any]:
+    """Reads an elasticity of a total, as a fraction where that is short."""
+
+    def read(row: Elasticity) -> Any:
+        slope = getattr(row, name)
+        if slope is None:
+            return None
+        exact = str(slope.exact) if slope.exact is not None and slope.exact.denominator > 1 else ""
+        note = f" = {exact}" if 0 < len(exact) <= _LONGEST else ""
+        if slope.finite:
+            note = " (step)"
+        return view.Cell(slope.value, after=note)
+
+    return read
+
+
+_SIZES = (
+    view.Column("name", units.TEXT, "size"),
+    view.Column("value", units.COUNT, "now"),
+    view.Column("flops", _ELASTICITY, "FLOP", of=_slope("flops")),
+    view.Column("bytes", _ELASTICITY, "HBM", of=_slope("bytes")),
+    view.Column("peak_memory", _ELASTICITY, "memory", of=_slope("peak_memory"), drop=2),
+    view.Column("t_est", _ELASTICITY, "time"),
+    view.Column("t_bound", _ELASTICITY, "bound", drop=2),
+    view.Column("more", _CHANGE, "+1", of=_step("+1")),
+    view.Column("tenth", _CHANGE, "x1.1", of=_step("x1.1"), drop=1),
+    view.Column("double", _CHANGE, "x2", of=_step("x2")),
+    view.Column("half", _CHANGE, "x0.5", of=_step("x0.5")),
+)
+_NUMBERS = (
+    view.Column("name", units.TEXT, "fact or knob"),
+    view.Column("value", units.WORDS, "now", of=written),
+    view.Column("t_est", _ELASTICITY, "time"),
+    view.Column("t_bound", _ELASTICITY, "bound"),
+    view.Column("bytes", _ELASTICITY, "HBM", of=_slope("bytes"), drop=2),
+    view.Column("tenth", _CHANGE, "x1.1", of=_step("x1.1"), drop=1),
+    view.Column("double", _CHANGE, "x2", of=_step("x2")),
+    view.Column("half", _CHANGE, "x0.5", of=_step("x0.5")),
+)
+
+
+def _sizes(result: Elasticities) -> Iterator[view.Part]:
+    rows = list(result.kind("size"))
+    if not rows:
+        return
+    yield view.Table(columns=_SIZES, rows=rows, padded=False)
+    for row in rows:
+        if row.cliff >= CLIFF:
+            yield view.Note(
+                f"cliff: {row.name} {row.value:,.0f} -> {row.value + 1:,.0f} takes "
+                f"{row.cliff:.1%} longer",
+                "warn",
+                bullet=1,
+            )
+        functions = sorted(
+            {f for s in (row.flops, row.bytes, row.peak_memory) if s for f in s.functions}
+        )
+        if functions:
+            yield view.Note(
+                f"{row.name}: not rational, for the formula has {', '.join(functions)}; "
+                "its derivative is analytic",
+                "faint",
+                bullet=1,
+            )
+        for step in row.steps:
+            if step.note:
+                yield view.Note(f"{row.name} {step.change}: {step.note}", "faint", bullet=1)
+
+
+def _zeros(result: Elasticities) -> Iterator[view.Note]:
+    """Names by the reason, shares of a class of kernels by the class."""
+    by_note: dict[str, dict[str, None]] = {}
+    for row in result.rows:
+        if row.kind == "size" or not row.is_zero:
+            continue
+        share = row.name.removeprefix("knobs.share.")
+        name = row.name if share == row.name else f"share of {share.rpartition('.')[0]}"
+        if row.name.endswith(".spread"):
+            name = "knobs.share.*.spread"
+        by_note.setdefault(row.note, {})[name] = None
+    for note, names in by_note.items():
+        yield view.Note(f"{note}: {', '.join(names)}", "faint", bullet=1)
+
+
+# -- grids -----------------------------------------------------------------------------------------
+
+
+def grid_view(result: grids.GridEffects) -> view.View:
+    """Main effects, then interactions, by their share of the variance."""
+    write = _response(result)
+    cells = result.columns[result.response]
+    factors = " x ".join(f"{name} ({len(labels)})" for name, labels in result.levels.items())
+    head = (
+        f"{result.title}, {result.phase}; {result.chip}, {result.execution}: "
+        f"{plural(len(result), 'point')}, {factors}"
+    )
+    plain = _words(result.response)
+    span = f"{result.response}: {plain(float(cells.min()))} to {plain(float(cells.max()))}"
+    kind = "effects in factors (of the logarithm)" if result.log else "effects in sums"
+    pairs = [pair for pair in result.effects.interactions if pair.share > 0]
+    sections = [
+        view.Section(parts=[view.Note(head, "strong"), view.Note(f"{span}; {kind}")], place=1),
+        view.Section(
+            title="Main effects",
+            parts=[view.Table(columns=_mains(write), rows=result.effects.main, padded=False)],
+            place=2,
+        ),
+        view.Section(title="Interactions", parts=_pairs(result, pairs), place=3),
+    ]
+    title = f"Effects: {result.title}, {result.phase}"
+    return view.View(tuple(s for s in sections if s.parts), title)
+
+
+def _words(response: str) -> Callable[[float], str]:
+    if response.startswith("t_"):
+        return format_time
+    known = {"flops": format_flops, "bytes_hbm": format_traffic, "peak_memory": format_capacity}
+    return known.get(response, format_count)
+
+
+def _response(result: grids.GridEffects) -> Callable[[float], str]:
+    """How a mean of the response is written; of logarithms, the geometric mean."""
+    plain = _words(result.response)
+    return (lambda mean: plain(math.exp(mean))) if result.log else plain
+
+
+def _mains(write: Callable[[float], str]) -> Sequence[view.Column]:
+    def end(which: str) -> Callable[[MainEffect], str]:
+        def read(effect: MainEffect) -> str:
+            level, mean = getattr(effect, which)
+            return f"{level}: {write(mean)}"
+
+        return read
+
+    return (
+        view.Column("factor", units.TEXT, "factor", folded=True),
+        view.Column("share", units.SHARE, "share of variance", short="share"),
+        view.Column("spread", units.SHARE, "spread of medians", short="spread", drop=1),
+        view.Column("low", units.TEXT, "lowest mean", of=end("low")),
+        view.Column("high", units.TEXT, "highest mean", of=end("high")),
+    )
+
+
+_PAIR = (
+    view.Column("factors", units.TEXT, "factors", of=lambda pair: " x ".join(pair.factors)),
+    view.Column("share", units.SHARE, "share of variance", short="share"),
+)
+
+
+def _pairs(result: grids.GridEffects, pairs: Sequence[Interaction]) -> list[view.Part]:
+    if len(result.levels) < 2:
+        return []
+    parts: list[view.Part] = []
+    if pairs:
+        parts.append(view.Table(columns=_PAIR, rows=pairs[:_PAIRS], padded=False))
+    else:
+        parts.append(view.Note("none"))
+    if len(result.levels) > 2:
+        left = units.SHARE.written(result.effects.share_left, page=True)
+        parts.append(view.Note(f"three factors and more: {left}", "faint"))
+    return parts
