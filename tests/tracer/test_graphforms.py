@@ -65,9 +65,9 @@ def assert_equals_traces(
     ("family", "phase"),
     [
         ("llama", "decode"),
-        ("llama", "training"),
-        ("mixtral", "decode"),
-        ("deepseek", "prefill"),
+        pytest.param("llama", "training", marks=pytest.mark.slow),
+        pytest.param("mixtral", "decode", marks=pytest.mark.slow),
+        pytest.param("deepseek", "prefill", marks=pytest.mark.slow),
         ("gpt2", "forward"),
     ],
 )
