@@ -208,4 +208,4 @@ def test_cases_and_chips_multiply_the_lines() -> None:
     assert line["t_est"].tolist() == alone.frame()["t_est"].tolist()
     with pytest.raises(RequestError, match="size 'y'"):
         result.crossings("y")
-    assert set(result.to_dict()) == {"lines", "crossings", "cliffs"}
+    assert {"lines", "crossings", "cliffs"} <= set(result.to_dict())
