@@ -83,12 +83,23 @@ def sensitivity(
             conditions = Conditions(model, *step.precisions)
             first, *others = step.forms()
             tell("changing one number after the other")
-            result = elasticities(first, step.sizes, used, conditions, others)
+            result = elasticities(
+                first, step.sizes, used, conditions, others, _refusals(step.job is not None)
+            )
         else:
             result = _grid(step, grid, used, model, response, log)
         if plot is not None:
             draw(result, Path(plot))
     return result
+
+
+def _refusals(traces: bool) -> tuple[type[Exception], ...]:
+    """What is raised at sizes that a model does not take."""
+    if not traces:
+        return (RequestError,)  # a form needs no torch
+    from rooftrace.tracer.source import TraceError
+
+    return (RequestError, TraceError)
 
 
 class _Step:

@@ -313,7 +313,7 @@ def base() -> grids.GridBase:
 
 
 def factors() -> list[grids.Factor]:
-    change = grids.Change.parsed
+    change = grids.LevelChange.parsed
     return [
         grids.Factor.alone("0.0", grids.SIZE, [1, 8]),
         grids.Factor.alone(
@@ -396,4 +396,4 @@ def test_a_grid_that_is_none_is_told(many: list[grids.Factor], response: str, me
 @pytest.mark.parametrize("text", ["", "fast", "x", "-1", "nan", "x0", "4.8 TB"])
 def test_a_level_that_is_no_number_is_told(text: str) -> None:
     with pytest.raises(UnknownNumberError, match="expected a number above 0"):
-        grids.Change.parsed("chip.memory_bandwidth", text, "byte/s")
+        grids.LevelChange.parsed("chip.memory_bandwidth", text, "byte/s")

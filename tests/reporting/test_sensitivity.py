@@ -272,7 +272,7 @@ def test_experts_shared_by_devices_are_counted_as_a_loop_does(routed: rt.Form) -
 
 def test_the_least_batch_is_the_least(routed: rt.Form) -> None:
     asked = {"devices": [1, 4], "kv": [64, 512]}
-    result = rt.explore(routed, over=asked, dtype="fp8", chip="l4", alpha=0.05, link="50 GB/s")
+    result = rt.explore(routed, over=asked, dtype="fp8", chip="l4", alpha=0.01, link="50 GB/s")
     assert [(cell.devices, cell.kv) for cell in result.cells] == [
         (1, 64), (1, 512), (4, 64), (4, 512),
     ]  # fmt: skip
@@ -282,7 +282,7 @@ def test_the_least_batch_is_the_least(routed: rt.Form) -> None:
         around = {**asked, "devices": [cell.devices], "kv": [cell.kv]}
         for batch, reached in ((cell.batch - 1, False), (cell.batch, True)):
             one = rt.explore(
-                routed, over={**around, "batch": [batch]}, dtype="fp8", chip="l4", alpha=0.05,
+                routed, over={**around, "batch": [batch]}, dtype="fp8", chip="l4", alpha=0.01,
                 link="50 GB/s",
             )  # fmt: skip
             assert (one.cells[0].batch is not None) == reached

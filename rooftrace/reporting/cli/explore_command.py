@@ -9,7 +9,7 @@ import click
 
 import rooftrace as rt
 from rooftrace.errors import RequestError
-from rooftrace.reporting.cli.options import TARGET_HELP, pricing_options
+from rooftrace.reporting.cli.options import TARGET_HELP, Commas, rules_option
 from rooftrace.reporting.cli.output import say
 from rooftrace.reporting.cli.shared import load_executions, load_rules, progress, write_result
 
@@ -31,7 +31,15 @@ of them.  Computing, HBM and link overlap perfectly at the rates of the datashee
 @click.option("--dtype", help="Price the model's own floats in this precision (fp8, bf16 ...).")
 @click.option("--weights-dtype", help="Price weights in this precision.")
 @click.option("--kv-dtype", help="Price the KV cache in this precision.")
-@pricing_options
+@click.option(
+    "--rewrite",
+    "rewrites",
+    type=Commas(),
+    default=(),
+    help="What a server runs in place of the module, besides what --execution has.",
+)
+@click.option("--tf32", is_flag=True, help="Run fp32 matrix products on the matrix engine.")
+@rules_option
 @click.option("--chip", default="h200-sxm", show_default=True, help="A chip by name or TOML path.")
 @click.option(
     "--execution",
@@ -60,8 +68,8 @@ of them.  Computing, HBM and link overlap perfectly at the rates of the datashee
 def explore(target: str, form: str | None, out: str | None, **asked: Any) -> None:
     """The least batch at which computing limits decode, over devices and lengths of the cache."""
     load_rules(asked.pop("rules"))
-    changes = (asked.pop("tf32"), asked.pop("knobs"), asked.pop("rewrites"))
-    (execution,) = load_executions([asked.pop("execution")], *changes)
+    tf32, rewrites = asked.pop("tf32"), asked.pop("rewrites")
+    (execution,) = load_executions([asked.pop("execution")], tf32, rewrites=rewrites)
     over = _over(asked.pop("over"))
     options = {name: value for name, value in asked.items() if value is not None}
     with progress():
