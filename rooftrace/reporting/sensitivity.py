@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 from rooftrace._progress import tell, telling
 from rooftrace.costmodels.elasticity import Elasticities, elasticities, grids
@@ -33,6 +33,40 @@ from rooftrace.tracer.asking import Job
 _LENGTHS = ("batch", "seq", "kv")
 _FEW = 32
 """Counts up to this are tried number by number, larger sizes of a config in eighths."""
+
+
+@overload
+def sensitivity(
+    source: Source,
+    *args: Any,
+    over: Mapping[str, int] | Sequence[str] | None = None,
+    grid: None = None,
+    response: str = "t_est",
+    log: bool = False,
+    phase: str | None = None,
+    chip: str | Chip = CHIP,
+    execution: str | ExecutionModel = "efficient",
+    plot: str | os.PathLike[str] | None = None,
+    progress: Callable[[str], None] | None = None,
+    **kwargs: Any,
+) -> Elasticities: ...
+
+
+@overload
+def sensitivity(
+    source: Source,
+    *args: Any,
+    over: Mapping[str, int] | Sequence[str] | None = None,
+    grid: Mapping[str, Any],
+    response: str = "t_est",
+    log: bool = False,
+    phase: str | None = None,
+    chip: str | Chip = CHIP,
+    execution: str | ExecutionModel = "efficient",
+    plot: str | os.PathLike[str] | None = None,
+    progress: Callable[[str], None] | None = None,
+    **kwargs: Any,
+) -> grids.GridEffects: ...
 
 
 def sensitivity(

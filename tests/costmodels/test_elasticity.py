@@ -48,7 +48,8 @@ class Attention(nn.Module):
         b, n, _ = x.shape
         q, k, v = self.qkv(x).view(b, n, 3, 4, WIDTH // 4).permute(2, 0, 3, 1, 4)
         mixed = nn.functional.scaled_dot_product_attention(q, k, v)
-        return self.out(mixed.transpose(1, 2).reshape(b, n, WIDTH))
+        result: torch.Tensor = self.out(mixed.transpose(1, 2).reshape(b, n, WIDTH))
+        return result
 
 
 def made(kind: type[nn.Module]) -> nn.Module:
@@ -173,7 +174,7 @@ def test_slopes_of_named_functions_are_those_of_small_steps(
             tuple(v + sign * step if i == place else v for i, v in enumerate(at))
             for sign in (-1, 1)
         )
-        expected = (smooth(*high) - smooth(*low)) / (2 * step)  # type: ignore[arg-type]
+        expected = (smooth(*high) - smooth(*low)) / (2 * step)
         assert slope == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
 

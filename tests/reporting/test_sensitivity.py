@@ -8,6 +8,7 @@ import json
 import math
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -116,10 +117,10 @@ def test_sizes_of_a_config_have_their_own_forms(here: Path) -> None:
         ({"grid": {"dtype": ["fp9"]}}, "fp9"),
     ],
 )
-def test_bad_input_is_told(here: Path, asked: dict[str, object], message: str) -> None:
-    options = {"phase": "decode", "batch": 2, "kv": 16, **asked}
+def test_bad_input_is_told(here: Path, asked: dict[str, Any], message: str) -> None:
+    options: dict[str, Any] = {"phase": "decode", "batch": 2, "kv": 16, **asked}
     with pytest.raises((ValueError, LookupError), match=message):
-        rt.sensitivity("config.json", **options)  # type: ignore[arg-type]
+        rt.sensitivity("config.json", **options)
 
 
 # -- grids -----------------------------------------------------------------------------------------
@@ -271,7 +272,7 @@ def test_experts_shared_by_devices_are_counted_as_a_loop_does(routed: rt.Form) -
 
 
 def test_the_least_batch_is_the_least(routed: rt.Form) -> None:
-    asked = {"devices": [1, 4], "kv": [64, 512]}
+    asked: dict[str, Any] = {"devices": [1, 4], "kv": [64, 512]}
     result = rt.explore(routed, over=asked, dtype="fp8", chip="l4", alpha=0.01, link="50 GB/s")
     assert [(cell.devices, cell.kv) for cell in result.cells] == [
         (1, 64), (1, 512), (4, 64), (4, 512),
@@ -279,6 +280,7 @@ def test_the_least_batch_is_the_least(routed: rt.Form) -> None:
     some = [cell for cell in result.cells if cell.batch is not None and cell.batch > 1]
     assert some
     for cell in some:
+        assert cell.batch is not None
         around = {**asked, "devices": [cell.devices], "kv": [cell.kv]}
         for batch, reached in ((cell.batch - 1, False), (cell.batch, True)):
             one = rt.explore(
@@ -310,10 +312,10 @@ def test_an_exploration_is_shown_and_drawn(routed: rt.Form, tmp_path: Path) -> N
     ],
 )
 def test_an_exploration_of_nothing_is_told(
-    routed: rt.Form, asked: dict[str, object], message: str
+    routed: rt.Form, asked: dict[str, Any], message: str
 ) -> None:
     with pytest.raises((ValueError, LookupError), match=message):
-        rt.explore(routed, **asked)  # type: ignore[arg-type]
+        rt.explore(routed, **asked)
 
 
 def test_a_step_without_experts_is_for_one_device(here: Path) -> None:
