@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from rooftrace.tracer.graphforms import GraphForm, Regime, slots
 
 SCHEMA = "rooftrace.form/1"
 _KIND = FileKind("form", GraphFileError)
-_MOST_TERMS = 10_000
+_DAMAGED = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, GraphError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,7 @@ class _Regime:
     slots: list[Any]
     template: dict[str, Any] = field(default_factory=dict)
     series: bool = False  # whether sequences of the graph grow with a size
+    levels: list[list[int]] = field(default_factory=list)  # see `Regime`
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,16 +50,11 @@ class _File:
     phase: str
     names: tuple[str, ...]
     regimes: list[dict[str, Any]]
+    digest: str  # of all else
 
 
 def save_form(form: Form, path: str | os.PathLike[str]) -> Path:
     """Write a form (gzip if the name ends in .gz); `load_form` reads it back."""
-    write_packed(Path(path), encoded_form(form))
-    return Path(path)
-
-
-def encoded_form(form: Form) -> bytes:
-    """A form as it stands in its file."""
     data = {
         "schema": SCHEMA,
         "title": form.title,
@@ -65,7 +62,18 @@ def encoded_form(form: Form) -> bytes:
         "names": form.names,
         "regimes": [_encoded(regime) for regime in form.regimes],
     }
-    return msgspec.json.encode(data)
+    write_packed(Path(path), msgspec.json.encode({**data, "digest": form_digest(form)}))
+    return Path(path)
+
+
+def form_digest(form: Form) -> str:
+    """A digest of all that is proven of a form."""
+    encoded = [_encoded(regime) for regime in form.regimes]
+    return _digest(form.title, form.phase, form.names, encoded)
+
+
+def _digest(title: str, phase: str, names: Sequence[str], regimes: Sequence[Any]) -> str:
+    return hashlib.sha256(msgspec.json.encode([title, phase, names, regimes])).hexdigest()
 
 
 def _encoded(regime: Regime) -> dict[str, Any]:
@@ -75,6 +83,7 @@ def _encoded(regime: Regime) -> dict[str, Any]:
         "high": regime.high,
         "samples": form.samples,
         "proven": regime.proven,
+        "levels": [list(values) for values in regime.levels],
         "formulas": form.formulas,
         "draws": form.draws,
         "slots": form.slots,
@@ -100,6 +109,8 @@ def load_form(path: str | os.PathLike[str]) -> Form:
     file = record_of(_File, data if isinstance(data, dict) else {}, where, _KIND)
     if file.schema != SCHEMA:
         raise GraphFileError(f"{where}: schema is {file.schema!r:.60}, expected {SCHEMA!r}")
+    if file.digest != _digest(file.title, file.phase, file.names, file.regimes):
+        raise GraphFileError(f"{where}: its digest is not that of its numbers; make the form again")
     regimes = tuple(
         _decoded(entry, file.names, f"regimes.{number}", where)
         for number, entry in enumerate(file.regimes)
@@ -119,15 +130,17 @@ def _decoded(entry: Mapping[str, Any], names: Sequence[str], place: str, where: 
             tuple(msgspec.convert(known.slots, list[slots.Varying])),
             tuple(known.samples),
         )
-        for numbers in (known.low, known.high, *known.samples[:1]):
-            graph: OpGraph = form.at(numbers).verify()
-            if len(numbers) != len(names):
+        for numbers in (known.low, known.high, *known.samples, *known.proven):
+            if len(numbers) != len(names) or min(numbers, default=1) < 1:
                 raise FormulaError(f"{numbers}: expected a number for each of {', '.join(names)}")
-        if known.samples and form.at(known.samples[0]).values != graph.values:
+        if not known.samples or form.at(known.samples[0]) != template:
             raise FormulaError("the formulas do not give the first graph")
-    except (ValueError, LookupError, TypeError, AttributeError, GraphError) as error:
+        for numbers in (known.low, known.high):
+            form.at(numbers).verify()
+    except _DAMAGED as error:
         raise GraphFileError(f"{where}: {place}: a damaged form: {error}") from None
-    return Regime(form, known.low, known.high, tuple(known.proven))
+    levels = tuple(tuple(values) for values in known.levels)
+    return Regime(form, known.low, known.high, tuple(known.proven), levels)
 
 
 def looks_like_form(path: str | os.PathLike[str]) -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import operator
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rooftrace._progress import tell, telling
@@ -130,21 +132,26 @@ def _bounded(sized: SizedSource, name: str, values: Sequence[int], levels: Level
 
 # -- levels ----------------------------------------------------------------------------------------
 
+_LARGEST = 1 << 53
+_MOST_LEVELS = 1_000_000
+"""Values of a size, where they are no range with a step."""
+
 
 def levels_of(over: Sequence[str] | Mapping[str, Any]) -> dict[str, Sequence[int]]:
     """The levels of each size by its name.  Raises RequestError for an empty or a strange range."""
     if isinstance(over, str):
         over = (over,)
-    if isinstance(over, Mapping):
-        return {str(name): level_values(str(name), values) for name, values in over.items()}
     named: dict[str, Sequence[int]] = {}
-    for name in over:
-        if name not in USUAL:
-            raise RequestError(
-                f"over={name!r}: say its values too, for example over={{{name!r}: (1, 64)}} or "
-                f'{{{name!r}: "1..64"}}; only {", ".join(USUAL)} have usual ones'
-            )
-        named[name] = USUAL[name]
+    if isinstance(over, Mapping):
+        named = {str(name): level_values(str(name), values) for name, values in over.items()}
+    else:
+        for name in over:
+            if name not in USUAL:
+                raise RequestError(
+                    f"over={name!r}: say its values too, for example over={{{name!r}: (1, 64)}} or "
+                    f'{{{name!r}: "1..64"}}; only {", ".join(USUAL)} have usual ones'
+                )
+            named[name] = USUAL[name]
     if not named:
         raise RequestError("over is empty: name at least one size, for example batch")
     return named
@@ -158,21 +165,37 @@ def level_values(name: str, values: Any) -> Sequence[int]:
         levels = _parsed(name, values)
     elif isinstance(values, range):
         levels = values if values.step > 0 else values[::-1]
-    elif isinstance(values, int):
-        levels = (values,)
-    elif isinstance(values, tuple) and len(values) == 2 and values[0] < values[1]:
-        levels = range(int(values[0]), int(values[1]) + 1)
+    elif isinstance(values, tuple) and len(values) == 2:
+        first, last = (_number(name, values, value) for value in values)
+        levels = range(first, last + 1)
     else:
-        levels = tuple(sorted({int(value) for value in values}))
+        several = values if isinstance(values, Iterable) else (values,)
+        levels = tuple(sorted({_number(name, values, value) for value in several}))
     if not levels:
-        raise RequestError(f"--over {name}={values}: the range is empty")
-    if min(levels[0], levels[-1]) < 1:
-        raise RequestError(f"--over {name}={values}: sizes are at least 1")
+        raise RequestError(f"--over {name}={_quoted(values)}: the range is empty")
+    if levels[0] < 1:
+        raise RequestError(f"--over {name}={_quoted(values)}: sizes are at least 1")
+    if levels[-1] > _LARGEST:
+        raise RequestError(f"--over {name}={_quoted(values)}: sizes are at most {_LARGEST:,}")
     return levels
 
 
+def _quoted(values: Any) -> str:
+    return f"{values!s:.60}"
+
+
+def _number(name: str, values: Any, value: Any) -> int:
+    """A whole number.  Raises RequestError for anything else."""
+    try:
+        if not isinstance(value, bool) and (not isinstance(value, float) or value.is_integer()):
+            return operator.index(int(value) if isinstance(value, float) else value)
+    except TypeError:
+        pass
+    raise RequestError(f"--over {name}={_quoted(values)}: {value!r:.30} is no whole number")
+
+
 def _parsed(name: str, text: str) -> Sequence[int]:
-    asked = f"--over {name}={text}"
+    asked = f"--over {name}={text:.60}"
     try:
         if ".." not in text:
             return tuple(sorted({_whole(part) for part in text.split(",")}))
@@ -181,7 +204,7 @@ def _parsed(name: str, text: str) -> Sequence[int]:
         if step.startswith("x"):
             return _multiplied(first, last, float(step[1:]))
         return range(first, last + 1, _whole(step) if step else 1)
-    except ValueError:
+    except (ValueError, OverflowError):
         raise RequestError(
             f"{asked}: expected numbers as 1,2,4, a range as 1..64, with a step as 1..64:8, or a "
             "factor as 256..65536:x2"
@@ -189,12 +212,13 @@ def _parsed(name: str, text: str) -> Sequence[int]:
 
 
 def _whole(text: str) -> int:
-    number = int(text.replace("_", "").strip())
-    return number
+    return int(text.replace("_", "").strip())
 
 
 def _multiplied(first: int, last: int, factor: float) -> tuple[int, ...]:
-    if factor <= 1 or first < 1:
+    if not 1 < factor < math.inf or first < 1 or last > _LARGEST:
+        raise ValueError(factor)
+    if math.log(max(last / first, 1)) / math.log(factor) > _MOST_LEVELS:
         raise ValueError(factor)
     levels, value = [], float(first)
     while round(value) <= last:

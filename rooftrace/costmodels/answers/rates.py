@@ -85,7 +85,7 @@ def needed_rates(
     """The answer at one place.  Raises MissingPeakError where the chip cannot run it."""
     points = Points({name: _column(sizes[name]) for name in case.form.names})
     ((plan, _),) = case.form.plans(points, case.conditions)
-    columns = plan.columns(points)
+    columns = plan.columns(points, plan.cache_of(chip))
     now = time_columns(columns, chip)
     regimes = _regimes(now)
     limiter = max(regimes, key=lambda name: regimes[name])

@@ -198,7 +198,7 @@ def critical_of(
     names: list[str] = []
     totals = {"flops": np.zeros(len(values)), "bytes": np.zeros(len(values))}
     for plan, places in form.plans(points, conditions):
-        columns = plan.columns(points.where(places))
+        columns = plan.columns(points.where(places), plan.cache_of(chip))
         totals["flops"][places] = plan.flops(points.where(places))
         totals["bytes"][places] = plan.bytes(points.where(places))
         timed = time_columns(columns, chip)

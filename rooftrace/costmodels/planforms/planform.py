@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 from typing import Any
@@ -17,6 +17,10 @@ from rooftrace.costmodels.execution import ExecutionModel
 from rooftrace.costmodels.knobs.classes import LAST
 from rooftrace.costmodels.planforms.planrecords import AccessNumbers, GroupNumbers, PlanNumbers
 from rooftrace.costmodels.planforms.points import Array, Points
+from rooftrace.costmodels.planforms.warmbytes import WarmForm
+from rooftrace.costmodels.planning import Plan
+from rooftrace.errors import RequestError
+from rooftrace.hardware import Chip
 from rooftrace.tracer.formulas import Formula
 from rooftrace.tracer.graphforms import Regime, slots
 
@@ -118,11 +122,14 @@ class KernelForm:
 class PlanForm:
     """A plan for the sizes of one regime.
 
-    Totals are exact whole numbers: FLOP, bytes.  `columns` is what `time_columns` takes.
+    Totals are exact whole numbers: FLOP, bytes.  `columns` is what `time_columns` takes.  planner:
+    gives a plan at some sizes of the regime.
     """
 
-    def __init__(self, regime: Regime, execution: ExecutionModel) -> None:
-        self.regime, self.execution = regime, execution
+    def __init__(
+        self, regime: Regime, execution: ExecutionModel, planner: Callable[[], Plan]
+    ) -> None:
+        self.regime, self.execution, self._planner = regime, execution, planner
         self.form = regime.form
         self.template: PlanNumbers = regime.form.template
         self._slots = {slot.path: slot for slot in self.form.slots}
@@ -260,8 +267,31 @@ class PlanForm:
 
     # -- columns -----------------------------------------------------------------------------------
 
-    def columns(self, points: Points) -> PlanColumns:
-        """The kernels at points, equal ones once."""
+    @cached_property
+    def warm(self) -> WarmForm:
+        """What a last-level cache may still hold of each kernel.
+
+        Raises RequestError where a size changes how often layers repeat: distances are not known.
+        """
+        counts = (self.amount(("counts", i), n) for i, n in enumerate(self.template.counts))
+        if any(count.sizes for count in counts):
+            raise RequestError(
+                "knobs with a cache, over a size that changes the number of layers: what the cache "
+                "holds is not known; fix that size, or price it by other knobs"
+            )
+        return WarmForm(self.kernels, self._planner(), self._told)
+
+    def cache_of(self, chip: Chip) -> float | None:
+        """Bytes of the last cache of a chip, where its knobs say how fast that one is."""
+        knobs = self.execution.knobs_on(chip)
+        if knobs is None or knobs.cache == 1 or chip.l2_capacity is None:
+            return None
+        return chip.l2_capacity.value
+
+    def columns(self, points: Points, cache: float | None = None) -> PlanColumns:
+        """The kernels at points, equal ones once.  cache: bytes of a cache that holds some."""
+        if cache is not None:
+            return self._columns_beside(points, self.warm.over(points, cache))
         places: dict[Any, int] = {}
         alike: list[list[KernelForm]] = []
         order = []
@@ -271,10 +301,26 @@ class PlanForm:
                 alike.append([])
             alike[place].append(kernel)
             order.append(place)
+        return self._plan_columns(
+            points, tuple(self._columns_of(kernels, points) for kernels in alike), order
+        )
+
+    def _columns_beside(self, points: Points, warm: Sequence[Array | float]) -> PlanColumns:
+        """The kernels at points, each by itself: equal ones differ in what is warm."""
+        whole = points.apart()
+        kernels = tuple(
+            replace(self._columns_of([kernel], whole), warm=held)
+            for kernel, held in zip(self.kernels, warm, strict=True)
+        )
+        return self._plan_columns(points, kernels, range(len(kernels)))
+
+    def _plan_columns(
+        self, points: Points, kernels: tuple[KernelColumns, ...], order: Sequence[int]
+    ) -> PlanColumns:
         return PlanColumns(
             points=len(points),
             execution=self.execution,
-            kernels=tuple(self._columns_of(kernels, points) for kernels in alike),
+            kernels=kernels,
             launches=self.template.launches,
             order=tuple(order),
             counts=tuple(

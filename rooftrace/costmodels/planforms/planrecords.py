@@ -11,6 +11,7 @@ from rooftrace.costmodels.costs import Access, AttentionSizes, Cost
 from rooftrace.costmodels.estimating import rows
 from rooftrace.costmodels.execution import ExecutionModel
 from rooftrace.costmodels.kernels import group_class
+from rooftrace.costmodels.memory import Memory
 from rooftrace.costmodels.planning import Launch, Plan
 from rooftrace.costmodels.timing import Timing
 from rooftrace.costmodels.traffic import moved
@@ -64,8 +65,8 @@ class GroupNumbers(Struct, frozen=True):
 class PlanNumbers(Struct, frozen=True):
     """A plan in numbers.
 
-    alive: bytes in memory at the moments of a step, each number once.  weights, kv: the most bytes
-    of these roles.  counts: iterations by repeat.
+    alive: bytes in memory as each op runs, at the most.  weights, kv: the most bytes of these
+    roles.  counts: iterations by repeat.
     """
 
     groups: tuple[GroupNumbers, ...]
@@ -95,7 +96,7 @@ def numbers_of(planned: Plan, with_memory: bool = True) -> PlanNumbers:
         ),
         launches=planned.launches,
         counts=tuple(repeat.count for repeat in graph.repeats),
-        alive=tuple(moment.total for moment in memory.timeline.moments) if memory else (),
+        alive=_alive(memory) if memory else (),
         weights=memory.weights if memory else 0,
         kv=memory.kv if memory else 0,
         items=int(graph.workload.get("items") or 1),
@@ -104,6 +105,14 @@ def numbers_of(planned: Plan, with_memory: bool = True) -> PlanNumbers:
         ops=planned.coverage.ops,
         ops_with_rule=planned.coverage.ops_with_rule,
     )
+
+
+def _alive(memory: Memory) -> tuple[int, ...]:
+    """Bytes in memory as each op runs, in the iteration in which there are most."""
+    most: dict[int, int] = {}
+    for moment in memory.timeline.moments:
+        most[moment.op] = max(most.get(moment.op, 0), moment.total)
+    return tuple(most[op] for op in sorted(most))
 
 
 def _without_factors(execution: ExecutionModel) -> ExecutionModel:

@@ -52,6 +52,12 @@ class Points:
         ]
         return columns, at.astype(np.int32) if len(first) > 1 else None
 
+    def apart(self) -> Points:
+        """These points, each of which counts as different from all others."""
+        other = Points(dict(zip(self.names, self.columns, strict=True)))
+        other.part = lambda sizes: (other.columns, None)  # type: ignore[method-assign]
+        return other
+
     def where(self, chosen: Places) -> Points:
         """Some of the points."""
         return Points({name: c[chosen] for name, c in zip(self.names, self.columns, strict=True)})

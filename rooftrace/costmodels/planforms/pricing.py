@@ -8,9 +8,11 @@ fitted there.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -19,7 +21,7 @@ from rooftrace.costmodels.execution import ExecutionModel, execution_model
 from rooftrace.costmodels.planforms.planform import PlanForm
 from rooftrace.costmodels.planforms.planrecords import PlanNumbers, numbers_of
 from rooftrace.costmodels.planforms.points import Array, Places, Points
-from rooftrace.costmodels.planning import plan
+from rooftrace.costmodels.planning import Plan, plan
 from rooftrace.costmodels.rewriting import reprice
 from rooftrace.tracer.formulas import Formula, FormulaError, Guard, Track
 from rooftrace.tracer.graph import OpGraph
@@ -31,8 +33,13 @@ unfit."""
 _MORE = 6
 _CHECKS = 3
 """Plans that it has to equal besides."""
+_TRIES = 4
+"""Plans that a form has to equal before it is taken to hold where a comparison comes out otherwise,
+beside those with the fewest and most rows of each draw."""
 _TRIED = 4000
 """Sizes that are drawn to find samples."""
+_LOOKED = 200
+"""Of them, so many are looked at for those where a comparison comes out otherwise."""
 
 
 @dataclass(frozen=True)
@@ -57,10 +64,14 @@ class Conditions:
         plain = replace(execution, knobs=knobs, utilization=type(execution.utilization)())
         return replace(self, execution=plain)
 
+    def plan(self, graph: OpGraph) -> Plan:
+        """The plan of a graph."""
+        priced = reprice(graph, self.dtype, self.weights_dtype, self.kv_dtype)
+        return plan(priced, self.execution)
+
     def numbers(self, graph: OpGraph, with_memory: bool = True) -> PlanNumbers:
         """The numbers of the plan of a graph."""
-        priced = reprice(graph, self.dtype, self.weights_dtype, self.kv_dtype)
-        return numbers_of(plan(priced, self.execution), with_memory)
+        return numbers_of(self.plan(graph), with_memory)
 
 
 @dataclass(frozen=True)
@@ -95,11 +106,12 @@ class PlanForms:
         while len(left):
             start = int(left[self._random.randrange(len(left))])
             numbers = tuple(int(column[start]) for column in points.columns)
-            if not self._widened(numbers, points, left):
-                self._cells.append(self._cell(numbers, points, left))
-            cell = next(c for c in self._cells if _holds(c.guards, numbers))
-            held = _holding(cell.guards, points, left)
-            yield cell.form, left[held]
+            here = self._widened(numbers, points, left)
+            if here is None:
+                here = self._cell(numbers, points, left)
+                self._cells.append(here)
+            held = _holding(here.guards, points, left)
+            yield here.form, left[held]
             left = left[~held]
 
     def _cell(self, numbers: slots.Numbers, points: Points, left: Places) -> _Cell:
@@ -118,14 +130,14 @@ class PlanForms:
         alone = {numbers: here}
         single = RecordForm.fitted(self.regime.form.sizes, alone)
         regime = Regime(single, numbers, numbers)
-        form = PlanForm(regime, self.conditions.execution)
+        form = PlanForm(regime, self.conditions.execution, partial(self._plan_at, numbers))
         return _Cell(tuple(_equal_to(numbers)), form, wide=False)
 
-    def _widened(self, numbers: slots.Numbers, points: Points, left: Places) -> bool:
-        """Whether a known form holds at these sizes, too, and around them: its cell then does.
+    def _widened(self, numbers: slots.Numbers, points: Points, left: Places) -> _Cell | None:
+        """The cell of a known form that holds at these sizes, too, and around them.
 
         Comparisons that come out otherwise there did not matter for what the others lead to; they
-        are guards no longer.
+        are guards no longer, if the form gives the plan wherever it is tried without them.
         """
         here = self._numbers_at(numbers)
         at = [np.array([number]) for number in numbers]
@@ -133,12 +145,15 @@ class PlanForms:
             if not cell.wide or not self._is(cell.form, numbers, here):
                 continue
             guards = tuple(guard for guard in cell.guards if guard.holds(at)[0])
-            tries = self._some(guards, numbers, points, left, _CHECKS)
+            gained = [n for n in self._some(guards, numbers, points, left)
+                      if not _holds(cell.guards, n)]  # fmt: skip
             known = [n for n in self._known if _holds(guards, n)]
-            if all(self._is(cell.form, where) for where in (*known, *tries)):
+            if all(
+                self._is(cell.form, n) for n in (*known, *self._edges(gained), *gained[:_TRIES])
+            ):
                 self._cells[place] = _Cell(guards, cell.form)
-                return True
-        return False
+                return self._cells[place]
+        return None
 
     def _is(self, form: PlanForm, where: slots.Numbers, numbers: PlanNumbers | None = None) -> bool:
         """Whether a form gives the plan at these sizes, whose numbers may be known."""
@@ -148,23 +163,22 @@ class PlanForms:
             return False
 
     def _some(
-        self,
-        guards: Sequence[Guard],
-        numbers: slots.Numbers,
-        points: Points,
-        left: Places,
-        count: int,
+        self, guards: Sequence[Guard], numbers: slots.Numbers, points: Points, left: Places
     ) -> list[slots.Numbers]:
-        """Some of the points where guards hold, and sizes around `numbers` where they do."""
+        """Some of the points where guards hold, and sizes around `numbers` where they do, mixed."""
         some = left if len(left) <= _TRIED else left[:: len(left) // _TRIED]
-        own = some[_holding(guards, points, some)]
-        inside = [tuple(int(c[place]) for c in points.columns) for place in own]
+        inside = _numbers(points, some[_holding(guards, points, some)])
         near = self._near(numbers, points.names)
-        held = near.where(np.flatnonzero(_holding(guards, near, np.arange(len(near)))))
-        around = list(zip(*(column.tolist() for column in held.columns), strict=True))
-        chosen = self._random.sample(inside, min(count, len(inside)))
-        chosen += self._random.sample(around, min(count, len(around)))
-        return list(dict.fromkeys(chosen))
+        around = _numbers(near, np.flatnonzero(_holding(guards, near, np.arange(len(near)))))
+        first, second = (
+            self._random.sample(many, min(_LOOKED, len(many))) for many in (inside, around)
+        )
+        return list(
+            dict.fromkeys(itertools.chain(*zip(first, second, strict=False), first, second))
+        )
+
+    def _plan_at(self, numbers: slots.Numbers) -> Plan:
+        return self.conditions.plan(self.regime.form.at(numbers))
 
     def _numbers_at(self, numbers: slots.Numbers) -> PlanNumbers:
         """The numbers of the plan at these sizes; each is priced once."""
@@ -177,13 +191,12 @@ class PlanForms:
     ) -> PlanForm | None:
         """The form where these guards hold; None where it could not be proven."""
         some = left if len(left) <= _TRIED else left[:: len(left) // _TRIED]
-        own = some[_holding(guards, points, some)]
-        inside = [tuple(int(c[place]) for c in points.columns) for place in own]
+        inside = _numbers(points, some[_holding(guards, points, some)])
         near = self._near(numbers, points.names)
-        around = near.where(np.flatnonzero(_holding(guards, near, np.arange(len(near)))))
-        others = list(zip(*(column.tolist() for column in around.columns), strict=True))
+        others = _numbers(near, np.flatnonzero(_holding(guards, near, np.arange(len(near)))))
         known = [n for n in self._known if n != numbers and _holds(guards, n)]
-        candidates = list(dict.fromkeys([numbers, *_spread([*known, *others]), *inside]))
+        edges = self._edges([*inside, *others, *known])
+        candidates = list(dict.fromkeys([numbers, *edges, *_spread([*known, *others]), *inside]))
         first, each = _SAMPLES
         least = first + each * len(numbers)
         wanted = min(least, len(candidates))
@@ -203,8 +216,23 @@ class PlanForms:
         rest = [where for where in (*inside, *others) if where not in chosen]
         checks = self._random.sample(rest, min(_CHECKS, len(rest)))
         regime = Regime(form, self.regime.low, self.regime.high, tuple(checks))
-        made = PlanForm(regime, self.conditions.execution)
+        made = PlanForm(regime, self.conditions.execution, partial(self._plan_at, numbers))
         return made if all(self._is(made, where) for where in checks) else None
+
+    def _edges(self, candidates: Sequence[slots.Numbers]) -> list[slots.Numbers]:
+        """Of candidates, for each draw that with the fewest rows and that with the most.
+
+        Many rows reach all classes: a number that only such samples show looks like a constant.
+        """
+        if not candidates:
+            return []
+        columns = [np.array(column) for column in zip(*candidates, strict=True)]
+        edges: dict[slots.Numbers, None] = {}
+        for rows in dict.fromkeys(draw.rows for draw in self._draws if not draw.is_constant):
+            reached = rows.over(columns, rounded=True)
+            for place in (int(reached.argmin()), int(reached.argmax())):
+                edges.setdefault(candidates[place])
+        return list(edges)
 
     def _near(self, numbers: slots.Numbers, names: Sequence[str]) -> Points:
         """Sizes around some: close by, and anywhere in the regime."""
@@ -218,7 +246,8 @@ class PlanForms:
             anywhere = np.exp(rng.uniform(*ends, _TRIED // 2)).astype(np.int64)
             both = np.concatenate([close, anywhere])
             columns[name] = np.clip(both, low, high)
-        return Points(columns)
+        near = Points(columns)
+        return near.where(np.flatnonzero(self.regime.inside(near.columns)))
 
 
 def _spread(candidates: Sequence[slots.Numbers]) -> Iterator[slots.Numbers]:
@@ -237,6 +266,11 @@ def _spread(candidates: Sequence[slots.Numbers]) -> Iterator[slots.Numbers]:
                 rest.append(numbers)
         left = rest
     yield from left
+
+
+def _numbers(points: Points, places: Places) -> list[slots.Numbers]:
+    """The sizes at some of the points."""
+    return list(zip(*(column[places].tolist() for column in points.columns), strict=True))
 
 
 def _holding(guards: Sequence[Guard], points: Points, places: Places) -> Array:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from rooftrace.costmodels.batchtiming import time_columns
+from rooftrace.costmodels.batchtiming import BatchTimes, PlanColumns, time_columns
 from rooftrace.costmodels.costs import MATRIX
 from rooftrace.costmodels.planforms import Conditions, PlanForm, Points
 from rooftrace.costmodels.sweeping.stepforms import Form
@@ -23,6 +23,8 @@ TOTALS = ("flops", "flops_causal", "flops_matrix", "bytes_hbm", "bytes_net", "pe
 SECONDS = ("t_est", "t_low", "t_high", "t_bound", "t_serial", "t_comp", "t_hbm", "t_net")
 """Seconds on a chip; t_low and t_high: between which 90 % of such steps are, nan without knobs."""
 _AT_ONCE = 1 << 18
+_BESIDE = 1 << 12
+"""Points that are timed at once where a cache holds bytes: then no two kernels are equal."""
 
 
 def evaluated(form: Form, points: Points, chips: Sequence[Chip], conditions: Conditions) -> Columns:
@@ -66,20 +68,32 @@ def _fill(
     for name, column in _totals(plan, points).items():
         totals[name] = _wide(totals[name], column)
         totals[name][places] = column
-    columns = plan.columns(points)
+    columns: PlanColumns | None = None
     for chip, filled in zip(chips, times, strict=True):
-        timed = time_columns(columns, chip)
-        for name in SECONDS:
-            if not name.endswith(("low", "high")):
-                filled[name][places] = getattr(timed, name)
-        if timed.interval is not None:
-            filled["t_low"][places], filled["t_high"][places] = timed.interval
-        shares = np.stack([timed.regime_seconds[name] for name in REGIMES])
-        regime = shares.argmax(axis=0)
-        filled["regime"][places] = regime
-        with np.errstate(invalid="ignore"):
-            filled["regime_share"][places] = shares.max(axis=0) / timed.t_est
-        filled["peak"][places] = timed.peak
+        cache = plan.cache_of(chip)
+        if cache is not None:
+            for start in range(0, len(places), _BESIDE):
+                here = slice(start, start + _BESIDE)
+                some = points.where(np.arange(len(places))[here])
+                timed = time_columns(plan.columns(some, cache), chip)
+                _fill_times(timed, places[here], filled)
+            continue
+        columns = columns or plan.columns(points)
+        _fill_times(time_columns(columns, chip), places, filled)
+
+
+def _fill_times(timed: BatchTimes, places: Array, filled: Columns) -> None:
+    for name in SECONDS:
+        if not name.endswith(("low", "high")):
+            filled[name][places] = getattr(timed, name)
+    if timed.interval is not None:
+        filled["t_low"][places], filled["t_high"][places] = timed.interval
+    shares = np.stack([timed.regime_seconds[name] for name in REGIMES])
+    regime = shares.argmax(axis=0)
+    filled["regime"][places] = regime
+    with np.errstate(invalid="ignore"):
+        filled["regime_share"][places] = shares.max(axis=0) / timed.t_est
+    filled["peak"][places] = timed.peak
 
 
 def _wide(column: Array, numbers: Array) -> Array:

@@ -129,6 +129,13 @@ class Form:
             for regime in self.regimes
         ]
 
+    def proven(self, points: Points) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        """At which points something is proven."""
+        held = np.zeros(len(points), dtype=bool)
+        for regime in self.regimes:
+            held |= regime.inside(points.columns)
+        return held
+
     # -- many places -------------------------------------------------------------------------------
 
     def plans(
@@ -141,7 +148,7 @@ class Form:
         """
         left = np.arange(len(points))
         for regime in self.regimes:
-            inside = _inside(regime, points, left)
+            inside = regime.inside([column[left] for column in points.columns])
             if inside.any():
                 yield from self._within(regime, conditions, points, left[inside])
             left = left[~inside]
@@ -155,7 +162,7 @@ class Form:
             )
         for numbers in outside:
             regime = self.regime(numbers)
-            here = _inside(regime, points, left)
+            here = regime.inside([column[left] for column in points.columns])
             yield from self._within(regime, conditions, points, left[here])
 
     def _within(
@@ -168,14 +175,6 @@ class Form:
         plans: PlanForms = self._plans[key]
         for form, own in plans.at(points.where(places)):
             yield form.under(conditions.execution), places[own]
-
-
-def _inside(regime: Regime, points: Points, places: Any) -> Any:
-    held = np.ones(len(places), dtype=bool)
-    for column, low, high in zip(points.columns, regime.low, regime.high, strict=True):
-        part = column[places]
-        held &= (part >= low) & (part <= high)
-    return held
 
 
 def points_of(names: Sequence[str], levels: Mapping[str, Sequence[int]]) -> Points:

@@ -201,7 +201,8 @@ class Sweep(Shown):
     def crossings(self, size: str | None = None) -> list[LimiterChange]:
         """Where the limiter changes as a size grows (default: the first one), exact to one.
 
-        Between two levels with the same limiter nothing is looked for.
+        Between two levels with the same limiter nothing is looked for.  Where nothing between two
+        levels can be traced or is proven, the change stands at the second.
         """
         name = self._size(size)
         changes = []
@@ -235,11 +236,11 @@ class Sweep(Shown):
         """The changes of the limiter between two sizes, from wide spans to single steps."""
         inside = min(high - low - 1, _INSIDE)
         tried = np.unique(np.linspace(low, high, inside + 2).astype(np.int64))
-        table = self._along(case, [chip], name, at, tried)
-        regimes = table["regime"]
+        tried, table = self._along(case, chip, name, at, tried)
+        regimes, ends = table["regime"], len(tried) == 2
         for place in np.flatnonzero(regimes[1:] != regimes[:-1]):
             first, then = int(tried[place]), int(tried[place + 1])
-            if then - first == 1:
+            if then - first == 1 or ends:
                 seconds = float(table["t_est"][place + 1])
                 yield then, int(regimes[place]), int(regimes[place + 1]), seconds
             else:
@@ -261,8 +262,10 @@ class Sweep(Shown):
                 first, last = int(sizes.min()), int(sizes.max())
                 every = np.arange(first, min(last, first + _WIDEST) + 1)
                 at = {n: int(self.columns[n][line[0]]) for n in self.names if n != name}
-                seconds = self._along(case, [chip], name, at, every)["t_est"]
-                for place in np.flatnonzero(_beyond_trend(seconds) > least):
+                every, table = self._along(case, chip, name, at, every)
+                seconds = table["t_est"]
+                steep = _beyond_trend(seconds) > least
+                for place in np.flatnonzero(steep & (np.diff(every) == 1)):
                     before, after = float(seconds[place]), float(seconds[place + 1])
                     chip_name, here = self.chips[chip].name, int(every[place])
                     cliffs.append(
@@ -279,13 +282,21 @@ class Sweep(Shown):
         return sorted(cliffs, key=lambda cliff: -cliff.jump)
 
     def _along(
-        self, case: SweepCase, chips: Sequence[int], name: str, at: Mapping[str, int], sizes: Array
-    ) -> Columns:
-        """The table of one case along one size."""
+        self, case: SweepCase, chip: int, name: str, at: Mapping[str, int], sizes: Array
+    ) -> tuple[Array, Columns]:
+        """Sizes and the table of one case along them: of those that are proven or can be traced.
+
+        The first and the last size always stand in the sweep.
+        """
         own = {n: sizes if n == name else np.full(len(sizes), at[n]) for n in case.form.names}
-        return evaluated(
-            case.form, Points(own), [self.chips[chip] for chip in chips], case.conditions
-        )
+        points, chips = Points(own), [self.chips[chip]]
+        try:
+            return sizes, evaluated(case.form, points, chips, case.conditions)
+        except (ValueError, RuntimeError):  # the source takes no such size, or there are too many
+            known = case.form.proven(points)
+            known[[0, -1]] = True
+            some = np.flatnonzero(known)
+            return sizes[some], evaluated(case.form, points.where(some), chips, case.conditions)
 
     def lines(self, case: int, name: str) -> Iterator[tuple[int, Array]]:
         """A chip's place and lines by rising size, for each chip and combination of other sizes."""

@@ -27,6 +27,8 @@ from rooftrace.tracer.graphforms.leaves import (
 _DIGITS = re.compile(r"\d+")
 _LONGEST = 256
 """The most items of a block."""
+_LEAST_LISTED = 8
+"""Numbers in an argument that is a list of them."""
 
 
 class Series(Struct, frozen=True):
@@ -106,29 +108,68 @@ def _count(items: Sequence[Any], place: int, series: Series) -> int:
         return blocks
 
 
+class ListedNumbers(Struct, frozen=True):
+    """An argument of an op that lists a number for each of many tensors, as an optimizer's does."""
+
+    op: int
+    name: str
+    items: tuple[Series, ...]
+
+
+def _listed(graph: OpGraph) -> Iterator[ListedNumbers]:
+    for op in graph.ops:
+        for name, argument in op.arguments.items():
+            if (
+                isinstance(argument, tuple)
+                and len(argument) >= _LEAST_LISTED
+                and all(isinstance(item, (int, float)) for item in argument)
+            ):
+                yield ListedNumbers(op.id, name, series_of(argument))
+
+
+def _with_arguments(graph: OpGraph, listed: Mapping[tuple[int, str], Any]) -> OpGraph:
+    """The graph with other values of some arguments, by op and name."""
+    by_op: dict[int, dict[str, Any]] = {}
+    for (op, name), value in listed.items():
+        by_op.setdefault(op, {})[name] = value
+    if not by_op:
+        return graph
+    ops = list(graph.ops)
+    for number, arguments in by_op.items():
+        ops[number] = replace(ops[number], arguments={**ops[number].arguments, **arguments})
+    return graph.replace(ops=tuple(ops))
+
+
 @dataclass(frozen=True)
 class SeriesGraph:
     """A graph with its sequences as series; `whole` is the graph."""
 
     graph: OpGraph  # without what follows
     modules: tuple[Series, ...]
+    constants: tuple[Series, ...]
     assumptions: tuple[Series, ...]
     names: tuple[Mapping[int, tuple[Series, ...]], ...]  # by repeat and value
     rests: tuple[Mapping[int, tuple[Series, ...]], ...]  # by repeat and assumption
+    listed: tuple[ListedNumbers, ...] = ()
 
     @staticmethod
     def of(graph: OpGraph) -> SeriesGraph:
         """The graph in this form."""
+        listed = tuple(_listed(graph))
+        short = _with_arguments(graph, {(each.op, each.name): () for each in listed})
         return SeriesGraph(
-            graph.replace(
+            short.replace(
                 modules={},
+                constants={},
                 assumptions=(),
                 repeats=tuple(replace(r, names={}, assumptions={}) for r in graph.repeats),
             ),
             series_of(list(graph.modules.items())),
+            series_of(list(graph.constants.items())),
             series_of(graph.assumptions),
             tuple({k: series_of(v) for k, v in r.names.items()} for r in graph.repeats),
             tuple({k: series_of(v) for k, v in r.assumptions.items()} for r in graph.repeats),
+            listed,
         )
 
     def placed(self) -> Iterator[tuple[Path, Any]]:
@@ -141,8 +182,10 @@ class SeriesGraph:
     def whole(self) -> OpGraph:
         """The graph with all items."""
         repeats = zip(self.graph.repeats, self.names, self.rests, strict=True)
-        return self.graph.replace(
+        full = {(each.op, each.name): tuple(_items(each.items)) for each in self.listed}
+        return _with_arguments(self.graph, full).replace(
             modules=dict(_items(self.modules)),
+            constants=dict(_items(self.constants)),
             assumptions=tuple(_items(self.assumptions)),
             repeats=tuple(
                 replace(

@@ -11,13 +11,18 @@ import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rooftrace._progress import tell
 from rooftrace.tracer.formulas import FormulaError
 from rooftrace.tracer.graphforms.forms import GraphForm, RecordForm, UnfitError
 from rooftrace.tracer.graphforms.leaves import StructureError, differences
 from rooftrace.tracer.graphforms.slots import Draw, Numbers
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Array = np.ndarray[Any, np.dtype[Any]]
 
 RecordsAt = Callable[[Sequence[Numbers]], Sequence[Any]]
 """Gives the records, such as traced graphs, at several sizes."""
@@ -35,18 +40,35 @@ _MOST = 14
 class Regime:
     """A form and the sizes for which it is proven: from `low` to `high`, both included.
 
-    proven: the sizes of the traces that it was not fitted to, and equals.
+    proven: the sizes of the traces that it was not fitted to, and equals.  levels: for each size
+    the values that it is proven for, where those between them are not; empty for every whole one.
     """
 
     form: Any  # a GraphForm; of other records than graphs, a RecordForm
     low: Numbers
     high: Numbers
     proven: tuple[Numbers, ...] = ()
+    levels: Levels = ()
 
     def holds(self, numbers: Sequence[int]) -> bool:
         """Whether these sizes are inside."""
         bounds = zip(self.low, numbers, self.high, strict=True)
-        return all(low <= number <= high for low, number, high in bounds)
+        known = zip(numbers, self.levels, strict=False)
+        return all(low <= number <= high for low, number, high in bounds) and all(
+            not levels or number in levels for number, levels in known
+        )
+
+    def inside(self, columns: Sequence[Array]) -> Array:
+        """Which of many sizes, a column for each, are inside."""
+        import numpy as np
+
+        held = np.ones(len(columns[0]) if columns else 1, dtype=bool)
+        for column, low, high in zip(columns, self.low, self.high, strict=True):
+            held &= (column >= low) & (column <= high)
+        for column, levels in zip(columns, self.levels, strict=False):
+            if levels:
+                held &= np.isin(column, np.asarray(levels))
+        return held
 
 
 @dataclass
@@ -135,7 +157,7 @@ class Survey:
                 numbers = tuple(self._at(p) for p in checks)
                 low = self._at(tuple(first for first, _ in box))
                 high = self._at(tuple(last for _, last in box))
-                yield Regime(form, low, high, numbers)
+                yield Regime(form, low, high, numbers, self._gaps(box, form))
                 return
             size, edge, rising = self._edge(inside, wrong, lambda p: self._equal(form, p))
             kept, rest = _cut(box, size, edge, rising)
@@ -145,8 +167,36 @@ class Survey:
                 return
             box = kept
 
+    def _gaps(self, box: _Box, form: RecordForm) -> Levels:
+        """For each size its values in a box, empty where the form holds between them, too."""
+        levels = []
+        for size, values in enumerate(self.levels):
+            low, high = box[size]
+            own = values[low : high + 1]
+            full = own[-1] - own[0] + 1 == len(own)
+            levels.append(() if full or self._holds_between(box, form, size) else own)
+        return tuple(levels) if any(levels) else ()
+
+    def _holds_between(self, box: _Box, form: RecordForm, size: int) -> bool:
+        """Whether a form holds between the values of one size, too, as some traces there show."""
+        (low, high), values = box[size], self.levels[size]
+        draw = random.Random(repr((box, size)))
+        for step in (1, -1, 1):
+            numbers = list(self._at(tuple(draw.randint(*ends) for ends in box)))
+            at = draw.randint(low, high - 1) if step > 0 else draw.randint(low + 1, high)
+            gap = abs(values[at + step] - values[at])
+            numbers[size] = values[at] + step * min(gap - 1, 1) if gap > 1 else values[at]
+            try:
+                if not self._equal_at(form, tuple(numbers)):
+                    return False
+            except (ValueError, RuntimeError):  # the source takes no such size
+                return False
+        return True
+
     def _equal(self, form: RecordForm, place: _Place) -> bool:
-        numbers = self._at(place)
+        return self._equal_at(form, self._at(place))
+
+    def _equal_at(self, form: RecordForm, numbers: Numbers) -> bool:
         try:
             return bool(form.at(numbers) == self.graph(numbers))
         except FormulaError:
@@ -231,16 +281,13 @@ def _inside(box: _Box, place: _Place) -> bool:
 def _scattered(box: _Box, count: int) -> tuple[_Place, ...]:
     """Different places near the lower end of a box, which differ in all their numbers."""
     draw = random.Random(repr(box))
-    reachable = tuple((min(low + (high - low > 2), high), high) for low, high in box)
-    wanted = min(count, _points(reachable))
+    box = tuple((low + (high - low > 2), high) for low, high in box)  # the very end is often odd
+    wanted = min(count, _points(box))
     chosen: dict[_Place, None] = {}
     reach = 8
     while len(chosen) < wanted:
         for _ in range(40):
-            place = tuple(
-                draw.randint(first, min(high, low + 1 + reach)) if high > low else low
-                for (low, high), (first, _) in zip(box, reachable, strict=True)
-            )
+            place = tuple(draw.randint(low, min(high, low + reach)) for low, high in box)
             chosen.setdefault(place)
             if len(chosen) == wanted:
                 break

@@ -19,7 +19,7 @@ from typing import Any
 
 from rooftrace._writing import write_bytes
 from rooftrace.tracer.asking import Job, names
-from rooftrace.tracer.graph import GraphError, OpGraph
+from rooftrace.tracer.graph import OpGraph
 from rooftrace.tracer.graphfiles import load_graphs, save_graphs
 from rooftrace.tracer.sources import apart
 
@@ -56,7 +56,7 @@ class TraceCache:
                 return None
             graphs = load_graphs(place)
             os.utime(place)
-        except (OSError, ValueError, GraphError):
+        except (OSError, ValueError, AttributeError, TypeError):  # damaged: it is traced again
             return None
         return graphs
 
@@ -67,7 +67,8 @@ class TraceCache:
             return
         with contextlib.suppress(OSError):  # a full disk or a read-only home keeps nothing
             save_graphs(made.graphs, place)
-            write_bytes(place.with_suffix(".files"), json.dumps(dict(made.files)).encode())
+            files = {**made.files, str(place): _digest(str(place))}  # of this trace, not another's
+            write_bytes(place.with_suffix(".files"), json.dumps(files).encode())
             self._shrink()
 
     def _place(self, job: Job) -> Path | None:
@@ -81,6 +82,7 @@ class TraceCache:
             "phases": job.phases,
             "request": asdict(job.request),
             "options": {**asdict(job.options), "loss": None},
+            "folders": [os.getcwd(), *sys.path] if job.is_code else [],  # where code is looked for
             "environment": _environment(),
         }
         config = names.config_file(job.name)

@@ -1,0 +1,58 @@
+"""The number of layers as a size: one form, few plans, equal to traces of other depths."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import rooftrace as rt
+from rooftrace.costmodels.planforms import Conditions, Points
+from rooftrace.costmodels.sweeping import evaluated
+
+DEPTHS = range(8, 40)
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> str:
+    transformers = pytest.importorskip("transformers")
+    path = tmp_path_factory.mktemp("depth") / "config.json"
+    made = transformers.MixtralConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=6, vocab_size=256, sliding_window=None,
+        architectures=["MixtralForCausalLM"], dtype="bfloat16",
+    )  # fmt: skip
+    made.to_json_file(path, use_diff=False)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("phase", "sizes"),
+    [("prefill", {"seq": 24}), ("training", {"seq": 24})],
+)
+def test_one_form_holds_for_all_depths(config: str, phase: str, sizes: dict[str, Any]) -> None:
+    size = "config.num_hidden_layers"
+    form = rt.form(config, phase=phase, over={size: DEPTHS}, batch=3, **sizes)
+    assert len(form.regimes) == 1 and form.regimes[0].proven
+    conditions = Conditions.of("efficient")
+    points = Points({size: DEPTHS})
+    assert len(list(form.plans(points, conditions))) <= 4  # not one for each depth
+    chip = rt.load_chip("l4")
+    table = evaluated(form, points, [chip], conditions)
+    for depth in (9, 23, 38):
+        graph = rt.trace(config, phase=phase, batch=3, settings={size: depth}, **sizes)
+        assert form.graph(**{size: depth}) == graph
+        told = rt.estimate(graph, chip=chip, execution="efficient")
+        place = depth - DEPTHS[0]
+        assert table["flops"][place] == told.flops
+        assert table["bytes_hbm"][place] == told.bytes.total
+        assert table["peak_memory"][place] == told.memory.peak
+        assert table["t_est"][place] == pytest.approx(told.t_est, rel=1e-12)
+
+
+def test_a_form_of_depths_comes_back_from_its_file(config: str, tmp_path: Path) -> None:
+    size = "config.num_hidden_layers"
+    form = rt.form(config, phase="prefill", over={size: DEPTHS}, seq=24)
+    loaded = rt.load_form(rt.save_form(form, tmp_path / "form.json.gz"))
+    assert loaded.graph(**{size: 31}) == form.graph(**{size: 31})

@@ -1,0 +1,211 @@
+"""Sweeps beside loops over single estimates of graphs: totals equal, times to 1e-9."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import rooftrace as rt
+from rooftrace.costmodels.planforms import Conditions, Points
+from rooftrace.costmodels.sweeping import SweepCase, evaluated
+from rooftrace.errors import RequestError
+from tests.costmodels.conftest import DEEPSEEK, TEXT, build
+
+transformers = pytest.importorskip("transformers")
+FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", "LlamaForCausalLM", dict(**TEXT, num_key_value_heads=2)),
+    "mixtral": (
+        "MixtralConfig",
+        "MixtralForCausalLM",
+        dict(**TEXT, num_key_value_heads=2, num_local_experts=8),
+    ),
+    "deepseek": ("DeepseekV3Config", "DeepseekV3ForCausalLM", DEEPSEEK),
+}
+
+
+@cache
+def form_of(folder: Path, family: str, phase: str) -> rt.Form:
+    kind, architecture, settings = FAMILIES[family]
+    length = "kv" if phase == "decode" else "seq"
+    known = {k: v for k, v in settings.items() if k != "experts_implementation"}
+    config = getattr(transformers, kind)(
+        **known, architectures=[architecture], dtype="bfloat16", max_position_embeddings=4096
+    )
+    config.to_json_file(folder / f"{family}.json", use_diff=False)
+    over = {"batch": range(1, 65), length: range(1, 301)}
+    return rt.form(str(folder / f"{family}.json"), phase=phase, over=over)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("configs")
+
+
+def scattered(form: rt.Form, count: int, seed: int) -> list[tuple[int, int]]:
+    """Sizes of all magnitudes: few rows and many take different ways."""
+    draw = random.Random(seed)
+    some = [
+        (draw.randint(1, draw.choice([4, 64])), draw.randint(1, draw.choice([8, 40, 300])))
+        for _ in range(count)
+    ]
+    return list(dict.fromkeys(some))
+
+
+def assert_equals_estimates(form: rt.Form, places: list[tuple[int, int]], execution: str) -> None:
+    points = Points({n: [p[i] for p in places] for i, n in enumerate(form.names)})
+    table = evaluated(form, points, [rt.load_chip("h200-sxm")], Conditions.of(execution))
+    for place, numbers in enumerate(places):
+        graph = form.graph(**dict(zip(form.names, numbers, strict=True)))
+        single = rt.estimate(graph, "h200-sxm", execution)
+        told = {name: int(table[name][place]) for name in ("flops", "bytes_hbm", "peak_memory")}
+        assert told == {
+            "flops": single.flops,
+            "bytes_hbm": single.bytes.total,
+            "peak_memory": single.memory.peak,
+        }, numbers
+        assert table["t_est"][place] == pytest.approx(single.t_est, rel=1e-9)
+        assert table["t_bound"][place] == pytest.approx(single.t_bound, rel=1e-9)
+        interval = single.t_interval
+        if interval is not None:
+            told_interval = (table["t_low"][place], table["t_high"][place])
+            assert told_interval == pytest.approx(interval, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("family", "phase", "execution"),
+    [
+        ("llama", "decode", "serving"),
+        ("llama", "prefill", "efficient"),
+        pytest.param("mixtral", "prefill", "naive", marks=pytest.mark.slow),
+        pytest.param("mixtral", "decode", "eager", marks=pytest.mark.slow),
+        pytest.param("llama", "training", "efficient", marks=pytest.mark.slow),
+        pytest.param("deepseek", "decode", "serving", marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_totals_and_times_are_those_of_estimates(
+    folder: Path, family: str, phase: str, execution: str, seed: int
+) -> None:
+    form = form_of(folder, family, phase)
+    assert_equals_estimates(form, scattered(form, 25, seed), execution)
+
+
+def test_an_image_network(folder: Path) -> None:
+    module, (image,), _ = build("resnet")
+    form = rt.form(module, image, over={"batch": range(1, 33), "0.3": range(32, 225, 32)})
+    places = [(1, 32), (2, 224), (17, 96), (32, 160)]
+    assert_equals_estimates(form, places, "efficient")
+
+
+# -- what a sweep shows ----------------------------------------------------------------------------
+
+
+def wide_step() -> tuple[nn.Module, torch.Tensor]:
+    """A product that is limited by weights with few rows, and by computing with many."""
+    return nn.Linear(4096, 4096, dtype=torch.bfloat16), torch.empty(8, 4096, dtype=torch.bfloat16)
+
+
+@pytest.fixture(scope="module")
+def swept() -> rt.Sweep:
+    module, x = wide_step()
+    return rt.sweep(module, x, over={"0.0": range(1, 1025)}, chip=["h200-sxm", "b200-sxm"])
+
+
+@cache
+def step(rows: int, chip: str = "h200-sxm") -> rt.Estimate:
+    module, _ = wide_step()
+    return rt.estimate(module, torch.empty(rows, 4096, dtype=torch.bfloat16), chip=chip)
+
+
+def test_crossings_are_those_of_a_loop(swept: rt.Sweep) -> None:
+    table = swept.frame()
+    assert {change.chip for change in swept.crossings()} == {"h200-sxm", "b200-sxm"}
+    for chip in ("h200-sxm", "b200-sxm"):
+        own = table[table["chip"] == chip].sort_values("0.0")
+        regimes, rows = own["regime"].tolist(), own["0.0"].tolist()
+        expected = [
+            (rows[i + 1], regimes[i], regimes[i + 1])
+            for i in range(len(rows) - 1)
+            if regimes[i] != regimes[i + 1]
+        ]
+        told = [(c.size, c.before, c.after) for c in swept.crossings() if c.chip == chip]
+        assert told == expected
+    for change in swept.crossings():
+        assert change.t_est == pytest.approx(step(change.size, change.chip).t_est, rel=1e-9)
+
+
+def test_crossings_between_levels_are_exact(swept: rt.Sweep) -> None:
+    module, x = wide_step()
+    sparse = rt.sweep(module, x, over={"0.0": "1..1024:x2"}, chip=["h200-sxm", "b200-sxm"])
+    every = {(c.chip, c.size, c.before, c.after) for c in swept.crossings()}
+    told = {(c.chip, c.size, c.before, c.after) for c in sparse.crossings()}
+    assert told <= every and bool(told) == bool(every)
+
+
+def test_cliffs_are_those_of_a_loop(swept: rt.Sweep) -> None:
+    times = {rows: step(rows).t_est for rows in range(250, 266)}
+    expected = {
+        rows for rows in range(250, 265) if times[rows + 1] > times[rows] * 1.05
+    }  # one more row
+    told = {c.size for c in swept.cliffs() if c.chip == "h200-sxm" and 250 <= c.size < 265}
+    assert told == expected == {256}
+    for cliff in swept.cliffs():
+        assert cliff.jump > 0.05 and cliff.after / cliff.before - 1 == cliff.jump
+
+
+def test_the_best_line_is_that_of_a_loop(swept: rt.Sweep) -> None:
+    limit = step(700).t_est
+    best = swept.best("items_per_s", 1, t_est=limit).iloc[0]
+    rates = {
+        (chip, rows): rows
+        for chip in ("h200-sxm", "b200-sxm")
+        for rows in (1, 256, 512, 640, 700)
+        if step(rows, chip).t_est <= limit
+    }
+    for chip, rows in rates:
+        single = step(rows, chip)
+        assert best["items_per_s"] >= best["items"] / best["t_est"] * (1 - 1e-12)
+        assert (
+            best["items_per_s"] >= (single.graph.workload.get("items") or 1) / single.t_est - 1e-6
+        )
+    assert swept.best("t_est", 1).iloc[0]["t_est"] == swept.frame()["t_est"].min()
+    with pytest.raises(RequestError, match="the least that there is: t_est"):
+        swept.best(t_est=1e-12)
+    with pytest.raises(RequestError, match=r"'t_esd'.*t_est"):
+        swept.best("t_esd")
+
+
+def test_labels_say_what_tells_cases_apart() -> None:
+    module, x = wide_step()
+    form = rt.form(module, x, over={"0.0": range(1, 9)})
+    case = SweepCase(form, Conditions.of("eager", "fp8", None, "fp8"), {"width": 8})
+    assert case.labels == {
+        "width": 8, "phase": "forward", "execution": "eager", "dtype": "fp8", "kv_dtype": "fp8"
+    }  # fmt: skip
+
+
+def test_cases_and_chips_multiply_the_lines() -> None:
+    module, x = wide_step()
+    result = rt.sweep(
+        module, x, over={"0.0": [1, 8, 8, 64]}, chip=["h200-sxm", "b200-sxm"],
+        execution=["eager", "efficient"], dtype=[None, "fp8"],
+    )  # fmt: skip
+    assert len(result) == 3 * 2 * 2 * 2 == len(result.frame()) and result.whole
+    alone = rt.sweep(module, x, over={"0.0": 64}, chip="b200-sxm", execution="eager", dtype="fp8")
+    frame = result.frame()
+    line = frame[
+        (frame["0.0"] == 64)
+        & (frame["chip"] == "b200-sxm")
+        & (frame["execution"] == "eager")
+        & (frame["dtype"] == "fp8")
+    ]
+    assert line["t_est"].tolist() == alone.frame()["t_est"].tolist()
+    with pytest.raises(RequestError, match="size 'y'"):
+        result.crossings("y")
+    assert set(result.to_dict()) == {"lines", "crossings", "cliffs"}

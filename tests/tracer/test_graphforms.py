@@ -1,0 +1,243 @@
+"""Forms of graphs beside traces at the same sizes: equal in every record, or no answer."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import rooftrace as rt
+from rooftrace.tracer.graphforms import GraphForm, StructureError, Survey
+from rooftrace.tracer.graphforms.forms import RecordForm
+from tests.tracer.conftest import DEEPSEEK, TEXT, config
+
+PLACES = {
+    "llama": ("LlamaConfig", "LlamaForCausalLM", dict(**TEXT, num_key_value_heads=2)),
+    "mixtral": (
+        "MixtralConfig",
+        "MixtralForCausalLM",
+        dict(**TEXT, num_key_value_heads=2, num_local_experts=4),
+    ),
+    "deepseek": ("DeepseekV3Config", "DeepseekV3ForCausalLM", {**DEEPSEEK, "num_hidden_layers": 3}),
+    "gpt2": (
+        "GPT2Config",
+        "GPT2LMHeadModel",
+        dict(vocab_size=64, n_positions=256, n_embd=32, n_layer=2, n_head=4),
+    ),
+}
+
+
+@cache
+def target(folder: Path, family: str) -> str:
+    kind, architecture, settings = PLACES[family]
+    made = config(kind, architectures=[architecture], dtype="bfloat16", **settings)
+    made.to_json_file(folder / f"{family}.json", use_diff=False)
+    return str(folder / f"{family}.json")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("configs")
+
+
+@pytest.fixture(autouse=True)
+def no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROOFTRACE_CACHE", "off")
+
+
+def assert_equals_traces(
+    form: rt.Form, source: Any, levels: Mapping[str, Any], count: int, phase: str, *args: Any
+) -> None:
+    """The form gives what is traced at random sizes of these levels."""
+    draw = random.Random(count)
+    for _ in range(count):
+        sizes = {name: draw.choice(values) for name, values in levels.items()}
+        assert form.graph(**sizes) == rt.trace(source, *args, phase=phase, **sizes)
+
+
+@pytest.mark.parametrize(
+    ("family", "phase"),
+    [
+        ("llama", "decode"),
+        ("llama", "training"),
+        ("mixtral", "decode"),
+        ("deepseek", "prefill"),
+        ("gpt2", "forward"),
+    ],
+)
+def test_the_graph_at_any_size_is_its_trace(family: str, phase: str, folder: Path) -> None:
+    source = target(folder, family)
+    levels = {"batch": range(1, 33), ("kv" if phase == "decode" else "seq"): range(2, 200)}
+    form = rt.form(source, phase=phase, over=levels)
+    assert form.regimes and all(
+        regime.form.samples and len(regime.proven) > 2
+        for regime in form.regimes
+        if regime.low != regime.high
+    )
+    assert_equals_traces(form, source, levels, 4, phase)
+
+
+@pytest.mark.slow
+def test_layers_are_a_size(folder: Path) -> None:
+    source = target(folder, "llama")
+    name = "config.num_hidden_layers"
+    form = rt.form(source, phase="decode", over={name: range(3, 40), "batch": range(1, 9)}, kv=50)
+    for layers, batch in ((4, 3), (17, 1), (39, 8)):
+        made = form.graph(**{name: layers, "batch": batch})
+        traced = rt.trace(source, phase="decode", kv=50, batch=batch, settings={name: layers})
+        assert made == traced
+
+
+# -- regimes ---------------------------------------------------------------------------------------
+
+
+class Branching(nn.Module):
+    """More than 37 rows take another way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        return self.second(torch.relu(x)) if x.shape[0] > 37 else x
+
+
+class Padded(nn.Module):
+    """Rows are filled up to a multiple of 8."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        more = -x.shape[0] % 8
+        return self.linear(nn.functional.pad(x, (0, 0, 0, more)))
+
+
+def traced_with(module: nn.Module, rows: int) -> Any:
+    return rt.trace(module, torch.empty(rows, 8))
+
+
+def test_a_branch_on_a_size_is_found_by_halving() -> None:
+    module = Branching()
+    form = rt.form(module, torch.empty(4, 8), over={"0.0": range(2, 200)})
+    edges = sorted((regime.low[0], regime.high[0]) for regime in form.regimes)
+    assert edges == [(2, 37), (38, 199)]
+    for rows in (2, 36, 37, 38, 39, 150, 199):
+        assert form.graph(**{"0.0": rows}) == traced_with(module, rows)
+
+
+@pytest.mark.parametrize("levels", [range(1, 65), range(8, 257, 8), (8, 16, 24, 32, 40, 64, 128)])
+def test_padding_never_gives_another_graph_than_the_trace(levels: Any) -> None:
+    module = Padded()
+    form = rt.form(module, torch.empty(8, 8), over={"0.0": levels})
+    for rows in (8, 9, 15, 16, 17, 40, 63, 64):
+        assert form.graph(**{"0.0": rows}) == traced_with(module, rows)
+
+
+class Pooled(nn.Module):
+    """Halves an image's sides; a side is a multiple of 4."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 8, 3, stride=2, padding=1)
+        self.pool = nn.MaxPool2d(2)
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        if image.shape[-1] % 4:
+            raise ValueError("sides are multiples of 4")
+        return self.pool(torch.relu(self.first(image)))
+
+
+def test_sizes_in_steps_are_those_that_are_traced() -> None:
+    module, image = Pooled(), torch.empty(2, 3, 32, 32)
+    form = rt.form(module, image, over={"0.3": range(32, 257, 4), "batch": range(1, 9)})
+    for batch, side in ((1, 32), (5, 100), (8, 256)):
+        made = form.graph(**{"0.3": side, "batch": batch})
+        assert made == rt.trace(module, torch.empty(batch, 3, 32, side))
+    result = rt.sweep(module, image, over={"0.3": range(32, 257, 4), "batch": (1, 8)})
+    assert len(result) == 57 * 8 and not result.cliffs("batch")[100:]
+    result.crossings("0.3")
+    with pytest.raises((rt.TraceError, ValueError), match="multiples of 4"):
+        form.graph(**{"0.3": 34, "batch": 2})
+
+
+# -- records ---------------------------------------------------------------------------------------
+
+
+def test_a_record_of_another_structure_is_refused() -> None:
+    with pytest.raises(StructureError, match="different lengths"):
+        RecordForm.fitted(("x",), {(1,): (1, 2), (2,): (1, 2, 3)})
+    with pytest.raises(StructureError, match="no formula gives"):
+        RecordForm.fitted(("x",), {(n,): (2**n,) for n in range(1, 9)})
+
+
+def test_numbers_in_texts_follow_the_sizes() -> None:
+    records = {(n,): (f"{n * 1000:,} rows of 8",) for n in range(1, 9)}
+    form = RecordForm.fitted(("x",), records)
+    assert form.at((50,)) == ("50,000 rows of 8",)
+
+
+def law_survey(law: Any, levels: Any, most: int = 120) -> list[Any]:
+    """The regimes of a made-up source whose record is a law of its sizes."""
+    names = tuple(f"x{i}" for i in range(len(levels)))
+    survey = Survey(
+        names, levels, lambda many: [(law(*n),) for n in many], most=most, form=RecordForm
+    )
+    return list(survey.regimes())
+
+
+@pytest.mark.parametrize(
+    "law",
+    [
+        lambda x, y: x * y if x < 40 else x + y,
+        lambda x, y: max(x, y) * 8,
+        lambda x, y: x * y + (100 if y >= 64 else 0),
+        lambda x, y: -(-x // 8) * y,
+        lambda x, y: min(x * y, 4096),
+    ],
+)
+def test_what_is_proven_holds_at_its_corners_and_its_own_sizes(law: Any) -> None:
+    levels = (range(1, 101), range(1, 101))
+    for regime in law_survey(law, levels):
+        for numbers in (regime.low, regime.high, *regime.proven, *regime.form.samples):
+            assert regime.form.at(numbers) == (law(*numbers),)
+
+
+def test_a_cut_along_one_size_leaves_regimes_that_hold_everywhere() -> None:
+    def law(x: int, y: int) -> int:
+        return x * y if x < 40 else x + y
+
+    regimes = law_survey(law, (range(1, 101), range(1, 101)))
+    for x in range(1, 101):
+        for y in range(1, 101, 7):
+            held = [regime for regime in regimes if regime.holds((x, y))]
+            assert len(held) == 1 and held[0].form.at((x, y)) == (law(x, y),)
+
+
+def test_between_levels_nothing_is_said_that_was_not_tried() -> None:
+    regimes = law_survey(lambda x: -(-x // 8) * 8, (range(8, 801, 8),))
+    assert any(regime.holds((80,)) for regime in regimes)
+    assert not any(regime.holds((81,)) for regime in regimes)
+    regimes = law_survey(lambda x: 3 * x, (range(8, 801, 8),))
+    assert any(regime.holds((81,)) for regime in regimes)
+
+
+def test_few_traces_prove_less_not_something_wrong() -> None:
+    regimes = law_survey(lambda x: -(-x // 8) * 8, (range(1, 1001),), most=20)
+    for regime in regimes:
+        for numbers in (regime.low, regime.high):
+            assert regime.form.at(numbers) == (-(-numbers[0] // 8) * 8,)
+
+
+def test_a_graph_form_says_where_it_is_from() -> None:
+    form = rt.form(Branching(), torch.empty(4, 8), over={"0.0": range(2, 30)})
+    assert all(isinstance(regime.form, GraphForm) for regime in form.regimes)
+    assert "regimes from" in repr(form) and form.where()
