@@ -75,6 +75,9 @@ from rooftrace.reporting.estimates import (
 from rooftrace.reporting.explaining import (
     explain as explain,
 )
+from rooftrace.reporting.exploring import (
+    explore as explore,
+)
 from rooftrace.reporting.fleetsweeps import (
     SweepFleet as SweepFleet,
     sweep_fleet as sweep_fleet,

@@ -9,7 +9,8 @@ from traced import ABSORBED, CHIP, Point, repriced
 
 import rooftrace as rt
 from rooftrace.costmodels.execution.executions import WeightResidency
-from rooftrace.costmodels.exploring import DecodeStep, Explored, Rates, RoutedExperts, explore
+from rooftrace.costmodels.exploring import DecodeStep, Rates, RoutedExperts, explore
+from rooftrace.costmodels.exploring.exploring import Explored
 
 DEVICES, KV = (1, 2, 4, 8, 16, 32, 64), (2048, 4096, 8192, 16384)
 FAR = 50e9  # byte/s in one direction of a 400 Gb/s network card

@@ -120,9 +120,9 @@ class _Reader:
             check_precisions(*(level if name == each else None for each in grids.PRECISIONS))
         return levels
 
-    def _changes(self, name: str, texts: Sequence[Any]) -> list[grids.Change]:
+    def _changes(self, name: str, texts: Sequence[Any]) -> list[grids.LevelChange]:
         unit = self.numbers.unit(self.numbers.named(name)[0])
-        return [grids.Change.parsed(name, str(text), unit) for text in texts]
+        return [grids.LevelChange.parsed(name, str(text), unit) for text in texts]
 
     def _sized(self, name: str, texts: Sequence[Any]) -> list[int]:
         return [_whole(name, text, self.sizes.get(name)) for text in _spelt(name, texts)]

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 from rooftrace._progress import tell, telling
 from rooftrace.costmodels.elasticity import Elasticities, elasticities, grids
@@ -33,6 +33,40 @@ from rooftrace.tracer.asking import Job
 _LENGTHS = ("batch", "seq", "kv")
 _FEW = 32
 """Counts up to this are tried number by number, larger sizes of a config in eighths."""
+
+
+@overload
+def sensitivity(
+    source: Source,
+    *args: Any,
+    over: Mapping[str, int] | Sequence[str] | None = None,
+    grid: None = None,
+    response: str = "t_est",
+    log: bool = False,
+    phase: str | None = None,
+    chip: str | Chip = CHIP,
+    execution: str | ExecutionModel = "efficient",
+    plot: str | os.PathLike[str] | None = None,
+    progress: Callable[[str], None] | None = None,
+    **kwargs: Any,
+) -> Elasticities: ...
+
+
+@overload
+def sensitivity(
+    source: Source,
+    *args: Any,
+    over: Mapping[str, int] | Sequence[str] | None = None,
+    grid: Mapping[str, Any],
+    response: str = "t_est",
+    log: bool = False,
+    phase: str | None = None,
+    chip: str | Chip = CHIP,
+    execution: str | ExecutionModel = "efficient",
+    plot: str | os.PathLike[str] | None = None,
+    progress: Callable[[str], None] | None = None,
+    **kwargs: Any,
+) -> grids.GridEffects: ...
 
 
 def sensitivity(
@@ -83,12 +117,23 @@ def sensitivity(
             conditions = Conditions(model, *step.precisions)
             first, *others = step.forms()
             tell("changing one number after the other")
-            result = elasticities(first, step.sizes, used, conditions, others)
+            result = elasticities(
+                first, step.sizes, used, conditions, others, _refusals(step.job is not None)
+            )
         else:
             result = _grid(step, grid, used, model, response, log)
         if plot is not None:
             draw(result, Path(plot))
     return result
+
+
+def _refusals(traces: bool) -> tuple[type[Exception], ...]:
+    """What is raised at sizes that a model does not take."""
+    if not traces:
+        return (RequestError,)  # a form needs no torch
+    from rooftrace.tracer.source import TraceError
+
+    return (RequestError, TraceError)
 
 
 class _Step:

@@ -57,6 +57,12 @@ TRACE = ("trace", "deep.json", "--phase", "prefill,decode", "-o", "out.json")
 DIFF = ("diff", "t.py:build", "t.py:wider", "--phase", "forward", "--format", "json")
 EXPLAIN = ("explain", "config.json", "--op", "0", "--format", "json")
 EXPLAIN_CODE = ("explain", "t.py:build", "--format", "json")
+ELASTICITY = ("sensitivity", "t.py:build", "--format", "json")
+GRID = ("sensitivity", "config.json", "--grid", "batch=1,2", "--format", "json")
+EXPLORE = (
+    *("explore", "config.json", "--over", "devices=1", "--over", "kv=16"),
+    *("--over", "batch=1,2", "--format", "json"),
+)
 SWEEP = ("sweep", "config.json", "--over", "seq=4,5", "--format", "json")
 SOLVE = ("solve", "config.json", "--tpot", "1ms", "--over", "4,5", "--format", "json")
 COMPARE = (
@@ -228,6 +234,52 @@ CASES: dict[str, list[tuple[tuple[str, ...], dict[str, tuple[tuple[str, ...], ..
             },
         )
     ],
+    "sensitivity": [
+        (
+            GRID,
+            {
+                **{n: c for n, c in WORKLOAD.items() if n != "--batch"},
+                **PRICING,
+                "--grid": (("--grid", "kv=8,16"), ("--grid", "chip.clokc=x2")),
+                "--of": (("--of", "flops"),),
+                "--log": (("--log",),),
+                "--points": (("--points", "points.csv"),),
+                "--chip": (("--chip", "l4"),),
+                "--execution": (("--execution", "eager"),),
+                "--plot": (("--plot", "grid.png"),),
+                "--format": (("--format", "csv"),),
+                "--out": (("--out", "effects.csv"),),
+            },
+        ),
+        (
+            ELASTICITY,
+            {
+                "--batch": (("--batch", "3"),),
+                "--over": (("--over", "batch=4"), ("--over", "batch=0")),
+                "--plot": (("--plot", "step.png"),),
+                "--format": (("--format", "csv"),),
+            },
+        ),
+    ],
+    "explore": [
+        (
+            EXPLORE,
+            {
+                **{n: WORKLOAD[n] for n in ("--dtype", "--weights-dtype", "--kv-dtype")},
+                "--tf32": PRICING["--tf32"],
+                "--rules": PRICING["--rules"],
+                "--rewrite": PRICING["--rewrite"],
+                "--over": (("--over", "kv=8"), ("--over", "device=1")),
+                "--chip": (("--chip", "l4"),),
+                "--execution": (("--execution", "eager"),),
+                "--link": (("--link", "50 GB/s"),),
+                "--alpha": (("--alpha", "0.01"),),
+                "--plot": (("--plot", "field.png"),),
+                "--format": (("--format", "csv"),),
+                "--out": (("--out", "field.json"),),
+            },
+        )
+    ],
     "compare": [
         (
             COMPARE,
@@ -340,6 +392,15 @@ CANNOT_CHANGE = {
         "--trust-remote-code": "this repository has no code of its own",
         "--rewrite": "nothing of that kind is in this model",
         "--no-repeats": "the same layers, one by one: the numbers are the same",
+    },
+    ("sensitivity", "config.json"): {
+        "--assume": "nothing of that kind is unknown in this model",
+        "--trust-remote-code": "this repository has no code of its own",
+        "--no-repeats": "the same layers, one by one: the numbers are the same",
+        "--rewrite": "nothing of that kind is in this model",
+    },
+    ("explore", "config.json"): {
+        "--rewrite": "nothing of that kind is in this model",
     },
     ("trace", "deep.json"): {
         "--rules": "a rule prices, and a trace has no prices; a phase of the file can be traced",

@@ -41,7 +41,7 @@ _COLUMNS = ("t_est", "t_bound", "t_comp", "t_hbm", "t_net", "flops", "bytes_hbm"
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class LevelChange:
     """A level of a number: a value, or a factor on what the number is."""
 
     label: str
@@ -53,18 +53,18 @@ class Change:
         return before * self.value if self.relative else self.value
 
     @staticmethod
-    def parsed(name: str, text: str, unit: str = "") -> Change:
+    def parsed(name: str, text: str, unit: str = "") -> LevelChange:
         """From "x0.5", "4.8 TB/s" or "0.9".  Raises UnknownNumberError for anything else."""
         plain = text.strip()
         try:
             number = float(plain[1:] if plain[:1] == "x" else plain)
             if math.isfinite(number) and number > 0:
-                return Change(plain, number, plain[:1] == "x")
+                return LevelChange(plain, number, plain[:1] == "x")
         except ValueError:
             pass
         try:
             if unit:
-                return Change(plain, parse(plain, unit))
+                return LevelChange(plain, parse(plain, unit))
         except UnitError:
             pass
         example = f", a quantity in {unit}" if unit else ""

@@ -113,7 +113,7 @@ class NamedNumbers:
         return self.unit(name) == "count"
 
     def changed(self, values: Mapping[str, float]) -> NamedNumbers:
-        """The same with other numbers.
+        """A chip and an execution with other numbers.
 
         Raises UnknownNumberError for a number that the record refuses, and for a name that is none.
         """

@@ -29,7 +29,6 @@ from rooftrace.costmodels.timing import time_plan
 from rooftrace.errors import RequestError
 from rooftrace.hardware import Chip
 from rooftrace.hardware.chip import MissingPeakError
-from rooftrace.tracer.source import TraceError
 
 FACTORS: Mapping[str, float] = {"-1 %": 0.99, "+1 %": 1.01, "x1.1": 1.1, "x2": 2.0, "x0.5": 0.5}
 """Steps of facts and knobs."""
@@ -43,11 +42,13 @@ def elasticities(
     chip: Chip,
     conditions: Conditions,
     others: Sequence[Form] = (),
+    refusals: tuple[type[Exception], ...] = (RequestError,),
 ) -> Elasticities:
     """How a step answers to each of its sizes, chip facts and knobs, ranked.
 
     sizes: a value for each size of the form.  others: forms of the same step over further sizes,
-    whose values are in `sizes` too.  Raises RequestError for sizes that the form does not have, and
+    whose values are in `sizes` too.  refusals: what tracing raises at sizes that the model does not
+    take.  Raises RequestError for sizes that the form does not have, and
     MissingPeakError where the chip has no rate for a precision of the step.
     """
     further = {name for other in others for name in other.names}
@@ -65,7 +66,7 @@ def elasticities(
         here = each.numbers({name: sizes[name] for name in each.names})
         own = plan_at(each, here, conditions)
         rows += [
-            _by_size(each, own, here, place, base, chip, conditions)
+            _by_size(each, own, here, place, base, chip, conditions, refusals)
             for place in range(len(each.names))
         ]
     rows += _by_numbers(named, base, graph)
@@ -114,6 +115,7 @@ def _by_size(
     base: _Timed,
     chip: Chip,
     conditions: Conditions,
+    refusals: tuple[type[Exception], ...],
 ) -> Elasticity:
     size = numbers[place]
     wanted = {"+1": size + 1, "x1.1": round(size * 1.1), "x2": 2 * size, "x0.5": size / 2}
@@ -123,9 +125,11 @@ def _by_size(
             continue
         if value != int(value):
             continue
-        table = _at(form, numbers, place, int(value), chip, conditions)
-        if isinstance(table, str):
-            steps.append(FiniteStep(change, int(value), note=table))
+        try:
+            table = _at(form, numbers, place, int(value), chip, conditions)
+        except refusals as error:
+            note = f"the model does not take it: {str(error).splitlines()[0]:.120}"
+            steps.append(FiniteStep(change, int(value), note=note))
             continue
         tables[change] = table
         before = (base.t_est, base.t_bound, base.bytes)
@@ -166,18 +170,15 @@ def _local(steps: Sequence[FiniteStep]) -> list[FiniteStep]:
 
 def _at(
     form: Form, numbers: Sequence[int], place: int, value: int, chip: Chip, conditions: Conditions
-) -> dict[str, float] | str:
-    """Totals and times with another value of a size, or why there are none."""
+) -> dict[str, float]:
+    """Totals and times with another value of a size."""
     points = Points(
         {
             name: [value if other == place else number]
             for other, (name, number) in enumerate(zip(form.names, numbers, strict=True))
         }
     )
-    try:
-        table = evaluated(form, points, [chip], conditions)
-    except (RequestError, TraceError) as error:
-        return f"the model does not take it: {str(error).splitlines()[0]:.120}"
+    table = evaluated(form, points, [chip], conditions)
     return {name: column[0] for name, column in table.items()}
 
 

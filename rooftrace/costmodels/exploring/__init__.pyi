@@ -1,7 +1,5 @@
-from rooftrace.costmodels.exploring.exploring import (
-    Explored as Explored,
-    explore as explore,
-)
+from rooftrace.costmodels.exploring import formsteps as formsteps
+from rooftrace.costmodels.exploring.exploring import explore as explore
 from rooftrace.costmodels.exploring.inputs import (
     DecodeStep as DecodeStep,
     ExploreError as ExploreError,

@@ -16,9 +16,9 @@ import numpy as np
 from rooftrace.costmodels.exploring.inputs import (
     Array,
     DecodeStep,
+    Experts,
     ExploreError,
     Rates,
-    RoutedExperts,
 )
 
 BATCHES = tuple(2**n for n in range(15))
@@ -49,6 +49,11 @@ class Explored:
     t_hbm: float
     t_net: float
 
+    @property
+    def global_batch(self) -> int | None:
+        """The least batch of all devices together."""
+        return None if self.batch is None else self.batch * self.devices
+
     def to_row(self) -> dict[str, Any]:
         """The fields as a row of a CSV file."""
         return asdict(self)
@@ -56,7 +61,7 @@ class Explored:
 
 def explore(
     step: DecodeStep,
-    experts: RoutedExperts,
+    experts: Experts,
     rates: Rates,
     *,
     devices: Sequence[int],
@@ -91,7 +96,7 @@ def explore(
 
 def _explored(
     step: DecodeStep,
-    experts: RoutedExperts,
+    experts: Experts,
     rates: Rates,
     devices: int,
     kv: int,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,6 +42,23 @@ class DecodeStep:
             raise ExploreError(
                 f"weight_bytes={self.weight_bytes!r:.60}: expected a number of at least 0"
             )
+
+
+class Experts(Protocol):
+    """Routed experts of a step: what a device computes, reads and sends for a batch of its own."""
+
+    @property
+    def experts(self) -> int:
+        """Of a layer."""
+
+    def flops(self, batch: Array, devices: int) -> Array:
+        """FLOP of the device with most experts."""
+
+    def bytes(self, batch: Array, devices: int) -> Array:
+        """Bytes of weights that it reads."""
+
+    def link_bytes(self, batch: Array, devices: int) -> Array:
+        """Bytes that it sends."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -135,7 +135,7 @@ class PlanForm:
         self._slots = {slot.path: slot for slot in self.form.slots}
 
     def under(self, execution: ExecutionModel) -> PlanForm:
-        """The same plan, timed under an execution with other constants of kernels."""
+        """This plan, timed under an execution with other constants of kernels."""
         if execution == self.execution:
             return self
         _ = self.kernels  # made once, for both

@@ -22,6 +22,7 @@ from rooftrace.reporting.cli.chip_commands import chips
 from rooftrace.reporting.cli.device_commands import calibrate, measure, validate
 from rooftrace.reporting.cli.diff_command import diff
 from rooftrace.reporting.cli.explain_command import explain
+from rooftrace.reporting.cli.explore_command import explore
 from rooftrace.reporting.cli.gate_commands import check, lock
 from rooftrace.reporting.cli.model_commands import compare, report, trace
 from rooftrace.reporting.cli.output import StdoutError, checked_stdout, complain
@@ -45,8 +46,8 @@ def cli() -> None:
 
 
 _COMMANDS = (
-    report, explain, trace, sweep, solve, sensitivity, diff, compare, lock, check, inventory, chips,
-    measure, calibrate, validate,
+    report, explain, trace, sweep, solve, sensitivity, explore, diff, compare, lock, check,
+    inventory, chips, measure, calibrate, validate,
 )  # fmt: skip
 for _command in _COMMANDS:
     cli.add_command(_command)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,11 +17,11 @@ from rooftrace.reporting.cli.options import (
 )
 from rooftrace.reporting.cli.output import say
 from rooftrace.reporting.cli.shared import (
-    console,
     load_executions,
     load_rules,
     progress,
     workload,
+    write_result,
 )
 
 _HELP = f"""{TARGET_HELP}  Or a form that `rooftrace sweep --save-form` wrote.
@@ -87,56 +84,19 @@ def sensitivity(
     show cliffs.  With it: main effects and interactions of pairs, as shares of the variance.
     """
     import rooftrace as rt
+    from rooftrace._writing import write_bytes
 
-    form = form or _form_of(out)
     if points is not None and not asked["grid"]:
         raise RequestError(f"--points {points}: it is of a grid; name some factors with --grid")
     plot = asked["plot"]
     with progress():
         result: Any = rt.sensitivity(target, **_options(asked))
     if points is not None:
-        _write(points, result.frame().to_csv(index=False))
-    if form == "terminal" and out in (None, "-"):
-        from rooftrace.reporting.text import renderable
-
-        console().print(renderable(result))
+        write_bytes(Path(points), result.frame().to_csv(index=False).encode())
+    if write_result(result, form, out):
         for path, word in ((plot, "drawn"), (points, "points written")):
             if path is not None:
                 say(f"\n{word} to {path}")
-        return
-    text = _text(result, form)
-    if out in (None, "-"):
-        click.echo(text, nl=False)
-    else:
-        _write(str(out), text)
-
-
-def _form_of(out: str | None) -> str:
-    """The format that a file's ending names; md for others, terminal without a file."""
-    if out in (None, "-"):
-        return "terminal"
-    return {".csv": "csv", ".json": "json"}.get(Path(str(out)).suffix, "md")
-
-
-def _text(result: Any, form: str) -> str:
-    from rooftrace.reporting.text import as_markdown
-
-    if form == "json":
-        return json.dumps(result.to_dict(), indent=1) + "\n"
-    if form != "csv":
-        return as_markdown(result)
-    rows = result.to_rows()
-    table = io.StringIO()
-    writer = csv.DictWriter(table, list(rows[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return table.getvalue()
-
-
-def _write(path: str, text: str) -> None:
-    from rooftrace._writing import write_bytes
-
-    write_bytes(Path(path), text.encode("utf-8", "backslashreplace"))
 
 
 def _options(asked: dict[str, Any]) -> dict[str, Any]:

@@ -105,6 +105,40 @@ def write_text(
         write_bytes(Path(str(out)), text.encode("utf-8", "backslashreplace"))
 
 
+def write_result(result: Any, form: str | None, out: str | None) -> bool:
+    """A result with rows to the terminal, to stdout or to a file; whether it was the terminal.
+
+    form: terminal, md, json or csv; None: by the ending of the file, terminal without one.
+    """
+    from rooftrace.reporting.text import as_markdown, renderable
+
+    ending = Path(out).suffix if out is not None else ""
+    ours = {".csv": "csv", ".json": "json"}.get(ending, "md")
+    form = form or ("terminal" if out in (None, "-") else ours)
+    if form == "csv" and out in (None, "-"):
+        click.echo(_csv_of(result.to_rows()), nl=False)
+    elif form == "csv":
+        from rooftrace._writing import write_bytes
+
+        write_bytes(Path(str(out)), _csv_of(result.to_rows()).encode())
+    else:
+        write_text(
+            form, out, lambda: renderable(result), lambda: as_markdown(result), result.to_dict
+        )
+    return form == "terminal" and out in (None, "-")
+
+
+def _csv_of(rows: Sequence[dict[str, Any]]) -> str:
+    import csv
+    import io
+
+    table = io.StringIO()
+    writer = csv.DictWriter(table, list(rows[0]) if rows else [], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return table.getvalue()
+
+
 def console() -> Any:
     """Where the terminal view goes: as wide as the terminal, 100 columns in a file."""
     from rich.console import Console

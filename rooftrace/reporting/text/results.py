@@ -78,6 +78,10 @@ def _view(result: Any, output: view.Output) -> view.View:
         from rooftrace.reporting.text import sensitivities  # it loads numpy
 
         sensitivities.register()
+    elif type(result).__module__.startswith("rooftrace.costmodels.exploring"):
+        from rooftrace.reporting.text import explorations  # it loads numpy
+
+        explorations.register()
     elif type(result).__module__.startswith("rooftrace.costmodels.answers"):
         from rooftrace.reporting.text import answers  # it loads numpy
 

@@ -1,6 +1,9 @@
 from rooftrace.reporting.figures.ofsizes.elasticplot import (
     elasticity_plot as elasticity_plot,
 )
+from rooftrace.reporting.figures.ofsizes.exploreplot import (
+    exploration_plot as exploration_plot,
+)
 from rooftrace.reporting.figures.ofsizes.frontplot import (
     front_plot as front_plot,
 )

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from rooftrace.costmodels.elasticity import Elasticities, Elasticity
 from rooftrace.hardware.units import format_time
-from rooftrace.reporting.figures.ofsizes.tornado import Bar, bars_around
+from rooftrace.reporting.figures.ofsizes.tornado import TornadoBar, bars_around
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -33,7 +33,7 @@ def elasticity_plot(result: Elasticities) -> Figure:
     return bars_around(widest, result.t_est, texts, format_time)
 
 
-def _bar(row: Elasticity, seconds: float) -> Bar | None:
+def _bar(row: Elasticity, seconds: float) -> TornadoBar | None:
     """The bar of a number; None where neither step changes anything."""
     steps = [row.step(change) for change in ("x0.5", "x2")]
     ends = [(s.change, s.t_est * seconds) for s in steps if s is not None and s.t_est is not None]
@@ -41,4 +41,4 @@ def _bar(row: Elasticity, seconds: float) -> Bar | None:
         return None
     ends.append(("now", seconds))
     low, *_, high = sorted(ends, key=lambda end: end[1])
-    return Bar(row.name, low, high, f"{row.t_est or 0:+.2f}")
+    return TornadoBar(row.name, low, high, f"{row.t_est or 0:+.2f}")

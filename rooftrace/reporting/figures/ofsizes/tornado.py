@@ -35,7 +35,7 @@ def tornado(
         raise ValueError("tornado(effects=...): no effects: a grid has at least one factor")
     middle = sum(effects[0].means) / len(effects[0].means)  # of equally many cells each
     bars = [
-        Bar(effect.factor, effect.low, effect.high, words.percent(effect.share))
+        TornadoBar(effect.factor, effect.low, effect.high, words.percent(effect.share))
         for effect in effects
     ]
     about = f"mean {wording(middle)}"
@@ -43,7 +43,7 @@ def tornado(
 
 
 @dataclass(frozen=True, slots=True)
-class Bar:
+class TornadoBar:
     """A bar from `low` to `high`, each a label and a value; `right` stands beside it."""
 
     name: str
@@ -53,7 +53,7 @@ class Bar:
 
 
 def bars_around(
-    bars: Sequence[Bar],
+    bars: Sequence[TornadoBar],
     middle: float,
     texts: tuple[str, str, str, str],
     wording: Callable[[float], str],
@@ -84,7 +84,9 @@ def bars_around(
     return figure
 
 
-def _bar(axes: Axes, bar: Bar, y: int, middle: float, wording: Callable[[float], str]) -> None:
+def _bar(
+    axes: Axes, bar: TornadoBar, y: int, middle: float, wording: Callable[[float], str]
+) -> None:
     """One factor: its bar below and above the middle, the levels at both ends."""
     at: dict[str, Any] = {"transform": axes.get_yaxis_transform(), "va": "center"}
     axes.text(
