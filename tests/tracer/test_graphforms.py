@@ -87,10 +87,10 @@ def test_the_graph_at_any_size_is_its_trace(family: str, phase: str, folder: Pat
 def test_layers_are_a_size(folder: Path) -> None:
     source = target(folder, "llama")
     name = "config.num_hidden_layers"
-    form = rt.form(source, phase="decode", over={name: range(3, 40), "batch": range(1, 9)}, kv=50)
-    for layers, batch in ((4, 3), (17, 1), (39, 8)):
-        made = form.graph(**{name: layers, "batch": batch})
-        traced = rt.trace(source, phase="decode", kv=50, batch=batch, settings={name: layers})
+    form = rt.form(source, phase="decode", over={name: range(3, 40)}, kv=50, batch=2)
+    for layers in (4, 17, 39):
+        made = form.graph(**{name: layers})
+        traced = rt.trace(source, phase="decode", kv=50, batch=2, settings={name: layers})
         assert made == traced
 
 
