@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rooftrace.costmodels.elasticity import NamedNumbers, grids
+from rooftrace.costmodels.elasticity import NamedNumbers, UnknownNumberError, grids
 from rooftrace.costmodels.execution import ExecutionModel, execution_model
 from rooftrace.costmodels.rewriting import check_precisions
 from rooftrace.errors import RequestError, hint
@@ -92,7 +92,10 @@ class _Reader:
         if name in grids.PRECISIONS:
             return grids.DTYPE
         if name.startswith(OWNERS):
-            self.numbers.named(name)
+            try:
+                self.numbers.named(name)
+            except UnknownNumberError as error:
+                raise UnknownNumberError(f"grid: {error}") from None
             return grids.NUMBER
         if self.is_size(name):
             return grids.SIZE

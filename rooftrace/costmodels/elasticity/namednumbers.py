@@ -90,11 +90,14 @@ class NamedNumbers:
         known = [n for n in (*self.values, *beginnings) if n not in OWNERS]
         owner = name.partition(".")[0]
         own = [n for n in self.values if n.startswith(f"{owner}.")]
-        shown = f"; {owner} has {', '.join(own[:12])}" + (", ..." if len(own) > 12 else "")
-        none = "; no knobs are in use" if owner == "knobs" and not own else ""
+        told = hint(name, known)
+        if not told and own:
+            told = f"; {owner} has {', '.join(own[:12])}" + (", ..." if len(own) > 12 else "")
+        elif owner == "knobs" and not own:
+            told = "; no knobs are in use"
         raise UnknownNumberError(
             f"{name!r}: no number of {self.chip.name} or of {self.execution.name} has this name"
-            f"{hint(name, known)}{shown if own else none}"
+            f"{told}"
         )
 
     def unit(self, name: str) -> str:

@@ -248,7 +248,9 @@ def _mains(write: Callable[[float], str]) -> Sequence[view.Column]:
 
 
 _PAIR = (
-    view.Column("factors", units.TEXT, "factors", of=lambda pair: " x ".join(pair.factors)),
+    view.Column(
+        "factors", units.TEXT, "factors", of=lambda pair: " x ".join(pair.factors), folded=True
+    ),
     view.Column("share", units.SHARE, "share of variance", short="share"),
 )
 

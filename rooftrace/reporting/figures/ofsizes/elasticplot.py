@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 MOST = 16
 """Bars; numbers with less effect are left out."""
+_LONGEST = 28
+"""Letters of a name; the end tells names apart."""
 
 
 def elasticity_plot(result: Elasticities) -> Figure:
@@ -41,4 +43,5 @@ def _bar(row: Elasticity, seconds: float) -> TornadoBar | None:
         return None
     ends.append(("now", seconds))
     low, *_, high = sorted(ends, key=lambda end: end[1])
-    return TornadoBar(row.name, low, high, f"{row.t_est or 0:+.2f}")
+    name = row.name if len(row.name) <= _LONGEST else f"\u2026{row.name[-_LONGEST + 1 :]}"
+    return TornadoBar(name, low, high, f"{row.t_est or 0:+.2f}")
