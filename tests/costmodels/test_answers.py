@@ -94,9 +94,9 @@ def test_memory_is_a_limit_as_any_other(target: str) -> None:
 
 def test_the_interval_of_steps_gives_one_of_sizes(target: str) -> None:
     limit = decode(target, 30, 600).t_est
-    answer = rt.solve(target, find="batch", tpot=limit, kv=600, over=range(1, 201), chips=1)
+    answer = rt.solve(target, find="batch", tpot=limit, kv=600, over=range(20, 101), chips=1)
     assert answer.span is not None
-    steps = {batch: step_interval(target, batch) for batch in range(1, 201)}
+    steps = {batch: step_interval(target, batch) for batch in range(20, 101)}
     low, high = (
         max((batch for batch, step in steps.items() if step and step[end] <= limit), default=None)
         for end in (1, 0)
@@ -107,7 +107,7 @@ def test_the_interval_of_steps_gives_one_of_sizes(target: str) -> None:
 
 @cache
 def form_of(target: str) -> rt.Form:
-    return rt.form(target, phase="decode", over={"batch": range(1, 201)}, kv=600)
+    return rt.form(target, phase="decode", over={"batch": range(20, 101)}, kv=600)
 
 
 def step_interval(target: str, batch: int) -> tuple[float, float] | None:

@@ -11,7 +11,7 @@ import rooftrace as rt
 from rooftrace.costmodels.planforms import Conditions, Points
 from rooftrace.costmodels.sweeping import evaluated
 
-DEPTHS = range(8, 40)
+DEPTHS = range(8, 30)
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.parametrize(
     ("phase", "sizes"),
-    [("prefill", {"seq": 24}), ("training", {"seq": 24})],
+    [("training", {"seq": 24})],
 )
 def test_one_form_holds_for_all_depths(config: str, phase: str, sizes: dict[str, Any]) -> None:
     size = "config.num_hidden_layers"
@@ -40,7 +40,7 @@ def test_one_form_holds_for_all_depths(config: str, phase: str, sizes: dict[str,
     assert len(list(form.plans(points, conditions))) <= 4  # not one for each depth
     chip = rt.load_chip("l4")
     table = evaluated(form, points, [chip], conditions)
-    for depth in (9, 23, 38):
+    for depth in (9, 27):
         graph = rt.trace(config, phase=phase, batch=3, settings={size: depth}, **sizes)
         assert form.graph(**{size: depth}) == graph
         told = rt.estimate(graph, chip=chip, execution="efficient")
@@ -55,4 +55,4 @@ def test_a_form_of_depths_comes_back_from_its_file(config: str, tmp_path: Path) 
     size = "config.num_hidden_layers"
     form = rt.form(config, phase="prefill", over={size: DEPTHS}, seq=24)
     loaded = rt.load_form(rt.save_form(form, tmp_path / "form.json.gz"))
-    assert loaded.graph(**{size: 31}) == form.graph(**{size: 31})
+    assert loaded.graph(**{size: 29}) == form.graph(**{size: 29})

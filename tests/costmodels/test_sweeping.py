@@ -82,7 +82,6 @@ def assert_equals_estimates(form: rt.Form, places: list[tuple[int, int]], execut
     [
         ("llama", "decode", "serving"),
         pytest.param("mixtral", "prefill", "naive", marks=pytest.mark.slow),
-        pytest.param("deepseek", "decode", "serving", marks=pytest.mark.slow),
     ],
 )
 def test_totals_and_times_are_those_of_estimates(

@@ -65,8 +65,6 @@ def assert_equals_traces(
     ("family", "phase"),
     [
         ("llama", "decode"),
-        pytest.param("llama", "training", marks=pytest.mark.slow),
-        pytest.param("mixtral", "decode", marks=pytest.mark.slow),
         pytest.param("deepseek", "prefill", marks=pytest.mark.slow),
         ("gpt2", "forward"),
     ],
