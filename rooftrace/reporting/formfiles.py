@@ -55,6 +55,12 @@ class _File:
 
 def save_form(form: Form, path: str | os.PathLike[str]) -> Path:
     """Write a form (gzip if the name ends in .gz); `load_form` reads it back."""
+    write_packed(Path(path), encoded_form(form))
+    return Path(path)
+
+
+def encoded_form(form: Form) -> bytes:
+    """A form as it stands in its file."""
     data = {
         "schema": SCHEMA,
         "title": form.title,
@@ -62,14 +68,8 @@ def save_form(form: Form, path: str | os.PathLike[str]) -> Path:
         "names": form.names,
         "regimes": [_encoded(regime) for regime in form.regimes],
     }
-    write_packed(Path(path), msgspec.json.encode({**data, "digest": form_digest(form)}))
-    return Path(path)
-
-
-def form_digest(form: Form) -> str:
-    """A digest of all that is proven of a form."""
-    encoded = [_encoded(regime) for regime in form.regimes]
-    return _digest(form.title, form.phase, form.names, encoded)
+    digest = _digest(form.title, form.phase, form.names, data["regimes"])
+    return msgspec.json.encode({**data, "digest": digest})
 
 
 def _digest(title: str, phase: str, names: Sequence[str], regimes: Sequence[Any]) -> str:

@@ -9,7 +9,7 @@ import itertools
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -23,7 +23,6 @@ from rooftrace.costmodels.sweeping import Form, Sweep, SweepCase, evaluated, poi
 from rooftrace.errors import RequestError
 from rooftrace.hardware import Chip, load_chip
 from rooftrace.reporting.estimates import CHIP, Source
-from rooftrace.reporting.formfiles import form_digest
 from rooftrace.reporting.stepforms import MOST_TRACES, form_of, known_form, levels_of
 from rooftrace.tracer.asking import Job
 
@@ -163,37 +162,32 @@ def swept(request: SweepRequest, out: Path | None = None) -> Sweep:
     request.check()
     if out is not None and out.suffix not in FORMATS:
         raise RequestError(f"{out}: expected a name that ends in {' or '.join(FORMATS)}")
-    folder = None if out is None else _Parts(out.with_name(f"{out.name}.parts"))
+    parts = None if out is None else out.with_name(f"{out.name}.parts")
     cases: list[SweepCase] = []
     tables = []
     for settings in request.variants:
         form = request.form or form_of(_with(request.job, settings), request.levels, request.most)
         _check_names(form, request.levels)
         grid = points_of(form.names, request.levels)
-        # A form without regimes is traced point by point, and says nothing of its source.
-        parts = folder if form.regimes else None
-        digest = form_digest(form) if parts else ""
         for conditions in request.conditions:
             case = SweepCase(form, conditions, settings)
             for number, start in enumerate(range(0, len(grid), _AT_ONCE)):
                 some = grid.where(np.arange(start, min(start + _AT_ONCE, len(grid))))
-                key = _key(digest, some, request.chips, conditions)
-                name = f"{len(cases)}-{number}"
-                table = parts.kept(name, key) if parts else None
+                name = "" if parts is None else _name_of(form, some, request, conditions)
+                table = _kept(parts, name)
                 if table is None:
                     tell(f"pricing {form.title}, {conditions.execution.name}: part {number + 1}")
                     table = evaluated(form, some, request.chips, conditions)
-                    table["case"] = np.full(len(table["chip"]), len(cases), dtype=np.int16)
-                    if parts:
-                        parts.keep(name, key, table)
+                    _keep(parts, name, table)
+                table["case"] = np.full(len(table["chip"]), len(cases), dtype=np.int16)
                 tables.append(table)
             cases.append(case)
     columns = {name: np.concatenate([table[name] for table in tables]) for name in tables[0]}
     names = tuple(request.levels)
     result = Sweep(names, tuple(cases), request.chips, columns, request.lines)
-    if out is not None and folder is not None:
+    if out is not None and parts is not None:
         write_sweep(result, out)
-        shutil.rmtree(folder.folder, ignore_errors=True)
+        shutil.rmtree(parts, ignore_errors=True)
     return result
 
 
@@ -247,45 +241,44 @@ def write_sweep(result: Sweep, out: Path) -> None:
 # -- parts -----------------------------------------------------------------------------------------
 
 
-def _key(digest: str, points: Points, chips: Sequence[Chip], conditions: Conditions) -> str:
-    """What the numbers of a part follow from, as a digest."""
-    facts = (digest, points.names, [asdict(chip) for chip in chips], asdict(conditions))
-    told = hashlib.sha256(repr(facts).encode())
-    for column in points.columns:
-        told.update(column.tobytes())
-    return told.hexdigest()
+def _name_of(form: Form, some: Points, request: SweepRequest, conditions: Conditions) -> str:
+    """The name of a part: a digest of all that its numbers come from; "" where it is not kept.
+
+    A form without regimes is traced point by point, and says nothing of its source.
+    """
+    from rooftrace.reporting.formfiles import encoded_form
+
+    if not form.regimes:
+        return ""
+    digest = hashlib.sha256(encoded_form(form))
+    digest.update(repr((conditions, [chip.to_dict() for chip in request.chips])).encode())
+    for name, column in zip(some.names, some.columns, strict=True):
+        digest.update(name.encode() + column.tobytes())
+    return digest.hexdigest()[:32]
 
 
-@dataclass(frozen=True)
-class _Parts:
-    """The parts of a sweep that was stopped, in a folder; each says what it follows from."""
+def _kept(parts: Path | None, name: str) -> dict[str, Any] | None:
+    """The columns of a part that is there."""
+    import zlib
+    from zipfile import BadZipFile
 
-    folder: Path
+    import numpy as np
 
-    def kept(self, name: str, key: str) -> dict[str, Any] | None:
-        """The columns of a part that is there, whole, and follows from the same."""
-        import zlib
-        from zipfile import BadZipFile
+    if parts is None or not name or not (parts / f"{name}.npz").is_file():
+        return None
+    try:
+        packed = io.BytesIO((parts / f"{name}.npz").read_bytes())
+        with np.load(packed, allow_pickle=False) as file:
+            return {column: file[column] for column in file.files}
+    except (OSError, ValueError, EOFError, KeyError, BadZipFile, zlib.error):
+        return None  # cut off, or of another version: it is made again
 
-        import numpy as np
 
-        place = self.folder / f"{name}.npz"
-        if not place.is_file():
-            return None
-        try:
-            with np.load(io.BytesIO(place.read_bytes()), allow_pickle=False) as file:
-                if str(file["key"]) != key:
-                    return None
-                return {column: file[column] for column in file.files if column != "key"}
-        except (OSError, ValueError, EOFError, KeyError, BadZipFile, zlib.error, SyntaxError):
-            return None  # cut off, or of another version: it is made again
+def _keep(parts: Path | None, name: str, table: Mapping[str, Any]) -> None:
+    import numpy as np
 
-    def keep(self, name: str, key: str, table: Mapping[str, Any]) -> None:
-        """Write a part, whole or not at all; numbers beyond 64 bits are made again each time."""
-        import numpy as np
-
-        if any(column.dtype == object for column in table.values()):
-            return
-        packed = io.BytesIO()
-        np.savez(packed, key=np.array(key), **table)
-        write_bytes(self.folder / f"{name}.npz", packed.getvalue())
+    if parts is None or not name or any(column.dtype == object for column in table.values()):
+        return
+    packed = io.BytesIO()
+    np.savez(packed, **table)
+    write_bytes(parts / f"{name}.npz", packed.getvalue())

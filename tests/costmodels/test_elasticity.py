@@ -23,7 +23,7 @@ from rooftrace.costmodels.elasticity import (
 from rooftrace.costmodels.elasticity.slopes import SLOPES, dual_of
 from rooftrace.costmodels.elasticity.watching import watched
 from rooftrace.costmodels.planforms import Conditions
-from rooftrace.costmodels.planforms.planform import Amount
+from rooftrace.costmodels.planforms.kernelforms import Amount
 from rooftrace.costmodels.timing import time_plan
 from rooftrace.hardware.chip import MissingPeakError
 from rooftrace.tracer.formulas import Formula

@@ -14,7 +14,8 @@ from fractions import Fraction
 from typing import Any
 
 from rooftrace.costmodels.planforms import planform
-from rooftrace.costmodels.planforms.planform import Amount, PlanForm, Traffic
+from rooftrace.costmodels.planforms.kernelforms import Amount, Traffic
+from rooftrace.costmodels.planforms.planform import PlanForm
 from rooftrace.tracer.formulas import Formula
 from rooftrace.tracer.graphforms import slots
 

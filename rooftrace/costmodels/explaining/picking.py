@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
-from rooftrace.costmodels.planforms.planform import KernelForm, PlanForm
+from rooftrace.costmodels.planforms.kernelforms import KernelForm
+from rooftrace.costmodels.planforms.planform import PlanForm
 from rooftrace.errors import RequestError, near
 
 MOST_NAMES = 8

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from rooftrace.costmodels.planforms.planform import Amount, KernelForm, Traffic, counted
+from rooftrace.costmodels.planforms.kernelforms import Amount, KernelForm, Traffic
+from rooftrace.costmodels.planforms.planform import counted
 from rooftrace.tracer.formulas import Formula
 from rooftrace.tracer.graphforms import slots
 

@@ -20,7 +20,7 @@ from rooftrace.costmodels.exploring.inputs import (
     Rates,
 )
 from rooftrace.costmodels.planforms import Conditions, PlanForm, Points, planform
-from rooftrace.costmodels.planforms.planform import KernelForm
+from rooftrace.costmodels.planforms.kernelforms import KernelForm
 from rooftrace.costmodels.planning import plan
 from rooftrace.costmodels.sweeping import Form, evaluated
 from rooftrace.hardware import Chip

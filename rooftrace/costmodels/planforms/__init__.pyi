@@ -1,4 +1,7 @@
-from rooftrace.costmodels.planforms import planform as planform
+from rooftrace.costmodels.planforms import (
+    kernelforms as kernelforms,
+    planform as planform,
+)
 from rooftrace.costmodels.planforms.planform import PlanForm as PlanForm
 from rooftrace.costmodels.planforms.points import Points as Points
 from rooftrace.costmodels.planforms.pricing import (

@@ -18,7 +18,7 @@ from rooftrace.costmodels.planforms.points import Array, Points
 from rooftrace.costmodels.planning import Plan
 
 if TYPE_CHECKING:
-    from rooftrace.costmodels.planforms.planform import KernelForm, Traffic
+    from rooftrace.costmodels.planforms.kernelforms import KernelForm, Traffic
 
 
 class WarmForm:

@@ -158,18 +158,18 @@ class SeriesGraph:
         listed = tuple(_listed(graph))
         short = _with_arguments(graph, {(each.op, each.name): () for each in listed})
         return SeriesGraph(
-            short.replace(
+            graph=short.replace(
                 modules={},
                 constants={},
                 assumptions=(),
                 repeats=tuple(replace(r, names={}, assumptions={}) for r in graph.repeats),
             ),
-            series_of(list(graph.modules.items())),
-            series_of(list(graph.constants.items())),
-            series_of(graph.assumptions),
-            tuple({k: series_of(v) for k, v in r.names.items()} for r in graph.repeats),
-            tuple({k: series_of(v) for k, v in r.assumptions.items()} for r in graph.repeats),
-            listed,
+            modules=series_of(list(graph.modules.items())),
+            constants=series_of(list(graph.constants.items())),
+            assumptions=series_of(graph.assumptions),
+            names=tuple({k: series_of(v) for k, v in r.names.items()} for r in graph.repeats),
+            rests=tuple({k: series_of(v) for k, v in r.assumptions.items()} for r in graph.repeats),
+            listed=listed,
         )
 
     def placed(self) -> Iterator[tuple[Path, Any]]:

@@ -281,13 +281,16 @@ def _inside(box: _Box, place: _Place) -> bool:
 def _scattered(box: _Box, count: int) -> tuple[_Place, ...]:
     """Different places near the lower end of a box, which differ in all their numbers."""
     draw = random.Random(repr(box))
-    box = tuple((low + (high - low > 2), high) for low, high in box)  # the very end is often odd
-    wanted = min(count, _points(box))
+    reachable = tuple((min(low + (high - low > 2), high), high) for low, high in box)
+    wanted = min(count, _points(reachable))
     chosen: dict[_Place, None] = {}
     reach = 8
     while len(chosen) < wanted:
         for _ in range(40):
-            place = tuple(draw.randint(low, min(high, low + reach)) for low, high in box)
+            place = tuple(
+                draw.randint(first, min(high, low + 1 + reach)) if high > low else low
+                for (low, high), (first, _) in zip(box, reachable, strict=True)
+            )
             chosen.setdefault(place)
             if len(chosen) == wanted:
                 break

@@ -82,7 +82,6 @@ class TraceCache:
             "phases": job.phases,
             "request": asdict(job.request),
             "options": {**asdict(job.options), "loss": None},
-            "folders": [os.getcwd(), *sys.path] if job.is_code else [],  # where code is looked for
             "environment": _environment(),
         }
         config = names.config_file(job.name)
