@@ -7,7 +7,7 @@ a quoted rate that counts on 2:4 sparsity is kept beside the dense one and never
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from rooftrace._shown import Shown, short
@@ -168,6 +168,49 @@ class Chip(Shown):
                 yield f"link {link.name} latency", link.latency
         for name, fact in self.measured.items():
             yield f"measured {name}", fact
+
+    def facts_by_name(self) -> dict[str, Fact]:
+        """The facts that times and sizes are computed from, by dotted names.
+
+        "matrix.bf16", "memory_bandwidth", "link.intra.latency"; those that are not known left out.
+        """
+        known = {f"{peak.engine}.{peak.precision}": peak.rate for peak in self.peaks}
+        for name in FACT_UNITS:
+            if getattr(self, name) is not None:
+                known[name] = getattr(self, name)
+        for link in self.links:
+            known[f"link.{link.name}.bandwidth"] = link.bandwidth
+            if link.latency is not None:
+                known[f"link.{link.name}.latency"] = link.latency
+        return known
+
+    def with_facts(self, values: Mapping[str, float]) -> Chip:
+        """The chip with other values of some facts, by their names in `facts_by_name`; SI units."""
+        known = self.facts_by_name()
+        changed = {
+            name: replace(
+                known[name],
+                value=value,
+                kind="derived",
+                text=f"{value:g}",
+                note=f"changed from {known[name].text}",
+            )
+            for name, value in values.items()
+        }
+        peaks = tuple(
+            replace(peak, rate=changed.get(f"{peak.engine}.{peak.precision}", peak.rate))
+            for peak in self.peaks
+        )
+        links = tuple(
+            replace(
+                link,
+                bandwidth=changed.get(f"link.{link.name}.bandwidth", link.bandwidth),
+                latency=changed.get(f"link.{link.name}.latency", link.latency),
+            )
+            for link in self.links
+        )
+        own: dict[str, Any] = {name: fact for name, fact in changed.items() if name in FACT_UNITS}
+        return replace(self, peaks=peaks, links=links, **own)
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON: every fact with value (SI), text, source and kind; None where unknown."""

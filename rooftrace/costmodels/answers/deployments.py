@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from rooftrace.hardware import Chip
-from rooftrace.hardware.chip import Fact, Peak
 
 HOUR = 3600.0
 MILLION = 1e6
+_SHARED = ("memory_bandwidth", "memory_capacity", "l2_capacity", "sm_count")
+"""What several chips have so many times of, besides their rates."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,22 +94,10 @@ def together(chip: Chip, count: int) -> Chip:
     That is an even split of each kernel.  The gap between kernels and the time of the host stay
     those of one; what the chips send to each other is in `splitting`.
     """
-    if count == 1:
-        return chip
-    return replace(
-        chip,
-        peaks=tuple(Peak(p.engine, p.precision, _times(p.rate, count)) for p in chip.peaks),
-        memory_bandwidth=_times(chip.memory_bandwidth, count),
-        memory_capacity=_times(chip.memory_capacity, count),
-        l2_capacity=None if chip.l2_capacity is None else _times(chip.l2_capacity, count),
-        sm_count=None if chip.sm_count is None else _times(chip.sm_count, count),
-    )
-
-
-def _times(fact: Fact, count: int) -> Fact:
-    return replace(
-        fact, value=fact.value * count, text=f"{count} x {fact.text}", kind="derived", note=""
-    )
+    known = chip.facts_by_name()
+    shared = [f"{peak.engine}.{peak.precision}" for peak in chip.peaks]
+    shared += [name for name in _SHARED if name in known]
+    return chip.with_facts({name: known[name].value * count for name in shared})
 
 
 def least_chips(needed: float, chip: Chip, kept_free: float = 0.0) -> int:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from rooftrace._shown import Shown, short
@@ -14,7 +14,6 @@ from rooftrace.costmodels.sweeping import SweepCase
 from rooftrace.costmodels.timing.timings import REGIMES
 from rooftrace.errors import RequestError
 from rooftrace.hardware import Chip
-from rooftrace.hardware.chip import Fact, Peak
 
 _FARTHEST = 2.0**40
 """By how much a rate is changed at most."""
@@ -105,13 +104,13 @@ def _rates(columns: PlanColumns, chip: Chip, now: BatchTimes) -> Iterator[Needed
     compute, hbm, net = (float(t[0]) for t in (now.t_comp, now.t_hbm, now.t_net))
     bandwidth = chip.memory_bandwidth.value
     yield _needed(
-        columns, chip, "memory_bandwidth", "", bandwidth, _with_bandwidth, rising=True,
+        columns, chip, "memory_bandwidth", "", bandwidth, rising=True,
         by_totals=bandwidth * hbm / compute if compute else None,
     )  # fmt: skip
     peak = float(now.peak[0])
     engine = f"{now.peak_precisions[int(now.peak_place[0])]}" if now.peak_precisions else ""
     yield _needed(
-        columns, chip, "flops", engine, peak, _with_peaks, rising=False,
+        columns, chip, "flops", engine, peak, rising=False,
         by_totals=peak * compute / max(hbm, net) if max(hbm, net) else None,
     )  # fmt: skip
     links = [link.bandwidth.value for link in chip.links]
@@ -124,7 +123,7 @@ def _rates(columns: PlanColumns, chip: Chip, now: BatchTimes) -> Iterator[Needed
         )  # fmt: skip
         return
     yield _needed(
-        columns, chip, "link", "", max(links), _with_links, rising=True,
+        columns, chip, "link", "", max(links), rising=True,
         by_totals=max(links) * net / compute if compute else None,
     )  # fmt: skip
 
@@ -135,21 +134,26 @@ def _needed(
     fact: str,
     engine: str,
     now: float,
-    changed: Callable[[Chip, float], Chip],
     *,
     rising: bool,
     by_totals: float | None,
 ) -> NeededRate:
     """The factor on one rate at which computing takes over, by halving the span of its exponent."""
 
+    rates = _rates_of(chip, fact)
+
+    def times(factor: float) -> BatchTimes:
+        changed = chip.with_facts({name: value * factor for name, value in rates.items()})
+        return time_columns(columns, changed)
+
     def computing(factor: float) -> bool:
-        regimes = _regimes(time_columns(columns, changed(chip, factor)))
+        regimes = _regimes(times(factor))
         return max(regimes, key=lambda name: regimes[name]) == "compute"
 
     known: dict[str, Any] = {"fact": fact, "engine": engine, "now": now, "by_totals": by_totals}
     good, bad = (_FARTHEST, 1 / _FARTHEST) if rising else (1 / _FARTHEST, _FARTHEST)
     if not computing(good):
-        regimes = _regimes(time_columns(columns, changed(chip, good)))
+        regimes = _regimes(times(good))
         left = max(regimes, key=lambda name: regimes[name])
         why = f"no value of it alone: {left} limits then"
         return NeededRate(**known, needed=None, step=None, why=why)
@@ -158,7 +162,7 @@ def _needed(
     for _ in range(_STEPS):
         middle = math.sqrt(good * bad)
         good, bad = (middle, bad) if computing(middle) else (good, middle)
-    step = float(time_columns(columns, changed(chip, good)).t_est[0])
+    step = float(times(good).t_est[0])
     return NeededRate(**known, needed=now * good, step=step)
 
 
@@ -166,22 +170,13 @@ def _regimes(times: BatchTimes) -> dict[str, float]:
     return {name: float(times.regime_seconds[name][0]) for name in REGIMES}
 
 
-def _with_bandwidth(chip: Chip, factor: float) -> Chip:
-    return replace(chip, memory_bandwidth=_scaled(chip.memory_bandwidth, factor))
-
-
-def _with_peaks(chip: Chip, factor: float) -> Chip:
-    peaks = tuple(Peak(p.engine, p.precision, _scaled(p.rate, factor)) for p in chip.peaks)
-    return replace(chip, peaks=peaks)
-
-
-def _with_links(chip: Chip, factor: float) -> Chip:
-    links = tuple(replace(x, bandwidth=_scaled(x.bandwidth, factor)) for x in chip.links)
-    return replace(chip, links=links)
-
-
-def _scaled(fact: Fact, factor: float) -> Fact:
-    return replace(fact, value=fact.value * factor, text=f"{factor:g} x {fact.text}")
+def _rates_of(chip: Chip, fact: str) -> dict[str, float]:
+    """The numbers of a chip that one rate of an answer stands for, by name."""
+    if fact == "flops":
+        return {f"{p.engine}.{p.precision}": p.rate.value for p in chip.peaks}
+    if fact == "link":
+        return {f"link.{x.name}.bandwidth": x.bandwidth.value for x in chip.links}
+    return {fact: chip.facts_by_name()[fact].value}
 
 
 def _column(number: int) -> Any:

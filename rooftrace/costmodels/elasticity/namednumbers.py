@@ -51,15 +51,7 @@ class NamedNumbers:
     @cached_property
     def facts(self) -> Mapping[str, Fact]:
         """Facts of the chip by name, those that are not known left out."""
-        known = {f"chip.{peak.engine}.{peak.precision}": peak.rate for peak in self.chip.peaks}
-        for name in FACT_UNITS:
-            if getattr(self.chip, name) is not None:
-                known[f"chip.{name}"] = getattr(self.chip, name)
-        for link in self.chip.links:
-            known[f"chip.link.{link.name}.bandwidth"] = link.bandwidth
-            if link.latency is not None:
-                known[f"chip.link.{link.name}.latency"] = link.latency
-        return known
+        return {f"chip.{name}": fact for name, fact in self.chip.facts_by_name().items()}
 
     @cached_property
     def knobs(self) -> Mapping[str, float]:
@@ -128,7 +120,7 @@ class NamedNumbers:
             if name.startswith("chip."):
                 if not 0 < value < math.inf:
                     raise UnknownNumberError(f"{name}={value!r}: expected a number above 0")
-                chip = _with_fact(chip, name.removeprefix("chip."), value)
+                chip = chip.with_facts({name.removeprefix("chip."): value})
                 continue
             path = name.split(".", 1)[1]
             try:
@@ -144,47 +136,6 @@ class NamedNumbers:
 _SECONDS = frozenset({"launch", "dispatch", "view", "call", "split", "start", "combine", "prepare",
                       "request"})  # fmt: skip
 """Knobs that are seconds."""
-
-
-# -- chips -----------------------------------------------------------------------------------------
-
-
-def _with_fact(chip: Chip, path: str, value: float) -> Chip:
-    def fact(before: Fact) -> Fact:
-        return replace(
-            before,
-            value=value,
-            kind="derived",
-            text=f"{value:g}",
-            note=f"changed from {before.text}",
-        )
-
-    first, _, rest = path.partition(".")
-    if first == "link":
-        name, _, which = rest.partition(".")
-        links = tuple(
-            replace(
-                link,
-                bandwidth=fact(link.bandwidth) if which == "bandwidth" else link.bandwidth,
-                latency=fact(link.latency)
-                if which == "latency" and link.latency is not None
-                else link.latency,
-            )
-            if link.name == name
-            else link
-            for link in chip.links
-        )
-        return replace(chip, links=links)
-    if rest:
-        peaks = tuple(
-            replace(peak, rate=fact(peak.rate))
-            if (peak.engine, peak.precision) == (first, rest)
-            else peak
-            for peak in chip.peaks
-        )
-        return replace(chip, peaks=peaks)
-    changes: dict[str, Any] = {first: fact(getattr(chip, first))}
-    return replace(chip, **changes)
 
 
 # -- records of numbers ----------------------------------------------------------------------------
