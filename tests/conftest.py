@@ -2,8 +2,9 @@
 
 import difflib
 import inspect
+import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -51,6 +52,16 @@ def one_process(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     """What would run in a process of its own runs in this one, unless the test is about that."""
     if request.node.get_closest_marker("subprocess") is None:
         monkeypatch.setattr("rooftrace.tracer.sources.apart.PROCESSES", False)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def kept_traces(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Traces that forms keep are of this run of tests, and of all its processes."""
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ROOFTRACE_CACHE", str(shared / "traces"))
+        yield
 
 
 @pytest.fixture(scope="session")
