@@ -6,6 +6,7 @@ a quoted rate that counts on 2:4 sparsity is kept beside the dense one and never
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
@@ -168,6 +169,13 @@ class Chip(Shown):
                 yield f"link {link.name} latency", link.latency
         for name, fact in self.measured.items():
             yield f"measured {name}", fact
+
+    def count_holding(self, needed: float, kept_free: float = 0.0) -> int:
+        """How many of these chips hold `needed` bytes if they could be split evenly.
+
+        kept_free: the share of each chip's memory that stays free.
+        """
+        return max(1, math.ceil(needed / (self.memory_capacity.value * (1 - kept_free))))
 
     def facts_by_name(self) -> dict[str, Fact]:
         """The facts that times and sizes are computed from, by dotted names.

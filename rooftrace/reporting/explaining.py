@@ -17,10 +17,10 @@ from rooftrace.costmodels.explaining import (
 from rooftrace.costmodels.planforms import Conditions
 from rooftrace.costmodels.rewriting import check_precisions
 from rooftrace.costmodels.sweeping import Form
-from rooftrace.errors import NoCacheError, RequestError
+from rooftrace.errors import RequestError
 from rooftrace.hardware import Chip, load_chip
 from rooftrace.reporting.estimates import CHIP, Source
-from rooftrace.reporting.stepforms import form_of
+from rooftrace.reporting.stepforms import decoding_first, form_of
 from rooftrace.tracer.asking import Job
 from rooftrace.tracer.graph import OpGraph
 from rooftrace.tracer.sources import traced
@@ -89,23 +89,7 @@ def explain(
 
 def first_graph(job: Job) -> tuple[Job, OpGraph]:
     """The job of one phase, and its graph at the sizes that were asked for."""
-    from rooftrace.tracer.source import TraceError
-
-    if job.phases is None and job.is_named and not job.is_code and not job.is_graph:
-        decode = Job.of(explain, job.source, (), {}, phase="decode")
-        try:
-            tried = _with_phase(job, decode)
-            return tried, _only(tried)
-        except (NoCacheError, RequestError, TraceError):
-            pass
-    job = job.of_one_phase()
-    return job, _only(job)
-
-
-def _with_phase(job: Job, other: Job) -> Job:
-    from dataclasses import replace
-
-    return replace(job, phases=other.phases)
+    return decoding_first(job, lambda tried: (tried, _only(tried)))
 
 
 def _only(job: Job) -> OpGraph:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from rooftrace._progress import tell
 from rooftrace.costmodels.sweeping import Form
-from rooftrace.errors import NoCacheError, RequestError, hint
+from rooftrace.errors import RequestError, hint
 from rooftrace.reporting.questions import Question
-from rooftrace.reporting.stepforms import form_of, level_values
+from rooftrace.reporting.stepforms import decoding_first, form_of, level_values
 from rooftrace.tracer.asking import Job
 
 BATCHES = range(1, 4097)
@@ -19,25 +19,6 @@ BATCHES = range(1, 4097)
 _EVERY = 512
 _A_DOUBLING = 128
 """Sizes that are tried first: every one to the first number, then so many for each doubling."""
-
-
-def _phased(asked: Question, build: Callable[[Job], Any]) -> Any:
-    """What a job gives: of a decode step where the source has one and no phase is named."""
-    from rooftrace.tracer.source import TraceError
-
-    job = asked.job
-    decoding = asked.service.mix is not None or asked.limits.tpot is not None
-    if job.phases is None and job.is_named and not job.is_code and not job.is_graph:
-        try:
-            return build(replace(job, phases=("decode",)))
-        except (NoCacheError, RequestError, TraceError):
-            if decoding:
-                raise
-    if decoding and job.phases != ("decode",) and asked.known is None:
-        raise RequestError(
-            "tpot and mix are of decode steps: name the phase decode, or limit a step with step="
-        )
-    return build(job.of_one_phase())
 
 
 def open_form(asked: Question) -> Form:
@@ -48,13 +29,19 @@ def open_form(asked: Question) -> Form:
     if values is None:
         values = BATCHES if asked.open == "batch" else level_values(asked.open, None)
 
+    decoding = asked.service.mix is not None or asked.limits.tpot is not None
+
     def build(job: Job) -> Form:
+        if decoding and job.phases != ("decode",):
+            raise RequestError(
+                "tpot and mix are of decode steps: name the phase decode, or limit a step with "
+                "step="
+            )
         if asked.service.mix is not None:
             job = replace(job, request=replace(job.request, kv=asked.service.mix.kv))
         return form_of(job, {asked.open: values}, asked.most)
 
-    form: Form = _phased(asked, build)
-    return form
+    return decoding_first(asked.job, build, must_decode=decoding)
 
 
 def prefill_form(asked: Question) -> Form:

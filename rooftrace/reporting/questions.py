@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from rooftrace.costmodels.answers import candidates, serving, workloads
-from rooftrace.costmodels.execution import ExecutionModel, execution_model
+from rooftrace.costmodels.execution import execution_model
 from rooftrace.costmodels.planforms import Conditions
-from rooftrace.costmodels.rewriting import check_precisions
 from rooftrace.costmodels.sweeping import Form
 from rooftrace.errors import RequestError, hint
 from rooftrace.hardware import Chip, available_chips, load_chip, units
 from rooftrace.hardware.chip import Fact
+from rooftrace.reporting.alternatives import each_chip
 from rooftrace.reporting.estimates import CHIP
 from rooftrace.reporting.stepforms import USUAL
 from rooftrace.tracer.asking import Job
@@ -73,10 +72,6 @@ def seconds_of(name: str, value: float | str | None) -> float | None:
         raise RequestError(f"{name} {value!r}: expected a time, for example 30 ms") from None
 
 
-def listed(value: Any, kinds: tuple[type, ...]) -> list[Any]:
-    return [value] if isinstance(value, kinds) else list(value)
-
-
 def over_of(over: Any, find: str) -> tuple[str, Any]:
     if isinstance(over, Mapping):
         if len(over) != 1:
@@ -114,21 +109,6 @@ def service_of(
     return candidates.Service(mix=requests, apart=apart, kept_free=kept_free)
 
 
-def conditions_of(
-    execution: Any, dtype: Any, weights_dtype: str | None, kv_dtype: Any
-) -> tuple[Conditions, ...]:
-    """Every combination of executions and precisions."""
-    several = tuple(
-        Conditions(execution_model(model), first, weights_dtype, second)
-        for model in listed(execution or "serving", (str, ExecutionModel))
-        for first in listed(dtype, (str, type(None)))
-        for second in listed(kv_dtype, (str, type(None)))
-    )
-    for each in several:
-        check_precisions(each.dtype, each.weights_dtype, each.kv_dtype)
-    return several
-
-
 def chips_of(chip: Any, find: str, price: Any, power: Any) -> tuple[Chip, ...]:
     """The chips of a question, with prices and powers that were asked for."""
     chips = _named(chip, find)
@@ -138,7 +118,7 @@ def chips_of(chip: Any, find: str, price: Any, power: Any) -> tuple[Chip, ...]:
 
 def _named(chip: Any, find: str) -> list[Chip]:
     if chip is not None:
-        return [load_chip(name) for name in listed(chip, (str, Chip, os.PathLike))]
+        return [load_chip(name) for name in each_chip(chip)]
     if find not in ("cheapest", "chips"):
         return [load_chip(CHIP)]
     loaded = map(load_chip, available_chips())

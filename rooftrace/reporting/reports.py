@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,7 @@ from rooftrace.costmodels.memory import LargestBatch, Memory, largest
 from rooftrace.costmodels.planning import plan
 from rooftrace.costmodels.rewriting import reprice
 from rooftrace.hardware import Chip, load_chip
+from rooftrace.reporting.alternatives import each_chip, each_execution
 from rooftrace.reporting.estimates import CHIP, Source, priced
 from rooftrace.reporting.pages import Report, build_report, check_folder, conditions
 from rooftrace.tracer.asking import Job, Options, Request
@@ -57,9 +58,7 @@ def report(
     Returns the Report; print it for one screen.  Raises RequestError for an argument that neither
     the model nor rooftrace takes.
     """
-    chips, models = conditions(
-        _several(chip, (str, Chip, os.PathLike)), _several(execution, (str, ExecutionModel))
-    )
+    chips, models = conditions(each_chip(chip), each_execution(execution))
     if knobs != TYPICAL:
         models = [execution_model(model, knobs=knobs) for model in models]
     how = {} if formats is None else {"formats": tuple(formats)}
@@ -75,12 +74,6 @@ def report(
     if out is not None:
         result.write(Path(out), **how)
     return result
-
-
-def _several(value: Any, kinds: tuple[type[Any], ...]) -> list[Any]:
-    """One or several values as a list.  Whoever reads the list checks its values."""
-    several = isinstance(value, Iterable) and not isinstance(value, kinds)
-    return list(value) if several else [value]
 
 
 def largest_batch(
@@ -111,7 +104,7 @@ def largest_batch(
     job = Job.of(largest_batch, model, args, kwargs, **whole, **prices)
     job.refuse(("batch",), "the batch is what is looked for; leave it out")
     with telling(progress):
-        return _largest(job, _several(chip, (str, Chip, os.PathLike)), execution_model(execution))
+        return _largest(job, each_chip(chip), execution_model(execution))
 
 
 def _largest(

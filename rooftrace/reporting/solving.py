@@ -22,6 +22,7 @@ from rooftrace.costmodels.sweeping import Form, SweepCase
 from rooftrace.errors import RequestError
 from rooftrace.hardware import Chip
 from rooftrace.reporting import questions as asking
+from rooftrace.reporting.alternatives import each_condition
 from rooftrace.reporting.estimates import Source
 from rooftrace.reporting.grounds import grounds_of
 from rooftrace.reporting.openforms import (
@@ -80,7 +81,7 @@ def solve(
         service=asking.service_of(mix, apart, kept_free),
         chips=asking.chips_of(chip, find, price, power),
         counts=None if chips is None else asking.counts_of(chips),
-        conditions=asking.conditions_of(execution, dtype, weights_dtype, kv_dtype),
+        conditions=each_condition(execution or "serving", dtype, weights_dtype, kv_dtype),
         at=fixed, most=most, usual=execution is None,
     )  # fmt: skip
     asking.check(asked)

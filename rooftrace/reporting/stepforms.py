@@ -6,11 +6,12 @@ import math
 import operator
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rooftrace._progress import tell, telling
 from rooftrace.costmodels.sweeping import Form
-from rooftrace.errors import RequestError
+from rooftrace.errors import NoCacheError, RequestError
 from rooftrace.reporting.estimates import Source
 from rooftrace.tracer.asking import Job
 from rooftrace.tracer.graph import OpGraph
@@ -20,6 +21,7 @@ from rooftrace.tracer.graphforms.slots import Numbers
 if TYPE_CHECKING:
     from rooftrace.tracer.sizing import SizedSource
 
+Built = TypeVar("Built")
 Levels = Mapping[str, Sequence[int]]
 """For each size the values that may be asked for, in rising order."""
 LONGEST = 131_072
@@ -59,16 +61,30 @@ def form(
         return form_of(job, levels, most)
 
 
-def form_of(job: Job, levels: Levels, most: int = MOST_TRACES) -> Form:
-    """The form of a job of one phase over these levels."""
+def form_of(
+    job: Job,
+    levels: Levels,
+    most: int = MOST_TRACES,
+    seen: Callable[[str, OpGraph], None] | None = None,
+) -> Form:
+    """The form of a job of one phase over these levels.
+
+    seen: told the sizes and the graph of the first trace, as soon as it is there.
+    """
     from rooftrace.tracer.sizing import SizedSource
 
     sized = SizedSource(job, tuple(levels))
     phase = _phase(job)
 
     def trace(numbers: Numbers) -> OpGraph:
-        tell(f"tracing {_told(sized.names, numbers)}")
-        return sized.graphs(numbers)[phase] if phase else _only(sized.graphs(numbers))
+        nonlocal seen
+        told = _told(sized.names, numbers)
+        tell(f"tracing {told}")
+        graph = sized.graphs(numbers)[phase] if phase else _only(sized.graphs(numbers))
+        if seen is not None:
+            seen(told, graph)
+            seen = None
+        return graph
 
     bounded = {name: _bounded(sized, name, values, levels) for name, values in levels.items()}
     survey = Survey(sized.names, tuple(bounded.values()), lambda many: list(map(trace, many)), most)
@@ -81,6 +97,22 @@ def form_of(job: Job, levels: Levels, most: int = MOST_TRACES) -> Form:
         regimes=regimes,
         trace=trace,
     )
+
+
+def decoding_first(job: Job, build: Callable[[Job], Built], must_decode: bool = False) -> Built:
+    """What is built of one phase of a job: a decode step, if none is named and the source has it.
+
+    must_decode: raise what the decode step of such a source raises, and build nothing else.
+    """
+    from rooftrace.tracer.source import TraceError
+
+    if job.phases is None and job.is_named and not job.is_code and not job.is_graph:
+        try:
+            return build(replace(job, phases=("decode",)))
+        except (NoCacheError, RequestError, TraceError):
+            if must_decode:
+                raise
+    return build(job.of_one_phase())
 
 
 def known_form(source: Any) -> Form | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
 import io
@@ -10,21 +11,26 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from rooftrace._progress import tell, telling
 from rooftrace._writing import write_bytes
-from rooftrace.costmodels.execution import ExecutionModel, execution_model
+from rooftrace.costmodels.estimating import estimate
+from rooftrace.costmodels.execution import ExecutionModel
 from rooftrace.costmodels.planforms import Conditions, Points
-from rooftrace.costmodels.rewriting import check_precisions
 from rooftrace.costmodels.sweeping import Form, Sweep, SweepCase, evaluated, points_of
 from rooftrace.errors import RequestError
 from rooftrace.hardware import Chip, load_chip
+from rooftrace.hardware.chip import MissingPeakError
+from rooftrace.hardware.units import format_time
+from rooftrace.reporting.alternatives import each_chip, each_condition
 from rooftrace.reporting.estimates import CHIP, Source
 from rooftrace.reporting.stepforms import MOST_TRACES, form_of, known_form, levels_of
 from rooftrace.tracer.asking import Job
+from rooftrace.tracer.graph import OpGraph
 
 _AT_ONCE = 1 << 18
 """Points of a part."""
@@ -118,15 +124,7 @@ def sweep_request(
 ) -> SweepRequest:
     """What a call of `sweep` asks for, checked; nothing is traced.  Raises RequestError."""
     levels = levels_of(over)
-    several = (
-        Conditions(execution_model(model), first, weights_dtype, second)
-        for model in _listed(execution, (str, ExecutionModel))
-        for first in _listed(dtype, (str, type(None)))
-        for second in _listed(kv_dtype, (str, type(None)))
-    )
-    conditions = tuple(several)
-    for each in conditions:
-        check_precisions(each.dtype, each.weights_dtype, each.kv_dtype)
+    conditions = each_condition(execution, dtype, weights_dtype, kv_dtype)
     known = known_form(source)
     traced = source if known is None else known.example  # a graph has no use for other arguments
     job = Job.of(sweep, traced, args, kwargs, phase=phase)
@@ -134,16 +132,12 @@ def sweep_request(
     return SweepRequest(
         job=job.of_one_phase(),
         levels=levels,
-        chips=tuple(load_chip(name) for name in _listed(chip, (str, Chip, os.PathLike))),
+        chips=tuple(load_chip(name) for name in each_chip(chip)),
         conditions=conditions,
         variants=tuple(variants_of(vary or {})),
         most=most,
         form=known,
     )
-
-
-def _listed(value: Any, kinds: tuple[type, ...]) -> list[Any]:
-    return [value] if isinstance(value, kinds) else list(value)
 
 
 def variants_of(vary: Mapping[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:
@@ -165,8 +159,11 @@ def swept(request: SweepRequest, out: Path | None = None) -> Sweep:
     parts = None if out is None else out.with_name(f"{out.name}.parts")
     cases: list[SweepCase] = []
     tables = []
+    seen: Callable[[str, OpGraph], None] | None = partial(_tell_first, request)
     for settings in request.variants:
-        form = request.form or form_of(_with(request.job, settings), request.levels, request.most)
+        job = _with(request.job, settings)
+        form = request.form or form_of(job, request.levels, request.most, seen)
+        seen = None
         _check_names(form, request.levels)
         grid = points_of(form.names, request.levels)
         for conditions in request.conditions:
@@ -189,6 +186,17 @@ def swept(request: SweepRequest, out: Path | None = None) -> Sweep:
         write_sweep(result, out)
         shutil.rmtree(parts, ignore_errors=True)
     return result
+
+
+def _tell_first(request: SweepRequest, sizes: str, graph: OpGraph) -> None:
+    """Tell the time of the first step that was traced, on the first chip: the rest takes longer."""
+    chip, conditions = request.chips[0], request.conditions[0]
+    with contextlib.suppress(MissingPeakError):  # raised where all points are evaluated
+        step = estimate(conditions.plan(graph), chip)
+        tell(
+            f"first step, {sizes}: {format_time(step.t_est)} on {chip.name}, "
+            f"limited by {step.times.regime}"
+        )
 
 
 def _check_names(form: Form, levels: Mapping[str, Sequence[int]]) -> None:

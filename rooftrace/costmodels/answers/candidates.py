@@ -146,7 +146,7 @@ class Candidates:
                 (chip, n)
                 for chip in self.chips
                 for n in counts.get(chip.name, ())
-                if self._runs(place, chip) and (n == 1 or self.splits(place))
+                if not self.missing(place, chip) and (n == 1 or self.splits(place))
             ]
             if pairs:
                 yield from self._lines(place, np.asarray(sizes, dtype=np.int64), pairs)
@@ -156,10 +156,6 @@ class Candidates:
         place = self.cases.index(line.case)
         pairs = [(line.chip, line.chips)]
         return next(self._lines(place, np.asarray(sizes, dtype=np.int64), pairs))
-
-    def _runs(self, place: int, chip: Chip) -> bool:
-        """Whether a chip has the rates that a case computes with."""
-        return not self.missing(place, chip)
 
     def splits(self, place: int) -> bool:
         """Whether it is known how the products of a case are split over several chips."""

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from rooftrace._shown import Shown, short
-from rooftrace.costmodels.answers.deployments import least_chips
 from rooftrace.costmodels.sweeping import SweepCase
 from rooftrace.hardware import Chip
 
@@ -71,7 +70,7 @@ def needed_chips(
     peak = max(numbers.alive, default=0)
     return [
         Needed(
-            chip=chip.name, labels=case.labels, chips=least_chips(peak, chip, kept_free),
+            chip=chip.name, labels=case.labels, chips=chip.count_holding(peak, kept_free),
             memory=peak, weights=numbers.weights, kv=numbers.kv,
             capacity=chip.memory_capacity.value * (1 - kept_free),
             price=None if chip.price is None else chip.price.value,

@@ -100,12 +100,6 @@ def together(chip: Chip, count: int) -> Chip:
     return chip.with_facts({name: known[name].value * count for name in shared})
 
 
-def least_chips(needed: float, chip: Chip, kept_free: float = 0.0) -> int:
-    """Chips whose memory together holds `needed` bytes.  kept_free: share of it that stays free."""
-    each = chip.memory_capacity.value * (1 - kept_free)
-    return max(1, -int(-needed // each))
-
-
 def doublings(least: int, most: int) -> Sequence[int]:
     """1, 2, 4, ... from the first that is at least `least`, to `most`."""
     counts = []

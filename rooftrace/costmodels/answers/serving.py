@@ -10,7 +10,7 @@ import numpy as np
 
 from rooftrace._shown import Shown, short
 from rooftrace.costmodels.answers.candidates import Array, Candidates, Line, Service
-from rooftrace.costmodels.answers.deployments import Deployment, doublings, least_chips
+from rooftrace.costmodels.answers.deployments import Deployment, doublings
 from rooftrace.costmodels.answers.workloads import Limits
 
 MOST_CHIPS = 64
@@ -151,7 +151,7 @@ class Search:
                 needed[line.chip.name] = min(least, float(line.memory[0]))
             for chip in candidates.chips:
                 if chip.name in needed:
-                    least = least_chips(needed[chip.name], chip, candidates.service.kept_free)
+                    least = chip.count_holding(needed[chip.name], candidates.service.kept_free)
                     tried[chip.name] = list(doublings(least, MOST_CHIPS))[:_DOUBLINGS]
         lines = tuple(candidates.lines(sizes, tried))
         return cls(candidates, every, sizes, lines, limits, objective, counts is not None)

@@ -13,7 +13,7 @@ from typing import TypeVar
 from rooftrace.costmodels.costs import MATRIX
 from rooftrace.costmodels.estimating import Estimate
 from rooftrace.errors import RequestError, hint
-from rooftrace.tracer.arguments import Ref, references
+from rooftrace.tracer.arguments import Ref
 from rooftrace.tracer.graph import Op, OpGraph, Tensor
 
 T = TypeVar("T")
@@ -347,7 +347,7 @@ class _Shapes:
         for op in self._forward:
             for value in op.inputs:
                 readers[value].add(op.module)
-            for ref in references(op.arguments):
+            for ref in op.reads:
                 if ref.then is not None:
                     repeat = self._graph.repeats[ref.then.repeat]
                     readers[ref.then.value].add(repeat.container or "")

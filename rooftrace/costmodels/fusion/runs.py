@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from rooftrace.tracer.arguments import references
 from rooftrace.tracer.graph import Op, OpGraph
 from rooftrace.tracer.vocabulary import REVERSED
 
@@ -64,7 +63,7 @@ def listed(graph: OpGraph) -> dict[int, dict[int, int]]:
     for op in graph.ops if graph.repeats else ():
         if all(values[i].repeats in ((), op.repeats) for i in (*op.inputs, *op.outputs)):
             continue
-        taken = [ref.id for ref in references(op.arguments) if ref.every]
+        taken = [ref.id for ref in op.reads if ref.every]
         storages = {values[i].storage for i in (*taken, *op.outputs)}
         counts = {storage: copies(graph, op, storage) for storage in storages}
         several = {storage: count for storage, count in counts.items() if count > 1}

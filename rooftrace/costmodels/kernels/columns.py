@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -107,6 +107,7 @@ class KernelColumns:
     times: Amount = 1.0
     at: Places | None = None
     spread_kind: str = ""
+    size: int = field(init=False)  # U, the number of sizes
 
     def __post_init__(self) -> None:
         if self.kind not in CLASSES:
@@ -117,16 +118,12 @@ class KernelColumns:
                 f"a kernel ({self.kind}) with arrays of lengths {sorted(lengths)}: "
                 "expected all of one length, or of length 1"
             )
+        object.__setattr__(self, "size", max(lengths, default=1))
 
     def _amounts(self) -> Iterator[Amount]:
         yield from (self.bytes, self.moved, self.link, self.warm, self.times)
         for work in self.works:
             yield from work.amounts()
-
-    @property
-    def size(self) -> int:
-        """U, the number of sizes."""
-        return max(np.size(amount) for amount in self._amounts())
 
     def part(self, where: Part) -> KernelColumns:
         """The kernel at some of its sizes, without `at`."""

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from itertools import accumulate, chain, product
 
 from rooftrace.costmodels.fusion import runs
-from rooftrace.tracer.arguments import Neighbour, Ref, references
+from rooftrace.tracer.arguments import Neighbour, Ref
 from rooftrace.tracer.graph import Op, OpGraph, Tensor
 from rooftrace.tracer.vocabulary import REVERSED
 
@@ -30,7 +30,7 @@ def _values(op: Op) -> Iterator[int]:
 
 
 def _references(op: Op) -> Iterator[Ref]:
-    return chain(references(op.arguments), op.holds)
+    return chain(op.reads, op.holds)
 
 
 _At = Mapping[int, int]
@@ -125,7 +125,7 @@ class Visits:
             ids = chain(op.inputs, op.outputs)
             return [(values[value].storage, self.alone[value]) for value in ids]
         result: list[tuple[int, int]] = []
-        for ref in references(op.arguments):
+        for ref in op.reads:
             every = ref.every
             numbers = (
                 self.copies(ref.id, visit.at)

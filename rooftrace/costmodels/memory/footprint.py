@@ -9,7 +9,6 @@ maximum is at one end of these.
 
 from __future__ import annotations
 
-import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -173,7 +172,7 @@ class Memory:
 
     def chips_needed(self, chip: Chip) -> int:
         """How many of these chips hold the peak if it could be split evenly."""
-        return max(1, math.ceil(self.peak / chip.memory_capacity.value))
+        return chip.count_holding(self.peak)
 
     def by_module(self) -> list[dict[str, Any]]:
         """Bytes and number of tensors at the peak by module path (indices starred), most first."""

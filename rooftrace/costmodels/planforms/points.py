@@ -14,12 +14,16 @@ Places = np.ndarray[Any, np.dtype[np.integer[Any]]]
 class Points:
     """P points, each with a whole number for every size.
 
-    columns: an integer array of length P for each name.
+    columns: an integer array of length P for each name.  apart: whether each point counts as
+    different from all others.
     """
 
-    def __init__(self, columns: Mapping[str, Sequence[int] | Array]) -> None:
+    def __init__(
+        self, columns: Mapping[str, Sequence[int] | Array], *, apart: bool = False
+    ) -> None:
         self.names = tuple(columns)
         self.columns = [np.asarray(column, dtype=np.int64) for column in columns.values()]
+        self._apart = apart
         self._parts: dict[frozenset[int], tuple[list[Array], Places | None]] = {}
 
     def __len__(self) -> int:
@@ -31,6 +35,8 @@ class Points:
         Columns of other sizes hold one number.  The second is None where all points differ, or all
         are equal.
         """
+        if self._apart:
+            return self.columns, None
         if sizes not in self._parts:
             self._parts[sizes] = self._different(sizes)
         return self._parts[sizes]
@@ -54,9 +60,7 @@ class Points:
 
     def apart(self) -> Points:
         """These points, each of which counts as different from all others."""
-        other = Points(dict(zip(self.names, self.columns, strict=True)))
-        other.part = lambda sizes: (other.columns, None)  # type: ignore[method-assign]
-        return other
+        return Points(dict(zip(self.names, self.columns, strict=True)), apart=True)
 
     def where(self, chosen: Places) -> Points:
         """Some of the points."""

@@ -66,12 +66,15 @@ class Conditions:
 
     def plan(self, graph: OpGraph) -> Plan:
         """The plan of a graph."""
-        priced = reprice(graph, self.dtype, self.weights_dtype, self.kv_dtype)
-        return plan(priced, self.execution)
+        return plan(self._repriced(graph), self.execution)
 
     def numbers(self, graph: OpGraph, with_memory: bool = True) -> PlanNumbers:
         """The numbers of the plan of a graph."""
-        return numbers_of(self.plan(graph), with_memory)
+        (planned,) = Plan.each(self._repriced(graph), [self.execution], savings=False)
+        return numbers_of(planned, with_memory)
+
+    def _repriced(self, graph: OpGraph) -> OpGraph:
+        return reprice(graph, self.dtype, self.weights_dtype, self.kv_dtype)
 
 
 @dataclass(frozen=True)

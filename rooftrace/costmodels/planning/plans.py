@@ -82,13 +82,18 @@ class Plan:
         )
 
     @staticmethod
-    def each(graph: OpGraph, executions: Sequence[str | ExecutionModel]) -> list[Plan]:
-        """A plan under each execution model, as `plan` makes it; what they share is priced once."""
+    def each(
+        graph: OpGraph, executions: Sequence[str | ExecutionModel], *, savings: bool = True
+    ) -> list[Plan]:
+        """A plan under each execution model, as `plan` makes it; what they share is priced once.
+
+        savings: whether the notes on rewrites say what these save.
+        """
         check_graph(graph, "plan")
         models = [execution_model(execution) for execution in executions]
         priced = price_ops(graph)
         classified = with_families(graph, priced[0])
-        return [_planned(graph, classified, priced, model) for model in models]
+        return [_planned(graph, classified, priced, model, savings) for model in models]
 
     @cached_property
     def total(self) -> Cost:
@@ -184,6 +189,7 @@ def _planned(
     classified: OpGraph,
     priced: tuple[tuple[Cost, ...], tuple[bool, ...]],
     model: ExecutionModel,
+    savings: bool,
 ) -> Plan:
     """classified: the graph with the family of each op.  priced: the costs of its ops."""
     op_costs, known = priced
@@ -195,7 +201,7 @@ def _planned(
             last = other, price_ops(other)[0]
         return last[1]
 
-    rewritten, notes = rewrite(classified, model, costs_of)
+    rewritten, notes = rewrite(classified, model, costs_of if savings else None)
     if rewritten is not classified:
         op_costs, known = price_ops(rewritten)
     groups = fuse(rewritten, model, op_costs)

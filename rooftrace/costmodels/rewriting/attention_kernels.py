@@ -19,7 +19,7 @@ from rooftrace.costmodels.rewriting.editing import (
     operand,
 )
 from rooftrace.hardware.precisions import precision
-from rooftrace.tracer.arguments import Argument, Ref, references
+from rooftrace.tracer.arguments import Argument, Ref
 from rooftrace.tracer.graph import Op, OpGraph, Tensor
 
 _SOFTMAX = frozenset({"aten._softmax", "aten._safe_softmax"})
@@ -131,7 +131,7 @@ class _Finder:
             for storage in {graph.values[i].storage for i in op.inputs}:
                 self.users[storage].append(op.id)
         # A value that the next iteration or an op outside of the repeat reads is no inner value.
-        handed = [r for op in graph.ops for r in references(op.arguments)] if graph.repeats else []
+        handed = [r for op in graph.ops for r in op.reads] if graph.repeats else []
         handed_on = [r.id for r in handed if r.every] + [r.then.value for r in handed if r.then]
         self.results = {graph.values[i].storage for i in (*graph.outputs, *handed_on)}
 
@@ -157,11 +157,7 @@ class _Finder:
             elif op.name in _SCALES and not softmax and alone:
                 scale *= _factor(op)
             elif op.name in _MASKS and not softmax and self._masks(op, storage, others):
-                wide = [
-                    r
-                    for r in references(op.arguments)
-                    if r.id in others and values[r.id].elements > 1
-                ]
+                wide = [r for r in op.reads if r.id in others and values[r.id].elements > 1]
                 if wide and mask is not None:
                     return None
                 mask = wide[0] if wide else mask

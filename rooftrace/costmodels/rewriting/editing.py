@@ -179,7 +179,7 @@ class Editor:
         return Ref(out)
 
     def done(self) -> OpGraph:
-        """The new graph, verified."""
+        """The new graph."""
         ops = tuple(
             op if op.id == index else replace(op, id=index) for index, op in enumerate(self.ops)
         )
@@ -190,7 +190,7 @@ class Editor:
             "inputs": tuple(other.get(value, value) for value in graph.inputs),
             "outputs": tuple(other.get(value, value) for value in graph.outputs),
         }
-        return graph.replace(ops=ops, **fields).verify()
+        return graph.replace(ops=ops, **fields)
 
 
 def operand(op: Op, name: str) -> Ref:

@@ -15,7 +15,7 @@ from rooftrace.costmodels.rewriting.editing import Editor, operand
 from rooftrace.costmodels.rewriting.expert_products import ExpertLayer, emit
 from rooftrace.costmodels.rewriting.places import COPIES, Places
 from rooftrace.costmodels.rewriting.unused import without_left_behind
-from rooftrace.tracer.arguments import Ref, references
+from rooftrace.tracer.arguments import Ref
 from rooftrace.tracer.graph import Op, OpGraph
 
 _ZERO_STAYS = frozenset({
@@ -90,7 +90,7 @@ def _match(places: Places, total: Op) -> ExpertLayer | None:
     if any(places.overwritten(i, made.get(i, -1), total.id) for i in (source, chosen, scores)):
         return None  # they are read at the sum, later than before
     alike = {op.repeats for op in ops} == {total.repeats} and total.repeats == choice.repeats
-    if not alike or any(r.then or r.every for op in ops for r in references(op.arguments)):
+    if not alike or any(r.then or r.every for op in ops for r in op.reads):
         return None
     return ExpertLayer(
         total=total, first=first, second=second, between=tuple(between), tokens=Ref(source),
@@ -119,7 +119,7 @@ def _rows(places: Places, value: int, experts: int, tokens: int) -> int:
             (experts, tokens, *shape[-1:]), (experts * tokens, *shape[-1:]),
         )  # fmt: skip
         reshapes = op.name in ("aten.view", "aten._unsafe_view", "aten.reshape")
-        if not (alike and reshapes) or any(r.then or r.every for r in references(op.arguments)):
+        if not (alike and reshapes) or any(r.then or r.every for r in op.reads):
             return value
         value = op.inputs[0]
 
@@ -129,7 +129,7 @@ def _weighed(places: Places, value: int, experts: int, tokens: int) -> tuple[int
     op = places.made_by(_rows(places, value, experts, tokens))
     if op is None or op.name != "aten.mul" or len(op.inputs) != 2:
         return None
-    if any(r.then or r.every for r in references(op.arguments)):
+    if any(r.then or r.every for r in op.reads):
         return None
     values = places.graph.values
     out = values[op.outputs[0]]
@@ -187,7 +187,7 @@ def _repeated(places: Places, rows: int, experts: int, tokens: int) -> int | Non
     rows = _rows(places, rows, experts, tokens)
     op = places.made_by(rows)
     width = graph.values[rows].shape[-1]
-    if op is None or any(r.then or r.every for r in references(op.arguments)):
+    if op is None or any(r.then or r.every for r in op.reads):
         return None
     if op.name == "aten.repeat":
         source = graph.values[op.inputs[0]].shape
@@ -229,7 +229,7 @@ def _routing(places: Places, score: int, experts: int, tokens: int) -> tuple[int
     value, after = whole, list[Op]()
     while True:
         op = places.made_by(value)
-        if op is None or any(r.then or r.every for r in references(op.arguments)):
+        if op is None or any(r.then or r.every for r in op.reads):
             return None
         if op.name in ("aten.scatter", "aten.scatter_"):
             break

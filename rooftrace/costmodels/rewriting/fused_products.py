@@ -17,7 +17,7 @@ from rooftrace.costmodels.rewriting.editing import ATTENTION, LATENT_ATTENTION, 
 from rooftrace.costmodels.rewriting.places import Places, StoragePlace
 from rooftrace.costmodels.rewriting.unused import without_left_behind
 from rooftrace.hardware.precisions import storage_bytes
-from rooftrace.tracer.arguments import Argument, Ref, references
+from rooftrace.tracer.arguments import Argument, Ref
 from rooftrace.tracer.graph import Op, OpGraph, Tensor
 
 _PRODUCTS = {"aten.mm": "self", "aten.addmm": "mat1"}
@@ -196,7 +196,7 @@ def _several(view: Tensor, whole: Tensor) -> int:
 def _part(places: Places, op: Op) -> _Part | None:
     """A product of which a part can be made: its weight is read by nothing else."""
     graph = places.graph
-    if any(r.then or r.every for r in references(op.arguments)):
+    if any(r.then or r.every for r in op.reads):
         return None
     if any(op.arguments.get(name, 1) != 1 for name in ("alpha", "beta")):
         return None

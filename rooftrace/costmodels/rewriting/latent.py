@@ -26,7 +26,7 @@ from rooftrace.costmodels.rewriting.latent_products import (
 )
 from rooftrace.costmodels.rewriting.places import Places
 from rooftrace.costmodels.rewriting.unused import without_left_behind
-from rooftrace.tracer.arguments import Ref, references
+from rooftrace.tracer.arguments import Ref
 from rooftrace.tracer.graph import Op, OpGraph, Tensor
 
 _EMPTY = frozenset({"aten.new_empty", "aten.empty", "aten.empty_like", "aten.new_zeros"})
@@ -72,7 +72,7 @@ def _match(places: Places, op: Op) -> LatentAttention | None:
     heads_alike = len(query.shape) == 4 and query.shape[:2] == key.shape[:2] == value.shape[:2]
     if not heads_alike or not _is_flash_layout(out) or out.storage != op.outputs[0]:
         return None
-    if any(r.then or r.every for r in references(op.arguments)):
+    if any(r.then or r.every for r in op.reads):
         return None
     cached = [operand(op, name).id for name in ("key", "value")]
     appends = [_append(places, value) for value in cached]
@@ -89,7 +89,7 @@ def _append(places: Places, value: int) -> Op | None:
     graph, op = places.graph, places.made_by(value)
     if op is None or op.name != "aten.cat" or op.arguments.get("dim", 0) not in (-2, 2):
         return None
-    if len(op.inputs) != 2 or any(r.then or r.every for r in references(op.arguments)):
+    if len(op.inputs) != 2 or any(r.then or r.every for r in op.reads):
         return None
     cache = graph.values[op.inputs[0]]
     plain = cache.storage == op.inputs[0] and cache.storage in places.outside and cache.elements
@@ -144,7 +144,7 @@ def _pieces(places: Places, key: int) -> list[tuple[int, int]]:
     key = places.plain(key)
     width = graph.values[key].shape[-1]
     op = places.made_by(key)
-    if op is None or any(r.then or r.every for r in references(op.arguments)):
+    if op is None or any(r.then or r.every for r in op.reads):
         return []
     if op.name == "aten.cat":
         if op.arguments.get("dim", 0) not in (-1, len(graph.values[key].shape) - 1):
@@ -166,7 +166,7 @@ def _written(places: Places, key: int, width: int) -> list[tuple[int, int]]:
     for op in places.readers[key]:
         if not any(graph.values[i].storage == key for i in op.outputs) or op.kind == "view":
             continue
-        if op.name != "aten.copy_" or any(r.then or r.every for r in references(op.arguments)):
+        if op.name != "aten.copy_" or any(r.then or r.every for r in op.reads):
             return []
         place = places.place(operand(op, "self").id)
         if place is None or place.stride != whole.stride or place.shape[:-1] != whole.shape[:-1]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from rooftrace.costmodels.rewriting.editing import Editor, operand
 from rooftrace.costmodels.rewriting.places import Places
 from rooftrace.costmodels.rewriting.unused import without_left_behind
-from rooftrace.tracer.arguments import Argument, Ref, references
+from rooftrace.tracer.arguments import Argument, Ref
 from rooftrace.tracer.graph import Op, OpGraph
 
 _PRODUCTS = {"aten.mm": "self", "aten.addmm": "mat1"}
@@ -60,7 +60,7 @@ def _match(places: Places, output: int, sizes: tuple[object, ...]) -> _Head | No
     value, after = output, list[Op]()
     for _ in range(_LONGEST):
         op = places.made_by(value)
-        refs = () if op is None else tuple(references(op.arguments))
+        refs = () if op is None else op.reads
         if op is None or op.repeats or any(r.then or r.every for r in refs):
             return None
         rows = (shape[0] * shape[1], shape[2])

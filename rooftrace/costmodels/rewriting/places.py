@@ -10,7 +10,6 @@ from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
 
-from rooftrace.tracer.arguments import references
 from rooftrace.tracer.graph import Op, OpGraph
 
 _SAME_START = frozenset({
@@ -80,8 +79,8 @@ class Places:
     def neighbours(self) -> frozenset[int]:
         """Storages that an op reads of another iteration of a repeat, or of all of them."""
         graph, values = self.graph, self.graph.values
-        across = [r.id for op in graph.ops for r in references(op.arguments) if r.every]
-        beside = [r.then for op in graph.ops for r in references(op.arguments)]
+        across = [r.id for op in graph.ops for r in op.reads if r.every]
+        beside = [r.then for op in graph.ops for r in op.reads]
         beside += [tensor.then for tensor in values]
         across += [then.value for then in beside if then is not None]
         return frozenset(values[i].storage for i in across)
@@ -145,7 +144,7 @@ class Places:
 
 
 def _neighbours(op: Op) -> bool:
-    return any(r.then is not None or r.every for r in references(op.arguments))
+    return any(r.then is not None or r.every for r in op.reads)
 
 
 def _start(op: Op, source: StoragePlace, position: int, graph: OpGraph) -> int | None:

@@ -78,7 +78,9 @@ def rewrite(
         "disappear",
         "because nothing uses the result, as in a compiler",
     )
-    return letting_go(graph, captured), tuple(notes)
+    if graph is not captured:
+        graph = letting_go(graph, captured).verify()
+    return graph, tuple(notes)
 
 
 def _named(

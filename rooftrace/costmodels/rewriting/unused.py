@@ -6,7 +6,6 @@ from collections.abc import Collection, Iterator, Sequence, Set
 
 from msgspec.structs import replace
 
-from rooftrace.tracer.arguments import references
 from rooftrace.tracer.graph import Op, OpGraph
 
 
@@ -49,7 +48,7 @@ def letting_go(graph: OpGraph, before: OpGraph) -> OpGraph:
 def _read(graph: OpGraph, ops: Sequence[Op]) -> set[int]:
     """The values that ops read, here or in a neighbouring iteration, and those that leave."""
     read = {value for op in ops for value in op.inputs} | set(graph.outputs)
-    neighbours = [ref.then for op in ops for ref in references(op.arguments)]
+    neighbours = [ref.then for op in ops for ref in op.reads]
     neighbours += [tensor.then for tensor in graph.values]
     return read | {then.value for then in neighbours if then is not None}
 
@@ -81,8 +80,8 @@ def _letting_go(op: Op, gone: Collection[int]) -> Op:
 
 
 def _with_ops(graph: OpGraph, ops: list[Op]) -> OpGraph:
-    numbered = tuple(replace(op, id=index) for index, op in enumerate(ops))
-    return graph.replace(ops=numbered).verify()
+    numbered = (op if op.id == i else replace(op, id=i) for i, op in enumerate(ops))
+    return graph.replace(ops=tuple(numbered))
 
 
 def _used(graph: OpGraph) -> list[Op]:
@@ -106,14 +105,15 @@ def _needed(graph: OpGraph, across: Collection[tuple[int, int]]) -> list[Op]:
     inside: tuple[int, ...] = ()
     kept = []
     for op in reversed(graph.ops):
-        entered = set(op.repeats) - set(inside)
-        live.update(value for repeat, value in across if repeat in entered)
-        inside = op.repeats
+        if op.repeats != inside:
+            entered = set(op.repeats) - set(inside)
+            live.update(value for repeat, value in across if repeat in entered)
+            inside = op.repeats
+        made = [storage[i] for i in op.outputs]
         beside = "writes" in op.facts  # it overwrites an operand, too
-        used = beside or not op.outputs or any(storage[i] in live for i in op.outputs)
-        if op.kind == "sync" or used:
+        if beside or not made or not live.isdisjoint(made) or op.kind == "sync":
             kept.append(op)
-            live.update(storage[i] for i in op.inputs)
+            live.update([storage[i] for i in op.inputs])
     return kept[::-1]
 
 
@@ -121,7 +121,7 @@ def _read_across(graph: OpGraph, op: Op) -> Iterator[tuple[int, int]]:
     """Repeats, and storages that an op of one iteration takes from the iteration beside it: of a
     neighbour, or of what all iterations share."""
     values = graph.values
-    neighbours = [ref.then for ref in references(op.arguments)]
+    neighbours = [ref.then for ref in op.reads]
     neighbours += [values[i].then for i in (*op.inputs, *op.outputs)]
     for then in neighbours:
         if then is not None:

@@ -87,11 +87,17 @@ def share(tensor: TensorView, part: float, whole: int) -> int:
 
 def number_of(op: OpView, name: str, otherwise: int) -> float:
     """A count that the tracer learnt; an expected number of experts is no whole one."""
-    return _whole(float(op.fact(name, otherwise)))
+    return _whole(op.fact(name, otherwise))
+
+
+def whole_number_of(op: OpView, name: str, otherwise: int) -> int:
+    """A count that the tracer learnt, without the fraction of an expected number."""
+    number: float = op.fact(name, otherwise)
+    return int(number) if isinstance(number, float) else number
 
 
 def _whole(number: float) -> float:
-    return int(number) if number.is_integer() else number
+    return int(number) if isinstance(number, float) and number.is_integer() else number
 
 
 def rows_reached(op: OpView, indices: int) -> float:

@@ -12,11 +12,14 @@ import math
 from rooftrace.costmodels.costs import Cost
 from rooftrace.costmodels.opviews import OpView, TensorView
 from rooftrace.costmodels.registry import builtin
-from rooftrace.costmodels.rules.common import rows_reached, share, vector
+from rooftrace.costmodels.rules.common import rows_reached, share, vector, whole_number_of
 
 
 def _touched(op: OpView, indices: int, rows: int) -> float:
-    return min(rows_reached(op, indices), indices, rows)
+    reached = rows_reached(op, indices)
+    if isinstance(reached, int):
+        return min(reached, indices, rows)
+    return reached  # an expected number, which is below both
 
 
 def _part(tensor: TensorView, elements: float) -> int:
@@ -132,7 +135,7 @@ def index(op: OpView) -> Cost:
 def gather(op: OpView) -> Cost:
     """y[i] = x[index[i]], one element each: as many elements read as y has, or as x has."""
     x, out = op.needed("self"), op.outputs[0]
-    return (op.read(x, _part(x, int(op.fact("rows_touched", out.elements))))
+    return (op.read(x, _part(x, whole_number_of(op, "rows_touched", out.elements)))
             + _others(op, "self") + op.write(out))
 
 

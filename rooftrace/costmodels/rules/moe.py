@@ -9,7 +9,14 @@ from __future__ import annotations
 from rooftrace.costmodels.costs import Cost
 from rooftrace.costmodels.opviews import OpView
 from rooftrace.costmodels.registry import builtin
-from rooftrace.costmodels.rules.common import number_of, product_precision, share, vector, widths
+from rooftrace.costmodels.rules.common import (
+    number_of,
+    product_precision,
+    share,
+    vector,
+    whole_number_of,
+    widths,
+)
 
 
 @builtin("aten._grouped_mm", "aten._scaled_grouped_mm", "aten._scaled_grouped_mm_v2",
@@ -63,7 +70,9 @@ def grouped_mm(op: OpView) -> Cost:
 
 
 def _touched(op: OpView, groups: int, rows: int) -> float:
-    return min(number_of(op, "groups_touched", min(groups, rows)), groups)
+    if op.fact("groups_touched") is None:
+        return min(groups, rows)
+    return min(number_of(op, "groups_touched", groups), groups)
 
 
 def _each(rows: int, touched: float) -> float:
@@ -73,4 +82,4 @@ def _each(rows: int, touched: float) -> float:
 
 
 def _routed(op: OpView, rows: int) -> int:
-    return min(int(op.fact("rows_routed", rows)), rows)
+    return min(whole_number_of(op, "rows_routed", rows), rows)

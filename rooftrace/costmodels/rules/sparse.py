@@ -11,7 +11,7 @@ from __future__ import annotations
 from rooftrace.costmodels.costs import Cost
 from rooftrace.costmodels.opviews import OpView, TensorView
 from rooftrace.costmodels.registry import builtin
-from rooftrace.costmodels.rules.common import share, vector
+from rooftrace.costmodels.rules.common import share, vector, whole_number_of
 
 INDEX = 8
 """Bytes of an index (int64)."""
@@ -19,7 +19,7 @@ INDEX = 8
 
 def stored(op: OpView, tensor: TensorView) -> int:
     """Stored elements of the sparse operand, all if that is not known."""
-    return min(int(op.fact("stored", tensor.elements)), tensor.elements)
+    return min(whole_number_of(op, "stored", tensor.elements), tensor.elements)
 
 
 def stored_bytes(op: OpView, tensor: TensorView) -> int:

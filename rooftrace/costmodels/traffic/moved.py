@@ -17,7 +17,6 @@ from rooftrace.costmodels.fusion import runs
 from rooftrace.costmodels.registry import find_rule
 from rooftrace.costmodels.traffic.slices import slices, union
 from rooftrace.costmodels.traffic.wide_stores import widths
-from rooftrace.tracer.arguments import references
 from rooftrace.tracer.graph import Op, OpGraph
 from rooftrace.tracer.vocabulary import ROLES
 
@@ -336,7 +335,7 @@ class _Floor:
         """Remember which slices of a storage an op reads, if it does so through one view of it."""
         values = {i for i in op.inputs if self.graph.values[i].storage == storage}
         sliced = self.slices.get(min(values)) if len(values) == 1 else None
-        if sliced is None or any(ref.then for ref in references(op.arguments) if ref.id in values):
+        if sliced is None or any(ref.then for ref in op.reads if ref.id in values):
             return
         parts = self.parts[storage].setdefault((sliced.base, sliced.dimension), {})
         for place in sliced.ranges:

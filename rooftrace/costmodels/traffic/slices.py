@@ -40,7 +40,7 @@ def slices(graph: OpGraph) -> dict[int, Slices]:
         if x in cuts:  # a slice of a slice lies in it
             cuts.update(dict.fromkeys(op.outputs, cuts[x]))
             continue
-        (ref, *_) = references(op.arguments)
+        (ref, *_) = op.reads
         base = bases.get(x, x)
         if base is None or ref.then is not None or ref.every:
             bases.update(dict.fromkeys(op.outputs))

@@ -27,7 +27,7 @@ from rooftrace.reporting.cli.shared import (
     load_rules,
     progress,
     workload,
-    write_text,
+    write_result,
 )
 
 
@@ -258,7 +258,6 @@ def validate(
     which.
     """
     from rooftrace.reporting.pages import check_folder
-    from rooftrace.reporting.text import as_markdown, renderable
 
     (loaded,), (model,) = load_chips((chip,)), load_executions((execution,), tf32, knobs, rewrites)
     load_rules(rules)
@@ -276,13 +275,7 @@ def validate(
             **workload(**request),
         )
         written = result.write(folder) if folder is not None else []
-    write_text(
-        form,
-        None,
-        lambda: renderable(result),
-        lambda: as_markdown(result),
-        result.to_dict,
-    )
+    write_result(result, form, None)
     if written and form == "terminal":
         names = ", ".join(path.name for path in written)
         say(f"\nwritten to {folder}{os.sep}: {names}")

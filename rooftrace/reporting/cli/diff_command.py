@@ -24,7 +24,7 @@ from rooftrace.reporting.cli.shared import (
     load_rules,
     progress,
     workload,
-    write_text,
+    write_result,
 )
 from rooftrace.reporting.cli.weight_commands import diff_of_checkpoints
 
@@ -130,7 +130,6 @@ def diff(
     checkpoints of safetensors or torch.save.
     """
     from rooftrace.measured.rundiffs import is_measured
-    from rooftrace.reporting.text import as_markdown, renderable
     from rooftrace.tracer.weightfiles.filenames import are_weights
 
     sources, revisions = _targets(words, revision)
@@ -157,7 +156,7 @@ def diff(
             **asked,
             **job,
         )
-    write_text(form, out, lambda: renderable(result), lambda: as_markdown(result), result.to_dict)
+    write_result(result, form, out)
     broken = result.violations(fail_on)
     for sentence in broken:
         complain(sentence)

@@ -9,7 +9,8 @@ import click
 import rooftrace as rt
 from rooftrace.reporting.cli.options import (
     TARGET_HELP,
-    Commas,
+    chips_option,
+    execution_option,
     output_options,
     pricing_options,
     workload_options,
@@ -19,9 +20,10 @@ from rooftrace.reporting.cli.shared import (
     load_chips,
     load_executions,
     load_rules,
+    one_phase,
     progress,
     workload,
-    write_text,
+    write_result,
 )
 
 
@@ -35,20 +37,8 @@ from rooftrace.reporting.cli.shared import (
 )
 @workload_options
 @pricing_options
-@click.option(
-    "--chip",
-    "chips",
-    type=Commas(),
-    default="h200-sxm",
-    show_default=True,
-    help="Chips by name or TOML path; the first is explained, the sweep has all.",
-)
-@click.option(
-    "--execution",
-    default="efficient",
-    show_default=True,
-    help="naive, eager, compiled, efficient, serving, seed-naive, seed-efficient.",
-)
+@chips_option("Chips by name or TOML path; the first is explained, the sweep has all.")
+@execution_option()
 @click.option("--plot", metavar="FILE.png", help="Draw the sweep along the roofline of each chip.")
 @output_options
 def explain(
@@ -71,10 +61,7 @@ def explain(
     Formulas are in the sizes of the step: batch, and seq or kv.  Without --op the whole step is a
     worked example, with the least batch that computing limits and a sweep.
     """
-    from rooftrace.reporting.text import as_markdown, renderable
-
-    if phases is not None and len(phases) != 1:
-        raise click.UsageError(f"--phase {','.join(phases)}: expected one phase to explain")
+    phase = one_phase(phases)
     loaded = load_chips(chips)
     (model,) = load_executions([execution], tf32, knobs, rewrites)
     load_rules(rules)
@@ -82,12 +69,12 @@ def explain(
         result = rt.explain(
             target,
             op=op,
-            phase=None if phases is None else phases[0],
+            phase=phase,
             chip=loaded,
             execution=model,
             plot=plot,
             **workload(**request),
         )
-    write_text(form, out, lambda: renderable(result), lambda: as_markdown(result), result.to_dict)
+    write_result(result, form, out)
     if plot is not None and form == "terminal":
         say(f"\nsweep drawn to {plot}")

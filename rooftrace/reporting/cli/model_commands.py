@@ -18,6 +18,8 @@ from rooftrace._progress import tell
 from rooftrace.reporting.cli.options import (
     TARGET_HELP,
     Commas,
+    chips_option,
+    executions_option,
     output_options,
     pricing_options,
     rules_option,
@@ -39,22 +41,8 @@ from rooftrace.reporting.cli.shared import (
 @click.argument("target")
 @workload_options
 @pricing_options
-@click.option(
-    "--chip",
-    "chips",
-    type=Commas(),
-    default="h200-sxm",
-    show_default=True,
-    help="Chips by name or TOML path; times are those of the first.",
-)
-@click.option(
-    "--execution",
-    "executions",
-    type=Commas(),
-    default="naive,efficient",
-    show_default=True,
-    help="naive, eager, compiled, efficient, serving, seed-naive, seed-efficient.",
-)
+@chips_option("Chips by name or TOML path; times are those of the first.")
+@executions_option("naive,efficient")
 @click.option(
     "--out",
     metavar="DIR",

@@ -80,9 +80,7 @@ def workload_options(command: Callable[..., Any]) -> Callable[..., Any]:
             help="Let a Hugging Face repository run its own code.",
         ),
     )
-    for option in reversed(options):
-        command = option(command)
-    return command
+    return _with(command, *options)
 
 
 rules_option = click.option(
@@ -115,9 +113,7 @@ def pricing_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--tf32", is_flag=True, help="Run fp32 matrix products on the matrix engine."),
         rules_option,
     )
-    for option in reversed(options):
-        command = option(command)
-    return command
+    return _with(command, *options)
 
 
 def measured_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -167,6 +163,54 @@ def _with(command: Callable[..., Any], *options: Callable[..., Any]) -> Callable
     for option in reversed(options):
         command = option(command)
     return command
+
+
+EXECUTIONS = "naive, eager, compiled, efficient, serving, seed-naive, seed-efficient"
+
+
+def chip_option(help: str = "A chip by name or TOML path.") -> Callable[..., Any]:
+    """--chip: one."""
+    return click.option("--chip", default="h200-sxm", show_default=True, help=help)
+
+
+def chips_option(help: str = "Chips by name or TOML path.") -> Callable[..., Any]:
+    """--chip: one or several, as `chips`."""
+    return click.option(
+        "--chip", "chips", type=Commas(), default="h200-sxm", show_default=True, help=help
+    )
+
+
+def execution_option(default: str = "efficient") -> Callable[..., Any]:
+    """--execution: one."""
+    return click.option("--execution", default=default, show_default=True, help=f"{EXECUTIONS}.")
+
+
+def executions_option(default: str = "efficient") -> Callable[..., Any]:
+    """--execution: one or several, as `executions`."""
+    return click.option(
+        "--execution",
+        "executions",
+        type=Commas(),
+        default=default,
+        show_default=True,
+        help=f"{EXECUTIONS}.",
+    )
+
+
+def table_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """--format with csv, --out: one text or table, to the terminal or a file."""
+    return _with(
+        command,
+        click.option(
+            "--format",
+            "form",
+            type=click.Choice(["terminal", "md", "json", "csv"]),
+            help="Default: terminal, or by the ending of --out.",
+        ),
+        click.option(
+            "-o", "--out", metavar="FILE", help="Write there instead of the terminal; - is stdout."
+        ),
+    )
 
 
 def output_options(command: Callable[..., Any]) -> Callable[..., Any]:

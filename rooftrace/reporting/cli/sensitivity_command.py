@@ -12,13 +12,18 @@ from rooftrace.errors import RequestError
 from rooftrace.reporting.cli.options import (
     TARGET_HELP,
     Commas,
+    chip_option,
+    execution_option,
     pricing_options,
+    table_options,
     workload_options,
 )
 from rooftrace.reporting.cli.output import say
 from rooftrace.reporting.cli.shared import (
     load_executions,
     load_rules,
+    one_phase,
+    pairs,
     progress,
     workload,
     write_result,
@@ -58,23 +63,10 @@ factors (x0.5).  NAME+NAME=x0.5,x1 changes both together."""
 @click.option("--points", metavar="FILE.csv", help="With --grid: write every point there.")
 @workload_options
 @pricing_options
-@click.option("--chip", default="h200-sxm", show_default=True, help="A chip by name or TOML path.")
-@click.option(
-    "--execution",
-    default="efficient",
-    show_default=True,
-    help="naive, eager, compiled, efficient, serving, seed-naive, seed-efficient.",
-)
+@chip_option()
+@execution_option()
 @click.option("--plot", metavar="FILE.png", help="Draw a tornado.")
-@click.option(
-    "--format",
-    "form",
-    type=click.Choice(["terminal", "md", "json", "csv"]),
-    help="Default: terminal, or by the ending of --out.",
-)
-@click.option(
-    "-o", "--out", metavar="FILE", help="Write there instead of the terminal; - is stdout."
-)
+@table_options
 def sensitivity(
     target: str, form: str | None, out: str | None, points: str | None, **asked: Any
 ) -> None:
@@ -105,9 +97,6 @@ def _options(asked: dict[str, Any]) -> dict[str, Any]:
     load_rules(asked.pop("rules"))
     changes = (asked.pop("tf32"), asked.pop("knobs"), asked.pop("rewrites"))
     (execution,) = load_executions([asked.pop("execution")], *changes)
-    phases = asked.pop("phases")
-    if phases is not None and len(phases) != 1:
-        raise RequestError(f"--phase {','.join(phases)}: expected one phase")
     response = asked.pop("response")
     named = {
         "over": _over(asked.pop("over")),
@@ -115,7 +104,7 @@ def _options(asked: dict[str, Any]) -> dict[str, Any]:
         "log": asked.pop("log"),
         "chip": asked.pop("chip"),
         "execution": execution,
-        "phase": phases[0] if phases else None,
+        "phase": one_phase(asked.pop("phases")),
         "plot": asked.pop("plot"),
         **({} if response is None else {"response": response}),
     }
@@ -142,13 +131,11 @@ def _grid(texts: Sequence[str], changes: tuple[Any, ...]) -> dict[str, Any] | No
     if not texts:
         return None
     levels: dict[str, Any] = {}
-    for text in texts:
-        name, equals, values = text.partition("=")
-        name = name.strip()
-        if not equals or not name:
-            raise RequestError(f"--grid {text}: expected NAME=V1,V2, for example batch=1,8,64")
+    for name, values in pairs("--grid", texts, "NAME=V1,V2, for example batch=1,8,64"):
         if name in levels:
-            raise RequestError(f"--grid {text}: {name} stands twice; give all of its levels once")
+            raise RequestError(
+                f"--grid {name}={values}: {name} stands twice; give all of its levels once"
+            )
         levels[name] = values
         if name == "execution" and values.strip(", "):
             levels[name] = load_executions(Commas().convert(values, None, None), *changes)

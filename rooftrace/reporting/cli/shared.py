@@ -36,6 +36,29 @@ def workload(
     return {name: value for name, value in options.items() if value is not None}
 
 
+def one_phase(phases: Sequence[str] | None) -> str | None:
+    """The phase of --phase, for commands that take one; None without the option."""
+    if phases is None:
+        return None
+    if len(phases) != 1:
+        raise click.UsageError(f"--phase {','.join(phases)}: expected one phase")
+    return phases[0]
+
+
+def alternatives(text: str | None) -> str | list[str] | None:
+    """One value, or several between commas; None without the option."""
+    return text.split(",") if text is not None and "," in text else text
+
+
+def pairs(option: str, texts: Sequence[str], example: str) -> list[tuple[str, str]]:
+    """The parts of NAME=VALUE.  Raises click.UsageError for a text without one of them."""
+    parted = [(name.strip(), value) for name, _, value in (t.partition("=") for t in texts)]
+    for text, (name, value) in zip(texts, parted, strict=True):
+        if not name or not value:
+            raise click.UsageError(f"{option} {text}: expected {example}")
+    return parted
+
+
 def load_chips(names: Sequence[str]) -> list[rt.Chip]:
     """Chips by name or path, one or more."""
     if not names:
@@ -92,7 +115,7 @@ def write_text(
     markdown: Callable[[], str],
     document: Callable[[], Any],
 ) -> None:
-    """A result to the terminal, or as markdown or JSON to stdout or a file."""
+    """A result to the terminal, or as JSON or another text to stdout or a file."""
     from rooftrace._writing import write_bytes
 
     if form == "terminal" and out in (None, "-"):
@@ -105,26 +128,22 @@ def write_text(
         write_bytes(Path(str(out)), text.encode("utf-8", "backslashreplace"))
 
 
-def write_result(result: Any, form: str | None, out: str | None) -> bool:
-    """A result with rows to the terminal, to stdout or to a file; whether it was the terminal.
+def write_result(
+    result: Any, form: str | None, out: str | None, *, table: Callable[[], str] | None = None
+) -> bool:
+    """A result to the terminal, to stdout or to a file; whether it was the terminal.
 
     form: terminal, md, json or csv; None: by the ending of the file, terminal without one.
+    table: the text of csv; default that of its rows.
     """
     from rooftrace.reporting.text import as_markdown, renderable
 
     ending = Path(out).suffix if out is not None else ""
     ours = {".csv": "csv", ".json": "json"}.get(ending, "md")
     form = form or ("terminal" if out in (None, "-") else ours)
-    if form == "csv" and out in (None, "-"):
-        click.echo(_csv_of(result.to_rows()), nl=False)
-    elif form == "csv":
-        from rooftrace._writing import write_bytes
-
-        write_bytes(Path(str(out)), _csv_of(result.to_rows()).encode())
-    else:
-        write_text(
-            form, out, lambda: renderable(result), lambda: as_markdown(result), result.to_dict
-        )
+    rows = table or (lambda: _csv_of(result.to_rows()))
+    text = rows if form == "csv" else lambda: as_markdown(result)
+    write_text(form, out, lambda: renderable(result), text, result.to_dict)
     return form == "terminal" and out in (None, "-")
 
 

@@ -9,6 +9,7 @@ import click
 import rooftrace as rt
 from rooftrace.errors import RequestError
 from rooftrace.reporting.cli.options import (
+    EXECUTIONS,
     TARGET_HELP,
     Commas,
     output_options,
@@ -17,12 +18,14 @@ from rooftrace.reporting.cli.options import (
 )
 from rooftrace.reporting.cli.output import say
 from rooftrace.reporting.cli.shared import (
+    alternatives,
     load_chips,
     load_executions,
     load_rules,
+    one_phase,
     progress,
     workload,
-    write_text,
+    write_result,
 )
 
 _HELP = f"""{TARGET_HELP}  Or a form that `rooftrace sweep --save-form` wrote.
@@ -74,8 +77,7 @@ attention takes longer than the MLP.  chips: how many by capacity."""
     "--execution",
     "executions",
     type=Commas(),
-    help="naive, eager, compiled, efficient, serving, seed-naive, seed-efficient; default: serving "
-    "for prefill and decode, else efficient.",
+    help=f"{EXECUTIONS}; default: serving for prefill and decode, else efficient.",
 )
 @click.option(
     "--price",
@@ -100,14 +102,12 @@ attention takes longer than the MLP.  chips: how many by capacity."""
 @output_options
 def solve(target: str, form: str, out: str | None, plot: str | None, **asked: Any) -> None:
     """The largest batch, the cheapest chips, the rate or the length that holds: with margins."""
-    from rooftrace.reporting.text import as_markdown, renderable
-
     options = _options(asked)
     with progress():
         result = rt.solve(target, **options)
         if plot is not None:
             rt.plot_answer(result, plot)
-    write_text(form, out, lambda: renderable(result), lambda: as_markdown(result), result.to_dict)
+    write_result(result, form, out)
     if plot is not None and form == "terminal":
         say(f"\ndrawn to {plot}")
     if getattr(result, "rows", True) == ():
@@ -122,23 +122,19 @@ def _options(asked: dict[str, Any]) -> dict[str, Any]:
     executions = None
     if named_models is not None or any(changes):
         executions = load_executions(named_models or ("serving",), *changes)
-    phases, chips, chip = asked.pop("phases"), asked.pop("chips"), asked.pop("chip")
-    if phases is not None and len(phases) != 1:
-        raise RequestError(f"--phase {','.join(phases)}: expected one phase")
+    chips, chip = asked.pop("chips"), asked.pop("chip")
     own = ("find", "tpot", "ttft", "step", "mix", "apart", "over", "kept_free")
     named = {name: asked.pop(name) for name in own}
     named |= {
         "execution": executions,
-        "phase": phases[0] if phases else None,
+        "phase": one_phase(asked.pop("phases")),
+        "dtype": alternatives(asked.pop("dtype")),
+        "kv_dtype": alternatives(asked.pop("kv_dtype")),
         "chip": None if chip is None else load_chips(chip),
         "chips": None if chips is None else _counts(chips),
         "price": _numbers("--price", asked.pop("price")),
         "power": _numbers("--power", asked.pop("power")),
     }
-    for name in ("dtype", "kv_dtype"):
-        text = asked.pop(name)
-        if text is not None:
-            named[name] = text.split(",") if "," in text else text
     return {**workload(**asked), **named}
 
 

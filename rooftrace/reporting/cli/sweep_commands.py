@@ -12,18 +12,22 @@ import click
 from rooftrace.errors import RequestError
 from rooftrace.reporting.cli.options import (
     TARGET_HELP,
-    Commas,
+    chips_option,
+    executions_option,
     pricing_options,
     workload_options,
 )
 from rooftrace.reporting.cli.output import complain, say
 from rooftrace.reporting.cli.shared import (
-    console,
+    alternatives,
     load_chips,
     load_executions,
     load_rules,
+    one_phase,
+    pairs,
     progress,
     workload,
+    write_result,
 )
 
 _HELP = f"""{TARGET_HELP}  Or a form that `--save-form` wrote, which needs no torch.
@@ -59,22 +63,8 @@ keyword of the function that TARGET names, or a name in the shape of an --input.
 )
 @workload_options
 @pricing_options
-@click.option(
-    "--chip",
-    "chips",
-    type=Commas(),
-    default="h200-sxm",
-    show_default=True,
-    help="Chips by name or TOML path.",
-)
-@click.option(
-    "--execution",
-    "executions",
-    type=Commas(),
-    default="efficient",
-    show_default=True,
-    help="naive, eager, compiled, efficient, serving, seed-naive, seed-efficient.",
-)
+@chips_option()
+@executions_option()
 @click.option(
     "-o",
     "--out",
@@ -119,7 +109,7 @@ def _one(target: str, asked: dict[str, Any], form: str, plot: str | None) -> Non
             "--save-form with --vary: each value has a form of its own; leave one out"
         )
     options = _options(asked)
-    with progress():
+    with progress(kept=_FIRST):
         try:
             result = rt.sweep(target, out=out, **options)
         except KeyboardInterrupt:
@@ -138,18 +128,7 @@ def _one(target: str, asked: dict[str, Any], form: str, plot: str | None) -> Non
 
 
 def _say(result: Any, form: str) -> None:
-    import json
-
-    from rooftrace.reporting.text import as_markdown, renderable
-
-    if form == "terminal":
-        console().print(renderable(result))
-    elif form == "csv":
-        click.echo(result.frame().to_csv(index=False), nl=False)
-    elif form == "json":
-        click.echo(json.dumps(result.to_dict(), indent=1))
-    else:
-        click.echo(as_markdown(result), nl=False)
+    write_result(result, form, None, table=lambda: str(result.frame().to_csv(index=False)))
 
 
 def _options(asked: dict[str, Any]) -> dict[str, Any]:
@@ -159,22 +138,19 @@ def _options(asked: dict[str, Any]) -> dict[str, Any]:
     executions = load_executions(
         asked.pop("executions"), asked.pop("tf32"), asked.pop("knobs"), asked.pop("rewrites")
     )
-    phases = asked.pop("phases")
-    if phases is not None and len(phases) != 1:
-        raise RequestError(f"--phase {','.join(phases)}: a sweep is of one phase")
+    vary = pairs("--vary", asked.pop("vary"), _SETTING)
+    settings = pairs("--set", asked.pop("settings"), _SETTING)
     named = {
         "over": _over(asked.pop("over")),
-        "vary": {name: _values(text) for name, text in _pairs("--vary", asked.pop("vary"))},
-        "settings": {name: _value(text) for name, text in _pairs("--set", asked.pop("settings"))},
+        "vary": {name: _values(text) for name, text in vary},
+        "settings": {name: _value(text) for name, text in settings},
         "chip": load_chips(asked.pop("chips")),
         "execution": executions,
-        "phase": phases[0] if phases else None,
+        "phase": one_phase(asked.pop("phases")),
+        "dtype": alternatives(asked.pop("dtype")),
+        "kv_dtype": alternatives(asked.pop("kv_dtype")),
         "most": asked.pop("most"),
     }
-    for name in ("dtype", "kv_dtype"):
-        text = asked.pop(name)
-        if text is not None:
-            named[name] = text.split(",") if "," in text else text
     if not named["settings"]:
         del named["settings"]
     return {**workload(**asked), **named}
@@ -190,16 +166,7 @@ def _over(texts: Sequence[str]) -> dict[str, str | None]:
     return over
 
 
-def _pairs(option: str, texts: Sequence[str]) -> list[tuple[str, str]]:
-    pairs = []
-    for text in texts:
-        name, equals, value = text.partition("=")
-        if not equals or not value:
-            raise RequestError(
-                f"{option} {text}: expected NAME=VALUE, for example config.num_hidden_layers=8"
-            )
-        pairs.append((name.strip(), value))
-    return pairs
+_SETTING = "NAME=VALUE, for example config.num_hidden_layers=8"
 
 
 def _values(text: str) -> list[Any]:
@@ -243,5 +210,7 @@ def _fleet(targets: Sequence[str], asked: dict[str, Any], form: str, plot: str |
         sys.exit(1)
 
 
+_FIRST = re.compile(r"first step, .*")
+"""What a sweep tells early, and that stays on stderr."""
 _ENDED = re.compile(r"\d+ of \d+( are there|: .*)|waiting for workers.*|.*: its workers died.*")
 """What a fleet tells that stays on stderr."""

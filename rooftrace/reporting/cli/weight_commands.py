@@ -11,7 +11,7 @@ import rooftrace as rt
 from rooftrace.errors import RequestError
 from rooftrace.reporting.cli.options import TARGET_HELP, output_options
 from rooftrace.reporting.cli.output import complain, say
-from rooftrace.reporting.cli.shared import progress, write_text
+from rooftrace.reporting.cli.shared import progress, write_result
 
 _HELP = f"""{TARGET_HELP}  It may also be a checkpoint: a file of safetensors or torch.save,
 the index.json of a sharded one, or a folder with one."""
@@ -44,8 +44,6 @@ def inventory(
     out: str | None,
 ) -> None:
     """What TARGET consists of: parameters, memory, a row for each tensor, statistics of weights."""
-    from rooftrace.reporting.text import as_markdown, renderable
-
     if against is not None and (weights or plot):
         raise RequestError(
             "--against compares numbers of parameters: leave --weights and --plot out, or compare "
@@ -57,7 +55,7 @@ def inventory(
         result = rt.inventory(target, weights=weights or None, plot=plot, **how)
         if against is not None:
             result = rt.diff(result, rt.inventory(against, weights=False, **how))
-    write_text(form, out, lambda: renderable(result), lambda: as_markdown(result), result.to_dict)
+    write_result(result, form, out)
     if plot is not None and form == "terminal":
         say(f"\nweights drawn to {plot}")
 
@@ -74,7 +72,6 @@ def diff_of_checkpoints(
     fail_on: tuple[str, ...],
 ) -> None:
     """What `rooftrace diff` does of two checkpoints; options of a step are refused."""
-    from rooftrace.reporting.text import as_markdown, renderable
     from rooftrace.tracer.checkpoints import checkpoint_limit
 
     context = click.get_current_context()
@@ -95,7 +92,7 @@ def diff_of_checkpoints(
     result: Any
     with progress():
         result = rt.diff(before, after, names=names)
-    write_text(form, out, lambda: renderable(result), lambda: as_markdown(result), result.to_dict)
+    write_result(result, form, out)
     broken = result.violations(fail_on)
     for sentence in broken:
         complain(sentence)

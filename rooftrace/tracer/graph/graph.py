@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any
 
 from rooftrace._shown import Shown, short
-from rooftrace.tracer.arguments import Neighbour, references
+from rooftrace.tracer.arguments import Neighbour
 from rooftrace.tracer.graph.expand import last_written_out, made_in_reverse, numbered
 from rooftrace.tracer.graph.records import Assumption, GraphError, Op, Repeat, Tensor
 from rooftrace.tracer.vocabulary import KINDS, LOWER_BOUND, PARTS, ROLES
@@ -209,7 +209,7 @@ class OpGraph(Shown):
                 raise GraphError(f"{name} reads value {value} before it is made")
         if not set(op.repeats) <= set(range(len(self.repeats))):
             raise GraphError(f"{name} is in repeats {op.repeats}, which are not there")
-        read = tuple(references(op.arguments))
+        read = op.reads
         if tuple(ref.id for ref in read) != op.inputs:
             raise GraphError(f"{name}: inputs differ from its arguments")
         for ref in read:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from msgspec import Struct, field
 
 from rooftrace.hardware.precisions import storage_bytes
-from rooftrace.tracer.arguments import Argument, Neighbour, Ref
+from rooftrace.tracer.arguments import Argument, Neighbour, Ref, references
 from rooftrace.tracer.paths import below, split
 
 
@@ -66,7 +67,7 @@ class Tensor(Struct, frozen=True):
         return storage_bytes(self.dtype, self.unique_elements)
 
 
-class Op(Struct, frozen=True):
+class Op(Struct, frozen=True, dict=True):
     """One operator call.
 
     target: the full aten name ("aten.mm.default").  arguments: by schema name, defaults left out;
@@ -105,6 +106,11 @@ class Op(Struct, frozen=True):
     def name(self) -> str:
         """The target without its overload: "aten.mm"."""
         return self.target.rsplit(".", 1)[0]
+
+    @cached_property
+    def reads(self) -> tuple[Ref, ...]:
+        """The tensors among its arguments, in order."""
+        return tuple(references(self.arguments))
 
 
 class Assumption(Struct, frozen=True):

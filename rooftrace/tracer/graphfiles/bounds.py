@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 
 from rooftrace.hardware.precisions import precision
-from rooftrace.tracer.arguments import references
 from rooftrace.tracer.graph import GraphError, Op, OpGraph, Repeat
 
 MOST_ELEMENTS = (1 << 63) - 1
@@ -86,7 +85,7 @@ def _check_op(graph: OpGraph, op: Op) -> None:
     for argument in op.steps:
         if type(op.arguments.get(argument)) is not int:
             raise GraphError(f"{name}: {argument!r:.60} has a step, and is no whole number")
-    listed = (*(ref.id for ref in references(op.arguments) if ref.every), *op.outputs)
+    listed = (*(ref.id for ref in op.reads if ref.every), *op.outputs)
     copies = sum(
         _runs(graph, tuple(r for r in graph.values[value].repeats if r not in op.repeats))
         for value in listed

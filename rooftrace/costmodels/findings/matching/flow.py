@@ -76,7 +76,7 @@ class Flow:
         a repeat has all of its items.
         """
         read: list[Tensor] = []
-        for ref in references(op.arguments):
+        for ref in op.reads:
             read += self._copies(op, ref.id, ref.every)
         made = [tensor for value in op.outputs for tensor in self._copies(op, value, True)]
         if in_any_order(op):

@@ -1,0 +1,50 @@
+"""Arguments that take one value or several, and every combination of some of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import Any
+
+from rooftrace.costmodels.execution import ExecutionModel, execution_model
+from rooftrace.costmodels.planforms import Conditions
+from rooftrace.costmodels.rewriting import check_precisions
+from rooftrace.errors import RequestError
+from rooftrace.hardware import Chip
+
+
+def each_chip(value: Any) -> list[Any]:
+    """The chips, or their names, of an argument `chip`.  Raises RequestError for none."""
+    return _each("chip", value, (str, Chip, os.PathLike))
+
+
+def each_execution(value: Any) -> list[Any]:
+    """The execution models, or their names, of an argument.  Raises RequestError for none."""
+    return _each("execution", value, (str, ExecutionModel))
+
+
+def each_condition(
+    execution: Any, dtype: Any, weights_dtype: str | None, kv_dtype: Any
+) -> tuple[Conditions, ...]:
+    """Every combination of executions and precisions, of which there may be one or several each.
+
+    Raises RequestError for none, and for precisions that there are not.
+    """
+    combinations = tuple(
+        Conditions(execution_model(model), first, weights_dtype, second)
+        for model in each_execution(execution)
+        for first in _each("dtype", dtype, (str,))
+        for second in _each("kv_dtype", kv_dtype, (str,))
+    )
+    for conditions in combinations:
+        check_precisions(conditions.dtype, conditions.weights_dtype, conditions.kv_dtype)
+    return combinations
+
+
+def _each(name: str, value: Any, kinds: tuple[type[Any], ...]) -> list[Any]:
+    """One or several values as a list.  Whoever reads the list checks its values."""
+    several = isinstance(value, Iterable) and not isinstance(value, kinds)
+    values = list(value) if several else [value]
+    if not values:
+        raise RequestError(f"{name}: expected at least one, got none")
+    return values
