@@ -150,11 +150,15 @@ class Visits:
             return [self.alone[value] for value in op.outputs]
         return [number for value in op.outputs for number in self.copies(value, visit.at)]
 
-    def copies(self, value: int, at: _At) -> Iterator[int]:
+    def copies(self, value: int, at: _At) -> list[int]:
         """Numbers of the storages of a value in all iterations of what `at` does not say."""
         repeats = [r for r in self.graph.values[value].repeats if r not in at]
-        for place in product(*(range(self.counts[r]) for r in repeats)):
-            yield self._number(value, None, {**at, **dict(zip(repeats, place, strict=True))})
+        if not repeats:
+            return [self._number(value, None, at)]
+        return [
+            self._number(value, None, {**at, **dict(zip(repeats, place, strict=True))})
+            for place in product(*(range(self.counts[r]) for r in repeats))
+        ]
 
     def _number(self, value: int, then: Neighbour | None, at: _At) -> int:
         beside = self._beside(then, at)

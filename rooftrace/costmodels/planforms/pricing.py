@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -148,9 +148,9 @@ class PlanForms:
             if not cell.wide or not self._is(cell.form, numbers, here):
                 continue
             guards = tuple(guard for guard in cell.guards if guard.holds(at)[0])
-            gained = [n for n in self._some(guards, numbers, points, left)
-                      if not _holds(cell.guards, n)]  # fmt: skip
-            known = [n for n in self._known if _holds(guards, n)]
+            some = self._some(guards, numbers, points, left)
+            gained = [n for n, held in _held(cell.guards, some) if not held]
+            known = [n for n, held in _held(guards, self._known) if held]
             if all(
                 self._is(cell.form, n) for n in (*known, *self._edges(gained), *gained[:_TRIES])
             ):
@@ -197,7 +197,7 @@ class PlanForms:
         inside = _numbers(points, some[_holding(guards, points, some)])
         near = self._near(numbers, points.names)
         others = _numbers(near, np.flatnonzero(_holding(guards, near, np.arange(len(near)))))
-        known = [n for n in self._known if n != numbers and _holds(guards, n)]
+        known = [n for n, held in _held(guards, self._known) if held and n != numbers]
         edges = self._edges([*inside, *others, *known])
         candidates = list(dict.fromkeys([numbers, *edges, *_spread([*known, *others]), *inside]))
         first, each = _SAMPLES
@@ -293,10 +293,18 @@ def _holding(guards: Sequence[Guard], points: Points, places: Places) -> Array:
     return held
 
 
-def _holds(guards: Sequence[Guard], numbers: slots.Numbers) -> bool:
-    """Whether all guards hold at one place."""
-    columns = [np.array([number]) for number in numbers]
-    return all(bool(guard.holds(columns)[0]) for guard in guards)
+def _held(
+    guards: Sequence[Guard], places: Collection[slots.Numbers]
+) -> Iterator[tuple[slots.Numbers, bool]]:
+    """Places, each with whether all guards hold there."""
+    if not places:
+        return
+    columns = [np.array(column, dtype=np.int64) for column in zip(*places, strict=True)]
+    held = np.ones(len(places), dtype=bool)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        for guard in guards:
+            held &= guard.holds(columns)
+    yield from zip(places, held.tolist(), strict=True)
 
 
 def _equal_to(numbers: slots.Numbers) -> Iterator[Guard]:
