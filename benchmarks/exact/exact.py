@@ -10,12 +10,16 @@ whole numbers must be equal to the last digit, seconds to 1e-9.  Exits 1 where o
 from __future__ import annotations
 
 import argparse
+import atexit
 import os
 import random
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("ROOFTRACE_CACHE", "off")
@@ -42,13 +46,17 @@ class Row:
     executions: tuple[str, ...] = ("efficient",)
 
 
-def _target(title: str, phase: str, **over: range) -> Row:
+def _target(title: str, phase: str, config: Callable[[], str] | None = None, **over: range) -> Row:
+    """A model by its name, or by the path of its config."""
     executions = ("efficient", "serving") if phase == "decode" else ("efficient",)
 
-    def at(**sizes: int) -> rt.OpGraph:
-        return rt.trace(title, phase=phase, **sizes)
+    def target() -> str:
+        return title if config is None else config()
 
-    return Row(title, phase, over, lambda: ((title,), {"phase": phase}), at, executions)
+    def at(**sizes: int) -> rt.OpGraph:
+        return rt.trace(target(), phase=phase, **sizes)
+
+    return Row(title, phase, over, lambda: ((target(),), {"phase": phase}), at, executions)
 
 
 def _module(
@@ -82,7 +90,10 @@ def rows() -> Iterator[Row]:
         yield _module("vit-base", phase, _vit, _pictures, **{"0_0": range(1, 257)})
         yield _module("resnet-50", phase, _resnet, _pictures, **{"0_0": range(1, 257)})
         yield _module("mamba-130m", phase, _mamba, _tokens, **{"0_0": range(1, 65)})
-        yield _module("whisper-small", phase, _whisper, _sounds, **{"0_0": range(1, 65)})
+    lengths = range(16, 401)
+    yield _target("whisper-small", "decode", _whisper, batch=range(1, 65), kv=lengths)
+    for phase in ("prefill", "forward", "training"):
+        yield _target("whisper-small", phase, _whisper, batch=range(1, 65), seq=lengths)
 
 
 def _from(config: Any, kind: str) -> Any:
@@ -112,14 +123,20 @@ def _mamba() -> Any:
     return _from(config, "MambaForCausalLM")
 
 
-def _whisper() -> Any:
+@cache
+def _whisper() -> str:
     import transformers
 
     config = transformers.WhisperConfig(
         d_model=768, encoder_layers=12, decoder_layers=12, encoder_attention_heads=12,
-        decoder_attention_heads=12, encoder_ffn_dim=3072, decoder_ffn_dim=3072, use_cache=False,
+        decoder_attention_heads=12, encoder_ffn_dim=3072, decoder_ffn_dim=3072,
+        architectures=["WhisperForConditionalGeneration"],
     )  # fmt: skip
-    return _from(config, "WhisperForConditionalGeneration")
+    folder = tempfile.TemporaryDirectory(prefix="rooftrace-exact-")
+    atexit.register(folder.cleanup)
+    path = Path(folder.name) / "config.json"
+    config.to_json_file(str(path), use_diff=False)
+    return str(path)
 
 
 def _size(sizes: Mapping[str, int]) -> int:
@@ -136,12 +153,6 @@ def _tokens(**sizes: int) -> tuple[Any, ...]:
     import torch
 
     return (torch.zeros(_size(sizes), 512, dtype=torch.int64, device="meta"),)
-
-
-def _sounds(**sizes: int) -> tuple[Any, ...]:
-    import torch
-
-    return (torch.empty(_size(sizes), 80, 3000, device="meta"),)
 
 
 @dataclass
