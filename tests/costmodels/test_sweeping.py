@@ -15,6 +15,7 @@ import rooftrace as rt
 from rooftrace.costmodels.planforms import Conditions, Points
 from rooftrace.costmodels.sweeping import SweepCase, evaluated
 from rooftrace.errors import RequestError
+from rooftrace.hardware import units
 from tests.costmodels.conftest import DEEPSEEK, TEXT, build
 
 transformers = pytest.importorskip("transformers")
@@ -204,3 +205,37 @@ def test_cases_and_chips_multiply_the_lines() -> None:
     with pytest.raises(RequestError, match="size 'y'"):
         result.crossings("y")
     assert {"lines", "crossings", "cliffs"} <= set(result.to_dict())
+
+
+def test_the_first_step_is_told_before_the_rest_is_priced() -> None:
+    told: list[str] = []
+    rt.sweep(*wide_step(), over={"0.0": range(1, 65)}, progress=told.append)
+    (early,) = [line for line in told if line.startswith("first step, ")]
+    rows = int(early.removeprefix("first step, 0.0 ").partition(":")[0])
+    assert units.format_time(step(rows).t_est) in early
+    assert step(rows).times.regime in early
+    assert told.index(early) < next(i for i, line in enumerate(told) if line.startswith("pricing"))
+
+
+@pytest.mark.parametrize("name", ["chip", "execution", "dtype", "kv_dtype"])
+def test_none_of_several_is_an_error(name: str) -> None:
+    with pytest.raises(RequestError, match=f"{name}: expected at least one, got none"):
+        rt.sweep(*wide_step(), over={"0.0": range(1, 65)}, **{name: []})
+
+
+def test_expected_numbers_and_notes_part_no_sizes(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Few plans are made: a guard with a number of one place in it would hold around it only."""
+    form = form_of(folder, "mixtral", "decode")
+    plans: list[int] = []
+    numbers = Conditions.numbers
+
+    def counted(self: Conditions, graph: rt.OpGraph, with_memory: bool = True) -> Any:
+        plans.append(len(graph.ops))
+        return numbers(self, graph, with_memory)
+
+    monkeypatch.setattr(Conditions, "numbers", counted)
+    over = {"batch": range(1, 65), "kv": range(1, 301)}
+    assert len(rt.sweep(form, over=over, execution="serving").frame()) == 64 * 300
+    assert len(plans) <= 30
