@@ -26,6 +26,8 @@ def front_plot(result: serving.ServingAnswer) -> Figure:
     curves = result.curves[:_LINES]
     left = len(result.curves) - len(curves)
     more = f"; {left} more configurations are not drawn" if left else ""
+    from matplotlib import ticker
+
     figure = style.sheet(
         7.2, f"{result.title}: speed of a user against speed of a chip",
         f"each line: {result.name} {result.sizes[0]:,} (right) to {result.sizes[1]:,} (left), "
@@ -37,7 +39,9 @@ def front_plot(result: serving.ServingAnswer) -> Figure:
     axes.set_xlabel("tokens/s of a user", color=style.INK)
     axes.set_ylabel("tokens/s of a chip", color=style.INK)
     for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
         axis.set_major_formatter(lambda value, _: f"{value:,.10g}")
+        axis.set_minor_formatter(ticker.NullFormatter())
     axes.grid(color=style.GRID)
     axes.set_axisbelow(True)
     for spine in ("top", "right"):
