@@ -94,6 +94,8 @@ def together(chip: Chip, count: int) -> Chip:
     That is an even split of each kernel.  The gap between kernels and the time of the host stay
     those of one; what the chips send to each other is in `splitting`.
     """
+    if count == 1:
+        return chip
     known = chip.facts_by_name()
     shared = [f"{peak.engine}.{peak.precision}" for peak in chip.peaks]
     shared += [name for name in _SHARED if name in known]

@@ -118,7 +118,7 @@ class KernelColumns:
                 f"a kernel ({self.kind}) with arrays of lengths {sorted(lengths)}: "
                 "expected all of one length, or of length 1"
             )
-        object.__setattr__(self, "size", max(lengths, default=1))
+        object.__setattr__(self, "size", max(lengths | {1}))
 
     def _amounts(self) -> Iterator[Amount]:
         yield from (self.bytes, self.moved, self.link, self.warm, self.times)
