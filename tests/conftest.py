@@ -40,6 +40,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
     if not config.getoption("--update-golden"):
         return
     writers = [item for item in items if "golden" in getattr(item, "fixturenames", ())]

@@ -133,6 +133,7 @@ with open("steps.csv", "w") as file:
 """What a user has: measured step times, a run of `rooftrace measure` and a profile."""
 
 
+@pytest.mark.long
 def test_every_block_of_the_readme_runs_from_the_wheel(fresh: Path, tmp_path: Path) -> None:
     variables = {"PYTHONPATH": LIBRARIES, "HF_HUB_OFFLINE": "1"}
     code, commands = [], []

@@ -159,7 +159,7 @@ def swept(request: SweepRequest, out: Path | None = None) -> Sweep:
     parts = None if out is None else out.with_name(f"{out.name}.parts")
     cases: list[SweepCase] = []
     tables = []
-    seen: Callable[[str, OpGraph], None] | None = partial(_tell_first, request)
+    seen = partial(_tell_first, request) if request.points > 1 else None
     for settings in request.variants:
         job = _with(request.job, settings)
         form = request.form or form_of(job, request.levels, request.most, seen)

@@ -14,6 +14,7 @@ import click
 
 import rooftrace as rt
 from rooftrace._escapes import visible
+from rooftrace.errors import RequestError
 from rooftrace.reporting.cli.output import complain
 
 
@@ -41,7 +42,7 @@ def one_phase(phases: Sequence[str] | None) -> str | None:
     if phases is None:
         return None
     if len(phases) != 1:
-        raise click.UsageError(f"--phase {','.join(phases)}: expected one phase")
+        raise RequestError(f"--phase {','.join(phases)}: expected one phase")
     return phases[0]
 
 
@@ -51,11 +52,11 @@ def alternatives(text: str | None) -> str | list[str] | None:
 
 
 def pairs(option: str, texts: Sequence[str], example: str) -> list[tuple[str, str]]:
-    """The parts of NAME=VALUE.  Raises click.UsageError for a text without one of them."""
+    """The parts of NAME=VALUE.  Raises RequestError for a text without one of them."""
     parted = [(name.strip(), value) for name, _, value in (t.partition("=") for t in texts)]
     for text, (name, value) in zip(texts, parted, strict=True):
         if not name or not value:
-            raise click.UsageError(f"{option} {text}: expected {example}")
+            raise RequestError(f"{option} {text}: expected {example}")
     return parted
 
 
