@@ -314,3 +314,39 @@ def test_diff_of_a_saved_graph_and_a_target_takes_the_targets_sizes(
     flops = told["phases"]["prefill"]["totals"]["flops"]
     assert flops["after"] > 2 * flops["before"], "attention grows with the square of the length"
     assert run("diff", graph, graph, *sizes).code == 2
+
+
+NET = """
+import torch
+
+def build(width=16, batch=4):
+    return torch.nn.Linear(width, width), (torch.zeros(batch, width),)
+"""
+
+
+@pytest.mark.parametrize(
+    ("asked", "execution"),
+    [
+        ((), "efficient"),
+        (("--tf32", "--phase", "training"), "efficient"),
+        (("--execution", "eager"), "eager"),
+    ],
+    ids=str,
+)
+def test_solve_takes_the_execution_of_the_phase(
+    run: Run, tmp_path: Path, asked: tuple[str, ...], execution: str
+) -> None:
+    (tmp_path / "net.py").write_text(NET)
+    sizes = ("--step", "1ms", "--over", "1,2,4", "--format", "json")
+    ran = run("solve", f"{tmp_path}/net.py:build", *sizes, *asked)
+    assert ran.code == 0, ran.err
+    assert f'"execution": "{execution}"' in ran.out and "serving" not in ran.out
+
+
+def test_a_misspelt_keyword_of_a_target_is_answered_with_the_right_one(
+    run: Run, tmp_path: Path
+) -> None:
+    (tmp_path / "net.py").write_text(NET)
+    ran = run("sweep", f"{tmp_path}/net.py:build", "--over", "widht=1..4")
+    assert ran.code == 2
+    assert ran.err.strip().endswith("takes width, batch; did you mean 'width'?")

@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 import rooftrace as rt
+from rooftrace.costmodels.execution import TYPICAL
 from rooftrace.errors import RequestError
 from rooftrace.reporting.cli.options import (
     EXECUTIONS,
@@ -117,17 +118,19 @@ def solve(target: str, form: str, out: str | None, plot: str | None, **asked: An
 def _options(asked: dict[str, Any]) -> dict[str, Any]:
     """Options as `rt.solve` takes them."""
     load_rules(asked.pop("rules"))
+    phase = one_phase(asked.pop("phases"))
     named_models = asked.pop("executions")
     changes = (asked.pop("tf32"), asked.pop("knobs"), asked.pop("rewrites"))
     executions = None
-    if named_models is not None or any(changes):
-        executions = load_executions(named_models or ("serving",), *changes)
+    if named_models is not None or changes != (False, TYPICAL, ()):
+        usual = "serving" if phase in (None, "prefill", "decode") else "efficient"
+        executions = load_executions(named_models or (usual,), *changes)
     chips, chip = asked.pop("chips"), asked.pop("chip")
     own = ("find", "tpot", "ttft", "step", "mix", "apart", "over", "kept_free")
     named = {name: asked.pop(name) for name in own}
     named |= {
         "execution": executions,
-        "phase": one_phase(asked.pop("phases")),
+        "phase": phase,
         "dtype": alternatives(asked.pop("dtype")),
         "kv_dtype": alternatives(asked.pop("kv_dtype")),
         "chip": None if chip is None else load_chips(chip),

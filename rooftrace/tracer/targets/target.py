@@ -172,7 +172,7 @@ def _check_keywords(function: Callable[..., Any], keywords: Mapping[str, Any], t
         if name not in parameters:
             raise RequestError(
                 f"{name}={value!r:.40}: {target} takes {', '.join(parameters) or 'no arguments'}"
-                f"{hint(name, parameters)}"
+                f"{hint(name, tuple(parameters))}"
             )
 
 
