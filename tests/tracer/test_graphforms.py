@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -242,3 +242,15 @@ def test_a_graph_form_says_where_it_is_from() -> None:
     form = rt.form(Branching(), torch.empty(4, 8), over={"0.0": range(2, 30)})
     assert all(isinstance(regime.form, GraphForm) for regime in form.regimes)
     assert "regimes from" in repr(form) and form.where()
+
+
+def test_the_largest_box_is_proven_first() -> None:
+    """Many structures where one size is small use up no traces that the rest needs."""
+
+    def records(many: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+        return [(x * y,) * min(x, 10) for x, y in many]
+
+    levels = (range(1, 101), range(1, 101))
+    survey = Survey(("x", "y"), levels, records, most=60, form=RecordForm)
+    regimes = list(survey.regimes())
+    assert any(regime.holds((11, 50)) and regime.holds((100, 100)) for regime in regimes)

@@ -158,7 +158,8 @@ class Form:
         if len(outside) > MOST_TRACED:
             raise RequestError(
                 f"{len(outside):,} of {len(points):,} points lie outside of what is proven: "
-                f"{'; '.join(self.where()) or 'nothing'}; ask for fewer of them, or for others"
+                f"{'; '.join(self.where()) or 'nothing'}; ask for fewer of them, for others, or "
+                "allow more traces (most)"
             )
         for numbers in outside:
             regime = self.regime(numbers)

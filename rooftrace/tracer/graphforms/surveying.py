@@ -91,10 +91,14 @@ class Survey:
     _known: dict[Numbers, Any] = field(default_factory=dict)
 
     def regimes(self) -> Iterator[Regime]:
-        """Regimes as they are proven, which together cover all levels if the traces suffice."""
+        """Regimes as they are proven, which together cover all levels if the traces suffice.
+
+        The box with most points comes first: what is left when all traces are made is little.
+        """
         boxes = [tuple((0, len(values) - 1) for values in self.levels)]
         while boxes:
-            box = boxes.pop()
+            box = max(reversed(boxes), key=_points)
+            boxes.remove(box)
             yield from self._regimes_of(box, boxes)
             self._known.clear()  # many graphs take much room, and few are asked for again
 
