@@ -401,7 +401,7 @@ def test_every_second_of_a_compiled_step_belongs_to_its_ops(
     assert len(placed) == len(set(placed))
     parts = {op.part for op in step.detected.graph.ops if op.id in placed}
     assert parts == {"forward", "backward", "optimizer"}
-    assert step.seconds < 50 * run.models[0].median  # seconds of one step, however busy it is here
+    assert step.seconds < 5 * run.models[0].median
 
 
 @pytest.mark.slow
