@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
-from rooftrace.costmodels.execution import ExecutionModel, execution_model
+from rooftrace.costmodels.execution import ExecutionModel
 from rooftrace.costmodels.planforms import Conditions
 from rooftrace.costmodels.rewriting import check_precisions
 from rooftrace.errors import RequestError
@@ -31,7 +31,7 @@ def each_condition(
     Raises RequestError for none, and for precisions that there are not.
     """
     combinations = tuple(
-        Conditions(execution_model(model), first, weights_dtype, second)
+        Conditions.of(model, first, weights_dtype, second)
         for model in each_execution(execution)
         for first in _each("dtype", dtype, (str,))
         for second in _each("kv_dtype", kv_dtype, (str,))

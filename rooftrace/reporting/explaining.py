@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rooftrace._progress import tell, telling
-from rooftrace.costmodels.execution import ExecutionModel, execution_model
+from rooftrace.costmodels.execution import ExecutionModel
 from rooftrace.costmodels.explaining import (
     Explanation,
     critical_of,
@@ -19,6 +19,7 @@ from rooftrace.costmodels.rewriting import check_precisions
 from rooftrace.costmodels.sweeping import Form
 from rooftrace.errors import RequestError
 from rooftrace.hardware import Chip, load_chip
+from rooftrace.reporting.alternatives import each_chip
 from rooftrace.reporting.estimates import CHIP, Source
 from rooftrace.reporting.stepforms import decoding_first, form_of
 from rooftrace.tracer.asking import Job
@@ -57,13 +58,12 @@ def explain(
     Raises RequestError where no kernel answers to `op`, and for sizes that the source does not
     have; and what `form` and `estimate` raise.
     """
-    names = [chip] if isinstance(chip, (str, Chip)) else list(chip)
-    chips = [load_chip(item) if isinstance(item, str) else item for item in names]
+    chips = list(map(load_chip, each_chip(chip)))
     if plot is not None and op is not None:
         raise RequestError(f"--plot {plot}: it draws the sweep of a whole step; leave --op out")
     job = Job.of(explain, source, args, kwargs, phase=phase)
     check_precisions(*job.precisions)
-    conditions = Conditions(execution_model(execution), *job.precisions)
+    conditions = Conditions.of(execution, *job.precisions)
     with telling(progress):
         job, graph = first_graph(job)
         sizes = dict(at) if at is not None else sizes_of(job, graph)

@@ -50,7 +50,7 @@ def explore(
     routed experts, and what `form` raises.
     """
     levels = _levels(over)
-    used = load_chip(chip) if isinstance(chip, (str, os.PathLike)) else chip
+    used = load_chip(chip)
     model = execution_model(execution)
     bandwidth = _bandwidth(link)
     known = known_form(source)

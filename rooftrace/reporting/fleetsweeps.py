@@ -17,6 +17,7 @@ from rooftrace._shown import Shown, short
 from rooftrace.costmodels.registry import own_rules
 from rooftrace.errors import RequestError
 from rooftrace.hardware import Chip, load_chip
+from rooftrace.reporting.alternatives import each_chip
 from rooftrace.reporting.estimates import CHIP
 from rooftrace.reporting.fleets import FleetResult, Task, run_fleet
 from rooftrace.reporting.fleetsources import FleetSource
@@ -115,8 +116,7 @@ def sweep_fleet(
         raise RequestError(
             f"out={str(out)!r}: several targets write a folder, with a file for each; name a folder"
         )
-    chips = (chip,) if isinstance(chip, (str, Chip, os.PathLike)) else tuple(chip)
-    options = {**options, "chip": tuple(map(load_chip, chips))}
+    options = {**options, "chip": tuple(map(load_chip, each_chip(chip)))}
     _check(names, {**options, "over": over, "vary": vary})
     options["over"] = {name: _plain(name, values) for name, values in _named(over).items()}
     texts = {str(path): _text_of(path) for path in rules}

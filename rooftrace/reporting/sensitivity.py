@@ -100,7 +100,7 @@ def sensitivity(
     decode for a Hugging Face model that has it, else forward.
     Raises RequestError for a name or a level that there is not, and what `form` raises.
     """
-    used = load_chip(chip) if isinstance(chip, (str, os.PathLike)) else chip
+    used = load_chip(chip)
     model = execution_model(execution)
     known = known_form(source)
     with telling(progress):

@@ -297,14 +297,11 @@ def _held(
     guards: Sequence[Guard], places: Collection[slots.Numbers]
 ) -> Iterator[tuple[slots.Numbers, bool]]:
     """Places, each with whether all guards hold there."""
-    if not places:
-        return
-    columns = [np.array(column, dtype=np.int64) for column in zip(*places, strict=True)]
-    held = np.ones(len(places), dtype=bool)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        for guard in guards:
-            held &= guard.holds(columns)
-    yield from zip(places, held.tolist(), strict=True)
+    if places:
+        columns = zip(*places, strict=True)
+        points = Points({str(size): column for size, column in enumerate(columns)})
+        held = _holding(guards, points, np.arange(len(points)))
+        yield from zip(places, held.tolist(), strict=True)
 
 
 def _equal_to(numbers: slots.Numbers) -> Iterator[Guard]:

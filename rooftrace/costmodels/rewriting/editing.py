@@ -180,9 +180,6 @@ class Editor:
 
     def done(self) -> OpGraph:
         """The new graph."""
-        ops = tuple(
-            op if op.id == index else replace(op, id=index) for index, op in enumerate(self.ops)
-        )
         graph, other = self.graph, self.replaced
         fields = {
             "values": tuple(self.values),
@@ -190,7 +187,7 @@ class Editor:
             "inputs": tuple(other.get(value, value) for value in graph.inputs),
             "outputs": tuple(other.get(value, value) for value in graph.outputs),
         }
-        return graph.replace(ops=ops, **fields)
+        return graph.with_ops(self.ops, **fields)
 
 
 def operand(op: Op, name: str) -> Ref:

@@ -17,7 +17,7 @@ def without_dead_ops(graph: OpGraph) -> tuple[OpGraph, int]:
     kept = _used(graph)
     if len(kept) == len(graph.ops):
         return graph, 0
-    smaller = _with_ops(graph, kept)
+    smaller = graph.with_ops(kept)
     return smaller, _launched(graph) - _launched(smaller)
 
 
@@ -33,7 +33,7 @@ def without_left_behind(graph: OpGraph, before: OpGraph) -> OpGraph:
     kept = _without_unread_views(graph, kept, _read(before, before.ops))
     gone = before.producers.keys() - {value for op in kept for value in op.outputs}
     gone |= set(before.external) & _read(before, before.ops) - _read(graph, kept)
-    return _with_ops(graph, [_letting_go(op, gone) for op in kept])
+    return graph.with_ops(_letting_go(op, gone) for op in kept)
 
 
 def letting_go(graph: OpGraph, before: OpGraph) -> OpGraph:
@@ -77,11 +77,6 @@ def _letting_go(op: Op, gone: Collection[int]) -> Op:
     if not op.holds or not any(ref.id in gone for ref in op.holds):
         return op
     return replace(op, holds=tuple(ref for ref in op.holds if ref.id not in gone))
-
-
-def _with_ops(graph: OpGraph, ops: list[Op]) -> OpGraph:
-    numbered = (op if op.id == i else replace(op, id=i) for i, op in enumerate(ops))
-    return graph.replace(ops=tuple(numbered))
 
 
 def _used(graph: OpGraph) -> list[Op]:

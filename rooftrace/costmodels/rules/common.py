@@ -87,7 +87,7 @@ def share(tensor: TensorView, part: float, whole: int) -> int:
 
 def number_of(op: OpView, name: str, otherwise: int) -> float:
     """A count that the tracer learnt; an expected number of experts is no whole one."""
-    return _whole(op.fact(name, otherwise))
+    return whole(op.fact(name, otherwise))
 
 
 def whole_number_of(op: OpView, name: str, otherwise: int) -> int:
@@ -96,7 +96,8 @@ def whole_number_of(op: OpView, name: str, otherwise: int) -> int:
     return int(number) if isinstance(number, float) else number
 
 
-def _whole(number: float) -> float:
+def whole(number: float) -> float:
+    """The number as an int where it is whole; an int stays as it is."""
     return int(number) if isinstance(number, float) and number.is_integer() else number
 
 
@@ -104,7 +105,7 @@ def rows_reached(op: OpView, indices: int) -> float:
     """How many different rows so many indices reach, known or expected; all if nothing is known."""
     classes = op.fact("uniform_over")
     if classes is not None and op.fact("rows_touched") is None:
-        return _whole(functions.expected_distinct(indices, 1, int(classes)))
+        return whole(functions.expected_distinct(indices, 1, int(classes)))
     return number_of(op, "rows_touched", indices)
 
 

@@ -14,6 +14,7 @@ from rooftrace.costmodels.rules.common import (
     product_precision,
     share,
     vector,
+    whole,
     whole_number_of,
     widths,
 )
@@ -77,8 +78,7 @@ def _touched(op: OpView, groups: int, rows: int) -> float:
 
 def _each(rows: int, touched: float) -> float:
     """Rows of a group that got some; a whole number stays one."""
-    each = rows / max(touched, 1)
-    return int(each) if each.is_integer() else each
+    return whole(rows / max(touched, 1))
 
 
 def _routed(op: OpView, rows: int) -> int:

@@ -263,8 +263,8 @@ class Sweep(Shown):
                 every = np.arange(first, min(last, first + _WIDEST) + 1)
                 at = {n: int(self.columns[n][line[0]]) for n in self.names if n != name}
                 every, table = self._along(case, chip, name, at, every)
-                steep = _beyond_trend(table["t_est"]) > least
                 seconds = table["t_est"]
+                steep = _beyond_trend(seconds) > least
                 for place in np.flatnonzero(steep & (np.diff(every) == 1)):
                     before, after = float(seconds[place]), float(seconds[place + 1])
                     chip_name, here = self.chips[chip].name, int(every[place])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Collection
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from rooftrace.reporting.text.dispatch import view_of
@@ -56,34 +57,23 @@ def as_markdown(result: Any, files: Collection[str] = ()) -> str:
     return as_page(_view(result, "page"), files)
 
 
+_REGISTERING = {
+    "rooftrace.measured": "measurements",
+    "rooftrace.costmodels.sweeping": "sweeps",
+    "rooftrace.reporting.fleetsweeps": "fleets",
+    "rooftrace.costmodels.explaining": "explanations",
+    "rooftrace.costmodels.elasticity": "sensitivities",
+    "rooftrace.costmodels.exploring": "explorations",
+    "rooftrace.costmodels.answers": "answers",
+}
+"""Modules of this package that load numpy, or code about measured time: by whose results they show.
+
+A report of predictions loads none of them.
+"""
+
+
 def _view(result: Any, output: view.Output) -> view.View:
-    if type(result).__module__.startswith("rooftrace.measured"):
-        # A report of predictions does not load the code about measured time.
-        from rooftrace.reporting.text import measurements
-
-        measurements.register()
-    elif type(result).__module__.startswith("rooftrace.costmodels.sweeping"):
-        from rooftrace.reporting.text import sweeps  # it loads numpy
-
-        sweeps.register()
-    elif type(result).__module__.startswith("rooftrace.reporting.fleetsweeps"):
-        from rooftrace.reporting.text import fleets  # it loads numpy
-
-        fleets.register()
-    elif type(result).__module__.startswith("rooftrace.costmodels.explaining"):
-        from rooftrace.reporting.text import explanations  # it loads numpy
-
-        explanations.register()
-    elif type(result).__module__.startswith("rooftrace.costmodels.elasticity"):
-        from rooftrace.reporting.text import sensitivities  # it loads numpy
-
-        sensitivities.register()
-    elif type(result).__module__.startswith("rooftrace.costmodels.exploring"):
-        from rooftrace.reporting.text import explorations  # it loads numpy
-
-        explorations.register()
-    elif type(result).__module__.startswith("rooftrace.costmodels.answers"):
-        from rooftrace.reporting.text import answers  # it loads numpy
-
-        answers.register()
+    for owner, name in _REGISTERING.items():
+        if type(result).__module__.startswith(owner):
+            import_module(f"rooftrace.reporting.text.{name}").register()
     return view_of(result, output)

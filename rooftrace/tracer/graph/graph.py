@@ -8,10 +8,12 @@ records.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
+
+from msgspec import structs
 
 from rooftrace._shown import Shown, short
 from rooftrace.tracer.arguments import Neighbour
@@ -118,6 +120,13 @@ class OpGraph(Shown):
     def replace(self, **changes: Any) -> OpGraph:
         """A copy with some fields changed."""
         return replace(self, **changes)
+
+    def with_ops(self, ops: Iterable[Op], **changes: Any) -> OpGraph:
+        """A copy with other ops, numbered as they stand, and with some fields changed."""
+        ids = (
+            op if op.id == place else structs.replace(op, id=place) for place, op in enumerate(ops)
+        )
+        return replace(self, ops=tuple(ids), **changes)
 
     @property
     def title(self) -> str:

@@ -6,8 +6,6 @@ from collections.abc import Collection, Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from msgspec.structs import replace
-
 from rooftrace.tracer.graph import Op, OpGraph, Repeat
 from rooftrace.tracer.lower.blocks import Blocks, NotAlikeError
 from rooftrace.tracer.lower.collapse import Collapse
@@ -76,8 +74,7 @@ def _views_beside_readers(
         if op.id not in moved
         for item in (*before.get(op.id, ()), (op, turns[op.id]))
     ]
-    ops = tuple(op if op.id == i else replace(op, id=i) for i, (op, _) in enumerate(order))
-    return graph.replace(ops=ops), [turn for _, turn in order]
+    return graph.with_ops(op for op, _ in order), [turn for _, turn in order]
 
 
 class _Turns(Collapse):

@@ -23,11 +23,11 @@ def front_plot(result: serving.ServingAnswer) -> Figure:
 
     A ring marks the best within the limits; a dashed line is the limit of the time per token.
     """
+    from matplotlib import ticker
+
     curves = result.curves[:_LINES]
     left = len(result.curves) - len(curves)
     more = f"; {left} more configurations are not drawn" if left else ""
-    from matplotlib import ticker
-
     figure = style.sheet(
         7.2, f"{result.title}: speed of a user against speed of a chip",
         f"each line: {result.name} {result.sizes[0]:,} (right) to {result.sizes[1]:,} (left), "
