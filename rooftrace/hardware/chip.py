@@ -117,6 +117,7 @@ class Chip(Shown):
     memory_pin: Fact | None = None  # byte/s of one pin, for the same
     # Measured on real ones, beside the datasheet. For reading; nothing computes with it.
     measured: Mapping[str, Fact] = field(default_factory=dict, hash=False)
+    system: Any = None  # the System that joins it to others; None: its own link does
 
     def __repr__(self) -> str:
         return short(self, f"{self.name}: {self.headline()}")

@@ -5,28 +5,18 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from rooftrace.hardware import units
 from rooftrace.hardware.chip import FACT_UNITS, Chip
-from rooftrace.hardware.chipfile.reading import available_chips, bundled_aliases, load_chip
-from rooftrace.hardware.chipfile.tables import ChipFileError
-
-Severity = Literal["error", "warning", "note"]
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One remark of `lint_chip`. A note asks for nothing; a warning wants a second look."""
-
-    severity: Severity
-    field: str
-    message: str
-
-    def __str__(self) -> str:
-        return f"{self.severity}: {self.field}: {self.message}"
+from rooftrace.hardware.chipfile.reading import (
+    ChipFileError,
+    available_chips,
+    bundled_aliases,
+    load_chip,
+)
+from rooftrace.hardware.facttables import Finding
 
 
 def lint_chip(path: str | os.PathLike[str]) -> list[Finding]:
@@ -57,7 +47,7 @@ def lint_chip(path: str | os.PathLike[str]) -> list[Finding]:
     return findings
 
 
-def _clashes(chip: Chip, own: str, severity: Severity) -> Iterator[Finding]:
+def _clashes(chip: Chip, own: str, severity: Literal["error", "note"]) -> Iterator[Finding]:
     """Names of this chip that mean another bundled one too.  own: the name of its file."""
     names, _ = bundled_aliases()
     for alias in dict.fromkeys((chip.name, *chip.aliases)):

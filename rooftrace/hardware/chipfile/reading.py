@@ -26,7 +26,7 @@ import os
 from collections.abc import Callable
 from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import TYPE_CHECKING, cast, get_args
 
 from rooftrace._extensions import failures
 from rooftrace.errors import hint
@@ -43,14 +43,15 @@ from rooftrace.hardware.chip import (
     Peak,
 )
 from rooftrace.hardware.chipfile.folders import chip_files
-from rooftrace.hardware.chipfile.tables import (
-    SPARSE,
-    ChipFileError,
-    ChipTable,
-    Problems,
-    read_chip_file,
-)
+from rooftrace.hardware.facttables import FactFileError, FactTable, Problems
 from rooftrace.hardware.precisions import PrecisionError, compute_family
+
+if TYPE_CHECKING:
+    from importlib.resources.abc import Traversable
+
+
+class ChipFileError(FactFileError):
+    """A chip file that cannot be read as a chip.  `problems` has each of its mistakes."""
 
 
 class UnknownChipError(LookupError):
@@ -102,10 +103,10 @@ def available_chips() -> tuple[str, ...]:
 def _bundled(name: str) -> Chip:
     file = f"{name}.toml"
     try:
-        table = read_chip_file(chip_files()[name], file)
+        table = _root(chip_files()[name], file)
     except OSError as problem:
         raise ChipFileError(f"{file}: cannot be read: {problem}") from problem
-    return _read(table, file)
+    return _read(table)
 
 
 @functools.cache
@@ -119,11 +120,11 @@ def bundled_aliases() -> tuple[dict[str, tuple[str, ...]], tuple[str, ...]]:
     for name in available_chips():
         file = f"{name}.toml"
         try:
-            table = read_chip_file(chip_files()[name], file)
+            table = _root(chip_files()[name], file)
         except (ChipFileError, OSError):
             unreadable.append(file)
             continue
-        aliases = table.get("aliases", [])
+        aliases = table.rest.get("aliases", [])
         for alias in aliases if isinstance(aliases, list) else []:
             if isinstance(alias, str):
                 names[_spelling(alias)] = (*names.get(_spelling(alias), ()), name)
@@ -132,7 +133,7 @@ def bundled_aliases() -> tuple[dict[str, tuple[str, ...]], tuple[str, ...]]:
 
 def _load_file(path: Path) -> Chip:
     try:
-        table = read_chip_file(path, path.name)
+        table = _root(path, path.name)
     except FileNotFoundError:
         raise ChipFileError(
             f'chip "{path}": no such file; expected a chip TOML, or one of the names '
@@ -140,21 +141,21 @@ def _load_file(path: Path) -> Chip:
         ) from None
     except OSError as problem:
         raise ChipFileError(f'chip "{path}": cannot be read: {problem}') from problem
-    return _read(table, path.name)
+    return _read(table)
 
 
-FACT_KEYS = ("value", "source", "kind", "note")
 PEAK_KEYS = ("engine", "precision", "rate", "quoted", "source", "kind", "note")
 LINK_KEYS = ("name", "bandwidth", "latency", "source", "kind", "note")
+SPARSE = "with 2:4 sparsity"
 REQUIRED = frozenset(item.name for item in fields(Chip) if item.default is MISSING)
 CHIP_KEYS = ("name", "title", "vendor", "kind", "aliases", "sources", "peak", "link", "measured")
 
 
-def _read(table: dict[str, Any], file: str) -> Chip:
-    sources = table.pop("sources", {})
-    if not isinstance(sources, dict) or not all(isinstance(item, str) for item in sources.values()):
-        raise ChipFileError(f"{file}: [sources]: expected names with one text each")
-    root = ChipTable(table, "", file, sources)
+def _root(path: Path | Traversable, file: str) -> FactTable:
+    return FactTable.of_file(path, file, "chip file", ChipFileError)
+
+
+def _read(root: FactTable) -> Chip:
     problems = Problems()
     name, title, vendor = (problems.of(root.text, key) for key in ("name", "title", "vendor"))
     kind = cast(ChipKind, problems.of(root.choice, "kind", get_args(ChipKind)))
@@ -165,8 +166,8 @@ def _read(table: dict[str, Any], file: str) -> Chip:
     measured = problems.of(_measured, root)
     problems.of(root.finish, (*CHIP_KEYS, *FACT_UNITS))
     problems.raise_any()
-    _no_duplicates(file, "peak", [f"({peak.engine}, {peak.precision})" for peak in peaks])
-    _no_duplicates(file, "link", [link.name for link in links])
+    _no_duplicates(root.file, "peak", [f"({peak.engine}, {peak.precision})" for peak in peaks])
+    _no_duplicates(root.file, "link", [link.name for link in links])
     build = cast(Callable[..., Chip], Chip)
     return build(
         name=name,
@@ -185,10 +186,10 @@ _ABOVE_ZERO = frozenset({"memory_capacity", "memory_bandwidth"})
 """Facts that others are divided by."""
 
 
-def _single_fact(root: ChipTable, key: str) -> Fact | None:
+def _single_fact(root: FactTable, key: str) -> Fact | None:
     table, unit = root.table(key), FACT_UNITS[key]
     if table is not None:
-        fact = _whole_fact(table, unit)
+        fact = table.whole_fact(unit)
         if key in _ABOVE_ZERO and fact.value <= 0:
             raise table.error("value", fact.text, "expected more than 0")
         return fact
@@ -200,16 +201,7 @@ def _single_fact(root: ChipTable, key: str) -> Fact | None:
     return None
 
 
-def _whole_fact(table: ChipTable, unit: str | None) -> Fact:
-    """The fact in a table that has nothing else."""
-    problems = Problems()
-    fact = problems.of(table.fact, "value", unit)
-    problems.of(table.finish, FACT_KEYS)
-    problems.raise_any()
-    return fact
-
-
-def _peak(table: ChipTable) -> Peak:
+def _peak(table: FactTable) -> Peak:
     problems = Problems()
     engine = cast(Engine, problems.of(table.choice, "engine", ENGINES))
     precision = problems.of(_precision, table)
@@ -224,7 +216,7 @@ def _peak(table: ChipTable) -> Peak:
     return Peak(engine, precision, rate, quoted)
 
 
-def _precision(table: ChipTable) -> str:
+def _precision(table: FactTable) -> str:
     precision = table.text("precision")
     try:
         family = compute_family(precision)
@@ -235,28 +227,28 @@ def _precision(table: ChipTable) -> str:
     return precision
 
 
-def _quoted(table: ChipTable) -> Fact | tuple[float, str] | None:
+def _quoted(table: FactTable) -> Fact | tuple[float, str] | None:
     """The sparse headline: a text takes the source of the rate; a table stands for itself."""
     if "quoted" not in table.rest:
         return None
     if not isinstance(table.rest["quoted"], dict):
         return table.quantity("quoted", "FLOP/s")
     inner = table.table("quoted")
-    return None if inner is None else _whole_fact(inner, "FLOP/s")
+    return None if inner is None else inner.whole_fact("FLOP/s")
 
 
-def _link(table: ChipTable) -> Link:
+def _link(table: FactTable) -> Link:
     problems = Problems()
     name = cast(LinkName, problems.of(table.choice, "name", get_args(LinkName)))
     inner = problems.of(table.table, "latency")
-    latency = problems.of(_whole_fact, inner, "second") if inner else None
+    latency = problems.of(inner.whole_fact, "second") if inner else None
     bandwidth = problems.of(table.fact, "bandwidth", "byte/s")
     problems.of(table.finish, LINK_KEYS)
     problems.raise_any()
     return Link(name, bandwidth, latency)
 
 
-def _measured(root: ChipTable) -> dict[str, Fact]:
+def _measured(root: FactTable) -> dict[str, Fact]:
     block = root.table("measured")
     if block is None:
         return {}
@@ -265,7 +257,7 @@ def _measured(root: ChipTable) -> dict[str, Fact]:
     for key in list(block.rest):
         inner = problems.of(block.table, key)
         if inner is not None:
-            facts[key] = problems.of(_whole_fact, inner, None)
+            facts[key] = problems.of(inner.whole_fact, None)
     problems.raise_any()
     return facts
 

@@ -10,27 +10,20 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from rooftrace._escapes import to_toml
 from rooftrace._writing import write_bytes
-from rooftrace.hardware import units
 from rooftrace.hardware.chip import FACT_UNITS, Chip, Fact
-from rooftrace.hardware.chipfile.tables import SPARSE, ChipFileError, toml_value
+from rooftrace.hardware.chipfile.reading import SPARSE, ChipFileError
+from rooftrace.hardware.facttables import fact_rows as rows_of, toml_sections
 
 
 def _toml_key(key: str) -> str:
     bare = key.isascii() and key.replace("_", "").replace("-", "").isalnum()
-    return key if bare else toml_value(key)
+    return key if bare else to_toml(key)
 
 
 def _fact_rows(fact: Fact, key: str, unit: str | None, place: str) -> dict[str, str]:
-    """The keys of a fact.  Raises ChipFileError if its text would not read back as its value."""
-    value = units.parse(fact.text, unit) if unit else units.parse_any(fact.text)[0]
-    if value != fact.value:
-        raise ChipFileError(
-            f"{place}: text {toml_value(fact.text)} is {value!r}, but the value is "
-            f"{fact.value!r}: expected a text that says the value (see Fact.of and units.write)"
-        )
-    rows = {key: fact.text, "kind": fact.kind, "source": fact.source}
-    return {**rows, "note": fact.note} if fact.note else rows
+    return rows_of(fact, key, unit, place, ChipFileError)
 
 
 def dump_chip(chip: Chip) -> str:
@@ -61,13 +54,7 @@ def dump_chip(chip: Chip) -> str:
     for name, fact in chip.measured.items():
         key = f"[measured.{_toml_key(name)}]"
         sections.append((key, _fact_rows(fact, "value", None, f"measured {name}")))
-    return "\n".join(
-        "".join(
-            [f"{title}\n" if title else ""]
-            + [f"{key} = {toml_value(value)}\n" for key, value in rows.items()]
-        )
-        for title, rows in sections
-    )
+    return toml_sections(sections)
 
 
 def write_chip(chip: Chip, path: str | os.PathLike[str]) -> None:

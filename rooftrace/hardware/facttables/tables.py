@@ -1,11 +1,11 @@
-"""TOML tables of a chip file: hands out their keys, and says in an error where they stand."""
+"""TOML tables of facts: hands out their keys, and says in an error where they stand."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from rooftrace._escapes import to_toml
 from rooftrace._reading import FileKind, text_of, toml_of
@@ -19,16 +19,17 @@ if TYPE_CHECKING:
 Value = TypeVar("Value")
 
 
+FACT_KEYS = ("value", "source", "kind", "note")
 LEAST, MOST = 1e-15, 1e24
-"""What a quantity of a chip may be in SI units, beside 0: far from where floats end."""
+"""What a quantity may be in SI units, beside 0: far from where floats end."""
 MOST_SHOWN = 20
 """Mistakes of one file that an error lists."""
 WIDEST = 190
 """Characters of each where there are several."""
 
 
-class ChipFileError(ValueError):
-    """A chip file that cannot be read as a chip.  `problems` has each of its mistakes."""
+class FactFileError(ValueError):
+    """A file of facts that cannot be read.  `problems` has each of its mistakes."""
 
     def __init__(self, *problems: str) -> None:
         self.problems = problems
@@ -46,54 +47,74 @@ class Problems:
 
     def __init__(self) -> None:
         self._gathered: list[str] = []
+        self._error: type[FactFileError] = FactFileError
 
     def of(self, read: Callable[..., Value], *arguments: object) -> Value:
         """What `read(*arguments)` returns; None where it finds a mistake, until `raise_any`."""
         try:
             return read(*arguments)
-        except ChipFileError as error:
+        except FactFileError as error:
             self._gathered += error.problems
+            self._error = type(error)
             return cast(Value, None)
 
     def raise_any(self) -> None:
-        """Raise ChipFileError if there was a mistake."""
+        """Raise the error of the file if there was a mistake."""
         if self._gathered:
-            raise ChipFileError(*self._gathered)
+            raise self._error(*self._gathered)
 
 
-_KIND = FileKind("chip file", ChipFileError)
-
-
-def read_chip_file(path: Path | Traversable, file: str) -> dict[str, Any]:
-    """The tables of a chip file.  Raises OSError, or ChipFileError, which names `file`."""
-    return toml_of(text_of(path, _KIND, file), file, _KIND)
-
-
-class ChipTable:
+class FactTable:
     """One TOML table: hands out its keys, knows where it stands, and complains of leftovers."""
 
-    def __init__(self, table: object, place: str, file: str, sources: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        table: object,
+        place: str,
+        file: str,
+        sources: Mapping[str, str],
+        failure: type[FactFileError],
+    ) -> None:
         self.place = place
         self.file = file
         self.sources = sources
+        self.failure = failure
         if not isinstance(table, dict):
-            raise ChipFileError(f"{self._where()}expected a table, found {toml_value(table):.200}")
+            raise failure(f"{self._where()}expected a table, found {toml_value(table):.200}")
         self.rest = dict(table)
+
+    @classmethod
+    def of_file(
+        cls, path: Path | Traversable, file: str, what: str, failure: type[FactFileError]
+    ) -> FactTable:
+        """The root table of a TOML file, called `file` in errors, its [sources] taken out.
+
+        what: the kind of file in words.  Raises OSError, or `failure`.
+        """
+        kind = FileKind(what, failure)
+        table = toml_of(text_of(path, kind, file), file, kind)
+        sources = table.pop("sources", {})
+        texts = isinstance(sources, dict) and all(
+            isinstance(item, str) for item in sources.values()
+        )
+        if not texts:
+            raise failure(f"{file}: [sources]: expected names with one text each")
+        return cls(table, "", file, sources, failure)
 
     def _where(self, key: str = "") -> str:
         place = f"{self.place}: " if self.place else ""
         return f"{self.file}: {place}{key}"
 
-    def error(self, key: str, value: object, expected: str) -> ChipFileError:
+    def error(self, key: str, value: object, expected: str) -> FactFileError:
         """The error about one value: its place, the value itself, and what was expected."""
-        return ChipFileError(f"{self._where(key)} = {toml_value(value):.200}: {expected}")
+        return self.failure(f"{self._where(key)} = {toml_value(value):.200}: {expected}")
 
     def text(self, key: str, default: str | None = None) -> str:
         """The text at `key`; without a default it must be there, and not be blank."""
         if key not in self.rest:
             if default is not None:
                 return default
-            raise ChipFileError(f"{self._where()}{key} is missing: expected a text")
+            raise self.failure(f"{self._where()}{key} is missing: expected a text")
         value = self.rest.pop(key)
         if not isinstance(value, str) or not (value.strip() or default is not None):
             raise self.error(key, value, "expected a text")
@@ -102,7 +123,7 @@ class ChipTable:
     def choice(self, key: str, allowed: Iterable[str]) -> str:
         """The text at `key`, which must be one of `allowed`."""
         if key not in self.rest:
-            raise ChipFileError(
+            raise self.failure(
                 f"{self._where()}{key} is missing: expected one of {', '.join(allowed)}"
             )
         value = self.text(key)
@@ -117,30 +138,30 @@ class ChipTable:
             raise self.error(key, value, "expected a list of texts")
         return tuple(value)
 
-    def tables(self, key: str) -> list[ChipTable]:
+    def tables(self, key: str) -> list[FactTable]:
         """The [[key]] tables, in order."""
         value = self.rest.pop(key, [])
         if not isinstance(value, list):
             raise self.error(key, value, f"expected [[{key}]] tables")
         return [
-            ChipTable(item, f"[[{key}]] #{number}", self.file, self.sources)
+            FactTable(item, f"[[{key}]] #{number}", self.file, self.sources, self.failure)
             for number, item in enumerate(value, start=1)
         ]
 
-    def table(self, key: str) -> ChipTable | None:
+    def table(self, key: str) -> FactTable | None:
         """The table at `key`, None where there is none."""
         if key not in self.rest:
             return None
         inside = not self.place
         place = f"[{key}]" if inside else f"{self.place}: {key}"
-        return ChipTable(self.rest.pop(key), place, self.file, self.sources)
+        return FactTable(self.rest.pop(key), place, self.file, self.sources, self.failure)
 
     def quantity(self, key: str, unit: str | None) -> tuple[float, str]:
         """The SI value and the text of a quantity; `unit` None takes whatever unit stands there."""
         if key not in self.rest:
             example = f', for example "{units.EXAMPLES[unit]}"' if unit else ""
             expected = f"a quantity in {unit}" if unit else "a quantity"
-            raise ChipFileError(f"{self._where()}{key} is missing: expected {expected}{example}")
+            raise self.failure(f"{self._where()}{key} is missing: expected {expected}{example}")
         value = self.rest.pop(key)
         if unit == "count" and isinstance(value, int) and not isinstance(value, bool):
             value = str(value)
@@ -150,7 +171,7 @@ class ChipTable:
         try:
             number = units.parse(value, unit) if unit else units.parse_any(value)[0]
         except units.UnitError as problem:
-            raise ChipFileError(f"{self._where(key)} = {problem}") from problem
+            raise self.failure(f"{self._where(key)} = {problem}") from problem
         if number and not LEAST <= abs(number) <= MOST:
             raise self.error(key, value, f"expected 0, or {LEAST:g} to {MOST:g} in SI units")
         return number, value
@@ -158,7 +179,7 @@ class ChipTable:
     def source(self) -> str:
         """The source of a fact in full, looked up in [sources] where it is a key of that table."""
         if "source" not in self.rest:
-            raise ChipFileError(
+            raise self.failure(
                 f"{self._where()}source is missing: a number without a source does not load; "
                 "say which document or measurement it comes from"
             )
@@ -181,20 +202,25 @@ class ChipTable:
         problems.raise_any()
         return Fact(*quantity, source, kind, note)
 
+    def whole_fact(self, unit: str | None) -> Fact:
+        """The fact of a table that holds nothing else."""
+        problems = Problems()
+        fact = problems.of(self.fact, "value", unit)
+        problems.of(self.finish, FACT_KEYS)
+        problems.raise_any()
+        return fact
+
     def finish(self, allowed: Iterable[str]) -> None:
-        """Raise ChipFileError for the keys that nothing has read."""
+        """Raise the error of the file for the keys that nothing has read."""
         if self.rest:
             known = list(allowed)
             unknown = ", ".join(map(str, self.rest))
             hints = "".join([hint(key, known) for key in self.rest][:3])
             keys = "keys" if len(self.rest) > 1 else "key"
-            raise ChipFileError(
+            raise self.failure(
                 f"{self._where()}unknown {keys} {unknown:.300}: expected one of {', '.join(known)}"
                 f"{hints}"
             )
-
-
-SPARSE = "with 2:4 sparsity"
 
 
 def toml_value(value: object) -> str:
@@ -209,3 +235,32 @@ def toml_value(value: object) -> str:
         inside = ", ".join(f"{key} = {toml_value(item)}" for key, item in value.items())
         return f"{{ {inside} }}"
     return str(value)
+
+
+def fact_rows(
+    fact: Fact, key: str, unit: str | None, place: str, failure: type[FactFileError]
+) -> dict[str, str]:
+    """The keys of a fact.  Raises `failure` if its text would not read back as its value."""
+    value = units.parse(fact.text, unit) if unit else units.parse_any(fact.text)[0]
+    if value != fact.value:
+        raise failure(
+            f"{place}: text {toml_value(fact.text)} is {value!r}, but the value is "
+            f"{fact.value!r}: expected a text that says the value (see Fact.of and units.write)"
+        )
+    rows = {key: fact.text, "kind": fact.kind, "source": fact.source}
+    return {**rows, "note": fact.note} if fact.note else rows
+
+
+def toml_sections(sections: Iterable[tuple[str, Mapping[str, object]]]) -> str:
+    """TOML text of sections, each with its head ("[[link]]", "" for none) and its keys.
+
+    The text is made here and not by a library: this layer needs the standard library only, and a
+    library writes short tables into one line.
+    """
+    return "\n".join(
+        "".join(
+            [f"{title}\n" if title else ""]
+            + [f"{key} = {toml_value(value)}\n" for key, value in rows.items()]
+        )
+        for title, rows in sections
+    )

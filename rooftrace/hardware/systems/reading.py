@@ -1,0 +1,314 @@
+"""Reads systems from TOML files: those that ship, by name or alias, and any other by its path.
+
+name = "dgx-h100"
+chip = "h100-sxm"                # a chip by name, or a path beside this file
+
+[sources]                        # long sources once, like those of a chip
+
+[[level]]                        # from the inside out
+name = "nvlink"
+kind = "nvswitch"
+size = 8                         # left out: as many as are asked for
+bandwidth = { value = "450 GB/s", kind = "datasheet", source = "datasheet" }
+latency = { value = "2 us", kind = "guess", source = "usual time of a small message" }
+
+[[collective]]                   # one for each (library, op, level)
+library = "nccl"
+op = "all_reduce"
+level = "nvlink"
+alpha = "5 us"
+step = "1 us"
+efficiency = 0.7
+p = 2.0
+ranks = 8                        # measured up to
+nbytes = "256 MiB"               # measured up to
+kind = "measured"
+source = "nccl"
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterator
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from rooftrace.errors import hint
+from rooftrace.hardware.chip import KINDS, Chip, Fact
+from rooftrace.hardware.chipfile import available_chips, load_chip
+from rooftrace.hardware.facttables import FactFileError, FactTable, Problems
+from rooftrace.hardware.systems.records import (
+    COLLECTIVES,
+    EXCHANGE_MODES,
+    EXCHANGE_WAYS,
+    LEVEL_KINDS,
+    LIBRARIES,
+    CollectiveFit,
+    ExchangeFit,
+    Level,
+    System,
+)
+
+if TYPE_CHECKING:
+    from importlib.resources.abc import Traversable
+
+
+class SystemFileError(FactFileError):
+    """A system file that cannot be read as a system.  `problems` has each of its mistakes."""
+
+
+class UnknownSystemError(LookupError):
+    """A name that is no bundled system."""
+
+
+def load_system(name_or_path: str | os.PathLike[str] | System) -> System:
+    """A system by name or alias ("dgx-h100"), by path (ending in .toml), or as it is."""
+    if isinstance(name_or_path, System):
+        return name_or_path
+    if not isinstance(name_or_path, (str, os.PathLike)):
+        raise UnknownSystemError(
+            f"system {name_or_path!r:.60}: expected a name, path or System, such as 'dgx-h100'"
+        )
+    name = os.fspath(name_or_path)
+    if name.lower().endswith(".toml"):
+        return _load_file(Path(name))
+    key = _spelling(name)
+    spellings = {system: system for system in available_systems()}
+    for system in available_systems():
+        spellings |= {alias: system for alias in _bundled(system).aliases}
+    if key not in spellings:
+        chips = f"; {name} is a chip, and a system joins some" if key in available_chips() else ""
+        raise UnknownSystemError(
+            f'system "{name}": expected a path ending in .toml or one of '
+            f"{', '.join(available_systems())}{hint(key, spellings)}{chips}"
+        )
+    return _bundled(spellings[key])
+
+
+def _spelling(name: str) -> str:
+    """A system's name as it is compared: in lower case, with hyphens for blanks."""
+    return name.strip().lower().replace("_", "-").replace(" ", "-")
+
+
+@functools.cache
+def _files() -> dict[str, Traversable]:
+    folder = resources.files("rooftrace.hardware.systems")
+    files = [item for item in folder.iterdir() if item.name.endswith(".toml")]
+    return {item.name.removesuffix(".toml"): item for item in files}
+
+
+def available_systems() -> tuple[str, ...]:
+    """The names of the bundled systems."""
+    return tuple(sorted(_files()))
+
+
+@functools.cache
+def _bundled(name: str) -> System:
+    file = f"{name}.toml"
+    return _read(FactTable.of_file(_files()[name], file, "system file", SystemFileError), None)
+
+
+def _load_file(path: Path) -> System:
+    try:
+        root = FactTable.of_file(path, path.name, "system file", SystemFileError)
+    except FileNotFoundError:
+        raise SystemFileError(
+            f'system "{path}": no such file; expected a system TOML, or one of the names '
+            f"{', '.join(available_systems())}"
+        ) from None
+    except OSError as problem:
+        raise SystemFileError(f'system "{path}": cannot be read: {problem}') from problem
+    return _read(root, path.parent)
+
+
+SYSTEM_KEYS = ("name", "title", "chip", "aliases", "sources", "level", "collective", "exchange")
+LEVEL_KEYS = ("name", "kind", "size", "bandwidth", "latency", "nics", "rails", "oversubscription")
+FIT_KEYS = ("alpha", "step", "efficiency", "p", "ranks", "kind", "source", "version", "note")
+COLLECTIVE_KEYS = ("library", "op", "level", *FIT_KEYS, "fall", "direct", "turn", "nbytes")
+EXCHANGE_KEYS = ("mode", "way", *FIT_KEYS, "outer", "each", "size", "turn", "tokens")
+
+
+def _read(root: FactTable, folder: Path | None) -> System:
+    problems = Problems()
+    name, title = (problems.of(root.text, key) for key in ("name", "title"))
+    chip = problems.of(_chip, root, folder)
+    aliases = problems.of(root.texts, "aliases")
+    levels = tuple(problems.of(_level, item) for item in problems.of(root.tables, "level") or ())
+    fits = tuple(
+        problems.of(_collective, item) for item in problems.of(root.tables, "collective") or ()
+    )
+    exchanges = tuple(
+        problems.of(_exchange, item) for item in problems.of(root.tables, "exchange") or ()
+    )
+    problems.of(root.finish, SYSTEM_KEYS)
+    problems.raise_any()
+    system = System(
+        name=name,
+        title=title,
+        chip=chip,
+        levels=levels,
+        collectives=fits,
+        exchanges=exchanges,
+        aliases=aliases,
+    )
+    mistakes = list(_mistakes(system, root.file))
+    if mistakes:
+        raise SystemFileError(*mistakes)
+    return system
+
+
+def _chip(root: FactTable, folder: Path | None) -> Chip:
+    name = root.text("chip")
+    place = folder / name if folder is not None and name.lower().endswith(".toml") else name
+    try:
+        return load_chip(place)
+    except (LookupError, ValueError) as problem:
+        raise root.error("chip", name, str(problem.args[0])) from None
+
+
+def _level(table: FactTable) -> Level:
+    problems = Problems()
+    name = problems.of(table.text, "name")
+    kind = problems.of(table.choice, "kind", LEVEL_KINDS)
+    size = problems.of(_whole, table, "size", 0)
+    bandwidth = problems.of(_inner_fact, table, "bandwidth", "byte/s")
+    latency = problems.of(_inner_fact, table, "latency", "second")
+    nics = problems.of(_inner_fact, table, "nics", "count", False)
+    shared = problems.of(_inner_fact, table, "oversubscription", "count", False)
+    rails = table.rest.pop("rails", False)
+    if not isinstance(rails, bool):
+        problems.of(_refuse, table, "rails", rails, "expected true or false")
+    problems.of(table.finish, LEVEL_KEYS)
+    problems.raise_any()
+    if bandwidth is None or bandwidth.value <= 0:
+        raise table.error("bandwidth", bandwidth and bandwidth.text, "expected more than 0")
+    for key, fact in (("nics", nics), ("oversubscription", shared)):
+        if fact is not None and fact.value <= 0:
+            raise table.error(key, fact.text, "expected more than 0")
+    return Level(
+        name=name,
+        kind=cast(Any, kind),
+        size=size,
+        bandwidth=bandwidth,
+        latency=cast(Fact, latency),
+        nics=nics,
+        rails=rails,
+        oversubscription=shared,
+    )
+
+
+def _refuse(table: FactTable, key: str, value: object, expected: str) -> None:
+    raise table.error(key, value, expected)
+
+
+def _inner_fact(table: FactTable, key: str, unit: str, needed: bool = True) -> Fact | None:
+    """The fact in the table at `key`."""
+    inner = table.table(key)
+    if inner is not None:
+        return inner.whole_fact(unit)
+    if needed:
+        raise SystemFileError(
+            f"{table.file}: {table.place}: {key} is missing: expected "
+            f'{{ value = "...", kind = "...", source = "..." }} in {unit}'
+        )
+    return None
+
+
+def _whole(table: FactTable, key: str, default: int | None = None) -> int:
+    if key not in table.rest and default is not None:
+        return default
+    value = table.rest.pop(key, None)
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= 1 << 40:
+        raise table.error(key, "" if value is None else value, "expected a whole number above 0")
+    return value
+
+
+def _number(table: FactTable, key: str, low: float, high: float, default: float | None) -> float:
+    if key not in table.rest and default is not None:
+        return default
+    value = table.rest.pop(key, None)
+    fits = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not fits or not low <= value <= high:
+        expected = f"expected a number from {low:g} to {high:g}"
+        raise table.error(key, "" if value is None else value, expected)
+    return float(value)
+
+
+def _seconds(table: FactTable, key: str) -> float:
+    """Seconds that may be left out."""
+    return table.quantity(key, "second")[0] if key in table.rest else 0.0
+
+
+def _fit_facts(table: FactTable, problems: Problems) -> dict[str, Any]:
+    """What constants of every kind have."""
+    alpha = problems.of(table.quantity, "alpha", "second")
+    step = problems.of(table.quantity, "step", "second")
+    return {
+        "alpha": alpha and alpha[0],
+        "step": step and step[0],
+        "efficiency": problems.of(_number, table, "efficiency", 1e-6, 2.0, None),
+        "p": problems.of(_number, table, "p", 0.2, 20.0, None),
+        "ranks": problems.of(_whole, table, "ranks"),
+        "kind": problems.of(table.choice, "kind", KINDS),
+        "source": problems.of(table.source),
+        "version": problems.of(table.text, "version", ""),
+        "note": problems.of(table.text, "note", ""),
+    }
+
+
+def _collective(table: FactTable) -> CollectiveFit:
+    problems = Problems()
+    facts = _fit_facts(table, problems)
+    facts["library"] = problems.of(table.choice, "library", LIBRARIES)
+    facts["op"] = problems.of(table.choice, "op", COLLECTIVES)
+    facts["level"] = problems.of(table.text, "level")
+    facts["fall"] = problems.of(_number, table, "fall", -2.0, 4.0, 0.0)
+    facts["direct"] = problems.of(_number, table, "direct", 0.0, 2.0, 0.0)
+    facts["turn"] = problems.of(_seconds, table, "turn")
+    nbytes = problems.of(table.quantity, "nbytes", "byte")
+    problems.of(table.finish, COLLECTIVE_KEYS)
+    problems.raise_any()
+    build = cast(Callable[..., CollectiveFit], CollectiveFit)
+    return build(nbytes=nbytes[0], **facts)
+
+
+def _exchange(table: FactTable) -> ExchangeFit:
+    problems = Problems()
+    facts = _fit_facts(table, problems)
+    facts["mode"] = problems.of(table.choice, "mode", EXCHANGE_MODES)
+    facts["way"] = problems.of(table.choice, "way", EXCHANGE_WAYS)
+    facts["outer"] = problems.of(_number, table, "outer", 0.0, 2.0, 0.0)
+    for key in ("each", "size", "turn"):
+        facts[key] = problems.of(_seconds, table, key)
+    facts["tokens"] = problems.of(_whole, table, "tokens")
+    problems.of(table.finish, EXCHANGE_KEYS)
+    problems.raise_any()
+    build = cast(Callable[..., ExchangeFit], ExchangeFit)
+    return build(**facts)
+
+
+def _mistakes(system: System, file: str) -> Iterator[str]:
+    """What the tables of a file say against each other."""
+    names = [level.name for level in system.levels]
+    if not names:
+        yield f"{file}: [[level]] is missing: expected what joins the chips, from the inside out"
+    for number, level in enumerate(system.levels, start=1):
+        if names.index(level.name) + 1 < number:
+            yield f'{file}: [[level]] #{number}: name = "{level.name}" stands twice'
+        if not level.size and number < len(names):
+            yield f"{file}: [[level]] #{number}: size is missing: only the outermost may be open"
+    keys = [(fit.library, fit.op, fit.level) for fit in system.collectives]
+    for number, key in enumerate(keys, start=1):
+        if key[2] not in names:
+            expected = f"expected one of {', '.join(names)}{hint(key[2], names)}"
+            yield f'{file}: [[collective]] #{number}: level = "{key[2]}": {expected}'
+        if keys.index(key) + 1 < number:
+            first = keys.index(key) + 1
+            said = f"({', '.join(key)}) stands already in [[collective]] #{first}"
+            yield f"{file}: [[collective]] #{number}: {said}: expected it once"
+    pairs = [(fit.mode, fit.way) for fit in system.exchanges]
+    for number, pair in enumerate(pairs, start=1):
+        if pairs.index(pair) + 1 < number:
+            yield f"{file}: [[exchange]] #{number}: ({', '.join(pair)}) stands twice"

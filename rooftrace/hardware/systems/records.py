@@ -1,0 +1,260 @@
+"""Knows how chips of a system are joined, and which constants of its collectives were fitted.
+
+A system is a chip and levels, from the inside out: chips of one node, then nodes.  Rank r is a chip
+by its place: ranks that follow each other share a node until that is full.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, get_args
+
+from rooftrace._shown import Shown, short
+from rooftrace.hardware import units
+from rooftrace.hardware.chip import Chip, Fact, FactKind
+
+__all__ = [
+    "COLLECTIVES",
+    "EXCHANGE_MODES",
+    "EXCHANGE_WAYS",
+    "LEVEL_KINDS",
+    "LIBRARIES",
+    "CollectiveFit",
+    "CollectiveKind",
+    "ExchangeFit",
+    "ExchangeMode",
+    "ExchangeWay",
+    "Level",
+    "LevelKind",
+    "Library",
+    "System",
+    "SystemSizeError",
+]
+
+LevelKind = Literal["nvswitch", "nvlink", "pcie-shared", "fabric", "link"]
+Library = Literal["nccl", "custom", "vllm", "sglang", "trtllm", "gloo"]
+CollectiveKind = Literal[
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "broadcast",
+    "reduce",
+    "gather",
+    "scatter",
+    "send",
+    "recv",
+    "barrier",
+]
+ExchangeMode = Literal["normal", "low-latency"]
+ExchangeWay = Literal["dispatch", "combine"]
+
+LEVEL_KINDS: tuple[LevelKind, ...] = get_args(LevelKind)
+LIBRARIES: tuple[Library, ...] = get_args(Library)
+COLLECTIVES: tuple[CollectiveKind, ...] = get_args(CollectiveKind)
+EXCHANGE_MODES: tuple[ExchangeMode, ...] = get_args(ExchangeMode)
+EXCHANGE_WAYS: tuple[ExchangeWay, ...] = get_args(ExchangeWay)
+
+
+class SystemSizeError(ValueError):
+    """Ranks that a system has no chips for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Level:
+    """What joins the units of the level inside: the chips of a node, or nodes."""
+
+    name: str  # "nvlink", "network"
+    kind: LevelKind
+    size: int  # how many units of the level inside it joins; 0: as many as are asked for
+    bandwidth: Fact  # byte/s per direction: of one chip; of one NIC where there are `nics`
+    latency: Fact  # second
+    nics: Fact | None = None  # network cards of each unit inside; None: each chip has its own way
+    rails: bool = False  # whether each chip has cards of its own, as far as they go round
+    oversubscription: Fact | None = None  # how often the ways up are shared; None: not
+
+    def facts(self) -> Iterator[tuple[str, Fact]]:
+        """Every fact with the name of its place."""
+        for name in ("bandwidth", "latency", "nics", "oversubscription"):
+            fact = getattr(self, name)
+            if fact is not None:
+                yield f"{self.name} {name}", fact
+
+    def rate_of(self, chips: int, chips_inside: int) -> float:
+        """byte/s and direction out of a unit inside that `chips` of its `chips_inside` share.
+
+        The other chips of the unit are busy with groups of their own, as in a step that all run.
+        """
+        if self.nics is None:
+            rate = self.bandwidth.value * chips
+        elif self.rails:
+            rate = self.bandwidth.value * self.nics.value * min(1.0, chips / chips_inside)
+        else:
+            rate = self.bandwidth.value * min(self.nics.value, chips)
+        return rate / (self.oversubscription.value if self.oversubscription else 1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectiveFit:
+    """Constants of one collective op of one library, on one level of a system.
+
+    seconds = ((alpha + step * steps)^p + (wire bytes / (efficiency of n * bandwidth))^p)^(1/p),
+    where the efficiency of n ranks is efficiency * (2/n)^fall.  All-reduces of serving libraries
+    have a second way, for small buffers: each rank reads what all others have (`direct`).  The
+    shorter way is taken; the ring then costs `turn` more.
+    """
+
+    library: Library
+    op: str  # one of COLLECTIVES; "send" is for recv too
+    level: str  # the name of the level it was fitted on
+    alpha: float  # second
+    step: float  # second for each step of the ring
+    efficiency: float  # the share of the datasheet's bandwidth that two ranks reach
+    p: float
+    fall: float = 0.0
+    direct: float = 0.0  # the share of the bandwidth of reading from all others; 0: never done
+    turn: float = 0.0  # second; what the ring takes beside its bytes where there is another way
+    ranks: int  # measured up to
+    nbytes: float  # measured up to; byte
+    kind: FactKind
+    source: str
+    version: str = ""  # of the library
+    note: str = ""
+
+    def efficiency_of(self, ranks: int) -> float:
+        """The share of the bandwidth that so many ranks reach.
+
+        Where it grows with them, it does so up to what was measured.
+        """
+        ranks = min(ranks, self.ranks) if self.fall < 0 else ranks
+        return min(1.0, self.efficiency * float((2 / max(2, ranks)) ** self.fall))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExchangeFit:
+    """Constants of sending tokens to experts, or back: the library DeepEP, in one of its modes."""
+
+    mode: ExchangeMode
+    way: ExchangeWay
+    alpha: float  # second
+    step: float  # second for each doubling of the nodes
+    efficiency: float  # the share of the bandwidth within a node
+    p: float
+    outer: float = 0.0  # the share of the bandwidth between nodes; 0: not measured
+    each: float = 0.0  # second for each expert of the model
+    size: float = 0.0  # second for each byte of a token
+    turn: float = 0.0  # second for each token that one group of cores sends
+    ranks: int  # measured up to
+    tokens: int  # of one rank, measured up to
+    kind: FactKind
+    source: str
+    version: str = ""
+    note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class System(Shown):
+    """Many chips of one kind, as data."""
+
+    name: str  # "dgx-h100", the name of its file
+    title: str
+    chip: Chip
+    levels: tuple[Level, ...]  # from the inside out
+    collectives: tuple[CollectiveFit, ...] = ()
+    exchanges: tuple[ExchangeFit, ...] = ()
+    aliases: tuple[str, ...] = field(default=())
+    bare: bool = False  # made of a chip's own links: nothing was fitted
+
+    def __repr__(self) -> str:
+        return short(self, f"{self.name}: {self.headline()}")
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.chip.name, len(self.collectives), self.bare))
+
+    @classmethod
+    def of_chip(cls, chip: Chip) -> System:
+        """Any number of one chip on its own link; no collective was measured."""
+        link = chip.link("intra") or chip.link("inter")
+        levels: tuple[Level, ...] = ()
+        if link is not None:
+            latency = link.latency or Fact.of(
+                "5 us", "second", "usual time of a small message between chips", "guess"
+            )
+            levels = (
+                Level(
+                    name=link.name,
+                    kind="link",
+                    size=0,
+                    bandwidth=link.bandwidth,
+                    latency=latency,
+                ),
+            )
+        return cls(name=chip.name, title=chip.title, chip=chip, levels=levels, bare=True)
+
+    @property
+    def per_node(self) -> int:
+        """Chips of the innermost level; 0: as many as are asked for."""
+        return self.levels[0].size if self.levels else 1
+
+    @property
+    def chips(self) -> int:
+        """How many chips the system can have; 0: as many as are asked for."""
+        return self.size_of(len(self.levels) - 1)
+
+    def size_of(self, level: int) -> int:
+        """Chips within one unit of the level with this number; 0: as many as are asked for."""
+        return math.prod(one_level.size for one_level in self.levels[: level + 1])
+
+    def units_of(self, ranks: Sequence[int]) -> tuple[int, ...]:
+        """How many units of each level these ranks stand in, from the inside out.
+
+        Raises `SystemSizeError` for ranks that the system has no chip for.
+        """
+        last = max(ranks, default=0)
+        if (self.chips and last >= self.chips) or (not self.levels and last > 0):
+            has = units.plural(self.chips, "chip") if self.levels else "no link between chips"
+            raise SystemSizeError(
+                f"rank {last}: {self.name} has {has}; expected ranks below {max(1, self.chips)}, "
+                "or another system (rooftrace systems list)"
+            )
+        counts = []
+        for level in range(len(self.levels)):
+            size = self.size_of(level)
+            counts.append(len({rank // size for rank in ranks}) if size else 1)
+        return tuple(counts)
+
+    def fit_of(self, library: str, op: str, level: str) -> CollectiveFit | None:
+        """The constants of a collective on a level; None where there are none."""
+        wanted = (library, op, level)
+        return next((f for f in self.collectives if (f.library, f.op, f.level) == wanted), None)
+
+    def exchange_of(self, mode: str, way: str) -> ExchangeFit | None:
+        """The constants of sending tokens to experts; None where there are none."""
+        return next((f for f in self.exchanges if (f.mode, f.way) == (mode, way)), None)
+
+    def facts(self) -> Iterator[tuple[str, Fact]]:
+        """Every fact of the levels with the name of its place."""
+        for level in self.levels:
+            yield from level.facts()
+
+    @property
+    def joined_chip(self) -> Chip:
+        """The chip of the system, which knows how it is joined to the others."""
+        return replace(self.chip, system=self)
+
+    def with_chip(self, chip: Chip) -> System:
+        """The system with another chip in each place."""
+        return replace(self, chip=chip)
+
+    def headline(self) -> str:
+        """One line: what the levels join, and at which rate."""
+        parts: list[str] = []
+        for level in self.levels:
+            many = f"{level.size} x " if level.size else "any number of "
+            what = self.chip.name if not parts else "nodes"
+            rate = units.format_bandwidth(level.bandwidth.value)
+            nics = f" x {level.nics.value:g} NICs" if level.nics else ""
+            parts.append(f"{many}{what} over {level.name} ({rate}{nics})")
+        return ", then ".join(parts) or f"one {self.chip.name}"
