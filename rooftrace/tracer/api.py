@@ -53,7 +53,8 @@ def trace(
 
     Or it names a target, "path/file.py:build" or a Hugging Face config.json: then, and for a
     Hugging Face model without arguments, batch, seq, kv and inputs={"x": "8,3,224,224:fp32"} are
-    the sizes.  Of a saved graph phase chooses one.
+    the sizes.  cached=(4096, 100) and new=(1, 512) are those of a step of requests of different
+    lengths, in place of batch, seq and kv.  Of a saved graph phase chooses one.
 
     Raises TraceError where the model's code fails.  Raises RequestError for a phase that the model
     does not have, and for an argument that neither the model nor rooftrace takes.

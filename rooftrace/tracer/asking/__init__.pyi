@@ -4,7 +4,9 @@ from rooftrace.tracer.asking import (
 )
 from rooftrace.tracer.asking.job import (
     Job as Job,
-    check_graph as check_graph,
+)
+from rooftrace.tracer.asking.lengths import (
+    RequestLengths as RequestLengths,
 )
 from rooftrace.tracer.asking.request import (
     Options as Options,

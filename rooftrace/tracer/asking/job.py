@@ -27,7 +27,19 @@ class Precisions(NamedTuple):
     kv_dtype: str | None = None  # of its cache
 
 
-SIZES = ("batch", "seq", "kv", "inputs", "settings")
+SIZES = (
+    "batch",
+    "seq",
+    "kv",
+    "cached",
+    "new",
+    "inputs",
+    "settings",
+    "mesh",
+    "checkpoint",
+    "schedule",
+    "microbatches",
+)
 """Fields of a Request that are sizes."""
 HOW = ("loss", "optimizer", "branches", "assume", "repeats")
 """Fields of Options that are arguments of their own; its dtype follows from the precisions."""
@@ -80,6 +92,8 @@ class Job:
         arguments = {n: v for n, v in {**arguments, **ours}.items() if v is not None}
         job = _read(arguments, replace(job, kwargs=kwargs))
         job._check_source()
+        if job.phases is None and job.request.lengths is not None:
+            job = replace(job, phases=("requests",))
         if job.phases is not None:
             job.check_phases(job.phases)
         return job
@@ -186,6 +200,11 @@ class Job:
         else:
             self._check_module()
             self.refuse(("trust_remote_code", "settings"), "the module is built already")
+            self.refuse(
+                ("mesh", "checkpoint", "schedule", "microbatches"),
+                "the module is built already; shard it inside `with rooftrace.fake_mesh({...}) as "
+                "mesh:` and trace it there, or name a function build(mesh)",
+            )
             if self.is_called:
                 self.refuse(
                     SIZES,
@@ -206,12 +225,17 @@ class Job:
     def check_phases(self, phases: Sequence[str]) -> None:
         """Raise UnusedError for an argument that is for another phase."""
         names = ", ".join(phases)
-        known = [kind for name, kind in known_phases().items() if name in phases]
+        asked = {phase.partition(" stage")[0] for phase in phases}  # of a pipeline, each its own
+        known = [kind for name, kind in known_phases().items() if name in asked]
         if not any(kind.tokens for kind in known):
             self.refuse(("kv",), f"it is the cached length of a decode step, and this is {names}")
+        if "requests" not in asked:
+            self.refuse(
+                ("cached", "new"), f"it is of --phase requests, and this is {names}; leave one out"
+            )
         if not any(kind.trains for kind in known):
             used = ("loss",) if self.options.optimizer == "none" else ("optimizer", "loss")
-            self.refuse(used, f"it is for training, and this is {names}")
+            self.refuse((*used, "checkpoint"), f"it is for training, and this is {names}")
 
     def check_used(self, graphs: Mapping[str, OpGraph]) -> None:
         """Raise UnusedError for an argument that changes none of these graphs."""
@@ -229,15 +253,6 @@ class Job:
         except TypeError as error:
             takes = ", ".join(parameters) or "no arguments"
             raise RequestError(f"{type(self.source).__name__}: {error}; it takes {takes}") from None
-
-
-def check_graph(value: Any, function: str) -> None:
-    """Raise RequestError for a model where one of our functions takes its graph."""
-    if not isinstance(value, OpGraph):
-        raise RequestError(
-            f"{function}: expected an OpGraph, got {type(value).__name__}; trace it first, for "
-            f"example {function}(rooftrace.trace(model, x))"
-        )
 
 
 # -- reading arguments -----------------------------------------------------------------------------

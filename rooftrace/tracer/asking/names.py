@@ -11,6 +11,10 @@ from rooftrace._extensions import failures, load, refuse_second, track
 from rooftrace.errors import RequestError
 from rooftrace.tracer.graphfiles import looks_saved
 
+CHECKPOINTS = ("none", "full", "selective")
+"""none: all are kept.  full: those inside of a layer are made again.  selective: as full, but every
+second matrix product, attention and what is exchanged are kept."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phase:
@@ -34,10 +38,13 @@ PHASES = (
         tokens=1,
         cached=True,
     ),
+    Phase(name="requests", run=lambda runner, recorder: runner.requests(recorder), cached=True),
 )
 """The phases of this package."""
 NAMES = tuple(ours.name for ours in PHASES)
-"""Their names: those that can also be measured on a device."""
+"""Their names."""
+MEASURED = ("forward", "training", "prefill", "decode")
+"""Those that can also be measured on a device."""
 
 _OWN: dict[str, Phase] = track({})
 

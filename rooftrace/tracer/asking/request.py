@@ -7,8 +7,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rooftrace.errors import RequestError
+from rooftrace.errors import RequestError, hint
 from rooftrace.tracer.asking.assumptions import check_assumption
+from rooftrace.tracer.asking.lengths import RequestLengths, read_lengths
+from rooftrace.tracer.asking.names import CHECKPOINTS
 
 Loss = Callable[[Any], Any]
 """Maps a module's output to a scalar tensor."""
@@ -21,14 +23,25 @@ class Request:
     batch: int | None = None
     seq: int | None = None  # length of the sequence, or of the prompt
     kv: int | None = None  # cached length of a decode step; None: seq
+    # Requests of different lengths in one step: positions in the cache of each (0: none), and how
+    # many tokens of each the step runs.  One number is for all requests.
+    cached: Any = None
+    new: Any = None
     inputs: Mapping[str, str] = field(default_factory=dict)  # more inputs: "shape:dtype" by name
     # Fields of a Hugging Face config, as "config.hidden_size" or with dots for those of its parts,
     # and keyword arguments of the function or class that a target names.
     settings: Mapping[str, Any] = field(default_factory=dict)
+    # Processes along each axis of a device mesh, outermost first; {}: one process.
+    mesh: Mapping[str, int] = field(default_factory=dict)
+    # Which activations of a Hugging Face model training makes again: see `names.CHECKPOINTS`.
+    checkpoint: str = "none"
+    # The order of a pipeline's work (see pipelines.SCHEDULES), and how many microbatches it has.
+    schedule: str | None = None
+    microbatches: int | None = None
     trust_remote_code: bool = False  # a Hugging Face repository may run its own code
 
     def __post_init__(self) -> None:
-        for name in ("batch", "seq", "kv"):
+        for name in ("batch", "seq", "kv", "microbatches"):
             value = getattr(self, name)
             if value is not None:
                 object.__setattr__(self, name, _size(name, value))
@@ -40,6 +53,8 @@ class Request:
                 f"settings={self.settings!r:.60}: expected numbers, words, True or False by name, "
                 'for example settings={"config.num_hidden_layers": 8}'
             )
+        self._check_mesh()
+        self._check_lengths()
         texts = isinstance(self.inputs, Mapping) and all(
             isinstance(text, str) for item in self.inputs.items() for text in item
         )
@@ -47,6 +62,52 @@ class Request:
             raise RequestError(
                 f"inputs={self.inputs!r:.60}: expected shapes by name, for example "
                 'inputs={"x": "8,3,224,224:fp32"}; tensors are arguments of the call'
+            )
+
+    @property
+    def lengths(self) -> RequestLengths | None:
+        """The requests of one step; None where all have one length, or a batch."""
+        return read_lengths(self.cached, self.new)
+
+    def _check_lengths(self) -> None:
+        """Make cached and new tuples of as many numbers.  Raises RequestError."""
+        lengths = self.lengths
+        if lengths is None:
+            return
+        for name in ("batch", "seq", "kv"):
+            if getattr(self, name) is not None:
+                raise RequestError(
+                    f"--{name} {getattr(self, name)}: requests that --cached and --new list have "
+                    "their own sizes; leave it out"
+                )
+        object.__setattr__(self, "cached", lengths.cached)
+        object.__setattr__(self, "new", lengths.new)
+
+    def _check_mesh(self) -> None:
+        """Raise RequestError for a mesh, or a kind of checkpoints, that there is not."""
+        if not isinstance(self.mesh, Mapping):
+            raise RequestError(
+                f"mesh={self.mesh!r:.60}: expected a size for each axis, for example "
+                "mesh={'dp': 4, 'tp': 8}"
+            )
+        for axis, size in self.mesh.items():
+            whole = isinstance(size, int) and not isinstance(size, bool)
+            if not isinstance(axis, str) or not axis or not whole or size < 1:
+                raise RequestError(
+                    f"--mesh {axis}={size}: expected a whole number of at least 1 for each axis, "
+                    "for example dp=4,tp=8"
+                )
+        for name in ("schedule", "microbatches"):
+            value = getattr(self, name)
+            if value is not None and self.mesh.get("pp", 1) < 2:
+                raise RequestError(
+                    f"--{name} {value}: it is for a pipeline, and the mesh has none; expected an "
+                    "axis pp of at least 2, for example --mesh pp=4,dp=8"
+                )
+        if self.checkpoint not in CHECKPOINTS:
+            raise RequestError(
+                f"--checkpoint {self.checkpoint}: expected one of {', '.join(CHECKPOINTS)}"
+                f"{hint(self.checkpoint, CHECKPOINTS)}"
             )
 
 

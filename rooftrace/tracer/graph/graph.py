@@ -16,7 +16,10 @@ from typing import Any
 from msgspec import structs
 
 from rooftrace._shown import Shown, short
+from rooftrace.errors import RequestError
+from rooftrace.tracer import collectives
 from rooftrace.tracer.arguments import Neighbour
+from rooftrace.tracer.collectives import Collective, Group
 from rooftrace.tracer.graph.expand import last_written_out, made_in_reverse, numbered
 from rooftrace.tracer.graph.records import Assumption, GraphError, Op, Repeat, Tensor
 from rooftrace.tracer.vocabulary import KINDS, LOWER_BOUND, PARTS, ROLES
@@ -38,7 +41,8 @@ class OpGraph(Shown):
     small values that the module's code wrote down, by name.  schemas: the names of all arguments
     that an op can take, by target; a graph that was made by hand may have none.  model, workload
     and provenance are plain dicts for the report: name and parameter counts; batch, sequence and so
-    on; versions.
+    on; versions.  groups: the processes that collectives name.  mesh: how many processes there are
+    along each axis of the device mesh, outermost first; the step is that of one of them.
     """
 
     phase: str
@@ -55,8 +59,25 @@ class OpGraph(Shown):
     workload: Mapping[str, Any] = field(default_factory=dict)
     provenance: Mapping[str, Any] = field(default_factory=dict)
     calls: Mapping[str, str] = field(default_factory=dict)
+    groups: Mapping[str, Group] = field(default_factory=dict)
+    mesh: Mapping[str, int] = field(default_factory=dict)
 
     # -- reading ---------------------------------------------------------------------------------
+
+    @staticmethod
+    def check(value: Any, function: str) -> None:
+        """Raise RequestError for a model where one of our functions takes its graph."""
+        if not isinstance(value, OpGraph):
+            raise RequestError(
+                f"{function}: expected an OpGraph, got {type(value).__name__}; trace it first, for "
+                f"example {function}(rooftrace.trace(model, x))"
+            )
+
+    @property
+    def processes(self) -> int:
+        """How many processes run the step together: those of the mesh, or of its groups."""
+        highest = max((max(group.ranks) + 1 for group in self.groups.values()), default=1)
+        return max(highest, math.prod(self.mesh.values()))
 
     def kernels(self) -> Iterator[Op]:
         """The ops that run on the device, in order."""
@@ -199,6 +220,15 @@ class OpGraph(Shown):
             raise GraphError(f"value {index} is in repeats {tensor.repeats}, which are not there")
         self._verify_neighbour(f"value {index}", tensor.then)
 
+    def _verify_collective(self, name: str, collective: Collective) -> None:
+        if collective.kind not in collectives.KINDS or collective.bytes < 0:
+            raise GraphError(f"{name} has collective {collective.kind!r}, {collective.bytes} bytes")
+        if collective.group not in self.groups:
+            raise GraphError(
+                f"{name} names group {collective.group!r}; groups are "
+                f"{', '.join(map(repr, self.groups)) or 'none'}"
+            )
+
     def _verify_neighbour(self, name: str, then: Neighbour | None) -> None:
         if then is None:
             return
@@ -211,6 +241,8 @@ class OpGraph(Shown):
         count = len(self.values)
         if op.part not in PARTS or op.kind not in KINDS:
             raise GraphError(f"{name} has part {op.part!r}, kind {op.kind!r}")
+        if op.collective is not None:
+            self._verify_collective(name, op.collective)
         for value in op.inputs:
             if not 0 <= value < count:
                 raise GraphError(f"{name} reads value {value}, which is not there")

@@ -11,6 +11,7 @@ from msgspec import Struct, field
 
 from rooftrace.hardware.precisions import storage_bytes
 from rooftrace.tracer.arguments import Argument, Neighbour, Ref, references
+from rooftrace.tracer.collectives import Collective
 from rooftrace.tracer.paths import below, split
 
 
@@ -81,6 +82,8 @@ class Op(Struct, frozen=True, dict=True):
     runs once in every iteration.  steps: whole-number arguments that grow by so much from one
     iteration of the innermost repeat to the next.  holds: values that no later op reads and that
     were still there as it ran: a variable names them, or a running autograd node has them.
+    stream: the queue of the device that it was put on, "" for the main one.  collective: what it
+    exchanges with other processes, None for an op that works alone.
     """
 
     id: int
@@ -101,6 +104,8 @@ class Op(Struct, frozen=True, dict=True):
     repeats: tuple[int, ...] = ()
     steps: Mapping[str, int] = field(default_factory=dict)
     holds: tuple[Ref, ...] = ()
+    stream: str = ""
+    collective: Collective | None = None
 
     @property
     def name(self) -> str:
@@ -121,7 +126,8 @@ class Assumption(Struct, frozen=True):
     needed it, "" where none did.  The ops that rest on it name it in `Op.assumptions`.
     facts: numbers of an assumption on routing: `policy`; how many `rows` (tokens) choose `chosen`
     of `classes` (experts) each; how many `distinct` classes that is expected to reach; and how many
-    are `drawn`, in the indices that the code got.
+    are `drawn`, in the indices that the code got.  Of an exchange with other processes: those of
+    all `processes` together among the classes of one; a row itself chooses `chosen_each` of all.
     """
 
     id: int

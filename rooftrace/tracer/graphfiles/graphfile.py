@@ -14,9 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypedDict
 
+import msgspec
+
 from rooftrace._reading import FileKind, beginning, json_of, record_of, text_of
 from rooftrace._writing import write_packed
 from rooftrace.tracer.arguments import Argument, Neighbour, Ref, refs
+from rooftrace.tracer.collectives import Collective, Group
 from rooftrace.tracer.graph import Assumption, GraphError, Op, OpGraph, Repeat, Tensor
 from rooftrace.tracer.graphfiles.bounds import bounded
 
@@ -125,6 +128,7 @@ def _encode(graph: OpGraph) -> dict[str, Any]:
             list(op.repeats),
             dict(op.steps),
             [_encode_argument(ref) for ref in op.holds],
+            *_encode_exchange(op, words),
         ]
         for op in graph.ops
     ]
@@ -141,10 +145,19 @@ def _encode(graph: OpGraph) -> dict[str, Any]:
         "inputs": list(graph.inputs),
         "outputs": list(graph.outputs),
         "repeats": [_encode_repeat(repeat) for repeat in graph.repeats],
+        **_encode_groups(graph),
         "words": words.list,
         "values": values,
         "ops": ops,
     }
+
+
+def _encode_groups(graph: OpGraph) -> dict[str, Any]:
+    """Groups and mesh of a step of several processes; nothing for a step of one."""
+    if not graph.groups and not graph.mesh:
+        return {}
+    groups = {name: msgspec.structs.asdict(group) for name, group in graph.groups.items()}
+    return {"groups": groups, "mesh": dict(graph.mesh)}
 
 
 class _Value(NamedTuple):
@@ -179,6 +192,8 @@ class _Op(NamedTuple):
     repeats: tuple[int, ...]
     steps: dict[str, int]
     holds: list[dict[str, Any]]
+    stream: int | None = None  # files without it are of one stream, or older
+    collective: Collective | None = None
 
 
 class _Repeat(NamedTuple):
@@ -245,6 +260,11 @@ class _Facts(TypedDict, total=False):
     item: str
     items: int | None
     optimizer: str | None
+    stages: tuple[int, ...]  # of a pipeline that the graph stands for
+    stage_count: int
+    schedule: str
+    microbatches: int
+    handed: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -259,6 +279,8 @@ class _Graph:
     calls: dict[str, str] = field(default_factory=dict)
     constants: dict[str, str] = field(default_factory=dict)
     schemas: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    groups: dict[str, Group] = field(default_factory=dict)
+    mesh: dict[str, int] = field(default_factory=dict)
     assumptions: list[_Assumption]
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
@@ -305,6 +327,8 @@ def _decode(data: _Graph) -> OpGraph:
         repeats=tuple(_decode_repeat(repeat) for repeat in data.repeats),
         constants=data.constants,
         schemas=data.schemas,
+        groups=data.groups,
+        mesh=data.mesh,
         model=data.model,
         workload=data.workload,
         provenance=data.provenance,
@@ -331,8 +355,17 @@ def _decode_op(number: int, entry: _Op, word: Callable[[int], str]) -> Op:
             "facts": {name: _decode_argument(fact) for name, fact in entry.facts.items()},
             "inputs": tuple(refs(arguments)),
             "holds": tuple(_decode_argument(ref) for ref in entry.holds),
+            "stream": "" if entry.stream is None else word(entry.stream),
         }
     )
+
+
+def _encode_exchange(op: Op, words: _Words) -> list[Any]:
+    """Stream and collective of an op; nothing for an op that works alone on the main stream."""
+    if not op.stream and op.collective is None:
+        return []
+    together = None if op.collective is None else msgspec.structs.asdict(op.collective)
+    return [words(op.stream), together]
 
 
 def _encode_repeat(repeat: Repeat) -> list[Any]:

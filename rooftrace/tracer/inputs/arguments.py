@@ -12,7 +12,7 @@ from rooftrace.errors import RequestError
 from rooftrace.tracer.dtypes import torch_dtype
 from rooftrace.tracer.graph import GraphError
 from rooftrace.tracer.tensors import parameters_of, tensors_in
-from rooftrace.tracer.values import REAL_VALUE, UNIFORM, Values
+from rooftrace.tracer.values import REAL_VALUE, Values, marks
 
 
 def cache_arguments(module: nn.Module) -> set[str]:
@@ -65,5 +65,5 @@ def learn(values: Values, tensor: Tensor) -> None:
     value = tensor.__dict__.get(REAL_VALUE)
     if value is not None:
         values.learn(tensor, value.clone())
-    if UNIFORM in tensor.__dict__:
-        values.learn_draw(tensor, tensor.__dict__[UNIFORM])
+    if marks.UNIFORM in tensor.__dict__:
+        values.learn_draw(tensor, tensor.__dict__[marks.UNIFORM])

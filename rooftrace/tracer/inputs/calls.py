@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from rooftrace.errors import RequestError
+from rooftrace.tracer.asking import RequestLengths
 from rooftrace.tracer.dtypes import torch_dtype
 from rooftrace.tracer.graph import GraphError
 from rooftrace.tracer.inputs.arguments import cache_arguments
 from rooftrace.tracer.tensors import parameters_of, tensors_in
 from rooftrace.tracer.twins import inputs_on_meta, replaced, twin
-from rooftrace.tracer.values import META, REAL_VALUE, UNIFORM
+from rooftrace.tracer.values import META, REAL_VALUE, marks
 
 _SEED = 0
 _PROMPTS = ("decoder_input_ids", "input_ids")
@@ -39,6 +40,13 @@ class Inputs:
     item: str = "sample"  # what it produces
     workload: Mapping[str, Any] = field(default_factory=dict)  # sizes, for the report
     assumptions: tuple[tuple[str, str], ...] = ()  # kind and text
+    lengths: RequestLengths | None = None  # of the requests of a step that has them
+
+    def prompt_of(self, length: int) -> dict[str, Any]:
+        """The call with a prompt of so many tokens, which the prompt of the cache has at least."""
+        prompt = self.kwargs if self.cached_kwargs is None else self.cached_kwargs
+        names = self.decode or {}
+        return {n: first_tokens(t, length) if n in names else t for n, t in prompt.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,13 +116,22 @@ def is_tokens(item: Any) -> bool:
 
 def last_token(tokens: Tensor) -> Tensor:
     """The last column of token ids, with its value where that is known."""
-    last = torch.empty((tokens.shape[0], 1), dtype=tokens.dtype, device=META)
+    return _columns(tokens, tokens.shape[1] - 1, 1)
+
+
+def first_tokens(tokens: Tensor, count: int) -> Tensor:
+    """The first columns of token ids, with their values where those are known."""
+    return _columns(tokens, 0, count)
+
+
+def _columns(tokens: Tensor, start: int, count: int) -> Tensor:
+    part = torch.empty((tokens.shape[0], count), dtype=tokens.dtype, device=META)
     value = tokens.__dict__.get(REAL_VALUE)
     if value is not None:
-        last.__dict__[REAL_VALUE] = value[:, -1:].clone()
-    if UNIFORM in tokens.__dict__:
-        last.__dict__[UNIFORM] = tokens.__dict__[UNIFORM]
-    return last
+        part.__dict__[REAL_VALUE] = value[:, start : start + count].clone()
+    if marks.UNIFORM in tokens.__dict__:
+        part.__dict__[marks.UNIFORM] = tokens.__dict__[marks.UNIFORM]
+    return part
 
 
 MOST_DRAWN = 1 << 25
@@ -131,7 +148,7 @@ def random_tokens(batch: int, length: int, vocabulary: int) -> Tensor:
     """
     first = min(5, vocabulary - 1)
     tokens = _drawn((batch, length), torch.int64, first, vocabulary)
-    tokens.__dict__[UNIFORM] = vocabulary - first
+    tokens.__dict__[marks.UNIFORM] = vocabulary - first
     return tokens
 
 

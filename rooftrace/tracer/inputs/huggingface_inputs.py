@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from rooftrace.errors import RequestError
-from rooftrace.tracer.asking import Request
+from rooftrace.tracer.asking import Request, RequestLengths
 from rooftrace.tracer.inputs.arguments import cache_arguments
 from rooftrace.tracer.inputs.calls import (
     Inputs,
@@ -35,6 +35,9 @@ DEFAULT_LENGTH = 2048
 """Default sequence length, where the model allows it."""
 _TYPES = ("mm_token_type_ids", "token_type_ids")
 """Parameters that hold the type of each token of a prompt (text, image ...)."""
+_SHORTEST = 3
+"""Tokens of a prompt by which the caches of a step of requests are told."""
+_DRAWN = (("inputs", "token ids are drawn uniformly from the vocabulary, seed fixed"),)
 _TRIAL = 16
 """Sequence length of the trial calls that find out which inputs a model accepts."""
 
@@ -141,6 +144,8 @@ class _Text:
 
     def inputs(self, passed: Mapping[str, Tensor], tokens: Sequence[str]) -> Inputs:
         """Inputs of every phase: `passed` as they are, and ids for the names in `tokens`."""
+        if self.request.lengths is not None:
+            return self._of_requests(self.request.lengths, passed, tokens)
         seq, kv = self._lengths(passed)
         kwargs = dict(passed)
         for name in tokens:
@@ -164,9 +169,36 @@ class _Text:
             items=self.batch * seq,
             item="token",
             workload={"batch": self.batch, "seq": seq, **({"kv": kv} if self.keeps else {})},
-            assumptions=(
-                ("inputs", "token ids are drawn uniformly from the vocabulary, seed fixed"),
-            ),
+            assumptions=_DRAWN,
+        )
+
+    def _of_requests(
+        self, lengths: RequestLengths, passed: Mapping[str, Tensor], tokens: Sequence[str]
+    ) -> Inputs:
+        """Inputs of a step of requests: the new tokens of all in one row."""
+        name = type(self.module).__name__
+        if not self.keeps or passed or list(tokens) != ["input_ids"]:
+            raise RequestError(
+                f"--cached, --new: {name} takes {', '.join((*tokens, *passed))}; expected a "
+                "decoder that takes input_ids alone and keeps a cache"
+            )
+        last = max(map(sum, zip(lengths.cached, lengths.new, strict=True)))
+        if self.limit and last > self.limit and _has_table(self.module, self.limit):
+            raise RequestError(
+                f"--cached, --new: a request of {last:,} positions, and {name} has a position "
+                f"table of {self.limit:,} entries"
+            )
+        prompt = {self.prompt: self._tokens(max(lengths.longest, _SHORTEST))}
+        return Inputs(
+            kwargs=prompt,
+            decode={self.prompt: self._tokens(lengths.tokens)},
+            cached={"use_cache": True},
+            cached_kwargs=prompt,
+            items=lengths.tokens,
+            item="token",
+            workload={"requests": lengths.groups()},
+            lengths=lengths,
+            assumptions=_DRAWN,
         )
 
     def _with_placeholders(self, tokens: Tensor, passed: Mapping[str, Tensor]) -> dict[str, Tensor]:

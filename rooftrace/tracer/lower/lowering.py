@@ -18,16 +18,18 @@ from torch import Tensor as TorchTensor, fx
 from torch.utils.flop_counter import flop_registry
 
 from rooftrace.tracer.arguments import Argument, Ref, in_order, refs
+from rooftrace.tracer.collectives import Group, axis_of, marks
 from rooftrace.tracer.dtypes import dtype_name
 from rooftrace.tracer.graph import Assumption, Op, OpGraph, Tensor
 from rooftrace.tracer.lower.blocks import NotAlikeError
 from rooftrace.tracer.lower.inline import Template, fold, inline, repeated_call, template
-from rooftrace.tracer.lower.roles import made_role
+from rooftrace.tracer.lower.roles import made_role, with_filled_roles
 from rooftrace.tracer.lower.stacks import roll_stacks
 from rooftrace.tracer.lower.turns import roll_loops
 from rooftrace.tracer.ops import traits
 from rooftrace.tracer.recording import Recorder
 from rooftrace.tracer.replay import RecordedCall, RepeatedCall, Twin, repeated
+from rooftrace.tracer.sharded import meshes
 from rooftrace.tracer.tape import META_KEY, Entry, Recorded, records
 from rooftrace.tracer.tensors import trees
 
@@ -67,13 +69,13 @@ def lower(
     turns of a loop differ after all.
     """
     results = [recorder.node_of(tensor) for tensor in outputs]
-    builder = _Builder(frozenset(kv_storages), gradients or {})
+    builder = _Builder(frozenset(kv_storages), gradients or {}, recorder.shards.whole)
     for node in recorder.graph.nodes:
         builder.add(node)
     builder.hold(recorder.tags.last_held)
     flat = OpGraph(
         phase=phase,
-        values=tuple(builder.values),
+        values=with_filled_roles(builder.values, builder.ops),
         ops=tuple(builder.ops),
         inputs=tuple(builder.inputs),
         outputs=builder.outputs(results, recorder.tags.survivors),
@@ -82,6 +84,8 @@ def lower(
         assumptions=tuple(assumptions),
         constants=_constants(recorder.entries.constants),
         schemas=builder.schemas,
+        groups=_on_axes(recorder.shards.groups, recorder.shards.mesh),
+        mesh=recorder.shards.mesh,
         model=dict(model or {}),
         workload=dict(workload or {}),
         provenance=dict(provenance or {}),
@@ -93,6 +97,14 @@ def lower(
         with contextlib.suppress(NotAlikeError):
             return inline(roll_stacks(fold(whole, templates, twins)), templates).verify()
     return inline(whole, templates).verify()
+
+
+def _on_axes(groups: Mapping[str, Group], mesh: Mapping[str, int]) -> dict[str, Group]:
+    """Groups, each with the axes of the mesh along which it lies."""
+    return {
+        name: Group(group.ranks, meshes.axes.get(name) or axis_of(group.ranks, mesh))
+        for name, group in groups.items()
+    }
 
 
 def _constants(constants: Mapping[str, TorchTensor]) -> dict[str, str]:
@@ -111,7 +123,9 @@ def _dense(value: TorchTensor) -> TorchTensor:
 class _Builder:
     """Accumulates values and ops while walking the fx graph once."""
 
-    def __init__(self, kv: frozenset[int], gradients: Mapping[int, str]) -> None:
+    def __init__(
+        self, kv: frozenset[int], gradients: Mapping[int, str], unsharded: Mapping[int, str]
+    ) -> None:
         self.values: list[Tensor] = []
         self.ops: list[Op] = []
         self.inputs: list[int] = []
@@ -123,7 +137,7 @@ class _Builder:
         self._owners: dict[int, int] = {}
         self._single: dict[fx.Node, int] = {}
         self._multiple: dict[fx.Node, tuple[int, ...]] = {}
-        self._kv, self._gradients = kv, gradients
+        self._kv, self._gradients, self._unsharded = kv, gradients, unsharded
         self._flops = _TorchFlops()
         self._names: dict[Any, tuple[str, tuple[str, ...]]] = {}
 
@@ -286,7 +300,8 @@ class _Builder:
             "sync"
             if recorded.sync
             else "view"
-            if outputs and (recorded.view or allocates or _empty(node.target, recorded.specs))
+            if target.rpartition(".")[0] in marks.MARKS
+            or (outputs and (recorded.view or allocates or _empty(node.target, recorded.specs)))
             else "kernel"
         )
         origin = recorded.origin
@@ -309,6 +324,8 @@ class _Builder:
                 flops_torch=flops,
                 facts={**recorded.facts, **_given(node.target, flops)},
                 assumptions=tuple(sorted(recorded.taint)),
+                stream=recorded.stream,
+                collective=recorded.collective,
             )
         )
 
@@ -319,6 +336,8 @@ class _Builder:
         if spec.storage in self._gradients:
             first = spec.storage not in self._owners
             return self._value(spec, "gradients", self._gradients[spec.storage] if first else "")
+        if spec.storage in self._unsharded:
+            return self._value(spec, "weights", self._unsharded[spec.storage])
         return self._value(spec, role)
 
     def _tensor(self, node: fx.Node) -> Tensor:

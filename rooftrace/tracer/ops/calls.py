@@ -66,7 +66,8 @@ def info_of(func: Any) -> OpInfo:
             may_alias=aliasing or bool(mutated),
             view=aliasing and not mutated,
             answers=answers and not groups.is_collective(func),  # that returns a handle to wait for
-            composite=func.has_kernel_for_dispatch_key(COMPOSITE)
+            composite=func.namespace != "prim"  # of which the dispatcher knows nothing
+            and func.has_kernel_for_dispatch_key(COMPOSITE)
             and not func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CPU),
         )
     return info

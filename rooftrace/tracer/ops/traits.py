@@ -101,14 +101,26 @@ def run_on_cpu(
     return result
 
 
-IDENTITIES = frozenset({"aten.detach", "aten.alias", "aten.lift_fresh", "aten.lift"})
-"""Ops that give a new Python object for the same value."""
+IDENTITIES = frozenset(
+    {
+        "aten.detach",
+        "aten.alias",
+        "aten.lift_fresh",
+        "aten.lift",
+        "_c10d_functional.wait_tensor",
+        "_c10d_functional._wrap_tensor_autograd",
+    }
+)
+"""Ops that give a new Python object for the same value.
+
+To wait for a collective is one: who reads the value waits, also where nobody calls it."""
 QUESTIONS = frozenset({"prim.device", "aten.is_same_size", "aten._version", "aten.sym_size"})
 """Ops that only ask how a tensor looks; no device runs anything for them."""
 HIDDEN_VIEWS = frozenset(
     {
         "aten._reshape_alias",
         "aten._unsafe_view",
+        "fsdp.all_gather_copy_in",
         "aten.unsafe_split",
         "aten.unsafe_split_with_sizes",
     }

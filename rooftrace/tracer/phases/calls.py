@@ -81,11 +81,11 @@ class ModuleCalls:
         """The call of a phase, to be run without a recorder.
 
         The call before it (the prompt of a decode step) runs here.  Raises NoCacheError, whatever
-        the module raises, and RequestError for a phase of the user's own, which can be traced only.
+        the module raises, and RequestError for a phase that can be traced only.
         """
-        if names.is_own(phase):
+        if phase not in names.MEASURED:
             raise RequestError(
-                f"phase {phase!r} can be traced only; on a device run {', '.join(names.NAMES)}"
+                f"phase {phase!r} can be traced only; on a device run {', '.join(names.MEASURED)}"
             )
         training, inputs = phase == "training", self.inputs
         self.module.train(training)

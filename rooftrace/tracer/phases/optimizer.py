@@ -39,22 +39,64 @@ def run_optimizer(
     with torch.no_grad(), torch._C.DisableTorchFunction():
         with recorder.paused():
             stepped = [_master(p) if _is_low(p, dtype) else p for p in parameters]
-            optimizer = made_optimizer(kind, stepped)
-            optimizer.step()
-        low = [(p, s) for p, s in zip(parameters, stepped, strict=True) if p is not s]
+        if _is_elementwise(kind):
+            stepped = [_local(p, tensor) for p, tensor in zip(parameters, stepped, strict=True)]
+        with recorder.paused():
+            optimizers = [made_optimizer(kind, alike) for alike in _alike(stepped)]
+            for optimizer in optimizers:
+                optimizer.step()
+        states = {id(t): s for optimizer in optimizers for t, s in optimizer.state.items()}
+        pairs = list(zip(parameters, stepped, strict=True))
+        low = [(p, s) for p, s in pairs if _is_low(p, dtype)]
         for parameter, tensor in zip(parameters, stepped, strict=True):
             owner = recorder.name_of(parameter)
-            if tensor is not parameter:
+            if _is_low(parameter, dtype):
                 recorder.enter(tensor, "optimizer", f"{owner}.master")
-            for state, value in optimizer.state.get(tensor, {}).items():
+            for state, value in states.get(id(tensor), {}).items():
                 if isinstance(value, Tensor):
                     recorder.enter(value, "optimizer", f"{owner}.{state}")
         wide = _cast_gradients(recorder, low) if low else {}
-        optimizer.step()
+        for optimizer in optimizers:
+            optimizer.step()
         if low:
-            torch._foreach_copy_([p for p, _ in low], [master for _, master in low])
+            torch._foreach_copy_([_shard(p) for p, _ in low], [_shard(master) for _, master in low])
     recorder.function = ""
     return wide
+
+
+_NOT_ELEMENTWISE = frozenset({"Adafactor", "Muon", "LBFGS"})
+"""Optimizers of torch whose step on a part of a weight is not a part of the step on all of it."""
+
+
+def _is_elementwise(kind: type) -> bool:
+    """Whether a shard is stepped by itself, as torch's kernels do for tensors of a mesh."""
+    return kind.__name__ not in _NOT_ELEMENTWISE
+
+
+def _local(parameter: nn.Parameter, stepped: Tensor) -> Tensor:
+    """The shard of a tensor that is to be stepped, with the shard of its gradient; a plain tensor
+    as it is.  Pending sums of the gradient are exchanged first."""
+    shard = _shard(stepped)
+    if shard is stepped:
+        return stepped
+    if stepped is parameter:
+        shard.grad = _shard(_placed(parameter))
+    return shard
+
+
+def _alike(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Tensors that one kernel can step together: plain ones, and those sharded over each mesh."""
+    kinds: dict[Any, list[Tensor]] = {}
+    for tensor in tensors:
+        mesh = getattr(tensor, "device_mesh", None)
+        kinds.setdefault(None if mesh is None else (type(tensor), mesh), []).append(tensor)
+    return list(kinds.values())
+
+
+def _shard(tensor: Tensor) -> Tensor:
+    """The part of a sharded tensor that is here; any other tensor as it is."""
+    local = getattr(tensor, "to_local", None)
+    return tensor if local is None else local()
 
 
 _DEPTH = 6
@@ -149,6 +191,9 @@ def _is_low(parameter: nn.Parameter, dtype: str | None) -> bool:
 def _master(parameter: nn.Parameter) -> Tensor:
     master = torch.empty_like(parameter, dtype=torch.float32, requires_grad=False)
     master.grad = torch.empty_like(master)
+    shard = _shard(master)
+    if shard is not master:
+        shard.grad = _shard(master.grad)
     return master
 
 
@@ -164,12 +209,23 @@ def made_optimizer(kind: Any, parameters: Sequence[Tensor]) -> torch.optim.Optim
     return made
 
 
+def _placed(parameter: nn.Parameter) -> Tensor:
+    """The gradient of a parameter, sharded as the parameter is: pending sums are exchanged."""
+    gradient, mesh = parameter.grad, getattr(parameter, "device_mesh", None)
+    assert gradient is not None
+    if mesh is None or gradient.placements == parameter.placements:  # type: ignore[attr-defined]
+        return gradient
+    return gradient.redistribute(mesh, parameter.placements)  # type: ignore[attr-defined, no-any-return]
+
+
 def _cast_gradients(
     recorder: Recorder, low: Sequence[tuple[nn.Parameter, Tensor]]
 ) -> dict[int, str]:
     """Give each fp32 master the gradient of its weight, cast up; returns their names by storage."""
     wide = [torch.empty_like(master) for _, master in low]
-    torch._foreach_copy_(wide, [p.grad for p, _ in low if p.grad is not None])
+    torch._foreach_copy_(
+        [*map(_shard, wide)], [_shard(_placed(p)) for p, _ in low if p.grad is not None]
+    )
     names = {}
     for (parameter, master), gradient in zip(low, wide, strict=True):
         master.grad = gradient

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from rooftrace.errors import RequestError
+from rooftrace.tracer.sharded import fsdp
 from rooftrace.tracer.source import TraceError
 from rooftrace.tracer.tensors import own_tensors
 
@@ -23,15 +24,14 @@ _FRAMES = 20
 
 
 def check_traceable(root: nn.Module, inputs: Sequence[Tensor] = ()) -> None:
-    """Raise RequestError for fake tensors, and for modules that FSDP2 has sharded."""
-    sharded = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    """Raise RequestError for fake tensors, and for real ones that `fully_shard` has sharded."""
+    if fsdp.is_real(root):
+        raise RequestError(
+            f"{type(root).__name__} holds real weights that fully_shard has sharded, and cannot be "
+            "copied: build it under `with torch.device('meta'):`, call fully_shard, pass that"
+        )
     for path, module in root.named_modules():
         where = f" (in {path!r:.80})" if path else ""
-        if sharded is not None and isinstance(module, sharded):
-            raise RequestError(
-                f"{type(module).__name__} is sharded by fully_shard{where}, which runs on real "
-                "shards and their process group only: trace the module before fully_shard"
-            )
         for tensor in own_tensors(module):
             if isinstance(tensor, FakeTensor):
                 raise RequestError(

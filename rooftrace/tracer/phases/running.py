@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -20,8 +21,10 @@ from rooftrace.tracer.phases.attempts import attempted
 from rooftrace.tracer.phases.calls import ModuleCalls
 from rooftrace.tracer.phases.optimizer import optimizer_class, run_optimizer
 from rooftrace.tracer.phases.refusals import check_traceable, depth_explained
+from rooftrace.tracer.phases.requests import check_lengths, joined_state, packed, step_inputs
 from rooftrace.tracer.phases.results import Step, graph_of
 from rooftrace.tracer.recording import Recorder
+from rooftrace.tracer.sharded import ddp
 from rooftrace.tracer.tensors import own_tensors, owners, tensors_in
 from rooftrace.tracer.twins import on_meta
 from rooftrace.tracer.values import META, REAL_VALUE
@@ -40,11 +43,12 @@ def trace_phases(
     to meta first.  Raises TraceError where its code fails, RequestError for an unknown phase.
     """
     options = options or Options()
+    replicas = _replicas(module)
     module, inputs = _unwrapped(module, inputs)
     with depth_explained(module):
         check_request(module, phases, options)
         check_traceable(module, tensors_in((inputs.args, inputs.kwargs)))
-        return _traced(module, inputs, phases, options, target)
+        return _traced(module, inputs, phases, options, target, replicas)
 
 
 def _traced(
@@ -53,8 +57,10 @@ def _traced(
     phases: Sequence[str] | None,
     options: Options,
     target: str,
+    replicas: ddp.Replication | None,
 ) -> dict[str, OpGraph]:
-    run = PhaseRunner(ModuleCalls(on_meta(module), inputs, options.loss), options, target)
+    calls = ModuleCalls(on_meta(module), inputs, options.loss)
+    run = PhaseRunner(calls, options, target, replicas)
     keeps = inputs.decode is not None
     for phase in phases or ():
         if names.phase_of(phase).cached and not keeps:
@@ -68,16 +74,25 @@ def _traced(
 
 
 def _unwrapped(module: Any, inputs: Inputs) -> tuple[Any, Inputs]:
-    """The module inside a wrapper for several devices; an assumption says what is left out."""
-    wrappers = (nn.parallel.DistributedDataParallel, nn.DataParallel)
-    while isinstance(module, wrappers):
+    """The module inside a wrapper for several devices; assumptions say what is left out."""
+    while isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
         text = (
             f"{type(module).__name__} is taken off: one device's share is traced, and the "
             "exchange of gradients is not counted"
         )
-        inputs = replace(inputs, assumptions=(*inputs.assumptions, ("communication", text)))
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            text = ddp.HOOKED if ddp.replication_of(module).hooked else ""
+        if text:
+            inputs = replace(inputs, assumptions=(*inputs.assumptions, ("communication", text)))
         module = module.module
     return module, inputs
+
+
+def _replicas(module: Any) -> ddp.Replication | None:
+    """How the replicas of a DistributedDataParallel exchange gradients; None for other modules."""
+    if isinstance(module, nn.parallel.DistributedDataParallel):
+        return ddp.replication_of(module)
+    return None
 
 
 def check_request(module: Any, phases: Sequence[str] | None, options: Options) -> None:
@@ -100,8 +115,15 @@ def check_request(module: Any, phases: Sequence[str] | None, options: Options) -
 class PhaseRunner:
     """Captures the phases of one module; each phase method records one run of it."""
 
-    def __init__(self, calls: ModuleCalls, options: Options, target: str = "") -> None:
+    def __init__(
+        self,
+        calls: ModuleCalls,
+        options: Options,
+        target: str = "",
+        replicas: ddp.Replication | None = None,
+    ) -> None:
         self.calls, self.options, self.target = calls, options, target
+        self._replicas = replicas
         self.module, self.inputs = calls.module, calls.inputs
         self._prefilled: dict[str, Any] | None = None
         self._tokens, self._fed = 0, dict[str, Any]()  # what a call after a cache runs
@@ -175,6 +197,7 @@ class PhaseRunner:
                 if not state:
                     raise NoCacheError(self.calls.without_cache("decode", prompted))
             recorder.paths.counts.clear()
+            recorder.storages.enter_gathered()
             encoded = state.get("encoder_outputs")
             for tensor in tensors_in(encoded):
                 recorder.enter(tensor, "input", "encoder_outputs")
@@ -186,6 +209,21 @@ class PhaseRunner:
         items = None if batch is None else batch * self._tokens
         return Step(output, self.calls.state(output), items=items)
 
+    def requests(self, recorder: Recorder) -> Step:
+        """The new tokens of several requests, behind the caches of all of them."""
+        assert self.inputs.lengths is not None  # `_fed_inputs` has seen to it
+        lengths, before = self.inputs.lengths, len(recorder.values.assumptions)
+        with torch.no_grad():
+            with recorder.paused():
+                state = joined_state(self.calls, lengths)
+            recorder.values.asides = range(before, len(recorder.values.assumptions))
+            recorder.paths.counts.clear()
+            for index, tensor in enumerate(t for t in tensors_in(state) if t.dim()):
+                recorder.enter(tensor, "kv", f"cache_{index}")
+            with packed(self.calls, lengths, recorder.values):
+                output = self.calls.call((), {**self._fed, **state}, self.inputs.cached)
+        return Step(output, self.calls.state(output), items=lengths.tokens)
+
     def training(self, recorder: Recorder) -> Step:
         """Train mode: forward, loss, backward, optimizer step."""
         parameters = [p for p in self.module.parameters() if p.requires_grad]
@@ -195,7 +233,7 @@ class PhaseRunner:
             )
         for parameter in parameters:
             parameter.grad = None
-        with torch.enable_grad(), recorder.trained():
+        with torch.enable_grad(), recorder.trained(), self._exchanged(recorder):
             output = self.calls.call(self.inputs.args, self.inputs.kwargs, self.inputs.labels)
             self.run_backward(recorder, output)
         trained = [p for p in parameters if p.grad is not None]
@@ -213,6 +251,22 @@ class PhaseRunner:
         # Gradients stay until somebody sets them to None: they are results of the step too.
         results = [*tensors_in(output)[:1], *(p.grad for p in trained)]
         return Step(results, gradients=gradients)
+
+    @contextlib.contextmanager
+    def _exchanged(self, recorder: Recorder) -> Iterator[None]:
+        """Inside, a forward and a backward exchange what replicas do; nothing for one replica."""
+        how = self._replicas
+        if how is None:
+            yield
+            return
+        with recorder.paused():
+            reducer = ddp.Reducer(self.module, how)
+        for number, flat in enumerate(reducer.flats):
+            recorder.enter(flat, "gradient", f"bucket {number}")
+        ddp.share_buffers(self.module, how)
+        with ddp.watched(self.module, reducer.ready):
+            yield
+        reducer.finish()
 
     def run_backward(self, recorder: Recorder, output: Any) -> None:
         """Gradients of the loss, or of each output from a unit one."""
@@ -257,19 +311,22 @@ class PhaseRunner:
         kind = type(self.module).__name__
         return attempted(run, self.options, f"{phase.name} of {kind}", kind)
 
+    def _fed_inputs(self, phase: names.Phase) -> dict[str, Any]:
+        """What a call after a cache is given beside it."""
+        inputs, count = self.inputs, phase.tokens
+        if phase.name == "requests":
+            return step_inputs(self.calls, check_lengths(inputs.lengths, self.module))
+        token = inputs.decode or {}
+        fed = {n: torch.cat([t] * count, 1) for n, t in token.items()} if count > 1 else {**token}
+        return {**fed, **self.calls.places(inputs.workload.get("kv"), count)} if count else fed
+
     def _enter_inputs(self, recorder: Recorder, phase: names.Phase) -> None:
         """Enter weights and inputs as values of the graph, with their contents where known."""
-        inputs, count = self.inputs, phase.tokens
-        token = inputs.decode or {}
-        self._tokens = count
-        self._fed = (
-            {n: torch.cat([t] * count, 1) for n, t in token.items()} if count > 1 else {**token}
-        )
-        if count:
-            self._fed |= self.calls.places(inputs.workload.get("kv"), count)
+        inputs, self._tokens = self.inputs, phase.tokens
+        self._fed = self._fed_inputs(phase)
         used = (
             ((), self._fed)
-            if count
+            if phase.tokens or phase.name == "requests"
             else (inputs.args, {**inputs.kwargs, **(inputs.labels if phase.trains else {})})
         )
         known = tensors_in(

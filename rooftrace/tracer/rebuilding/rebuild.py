@@ -10,6 +10,7 @@ import torch
 from torch import Tensor as TorchTensor, fx
 
 from rooftrace.tracer.arguments import Argument, Ref, refs
+from rooftrace.tracer.collectives import marks
 from rooftrace.tracer.dtypes import torch_dtype
 from rooftrace.tracer.graph import GraphError, Op, OpGraph
 from rooftrace.tracer.whole import own_ops
@@ -25,9 +26,11 @@ def to_fx(graph: OpGraph, state: Mapping[str, TorchTensor] | None = None) -> fx.
     Its inputs are the graph's inputs in order; repeats are written out, and the node of an op has
     the op's id in `graph.expand()` under meta["op"].  state: tensors by name
     for what no op makes (parameters, buffers); constants that the graph knows are filled in, what
-    is missing stays on meta.  Raises GraphError for an op that is not registered, or a precision
-    that torch has not.
+    is missing stays on meta.  Exchanges with other processes run in groups of this process, as
+    inside `fake_mesh`.  Raises GraphError for an op that is not registered, a precision that torch
+    has not, and for an exchange that cannot run.
     """
+    _check_exchanges(graph)
     graph = graph.expand()
     result = fx.Graph()
     nodes: dict[int, fx.Node] = {}
@@ -47,6 +50,41 @@ def to_fx(graph: OpGraph, state: Mapping[str, TorchTensor] | None = None) -> fx.
         _add(op, result, nodes)
     result.output(tuple(nodes[index] for index in graph.outputs))
     return fx.GraphModule(root, result)
+
+
+def _check_exchanges(graph: OpGraph) -> None:
+    """Raise GraphError for streams, and exchanges whose group is not here."""
+    for op in graph.ops:
+        alone = [name for name, item in op.arguments.items() if str(item).startswith(_OBJECT)]
+        if op.name in marks.MARKS or (op.collective is not None and alone):
+            raise GraphError(
+                f"{op.target} cannot be rebuilt: a graph does not keep streams and process groups "
+                "that are objects, as FSDP2 and DDP have them; trace the module before it is "
+                "wrapped, and rebuild that"
+            )
+        if op.collective is None or _is_here(op.arguments.get("group_name")):
+            continue
+        sizes = dict(graph.mesh) or {"axis": max(graph.groups[op.collective.group].ranks) + 1}
+        raise GraphError(
+            f"{op.target} is an exchange in the process group {op.collective.group!r}, which this "
+            f"process has not: rebuild and run the graph inside rt.fake_mesh({sizes})"
+        )
+
+
+_OBJECT = "ScriptObject:"
+"""How an argument begins of which a graph keeps the kind only."""
+
+
+def _is_here(group: Argument) -> bool:
+    """Whether this process has a group of this name."""
+    import torch.distributed as dist
+
+    known: Any = dist.distributed_c10d
+    try:
+        known._resolve_process_group(str(group))
+    except (RuntimeError, ValueError):
+        return False
+    return True
 
 
 def _stored(graph: OpGraph, index: int, name: str, state: Mapping[str, TorchTensor]) -> TorchTensor:
@@ -76,6 +114,11 @@ def _add(op: Op, result: fx.Graph, nodes: dict[int, fx.Node]) -> None:
     else:  # a void in-place op writes its list arguments, whose nodes stay what they are
         for value, other in zip(op.outputs, _written(target, op.arguments), strict=True):
             nodes[value] = nodes[other]
+    if op.collective is not None and op.target.startswith("_c10d_functional."):
+        # A tensor that was recorded on meta is waited for by nobody.
+        wait = torch.ops._c10d_functional.wait_tensor.default
+        for value in op.outputs:
+            nodes[value] = result.call_function(wait, (nodes[value],))
 
 
 def histc(values: TorchTensor, bins: int = 100, min: float = 0, max: float = 0) -> TorchTensor:

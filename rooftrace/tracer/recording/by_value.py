@@ -230,6 +230,7 @@ def _counted(tape: Tape, call: Call) -> Any:
     taint = records.NO_TAINT
     plain = []
     unknown = False
+    exact: dict[int, Tensor] = {}
     for position, item in enumerate(call.args):
         if not isinstance(item, Tensor):
             plain.append(item)
@@ -237,16 +238,22 @@ def _counted(tape: Tape, call: Call) -> Any:
             unknown = True
             plain.append(torch.zeros(tuple(item.shape), dtype=item.dtype))
         else:
+            entry = values.known(item)
             value, why = values.value_of(item, call.short_name)
             taint |= why
             plain.append(value)
+            if entry is not None:
+                exact[id(item)] = value
 
     def lift(value: Tensor) -> Tensor:
         if unknown:
             return torch.empty(value.shape, dtype=value.dtype, device=META)
         return _lifted(values, value, taint)
 
-    out = tree_map_only(Tensor, lift, call.func(*plain, **call.kwargs))
+    known = len(exact) == len(call.tensors)  # then equal calls are computed once
+    made = values.results.of(call, exact) if known else None
+    made = call.func(*plain, **call.kwargs) if made is None else made
+    out = tree_map_only(Tensor, lift, made)
     tape.record(call, trees.listed(out), single=isinstance(out, Tensor), taint=taint)
     return out
 

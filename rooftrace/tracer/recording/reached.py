@@ -8,9 +8,11 @@ rows of a weight that has one row for each class.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, fx
 
 from rooftrace.tracer.ops import Call
@@ -54,7 +56,37 @@ def _groups(tape: Tape, call: Call, facts: dict[str, Any]) -> frozenset[int]:
             number = _choice(tape, tensor, len(tensor), facts["groups_touched"])
             if number is not None:
                 facts["groups_touched"] = _distinct(tape, number)
+            else:
+                _share_of_groups(tape, tensor, facts)
     return records.NO_TAINT  # the draw's number rests on the same
+
+
+def _share_of_groups(tape: Tape, offsets: Tensor, facts: dict[str, Any]) -> None:
+    """Groups that are the part of one process among all classes: its share of what is expected.
+
+    That is where several processes have an equal part of the classes each, and rows for those of
+    the others are left out.  Classes that are likelier than others count as in the draw.
+    """
+    entry, mine = tape.values.known(offsets), len(offsets)
+    if entry is None or not dist.is_available() or not dist.is_initialized():
+        return
+    made = [tape.values.assumptions[number].facts for number in entry.taint]
+    choice = max((f for f in made if "policy" in f), key=_classes, default=None)
+    if choice is None or choice["policy"].partition(":")[0] in ("skewed", "histogram"):
+        return
+    parts, rest = divmod(choice["classes"], mine)
+    if rest or parts < 2 or dist.get_world_size() % parts:
+        return
+    for name, all_of_them in (
+        ("groups_touched", choice["distinct"]),
+        ("rows_routed", choice["rows"] * choice["chosen"]),
+    ):
+        part = all_of_them / parts
+        facts[name] = int(part) if part.is_integer() else part
+
+
+def _classes(facts: Mapping[str, Any]) -> int:
+    return int(facts["classes"])
 
 
 def _rows(tape: Tape, call: Call, facts: dict[str, Any]) -> frozenset[int]:

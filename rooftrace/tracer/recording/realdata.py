@@ -144,9 +144,9 @@ class RealData:
         return int(item.specs[index or 0].storage)
 
     def _needed(self, node: fx.Node) -> list[fx.Node]:
-        """The ops to run, in order: those that make a value, and those that wrote to it before."""
+        """The ops to run, in order: those that make a value, and those that wrote to it since."""
         needed: set[fx.Node] = set()
-        waiting = [records.picked(node)[0]]
+        waiting = [records.picked(node)[0], *self._writers.get(self._storage(node), ())]
         while waiting:
             item = waiting.pop()
             if item in needed or item in self._kept:
@@ -165,13 +165,6 @@ class RealData:
                         waiting.append(writer)
             if len(needed) > MAX_OPS:
                 raise _NotComputableError
-        # A tensor that was made before the value is asked for, and written to since.
-        for writer in self._writers.get(self._storage(node), ()):
-            if (
-                self._places[writer] > self._places[records.picked(node)[0]]
-                and writer in self._kept
-            ):
-                raise _StaleError
         for item in needed:
             for storage in self._written(item):
                 if storage not in self._copied:

@@ -37,9 +37,11 @@ from rooftrace.tracer.recording.standins import (
     warnings_quiet,
 )
 from rooftrace.tracer.recording.static_caches import static_caches_counted
+from rooftrace.tracer.recording.storages import Storages
 from rooftrace.tracer.recording.threads import Threads
 from rooftrace.tracer.replay import CallReplay, Twin
 from rooftrace.tracer.rolling import Loop, Rolling
+from rooftrace.tracer.sharded import ddp, fsdp, meshes
 from rooftrace.tracer.tape import Tape
 from rooftrace.tracer.tensors import subclasses
 from rooftrace.tracer.values import META, Values
@@ -91,8 +93,10 @@ class Recorder(TorchDispatchMode, Tape):
         self._module_calls = CallReplay(self, record and repeat_calls, run_apart)
         self._runner = Runner(self, self.again)
         self.scope = Scope()
+        self.storages = Storages(self)
         self._followers = Threads(self, self.__torch_dispatch__, self.scope)
         self._exit = contextlib.ExitStack()
+        self._roots: list[nn.Module] = []
 
     @property
     def loops(self) -> dict[int, Loop]:
@@ -101,6 +105,8 @@ class Recorder(TorchDispatchMode, Tape):
 
     def name_modules(self, root: nn.Module) -> None:
         """Use the dotted paths of `root` for its modules and the tensors that they hold."""
+        self._roots.append(root)
+        self.shards.mesh = meshes.mesh_of(self._roots)
         self._rolling.watch(root)
         self._module_calls.watch(root)
         super().name_modules(root)
@@ -237,6 +243,8 @@ class Recorder(TorchDispatchMode, Tape):
         enter(self._rolling.injected())
         enter(self._module_calls.injected())
         enter(Functions(self))
+        enter(fsdp.fully_sharded(self._roots, self.storages.gathered, self.storages.resized))
+        enter(ddp.replicated(self._roots, self.paused, self.enter, self.values.assume))
         enter(self._followers.followed())
         enter(self._alive())
 

@@ -16,6 +16,7 @@ from torch.utils.flop_counter import flop_registry
 
 from rooftrace.tracer.ops import Call, groups, info_of, traits
 from rooftrace.tracer.recording.by_value import by_value
+from rooftrace.tracer.recording.exchanged_counts import expect_counts_of_others
 from rooftrace.tracer.recording.facts import learn_facts
 from rooftrace.tracer.recording.reached import expect_counts
 from rooftrace.tracer.recording.routing import route
@@ -43,6 +44,8 @@ class Runner:
         """Run one op, follow its values, record it; returns what the op returns."""
         tape, info = self._tape, info_of(func)
         name = info.name
+        if name in traits.QUESTIONS or name.startswith("profiler."):
+            return func(*args, **kwargs)
         if info.composite or (
             tape.here.inside and func.has_kernel_for_dispatch_key(traits.COMPOSITE)
         ):
@@ -51,8 +54,6 @@ class Runner:
             with self._again():
                 whole = whole_entry(func)
                 return (whole or func.decompose)(*args, **kwargs)
-        if name in traits.QUESTIONS or name.startswith("profiler."):
-            return func(*args, **kwargs)
         call = Call.of(func, *args, **kwargs)
         tape.tags.recognise(call.tensors)
         if _on_host(call.tensors, kwargs.get("device")):
@@ -81,12 +82,13 @@ class Runner:
         taint = _propagate(tape, call, outputs)
         taint |= learn_facts(tape.values, call, facts)
         taint |= expect_counts(tape, call, facts)
-        size = groups.group_size(call.func, call.args, call.kwargs)
-        if size:
-            facts["group_size"] = size
+        together = groups.communicates(call.func, call.args, call.kwargs, outputs)
+        if together is not None:
+            facts["group_size"] = together[1].size
+            taint |= expect_counts_of_others(tape, call, outputs, together)
         if outputs and call.info.mutated and call.func.namespace != "aten":
             facts["writes"] = tuple(name for _, name in call.info.mutated)  # beside what it returns
-        tape.record(call, outputs, single=single, facts=facts, taint=taint)
+        tape.record(call, outputs, single=single, facts=facts, taint=taint, together=together)
         return out
 
     def _computed(self, call: Call) -> Any:

@@ -180,8 +180,9 @@ _NOT_OURS = (
     "Sparse CSR",
     "Sparse invariant",
     "To copy construct from a tensor",
+    "FSDP2-wrapped module (",
 )
-"""Warnings about the user's code that torch would give with a line of ours."""
+"""Warnings that torch would give with a line of ours or its own, for what a trace does not harm."""
 
 
 def _ignored() -> Callable[[], None]:

@@ -320,7 +320,7 @@ class CallReplay:
                 made.add(id(leaf))
                 if content is not None:
                     taint = frozenset(call.assumptions.get(a, a) for a in content[1])
-                    values.learn(leaf, content[0], taint)
+                    values.learn_shared(leaf, known.values, content[0], place, taint)
         return tree_unflatten(leaves, known.structure), leaves
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 from rooftrace._progress import tell
@@ -81,23 +81,91 @@ def traced_target(job: Job) -> Traced:
     Code is imported afresh each time; some code allows only one import in a process.
     """
     from rooftrace.tracer.patches import contexts
-    from rooftrace.tracer.phases import trace_phases
     from rooftrace.tracer.targets import isolation
 
     name = job.name
-    with collector_paused(), contexts.apart(), isolation.own_imports():
+    with ExitStack() as stack:
+        for context in (collector_paused(), contexts.apart(), isolation.own_imports()):
+            stack.enter_context(context)
+        if job.request.mesh:
+            stack.enter_context(_mesh_of(job))
         try:
             made = loaded(job)
         except TargetError:
             if not (job.is_code and isolation.imported_again() and can_go_apart(job)):
                 raise
         else:
-            graphs = trace_phases(made.module, made.inputs, job.phases, job.options, name)
+            graphs = _phases_of_target(job, made)
             files = isolation.source_files()
             if not job.is_code and os.path.isfile(name):
                 files[os.path.realpath(name)] = isolation.digest(name)
             return Traced(graphs, files)
     return trace_apart(job)
+
+
+def _mesh_of(job: Job) -> AbstractContextManager[None]:
+    """The processes that a job's mesh stands for; code names its own axes."""
+    from rooftrace.tracer.sharded import fake_mesh, huggingface
+
+    mesh = job.request.mesh
+    return fake_mesh(mesh if job.is_code else huggingface.processes(mesh))
+
+
+def _phases_of_target(job: Job, made: Loaded) -> dict[str, OpGraph]:
+    """The graphs of a target.  A Hugging Face model over a mesh is spread for each kind of phase:
+    replicas share their weights in training only."""
+    from rooftrace.tracer.phases import trace_phases
+    from rooftrace.tracer.sharded import huggingface
+
+    request = job.request
+    if job.is_code or not (request.mesh or request.checkpoint != "none"):
+        return trace_phases(made.module, made.inputs, job.phases, job.options, job.name)
+    if request.mesh.get("pp", 1) > 1:
+        return _stages_of_target(job, made)
+    usual = ("forward",) if made.inputs.decode is None else ("prefill", "decode")
+    phases = job.phases or (*usual, "training")
+    graphs: dict[str, OpGraph] = {}
+    for trains in (False, True):
+        some = [phase for phase in phases if names.phase_of(phase).trains is trains]
+        if not some:
+            continue
+        spread = loaded(job) if graphs else made
+        kept = request.checkpoint
+        huggingface.distribute(spread.module, request.mesh, trains=trains, checkpoint=kept)
+        with huggingface.divided(spread.module, request.mesh):
+            graphs |= trace_phases(spread.module, spread.inputs, some, job.options, job.name)
+    return {phase: graphs[phase] for phase in phases}
+
+
+def _stages_of_target(job: Job, made: Loaded) -> dict[str, OpGraph]:
+    """The graphs of the distinct stages of a pipeline, each with one microbatch."""
+    from rooftrace.tracer.phases import trace_phases
+    from rooftrace.tracer.pipelines import splitting, stages_of, table_of
+    from rooftrace.tracer.sharded import huggingface
+
+    request = job.request
+    for phase in job.phases or ():
+        if not names.phase_of(phase).trains:
+            raise RequestError(
+                f"--phase {phase} with --mesh pp={request.mesh['pp']}: pipelines are walked for "
+                "training; leave pp out, or ask for training"
+            )
+    ranks, schedule = request.mesh["pp"], request.schedule or "1f1b"
+    count = stages_of(schedule, ranks)
+    microbatches = request.microbatches or 2 * count
+    table_of(schedule, ranks, microbatches)  # refused before anything is traced
+    graphs: dict[str, OpGraph] = {}
+    for stage in splitting.split(made.module, count):
+        fresh = loaded(job) if graphs else made
+        inputs = splitting.inputs_of(fresh.inputs, fresh.module, stage)
+        splitting.keep(fresh.module, stage)
+        kept = request.checkpoint
+        huggingface.distribute(fresh.module, request.mesh, trains=True, checkpoint=kept)
+        with huggingface.divided(fresh.module, request.mesh):
+            made_of = trace_phases(fresh.module, inputs, ("training",), job.options, job.name)
+        (graph,) = made_of.values()
+        graphs[stage.name] = splitting.with_stage(graph, stage, schedule, microbatches)
+    return graphs
 
 
 def _graph_of_step(job: Job) -> dict[str, OpGraph]:

@@ -7,7 +7,6 @@ into a module, an input of a step, or a constant.  If its origin is unknown, an 
 from __future__ import annotations
 
 import itertools
-import operator
 import weakref
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch import Tensor, fx, nn
 
 from rooftrace.tracer.tape.here import Here
 from rooftrace.tracer.tape.leaves import Leaves
-from rooftrace.tracer.tape.records import META_KEY, Entry, Spec, Tag
+from rooftrace.tracer.tape.records import META_KEY, Entry, Spec, Tag, picked_in
 from rooftrace.tracer.tape.tags import Tags, no_storage
 from rooftrace.tracer.tensors import own_tensors, owners, subclasses, tensors_in, trees
 from rooftrace.tracer.values import Values, marks
@@ -150,7 +149,7 @@ class Entries:
         self._tags.mark(tensor, tag)
         self._tensors.append(tensor)
         key = trees.bytes_of(tensor)
-        if key not in self._first or trees.bytes_of(self._first[key]) != key:
+        if self.first_of(key) is None:
             self._first[key] = tensor
 
     def storage_of(self, tensor: Tensor) -> int | None:
@@ -166,11 +165,15 @@ class Entries:
         """The fx node of `tensor`; an unknown tensor enters the graph."""
         self._tags.recognise([tensor])
         tag = self._tags.of(tensor) or self._stranger(tensor)
-        if tag.index is None:
-            return tag.node
-        item = self._graph.call_function(operator.getitem, (tag.node, tag.index))
-        self._tags.mark(tensor, Tag(item, None, tag.storage))
+        item = picked_in(self._graph, tag)
+        if item is not tag.node:
+            self._tags.mark(tensor, Tag(item, None, tag.storage))
         return item
+
+    def first_of(self, key: int) -> Tensor | None:
+        """The tensor that entered first with these bytes, while it still has them."""
+        first = self._first.get(key)
+        return first if first is not None and trees.bytes_of(first) == key else None
 
     def _stranger(self, tensor: Tensor) -> Tag:
         """Enter an unknown tensor into the graph; an assumption records one of unknown value.
@@ -178,7 +181,7 @@ class Entries:
         A tensor that the code put into a running module is a weight of that module.
         """
         kind, name = self.place_of(tensor)
-        if name:
+        if name and self.storage_of(tensor) is None:  # else it is a view of what is known
             return self._put_in_place(tensor, kind, name)
         same = self._same_value(tensor)
         if same is not None:
@@ -212,8 +215,8 @@ class Entries:
         if tensor.layout is not torch.strided:
             return None
         key, look = trees.bytes_of(tensor), trees.look_of(tensor)
-        first = self._first.get(key)
-        if first is not None and trees.bytes_of(first) == key:
+        first = self.first_of(key)
+        if first is not None:
             return self._tags.of(first) if trees.look_of(first) == look else None
         for other in self._values.tensors():
             if trees.bytes_of(other) == key and tuple(other.shape) == look[0]:

@@ -34,7 +34,7 @@ class Origins:
         loop: the turn of a loop that is running (see `Origin`).
         """
         here = self._here
-        part = self._part_of_own_step() if self._entries.own_step else here.part
+        part = self._part_of_own_step(name) if self._entries.own_step else here.part
         if part == "optimizer":
             return Origin("", 0, part, here.function)
         if part == "backward":
@@ -75,7 +75,7 @@ class Origins:
         calls = self._here.called_for
         return (bool(calls) and calls[-1] == node) or self.recomputation.active(node)
 
-    def _part_of_own_step(self) -> str:
+    def _part_of_own_step(self, name: str) -> str:
         """The part of the running op in a step that does not name its parts."""
         here = self._here
         if here.part != "forward":
@@ -83,7 +83,9 @@ class Origins:
         if torch._C._current_autograd_node() is not None:
             return "backward"
         # Clipping, scaling and averaging stand between backward and step, outside of modules.
-        updates = here.after_backward and not here.stack and not torch.is_grad_enabled()
+        # So do exchanges of weights that each process has stepped a part of.
+        outside = not torch.is_grad_enabled() or name.startswith("c10d.")
+        updates = here.after_backward and not here.stack and outside
         return "optimizer" if updates else "forward"
 
     def _of_backward(self) -> Origin:

@@ -10,6 +10,7 @@ import torch
 from msgspec import Struct, field
 from torch import Tensor, fx
 
+from rooftrace.tracer.collectives import Collective
 from rooftrace.tracer.graph import Tensor as Value
 
 META_KEY = "rooftrace"
@@ -64,6 +65,8 @@ class Recorded(Struct, frozen=True):
     sync: bool = False  # the host waits for it
     facts: Mapping[str, Any] = field(default_factory=dict)  # counts that its cost rule needs
     taint: frozenset[int] = NO_TAINT  # ids of the assumptions that it rests on
+    stream: str = ""  # of the device; "" is the main one
+    collective: Collective | None = None  # what it exchanges with other processes
 
 
 class Tag(Struct, frozen=True):
@@ -84,3 +87,10 @@ def picked(node: fx.Node, index: int | None = None) -> tuple[fx.Node, int | None
     base, place = node.args
     assert isinstance(base, fx.Node) and isinstance(place, int)
     return base, place
+
+
+def picked_in(graph: fx.Graph, tag: Tag) -> fx.Node:
+    """The node of one value in a graph: of an op with several results, that of the one."""
+    if tag.index is None:
+        return tag.node
+    return graph.call_function(operator.getitem, (tag.node, tag.index))

@@ -29,6 +29,8 @@ class Tags:
         self._key = f"_rooftrace_tag_{next(_SERIAL)}"
         self._places: dict[Any, tuple[Tag, Tensor | None]] = {}  # by the bytes that are read
         self.alive: dict[int, Any] = {}  # references to storages that ops made, by number
+        self._owners: dict[int, Tag] = {}  # of the first value of each storage, by number
+        self._numbers: dict[int, int] = {}  # of storages that ops made, by the place of the bytes
         self._left: dict[int, Any] = {}  # those that were alive when the recording ended
         self.storages = 0  # how many storages have a number
         self.last: fx.Node | None = None  # the node that was recorded last
@@ -67,6 +69,7 @@ class Tags:
         """Let other Python objects of the same bytes be recognised; entered: no op made them."""
         if tensor.layout is torch.strided and not isinstance(tensor, owners.LAZY):
             self._places[_bytes_read(tensor)] = tag, tensor if entered else None
+            self._owners.setdefault(tag.storage, tag)
 
     def recognise(self, tensors: list[Tensor]) -> None:
         """Tag tensors without a tag whose bytes belong to a known tensor.
@@ -105,7 +108,17 @@ class Tags:
         """Note at which node the bytes of a new storage are freed, as those of a real run are."""
         if tensor.layout is torch.strided:
             gone = functools.partial(self._gone, storage)
-            self.alive[storage] = weakref.ref(tensor.untyped_storage(), gone)
+            place = tensor.untyped_storage()
+            self._numbers[place._cdata] = storage
+            self.alive[storage] = weakref.ref(place, gone)
+
+    def owner(self, key: int) -> Tag | None:
+        """The tag of the value that an op made first with these bytes, while they are alive."""
+        number = self._numbers.get(key)
+        storage = None if number is None else self.alive.get(number, no_storage)()
+        if number is None or storage is None or storage._cdata != key:
+            return None
+        return self._owners.get(number)
 
     def _gone(self, storage: int, _: Any = None) -> None:
         if self.last is not None and self.alive.pop(storage, None) is not None:

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from rooftrace.tracer.collectives import Collective, Group
 from rooftrace.tracer.ops import Call
+from rooftrace.tracer.sharded import current_stream
 from rooftrace.tracer.tape.entries import Entries
 from rooftrace.tracer.tape.generators import Generators
 from rooftrace.tracer.tape.here import Here, RecordedThreads
@@ -23,6 +25,7 @@ from rooftrace.tracer.tape.loopwatch import LoopWatch
 from rooftrace.tracer.tape.origins import Origins
 from rooftrace.tracer.tape.paths import Paths
 from rooftrace.tracer.tape.records import META_KEY, NO_TAINT, Recorded, Spec, Tag
+from rooftrace.tracer.tape.shards import Shards
 from rooftrace.tracer.tape.tags import Tags
 from rooftrace.tracer.tensors import owners, subclasses, trees
 from rooftrace.tracer.values import META, Values, marks
@@ -48,6 +51,7 @@ class Tape:
         self.origins = Origins(self.here, self.entries)
         self.rolling = LoopWatch()
         self.generators: Generators | None = None  # None: the code draws from the process's
+        self.shards = Shards()
         self.packed: dict[int, tuple[Any, list[Tensor]]] = {}  # weights of TorchScript, unpacked
 
     # -- where the running thread stands -----------------------------------------------------------
@@ -172,11 +176,13 @@ class Tape:
         sync: bool = False,
         facts: Mapping[str, Any] | None = None,
         taint: frozenset[int] = NO_TAINT,
+        together: tuple[Collective, Group] | None = None,
     ) -> None:
         """Add one call to the graph, if recording.
 
         single: it returns a tensor, not a list.  sync: the host waits for it.  facts: counts that
-        its cost rule needs.  taint: the assumptions that its outputs rest on.
+        its cost rule needs.  taint: the assumptions that its outputs rest on.  together: what it
+        exchanges with other processes, and with which.
         """
         if sync:
             self.rolling.depends()
@@ -191,7 +197,9 @@ class Tape:
                 self.tags.mark(tensor, Tag(node, None, tag.storage if tag else 0))
         info = call.info
         origin = self.origins.origin(info.name, self.rolling.label)
-        node.meta[META_KEY] = Recorded(specs, origin, info.view, sync, facts or {}, taint | sparse)
+        where = current_stream(), self.shards.exchanged(together)
+        noted = facts or {}, taint | sparse
+        node.meta[META_KEY] = Recorded(specs, origin, info.view, sync, *noted, *where)
         self.tags.last = node
 
     def _node(self, call: Call) -> fx.Node:
@@ -201,10 +209,11 @@ class Tape:
         are set afterwards.
         """
         arguments = tuple([self._argument(item) for item in call.args])
+        named = {name: self._argument(item) for name, item in call.kwargs.items()}
         node = self.graph.create_node("call_function", call.func, name=call.info.name)
         node.args = arguments
-        if call.kwargs:
-            node.kwargs = {name: self._argument(item) for name, item in call.kwargs.items()}
+        if named:
+            node.kwargs = named
         return node
 
     def _argument(self, item: Any) -> Any:

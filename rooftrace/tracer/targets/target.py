@@ -78,15 +78,38 @@ def _code_of(target: str, request: Request, real: bool = False) -> tuple[nn.Modu
     if ":" in target:
         where, _, attribute = target.rpartition(":")
         source = (import_file if where.endswith(".py") else import_module)(where, target)
-        made = _module_and_inputs(
-            _attribute(source, attribute, target), target, request.settings, real
-        )
+        function = _attribute(source, attribute, target)
+        made = _module_and_inputs(function, target, _settings(function, target, request), real)
         return *made, where, attribute
     raise TargetError(
         f"target {target!r}: expected package.module:attr, path/file.py:attr, a Hugging Face "
         "config.json, hf:ORG/NAME, a saved graph (.json.gz), or a config that comes along: "
         f"{', '.join(names.configs())}{hint(target, names.configs())}"
     )
+
+
+def _settings(function: Any, target: str, request: Request) -> Mapping[str, Any]:
+    """Keyword arguments for a function that builds a module; over a mesh, that is one of them.
+
+    Raises RequestError for a mesh that nothing takes.
+    """
+    if request.checkpoint != "none":
+        raise RequestError(
+            f"--checkpoint {request.checkpoint}: {target} is code, which checkpoints its module "
+            "itself"
+        )
+    if not request.mesh:
+        return request.settings
+    from rooftrace.tracer.sharded import meshes
+
+    takes = inspect.signature(function).parameters if callable(function) else {}
+    if isinstance(function, nn.Module) or "mesh" not in takes:
+        shown = ",".join(f"{axis}={size}" for axis, size in request.mesh.items())
+        raise RequestError(
+            f"--mesh {shown}: {target} takes no `mesh`; name a function build(mesh) that shards "
+            "the module which it returns"
+        )
+    return {**request.settings, "mesh": meshes.devices()}
 
 
 def _attribute(source: ModuleType, attribute: str, target: str) -> Any:
@@ -147,6 +170,10 @@ def built(
     keywords = dict(settings or {})
     _check_keywords(function, keywords, target)
     required = [name for name in _required(function) if name not in keywords]
+    if required == ["mesh"]:
+        raise TargetError(
+            f"target {target!r}: it takes a mesh; name its axes, for example --mesh dp=4,tp=8"
+        )
     if required:
         raise TargetError(
             f"target {target!r}: expected a function without required arguments; "

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 from rooftrace.tracer.source import TraceError
 from rooftrace.tracer.tensors import own_tensors, owners, subclasses, tensors_in, trees
 from rooftrace.tracer.twins.closures import copy_hooks
-from rooftrace.tracer.values import META, REAL_VALUE, UNIFORM, marks
+from rooftrace.tracer.values import META, REAL_VALUE, marks
 
 
 def twin(tensor: Tensor) -> Tensor:
@@ -52,8 +52,8 @@ def _plain_twin(tensor: Tensor) -> Tensor:
         empty.__dict__[REAL_VALUE] = tensor.detach().clone()
     elif REAL_VALUE in tensor.__dict__:
         empty.__dict__[REAL_VALUE] = tensor.__dict__[REAL_VALUE]
-    if UNIFORM in tensor.__dict__:
-        empty.__dict__[UNIFORM] = tensor.__dict__[UNIFORM]
+    if marks.UNIFORM in tensor.__dict__:
+        empty.__dict__[marks.UNIFORM] = tensor.__dict__[marks.UNIFORM]
     return empty
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,8 @@ from rooftrace.tracer.ops import Call, traits
 from rooftrace.tracer.tensors import trees
 
 _CPU = torch.device("cpu")
+_SAME = frozenset({"aten.arange"})
+"""Ops without inputs that layers ask for over and over."""
 
 
 class ResultMemo:
@@ -24,6 +27,7 @@ class ResultMemo:
         self._generator = generator
         self.memo: dict[Any, Any] = {}
         self.shared: set[int] = set()  # storages of values that several tensors hold
+        self._writes: Counter[int] = Counter()  # by storage: torch counts none made in a mode
 
     def can_draw(self, func: Any, outputs: Sequence[Tensor]) -> bool:
         """Whether a random op makes whole numbers without inputs, and drawing is on."""
@@ -35,7 +39,7 @@ class ResultMemo:
         """`compute(value)`, done once for each known value and `what` (layers share their mask)."""
         if value.is_inference():
             return compute(value)
-        key = ("once", id(value), value._version, what)
+        key = ("once", id(value), self._state(value), what)
         kept = self.memo.get(key)
         if kept is None:
             kept = self.memo[key] = (compute(value), value)
@@ -62,10 +66,13 @@ class ResultMemo:
         untracked = torch.is_inference_mode_enabled() or any(
             value.is_inference() for value in values.values()
         )
-        if not call.info.mutated and values and not untracked:
-            key = (call.func, repr(_fingerprint((*args, *kwargs.items()))))
+        repeatable = bool(values) or call.name in _SAME
+        if call.info.mutated:
+            self._writes.update(trees.bytes_of(values[id(t)]) for t in call.written())
+        elif repeatable and not untracked:
+            key = (call.func, repr(self._fingerprint((*args, *kwargs.items()))))
             hit = self.memo.get(key)
-            if hit is not None and all(t._version == version for t, version in hit[1]):
+            if hit is not None and all(self._state(t) == state for t, state in hit[1]):
                 own = {trees.bytes_of(value) for value in values.values()}
                 # A view is shared on purpose.
                 self.shared.update({trees.bytes_of(t) for t, _ in hit[1]} - own)
@@ -76,17 +83,20 @@ class ResultMemo:
             return None  # a value that cannot be computed is an unknown value
         if key is not None:
             # The inputs are kept so that their ids stay theirs.
-            self.memo[key] = (result, [(t, t._version) for t in trees.listed(result)], values)
+            self.memo[key] = (result, [(t, self._state(t)) for t in trees.listed(result)], values)
         return result
 
+    def _state(self, value: Tensor) -> tuple[int, int]:
+        """Changes when something is written to a value, or to another view of its bytes."""
+        return value._version, self._writes[trees.bytes_of(value)]
 
-def _fingerprint(items: Sequence[Any]) -> list[Any]:
-    """A form of the arguments whose repr is equal only for equal calls."""
-    return [
-        ("tensor", id(item), item._version)
-        if isinstance(item, Tensor)
-        else _fingerprint(item)
-        if isinstance(item, (list, tuple))
-        else item
-        for item in items
-    ]
+    def _fingerprint(self, items: Sequence[Any]) -> list[Any]:
+        """A form of the arguments whose repr is equal only for equal calls."""
+        return [
+            ("tensor", id(item), self._state(item))
+            if isinstance(item, Tensor)
+            else self._fingerprint(item)
+            if isinstance(item, (list, tuple))
+            else item
+            for item in items
+        ]

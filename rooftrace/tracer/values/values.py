@@ -7,8 +7,6 @@ weights or activations is chosen by a named policy, which records an :class:`Ass
 
 from __future__ import annotations
 
-import itertools
-import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -20,25 +18,18 @@ from rooftrace.tracer.ops import Call, groups, traits
 from rooftrace.tracer.tensors import trees
 from rooftrace.tracer.values.assumptions import Assumptions, says_who
 from rooftrace.tracer.values.choices import EXPECTED, chosen, in_order
-from rooftrace.tracer.values.marks import (
-    KNOWN,
-    MAX_ASSUMED,
-    MAX_INTEGERS,
-    REAL_VALUE,
-    Known,
-    small,
-)
+from rooftrace.tracer.values.known import KnownTensors
+from rooftrace.tracer.values.marks import MAX_ASSUMED, MAX_INTEGERS, Known, small
 from rooftrace.tracer.values.results import ResultMemo
 
 _NO_TAINT: frozenset[int] = frozenset()
-_SERIAL = itertools.count()
 
 
 class UnknownValueError(RuntimeError):
     """The code asked for a value that is unknown and too large to assume."""
 
 
-class Values(Assumptions):
+class Values(Assumptions, KnownTensors):
     """Known values of the meta tensors of one capture, and assumptions about unknown ones.
 
     draws: random integers are drawn with a fixed seed (while a user's function makes inputs)
@@ -53,25 +44,18 @@ class Values(Assumptions):
         number: int = 1,
         turned: Collection[str] = (),
     ) -> None:
-        super().__init__(branches=branches, assume=assume, number=number, turned=turned)
-        self.results = ResultMemo(torch.Generator().manual_seed(0) if draws else None)
-        self.key = f"{KNOWN}_{next(_SERIAL)}"  # of this capture alone; others may run beside it
+        Assumptions.__init__(self, branches=branches, assume=assume, number=number, turned=turned)
+        drawing = torch.Generator().manual_seed(0) if draws else None
+        KnownTensors.__init__(self, ResultMemo(drawing))
         self.computed = 0  # how many values were computed from real data
         self.routed: dict[int, set[tuple[int, ...]]] = {}  # shapes of weights read by a choice
         self.compute: Callable[[Tensor], Tensor | None] = lambda tensor: None
         """Gives the value of a tensor from the real tensors of the caller, where it can."""
         self.finite: Callable[[Tensor], bool | None] = lambda tensor: None
         """Gives what a test for inf and nan says of finite numbers; None for what is no such."""
-        self._epochs: dict[int, int] = {}  # how often bytes became unknown
         self._uniform: dict[int, tuple[int, Tensor]] = {}  # by bytes: what they were drawn among
-        self._alive: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
 
     # -- knowing -----------------------------------------------------------------------------------
-
-    def learn(self, tensor: Tensor, value: Tensor, taint: frozenset[int] = frozenset()) -> None:
-        """Remember that `tensor` holds `value` (a CPU tensor of its shape)."""
-        tensor.__dict__[self.key] = Known(value, taint, self._epochs.get(trees.bytes_of(tensor), 0))
-        self._alive[id(tensor)] = tensor
 
     def learn_draw(self, tensor: Tensor, classes: int) -> None:
         """Remember that `tensor` holds draws among so many classes, all equally likely."""
@@ -85,42 +69,6 @@ class Values(Assumptions):
         place = trees.bytes_of(tensor)
         classes, _ = self._uniform.get(place, (None, None))
         return None if self._epochs.get(place) else classes
-
-    def tensors(self) -> list[Tensor]:
-        """The meta tensors with a known value."""
-        return list(self._alive.values())
-
-    def known(self, tensor: Tensor) -> Known | None:
-        """The value of `tensor` if it is known and its storage was not overwritten since.
-
-        A CPU tensor is its own value.
-        """
-        entry: Known | None = tensor.__dict__.get(self.key)
-        if entry is None:
-            if tensor.device.type == "cpu":
-                return Known(tensor.detach(), _NO_TAINT, 0)
-            return None
-        if entry.epoch != self._epochs.get(trees.bytes_of(tensor), 0):
-            return None
-        return entry
-
-    def forget(self, tensor: Tensor) -> None:
-        """`tensor` was overwritten with something unknown: it and its views are unknown now."""
-        tensor.__dict__.pop(self.key, None)
-        key = trees.bytes_of(tensor)
-        self._epochs[key] = self._epochs.get(key, 0) + 1
-
-    def close(self, keep: bool = False) -> None:
-        """Remove the known values from tensors that outlive this capture.
-
-        keep: values that rest on no assumption stay as `REAL_VALUE`, for a later capture.
-        """
-        for tensor in list(self._alive.values()):
-            entry = self.known(tensor)
-            if keep and entry is not None and not entry.taint:
-                tensor.__dict__[REAL_VALUE] = entry.value
-            tensor.__dict__.pop(self.key, None)
-        self._alive.clear()
 
     # -- asking ------------------------------------------------------------------------------------
 
@@ -230,8 +178,7 @@ class Values(Assumptions):
             self._forget_all(written)
             return None
         for tensor in written:
-            if trees.bytes_of(entries[id(tensor)].value) in self.results.shared:
-                entries[id(tensor)] = self._unshared(tensor, entries[id(tensor)])
+            entries[id(tensor)] = self.to_write(tensor, entries[id(tensor)])
         by_id = {key: entry.value for key, entry in entries.items()}
         result = self.results.of(call, by_id)
         if result is None:
@@ -260,9 +207,3 @@ class Values(Assumptions):
     def _forget_all(self, written: Sequence[Tensor]) -> None:
         for tensor in written:
             self.forget(tensor)
-
-    def _unshared(self, tensor: Tensor, entry: Known) -> Known:
-        """A private copy of a tensor's value before a write to it; its views become unknown."""
-        self.forget(tensor)
-        self.learn(tensor, entry.value.clone(), entry.taint)
-        return Known(tensor.__dict__[self.key].value, entry.taint, entry.epoch)

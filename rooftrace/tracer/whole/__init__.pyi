@@ -6,4 +6,5 @@ from rooftrace.tracer.whole.entries import (
 from rooftrace.tracer.whole.library import (
     define as define,
 )
+from rooftrace.tracer.whole.packed import attend as attend
 from rooftrace.tracer.whole.serving import own_ops as own_ops

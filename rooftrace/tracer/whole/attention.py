@@ -10,6 +10,7 @@ None.  Options, behind them, are dropout_p, is_causal and scale.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -140,6 +141,26 @@ def _kernel(query: Tensor, key: Tensor, value: Tensor, mask: Any, is_causal: boo
     return "efficient"
 
 
+class _Called:
+    """The arguments of a public op as it was called: over shards it is called for each of them."""
+
+    def __init__(self, public: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        names = (argument.name for argument in public._schema.arguments)
+        self.named: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
+
+    @property
+    def mask(self) -> Tensor | None:
+        """The mask that is added to the scores."""
+        return self.named.get("attn_bias")
+
+    @property
+    def options(self) -> tuple[float, bool, float]:
+        """Dropout, whether it is causal, and the factor on the scores."""
+        scale = self.named.get("scale")
+        factor = 1.0 / math.sqrt(self.named["query"].shape[-1]) if scale is None else float(scale)
+        return float(self.named.get("dropout_p", 0.0)), bool(self.named.get("is_causal")), factor
+
+
 def _shown_forward(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *options: Any
 ) -> tuple[Tensor, Tensor]:
@@ -148,8 +169,10 @@ def _shown_forward(
     name = _kernel(query, key, value, mask, is_causal)
     public = getattr(_aten, f"_scaled_dot_product_{name}_attention").default
 
-    def run(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **_: Any) -> Any:
-        made = OPS.attention(query, key, value, mask, *options)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        call = _Called(public, args, kwargs)
+        query, key, value = (call.named[part] for part in ("query", "key", "value"))
+        made = OPS.attention(query, key, value, call.mask, *call.options)
         seed, offset = shown.unrecorded(), shown.unrecorded()
         if name == "efficient":
             return (*made, seed, offset)
@@ -180,10 +203,11 @@ def _shown_backward(
     public = getattr(_aten, f"_scaled_dot_product_{name}_attention_backward").default
     made: list[Any] = []
 
-    def run(grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Any:
-        made[:] = OPS.attention_backward(
-            grad_out, query, key, value, mask, out, logsumexp, *options
-        )
+    def run(grad_out: Tensor, *args: Any, **kwargs: Any) -> Any:
+        call = _Called(public, (grad_out, *args), kwargs)
+        operands = (call.named[part] for part in ("query", "key", "value"))
+        results = call.named["out"], call.named["logsumexp"]
+        made[:] = OPS.attention_backward(grad_out, *operands, call.mask, *results, *call.options)
         return tuple(made) if name == "efficient" else tuple(made[:3])
 
     seed, offset = shown.unrecorded(), shown.unrecorded()
@@ -200,8 +224,9 @@ def _shown_backward(
 
 
 def _is_shown(query: Tensor) -> bool:
-    """Whether the user's modes see this call as CUDA's op, which takes four dimensions."""
-    return query.dim() == 4 and shown.watched()
+    """Whether others see this call as CUDA's op, which takes four dimensions: modes of the user's,
+    and shards of a mesh, which have rules for that op."""
+    return query.dim() == 4 and (shown.watched() or type(query).__name__ == "DTensor")
 
 
 # -- in place of aten's entry point --------------------------------------------------------------

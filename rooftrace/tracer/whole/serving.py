@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rooftrace.tracer.whole.attention import composed
 from rooftrace.tracer.whole.library import OPS, define
+from rooftrace.tracer.whole.packed import empty_result, packed_attention
 
 
 def _latent_attention(
@@ -42,6 +43,18 @@ def _latent_attention_meta(query: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     return out, query.new_empty((batch, heads, rows), dtype=torch.float32)
 
 
+def _packed_latent(
+    query: Tensor, query_rope: Tensor, latent: Tensor, rope: Tensor, *lengths: Any
+) -> tuple[Tensor, Tensor]:
+    """Attention on one latent for all heads, as above, of requests packed in one row."""
+    queries, keys = torch.cat((query, query_rope), -1), torch.cat((latent, rope), -1)
+    return packed_attention(queries, keys, latent, *lengths)
+
+
+def _packed_latent_meta(query: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    return empty_result(query, query.shape[-1])
+
+
 def _append(cache: Tensor, new: Sequence[Tensor], dim: int) -> Tensor:
     """The rows of a cache and the new ones; a server has room for them in the cache."""
     return torch.cat((cache, *new), dim)
@@ -52,6 +65,12 @@ define(
     "float dropout_p, bool is_causal, float scale) -> (Tensor, Tensor)",
     Meta=_latent_attention_meta,
     CPU=_latent_attention,
+)
+define(
+    "packed_latent_attention(Tensor query, Tensor query_rope, Tensor latent, Tensor rope, "
+    "int[] cached, int[] new, int window, float scale) -> (Tensor, Tensor)",
+    Meta=_packed_latent_meta,
+    CPU=_packed_latent,
 )
 define("cache_append(Tensor cache, Tensor[] new, int dim) -> Tensor", Meta=_append, CPU=_append)
 

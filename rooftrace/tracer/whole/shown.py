@@ -51,4 +51,4 @@ def behind(func: Any) -> Callable[..., Any] | None:
 def unrecorded() -> Tensor:
     """A stand-in for a tensor that only a GPU's kernel has (random state, reserve)."""
     with _disable_current_modes():
-        return torch.empty(0, device="meta")
+        return torch.empty((), device="meta")

@@ -1,0 +1,8 @@
+from rooftrace.tracer.collectives import marks as marks
+from rooftrace.tracer.collectives.records import (
+    KINDS as KINDS,
+    Collective as Collective,
+    Group as Group,
+    axis_of as axis_of,
+    replicas_of as replicas_of,
+)

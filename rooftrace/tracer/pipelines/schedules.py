@@ -1,0 +1,133 @@
+"""The order of work of each process of a pipeline, as torch's own schedules plan it.
+
+Schedules of several stages a process plan it when they are made, which needs no processes.  Those
+of one stage a process do it as they run; their order is written here: all forwards and then all
+backwards (GPipe, Huang et al. 2019), or one forward and one backward in turn after as many forwards
+as there are stages ahead (1F1B, Narayanan et al. 2021).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rooftrace.errors import RequestError, hint
+from rooftrace.tracer.pipelines.actions import Action
+
+SCHEDULES: Mapping[str, tuple[str, int]] = {
+    "gpipe": ("", 1),
+    "1f1b": ("", 1),
+    "interleaved-1f1b": ("Interleaved1F1B", 2),
+    "looped-bfs": ("LoopedBFS", 2),
+    "zero-bubble": ("InterleavedZeroBubble", 2),
+    "zbv": ("ZBVZeroBubble", 2),
+    "dualpipev": ("DualPipeV", 2),
+}
+"""By name: torch's name of a schedule that plans ahead, and stages that a process has."""
+_KINDS = {
+    "F": "forward",
+    "B": "backward",
+    "I": "backward_input",
+    "W": "backward_weight",
+}
+V_SHAPED = frozenset({"zbv", "dualpipev"})
+"""Schedules in which the first process has the last stage, too."""
+
+
+def stages_of(schedule: str, ranks: int) -> int:
+    """How many stages a schedule has over so many processes.  Raises RequestError."""
+    return ranks * _known(schedule)[1]
+
+
+def table_of(schedule: str, ranks: int, microbatches: int) -> dict[int, tuple[Action, ...]]:
+    """The actions of each process in order, by its rank.
+
+    Raises RequestError for a schedule that there is not, and for a number of microbatches that it
+    refuses.
+    """
+    planned, each = _known(schedule)
+    if microbatches < 1 or ranks < 1:
+        raise RequestError(
+            f"--microbatches {microbatches} over {ranks} stages: expected at least 1 of each"
+        )
+    if not planned:
+        if schedule == "1f1b" and microbatches < ranks:
+            raise RequestError(
+                f"--microbatches {microbatches} with --schedule 1f1b: expected at least {ranks}, "
+                "one for each stage"
+            )
+        order = _gpipe if schedule == "gpipe" else _one_by_one
+        return {rank: tuple(order(rank, ranks, microbatches)) for rank in range(ranks)}
+    return _by_torch(schedule, planned, each, ranks, microbatches)
+
+
+def _known(schedule: str) -> tuple[str, int]:
+    """Raises RequestError for a schedule that there is not."""
+    if schedule not in SCHEDULES:
+        raise RequestError(
+            f"--schedule {schedule}: expected one of {', '.join(SCHEDULES)}"
+            f"{hint(schedule, tuple(SCHEDULES))}"
+        )
+    return SCHEDULES[schedule]
+
+
+def _gpipe(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
+    for kind in ("forward", "backward"):
+        for number in range(microbatches):
+            yield Action(rank, kind, number)
+
+
+def _one_by_one(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
+    ahead = min(microbatches, ranks - rank)
+    for number in range(ahead):
+        yield Action(rank, "forward", number)
+    for number in range(microbatches):
+        yield Action(rank, "backward", number)
+        if number + ahead < microbatches:
+            yield Action(rank, "forward", number + ahead)
+
+
+class _Stub:
+    """Stands for a stage of torch's pipelines: what schedules ask of it before they run."""
+
+    def __init__(self, index: int, count: int, rank: int, ranks: int) -> None:
+        import torch
+
+        self.stage_index, self.num_stages = index, count
+        self.group_rank, self.group_size, self.group = rank, ranks, None
+        self.is_first, self.is_last = index == 0, index == count - 1
+        self.submod, self.device = torch.nn.Identity(), torch.device("meta")
+        self.has_backward = True
+        self.stage_index_to_group_rank: dict[int, int] = {}
+
+
+def _by_torch(
+    schedule: str, planned: str, each: int, ranks: int, microbatches: int
+) -> dict[int, tuple[Action, ...]]:
+    from torch.distributed.pipelining import schedules
+
+    count = ranks * each
+    own = [0, count - 1] if schedule in V_SHAPED else range(0, count, ranks)
+    stubs: Any = [_Stub(index, count, 0, ranks) for index in own]
+    find: Any = schedules.get_schedule_class
+    try:
+        made = find(planned)(stubs, microbatches, loss_fn=lambda *_: 0)
+    except (ValueError, AssertionError) as error:
+        reason = " ".join(str(error).split())
+        raise RequestError(
+            f"--schedule {schedule} --microbatches {microbatches} over {ranks} processes: {reason}"
+        ) from None
+    return {rank: tuple(_actions(order)) for rank, order in sorted(made.pipeline_order.items())}
+
+
+def _actions(order: Any) -> Iterator[Action]:
+    """The actions of one process, without the steps in which it does nothing."""
+    for item in order:
+        if item is None:
+            continue
+        parts = item.sub_actions or (item,)
+        for place, part in enumerate(parts):
+            kind = _KINDS.get(part.computation_type.value)
+            if kind is not None:
+                more = place + 1 < len(parts)
+                yield Action(part.stage_index, kind, part.microbatch_index, together=more)

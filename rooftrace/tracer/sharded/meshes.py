@@ -1,0 +1,73 @@
+"""The device mesh of a module, from its sharded weights."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import nn
+
+from rooftrace.tracer.sharded import fsdp
+
+running: list[Mapping[str, int]] = []
+"""The meshes that stand for processes that are not there, innermost last."""
+
+
+def mesh_of(roots: Iterable[nn.Module]) -> dict[str, int]:
+    """How many processes there are along each axis of the largest mesh of these modules.
+
+    It is that of the running `fake_mesh`, if there is one.  Axes without a name are called "axis 0"
+    and so on.  {} where no module is sharded.
+    """
+    if running:
+        return dict(running[-1])
+    meshes = [*_meshes(list(roots))]
+    if not meshes:
+        return {}
+    largest = max(meshes, key=lambda mesh: int(mesh.mesh.numel()))
+    sizes = list(largest.mesh.shape)
+    names = largest.mesh_dim_names or [f"axis {place}" for place in range(len(sizes))]
+    return dict(zip(names, map(int, sizes), strict=True))
+
+
+def _meshes(roots: list[nn.Module]) -> list[Any]:
+    """The root meshes of the weights of modules."""
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    over: dict[int, Any] = {}
+    for root in roots:
+        for tensor in (*root.parameters(), *root.buffers()):
+            if kind is not None and isinstance(tensor, kind):
+                over[id(tensor.device_mesh)] = tensor.device_mesh
+    for state in fsdp._states(roots):
+        for group in fsdp._groups(state):
+            over[id(group.mesh_info.mesh)] = group.mesh_info.mesh
+    return [_root(mesh) for mesh in over.values()]
+
+
+def _root(mesh: Any) -> Any:
+    """The mesh that a submesh was cut from."""
+    cut_from = getattr(mesh, "_get_root_mesh", None)
+    return mesh if cut_from is None else cut_from()
+
+
+def named_groups(mesh: Any, renamed: Mapping[str, str]) -> dict[str, str]:
+    """The names of the groups along each axis of a mesh, with the axis as the user calls it."""
+    sizes = zip(mesh.mesh_dim_names or (), mesh.mesh.shape, strict=False)
+    return {
+        str(mesh.get_group(axis).group_name): renamed.get(axis, axis)
+        for axis, size in sizes
+        if size > 1
+    }
+
+
+_devices: list[Any] = []
+
+
+def devices() -> Any:
+    """The DeviceMesh of the running `fake_mesh`."""
+    return _devices[-1]
+
+
+axes: dict[str, str] = {}
+"""Axes of groups by their name, where ranks do not say it: experts share the ranks of data."""

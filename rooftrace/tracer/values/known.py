@@ -1,0 +1,124 @@
+"""Which meta tensors of one capture hold a value that is known, and what writing to them changes.
+
+A value is a CPU tensor.  It is kept on the meta tensor itself, under a key of the capture.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rooftrace.tracer.tensors import trees
+from rooftrace.tracer.values.marks import KNOWN, REAL_VALUE, Known
+from rooftrace.tracer.values.results import ResultMemo
+
+_NO_TAINT: frozenset[int] = frozenset()
+_SERIAL = itertools.count()
+
+
+class KnownTensors:
+    """The tensors of one capture whose value is known.
+
+    results: what was computed from known values; some of it is held by several tensors.
+    """
+
+    def __init__(self, results: ResultMemo) -> None:
+        self.results = results
+        self.key = f"{KNOWN}_{next(_SERIAL)}"  # of this capture alone; others may run beside it
+        self._epochs: dict[int, int] = {}  # how often bytes became unknown
+        # By bytes: the tensors whose value is known.
+        self._alive: defaultdict[int, weakref.WeakValueDictionary[int, Tensor]]
+        self._alive = defaultdict(weakref.WeakValueDictionary)
+
+    def learn(self, tensor: Tensor, value: Tensor, taint: frozenset[int] = frozenset()) -> None:
+        """Remember that `tensor` holds `value` (a CPU tensor of its shape)."""
+        place = trees.bytes_of(tensor)
+        tensor.__dict__[self.key] = Known(value, taint, self._epochs.get(place, 0))
+        self._alive[place][id(tensor)] = tensor
+
+    def learn_shared(
+        self,
+        tensor: Tensor,
+        kept: Sequence[tuple[Tensor, frozenset[int]] | None],
+        copy: Tensor,
+        place: int,
+        taint: frozenset[int],
+    ) -> None:
+        """Remember that `tensor` holds one of the values that a call made, as equal calls do.
+
+        Whole numbers in memory of their own are shared by all of them, so that what follows from
+        them is computed once; else `copy` is learnt.
+        """
+        entry, others = kept[place], [entry for entry in kept if entry is not None]
+        memory = Counter(trees.bytes_of(value) for value, _ in others)
+        value = copy if entry is None else entry[0]
+        alone = memory[trees.bytes_of(value)] == 1 and not value.is_inference()
+        if value.dtype in (torch.int32, torch.int64) and alone:
+            self.results.shared.add(trees.bytes_of(value))
+            copy = value
+        self.learn(tensor, copy, taint)
+
+    def tensors(self) -> list[Tensor]:
+        """The meta tensors with a known value."""
+        return [tensor for views in self._alive.values() for tensor in views.values()]
+
+    def known(self, tensor: Tensor) -> Known | None:
+        """The value of `tensor` if it is known and its storage was not overwritten since.
+
+        A CPU tensor is its own value.
+        """
+        entry: Known | None = tensor.__dict__.get(self.key)
+        if entry is None:
+            if tensor.device.type == "cpu":
+                return Known(tensor.detach(), _NO_TAINT, 0)
+            return None
+        if entry.epoch != self._epochs.get(trees.bytes_of(tensor), 0):
+            return None
+        return entry
+
+    def forget(self, tensor: Tensor) -> None:
+        """`tensor` was overwritten with something unknown: it and its views are unknown now."""
+        tensor.__dict__.pop(self.key, None)
+        key = trees.bytes_of(tensor)
+        self._epochs[key] = self._epochs.get(key, 0) + 1
+
+    def close(self, keep: bool = False) -> None:
+        """Remove the known values from tensors that outlive this capture.
+
+        keep: values that rest on no assumption stay as `REAL_VALUE`, for a later capture.
+        """
+        for tensor in self.tensors():
+            entry = self.known(tensor)
+            if keep and entry is not None and not entry.taint:
+                tensor.__dict__[REAL_VALUE] = entry.value
+            tensor.__dict__.pop(self.key, None)
+        self._alive.clear()
+
+    def to_write(self, tensor: Tensor, entry: Known) -> Known:
+        """What a tensor that is written to holds, in memory of its own and of its views.
+
+        A view whose value is in other memory, where the write would not be seen, becomes unknown.
+        """
+        memory = trees.bytes_of(entry.value)
+        shared = memory in self.results.shared
+        storage: Any = entry.value.untyped_storage()
+        copied = storage.clone() if shared else None
+        for view in list(self._alive.get(trees.bytes_of(tensor), {}).values()):
+            known = self.known(view)
+            if known is None:
+                continue
+            value = known.value
+            if trees.bytes_of(value) != memory:
+                del view.__dict__[self.key]
+            elif copied is not None:
+                at = value.storage_offset(), value.shape, value.stride()
+                own = value.new_empty(0).set_(copied, *at)
+                view.__dict__[self.key] = Known(own, known.taint, known.epoch)
+        changed = self.known(tensor)
+        return entry if changed is None else changed

@@ -1,0 +1,154 @@
+"""Experts over processes: what they send, get and compute, with the choices of all in balance."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+
+import rooftrace as rt
+from rooftrace.costmodels.network import collective_seconds, expert_exchange_seconds
+from rooftrace.errors import RequestError
+from rooftrace.hardware.systems import load_system
+from tests.tracer.expert_models import DEEPSEEK, MIXTRAL, needs_plans, spread_graph
+
+pytestmark = needs_plans
+HIDDEN = 64
+CONFIGS = {"mixtral": (MIXTRAL, 8, 2, 2), "deepseek": (DEEPSEEK, 16, 4, 2)}
+"""Each with its experts, those of a token, and its layers with experts."""
+
+
+def rows_sent(graph: Any) -> list[Any]:
+    """The exchanges of rows."""
+    made = [op for op in graph.expand().ops if op.collective]
+    return [
+        op
+        for op in made
+        if op.collective.kind == "all_to_all" and op.collective.dtype in ("fp32", "bf16")
+    ]
+
+
+def grouped(graph: Any) -> list[Any]:
+    return [op for op in graph.expand().ops if op.name == "aten._grouped_mm"]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+@pytest.mark.parametrize("mesh", [{"dp": 4, "ep": 4}, {"dp": 2, "ep": 2}, {"dp": 8, "ep": 4}])
+def test_every_process_sends_and_gets_as_many_rows(
+    name: str, phase: str, mesh: Mapping[str, int]
+) -> None:
+    config, _, chosen, layers = CONFIGS[name]
+    batch, seq = 6, 7
+    graph = spread_graph(config, mesh, phase, batch, seq)
+    rows = batch * (seq if phase == "prefill" else 1) * chosen
+    sent = rows_sent(graph)
+    assert len(sent) == 2 * layers  # there, and back
+    for op in sent:
+        assert op.collective.bytes == rows * HIDDEN * 4
+        splits = op.collective.splits or (op.collective.bytes // 4 // HIDDEN // mesh["ep"],)
+        mean = rows / mesh["ep"]
+        assert all(abs(split - mean) <= 1 for split in splits)
+        assert len(splits) == 1 or sum(splits) == rows
+    plain = spread_graph(config, {}, phase, batch, seq)
+    assert {op.facts["rows_routed"] for op in grouped(graph)} == {rows}
+    assert [op.facts["rows_routed"] for op in grouped(plain)] == [rows] * 2 * layers
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+@pytest.mark.parametrize("batch", [1, 3, 8])
+def test_experts_of_a_shared_batch_compute_their_share(name: str, phase: str, batch: int) -> None:
+    config, experts, chosen, _ = CONFIGS[name]
+    config = {**config, "num_key_value_heads": 4}
+    graph = spread_graph(config, {"tp": 4, "ep": 4}, phase, batch, 5)
+    assert not rows_sent(graph)  # they are added up
+    tokens = batch * (5 if phase == "prefill" else 1)
+    expected = experts * (1 - (1 - chosen / experts) ** tokens)
+    for op in grouped(graph):
+        assert op.facts["rows_routed"] == tokens * chosen / 4
+        assert op.facts["groups_touched"] == pytest.approx(expected / 4)
+
+
+@pytest.mark.parametrize("mesh", [{"dp": 4, "ep": 4}, {"dp": 2, "tp": 2, "ep": 4}])
+@pytest.mark.parametrize("batch", [2, 5])
+def test_a_process_reaches_as_many_of_its_experts_as_draws_do(
+    mesh: Mapping[str, int], batch: int
+) -> None:
+    config, experts, chosen, _ = CONFIGS["deepseek"]
+    graph = spread_graph(config, mesh, "decode", batch, 3)
+    tokens = mesh["dp"] * batch  # of all processes
+    generator = torch.Generator().manual_seed(1)
+    draws = torch.rand(4000, tokens, experts, generator=generator).topk(chosen).indices
+    reached = [len(own[own < experts // 4].unique()) for own in draws.flatten(1)]
+    mean = sum(reached) / len(reached)
+    sent = -(-batch // mesh.get("tp", 1)) * chosen  # of this process, the first of its slices
+    for op in grouped(graph):
+        assert op.facts["rows_routed"] == sent
+        if not batch % mesh.get("tp", 1):
+            assert op.facts["groups_touched"] == pytest.approx(mean, rel=0.02)
+
+
+def test_where_all_prefer_the_same_experts_their_process_gets_more() -> None:
+    config, _, chosen, _ = CONFIGS["mixtral"]
+    mesh, assume = {"dp": 4, "ep": 4}, {"routing": "skewed:1.5"}
+    graph = spread_graph(config, mesh, "prefill", 8, 16, assume=assume)
+    plain = spread_graph(config, {}, "prefill", 8, 16, assume=assume)
+    assert {op.facts["rows_routed"] for op in grouped(plain)} == {8 * 16 * chosen}
+    assert all(op.facts["rows_routed"] > 1.5 * 8 * 16 * chosen for op in grouped(graph))
+
+
+def test_the_balance_is_an_assumption_of_the_result() -> None:
+    graph = spread_graph(CONFIGS["mixtral"][0], {"dp": 4, "ep": 4}, "decode", 4, 3)
+    said = [a for a in graph.assumptions if a.facts.get("processes") == 4]
+    assert len(said) == 2
+    assert all("sends as many rows to each" in a.text and a.kind == "routing" for a in said)
+    resting = {n for op in grouped(graph) for n in op.assumptions}
+    assert {a.id for a in said} <= resting
+
+
+def test_experts_that_do_not_divide_are_refused_in_a_line() -> None:
+    with pytest.raises(RequestError, match=r"^--mesh ep=3: 8 experts .* are 2, 4, 8 "):
+        spread_graph(CONFIGS["mixtral"][0], {"dp": 3, "ep": 3}, "decode", 4, 3)
+
+
+@pytest.mark.parametrize("how", ["deepep", "deepep-low-latency"])
+def test_exchanges_by_the_kernels_of_deepep_take_their_measured_seconds(how: str) -> None:
+    config, experts, chosen, layers = CONFIGS["deepseek"]
+    system = load_system("dgx-h100")
+    graph = spread_graph(config, {"dp": 8, "ep": 8}, "prefill", 2, 32)
+    model = rt.execution_model("serving", exchange=how)
+    made = rt.estimate(graph, chip=system.joined_chip, execution=model)
+    mode = {"deepep": "normal"}.get(how, "low-latency")
+    for way in ("dispatch", "combine"):
+        (row,) = (r for r in made.communication if r.kind == f"{way} (DeepEP {mode})")
+        one = expert_exchange_seconds(
+            system, 2 * 32, HIDDEN * 4, chosen, range(8), mode, way, experts
+        )
+        assert row.calls == layers
+        assert row.seconds == pytest.approx(layers * one.seconds)
+    assert not any(row.kind == "all_to_all" for row in made.communication)
+
+
+def test_without_a_choice_the_module_sends_as_it_does() -> None:
+    system = load_system("dgx-h100")
+    graph = spread_graph(CONFIGS["mixtral"][0], {"dp": 8, "ep": 8}, "decode", 4, 3)
+    made = rt.estimate(graph, chip=system.joined_chip, execution="serving")
+    (row,) = made.communication
+    seconds = sum(
+        collective_seconds(system, "all_to_all", op.collective.bytes, range(8)).seconds
+        for op in graph.expand().ops
+        if op.collective
+    )
+    assert row.kind == "all_to_all"
+    assert row.seconds == pytest.approx(seconds)
+
+
+def test_more_ranks_than_were_measured_are_said() -> None:
+    config, _, _, _ = CONFIGS["deepseek"]
+    wide = {**config, "n_routed_experts": 128}
+    graph = spread_graph(wide, {"dp": 128, "ep": 128}, "decode", 4, 3)
+    model = rt.execution_model("serving", exchange="deepep-low-latency")
+    made = rt.estimate(graph, chip=load_system("dgx-h100").joined_chip, execution=model)
+    beyond = {row.beyond for row in made.communication if "dispatch" in row.kind}
+    assert beyond == {"128 ranks; measured up to 64"}

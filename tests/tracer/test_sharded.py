@@ -1,0 +1,247 @@
+"""What modules over many processes exchange, beside torch's own count on real tensors."""
+
+import contextlib
+import math
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
+
+import rooftrace as rt
+from tests.tracer.sharded_models import BATCH, SEQ, WAYS, WORDS, Net, sp, step, tp
+
+KINDS = {
+    "allreduce": "all_reduce",
+    "allgather": "all_gather",
+    "reducescatter": "reduce_scatter",
+    "alltoall": "all_to_all",
+    "broadcast": "broadcast",
+}
+
+
+def kind_of(name: str) -> str:
+    """ "all_gather" for "_allgather_base_" and "all_gather_into_tensor"."""
+    plain = name.replace("_", "")
+    return next(kind for text, kind in KINDS.items() if text in plain)
+
+
+def exchanged(graph: Any, part: str | None = None) -> Counter[str]:
+    made = (op for op in graph.expand().ops if op.collective)
+    return Counter(op.collective.kind for op in made if part in (None, op.part))
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "ddp"])
+def test_as_many_collectives_as_torch_counts_on_real_tensors(way: str) -> None:
+    sizes, spread, again = WAYS[way]
+    with rt.fake_mesh(sizes) as mesh:
+        with torch.device("meta"):
+            net = spread(Net(again=again), mesh)
+            ids = torch.zeros(BATCH, SEQ, dtype=torch.long)
+        graph = rt.trace(step, net, ids)
+    with rt.fake_mesh(sizes) as mesh:
+        real = spread(Net(again=again), mesh)
+        ids = torch.randint(WORDS, (BATCH, SEQ))
+        with CommDebugMode() as debug:
+            step(real, ids)
+        counts: Counter[str] = Counter()
+        for packet, calls in debug.get_comm_counts().items():
+            counts[kind_of(packet._qualified_op_name.split("::")[-1])] += calls
+    assert counts
+    assert exchanged(graph) == counts
+
+
+@contextlib.contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """A real process group, of this process only."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def real_buckets(net: nn.Module, ids: Tensor, **how: Any) -> list[int]:
+    """Bytes of the buckets that DistributedDataParallel reduces in its third step, in order."""
+    wrapped = nn.parallel.DistributedDataParallel(net, **how)
+    buckets: list[int] = []
+
+    def hook(state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        buckets.append(bucket.buffer().nbytes)
+        done: torch.futures.Future[Tensor] = torch.futures.Future()
+        done.set_result(bucket.buffer())
+        return done
+
+    wrapped.register_comm_hook(None, hook)
+    for _ in range(3):
+        buckets.clear()
+        step(wrapped, ids)
+    return buckets
+
+
+@pytest.mark.parametrize(
+    "how", [{"bucket_cap_mb": 0.02}, {"bucket_cap_mb": 0.1, "gradient_as_bucket_view": True}, {}]
+)
+def test_buckets_of_ddp_are_those_of_a_real_reducer(how: dict[str, Any], tmp_path: Path) -> None:
+    with alone(tmp_path):
+        real = real_buckets(Net(layers=8), torch.randint(WORDS, (BATCH, SEQ)), **how)
+    with rt.fake_mesh({"dp": 4}), torch.device("meta"):
+        wrapped = nn.parallel.DistributedDataParallel(Net(layers=8), **how)
+        graph = rt.trace(step, wrapped, torch.zeros(BATCH, SEQ, dtype=torch.long))
+    assert [op.collective.bytes for op in graph.expand().ops if op.collective] == real
+    assert set(exchanged(graph)) == {"all_reduce"}
+
+
+def test_gradients_that_are_accumulated_without_sync_are_not_exchanged(tmp_path: Path) -> None:
+    def accumulated(net: nn.Module, ids: Tensor) -> None:
+        with net.no_sync():
+            step(net, ids)
+        step(net, ids)
+
+    def never(net: nn.Module, ids: Tensor) -> None:
+        with net.no_sync():
+            step(net, ids)
+
+    ids = torch.zeros(BATCH, SEQ, dtype=torch.long)
+    with alone(tmp_path):
+        wrapped = nn.parallel.DistributedDataParallel(Net())
+        counts = [exchanged(rt.trace(run, wrapped, ids)) for run in (step, accumulated, never)]
+        assert [count["all_reduce"] for count in counts] == [1, 1, 0]
+        step(wrapped, ids)  # the wrapper has its own reducer again
+        assert all(p.grad is not None for p in wrapped.parameters())
+
+
+class Beside(nn.Module):
+    """A replicated part, and another that is not."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.inner = nn.parallel.DistributedDataParallel(Net())
+        self.last = nn.Linear(WORDS, WORDS)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.last(self.inner(ids))
+
+
+def test_a_replicated_part_of_a_module_exchanges_its_gradients_only() -> None:
+    with rt.fake_mesh({"dp": 4}) as mesh, torch.device("meta"):
+        module = Beside(mesh)
+        graph = rt.trace(module, torch.zeros(2, 4, dtype=torch.long), phase="training")
+    sent = [op.collective.bytes for op in graph.expand().ops if op.collective]
+    assert sent == [4 * sum(p.numel() for p in module.inner.parameters())]
+
+
+def test_a_hook_of_the_users_on_gradients_is_said() -> None:
+    with rt.fake_mesh({"dp": 4}), torch.device("meta"):
+        wrapped = nn.parallel.DistributedDataParallel(Net())
+        wrapped._comm_hooks.append((print, None))
+        graph = rt.trace(step, wrapped, torch.zeros(2, 4, dtype=torch.long))
+    assert [a.kind for a in graph.assumptions if "hook" in a.text] == ["communication"]
+
+
+def sharded(way: str, layers: int = 3, phase: str = "training") -> Any:
+    """The graph of a model spread in one of the ways, on meta."""
+    sizes, spread, again = WAYS[way]
+    with rt.fake_mesh(sizes) as mesh, torch.device("meta"):
+        net = spread(Net(layers, again), mesh)
+        return rt.trace(net, torch.zeros(BATCH, SEQ, dtype=torch.long), phase=phase)
+
+
+def sent(graph: Any, kind: str) -> int:
+    return sum(
+        op.collective.bytes
+        for op in graph.expand().ops
+        if op.collective and op.collective.kind == kind
+    )
+
+
+@pytest.mark.parametrize(("way", "width"), [("fsdp", 4), ("fsdp-bf16", 2)])
+def test_bytes_of_fsdp_are_those_of_its_closed_form(way: str, width: int) -> None:
+    with torch.device("meta"):
+        net = Net()
+    whole = sum(p.numel() for p in net.parameters())
+    blocks = sum(p.numel() for p in net.blocks.parameters())
+    graph = sharded(way)
+    # Forward gathers all; backward gathers the blocks again, as the root keeps its own weights.
+    assert sent(graph, "all_gather") == width * (whole + blocks)
+    assert sent(graph, "reduce_scatter") == 4 * whole
+    assert sent(sharded(way, phase="forward"), "all_gather") == width * whole
+
+
+def test_weights_that_are_kept_are_gathered_once() -> None:
+    whole = sum(p.numel() for p in Net().parameters())
+    assert sent(sharded("fsdp-kept"), "all_gather") == 4 * whole
+
+
+def test_replicas_of_shards_reduce_a_shard_each() -> None:
+    whole = sum(p.numel() for p in Net().parameters())
+    graph = sharded("hsdp")
+    assert sent(graph, "all_reduce") == 4 * whole // 4
+    axes = {
+        graph.groups[op.collective.group].axis: op.collective.kind
+        for op in graph.ops
+        if op.collective
+    }
+    assert set(axes) == {"shard", "replicate"}
+    assert axes["replicate"] == "all_reduce"
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_local_weights_times_ranks_over_replicas_are_the_whole(way: str) -> None:
+    sizes, spread, _ = WAYS[way]
+    with rt.fake_mesh(sizes) as mesh, torch.device("meta"):
+        net = spread(Net(), mesh)
+        graph = rt.trace(net, torch.zeros(BATCH, SEQ, dtype=torch.long), phase="training")
+        net = getattr(net, "module", net)
+        parts = {name: parts_of(parameter) for name, parameter in net.named_parameters()}
+        whole = {name: 4 * parameter.numel() for name, parameter in net.named_parameters()}
+    given = [v for n, v in enumerate(graph.values) if n not in graph.producers and v.name in whole]
+    held = {value.name: value.nbytes for value in given if value.role == "weights"}
+    assert {name: held[name] * parts[name] for name in held} == whole
+
+
+def parts_of(parameter: Tensor) -> int:
+    """Over how many processes a parameter is spread, by its own placements."""
+    if not isinstance(parameter, DTensor):
+        return 1
+    places = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
+    return math.prod(size for size, place in places if not place.is_replicate())
+
+
+@pytest.mark.parametrize("spread", [tp, sp])
+@pytest.mark.parametrize("execution", ["eager", "efficient"])
+def test_a_mesh_of_one_is_the_plain_module(spread: Any, execution: str) -> None:
+    ids = torch.zeros(BATCH, SEQ, dtype=torch.long, device="meta")
+    with rt.fake_mesh({"tp": 1}) as mesh, torch.device("meta"):
+        graphs = [rt.trace(net, ids, phase="training") for net in (spread(Net(), mesh), Net())]
+    alone, plain = (rt.estimate(graph, execution=execution) for graph in graphs)
+    assert alone.flops == plain.flops
+    assert alone.bytes == plain.bytes
+    assert alone.memory.peak == plain.memory.peak
+    assert alone.t_bound == plain.t_bound
+    # A DTensor asks for views of its own, which the host issues.
+    counts = [Counter(op.target for op in graph.expand().ops) for graph in graphs]
+    assert not counts[1] - counts[0]
+    assert set(counts[0] - counts[1]) <= {"aten.view.default"}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_module_is_afterwards_what_it_was(way: str) -> None:
+    sizes, spread, again = WAYS[way]
+    with rt.fake_mesh(sizes) as mesh, torch.device("meta"):
+        net = spread(Net(again=again), mesh)
+        ids = torch.zeros(BATCH, SEQ, dtype=torch.long)
+        before = {name: (id(p), p.shape) for name, p in net.named_parameters()}
+        hooks = [len(m._forward_pre_hooks) + len(m._forward_hooks) for m in net.modules()]
+        first = rt.trace(net, ids, phase="training")
+        assert {name: (id(p), p.shape) for name, p in net.named_parameters()} == before
+        assert [len(m._forward_pre_hooks) + len(m._forward_hooks) for m in net.modules()] == hooks
+        assert all(p.grad is None for p in net.parameters())
+        again_traced = rt.trace(net, ids, phase="training")
+    assert [op.target for op in first.ops] == [op.target for op in again_traced.ops]
+    assert not dist.is_initialized()
