@@ -20,6 +20,7 @@ from itertools import accumulate, chain, product
 
 from rooftrace.costmodels.fusion import runs
 from rooftrace.tracer.arguments import Neighbour, Ref
+from rooftrace.tracer.collectives import marks
 from rooftrace.tracer.graph import Op, OpGraph, Tensor
 from rooftrace.tracer.vocabulary import REVERSED
 
@@ -244,11 +245,16 @@ def lifetimes(visits: Visits) -> Lives:
             last[number] = moment
     caches, sums = _replaced_caches(graph), _sums_in_place(graph)
     saved = _saved(visits, touched) - {number for number, moment in born.items() if moment < 0}
+    resized = _resized(visits, touched)
     result = Lives(defaultdict(list), defaultdict(list), defaultdict(list), saved)
     for number, moment in born.items():
         storage = visits.storage(number)
         at = visits.order[moment].at if moment >= 0 else {}
-        result.births[moment].append((number, visits.times(number, storage, at)))
+        changes = resized.get(number, ())
+        if not changes or not changes[0][1]:  # else it has no bytes yet
+            result.births[moment].append((number, visits.times(number, storage, at)))
+        if changes and not _followed(visits, result, number, changes):
+            continue
         stays = number in kept or (storage in outside and storage not in caches)
         if not stays and values[storage].role != "gradients":
             end = last.get(number, moment)
@@ -256,6 +262,32 @@ def lifetimes(visits: Visits) -> Lives:
             summed = end >= 0 and visits.order[end].op.id in sums and touched[end][0] == number
             (result.replaced if summed else result.deaths)[end].append((number, times))
     return result
+
+
+def _resized(
+    visits: Visits, touched: Sequence[Sequence[int]]
+) -> Mapping[int, list[tuple[int, bool]]]:
+    """By storage, the visits that free or allocate its bytes while tensors of it stay alive, and
+    whether it has bytes afterwards."""
+    changes: dict[int, list[tuple[int, bool]]] = defaultdict(list)
+    for moment, visit in enumerate(visits.order):
+        if visit.op.name == marks.RESIZE_STORAGE:
+            for number in touched[moment]:
+                changes[number].append((moment, bool(visit.op.arguments["size"])))
+    return changes
+
+
+def _followed(
+    visits: Visits, lives: Lives, number: int, changes: Sequence[tuple[int, bool]]
+) -> bool:
+    """Note when a storage is freed and allocated again; returns whether it has bytes at the end."""
+    alive, storage = not changes[0][1], visits.storage(number)
+    for moment, grows in changes:
+        if grows != alive:
+            times = visits.times(number, storage, visits.order[moment].at)
+            (lives.births if grows else lives.deaths)[moment].append((number, times))
+        alive = grows
+    return alive
 
 
 def _saved(visits: Visits, touched: Sequence[Sequence[int]]) -> frozenset[int]:

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from rooftrace._shown import short, some
 from rooftrace.costmodels.liveness import Lives, Visit, Visits, lifetimes
+from rooftrace.costmodels.memory import sharing
 from rooftrace.costmodels.traffic import storage_sizes
 from rooftrace.hardware import Chip
 from rooftrace.hardware.units import format_capacity
-from rooftrace.tracer.asking import check_graph
 from rooftrace.tracer.graph import Op, OpGraph, Tensor
 from rooftrace.tracer.paths import pattern_of
 from rooftrace.tracer.vocabulary import PARTS, ROLES
@@ -159,6 +159,9 @@ class Memory:
     where: int  # index of the op at which the peak is, -1: before the first
     saved: int = 0  # of the activations at the peak, what forward made and backward reads
     optimizer_temporaries: int = 0  # at the peak, what the optimizer makes and drops in its step
+    gathered: int = 0  # of the weights at the peak, whole ones made of shards of all processes
+    buffers: int = 0  # of the temporaries at the peak, what is sent and received
+    processes: int = 1  # that run the step together, each with as much
     tensors: tuple[Held, ...] = ()  # what the peak is made of, most bytes first
     timeline: Timeline = field(default_factory=Timeline)
 
@@ -171,8 +174,8 @@ class Memory:
         return self.peak <= chip.memory_capacity.value
 
     def chips_needed(self, chip: Chip) -> int:
-        """How many of these chips hold the peak if it could be split evenly."""
-        return chip.count_holding(self.peak)
+        """How many of these chips hold all processes, if their peaks could be split evenly."""
+        return chip.count_holding(self.peak * self.processes)
 
     def by_module(self) -> list[dict[str, Any]]:
         """Bytes and number of tensors at the peak by module path (indices starred), most first."""
@@ -200,6 +203,8 @@ class Memory:
             "at_peak": dict(self.at_peak),
             "saved_at_peak": self.saved,
             "optimizer_temporaries_at_peak": self.optimizer_temporaries,
+            "gathered_at_peak": self.gathered,
+            "buffers_at_peak": self.buffers,
             "where": self.where,
             "tensors": [held.to_dict() for held in self.tensors[:most]],
             "modules": self.by_block()[:most],
@@ -211,7 +216,7 @@ def memory(graph: OpGraph, unmade: Collection[int] = ()) -> Memory:
 
     unmade: storages that never are in memory, because they live inside of a kernel; none in eager.
     """
-    check_graph(graph, "memory")
+    OpGraph.check(graph, "memory")
     visits = Visits(graph)
     lives = lifetimes(visits)
     stored = _Stored(graph, visits, lives, unmade)
@@ -232,7 +237,13 @@ def memory(graph: OpGraph, unmade: Collection[int] = ()) -> Memory:
         for (storage, _), count in there.items()
         if graph.values[storage].role == "weights"
     )
-    return tally.result(_held(graph, there, stored.sizes, unread))
+    result = tally.result(_held(graph, there, stored.sizes, unread))
+    result = replace(result, processes=graph.processes)
+    if not graph.groups:
+        return result
+    alive = Counter({storage: count for (storage, _), count in there.items()})
+    whole = sharing.gathered(graph, alive, stored.sizes)
+    return replace(result, gathered=whole, buffers=sharing.buffers(graph, alive, stored.sizes))
 
 
 class _Stored:

@@ -21,6 +21,7 @@ from rooftrace.costmodels.registry import builtin
 from rooftrace.costmodels.rewriting import WRITTEN_OUT
 from rooftrace.costmodels.rules.common import product_precision, share, vector
 from rooftrace.hardware.precisions import precision as format_of
+from rooftrace.tracer.asking import RequestLengths
 
 BOTTOM_RIGHT = 2
 """`custom_mask_type` of _efficient_attention_forward: 1 is causal from the top left corner."""
@@ -48,16 +49,12 @@ class AttentionShape:
     ev: int  # width of value
     queries: int
     length: int
-    visible: int  # (query, key) pairs of one head that the mask lets through
+    dense: int  # (query, key) pairs of one head
+    visible: int  # those that the mask lets through
     keys: int  # keys that some query sees
     rows: int  # queries that share one tile of keys
     skips: bool  # whether the kernel leaves out pairs that are not visible
     kernel: AttentionSizes | None  # for `attention_time`; None: hand-written, no known kernel
-
-    @property
-    def dense(self) -> int:
-        """All (query, key) pairs of one head."""
-        return self.queries * self.length
 
     @property
     def computed(self) -> int:
@@ -132,8 +129,31 @@ def _shape(
         backward="backward" in op.target,
     )  # fmt: skip
     return AttentionShape(
-        heads=batch * q_heads, e=e, ev=ev, queries=queries, length=length, visible=pairs,
-        keys=keys, rows=rows, skips=skips, kernel=kernel,
+        heads=batch * q_heads, e=e, ev=ev, queries=queries, length=length,
+        dense=queries * length, visible=pairs, keys=keys, rows=rows, skips=skips, kernel=kernel,
+    )  # fmt: skip
+
+
+def _packed_shape(
+    op: OpView, heads: int, widths: tuple[int, int], key: TensorView
+) -> AttentionShape:
+    """Sizes of requests packed in one row: each sees its own rows.
+
+    heads: of queries.  widths: of query and key, and of value.  key: the keys [1, H, L, E].  The
+    kernel's time is that of as many equal requests, with the mean of their sizes.
+    """
+    lengths = RequestLengths(tuple(op.attribute("cached")), tuple(op.attribute("new")))
+    window, count = int(op.attribute("window")), len(lengths.new)
+    tokens, length, visible = lengths.tokens, lengths.keys(window), lengths.visible(window)
+    kernel = AttentionSizes(
+        batch=count, queries=tokens / count, keys=length / count, visible=visible / count,
+        heads=heads, kv_heads=key.shape[1], width=widths[0], value_width=widths[1],
+        kv_size=float(format_of(key.dtype).bits / 8),
+    )  # fmt: skip
+    return AttentionShape(
+        heads=heads, e=widths[0], ev=widths[1], queries=tokens, length=length,
+        dense=lengths.pairs(window), visible=visible, keys=length,
+        rows=max(1, tokens // count * heads // key.shape[1]), skips=True, kernel=kernel,
     )  # fmt: skip
 
 
@@ -211,17 +231,43 @@ def latent_attention(op: OpView) -> Cost:
     2 H S L (2 R + D) flop of matrix work (H: query heads over the batch).  The latent is key and
     value, and is read once.
     """
+    query, latent, rope = op.needed("query"), op.needed("latent"), op.needed("rope")
+    return _latent(op, _shape(
+        op, queries=query.shape[-2], length=latent.shape[-2], batch=query.shape[0],
+        heads=(query.shape[1], 1), widths=(query.shape[-1] + rope.shape[-1], latent.shape[-1]),
+        stored=latent,
+    ))  # fmt: skip
+
+
+def _latent(op: OpView, s: AttentionShape) -> Cost:
     query, turned = op.needed("query"), op.needed("query_rope")
     latent, rope = op.needed("latent"), op.needed("rope")
-    s = _shape(op, queries=query.shape[-2], length=latent.shape[-2], batch=query.shape[0],
-               heads=(query.shape[1], 1), widths=(query.shape[-1] + rope.shape[-1],
-                                                  latent.shape[-1]), stored=latent)
     softmax = (SOFTMAX + _per_pair_extras(op)) * s.heads * s.computed + s.heads * s.queries * s.ev
     return (_products(s, 2 * s.e + 2 * s.ev, product_precision(query, turned, latent, rope))
             + vector(op, softmax)
             + op.read_all((query, turned, _mask(op)))
             + _keys_read(op, s, latent) + _keys_read(op, s, rope)
             + op.write_all(op.outputs))
+
+
+@builtin("rooftrace.packed_attention", kind="attention", label="packed attention")
+def packed_attention(op: OpView) -> Cost:
+    """`attention` of several requests in one kernel: query[1, Hq, S, E] of all their new tokens,
+    key[1, Hk, L, E], value[1, Hk, L, Ev] of all their rows.
+
+    Pairs are those of each request alone: dense new (rows + new), visible as far as a token sees.
+    """
+    query, value = op.needed("query"), op.needed("value")
+    widths = query.shape[-1], value.shape[-1]
+    return _forward(op, _packed_shape(op, query.shape[1], widths, op.needed("key")))
+
+
+@builtin("rooftrace.packed_latent_attention", kind="attention", label="packed latent attention")
+def packed_latent_attention(op: OpView) -> Cost:
+    """`latent_attention` of several requests in one kernel; pairs as in `packed_attention`."""
+    query, rope, latent = op.needed("query"), op.needed("query_rope"), op.needed("latent")
+    widths = query.shape[-1] + rope.shape[-1], latent.shape[-1]
+    return _latent(op, _packed_shape(op, query.shape[1], widths, latent))
 
 
 @builtin("aten._flash_attention_forward", "aten._efficient_attention_forward", kind="attention")

@@ -26,7 +26,7 @@ def group_size(op: OpView) -> int | None:
     return int(size) if size is not None else None
 
 
-def _share(op: OpView) -> Fraction:
+def sent_share(op: OpView) -> Fraction:
     """(n - 1) / n: the share of a buffer that belongs to the other devices."""
     n = group_size(op)
     return Fraction(1) if n is None else Fraction(n - 1, n) if n else Fraction(0)
@@ -51,7 +51,7 @@ def _moved(op: OpView) -> Cost:
 
 def _sent(op: OpView, tensors: Iterable[TensorView], times: int = 1) -> Cost:
     """Link traffic: `times` (n - 1) / n of the bytes of these tensors."""
-    share = _share(op)
+    share = sent_share(op)
     return sum((over_link(t, round(times * share * t.nbytes)) for t in tensors), Cost())
 
 
@@ -62,7 +62,7 @@ def _sent(op: OpView, tensors: Iterable[TensorView], times: int = 1) -> Cost:
 def all_reduce(op: OpView) -> Cost:
     """Reduce-scatter, then all-gather: 2 (n - 1) / n of the buffer, and (n - 1) / n adds."""
     sources = _sources(op)
-    return vector(op, round(_share(op) * total(sources))) + _sent(op, sources, 2) + _moved(op)
+    return vector(op, round(sent_share(op) * total(sources))) + _sent(op, sources, 2) + _moved(op)
 
 
 @builtin("symm_mem.one_shot_all_reduce", "symm_mem.one_shot_all_reduce_out",
@@ -85,7 +85,7 @@ def reduce_scatter(op: OpView) -> Cost:
     """(n - 1) / n of the input is sent, and as much added.  A reduction to one root sends as much
     in a ring, per device."""
     sources = _sources(op)
-    return vector(op, round(_share(op) * total(sources))) + _sent(op, sources) + _moved(op)
+    return vector(op, round(sent_share(op) * total(sources))) + _sent(op, sources) + _moved(op)
 
 
 @builtin("_c10d_functional.all_gather_into_tensor", "_c10d_functional.all_gather_into_tensor_out",
@@ -136,7 +136,8 @@ def check_for_nan(op: OpView) -> Cost:
 
 @builtin("_c10d_functional.wait_tensor", "_c10d_functional.wait_tensors",
          "_c10d_functional._wrap_tensor_autograd", "c10d.barrier",
-         "c10d.monitored_barrier_", fusion="free", family="communication")
+         "c10d.monitored_barrier_", "rooftrace.record_event", "rooftrace.wait_event",
+         "rooftrace.resize_storage", fusion="free", family="communication")
 def wait(op: OpView) -> Cost:
-    """Waiting moves nothing."""
+    """Waiting moves nothing, nor does freeing."""
     return Cost()

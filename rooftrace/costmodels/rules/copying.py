@@ -35,6 +35,21 @@ def copy_into(op: OpView) -> Cost:
     return op.reading("src") if "_copy_from" not in op.target else op.reading("self")
 
 
+@builtin("fsdp.all_gather_copy_in", kind="copy")
+def into_a_part(op: OpView) -> Cost:
+    """Shards read once, and written into their place in the buffer of an all-gather."""
+    shards = op.operands(only=("all_gather_inputs",))
+    size = sum(shard.nbytes for _, shard in shards)
+    return op.read_all(shard for _, shard in shards) + op.write(op.outputs[0], size)
+
+
+@builtin("fsdp.split_with_sizes_copy", "fsdp.chunk_cat", kind="copy")
+def between_layouts(op: OpView) -> Cost:
+    """What is gathered, or is to be scattered, read once and written in the other order."""
+    source = op.operands(but=("out",))
+    return op.read_all(tensor for _, tensor in source) + op.write_all(op.written())
+
+
 @builtin("aten.cat", "aten.stack", fusion="pointwise", kind="copy", fused="concatenation",
          traits=("places",))
 @builtin("aten.concat", "aten.concatenate", "aten.hstack", "aten.vstack",

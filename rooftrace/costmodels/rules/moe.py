@@ -15,7 +15,6 @@ from rooftrace.costmodels.rules.common import (
     share,
     vector,
     whole,
-    whole_number_of,
     widths,
 )
 
@@ -30,7 +29,8 @@ def grouped_mm(op: OpView) -> Cost:
     2d x 2d: C[G, M, N] = A[M, T] B[T, N]        the gradient of the weights
     3d x 3d: C[G, M, N] = A[G, M, K] B[G, K, N]  a batched product
     Each is 2 T K N flop (M for the side that is not grouped), whatever the sizes of the groups; T
-    are the rows before the last offset (`rows_routed`), which may leave some of A out.  A product
+    are the rows before the last offset (`rows_routed`), which may leave some of A out; of experts
+    over processes an expected number, which is no whole one.  A product
     has the rows of a group that got some, on average: T over those groups.
     """
     a, b = op.needed("self"), op.needed("mat2")
@@ -40,20 +40,21 @@ def grouped_mm(op: OpView) -> Cost:
     k = a.shape[-1] * (2 if a.dtype == "fp4_x2" else 1)
     n = b.shape[-1]
     weights = None
+    t: float
     rows: float
     inner: float
     if a.dim == 2 and b.dim == 3:
         t, groups, weights = _routed(op, a.shape[0]), b.shape[0], b
-        flop, touched = 2 * t * k * n, _touched(op, groups, t)
+        flop, touched = round(2 * t * k * n), _touched(op, groups, t)
         rows, columns, inner = _each(t, touched), n, k
     elif a.dim == 3 and b.dim == 2:
         t, groups, weights = _routed(op, n), a.shape[0], a
-        flop, touched = 2 * a.shape[1] * k * t, _touched(op, groups, t)
+        flop, touched = round(2 * a.shape[1] * k * t), _touched(op, groups, t)
         rows, columns, inner = _each(t, touched), a.shape[1], k
     elif a.dim == 2:
         groups = offsets.shape[0] if offsets is not None else out.shape[0]
         t = _routed(op, k)
-        flop, touched, rows = 2 * a.shape[0] * t * n, _touched(op, groups, t), a.shape[0]
+        flop, touched, rows = round(2 * a.shape[0] * t * n), _touched(op, groups, t), a.shape[0]
         columns, inner = n, _each(t, touched)
     else:
         groups = a.shape[0]
@@ -70,16 +71,16 @@ def grouped_mm(op: OpView) -> Cost:
     return cost + (vector(op, epilogue * out.elements) if epilogue else Cost())
 
 
-def _touched(op: OpView, groups: int, rows: int) -> float:
+def _touched(op: OpView, groups: int, rows: float) -> float:
     if op.fact("groups_touched") is None:
         return min(groups, rows)
     return min(number_of(op, "groups_touched", groups), groups)
 
 
-def _each(rows: int, touched: float) -> float:
+def _each(rows: float, touched: float) -> float:
     """Rows of a group that got some; a whole number stays one."""
     return whole(rows / max(touched, 1))
 
 
-def _routed(op: OpView, rows: int) -> int:
-    return min(whole_number_of(op, "rows_routed", rows), rows)
+def _routed(op: OpView, rows: int) -> float:
+    return min(number_of(op, "rows_routed", rows), rows)

@@ -173,3 +173,9 @@ def host_seconds(execution: ExecutionModel, chip: Chip) -> HostSeconds:
         own.view if knobs.view is None else knobs.view,
         own.call if knobs.call is None else knobs.call,
     )
+
+
+def host_time(launches: Sequence[Launch], host: HostSeconds, counts: Sequence[int] = ()) -> float:
+    """Seconds after which the host is done where the device takes none: no step is faster."""
+    placed = sum(launch.on_device for launch in launches)
+    return schedule([0.0] * placed, launches, host, counts)[1]

@@ -5,6 +5,9 @@ Per step          t_bound  = max of the totals at the datasheet's rates (perfect
                   t_serial = sum of t_device,
                   t_est    = end of a two-track queue: host enqueues in order, device runs in order.
 So t_bound <= t_serial <= t_est, and t_launch = t_est - t_serial.
+
+Of a step of several processes, t_serial is the sum over the main stream, with what it waits for
+(t_exposed): what runs on other streams meanwhile is hidden.
 """
 
 from __future__ import annotations
@@ -37,6 +40,17 @@ class Timing:
             gap=count * self.gap,
             start=start,
             more=count * self.more,
+        )
+
+    def slowed(self, factor: float) -> Timing:
+        """The timing of as much more work of the same kind."""
+        return Timing(
+            t_comp=factor * self.t_comp,
+            t_hbm=factor * self.t_hbm,
+            t_net=factor * self.t_net,
+            gap=self.gap,
+            start=self.start,
+            more=factor * self.more,
         )
 
     @property
@@ -76,6 +90,7 @@ class StepTimes:
     t_bound: float  # at the datasheet's rates, if engines overlap perfectly: no step is faster
     t_serial: float  # of all kernels one after the other, gaps included
     t_est: float  # until the queue ends
+    t_exposed: float = 0.0  # for which computing waits for collectives
     regime_seconds: Mapping[str, float]  # by name in REGIMES; they add up to t_est
 
     @property
@@ -133,17 +148,21 @@ def lower_bound(kernels: Iterable[tuple[int, Timing, Timing]]) -> float:
     return max(t_comp, t_hbm, t_net)
 
 
-def step_times(timings: Iterable[Timing], t_est: float, t_bound: float) -> StepTimes:
+def step_times(
+    timings: Iterable[Timing], t_est: float, t_bound: float, exposed: float = 0.0
+) -> StepTimes:
     """Totals and regime seconds of a step that ends at `t_est`; t_bound: see `lower_bound`.
 
-    The work of a group belongs to its largest term, all gaps and waiting to launch.
+    The work of a group belongs to its largest term, all gaps and waiting to launch.  exposed:
+    seconds for which these groups wait for collectives, which are none of them.
     """
     timings = list(timings)
     t_comp = sum(t.t_comp for t in timings)
     t_hbm = sum(t.t_hbm for t in timings)
     t_net = sum(t.t_net for t in timings)
-    t_serial = sum(t.t_device for t in timings)
+    t_serial = sum(t.t_device for t in timings) + exposed
     seconds = dict.fromkeys(REGIMES, 0.0)
+    seconds["network"] = exposed
     for t in timings:
         seconds["launch"] += t.gap
         work = max(t.t_comp, t.t_hbm, t.t_net)
@@ -158,5 +177,6 @@ def step_times(timings: Iterable[Timing], t_est: float, t_bound: float) -> StepT
         t_bound=t_bound,
         t_serial=t_serial,
         t_est=t_est,
+        t_exposed=exposed,
         regime_seconds=seconds,
     )

@@ -1,0 +1,312 @@
+"""Language models as Megatron-LM trains them: one stage of a pipeline, on one process of a mesh."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron_ops import (
+    Column,
+    CrossEntropy,
+    Embedding,
+    Experts,
+    Gated,
+    Ring,
+    Rotary,
+    Row,
+    Weight,
+    added_up,
+    exchange,
+    gather,
+    scatter,
+    size_of,
+    weight,
+)
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """The dimensions of a model."""
+
+    width: int
+    inside: int  # of an MLP
+    heads: int
+    kv_heads: int = 8
+    head: int = 128  # width of one
+    words: int = 128256
+    experts: int = 0
+    chosen: int = 0
+    expert: int = 0  # inside of one expert
+    shared: int = 0  # inside of the shared experts
+    dense: int = 0  # first layers without experts
+    latent_q: int = 0  # MLA: of queries, of keys and values, and the width that is turned
+    latent_kv: int = 0
+    rope: int = 0
+
+
+LATENT = {"latent_q": 1536, "latent_kv": 512, "rope": 64, "dense": 1, "heads": 128}
+MODELS = {
+    "llama3_8b": Sizes(width=4096, inside=14336, heads=32),
+    "llama3_70b": Sizes(width=8192, inside=28672, heads=64),
+    "llama3_405b": Sizes(width=16384, inside=53248, heads=128),
+    "mixtral_8x7b": Sizes(
+        width=4096, inside=0, heads=32, words=32000, experts=8, chosen=2, expert=14336
+    ),
+    "deepseekv2": Sizes(
+        width=5120, inside=12288, words=102400, experts=160, chosen=6, expert=1536,
+        shared=2 * 1536, **LATENT,
+    ),
+    "deepseekv3": Sizes(
+        width=7168, inside=18432, words=129280, experts=256, chosen=8, expert=2048,
+        shared=2048, **LATENT,
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Groups:
+    """The groups of a process; None for a group of one."""
+
+    tp: Any = None
+    cp: Any = None
+    ep: Any = None
+
+
+class Attention(nn.Module):
+    """Heads of one process, over its part of the sequence and all others of "cp"."""
+
+    def __init__(self, sizes: Sizes, groups: Groups) -> None:
+        super().__init__()
+        self.sizes, self.groups = sizes, groups
+        tp = size_of(groups.tp)
+        self.heads, self.kv = sizes.heads // tp, max(sizes.kv_heads // tp, 1)
+        self.norm = weight(sizes.width)
+        self.qkv = weight((self.heads + 2 * self.kv) * sizes.head, sizes.width)
+        self.out = weight(sizes.width, self.heads * sizes.head)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        normed = F.rms_norm(x, (self.sizes.width,), self.norm)
+        made = Column.apply(normed, self.qkv, self.groups.tp)
+        heads = made.unflatten(-1, (-1, self.sizes.head))
+        q, k, v = heads.split((self.heads, self.kv, self.kv), 1)
+        q, k = Rotary.apply(q, cos, sin), Rotary.apply(k, cos, sin)
+        mixed = attended(q, k, v, self.groups.cp)
+        return x + Row.apply(mixed, self.out, self.groups.tp)
+
+
+def attended(q: Tensor, k: Tensor, v: Tensor, group: Any) -> Tensor:
+    """Causal attention of heads [rows, heads, width], as [rows, heads * width]."""
+    q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
+    if size_of(group) > 1:
+        width, wider = v.shape[-1], q.shape[-1] - v.shape[-1]
+        if wider:  # one kernel takes heads of one width
+            v = F.pad(v, (0, wider))
+        out = Ring.apply(q, k, v, group)[..., :width]
+    else:
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return out[0].transpose(0, 1).flatten(1)
+
+
+class LatentAttention(nn.Module):
+    """MLA as it is trained: keys and values are made of their latents."""
+
+    def __init__(self, sizes: Sizes, groups: Groups) -> None:
+        super().__init__()
+        self.sizes, self.groups = sizes, groups
+        self.heads = sizes.heads // size_of(groups.tp)
+        each = sizes.head + sizes.rope
+        self.norm, self.norm_q = weight(sizes.width), weight(sizes.latent_q)
+        self.norm_kv = weight(sizes.latent_kv)
+        self.q_down = weight(sizes.latent_q, sizes.width)
+        self.q_up = weight(self.heads * each, sizes.latent_q)
+        self.kv_down = weight(sizes.latent_kv + sizes.rope, sizes.width)
+        self.kv_up = weight(self.heads * 2 * sizes.head, sizes.latent_kv)
+        self.out = weight(sizes.width, self.heads * sizes.head)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        sizes, tp = self.sizes, self.groups.tp
+        normed = F.rms_norm(x, (sizes.width,), self.norm)
+        latent = F.rms_norm(Column.apply(normed, self.q_down, None), (sizes.latent_q,), self.norm_q)
+        q = Column.apply(latent, self.q_up, tp).unflatten(-1, (self.heads, -1))
+        plain, turned = q.split((sizes.head, sizes.rope), -1)
+        q = torch.cat((plain, Rotary.apply(turned, cos, sin)), -1)
+        made = Column.apply(normed, self.kv_down, None)
+        kept, key = made.split((sizes.latent_kv, sizes.rope), -1)
+        kept = F.rms_norm(kept, (sizes.latent_kv,), self.norm_kv)
+        kv = Column.apply(kept, self.kv_up, tp).unflatten(-1, (self.heads, -1))
+        k, v = kv.chunk(2, -1)
+        key = Rotary.apply(gather(key, tp)[:, None], cos, sin).expand(-1, self.heads, -1)
+        mixed = attended(q, torch.cat((k, key), -1), v, self.groups.cp)
+        return x + Row.apply(mixed, self.out, tp)
+
+
+class Mlp(nn.Module):
+    """A gated MLP."""
+
+    def __init__(self, width: int, inside: int, groups: Groups) -> None:
+        super().__init__()
+        self.groups = groups
+        tp = size_of(groups.tp)
+        self.up, self.down = weight(2 * inside // tp, width), weight(width, inside // tp)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = Gated.apply(Column.apply(x, self.up, self.groups.tp))
+        return Row.apply(made, self.down, self.groups.tp)  # type: ignore[no-any-return]
+
+
+class Moe(nn.Module):
+    """Experts over "ep", with as many tokens for each; every process has some whole ones."""
+
+    def __init__(self, sizes: Sizes, groups: Groups) -> None:
+        super().__init__()
+        self.sizes, self.groups = sizes, groups
+        count = sizes.experts // size_of(groups.ep)
+        self.router = weight(sizes.experts, sizes.width)
+        self.up = weight(count, 2 * sizes.expert, sizes.width, expert=True)
+        self.down = weight(count, sizes.width, sizes.expert, expert=True)
+        self.beside = Mlp(sizes.width, sizes.shared, groups) if sizes.shared else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = Column.apply(x, self.router, None).float().softmax(-1)
+        shares, chosen = scores.topk(self.sizes.chosen, -1)
+        sent = Permute.apply(x, chosen.flatten(), self.sizes.chosen)
+        got = Exchange.apply(sent, self.groups.ep)
+        count = len(self.up)
+        rows = len(got) // count
+        sorted_rows = got.index_select(0, chosen.flatten()[: rows * count])
+        made = Gated.apply(Experts.apply(sorted_rows.unflatten(0, (count, rows)), self.up))
+        made = Experts.apply(made, self.down).flatten(0, 1)
+        if rows * count < len(got):  # rows that do not divide: none of them is lost
+            made = F.pad(made, (0, 0, 0, len(got) - rows * count))
+        back = Exchange.apply(made.index_select(0, chosen.flatten()), self.groups.ep)
+        parts = back.unflatten(0, (-1, self.sizes.chosen))
+        mixed = (parts * shares[..., None].to(parts.dtype)).sum(1)
+        return mixed if self.beside is None else mixed + self.beside(x)
+
+
+class Exchange(torch.autograd.Function):
+    """Rows to their experts, and back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return exchange(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return exchange(grads[0], ctx.group), None
+
+
+class Permute(torch.autograd.Function):
+    """A row for each expert of each token, in the order of the experts."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, chosen: int) -> Tensor:
+        ctx.chosen = chosen
+        return x.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0].unflatten(0, (-1, ctx.chosen)).sum(1), None, None
+
+
+class Layer(nn.Module):
+    """Attention and an MLP, or experts."""
+
+    def __init__(self, sizes: Sizes, groups: Groups, number: int) -> None:
+        super().__init__()
+        kind = LatentAttention if sizes.latent_kv else Attention
+        self.attention: Any = kind(sizes, groups)
+        self.norm, self.width = weight(sizes.width), sizes.width
+        routed = sizes.experts and number >= sizes.dense
+        self.mlp: Any = Moe(sizes, groups) if routed else Mlp(sizes.width, sizes.inside, groups)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = self.attention(x, cos, sin)
+        return x + self.mlp(F.rms_norm(x, (self.width,), self.norm))
+
+
+class Stage(nn.Module):
+    """Some layers of a model; the first stage has the table of words, the last the head."""
+
+    def __init__(
+        self, sizes: Sizes, groups: Groups, layers: range, first: bool, last: bool
+    ) -> None:
+        super().__init__()
+        self.sizes, self.groups = sizes, groups
+        local = sizes.words // size_of(groups.tp)
+        self.words = weight(local, sizes.width) if first else None
+        self.layers = nn.ModuleList(Layer(sizes, groups, number) for number in layers)
+        self.norm = weight(sizes.width) if last else None
+        self.head = weight(local, sizes.width) if last else None
+
+    def forward(self, x: Tensor, labels: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        if self.words is not None:
+            x = Embedding.apply(x, self.words, self.groups.tp)
+        for layer in self.layers:
+            x = layer(x, cos, sin)
+        if self.head is None or self.norm is None:
+            return x
+        x = F.rms_norm(x, (self.sizes.width,), self.norm)
+        logits = Column.apply(x, self.head, self.groups.tp)
+        return CrossEntropy.apply(logits, labels, self.groups.tp)  # type: ignore[no-any-return]
+
+
+def microbatch(stage: Any, x: Tensor, labels: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Forward and backward of one microbatch."""
+    out = stage(x, labels, cos, sin)
+    out.backward(torch.ones_like(out))
+
+
+class Update(nn.Module):
+    """What is done once a step: gradients are shared, clipped and applied, weights gathered.
+
+    States are spread over the processes that have the same weights: `replicas` for experts and for
+    all others.
+    """
+
+    def __init__(self, stage: Stage, dense: Any, experts: Any, everybody: Any) -> None:
+        super().__init__()
+        self.everybody = everybody
+        self.parts: list[tuple[Any, Tensor, Tensor]] = []
+        weights = [w for w in stage.parameters() if isinstance(w, Weight)]
+        for group, some in (
+            (dense, [w for w in weights if not w.expert]),
+            (experts, [w for w in weights if w.expert]),
+        ):
+            count = sum(w.numel() for w in some)
+            if count:
+                count += -count % size_of(group)
+                flat = nn.Parameter(torch.empty(count, dtype=torch.bfloat16, device="meta"))
+                main = torch.empty(count, dtype=torch.float32, device="meta")
+                self.register_parameter(f"flat_{len(self.parts)}", flat)
+                self.register_buffer(f"main_{len(self.parts)}", main)
+                self.parts.append((group, flat, main))
+        self.masters = nn.ParameterList(
+            torch.empty(len(main) // size_of(group), dtype=torch.float32, device="meta")
+            for group, _, main in self.parts
+        )
+
+    @property
+    def states(self) -> int:
+        """Bytes of the fp32 weights and of Adam's two moments."""
+        return sum(12 * master.numel() for master in self.masters)
+
+
+def update(parts: Update, optimizer: torch.optim.Optimizer) -> None:
+    """One update."""
+    shards = [scatter(main, group) for group, _, main in parts.parts]
+    total = added_up(
+        torch.stack([(shard * shard).sum() for shard in shards]).sum(), parts.everybody
+    )
+    factor = (1 / (total.sqrt() + 1e-6)).clamp(max=1.0)
+    for master, shard in zip(parts.masters, shards, strict=True):
+        master.grad = shard.mul_(factor)
+    optimizer.step()
+    for (group, flat, main), master in zip(parts.parts, parts.masters, strict=True):
+        flat.data.copy_(gather(master.to(torch.bfloat16), group))
+        main.zero_()
+        master.grad = None

@@ -1,0 +1,116 @@
+"""Measured steps of Megatron-LM on 8 x B200 beside our prediction: python simumax.py FOLDER
+
+FOLDER/simumax_b200.csv: model, layers, tp, pp, ep, cp, seq (4096 where it is empty), gpus,
+micro_batches, real_ms, real_alloc_gib.  Each microbatch has one sequence.
+
+Constants: collectives are those of dgx-b200, shares between classes of kernels those of H100
+(h100-compiled.toml).  What B200 sustains of its datasheet's rate in bf16 products was not known
+from elsewhere: `compute` of b200-compiled.toml was chosen so that the row llama3_405b, tp 8, 32
+microbatches is met.  Attention takes the published rate of cuDNN on B200: 1.2 PFLOP/s forward (by
+FlashAttention-4, which is 1.3 times as fast as cuDNN 9.13 at 1.6), backward a quarter less.
+Nothing else was chosen in sight of these rows.
+"""
+
+from __future__ import annotations
+
+import csv
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron import MODELS, Groups, Stage, Update, microbatch, update
+from torch.distributed.device_mesh import init_device_mesh
+
+import rooftrace as rt
+from rooftrace.costmodels.pipelining import StageCost, pipelined
+from rooftrace.hardware.systems import load_system
+
+HERE = Path(__file__).parent
+SYSTEM = load_system("dgx-b200")
+EXECUTION = rt.execution_model("compiled", knobs=str(HERE / "b200-compiled.toml"))
+
+
+def group_of(mesh: Any, axis: str) -> Any:
+    """A group of more than one process; None for one."""
+    return mesh[axis].get_group() if mesh[axis].size() > 1 else None
+
+
+def stage_cost(row: dict[str, str], number: int) -> tuple[StageCost, int]:
+    """What one stage of a row costs, and the bytes that it hands to the next."""
+    tp, pp, ep, cp = (int(row[name]) for name in ("tp", "pp", "ep", "cp"))
+    dp = int(row["gpus"]) // (tp * pp * cp)
+    sizes, seq = MODELS[row["model"]], int(float(row["seq"] or 4096))
+    least, more = divmod(int(row["layers"]), pp)
+    start = number * least + min(number, more)
+    layers = range(start, start + least + (number < more))
+    with rt.fake_mesh({"dp": dp, "cp": cp, "tp": tp}) as mesh:
+        routed = init_device_mesh("cpu", (dp * cp * tp // ep, ep), mesh_dim_names=("edp", "ep"))
+        replicas = init_device_mesh("cpu", (dp * cp, tp), mesh_dim_names=("dpcp", "tp"))
+        everybody = init_device_mesh("cpu", (dp * cp * tp,), mesh_dim_names=("all",))
+        groups = Groups(tp=group_of(mesh, "tp"), cp=group_of(mesh, "cp"), ep=group_of(routed, "ep"))
+        first, last = number == 0, number == pp - 1
+        stage = Stage(sizes, groups, layers, first, last)
+        rows, inner = seq // cp, sizes.rope or sizes.head
+        with torch.device("meta"):
+            ids = torch.zeros(rows, dtype=torch.long)
+            hidden = torch.zeros(rows // tp, sizes.width, dtype=torch.bfloat16, requires_grad=True)
+            angles = torch.zeros(rows, 1, inner, dtype=torch.bfloat16)
+        graph = rt.trace(microbatch, stage, ids if first else hidden, ids, angles, angles)
+        work = rt.estimate(graph, execution=EXECUTION, system=SYSTEM)
+        parts = Update(
+            stage,
+            group_of(replicas, "dpcp"),
+            group_of(routed, "edp"),
+            group_of(everybody, "all"),
+        )
+        optimizer = torch.optim.AdamW(parts.masters.parameters(), foreach=True)
+        graph = rt.trace(update, parts, optimizer)
+        once = rt.estimate(graph, execution=EXECUTION, system=SYSTEM)
+    cost = StageCost.of(work)
+    whole = StageCost(
+        forward=cost.forward,
+        backward=work.t_est - cost.forward,
+        weights=cost.weights,
+        once=once.t_est,
+        saved=cost.saved,
+        peak=work.memory.peak + parts.states,
+    )
+    return whole, 0 if last else hidden.nbytes
+
+
+def predicted(row: dict[str, str]) -> tuple[float, float]:
+    """Seconds of a step, and bytes of the process that needs most."""
+    pp = int(row["pp"])
+    made = [stage_cost(row, number) for number in range(pp)]
+    stages = {number: cost for number, (cost, _) in enumerate(made)}
+    pipe = pipelined(stages, "1f1b", int(row["micro_batches"]), made[0][1], SYSTEM)
+    return pipe.seconds, max(pipe.peaks)
+
+
+def main(folder: Path) -> None:
+    """Print every row, and the mean errors."""
+    times, sizes = [], []
+    with (folder / "simumax_b200.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    for row in rows:
+        seconds, peak = predicted(row)
+        times.append(seconds * 1e3 / float(row["real_ms"]) - 1)
+        sizes.append(peak / 2**30 / float(row["real_alloc_gib"]) - 1)
+        print(
+            f"{row['model']} tp={row['tp']} pp={row['pp']} ep={row['ep']} cp={row['cp']} "
+            f"x {row['micro_batches']}: {seconds * 1e3:.1f} ms, measured {row['real_ms']}: "
+            f"{times[-1]:+.1%}; {peak / 2**30:.2f} GiB, measured {row['real_alloc_gib']}: "
+            f"{sizes[-1]:+.1%}",
+            flush=True,
+        )
+    for name, errors in (("time", times), ("memory", sizes)):
+        if errors:
+            mean = sum(map(abs, errors)) / len(errors)
+            print(f"mean absolute error of {name} {mean:.1%} of {len(errors)} rows")
+
+
+if __name__ == "__main__":
+    warnings.filterwarnings("ignore")
+    main(Path(sys.argv[1]))

@@ -1,0 +1,86 @@
+"""Published training steps of torchtitan beside our prediction: python torchtitan.py FOLDER
+
+FOLDER/torchtitan.csv: model, gpus, dp, tp, pp, cp, seq, local_batch, ac, precision, compile,
+tps_per_gpu, gib, async_tp.  No constant is fitted to these rows.  The share of the peak that
+products reach (772 of 989 TFLOP/s in bf16) is the median of a public table of H100 products; the
+power limit of these chips scales it by 500/700; collectives are those of dgx-h100.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from llama import llama, over_mesh
+from torch.distributed.tensor.parallel import loss_parallel
+from torch.nn import functional as F
+
+import rooftrace as rt
+from rooftrace.hardware.systems import load_system
+from rooftrace.tracer.sharded import fake_mesh, huggingface
+
+HERE = Path(__file__).parent
+CHIP = HERE / "chips" / "h100-96g-500w.toml"
+
+
+def step(model: Any, ids: Any, optimizer: Any, places: Any, parallel: bool) -> None:
+    """A training step; over "tp" the logits stay sharded, and so does the loss."""
+    with loss_parallel() if parallel else contextlib.nullcontext():
+        logits = model(input_ids=ids, position_ids=places, use_cache=False).logits
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), ids.flatten(0, 1))
+        loss.backward()
+    optimizer.step()
+
+
+def estimate_of(row: dict[str, str]) -> Any:
+    """The prediction of one published row."""
+    dp, tp, seq, batch = (int(row[name]) for name in ("dp", "tp", "seq", "local_batch"))
+    mesh = {"dp": dp, "tp": tp} if tp > 1 else {"dp": dp}
+    with fake_mesh(mesh) as devices:
+        model = llama(row["model"].removeprefix("llama3.1-"), fp8=row["precision"] != "bf16")
+        if row["ac"] != "none":
+            huggingface.keep_less(model, row["ac"])
+        over_mesh(model, devices)
+        ids = torch.zeros(batch, seq, dtype=torch.long, device="meta")
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+        graph = rt.trace(step, model, ids, optimizer, torch.arange(seq)[None], tp > 1)
+    compiled = row["compile"] == "True"
+    execution = rt.execution_model(
+        "compiled" if compiled else "eager",
+        knobs=str(HERE / ("h100-compiled.toml" if compiled else "h100-eager.toml")),
+    )
+    system = load_system("dgx-h100").with_chip(rt.load_chip(str(CHIP)))
+    return rt.estimate(graph, execution=execution, system=system)
+
+
+def main(folder: Path) -> None:
+    """Print every row, and the mean error."""
+    errors = []
+    with (folder / "torchtitan.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["pp"] == row["cp"] == "1"]
+    for row in rows:
+        made = estimate_of(row)
+        told = float(row["tps_per_gpu"])
+        tokens = int(row["local_batch"]) * int(row["seq"])
+        rate = tokens / (made.t_est * int(row["tp"]))
+        errors.append(rate / told - 1)
+        print(
+            f"{row['model']} dp={row['dp']} tp={row['tp']} seq={row['seq']} {row['ac']} "
+            f"{row['precision']} compile={row['compile']} async={row['async_tp']}: "
+            f"{rate:,.0f} tokens/s per GPU, published {told:,.0f}: {errors[-1]:+.1%}; "
+            f"{made.memory.peak / 2**30:.1f} GiB alive, {row['gib']} reserved; exposed "
+            f"{made.times.t_exposed / made.t_est:.0%}"
+        )
+    if errors:
+        mean = sum(map(abs, errors)) / len(errors)
+        print(f"mean absolute error {mean:.1%} of {len(errors)} rows")
+
+
+if __name__ == "__main__":
+    warnings.filterwarnings("ignore")
+    main(Path(sys.argv[1]))

@@ -1,0 +1,5 @@
+from rooftrace.costmodels.disaggregating.serving import (
+    Disaggregated as Disaggregated,
+    ServingSide as ServingSide,
+    disaggregated as disaggregated,
+)

@@ -1,0 +1,285 @@
+"""A step on several streams: host and streams run in order, and events join them.
+
+A collective runs on the stream that issued it where that one waits for it.  Else it runs beside,
+until something reads what it made.  The collectives of one group follow each other.  What the main
+stream waits for is exposed; all other communication is hidden.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from rooftrace.costmodels.fusion import runs
+from rooftrace.costmodels.planning import Launch, Plan
+from rooftrace.costmodels.timing.queue import HostSeconds
+from rooftrace.tracer.collectives import marks
+from rooftrace.tracer.graph import Op
+
+MAIN = ""
+"""The stream that computes."""
+GROUP = "group "
+"""What the queue of a group is called, before the group's name."""
+
+
+@dataclass(slots=True)
+class Walk:
+    """When kernels run on the streams of a device."""
+
+    starts: list[float]  # of each kernel, the first time
+    exposed: list[float]  # by kernel: seconds for which the main stream waits for it
+    end: float = 0.0  # of the step
+    busy: float = 0.0  # seconds of kernels that the main stream runs, collectives aside
+
+
+@dataclass(frozen=True, slots=True)
+class _Due:
+    """When something is done, and the run of a collective that it waited for last (-1: none)."""
+
+    time: float = 0.0
+    cause: int = -1
+
+
+NOTHING = _Due()
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """What the host does next: a launch, a kernel with it, or a mark of a stream."""
+
+    host: float = 0.0
+    sync: bool = False
+    kernel: int = -1
+    mark: Op | None = None
+    repeats: tuple[int, ...] = ()
+    launch: Launch | None = None
+
+
+@dataclass(slots=True)
+class KernelRun:
+    """One run of a kernel.  track: its stream, or the queue of its group where it runs beside."""
+
+    kernel: int
+    track: str
+    start: float
+    end: float
+    exposed: float = 0.0  # seconds for which the main stream waits for it
+
+
+@dataclass(frozen=True, slots=True)
+class StreamKernel:
+    """A kernel on a stream."""
+
+    seconds: float
+    stream: str
+    lane: str  # the queue of its group, whose exchanges follow each other; "" for one alone
+    beside: bool  # whether it runs beside the stream that issues it
+    touched: tuple[int, ...]  # storages that another stream writes, too
+    written: tuple[int, ...]  # storages that others wait for
+
+
+def walk(
+    planned: Plan,
+    durations: Sequence[float],
+    host: HostSeconds,
+    counts: Sequence[int] = (),
+    waits: bool = False,
+) -> Walk:
+    """The step of a plan whose kernels take these seconds; see `queue.schedule` for the others."""
+    streams = Streams.of(planned, durations, host, waits)
+    streams.walk(range(len(streams.items)), 0, counts)
+    return streams.ended()
+
+
+def _kernels(planned: Plan, durations: Sequence[float]) -> list[StreamKernel]:
+    """The kernels of a plan, each with the storages by which others depend on it."""
+    graph = planned.graph
+    storage = [value.storage for value in graph.values]
+    ops = [[graph.ops[number] for number in group.ops] for group in planned.groups]
+    beside = {
+        storage[value]
+        for members in ops
+        for op in members
+        if op.stream or (op.collective is not None and not op.collective.waits)
+        for value in op.outputs
+    }
+    kernels = []
+    for members, seconds in zip(ops, durations, strict=True):
+        together = next((op.collective for op in members if op.collective is not None), None)
+        lane = "" if together is None else f"{GROUP}{together.group}"
+        alone = together is not None and not together.waits
+        touched = {storage[v] for op in members for v in (*op.inputs, *op.outputs)} & beside
+        written = {storage[v] for op in members for v in op.outputs} & beside
+        stream = members[0].stream
+        kernels.append(
+            StreamKernel(
+                seconds=seconds,
+                stream=stream,
+                lane=lane,
+                beside=alone,
+                touched=tuple(touched),
+                written=tuple(written) if stream or alone else (),
+            )
+        )
+    return kernels
+
+
+def _items(planned: Plan, host: HostSeconds, waits: bool) -> Iterator[Item]:
+    """Launches and marks in the order of the host.
+
+    A mark stands before the first kernel with an op that comes after it.
+    """
+    marked = [op for op in planned.graph.ops if op.name in marks.STREAM_MARKS]
+    placed, groups = 0, iter(enumerate(planned.groups))
+    for launch in planned.launches:
+        kernel = -1
+        if launch.on_device:
+            kernel, group = next(groups)
+            while placed < len(marked) and marked[placed].id < group.ops[-1]:
+                yield Item(mark=marked[placed], repeats=marked[placed].repeats)
+                placed += 1
+        yield _item(launch, host, waits, kernel)
+    for op in marked[placed:]:
+        yield Item(mark=op, repeats=op.repeats)
+
+
+def _item(launch: Launch, host: HostSeconds, waits: bool, kernel: int) -> Item:
+    waits = launch.sync or waits
+    return Item(host.of(launch), waits, kernel, repeats=launch.repeats, launch=launch)
+
+
+@dataclass(slots=True)
+class Streams:
+    """The clocks of the host and of every stream while the items are walked."""
+
+    items: Sequence[Item]
+    kernels: Sequence[StreamKernel]
+    slows: float = 0.0  # share by which computing slows while an exchange runs beside it
+    host: float = 0.0
+    clocks: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    runs: list[KernelRun] = field(default_factory=list)
+    held: dict[str, _Due] = field(default_factory=dict)  # what the next kernel waits for
+    last: dict[str, int] = field(default_factory=dict)  # the last collective of each stream
+    ready: dict[int, _Due] = field(default_factory=dict)  # by storage
+    events: dict[int, _Due] = field(default_factory=dict)  # by the value of the event
+
+    @staticmethod
+    def of(
+        planned: Plan, durations: Sequence[float], host: HostSeconds, waits: bool = False
+    ) -> Streams:
+        """The streams of a plan before its step, with what the host will do."""
+        kernels, slows = _kernels(planned, durations), planned.execution.disturbances.interference
+        return Streams(list(_items(planned, host, waits)), kernels, slows)
+
+    def walk(self, part: range, depth: int, counts: Sequence[int]) -> None:
+        """Walk these items, iteration after iteration."""
+        repeats = [item.repeats for item in self.items]
+        for repeat, inside in runs.segments(repeats, part, depth):
+            if repeat is None:
+                for item in self.items[inside.start : inside.stop]:
+                    self.next(item)
+            else:
+                for _ in range(counts[repeat]):
+                    self.walk(inside, depth + 1, counts)
+
+    def next(self, item: Item) -> KernelRun | None:
+        """Do what the host does next; the run of the kernel that it launches, None for none."""
+        self.host += item.host
+        if item.mark is not None:
+            self._mark(item.mark)
+        run = self._launch(item.kernel) if item.kernel >= 0 else None
+        if item.sync:
+            self.host = max(self.host, self.clocks[MAIN])
+        return run
+
+    def _mark(self, op: Op) -> None:
+        stream = op.stream
+        held = self.held.get(stream, NOTHING)
+        if op.name == marks.RECORD_EVENT:
+            time, cause = self.clocks[stream], self.last.get(stream, -1)
+            here = _Due(time, cause if stream else -1)
+            self.events[op.outputs[0]] = max(here, held, key=_time)
+        else:
+            event = self.events.get(op.inputs[0], NOTHING)
+            self.held[stream] = max(held, event, key=_time)
+
+    def _launch(self, number: int) -> KernelRun:
+        kernel = self.kernels[number]
+        stream, own = kernel.stream, len(self.runs)
+        due = self.held.pop(stream, NOTHING)
+        for storage in kernel.touched:
+            due = max(due, self.ready.get(storage, NOTHING), key=_time)
+        free = max(self.host, self.clocks[stream])
+        start = max(free, due.time)
+        if kernel.lane:
+            before = _Due(self.clocks[kernel.lane], self.last.get(kernel.lane, -1))
+            due = max(due, before, key=_time)
+            start = max(start, before.time)
+            self.clocks[kernel.lane] = start + kernel.seconds
+            self.last[kernel.lane] = own
+        end = start + kernel.seconds
+        if self.slows and not kernel.lane and stream == MAIN:
+            end += self._slowed(start, kernel.seconds)
+        run = KernelRun(number, kernel.lane if kernel.beside else stream, start, end)
+        self.runs.append(run)
+        if not kernel.beside:
+            self.clocks[stream] = end
+            if stream == MAIN:
+                run.exposed += kernel.seconds if kernel.lane else 0.0
+                if start > free:
+                    self.runs[due.cause if due.cause >= 0 else own].exposed += start - free
+        if kernel.lane and not kernel.beside:
+            self.last[stream] = own
+        for storage in kernel.written:
+            self.ready[storage] = _Due(end, own if kernel.lane else due.cause)
+        return run
+
+    def _slowed(self, start: float, seconds: float) -> float:
+        """What exchanges that run beside a kernel add to it: the longest of them is the cause."""
+        lanes = [name for name in self.last if name.startswith(GROUP)]
+        lane = max(lanes, key=self.clocks.__getitem__, default=None)
+        if lane is None:
+            return 0.0
+        more = self.slows * max(0.0, min(seconds, self.clocks[lane] - start))
+        self.runs[self.last[lane]].exposed += more
+        return more
+
+    def ended(self) -> Walk:
+        """The walk when all is done; what runs on after the main stream is exposed, too."""
+        main = max(self.host, self.clocks[MAIN])
+        tail = max(self.clocks, key=self.clocks.__getitem__, default=MAIN)
+        walked = Walk([-1.0] * len(self.kernels), [0.0] * len(self.kernels))
+        walked.end = max(main, self.clocks[tail])
+        if walked.end > main and self.last.get(tail, -1) >= 0:
+            self.runs[self.last[tail]].exposed += walked.end - main
+        for run in self.runs:
+            kernel = self.kernels[run.kernel]
+            walked.exposed[run.kernel] += run.exposed
+            if walked.starts[run.kernel] < 0:
+                walked.starts[run.kernel] = run.start
+            if run.track == MAIN and not kernel.lane:
+                walked.busy += kernel.seconds
+        return walked
+
+
+def _time(due: _Due) -> float:
+    return due.time
+
+
+def has_streams(planned: Plan) -> bool:
+    """Whether a plan talks to other processes, or works on several streams."""
+    return any(op.collective is not None or op.stream for op in planned.graph.ops)
+
+
+def exposed_by(planned: Plan, exposed: Sequence[float]) -> Mapping[str, float]:
+    """Exposed seconds by the axis of the mesh, or by the group where no mesh is known."""
+    seconds: dict[str, float] = defaultdict(float)
+    for group, waited in zip(planned.groups, exposed, strict=True):
+        for number in group.ops:
+            together = planned.graph.ops[number].collective
+            if together is not None:
+                axis = planned.graph.groups[together.group].axis or together.group
+                seconds[axis] += waited
+                break
+    return dict(seconds)
