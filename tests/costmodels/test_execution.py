@@ -91,3 +91,26 @@ def test_a_preset_with_a_knob_changed():
     assert changed.tf32 and changed.fusion == "detected"
     assert execution_model(changed) is changed
     assert execution_model(changed, tf32=False) == PRESETS["efficient"]
+
+
+def test_one_field_of_a_record_is_changed_by_its_dotted_name() -> None:
+    made = execution_model("seed-efficient", **{"weight_residency.moe": 3, "utilization.b_sat": 32})
+    assert (made.weight_residency.moe, made.weight_residency.dense) == (3, 4)
+    assert (made.utilization.b_sat, made.utilization.eta_scalar) == (32, 0.35)
+    assert made.factors_changed == {"weight_residency.moe": 3, "utilization.b_sat": 32}
+    again = execution_model(made, **{"weight_residency.moe": 2})
+    assert again.factors_changed == {"utilization.b_sat": 32}
+    assert execution_model("eager").factors_changed == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("weight_residency.mo", 2, "'weight_residency.mo' is no execution knob"),
+        ("weight_residency.moe", 0, "weight_residency.moe=0: expected a number above 0"),
+        ("traffic.moe", 2, "'traffic.moe' is no execution knob; with a dot"),
+    ],
+)
+def test_a_dotted_name_that_is_no_field_is_refused(name: str, value: int, said: str) -> None:
+    with pytest.raises(ExecutionError, match=said):
+        execution_model("eager", **{name: value})

@@ -23,16 +23,17 @@ COMPUTED = ("useful", "masked_executed", "recompute")
 class AttentionSizes(Struct, frozen=True):
     """The sizes of one attention kernel.
 
-    batch: requests.  queries, keys: of one request.  visible: (query, key) pairs of one head that
-    are computed.  heads, kv_heads: of queries, and of keys and values.  width: of query and key.
+    batch: requests.  queries, keys: of one request, the mean where they differ.  visible: (query,
+    key) pairs of one head and request that are computed.  heads, kv_heads: of queries, and of keys
+    and values.  width: of query and key.
     kv_size: bytes of an element of key and value.  masked: the mask is a tensor of numbers, so it
     follows no known pattern.  paged: key and value lie in pages of a cache.
     """
 
     batch: int
-    queries: int
-    keys: int
-    visible: int
+    queries: float
+    keys: float
+    visible: float
     heads: int
     kv_heads: int
     width: int
@@ -43,7 +44,7 @@ class AttentionSizes(Struct, frozen=True):
     backward: bool = False
 
     @property
-    def flop(self) -> int:
+    def flop(self) -> float:
         """FLOP of its products, without those that backward computes again."""
         each = 2 * (self.width + self.value_width) * (1 + self.backward)
         return self.batch * self.heads * self.visible * each

@@ -11,15 +11,18 @@ from typing import TYPE_CHECKING, Any
 from rooftrace._shown import Shown, short
 from rooftrace.costmodels.costs import COMPUTED, MATRIX
 from rooftrace.costmodels.estimating.breakdowns import Breakdowns
+from rooftrace.costmodels.estimating.communication import Together
 from rooftrace.costmodels.estimating.intervals import interval_of
+from rooftrace.costmodels.estimating.itemised import Itemised
 from rooftrace.costmodels.estimating.rows import Row, frame_of, row_of
 from rooftrace.costmodels.execution import ExecutionModel
 from rooftrace.costmodels.fusion import runs
 from rooftrace.costmodels.knobs import Knobs
 from rooftrace.costmodels.memory import Memory
 from rooftrace.costmodels.planning import Bytes, Coverage, Plan, Unsupported, plan
-from rooftrace.costmodels.timing import StepTimes, time_plan
+from rooftrace.costmodels.timing import Communication, StepTimes, time_plan
 from rooftrace.hardware import Chip, load_chip
+from rooftrace.hardware.systems import System, load_system
 from rooftrace.hardware.units import format_flops, format_time, format_traffic
 from rooftrace.tracer.graph import OpGraph
 
@@ -28,7 +31,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Estimate(Shown, Breakdowns):
+class Estimate(Shown, Together, Breakdowns, Itemised):
     """What a step costs on a chip.  Quantities: FLOP, byte, second, FLOP/byte.
 
     print() shows the table; `to_frame()` is a pandas frame with one row per kernel; `by_module()`
@@ -42,6 +45,7 @@ class Estimate(Shown, Breakdowns):
     knobs: Knobs | None  # what times were computed with; None: the peaks of the datasheet
     peak: float  # FLOP/s, dense, of the engine that runs most of the matrix FLOPs
     peak_precision: str  # what it computes in ("tf32" where fp32 convolutions run there)
+    exchanges: tuple[Communication, ...] = ()  # with other processes, in launch order
 
     # -- what was estimated ---------------------------------------------------------------------
 
@@ -231,8 +235,8 @@ class Estimate(Shown, Breakdowns):
 
     @property
     def items_per_s(self) -> float | None:
-        """Items per second of t_est."""
-        return _ratio(self.items, self.t_est)
+        """Items per second of t_est, of all replicas; of one where the mesh does not say."""
+        return _ratio(self.items * (self.replicas or 1), self.t_est)
 
     def to_frame(self) -> pandas.DataFrame:
         """One row per kernel, in launch order; `count` equal ones, of `module` up to `module_last`,
@@ -260,13 +264,18 @@ def estimate(
     graph: OpGraph | Plan,
     chip: str | Chip = "h200-sxm",
     execution: str | ExecutionModel = "efficient",
+    system: str | System | None = None,
 ) -> Estimate:
     """What the captured step costs on `chip` when run as `execution` says (a Plan has its own).
 
-    Raises UnknownChipError, ExecutionError, and MissingPeakError where the chip has no rate for a
-    precision that the step computes in.
+    system: how chips are joined, for a step of several processes: a name (`rooftrace systems
+    list`), a file, or a System.  Its chip then takes the place of `chip`.  Raises UnknownChipError,
+    ExecutionError, and MissingPeakError where the chip has no rate for a precision that the step
+    computes in.
     """
     planned = graph if isinstance(graph, Plan) else plan(graph, execution)
+    if system is not None:
+        chip = load_system(system).joined_chip
     target = load_chip(chip)
     times = time_plan(planned, target)
     return Estimate(
@@ -277,6 +286,7 @@ def estimate(
         knobs=times.knobs,
         peak=times.peak,
         peak_precision=times.peak_precision,
+        exchanges=times.exchanges,
     )
 
 

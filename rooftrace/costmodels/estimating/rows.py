@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rooftrace.costmodels.costs import MATRIX, Cost
 from rooftrace.costmodels.fusion import FusionGroup, runs
 from rooftrace.costmodels.planning import Plan
-from rooftrace.costmodels.timing import Timing
+from rooftrace.costmodels.timing.timings import Timing
 from rooftrace.costmodels.traffic import bytes_by_role
 from rooftrace.tracer.graph import Op
 from rooftrace.tracer.vocabulary import ROLES
@@ -53,7 +53,7 @@ class Row:
 def row_of(planned: Plan, index: int, timing: Timing) -> Row:
     """The row of a kernel group of a plan."""
     group, cost = planned.groups[index], planned.costs[index]
-    lead, n = _lead(planned, group), group.times
+    lead, n = lead_op(planned, group), group.times
     modules = runs.kernel_modules(planned.graph, group.ops, lead)
     return Row(
         index=index,
@@ -86,7 +86,7 @@ def _precision(cost: Cost) -> str:
     return max(flops, key=lambda key: (key[0], flops[key]))[1] if flops else ""
 
 
-def _lead(planned: Plan, group: FusionGroup) -> Op:
+def lead_op(planned: Plan, group: FusionGroup) -> Op:
     """The op of a group that stands for it: most FLOPs, then most bytes, then the first."""
     ops = [planned.graph.ops[i] for i in group.ops]
     if len(ops) == 1:

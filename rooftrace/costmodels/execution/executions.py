@@ -18,6 +18,7 @@ ATTENTION = ("flash", "materialised")
 FUSION = ("none", "detected", "factor")
 DISPATCH = ("eager", "compiled", "graph")
 KV_APPEND = ("as-run", "in-place")
+EXCHANGE = ("as-run", "deepep", "deepep-low-latency")
 TYPICAL = "typical"
 """Stands for the knobs that are typical of the chip's kind and the execution."""
 
@@ -59,6 +60,36 @@ class Utilization:
 
 
 @dataclass(frozen=True, slots=True)
+class Disturbances:
+    """What slows a step of many processes beside its own work; by default nothing does.
+
+    What-ifs: no step is said to have them unless they are asked for.
+    """
+
+    interference: float = 0.0  # share by which computing slows while an exchange runs beside it
+    # How far chips are apart for the same work, as standard deviation over mean: all wait for the
+    # slowest of them.
+    stragglers: float = 0.0
+    expert_imbalance: float = 1.0  # tokens of the busiest process of experts, over the mean
+
+    def __post_init__(self) -> None:
+        for name in ("interference", "stragglers", "expert_imbalance"):
+            value, least = getattr(self, name), 1 if name == "expert_imbalance" else 0
+            number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if not number or not least <= value < math.inf:
+                raise ExecutionError(
+                    f"disturbances.{name}={value!r}: expected a number of at least {least}"
+                )
+
+    @property
+    def asked(self) -> dict[str, float]:
+        """Those that slow something, by name."""
+        plain = Disturbances()
+        values = asdict(self)
+        return {name: value for name, value in values.items() if value != getattr(plain, name)}
+
+
+@dataclass(frozen=True, slots=True)
 class ExecutionModel:
     """How a step is run; validates itself."""
 
@@ -68,10 +99,12 @@ class ExecutionModel:
     dispatch: str = "eager"  # the host enqueues every op; "compiled": every group; "graph": all
     kv_append: str = "as-run"  # a `cat` reads L rows, writes L + 1; "in-place": the new rows only
     rewrites: tuple[str, ...] = ()  # names in REWRITES: what a server runs in place of the module
+    exchange: str = "as-run"  # rows go to experts as the module sends them; or by DeepEP's kernels
     weight_residency: WeightResidency = field(default_factory=WeightResidency)
     activation_fusion: float = 1.0  # factor on activation bytes
     elementwise: float = 1.0  # factor on temporary bytes
     utilization: Utilization = field(default_factory=Utilization)
+    disturbances: Disturbances = field(default_factory=Disturbances)  # of steps of many processes
     tf32: bool = False  # whether fp32 matrix products run on the matrix engine
     # Constants of real kernels, in place of `utilization`.  "typical": those of the chip's kind,
     # unless `utilization` says something of its own.  None: the peaks of the datasheet.
@@ -83,6 +116,7 @@ class ExecutionModel:
             ("fusion", FUSION),
             ("dispatch", DISPATCH),
             ("kv_append", KV_APPEND),
+            ("exchange", EXCHANGE),
         ):
             value = getattr(self, name)
             if value not in allowed:
@@ -160,6 +194,27 @@ class ExecutionModel:
             elementwise=over_unfused("temporary", self.elementwise),
         )
 
+    @property
+    def factors_changed(self) -> dict[str, Any]:
+        """What differs from the preset of this name, of what says how bytes and rates are counted.
+
+        By dotted name: {"weight_residency.moe": 2}; empty for a model without a preset.
+        """
+        preset = PRESETS.get(self.name)
+        if preset is None:
+            return {}
+        named = ("attention", "fusion", "dispatch", "kv_append", "activation_fusion", "elementwise")
+        changed = {
+            name: getattr(self, name)
+            for name in named
+            if getattr(self, name) != getattr(preset, name)
+        }
+        for owner in ("weight_residency", "utilization"):
+            before = asdict(getattr(preset, owner))
+            after = asdict(getattr(self, owner))
+            changed |= {f"{owner}.{n}": value for n, value in after.items() if value != before[n]}
+        return changed
+
     def knobs_on(self, chip: Chip) -> Knobs | None:
         """The constants that times on this chip are computed with; None for those of datasheets."""
         if not isinstance(self.knobs, str):
@@ -192,12 +247,43 @@ class ExecutionModel:
     def from_dict(data: Mapping[str, Any]) -> ExecutionModel:
         """The inverse of `to_dict`.  Raises ExecutionError naming an unknown knob."""
         values = _known(ExecutionModel, data)
-        for name, kind in (("weight_residency", WeightResidency), ("utilization", Utilization)):
-            if isinstance(values.get(name), Mapping):
-                values[name] = kind(**_known(kind, values[name], f"{name}."))
+        values = _with_parts(values)
         if isinstance(values.get("knobs"), Mapping):
             values["knobs"] = Knobs.from_dict(values["knobs"])
         return ExecutionModel(**values)
+
+
+_PARTS: Mapping[str, type] = {
+    "weight_residency": WeightResidency,
+    "utilization": Utilization,
+    "disturbances": Disturbances,
+}
+"""Fields that are records of their own."""
+
+
+def _with_parts(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of an execution model, with a record for each mapping that stands for one."""
+    return {
+        name: _PARTS[name](**_known(_PARTS[name], value, f"{name}."))
+        if name in _PARTS and isinstance(value, Mapping)
+        else value
+        for name, value in values.items()
+    }
+
+
+def _inside(
+    model: ExecutionModel, changes: Mapping[str, Any], inner: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Records of a model, or of its changes, with single fields changed by dotted names."""
+    made: dict[str, Any] = {}
+    for dotted, value in inner.items():
+        owner, _, name = dotted.partition(".")
+        if owner not in _PARTS:
+            records = ", ".join(f"{record}." for record in _PARTS)
+            raise ExecutionError(f"{dotted!r} is no execution knob; with a dot there are {records}")
+        changed = _known(_PARTS[owner], {name: value}, f"{owner}.")
+        made[owner] = replace(made.get(owner, changes.get(owner, getattr(model, owner))), **changed)
+    return made
 
 
 def _positive(value: Any) -> bool:
@@ -263,13 +349,19 @@ def execution_model(name: str | ExecutionModel, **changes: Any) -> ExecutionMode
     """A preset by name (or a model as it is) with some fields changed.
 
     knobs may be the path of a knob file, a calibration, "typical" (those of the chip's kind) or
-    "none".  A model with factors on bytes of its own, such as seed-efficient, takes only those that
-    were measured from knobs that have them, and keeps its rates.
+    "none"; disturbances and other records may be mappings.  A name with a dot changes one field of
+    a record: {"weight_residency.moe": 2}. A model with factors on bytes of its
+    own, such as seed-efficient, takes only those that were measured from knobs that have them, and
+    keeps its rates.
     Raises ExecutionError for a preset or a knob that does not exist, and what `load_knobs` raises.
     """
-    changes = _known(ExecutionModel, changes)
+    inner = {name: changes.pop(name) for name in list(changes) if "." in name}
+    changes = _with_parts(_known(ExecutionModel, changes))
     if "knobs" in changes:
         changes["knobs"] = _read_knobs(changes["knobs"])
+    if inner:
+        start = name if isinstance(name, ExecutionModel) else execution_model(name)
+        changes |= _inside(start, changes, inner)
     if isinstance(name, ExecutionModel):
         return _changed(name, changes)
     if not isinstance(name, str):

@@ -16,6 +16,7 @@ from rooftrace.costmodels.costs import Cost
 from rooftrace.costmodels.fusion.groups import Apart, FusionGroup, Merge
 from rooftrace.costmodels.fusion.joins import JOINS, Join
 from rooftrace.costmodels.fusion.kernels import Facts, KernelView
+from rooftrace.tracer.collectives import marks
 from rooftrace.tracer.graph import OpGraph
 
 
@@ -94,7 +95,9 @@ class _Finished:
         self.groups, self.costs = groups, costs
         facts = Facts(graph, op_costs)
         self.kernels = [_kernel(facts, g, cost) for g, cost in zip(groups, costs, strict=True)]
-        self.syncs = [op.id for op in graph.ops if op.kind == "sync"]
+        self.syncs = [
+            op.id for op in graph.ops if op.kind == "sync" or op.name in marks.STREAM_MARKS
+        ]
         self.sources: list[list[int]] = []  # the kernels that each one reads from
         self.readers: dict[tuple[int, int], set[int]] = defaultdict(set)  # of (kernel, storage)
         writer: dict[int, int] = {}

@@ -18,6 +18,7 @@ from rooftrace.costmodels.fusion.index_space import (
 from rooftrace.costmodels.fusion.joins import GATHER, OP, SIBLING, TAKE, Join, fitting, joins_at
 from rooftrace.costmodels.fusion.kernels import MAX_GROUP, KernelView, single
 from rooftrace.costmodels.fusion.partition import Open, Partition
+from rooftrace.tracer.collectives import marks
 from rooftrace.tracer.graph import Op
 
 
@@ -42,8 +43,8 @@ class _Grower:
         """Place every op of the graph."""
         for op in self.graph.ops:
             kind = self.facts.classes[op.id]
-            if op.kind == "sync":
-                self._flush(self.needs[op.id], op)
+            if op.kind == "sync" or op.name in marks.STREAM_MARKS:
+                self._flush(list(self.waiting) if op.kind != "sync" else self.needs[op.id], op)
                 self.closed = len(self.partition.kernels)
             elif kind == "opaque":
                 self._flush(self.needs[op.id], op)

@@ -60,7 +60,7 @@ class Facts:
             if kind is None:
                 rule = find_rule(op.target)
                 kind = memo[op.target] = rule.fusion if rule else "opaque"
-            classes.append(kind)
+            classes.append("opaque" if op.stream else kind)  # beside the main stream
         return classes
 
     @cached_property

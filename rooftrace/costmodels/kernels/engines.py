@@ -36,8 +36,12 @@ def engine_of(work: Work, chip: Chip, execution: ExecutionModel) -> tuple[str, s
     return "matrix", work.precision
 
 
-def compute_seconds(cost: Cost, chip: Chip, execution: ExecutionModel, headline: float) -> float:
+def compute_seconds(
+    cost: Cost, chip: Chip, execution: ExecutionModel, headline: float, *, tiled: bool = True
+) -> float:
     """Seconds of the work of one group.
+
+    tiled: False: as if every tile and every wave of its products were full.
 
     Matrix and vector work of one kernel are added: engines are not assumed to overlap inside it.
     Raises MissingPeakError where the chip lacks a rate.
@@ -54,7 +58,7 @@ def compute_seconds(cost: Cost, chip: Chip, execution: ExecutionModel, headline:
             tiles = utilization.tiles
             engine = (product_engine if tiles else engine_of)(work, chip, execution)
             rate = chip.peak(*engine) * utilization.eta(work.rows)
-            if tiles:
+            if tiles and tiled:
                 rate *= _tile_share(work, flop, chip, rate, engine[0] == "matrix")
         seconds += flop / rate
     return seconds

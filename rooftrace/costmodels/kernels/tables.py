@@ -5,11 +5,11 @@ The formulas work on arrays, since a fit evaluates thousands of kernels hundreds
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from rooftrace.costmodels.costs import COMPUTED, MATRIX, Cost
+from rooftrace.costmodels.costs import COMPUTED, MATRIX, Cost, Work
 from rooftrace.costmodels.execution import ExecutionModel
 from rooftrace.costmodels.kernels.attention_rows import (
     NO_ATTENTION,
@@ -18,10 +18,18 @@ from rooftrace.costmodels.kernels.attention_rows import (
     column_data,
 )
 from rooftrace.costmodels.kernels.attention_time import attention_engine
-from rooftrace.costmodels.kernels.engines import product_engine, stored_widths
+from rooftrace.costmodels.kernels.engines import compute_seconds, product_engine, stored_widths
 from rooftrace.costmodels.kernels.opclass import group_class
 from rooftrace.costmodels.kernels.reuse import warm_bytes
-from rooftrace.costmodels.kernels.utilization import TileTerms, matrix_engine, p_norm, tile_terms
+from rooftrace.costmodels.kernels.utilization import (
+    SIZES,
+    MatrixEngine,
+    TileChoice,
+    TileTerms,
+    matrix_engine,
+    p_norm,
+    tile_terms,
+)
 from rooftrace.costmodels.knobs import Knobs
 from rooftrace.costmodels.knobs.classes import CLASSES, LAST
 from rooftrace.hardware import Chip
@@ -39,11 +47,18 @@ _COLUMNS = ("count", "bytes", "warm", "moved", "vector", "matrix", "flop", "rate
 
 @dataclass(frozen=True)
 class KernelSeconds:
-    """Seconds of one kernel of each row; `device` is the whole of it, without a launch."""
+    """Seconds of one kernel of each row; `device` is the whole of it, without a launch.
+
+    choice: the tile and split of each row's product (see `TileChoice.at`), -1 where it has none or
+    is not timed by tiles.  untiled: `device` if every tile and every wave were full, and fed at
+    once.  Both None where they were not worked out.
+    """
 
     compute: Array
     memory: Array
     device: Array
+    choice: np.ndarray[Any, np.dtype[np.int64]] | None = None
+    untiled: Array | None = None
 
 
 @dataclass(frozen=True)
@@ -105,6 +120,8 @@ class KernelTable:
             rows, by_blocks = blocks
             result.compute[rows], result.memory[rows] = by_blocks.compute, by_blocks.memory
             result.device[rows] = by_blocks.device
+            if result.choice is not None and result.untiled is not None:
+                result.choice[rows], result.untiled[rows] = -1, by_blocks.device
         return result
 
 
@@ -125,7 +142,7 @@ def kernel_table(
         planned.groups, planned.costs, bytes_of, strict=True
     ):
         attention = attention_row(cost, chip, planned.execution)
-        row = (kind, _row(cost, held, moved, chip, planned.execution), attention)
+        row = (kind, kernel_row(cost, held, moved, chip, planned.execution), attention)
         index = known.setdefault(row, len(rows))
         if index == len(rows):
             rows.append(row)
@@ -178,31 +195,48 @@ def table(
     return KernelTable(chip, np.array([CLASSES.index(k) for k in kinds], dtype=np.int64), data)
 
 
-def _row(
+def kernel_row(
     cost: Cost, warm: float, moved: int, chip: Chip, execution: ExecutionModel
 ) -> tuple[float, ...]:
-    """The numbers of a row that follow its count."""
+    """The numbers of a row of `table` that follow its count."""
     vector = matrix = 0.0
-    products: list[tuple[int, float, tuple[float, int, float], tuple[float, float], bool]] = []
     for work, flop in cost.work.items():
-        if work.count not in COMPUTED:
+        if work.count not in COMPUTED or (work.operation in MATRIX and _has_shape(work)):
             continue
-        engine, precision = product_engine(work, chip, execution)
-        rate = chip.peak(engine, precision)
-        if work.operation not in MATRIX:
-            vector += flop / rate
-        elif work.shape is None or 0 in work.shape:
-            matrix += flop / rate
+        seconds = flop / chip.peak(*product_engine(work, chip, execution))
+        if work.operation in MATRIX:
+            matrix += seconds
         else:
-            whole = engine == "matrix"
-            products.append((flop, rate, work.shape, stored_widths(work), whole))
+            vector += seconds
+    products = plain_products(cost, chip, execution)
     if not products:
         return (cost.bytes(), warm, moved, vector, matrix, 0, 1, 0, 0, 0, 0, 0, 0, 0)
-    products.sort(key=lambda p: p[0] / p[1])
-    flop, rate, shape, widths, whole = products[-1]
-    matrix += sum(p[0] / p[1] for p in products[:-1])
-    count = max(1, round(flop / (2 * shape[0] * shape[1] * shape[2])))
-    return (cost.bytes(), warm, moved, vector, matrix, flop, rate, *shape, count, *widths, whole)
+    work, flop, rate, whole = products[-1]
+    assert work.shape is not None
+    rows, columns, inner = work.shape
+    matrix += sum(flop / rate for _, flop, rate, _ in products[:-1])
+    count = max(1, round(flop / (2 * rows * columns * inner)))
+    sizes = (rows, columns, inner, count, *stored_widths(work), whole)
+    return (cost.bytes(), warm, moved, vector, matrix, flop, rate, *sizes)
+
+
+def plain_products(
+    cost: Cost, chip: Chip, execution: ExecutionModel
+) -> list[tuple[Work, int, float, bool]]:
+    """The products of known sizes of a kernel, the longest last: only that one is timed by tiles.
+
+    Each with its FLOP, the FLOP/s of its engine, and whether tiles are computed whole there.
+    """
+    products = []
+    for work, flop in cost.work.items():
+        if work.operation in MATRIX and work.count in COMPUTED and _has_shape(work):
+            engine, precision = product_engine(work, chip, execution)
+            products.append((work, flop, chip.peak(engine, precision), engine == "matrix"))
+    return sorted(products, key=lambda product: product[1] / product[2])
+
+
+def _has_shape(work: Work) -> bool:
+    return work.shape is not None and 0 not in work.shape
 
 
 def _shared_seconds(
@@ -232,8 +266,10 @@ def _shared_seconds(
     engine = matrix_engine(chip, 1.0)
     t_compute = rest + product
     tiled = np.flatnonzero(d["flop"] > 0)
+    device = p_norm(knobs.overlap, t_compute, t_memory)
+    choice = np.full(len(table), -1, dtype=np.int64)
     if engine is None or not len(tiled):
-        return KernelSeconds(t_compute, t_memory, p_norm(knobs.overlap, t_compute, t_memory))
+        return KernelSeconds(t_compute, t_memory, device, choice, device)
     terms = terms or table.tiles(knobs)
     assert terms is not None
     work = terms.flop / (d["rate"] * compute)[tiled, None] + rest[tiled, None]
@@ -243,9 +279,121 @@ def _shared_seconds(
     whole = p_norm(knobs.overlap, work, feed, moved) + spill
     best = (np.arange(len(tiled)), whole.argmin(axis=1))
     by_tiles = p_norm(knobs.overlap, work[best], feed[best]) + spill[best]
-    device = p_norm(knobs.overlap, t_compute, t_memory)
+    untiled, device = device, device.copy()
     on_matrix = ~aside[tiled]
     rows = tiled[on_matrix]
+    choice[rows] = best[1][on_matrix]
     t_compute[rows], t_memory[rows] = by_tiles[on_matrix], moved[best][on_matrix]
     device[rows] = whole[best][on_matrix]
-    return KernelSeconds(t_compute, t_memory, device)
+    return KernelSeconds(t_compute, t_memory, device, choice, untiled)
+
+
+# -- single kernels, as they are or with other sizes, and how their products are tiled -------------
+
+
+@dataclass(frozen=True, slots=True)
+class TileUse:
+    """How one product of a kernel is cut into tiles, and what of them it fills."""
+
+    choice: TileChoice
+    tile_efficiency: float  # the share of what its tiles compute that the product has
+    wave_efficiency: float  # the share of the SMs that has a block, over all waves
+
+
+@dataclass(frozen=True, slots=True)
+class TiledKernel:
+    """Seconds of one kernel without its launch, and the tiles of its products.
+
+    A product that is not in `uses` is not modelled by tiles.
+    """
+
+    seconds: float
+    untiled: float  # seconds if every tile and every wave were full
+    uses: Mapping[Work, TileUse] = field(default_factory=dict)
+
+
+def tiled_kernels(
+    planned: Plan,
+    chip: Chip,
+    knobs: Knobs | None,
+    headline: float,
+    wanted: Iterable[tuple[int, Cost]],
+) -> list[TiledKernel]:
+    """Kernels in the place of those of a plan, priced as `time_plan` prices them, without links.
+
+    knobs: None: at the datasheet's rates.  headline: FLOP/s.  wanted: numbers of groups of the
+    plan, each with the cost of one kernel, which may differ from its own.
+    """
+    wanted = list(wanted)
+    if knobs is None:
+        return [_at_peaks(planned, cost, chip, headline) for _, cost in wanted]
+    return _by_knobs(planned, chip, knobs, wanted)
+
+
+def _at_peaks(planned: Plan, cost: Cost, chip: Chip, headline: float) -> TiledKernel:
+    memory = cost.bytes() / chip.memory_bandwidth.value
+    execution = planned.execution
+    seconds, untiled = (
+        max(memory, compute_seconds(cost, chip, execution, headline, tiled=tiled))
+        for tiled in (True, False)
+    )
+    uses = {}
+    for work, flop, rate, whole in plain_products(cost, chip, execution):
+        engine = matrix_engine(chip, rate * execution.utilization.eta(work.rows))
+        if engine is not None and execution.utilization.tiles:
+            numbers = (*_shape(work), _count(work, flop), *stored_widths(work), whole)
+            uses[work] = _use(
+                TileChoice.fastest(_arrays(numbers), engine), work, flop, whole, engine
+            )
+    return TiledKernel(seconds, untiled, uses)
+
+
+def _by_knobs(
+    planned: Plan, chip: Chip, knobs: Knobs, wanted: Sequence[tuple[int, Cost]]
+) -> list[TiledKernel]:
+    if not wanted:
+        return []
+    execution = planned.execution
+    known = list(kernel_bytes(planned, chip, reuse=knobs.cache != 1))
+    places: dict[tuple[str, tuple[float, ...], tuple[float, ...]], int] = {}  # equal ones once
+    place = []
+    for group, cost in wanted:
+        kind, held, moved = known[group]
+        numbers = (1.0, *kernel_row(cost, held, moved, chip, execution))
+        row = (kind, numbers, attention_row(cost, chip, execution))
+        place.append(places.setdefault(row, len(places)))
+    kinds, rows, attention = zip(*places, strict=True)
+    seconds = table(chip, kinds, rows, attention).seconds(knobs, planned.copies_layouts)
+    assert seconds.choice is not None and seconds.untiled is not None
+    engine = matrix_engine(chip, 1.0)
+    kernels = []
+    for number, (_, cost) in zip(place, wanted, strict=True):
+        choice, uses = int(seconds.choice[number]), {}
+        if choice >= 0 and engine is not None:
+            work, flop, _, whole = plain_products(cost, chip, execution)[-1]
+            uses[work] = _use(TileChoice.at(choice), work, flop, whole, engine)
+        device, untiled = float(seconds.device[number]), float(seconds.untiled[number])
+        kernels.append(TiledKernel(device, untiled, uses))
+    return kernels
+
+
+def _use(choice: TileChoice, work: Work, flop: int, whole: bool, engine: MatrixEngine) -> TileUse:
+    rows, columns, _ = _shape(work)
+    waves = choice.waves(rows, columns, _count(work, flop), engine.units)
+    return TileUse(choice, choice.filled(rows, columns, whole), waves / -(-waves // 1))
+
+
+def _shape(work: Work) -> tuple[float, int, float]:
+    assert work.shape is not None
+    return work.shape
+
+
+def _count(work: Work, flop: int) -> int:
+    rows, columns, inner = _shape(work)
+    return max(1, round(flop / (2 * rows * columns * inner)))
+
+
+def _arrays(numbers: Sequence[float]) -> dict[str, Array]:
+    import numpy as np
+
+    return {name: np.array([float(n)]) for name, n in zip(SIZES, numbers, strict=True)}

@@ -12,6 +12,7 @@ See NVIDIA, "Matrix Multiplication Background User's Guide", sections on tile an
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -152,13 +153,64 @@ def tile_shares(sizes: Mapping[str, Array], rate: Array, on: MatrixEngine) -> Ar
     """
     import numpy as np
 
-    terms = tile_terms(sizes, on.units)
-    work = np.maximum(terms.flop / rate[:, None], terms.feed / on.cache)
-    seconds = (work + terms.spill / on.memory).min(axis=1)
+    seconds = _tile_seconds(sizes, rate, on).min(axis=1)
     rows, columns, inner, products = (sizes[name] for name in SIZES[:4])
     useful = 2.0 * rows * columns * inner * products / rate
     shares: Array = np.minimum(1.0, useful / seconds)
     return shares
+
+
+def _tile_seconds(sizes: Mapping[str, Array], rate: Array, on: MatrixEngine) -> Array:
+    """Seconds [products, tiles x splits] of every tile and split, at the datasheet's rates."""
+    import numpy as np
+
+    terms = tile_terms(sizes, on.units)
+    work = np.maximum(terms.flop / rate[:, None], terms.feed / on.cache)
+    seconds: Array = work + terms.spill / on.memory
+    return seconds
+
+
+@dataclass(frozen=True, slots=True)
+class TileChoice:
+    """A tile of C[M, N] and into how many parts K is split, as a library would pick them."""
+
+    rows: int
+    columns: int
+    split: int = 1
+
+    @staticmethod
+    def at(place: int) -> TileChoice:
+        """The choice at this place among those of `tile_terms`: tile by tile, each in all splits.
+
+        place: a column of its arrays.
+        """
+        tile, split = divmod(place, len(SPLITS))
+        return TileChoice(*TILES[tile], SPLITS[split])
+
+    @staticmethod
+    def fastest(sizes: Mapping[str, Array], on: MatrixEngine) -> TileChoice:
+        """What takes one product the least time at the datasheet's rates.
+
+        sizes: those of `tile_terms`, arrays of length 1.
+        """
+        import numpy as np
+
+        return TileChoice.at(int(_tile_seconds(sizes, np.array([on.rate]), on).argmin()))
+
+    def filled(self, rows: float, columns: int, whole: bool) -> float:
+        """The share of what its tiles compute that C[rows, columns] has, in (0, 1].
+
+        whole: whether a tile computes the rows and columns that C lacks (see `tile_terms`).
+        """
+        tiles = math.ceil(rows / self.rows) * math.ceil(columns / self.columns)
+        high = self.rows if whole else min(self.rows, rows)
+        wide = self.columns if whole else min(self.columns, columns)
+        return min(1.0, rows * columns / (tiles * high * wide))
+
+    def waves(self, rows: float, columns: int, products: int, units: int) -> float:
+        """How often the blocks of `products` such products fill all SMs; the last time in part."""
+        tiles = math.ceil(rows / self.rows) * math.ceil(columns / self.columns)
+        return tiles * products * self.split / units
 
 
 def p_norm(p: float, *terms: Array) -> Array:

@@ -97,6 +97,10 @@ class Asked:
     kv_dtype: str | None = None
     optimizer: str | None = None
     phases: list[str] | None = None  # None: those that fit the model
+    mesh: dict[str, int] = field(default_factory=dict)  # processes along each axis
+    checkpoint: str = "none"
+    schedule: str | None = None
+    microbatches: int | None = None
     assume: dict[str, str | bool | int | float] = field(default_factory=dict)
     repeats: bool = True
     trust_remote_code: bool = False

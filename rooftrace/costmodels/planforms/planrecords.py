@@ -13,7 +13,7 @@ from rooftrace.costmodels.execution import ExecutionModel
 from rooftrace.costmodels.kernels import group_class
 from rooftrace.costmodels.memory import Memory
 from rooftrace.costmodels.planning import Launch, Plan
-from rooftrace.costmodels.timing import Timing
+from rooftrace.costmodels.timing.timings import Timing
 from rooftrace.costmodels.traffic import moved
 from rooftrace.tracer.paths import pattern_of
 

@@ -30,7 +30,6 @@ from rooftrace.costmodels.pricing import price_ops, with_families
 from rooftrace.costmodels.rewriting import rewrite
 from rooftrace.costmodels.traffic import bytes_by_role, layouts, moved
 from rooftrace.hardware.units import format_flops, format_traffic
-from rooftrace.tracer.asking import check_graph
 from rooftrace.tracer.graph import OpGraph
 from rooftrace.tracer.vocabulary import ROLES
 
@@ -89,7 +88,7 @@ class Plan:
 
         savings: whether the notes on rewrites say what these save.
         """
-        check_graph(graph, "plan")
+        OpGraph.check(graph, "plan")
         models = [execution_model(execution) for execution in executions]
         priced = price_ops(graph)
         classified = with_families(graph, priced[0])

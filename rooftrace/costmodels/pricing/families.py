@@ -70,6 +70,15 @@ class _Flow:
     costs: Sequence[Cost]
 
     @cached_property
+    def of_forward(self) -> dict[str, list[int]]:
+        """The ops of the forward pass, by module."""
+        ops = defaultdict[str, list[int]](list)
+        for op in self.graph.ops:
+            if op.part == "forward":
+                ops[op.module].append(op.id)
+        return ops
+
+    @cached_property
     def kinds(self) -> list[str]:
         """The kind of each op, "" of views, waits and what has no rule."""
         rules = [find_rule(op.target) if op.kind == "kernel" else None for op in self.graph.ops]
@@ -181,10 +190,12 @@ class _Attention:
         """Whether every product under a path makes what attention reads, or is the first one to
         take what it makes."""
         flow = self.flow
+        inside = f"{path}."
         under = {
-            op.id
-            for op in flow.graph.ops
-            if op.part == "forward" and (op.module == path or op.module.startswith(f"{path}."))
+            op
+            for module, ops in flow.of_forward.items()
+            if module == path or module.startswith(inside)
+            for op in ops
         }
         core = self.cores[path] & under
         after = {op for op in flow.reached(core, up=False) if op in under}

@@ -14,7 +14,7 @@ def append_in_place(graph: OpGraph) -> tuple[OpGraph, int]:
     """`cat` of a cache with new rows becomes a write of the new rows into a cache that has room.
 
     What the `cat` made is then another view of the cache.  A cache that is still empty (prefill)
-    is made by its first `cat` as before.
+    is made by its first `cat` as before; in a step of requests it is a part of the server's.
     """
     values, ops = graph.values, []
     moved: dict[int, int] = {}
@@ -26,7 +26,8 @@ def append_in_place(graph: OpGraph) -> tuple[OpGraph, int]:
             whole, *new = op.reads
             old = whole.id
             cache = moved.get(values[old].storage, values[old].storage)
-            is_cache = values[old].role == "kv" and values[old].elements and not whole.every
+            there = values[old].elements or graph.phase == "requests"
+            is_cache = values[old].role == "kv" and there and not whole.every
             if is_cache and new and old not in grown:
                 grown.add(old)
                 moved[values[op.outputs[0]].storage] = cache

@@ -15,6 +15,8 @@ Match = TypeVar("Match")
 ATTENTION = "rooftrace.attention.default"
 ATTENTION_BACKWARD = "rooftrace.attention_backward.default"
 LATENT_ATTENTION = "rooftrace.latent_attention.default"
+PACKED_ATTENTION = "rooftrace.packed_attention.default"
+PACKED_LATENT_ATTENTION = "rooftrace.packed_latent_attention.default"
 WRITTEN_OUT = "written_out"
 """Fact of an attention that calls no library's kernel, so that its tiles are not known."""
 

@@ -13,13 +13,21 @@ from functools import partial
 
 from msgspec.structs import replace
 
-from rooftrace.costmodels.rewriting.editing import ATTENTION, LATENT_ATTENTION, Editor, operand
+from rooftrace.costmodels.rewriting.editing import (
+    ATTENTION,
+    LATENT_ATTENTION,
+    PACKED_ATTENTION,
+    PACKED_LATENT_ATTENTION,
+    Editor,
+    operand,
+)
 from rooftrace.costmodels.rewriting.places import Places, StoragePlace
 from rooftrace.costmodels.rewriting.unused import without_left_behind
 from rooftrace.hardware.precisions import storage_bytes
 from rooftrace.tracer.arguments import Argument, Ref
 from rooftrace.tracer.graph import Op, OpGraph, Tensor
 
+_ATTENTIONS = (ATTENTION, LATENT_ATTENTION, PACKED_ATTENTION, PACKED_LATENT_ATTENTION)
 _PRODUCTS = {"aten.mm": "self", "aten.addmm": "mat1"}
 """Products with a weight, and what they call their input."""
 _ANY_PRODUCT = frozenset({*_PRODUCTS, "aten.bmm", "aten.baddbmm", "aten._grouped_mm"})
@@ -49,7 +57,7 @@ def fuse_gate_up(graph: OpGraph) -> tuple[OpGraph, int]:
 
 def _reaching_attention(places: Places) -> Iterator[list[Op]]:
     for op in places.graph.ops:
-        if op.target in (ATTENTION, LATENT_ATTENTION):
+        if op.target in _ATTENTIONS:
             reached = _behind(places, op.inputs, 1)
             by_input: dict[StoragePlace, list[Op]] = defaultdict(list)
             for number in sorted(reached):

@@ -14,6 +14,7 @@ from functools import partial
 
 from rooftrace.costmodels.rewriting.editing import (
     ATTENTION,
+    PACKED_ATTENTION,
     Editor,
     operand,
 )
@@ -27,6 +28,7 @@ from rooftrace.costmodels.rewriting.latent_products import (
 from rooftrace.costmodels.rewriting.places import Places
 from rooftrace.costmodels.rewriting.unused import without_left_behind
 from rooftrace.tracer.arguments import Ref
+from rooftrace.tracer.asking import RequestLengths
 from rooftrace.tracer.graph import Op, OpGraph, Tensor
 
 _EMPTY = frozenset({"aten.new_empty", "aten.empty", "aten.empty_like", "aten.new_zeros"})
@@ -58,7 +60,8 @@ def _matches(graph: OpGraph, refused: Collection[int]) -> dict[int, LatentAttent
     places = Places(graph)
     matches = {}
     for op in graph.ops:
-        if op.target == ATTENTION and op.part == "forward" and op.id not in refused:
+        attends = op.target in (ATTENTION, PACKED_ATTENTION) and op.part == "forward"
+        if attends and op.id not in refused:
             match = _match(places, op)
             if match is not None and _is_cheaper(graph, match):
                 matches[op.id] = match
@@ -216,8 +219,17 @@ def _is_cheaper(graph: OpGraph, match: LatentAttention) -> bool:
     rank = graph.values[match.latents.id].shape[1]
     products = {p.product.outputs[0]: p.product for p in (match.keys, match.values)}
     projected = sum(graph.values[out].elements * rank for out in products)
-    before = projected + batch * heads * queries * length * (e + ev)
+    pairs = batch * _pairs(op, queries, length)
+    before = projected + heads * pairs * (e + ev)
     rope = e - match.keys.width
     around = batch * heads * queries * rank * (match.keys.width + match.values.width)
-    after = around + batch * heads * queries * length * (2 * rank + rope)
+    after = around + heads * pairs * (2 * rank + rope)
     return after < before
+
+
+def _pairs(attention: Op, queries: int, length: int) -> int:
+    """(query, key) pairs of one head; of packed requests those of each alone."""
+    if attention.target != PACKED_ATTENTION:
+        return queries * length
+    cached, new, window = (attention.arguments[name] for name in ("cached", "new", "window"))
+    return RequestLengths(tuple(cached), tuple(new)).pairs(window)

@@ -7,9 +7,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rooftrace.costmodels.rewriting.editing import LATENT_ATTENTION, Editor, operand
+from rooftrace.costmodels.rewriting.editing import (
+    LATENT_ATTENTION,
+    PACKED_ATTENTION,
+    PACKED_LATENT_ATTENTION,
+    Editor,
+    operand,
+)
 from rooftrace.tracer.arguments import Argument, Ref
 from rooftrace.tracer.graph import Op
+
+_OPERANDS = ("query", "key", "value")
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,11 +147,9 @@ def _attend(edit: Editor, op: Op, operands: dict[str, Argument]) -> Ref:
     _, heads, queries, rank = query.shape
     transposed = (queries * heads * rank, rank, heads * rank, 1)
     out = edit.value(query.shape, query.dtype, "activations", op.repeats, stride=transposed)
-    options = ("mask", "dropout_p", "is_causal", "scale")
-    arguments = {
-        **operands, **{name: op.arguments[name] for name in options if name in op.arguments}
-    }  # fmt: skip
-    edit.emit(op, LATENT_ATTENTION, arguments, (out, *op.outputs[1:]), facts=op.facts)
+    options = {name: item for name, item in op.arguments.items() if name not in _OPERANDS}
+    target = PACKED_LATENT_ATTENTION if op.target == PACKED_ATTENTION else LATENT_ATTENTION
+    edit.emit(op, target, {**operands, **options}, (out, *op.outputs[1:]), facts=op.facts)
     return Ref(out)
 
 

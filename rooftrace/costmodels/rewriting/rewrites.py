@@ -20,7 +20,6 @@ from rooftrace.costmodels.rewriting.table import REWRITES, Rewrite
 from rooftrace.costmodels.rewriting.unused import letting_go, without_dead_ops
 from rooftrace.hardware.precisions import PrecisionError, precision
 from rooftrace.hardware.units import format_flops, format_traffic, plural
-from rooftrace.tracer.asking import check_graph
 from rooftrace.tracer.graph import OpGraph, Tensor
 
 Change = Callable[[OpGraph], tuple[OpGraph, int]]
@@ -91,9 +90,9 @@ def _named(
     Where nothing is changed, a sentence says so unless all rewrites are asked for.
     """
     silent = execution.rewrites == tuple(other.name for other in REWRITES)
-    if entry.name == "absorb-latent" and execution.attention == "materialised":
+    if _left_out(entry, execution):
         return graph, (f"{entry.name}: left out, since attention runs as matrix products",)
-    applies = graph.phase in entry.phases and all(op.part == "forward" for op in graph.ops)
+    applies = _can_apply(entry, graph)
     result, count = entry.apply(graph) if applies else (graph, 0)
     if not count:
         where = "" if applies else f" in {graph.phase}"
@@ -111,6 +110,33 @@ def _named(
         if a != b
     ]
     return result, (", ".join((f"{entry.name}: {changed}", *saved)),)
+
+
+def _left_out(entry: Rewrite, execution: ExecutionModel) -> bool:
+    """Whether an execution model rules a rewrite out."""
+    return entry.name == "absorb-latent" and execution.attention == "materialised"
+
+
+def _can_apply(entry: Rewrite, graph: OpGraph) -> bool:
+    """Whether a rewrite is for graphs like this one: of its phases, and without a backward."""
+    return graph.phase in entry.phases and all(op.part == "forward" for op in graph.ops)
+
+
+def applicable(graph: OpGraph, execution: ExecutionModel) -> tuple[str, ...]:
+    """Names of the rewrites that would change `graph`, and that `execution` does not ask for yet.
+
+    graph: with the family of each op.
+    """
+    open_ones = [
+        entry
+        for entry in REWRITES
+        if entry.name not in execution.rewrites
+        and not _left_out(entry, execution)
+        and _can_apply(entry, graph)
+    ]
+    if open_ones and execution.attention == "flash" and execution.fusion == "detected":
+        graph, _ = flash_from_products(graph)
+    return tuple(entry.name for entry in open_ones if entry.apply(graph)[1])
 
 
 def _prices_of_changes(graph: OpGraph, result: OpGraph, price: Price) -> tuple[Cost, Cost]:
@@ -176,7 +202,7 @@ def reprice(
     quantization_config declares.
     Raises PrecisionError for an unknown name, or a precision that values cannot have.
     """
-    check_graph(graph, "reprice")
+    OpGraph.check(graph, "reprice")
     if dtype is None and weights_dtype is None and "priced_dtype" not in graph.model:
         weights_dtype = graph.workload.get("declared_weights_dtype")
     if dtype is None and weights_dtype is None and kv_dtype is None:

@@ -16,7 +16,7 @@ from rooftrace.costmodels.rewriting.latent import absorb_latent
 from rooftrace.costmodels.rewriting.logits import last_logits
 from rooftrace.tracer.graph import OpGraph
 
-INFERENCE = ("forward", "prefill", "decode")
+INFERENCE = ("forward", "prefill", "decode", "requests")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +69,7 @@ REWRITES = (
         meaning="New rows are written into a cache that has room, where a `cat` copies the cache.",
         apply=append_in_place,
         noun="cache append",
-        phases=("prefill", "decode"),
+        phases=("prefill", "decode", "requests"),
     ),
 )
 """Every rewrite, in the order in which they are applied."""

@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
 from rooftrace.costmodels.findings.comparing.clusters import Cluster
+from rooftrace.costmodels.findings.comparing.communication import exchange_words
 from rooftrace.costmodels.findings.comparing.consequences import consequences
 from rooftrace.costmodels.findings.comparing.edits import (
     Edit,
@@ -44,6 +45,7 @@ def change_words(code: Sides, edits: Sequence[Edit]) -> tuple[list[str], list[st
     first = leading(code, edits)
     structure = [*map(_layers_words, layers_of(code, first)), *_recomputed(code, first)]
     sizes = [
+        *exchange_words(code, edits),
         *_weights(code, first),
         *dict.fromkeys(_heads(code, edits)),
         *_inputs(code, first),
@@ -273,7 +275,7 @@ def _own(sides: Sides, edits: Sequence[Edit]) -> Iterator[str]:
         ]
         if differing:
             texts[f"{call(second)} makes {''.join(difference(*differing[0]))}"] = None
-        else:
+        elif first.collective is None:  # else the words are those of its group
             for name in _arguments(first, second):
                 texts[f"{call(second)}: {name}"] = None
     yield from list(texts)[:_MOST]

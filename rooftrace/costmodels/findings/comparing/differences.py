@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 
 from rooftrace.costmodels.estimating import Estimate
+from rooftrace.costmodels.findings.comparing.communication import network_totals
 from rooftrace.costmodels.findings.comparing.edits import edits_of
 from rooftrace.costmodels.findings.comparing.held import held_changes
 from rooftrace.costmodels.findings.comparing.modules import Whereabouts, module_changes
@@ -82,19 +83,23 @@ def _phase(
     before: Estimate, after: Estimate, eager: tuple[Estimate, Estimate] | None
 ) -> changes.PhaseDiff:
     first, second = _totals(before), _totals(after)
+    shown: tuple[str, ...] = conditions.METRICS
+    if before.exchanges or after.exchanges:
+        shown = (*shown, *conditions.NETWORK)
     sides = Sides(before, after)
     places, edits = Whereabouts(sides), edits_of(sides)
     rows = diff_rows(sides, places, edits, Sides(*eager) if eager else None)
     held = held_changes(before.memory, after.memory, places.renamed)
     return changes.PhaseDiff(
         phase=before.phase,
-        totals={name: Change(first[name], second[name]) for name in conditions.METRICS},
+        totals={name: Change(first[name], second[name]) for name in shown},
         # Without rows, whatever differs module by module is the same work in another place, and
         # with equal peaks whatever is held is the same under other names.
         modules=module_changes(sides, places, edits) if rows else (),
         rows=rows,
         held=held if rows or first["memory"] != second["memory"] else (),
         assumed=_assumed(before.graph, after.graph),
+        meshes=(before.graph.mesh, after.graph.mesh),
     )
 
 
@@ -106,6 +111,7 @@ def _totals(estimate: Estimate) -> dict[str, float]:
         "memory": estimate.memory.peak,
         "params": int(estimate.graph.model.get("params", 0)),
         "kernels": estimate.kernels,
+        **network_totals(estimate),
     }
 
 

@@ -55,6 +55,8 @@ def _differs(sides: Sides, pair: Pair) -> bool:
     before, after = sides.before, sides.after
     if before.flow.exact(pair.before) != after.flow.exact(pair.after):
         return True
+    if before.exchange(pair.before) != after.exchange(pair.after):
+        return True
     first, second = before.cost(pair.before), after.cost(pair.after)
     if first.work != second.work:
         return True

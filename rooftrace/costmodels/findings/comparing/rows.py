@@ -28,6 +28,7 @@ from rooftrace.costmodels.findings.comparing.clusters import (
     clusters_of,
     site,
 )
+from rooftrace.costmodels.findings.comparing.communication import hidden, mesh_words
 from rooftrace.costmodels.findings.comparing.edits import Edit, edits_of, op_of
 from rooftrace.costmodels.findings.comparing.modules import Whereabouts
 from rooftrace.costmodels.findings.comparing.sides import Side, Sides
@@ -51,9 +52,10 @@ def diff_rows(
     else:
         rows = _with_eager(sides, places, clusters, eager)
     rows.sort(key=_first)
-    if rows and (shared := tied(sides)):
+    meshes = mesh_words(sides.before.graph.mesh, sides.after.graph.mesh)
+    if rows and (shared := [*filter(None, [meshes]), *tied(sides)]):
         rows[0] = replace(rows[0], cause="; ".join([*shared, rows[0].cause]))
-    return (*rows, *_waiting(sides))
+    return (*rows, *_hiding(sides), *_waiting(sides))
 
 
 def _first(row: changes.DiffRow) -> tuple[float, float, float, str]:
@@ -272,20 +274,32 @@ def _sites(sides: Sides, cluster: Cluster) -> dict[Hashable, None]:
     return sites
 
 
+def _hiding(sides: Sides) -> list[changes.DiffRow]:
+    """A row for the time in which exchanges run beside computing, where that differs."""
+    change = Change(*(-hidden(side.estimate) for side in (sides.before, sides.after)))
+    amount = "less" if change.delta > 0 else "more"
+    return _without_kernels(sides, change, f"{amount} communication is hidden behind computing")
+
+
 def _waiting(sides: Sides) -> list[changes.DiffRow]:
     """A row for the time in which the device waits for the host, where that differs."""
     waits = []
     for side in (sides.before, sides.after):
         busy = sum(row.timing.t_device for row in side.estimate.rows)
-        waits.append(side.estimate.t_est - busy)
+        waits.append(side.estimate.t_est - busy + hidden(side.estimate))
     change = Change(*waits)
+    longer = "longer" if change.delta > 0 else "less long"
+    return _without_kernels(sides, change, f"the device waits {longer} for the host")
+
+
+def _without_kernels(sides: Sides, change: Change, cause: str) -> list[changes.DiffRow]:
+    """A row of time alone; none where it is the rounding of a sum."""
     if abs(change.delta) <= ROUNDING * max(sides.before.estimate.t_est, sides.after.estimate.t_est):
         return []
     nothing = Change(0, 0)
-    longer = "longer" if change.delta > 0 else "less long"
     return [
         changes.DiffRow(
-            cause=f"the device waits {longer} for the host",
+            cause=cause,
             time=change,
             bytes=nothing,
             flops=nothing,

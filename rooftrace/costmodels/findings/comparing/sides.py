@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from rooftrace.costmodels.costs import COMPUTED, MATRIX, AttentionSizes, Cost, Work
 from rooftrace.costmodels.estimating import Estimate
@@ -14,6 +15,18 @@ from rooftrace.costmodels.fusion import runs
 from rooftrace.costmodels.kernels import engines
 from rooftrace.tracer.graph import Op, OpGraph
 from rooftrace.tracer.paths import pattern_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExchangeFacts:
+    """What an op exchanges with other processes, without the name of their group."""
+
+    kind: str
+    axis: str  # of the mesh; the name of the group where no mesh is known
+    size: int  # processes of the group
+    places: tuple[int, ...]  # its ranks, from the lowest one on
+    bytes: int
+    rest: tuple[Any, ...]  # precision, whether its stream waits, bytes to each process
 
 
 class Side:
@@ -62,6 +75,21 @@ class Side:
         """The engine that runs some work, and its peak in FLOP/s."""
         name, precision = engines.engine_of(work, self.estimate.chip, self.estimate.execution)
         return name, self.estimate.chip.peak(name, precision)
+
+    def exchange(self, op: int) -> ExchangeFacts | None:
+        """What an op exchanges, and with which others; None for an op that works alone."""
+        together = self.graph.ops[op].collective
+        if together is None:
+            return None
+        group = self.graph.groups[together.group]
+        return ExchangeFacts(
+            kind=together.kind,
+            axis=group.axis or together.group,
+            size=group.size,
+            places=tuple(rank - min(group.ranks) for rank in group.ranks),
+            bytes=together.bytes,
+            rest=(together.dtype, together.waits, together.splits),
+        )
 
     def seconds(self, op: int) -> float:
         """Device seconds of the kernels that an op is in."""

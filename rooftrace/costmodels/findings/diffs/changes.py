@@ -125,14 +125,22 @@ class PhaseDiff:
     rows: one for each cause, the largest change of time first; they add up to the totals of time,
     bytes, flops and kernels.  modules: the same by module.  held: the difference of the memory
     peaks by tensor.  assumed: assumptions that only one side makes, with "+" or "-" before them.
+    meshes: processes along each axis, of either side.
     """
 
     phase: str
-    totals: Mapping[str, Change]  # by name in METRICS
+    totals: Mapping[str, Change]  # by name in METRICS, and in NETWORK for several processes
     modules: tuple[ModuleChange, ...]
     rows: tuple[DiffRow, ...] = ()
     held: tuple[HeldChange, ...] = ()
     assumed: tuple[str, ...] = ()
+    meshes: tuple[Mapping[str, int], Mapping[str, int]] = ({}, {})
+
+    @property
+    def mesh_changed(self) -> bool:
+        """Whether the two are steps on other meshes."""
+        first, second = self.meshes
+        return list(first.items()) != list(second.items())
 
     def __repr__(self) -> str:
         return short(self, f"{self.phase}: {_in_short(self)}; {len(self.modules):,} modules differ")
@@ -188,6 +196,7 @@ class Diff(Shown):
                 not p.modules
                 and not p.rows
                 and not p.held
+                and not p.mesh_changed
                 and not any(c.delta for c in p.totals.values())
                 for p in self.phases
             )
@@ -246,6 +255,7 @@ class Diff(Shown):
                     "rows": [_row(row) for row in p.rows],
                     "held": [_held(held) for held in p.held],
                     "assumed": list(p.assumed),
+                    **({"meshes": [dict(mesh) for mesh in p.meshes]} if any(p.meshes) else {}),
                     "modules": [
                         {
                             "path": m.path,

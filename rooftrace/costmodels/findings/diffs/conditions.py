@@ -16,6 +16,8 @@ from rooftrace.hardware.units import (
 )
 
 METRICS = ("time", "flops", "bytes", "memory", "params", "kernels")
+NETWORK = ("communication", "exposed")
+"""Totals of steps of several processes: seconds of exchanges, and for which computing waits."""
 _UNITS = {
     "time": "second",
     "flops": "count",

@@ -1,8 +1,9 @@
-"""The two-track queue of an estimate written out: when the host enqueues what, and the device runs.
+"""The queue of an estimate written out: when the host enqueues what, and the device runs it.
 
-`timing.schedule` says when each kernel of a graph runs the first time; here are the launches of all
-iterations, one by one.  Where there are more than a limit, iterations of the repeats with the
-highest counts stand once, beside one span for those that follow.
+`timing` says when each kernel of a graph runs the first time; here are the launches of all
+iterations, one by one, of a step on several streams with the stream of each.  Where there are more
+than a limit, iterations of the repeats with the highest counts stand once, beside one span for
+those that follow.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rooftrace.costmodels.estimating import Estimate, Row
 from rooftrace.costmodels.fusion import runs
 from rooftrace.costmodels.planning import Launch
+from rooftrace.costmodels.timing import streams
 from rooftrace.costmodels.timing.queue import Queue, host_seconds
 from rooftrace.tracer.graph import OpGraph
 from rooftrace.tracer.paths import pattern_of
@@ -38,11 +40,16 @@ class Played:
     host_end: float
     start: float | None = None  # on the device, None for host work alone
     end: float | None = None
+    track: str = ""  # the stream that it runs on, or the queue of its group where it runs beside
+    exposed: float = 0.0  # seconds for which computing waits for this exchange
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Folded:
-    """Iterations of a repeat that are not written out.  Times are seconds since the step began."""
+    """Iterations of a repeat that are not written out.  Times are seconds since the step began.
+
+    Of a step on several streams there is one for each track, and one for the host alone.
+    """
 
     repeat: int
     count: int  # iterations
@@ -50,11 +57,12 @@ class Folded:
     end: float
     host_start: float
     host_end: float
+    track: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Playback:
-    """The launches of host and device in order; `end` is t_est."""
+    """The launches in the order of the host; `end` is t_est."""
 
     launches: tuple[Played, ...]
     folded: tuple[Folded, ...]
@@ -65,7 +73,10 @@ def play(estimate: Estimate, limit: int = 50_000) -> Playback:
     """The launches of a step, at most `limit` of them as far as repeats allow."""
     launches = estimate.plan.launches
     counts = {repeat.id: repeat.count for repeat in estimate.graph.repeats}
-    player = _Player(estimate, _to_fold(launches, counts, limit))
+    fold = _to_fold(launches, counts, limit)
+    if streams.has_streams(estimate.plan):
+        return _OnStreams(estimate, fold).playback()
+    player = _Player(estimate, fold)
     player.run(range(len(launches)), 0, 0)
     end = max(player.host, player.device)
     return Playback(tuple(player.played), tuple(player.folded), end)
@@ -163,13 +174,112 @@ class _Player:
         )
 
     def _module(self, row: int) -> str:
-        """Where the kernel runs this time; backward goes through the iterations in reverse."""
-        path = self.bases[row]
-        for index, iteration in self.inside:
-            repeat = self.estimate.graph.repeats[index]
-            back = self.estimate.rows[row].part in REVERSED
-            path = repeat.path(path, repeat.count - 1 - iteration if back else iteration)
-        return path
+        """Where the kernel runs this time."""
+        return _module_of(self.estimate, row, self.bases[row], self.inside)
+
+
+class _OnStreams:
+    """Walks the streams of a step, and remembers the launches that are to be written out."""
+
+    def __init__(self, estimate: Estimate, fold: frozenset[int]) -> None:
+        self.estimate, self.fold = estimate, fold
+        self.streams = streams.Streams.of(
+            estimate.plan,
+            [row.timing.t_device / row.count for row in estimate.rows],
+            host_seconds(estimate.execution, estimate.chip),
+            estimate.chip.host_waits,
+        )
+        self.places = [item.repeats for item in self.streams.items]
+        self.bases = [_shown_module(estimate.graph, row) for row in estimate.rows]
+        self.inside: list[tuple[int, int]] = []  # (repeat, iteration), outermost first
+        self.hidden: list[streams.KernelRun] | None = (
+            None  # runs of iterations that are not written out
+        )
+        self.played: list[tuple[Played, streams.KernelRun | None]] = []
+        self.folded: list[Folded] = []
+
+    def playback(self) -> Playback:
+        """The launches of host and streams in order."""
+        self._run(range(len(self.places)), 0, 0)
+        end = self.streams.ended().end
+        launches = (
+            played if run is None else replace(played, exposed=run.exposed)
+            for played, run in self.played
+        )
+        return Playback(tuple(launches), tuple(self.folded), end)
+
+    def _run(self, part: range, depth: int, turn: int) -> None:
+        for repeat, inside in runs.segments(self.places, part, depth):
+            if repeat is None:
+                for index in inside:
+                    self._next(self.streams.items[index], turn)
+                continue
+            count = self.estimate.graph.repeats[repeat].count
+            folds = repeat in self.fold and self.hidden is None
+            for iteration in range(1 if folds else count):
+                self.inside.append((repeat, iteration))
+                self._run(inside, depth + 1, turn * count + iteration)
+                self.inside.pop()
+            if folds and count > 1:
+                self._fold(repeat, inside, depth + 1, count - 1)
+
+    def _fold(self, repeat: int, part: range, depth: int, count: int) -> None:
+        """Walk the iterations that follow a first one; each track has one span for them all."""
+        begin, self.hidden = self.streams.host, []
+        for _ in range(count):
+            self._run(part, depth, 0)
+        tracks: dict[str, list[streams.KernelRun]] = {}
+        for run in self.hidden:
+            tracks.setdefault(run.track, []).append(run)
+        self.hidden, end = None, self.streams.host
+        for track, members in tracks.items():
+            span = members[0].start, members[-1].end
+            host = (begin, end) if track == next(iter(tracks)) else (end, end)
+            self.folded.append(
+                Folded(
+                    repeat=repeat,
+                    count=count,
+                    start=span[0],
+                    end=span[1],
+                    host_start=host[0],
+                    host_end=host[1],
+                    track=track,
+                )
+            )
+
+    def _next(self, item: streams.Item, turn: int) -> None:
+        begin = self.streams.host
+        run = self.streams.next(item)
+        launch = item.launch
+        if self.hidden is not None:
+            self.hidden += [] if run is None else [run]
+        elif launch is not None:
+            played = Played(
+                row=None if run is None else run.kernel,
+                turn=turn,
+                module="" if run is None else self._module(run.kernel),
+                dispatches=launch.dispatches,
+                sync=launch.sync,
+                host_start=begin,
+                host_end=self.streams.host if launch.sync else begin + item.host,
+                start=None if run is None else run.start,
+                end=None if run is None else run.end,
+                track="" if run is None else run.track,
+            )
+            self.played.append((played, run))
+
+    def _module(self, row: int) -> str:
+        """Where the kernel runs this time."""
+        return _module_of(self.estimate, row, self.bases[row], self.inside)
+
+
+def _module_of(estimate: Estimate, row: int, path: str, inside: Sequence[tuple[int, int]]) -> str:
+    """Where a kernel runs in these iterations; backward goes through them in reverse."""
+    for index, iteration in inside:
+        repeat = estimate.graph.repeats[index]
+        back = estimate.rows[row].part in REVERSED
+        path = repeat.path(path, repeat.count - 1 - iteration if back else iteration)
+    return path
 
 
 def _shown_module(graph: OpGraph, row: Row) -> str:

@@ -1,0 +1,6 @@
+from rooftrace.costmodels.guiding.records import (
+    LEVERS as LEVERS,
+    Guidance as Guidance,
+    WhatIf as WhatIf,
+)
+from rooftrace.costmodels.guiding.whatifs import guidance as guidance

@@ -1,0 +1,166 @@
+"""What a changed step costs beside the step as it is: one what-if, and all of them in order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from rooftrace._shown import short
+from rooftrace.costmodels.estimating import Estimate
+from rooftrace.costmodels.timing.timings import ranked
+from rooftrace.hardware.units import (
+    format_flops,
+    format_share,
+    format_time,
+    format_traffic,
+)
+
+if TYPE_CHECKING:
+    import pandas
+
+LEVERS = (
+    "attention",
+    "fusion",
+    "launch",
+    "rewrite",
+    "compute",
+    "weights",
+    "cache",
+    "kernels",
+    "together",
+)
+"""What a what-if changes: the attention kernel, which ops share a kernel, how kernels are launched,
+the graph, the precision of everything, of the weights, or of the KV cache, kernels larger than a
+compiler makes; the last is several of these at once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WhatIf:
+    """A step with one thing changed, beside the step without the change; both are estimates."""
+
+    lever: str  # one of LEVERS
+    action: str  # what to do, a sentence
+    option: str  # what asks rooftrace for the same; empty where nothing does
+    needs: str  # what it assumes or costs
+    before: Estimate
+    after: Estimate
+    at_most: bool = False  # whether the gain is an upper bound
+
+    @property
+    def t_before(self) -> float:
+        """Seconds of the step without the change."""
+        return self.before.t_est
+
+    @property
+    def t_after(self) -> float:
+        """Seconds of the step with it."""
+        return self.after.t_est
+
+    @property
+    def gain(self) -> float:
+        """Seconds that the step gets shorter."""
+        return self.t_before - self.t_after
+
+    @property
+    def share(self) -> float:
+        """The gain over the seconds of the step without the change."""
+        return self.gain / self.t_before if self.t_before else 0.0
+
+    @cached_property
+    def acts_on(self) -> str:
+        """The regime that loses most seconds: compute, hbm, network or launch."""
+        before, after = self.before.times.regime_seconds, self.after.times.regime_seconds
+        return ranked({name: before[name] - after[name] for name in before})[0]
+
+    @cached_property
+    def rests_on(self) -> str:
+        """What differs between the two steps in FLOP, HBM bytes and kernels; none of it is time."""
+        before, after = self.before, self.after
+        texts = {
+            "": (format_flops(before.flops), format_flops(after.flops)),
+            "HBM ": (format_traffic(before.bytes_hbm), format_traffic(after.bytes_hbm)),
+            "kernels ": (f"{before.kernels:,}", f"{after.kernels:,}"),
+        }
+        changed = [f"{of}{was} -> {now}" for of, (was, now) in texts.items() if was != now]
+        return ", ".join(changed) or "the same FLOP, bytes and kernels"
+
+    @property
+    def peak(self) -> int:
+        """Bytes alive at the peak of the step with the change."""
+        return self.after.memory.peak
+
+    @property
+    def fits(self) -> bool:
+        """Whether the step with the change fits the chip."""
+        return self.after.memory.fits(self.after.chip)
+
+    def __repr__(self) -> str:
+        return short(self, str(self))
+
+    def __str__(self) -> str:
+        most = "at most " if self.at_most else ""
+        return (
+            f"{self.action}: {format_time(self.t_before)} -> {format_time(self.t_after)}, "
+            f"{most}{format_time(self.gain)} less ({format_share(self.share)})"
+        )
+
+
+@dataclass(frozen=True)
+class Guidance:
+    """What would help a step, most seconds first.  Each gain is that of the change alone.
+
+    together: those that go together, priced as one change; None for fewer than two.  Gains do not
+    add up to it.
+    """
+
+    step: Estimate
+    options: tuple[WhatIf, ...]
+    together: WhatIf | None = None
+
+    def to_frame(self) -> pandas.DataFrame:
+        """One row per what-if, in order, the last one for all together; seconds and bytes."""
+        import pandas
+
+        every = (*self.options, *([self.together] if self.together else []))
+        return pandas.DataFrame.from_records(
+            [record_of(what_if) for what_if in every], columns=KEYS
+        )
+
+    def __repr__(self) -> str:
+        step = self.step
+        best = f"first: {self.options[0]}" if self.options else "nothing that is modelled"
+        return short(
+            self,
+            f"{step.graph.title} on {step.chip.name}, {step.execution.name}, "
+            f"{format_time(step.t_est)}; {best}",
+        )
+
+    def __str__(self) -> str:
+        lines = [f"{number}. {what_if}" for number, what_if in enumerate(self.options, 1)]
+        if self.together is not None:
+            lines.append(str(self.together))
+        return "\n".join(lines) or "nothing that is modelled would save 1 % of the step"
+
+
+KEYS = (
+    "lever",
+    "action",
+    "option",
+    "t_before",
+    "t_after",
+    "gain",
+    "share",
+    "at_most",
+    "acts_on",
+    "needs",
+    "rests_on",
+    "peak",
+    "fits",
+)
+"""The columns of `Guidance.to_frame`, which are keys of report.json too."""
+
+
+def record_of(what_if: WhatIf) -> dict[str, Any]:
+    """A what-if by KEYS."""
+    return {key: getattr(what_if, key) for key in KEYS}

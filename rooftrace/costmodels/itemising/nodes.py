@@ -1,0 +1,189 @@
+"""The nodes of a step: what each kernel computes, and whose bytes it reads and writes.
+
+Rows are exact: weights + inputs + outputs of a node are its HBM bytes, and nodes add up to the
+step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from rooftrace._shown import Shown, short, some
+from rooftrace.costmodels.costs import Cost
+from rooftrace.costmodels.estimating.rows import Row
+from rooftrace.costmodels.planning import Plan
+from rooftrace.hardware.units import format_traffic
+from rooftrace.tracer.graph import OpGraph
+from rooftrace.tracer.paths import pattern_of
+
+if TYPE_CHECKING:
+    import pandas
+
+STORED = ("weights", "kv", "optimizer", "constants")
+"""Roles of what lies in memory from step to step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepNode:
+    """Equal kernels of modules whose paths differ in numbers alone; sums over all of them."""
+
+    name: str  # of the op, or of what was fused
+    module: str  # path with starred indices
+    family: str
+    part: str
+    calls: int
+    flops: int  # FLOP, attention dense, without recomputation
+    weights: int  # bytes of weights that are read through HBM
+    inputs: int  # bytes of all else that is read: activations, the cache, states, constants
+    outputs: int  # bytes that are written
+    seconds: float
+
+    @property
+    def bytes(self) -> int:
+        """All HBM bytes: weights + inputs + outputs."""
+        return self.weights + self.inputs + self.outputs
+
+    @property
+    def intensity(self) -> float | None:
+        """FLOP for each HBM byte; None where no byte is moved."""
+        return self.flops / self.bytes if self.bytes else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain dict, with the sum of bytes and the intensity."""
+        record = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {**record, "bytes": self.bytes, "intensity": self.intensity}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeTable(Shown):
+    """Every kernel of a step, most seconds first, and the storage that the step needs at least."""
+
+    title: str
+    phase: str
+    chip: str
+    execution: str
+    expected: bool  # whether seconds are expected ones; False where they are bounds
+    nodes: tuple[StepNode, ...]
+    # Bytes that have to lie in memory whatever is computed, by role: all weights, also those of
+    # experts that no token reaches and rows of tables that are not looked up; the cache; states.
+    storage: Mapping[str, int]
+
+    @property
+    def flops(self) -> int:
+        """FLOP of all nodes: `Estimate.flops`."""
+        return sum(node.flops for node in self.nodes)
+
+    @property
+    def bytes(self) -> int:
+        """HBM bytes of all nodes: `Estimate.bytes_hbm`."""
+        return sum(node.bytes for node in self.nodes)
+
+    @property
+    def storage_total(self) -> int:
+        """Bytes of `storage` together."""
+        return sum(self.storage.values())
+
+    @property
+    def weights_unread(self) -> int:
+        """Bytes of weights that the step does not read: other experts, other rows of tables.
+
+        0 where weights are read several times, as in training.
+        """
+        read = sum(node.weights for node in self.nodes)
+        return max(0, self.storage.get("weights", 0) - read)
+
+    def to_rows(self) -> list[dict[str, Any]]:
+        """One plain dict for each node."""
+        return [node.to_dict() for node in self.nodes]
+
+    def to_frame(self) -> pandas.DataFrame:
+        """One row for each node."""
+        import pandas
+
+        names = [each.name for each in fields(StepNode)]
+        return pandas.DataFrame.from_records(self.to_rows(), columns=[*names, "bytes", "intensity"])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain dict, for JSON."""
+        return {
+            "title": self.title,
+            "phase": self.phase,
+            "chip": self.chip,
+            "execution": self.execution,
+            "expected": self.expected,
+            "flops": self.flops,
+            "bytes": self.bytes,
+            "storage": dict(self.storage),
+            "storage_total": self.storage_total,
+            "weights_unread": self.weights_unread,
+            "nodes": self.to_rows(),
+        }
+
+    def __repr__(self) -> str:
+        names = (f"{node.name} of {node.module}" for node in self.nodes)
+        return short(self, f"{len(self.nodes)} kinds, {format_traffic(self.bytes)}: {some(names)}")
+
+
+def node_table(planned: Plan, chip: str, rows: Sequence[Row], *, expected: bool) -> NodeTable:
+    """The nodes of an estimate, whose rows these are; equal ones of equal modules as one."""
+    sums: dict[tuple[str, ...], list[Any]] = {}
+    for row in rows:
+        key = (row.name, pattern_of(row.module), row.family, row.part)
+        entry = sums.setdefault(key, [0, 0, 0, 0, 0, 0.0])
+        weights, inputs, outputs = _moved(planned.graph, planned.costs[row.index])
+        added = (row.count, row.flops, row.count * weights, row.count * inputs)
+        for place, number in enumerate((*added, row.count * outputs, row.timing.t_device)):
+            entry[place] += number
+    nodes = [
+        StepNode(
+            name=name,
+            module=module,
+            family=family,
+            part=part,
+            calls=calls,
+            flops=flops,
+            weights=weights,
+            inputs=inputs,
+            outputs=outputs,
+            seconds=seconds,
+        )
+        for (name, module, family, part), (
+            calls, flops, weights, inputs, outputs, seconds,
+        ) in sums.items()
+    ]  # fmt: skip
+    return NodeTable(
+        title=planned.graph.title,
+        phase=planned.graph.phase,
+        chip=chip,
+        execution=planned.execution.name,
+        expected=expected,
+        nodes=tuple(sorted(nodes, key=lambda node: (-node.seconds, node.module, node.name))),
+        storage=_stored(planned.source),
+    )
+
+
+def _moved(graph: OpGraph, cost: Cost) -> tuple[int, int, int]:
+    """HBM bytes of one kernel: read from weights, read from elsewhere, written."""
+    weights = inputs = outputs = 0
+    for access, size in cost.traffic.items():
+        if access.wire != "hbm":
+            continue
+        if access.write:
+            outputs += size
+        elif graph.values[access.storage].role == "weights":
+            weights += size
+        else:
+            inputs += size
+    return weights, inputs, outputs
+
+
+def _stored(graph: OpGraph) -> dict[str, int]:
+    """Bytes that come into a step from outside of it and stay, by role; each storage once."""
+    sizes: dict[str, int] = {}
+    for index in graph.external:
+        tensor = graph.values[index]
+        if tensor.storage == index and tensor.role in STORED:
+            sizes[tensor.role] = sizes.get(tensor.role, 0) + graph.times(tensor) * tensor.nbytes
+    return sizes
