@@ -17,7 +17,7 @@ export OMP_NUM_THREADS := 1
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help venv demo test check fuzz lint types golden bench inductor zoo zoo-diff flops accuracy serving earlier exact \
-	checkpoints versions measure clean
+	checkpoints versions measure collectives manychips page clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -77,6 +77,10 @@ inductor: $(INSTALLED) ## our kernels beside those of Inductor's scheduler (MODE
 		echo "make: Inductor needs the triton wheel, and no GPU: $(BIN)/pip install triton"; exit 1; }
 	@$(BIN)/python benchmarks/inductor/compare.py $(MODEL)
 
+page: ## make the script of reports' pages of web/ (needs Node)
+	@command -v npm >/dev/null 2>&1 || { echo "make: npm is not here; it comes with Node.js"; exit 1; }
+	@cd web && npm ci --silent --no-audit --no-fund && npm run --silent types && npm run --silent build
+
 zoo: $(INSTALLED) ## trace every model of the installed packages (ZOO=folder GROUP=hf,timm N=50)
 	@$(BIN)/python zoo/run.py --workers $(JOBS) \
 		$(if $(ZOO),--zoo $(ZOO)) $(if $(GROUP),--group $(GROUP)) $(if $(N),--n $(N))
@@ -110,6 +114,16 @@ serving: $(INSTALLED) ## write docs/serving-published.md: the preset `serving` b
 exact: $(INSTALLED) ## forms beside traces at sizes held out: 22 models and phases, about an hour (COUNT=5 ONLY=gpt2 PHASE=decode)
 	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/exact/exact.py --count $(or $(COUNT),40) \
 		$(if $(ONLY),--only $(ONLY)) $(if $(PHASE),--phase $(PHASE))
+
+collectives: $(INSTALLED) ## refit constants of collectives to published measurements, and score them (DATA=folder TOML=1)
+	@test -n "$(DATA)" || { echo "make: name the folder with the measurements: make collectives DATA=folder"; exit 1; }
+	@$(BIN)/python benchmarks/collectives/refit.py $(DATA) $(if $(TOML),--toml)
+
+manychips: $(INSTALLED) ## published steps on many chips beside ours (DATA=folder with torchtitan.csv, simumax_b200.csv)
+	@test -n "$(DATA)" || { echo "make: name the folder of the tables: make manychips DATA=folder"; exit 1; }
+	@cd benchmarks/manychips && ../../$(BIN)/python torchtitan.py $(abspath $(DATA))
+	@cd benchmarks/manychips && ../../$(BIN)/python simumax.py $(abspath $(DATA))
+	@$(BIN)/python benchmarks/manychips/real_memory.py
 
 earlier: $(INSTALLED) ## write docs/earlier-report.md: an earlier report's tables beside traces (GRID=1: 432 points, too)
 	@mkdir -p out $(if $(GRID),&& $(BIN)/python benchmarks/seed/grid.py > out/grid.csv && mv out/grid.csv benchmarks/seed/grid.csv)
