@@ -1,3 +1,6 @@
+from rooftrace.reporting import (
+    rooflinesteps as rooflinesteps,
+)
 from rooftrace.reporting.differences import (
     diff as diff,
 )

@@ -11,11 +11,20 @@ from rooftrace.costmodels.planforms import Conditions
 from rooftrace.costmodels.rewriting import check_precisions
 from rooftrace.errors import RequestError
 from rooftrace.hardware import Chip
+from rooftrace.hardware.systems import System, load_system
 
 
 def each_chip(value: Any) -> list[Any]:
     """The chips, or their names, of an argument `chip`.  Raises RequestError for none."""
     return _each("chip", value, (str, Chip, os.PathLike))
+
+
+def each_joined(chips: Any, systems: Any) -> list[Any]:
+    """The chips of an argument `chip`, or those of an argument `system`, which has its own."""
+    if systems is None:
+        return each_chip(chips)
+    joined = _each("system", systems, (str, System, os.PathLike))
+    return [load_system(system).joined_chip for system in joined]
 
 
 def each_execution(value: Any) -> list[Any]:

@@ -11,6 +11,7 @@ from rooftrace.costmodels.planning import Plan
 from rooftrace.costmodels.rewriting import check_precisions, reprice
 from rooftrace.errors import RequestError
 from rooftrace.hardware import Chip, load_chip
+from rooftrace.hardware.systems import System, load_system
 from rooftrace.tracer import only
 from rooftrace.tracer.asking import Job
 from rooftrace.tracer.graph import OpGraph
@@ -50,6 +51,7 @@ def estimate(
     chip: str | Chip | None = None,
     execution: str | ExecutionModel | None = None,
     phase: str | None = None,
+    system: str | System | None = None,
     **kwargs: Any,
 ) -> Estimate:
     """What one step costs on `chip` (default h200-sxm) when run as `execution` says (efficient).
@@ -57,10 +59,15 @@ def estimate(
     source: a graph, or a Plan, which has its execution; else a module with its arguments or
     anything that `trace` takes, at a `phase`.  A graph's chip and execution may also stand second
     and third.  dtype, weights_dtype, kv_dtype: storage precisions to price in.
+    system: how chips are joined, for a step of several processes; its chip is `chip` then.
 
     Raises UnknownChipError, ExecutionError, and MissingPeakError where the chip has no rate for a
     precision that the step computes in; and what `trace` raises.
     """
+    if system is not None:
+        if chip is not None:
+            raise RequestError(f"chip={chip!r:.40} beside system=: a system has its own chip")
+        chip = load_system(system).joined_chip
     planned = isinstance(source, Plan)
     if planned or Job(source=source).is_graph:
         if len(args) > 2 or (args and chip is not None) or (args[1:] and execution is not None):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,11 +15,14 @@ from rooftrace.costmodels.knobs import Knobs
 from rooftrace.costmodels.memory import LargestBatch, Memory, largest
 from rooftrace.costmodels.planning import plan
 from rooftrace.costmodels.rewriting import reprice
+from rooftrace.errors import RequestError
 from rooftrace.hardware import Chip, load_chip
-from rooftrace.reporting.alternatives import each_chip, each_execution
+from rooftrace.hardware.systems import System
+from rooftrace.reporting.alternatives import each_chip, each_execution, each_joined
 from rooftrace.reporting.estimates import CHIP, Source, priced
 from rooftrace.reporting.pages import Report, build_report, check_folder, conditions
 from rooftrace.tracer.asking import Job, Options, Request
+from rooftrace.tracer.graph import OpGraph
 from rooftrace.tracer.sources import at_batches
 
 if TYPE_CHECKING:
@@ -30,6 +33,7 @@ def report(
     model: Source,
     *args: Any,
     chip: str | Chip | Sequence[str | Chip] = CHIP,
+    system: str | System | Sequence[str | System] | None = None,
     execution: str | ExecutionModel | Sequence[str | ExecutionModel] = ("naive", "efficient"),
     phases: Sequence[str] | None = None,
     dtype: str | None = None,
@@ -47,33 +51,47 @@ def report(
     model: a module with its arguments, a graph, graphs by phase, a saved graph or a target.  batch,
     seq, kv and inputs: the sizes of a target, or of a Hugging Face model without arguments.  loss,
     optimizer, branches, assume, repeats: as for `trace`.  phases: by default forward and training;
-    for a target those that fit it.  chip: one or several names, chips or TOML paths.  dtype,
-    weights_dtype, kv_dtype: storage precisions to price in.  out: a folder for report.md,
-    report.json, ops.csv and figures.  formats: which of md, json, csv, png (these by default) and
-    trace.  max_batch: also look for the largest batch that fits each chip (`largest_batch`).
-    knobs: calibrated constants of every execution, by name or path or as `calibrate` returns them;
-    None for the datasheet's peaks.  progress: a function that is called with a few words on each
-    thing that is being done.
+    for a target those that fit it.  chip: one or several names, chips or TOML paths.  system: how
+    chips are joined, for a step of several processes; its chip then is `chip`.  dtype,
+    weights_dtype, kv_dtype: storage precisions to price in.  out: a folder for report.html,
+    report.md, report.json, ops.csv and figures.  formats: which of html, md, json, csv, png (these
+    by default) and trace.  max_batch: also look for the largest batch that fits each chip
+    (`largest_batch`).  knobs: calibrated constants of every execution, by name or path or as
+    `calibrate` returns them; None for the datasheet's peaks.  progress: a function that is called
+    with a few words on each thing that is being done.
 
     Returns the Report; print it for one screen.  Raises RequestError for an argument that neither
     the model nor rooftrace takes.
     """
-    chips, models = conditions(each_chip(chip), each_execution(execution))
+    chips, models = conditions(each_joined(chip, system), each_execution(execution))
     if knobs != TYPICAL:
         models = [execution_model(model, knobs=knobs) for model in models]
-    how = {} if formats is None else {"formats": tuple(formats)}
+    how: dict[str, Any] = {} if formats is None else {"formats": tuple(formats)}
     if out is not None:
         check_folder(Path(out), **how)
     prices = {"dtype": dtype, "weights_dtype": weights_dtype, "kv_dtype": kv_dtype}
     job = Job.of(report, model, args, kwargs, phases=phases, **prices)
     with telling(progress):
-        result = build_report(priced(job).graphs, chips, models, tell)
+        graphs = priced(job).graphs
+        _check_disturbed(graphs, models)
+        result = build_report(graphs, chips, models, tell)
         if max_batch:
             again = replace(job.without("batch"), phases=tuple(result.phases))
             result = replace(result, largest=_largest(again, chips, models[-1]))
     if out is not None:
         result.write(Path(out), **how)
     return result
+
+
+def _check_disturbed(graphs: Mapping[str, OpGraph], models: Sequence[ExecutionModel]) -> None:
+    """Raise RequestError for disturbances of many processes where there is one."""
+    asked = {name: value for model in models for name, value in model.disturbances.asked.items()}
+    if asked and not any(graph.groups for graph in graphs.values()):
+        told = ", ".join(f"{name}={value:g}" for name, value in asked.items())
+        raise RequestError(
+            f"{told}: it slows steps of several processes, and this is of one; name a mesh, as "
+            "--mesh dp=4"
+        )
 
 
 def largest_batch(

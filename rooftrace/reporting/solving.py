@@ -18,6 +18,7 @@ from rooftrace.costmodels.answers import (
     workloads,
 )
 from rooftrace.costmodels.execution import ExecutionModel
+from rooftrace.costmodels.meshing import ScalingAnswer
 from rooftrace.costmodels.sweeping import Form, SweepCase
 from rooftrace.errors import RequestError
 from rooftrace.hardware import Chip
@@ -231,11 +232,18 @@ def _passing(asked: Question) -> passing.PassingAnswer:
     )  # fmt: skip
 
 
-def plot_answer(answer: Answer, path: str | os.PathLike[str]) -> None:
+def plot_answer(answer: Answer | ScalingAnswer, path: str | os.PathLike[str]) -> None:
     """Draw tokens per second of a chip over those of a user: each configuration, and the front.
+
+    Of an answer about scaling: efficiency and seconds of a step over the number of chips.
 
     Raises RequestError for an answer that compares no deployments.
     """
+    if isinstance(answer, ScalingAnswer):
+        from rooftrace.reporting.figures import ofmeshes, style
+
+        style.save(ofmeshes.scaling_plot(answer), Path(path))
+        return
     if not isinstance(answer, serving.ServingAnswer) or not answer.curves:
         raise RequestError(
             f"{path}: only batches of decode steps have a figure, as find='cheapest' asks for them"

@@ -219,8 +219,9 @@ def _with(job: Job, settings: Mapping[str, Any]) -> Job:
 
 
 def plot_sweep(result: Sweep, path: str | os.PathLike[str], size: str | None = None) -> None:
-    """Draw a sweep to a PNG: time over a size (default: the first), a line for each case and chip.
+    """Draw a sweep to a PNG, SVG or PDF: time over a size, a line for each case and chip.
 
+    size: default the first.
     Crossings of limiters are dots with names, and bands hold 90 % of measured steps.
     """
     from rooftrace.reporting.figures import ofsizes, style

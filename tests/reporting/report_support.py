@@ -11,6 +11,7 @@ from rooftrace.costmodels.execution.executions import PRESETS
 from rooftrace.costmodels.fusion.groups import (
     FusionGroup,
 )
+from rooftrace.costmodels.guiding.records import Guidance
 from rooftrace.costmodels.memory.footprint import Memory
 from rooftrace.costmodels.planning.coverage import Coverage, Unsupported
 from rooftrace.costmodels.planning.launches import Launch
@@ -205,7 +206,10 @@ def made_report(
         memory[phase] = (
             made_memory(phase) if kind == "experts" else sized_memory(1200, 0, 0, 0, 2048)
         )
-    return Report(estimates, memory, graphs)  # type: ignore[arg-type]
+    report = Report(estimates, memory, graphs)  # type: ignore[arg-type]
+    # Ops made by hand have no arguments, so that nothing but these plans can be priced.
+    vars(report)["guidance"] = {phase: Guidance(report.estimate(phase), ()) for phase in phases}
+    return report
 
 
 def made_memory(phase: str) -> Memory:

@@ -82,6 +82,18 @@ def test_a_saved_graph_reports_like_its_target(run: Run, tmp_path: Path) -> None
     assert direct.out == saved.out
 
 
+@pytest.mark.parametrize("ending", ["html", "md", "json", "csv"])
+def test_a_report_is_one_file_where_its_name_ends_so(run: Run, tmp_path: Path, ending: str) -> None:
+    one = ("report", CONTROL_FLOW, "--phase", "forward")
+    file = tmp_path / "new" / f"report.{ending}"
+    ran = run(*one, "--out", file)
+    assert ran.code == 0 and ran.out.endswith(f"written to {file}\n")
+    assert file.read_text() == run(*one, "--out", "-", "--format", ending).out
+    assert [path.name for path in file.parent.iterdir()] == [file.name]
+    both = run(*one, "--out", file, "--format", "md,json")
+    assert both.code == 2 and f"--out {file} is one file, and --format md,json is not" in both.err
+
+
 def test_language_model_has_prefill_decode_and_training(run: Run) -> None:
     ran = run("report", GPT2, "--batch", "2", "--seq", "32", "--out", "-", "--format", "json")
     report = json.loads(ran.out)
@@ -232,7 +244,15 @@ BAD_REQUESTS = {
     "unknown execution": (("report", RESNET, "--execution", "efficent"), ["efficent", "efficient"]),
     "unknown optimizer": (("report", RESNET, "--optimizer", "adamx"), ["adamx", "adamw"]),
     "unknown assumption": (("report", RESNET, "--assume", "brunch=true"), ["brunch", "branch"]),
-    "unknown format": (("report", RESNET, "--out", "-", "--format", "pdf"), ["pdf", "json"]),
+    "unknown format": (("report", RESNET, "--out", "-", "--format", "docx"), ["docx", "json"]),
+    "format of a folder": (("report", RESNET, "--out", "-", "--format", "pdf"), ["pdf", "json"]),
+    "lengths that are none": (("nodes", GPT2, "--cached", "7,x"), ["--cached 7,x", "8x4096"]),
+    "lengths of another number": (
+        ("report", GPT2, "--cached", "7,8,9", "--new", "1,2"),
+        ["--new has 2", "--cached has 3"],
+    ),
+    "lengths and a batch": (("report", GPT2, "--cached", "7,8", "--batch", "2"), ["--batch 2"]),
+    "lengths of a CNN": (("report", RESNET, "--cached", "7,8"), ["ResNet", "cache"]),
     "batch of zero": (("report", RESNET, "--batch", "0"), ["--batch", "0"]),
     "sequence of a CNN": (("report", RESNET, "--seq", "8"), ["--seq", "8"]),
     "too long for its table": (("report", GPT2, "--seq", "5000"), ["5000", "1024"]),

@@ -57,6 +57,8 @@ SAVED = ("report", "saved.json", *JSON)
 TRACE = ("trace", "deep.json", "--phase", "prefill,decode", "-o", "out.json")
 DIFF = ("diff", "t.py:build", "t.py:wider", "--phase", "forward", "--format", "json")
 EXPLAIN = ("explain", "config.json", "--op", "0", "--format", "json")
+NODES = ("nodes", "config.json", "--phase", "prefill", "--format", "json")
+CENSUS = ("census", "config.json", "--phase", "prefill", "--format", "json")
 EXPLAIN_CODE = ("explain", "t.py:build", "--format", "json")
 ELASTICITY = ("sensitivity", "t.py:build", "--format", "json")
 GRID = ("sensitivity", "config.json", "--grid", "batch=1,2", "--format", "json")
@@ -64,6 +66,7 @@ EXPLORE = (
     *("explore", "config.json", "--over", "devices=1", "--over", "kv=16"),
     *("--over", "batch=1,2", "--format", "json"),
 )
+ROOFLINE = ("roofline", "config.json", "--format", "json")
 SWEEP = ("sweep", "config.json", "--over", "seq=4,5", "--format", "json")
 SOLVE = ("solve", "config.json", "--tpot", "1ms", "--over", "4,5", "--format", "json")
 COMPARE = (
@@ -92,11 +95,25 @@ CALIBRATE = ("calibrate", "steps.csv", "--chip", CHIP, "--target", "t.py:{target
 LOCK = ("lock", "t.py:build", "--phase", "forward", "-o", "-")
 CHECK = ("check", "--format", "terminal")
 
+MESHES = (
+    *("solve", "config.json", "--find", "mesh", "--chips", "2", "--system", "dgx-h100"),
+    *("--phase", "training", "--mesh", "dp=1,tp=1", "--format", "json"),
+)
+SCALING = (
+    *("solve", "config.json", "--find", "scaling", "--chips", "1,2", "--system", "dgx-h100"),
+    *("--phase", "training", "--format", "json"),
+)
+
 FLEET = (
     *("sweep", "t.py:wider", "t.py:build", "--over", "batch=1..2"),
     *("--scheduler", "none", "-o", "fleet"),
 )
 
+REQUESTS = {
+    "--cached": (("--phase", "requests", "--cached", "7,9"),),
+    "--new": (("--phase", "requests", "--new", "2,3"),),
+}
+"""Requests of different lengths, and what they need."""
 WORKLOAD: dict[str, tuple[tuple[str, ...], ...]] = {
     "--phase": (("--phase", "training"),),
     "--batch": (("--batch", "3"),),
@@ -109,6 +126,10 @@ WORKLOAD: dict[str, tuple[tuple[str, ...], ...]] = {
     "--optimizer": (("--optimizer", "sgd"),),
     "--assume": (("--assume", "branch=true"),),
     "--no-repeats": (("--no-repeats",),),
+    "--mesh": (("--mesh", "tp=2"), ("--mesh", "tp=2,pp=2"), ("--mesh", "tp")),
+    "--checkpoint": (("--checkpoint", "full"),),
+    "--schedule": (("--schedule", "gpipe"),),
+    "--microbatches": (("--microbatches", "2"),),
     "--trust-remote-code": (("--trust-remote-code",),),
 }
 PRICING: dict[str, tuple[tuple[str, ...], ...]] = {
@@ -130,18 +151,45 @@ CASES: dict[str, list[tuple[tuple[str, ...], dict[str, tuple[tuple[str, ...], ..
             REPORT,
             {
                 **WORKLOAD,
+                **REQUESTS,
                 **PRICING,
                 "--chip": (("--chip", "l4"), ("--chip", "h200-sxm,l4")),
+                "--system": (("--system", "dgx-h100"), ("--system", "dgx-h101")),
+                "--what-if": (("--what-if", "stragglers=0.1"), ("--what-if", "straglers=0.1")),
                 "--execution": (("--execution", "eager"),),
-                "--out": (("--out", "folder"),),
-                "--format": (("--format", "csv"),),
+                "--out": (("--out", "folder"), ("--out", "page.html")),
+                "--set": (("--set", "weight_residency.dense=2"), ("--set", "kv_append=never")),
+                "--format": tuple(
+                    ("--format", form) for form in ("csv", "svg", "chakra", "chakra-all")
+                ),
+                "--style": (("--style", "paper"), ("--style", "papr")),
                 "--max-batch": (("--max-batch",),),
+                "--exchange": (("--exchange", "deepep"), ("--exchange", "deepep2")),
             },
         ),
         (CODE, WORKLOAD),
         (SAVED, {n: c for n, c in WORKLOAD.items() if n != "--phase"}),
     ],
-    "trace": [(TRACE, {**WORKLOAD, "--rules": PRICING["--rules"], "--out": (("-o", "-"),)})],
+    "roofline": [
+        (
+            ROOFLINE,
+            {
+                **WORKLOAD,
+                **PRICING,
+                "--batch": (("--batch", "1,3"), ("--batch", "1,x")),
+                "--chip": (("--chip", "l4"), ("--chip", "h200-sxm,l4")),
+                "--system": (("--system", "dgx-h100"), ("--system", "dgx-h101")),
+                "--execution": (("--execution", "eager"),),
+                "--plot": (("--plot", "roofs.svg"), ("--plot", "roofs.jpg")),
+                "--style": (("--style", "paper"),),
+                "--format": (("--format", "md"),),
+                "--out": (("--out", "roofs.csv"),),
+            },
+        )
+    ],
+    "trace": [
+        (TRACE, {**WORKLOAD, **REQUESTS, "--rules": PRICING["--rules"], "--out": (("-o", "-"),)})
+    ],
     "diff": [
         (
             DIFF,
@@ -164,20 +212,49 @@ CASES: dict[str, list[tuple[tuple[str, ...], dict[str, tuple[tuple[str, ...], ..
         )
     ],
     "explain": [
+        (EXPLAIN, {**WORKLOAD, "--op": (("--op", "1"),), "--rewrite": PRICING["--rewrite"]}),
         (
-            EXPLAIN,
+            EXPLAIN_CODE,
             {
-                **WORKLOAD,
-                **PRICING,
-                "--op": (("--op", "1"),),
-                "--chip": (("--chip", "l4"),),
-                "--execution": (("--execution", "eager"),),
+                **{name: ways for name, ways in PRICING.items() if name != "--rewrite"},
                 "--plot": (("--plot", "step.png"),),
+                "--chip": (("--chip", "l4,a100"),),
+                "--execution": (("--execution", "eager"),),
                 "--format": (("--format", "md"),),
                 "--out": (("--out", "explain.json"),),
             },
         ),
-        (EXPLAIN_CODE, {"--plot": (("--plot", "step.png"),), "--chip": (("--chip", "l4,a100"),)}),
+    ],
+    "census": [
+        (
+            CENSUS,
+            {
+                **WORKLOAD,
+                **REQUESTS,
+                "--kv": (("--phase", "decode", "--kv", "11"),),
+                **PRICING,
+                "--align": (("--align", "128"), ("--align", "0")),
+                "--chip": (("--chip", "l4"),),
+                "--execution": (("--execution", "eager"),),
+                "--format": tuple(("--format", form) for form in ("terminal", "md", "csv")),
+                "--out": (("--out", "census.csv"),),
+            },
+        )
+    ],
+    "nodes": [
+        (
+            NODES,
+            {
+                **WORKLOAD,
+                **REQUESTS,
+                "--kv": (("--phase", "decode", "--kv", "11"),),
+                **PRICING,
+                "--chip": (("--chip", "l4"),),
+                "--execution": (("--execution", "eager"),),
+                "--format": tuple(("--format", form) for form in ("terminal", "md", "csv")),
+                "--out": (("--out", "nodes.csv"),),
+            },
+        )
     ],
     "sweep": [
         (
@@ -225,6 +302,7 @@ CASES: dict[str, list[tuple[tuple[str, ...], dict[str, tuple[tuple[str, ...], ..
                 "--over": (("--over", "4"),),
                 "--chip": (("--chip", "l4"), ("--chip", "h200-sxm,l4")),
                 "--chips": (("--chips", "2"), ("--chips", "two")),
+                "--system": (("--system", "dgx-h100"),),
                 "--execution": (("--execution", "eager"),),
                 "--price": (("--price", "9"), ("--price", "l4=9")),
                 "--power": (("--power", "9"), ("--power", "much")),
@@ -233,7 +311,42 @@ CASES: dict[str, list[tuple[tuple[str, ...], dict[str, tuple[tuple[str, ...], ..
                 "--format": (("--format", "md"),),
                 "--out": (("--out", "solve.json"),),
             },
-        )
+        ),
+        (
+            MESHES,
+            {
+                "--batch": (("--batch", "2"),),
+                "--seq": (("--seq", "9"),),
+                "--dtype": (("--dtype", "bf16"), ("--dtype", "bf16,fp32")),
+                "--mesh": (("--mesh", "dp=1"),),
+                "--chips": (("--chips", "4"),),
+                "--system": (("--system", "dgx-a100"),),
+                "--step": (("--step", "1us"),),
+                "--tpot": (("--tpot", "1us"),),
+                "--ttft": (("--ttft", "1us"),),
+                "--mix": (("--mix", "20:20"),),
+                "--apart": (("--apart",),),
+                "--power": (("--power", "9"),),
+                "--price": (("--price", "9"),),
+                "--kept-free": (("--kept-free", "0.5"),),
+                "--over": (("--over", "2,3"),),
+                "--chip": (("--chip", "l4"),),
+                "--execution": (("--execution", "eager"),),
+                "--plot": (("--plot", "mesh.png"),),
+            },
+        ),
+        (
+            SCALING,
+            {
+                "--batch": (("--batch", "2"),),
+                "--mesh": (("--mesh", "dp=1,tp=2"),),
+                "--chips": (("--chips", "2,4"),),
+                "--step": (("--step", "1us"),),
+                "--over": (("--over", "2,3"),),
+                "--plot": (("--plot", "scaling.png"),),
+                "--format": (("--format", "md"),),
+            },
+        ),
     ],
     "sensitivity": [
         (
@@ -342,6 +455,7 @@ CASES: dict[str, list[tuple[tuple[str, ...], dict[str, tuple[tuple[str, ...], ..
                 "--counters": (("--counters", "steps.csv"),),
                 "--format": (("--format", "md"),),
                 "--out": (("--out", "validation"),),
+                "--figures": (("--figures", "svg"), ("--out", "validation", "--figures", "jpg")),
             },
         )
     ],
@@ -360,6 +474,8 @@ CASES: dict[str, list[tuple[tuple[str, ...], dict[str, tuple[tuple[str, ...], ..
                 "--counted-steps": (("--counted-steps", "3"),),
                 "--by-layer": (("--by-layer",),),
                 "--title": (("--title", "mine"),),
+                "--collectives": (("--collectives", "steps.csv"),),
+                "--system": (("--system", "dgx-h100"),),
                 "--out": (("-o", "knobs.toml"),),
             },
         )
@@ -381,6 +497,24 @@ CANNOT_CHANGE = {
         "--no-repeats": "the same layers, one by one: the numbers are the same",
         "--rewrite": "nothing of that kind is in this model",
     },
+    ("census", "config.json"): {
+        "--assume": "nothing of that kind is unknown in this model",
+        "--trust-remote-code": "this repository has no code of its own",
+        "--no-repeats": "the same layers, one by one: the numbers are the same",
+        "--rewrite": "nothing of that kind is in this model",
+    },
+    ("nodes", "config.json"): {
+        "--assume": "nothing of that kind is unknown in this model",
+        "--trust-remote-code": "this repository has no code of its own",
+        "--no-repeats": "the same layers, one by one: the numbers are the same",
+        "--rewrite": "nothing of that kind is in this model",
+    },
+    ("roofline", "config.json"): {
+        "--assume": "nothing of that kind is unknown in this model",
+        "--trust-remote-code": "this repository has no code of its own",
+        "--rewrite": "nothing of that kind is in this model",
+        "--no-repeats": "the same layers, one by one: the numbers are the same",
+    },
     ("sweep", "config.json"): {
         "--most": "so few sizes are traced one by one",
         "--assume": "nothing of that kind is unknown in this model",
@@ -390,6 +524,7 @@ CANNOT_CHANGE = {
     },
     ("solve", "config.json"): {
         "--optimizer": "a decode step has none",
+        "--checkpoint": "a decode step has no backward",
         "--assume": "nothing of that kind is unknown in this model",
         "--trust-remote-code": "this repository has no code of its own",
         "--rewrite": "nothing of that kind is in this model",
@@ -457,7 +592,10 @@ def here(
         "wider,64,1,forward\nwider,8192,9,forward\n"
     )
     monkeypatch.chdir(tmp_path)
-    assert run("trace", "t.py:build", "--phase", "forward", "-o", "saved.json").code == 0
+    if not TRACED:
+        assert run("trace", "t.py:build", "--phase", "forward", "-o", "saved.json").code == 0
+        TRACED.append((tmp_path / "saved.json").read_bytes())
+    (tmp_path / "saved.json").write_bytes(TRACED[0])
     if request.node.callspec.params["base"] == CHECK:
         (tmp_path / "small.py").write_text("import torch\n" + LOCKED)
         assert run("lock", "small.py:small", "--phase", "forward").code == 0
@@ -465,6 +603,8 @@ def here(
     return tmp_path
 
 
+TRACED: list[bytes] = []
+"""The graph of saved.json, once it is traced."""
 PLAIN: dict[tuple[str, ...], tuple[str, dict[str, bytes]]] = {}
 """What some commands came to without the option, once for all tests of a process."""
 
@@ -479,7 +619,7 @@ def everything(ran: Ran, folder: Path) -> tuple[str, dict[str, bytes]]:
     return ran.out, files
 
 
-@pytest.mark.parametrize(("base", "way"), changes(), ids=lambda part: " ".join(part))
+@pytest.mark.parametrize(("base", "way"), list(changes()), ids=lambda part: " ".join(part))
 def test_an_option_is_felt_or_refused(
     base: tuple[str, ...], way: tuple[str, ...], here: Path, run: Run
 ) -> None:
@@ -506,7 +646,7 @@ def test_an_option_is_felt_or_refused(
 
 def test_every_option_of_every_command_has_a_case() -> None:
     for name, command in cli.commands.items():
-        if name in ("chips", "measure"):  # their options are about files and devices
+        if name in ("chips", "systems", "measure"):  # their options are about files and devices
             continue
         assert isinstance(command, click.Command)
         tried = {way for _, options in CASES[name] for way in options}

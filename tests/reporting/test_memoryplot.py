@@ -10,10 +10,11 @@ import torch
 from torch import nn
 
 import rooftrace as rt
+from rooftrace.costmodels.memory import Moment
 from rooftrace.costmodels.memory.footprint import KINDS, SAVED
 from rooftrace.hardware.units import format_capacity
 from rooftrace.reporting.figures import style
-from rooftrace.reporting.figures.memoryplot import NAMES, ORDER, memory_figure
+from rooftrace.reporting.figures.memoryplot import NAMES, ORDER, memory_figure, spikes
 from rooftrace.reporting.pages.report import Report
 
 
@@ -37,7 +38,8 @@ def test_the_areas_add_up_to_the_peak(report: Report) -> None:
     (legend,) = [axes.get_legend()]
     assert legend is not None
     names = [text.get_text() for text in legend.get_texts()]
-    assert "weights" in names and NAMES[SAVED] in names and "KV" not in names
+    kinds = [name.rsplit(" ", 2)[0] for name in names]
+    assert "weights" in kinds and NAMES[SAVED] in kinds and "KV" not in kinds
     shown = [text.get_text() for text in axes.texts]
     assert f"peak {format_capacity(need.peak)}" in shown
     assert {"forward", "backward", "optimizer"} <= {*shown}
@@ -57,6 +59,22 @@ def test_names_do_not_overlap(report: Report) -> None:
     boxes = [text.get_window_extent() for text in figure.axes[0].texts]
     for i, one in enumerate(boxes):
         assert not any(one.overlaps(other) for other in boxes[i + 1 :])
+
+
+def test_a_thin_spike_is_marked_and_a_broad_one_is_not() -> None:
+    def moments(totals: list[int]) -> list[Moment]:
+        return [
+            Moment(time, time, "forward", (size, *[0] * (len(KINDS) - 1)))
+            for time, size in enumerate(totals)
+        ]
+
+    flat = [100] * 2000
+    thin, broad, steps = [*flat], [*flat], [*flat[:1000], *[200] * 1000]
+    thin[700] = 150
+    broad[700:760] = [150] * 60
+    assert [spike.time for spike in spikes(moments(thin), 200)] == [700]
+    assert spikes(moments(broad), 200) == [] == spikes(moments(steps), 200)
+    assert spikes(moments(thin), 10_000) == []  # too low to be seen at all
 
 
 def test_the_report_has_figures_tables_and_the_ten_largest(report: Report, tmp_path: Path) -> None:

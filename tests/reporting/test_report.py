@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import re
 import sys
 from importlib import resources
 
@@ -230,8 +231,9 @@ def test_a_step_without_kernels_is_reported(tmp_path, schema):
 def test_write_makes_every_file_and_nothing_else(report, tmp_path):
     paths = report.write(tmp_path / "new" / "report")
     assert sorted(path.name for path in paths) == [
-        "bytes.png", "memory.png", "ops.csv", "report.json", "report.md", "roofline-decode.png",
-        "roofline-prefill.png", "roofline-training.png", "roofline.png", "time.png",
+        "bytes.png", "memory.png", "ops.csv", "report.html", "report.json", "report.md",
+        "roofline-decode.png", "roofline-prefill.png", "roofline-training.png", "roofline.png",
+        "time.png",
     ]  # fmt: skip
     assert sorted((tmp_path / "new" / "report").iterdir()) == sorted(paths)
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["report"]
@@ -247,7 +249,7 @@ def test_write_twice_is_the_same_bytes(tmp_path):
 def test_page_links_only_figures_that_were_written(report, tmp_path):
     report.write(tmp_path / "plain", formats=("md",))
     assert [path.name for path in (tmp_path / "plain").iterdir()] == ["report.md"]
-    assert "](" not in (tmp_path / "plain" / "report.md").read_text()
+    assert not re.search(r"\]\((?!#)", (tmp_path / "plain" / "report.md").read_text())
     report.write(tmp_path / "plain", formats=("md", "png"))
     text = (tmp_path / "plain" / "report.md").read_text()
     for name in ("roofline", "roofline-decode", "time", "bytes", "memory"):
@@ -301,17 +303,17 @@ def test_a_failure_half_way_leaves_nothing(report, tmp_path, monkeypatch):
 
 
 def test_numbers_are_there_where_a_figure_fails(report, tmp_path, monkeypatch):
-    monkeypatch.setattr("rooftrace.reporting.figures.style.save", lambda *_: 1 / 0)
+    monkeypatch.setattr("rooftrace.reporting.figures.folder.save", lambda *_: 1 / 0)
     with pytest.raises(FigureError, match=r"ZeroDivisionError.*report.md in .* are written"):
         report.write(tmp_path / "out")
     written = sorted(path.name for path in (tmp_path / "out").iterdir())
-    assert written == ["ops.csv", "report.json", "report.md"]
+    assert written == ["ops.csv", "report.html", "report.json", "report.md"]
     assert "png" not in (tmp_path / "out" / "report.md").read_text()
 
 
 def test_a_matplotlib_that_does_not_load_is_said_before_any_work(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(FigureError, match="unset MPLBACKEND, or leave out png"):
+    with pytest.raises(FigureError, match="unset MPLBACKEND, or leave out figures"):
         check_folder(tmp_path / "out")
     check_folder(tmp_path / "out", ("md",))
 
@@ -342,8 +344,9 @@ def test_page_tables_are_whole(report):
 
 def test_page_says_what_a_reader_needs(report):
     text = as_markdown(report)
-    for title in ("Summary", "Does it fit", "What a step costs", "Training", "Prefill", "Decode",
-                  "Assumptions", "Coverage", "Chips", "How to read this report"):  # fmt: skip
+    for title in ("Verdict", "What would help, in order", "Contents", "Does it fit",
+                  "What a step costs", "Training", "Prefill", "Decode", "Assumptions",
+                  "Coverage", "Chips", "How to read this report"):  # fmt: skip
         assert f"\n## {title}\n" in text
     assert "671.0 GB of weights do not fit one" in text
     assert ROPE.stub in text
@@ -352,7 +355,7 @@ def test_page_says_what_a_reader_needs(report):
         assert fact.source in text
 
 
-def test_summary_is_short(report):
-    from rooftrace.reporting.sections.heads import summary
+def test_the_verdict_is_short(report):
+    from rooftrace.reporting.sections.heads import verdict
 
-    assert len(summary(report).parts) <= 6
+    assert len(verdict(report).parts) <= 7  # fit, a paragraph, three phases, executions, trust

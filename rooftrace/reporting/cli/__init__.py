@@ -24,11 +24,14 @@ from rooftrace.reporting.cli.diff_command import diff
 from rooftrace.reporting.cli.explain_command import explain
 from rooftrace.reporting.cli.explore_command import explore
 from rooftrace.reporting.cli.gate_commands import check, lock
+from rooftrace.reporting.cli.itemised_commands import census, nodes
 from rooftrace.reporting.cli.model_commands import compare, report, trace
 from rooftrace.reporting.cli.output import StdoutError, checked_stdout, complain
+from rooftrace.reporting.cli.roofline_command import roofline
 from rooftrace.reporting.cli.sensitivity_command import sensitivity
 from rooftrace.reporting.cli.solve_command import solve
 from rooftrace.reporting.cli.sweep_commands import sweep
+from rooftrace.reporting.cli.system_commands import systems
 from rooftrace.reporting.cli.weight_commands import inventory
 
 __all__ = ["cli", "main", "run"]
@@ -46,8 +49,8 @@ def cli() -> None:
 
 
 _COMMANDS = (
-    report, explain, trace, sweep, solve, sensitivity, explore, diff, compare, lock, check,
-    inventory, chips, measure, calibrate, validate,
+    report, explain, census, nodes, roofline, trace, sweep, solve, sensitivity, explore, diff,
+    compare, lock, check, inventory, chips, systems, measure, calibrate, validate,
 )  # fmt: skip
 for _command in _COMMANDS:
     cli.add_command(_command)
@@ -74,13 +77,13 @@ _PIPE = 128 + 13
 
 def _main(arguments: Sequence[str] | None) -> None:
     try:
-        cli.main(
+        code = cli.main(
             args=list(arguments) if arguments is not None else None,
             prog_name="rooftrace",
             standalone_mode=False,
         )
-    except click.exceptions.Exit as stop:
-        sys.exit(stop.exit_code)
+        if isinstance(code, int):  # what click makes of an Exit
+            sys.exit(code)
     except click.Abort:
         sys.exit(130)
     except click.ClickException as error:

@@ -19,9 +19,9 @@ def chips() -> None:
 @chips.command("list")
 def chips_list() -> None:
     """Every chip with its dense peaks, memory and ridge point."""
-    from rooftrace.reporting.text import chip_list, renderable
+    from rooftrace.reporting.text import list_of, renderable
 
-    console().print(renderable(chip_list()))
+    console().print(renderable(list_of("chips")))
 
 
 @chips.command("show")

@@ -10,7 +10,10 @@ import click
 
 import rooftrace as rt
 from rooftrace._progress import tell
+from rooftrace.errors import RequestError
+from rooftrace.reporting.cli.group_measuring import calibrate_groups, measure_groups
 from rooftrace.reporting.cli.options import (
+    FIGURES,
     TARGET_HELP,
     Commas,
     calibration_options,
@@ -47,11 +50,16 @@ from rooftrace.reporting.cli.shared import (
 @click.option("--batch", type=int, help="Batch size of a TARGET.")
 @click.option("--seq", type=int, help="Sequence (prompt) length of a TARGET.")
 @click.option(
+    "--collectives", is_flag=True, help="Time collectives of gloo between processes instead."
+)
+@click.option("--ranks", type=int, help="How many processes, for --collectives; default 2.")
+@click.option(
     "-o",
     "--out",
     metavar="FILE",
     help="File of the run (default measurements/DEVICE-DATE.json.gz); a run that it already holds "
-    "is continued.  With --chip-only the TOML file of the chip (default: stdout).",
+    "is continued.  With --chip-only the TOML file of the chip (default: stdout).  With "
+    "--collectives a CSV (default collectives.csv).",
 )
 def measure(
     targets: tuple[str, ...],
@@ -62,6 +70,8 @@ def measure(
     phases: tuple[str, ...] | None,
     batch: int | None,
     seq: int | None,
+    collectives: bool,
+    ranks: int | None,
     out: str | None,
 ) -> None:
     """Measure this device: operations alone, then whole models, into one file.
@@ -69,6 +79,9 @@ def measure(
     TARGET: measure only these: models of the suite (wildcards too), or targets as for the other
     commands.
     """
+    if collectives or ranks is not None:
+        measure_groups(targets, collectives, ranks, out)
+        return
     if chip_only:
         _measure_chip(targets, device, 20.0 if budget is None else budget, out)
         return
@@ -138,6 +151,14 @@ def _measure_chip(
 )
 @click.option("--title", default="", help="What to call the result.")
 @click.option(
+    "--collectives",
+    metavar="FILE",
+    help="Fit constants of collectives instead, for a system: what nccl-tests print, or a CSV.",
+)
+@click.option(
+    "--system", metavar="NAME", help="With --collectives: the system that they were measured on."
+)
+@click.option(
     "-o", "--out", required=True, metavar="FILE.toml", help="Where to write the knobs; - is stdout."
 )
 def calibrate(
@@ -148,6 +169,8 @@ def calibrate(
     target: str | None,
     counted_steps: int | None,
     free: tuple[str, ...] | None,
+    collectives: str | None,
+    system: str | None,
     out: str,
     rules: tuple[str, ...],
     **request: Any,
@@ -158,9 +181,15 @@ def calibrate(
     columns model,batch,ms and where they matter seq, kv, phase, dtype, image_size; or a trace of
     torch.profiler, with --target and the sizes that were run.  Its contents tell which.  With --run
     a target is measured instead.
+
+    --collectives FILE --system NAME fits what many chips need: the constants of collectives, and
+    writes the system with them.
     """
     from rooftrace.costmodels.knobs import dump_knobs
 
+    if collectives is not None or system is not None:
+        calibrate_groups(collectives, system, out)
+        return
     load_rules(rules)
     if (measured is None) == (running is None):
         raise click.UsageError("expected either MEASURED, a file of measurements, or --run TARGET")
@@ -226,15 +255,20 @@ def _measured_now(
 @click.option(
     "--format",
     "form",
-    type=click.Choice(["terminal", "md", "json"]),
+    type=click.Choice(["terminal", "md", "html", "json"]),
     default="terminal",
     show_default=True,
 )
 @click.option(
     "--out",
     metavar="DIR",
-    help="Folder for validation.md, validation.json, parity.png, and where they apply nodes.csv "
-    "and timeline.json.gz.",
+    help="Folder for validation.html, validation.md, validation.json, parity.png, and where they "
+    "apply nodes.csv and timeline.json.gz.",
+)
+@click.option(
+    "--figures",
+    type=Commas(),
+    help="Formats of the figure in the folder of --out: png, svg, pdf.  Default: png.",
 )
 def validate(
     measured: str,
@@ -245,6 +279,7 @@ def validate(
     counters: str | None,
     form: str,
     out: str | None,
+    figures: tuple[str, ...] | None,
     tf32: bool,
     rewrites: tuple[str, ...],
     rules: tuple[str, ...],
@@ -257,11 +292,15 @@ def validate(
     sizes that were run; or a CSV of step times as for `rooftrace calibrate`.  Its contents tell
     which.
     """
-    from rooftrace.reporting.pages import check_folder
+    from rooftrace.reporting.pages import check_folder, check_formats
 
     (loaded,), (model,) = load_chips((chip,)), load_executions((execution,), tf32, knobs, rewrites)
     load_rules(rules)
     folder = None if out in (None, "-") else Path(str(out))
+    if figures is not None and folder is None:
+        raise RequestError(f"--figures {','.join(figures)}: say where they land with --out DIR")
+    drawn = ("png",) if figures is None else figures
+    check_formats(drawn, FIGURES)
     if folder is not None:
         check_folder(folder)
     with progress():
@@ -274,7 +313,7 @@ def validate(
             trust_targets=trust_targets,
             **workload(**request),
         )
-        written = result.write(folder) if folder is not None else []
+        written = result.write(folder, drawn) if folder is not None else []
     write_result(result, form, None)
     if written and form == "terminal":
         names = ", ".join(path.name for path in written)

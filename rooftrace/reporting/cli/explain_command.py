@@ -12,6 +12,7 @@ from rooftrace.reporting.cli.options import (
     chips_option,
     execution_option,
     output_options,
+    plot_option,
     pricing_options,
     workload_options,
 )
@@ -39,7 +40,7 @@ from rooftrace.reporting.cli.shared import (
 @pricing_options
 @chips_option("Chips by name or TOML path; the first is explained, the sweep has all.")
 @execution_option()
-@click.option("--plot", metavar="FILE.png", help="Draw the sweep along the roofline of each chip.")
+@plot_option("Draw the sweep along the roofline of each chip.")
 @output_options
 def explain(
     target: str,

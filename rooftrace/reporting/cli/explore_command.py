@@ -12,6 +12,7 @@ from rooftrace.reporting.cli.options import (
     Commas,
     chip_option,
     execution_option,
+    plot_option,
     rules_option,
     table_options,
 )
@@ -61,7 +62,7 @@ of them.  Computing, HBM and link overlap perfectly at the rates of the datashee
     show_default=True,
     help="The share of the slower of HBM and link at which computing counts as the limit.",
 )
-@click.option("--plot", metavar="FILE.png", help="Draw the least batches.")
+@plot_option("Draw the least batches.")
 @table_options
 def explore(target: str, form: str | None, out: str | None, **asked: Any) -> None:
     """The least batch at which computing limits decode, over devices and lengths of the cache."""

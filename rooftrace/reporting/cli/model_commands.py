@@ -15,45 +15,70 @@ import click
 
 import rooftrace as rt
 from rooftrace._progress import tell
+from rooftrace.errors import RequestError
 from rooftrace.reporting.cli.options import (
+    FIGURES,
     TARGET_HELP,
     Commas,
     chips_option,
+    exchange_option,
     executions_option,
     output_options,
     pricing_options,
+    requests_options,
     rules_option,
+    style_option,
+    system_option,
+    what_if_option,
     workload_options,
 )
 from rooftrace.reporting.cli.output import say
 from rooftrace.reporting.cli.shared import (
     console,
-    load_chips,
     load_executions,
+    load_joined,
     load_rules,
     progress,
     workload,
     write_text,
 )
 
+_ON_STDOUT = ("json", "md", "csv", "html")
+
 
 @click.command(epilog=TARGET_HELP)
 @click.argument("target")
 @workload_options
+@requests_options
 @pricing_options
 @chips_option("Chips by name or TOML path; times are those of the first.")
+@system_option
 @executions_option("naive,efficient")
+@what_if_option
+@exchange_option
+@click.option(
+    "--set",
+    "factors",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="A field of every execution model, for example weight_residency.moe=2, "
+    "utilization.b_sat=64 or kv_append=as-run.  Repeatable.",
+)
 @click.option(
     "--out",
-    metavar="DIR",
-    help="Folder for report.md, report.json, ops.csv and figures; - is stdout.",
+    metavar="DIR|FILE",
+    help="Folder for report.html, report.md, report.json, ops.csv and figures; a file that ends "
+    "in .html, .md, .json or .csv is that one alone; - is stdout.",
 )
 @click.option(
     "--format",
     "formats",
     type=Commas(),
-    help="Which files: md, json, csv, png (default: these four), trace (a timeline for Perfetto).",
+    help="Which files: html (a page to explore), md, json, csv, png (default: these five), svg and "
+    "pdf (figures to print), trace (a timeline for Perfetto), "
+    "chakra (execution traces for simulators of networks, of this process; chakra-all of all).",
 )
+@style_option
 @click.option(
     "--max-batch",
     is_flag=True,
@@ -62,50 +87,89 @@ from rooftrace.reporting.cli.shared import (
 def report(
     target: str,
     chips: tuple[str, ...],
+    systems: tuple[str, ...],
     executions: tuple[str, ...],
+    exchange: str,
     out: str | None,
     formats: tuple[str, ...] | None,
+    style: str,
     max_batch: bool,
     tf32: bool,
     rules: tuple[str, ...],
     knobs: str | None,
     rewrites: tuple[str, ...],
+    disturbances: dict[str, float] | None,
+    factors: tuple[str, ...],
     **request: Any,
 ) -> None:
     """Cost of each phase of TARGET: one screen, and a folder of files with --out."""
+    from rooftrace._writing import write_bytes
     from rooftrace.reporting.pages import check_folder, check_formats
     from rooftrace.tracer.sources import collector_paused
 
     how = {} if formats is None else {"formats": formats}
     if formats is not None:
         check_formats(formats)
-    if out == "-" and (formats is None or len(formats) != 1 or formats[0] in ("png", "trace")):
-        raise click.UsageError("--out - writes one format to stdout: add --format json, md or csv")
-    loaded, models = load_chips(chips), load_executions(executions, tf32, knobs, rewrites)
+    single = _format_of_file(out, formats, style)
+    loaded = load_joined(chips, systems)
+    models = load_executions(executions, tf32, knobs, rewrites, disturbances, factors)
+    models = [rt.execution_model(model, exchange=exchange) for model in models]
     load_rules(rules)
     if out is not None and out != "-":
-        check_folder(Path(out), **how)
+        check_folder(Path(out).parent if single else Path(out), **how)
     atexit.register(gc.unfreeze)  # objects that `keep` set aside are freed at the end too
     with progress(), collector_paused(keep=True):
         result = rt.report(
             target, chip=loaded, execution=models, max_batch=max_batch, **workload(**request)
         )
     written: Sequence[Path] = ()
-    if out is not None and out != "-":
+    if out is not None and single:
+        write_bytes(Path(out), _text(result, single).encode("utf-8", "backslashreplace"))
+    elif out is not None and out != "-":
         with progress():
             tell("writing the report")
-            written = result.write(Path(out), **how)
+            written = result.write(Path(out), **how, style=style)
     if out == "-":
-        _to_stdout(result, (formats or ("json",))[0])
+        click.echo(_text(result, (formats or ("json",))[0]), nl=False)
         return
     console().print(result)
     if written:
         say(f"\nwritten to {Path(out or '.')}{os.sep}: {', '.join(path.name for path in written)}")
+    elif out is not None:
+        say(f"\nwritten to {out}")
+
+
+def _format_of_file(out: str | None, formats: Sequence[str] | None, style: str) -> str:
+    """The format of a report that is one file; "" for one that is a folder, or that is not kept.
+
+    Raises UsageError or RequestError where --out, --format and --style do not go together.
+    """
+    if out == "-" and (formats is None or len(formats) != 1 or formats[0] not in _ON_STDOUT):
+        asked = f" --format {','.join(formats)}" if formats else ""
+        raise click.UsageError(
+            f"--out -{asked}: stdout takes one format: --format json, md, csv or html"
+        )
+    ending = Path(out).suffix[1:] if out is not None and not Path(out).is_dir() else ""
+    single = ending in _ON_STDOUT
+    drawn = not single and out not in (None, "-") and not {*FIGURES}.isdisjoint(formats or FIGURES)
+    if style != "screen" and not drawn:
+        raise RequestError(
+            f"--style {style}: it is for figures: add --out DIR with png, svg or pdf"
+        )
+    if not single:
+        return ""
+    if formats is not None and tuple(formats) != (ending,):
+        raise click.UsageError(
+            f"--out {out} is one file, and --format {','.join(formats)} is not: leave --format "
+            "out, or name a folder"
+        )
+    return ending
 
 
 @click.command(epilog=TARGET_HELP)
 @click.argument("target")
 @workload_options
+@requests_options
 @rules_option
 @click.option(
     "-o", "--out", required=True, metavar="FILE", help="graph.json or graph.json.gz; - is stdout."
@@ -158,6 +222,7 @@ def compare(
         as_markdown,
         comparisons_view,
         renderable,
+        shown,
     )
     from rooftrace.tracer.graphfiles import looks_saved
 
@@ -168,21 +233,22 @@ def compare(
     load_rules(rules)
     with progress():
         comparisons = rt.compare(target, peers=peers, **workload(**request))
+    shown_as = comparisons_view(target, comparisons)
     write_text(
         form,
         out,
-        lambda: renderable(comparisons_view(target, comparisons)),
-        lambda: as_markdown(comparisons_view(target, comparisons)),
+        lambda: renderable(shown_as),
+        lambda: shown(shown_as, "webpage") if form == "html" else as_markdown(shown_as),
         lambda: {"target": target, "comparisons": [item.to_dict() for item in comparisons]},
     )
 
 
-def _to_stdout(result: Any, form: str) -> None:
+def _text(result: Any, form: str) -> str:
+    """A report as one text: json, csv, html or md."""
     if form == "json":
-        click.echo(json.dumps(result.to_dict(), indent=1, allow_nan=False))
-    elif form == "csv":
-        click.echo(result.to_csv(), nl=False)
-    else:
-        from rooftrace.reporting.text import as_markdown
+        return json.dumps(result.to_dict(), indent=1, allow_nan=False) + "\n"
+    if form == "csv":
+        return str(result.to_csv())
+    from rooftrace.reporting.text import as_markdown, shown
 
-        click.echo(as_markdown(result), nl=False)
+    return shown(result, "webpage") if form == "html" else as_markdown(result)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import click
 
 from rooftrace.costmodels.execution import REWRITES
+from rooftrace.errors import RequestError, hint
 from rooftrace.tracer.asking import names
+from rooftrace.tracer.pipelines import SCHEDULES
 
 TARGET_HELP = f"""TARGET is package.module:attr or path/file.py:attr (a module, or a function
 returning a module or (module, inputs)), the path of a Hugging Face config.json, hf:ORG/NAME, a
@@ -28,20 +31,95 @@ class Commas(click.ParamType):  # type: ignore[type-arg]  # generic in newer cli
         return tuple(part.strip() for part in str(value).split(",") if part.strip())
 
 
-def workload_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """--batch, --seq, --phase, --dtype ...: what is run."""
+class SizesByName(click.ParamType):  # type: ignore[type-arg]  # generic in newer clicks only
+    """Sizes by name, between commas: dp=4,tp=8."""
+
+    name = "SIZES"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> dict[str, int]:
+        if isinstance(value, dict):
+            return value
+        sizes = {}
+        for part in str(value).split(","):
+            axis, _, size = part.partition("=")
+            if not axis.strip() or not size.strip().isdigit() or axis.strip() in sizes:
+                raise RequestError(
+                    f"--mesh {value}: expected one size for each axis, for example dp=4,tp=8"
+                )
+            sizes[axis.strip()] = int(size)
+        return sizes
+
+
+_MESH = (
+    click.option(
+        "--mesh",
+        type=SizesByName(),
+        metavar="AXIS=N,...",
+        help="Spread it over processes, for example dp=32,tp=8.  A Hugging Face model takes "
+        "the plans of transformers (dp, dp_replicate, tp, ep); code shards itself in a "
+        "function build(mesh).",
+    ),
+    click.option(
+        "--checkpoint",
+        type=click.Choice(names.CHECKPOINTS),
+        help="Which activations of a Hugging Face model training makes again.",
+    ),
+    click.option(
+        "--schedule",
+        help=f"Order of the work of a pipeline (--mesh pp=...): {', '.join(SCHEDULES)}.  "
+        "Default: 1f1b.",
+    ),
+    click.option(
+        "--microbatches",
+        type=int,
+        help="Microbatches of --batch each that a step of a pipeline has.  Default: 2 for each "
+        "stage.",
+    ),
+)
+
+
+class SizeList(click.ParamType):  # type: ignore[type-arg]  # generic in newer clicks only
+    """One size, or several between commas."""
+
+    name = "LIST"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> int | tuple[int, ...]:
+        if isinstance(value, (int, tuple)):
+            return value
+        parts = [part.strip() for part in str(value).split(",")]
+        if not all(part.isdecimal() and part.isascii() and int(part) > 0 for part in parts):
+            option = param.opts[0] if param is not None else "size"
+            raise RequestError(
+                f"{option} {value}: expected whole numbers above 0 between commas, for example "
+                "1,2,4,8"
+            )
+        return int(parts[0]) if len(parts) == 1 else tuple(map(int, parts))
+
+
+def workload_options(
+    command: Callable[..., Any] | None = None, *, sizes: Any = int
+) -> Callable[..., Any]:
+    """--batch, --seq, --phase, --dtype ...: what is run.  sizes: the type of batch, seq and kv."""
+    if command is None:
+        return partial(workload_options, sizes=sizes)
     options = (
         click.option(
             "--phase",
             "phases",
             type=Commas(),
-            help="forward, training, prefill, decode; default: those that fit the model.",
+            help="forward, training, prefill, decode, requests; default: those that fit the model.",
         ),
         click.option(
-            "--batch", type=int, help="Batch size; default 1, or the batch of the inputs."
+            "--batch", type=sizes, help="Batch size; default 1, or the batch of the inputs."
         ),
-        click.option("--seq", type=int, help="Sequence (prompt) length in tokens."),
-        click.option("--kv", type=int, help="Cached length before a decode step; default: --seq."),
+        click.option("--seq", type=sizes, help="Sequence (prompt) length in tokens."),
+        click.option(
+            "--kv", type=sizes, help="Cached length before a decode step; default: --seq."
+        ),
         click.option(
             "--input",
             "inputs",
@@ -54,6 +132,7 @@ def workload_options(command: Callable[..., Any]) -> Callable[..., Any]:
         ),
         click.option("--weights-dtype", help="Price weights in this precision."),
         click.option("--kv-dtype", help="Price the KV cache in this precision."),
+        *_MESH,
         click.option(
             "--optimizer",
             default="adamw",
@@ -81,6 +160,52 @@ def workload_options(command: Callable[..., Any]) -> Callable[..., Any]:
         ),
     )
     return _with(command, *options)
+
+
+_MOST_LISTED = 1 << 17
+"""Equal requests that are listed; a step takes less."""
+
+
+class Lengths(click.ParamType):  # type: ignore[type-arg]  # generic in newer clicks only
+    """Whole numbers between commas, from 0 on; 8x64 is 64, eight times."""
+
+    name = "LIST"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int, ...]:
+        if isinstance(value, tuple):
+            return value
+        numbers: list[int] = []
+        for part in str(value).split(","):
+            count, times, number = part.strip().rpartition("x")
+            texts = (count, number) if times else ("1", number)
+            if not all(text.isdecimal() and text.isascii() for text in texts):
+                option = param.opts[0] if param is not None else "lengths"
+                raise RequestError(
+                    f"{option} {value}: expected a whole number for each request, for example "
+                    "4096,100,0 or 8x4096,0"
+                )
+            numbers += [int(number)] * min(int(texts[0]), _MOST_LISTED)
+        return tuple(numbers)
+
+
+def requests_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """--cached and --new: requests of one step, each with its length."""
+    return _with(
+        command,
+        click.option(
+            "--cached",
+            type=Lengths(),
+            help="A step of requests of different lengths: positions in the cache of each, for "
+            "example 8x4096,100,0.",
+        ),
+        click.option(
+            "--new",
+            type=Lengths(),
+            help="New tokens of each of these requests, or of all; default 1.",
+        ),
+    )
 
 
 rules_option = click.option(
@@ -180,6 +305,64 @@ def chips_option(help: str = "Chips by name or TOML path.") -> Callable[..., Any
     )
 
 
+system_option = click.option(
+    "--system",
+    "systems",
+    type=Commas(),
+    default=(),
+    help="How chips are joined, for --mesh: systems by name or TOML path, in place of --chip "
+    "(rooftrace systems list).",
+)
+
+
+_WHAT_IFS = ("interference", "stragglers", "expert-imbalance")
+
+
+class Numbers(click.ParamType):  # type: ignore[type-arg]  # generic in newer clicks only
+    """Numbers by name, between commas: stragglers=0.02,interference=0.1."""
+
+    name = "NUMBERS"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> dict[str, float]:
+        if isinstance(value, dict):
+            return value
+        numbers = {}
+        for part in str(value).split(","):
+            name, _, text = part.partition("=")
+            plain = name.strip().replace("_", "-")
+            try:
+                numbers[plain.replace("-", "_")] = float(text)
+            except ValueError:
+                plain = ""
+            if plain not in _WHAT_IFS:
+                raise RequestError(
+                    f"--what-if {value}: expected a number for {', '.join(_WHAT_IFS)}, for "
+                    f"example stragglers=0.02{hint(plain, _WHAT_IFS)}"
+                )
+        return numbers
+
+
+what_if_option = click.option(
+    "--what-if",
+    "disturbances",
+    type=Numbers(),
+    metavar="NAME=NUMBER,...",
+    help="What slows a step of many processes: interference (share by which computing slows "
+    "beside an exchange), stragglers (spread of chips, over the mean), expert-imbalance "
+    "(tokens of the busiest, over the mean).",
+)
+
+exchange_option = click.option(
+    "--exchange",
+    default="as-run",
+    show_default=True,
+    help="How rows go to the experts of other processes (--mesh ep=...): as-run, or by the "
+    "measured kernels of DeepEP: deepep, deepep-low-latency.",
+)
+
+
 def execution_option(default: str = "efficient") -> Callable[..., Any]:
     """--execution: one."""
     return click.option("--execution", default=default, show_default=True, help=f"{EXECUTIONS}.")
@@ -197,6 +380,38 @@ def executions_option(default: str = "efficient") -> Callable[..., Any]:
     )
 
 
+FIGURES = ("png", "svg", "pdf")
+"""Formats of figures."""
+
+
+class FigureFile(click.ParamType):  # type: ignore[type-arg]  # generic in newer clicks only
+    """The path of a figure: PNG, SVG or PDF by its ending, which is checked before any work."""
+
+    name = "FILE"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        path = str(value)
+        if not path.lower().endswith(tuple(f".{form}" for form in FIGURES)):
+            option = param.opts[0] if param is not None else "--plot"
+            raise RequestError(f"{option} {path}: expected a file that ends in .png, .svg or .pdf")
+        return path
+
+
+def plot_option(help: str) -> Callable[..., Any]:
+    """--plot: a figure of the result."""
+    return click.option("--plot", type=FigureFile(), metavar="FILE.png|svg|pdf", help=help)
+
+
+style_option = click.option(
+    "--style",
+    type=click.Choice(["screen", "paper", "paper-column"]),
+    default="screen",
+    show_default=True,
+    help="What figures are made for: paper is 7.2 in wide, paper-column 3.5 in, with type of 7 to "
+    "9 points.",
+)
+
+
 def table_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """--format with csv, --out: one text or table, to the terminal or a file."""
     return _with(
@@ -204,7 +419,7 @@ def table_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option(
             "--format",
             "form",
-            type=click.Choice(["terminal", "md", "json", "csv"]),
+            type=click.Choice(["terminal", "md", "html", "json", "csv"]),
             help="Default: terminal, or by the ending of --out.",
         ),
         click.option(
@@ -218,7 +433,7 @@ def output_options(command: Callable[..., Any]) -> Callable[..., Any]:
     form = click.option(
         "--format",
         "form",
-        type=click.Choice(["terminal", "md", "json"]),
+        type=click.Choice(["terminal", "md", "html", "json"]),
         default="terminal",
         show_default=True,
     )

@@ -14,6 +14,7 @@ from rooftrace.reporting.cli.options import (
     Commas,
     chip_option,
     execution_option,
+    plot_option,
     pricing_options,
     table_options,
     workload_options,
@@ -65,7 +66,7 @@ factors (x0.5).  NAME+NAME=x0.5,x1 changes both together."""
 @pricing_options
 @chip_option()
 @execution_option()
-@click.option("--plot", metavar="FILE.png", help="Draw a tornado.")
+@plot_option("Draw a tornado.")
 @table_options
 def sensitivity(
     target: str, form: str | None, out: str | None, points: str | None, **asked: Any

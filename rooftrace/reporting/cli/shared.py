@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from traceback import extract_tb
 from typing import Any
@@ -14,6 +14,7 @@ import click
 
 import rooftrace as rt
 from rooftrace._escapes import visible
+from rooftrace.costmodels.execution import ExecutionError
 from rooftrace.errors import RequestError
 from rooftrace.reporting.cli.output import complain
 
@@ -60,6 +61,16 @@ def pairs(option: str, texts: Sequence[str], example: str) -> list[tuple[str, st
     return parted
 
 
+def setting(text: str) -> Any:
+    """A value of NAME=VALUE: a whole number, a number, true, false, or text."""
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return {"true": True, "false": False}.get(text.lower(), text)
+
+
 def load_chips(names: Sequence[str]) -> list[rt.Chip]:
     """Chips by name or path, one or more."""
     if not names:
@@ -67,19 +78,41 @@ def load_chips(names: Sequence[str]) -> list[rt.Chip]:
     return [rt.load_chip(name) for name in names]
 
 
+def load_joined(chips: Sequence[str], systems: Sequence[str]) -> list[rt.Chip]:
+    """The chips of systems by name or path; without a system, chips by name or path."""
+    from rooftrace.hardware.systems import load_system
+
+    joined = [load_system(name).joined_chip for name in systems]
+    return joined or load_chips(chips)
+
+
 def load_executions(
     names: Sequence[str],
     tf32: bool = False,
     knobs: str | None = None,
     rewrites: Sequence[str] = (),
+    disturbances: Mapping[str, float] | None = None,
+    factors: Sequence[str] = (),
 ) -> list[rt.ExecutionModel]:
-    """Execution models by name, with what --tf32, --knobs and --rewrite change."""
+    """Execution models by name, with what --tf32, --knobs, --rewrite, --what-if and --set change.
+
+    factors: texts NAME=VALUE of --set.
+    """
     if not names:
         raise click.UsageError("--execution: expected at least one execution model")
     changes: dict[str, Any] = {"tf32": True} if tf32 else {}
     if knobs is not None:
         changes["knobs"] = knobs
+    if disturbances:
+        changes["disturbances"] = disturbances
     models = [rt.execution_model(name, **changes) for name in names]
+    fields = pairs("--set", factors, "NAME=VALUE, for example weight_residency.moe=2")
+    if fields:
+        named = {name.replace("-", "_"): setting(text) for name, text in fields}
+        try:
+            models = [rt.execution_model(model, **named) for model in models]
+        except ExecutionError as error:
+            raise RequestError(f"--set: {error}") from error
     return [
         rt.execution_model(model, rewrites=(*model.rewrites, *rewrites)) if rewrites else model
         for model in models
@@ -134,16 +167,17 @@ def write_result(
 ) -> bool:
     """A result to the terminal, to stdout or to a file; whether it was the terminal.
 
-    form: terminal, md, json or csv; None: by the ending of the file, terminal without one.
+    form: terminal, md, html, json or csv; None: by the ending of the file, terminal without one.
     table: the text of csv; default that of its rows.
     """
-    from rooftrace.reporting.text import as_markdown, renderable
+    from rooftrace.reporting.text import as_markdown, renderable, shown
 
     ending = Path(out).suffix if out is not None else ""
-    ours = {".csv": "csv", ".json": "json"}.get(ending, "md")
+    ours = {".csv": "csv", ".json": "json", ".html": "html"}.get(ending, "md")
     form = form or ("terminal" if out in (None, "-") else ours)
     rows = table or (lambda: _csv_of(result.to_rows()))
-    text = rows if form == "csv" else lambda: as_markdown(result)
+    texts = {"csv": rows, "html": lambda: shown(result, "webpage")}
+    text = texts.get(form, lambda: as_markdown(result))
     write_text(form, out, lambda: renderable(result), text, result.to_dict)
     return form == "terminal" and out in (None, "-")
 

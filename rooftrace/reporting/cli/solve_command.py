@@ -14,6 +14,7 @@ from rooftrace.reporting.cli.options import (
     TARGET_HELP,
     Commas,
     output_options,
+    plot_option,
     pricing_options,
     workload_options,
 )
@@ -34,7 +35,9 @@ _HELP = f"""{TARGET_HELP}  Or a form that `rooftrace sweep --save-form` wrote.
 --find SIZE: the largest batch, kv, seq (or another size, with its values in --over) within the
 limits.  cheapest, energy, throughput, latency: the best deployment within them.  rates: the HBM
 bandwidth, FLOP rate and link at which computing would limit.  passing: the length at which
-attention takes longer than the MLP.  chips: how many by capacity."""
+attention takes longer than the MLP.  chips: how many by capacity.  mesh: which mesh of --chips
+chips of a --system has most items per chip of those that fit (sizes of the axes that --mesh names).
+scaling: the step on 1 to 1,024 chips, with the batch of a chip kept and with that of all."""
 
 
 @click.command(epilog=_HELP)
@@ -44,7 +47,7 @@ attention takes longer than the MLP.  chips: how many by capacity."""
     default="batch",
     show_default=True,
     metavar="WHAT",
-    help="A size, cheapest, energy, throughput, latency, rates, passing, or chips.",
+    help="A size, cheapest, energy, throughput, latency, rates, passing, chips, mesh, scaling.",
 )
 @click.option("--tpot", metavar="TIME", help="Limit: time per output token, for example 30ms.")
 @click.option(
@@ -69,10 +72,13 @@ attention takes longer than the MLP.  chips: how many by capacity."""
     help="Chips by name or TOML path; default: h200-sxm, for cheapest all with a price.",
 )
 @click.option(
+    "--system", help="How chips are joined, for mesh and scaling (rooftrace systems list)."
+)
+@click.option(
     "--chips",
     type=Commas(),
     metavar="N,...",
-    help="How many chips together; default: as few as hold the limits.",
+    help="How many chips together; default: as few as hold the limits; for scaling 1 to 1,024.",
 )
 @click.option(
     "--execution",
@@ -99,13 +105,17 @@ attention takes longer than the MLP.  chips: how many by capacity."""
     show_default=True,
     help="The share of the memory that stays free.",
 )
-@click.option("--plot", metavar="FILE.png", help="Draw speed of a user against speed of a chip.")
+@plot_option("Draw speed of a user against speed of a chip.")
 @output_options
 def solve(target: str, form: str, out: str | None, plot: str | None, **asked: Any) -> None:
     """The largest batch, the cheapest chips, the rate or the length that holds: with margins."""
     options = _options(asked)
     with progress():
-        result = rt.solve(target, **options)
+        find = options["find"]
+        if find in _MESHES:
+            result = getattr(rt, _MESHES[find])(target, **_meshed(options))
+        else:
+            result = rt.solve(target, **options)
         if plot is not None:
             rt.plot_answer(result, plot)
     write_result(result, form, out)
@@ -113,6 +123,27 @@ def solve(target: str, form: str, out: str | None, plot: str | None, **asked: An
         say(f"\ndrawn to {plot}")
     if getattr(result, "rows", True) == ():
         raise click.exceptions.Exit(1)
+
+
+_MESHES = {"mesh": "best_mesh", "scaling": "scaling"}
+_FOR_SERVICE = ("ttft", "mix", "apart", "power", "chip")
+
+
+def _meshed(options: dict[str, Any]) -> dict[str, Any]:
+    """Options as `rt.best_mesh` and `rt.scaling` take them.  Raises RequestError for others."""
+    find = options.pop("find")
+    refused = (*_FOR_SERVICE, *(("over", "step", "tpot") if find == "scaling" else ()))
+    for name in refused:
+        value = options.pop(name)
+        if value:
+            reason = "name a --system" if name == "chip" else "leave it out"
+            raise RequestError(f"--{name} with --find {find}: it has no use for it; {reason}")
+    if options["system"] is None:
+        raise RequestError(f"--find {find}: name how chips are joined, as --system dgx-h100")
+    if find == "mesh" and options["chips"] is None:
+        raise RequestError("--find mesh: say how many chips, as --chips 64")
+    options["phase"] = options["phase"] or "training"
+    return options
 
 
 def _options(asked: dict[str, Any]) -> dict[str, Any]:
@@ -123,11 +154,19 @@ def _options(asked: dict[str, Any]) -> dict[str, Any]:
     changes = (asked.pop("tf32"), asked.pop("knobs"), asked.pop("rewrites"))
     executions = None
     if named_models is not None or changes != (False, TYPICAL, ()):
-        usual = "serving" if phase in (None, "prefill", "decode") else "efficient"
+        meshed = asked["find"] in ("mesh", "scaling")
+        serves = phase in ("prefill", "decode") or (phase is None and not meshed)
+        usual = "serving" if serves else "efficient"
         executions = load_executions(named_models or (usual,), *changes)
     chips, chip = asked.pop("chips"), asked.pop("chip")
     own = ("find", "tpot", "ttft", "step", "mix", "apart", "over", "kept_free")
     named = {name: asked.pop(name) for name in own}
+    if asked["system"] is not None and named["find"] not in _MESHES:
+        raise RequestError(f"--system {asked['system']}: it is for --find mesh and scaling; --chip")
+    if named["find"] in _MESHES:
+        named["system"] = asked.pop("system")
+    else:
+        del asked["system"]
     named |= {
         "execution": executions,
         "phase": phase,

@@ -14,6 +14,7 @@ from rooftrace.reporting.cli.options import (
     TARGET_HELP,
     chips_option,
     executions_option,
+    plot_option,
     pricing_options,
     workload_options,
 )
@@ -26,6 +27,7 @@ from rooftrace.reporting.cli.shared import (
     one_phase,
     pairs,
     progress,
+    setting,
     workload,
     write_result,
 )
@@ -72,7 +74,7 @@ keyword of the function that TARGET names, or a name in the shape of an --input.
     help="Write the table there: .parquet or .csv; for several TARGETs a folder.  A stopped sweep "
     "goes on with the same command.",
 )
-@click.option("--plot", metavar="FILE.png", help="Draw time over the first size.")
+@plot_option("Draw time over the first size.")
 @click.option(
     "--save-form", metavar="FILE", help="Write the form, to sweep it again without torch."
 )
@@ -87,7 +89,7 @@ keyword of the function that TARGET names, or a name in the shape of an --input.
 @click.option(
     "--format",
     "form",
-    type=click.Choice(["terminal", "md", "json", "csv"]),
+    type=click.Choice(["terminal", "md", "html", "json", "csv"]),
     default="terminal",
     show_default=True,
 )
@@ -143,7 +145,7 @@ def _options(asked: dict[str, Any]) -> dict[str, Any]:
     named = {
         "over": _over(asked.pop("over")),
         "vary": {name: _values(text) for name, text in vary},
-        "settings": {name: _value(text) for name, text in settings},
+        "settings": {name: setting(text) for name, text in settings},
         "chip": load_chips(asked.pop("chips")),
         "execution": executions,
         "phase": one_phase(asked.pop("phases")),
@@ -170,16 +172,7 @@ _SETTING = "NAME=VALUE, for example config.num_hidden_layers=8"
 
 
 def _values(text: str) -> list[Any]:
-    return [_value(part) for part in text.split(",") if part]
-
-
-def _value(text: str) -> Any:
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return {"true": True, "false": False}.get(text.lower(), text)
+    return [setting(part) for part in text.split(",") if part]
 
 
 def _fleet(targets: Sequence[str], asked: dict[str, Any], form: str, plot: str | None) -> None:

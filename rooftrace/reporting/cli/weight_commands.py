@@ -9,7 +9,7 @@ import click
 
 import rooftrace as rt
 from rooftrace.errors import RequestError
-from rooftrace.reporting.cli.options import TARGET_HELP, output_options
+from rooftrace.reporting.cli.options import TARGET_HELP, output_options, plot_option
 from rooftrace.reporting.cli.output import complain, say
 from rooftrace.reporting.cli.shared import progress, write_result
 
@@ -24,9 +24,7 @@ the index.json of a sharded one, or a folder with one."""
     is_flag=True,
     help="Read the values too: statistics and histograms.  Code is built with its weights.",
 )
-@click.option(
-    "--plot", metavar="FILE.png", help="Draw a histogram of each tensor; reads the values."
-)
+@plot_option("Draw a histogram of each tensor; reads the values.")
 @click.option(
     "--against", metavar="OTHER", help="Parameters of TARGET and of OTHER, module by module."
 )

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rooftrace.hardware.units import format_capacity, format_time, format_traffic
-from rooftrace.reporting.figures import style
+from rooftrace.reporting.figures import conditions, printing, style
+from rooftrace.reporting.figures.printing import SCREEN, Medium
 from rooftrace.reporting.sections import tally
 from rooftrace.reporting.view import words
 
@@ -22,8 +23,11 @@ if TYPE_CHECKING:
     from rooftrace.reporting.sections import Results
 
 MOST_PARTS = 9  # families with a colour of their own; the rest is one part
-LEFT, SPAN = 0.155, 0.69  # of the page: before the bars, and the longest bar
+NAMES, TOTALS = 1.86, 1.86  # inches before the longest bar and behind it, on a screen
+ROW, GROUP = 0.36, 0.5  # inches of a bar; bars between groups
 WAITING = "waiting for the host"
+EXCHANGES = "communication"
+LEAST_BESIDE = 0.005  # of t_est: what kernels overlap by before it is shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +64,7 @@ def byte_bars(report: Results) -> list[Bar]:
 
 
 def family_bars(report: Results) -> list[Bar]:
-    """Seconds of t_est by family, host waiting included."""
+    """Seconds by family, host waiting included; the mark ends a step whose kernels overlap."""
     ranking = _ranking(report)
     bars = []
     for phase, execution, estimate in report.of_first_chip():
@@ -72,7 +76,12 @@ def family_bars(report: Results) -> list[Bar]:
             parts["others"] = sum(seconds.values())
         if estimate.times.t_launch > 0:
             parts[WAITING] = estimate.times.t_launch
-        bars.append(Bar(phase, execution, parts, format_time(estimate.t_est)))
+        total, end = format_time(estimate.t_est), None
+        beside = sum(parts.values()) - estimate.t_est
+        if beside > LEAST_BESIDE * estimate.t_est:
+            parts |= {EXCHANGES: parts.pop(EXCHANGES, 0.0)}  # last: what runs beside the others
+            total, end = f"{total} + {format_time(beside)}", estimate.t_est
+        bars.append(Bar(phase, execution, parts, total, end))
     return bars
 
 
@@ -122,31 +131,43 @@ def _ranking(report: Results) -> list[str]:
 # -- figures -------------------------------------------------------------------------------------
 
 
-def byte_figure(report: Results) -> Figure:
+def byte_figure(report: Results, medium: Medium = SCREEN) -> Figure:
     """HBM bytes of every phase and execution by role, with the compulsory floor."""
     return _figure(
         f"HBM bytes of a step: {report.model.get('name') or 'model'}",
-        "by whose bytes they are; the longest bar of each phase is its own scale",
+        (
+            conditions.of_report(report),
+            "by whose bytes they are; the longest bar of each phase is its own scale",
+        ),
         [("", byte_bars(report), style.ROLES, format_traffic)],
         "compulsory floor",
+        medium,
     )
 
 
-def time_figure(report: Results) -> Figure:
+def time_figure(report: Results, medium: Medium = SCREEN) -> Figure:
     """Estimated time of every phase and execution, by family and by regime."""
     families = family_bars(report)
+    beside = any(bar.mark is not None for bar in families)
     names = [*_ranking(report), "others", WAITING]
-    tones = style.colours(names, {"others": "#c8c8c8", WAITING: "#5c5c5c"})
+    tones = style.colours(
+        names, {**style.FAMILIES, "others": "#c8c8c8", WAITING: style.REGIMES["launch"]}
+    )
     regimes = {words.LIMITS[name]: colour for name, colour in style.REGIMES.items()}
     return _figure(
         f"{_kind(report)} time of a step on {report.chips[0].title}: "
         f"{report.model.get('name') or 'model'}",
-        "kernels in turn, host included; the longest bar of each phase is its own scale",
+        (
+            conditions.of_report(report),
+            "kernels in turn, host included; the longest bar of each phase is its own scale"
+            + ("; a line ends the step: + is what runs beside the rest" if beside else ""),
+        ),
         [
             ("by family", families, tones, format_time),
             ("by what limits it", regime_bars(report), regimes, format_time),
         ],
         "",
+        medium,
     )
 
 
@@ -155,74 +176,119 @@ def _kind(report: Results) -> str:
     return {"expected": "Expected", "bound": "Least"}.get(word, "Expected or least")
 
 
-def peak_figure(report: Results) -> Figure:
+def peak_figure(report: Results, medium: Medium = SCREEN) -> Figure:
     """Peak memory of every phase beside the capacity of one chip."""
     chip = report.chips[0]
     return _figure(
         f"Peak memory of a step: {report.model.get('name') or 'model'}",
-        f"one {chip.title} holds {format_capacity(chip.memory_capacity.value)}",
+        (
+            conditions.of_report(report),
+            f"{report.main}; one {chip.title} holds {format_capacity(chip.memory_capacity.value)}",
+        ),
         [("", memory_bars(report), style.ROLES, format_capacity)],
         "capacity of one chip",
+        medium,
     )
 
 
 Panel = tuple[str, Sequence[Bar], Mapping[str, str], Callable[[float], str]]
 
 
-def _figure(title: str, subtitle: str, panels: Sequence[Panel], mark: str) -> Figure:
-    rows = [_rows(bars) for _, bars, _, _ in panels]
-    heights = [0.36 * count + 0.75 for count in rows]  # inches
-    total = 0.75 + sum(heights) + 0.15
-    figure = style.sheet(total, title, subtitle)
-    top = total - 0.75
-    for (name, bars, tones, wording), height, count in zip(panels, heights, rows, strict=True):
-        axes = figure.add_axes((LEFT, (top - height + 0.1) / total, SPAN, (height - 0.65) / total))
-        _draw(axes, bars, tones, wording, mark, count)
-        _legend(axes, name, bars, tones, mark)
-        top -= height
+def _figure(
+    title: str, subtitles: Sequence[str], panels: Sequence[Panel], mark: str, medium: Medium
+) -> Figure:
+    frames = [Frame.of(panel, mark, medium) for panel in panels]
+    body = sum(frame.height for frame in frames) + 0.15
+    figure, total = style.headed(medium, body, title, subtitles)
+    top = body
+    for panel, frame in zip(panels, frames, strict=True):
+        low = top - frame.height + 0.1
+        axes = figure.add_axes(
+            (
+                frame.left / medium.width,
+                low / total,
+                frame.span / medium.width,
+                frame.rows * ROW / total,
+            )
+        )
+        _draw(axes, panel, frame)
+        _legend(axes, panel, mark, frame)
+        top -= frame.height
     return figure
 
 
-def _rows(bars: Sequence[Bar]) -> float:
-    """Bars, and half a bar between groups."""
-    return len(bars) + 0.5 * (len({bar.group for bar in bars}) - 1)
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """The place of a panel in inches: before its bars, of its longest bar, of its keys.
+
+    stacked: the name of a group stands above its bars, where there is no room beside them.
+    """
+
+    left: float
+    span: float
+    rows: float
+    legend: float
+    room: float
+    stacked: bool
+    named: bool
+
+    @classmethod
+    def of(cls, panel: Panel, mark: str, medium: Medium) -> Frame:
+        """What the bars and keys of a panel take on a medium."""
+        name, bars, _, _ = panel
+        stacked = medium.is_narrow
+        left, right = NAMES, TOTALS
+        if stacked:
+            left = max(printing.width_of(b.name or b.group, 11, not b.name) for b in bars) + 0.3
+            right = max(printing.width_of(b.total, 10, bold=True) for b in bars) + 0.2
+        groups = len({bar.group for bar in bars})
+        gaps = groups * (1 if stacked and any(bar.name for bar in bars) else GROUP) - GROUP
+        room = medium.width - (2 * style.MARGIN if stacked else left + style.MARGIN)
+        legend = style.legend_height([*_keys(panel), *([mark] if mark else [])], room)
+        span = medium.width - left - right
+        return cls(left, span, len(bars) + gaps, legend, room, stacked, bool(name))
+
+    @property
+    def height(self) -> float:
+        """Inches of the bars, the keys above them and the room between."""
+        return self.rows * ROW + self.legend + (0.30 if self.stacked and not self.named else 0.50)
 
 
-def _draw(
-    axes: Axes,
-    bars: Sequence[Bar],
-    tones: Mapping[str, str],
-    wording: Callable[[float], str],
-    mark: str,
-    rows: float,
-) -> None:
+def _draw(axes: Axes, panel: Panel, frame: Frame) -> None:
+    _, bars, _, _ = panel
     scale: dict[str, float] = {}
     for bar in bars:
         reach = max(bar.length, bar.mark if _near(bar) and bar.mark else 0.0)
         scale[bar.group] = max(scale.get(bar.group, 0.0), reach)
-    y, group = 0.0, None
+    above = frame.stacked and any(bar.name for bar in bars)
+    y, group = -GROUP if above else 0.0, None
     for bar in bars:
-        if group is not None and bar.group != group:
-            y += 0.5
-        _bar(axes, bar, y, scale[bar.group] or 1.0, tones, wording, first=bar.group != group)
+        first = bar.group != group
+        if above and first:
+            y += 1
+            _group(axes, bar.group, y - 0.85, frame)
+        elif group is not None and first:
+            y += GROUP
+        _bar(axes, bar, y, scale[bar.group] or 1.0, panel, frame)
+        if first and not above:
+            _group(axes, bar.group, y, frame)
         group = bar.group
         y += 1
     axes.set_xlim(0, 1)
-    axes.set_ylim(rows - 0.4, -0.6)
+    axes.set_ylim(frame.rows - 0.5, -0.5)
     axes.axis("off")
 
 
-def _bar(
-    axes: Axes,
-    bar: Bar,
-    y: float,
-    scale: float,
-    tones: Mapping[str, str],
-    wording: Callable[[float], str],
-    *,
-    first: bool,
-) -> None:
-    """One bar with its parts, its mark, its total and its names at the left."""
+def _group(axes: Axes, name: str, y: float, frame: Frame) -> None:
+    axes.text(
+        (style.MARGIN - frame.left) / frame.span, y, name, fontsize=11, fontweight="bold",
+        va="center", color=style.INK, transform=axes.get_yaxis_transform(),
+    )  # fmt: skip
+
+
+def _bar(axes: Axes, bar: Bar, y: float, scale: float, panel: Panel, frame: Frame) -> None:
+    """One bar with its parts, its mark, its total and its name at the left."""
+    _, _, tones, wording = panel
     mark = bar.mark / scale if bar.mark is not None and _near(bar) else None
     left = 0.0
     for name, amount in bar.parts.items():
@@ -231,22 +297,21 @@ def _bar(
         axes.barh(y, width, left=left, height=0.74, color=colour, edgecolor="white", linewidth=0.8)
         start, room = _clear_part(left, left + width, mark)
         texts = (f"{name} {wording(amount)}", wording(amount), words.percent(amount / bar.length))
-        fitting = [text for text in texts if len(text) * 5.6 + 6 < room * SPAN * style.WIDTH * 72]
-        if fitting:  # in points
+        inches = room * frame.span - 0.08
+        fitting = [text for text in texts if printing.width_of(text, 9) < inches]
+        if fitting:
             middle, ink = start + room / 2, style.ink_on(colour)
             axes.text(middle, y, fitting[0], fontsize=9, ha="center", va="center", color=ink)
         left += width
     if mark is not None:
         line: dict[str, Any] = {"color": style.INK, "linewidth": 2.2, "solid_capstyle": "butt"}
         axes.plot([mark, mark], [y - 0.48, y + 0.48], clip_on=False, **line)
-    end = max(left, mark or 0.0) + 0.008
+    end = max(left, mark or 0.0) + 0.1 / frame.span
     strong: dict[str, Any] = {"fontweight": "bold", "va": "center", "color": style.INK}
     axes.text(end, y, bar.total, fontsize=10, **strong)
     at: dict[str, Any] = {"transform": axes.get_yaxis_transform()}
-    if first:
-        axes.text(-LEFT / SPAN + 0.018, y, bar.group, fontsize=11, **strong, **at)
     faint: dict[str, Any] = {"ha": "right", "va": "center", "color": style.FAINT}
-    axes.text(-0.008, y, bar.name, fontsize=10, **faint, **at)
+    axes.text(-0.07 / frame.span, y, bar.name, fontsize=10, **faint, **at)
 
 
 def _near(bar: Bar) -> bool:
@@ -261,37 +326,33 @@ def _clear_part(start: float, end: float, mark: float | None) -> tuple[float, fl
     return (start, mark - start) if mark - start > end - mark else (mark, end - mark)
 
 
-def _legend(
-    axes: Axes, name: str, bars: Sequence[Bar], tones: Mapping[str, str], mark: str
-) -> None:
+def _keys(panel: Panel) -> list[str]:
+    """Parts that any bar of a panel has."""
+    _, bars, tones, _ = panel
+    return [part for part in tones if any(part in bar.parts for bar in bars)]
+
+
+def _legend(axes: Axes, panel: Panel, mark: str, frame: Frame) -> None:
+    """Keys above the bars; the name of the panel at their left, or above them."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    used = [part for part in tones if any(part in bar.parts for bar in bars)]
-    handles: list[Patch | Line2D] = [Patch(color=tones[part], label=part) for part in used]
+    name, bars, tones, _ = panel
+    handles: list[Patch | Line2D] = [Patch(color=tones[p], label=p) for p in _keys(panel)]
     if mark and any(_near(bar) for bar in bars):
         handles.append(
             Line2D(
-                [],
-                [],
-                color=style.INK,
-                linewidth=2.2,
-                marker="|",
-                linestyle="",
-                markersize=12,
-                markeredgewidth=2.2,
-                label=mark,
+                [], [], color=style.INK, linewidth=2.2, marker="|", linestyle="", markersize=12,
+                markeredgewidth=2.2, label=mark,
             )
-        )
-    style.row_legend(axes, handles, (-0.01, 1.0), 0.2)
+        )  # fmt: skip
+    margin = (style.MARGIN - frame.left) / frame.span
+    up = 1 + (0.10 if frame.stacked else 0.02) / (frame.rows * ROW)
+    left = margin - 0.05 / frame.span if frame.stacked else -0.06 / frame.span
+    style.row_legend(axes, handles, (left, up), 0.2, frame.room)
     if name:
-        place = axes.get_position()
+        above = frame.legend + 0.16 if frame.stacked else 0.08
         axes.text(
-            0.012,
-            place.y1 + 0.006,
-            name,
-            fontsize=11,
-            color=style.INK,
-            va="bottom",
-            transform=axes.figure.transFigure,
-        )
+            margin, 1 + above / (frame.rows * ROW), name, fontsize=11, color=style.INK,
+            va="bottom", transform=axes.transAxes,
+        )  # fmt: skip

@@ -1,44 +1,63 @@
-"""Which figures a report has, and the names of their files."""
+"""Which figures a report has, the names of their files, and how they are written."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rooftrace._escapes import file_part
+from rooftrace.reporting.figures.printing import SCREEN, Medium, medium_of, save
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from rooftrace.reporting import rooflinesteps
     from rooftrace.reporting.sections import Results
 
 
-def figures(report: Results) -> Iterator[tuple[str, Callable[[], Figure]]]:
-    """(file name, how to draw it) in the order of the report."""
+def figures(report: Results, medium: Medium = SCREEN) -> Iterator[tuple[str, Callable[[], Figure]]]:
+    """(name of the file without its ending, how to draw it) in the order of the report."""
     from rooftrace.reporting.figures import breakdown, memoryplot, roofline
 
-    yield "roofline.png", lambda: roofline.roofline(report)
+    yield "roofline", lambda: roofline.roofline(report, medium)
     for phase in report.phases:
-        draw = partial(roofline.family_roofline, report, phase)
-        yield f"roofline-{file_part(phase)}.png", draw
-    yield "time.png", lambda: breakdown.time_figure(report)
-    yield "bytes.png", lambda: breakdown.byte_figure(report)
+        draw = partial(roofline.family_roofline, report, phase, medium)
+        yield f"roofline-{file_part(phase)}", draw
+    yield "time", lambda: breakdown.time_figure(report, medium)
+    yield "bytes", lambda: breakdown.byte_figure(report, medium)
     if report.memory:
-        yield "memory.png", lambda: breakdown.peak_figure(report)
+        yield "memory", lambda: breakdown.peak_figure(report, medium)
     for phase, need in report.memory.items():
         if need.timeline.moments:
-            draw = partial(memoryplot.memory_figure, report, phase)
-            yield f"memory-{file_part(phase)}.png", draw
+            draw = partial(memoryplot.memory_figure, report, phase, medium)
+            yield f"memory-{file_part(phase)}", draw
 
 
-def write_figures(report: Results, folder: Path) -> list[str]:
-    """Draw every figure into `folder`; the names of the files."""
-    from rooftrace.reporting.figures import style
+def write_figures(
+    report: Results, folder: Path, endings: Sequence[str] = ("png",), style: str = "screen"
+) -> list[str]:
+    """Draw every figure into `folder`, in each of these formats; the names of the files.
 
+    style: what it is printed on, one of `printing.MEDIA`.
+    """
+    medium = medium_of(style)
     names = []
-    for name, draw in figures(report):
-        style.save(draw(), folder / name)
-        names.append(name)
+    for name, draw in figures(report, medium):
+        figure = draw()
+        for ending in endings:
+            save(figure, folder / f"{name}.{ending}", medium)
+            names.append(f"{name}.{ending}")
     return names
+
+
+def draw_roofline(result: rooflinesteps.Rooflines, path: Path, style: str = "screen") -> None:
+    """Draw steps of several models on one roofline, in the format that the file ends in.
+
+    Raises RequestError for another ending or style.
+    """
+    from rooftrace.reporting.figures.manymodels import roofline_figure
+
+    medium = medium_of(style)
+    save(roofline_figure(result, medium), path, medium)

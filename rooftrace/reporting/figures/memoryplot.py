@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from rooftrace.costmodels.memory import Moment
 from rooftrace.hardware.units import format_capacity
-from rooftrace.reporting.figures import style
+from rooftrace.reporting.figures import conditions, printing, style
+from rooftrace.reporting.figures.printing import SCREEN, Medium
 from rooftrace.reporting.view import words
 
 if TYPE_CHECKING:
@@ -18,9 +20,9 @@ if TYPE_CHECKING:
     from rooftrace.reporting.sections import Results
 
 MOMENTS = 1200  # about as many as the figure has pixels for
-HEIGHT, TOP, BOTTOM = 5.2, 1.15, 0.62  # inches: the sheet, above and below the axes
-LEFT, SPAN = 0.085, 0.895  # of the page
-ROOMY = 0.07  # of the step: a part that its name fits above
+BODY, TOP, BOTTOM = 3.45, 0.30, 0.62  # inches: the axes, the room above and below them
+LEFT, RIGHT = 1.02, 0.24  # inches beside the axes
+SPIKE, LEAST_SPIKE = 0.006, 0.02  # of the step, and of the height: narrower and as high is marked
 PAPER: dict[str, Any] = {"facecolor": "white", "edgecolor": "none", "pad": 1.5}
 NAMES = {"saved": "saved for backward", "kv": "KV"}
 ORDER = (
@@ -37,48 +39,113 @@ ORDER = (
 """From the bottom up: what stays first, what comes and goes last."""
 
 
-def memory_figure(report: Results, phase: str) -> Figure:
+def memory_figure(report: Results, phase: str, medium: Medium = SCREEN) -> Figure:
     """Bytes alive by role over the ops of a phase."""
     need, chip = report.memory[phase], report.chips[0]
     name = report.model.get("name") or "model"
     fits = "fits" if need.fits(chip) else f"needs {words.plural(need.chips_needed(chip), 'chip')}"
-    figure = style.sheet(
-        HEIGHT,
-        f"Memory over a step of {phase}: {name}",
-        f"peak {format_capacity(need.peak)}; one {chip.title} holds "
-        f"{format_capacity(chip.memory_capacity.value)}: {fits}",
-    )
-    axes = figure.add_axes((LEFT, BOTTOM / HEIGHT, SPAN, 1 - (TOP + BOTTOM) / HEIGHT))
     moments = need.timeline.coarse(MOMENTS).moments
-    _areas(axes, moments)
+    labels = [label for _, label in _kinds(moments)]
+    room = medium.width - (2 * style.MARGIN if medium.is_narrow else LEFT + style.MARGIN)
+    above = style.legend_height(labels, room) + TOP
+    inches = BODY - (0.9 if medium.is_narrow else 0.0)
+    figure, height = style.headed(
+        medium,
+        above + inches + BOTTOM,
+        f"Memory over a step of {phase}: {name}",
+        (
+            conditions.of_phase(report, phase, report.main),
+            f"peak {format_capacity(need.peak)}; one {chip.title} holds "
+            f"{format_capacity(chip.memory_capacity.value)}: {fits}; keys: the most of each",
+        ),
+    )
+    axes = figure.add_axes(
+        (
+            LEFT / medium.width,
+            BOTTOM / height,
+            1 - (LEFT + RIGHT) / medium.width,
+            inches / height,
+        )
+    )
+    areas = _areas(axes, moments)
+    left = (style.MARGIN - LEFT if medium.is_narrow else 0.0) - 0.07
+    span = medium.width - LEFT - RIGHT
+    style.row_legend(axes, areas, (left / span, 1 + (TOP - 0.05) / inches), 0.0, room)
     _frame(axes, need, moments, float(chip.memory_capacity.value))
-    _parts(axes, need)
+    _parts(axes, need, span)
+    _spikes(axes, need, moments)
     _peak(axes, need, moments)
     return figure
 
 
-def _areas(axes: Axes, moments: Sequence[Moment]) -> None:
-    """One area above the other; kinds of which there never is any are left out."""
+def _kinds(moments: Sequence[Moment]) -> list[tuple[str, str]]:
+    """Kinds of which there ever are any, each with its key: "KV 0.4 GiB", the most of it."""
+    most = {kind: max(moment.by_kind[kind] for moment in moments) for kind in ORDER}
+    return [
+        (kind, f"{NAMES.get(kind, kind)} {format_capacity(size)}")
+        for kind, size in most.items()
+        if size
+    ]
+
+
+def _areas(axes: Axes, moments: Sequence[Moment]) -> Sequence[Any]:
+    """One area above the other."""
+    kinds = _kinds(moments)
     times = [moment.time for moment in moments]
     if len(times) == 1:
         times, moments = [times[0], times[0] + 1], [*moments, *moments]
     sizes = [moment.by_kind for moment in moments]
-    columns = {kind: [size[kind] for size in sizes] for kind in ORDER}
-    shown = [kind for kind in ORDER if any(columns[kind])]
-    areas = axes.stackplot(
+    return axes.stackplot(
         times,
-        [columns[kind] for kind in shown],
-        colors=[style.KINDS[kind] for kind in shown],
-        labels=[NAMES.get(kind, kind) for kind in shown],
+        [[size[kind] for size in sizes] for kind, _ in kinds],
+        colors=[style.KINDS[kind] for kind, _ in kinds],
+        labels=[label for _, label in kinds],
         linewidth=0,
     )
-    style.row_legend(axes, areas, (-0.006, 1.075), 0.0)
+
+
+def spikes(moments: Sequence[Moment], height: float) -> list[Moment]:
+    """Moments that stand out of what is alive just before and just after: thinner than a line."""
+    near = SPIKE * moments[-1].time
+    thin = []
+    for place, moment in enumerate(moments):
+        before = [m.total for m in _within(reversed(moments[:place]), moment, near)]
+        after = [m.total for m in _within(moments[place + 1 :], moment, near)]
+        if not before or not after or moment.total < max(*before, *after, max(before) + 1):
+            continue
+        if moment.total - max(min(before), min(after)) > LEAST_SPIKE * height:
+            thin.append(moment)
+    return thin
+
+
+def _within(moments: Iterable[Moment], middle: Moment, near: float) -> Iterator[Moment]:
+    return takewhile(lambda moment: abs(moment.time - middle.time) <= near, moments)
+
+
+def _spikes(axes: Axes, need: Memory, moments: Sequence[Moment]) -> None:
+    """A small mark above each spike, and the size beside the highest that is not the peak."""
+    peak = _fullest(moments)
+    rest = [spike for spike in spikes(moments, axes.get_ylim()[1]) if spike is not peak]
+    for spike in rest:
+        axes.annotate(
+            "\u25be", (spike.time, spike.total), xytext=(0, -1), textcoords="offset points",
+            fontsize=9, ha="center", va="bottom", color=style.FAINT,
+        )  # fmt: skip
+    far = [spike for spike in rest if abs(spike.time - peak.time) > 0.2 * moments[-1].time]
+    if far:
+        most = max(far, key=lambda spike: spike.total)
+        right = most.time > 0.75 * moments[-1].time
+        axes.annotate(
+            format_capacity(most.total), (most.time, most.total),
+            xytext=(-6 if right else 6, 4), textcoords="offset points", fontsize=9,
+            ha="right" if right else "left", va="bottom", color=style.FAINT,
+        )  # fmt: skip
 
 
 def _frame(axes: Axes, need: Memory, moments: Sequence[Moment], capacity: float) -> None:
     """Limits and ticks; the capacity as a line where it is near enough not to squeeze the rest."""
     near = capacity <= 2 * need.peak
-    top = 1.12 * max(need.peak, capacity if near else 0.0)
+    top = 1.15 * max(need.peak, capacity if near else 0.0)
     axes.set_xlim(0, max(1, moments[-1].time))
     axes.set_ylim(0, top)
     style.plain_axes(axes)
@@ -118,37 +185,45 @@ def _nice(step: float) -> float:
     return unit
 
 
-def _parts(axes: Axes, need: Memory) -> None:
+def _parts(axes: Axes, need: Memory, span: float) -> None:
     """Lines between forward, backward and optimizer, and their names where there is room."""
     parts = need.timeline.parts()
     end = parts[-1][2] if parts else 0
+    taken = 0.0  # inches from the left, by names
     for name, start, stop in parts if len(parts) > 1 else []:
         if start:
             axes.axvline(start, color=style.INK, linewidth=0.9, linestyle=(0, (2, 2)))
-        roomy, last = stop - start > ROOMY * end, stop == end
-        if roomy or last:
-            axes.annotate(
-                name,
-                ((start + stop) / 2 if roomy else stop, 1),
-                xycoords=("data", "axes fraction"),
-                xytext=(0, 3),
-                textcoords="offset points",
-                fontsize=10,
-                ha="center" if roomy else "right",
-                va="bottom",
-                color=style.FAINT,
-            )
+        wide, inches = printing.width_of(name, 10), span / end
+        roomy = (stop - start) * inches > wide + 0.1
+        left = (start + stop) / 2 * inches - wide / 2 if roomy else stop * inches - wide
+        if not roomy and (stop != end or left < taken + 0.1):
+            continue
+        taken = left + wide
+        axes.annotate(
+            name,
+            ((start + stop) / 2 if roomy else stop, 1),
+            xycoords=("data", "axes fraction"),
+            xytext=(0, 3),
+            textcoords="offset points",
+            fontsize=10,
+            ha="center" if roomy else "right",
+            va="bottom",
+            color=style.FAINT,
+        )
 
 
 def _peak(axes: Axes, need: Memory, moments: Sequence[Moment]) -> None:
     """A mark at the fullest moment, its size beside it."""
     most = _fullest(moments)
     right = most.time > 0.75 * moments[-1].time
-    axes.plot([most.time], [most.total], marker="v", color=style.INK, markersize=8, clip_on=False)
+    axes.annotate(  # its tip is at the peak, so that a thin one stays in sight below it
+        "\u25bc", (most.time, most.total), xytext=(0, -1), textcoords="offset points",
+        fontsize=10, ha="center", va="bottom", color=style.INK,
+    )  # fmt: skip
     axes.annotate(
         f"peak {format_capacity(need.peak)}",
         (most.time, most.total),
-        xytext=(-9 if right else 9, 3),
+        xytext=(-9 if right else 9, 1),
         textcoords="offset points",
         fontsize=10,
         fontweight="bold",

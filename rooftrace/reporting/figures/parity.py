@@ -143,9 +143,9 @@ def parity_figure(
     axes.set_ylim(low, high)
     style.plain_axes(axes)
     axes.grid(True, which="major", color=style.GRID, linewidth=0.8)
-    axes.tick_params(which="minor", length=0)
+    axes.tick_params(which="minor", length=2.5, color=style.GREY)
     for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_formatter(lambda value, _: format_time(value))
+        style.log_ticks(axis, style.bare_words(format_time))
     axes.set_xlabel("predicted", fontsize=11, color=style.INK)
     axes.set_ylabel("measured", fontsize=11, color=style.INK)
     _lines(axes, low, high)
@@ -261,11 +261,12 @@ def _names(
     renderer = figure.canvas.get_renderer()  # type: ignore[attr-defined]
     halo = [withStroke(linewidth=2.5, foreground="white", alpha=0.85)]
     frame, to_pixels = axes.get_window_extent(), axes.transData.transform
+    to_sheet = figure.transFigure.inverted()
     labels, texts = [], []
     for point in off[:LABELLED]:
         factor = point.measured / point.predicted
         text = figure.text(
-            0, 0, f"{point.label}  {factor:.2g}x", fontsize=9, transform=None, zorder=7,
+            0, 0, f"{point.label}  {factor:.2g}x", fontsize=9, zorder=7,
             color=style.ink_of(tones.get(point.group, style.GREY)), va="bottom", ha="left",
             path_effects=halo,
         )  # fmt: skip
@@ -286,12 +287,14 @@ def _names(
     ]
     boxes = place(labels, inside, points=marks[:150], line=diagonal)
     for text, label, box in zip(texts, labels, boxes, strict=True):
-        text.set_position((box.x0 + 2, box.y0 + 1))
+        x, y = to_sheet.transform((box.x0 + 2, box.y0 + 1))
+        text.set_position((float(x), float(y)))
         x, y = box.nearest(label.x, label.y)
         if math.hypot(x - label.x, y - label.y) > 16:
+            ends = to_sheet.transform([(label.x, label.y), (x, y)])
             figure.add_artist(
                 Line2D(
-                    [label.x, x], [label.y, y], transform=None, color=text.get_color(),
-                    linewidth=0.9, alpha=0.8, zorder=4,
+                    ends[:, 0], ends[:, 1], color=text.get_color(), linewidth=0.9, alpha=0.8,
+                    zorder=4,
                 )
             )  # fmt: skip

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from rooftrace.costmodels.costs import MATRIX
 from rooftrace.costmodels.estimating import Estimate
 from rooftrace.costmodels.kernels import engines
 from rooftrace.hardware.units import format_share, format_time
-from rooftrace.reporting.figures import style
-from rooftrace.reporting.figures.roofplot import Point, Roof, draw
+from rooftrace.reporting.figures import conditions, style
+from rooftrace.reporting.figures.printing import SCREEN, Medium
+from rooftrace.reporting.figures.roofplot import Point, Roof, Words, draw
 from rooftrace.reporting.sections import tally
 from rooftrace.reporting.view import words
 
@@ -25,12 +27,26 @@ SHAPES = {"o": "circle", "s": "square", "D": "diamond", "^": "triangle", "v": "w
 
 def roofs(report: Results) -> list[Roof]:
     """The roof of every chip, with the ceilings of the rates that any phase uses."""
+    return roofs_of(
+        {
+            chip.name: [
+                report.estimate(phase, execution, chip.name)
+                for phase in report.phases
+                for execution in report.executions
+            ]
+            for chip in report.chips
+        }
+    )
+
+
+def roofs_of(estimates: Mapping[str, Sequence[Estimate]]) -> list[Roof]:
+    """The roof of the chip of each group of estimates, with the ceilings of the rates they use."""
     result = []
-    for position, chip in enumerate(report.chips):
+    for position, some in enumerate(estimates.values()):
+        chip = some[0].chip
         used: dict[str, float] = {}
-        for phase in report.phases:
-            for execution in report.executions:
-                used.update(_rates(report.estimate(phase, execution, chip.name)))
+        for estimate in some:
+            used.update(_rates(estimate))
         if not used:  # nothing was computed
             used = {f"{peak.engine} {peak.precision}": peak.rate.value for peak in chip.peaks}
         ceilings = tuple(sorted(used.items(), key=lambda entry: (-entry[1], entry[0])))
@@ -91,7 +107,7 @@ def family_points(report: Results, phase: str) -> tuple[list[Point], str]:
     The text names the families that have no point since they compute nothing.
     """
     names = [entry.key for entry in tally(report.estimate(phase).rows, lambda row: row.family)]
-    tones = style.colours(names)
+    tones = style.colours(names, style.FAMILIES)
     points, idle = [], []
     for execution in _shown(report, 1):
         estimate = report.estimate(phase, execution)
@@ -123,7 +139,7 @@ def _markers(report: Results) -> list[str]:
     return [style.MARKERS[i % len(style.MARKERS)] for i in range(len(report.chips))]
 
 
-def roofline(report: Results) -> Figure:
+def roofline(report: Results, medium: Medium = SCREEN) -> Figure:
     """The roofline of every phase and execution on every chip."""
     first = report.estimate(report.phases[0])
     shapes = [
@@ -131,26 +147,22 @@ def roofline(report: Results) -> Figure:
         for marker, chip in zip(_markers(report), report.chips, strict=True)
     ]
     legend = [_legend_words(report, _others(report)), *(shapes if len(shapes) > 1 else [])]
-    return draw(
-        roofs(report),
-        phase_points(report),
-        title=f"Roofline: {words.model_words(report.model, first.graph.workload)}",
-        subtitle=", ".join(legend),
-    )
+    title = f"Roofline: {words.model_words(report.model, first.graph.workload)}"
+    subtitles = (conditions.of_report(report), ", ".join(legend))
+    return draw(roofs(report), phase_points(report), Words(title, subtitles), medium)
 
 
-def family_roofline(report: Results, phase: str) -> Figure:
+def family_roofline(report: Results, phase: str, medium: Medium = SCREEN) -> Figure:
     """The roofline of the families of one phase on the first chip."""
     points, idle = family_points(report, phase)
     estimate = report.estimate(phase)
-    return draw(
-        roofs(report)[:1],
-        points,
-        title=f"{phase.capitalize()} by family on {estimate.chip.title}",
-        subtitle=f"{_legend_words(report, 1)}; area is the share of "
+    subtitles = (
+        conditions.of_phase(report, phase),
+        f"{_legend_words(report, 1)}; area is the share of "
         f"{words.time_word([estimate])} {format_time(estimate.t_est)}",
-        footer=idle,
     )
+    title = f"{phase.capitalize()} by family: {report.model.get('name') or 'model'}"
+    return draw(roofs(report)[:1], points, Words(title, subtitles, idle), medium)
 
 
 def _others(report: Results) -> int:

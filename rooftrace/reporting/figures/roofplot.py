@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from rooftrace.hardware import Chip
 from rooftrace.hardware.units import format_flop_rate, format_intensity
-from rooftrace.reporting.figures import style
+from rooftrace.reporting.figures import printing, style
 from rooftrace.reporting.figures.labels import Box, Label, place
-from rooftrace.reporting.view import words
+from rooftrace.reporting.figures.printing import SCREEN, Medium
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -47,7 +47,11 @@ class Roof:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """FLOP/byte, FLOP/s, what it is, and how it is drawn; size is the marker's in points."""
+    """FLOP/byte, FLOP/s, what it is, and how it is drawn; size is the marker's in points.
+
+    line: points of one line are joined in their order; "" is none.  caps: further limits of its
+    own, as a colour and FLOP/s.
+    """
 
     x: float
     y: float
@@ -56,19 +60,44 @@ class Point:
     marker: str = "o"
     filled: bool = True
     size: float = 9.0
+    line: str = ""
+    caps: tuple[tuple[str, float], ...] = ()
+
+    @property
+    def across(self) -> float:
+        """Points from edge to edge: a ring is wider than the disc that may lie on it."""
+        return self.size if self.filled else self.size + 4
+
+
+@dataclass(frozen=True, slots=True)
+class Words:
+    """What stands above and below a roofline."""
+
+    title: str
+    subtitles: tuple[str, ...] = ()
+    footer: str = ""
+
+
+LEFT, RIGHT, BOTTOM, TOP = 1.05, 0.29, 0.74, 0.28  # inches beside the axes
 
 
 def draw(
-    chips: Sequence[Roof],
-    points: Sequence[Point],
-    *,
-    title: str,
-    subtitle: str = "",
-    footer: str = "",
+    chips: Sequence[Roof], points: Sequence[Point], words: Words, medium: Medium = SCREEN
 ) -> Figure:
-    """Roofs and points on log-log axes, every label clear of the others."""
-    figure = style.sheet(7.4, title, subtitle)
-    axes = figure.add_axes((0.088, 0.100, 0.888, 0.765))
+    """Roofs and points on log-log axes, every label clear of the others, no mark hidden."""
+    brief = medium.is_narrow
+    below = printing.wrapped(words.footer, 9, medium.width - 2 * style.MARGIN)
+    body = (4.3 if brief else 0.38 * medium.width + 2.1) + 0.17 * len(below)
+    figure, height = style.headed(medium, body, words.title, words.subtitles)
+    bottom = BOTTOM + 0.17 * len(below)
+    axes = figure.add_axes(
+        (
+            LEFT / medium.width,
+            bottom / height,
+            1 - (LEFT + RIGHT) / medium.width,
+            (body - bottom - TOP) / height,
+        )
+    )
     axes.set_xscale("log")
     axes.set_yscale("log")
     left, right, low, high = _limits(chips, points)
@@ -76,55 +105,93 @@ def draw(
     axes.set_ylim(low, high)
     style.plain_axes(axes)
     axes.grid(True, which="major", color=style.GRID, linewidth=0.8)
-    axes.minorticks_off()
+    axes.tick_params(which="minor", length=2.5, color=style.GREY)
     axes.set_xlabel("arithmetic intensity  [FLOP / HBM byte]", fontsize=11, color=style.INK)
     axes.set_title(
         "FLOP per second of the time of the step", fontsize=11, color=style.INK, loc="left", pad=8
     )
-    axes.xaxis.set_major_formatter(
-        lambda value, _: words.bare(format_intensity(value), " FLOP/byte")
-    )
-    axes.yaxis.set_major_formatter(lambda value, _: _tick(value))
+    style.log_ticks(axes.xaxis)
+    style.log_ticks(axes.yaxis, style.bare_words(format_flop_rate))
     _shade(axes, chips[0], left, right, low)
     for roof in reversed(chips):
         _draw_roof(axes, roof, left, right, main=roof is chips[0])
-    for point in points:
-        axes.plot(
-            [point.x] * 2,
-            [point.y, max(point.y, _roof_over(chips, point))],
-            color=point.colour,
-            linewidth=0.8,
-            linestyle=(0, (1, 3)),
-            zorder=2,
-        )
-        # A ring is wider than the disc that may lie on it, so that both are seen.
-        axes.plot(
-            point.x,
-            point.y,
-            marker=point.marker,
-            linestyle="",
-            zorder=6 if point.filled else 5,
-            markersize=point.size + (0 if point.filled else 4),
-            markerfacecolor=point.colour if point.filled else "white",
-            markeredgewidth=1.6,
-            markeredgecolor="white" if point.filled else point.colour,
-        )
-    if footer:
-        figure.text(0.088, 0.012, footer, fontsize=9, color=style.FAINT)
-    _write(figure, axes, chips, points, right)
+    _draw_lines(axes, points)
+    points = apart(points, axes)
+    for rank, point in enumerate(points):
+        _draw_point(axes, chips, point, 6 - rank / (len(points) + 1))
+    for place_, line in enumerate(reversed(below)):
+        y = (0.10 + 0.17 * place_) / height
+        figure.text(style.MARGIN / medium.width, y, line, fontsize=9, color=style.FAINT)
+    _write(figure, axes, chips, points, right, brief=brief)
     return figure
+
+
+RIM = 2.5  # points of a mark that stay in sight beside one that lies on it
+
+
+def apart(points: Sequence[Point], axes: Axes) -> list[Point]:
+    """The points from the top one down; one that another would hide is drawn as a ring around it.
+
+    The smaller of two lies above, so both are seen unless they are nearly equal.
+    """
+    seen: list[tuple[float, float, Point]] = []
+    for point in sorted(points, key=lambda p: (p.across, p.x, p.y, p.label)):
+        x, y = (
+            float(value) * 72 / style.DPI for value in axes.transData.transform((point.x, point.y))
+        )
+        size = point.size
+        for over_x, over_y, over in seen:
+            distance = math.hypot(x - over_x, y - over_y)
+            rim = (size + point.across - point.size - over.across) / 2 + distance
+            if rim < RIM:
+                size += 2 * (RIM - rim)
+        seen.append((x, y, replace(point, size=size)))
+    return [point for _, _, point in seen]
+
+
+def _draw_lines(axes: Axes, points: Sequence[Point]) -> None:
+    """Points of one line joined in their order; the further limits of each as short marks."""
+    for line in dict.fromkeys(point.line for point in points if point.line):
+        some = [point for point in points if point.line == line]
+        axes.plot(
+            [point.x for point in some], [point.y for point in some], color=some[0].colour,
+            linewidth=1.2, zorder=3,
+        )  # fmt: skip
+    for point in points:
+        for colour, rate in point.caps:
+            axes.plot(
+                point.x, rate, marker="_", markersize=13, markeredgewidth=2.2, color=colour,
+                linestyle="", zorder=4,
+            )  # fmt: skip
+
+
+def _draw_point(axes: Axes, chips: Sequence[Roof], point: Point, order: float) -> None:
+    """A mark, and a dotted line up to its roof."""
+    axes.plot(
+        [point.x] * 2,
+        [point.y, max(point.y, _roof_over(chips, point))],
+        color=point.colour,
+        linewidth=0.8,
+        linestyle=(0, (1, 3)),
+        zorder=2,
+    )
+    axes.plot(
+        point.x,
+        point.y,
+        marker=point.marker,
+        linestyle="",
+        zorder=order,
+        markersize=point.across,
+        markerfacecolor=point.colour if point.filled else "white",
+        markeredgewidth=1.6 if not point.filled else 1.0,
+        markeredgecolor="white" if point.filled else point.colour,
+    )
 
 
 def _roof_over(chips: Sequence[Roof], point: Point) -> float:
     """The lowest roof that is still above the point: its own chip's, or a close one."""
     heights = [roof.at(point.x) for roof in chips]
     return min((height for height in heights if height >= point.y * 0.999), default=point.y)
-
-
-def _tick(rate: float) -> str:
-    text = format_flop_rate(rate)
-    number, _, unit = text.partition(" ")
-    return f"{float(number):g} {unit}"
 
 
 def _limits(chips: Sequence[Roof], points: Sequence[Point]) -> tuple[float, float, float, float]:
@@ -135,6 +202,7 @@ def _limits(chips: Sequence[Roof], points: Sequence[Point]) -> tuple[float, floa
     right = max(xs) * max(10.0, (max(xs) / left) ** 0.36)
     bottoms = [
         *(point.y for point in points),
+        *(rate for point in points for _, rate in point.caps),
         *(rate for roof in chips for _, rate in roof.ceilings),
     ]
     low = min(min(bottoms) / 6, max(roof.top for roof in chips) / DECADE**3)
@@ -199,51 +267,65 @@ class _Note:
     leader: bool = False
 
 
-def _notes(chips: Sequence[Roof], points: Sequence[Point], right: float, low: float) -> list[_Note]:
-    """Every text: of points, of ceilings at their right end, of ridges and of the two regions."""
+def _notes(
+    chips: Sequence[Roof], points: Sequence[Point], right: float, low: float, *, brief: bool
+) -> list[_Note]:
+    """Every text: of points, of ceilings at their right end, of ridges and of the two regions.
+
+    brief: of points the first word, since fill and shape say the rest; no regions.
+    """
     notes = [
         _Note(
             point.x,
             point.y,
-            point.label,
+            point.label.partition("\n")[0].partition(",")[0] if brief else point.label,
             style.ink_of(point.colour),
             9.5,
             "bold" if point.filled else "normal",
             leader=True,
         )
         for point in sorted(points, key=lambda p: (p.x, -p.y, p.label))
+        if point.label
     ]
     for roof in chips:
         for name, rate in roof.ceilings:
-            text = f"{roof.chip.name} {name}  {format_flop_rate(rate)}"
+            text = f"{name}  {format_flop_rate(rate)}"
+            text = text if brief and len(chips) == 1 else f"{roof.chip.name} {text}"
             notes.append(_Note(right, rate, text, roof.colour, 9, slide=SLIDE, first=True))
             if name.startswith("matrix") or rate == roof.top:
                 ridge = rate / roof.bandwidth
-                text = f"ridge {format_intensity(ridge)}"
-                notes.append(_Note(ridge, rate, text, roof.colour, 8.5, first=True, leader=True))
+                text = format_intensity(ridge) if brief else f"ridge {format_intensity(ridge)}"
+                notes.append(_Note(ridge, rate, text, roof.colour, 9, first=True, leader=True))
     ridge = chips[0].top / chips[0].bandwidth
     where = f" on {chips[0].chip.name}" if len(chips) > 1 else ""
-    for x, text in ((ridge, "memory-bound"), (right, "compute-bound")):
+    regions = () if brief else ((ridge, "memory-bound"), (right, "compute-bound"))
+    for x, text in regions:
         notes.append(_Note(x, low, f"{text}{where}  ", style.FAINT, 9.5, slide=SLIDE, first=True))
     return notes
 
 
 def _write(
-    figure: Figure, axes: Axes, chips: Sequence[Roof], points: Sequence[Point], right: float
+    figure: Figure,
+    axes: Axes,
+    chips: Sequence[Roof],
+    points: Sequence[Point],
+    right: float,
+    *,
+    brief: bool,
 ) -> None:
     """Place every text of the plot clear of the others, of the points and of the roofs."""
     from matplotlib.patheffects import withStroke
 
     halo = [withStroke(linewidth=2.5, foreground="white", alpha=0.85)]
     frame = _box(axes.get_window_extent())
-    to_pixels = axes.transData.transform
+    to_pixels, to_sheet = axes.transData.transform, figure.transFigure.inverted()
     renderer = figure.canvas.get_renderer()  # type: ignore[attr-defined]
-    notes = _notes(chips, points, right, axes.get_ylim()[0])
+    notes = _notes(chips, points, right, axes.get_ylim()[0], brief=brief)
     texts, labels = [], []
     for note in notes:
         text = figure.text(
             0, 0, note.text, fontsize=note.size, color=note.colour, fontweight=note.weight,
-            transform=None, zorder=7, linespacing=1.15, va="bottom", ha="left",
+            zorder=7, linespacing=1.15, va="bottom", ha="left",
             path_effects=halo,
         )  # fmt: skip
         extent = style.extent(text, renderer)
@@ -255,12 +337,13 @@ def _write(
     marks = []
     for point in points:
         x, y = to_pixels((point.x, point.y))
-        marks.append(_around(x, y, (0.5 * point.size + 3) * style.DPI / 72))
-    line = [spot for roof in chips for spot in _trace(axes, roof)]
+        marks.append(_around(x, y, (0.5 * point.across + 2) * style.DPI / 72))
+    line = [spot for chain in _chains(axes, chips, points) for spot in _trace(axes, chain)]
     inside = Box(frame.x0 + 4, frame.y0 + 4, frame.x1 - 4, frame.y1 - 4)
     boxes = place(labels, inside, points=marks, line=line)
     for note, text, label, box in zip(notes, texts, labels, boxes, strict=True):
-        text.set_position((box.x0 + 2, box.y0 + 1))
+        x, y = to_sheet.transform((box.x0 + 2, box.y0 + 1))
+        text.set_position((float(x), float(y)))
         if note.leader:
             _leader(figure, marks, label, box, note.colour)
 
@@ -276,11 +359,12 @@ def _leader(figure: Figure, marks: Sequence[Box], label: Label, box: Box, colour
     if length < radius + 10:
         return
     start = radius / length * 0.8
+    begin = (label.x + (x - label.x) * start, label.y + (y - label.y) * start)
+    ends = figure.transFigure.inverted().transform([begin, (x, y)])
     figure.add_artist(
         Line2D(
-            [label.x + (x - label.x) * start, x],
-            [label.y + (y - label.y) * start, y],
-            transform=None,
+            ends[:, 0],
+            ends[:, 1],
             color=colour,
             linewidth=0.9,
             alpha=0.8,
@@ -289,21 +373,29 @@ def _leader(figure: Figure, marks: Sequence[Box], label: Label, box: Box, colour
     )
 
 
-def _trace(axes: Axes, roof: Roof) -> list[tuple[float, float]]:
-    """The roof as pixels a few apart, for labels to keep off."""
+Chain = Sequence[tuple[float, float]]
+"""Corners of a line that is drawn, in data."""
+
+
+def _chains(axes: Axes, chips: Sequence[Roof], points: Sequence[Point]) -> Iterator[Chain]:
+    """Every line for labels to keep off: roofs, ceilings, and points that are joined."""
     left, right = axes.get_xlim()
-    ridge = roof.top / roof.bandwidth
-    corners = [[(left, roof.bandwidth * left), (ridge, roof.top), (right, roof.top)]]
-    corners += [[(rate / roof.bandwidth, rate), (right, rate)] for _, rate in roof.ceilings[1:]]
-    spots: list[tuple[float, float]] = []
-    for chain in corners:
-        pixels = [tuple(axes.transData.transform(corner)) for corner in chain]
-        for (x0, y0), (x1, y1) in itertools.pairwise(pixels):
-            steps = max(1, int(max(abs(x1 - x0), abs(y1 - y0)) / 8))
-            spots += [
-                (x0 + (x1 - x0) * i / steps, y0 + (y1 - y0) * i / steps) for i in range(steps + 1)
-            ]
-    return spots
+    for roof in chips:
+        ridge = roof.top / roof.bandwidth
+        yield [(left, roof.bandwidth * left), (ridge, roof.top), (right, roof.top)]
+        for _, rate in roof.ceilings[1:]:
+            yield [(rate / roof.bandwidth, rate), (right, rate)]
+    for line in dict.fromkeys(point.line for point in points if point.line):
+        yield sorted((point.x, point.y) for point in points if point.line == line)
+
+
+def _trace(axes: Axes, chain: Chain) -> Iterator[tuple[float, float]]:
+    """Pixels of a line, a few apart."""
+    pixels = [tuple(axes.transData.transform(corner)) for corner in chain]
+    for (x0, y0), (x1, y1) in itertools.pairwise(pixels):
+        steps = max(1, int(max(abs(x1 - x0), abs(y1 - y0)) / 8))
+        for i in range(steps + 1):
+            yield x0 + (x1 - x0) * i / steps, y0 + (y1 - y0) * i / steps
 
 
 def _around(x: float, y: float, half: float) -> Box:

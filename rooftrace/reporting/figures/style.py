@@ -1,54 +1,43 @@
 """Colours, sizes and the blank sheet that every figure shares.  Knows no numbers.
 
-Colours are from Okabe and Ito's palette, which stays distinct for colour-blind readers.  Figures
-are made with matplotlib's objects alone: nothing global is set, nothing needs a display.
+Colours that mean something are those of `figures.palette`, the same on every output.  Figures are
+made with matplotlib's objects alone: nothing global stays set, nothing needs a display.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rooftrace._escapes import visible
+from rooftrace.reporting.figures import palette, printing
+from rooftrace.reporting.figures.printing import SCREEN, Medium
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import XAxis, YAxis
     from matplotlib.figure import Figure
     from matplotlib.text import Text
     from matplotlib.transforms import Bbox
 
-DPI = 150
-WIDTH = 12.0  # inches: 1800 pixels, and 10 points stay legible when shown 1200 wide
+DPI = 150  # of the canvas that labels are placed on
+MARGIN = 0.144  # inches left and right of a title
+save, medium_of = printing.save, printing.medium_of
 INK, FAINT, GRID = "#222222", "#6b6b6b", "#e3e3e3"
-BLUE, ORANGE, GREEN, PINK = "#0072B2", "#E69F00", "#009E73", "#CC79A7"
-RED, SKY, YELLOW, GREY = "#D55E00", "#56B4E9", "#F0E442", "#999999"
+BLUE, ORANGE, GREEN, PINK, GREY = (
+    palette.BLUE,
+    palette.ORANGE,
+    palette.GREEN,
+    palette.PINK,
+    palette.GREY,
+)
+RED, SKY, YELLOW = "#D55E00", "#56B4E9", "#F0E442"
 
-PHASES: Mapping[str, str] = {
-    "training": RED,
-    "prefill": BLUE,
-    "decode": GREEN,
-    "forward": "#7B4F9E",
-}
-ROLES: Mapping[str, str] = {
-    "weights": BLUE,
-    "activations": ORANGE,
-    "kv": GREEN,
-    "gradients": PINK,
-    "optimizer": RED,
-    "temporary": SKY,
-    "constants": GREY,
-}
-KINDS: Mapping[str, str] = {
-    **ROLES,
-    "saved": "#C98500",
-    "activations": "#F3C04D",
-    "optimizer temporaries": "#E8A0A0",
-}
-"""Roles, with what is saved for backward and what an optimizer drops apart."""
-REGIMES: Mapping[str, str] = {"compute": GREEN, "hbm": BLUE, "network": PINK, "launch": ORANGE}
+PHASES = palette.PHASES
+ROLES, KINDS, REGIMES, FAMILIES = palette.ROLES, palette.KINDS, palette.LIMITS, palette.FAMILIES
+on_dark = palette.on_dark
 MANY = (BLUE, ORANGE, GREEN, RED, SKY, PINK, "#7B4F9E", YELLOW, "#8C6D31", "#117733", GREY)
-CHIPS = (INK, "#8A6FB0", "#7A8B99", "#B08968", "#5B8E7D")
+CHIPS = (INK, "#7A8B99", "#A57C52", "#5B8E7D", "#8A6FB0")
 MARKERS = ("o", "s", "D", "^", "v", "P")
 
 
@@ -77,17 +66,50 @@ def ink_of(colour: str) -> str:
 
 
 def sheet(height: float, title: str, subtitle: str = "") -> Figure:
-    """A blank figure with its title at the top left."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(WIDTH, height), dpi=DPI, facecolor="white")
-    FigureCanvasAgg(figure)
+    """A blank figure for a screen, with its title at the top left: one line, and one below it."""
+    figure = _blank(SCREEN, height)
     figure.text(
         0.012, 1 - 0.20 / height, title, fontsize=14, fontweight="bold", color=INK, va="top"
     )
     if subtitle:
         figure.text(0.012, 1 - 0.50 / height, subtitle, fontsize=10, color=FAINT, va="top")
+    return figure
+
+
+def headed(
+    medium: Medium, body: float, title: str, subtitles: Sequence[str] = ()
+) -> tuple[Figure, float]:
+    """A blank figure with its title at the top left, and so many inches free below it.
+
+    Texts take as many lines as they need; each subtitle begins a new one.  Returns the figure and
+    the height of all of it.
+    """
+    room = medium.width - 2 * MARGIN
+    heads = printing.wrapped(title, medium.title, room, bold=True)
+    below = [line for text in subtitles for line in printing.wrapped(text, 10, room)]
+    step = 0.30 * medium.title / 14
+    top = 0.20 * medium.title / 14
+    height = body + top + step * len(heads) + 0.17 * len(below) + 0.08
+    figure = _blank(medium, height)
+    left = MARGIN / medium.width
+    for line in heads:
+        figure.text(
+            left, 1 - top / height, line, fontsize=medium.title, fontweight="bold", color=INK,
+            va="top",
+        )  # fmt: skip
+        top += step
+    for line in below:
+        figure.text(left, 1 - top / height, line, fontsize=10, color=FAINT, va="top")
+        top += 0.17
+    return figure, height
+
+
+def _blank(medium: Medium, height: float) -> Figure:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(medium.width, height), dpi=DPI, facecolor="white")
+    FigureCanvasAgg(figure)
     return figure
 
 
@@ -101,51 +123,95 @@ def plain_axes(axes: Axes) -> None:
     axes.set_axisbelow(True)
 
 
-def row_legend(axes: Axes, handles: Sequence[Any], at: tuple[float, float], pad: float) -> None:
-    """One line of keys whose lower left corner is at this place of the axes."""
+def log_ticks(axis: XAxis | YAxis, wording: Callable[[float], str] | None = None) -> None:
+    """Name each decade in view once, and mark 2 to 9 between; of few decades 1, 2 and 5 too.
+
+    Call it after the limits are set.  wording: a value in words; default `decade_words`.
+    """
+    from matplotlib import ticker
+
+    low, high = sorted(map(float, axis.get_view_interval()))
+    first, last = math.ceil(math.log10(low) - 1e-9), math.floor(math.log10(high) + 1e-9)
+    size = axis.axes.get_window_extent()
+    long, each = (size.width, 95) if axis.axis_name == "x" else (size.height, 30)
+    stride = max(1, math.ceil((last - first + 1) * each / long))
+    between = range(2, 10) if stride == 1 else ()
+    places = [10.0**n for n in range(first, last + 1) if n % stride == 0]
+    minor = [k * 10.0**n for n in range(first - 1, last + 1) for k in between or (1,)]
+    if len(places) < 3 and stride == 1:
+        places = [k * 10.0**n for n in range(first - 1, last + 1) for k in (1, 2, 5)]
+    axis.set_major_locator(ticker.FixedLocator([v for v in places if low <= v <= high]))
+    axis.set_minor_locator(
+        ticker.FixedLocator([v for v in minor if low <= v <= high and v not in places])
+    )
+    axis.set_major_formatter(lambda value, _: (wording or decade_words)(value))
+    axis.set_minor_formatter(ticker.NullFormatter())
+
+
+def decade_words(value: float) -> str:
+    """ "0.1", "1", "1,000"; a power of ten that is not read easily as such: 10 with an exponent."""
+    if 1e-4 < value < 1e6:
+        return f"{value:,.6g}"
+    power = math.floor(math.log10(value) + 1e-9)
+    lead = round(value / 10.0**power)
+    return f"${'' if lead == 1 else f'{lead} '}10^{{{power}}}$".replace(" 10", r"\cdot 10")
+
+
+def bare_words(wording: Callable[[float], str]) -> Callable[[float], str]:
+    """The words of a tick: "100 TFLOP/s", not "100.0 TFLOP/s"."""
+
+    def worded(value: float) -> str:
+        number, _, unit = wording(value).partition(" ")
+        return f"{float(number.replace(',', '')):,g} {unit}"
+
+    return worded
+
+
+LEGEND_LINE = 0.20
+"""Inches of a line of keys."""
+
+
+def legend_columns(labels: Sequence[str], room: float) -> int:
+    """How many keys stand side by side in so many inches; columns are as wide as their widest."""
+    widths = [printing.width_of(label, 9) + 0.38 for label in labels]
+    for lines in range(1, len(labels)):
+        columns = math.ceil(len(labels) / lines)
+        longer = len(labels) % columns  # as matplotlib shares keys out: the first have one more
+        sizes = [len(labels) // columns + (place < longer) for place in range(columns)]
+        starts = [sum(sizes[:place]) for place in range(columns)]
+        if sum(max(widths[a : a + n]) for a, n in zip(starts, sizes, strict=True)) <= room:
+            return columns
+    return 1
+
+
+def legend_height(labels: Sequence[str], room: float) -> float:
+    """Inches that keys of these names take, in as many lines as they need."""
+    return LEGEND_LINE * math.ceil(len(labels) / legend_columns(labels, room)) if labels else 0.0
+
+
+def row_legend(
+    axes: Axes, handles: Sequence[Any], at: tuple[float, float], pad: float, room: float
+) -> None:
+    """Keys whose lower left corner is at this place of the axes, in lines of so many inches."""
     axes.legend(
         handles=handles,
         loc="lower left",
         bbox_to_anchor=at,
-        ncols=len(handles),
+        ncols=legend_columns([str(handle.get_label()) for handle in handles], room),
         frameon=False,
         fontsize=9,
         handlelength=1.0,
         handleheight=1.0,
         columnspacing=1.3,
         handletextpad=0.5,
+        labelspacing=0.45,
         borderaxespad=pad,
+        borderpad=0.4,
         labelcolor=INK,
     )
 
 
 def extent(text: Text, renderer: Any) -> Bbox:
     """The place that a text takes, in pixels."""
-    _take_literally(text)
+    printing.take_literally(text)
     return text.get_window_extent(renderer)
-
-
-def save(figure: Figure, path: Path) -> None:
-    """Write a PNG that is the same every time (no date, no version in it)."""
-    import numpy as np
-    from matplotlib.text import Text
-    from PIL import Image
-
-    texts = [*figure.texts]
-    for axes in figure.axes:
-        texts += [part for part in axes.get_children() if isinstance(part, Text)]
-        legend = axes.get_legend()
-        texts += legend.get_texts() if legend is not None else []
-    for text in texts:
-        _take_literally(text)
-    canvas: Any = figure.canvas
-    canvas.draw()
-    # The paper is white: without a fourth channel a PNG takes half the time, for as many bytes.
-    pixels = np.ascontiguousarray(np.asarray(canvas.buffer_rgba())[..., :3])
-    Image.fromarray(pixels).save(path, "png", dpi=(DPI, DPI), compress_level=3)
-
-
-def _take_literally(text: Text) -> None:
-    """A name in a text may hold anything: "$" begins no formula, and ESC is seen."""
-    text.set_parse_math(False)
-    text.set_text(visible(text.get_text(), lines=True))

@@ -1,8 +1,9 @@
 """A step as a timeline for Perfetto (ui.perfetto.dev) or chrome://tracing: predicted, and measured.
 
-One process of tracks shows the estimate: what the host enqueues, what the device runs, the modules.
-Another shows a run: its kernels by stream and its ops by thread, from a trace, or one track of
-ops from seconds by op id.  Arrows go from each predicted kernel to the measured one.
+One process of tracks shows the estimate: what the host enqueues, what the device runs (a track for
+each of its streams), the modules.  Another shows a run: its kernels by stream and its ops by
+thread, from a trace, or one track of ops from seconds by op id.  Arrows go from each predicted
+kernel to the measured one.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ from typing import TYPE_CHECKING, Any
 from rooftrace._escapes import file_part, to_json
 from rooftrace._writing import write_packed
 from rooftrace.costmodels.findings.playback import Folded, Playback, Played, play
+from rooftrace.costmodels.timing import streams
 from rooftrace.reporting.view import words
 from rooftrace.tracer.paths import pattern_of
 
 if TYPE_CHECKING:
     from rooftrace.costmodels.estimating import Estimate, Row
+    from rooftrace.costmodels.timing import Communication
     from rooftrace.measured.alignment import Alignment
     from rooftrace.reporting.sections import Results
 
@@ -30,12 +33,18 @@ LIMIT = 50_000
 
 _PREDICTED, _MEASURED = 1, 2
 _HOST, _DEVICE, _MODULES = 1, 2, 3
+_STREAMS = 4
+"""Predicted tracks: streams of the device beside its main one from this on."""
+_ROUNDING = 1e-6
+"""Of the seconds of an exchange: less than this is not exposed."""
 _OPS = 100
 """Measured tracks: streams from 1 on, threads of the host from this on."""
 
 Event = dict[str, Any]
 Target = tuple[int, int]
 """(op id, iteration)"""
+Place = tuple[int, float]
+"""(track, seconds since the step began)"""
 
 
 def timeline(
@@ -51,8 +60,9 @@ def timeline(
     from rooftrace.measured.alignment import Alignment
 
     playback = play(estimate, limit)
-    events = [*_tracks(estimate), *_predicted(estimate, playback)]
-    anchors = _anchors(estimate, playback)
+    tracks = _tracks_of(playback)
+    events = [*_tracks(estimate, tracks), *_predicted(estimate, playback, tracks)]
+    anchors = _anchors(estimate, playback, tracks)
     if isinstance(measured, Alignment):
         shown, places = _of_trace(measured, limit)
         events += [*_measured_tracks(measured), *shown, *_arrows(anchors, places)]
@@ -131,18 +141,36 @@ def _named(process: int, name: str, tracks: Mapping[int, str]) -> Iterator[Event
         yield {**where, "name": "thread_sort_index", "args": {"sort_index": place}}
 
 
-def _tracks(estimate: Estimate) -> Iterator[Event]:
+def _tracks_of(playback: Playback) -> dict[str, int]:
+    """The track of each stream of the device, in the order in which they are first used."""
+    names = dict.fromkeys(launch.track for launch in playback.launches if launch.start is not None)
+    beside = [name for name in names if name]
+    return {"": _DEVICE, **{name: _STREAMS + place for place, name in enumerate(beside)}}
+
+
+def _tracks(estimate: Estimate, tracks: Mapping[str, int]) -> Iterator[Event]:
     name = f"predicted: {estimate.chip.name}, {estimate.execution.name}"
-    return _named(
-        _PREDICTED, name, {_HOST: "host dispatch", _DEVICE: "device", _MODULES: "modules"}
-    )
+    titles = {_HOST: "host dispatch", _DEVICE: "device"}
+    titles |= {track: _title(estimate, stream) for stream, track in tracks.items() if stream}
+    return _named(_PREDICTED, name, {**titles, _MODULES: "modules"})
+
+
+def _title(estimate: Estimate, stream: str) -> str:
+    """The name of a stream; what runs beside its stream is in the queue of its group."""
+    group = estimate.graph.groups.get(stream.removeprefix(streams.GROUP))
+    if not stream.startswith(streams.GROUP) or group is None:
+        return stream if stream.startswith("stream ") else f"stream {stream}"
+    return f"exchanges over {group.axis or stream}"
 
 
 # -- predicted -----------------------------------------------------------------------------------
 
 
-def _predicted(estimate: Estimate, playback: Playback) -> Iterator[Event]:
+def _predicted(
+    estimate: Estimate, playback: Playback, tracks: Mapping[str, int]
+) -> Iterator[Event]:
     facts = [_facts(row) for row in estimate.rows]
+    exchanges = {exchange.kernel: exchange for exchange in estimate.exchanges}
     for launch in playback.launches:
         name = (
             "host only" if launch.row is None else words.kernel_name(estimate.rows[launch.row].name)
@@ -159,18 +187,36 @@ def _predicted(estimate: Estimate, playback: Playback) -> Iterator[Event]:
                 dispatches=launch.dispatches,
             )
         if launch.row is not None and launch.start is not None and launch.end is not None:
-            more = {"turn": launch.turn} if launch.turn else {}
+            more: dict[str, Any] = {"turn": launch.turn} if launch.turn else {}
+            if exchange := exchanges.get(launch.row):
+                more |= _exchanged(estimate, exchange, launch)
+                name = f"{exchange.kind} over {exchange.axis}, {more['exposure']}"
             yield _slice(
-                _PREDICTED, _DEVICE, name, launch.start, launch.end,
+                _PREDICTED, tracks[launch.track], name, launch.start, launch.end,
                 module=launch.module, **facts[launch.row], **more,
             )  # fmt: skip
     for fold in playback.folded:
         name = f"{_repeat_name(estimate, fold)} x{fold.count}"
         text = f"{fold.count} more iterations, equal to the one before"
-        yield _slice(_PREDICTED, _DEVICE, name, fold.start, fold.end, folded=text)
+        yield _slice(_PREDICTED, tracks[fold.track], name, fold.start, fold.end, folded=text)
         if fold.host_end > fold.host_start:
             yield _slice(_PREDICTED, _HOST, name, fold.host_start, fold.host_end, folded=text)
     yield from _modules(estimate, playback.launches)
+
+
+def _exchanged(estimate: Estimate, exchange: Communication, launch: Played) -> dict[str, Any]:
+    """What a collective exchanges, with whom, and whether computing waits for it."""
+    assert launch.start is not None and launch.end is not None
+    exposed, seconds = launch.exposed, launch.end - launch.start
+    exposure = "exposed" if exposed >= (1 - _ROUNDING) * seconds else "partly exposed"
+    return {
+        "collective": exchange.kind,
+        "axis": exchange.axis,
+        "ranks": list(estimate.graph.groups[exchange.group].ranks),
+        "buffer_bytes": exchange.nbytes,
+        "exposure": exposure if exposed > _ROUNDING * seconds else "hidden",
+        "exposed_us": _micro(exposed),
+    }
 
 
 def _repeat_name(estimate: Estimate, fold: Folded) -> str:
@@ -215,8 +261,8 @@ def _modules(estimate: Estimate, launches: Sequence[Played]) -> Iterator[Event]:
             yield _slice(_PREDICTED, _MODULES, _last(path), start, end, module=path, **known)
 
     for launch in launches:
-        if launch.start is None or launch.end is None:
-            continue
+        if launch.start is None or launch.end is None or launch.track:
+            continue  # other streams run beside the modules
         path = list(_levels(launch.module))
         shared = 0
         while shared < min(len(path), len(opened)) and opened[shared][0] == path[shared]:
@@ -262,11 +308,11 @@ def _streams(run: Alignment) -> dict[tuple[int, int], int]:
     return {pair: track for track, pair in enumerate(pairs, start=1)}
 
 
-def _of_trace(run: Alignment, limit: int) -> tuple[list[Event], dict[Target, tuple[int, float]]]:
+def _of_trace(run: Alignment, limit: int) -> tuple[list[Event], dict[Target, Place]]:
     """Slices of the step of median length; the track and time where each op first shows."""
     trace, step = run.trace, run.step
     events: list[Event] = []
-    places: dict[Target, tuple[int, float]] = {}
+    places: dict[Target, Place] = {}
     owner = run.owners
     ops = trace.ops
     shown = step.ops if len(step.ops) <= limit else [op for op in step.ops if op in run.places]
@@ -307,10 +353,10 @@ def _of_trace(run: Alignment, limit: int) -> tuple[list[Event], dict[Target, tup
 
 def _of_seconds(
     estimate: Estimate, seconds: Mapping[int, float]
-) -> tuple[list[Event], dict[Target, tuple[int, float]]]:
+) -> tuple[list[Event], dict[Target, Place]]:
     """Ops one after the other, as nothing says when they ran; all iterations of one as one."""
     events: list[Event] = []
-    places: dict[Target, tuple[int, float]] = {}
+    places: dict[Target, Place] = {}
     now = 0.0
     for index in sorted(seconds):
         op = estimate.graph.ops[index]
@@ -326,28 +372,28 @@ def _of_seconds(
 # -- arrows --------------------------------------------------------------------------------------
 
 
-def _anchors(estimate: Estimate, playback: Playback) -> dict[Target, float]:
-    """When the device first runs each op of each iteration, as predicted."""
-    anchors: dict[Target, float] = {}
+def _anchors(
+    estimate: Estimate, playback: Playback, tracks: Mapping[str, int]
+) -> dict[Target, Place]:
+    """Where and when the device first runs each op of each iteration, as predicted."""
+    anchors: dict[Target, Place] = {}
     for launch in playback.launches:
         if launch.row is not None and launch.start is not None:
             for op in estimate.rows[launch.row].ops:
-                anchors.setdefault((op, launch.turn), launch.start)
+                anchors.setdefault((op, launch.turn), (tracks[launch.track], launch.start))
     return anchors
 
 
-def _arrows(
-    anchors: Mapping[Target, float], places: Mapping[Target, tuple[int, float]]
-) -> Iterable[Event]:
+def _arrows(anchors: Mapping[Target, Place], places: Mapping[Target, Place]) -> Iterable[Event]:
     """Flow events, one for each predicted kernel: from it to the first of its ops in the run."""
-    by_start: dict[float, list[Target]] = defaultdict(list)
-    for target, start in anchors.items():
+    by_start: dict[tuple[float, int], list[Target]] = defaultdict(list)
+    for target, (track, start) in anchors.items():
         if target in places:
-            by_start[start].append(target)
-    for number, (start, targets) in enumerate(sorted(by_start.items()), start=1):
+            by_start[start, track].append(target)
+    for number, ((start, own), targets) in enumerate(sorted(by_start.items()), start=1):
         track, moment = min((places[target] for target in targets), key=lambda place: place[1])
         shared: Event = {"cat": "same op", "name": "same op", "id": number}
-        yield {"ph": "s", "pid": _PREDICTED, "tid": _DEVICE, "ts": _micro(start), **shared}
+        yield {"ph": "s", "pid": _PREDICTED, "tid": own, "ts": _micro(start), **shared}
         yield {
             "ph": "f", "bp": "e", "pid": _MEASURED, "tid": track, "ts": _micro(moment), **shared
         }  # fmt: skip

@@ -19,18 +19,22 @@ if TYPE_CHECKING:
     from rooftrace.reporting.sections import Results
 
 
-FORMATS = ("md", "json", "csv", "png")
+FORMATS = ("html", "md", "json", "csv", "png")
 """What a report has unless it is asked for other formats."""
-ALL_FORMATS = (*FORMATS, "trace")
+FIGURES = ("png", "svg", "pdf")
+ALL_FORMATS = (*FORMATS, *FIGURES[1:], "trace", "chakra", "chakra-all")
 
 
-def check_formats(formats: Sequence[str]) -> None:
-    """Raise RequestError for a format that a report does not have, or for none."""
-    shown = ", ".join(ALL_FORMATS)
+def check_formats(formats: Sequence[str], among: Sequence[str] = ALL_FORMATS) -> None:
+    """Raise RequestError for a format that a report, or what else is written, does not have.
+
+    Also for none.
+    """
+    shown = ", ".join(among)
     if not formats:
         raise RequestError(f"format: expected some of {shown}, got none")
     for name in formats:
-        if name not in ALL_FORMATS:
+        if name not in among:
             raise RequestError(f"format {name!r}: expected some of {shown}")
 
 
@@ -49,13 +53,13 @@ def check_folder(out: Path, formats: Sequence[str] = FORMATS) -> None:
     """
     with _new_folder(out):
         pass
-    if "png" in formats:
+    if any(name in formats for name in FIGURES):
         try:
             import matplotlib  # noqa: F401  reads its settings and MPLBACKEND
         except Exception as error:
             raise FigureError(
                 f"figures: matplotlib does not load ({_short(error)}); mend that, for example "
-                "unset MPLBACKEND, or leave out png: --format md,json,csv"
+                "unset MPLBACKEND, or leave out figures: --format html,md,json,csv"
             ) from error
 
 
@@ -63,22 +67,27 @@ def _short(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"[:200]
 
 
-def write_report(results: Results, out: Path, formats: Sequence[str]) -> list[Path]:
+def write_report(
+    results: Results, out: Path, formats: Sequence[str], style: str = "screen"
+) -> list[Path]:
     """Make the files of `formats` and move them into `out`; their final paths, in order.
+
+    style: what figures are made for (`figures.printing.MEDIA`).
 
     Raises FigureError, after all other files are there, where a figure cannot be drawn.
     """
     failure: Exception | None = None
     with _new_folder(out) as folder:
         names: list[str] = []
-        if "png" in formats:
+        endings = [name for name in FIGURES if name in formats]
+        if endings:
             try:
-                from rooftrace.reporting.figures import write_figures
+                from rooftrace.reporting.figures import folder as figures_of
 
-                names += write_figures(results, folder)
+                names += figures_of.write_figures(results, folder, endings, style)
             except Exception as error:  # numbers are not lost with their pictures
                 failure = error
-                for drawn in folder.glob("*.png"):
+                for drawn in folder.iterdir():
                     drawn.unlink()
         figures = tuple(names)
         if "csv" in formats:
@@ -94,6 +103,15 @@ def write_report(results: Results, out: Path, formats: Sequence[str]) -> list[Pa
             from rooftrace.reporting.figures import timeline
 
             names += timeline.write_timelines(results, folder)
+        if "chakra" in formats or "chakra-all" in formats:
+            from rooftrace.reporting.chakra import write_traces
+
+            names += write_traces(results, folder, every_rank="chakra-all" in formats)
+        if "html" in formats:
+            from rooftrace.reporting.hypertext import report_page
+
+            (folder / "report.html").write_text(report_page(results), encoding="utf-8")
+            names.append("report.html")
         if "md" in formats:
             from rooftrace.reporting.text import as_markdown
 
@@ -102,13 +120,26 @@ def write_report(results: Results, out: Path, formats: Sequence[str]) -> list[Pa
     if failure is not None:
         there = f"; {', '.join(names)} in {str(out)!r} are written" if names else ""
         raise FigureError(f"figures cannot be drawn ({_short(failure)}){there}") from failure
-    return [out / name for name in names]
+    return [out / name for name in sorted(names, key=_place)]
 
 
-def write_validation(result: Validation, out: Path) -> list[Path]:
-    """Make the files of a validation and move them into `out`; their final paths, in order."""
+def _place(name: str) -> int:
+    """Where a file stands among those that are told: what is read first, pictures last."""
+    order = ("report.html", "report.md", "report.json", "ops.csv")
+    drawn = name.rpartition(".")[2] in FIGURES
+    return order.index(name) if name in order else len(order) + drawn
+
+
+def write_validation(
+    result: Validation, out: Path, figures: Sequence[str] = ("png",)
+) -> list[Path]:
+    """Make the files of a validation and move them into `out`; their final paths, in order.
+
+    figures: the formats of the figure, of FIGURES; RequestError for another one.
+    """
+    check_formats(figures, FIGURES)
     from rooftrace.reporting.figures import parity, style
-    from rooftrace.reporting.text import as_markdown
+    from rooftrace.reporting.text import as_markdown, shown
 
     with _new_folder(out) as folder:
         names = []
@@ -117,8 +148,10 @@ def write_validation(result: Validation, out: Path) -> list[Path]:
             title = "Predicted and measured"
             about = (result.chip.title, result.execution, result.knobs, left_out)
             subtitle = ", ".join(filter(None, about))
-            style.save(parity.parity_figure(points, title, subtitle), folder / "parity.png")
-            names.append("parity.png")
+            figure = parity.parity_figure(points, title, subtitle)
+            for ending in figures:
+                style.save(figure, folder / f"parity.{ending}")
+                names.append(f"parity.{ending}")
         if result.nodes:
             rows = [check.to_dict() for check in result.nodes]
             with (folder / "nodes.csv").open("w", encoding="utf-8", newline="") as file:
@@ -135,7 +168,9 @@ def write_validation(result: Validation, out: Path) -> list[Path]:
         (folder / "validation.json").write_bytes(text + b"\n")
         page = as_markdown(result, names)
         (folder / "validation.md").write_text(page, encoding="utf-8")
-    return [out / name for name in ("validation.md", "validation.json", *names)]
+        (folder / "validation.html").write_text(shown(result, "webpage"), encoding="utf-8")
+    made = ("validation.html", "validation.md", "validation.json", *names)
+    return [out / name for name in made]
 
 
 def write_records(records: Iterable[Mapping[str, Any]], file: IO[str]) -> None:

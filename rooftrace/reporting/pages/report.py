@@ -54,17 +54,26 @@ class Report(Results):
         write_records(chain.from_iterable(self.records()), file)
         return file.getvalue()
 
-    def write(self, out: str | Path, formats: Sequence[str] = FORMATS) -> list[Path]:
-        """Write report.md, report.json, ops.csv and figures into the folder `out`; their paths.
+    def write(
+        self, out: str | Path, formats: Sequence[str] = FORMATS, *, style: str = "screen"
+    ) -> list[Path]:
+        """Write report.html, report.md, report.json, ops.csv and figures into `out`; their paths.
 
-        The format "trace" adds timeline_<phase>.json.gz, for Perfetto.
+        Figures are "png", "svg" or "pdf".  style: "screen"; "paper" is the width of a page of two
+        columns (7.2 in), "paper-column" that of a column (3.5 in), with type of 7 to 9 points.
+        The format "trace" adds timeline_<phase>.json.gz, for Perfetto; "chakra" adds
+        chakra_<phase>.<rank>.et of the traced process for simulators of networks, "chakra-all" one
+        for every process of the mesh.
 
         All files are made beside `out` first and then moved in, so nothing is left half-written.
         Raises ReportFolderError where the folder cannot be written, RequestError for a format that
         reports do not have, and FigureError, after all else is written, where a figure fails.
         """
+        from rooftrace.reporting.figures import style as looks
+
         check_formats(formats)
-        return write_report(self, Path(out), formats)
+        looks.medium_of(style)
+        return write_report(self, Path(out), formats, style)
 
 
 def conditions(

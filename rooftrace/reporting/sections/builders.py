@@ -18,13 +18,17 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
 from rooftrace._extensions import failures, load, refuse_second, track
+from rooftrace.reporting.sections.architecture import architecture
 from rooftrace.reporting.sections.calibrated import calibrated
 from rooftrace.reporting.sections.checking import built, check_output
 from rooftrace.reporting.sections.glossary import glossary
-from rooftrace.reporting.sections.heads import head, summary, title
+from rooftrace.reporting.sections.heads import head, title, verdict
+from rooftrace.reporting.sections.helping import helping, helping_on_screen
 from rooftrace.reporting.sections.kernels import kernels_on_screen
 from rooftrace.reporting.sections.memory import fit
+from rooftrace.reporting.sections.network import network
 from rooftrace.reporting.sections.phase import phase
+from rooftrace.reporting.sections.pipelines import pipelines
 from rooftrace.reporting.sections.routing import routing
 from rooftrace.reporting.sections.steps import chips_beside, steps
 from rooftrace.reporting.sections.trust import assumptions, chips, coverage, islands_of, trust
@@ -45,17 +49,28 @@ class Listed:
     function: Builder | None = None  # the user's, which `build` calls and checks
 
 
+def contents(results: Results) -> view.Section:
+    """Links to what comes after."""
+    return view.Section(title="Contents", contents=True)
+
+
 BEFORE_PHASES = (
     Listed(head),
-    Listed(summary, "page"),
+    Listed(verdict, "page"),
+    Listed(helping, "page"),
+    Listed(contents, "page"),
+    Listed(helping_on_screen, "screen"),
     Listed(fit),
     Listed(steps),
+    Listed(pipelines),
+    Listed(network),
     Listed(chips_beside, "screen"),
     Listed(kernels_on_screen, "screen"),
 )
 AFTER_PHASES = (
     Listed(trust, "screen"),
     Listed(calibrated),
+    Listed(architecture, "page"),
     Listed(routing, "page"),
     Listed(assumptions, "page"),
     Listed(islands_of, "page"),

@@ -1,4 +1,4 @@
-"""What is priced and where, whether it fits, and the first lines that sum it up."""
+"""What is priced and where, and the verdict: whether it fits, how long it takes, what limits it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from rooftrace.hardware.units import (
     format_traffic,
 )
 from rooftrace.reporting.sections.tallies import tally
-from rooftrace.reporting.view import model as view, words
+from rooftrace.reporting.view import model as view, units, words
+from rooftrace.tracer.paths import pattern_of
 
 if TYPE_CHECKING:
     from rooftrace.costmodels.estimating import Estimate
@@ -30,7 +31,7 @@ def head(results: Results) -> view.Section:
     page += [f"{phase.capitalize()}: {text}.  " for phase, text in workloads.items()]
     screen = [*_headlines(results, first=True)]
     screen.append("; ".join(f"{phase} {text}".rstrip() for phase, text in workloads.items()))
-    fits, sentence = words.fit_words(results.memory, results.chips[0])
+    fits, sentence = words.fit_words(results.memory, results.chips[0], _processes(results))
     parts = [
         view.Note(title(results), "strong", on="screen"),
         view.Note("\n".join(screen), on="screen", lines=True),
@@ -47,6 +48,11 @@ def title(results: Results) -> str:
     return words.model_words(results.model, first.graph.workload)
 
 
+def _processes(results: Results) -> int:
+    """How many chips run each phase together, at most."""
+    return max(results.estimate(phase).processes for phase in results.phases)
+
+
 def _headlines(results: Results, first: bool = False) -> list[str]:
     """A line for each chip, one more where a phase computes in another precision."""
     if first:
@@ -56,12 +62,13 @@ def _headlines(results: Results, first: bool = False) -> list[str]:
     return list(dict.fromkeys(words.chip_words(estimate) for estimate in estimates))
 
 
-def summary(results: Results) -> view.Section:
-    """Fit, each phase, what executions change, and how far to trust it; one line each."""
-    notes = []
-    if results.memory:
-        fits, sentence = words.fit_words(results.memory, results.chips[0])
-        notes.append(view.Note(sentence, "" if fits else "bad", bullet=1))
+def verdict(results: Results) -> view.Section:
+    """A paragraph on fit, time and limits; then a line each on phases, executions and trust."""
+    fits, sentence = words.fit_words(results.memory, results.chips[0], _processes(results))
+    notes = [view.Note(sentence, "bad")] if sentence and not fits else []
+    steps = "; ".join(_limited(results.estimate(phase)) for phase in results.phases)
+    about = f" {sentence}" if fits else ""
+    notes.append(view.Note(f"{steps[0].upper()}{steps[1:]}.{about}"))
     lines = [_phase_sentence(results.estimate(phase)) for phase in results.phases]
     if len(results.executions) > 1:
         lines.append(_speed_sentence(results))
@@ -75,7 +82,30 @@ def summary(results: Results) -> view.Section:
             "fewer bytes than the step has to move at least."
         )
     notes += [view.Note(line, bullet=1) for line in lines]
-    return view.Section(title="Summary", parts=notes)
+    return view.Section(title="Verdict", parts=notes)
+
+
+def _limited(estimate: Estimate) -> str:
+    """ "decode is expected to take 56.2 ms, limited by HBM 77%, launch 13%"."""
+    takes = "is expected to take" if estimate.expected else "takes at least"
+    return (
+        f"{estimate.phase} {takes} {format_time(estimate.t_est)}, "
+        f"limited by {words.regime_words(estimate.times)}"
+    )
+
+
+def _where(estimate: Estimate) -> str:
+    """The kernels in which most time goes by, and how far the step is from its roof."""
+    text = ""
+    kernels = tally(estimate.rows, lambda row: (row.name, pattern_of(row.module)))
+    if kernels and estimate.t_est:
+        name, module = kernels[0].key
+        of = f" of {units.MODULE.page(module)}" if module else ""
+        share = format_share(kernels[0].seconds / estimate.t_est)
+        text = f" Of kernels, {units.KERNEL.page(name)}{of} takes most, {share}."
+    if estimate.t_bound and estimate.t_est > estimate.t_bound:
+        text += f" The step takes {estimate.t_est / estimate.t_bound:.3g} times its bound."
+    return text
 
 
 def _phase_sentence(estimate: Estimate) -> str:
@@ -94,11 +124,15 @@ def _phase_sentence(estimate: Estimate) -> str:
         largest = f", {format_share(size / estimate.bytes_hbm)} of it {role}"
     return (
         f"**{estimate.phase.capitalize()}** ({estimate.execution.name}): "
-        f"{_time_words(estimate)} on one {estimate.chip.title}{speed}; "
+        f"{_time_words(estimate)} on {_many(estimate)} {estimate.chip.title}{speed}; "
         f"limited by {words.regime_words(estimate.times)}; "
         f"{format_flops(estimate.flops)} and {format_traffic(estimate.bytes_hbm)} of HBM traffic"
-        f"{largest}.{most}"
+        f"{largest}.{most}{_where(estimate)}"
     )
+
+
+def _many(estimate: Estimate) -> str:
+    return "one" if estimate.processes == 1 else f"each of {estimate.processes:,}"
 
 
 def _time_words(estimate: Estimate) -> str:

@@ -63,7 +63,7 @@ def kernels_on_screen(results: Results) -> view.Section:
         group=lambda row: row["phase"],
         on="screen",
     )
-    return view.Section(place=4, parts=[table])
+    return view.Section(place=5, parts=[table])
 
 
 def kernels_of(estimate: Estimate) -> view.Section:

@@ -33,7 +33,7 @@ def fit(results: Results) -> view.Section:
         return view.Section()
     parts: list[view.Part] = [
         _on_screen(results),
-        _on_page(results),
+        *_on_page(results),
         view.Note(
             f"Alive at the peak of the step as {results.main} runs it. Saved: activations that "
             "forward makes and backward reads. Optimizer temporaries: what an optimizer makes and "
@@ -52,18 +52,21 @@ def fit(results: Results) -> view.Section:
         ]
         note = "Found by tracing: this batch fits, and one more does not."
         parts += [view.Table(columns=columns, rows=rows, on="page"), view.Note(note, on="page")]
-    return view.Section(title="Does it fit", place=5, parts=[*parts, view.Image("memory.png")])
+    return view.Section(title="Does it fit", place=6, parts=[*parts, view.Image("memory.png")])
 
 
-def _on_page(results: Results) -> view.Table:
-    """A column for each kind of memory, and for each chip."""
+def _on_page(results: Results) -> tuple[view.Table, view.Table]:
+    """The peak beside each chip; then what it is made of, a column for each kind of memory."""
     kinds = list(words.alive(next(iter(results.memory.values()))))
-    columns = [view.Column("phase", units.TEXT, "Phase")]
+    columns = [
+        view.Column("phase", units.TEXT, "Phase"),
+        view.Column("peak", units.CAPACITY, "Peak", mark="strong"),
+    ]
+    beside = list(columns)
     columns += [view.Column(kind, units.CAPACITY, kind[0].upper() + kind[1:]) for kind in kinds]
-    columns.append(view.Column("peak", units.CAPACITY, "Peak", mark="strong"))
     for chip in results.chips:
         size = format_capacity(chip.memory_capacity.value)
-        columns.append(view.Column(f"on {chip.name}", units.WORDS, f"{chip.name} ({size})"))
+        beside.append(view.Column(f"on {chip.name}", units.WORDS, f"{chip.name} ({size})"))
     rows = [
         {
             "phase": phase,
@@ -73,7 +76,10 @@ def _on_page(results: Results) -> view.Table:
         }
         for phase, need in results.memory.items()
     ]
-    return view.Table(columns=columns, rows=rows, on="page")
+    return (
+        view.Table(columns=beside, rows=rows, on="page", leading=2),
+        view.Table(columns=columns, rows=rows, on="page", leading=2),
+    )
 
 
 def _on_screen(results: Results) -> view.Table:

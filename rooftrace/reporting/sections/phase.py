@@ -11,6 +11,7 @@ from rooftrace.hardware.units import (
     format_time,
 )
 from rooftrace.reporting.sections.fusing import fusing
+from rooftrace.reporting.sections.indicators import indicators, worked_example
 from rooftrace.reporting.sections.kernels import kernels_of
 from rooftrace.reporting.sections.memory import memory_at_peak
 from rooftrace.reporting.sections.tallies import ratio, tally
@@ -42,10 +43,15 @@ def phase(results: Results, name: str) -> view.Section:
     """The phase under the main execution; bytes and families of every execution side by side."""
     main = results.estimate(name)
     every = [results.estimate(name, execution) for execution in results.executions]
-    parts: list[view.Part] = [_roles(every), _families(every)]
+    parts: list[view.Part] = [_roles(every), _families(every), indicators(every)]
     if len(main.by_part()) > 1:
         parts.append(_parts(main))
-    parts += [_modules(main), kernels_of(main), fusing(results.headroom[name])]
+    parts += [
+        _modules(main, results.parameters(name)),
+        kernels_of(main),
+        worked_example(main),
+        fusing(results.headroom[name]),
+    ]
     if name in results.memory:
         parts.append(memory_at_peak(results.memory[name]))
     file = file_part(name)
@@ -74,21 +80,25 @@ def _roles(estimates: Sequence[Estimate]) -> view.Section:
     for role in ROLES:
         if not any(estimate.bytes.to_dict()[role] for estimate in estimates):
             del rows[role]
-    table = view.Table(columns=columns, rows=list(rows.values()))
+    table = view.Table(columns=columns, rows=list(rows.values()), sets=2)
     return view.Section(title="HBM bytes by role", parts=[table])
 
 
 def _families(estimates: Sequence[Estimate]) -> view.Section:
-    """FLOP, bytes, intensity and time by family, executions side by side."""
-    columns = [view.Column("family", units.TEXT, "Family")]
+    """Time, then FLOP, bytes and intensity by family, executions side by side."""
+    times = [view.Column("family", units.TEXT, "Family")]
+    work = [view.Column("family", units.TEXT, "Family")]
     by_execution = []
     for i, estimate in enumerate(estimates):
-        columns += [
-            view.Column(f"flops {i}", units.FLOP, f"FLOP, {estimate.execution.name}"),
+        name, head = estimate.execution.name, words.time_word([estimate]).capitalize()
+        times += [
+            view.Column(f"seconds {i}", units.SECOND, f"{head}, {name}"),
+            view.Column(f"share {i}", units.SHARE, "share of step"),
+        ]
+        work += [
+            view.Column(f"flops {i}", units.FLOP, f"FLOP, {name}"),
             view.Column(f"bytes {i}", units.BYTE, "HBM"),
             view.Column(f"intensity {i}", units.INTENSITY, "FLOP/byte"),
-            view.Column(f"seconds {i}", units.SECOND, words.time_word([estimate])),
-            view.Column(f"share {i}", units.SHARE, "share of step"),
         ]
         entries = tally(estimate.rows, lambda row: row.family)
         by_execution.append({entry.key: entry for entry in entries})
@@ -102,13 +112,15 @@ def _families(estimates: Sequence[Estimate]) -> view.Section:
                 row[f"{key} {i}"] = getattr(entry, key, None)
             row[f"share {i}"] = ratio(entry.seconds, estimate.t_est) if entry else None
         rows.append(row)
+    tables = [view.Table(columns=work, rows=list(rows), sets=3)]
     waits = [estimate.times.t_launch for estimate in estimates]
     if any(wait > 0 for wait in waits):
         row = {"family": "waiting for the host"}
         for i, (estimate, wait) in enumerate(zip(estimates, waits, strict=True)):
             row |= {f"seconds {i}": wait, f"share {i}": ratio(wait, estimate.t_est)}
         rows.append(row)
-    return view.Section(title="Families", parts=[view.Table(columns=columns, rows=rows)])
+    tables.insert(0, view.Table(columns=times, rows=rows, sets=2))
+    return view.Section(title="Families", parts=tables)
 
 
 def _sums(entry: Mapping[str, Any], estimate: Estimate) -> dict[str, Any]:
@@ -127,11 +139,10 @@ def _parts(estimate: Estimate) -> view.Section:
     return view.Section(title="Parts", parts=[view.Table(columns=columns, rows=rows)])
 
 
-def _modules(estimate: Estimate) -> view.Section:
+def _modules(estimate: Estimate, params: Mapping[str, int]) -> view.Section:
     """Module paths with starred indices, most time first."""
     entries = estimate.by_pattern().rows
     classes = {pattern_of(path): name for path, name in estimate.graph.modules.items()}
-    params = _parameters(estimate)
     columns = (
         view.Column("key", units.MODULE, "Module"),
         view.Column("class", units.TEXT, "Class"),
@@ -156,15 +167,3 @@ def _modules(estimate: Estimate) -> view.Section:
         text = f"{len(rest):,} more patterns: {head} {format_time(seconds)}, {share}."
         parts.append(view.Note(text))
     return view.Section(title=f"Modules, {estimate.execution.name}", parts=parts)
-
-
-def _parameters(estimate: Estimate) -> dict[str, int]:
-    """Parameters by module pattern, from the names of the weights that the step touches."""
-    counts: dict[str, int] = {}
-    graph = estimate.graph
-    for index in graph.external:
-        tensor = graph.values[index]
-        if tensor.role == "weights" and tensor.storage == index and tensor.name:
-            key = pattern_of(tensor.name.rpartition(".")[0])
-            counts[key] = counts.get(key, 0) + graph.times(tensor) * tensor.elements
-    return counts

@@ -15,11 +15,15 @@ from msgspec import structs
 from rooftrace.costmodels.execution import SUMMARIES
 from rooftrace.costmodels.findings import islands
 from rooftrace.reporting.sections.builders import added_sections
+from rooftrace.reporting.sections.network import exchanged, is_whole, meshed, reached
+from rooftrace.reporting.sections.pipelines import rows_of
 from rooftrace.reporting.sections.report_keys import (
     ASSUMPTION,
     CHIP,
     COVERAGE,
+    EXCHANGED,
     EXECUTION,
+    GUIDANCE,
     HEADROOM,
     ISLAND,
     MEMORY,
@@ -28,8 +32,10 @@ from rooftrace.reporting.sections.report_keys import (
     OF_A_MODEL,
     OF_A_WORKLOAD,
     PHASE,
+    PIPELINE,
     ROUTING,
     SECTION,
+    TOGETHER,
     UNSUPPORTED,
     WORKLOAD,
 )
@@ -167,6 +173,27 @@ REPORT = Object(
             optional=True,
         ),
         Key(
+            "together",
+            Many(TOGETHER),
+            "steps of several processes: what all of them reach; absent for one process",
+            of=lambda r: [reached(e) for e in meshed(r) if is_whole(e)] or None,
+            optional=True,
+        ),
+        Key(
+            "pipelines",
+            Many(PIPELINE),
+            "steps of pipelines, of which the phases are stages; absent without one",
+            of=lambda r: list(rows_of(r)) or None,
+            optional=True,
+        ),
+        Key(
+            "communication",
+            Many(EXCHANGED),
+            "what a process exchanges, by axis and kind; absent where that is nothing",
+            of=lambda r: list(exchanged(r)) or None,
+            optional=True,
+        ),
+        Key(
             "islands",
             Many(ISLAND),
             "tensors that stay in another floating precision than the priced one",
@@ -181,6 +208,11 @@ REPORT = Object(
             Named(Named(PHASE, 1), 1),
             "by phase, then execution",
             of=lambda r: r.estimates,
+        ),
+        Key(
+            "guidance",
+            Named(GUIDANCE),
+            "by phase: what would help, of the main execution on the first chip; each change alone",
         ),
         Key(
             "headroom",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from rooftrace.costmodels.guiding import LEVERS
 from rooftrace.reporting.sections.shapes import Anything, Choice, Key, Many, Named, Object
 from rooftrace.reporting.view import units
 from rooftrace.tracer.vocabulary import ROLES
@@ -193,6 +194,40 @@ HEADROOM = Object(
     ),
 )
 
+# -- what would help -------------------------------------------------------------------------------
+
+WHAT_IF = Object(
+    "what_if",
+    (
+        Key("lever", Choice(LEVERS), "what is changed"),
+        Key("action", TEXT, "what to do, a sentence"),
+        Key("option", TEXT, "what asks rooftrace for the same; empty where nothing does"),
+        Key("t_before", SECOND, "of the step without the change; bytes as rules count them"),
+        Key("t_after", SECOND, "of the step with this change alone"),
+        Key("gain", SECOND, "t_before - t_after"),
+        Key("share", SHARE, "the gain over t_before"),
+        Key("at_most", FLAG, "whether the gain is an upper bound"),
+        Key("acts_on", REGIME, "the regime that loses most seconds"),
+        Key("needs", TEXT, "what it assumes or costs"),
+        Key("rests_on", TEXT, "what differs in FLOP, bytes and kernels"),
+        Key("peak", BYTE, "alive at the peak of the step with the change"),
+        Key("fits", FLAG, "whether that fits the first chip"),
+    ),
+)
+GUIDANCE = Object(
+    "guidance",
+    (
+        Key("execution", TEXT, of=lambda g: g.step.execution.name),
+        Key("what_ifs", Many(WHAT_IF), "most seconds first", of=lambda g: g.options),
+        Key(
+            "together",
+            WHAT_IF,
+            "all that go together, priced as one; absent for fewer than two",
+            optional=True,
+        ),
+    ),
+)
+
 # -- memory ----------------------------------------------------------------------------------------
 
 BATCH = Object(
@@ -256,6 +291,12 @@ MEMORY = Object(
             BYTE,
             "of the temporaries at the peak, those that the optimizer makes and drops in its step",
         ),
+        Key(
+            "gathered_at_peak",
+            BYTE,
+            "of the weights at the peak, whole ones that were gathered from all processes",
+        ),
+        Key("buffers_at_peak", BYTE, "of the temporaries at the peak, what is sent and received"),
         Key("where", units.INDEX, "index of the op at the peak, in the graph that is run"),
         Key(
             "tensors",
@@ -330,6 +371,55 @@ ROUTING = Object(
         Key("drawn", COUNT, "distinct experts in the draw that the code ran with"),
         Key("counted", AMOUNT, "distinct, or drawn where a loop of Python runs the experts"),
         Key("policy", TEXT, "as --assume routing= takes it"),
+    ),
+)
+TOGETHER = Object(
+    "",
+    (
+        *_keys(TEXT, "phase"),
+        Key("mesh", TEXT, "sizes of the axes, and the chips"),
+        Key("processes", POSITIVE, "that run the step together, a chip each"),
+        Key("replicas", POSITIVE, "batches that they work on at a time", null=True),
+        Key("system", TEXT, "how chips are joined; null: by the chip's own link", null=True),
+        Key("t_est", SECOND),
+        Key("items_per_s", RATE, "of all processes", null=True),
+        Key("items_per_s_per_chip", RATE, null=True),
+        Key("mfu", SHARE, null=True),
+        Key("t_communication", SECOND, "of all exchanges, hidden ones too"),
+        Key("t_exposed", SECOND, "for which computing waits"),
+        Key("exposed_share", SHARE, "of t_est"),
+        Key("limited_by", TEXT, "the largest share of the step; of a network, the axis"),
+    ),
+)
+PIPELINE = Object(
+    "",
+    (
+        *_keys(TEXT, "phase", "chip", "schedule"),
+        *_keys(POSITIVE, "stages", "microbatches"),
+        Key("seconds", SECOND, "of the step"),
+        Key("bubble", SHARE, "of the step, in which processes wait for each other"),
+        Key("imbalance", SHARE, "of the busiest process over the mean one, less 1"),
+        Key("transfer", SECOND, "of one transfer between stages"),
+        Key("items_per_s_per_chip", RATE, null=True),
+        Key("mfu", SHARE, null=True),
+        Key("peak", BYTE, "of the process that holds most"),
+        Key("fits", FLAG, "whether each chip holds its process"),
+    ),
+)
+EXCHANGED = Object(
+    "",
+    (
+        *_keys(TEXT, "phase", "chip"),
+        Key("axis", TEXT, "of the mesh; the name of the group where no mesh is known"),
+        Key("kind", TEXT, "of the collective"),
+        Key("ranks", POSITIVE, "processes of a group"),
+        Key("level", TEXT, "the outermost level of links"),
+        *_keys(POSITIVE, "calls"),
+        Key("bytes", BYTE, "of whole buffers, as nccl-tests counts them"),
+        Key("bytes_sent", AMOUNT, "byte, by one process over its links"),
+        Key("seconds", SECOND, "of all calls"),
+        Key("exposed", SECOND, "for which computing waits"),
+        Key("beyond", TEXT, "what lies outside of measurements"),
     ),
 )
 ISLAND = Object(

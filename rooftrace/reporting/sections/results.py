@@ -12,12 +12,14 @@ from rooftrace.costmodels.estimating import rows as estimate_rows
 from rooftrace.hardware import Chip
 from rooftrace.hardware.units import format_time
 from rooftrace.tracer.graph import Assumption, OpGraph
+from rooftrace.tracer.paths import pattern_of
 
 if TYPE_CHECKING:
     import pandas
 
     from rooftrace.costmodels.estimating import Estimate
     from rooftrace.costmodels.findings import Headroom
+    from rooftrace.costmodels.guiding import Guidance
     from rooftrace.costmodels.memory import LargestBatch, Memory
     from rooftrace.costmodels.planning import Unsupported
 
@@ -108,12 +110,30 @@ class Results(Shown):
         seconds = estimate.assumption_seconds.get(assumption, 0.0)
         return seconds / estimate.t_est if estimate.t_est else 0.0
 
+    def parameters(self, phase: str) -> dict[str, int]:
+        """Parameters by module pattern, from the names of the weights that the step touches."""
+        counts: dict[str, int] = {}
+        graph = self.estimate(phase).graph
+        for index in graph.external:
+            tensor = graph.values[index]
+            if tensor.role == "weights" and tensor.storage == index and tensor.name:
+                key = pattern_of(tensor.name.rpartition(".")[0])
+                counts[key] = counts.get(key, 0) + graph.times(tensor) * tensor.elements
+        return counts
+
     def estimate(
         self, phase: str, execution: str | None = None, chip: str | None = None
     ) -> Estimate:
         """One estimate; by default of the main execution on the first chip."""
         by_chip = self.estimates[phase][execution or self.main]
         return by_chip[chip] if chip else next(iter(by_chip.values()))
+
+    @cached_property
+    def guidance(self) -> Mapping[str, Guidance]:
+        """What would help each phase, in order: main execution, first chip."""
+        from rooftrace.costmodels.guiding import guidance
+
+        return {phase: guidance(self.estimate(phase)) for phase in self.phases}
 
     @cached_property
     def headroom(self) -> Mapping[str, Headroom]:

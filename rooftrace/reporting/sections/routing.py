@@ -71,12 +71,21 @@ def _of_graph(phase: str, graph: OpGraph) -> Iterator[Routed]:
             # A router that chooses groups of experts first chooses among experts last.
             counted = facts["distinct" if number in exact else "drawn"]
             last[op.module, op.call] = {**facts, "counted": counted}, graph.times(op)
+    spread = {_of_all(facts) for facts, _ in last.values() if "processes" in facts}
     layers: Counter[tuple[Any, ...]] = Counter()
     for (module, _), (facts, times) in last.items():
+        if (facts["rows"], facts["chosen"], facts["classes"]) in spread:
+            continue  # the experts of all processes: those of this one stand in a row of their own
         layers[(pattern_of(module), *(facts[name] for name in _FACTS))] += times
     for (module, *numbers), count in layers.items():
         fields = dict(zip(_FACTS.values(), numbers, strict=True))
         yield Routed(phase=phase, module=module, layers=count, **fields)
+
+
+def _of_all(facts: Mapping[str, Any]) -> tuple[int, int, int]:
+    """The rows of one process, what each chooses, and of how many in all processes."""
+    processes = facts["processes"]
+    return facts["rows"] // processes, facts["chosen_each"], facts["classes"] * processes
 
 
 def _choice(op: Op, graph: OpGraph) -> tuple[int, Mapping[str, Any]]:

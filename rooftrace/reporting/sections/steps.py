@@ -11,6 +11,7 @@ from rooftrace.reporting.view import model as view, units, words
 
 if TYPE_CHECKING:
     from rooftrace.costmodels.estimating import Estimate
+    from rooftrace.costmodels.execution import ExecutionModel
     from rooftrace.reporting.sections.results import Results
 
 FIGURES = ("roofline.png", "time.png", "bytes.png")
@@ -61,36 +62,48 @@ def _regime(estimate: Estimate) -> view.Cell:
     return view.Cell(words.regime_words(estimate.times), estimate.times.regime)
 
 
-def _columns(item: str, estimates: Sequence[Estimate]) -> tuple[view.Column, ...]:
-    """A row is an estimate.  A screen has a few of them, and marks lower bounds."""
+PHASE = view.Column("phase", units.TEXT, "Phase")
+EXECUTION = view.Column(
+    "execution", units.TEXT, "Execution", short="", of=lambda e: e.execution.name
+)
+INTENSITY = view.Column("ai_hbm", units.INTENSITY, "FLOP/byte", short="FLOP/B", drop=4)
+WORK = (
+    PHASE,
+    EXECUTION,
+    view.Column("flops", units.FLOP, "FLOP"),
+    view.Column(
+        "bytes_hbm",
+        units.BYTE,
+        "HBM",
+        of=lambda e: view.Cell(e.bytes_hbm, after=" (below the floor)" if e.below_floor else ""),
+    ),
+    INTENSITY,
+    view.Column("kernels", units.COUNT, "Kernels"),
+    view.Column("t_comp", units.SECOND, "t_comp", of=lambda e: e.times.t_comp),
+    view.Column("t_hbm", units.SECOND, "t_hbm", of=lambda e: e.times.t_hbm),
+)
+"""On a page, what a step does; a row is an estimate."""
+
+
+def _rates(item: str, estimates: Sequence[Estimate]) -> tuple[view.Column, ...]:
+    """How long it takes, what limits it, and how much it gets done."""
     return (
-        view.Column("phase", units.TEXT, "Phase", on="page"),
-        view.Column("execution", units.TEXT, "Execution", short="", of=lambda e: e.execution.name),
-        view.Column("flops", units.FLOP, "FLOP", on="page"),
-        view.Column(
-            "flops_least", units.FLOP, "FLOP", on="screen", of=lambda e: _least(e.flops, e)
-        ),
-        view.Column(
-            "bytes_hbm",
-            units.BYTE,
-            "HBM",
-            on="page",
-            of=lambda e: view.Cell(
-                e.bytes_hbm, after=" (below the floor)" if e.below_floor else ""
-            ),
-        ),
-        view.Column(
-            "bytes_least", units.BYTE, "HBM", on="screen", of=lambda e: _least(e.bytes_hbm, e)
-        ),
-        view.Column("ai_hbm", units.INTENSITY, "FLOP/byte", short="FLOP/B", drop=4),
-        view.Column("kernels", units.COUNT, "Kernels", on="page"),
-        view.Column("t_comp", units.SECOND, "t_comp", on="page", of=lambda e: e.times.t_comp),
-        view.Column("t_hbm", units.SECOND, "t_hbm", on="page", of=lambda e: e.times.t_hbm),
         *_times(estimates),
         view.Column("regime", units.LIMITS, "Limited by", short="limited by", of=_regime),
         view.Column("mfu", units.SHARE, "MFU", drop=1),
         view.Column("hfu", units.SHARE, "HFU", on="page"),
         view.Column("items_per_s", units.RATE, "Items/s", short=f"{item}s/s", drop=1),
+    )
+
+
+def _on_screen(item: str, estimates: Sequence[Estimate]) -> tuple[view.Column, ...]:
+    """Some of both; lower bounds are marked."""
+    return (
+        EXECUTION,
+        view.Column("flops_least", units.FLOP, "FLOP", of=lambda e: _least(e.flops, e)),
+        view.Column("bytes_least", units.BYTE, "HBM", of=lambda e: _least(e.bytes_hbm, e)),
+        INTENSITY,
+        *_rates(item, estimates),
     )
 
 
@@ -100,13 +113,24 @@ def item_of(results: Results) -> str:
     return items.pop() if len(items) == 1 else "item"
 
 
+def _changed(model: ExecutionModel) -> str:
+    """ ", with weight_residency.moe=2": what is not as its preset has it."""
+    changed = [f"{name}={value}" for name, value in model.factors_changed.items()]
+    return f", with {', '.join(changed)}" if changed else ""
+
+
 def steps(results: Results) -> view.Section:
     """A line per phase and execution, on a page for every chip."""
     shown = [estimate for _, _, estimate in results.of_first_chip()]
-    columns = _columns(item_of(results), shown)
+    item = item_of(results)
+    columns = _on_screen(item, shown)
     parts: list[view.Part] = [
         view.Table(columns=columns, rows=shown, group=lambda e: e.phase, on="screen")
     ]
+    models = {estimate.execution.name: estimate.execution for estimate in shown}
+    told = [f"{name}{text}" for name, model in models.items() if (text := _changed(model))]
+    if told:
+        parts.append(view.Note("; ".join(told), on="screen"))
     for chip in results.chips:
         rows = [
             results.estimate(phase, execution, chip.name)
@@ -114,9 +138,15 @@ def steps(results: Results) -> view.Section:
             for execution in results.executions
         ]
         parts.append(view.Note(f"On {chip.title}:", on="page"))
-        parts.append(view.Table(columns=columns, rows=rows, on="page"))
+        rates = (PHASE, EXECUTION, *_rates(item, shown))
+        parts.append(view.Table(columns=rates, rows=rows, on="page"))
+        parts.append(view.Table(columns=WORK, rows=rows, on="page"))
     items = words.listed([f"{item}s" for item in sorted({e.item for e in shown})])
-    about = [f"{name}: {SUMMARIES[name]}." for name in results.executions if name in SUMMARIES]
+    about = [
+        f"{name}: {SUMMARIES[name]}{_changed(models[name])}."
+        for name in results.executions
+        if name in SUMMARIES
+    ]
     parts.append(view.Note(f"Items are {items}. {' '.join(about)}", on="page"))
     notes = dict.fromkeys(note for estimate in shown for note in estimate.notes)
     parts += [view.Note(note, on="page", bullet=1) for note in notes]
@@ -165,4 +195,4 @@ def chips_beside(results: Results) -> view.Section:
             }
             rows.append(row)
     table = view.Table(columns=columns, rows=rows, group=lambda row: row["phase"], on="screen")
-    return view.Section(place=3, parts=[table])
+    return view.Section(place=4, parts=[table])

@@ -225,7 +225,7 @@ def trust(results: Results) -> view.Section:
         if estimate.below_floor
     ]
     notes.append(view.Note(what_times_are(estimates)))
-    return view.Section(place=5, parts=notes)
+    return view.Section(place=6, parts=notes)
 
 
 def what_times_are(estimates: Sequence[Estimate]) -> str:

@@ -46,7 +46,10 @@ _LABELS = {
     "memory": "peak memory",
     "params": "parameters",
     "kernels": "kernels",
+    "communication": "communication",
+    "exposed": "exposed of it",
 }
+_UNITS = {**units.TOTALS, "communication": units.SECOND, "exposed": units.SECOND}
 _BOUNDS = {"time": "time, a bound"}
 SHOWN = 8
 """Rows of each table that a screen shows."""
@@ -137,11 +140,9 @@ def _phase(result: Diff, number: int) -> view.Section:
     totals = [
         {
             "metric": _LABELS[metric] if result.expected else _BOUNDS.get(metric, _LABELS[metric]),
-            "before": view.Cell(change.before, unit=units.TOTALS[metric]),
-            "after": view.Cell(change.after, unit=units.TOTALS[metric]),
-            "change": view.Cell(
-                change.delta, _mark(change), unit=units.signed(units.TOTALS[metric])
-            ),
+            "before": view.Cell(change.before, unit=_UNITS[metric]),
+            "after": view.Cell(change.after, unit=_UNITS[metric]),
+            "change": view.Cell(change.delta, _mark(change), unit=units.signed(_UNITS[metric])),
             "relative": view.Cell(percent(change), _mark(change)),
         }
         for metric, change in phase.totals.items()
@@ -161,6 +162,12 @@ def _phase(result: Diff, number: int) -> view.Section:
         ),
     ]
     time = TIME if result.expected else replace(TIME, head=_BOUNDS["time"])
+    if phase.mesh_changed:
+        first, second = (
+            ",".join(f"{axis}={size}" for axis, size in mesh.items()) or "none"
+            for mesh in phase.meshes
+        )
+        parts.append(view.Note(f"mesh {first} -> {second}", "warn", bullet=1))
     parts += [view.Note(_assumed(text), "warn", bullet=1) for text in phase.assumed]
     parts += _causes(phase.rows, time)
     for title, columns_, rows in (

@@ -8,15 +8,19 @@ from typing import Any
 from rooftrace.costmodels.estimating import Breakdown, Estimate
 from rooftrace.costmodels.findings import moduletree
 from rooftrace.costmodels.findings.diffs import Diff
+from rooftrace.costmodels.itemising import Census, NodeTable
 from rooftrace.costmodels.locks import checking
 from rooftrace.hardware import Chip
+from rooftrace.hardware.systems import System
 from rooftrace.reporting.gates import gate_view
 from rooftrace.reporting.sections import Results, report_view
 from rooftrace.reporting.text.checkpoints import checkpoints_view
 from rooftrace.reporting.text.chips import chip_view
 from rooftrace.reporting.text.differences import diff_view
 from rooftrace.reporting.text.inventories import inventory_view, parameters_view
+from rooftrace.reporting.text.itemised import census_view, nodes_view
 from rooftrace.reporting.text.moduletrees import breakdown_view, graph_view, summary_view
+from rooftrace.reporting.text.systems import system_view
 from rooftrace.reporting.view import model as view
 from rooftrace.tracer.checkpoints import CheckpointDiff
 from rooftrace.tracer.graph import OpGraph
@@ -58,6 +62,11 @@ def _(result: Chip, output: view.Output) -> view.View:
 
 
 @view_of.register
+def _(result: System, output: view.Output) -> view.View:
+    return system_view(result)
+
+
+@view_of.register
 def _(result: Diff, output: view.Output) -> view.View:
     return diff_view(result)
 
@@ -75,6 +84,16 @@ def _(result: moduletree.Summary, output: view.Output) -> view.View:
 @view_of.register
 def _(result: Breakdown, output: view.Output) -> view.View:
     return breakdown_view(result)
+
+
+@view_of.register
+def _(result: Census, output: view.Output) -> view.View:
+    return census_view(result, output)
+
+
+@view_of.register
+def _(result: NodeTable, output: view.Output) -> view.View:
+    return nodes_view(result, output)
 
 
 @view_of.register

@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from rooftrace.reporting.text.dispatch import view_of
-from rooftrace.reporting.view import as_cell, as_page, as_screen, model as view
+from rooftrace.reporting.view import as_page, as_screen, model as view
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -43,13 +43,15 @@ def renderable(result: Any) -> RenderableType:
 def as_html(result: Any) -> str:
     """A result in a cell of a notebook: what a screen shows, and one figure."""
     from rooftrace.reporting.figures import figure_of
+    from rooftrace.reporting.hypertext import as_cell
 
     return as_cell(_view(result, "screen"), figure_of(result))
 
 
 def shown(result: Any, form: str) -> Any:
-    """A result as "text" (print), for "rich", or as "html" (a notebook)."""
-    return {"text": as_text, "rich": renderable, "html": as_html}[form](result)
+    """A result as "text" (print), for "rich", as "html" (a notebook) or as a "webpage"."""
+    outputs = {"text": as_text, "rich": renderable, "html": as_html, "webpage": as_webpage}
+    return outputs[form](result)
 
 
 def as_markdown(result: Any, files: Collection[str] = ()) -> str:
@@ -57,14 +59,27 @@ def as_markdown(result: Any, files: Collection[str] = ()) -> str:
     return as_page(_view(result, "page"), files)
 
 
+def as_webpage(result: Any) -> str:
+    """A result as one file of HTML that needs no network; of a report, what can be explored too."""
+    from rooftrace.reporting.hypertext import report_page, result_page
+    from rooftrace.reporting.sections import Results
+
+    return (
+        report_page(result) if isinstance(result, Results) else result_page(_view(result, "page"))
+    )
+
+
 _REGISTERING = {
     "rooftrace.measured": "measurements",
     "rooftrace.costmodels.sweeping": "sweeps",
     "rooftrace.reporting.fleetsweeps": "fleets",
+    "rooftrace.reporting.rooflinesteps": "rooflines",
     "rooftrace.costmodels.explaining": "explanations",
     "rooftrace.costmodels.elasticity": "sensitivities",
     "rooftrace.costmodels.exploring": "explorations",
     "rooftrace.costmodels.answers": "answers",
+    "rooftrace.costmodels.meshing": "meshes",
+    "rooftrace.costmodels.disaggregating": "disaggregations",
 }
 """Modules of this package that load numpy, or code about measured time: by whose results they show.
 

@@ -3,11 +3,11 @@ from rooftrace.reporting.view import (
     units as units,
     words as words,
 )
+from rooftrace.reporting.view.escaping import (
+    spans as spans,
+)
 from rooftrace.reporting.view.markdown import (
     as_page as as_page,
-)
-from rooftrace.reporting.view.notebook import (
-    as_cell as as_cell,
 )
 from rooftrace.reporting.view.terminal import (
     as_screen as as_screen,

@@ -23,7 +23,7 @@ _RUNS = re.compile(r"`+")
 
 def inline(text: str, *, cell: bool = False) -> str:
     """One line of text.  cell: of a table, where "|" is escaped too."""
-    parts = list(_parts(visible(text)))
+    parts = list(spans(visible(text)))
     written = []
     for is_code, part in parts:
         if is_code and not (cell and "\\|" in part):
@@ -35,7 +35,7 @@ def inline(text: str, *, cell: bool = False) -> str:
     return line.replace("-", "&#45;") if _RULE.match(line) else line
 
 
-def _parts(text: str) -> Iterator[tuple[bool, str]]:
+def spans(text: str) -> Iterator[tuple[bool, str]]:
     """(whether it is a code span, text), as CommonMark finds spans in one line.
 
     Backticks that open no span become entities, so that they open none with another line.

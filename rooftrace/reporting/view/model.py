@@ -93,6 +93,10 @@ class Table:
     columns: Sequence[Column]
     rows: Sequence[Any]
     key: str = ""  # in report.json, of a table in a section that has a key
+    # On a page, a table of more columns than fit is cut: each piece begins with the `leading` ones,
+    # and `sets` columns that belong together stay together.
+    leading: int = 1
+    sets: int = 1
     group: Callable[[Any], str] | None = None  # a heading on a screen above rows that share it
     padded: bool = True  # on a page, cells are padded so that the source reads as a table
     on: Output = "both"
@@ -111,6 +115,7 @@ class Note:
     # Each newline begins a line; else it came with a name, and is shown as an escape.
     lines: bool = False
     code: str = ""  # the language of a block of code, which may have several lines
+    number: int = 0  # a page: its number in a numbered list; 0: none
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +139,7 @@ class Section:
     parts: Sequence[Part] = ()
     key: str = ""
     place: int = 9  # on a screen: lower ones come first, a blank line between different ones
+    contents: bool = False  # on a page: it is the list of the sections after it, as links
 
 
 Part: TypeAlias = Table | Note | Image | Section

@@ -103,6 +103,8 @@ def workload_words(phase: str, workload: Mapping[str, Any]) -> str:
     item = str(workload.get("item") or "sample")
     parts = []
     batch, items, kv = workload.get("batch"), workload.get("items"), workload.get("kv")
+    if workload.get("requests"):
+        return _requests_words(workload["requests"])
     if batch and items and item == "token" and items % batch == 0:
         parts.append(f"{batch} x {plural(items // batch, item)}")
     elif batch:
@@ -115,6 +117,21 @@ def workload_words(phase: str, workload: Mapping[str, Any]) -> str:
         optimizer = workload["optimizer"]
         parts.append("no optimizer" if optimizer == "none" else str(optimizer))
     return ", ".join(parts)
+
+
+_FEW = 3
+"""Groups of equal requests that are listed one by one."""
+
+
+def _requests_words(groups: Sequence[Sequence[int]]) -> str:
+    """Requests of one step: "2 requests: 1 x 1 token behind 4096, 1 x 512 behind 0"."""
+    count = sum(group[2] for group in groups)
+    if len(groups) > _FEW:
+        new = sum(tokens * each for _, tokens, each in groups)
+        cached = sum(held * each for held, _, each in groups)
+        return f"{plural(count, 'request')}, {plural(new, 'new token')} behind {cached:,} cached"
+    parts = [f"{each} x {plural(tokens, 'token')} behind {held:,}" for held, tokens, each in groups]
+    return f"{plural(count, 'request')}: {', '.join(parts)}"
 
 
 def kernel_name(name: str) -> str:
@@ -147,12 +164,13 @@ def capacity_words(chip: Chip) -> str:
     return f"{format_traffic(size)} = {format_capacity(size)}"
 
 
-def fit_words(memory: Mapping[str, Memory], chip: Chip) -> tuple[bool, str]:
-    """Whether every phase fits one chip, and the sentence that says so."""
+def fit_words(memory: Mapping[str, Memory], chip: Chip, processes: int = 1) -> tuple[bool, str]:
+    """Whether every phase fits one chip, or each of several, and the sentence that says so."""
     if not memory:
         return True, ""
     misfits = [phase for phase, need in memory.items() if not need.fits(chip)]
-    chip_name = f"one {chip.name} ({capacity_words(chip)})"
+    each = "one" if processes == 1 else f"each of {processes:,}"
+    chip_name = f"{each} {chip.name} ({capacity_words(chip)})"
     if not misfits:
         largest = max(memory, key=lambda phase: memory[phase].peak)
         return True, (
@@ -176,9 +194,10 @@ def fit_words(memory: Mapping[str, Memory], chip: Chip) -> tuple[bool, str]:
             for count, phases in by_count.items()
         ]
     )
+    held = "one chip if it" if processes == 1 else "these chips if they"
     return False, (
         f"{cause[0].upper()}{cause[1:]}: by capacity alone, {needs}. "
-        "Times are those of one chip if it held them."
+        f"Times are those of {held} held them."
     )
 
 
@@ -205,6 +224,9 @@ def alive(memory: Memory) -> dict[str, int]:
     """What the peak consists of, summing to it; temporaries are all that is not listed."""
     lasting = {"weights": "weights", "kv": "KV", "gradients": "gradients", "optimizer": "optimizer"}
     sizes = {name: memory.at_peak.get(role, 0) for role, name in lasting.items()}
+    if memory.gathered or memory.buffers:
+        sizes["weights"] -= memory.gathered
+        sizes |= {"gathered": memory.gathered, "buffers": memory.buffers}
     sizes["saved"] = memory.saved
     sizes["optimizer temporaries"] = memory.optimizer_temporaries
     return {**sizes, "temporaries": memory.peak - sum(sizes.values())}

@@ -13,6 +13,6 @@ from rooftrace.reporting.figures.ofsizes.sizeroof import (
 from rooftrace.reporting.figures.ofsizes.sweepplot import (
     sweep_plot as sweep_plot,
 )
-from rooftrace.reporting.figures.ofsizes.tornado import (
+from rooftrace.reporting.figures.ofsizes.tornadoes import (
     tornado as tornado,
 )

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from rooftrace.costmodels.elasticity import Elasticities, Elasticity
 from rooftrace.hardware.units import format_time
-from rooftrace.reporting.figures.ofsizes.tornado import TornadoBar, bars_around
+from rooftrace.reporting.figures.ofsizes.tornadoes import TornadoBar, bars_around
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

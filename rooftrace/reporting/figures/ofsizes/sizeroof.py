@@ -36,13 +36,12 @@ def sweep_roofline(sweep: sizesweeps.SizeSweep, chips: Sequence[Chip]) -> Figure
     axes.set_yscale("log")
     style.plain_axes(axes)
     axes.grid(True, which="major", color=style.GRID, linewidth=0.8)
-    axes.minorticks_off()
     left, right, low, high = _limits(sweep, chips)
     axes.set_xlim(left, right)
     axes.set_ylim(low, high)
     axes.set_xlabel("arithmetic intensity  [FLOP / HBM byte]", fontsize=11, color=style.INK)
-    axes.xaxis.set_major_formatter(lambda v, _: f"{v:,g}")
-    axes.yaxis.set_major_formatter(lambda v, _: _tick(format_flop_rate(v)))
+    style.log_ticks(axes.xaxis)
+    style.log_ticks(axes.yaxis, style.bare_words(format_flop_rate))
     for place, chip in enumerate(chips):
         _draw(axes, sweep, chip, place, (left, right))
     _legend(axes, sweep, chips)
@@ -102,11 +101,6 @@ def _draw(
                 fontsize=9.5, color=style.INK, fontweight="bold" if marked else "normal",
                 path_effects=halo, zorder=5,
             )  # fmt: skip
-
-
-def _tick(text: str) -> str:
-    number, _, unit = text.partition(" ")
-    return f"{float(number):g} {unit}"
 
 
 def _near(row: sizesweeps.SweepRow, other: sizesweeps.SweepRow, span: tuple[float, float]) -> bool:

@@ -38,7 +38,6 @@ def sweep_plot(result: Sweep, size: str | None = None) -> Figure:
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xlabel(name, color=style.INK)
-    axes.yaxis.set_major_formatter(lambda value, _: format_time(value))
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     axes.grid(color=style.GRID)
     axes.set_axisbelow(True)
@@ -50,6 +49,7 @@ def sweep_plot(result: Sweep, size: str | None = None) -> Figure:
         axes.plot(x, c["t_est"][lines], color=colour, linewidth=1.8, label=label)
         axes.fill_between(x, c["t_low"][lines], c["t_high"][lines], color=colour, alpha=0.10,
                           linewidth=0)  # fmt: skip
+    style.log_ticks(axes.yaxis, style.bare_words(format_time))
     _mark(axes, result, name, {label: i for i, (label, _) in enumerate(drawn)})
     axes.legend(
         loc="center left", bbox_to_anchor=(1.02, 0.5), frameon=False, fontsize=9, labelspacing=0.9

@@ -1,0 +1,179 @@
+"""A step as execution traces of MLCommons Chakra, which simulators of networks read.
+
+One file for each process, NAME.RANK.et, and NAME.groups.json with the ranks of each group.  A node
+is a kernel with its seconds on the chip, or an exchange with its bytes; what the host does is left
+out.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from rooftrace._escapes import file_part, to_json
+from rooftrace._writing import write_bytes
+from rooftrace.costmodels.estimating import Estimate
+from rooftrace.costmodels.findings.playback import Following, kernels_in_order
+from rooftrace.errors import RequestError
+from rooftrace.reporting.chakra import schema
+from rooftrace.reporting.chakra.ranks import groups_of, traced_rank
+from rooftrace.reporting.sections import Results
+from rooftrace.reporting.view import words
+from rooftrace.tracer.collectives import Collective
+from rooftrace.tracer.graph import OpGraph
+
+_SUFFIX = ".et"
+_TWO = {"send": schema.SEND, "recv": schema.RECV}
+"""Exchanges of two processes, and the type of their nodes."""
+
+
+def save_chakra(
+    estimate: Estimate, path: str | os.PathLike[str], every_rank: bool = False
+) -> list[Path]:
+    """Write a step as Chakra execution traces; the paths of the files.
+
+    path: "step.et" makes step.0.et for the process that was traced, and step.groups.json, the
+    groups of processes by the names in the trace.  every_rank: a file for each process of the mesh;
+    all do the same, each in its own groups.  A node has the kernel's duration in whole
+    microseconds, exact over each stream, and in seconds as the attribute "seconds"; FLOPs and bytes
+    as num_ops and tensor_size; comm_size is what a process puts into an exchange.
+
+    Raises RequestError for what is no estimate, for a pipeline, and with every_rank for a step that
+    sends to single processes, or a group along no axis of the mesh.
+    """
+    asked: object = estimate
+    if not isinstance(asked, Estimate):
+        kind = type(asked).__name__
+        raise RequestError(f"save_chakra of a {kind}: expected an estimate; make one: rt.estimate")
+    path = Path(path)
+    name = path.name.removesuffix(_SUFFIX)
+    files = _files(estimate, name, every_rank)
+    for file, content in files.items():
+        write_bytes(path.parent / file, content)
+    return [path.parent / file for file in files]
+
+
+def write_traces(report: Results, folder: Path, every_rank: bool = False) -> list[str]:
+    """chakra_<phase>.<rank>.et of the main execution on the first chip; the names of the files."""
+    names: list[str] = []
+    for phase in report.phases:
+        prefix = f"chakra_{file_part(phase)}"
+        written = save_chakra(report.estimate(phase), folder / prefix, every_rank)
+        names += [path.name for path in written]
+    return names
+
+
+def _files(estimate: Estimate, name: str, every_rank: bool) -> dict[str, bytes]:
+    """The contents of the files by name."""
+    graph, traced = estimate.graph, traced_rank(estimate.graph)
+    ranks = range(estimate.processes) if every_rank else (traced,)
+    kernels = kernels_in_order(estimate)
+    _check_peers(graph, kernels, ranks)
+    groups = {rank: groups_of(graph, rank, estimate.processes) for rank in ranks}
+    different = dict.fromkeys(
+        (n, members) for each in groups.values() for n, members in each.items()
+    )
+    # Readers take "0" as the group of all processes.
+    numbers = {key: str(number) for number, key in enumerate(different, start=1)}
+    nodes = list(_nodes(kernels, traced))
+    files = {}
+    for rank in ranks:
+        own = {group: numbers[group, members] for group, members in groups[rank].items()}
+        files[f"{name}.{rank}{_SUFFIX}"] = _file(estimate, rank, kernels, nodes, own)
+    if numbers:
+        table = {number: members for (_, members), number in numbers.items()}
+        files[f"{name}.groups.json"] = to_json(table, indent=1) + b"\n"
+    return files
+
+
+def _check_peers(graph: OpGraph, kernels: Sequence[Following], ranks: Sequence[int]) -> None:
+    """Raise RequestError where processes do not all do the same."""
+    kinds = [kernel.collective.kind for kernel in kernels if kernel.collective]
+    two = next((kind for kind in kinds if kind in _TWO), "")
+    if not two and ("stages" in graph.workload or graph.mesh.get("pp", 1) > 1):
+        raise RequestError(
+            "Chakra traces of a pipeline: what its stages send to each other is not in the graph; "
+            "write a mesh without pp, or trace a step of yours that sends and receives"
+        )
+    if two and len(ranks) > 1:
+        raise RequestError(
+            f"every_rank: the step has a {two} to a single process, so others do not do the same: "
+            "write the traced rank alone, and trace others by rt.fake_mesh(sizes, rank=...)"
+        )
+
+
+def _file(
+    estimate: Estimate,
+    rank: int,
+    kernels: Sequence[Following],
+    nodes: Sequence[bytes],
+    groups: Mapping[str, str],
+) -> bytes:
+    """The trace of one process; groups: their names in the trace."""
+    names = {group: schema.node_attribute("pg_name", name) for group, name in groups.items()}
+    messages = [schema.metadata(_about(estimate, rank))]
+    for kernel, node in zip(kernels, nodes, strict=True):
+        messages.append(node + names[kernel.collective.group] if kernel.collective else node)
+    return b"".join(map(schema.delimited, messages))
+
+
+def _about(estimate: Estimate, rank: int) -> dict[str, schema.Attribute]:
+    graph = estimate.graph
+    return {
+        "model": str(graph.model.get("name") or "model"),
+        "phase": estimate.phase,
+        "chip": estimate.chip.name,
+        "execution": estimate.execution.name,
+        "mesh": ",".join(f"{axis}={size}" for axis, size in graph.mesh.items()),
+        "rank": rank,
+    }
+
+
+def _nodes(kernels: Sequence[Following], rank: int) -> Iterator[bytes]:
+    """The nodes of a step, without the names of their groups."""
+    streams = dict.fromkeys(("", *(kernel.stream for kernel in kernels)))  # the main one is 0
+    numbers = {name: number for number, name in enumerate(streams)}
+    ran: dict[str, float] = defaultdict(float)
+    for number, kernel in enumerate(kernels):
+        before = ran[kernel.stream]
+        ran[kernel.stream] += kernel.seconds * 1e6
+        row, together = kernel.row, kernel.collective
+        facts: dict[str, schema.Attribute] = {
+            "is_cpu_op": False,
+            "stream": numbers[kernel.stream],
+            "num_ops": row.flops + row.flops_recompute,
+            "tensor_size": row.bytes,
+            "seconds": kernel.seconds,
+            "module": row.module,
+            "part": row.part,
+        }
+        name, kind = words.kernel_name(row.name), schema.COMP
+        if together is not None and kernel.exchange is not None:
+            name = f"{together.kind} over {kernel.exchange.axis}"
+            kind = _TWO.get(together.kind, schema.COLLECTIVE)
+            facts |= _exchanged(together, kernel.exchange.ranks, rank)
+        yield schema.node(
+            number,
+            name,
+            kind,
+            data=kernel.data,
+            order=kernel.order,
+            start=round(kernel.start * 1e6),
+            duration=round(ran[kernel.stream]) - round(before),
+            attributes=facts,
+        )
+
+
+def _exchanged(together: Collective, ranks: int, rank: int) -> dict[str, schema.Attribute]:
+    """What a process exchanges; comm_size is what it puts in."""
+    size = together.bytes // ranks if together.kind == "all_gather" else together.bytes
+    facts: dict[str, schema.Attribute] = {"comm_size": size}
+    if together.kind in schema.COLLECTIVES:
+        return {"comm_type": schema.COLLECTIVES[together.kind], **facts}
+    peer = -1 if together.peer is None else together.peer
+    if peer < 0:
+        return facts
+    source, target = (rank, peer) if together.kind == "send" else (peer, rank)
+    return {**facts, "comm_src": source, "comm_dst": target, "comm_tag": 0}

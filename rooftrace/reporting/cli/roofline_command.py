@@ -1,0 +1,67 @@
+"""The command roofline: several models, chips and sizes in one figure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+import rooftrace as rt
+from rooftrace.errors import RequestError
+from rooftrace.reporting.cli.options import (
+    TARGET_HELP,
+    FigureFile,
+    SizeList,
+    chips_option,
+    execution_option,
+    pricing_options,
+    style_option,
+    system_option,
+    table_options,
+    workload_options,
+)
+from rooftrace.reporting.cli.output import say
+from rooftrace.reporting.cli.shared import (
+    load_executions,
+    load_joined,
+    load_rules,
+    progress,
+    workload,
+    write_result,
+)
+
+_HELP = f"""{TARGET_HELP}
+
+--batch, --seq and --kv take several values of one of them (1,2,4,8); a line joins their points."""
+
+
+@click.command(epilog=_HELP)
+@click.argument("targets", metavar="TARGET...", nargs=-1, required=True)
+@workload_options(sizes=SizeList())
+@pricing_options
+@chips_option("Chips by name or TOML path; each has its roof, and a point for each step.")
+@system_option
+@execution_option()
+@click.option(
+    "--plot", type=FigureFile(), metavar="FILE.png|svg|pdf", help="Draw all of it on one roofline."
+)
+@style_option
+@table_options
+def roofline(
+    targets: tuple[str, ...], form: str | None, out: str | None, plot: str | None, style: str,
+    **asked: Any,
+) -> None:  # fmt: skip
+    """Steps of several TARGETs under the roofs of several chips: a table, and one figure."""
+    if style != "screen" and plot is None:
+        raise RequestError(f"--style {style}: it is of the figure: add --plot FILE.pdf")
+    load_rules(asked.pop("rules"))
+    (execution,) = load_executions(
+        [asked.pop("execution")], asked.pop("tf32"), asked.pop("knobs"), asked.pop("rewrites")
+    )
+    chips = load_joined(asked.pop("chips"), asked.pop("systems"))
+    with progress():
+        result = rt.roofline(list(targets), chip=chips, execution=execution, **workload(**asked))
+        if plot is not None:
+            rt.plot_roofline(result, plot, style=style)
+    if write_result(result, form, out) and plot is not None:
+        say(f"\ndrawn to {plot}")

@@ -1,0 +1,3 @@
+from rooftrace.reporting.figures.ofmeshes.scalingplot import (
+    scaling_plot as scaling_plot,
+)

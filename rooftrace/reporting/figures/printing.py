@@ -1,0 +1,184 @@
+"""What figures are printed on: the sheet of a screen or of a paper, and the files PNG, SVG and PDF.
+
+A figure is laid out in inches, with type of 9 to 11 points, on the sheet of a `Medium`; the file
+has it at the scale of that medium.  So one layout serves a screen, a page and a column, and type
+of a paper has 7 to 9 points at its real size.  Equal figures give equal files: no date is in them.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rooftrace._escapes import visible
+from rooftrace._writing import write_bytes
+from rooftrace.errors import RequestError, hint
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from matplotlib.text import Text
+
+FORMATS = ("png", "svg", "pdf")
+"""The endings of files that a figure can be written to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Medium:
+    """Inches of the sheet that a figure is laid out on, and how it is printed.
+
+    scale: inches of the file for each inch of the sheet.  dots: pixels of a PNG for each inch of
+    the file.  title: points of the title on the sheet.
+    """
+
+    name: str
+    width: float
+    scale: float = 1.0
+    dots: int = 150
+    title: float = 14.0
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether texts that stand side by side on a screen do not fit beside each other."""
+        return self.width < 7.0
+
+
+_PAPER = 0.78  # 9 to 11.5 points of a sheet are 7 to 9 of a paper
+SCREEN = Medium("screen", 12.0)
+MEDIA: Mapping[str, Medium] = {
+    "screen": SCREEN,
+    "paper": Medium("paper", 7.2 / _PAPER, _PAPER, 300, 11.5),
+    "paper-column": Medium("paper-column", 3.5 / _PAPER, _PAPER, 300, 11.5),
+}
+"""A screen; the width of a page of two columns, 7.2 in; one of its columns, 3.5 in."""
+
+
+def medium_of(style: str) -> Medium:
+    """The medium of this name.  Raises RequestError for another one."""
+    if style not in MEDIA:
+        shown = ", ".join(MEDIA)
+        raise RequestError(f"style {style!r}: expected one of {shown}{hint(style, MEDIA)}")
+    return MEDIA[style]
+
+
+@lru_cache(maxsize=4096)
+def width_of(text: str, size: float, bold: bool = False) -> float:
+    """Inches that a line of text takes on the sheet, at a size in points."""
+    from matplotlib.font_manager import FontProperties
+    from matplotlib.textpath import text_to_path
+
+    font = FontProperties(size=size, weight="bold" if bold else "normal")
+    width, _, _ = text_to_path.get_text_width_height_descent(visible(text), font, False)
+    return float(width) / 72
+
+
+def wrapped(text: str, size: float, room: float, bold: bool = False) -> list[str]:
+    """The text as lines that take at most so many inches; a longer word is cut. None for ""."""
+    lines: list[str] = []
+    for word in visible(text).split():
+        longer = f"{lines[-1]} {word}" if lines else word
+        if lines and width_of(longer, size, bold) <= room:
+            lines[-1] = longer
+            continue
+        while len(word) > 1 and width_of(word, size, bold) > room:
+            word = f"{word.rstrip('…')[:-1]}…"
+        lines.append(word)
+    return lines
+
+
+def save(figure: Figure, path: Path, medium: Medium = SCREEN) -> None:
+    """Write a figure as PNG, SVG or PDF, as the file ends; the same every time.
+
+    SVG and PDF hold text as text, a PDF with the fonts (TrueType) in it.  Raises RequestError for
+    another ending.
+    """
+    ending = path.suffix.lower().removeprefix(".")
+    if ending not in FORMATS:
+        raise RequestError(f"{path}: a figure is written as {', '.join(FORMATS)}: name it so")
+    texts = _texts(figure)
+    for text in texts:
+        take_literally(text)
+    if ending == "png":
+        _write_png(figure, path, medium)
+        return
+    halos = {text: text.get_path_effects() for text in texts if text.get_path_effects()}
+    for text in halos:  # the outline of letters would make them drawings
+        text.set_path_effects([])
+        text.set_bbox({"facecolor": "white", "edgecolor": "none", "alpha": 0.55, "pad": 0.5})
+    write_bytes(path, (_svg if ending == "svg" else _pdf)(figure, medium))
+    for text, effects in halos.items():
+        text.set_path_effects(effects)
+        text.set_bbox(None)
+
+
+def take_literally(text: Text) -> None:
+    """A name in a text may hold anything: "$" begins no formula, and ESC is seen."""
+    text.set_parse_math(False)
+    text.set_text(visible(text.get_text(), lines=True))
+
+
+def _texts(figure: Figure) -> list[Text]:
+    from matplotlib.text import Text
+
+    texts = [*figure.texts]
+    for axes in figure.axes:
+        texts += [part for part in axes.get_children() if isinstance(part, Text)]
+        legend = axes.get_legend()
+        texts += legend.get_texts() if legend is not None else []
+    return texts
+
+
+def _write_png(figure: Figure, path: Path, medium: Medium) -> None:
+    import numpy as np
+    from PIL import Image
+
+    figure.set_dpi(medium.dots * medium.scale)
+    canvas: Any = figure.canvas
+    canvas.draw()
+    # The paper is white: without a fourth channel a PNG takes half the time, for as many bytes.
+    pixels = np.ascontiguousarray(np.asarray(canvas.buffer_rgba())[..., :3])
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "png", dpi=(medium.dots, medium.dots), compress_level=3)
+    write_bytes(path, file.getvalue())
+
+
+def _svg(figure: Figure, medium: Medium) -> bytes:
+    """The drawing on its sheet, whose printed size is scaled."""
+    from matplotlib import rc_context
+
+    file = io.BytesIO()
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "rooftrace"}):
+        figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
+    width, height = (side * medium.scale for side in figure.get_size_inches())
+    text = re.sub(rb'width="[^"]*pt"', f'width="{width:.4f}in"'.encode(), file.getvalue(), count=1)
+    return re.sub(rb'height="[^"]*pt"', f'height="{height:.4f}in"'.encode(), text, count=1)
+
+
+def _pdf(figure: Figure, medium: Medium) -> bytes:
+    """The drawing as one page of the printed size, on which the sheet is scaled."""
+    from matplotlib import rc_context
+    from matplotlib.backends import backend_pdf
+
+    pdf: Any = backend_pdf  # it has no types
+
+    width, height = map(float, figure.get_size_inches())
+    dpi, file = figure.dpi, io.BytesIO()
+    with rc_context({"pdf.fonttype": 42, "pdf.compression": 6}):
+        page = pdf.PdfFile(file, metadata=dict.fromkeys(("CreationDate", "Creator", "Producer")))
+        figure.set_dpi(72)
+        try:
+            page.newPage(width * medium.scale, height * medium.scale)
+            page.width, page.height = width, height  # lines are cut at these
+            page.output(medium.scale, 0, 0, medium.scale, 0, 0, pdf.Op.concat_matrix)
+            renderer = pdf.RendererPdf(page, 72, height, width)
+            figure.draw(renderer)
+            renderer.finalize()
+            page.finalize()
+        finally:
+            figure.set_dpi(dpi)
+            page.close()
+    return file.getvalue()

@@ -1,0 +1,191 @@
+"""Steps of several models beside each other, as points of a roofline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from rooftrace._shown import Shown, short, some
+from rooftrace.costmodels.estimating import Estimate
+from rooftrace.costmodels.timing import queue
+from rooftrace.costmodels.timing.streams import has_streams
+from rooftrace.hardware.units import format_time
+from rooftrace.reporting.view import words
+
+if TYPE_CHECKING:
+    import pandas
+
+SIZES = ("batch", "seq", "kv")
+
+
+@dataclass(frozen=True, slots=True)
+class RooflineRow:
+    """One step on one chip.  sizes: batch, seq and kv, as far as they were given."""
+
+    model: str
+    sizes: Mapping[str, int]
+    estimate: Estimate
+
+    @property
+    def phase(self) -> str:
+        """The name of the phase."""
+        return self.estimate.phase
+
+    @property
+    def chip(self) -> str:
+        """The name of the chip."""
+        return self.estimate.chip.name
+
+    @property
+    def label(self) -> str:
+        """ "gpt2 decode, batch 8 on l4"."""
+        sizes = [f"{name} {size:,}" for name, size in self.sizes.items()]
+        return f"{', '.join([f'{self.model} {self.phase}', *sizes])} on {self.chip}"
+
+    @property
+    def intensity(self) -> float | None:
+        """FLOP for each byte of HBM; None where no byte moves."""
+        return self.estimate.ai_hbm
+
+    @property
+    def rate(self) -> float | None:
+        """FLOP/s of the time of the step; None of a step that has no point."""
+        flops, seconds = self.estimate.flops_causal, self.estimate.t_est
+        return flops / seconds if flops and seconds and self.intensity else None
+
+    @property
+    def roof(self) -> float | None:
+        """FLOP/s that the chip allows at this intensity, at the peak that the step mostly uses."""
+        if self.intensity is None:
+            return None
+        chip = self.estimate.chip
+        return min(self.estimate.peak, chip.memory_bandwidth.value * self.intensity)
+
+    @property
+    def share(self) -> float | None:
+        """The rate over the roof."""
+        return None if self.rate is None or not self.roof else self.rate / self.roof
+
+    @property
+    def launch_rate(self) -> float | None:
+        """FLOP/s that launches allow: the host's time, or the gaps between kernels if longer.
+
+        None where that takes no time, or is not known, as of a step of several streams.
+        """
+        planned = self.estimate.plan
+        if has_streams(planned):
+            return None
+        host = queue.host_seconds(planned.execution, self.estimate.chip)
+        counts = [repeat.count for repeat in planned.graph.repeats]
+        gaps = sum(row.timing.gap for row in self.estimate.rows)
+        seconds = max(queue.host_time(planned.launches, host, counts), gaps)
+        return self.estimate.flops_causal / seconds if seconds else None
+
+    @property
+    def network_rate(self) -> float | None:
+        """FLOP/s at which the network would carry what the step sends; None where it sends none."""
+        seconds = self.estimate.times.t_net
+        return self.estimate.flops_causal / seconds if seconds else None
+
+    def to_row(self) -> dict[str, Any]:
+        """Plain data; seconds, FLOP/s and FLOP/byte."""
+        estimate = self.estimate
+        return {
+            "model": self.model,
+            "phase": self.phase,
+            **{name: self.sizes.get(name) for name in SIZES},
+            "chip": self.chip,
+            "execution": estimate.execution.name,
+            "flops": estimate.flops_causal,
+            "bytes_hbm": estimate.bytes_hbm,
+            "intensity": self.intensity,
+            "rate": self.rate,
+            "roof": self.roof,
+            "share": self.share,
+            "ridge": estimate.ridge,
+            "launch_rate": self.launch_rate,
+            "network_rate": self.network_rate,
+            "t_est": estimate.t_est,
+            "limit": estimate.times.regime,
+        }
+
+
+@dataclass(frozen=True, repr=False)
+class Rooflines(Shown):
+    """Steps of models, phases and sizes on chips, in the order they were asked for.
+
+    over: the size that has several values, "" for none.
+    """
+
+    rows: tuple[RooflineRow, ...]
+    over: str = ""
+
+    def __repr__(self) -> str:
+        steps = some(f"{r.label} {format_time(r.estimate.t_est)}" for r in self.rows)
+        return short(self, steps)
+
+    @cached_property
+    def models(self) -> list[str]:
+        """Names of the models."""
+        return list(dict.fromkeys(row.model for row in self.rows))
+
+    @cached_property
+    def phases(self) -> list[str]:
+        """Names of the phases."""
+        return list(dict.fromkeys(row.phase for row in self.rows))
+
+    @cached_property
+    def chips(self) -> list[str]:
+        """Names of the chips."""
+        return list(dict.fromkeys(row.chip for row in self.rows))
+
+    @property
+    def lines(self) -> Iterator[list[RooflineRow]]:
+        """Rows of one model, phase and chip, by rising size."""
+        lines: dict[tuple[str, str, str], list[RooflineRow]] = {}
+        for row in self.rows:
+            lines.setdefault((row.model, row.phase, row.chip), []).append(row)
+        yield from lines.values()
+
+    @property
+    def conditions(self) -> str:
+        """What all steps share, in words: "bf16; decode 8 x 1 token; efficient; h200-sxm"."""
+        first = self.rows[0]
+        parts = [
+            ", ".join(sorted({_dtype(row.estimate) for row in self.rows} - {""})),
+            *(
+                words.workload_words(phase, row.estimate.graph.workload)
+                if len(self.phases) == 1
+                else f"{phase} {words.workload_words(phase, row.estimate.graph.workload)}"
+                for phase in self.phases
+                for row in [next(r for r in self.rows if r.phase == phase)]
+                if not self.over
+            ),
+            "" if not self.over else ", ".join(self.phases),
+            "" if not self.over else f"over {self.over}",
+            *(f"{n} {s:,}" for n, s in first.sizes.items() if self.over and n != self.over),
+            first.estimate.execution.name,
+            ", ".join(self.chips),
+        ]
+        return "; ".join(filter(None, parts))
+
+    def to_rows(self) -> list[dict[str, Any]]:
+        """A row for each step, as a CSV file takes them."""
+        return [row.to_row() for row in self.rows]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON."""
+        return {"over": self.over or None, "steps": self.to_rows()}
+
+    def to_frame(self) -> pandas.DataFrame:
+        """One row for each step: sizes, FLOP/byte, FLOP/s, the roof, further limits, seconds."""
+        import pandas
+
+        return pandas.DataFrame.from_records(self.to_rows())
+
+
+def _dtype(estimate: Estimate) -> str:
+    graph = estimate.graph
+    return str(graph.workload.get("dtype") or graph.model.get("dtype") or "")

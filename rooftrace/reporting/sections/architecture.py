@@ -1,0 +1,140 @@
+"""What the model is made of, as its traced graph shows it: modules, attention, kernels, wiring."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from rooftrace._escapes import visible
+from rooftrace.hardware.units import format_count, format_share, plural
+from rooftrace.reporting.sections.tallies import ratio
+from rooftrace.reporting.view import model as view, units
+
+if TYPE_CHECKING:
+    from rooftrace.costmodels.anatomy import Anatomy, WiredNode, Wiring
+    from rooftrace.reporting.sections.results import Results
+
+PATTERNS_SHOWN, KINDS_SHOWN, CLASSES_SHOWN = 20, 12, 12
+LONGEST_NAME = 60
+_SPECIAL = re.compile(r"[^\w .,:()\[\]{}*/+=-]")
+"""Characters of a label that Mermaid or a page could take for its own: each becomes its code."""
+
+
+def architecture(results: Results) -> view.Section:
+    """The modules with parameters, attention, kinds of kernels, and a diagram of each block."""
+    from rooftrace.costmodels.anatomy import anatomy
+
+    phase = results.phases[0]
+    estimate = results.estimate(phase)
+    made = anatomy(estimate)
+    about = (
+        f"Read from the graph of {phase}, as {estimate.execution.name} runs it; a star stands for "
+        "the number of a module in a stack."
+    )
+    parts: list[view.Part] = [view.Note(about), *_modules(made), *_attention(made), *_kinds(made)]
+    parts += [_diagram(wiring) for wiring in made.wirings]
+    return view.Section(title="What the model is made of", parts=parts)
+
+
+def _modules(made: Anatomy) -> Iterator[view.Part]:
+    classes = [f"{count:,} {units.CODE.page(kind)}" for kind, count in made.classes]
+    if len(classes) > CLASSES_SHOWN:
+        others = sum(count for _, count in made.classes[CLASSES_SHOWN:])
+        classes = [*classes[:CLASSES_SHOWN], f"{others:,} of other classes"]
+    if classes:
+        yield view.Note(f"Modules that ran and have no others inside: {', '.join(classes)}.")
+    total = sum(entry.params for entry in made.patterns)
+    if not total:
+        yield view.Note("No module has parameters that the step touches.")
+        return
+    columns = (
+        view.Column("pattern", units.MODULE, "Module"),
+        view.Column("kind", units.CODE, "Class", of=lambda p: p.kind or None),
+        view.Column("count", units.COUNT, "Modules"),
+        view.Column("each", units.NUMBER, "Parameters each", of=lambda p: p.params / p.count),
+        view.Column("params", units.NUMBER, "Parameters"),
+        view.Column("share", units.SHARE, "Share", of=lambda p: ratio(p.params, total)),
+        view.Column("bytes", units.CAPACITY, "Memory"),
+    )
+    yield view.Table(columns=columns, rows=made.patterns[:PATTERNS_SHOWN])
+    rest = made.patterns[PATTERNS_SHOWN:]
+    if rest:
+        params = sum(entry.params for entry in rest)
+        yield view.Note(
+            f"{plural(len(rest), 'other kind')} of module with {format_count(params)} parameters, "
+            f"{format_share(params / total)}."
+        )
+
+
+def _attention(made: Anatomy) -> Iterator[view.Part]:
+    if not made.attention:
+        yield view.Note("No attention kernel runs in this step.")
+        return
+    columns = (
+        view.Column("kind", units.TEXT, "Attention"),
+        view.Column("heads", units.COUNT, "Heads"),
+        view.Column("heads_kv", units.COUNT, "Of keys, values"),
+        view.Column("width", units.COUNT, "Query, key width"),
+        view.Column("width_values", units.COUNT, "Value width"),
+        view.Column("queries", units.COUNT, "Queries"),
+        view.Column("keys", units.COUNT, "Keys"),
+        view.Column("useful", units.SHARE, "Scores let through"),
+        view.Column("count", units.COUNT, "Kernels"),
+    )
+    yield view.Table(columns=columns, rows=made.attention)
+
+
+def _kinds(made: Anatomy) -> Iterator[view.Part]:
+    total = sum(entry.seconds for entry in made.kernels)
+    columns = (
+        view.Column("kind", units.TEXT, "Kind of kernel"),
+        view.Column("count", units.COUNT, "Kernels"),
+        view.Column("seconds", units.SECOND, "Time"),
+        view.Column("share", units.SHARE, "Share", of=lambda kind: ratio(kind.seconds, total)),
+    )
+    yield view.Table(columns=columns, rows=made.kernels[:KINDS_SHOWN])
+    rest = made.kernels[KINDS_SHOWN:]
+    if rest:
+        seconds = sum(entry.seconds for entry in rest)
+        yield view.Note(
+            f"{plural(len(rest), 'other kind')} with {format_share(ratio(seconds, total))} of the "
+            "time."
+        )
+
+
+# -- diagrams ----------------------------------------------------------------------------------
+
+
+def _diagram(wiring: Wiring) -> view.Section:
+    """A flowchart in Mermaid, which GitHub, GitLab and many editors draw."""
+    name = f" of {units.MODULE.page(wiring.path)}" if wiring.path else ""
+    times = f", which stands for {wiring.count:,} that are alike" if wiring.count > 1 else ""
+    lines = ["flowchart TD"]
+    lines += [f"  {_shape(place, node, wiring)}" for place, node in enumerate(wiring.nodes)]
+    lines += [f"  n{a} --> n{b}" for a, b in wiring.edges]
+    about = f"The modules{name}{times}, and what each reads; shares are of the forward pass."
+    return view.Section(
+        title=f"Wiring{name}",
+        parts=[view.Note(about), view.Note("\n".join(lines), code="mermaid")],
+    )
+
+
+def _shape(place: int, node: WiredNode, wiring: Wiring) -> str:
+    """A node with its label: ops of a block's own code are round, modules are boxes."""
+    lines = [_label(node.named(wiring.path))]
+    if node.kind:
+        lines.append(_label(node.kind + (f" x {node.count:,}" if node.count > 1 else "")))
+    if node.output is not None:
+        lines.append(_label(str(node.output)))
+    if node.share >= 0.005:
+        lines.append(_label(format_share(node.share)).replace("%", "#37;"))
+    text = "<br/>".join(lines)
+    return f'n{place}["{text}"]' if node.kind else f'n{place}(["{text}"])'
+
+
+def _label(text: str) -> str:
+    """Text that is only text in a label, whatever a name in it says."""
+    text = visible(text)
+    text = text if len(text) <= LONGEST_NAME else f"{text[: LONGEST_NAME - 1]}…"
+    return _SPECIAL.sub(lambda mark: f"#{ord(mark[0])};", text)

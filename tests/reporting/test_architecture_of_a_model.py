@@ -1,0 +1,92 @@
+"""The sections on what a model is made of, on indicators, and on one kernel worked out by hand."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+import rooftrace as rt
+from rooftrace.reporting.hypertext.body import as_hypertext
+from rooftrace.reporting.sections.architecture import architecture
+from rooftrace.reporting.sections.indicators import INDICATORS, indicators, worked_example
+from rooftrace.reporting.view.markdown import as_page
+from rooftrace.reporting.view.model import Section, View
+
+HOSTILE = 'a"] --> b; <script>alert(1)</script> %% `x` #quot; \u202e|end'
+
+
+def page(section: Section) -> str:
+    return as_page(View((section,)))
+
+
+@pytest.fixture(scope="module")
+def report() -> rt.Report:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(1024, 4096), nn.GELU(), nn.Linear(4096, 1024)).bfloat16()
+        x = torch.empty(64, 1024, dtype=torch.bfloat16)
+    return rt.report(
+        model, x, chip="h200-sxm", execution=["eager", "efficient"], phases=["forward"]
+    )
+
+
+def test_indicators_follow_from_each_other_as_their_formulas_say(report: rt.Report) -> None:
+    for execution in ("eager", "efficient"):
+        e = report.estimate("forward", execution)
+        value = {name: of(e) for name, _, of, _ in INDICATORS}
+        assert value["F_theory"] == 2 * 2 * 64 * 1024 * 4096 + (
+            value["F_theory"] - value["F_matrix"]
+        )
+        assert value["F_matrix"] == 2 * 2 * 64 * 1024 * 4096
+        assert value["P_effective"] == pytest.approx(value["F_theory"] / value["T_comp"])
+        assert value["F_realizable"] == pytest.approx(value["T_comp"] * e.peak)
+        assert value["AI_hbm"] == pytest.approx(value["F_useful"] / e.bytes_hbm)
+        assert value["AI_weights_only"] == pytest.approx(
+            value["F_useful"] / (2 * (2 * 1024 * 4096 + 4096 + 1024))
+        )
+        assert value["OI_knee"] == pytest.approx(e.peak / 4.8e12)
+        assert value["TF_est"] == pytest.approx(value["F_theory"] / value["T_est"])
+        assert value["MFU"] == pytest.approx(value["F_matrix"] / value["T_est"] / e.peak)
+
+
+def test_indicators_stand_under_each_execution(report: rt.Report) -> None:
+    text = page(indicators([report.estimate("forward", name) for name in ("eager", "efficient")]))
+    rows = [line for line in text.splitlines() if line.startswith("| `")]
+    assert [re.match(r"\| `(\w+)`", row)[1] for row in rows] == [name for name, *_ in INDICATORS]
+    assert "| eager" in text and "| efficient" in text
+    assert f"| {report.estimate('forward').ridge:.1f} FLOP/byte" in rows[8]
+
+
+def test_the_worked_example_comes_to_the_time_of_its_kernel(report: rt.Report) -> None:
+    estimate = report.estimate("forward", "eager")
+    text = page(worked_example(estimate))
+    assert "2 x 64 x 1,024 x 4,096 = 536.9 MFLOP" in text
+    (moved,) = re.findall(r"takes ([\d.]+) MB / 4800 GB/s = ([\d.]+) us", text)
+    assert float(moved[0]) * 1e6 / 4.8e12 == pytest.approx(float(moved[1]) * 1e-6, rel=0.01)
+    largest = max(row.timing.t_device for row in estimate.rows)
+    assert f"{largest / estimate.t_est:.1%}".replace("%", " % of the step") in text
+    assert worked_example(rt.estimate(nn.Identity(), torch.ones(2))).parts == ()
+
+
+def test_what_does_not_apply_says_so() -> None:
+    plain = page(architecture(rt.report(nn.ReLU(), torch.ones(8), phases=["forward"])))
+    assert "No attention kernel runs in this step." in plain
+    assert "No module has parameters that the step touches." in plain
+    assert "```mermaid\nflowchart TD\n" in plain
+
+
+def test_names_cannot_break_a_diagram_or_a_page() -> None:
+    model = nn.Sequential()
+    Bad = type(HOSTILE, (nn.Linear,), {})
+    model.add_module(HOSTILE.replace(".", ""), Bad(8, 8))
+    section = architecture(rt.report(model, torch.ones(4, 8), phases=["forward"]))
+    text = page(section)
+    (diagram,) = re.findall(r"```mermaid\n(.*?)\n```", text, re.DOTALL)
+    lines = diagram.splitlines()
+    assert lines[0] == "flowchart TD"
+    for line in lines[1:]:
+        label = r'"[^"`<>]*(<br/>[^"`<>]*)*"'
+        assert re.fullmatch(rf"  n\d+(\[{label}\]|\(\[{label}\]\)| --> n\d+)", line), line
+    assert "<script" not in as_hypertext(View((section,))).body

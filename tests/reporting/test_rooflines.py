@@ -1,0 +1,98 @@
+"""Several models, chips and sizes on one roofline: a record, and one figure."""
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import rooftrace as rt
+from rooftrace.errors import RequestError
+from rooftrace.reporting.figures.manymodels import roofline_figure
+from tests.reporting.conftest import Run
+
+
+@pytest.fixture(scope="module")
+def steps() -> rt.Rooflines:
+    graphs = [
+        rt.trace(
+            nn.Sequential(nn.Linear(256, n), nn.ReLU(), nn.Linear(n, 256)), torch.ones(64, 256)
+        )
+        for n in (512, 4096)
+    ]
+    return rt.roofline(graphs, chip=["h200-sxm", "l4"], execution="eager")
+
+
+def test_rows_are_the_estimates_one_by_one(steps: rt.Rooflines) -> None:
+    assert [row.chip for row in steps.rows] == ["h200-sxm", "l4"] * 2
+    assert steps.models == ["Sequential 1", "Sequential 2"]
+    for row in steps.rows:
+        alone = rt.estimate(row.estimate.graph, chip=row.chip, execution="eager")
+        assert row.rate is not None
+        assert row.rate * alone.t_est == pytest.approx(alone.flops_causal)
+        assert row.share is not None and 0 < row.share <= 1
+        assert row.network_rate is None  # one process sends nothing
+    frame = steps.to_frame()
+    assert list(frame["t_est"]) == [row.estimate.t_est for row in steps.rows]
+    assert steps.to_dict()["steps"] == steps.to_rows()
+
+
+def test_no_step_is_faster_than_its_launches_allow(steps: rt.Rooflines) -> None:
+    for row in steps.rows:
+        assert row.launch_rate is not None and row.rate is not None
+        assert row.rate <= row.launch_rate * (1 + 1e-9)
+        # eager: the host launches each op, at the seconds that the chip says
+        assert row.estimate.times.regime != "launch" or row.rate > 0.5 * row.launch_rate
+
+
+def test_sizes_of_a_target_are_joined_in_order(tmp_path: Path) -> None:
+    result = rt.roofline(
+        "examples/models/resnet.py:build", batch=(8, 1, 2), phases=["forward"], chip="l4"
+    )
+    assert [row.sizes["batch"] for row in result.rows] == [1, 2, 8]
+    assert result.over == "batch" and len(list(result.lines)) == 1
+    flops = [row.estimate.flops_causal for row in result.rows]
+    assert [flop / flops[0] for flop in flops] == pytest.approx([1, 2, 8], rel=1e-5)
+    rt.plot_roofline(result, tmp_path / "a.svg", style="paper")
+    assert b">batch 1<" in (tmp_path / "a.svg").read_bytes()
+
+
+def test_the_figure_has_a_ridge_for_each_chip_and_no_text_over_another(steps) -> None:
+    figure = roofline_figure(steps)
+    figure.canvas.draw()
+    texts = [text.get_text() for text in figure.texts]
+    assert sum(text.startswith("ridge ") for text in texts) >= 2
+    assert any(text.startswith("Sequential 2") for text in texts)
+    boxes = [text.get_window_extent() for text in figure.texts]
+    for one, other in itertools.combinations(boxes, 2):
+        wide = min(one.x1, other.x1) - max(one.x0, other.x0)
+        assert min(wide, min(one.y1, other.y1) - max(one.y0, other.y0)) < 3
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"batch": (1, 2), "seq": (3, 4)}, "batch and seq have several values each"),
+        ({"batch": 0}, "batch=0: expected whole numbers above 0"),
+        ({"batch": ()}, "batch=none: expected"),
+        ({"batch": range(1, 400)}, "expected 200 at most"),
+    ],
+)
+def test_a_wrong_call_is_refused(asked: dict, said: str) -> None:
+    with pytest.raises(RequestError, match=said):
+        rt.roofline("gpt2", **asked)
+    with pytest.raises(RequestError, match="at least one target"):
+        rt.roofline([])
+
+
+def test_the_command_prints_the_table_and_says_what_is_wrong(run: Run, tmp_path: Path) -> None:
+    ran = run(
+        "roofline", "examples/models/resnet.py:build", "--phase", "forward", "--batch", "1,2",
+        "--plot", tmp_path / "roofs.pdf", "--style", "paper-column",
+    )  # fmt: skip
+    assert ran.code == 0 and "ridge" in ran.out and (tmp_path / "roofs.pdf").is_file()
+    for wrong in (("--batch", "1,-2"), ("--plot", "a.jpg"), ("--style", "paper")):
+        ran = run("roofline", "gpt2", *wrong)
+        assert ran.code == 2 and ran.err.count("\n") == 1
+        assert " ".join(wrong) in ran.err
