@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from rooftrace._face import face
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from rooftrace.costmodels.estimating import Estimate
@@ -51,8 +52,8 @@ def _headroom(estimate: Estimate) -> Headroom:
     return headroom(estimate)
 
 
-def _write(result: Any, out: Path) -> list[Path]:
+def _write(result: Any, out: Path, figures: Sequence[str]) -> list[Path]:
     """Write the files of a validation into a folder; only reporting knows how."""
     from rooftrace.reporting.pages import write_validation
 
-    return write_validation(result, out)
+    return write_validation(result, out, figures)

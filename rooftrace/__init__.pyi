@@ -1,8 +1,10 @@
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rooftrace._progress import telling as telling
 from rooftrace.costmodels.costs import Access as Access, Cost as Cost, Work as Work
+from rooftrace.costmodels.disaggregating import disaggregated as disaggregated
 from rooftrace.costmodels.elasticity import (
     Elasticities as Elasticities,
 )
@@ -25,6 +27,11 @@ from rooftrace.costmodels.findings import (
 from rooftrace.costmodels.fusion import (
     KernelView as KernelView,
     fusion as fusion,
+)
+from rooftrace.costmodels.guiding import (
+    Guidance as Guidance,
+    WhatIf as WhatIf,
+    guidance as guidance,
 )
 from rooftrace.costmodels.memory import (
     memory as memory,
@@ -64,6 +71,7 @@ from rooftrace.measured.sources import (
 from rooftrace.measured.validate import (
     Validation as Validation,
 )
+from rooftrace.reporting.chakra import save_chakra as save_chakra
 from rooftrace.reporting.differences import (
     compare as compare,
     diff as diff,
@@ -99,12 +107,23 @@ from rooftrace.reporting.measurements import (
     calibrate as calibrate,
     validate as validate,
 )
+from rooftrace.reporting.meshes import (
+    best_mesh as best_mesh,
+    scaling as scaling,
+)
 from rooftrace.reporting.modeldump import (
     dump_model_info as dump_model_info,
 )
 from rooftrace.reporting.reports import (
     largest_batch as largest_batch,
     report as report,
+)
+from rooftrace.reporting.rooflines import (
+    plot_roofline as plot_roofline,
+    roofline as roofline,
+)
+from rooftrace.reporting.rooflinesteps import (
+    Rooflines as Rooflines,
 )
 from rooftrace.reporting.sections import (
     section as section,
@@ -150,6 +169,7 @@ from rooftrace.tracer.graph import (
 from rooftrace.tracer.inventory.records import (
     ModelInfo as ModelInfo,
 )
+from rooftrace.tracer.sharded import fake_mesh as fake_mesh
 from rooftrace.tracer.source import (
     TraceError as TraceError,
 )
@@ -158,4 +178,4 @@ __version__: str
 
 def _headroom(estimate: Estimate) -> Headroom: ...
 def _render(result: Any, form: str) -> Any: ...
-def _write(result: Any, out: Path) -> list[Path]: ...
+def _write(result: Any, out: Path, figures: Sequence[str]) -> list[Path]: ...

@@ -1,6 +1,7 @@
 """What every test may use: the repository's root and the golden files."""
 
 import difflib
+import gc
 import inspect
 import os
 import re
@@ -26,6 +27,10 @@ settings.register_profile(
     "explore", settings.get_profile("rooftrace"), derandomize=False, max_examples=500
 )
 settings.load_profile("rooftrace")
+
+# A worker holds the modules of torch and transformers and what thousands of tests keep: walking
+# through all of it as often as Python does by itself took a sixth of the time of all tests.
+gc.set_threshold(200_000, 20, 50)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

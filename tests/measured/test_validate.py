@@ -557,7 +557,8 @@ def test_the_folder_has_what_applies(
     found = rt.validate(gpu, CHIP, target=graph)
     written = {path.name: path for path in found.write(tmp_path / "trace")}
     assert set(written) == {
-        "validation.md", "validation.json", "parity.png", "nodes.csv", "timeline.json.gz",
+        "validation.html", "validation.md", "validation.json", "parity.png", "nodes.csv",
+        "timeline.json.gz",
     }  # fmt: skip
     assert {path.name for path in (tmp_path / "trace").iterdir()} == set(written)
     assert written["parity.png"].read_bytes().startswith(b"\x89PNG")
@@ -570,7 +571,9 @@ def test_the_folder_has_what_applies(
     assert {event["pid"] for event in slices} == {1, 2}  # predicted and measured
     assert sum(event["ph"] == "s" for event in timeline["traceEvents"]) == 61
     of_run = {path.name for path in compared.write(tmp_path / "run")}
-    assert of_run == {"validation.md", "validation.json", "parity.png", "nodes.csv"}
+    assert of_run == {
+        "validation.html", "validation.md", "validation.json", "parity.png", "nodes.csv",
+    }  # fmt: skip
 
 
 def test_the_page_has_every_step_and_the_json_the_same_numbers(
@@ -631,7 +634,9 @@ def test_the_command_prints_writes_and_says_where(gpu: Path, run: Command, tmp_p
     code, shown, err = run(*arguments, "--out", out)
     assert code == 0 and not err
     assert "validation  gpu.json on NVIDIA H200" in shown
-    assert f"written to {out}/: validation.md, validation.json, parity.png" in shown
+    assert (
+        f"written to {out}/: validation.html, validation.md, validation.json, parity.png" in shown
+    )
     code, shown, _ = run(*arguments, "--format", "json")
     assert code == 0 and json.loads(shown) == json.loads((out / "validation.json").read_text())
     code, shown, _ = run(*arguments, "--format", "md")

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _SIZES = {"cpu": 2.0**26, "cuda": 2.0**30}
 """Bytes of a buffer, at least; by the kind of device."""
 _CACHES = 4
-_TIMES = 15
+_TIMES, _TIMES_AT_LEAST, _LONG_ENOUGH = 15, 5, 1.0  # copies; seconds of them all
 _SHARE = 1 / 16
 """Of the memory that is free, a buffer takes no more."""
 _PACKAGES = ("rooftrace", "torch", "transformers", "triton", "numpy")
@@ -188,7 +188,10 @@ def stream_size(bench: Bench, cache: float, room: float) -> int:
 
 
 def copy_seconds(bench: Bench) -> tuple[int, tuple[float, ...]]:
-    """The bytes that one copy reads and writes, and the seconds of each of several."""
+    """The bytes that one copy reads and writes, and the seconds of each of several.
+
+    Where a copy takes long, fewer of them are made: 5 at least.
+    """
     import torch
 
     cache, room = 0.0, float("inf")
@@ -200,4 +203,7 @@ def copy_seconds(bench: Bench) -> tuple[int, tuple[float, ...]]:
     target = torch.empty_like(source)
     run = lambda: target.copy_(source)  # noqa: E731
     bench.once(run)
-    return 8 * source.numel(), tuple(bench.once(run) for _ in range(_TIMES))
+    seconds = [bench.once(run) for _ in range(_TIMES_AT_LEAST)]
+    while len(seconds) < _TIMES and sum(seconds) < _LONG_ENOUGH:
+        seconds.append(bench.once(run))
+    return 8 * source.numel(), tuple(seconds)

@@ -35,13 +35,13 @@ def measured_target(
 
     tell = progress or (lambda _: None)
     for phase in phases or ():
-        if phase not in names.NAMES:
-            raise RequestError(f"phase {phase!r:.60}: expected one of {', '.join(names.NAMES)}")
+        if phase not in names.MEASURED:
+            raise RequestError(f"phase {phase!r:.60}: expected one of {', '.join(names.MEASURED)}")
     bench = Bench(devices.checked_device(device or devices.default_device()), _SECONDS, tell)
     module, args, kwargs = realized(target, bench, request)
     runs: list[Run] = []
     missing: RequestError | None = None
-    for phase in phases or names.NAMES:
+    for phase in phases or names.MEASURED:
         tell(f"measuring {phase}{', compiled' if compiled else ''}")
         if compiled:
             torch._dynamo.reset()

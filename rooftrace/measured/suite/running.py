@@ -56,8 +56,8 @@ def measure_suite(
     if not (math.isfinite(plan.budget_s) and plan.budget_s > 0):
         raise MeasureError(f"--budget {plan.budget_s!r}: expected a number of seconds above 0")
     for phase in plan.phases or ():
-        if phase not in names.NAMES:
-            raise RequestError(f"phase {phase!r}: expected one of {', '.join(names.NAMES)}")
+        if phase not in names.MEASURED:
+            raise RequestError(f"phase {phase!r}: expected one of {', '.join(names.MEASURED)}")
     device = devices.checked_device(plan.device)
     deadline = clock() + plan.budget_s
     targets = _targets(plan)
@@ -360,7 +360,7 @@ def _target(session: Session, target: str) -> None:
     request = Request(plan.batch, plan.seq)
     sizes = {k: v for k, v in (("batch", plan.batch), ("seq", plan.seq)) if v is not None}
     loaded: list[Any] = []
-    for phase in plan.phases or names.NAMES:
+    for phase in plan.phases or names.MEASURED:
         key = ModelRow.key_of(target, phase, "eager", sizes)
 
         def work(phase: str = phase, key: str = key) -> ModelRow:

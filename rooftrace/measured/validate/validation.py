@@ -145,16 +145,17 @@ class Validation(Shown):
             ],
         }
 
-    def write(self, out: str | os.PathLike[str]) -> list[Path]:
+    def write(self, out: str | os.PathLike[str], figures: Sequence[str] = ("png",)) -> list[Path]:
         """Write validation.md, validation.json and parity.png into the folder `out`, nodes.csv
         where there are nodes, timeline.json.gz where there is a trace; their paths.
 
+        figures: formats of the figure: "png", "svg", "pdf"; RequestError for another one.
         All files are made beside `out` first and then moved in, so nothing is left half-written.
         Raises ReportFolderError where the folder cannot be written.
         """
         from rooftrace import _write
 
-        return _write(self, Path(out))
+        return _write(self, Path(out), figures)
 
     def __repr__(self) -> str:
         compared = f"{len(self.steps)} of {self.planned} steps on {self.chip.name}"
