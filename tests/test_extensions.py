@@ -161,7 +161,7 @@ def test_a_phase_of_a_package_is_traced(install):
 
 def test_a_package_whose_phases_cannot_be_loaded_is_named_where_one_is_asked_for(install):
     install(phases="import no_such_thing")
-    with pytest.raises(rt.RequestError, match=r"prefill, decode; package acme 1\.2: entry point"):
+    with pytest.raises(rt.RequestError, match=r"requests; package acme 1\.2: entry point"):
         rt.trace(nn.Linear(8, 8), torch.empty(4, 8), phase="acme twice")
 
 
