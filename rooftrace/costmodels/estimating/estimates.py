@@ -65,6 +65,11 @@ class Estimate(Shown, Together, Breakdowns, Itemised):
         return self.graph.phase
 
     @property
+    def step(self) -> str:
+        """The phase, and of a pipeline the stages: "training stages 2-3 of 4"."""
+        return self.graph.step
+
+    @property
     def coverage(self) -> Coverage:
         """The share of ops and bytes that have a rule."""
         return self.plan.coverage

@@ -35,13 +35,10 @@ class StageCost:
     def of(estimate: Estimate) -> StageCost:
         """The cost of a stage, from the estimate of a training step of it."""
         parts = dict.fromkeys(("forward", "backward", "recompute", "optimizer"), 0.0)
-        weights = 0.0
         for row in estimate.rows:
-            if estimate.graph.ops[row.ops[0]].stream or row.bytes_net:
-                continue
-            parts[row.part] += row.timing.t_device
-            if row.part == "backward" and _is_product(row):
-                weights += row.timing.t_device / 2
+            if not (estimate.graph.ops[row.ops[0]].stream or row.bytes_net):
+                parts[row.part] += row.timing.t_device
+        weights = sum(row.timing.t_device for row in rows_for_weights(estimate))
         alone = sum(parts.values())
         scale = estimate.t_est / alone if alone else 0.0  # what is exposed belongs to all parts
         timeline = estimate.memory.timeline
@@ -64,9 +61,28 @@ class StageCost:
         }[kind]
 
 
-def _is_product(row: Row) -> bool:
-    """Whether a kernel multiplies weights: half of its backward is for these."""
-    return row.flops > 0 and row.name.rpartition(".")[2] in ("mm", "addmm")
+def rows_for_weights(estimate: Estimate) -> list[Row]:
+    """The kernels of backward that only gradients of weights need: products that read no weight
+    and make something of the shape of one.
+
+    A kernel that makes the gradients of its input as well (a convolution's) is none of them.
+    """
+    graph = estimate.graph
+    shapes = {
+        tuple(sorted(value.shape))
+        for value in graph.values
+        if value.role == "weights" and len(value.shape) > 1
+    }
+    made = {
+        row.index: {
+            tuple(sorted(graph.values[value].shape))
+            for op in row.ops
+            for value in graph.ops[op].outputs
+        }
+        for row in estimate.rows
+        if row.part == "backward" and row.flops and not row.bytes_by_role.get("weights")
+    }
+    return [row for row in estimate.rows if shapes & made.get(row.index, set())]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

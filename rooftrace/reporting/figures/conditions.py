@@ -14,7 +14,8 @@ def of_report(report: Results) -> str:
     """All phases: "fp8; prefill 8 x 255 tokens; decode 8 x 1 token, KV 255; h200-sxm"."""
     parts = [_precision(report, report.phases[0])]
     sized = {
-        phase: words.workload_words(phase, report.graphs[phase].workload) for phase in report.phases
+        graph.phase: words.workload_words(graph.phase, graph.workload)
+        for graph in map(report.graphs.__getitem__, report.phases)
     }
     parts += [f"{phase} {sizes}" for phase, sizes in sized.items() if sizes]
     parts.append(", ".join(chip.name for chip in report.chips))
@@ -23,7 +24,8 @@ def of_report(report: Results) -> str:
 
 def of_phase(report: Results, phase: str, execution: str | None = None) -> str:
     """One phase on the first chip: "fp8; 8 x 1 token, KV 255; efficient; h200-sxm"."""
-    sizes = words.workload_words(phase, report.graphs[phase].workload)
+    graph = report.graphs[phase]
+    sizes = words.workload_words(graph.phase, graph.workload)
     run = execution or ""
     return "; ".join(filter(None, [_precision(report, phase), sizes, run, report.chips[0].name]))
 

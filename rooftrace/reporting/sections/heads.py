@@ -12,26 +12,28 @@ from rooftrace.hardware.units import (
     format_time,
     format_traffic,
 )
+from rooftrace.reporting.sections.pipelines import held, piped
 from rooftrace.reporting.sections.tallies import tally
 from rooftrace.reporting.view import model as view, units, words
 from rooftrace.tracer.paths import pattern_of
 
 if TYPE_CHECKING:
     from rooftrace.costmodels.estimating import Estimate
+    from rooftrace.costmodels.pipelining import Pipe
     from rooftrace.reporting.sections.results import Results
 
 
 def head(results: Results) -> view.Section:
     """Model, chip and workload.  What does not fit is said before anything else."""
     workloads = {
-        phase: words.workload_words(phase, graph.workload)
-        for phase, graph in results.graphs.items()
+        graph.phase: words.workload_words(graph.phase, graph.workload)
+        for graph in results.graphs.values()
     }
     page = [f"On {line}.  " for line in _headlines(results)]
     page += [f"{phase.capitalize()}: {text}.  " for phase, text in workloads.items()]
     screen = [*_headlines(results, first=True)]
     screen.append("; ".join(f"{phase} {text}".rstrip() for phase, text in workloads.items()))
-    fits, sentence = words.fit_words(results.memory, results.chips[0], _processes(results))
+    fits, sentence = words.fit_words(held(results), results.chips[0], _processes(results))
     parts = [
         view.Note(title(results), "strong", on="screen"),
         view.Note("\n".join(screen), on="screen", lines=True),
@@ -64,9 +66,11 @@ def _headlines(results: Results, first: bool = False) -> list[str]:
 
 def verdict(results: Results) -> view.Section:
     """A paragraph on fit, time and limits; then a line each on phases, executions and trust."""
-    fits, sentence = words.fit_words(results.memory, results.chips[0], _processes(results))
+    fits, sentence = words.fit_words(held(results), results.chips[0], _processes(results))
     notes = [view.Note(sentence, "bad")] if sentence and not fits else []
+    pipes = [_piped(pipe) for pipe in piped(results)[:1]]
     steps = "; ".join(_limited(results.estimate(phase)) for phase in results.phases)
+    steps = "".join([*pipes, steps])
     about = f" {sentence}" if fits else ""
     notes.append(view.Note(f"{steps[0].upper()}{steps[1:]}.{about}"))
     lines = [_phase_sentence(results.estimate(phase)) for phase in results.phases]
@@ -85,11 +89,23 @@ def verdict(results: Results) -> view.Section:
     return view.Section(title="Verdict", parts=notes)
 
 
+def _piped(pipe: Pipe) -> str:
+    """ "training in 4 stages (1f1b, 16 microbatches) is expected to take 1.2 s, bubble 16 %"."""
+    made = pipe.made
+    takes = "is expected to take" if pipe.first.expected else "takes at least"
+    return (
+        f"{pipe.phase} in {words.plural(made.stages, 'stage')} ({made.schedule}, "
+        f"{made.microbatches:,} microbatches) {takes} {format_time(made.seconds)}, of which "
+        f"{format_share(made.bubble)} is waiting of processes for each other; with one "
+        "microbatch, "
+    )
+
+
 def _limited(estimate: Estimate) -> str:
     """ "decode is expected to take 56.2 ms, limited by HBM 77%, launch 13%"."""
     takes = "is expected to take" if estimate.expected else "takes at least"
     return (
-        f"{estimate.phase} {takes} {format_time(estimate.t_est)}, "
+        f"{estimate.step} {takes} {format_time(estimate.t_est)}, "
         f"limited by {words.regime_words(estimate.times)}"
     )
 
@@ -97,7 +113,8 @@ def _limited(estimate: Estimate) -> str:
 def _where(estimate: Estimate) -> str:
     """The kernels in which most time goes by, and how far the step is from its roof."""
     text = ""
-    kernels = tally(estimate.rows, lambda row: (row.name, pattern_of(row.module)))
+    computing = [row for row in estimate.rows if not row.bytes_net]
+    kernels = tally(computing, lambda row: (row.name, pattern_of(row.module)))
     if kernels and estimate.t_est:
         name, module = kernels[0].key
         of = f" of {units.MODULE.page(module)}" if module else ""
@@ -111,19 +128,27 @@ def _where(estimate: Estimate) -> str:
 def _phase_sentence(estimate: Estimate) -> str:
     rate = estimate.items_per_s
     speed = f", {format_count(rate)} {estimate.item}s/s" if rate else ""
-    families = tally(estimate.rows, lambda row: row.family)
+    computing = [row for row in estimate.rows if not row.bytes_net]
+    families = tally(computing, lambda row: row.family)
     most = (
         f" Most time goes to {families[0].key}, "
         f"{format_share(families[0].seconds / estimate.t_est)}."
         if families and estimate.t_est
         else ""
     )
+    if estimate.communication:
+        spent = sum(row.seconds for row in estimate.communication)
+        exposed = estimate.times.t_exposed
+        most += (
+            f" Communication takes {format_time(spent)}; computing waits for "
+            f"{format_time(exposed)} of it."
+        )
     largest = ""
     if estimate.bytes_hbm:
         role, size = Counter(estimate.bytes.to_dict()).most_common(1)[0]
         largest = f", {format_share(size / estimate.bytes_hbm)} of it {role}"
     return (
-        f"**{estimate.phase.capitalize()}** ({estimate.execution.name}): "
+        f"**{estimate.step.capitalize()}** ({estimate.execution.name}): "
         f"{_time_words(estimate)} on {_many(estimate)} {estimate.chip.title}{speed}; "
         f"limited by {words.regime_words(estimate.times)}; "
         f"{format_flops(estimate.flops)} and {format_traffic(estimate.bytes_hbm)} of HBM traffic"

@@ -55,7 +55,7 @@ def kernels_on_screen(results: Results) -> view.Section:
                     "share": ratio(waiting, estimate.t_est),
                 }
             )
-        rows += [{"phase": estimate.phase, **row} for row in mine]
+        rows += [{"phase": estimate.step, **row} for row in mine]
     name = replace(NAME, short=f"kernels, {results.main}")
     table = view.Table(
         columns=(name, LIMIT, *_time(results.broken_down()), *WORK, MODULE),

@@ -33,6 +33,7 @@ def fit(results: Results) -> view.Section:
         return view.Section()
     parts: list[view.Part] = [
         _on_screen(results),
+        *_of_stages(results),
         *_on_page(results),
         view.Note(
             f"Alive at the peak of the step as {results.main} runs it. Saved: activations that "
@@ -53,6 +54,14 @@ def fit(results: Results) -> view.Section:
         note = "Found by tracing: this batch fits, and one more does not."
         parts += [view.Table(columns=columns, rows=rows, on="page"), view.Note(note, on="page")]
     return view.Section(title="Does it fit", place=6, parts=[*parts, view.Image("memory.png")])
+
+
+def _of_stages(results: Results) -> list[view.Part]:
+    """Of a pipeline: what its peaks leave out."""
+    if all("stages" not in graph.workload for graph in results.graphs.values()):
+        return []
+    text = "stages hold one microbatch here; peaks with all that are alive stand with the pipeline"
+    return [view.Note(text)]
 
 
 def _on_page(results: Results) -> tuple[view.Table, view.Table]:

@@ -42,7 +42,7 @@ def reached(estimate: Estimate) -> dict[str, Any]:
     total = sum(row.seconds for row in estimate.communication)
     per_chip = estimate.items_per_s_per_chip
     return {
-        "phase": estimate.phase,
+        "phase": estimate.step,
         "mesh": mesh_words(estimate),
         "processes": estimate.processes,
         "replicas": estimate.replicas,
@@ -70,7 +70,7 @@ def exchanged(results: Results) -> Iterator[dict[str, Any]]:
     for estimate in meshed(results):
         for row in estimate.communication:
             yield {
-                "phase": estimate.phase,
+                "phase": estimate.step,
                 "chip": estimate.chip.name,
                 **{name: getattr(row, name) for name in row.__slots__},
             }

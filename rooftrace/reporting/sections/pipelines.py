@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rooftrace.costmodels.pipelining import Pipe, StageCost
+from rooftrace.reporting.sections.network import is_whole
 from rooftrace.reporting.view import model as view, units
 
 if TYPE_CHECKING:
     from rooftrace.costmodels.estimating import Estimate
+    from rooftrace.costmodels.memory import Memory
     from rooftrace.reporting.sections.results import Results
 
 
@@ -25,6 +28,21 @@ def piped(results: Results) -> list[Pipe]:
         if stages:
             pipes.append(Pipe.of(stages))
     return pipes
+
+
+def held(results: Results) -> dict[str, Memory]:
+    """What each phase takes at its peak on the first chip, by phase.
+
+    Of a pipeline that is the fullest process, with all microbatches that are alive there.
+    """
+    needs = {
+        phase: need for phase, need in results.memory.items() if is_whole(results.estimate(phase))
+    }
+    for pipe in piped(results)[:1] if len(needs) < len(results.memory) else ():
+        stages = [need for phase, need in results.memory.items() if phase not in needs]
+        fullest = max(stages, key=lambda need: need.peak)
+        needs[pipe.phase] = replace(fullest, peak=max(pipe.made.peaks))
+    return needs
 
 
 def rows_of(results: Results) -> Iterator[dict[str, Any]]:

@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from rooftrace.costmodels.planning import Unsupported
 
 
+COUNTS = ("params", "params_trainable")
+"""What a graph says of its model in numbers that add up over stages."""
+
+
 @dataclass(frozen=True, repr=False)
 class Results(Shown):
     """Estimates by phase, execution and chip name, in the order they were asked for.
@@ -40,7 +44,7 @@ class Results(Shown):
     def __repr__(self) -> str:
         name = self.model.get("name") or "model"
         steps = (
-            f"{estimate.phase} {'expected' if estimate.expected else 'bound'} "
+            f"{estimate.step} {'expected' if estimate.expected else 'bound'} "
             f"{format_time(estimate.t_est)}"
             for estimate in self.broken_down()
         )
@@ -71,8 +75,17 @@ class Results(Shown):
 
     @property
     def model(self) -> Mapping[str, Any]:
-        """Name and parameter counts."""
-        return next(iter(self.graphs.values())).model
+        """Name and parameter counts; of a pipeline, those of all its stages."""
+        graphs = list(self.graphs.values())
+        first = graphs[0]
+        if "stages" not in first.workload:
+            return first.model
+        sums = {
+            name: sum(graph.model[name] * len(graph.workload["stages"]) for graph in graphs)
+            for name in COUNTS
+            if name in first.model
+        }
+        return {**first.model, **sums}
 
     @property
     def workload(self) -> dict[str, Any]:

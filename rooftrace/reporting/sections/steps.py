@@ -125,7 +125,7 @@ def steps(results: Results) -> view.Section:
     item = item_of(results)
     columns = _on_screen(item, shown)
     parts: list[view.Part] = [
-        view.Table(columns=columns, rows=shown, group=lambda e: e.phase, on="screen")
+        view.Table(columns=columns, rows=shown, group=lambda e: e.step, on="screen")
     ]
     models = {estimate.execution.name: estimate.execution for estimate in shown}
     told = [f"{name}{text}" for name, model in models.items() if (text := _changed(model))]

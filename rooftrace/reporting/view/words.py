@@ -99,7 +99,10 @@ def model_words(model: Mapping[str, Any], workload: Mapping[str, Any]) -> str:
 
 
 def workload_words(phase: str, workload: Mapping[str, Any]) -> str:
-    """What one step of a phase runs: "8 x 255 tokens, adamw", "8 x 1 token, KV 4096", "batch 8"."""
+    """What one step of a phase runs: "8 x 255 tokens, adamw", "8 x 1 token, KV 4096", "batch 8".
+
+    Of a pipeline: "16 microbatches of 1 x 255 tokens, adamw".
+    """
     item = str(workload.get("item") or "sample")
     parts = []
     batch, items, kv = workload.get("batch"), workload.get("items"), workload.get("kv")
@@ -111,6 +114,9 @@ def workload_words(phase: str, workload: Mapping[str, Any]) -> str:
         parts.append(f"batch {batch}")
     elif items:
         parts.append(plural(int(items), item))
+    if parts and (microbatches := workload.get("microbatches")):
+        noun = "microbatch" if microbatches == 1 else "microbatches"
+        parts[0] = f"{microbatches:,} {noun} of {parts[0]}"
     if kv and phase != "prefill":
         parts.append(f"KV {kv}")
     if phase == "training" and workload.get("optimizer"):

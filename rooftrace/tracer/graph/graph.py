@@ -150,9 +150,22 @@ class OpGraph(Shown):
         return replace(self, ops=tuple(ids), **changes)
 
     @property
+    def step(self) -> str:
+        """The phase, and of a pipeline the stages: "training stages 2-3 of 4"."""
+        numbers = [stage + 1 for stage in self.workload.get("stages", ())]
+        if not numbers:
+            return self.phase
+        first, last = numbers[0], numbers[-1]
+        which = (
+            f"{first}-{last}" if last - first == len(numbers) - 1 else ", ".join(map(str, numbers))
+        )
+        which = f"stage {first}" if first == last else f"stages {which}"
+        return f"{self.phase} {which} of {self.workload['stage_count']}"
+
+    @property
     def title(self) -> str:
-        """The name of the model, and the phase: "gpt2, decode"."""
-        return f"{self.model.get('name') or 'model'}, {self.phase}"
+        """The name of the model, and the step: "gpt2, decode"."""
+        return f"{self.model.get('name') or 'model'}, {self.step}"
 
     def __repr__(self) -> str:
         total = sum(map(self.times, self.ops))

@@ -36,13 +36,6 @@ class Stage:
         """Whether it has the head."""
         return self.index == self.count - 1
 
-    @property
-    def name(self) -> str:
-        """ "training stages 2-3 of 4"."""
-        first, last = self.alike[0] + 1, self.alike[-1] + 1
-        which = f"stage {first}" if first == last else f"stages {first}-{last}"
-        return f"training {which} of {self.count}"
-
 
 class _Passing(nn.Identity):
     """Stands for a module of another stage."""

@@ -164,7 +164,8 @@ def _stages_of_target(job: Job, made: Loaded) -> dict[str, OpGraph]:
         with huggingface.divided(fresh.module, request.mesh):
             made_of = trace_phases(fresh.module, inputs, ("training",), job.options, job.name)
         (graph,) = made_of.values()
-        graphs[stage.name] = splitting.with_stage(graph, stage, schedule, microbatches)
+        graph = splitting.with_stage(graph, stage, schedule, microbatches)
+        graphs[graph.step] = graph
     return graphs
 
 
