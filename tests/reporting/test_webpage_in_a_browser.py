@@ -185,7 +185,7 @@ def test_the_tree_of_modules_is_walked_by_keys(report: rt.Report, opened: Open) 
     assert walked[2].startswith(f"{walked[1]}.")
     assert walked[3] == walked[1]
     page.keyboard.press("Enter")
-    assert "module=blocks" in page.evaluate("location.hash")
+    playwright.expect(page).to_have_url(re.compile("module=blocks"))
     page.keyboard.press("Escape")
     # Not by page.wait_for_function: the page's own policy forbids to evaluate a string.
     playwright.expect(page).not_to_have_url(re.compile("module="))

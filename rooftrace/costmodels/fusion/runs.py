@@ -264,14 +264,21 @@ def _assumed(
     yield own, (-1, 0)
 
 
-def _twin(graph: OpGraph, first: Op, op: Op, repeat: int) -> Op | None:
-    """The op like `op` in the iteration before it, which `first` is in too."""
-    start = stop = first.id
+def twin(graph: OpGraph, op: Op, inside: Op, repeat: int) -> Op | None:
+    """The op like `op` in the iteration that `inside` is in, where `op` stands beside it."""
+    start = stop = inside.id
     while start and repeat in graph.ops[start - 1].repeats:
         start -= 1
     while stop < len(graph.ops) and repeat in graph.ops[stop].repeats:
         stop += 1
-    place = op.id - (stop - start)
-    if not start <= place < stop or len(graph.ops[place].assumptions) != len(op.assumptions):
+    length = stop - start
+    place = op.id - length if op.id >= stop else op.id + length
+    if not start <= place < stop or graph.ops[place].target != op.target:
         return None
     return graph.ops[place]
+
+
+def _twin(graph: OpGraph, first: Op, op: Op, repeat: int) -> Op | None:
+    """The op like `op` in the iteration before it, which `first` is in too."""
+    like = twin(graph, op, first, repeat) if op.id > first.id else None
+    return like if like and len(like.assumptions) == len(op.assumptions) else None

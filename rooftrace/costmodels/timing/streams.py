@@ -8,14 +8,17 @@ stream waits for is exposed; all other communication is hidden.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from rooftrace.costmodels.fusion import runs
 from rooftrace.costmodels.planning import Launch, Plan
 from rooftrace.costmodels.timing.queue import HostSeconds
+from rooftrace.tracer.arguments import Neighbour
 from rooftrace.tracer.collectives import marks
-from rooftrace.tracer.graph import Op
+from rooftrace.tracer.graph import Op, OpGraph
+from rooftrace.tracer.vocabulary import REVERSED
 
 MAIN = ""
 """The stream that computes."""
@@ -45,6 +48,20 @@ NOTHING = _Due()
 
 
 @dataclass(frozen=True, slots=True)
+class Spot:
+    """A storage, or an event, as an op sees it: in a repeat each iteration has its own."""
+
+    number: int
+    repeats: tuple[int, ...] = ()  # it has one for each iteration of these
+    then: Neighbour | None = None  # which iteration of what is meant instead, where it is there
+    beside: tuple[int, tuple[int, ...]] = (-1, ())  # number and repeats of what `then` means
+
+
+Moment: TypeAlias = "tuple[int, tuple[int, ...]]"
+"""A storage, or an event, of one iteration."""
+
+
+@dataclass(frozen=True, slots=True)
 class Item:
     """What the host does next: a launch, a kernel with it, or a mark of a stream."""
 
@@ -54,6 +71,8 @@ class Item:
     mark: Op | None = None
     repeats: tuple[int, ...] = ()
     launch: Launch | None = None
+    back: bool = False  # whether it goes through iterations in reverse
+    spots: tuple[Spot, ...] = ()  # of a mark: the events that it is about
 
 
 @dataclass(slots=True)
@@ -75,8 +94,8 @@ class StreamKernel:
     stream: str
     lane: str  # the queue of its group, whose exchanges follow each other; "" for one alone
     beside: bool  # whether it runs beside the stream that issues it
-    touched: tuple[int, ...]  # storages that another stream writes, too
-    written: tuple[int, ...]  # storages that others wait for
+    touched: tuple[Spot, ...]  # storages that another stream writes, too
+    written: tuple[Spot, ...]  # storages that others wait for
 
 
 def walk(
@@ -88,7 +107,7 @@ def walk(
 ) -> Walk:
     """The step of a plan whose kernels take these seconds; see `queue.schedule` for the others."""
     streams = Streams.of(planned, durations, host, waits)
-    streams.walk(range(len(streams.items)), 0, counts)
+    streams.walk(range(len(streams.items)), 0)
     return streams.ended()
 
 
@@ -97,6 +116,7 @@ def _kernels(planned: Plan, durations: Sequence[float]) -> list[StreamKernel]:
     graph = planned.graph
     storage = [value.storage for value in graph.values]
     ops = [[graph.ops[number] for number in group.ops] for group in planned.groups]
+    launched = [group.repeats for group in planned.groups]
     beside = {
         storage[value]
         for members in ops
@@ -105,12 +125,12 @@ def _kernels(planned: Plan, durations: Sequence[float]) -> list[StreamKernel]:
         for value in op.outputs
     }
     kernels = []
-    for members, seconds in zip(ops, durations, strict=True):
+    for members, repeats, seconds in zip(ops, launched, durations, strict=True):
         together = next((op.collective for op in members if op.collective is not None), None)
         lane = "" if together is None else f"{GROUP}{together.group}"
         alone = together is not None and not together.waits
-        touched = {storage[v] for op in members for v in (*op.inputs, *op.outputs)} & beside
-        written = {storage[v] for op in members for v in op.outputs} & beside
+        made = [_spot(graph, value) for op in members for value in op.outputs]
+        read = [spot for op in members for spot in _read_in(graph, op, repeats)]
         stream = members[0].stream
         kernels.append(
             StreamKernel(
@@ -118,11 +138,50 @@ def _kernels(planned: Plan, durations: Sequence[float]) -> list[StreamKernel]:
                 stream=stream,
                 lane=lane,
                 beside=alone,
-                touched=tuple(touched),
-                written=tuple(written) if stream or alone else (),
+                touched=_some((*read, *made), beside),
+                written=_some(made, beside) if stream or alone else (),
             )
         )
     return kernels
+
+
+def _some(spots: Iterable[Spot], storages: Collection[int]) -> tuple[Spot, ...]:
+    """Those on these storages, each once."""
+    return tuple(dict.fromkeys(s for s in spots if s.number in storages or s.beside[0] in storages))
+
+
+def _spot(graph: OpGraph, value: int, then: Neighbour | None = None) -> Spot:
+    """The storage of a value."""
+    storage = graph.values[value].storage
+    beside = -1 if then is None else graph.values[then.value].storage
+    return Spot(
+        storage,
+        graph.values[storage].repeats,
+        then,
+        (beside, graph.values[beside].repeats if beside >= 0 else ()),
+    )
+
+
+def _read_in(graph: OpGraph, op: Op, launched: Sequence[int]) -> Iterator[Spot]:
+    """What an op reads in a kernel that is launched in iterations of these repeats.
+
+    An op of such a kernel that stands before a repeat is, in all iterations but the first, its like
+    in the iteration before.
+    """
+    for repeat in launched:
+        if repeat not in op.repeats:
+            inside = next((o for o in graph.ops[op.id :] if repeat in o.repeats), op)
+            like = runs.twin(graph, op, inside, repeat)
+            if like is not None:
+                shift = 1 if inside.part in REVERSED else -1
+                for ref, other in zip(op.reads, like.reads, strict=True):
+                    yield _spot(graph, ref.id, Neighbour(repeat, other.id, shift))
+                return
+    yield from _read_by(graph, op)
+
+
+def _read_by(graph: OpGraph, op: Op) -> Iterator[Spot]:
+    return (_spot(graph, ref.id, ref.then) for ref in op.reads)
 
 
 def _items(planned: Plan, host: HostSeconds, waits: bool) -> Iterator[Item]:
@@ -130,23 +189,37 @@ def _items(planned: Plan, host: HostSeconds, waits: bool) -> Iterator[Item]:
 
     A mark stands before the first kernel with an op that comes after it.
     """
-    marked = [op for op in planned.graph.ops if op.name in marks.STREAM_MARKS]
+    graph = planned.graph
+    marked = [op for op in graph.ops if op.name in marks.STREAM_MARKS]
     placed, groups = 0, iter(enumerate(planned.groups))
+    back = False
     for launch in planned.launches:
         kernel = -1
         if launch.on_device:
             kernel, group = next(groups)
             while placed < len(marked) and marked[placed].id < group.ops[-1]:
-                yield Item(mark=marked[placed], repeats=marked[placed].repeats)
+                yield _mark(graph, marked[placed])
                 placed += 1
-        yield _item(launch, host, waits, kernel)
+            back = graph.ops[group.ops[0]].part in REVERSED
+        yield Item(
+            host.of(launch),
+            launch.sync or waits,
+            kernel,
+            repeats=launch.repeats,
+            launch=launch,
+            back=back,
+        )
     for op in marked[placed:]:
-        yield Item(mark=op, repeats=op.repeats)
+        yield _mark(graph, op)
 
 
-def _item(launch: Launch, host: HostSeconds, waits: bool, kernel: int) -> Item:
-    waits = launch.sync or waits
-    return Item(host.of(launch), waits, kernel, repeats=launch.repeats, launch=launch)
+def _mark(graph: OpGraph, op: Op) -> Item:
+    if op.name == marks.RECORD_EVENT:
+        spots = [_spot(graph, value) for value in op.outputs[:1]]
+    else:
+        spots = list(_read_by(graph, op))
+    back = op.part in REVERSED
+    return Item(mark=op, repeats=op.repeats, back=back, spots=tuple(spots))
 
 
 @dataclass(slots=True)
@@ -161,8 +234,10 @@ class Streams:
     runs: list[KernelRun] = field(default_factory=list)
     held: dict[str, _Due] = field(default_factory=dict)  # what the next kernel waits for
     last: dict[str, int] = field(default_factory=dict)  # the last collective of each stream
-    ready: dict[int, _Due] = field(default_factory=dict)  # by storage
-    events: dict[int, _Due] = field(default_factory=dict)  # by the value of the event
+    ready: dict[Moment, _Due] = field(default_factory=dict)  # by storage
+    events: dict[Moment, _Due] = field(default_factory=dict)
+    counts: Sequence[int] = ()  # iterations of each repeat
+    at: dict[int, int] = field(default_factory=dict)  # by repeat, the iteration that runs
 
     @staticmethod
     def of(
@@ -170,9 +245,10 @@ class Streams:
     ) -> Streams:
         """The streams of a plan before its step, with what the host will do."""
         kernels, slows = _kernels(planned, durations), planned.execution.disturbances.interference
-        return Streams(list(_items(planned, host, waits)), kernels, slows)
+        counts = [repeat.count for repeat in planned.graph.repeats]
+        return Streams(list(_items(planned, host, waits)), kernels, slows, counts=counts)
 
-    def walk(self, part: range, depth: int, counts: Sequence[int]) -> None:
+    def walk(self, part: range, depth: int) -> None:
         """Walk these items, iteration after iteration."""
         repeats = [item.repeats for item in self.items]
         for repeat, inside in runs.segments(repeats, part, depth):
@@ -180,36 +256,55 @@ class Streams:
                 for item in self.items[inside.start : inside.stop]:
                     self.next(item)
             else:
-                for _ in range(counts[repeat]):
-                    self.walk(inside, depth + 1, counts)
+                for turn in range(self.counts[repeat]):
+                    self.turn(repeat, turn, inside)
+                    self.walk(inside, depth + 1)
+
+    def turn(self, repeat: int, turn: int, part: range) -> None:
+        """A turn of a repeat begins, which has these items; backward goes through it in reverse."""
+        back = any(item.back for item in self.items[part.start : part.stop])
+        self.at[repeat] = self.counts[repeat] - 1 - turn if back else turn
+
+    def _moment(self, spot: Spot) -> Moment:
+        """What a spot is in the iterations that run; outside of a repeat, in the one that ran."""
+        number, repeats = spot.number, spot.repeats
+        at = self.at
+        if spot.then is not None:
+            repeat = spot.then.repeat
+            index = at.get(repeat, -1) + spot.then.shift
+            if repeat in at and 0 <= index < self.counts[repeat]:
+                number, repeats = spot.beside
+                places = (index if r == repeat else at.get(r, -1) for r in repeats)
+                return number, tuple(places)
+        return number, tuple([at.get(r, -1) for r in repeats]) if repeats else ()
 
     def next(self, item: Item) -> KernelRun | None:
         """Do what the host does next; the run of the kernel that it launches, None for none."""
         self.host += item.host
         if item.mark is not None:
-            self._mark(item.mark)
+            self._mark(item.mark, item.spots)
         run = self._launch(item.kernel) if item.kernel >= 0 else None
         if item.sync:
             self.host = max(self.host, self.clocks[MAIN])
         return run
 
-    def _mark(self, op: Op) -> None:
+    def _mark(self, op: Op, spots: Sequence[Spot]) -> None:
         stream = op.stream
         held = self.held.get(stream, NOTHING)
         if op.name == marks.RECORD_EVENT:
             time, cause = self.clocks[stream], self.last.get(stream, -1)
             here = _Due(time, cause if stream else -1)
-            self.events[op.outputs[0]] = max(here, held, key=_time)
+            self.events[self._moment(spots[0])] = max(here, held, key=_time)
         else:
-            event = self.events.get(op.inputs[0], NOTHING)
-            self.held[stream] = max(held, event, key=_time)
+            events = (self.events.get(self._moment(spot), NOTHING) for spot in spots)
+            self.held[stream] = max(held, *events, key=_time)
 
     def _launch(self, number: int) -> KernelRun:
         kernel = self.kernels[number]
         stream, own = kernel.stream, len(self.runs)
         due = self.held.pop(stream, NOTHING)
-        for storage in kernel.touched:
-            due = max(due, self.ready.get(storage, NOTHING), key=_time)
+        for spot in kernel.touched:
+            due = max(due, self.ready.get(self._moment(spot), NOTHING), key=_time)
         free = max(self.host, self.clocks[stream])
         start = max(free, due.time)
         if kernel.lane:
@@ -231,8 +326,8 @@ class Streams:
                     self.runs[due.cause if due.cause >= 0 else own].exposed += start - free
         if kernel.lane and not kernel.beside:
             self.last[stream] = own
-        for storage in kernel.written:
-            self.ready[storage] = _Due(end, own if kernel.lane else due.cause)
+        for spot in kernel.written:
+            self.ready[self._moment(spot)] = _Due(end, own if kernel.lane else due.cause)
         return run
 
     def _slowed(self, start: float, seconds: float) -> float:

@@ -56,7 +56,8 @@ class Blocks:
     labels: the number of the iteration of each op, of those inside of one; of modules `period` side
     by side, from number `phase` on, make one.  container: their path, None for a loop.  runs: the
     passes, each its blocks by label.  place: (run, label, offset) of a value that a block made.
-    owner: the label of a value that none made and only one uses, or that bears its name.
+    owner: the label of a value that none made, and that only one uses or that bears its name; those
+    beside it may use it, too (a prefetch of weights).
     """
 
     def __init__(
@@ -84,23 +85,43 @@ class Blocks:
                         self.place[value] = (number, label, len(block.made))
                         block.made.append(value)
         self.owner = self._owners()
+        self._number = self._numbers()
         self._seen: dict[int, _Iteration] = {}
 
     def _owners(self) -> dict[int, int]:
-        users: dict[int, int | None] = {}
+        users: dict[int, set[int]] = {}
         for op in self.graph.ops:
             label = self.label_of_op.get(op.id)
-            if label is None:
-                continue
-            for value in op.inputs:
-                if value not in self.place:
-                    users[value] = label if users.get(value, label) == label else None
+            if label is not None:
+                for value in op.inputs:
+                    if value not in self.place:
+                        users.setdefault(value, set()).add(label)
+        owners = {value: label for value, (label, *more) in users.items() if not more}
         for index in self.graph.external if self.container is not None else ():
-            label = self.label_of(self.graph.values[index].name)
-            if label is not None and users.get(index, label) == label:
-                users[index] = label
+            label = self._named(index)
+            some = users.get(index, set())
+            near = label is not None and all(abs(user - label) <= 1 for user in some)
+            if label is not None and near and (label in some or not some):
+                owners[index] = label
         kept = frozenset(self.graph.inputs)
-        return {v: x for v, x in users.items() if x is not None and v not in kept}
+        return {value: label for value, label in owners.items() if value not in kept}
+
+    def _named(self, value: int) -> int | None:
+        """The iteration whose weight a value is, or is a view of, by its name."""
+        tensor = self.graph.values[value]
+        label = self.label_of(tensor.name)
+        return self.label_of(self.graph.values[tensor.storage].name) if label is None else label
+
+    def _numbers(self) -> dict[int, int]:
+        """Of values that an iteration owns and the one beside it reads too: their numbers."""
+        counts: dict[int, int] = {}
+        numbers: dict[int, int] = {}
+        for op in self.graph.ops:
+            label = self.label_of_op.get(op.id)
+            for value in op.inputs if label is not None else ():
+                if value not in numbers and self.owner.get(value) == label:
+                    numbers[value] = counts[label] = counts.get(label, -1) + 1
+        return numbers
 
     def label_of(self, name: str) -> int | None:
         """The iteration that a module path or a dotted name belongs to."""
@@ -119,6 +140,11 @@ class Blocks:
     def assumptions(self, label: int) -> list[int]:
         """Assumptions made in this iteration, in order."""
         return list(self._seen[label].assumed)
+
+    def beside(self, value: int, label: int) -> int:
+        """What iteration `label` owns in the place of a value that another one owns."""
+        number = self._number[value]
+        return next(other for other in self.own(label) if self._number.get(other) == number)
 
     def indices(self, label: int) -> dict[tuple[int, int, str], int]:
         """Indices that may grow, by run, place of the op in the block, and argument."""
@@ -208,8 +234,11 @@ class Blocks:
         if place is not None:
             run, made_in, offset = place
             return (run, made_in - label, offset) if abs(made_in - label) <= 1 else value
-        if self.owner.get(value) != label:
+        owner = self.owner.get(value)
+        if owner is None or abs(owner - label) > 1:
             return value
+        if owner != label:
+            return "beside", owner - label, self._number.get(value, value)
         number = seen.own.get(value)
         if number is not None:
             return "own", number

@@ -193,13 +193,25 @@ class Collapse:
     def _from_inside(self, value: int, label: int) -> tuple[int, Neighbour | None]:
         """A value as the iteration that stands reads it, and what the others read beside them."""
         place = self.blocks.place.get(value)
-        if place is None or place[1] == label or abs(place[1] - label) > 1:
+        if place is None:
+            return self._owned_from_inside(value, label)
+        if place[1] == label or abs(place[1] - label) > 1:
             return self.short[value], None
         run, made_in, offset = place
         shift = made_in - label
         runs = self.blocks.runs[run]
         edge = value if shift < 0 else runs[self.lasts[label] + 1].made[offset]
         beside = self.short[runs[label].made[offset]]
+        return self.short[edge], Neighbour(self.repeats[label].id, beside, shift)
+
+    def _owned_from_inside(self, value: int, label: int) -> tuple[int, Neighbour | None]:
+        """The same of a value that no iteration made."""
+        owner = self.blocks.owner.get(value)
+        if owner is None or owner == label or abs(owner - label) > 1:
+            return self.short[value], None
+        shift = owner - label
+        edge = value if shift < 0 else self.blocks.beside(value, self.lasts[label] + 1)
+        beside = self.short[self.blocks.beside(value, label)]
         return self.short[edge], Neighbour(self.repeats[label].id, beside, shift)
 
     def _from_outside(self, value: int, label: int | None) -> int:
@@ -221,7 +233,10 @@ class Collapse:
     def _list(self, items: Sequence[Argument], label: int | None) -> Iterator[Argument]:
         """The items of a list outside, with those of all iterations as one."""
         homes = [self._home_of(item.id) if type(item) is Ref else None for item in items]
-        counts = Counter(homes)
+        there = {
+            (h, self.copy[x.id][1]) for h, x in zip(homes, items, strict=True) if h is not None
+        }
+        counts = Counter(home for home, _ in there)
         for home, group in groupby(zip(homes, items, strict=True), key=lambda pair: pair[0]):
             some = [item for _, item in group]
             if home is None or counts[home] < self.repeats[home].count:

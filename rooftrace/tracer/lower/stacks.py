@@ -238,7 +238,7 @@ class _Modules(Collapse):
     def _ran_last(self, value: int, iteration: int, label: int | None) -> bool:
         place = self.blocks.place.get(value)
         if place is None:
-            return False
+            return iteration == self.count - 1
         start = self.blocks.runs[place[0]][self.first].start
         back = self.source.ops[start].part in REVERSED
         return iteration == (0 if back else self.count - 1)

@@ -6,6 +6,7 @@ both carry the number of the node.
 
 from __future__ import annotations
 
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -26,7 +27,8 @@ class Origins:
         self._here, self._entries = here, entries
         self.recomputation = Recomputation()
         self._by_number: dict[int, Origin] = {}  # of the op of an autograd node
-        self._by_source: dict[tuple[str, str], tuple[str, int]] = {}  # module and call, by line, op
+        # By line and op: the modules that ran it, each with the number of the call.
+        self._by_source: dict[tuple[str, str], dict[str, int]] = {}
 
     def origin(self, name: str, loop: tuple[int, int] | None) -> Origin:
         """Where the op of this name that is being run comes from.
@@ -45,14 +47,31 @@ class Origins:
         if here.stack:
             path, call = here.stack[-1]
         elif part == "recompute":
-            path, call = self._by_source.get((source, name), ("", 0))
+            path, call = self._of_recomputed(source, name)
         else:
             path, call = "", 0
         origin = Origin(path, call, part, here.function, source, loop)
         if part == "forward":
-            self._by_source[source, name] = (path, call)
+            self._by_source.setdefault((source, name), {})[path] = call
         self.note(origin)
         return origin
+
+    def _of_recomputed(self, source: str, name: str) -> tuple[str, int]:
+        """The module, and the call, of an op that a checkpoint's function runs outside of modules.
+
+        Of those that ran this op at this line in forward it is the nearest to what the running
+        node differentiates, which is in the same checkpoint.
+        """
+        ran = self._by_source.get((source, name), {})
+        steps = self._of_backward().module.split(".")
+        best, shared = "", -1
+        for path in ran:  # the last one of equals
+            own = path.split(".") if path else []
+            pairs = zip(own, steps, strict=False)
+            same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+            if same >= shared:
+                best, shared = path, same
+        return best, ran.get(best, 0)
 
     def note(self, origin: Origin) -> None:
         """Remember the origin of the last op by autograd number; the first op of a number counts.

@@ -218,6 +218,7 @@ class _OnStreams:
             folds = repeat in self.fold and self.hidden is None
             for iteration in range(1 if folds else count):
                 self.inside.append((repeat, iteration))
+                self.streams.turn(repeat, iteration, inside)
                 self._run(inside, depth + 1, turn * count + iteration)
                 self.inside.pop()
             if folds and count > 1:
@@ -226,7 +227,8 @@ class _OnStreams:
     def _fold(self, repeat: int, part: range, depth: int, count: int) -> None:
         """Walk the iterations that follow a first one; each track has one span for them all."""
         begin, self.hidden = self.streams.host, []
-        for _ in range(count):
+        for iteration in range(1, count + 1):
+            self.streams.turn(repeat, iteration, part)
             self._run(part, depth, 0)
         tracks: dict[str, list[streams.KernelRun]] = {}
         for run in self.hidden:
@@ -274,11 +276,19 @@ class _OnStreams:
 
 
 def _module_of(estimate: Estimate, row: int, path: str, inside: Sequence[tuple[int, int]]) -> str:
-    """Where a kernel runs in these iterations; backward goes through them in reverse."""
+    """Where a kernel runs in these iterations; backward goes through them in reverse.
+
+    One that begins beside a repeat, where its module is, is one further in every iteration.
+    """
+    graph, of = estimate.graph, estimate.rows[row]
+    back = of.part in REVERSED
+    within = {r for op in of.ops if graph.ops[op].module == path for r in graph.ops[op].repeats}
     for index, iteration in inside:
-        repeat = estimate.graph.repeats[index]
-        back = estimate.rows[row].part in REVERSED
-        path = repeat.path(path, repeat.count - 1 - iteration if back else iteration)
+        repeat = graph.repeats[index]
+        if index in within:
+            path = repeat.path(path, repeat.count - 1 - iteration if back else iteration)
+        else:
+            path = repeat.path(path, -iteration if back else iteration)
     return path
 
 
