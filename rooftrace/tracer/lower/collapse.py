@@ -7,7 +7,6 @@ that of the iteration that stands.
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import groupby
@@ -233,17 +232,22 @@ class Collapse:
     def _list(self, items: Sequence[Argument], label: int | None) -> Iterator[Argument]:
         """The items of a list outside, with those of all iterations as one."""
         homes = [self._home_of(item.id) if type(item) is Ref else None for item in items]
-        there = {
-            (h, self.copy[x.id][1]) for h, x in zip(homes, items, strict=True) if h is not None
-        }
-        counts = Counter(home for home, _ in there)
+        listed: dict[int, list[int]] = {}
+        for home, item in zip(homes, items, strict=True):
+            if home is not None:
+                listed.setdefault(home, []).append(item.id)
+        spread = {home for home, values in listed.items() if self._of_all(values, home)}
         for home, group in groupby(zip(homes, items, strict=True), key=lambda pair: pair[0]):
             some = [item for _, item in group]
-            if home is None or counts[home] < self.repeats[home].count:
+            if home is None or home not in spread:
                 yield from (self._argument(item, label) for item in some)
             else:
                 for value in self._once([item.id for item in some], self.repeats[home].count):
                     yield Ref(self.short[value], every=True)
+
+    def _of_all(self, values: Sequence[int], home: int) -> bool:
+        """Whether these values in a list are of all iterations."""
+        return len({self.copy[value][1] for value in values}) == self.repeats[home].count
 
     def _together(self, values: Sequence[int]) -> Iterator[int]:
         """Values outside, with those of all iterations as one."""

@@ -147,6 +147,9 @@ class _Turns(Collapse):
         inside = {v: place[v] for v in held if v in self.copy and v in place}
         return {v for v, (run, turn, at) in inside.items() if runs[run][turn - 1].made[at] in held}
 
+    def _of_all(self, values: Sequence[int], home: int) -> bool:
+        return len(values) >= self.repeats[home].count
+
     def _once(self, values: Sequence[int], count: int) -> list[int]:
         if any(self.copy[v][1] for v in values):
             return super()._once(values, count)
