@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import rooftrace as rt
 from rooftrace.tracer.recording.facts import classify
+from rooftrace.tracer.values import distinct
 from rooftrace.tracer.values.assumptions import MAX_SAME_BRANCH
 from rooftrace.tracer.values.drawing import drawn
 from tests.releases import with_implementations
@@ -510,3 +511,15 @@ def test_a_loop_goes_on_while_it_is_unknown_whether_it_is_done(
     graph = rt.trace(made, x)
     assert [op.name for op in graph.ops].count("aten.addmm") == 5
     assert any(a.kind == "branch" and "True" in a.text for a in graph.assumptions)
+
+
+@given(
+    st.lists(st.integers(-50, 50), max_size=40),
+    st.sampled_from([torch.int32, torch.int64, torch.uint8]),
+    st.sampled_from([1, 1_000_003]),
+)
+def test_different_numbers_are_counted_as_a_set_counts_them(numbers, dtype, apart):
+    index = torch.tensor([n % 50 if dtype == torch.uint8 else n for n in numbers], dtype=dtype)
+    index = index if dtype == torch.uint8 else index * apart
+    assert distinct.counted(index) == len(set(index.tolist()))
+    assert distinct.counted(index.reshape(1, -1)) == len(set(index.tolist()))

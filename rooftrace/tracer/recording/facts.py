@@ -15,7 +15,7 @@ from rooftrace.tracer.ops import Call
 from rooftrace.tracer.recording.by_value import is_mask
 from rooftrace.tracer.tape import records
 from rooftrace.tracer.tensors import trees
-from rooftrace.tracer.values import Values
+from rooftrace.tracer.values import Values, distinct
 
 _MASKED = -1e4
 """An additive attention mask below this hides its position."""
@@ -91,7 +91,7 @@ def _rows(values: Values, index: Tensor, facts: dict[str, Any]) -> frozenset[int
 
 
 def _distinct(index: Tensor) -> dict[str, Any]:
-    return {"rows_touched": int(torch.unique(index).numel())}
+    return {"rows_touched": distinct.counted(index)}
 
 
 def _check_range(values: Values, call: Call) -> None:

@@ -99,11 +99,12 @@ def divided(model: Any, mesh: Mapping[str, int]) -> Iterator[None]:
         yield
     except TraceError as error:
         config, size = model.config.get_text_config(), sizes_of(mesh)["tp"]
+        kind = type(model).__name__.removeprefix("FSDP")  # which `fully_shard` puts before it
         numbers = {name: getattr(config, name, None) for name in _DIVIDED}
         for name, number in numbers.items():
             if isinstance(number, int) and number % size:
                 raise RequestError(
-                    f"--mesh tp={size}: {name} {number} of {type(model).__name__} does not divide; "
+                    f"--mesh tp={size}: {name} {number} of {kind} does not divide; "
                     "expected a size that divides it"
                 ) from error
         raise

@@ -55,7 +55,7 @@ def chosen(
     else:
         choices = drawing.in_proportion(rows, k, shares, hit)
         indices = drawing.placed(choices, shape, dimension)
-    drawn = int(torch.unique(indices).numel())
+    drawn = distinct.counted(indices)
     if policy.name in ("balanced", "uniform"):
         reached = float(drawn)
     facts = {

@@ -121,3 +121,26 @@ def _until_k(weights: Tensor, k: int) -> Tensor:
             high = middle
     shares: Tensor = -torch.expm1(-weights * math.exp(high))
     return shares
+
+
+_SPARSE = 8
+"""How many times more numbers than elements there may be for marks to be cheaper than sorting."""
+
+
+def counted(index: Tensor) -> int:
+    """How many different numbers there are in a tensor of whole numbers on the host.
+
+    Marks take time in proportion to the elements and to the range; sorting takes far longer.
+    """
+    if index.dtype == torch.bool or not index.numel():
+        return int(torch.unique(index).numel())
+    index = index.detach()
+    least, most = (int(end) for end in index.aminmax())
+    if most - least > _SPARSE * index.numel():
+        return int(torch.unique(index).numel())
+    import numpy as np
+
+    numbers = index.numpy()
+    marks = np.zeros(most - least + 1, dtype=bool)
+    marks[numbers - least if least else numbers] = True
+    return int(np.count_nonzero(marks))
