@@ -26,7 +26,7 @@ from rooftrace.measured.tables.steptimes import StepTime
 from rooftrace.measured.traces.kineto import read_trace
 from rooftrace.measured.validate.checks import dram_by_row, node_checks, other_device
 from rooftrace.measured.validate.misses import nodes
-from rooftrace.reporting.figures.parity import alike
+from rooftrace.measured.validate.checks import alike
 from tests.measured.profiles_support import GpuTrace, Stack, run_on_cpu
 from tests.reporting.conftest import Run as Command
 

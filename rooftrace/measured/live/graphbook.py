@@ -1,0 +1,123 @@
+"""The graphs of what steps did, each traced when its price is first asked for, and their prices."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable
+from typing import Any
+
+from rooftrace.costmodels.estimating import Estimate, estimate
+from rooftrace.costmodels.execution import ExecutionModel
+from rooftrace.errors import worded
+from rooftrace.hardware import Chip
+from rooftrace.measured.live import tracing
+from rooftrace.measured.live.notes import CallNote, Notebook, StepNote
+from rooftrace.measured.live.pricing import Price, price_of, total
+from rooftrace.measured.live.tallies import Pattern
+from rooftrace.tracer.graph import OpGraph
+
+Part = CallNote | int
+"""A kind of call, or the number of an optimizer."""
+
+
+class GraphBook:
+    """Graphs and prices by the parts of steps.
+
+    graph: of a whole step, where the caller has it: then nothing is traced, and steps that do
+    something else than the first are not priced.  kinds: so many kinds of calls are traced.
+    """
+
+    def __init__(
+        self,
+        notebook: Notebook,
+        chip: Chip,
+        execution: ExecutionModel,
+        kinds: int,
+        graph: OpGraph | None = None,
+        forward: tracing.Forward = tracing._called,
+    ) -> None:
+        self.chip, self.execution, self.forward = chip, execution, forward
+        self.graph = graph
+        self._notebook, self._kinds = notebook, kinds
+        self._graphs: dict[Part, OpGraph] = {}
+        self._prices: dict[Part, Price | None] = {}
+        self._first: Pattern | None = None
+        self.refused: dict[str, int] = {}  # how many kinds were not traced, by the reason
+
+    def price(self, pattern: Pattern) -> Price | None:
+        """The price of a step; None where part of it cannot be priced."""
+        if self.graph is not None:
+            if self._first is None:
+                self._first = pattern
+            return self._of_graph(-1, lambda: self.graph) if pattern == self._first else None
+        calls, optimizers = _parts(pattern)
+        if not calls:
+            self._refuse(_NO_CALL)
+            return None
+        prices = [(self._of_call(note), count) for note, count in calls]
+        prices += [(self._of_optimizer(number), 1) for number in optimizers]
+        if any(price is None for price, _ in prices):
+            return None
+        return total(price.times(count) for price, count in prices if price is not None)
+
+    def graphs(self, pattern: Pattern) -> tuple[tuple[OpGraph, int], ...]:
+        """The graphs of a step that was priced, and how often each ran."""
+        if self.graph is not None:
+            return ((self.graph, 1),)
+        calls, optimizers = _parts(pattern)
+        parts: list[tuple[Part, int]] = [*calls, *((number, 1) for number in optimizers)]
+        return tuple((self._graphs[part], n) for part, n in parts if part in self._graphs)
+
+    def whole(self, step: StepNote) -> OpGraph:
+        """The graph of one whole step, in order.  Raises what `rooftrace.trace` raises."""
+        return self.graph or tracing.graph_of_step(self._notebook, step, self.forward)
+
+    def estimated(self, graph: OpGraph) -> Estimate:
+        """The estimate of a graph."""
+        return estimate(graph, self.chip, self.execution)
+
+    def _of_call(self, note: CallNote) -> Price | None:
+        if note not in self._prices and self._traced_kinds() >= self._kinds:
+            self._prices[note] = None
+            self._refuse(_TOO_MANY.format(kinds=self._kinds))
+        make = tracing.graph_of_call
+        return self._of_graph(note, lambda: make(self._notebook, note, self.forward))
+
+    def _of_optimizer(self, number: int) -> Price | None:
+        return self._of_graph(number, lambda: tracing.graph_of_optimizer(self._notebook, number))
+
+    def _of_graph(self, part: Part, make: Callable[[], Any]) -> Price | None:
+        if part not in self._prices:
+            self._prices[part] = None
+            try:
+                graph = self._graphs[part] = make()
+                self._prices[part] = price_of(self.estimated(graph))
+            except Exception as error:  # the loop goes on, whatever a user's code raises on meta
+                self._refuse(f"not counted: {worded(error).splitlines()[0]}")
+        return self._prices[part]
+
+    def _traced_kinds(self) -> int:
+        return sum(isinstance(part, CallNote) for part in self._graphs)
+
+    def _refuse(self, reason: str) -> None:
+        self.refused[reason] = self.refused.get(reason, 0) + 1
+
+
+_NO_CALL = (
+    "not counted: no call of the module was seen in a step: pass the module that the step calls, "
+    "for a compiled one what torch.compile(...) returned"
+)
+_TOO_MANY = (
+    "not counted: calls of more than {kinds} sizes ran, and the first {kinds} are traced; say "
+    "kinds= for more"
+)
+
+
+def _parts(pattern: Pattern) -> tuple[list[tuple[CallNote, int]], tuple[int, ...]]:
+    calls, optimizers = pattern  # type: ignore[misc]
+    listed: list[tuple[CallNote, int]] = sorted(calls, key=_order)
+    return listed, optimizers
+
+
+def _order(entry: tuple[Hashable, int]) -> float:
+    return entry[1] if isinstance(entry[0], CallNote) else math.inf
