@@ -34,7 +34,7 @@ class GraphBook:
         execution: ExecutionModel,
         kinds: int,
         graph: OpGraph | None = None,
-        forward: tracing.Forward = tracing._called,
+        forward: tracing.Forward = tracing.called,
     ) -> None:
         self.chip, self.execution, self.forward = chip, execution, forward
         self.graph = graph

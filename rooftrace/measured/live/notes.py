@@ -96,11 +96,18 @@ class _Running:
 
 
 class Notebook:
-    """Notes the steps of some modules: `with notebook.step():` around each, then `take()`."""
+    """Notes the steps of some modules: `with notebook.step():` around each, then `take()`.
+
+    hooks: whether calls are seen by hooks; else the loop tells them (`begin`, `watch`).
+    """
 
     def __init__(
-        self, modules: Sequence[nn.Module], items: Callable[..., int] | None = None
+        self,
+        modules: Sequence[nn.Module],
+        items: Callable[..., int] | None = None,
+        hooks: bool = True,
     ) -> None:
+        self._hooked = tuple(enumerate(modules)) if hooks else ()
         self.called = tuple(modules)
         self.modules = tuple(unwrapped(module) for module in modules)
         self.arguments: dict[CallNote, CallArguments] = {}  # by the note before any gradient
@@ -119,7 +126,7 @@ class Notebook:
         self._samples = self._tokens = 0
         with contextlib.ExitStack() as undo:
             undo.callback(register_optimizer_step_post_hook(self._on_optimizer).remove)
-            for number, module in enumerate(self.called):
+            for number, module in self._hooked:
                 self._attach(number, module, undo)
             yield
 

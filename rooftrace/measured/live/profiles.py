@@ -85,6 +85,17 @@ class FewSteps:
         alike = zip(steps, self.ran, strict=True)
         return replace(trace, steps=tuple(s for s, (pattern, _) in alike if pattern == first))
 
+    def by_name(self) -> dict[str, float]:
+        """Seconds of a step by the name of the op, most first; empty where none was profiled.
+
+        They are of the device; on a CPU of the host, each op without those that it calls.
+        """
+        trace = self.trace() if not self.active else None
+        sums: dict[str, float] = {}
+        for entry in trace.by_op() if trace is not None else ():
+            sums[entry.name] = sums.get(entry.name, 0.0) + entry.seconds / len(self.ran)
+        return dict(sorted(sums.items(), key=lambda entry: -entry[1]))
+
     def _start(self) -> bool:
         from torch.profiler import ProfilerActivity, profile
 

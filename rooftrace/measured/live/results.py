@@ -55,7 +55,7 @@ class Figures:
         """The figures as a logger takes them, by name; those that are not known are left out."""
         named = {
             "mfu": self.mfu,
-            "hfu": self.hfu,
+            "hfu": None if self.hfu == self.mfu else self.hfu,
             "tflop_per_s": None if self.flops_per_s is None else self.flops_per_s / 1e12,
             "tokens_per_s": self.tokens_per_s,
             "samples_per_s": self.samples_per_s,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
@@ -33,6 +33,13 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
+_COUNTED = (
+    "counted are the calls of the module, their backward and its optimizers; a loss or other work "
+    "outside of the module is in the time alone"
+)
+_OWN_GRAPH = "counted is the graph that was handed in, for steps that do what the first timed one did"
+
+
 @dataclass(slots=True)
 class _Timed:
     """A step whose seconds are not read yet."""
@@ -45,7 +52,11 @@ class _Timed:
 
 
 class LiveSession:
-    """Steps of a loop; `live` says how it is used."""
+    """Steps of a loop; `live` says how it is used.
+
+    forward: how a call is run again on meta, where the loop tells its calls itself (`note_call`).
+    counted: a sentence on what the counts have and have not.
+    """
 
     def __init__(
         self,
@@ -59,7 +70,8 @@ class LiveSession:
         items: Callable[..., int] | None = None,
         graph: OpGraph | None = None,
         clock: Callable[[], float] | None = None,
-        forward: tracing.Forward = tracing._called,
+        forward: tracing.Forward | None = None,
+        counted: str = _COUNTED,
     ) -> None:
         _check_counts(warmup=warmup, profile=profile, kinds=kinds)
         self._device = _device_of(modules)
@@ -67,9 +79,12 @@ class LiveSession:
         if execution is None:
             execution = "compiled" if any(map(is_compiled, modules)) else "eager"
         self.execution = execution_model(execution)
-        self._notebook = Notebook(modules, items)
-        self.book = GraphBook(self._notebook, self.chip, self.execution, kinds, graph, forward)
+        self._notebook = Notebook(modules, items, hooks=forward is None)
+        self.book = GraphBook(
+            self._notebook, self.chip, self.execution, kinds, graph, forward or tracing.called
+        )
         self._marks = marks_for(self._device, clock)
+        self._about = counted
         self._warmup, self._few = warmup, FewSteps(self._device, profile)
         self._undo: contextlib.ExitStack | None = None  # of the step that runs
         self._start = self._before = None
@@ -155,9 +170,9 @@ class LiveSession:
 
     def abandon(self) -> None:
         """The step that began is not counted; nothing happens where none did."""
-        undo, self._undo, self._before = self._undo, None, None
-        if undo is not None:
-            undo.close()
+        if self._undo is not None:
+            self._undo.close()
+            self._undo = self._before = None
 
     def note_call(self, number: int, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Note a call of a module whose own calls are not seen."""
@@ -219,9 +234,7 @@ class LiveSession:
         figures = self.figures
         checked = self._checked()
         validation = checked if isinstance(checked, Validation) else None
-        outside: Counter[str] = Counter()
-        for _, stray in validation.strays if validation else ():
-            outside[stray.name] += stray.seconds  # type: ignore[assignment]
+        outside = self._few.by_name() if validation is None else _outside(validation)
         return LiveResult(
             chip=self.chip,
             execution=self.execution.name,
@@ -232,7 +245,7 @@ class LiveSession:
             profiled=self._profiled,
             off=off_kernels(validation) if validation else (),
             typical=typical_ratio(validation) if validation else None,
-            outside_graph=dict(outside.most_common()),
+            outside_graph=outside,
             matched=validation.coverage if validation else None,
             notes=tuple(self._notes(figures, checked)),
             validation=validation,
@@ -267,17 +280,21 @@ class LiveSession:
 
     def _assumed(self) -> Iterator[str]:
         """What the counts rest on."""
-        if self.book.graph is None:
-            yield (
-                "counted are the calls of the module, their backward and its optimizers; a loss "
-                "or other work outside of the module is in the time alone"
-            )
+        yield _OWN_GRAPH if self.book.graph is not None else self._about
         processes = _processes()
         if processes > 1:
             yield (
                 f"figures are of one of {processes:,} processes and its device; what they exchange "
                 "is in the time alone"
             )
+
+
+def _outside(validation: Validation) -> dict[str, float]:
+    """Seconds of a step by the name of calls that are in no predicted kernel, most first."""
+    sums: dict[str, float] = {}
+    for _, stray in validation.strays:
+        sums[stray.name] = sums.get(stray.name, 0.0) + stray.seconds
+    return dict(sorted(sums.items(), key=lambda entry: -entry[1]))
 
 
 _NONE_YET = "no step was profiled yet, so single kernels are not compared"

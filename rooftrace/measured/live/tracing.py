@@ -37,7 +37,7 @@ def graph_of_call(notebook: Notebook, note: CallNote, forward: Forward) -> OpGra
 
 def graph_of_optimizer(notebook: Notebook, number: int) -> OpGraph:
     """The graph of one step of an optimizer.  Raises what `rooftrace.trace` raises."""
-    return _traced(notebook, [], [number], _called)
+    return _traced(notebook, [], [number], called)
 
 
 def graph_of_step(notebook: Notebook, step: StepNote, forward: Forward) -> OpGraph:
@@ -48,7 +48,7 @@ def graph_of_step(notebook: Notebook, step: StepNote, forward: Forward) -> OpGra
     return _traced(notebook, step.calls, step.optimizers, forward)
 
 
-def _called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return module(*args, **kwargs)
 
 

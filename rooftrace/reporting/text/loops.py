@@ -28,13 +28,13 @@ _RATES = (
 _OFF = (
     view.Column("name", units.KERNEL, "off"),
     view.Column("module", units.MODULE, "module", flexible=True),
-    view.Column("source", units.CODE, "line", drop=2),
-    view.Column("part", units.TEXT, "part", drop=3),
-    view.Column("launches", units.COUNT, "calls", drop=1),
+    view.Column("source", units.CODE, "line", clipped=40),
+    view.Column("part", units.TEXT, "part", drop=2),
+    view.Column("launches", units.COUNT, "calls", drop=2),
     view.Column("measured", units.SECOND, "measured"),
     view.Column("expected", units.SECOND, "expected"),
     view.Column("lost", units.SECOND, "lost", of=lambda kernel: kernel.lost),
-    view.Column("reason", units.TEXT, "likely reason", folded=True, drop=4),
+    view.Column("reason", units.TEXT, "likely reason", folded=True, drop=3),
 )
 _OUTSIDE = (
     view.Column("name", units.CODE, "in no predicted kernel"),
@@ -55,7 +55,7 @@ def loop_view(result: LiveResult) -> view.View:
         view.Section(parts=[view.Note(head, on="screen", label="live  ")], place=0),
         view.Section(parts=[view.Note(f"{head}.", on="page"), rates], place=1),
     ]
-    if result.validation is not None:
+    if result.validation is not None or result.outside_graph:
         sections.append(_kernels(result))
     notes: list[view.Part] = []
     for line in result.notes:
@@ -114,8 +114,9 @@ def _row(name: str, written: Any, measured: Any, expected: Any = None, within: A
 def _kernels(result: LiveResult) -> view.Section:
     """The kernels that are off, and the calls that no kernel of the graph stands for."""
     parts: list[view.Part] = []
-    text = _off_words(result)
-    parts += [view.Note(text, on="screen"), view.Note(f"{text}.", on="page")]
+    if result.validation is not None:
+        text = _off_words(result)
+        parts += [view.Note(text, on="screen"), view.Note(f"{text}.", on="page")]
     for count, output in ((SHOWN, "screen"), (_PAGE, "page")):
         shown: list[OffKernel] = list(result.off[:count])
         if shown:
@@ -135,14 +136,16 @@ def _off_words(result: LiveResult) -> str:
         return f"{usual}; none is far beyond that"
     lost = sum(kernel.lost for kernel in result.off)
     shown = f", the first {SHOWN} of them here" if len(result.off) > SHOWN else ""
-    what = words.plural(len(result.off), "kernel")
-    verb = "is" if len(result.off) == 1 else "are"
-    return f"{usual}; {what} {verb} far beyond that and lose {format_time(lost)} a step{shown}"
+    what = words.plural(len(result.off), "kind") + " of kernels"
+    verbs = ("is", "loses") if len(result.off) == 1 else ("are", "lose")
+    return f"{usual}; {what} {verbs[0]} far beyond that and {verbs[1]} {format_time(lost)} a step{shown}"
 
 
 def matched_words(result: LiveResult) -> str:
     """How much of the profiled time is in predicted kernels, and the most of the rest."""
-    text = f"{format_share(result.matched)} of the profiled time belongs to a predicted kernel"
+    text = "no profiled time is matched to a predicted kernel"
+    if result.matched is not None:
+        text = f"{format_share(result.matched)} of the profiled time belongs to a predicted kernel"
     most = [f"{name} {format_time(s)}" for name, s in list(result.outside_graph.items())[:3]]
     left = len(result.outside_graph) - len(most)
     if not most:
