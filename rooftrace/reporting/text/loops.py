@@ -136,7 +136,7 @@ def _off_words(result: LiveResult) -> str:
         return f"{usual}; none is far beyond that"
     lost = sum(kernel.lost for kernel in result.off)
     shown = f", the first {SHOWN} of them here" if len(result.off) > SHOWN else ""
-    what = words.plural(len(result.off), "kind") + " of kernels"
+    what = words.plural(len(result.off), "kind") + " of kernel"
     verbs = ("is", "loses") if len(result.off) == 1 else ("are", "lose")
     return f"{usual}; {what} {verbs[0]} far beyond that and {verbs[1]} {format_time(lost)} a step{shown}"
 
