@@ -198,7 +198,9 @@ def test_tokens_are_those_that_run_padding_included() -> None:
     watched(live, lambda: model(attention_mask=mask, input_ids=ids).sum().backward())
     assert live.figures.tokens_per_s == 2 * 7 / 0.5
     assert live.figures.samples_per_s == 2 / 0.5
-    own = rt.live(model, **QUICK, clock=Ticks(1.0), items=lambda **call: call["attention_mask"].sum())
+    own = rt.live(
+        model, **QUICK, clock=Ticks(1.0), items=lambda **call: call["attention_mask"].sum()
+    )
     watched(own, lambda: model(attention_mask=mask, input_ids=ids).sum().backward())
     assert own.figures.samples_per_s == 10
 

@@ -141,7 +141,8 @@ class _TrainingStep:
             for name in _COMPILED:  # these are bound to the module that is trained
                 vars(module).pop(name, None)
         vars(module)["_device"] = torch.device("meta")
-        step: Any = type(module).training_step
+        kind: Any = type(module)
+        step = kind.training_step
         takes = inspect.signature(step).parameters
         more = {"batch_idx": 0} if "batch_idx" in takes else {}
         with self._precision.train_step_context():

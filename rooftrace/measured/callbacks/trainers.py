@@ -22,8 +22,8 @@ def trainer_callback(**options: Any) -> Any:
     It adds `rooftrace/mfu`, `rooftrace/tokens_per_s`, `rooftrace/step_s`,
     `rooftrace/expected_step_s` and the like to the Trainer's own logs, at its logging steps, for
     the steps since the last log; so they are printed, and reach TensorBoard and W&B.  A step is one
-    of the optimizer, with all its micro-batches; evaluation, saving and loading of data are in none.
-    Figures are of the first process and its device.  After training `print(callback)` shows
+    of the optimizer, with all its micro-batches; evaluation, saving and loading of data are in
+    none.  Figures are of the first process and its device.  After training `print(callback)` shows
     everything, and `callback.result` has it.
 
     options: chip, execution, warmup, profile, kinds, items, graph and clock, as for
@@ -52,7 +52,8 @@ class OfTrainer(Watching):
         if handler is not None:
             handler.callbacks.remove(self)
             handler.callbacks.insert(0, self)
-        self.begin_training([getattr(trainer, "model_wrapped", None) or kwargs["model"]])
+        wrapped = getattr(trainer, "model_wrapped", None)
+        self.begin_training([kwargs["model"] if wrapped is None else wrapped])
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """A step begins."""
@@ -65,9 +66,7 @@ class OfTrainer(Watching):
         if self.live is not None:
             self.live.end()
 
-    def on_log(
-        self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any
-    ) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """The Trainer logs: add the figures since its last log of training."""
         if self.live is None or not logs or "loss" not in logs:
             return

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any
 
 from rooftrace.costmodels.estimating import Estimate, estimate
@@ -11,9 +10,8 @@ from rooftrace.costmodels.execution import ExecutionModel
 from rooftrace.errors import worded
 from rooftrace.hardware import Chip
 from rooftrace.measured.live import tracing
-from rooftrace.measured.live.notes import CallNote, Notebook, StepNote
+from rooftrace.measured.live.notes import CallNote, Notebook, StepNote, StepPattern
 from rooftrace.measured.live.pricing import Price, price_of, total
-from rooftrace.measured.live.tallies import Pattern
 from rooftrace.tracer.graph import OpGraph
 
 Part = CallNote | int
@@ -41,32 +39,31 @@ class GraphBook:
         self._notebook, self._kinds = notebook, kinds
         self._graphs: dict[Part, OpGraph] = {}
         self._prices: dict[Part, Price | None] = {}
-        self._first: Pattern | None = None
+        self._first: StepPattern | None = None
         self.refused: dict[str, int] = {}  # how many kinds were not traced, by the reason
 
-    def price(self, pattern: Pattern) -> Price | None:
+    def price(self, pattern: StepPattern) -> Price | None:
         """The price of a step; None where part of it cannot be priced."""
         if self.graph is not None:
             if self._first is None:
                 self._first = pattern
             return self._of_graph(-1, lambda: self.graph) if pattern == self._first else None
-        calls, optimizers = _parts(pattern)
-        if not calls:
+        if not pattern.calls:
             self._refuse(_NO_CALL)
             return None
-        prices = [(self._of_call(note), count) for note, count in calls]
-        prices += [(self._of_optimizer(number), 1) for number in optimizers]
+        prices = [(self._of_call(note), count) for note, count in pattern.calls]
+        prices += [(self._of_optimizer(number), 1) for number in pattern.optimizers]
         if any(price is None for price, _ in prices):
             return None
         return total(price.times(count) for price, count in prices if price is not None)
 
-    def graphs(self, pattern: Pattern) -> tuple[tuple[OpGraph, int], ...]:
+    def graphs(self, pattern: StepPattern) -> tuple[tuple[OpGraph, int], ...]:
         """The graphs of a step that was priced, and how often each ran."""
         if self.graph is not None:
             return ((self.graph, 1),)
-        calls, optimizers = _parts(pattern)
-        parts: list[tuple[Part, int]] = [*calls, *((number, 1) for number in optimizers)]
-        return tuple((self._graphs[part], n) for part, n in parts if part in self._graphs)
+        parts: list[tuple[Part, int]] = [*pattern.calls, *((n, 1) for n in pattern.optimizers)]
+        known = [(self._graphs[part], count) for part, count in parts if part in self._graphs]
+        return tuple(sorted(known, key=lambda entry: entry[0].phase != "training"))
 
     def whole(self, step: StepNote) -> OpGraph:
         """The graph of one whole step, in order.  Raises what `rooftrace.trace` raises."""
@@ -111,13 +108,3 @@ _TOO_MANY = (
     "not counted: calls of more than {kinds} sizes ran, and the first {kinds} are traced; say "
     "kinds= for more"
 )
-
-
-def _parts(pattern: Pattern) -> tuple[list[tuple[CallNote, int]], tuple[int, ...]]:
-    calls, optimizers = pattern  # type: ignore[misc]
-    listed: list[tuple[CallNote, int]] = sorted(calls, key=_order)
-    return listed, optimizers
-
-
-def _order(entry: tuple[Hashable, int]) -> float:
-    return entry[1] if isinstance(entry[0], CallNote) else math.inf

@@ -57,9 +57,7 @@ class CudaMarks:
         return float(start.elapsed_time(end)) / 1e3  # torch gives milliseconds
 
 
-def marks_for(
-    device: torch.device, clock: Callable[[], float] | None
-) -> HostMarks | CudaMarks:
+def marks_for(device: torch.device, clock: Callable[[], float] | None) -> HostMarks | CudaMarks:
     """Moments of a device; by `clock` where the caller has one."""
     if clock is not None:
         return HostMarks(clock)

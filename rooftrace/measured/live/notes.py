@@ -7,6 +7,7 @@ be traced later.  Hooks are there for the length of a step alone, and none insid
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -53,7 +54,7 @@ class CallArguments:
 
 
 @dataclass(frozen=True, slots=True)
-class Counted:
+class ItemCount:
     """How many items a call has, and what they are."""
 
     samples: int = 0
@@ -61,12 +62,25 @@ class Counted:
 
 
 @dataclass(frozen=True, slots=True)
+class StepPattern:
+    """What a step did, in whatever order: equal patterns are equal work."""
+
+    calls: frozenset[tuple[CallNote, int]]  # kinds of calls, and how often each ran
+    optimizers: tuple[int, ...]  # by their number in the session, as often as they stepped
+
+
+@dataclass(frozen=True, slots=True)
 class StepNote:
-    """What one step did."""
+    """What one step did, in order."""
 
     calls: tuple[CallNote, ...]
-    optimizers: tuple[int, ...]  # by their number in the session, as often as they stepped
-    counted: Counted
+    optimizers: tuple[int, ...]
+    counted: ItemCount
+
+    @property
+    def pattern(self) -> StepPattern:
+        """What it did, in whatever order."""
+        return StepPattern(frozenset(Counter(self.calls).items()), tuple(sorted(self.optimizers)))
 
 
 @dataclass(slots=True)
@@ -135,7 +149,7 @@ class Notebook:
         return StepNote(
             tuple(call.done() for call in self._calls),
             tuple(self._stepped),
-            Counted(self._samples, self._tokens),
+            ItemCount(self._samples, self._tokens),
         )
 
     # -- calls -------------------------------------------------------------------------------------
@@ -155,7 +169,7 @@ class Notebook:
             self._after(module, args, output)
             return output
 
-        module._compiled_call_impl = around  # type: ignore[assignment]
+        module._compiled_call_impl = around
         undo.callback(setattr, module, "_compiled_call_impl", compiled)
 
     def _before(self, number: int, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -180,9 +194,9 @@ class Notebook:
         )
         if note not in self.arguments:
             with torch.no_grad():
-                twins = inputs_on_meta((tuple(args), dict(kwargs)))
+                on_meta, named = inputs_on_meta((tuple(args), dict(kwargs)))
             modes = tuple(part.training for part in self.modules[number].modules())
-            self.arguments[note] = CallArguments(*twins, modes)
+            self.arguments[note] = CallArguments(on_meta, named, modes)
         self._calls.append(_Running(note))
         if number == 0:
             self._count(args, kwargs)
@@ -201,7 +215,8 @@ class Notebook:
             if tensor.requires_grad and tensor.grad_fn is not None:
                 if tensor.dim() == 0:
                     call.scalars.add(index)
-                tensor.register_hook(partial(_fired, call, index))
+                hooked: Any = tensor
+                hooked.register_hook(partial(_fired, call, index))
 
     def _count(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         if self._items is not None:
@@ -263,20 +278,20 @@ def _sizes(args: Sequence[Any], kwargs: dict[str, Any]) -> Hashable:
     return tensors, plain, tuple(kwargs)
 
 
-def counted_in(args: Sequence[Any], kwargs: dict[str, Any]) -> Counted:
+def counted_in(args: Sequence[Any], kwargs: dict[str, Any]) -> ItemCount:
     """Samples, and tokens where the call has any: whole numbers [batch, length], or embeddings.
 
     Tokens are those that the call runs, padding included.
     """
     tensors = tensors_in((tuple(args), kwargs))
     if not tensors:
-        return Counted()
+        return ItemCount()
     ids = next((kwargs[n] for n in _TOKENS if isinstance(kwargs.get(n), Tensor)), None)
     embedded = kwargs.get("inputs_embeds")
     if ids is None and isinstance(embedded, Tensor) and embedded.dim() == 3:
-        return Counted(int(embedded.shape[0]), int(embedded.shape[0] * embedded.shape[1]))
+        return ItemCount(int(embedded.shape[0]), int(embedded.shape[0] * embedded.shape[1]))
     first = tensors[0] if ids is None else ids
     if not first.dim():
-        return Counted()
+        return ItemCount()
     whole = first.dtype in (torch.int32, torch.int64) and first.dim() == 2
-    return Counted(int(first.shape[0]), int(first.numel()) if whole else 0)
+    return ItemCount(int(first.shape[0]), int(first.numel()) if whole else 0)

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from rooftrace.measured.live.notes import StepNote
-from rooftrace.measured.live.tallies import Pattern
 from rooftrace.measured.traces import Trace, read_trace, records
 
 _STEP = records.PROFILER_STEP
@@ -30,7 +29,7 @@ class FewSteps:
         self._profiler: Any = None
         self._warm = False
         self._folder: tempfile.TemporaryDirectory[str] | None = None
-        self.ran: list[tuple[Pattern, StepNote]] = []  # the steps in the trace
+        self.ran: list[StepNote] = []  # the steps in the trace
         self.trouble = ""  # why there is no trace; "" where nothing failed
 
     @property
@@ -52,11 +51,11 @@ class FewSteps:
             if self._device.type == "cuda":  # a step's kernels end before the next begins
                 torch.cuda.synchronize(self._device)
 
-    def ended(self, pattern: Pattern, note: StepNote) -> None:
+    def ended(self, note: StepNote) -> None:
         """Called after a step of the profiler, with what it did."""
         self._left -= 1
         if self._warm:
-            self.ran.append((pattern, note))
+            self.ran.append(note)
         self._warm = True
         if self._left <= 0:
             self.stop()
@@ -81,9 +80,9 @@ class FewSteps:
         steps = [step for step in trace.steps if step.name.startswith(_STEP)]
         if len(steps) != len(self.ran):
             return trace
-        first = self.ran[0][0]
-        alike = zip(steps, self.ran, strict=True)
-        return replace(trace, steps=tuple(s for s, (pattern, _) in alike if pattern == first))
+        first = self.ran[0].pattern
+        ran = zip(steps, self.ran, strict=True)
+        return replace(trace, steps=tuple(s for s, note in ran if note.pattern == first))
 
     def by_name(self) -> dict[str, float]:
         """Seconds of a step by the name of the op, most first; empty where none was profiled.
@@ -99,7 +98,7 @@ class FewSteps:
     def _start(self) -> bool:
         from torch.profiler import ProfilerActivity, profile
 
-        if torch.autograd._profiler_enabled():
+        if torch._C._autograd._profiler_enabled():
             self.trouble = "a profiler of the loop's own was running: no step was profiled for this"
             self._left = 0
             return False

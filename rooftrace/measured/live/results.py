@@ -43,7 +43,7 @@ class Figures:
 
     @property
     def bytes_per_s(self) -> float | None:
-        """Counted HBM bytes per second [byte/s]."""
+        """ItemCount HBM bytes per second [byte/s]."""
         return self.bytes / self.seconds if self.bytes is not None and self.seconds else None
 
     @property

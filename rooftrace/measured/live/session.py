@@ -20,11 +20,11 @@ from rooftrace.measured.bench import devices
 from rooftrace.measured.live import tracing
 from rooftrace.measured.live.graphbook import GraphBook
 from rooftrace.measured.live.marks import Mark, marks_for
-from rooftrace.measured.live.notes import Counted, Notebook, StepNote, is_compiled
+from rooftrace.measured.live.notes import Notebook, StepNote, is_compiled
 from rooftrace.measured.live.offkernels import off_kernels, typical_ratio
 from rooftrace.measured.live.profiles import FewSteps
 from rooftrace.measured.live.results import Figures, LiveResult
-from rooftrace.measured.live.tallies import Pattern, Tally, pattern_of_step
+from rooftrace.measured.live.tallies import StepTally
 from rooftrace.measured.live.thischip import chip_at_hand
 from rooftrace.measured.validate import Validation, validated
 from rooftrace.tracer.graph import OpGraph
@@ -37,7 +37,9 @@ _COUNTED = (
     "counted are the calls of the module, their backward and its optimizers; a loss or other work "
     "outside of the module is in the time alone"
 )
-_OWN_GRAPH = "counted is the graph that was handed in, for steps that do what the first timed one did"
+_OWN_GRAPH = (
+    "counted is the graph that was handed in, for steps that do what the first timed one did"
+)
 
 
 @dataclass(slots=True)
@@ -47,8 +49,7 @@ class _Timed:
     before: Mark | None  # the end of the step before; None where something else was between
     start: Mark
     end: Mark
-    pattern: Pattern
-    counted: Counted
+    note: StepNote
 
 
 class LiveSession:
@@ -87,10 +88,11 @@ class LiveSession:
         self._about = counted
         self._warmup, self._few = warmup, FewSteps(self._device, profile)
         self._undo: contextlib.ExitStack | None = None  # of the step that runs
-        self._start = self._before = None
+        self._start: Mark | None = None
+        self._before: Mark | None = None  # the end of the last timed step
         self._count = self._profiled = 0
         self._waiting: deque[_Timed] = deque()
-        self._all, self._window = Tally(), Tally()
+        self._all, self._window = StepTally(), StepTally()
         self._validation: Validation | str | None = None
 
     # -- steps -------------------------------------------------------------------------------------
@@ -156,13 +158,12 @@ class LiveSession:
         self._undo.close()
         self._undo, before, self._before = None, self._before, end
         note = self._notebook.take()
-        pattern = pattern_of_step(note.calls, note.optimizers)
         if profiles:
-            self._few.ended(pattern, note)
+            self._few.ended(note)
             self._profiled += 1
             self._before = None
         elif self._count >= self._warmup:
-            self._waiting.append(_Timed(before, self._start, end, pattern, note.counted))
+            self._waiting.append(_Timed(before, self._start, end, note))
         else:
             self._before = None
         self._count += 1
@@ -195,9 +196,9 @@ class LiveSession:
         """Add the steps to the tallies that the device has passed."""
         while self._waiting and (wait or self._marks.passed(self._waiting[0].end)):
             step = self._waiting.popleft()
-            seconds = self._marks.between(step.start, step.end)
+            seconds, pattern = self._marks.between(step.start, step.end), step.note.pattern
             for tally in (self._all, self._window):
-                tally.add(step.pattern, seconds, step.counted)
+                tally.add(pattern, seconds, step.note.counted)
                 if step.before is not None:
                     tally.add_outside(self._marks.between(step.before, step.start))
 
@@ -211,10 +212,10 @@ class LiveSession:
     def since_last(self) -> Figures:
         """The rates of the steps that ended since the last call."""
         self._read(wait=True)
-        window, self._window = self._window, Tally()
+        window, self._window = self._window, StepTally()
         return self._figures_of(window)
 
-    def _figures_of(self, tally: Tally) -> Figures:
+    def _figures_of(self, tally: StepTally) -> Figures:
         self._read(wait=True)
         self._before = None  # the loop waits here
         return tally.figures(self.book.price, self.chip)
@@ -264,7 +265,7 @@ class LiveSession:
         if trace is None:
             return _NONE_YET
         try:
-            graph = self.book.whole(self._few.ran[0][1])
+            graph = self.book.whole(self._few.ran[0])
             return validated(trace, self.chip, self.execution, lambda: {graph.phase: graph})
         except Exception as error:  # a step that does not trace, or a profile of something else
             return f"kernels are not compared: {worded(error).splitlines()[0]}"

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import Counter, deque
-from collections.abc import Callable, Hashable
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from rooftrace.hardware import Chip
-from rooftrace.measured.live.notes import Counted
+from rooftrace.measured.live.notes import ItemCount, StepPattern
 from rooftrace.measured.live.pricing import Price, total
 from rooftrace.measured.live.results import Figures
 
 _LAST = 1000
 """So many times are kept for the median."""
-
-Pattern = Hashable
-"""What a step did: equal patterns are equal work."""
 
 
 @dataclass(slots=True)
@@ -29,15 +26,15 @@ class _Sum:
 
 
 @dataclass
-class Tally:
+class StepTally:
     """Steps since it was made."""
 
-    sums: dict[Pattern, _Sum] = field(default_factory=dict)
+    sums: dict[StepPattern, _Sum] = field(default_factory=dict)
     last: deque[float] = field(default_factory=lambda: deque(maxlen=_LAST))
     outside: float = 0.0  # s, between steps
     gaps: int = 0
 
-    def add(self, pattern: Pattern, seconds: float, counted: Counted) -> None:
+    def add(self, pattern: StepPattern, seconds: float, counted: ItemCount) -> None:
         """Count one step."""
         entry = self.sums.setdefault(pattern, _Sum())
         entry.steps += 1
@@ -56,7 +53,7 @@ class Tally:
         """Seconds of a step."""
         return statistics.median(self.last) if self.last else None
 
-    def figures(self, price_of: Callable[[Pattern], Price | None], chip: Chip) -> Figures:
+    def figures(self, price_of: Callable[[StepPattern], Price | None], chip: Chip) -> Figures:
         """The rates of the steps whose work is known."""
         priced = {pattern: price_of(pattern) for pattern in self.sums}
         known = [(self.sums[pattern], p) for pattern, p in priced.items() if p is not None]
@@ -105,11 +102,6 @@ class Tally:
             interval=None,
             expected_mfu=None,
         )
-
-
-def pattern_of_step(calls: tuple[Hashable, ...], optimizers: tuple[int, ...]) -> Pattern:
-    """The pattern of a step: how often each of its parts ran, in whatever order."""
-    return frozenset(Counter(calls).items()), tuple(sorted(optimizers))
 
 
 def _ratio(amount: float, seconds: float) -> float | None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from rooftrace.hardware.units import format_share, format_time
-from rooftrace.measured.validate import Node, NodeCheck, StepCheck, Validation, misses
+from rooftrace.measured.validate import Node, StepCheck, Validation, misses
 from rooftrace.reporting.figures import style
 from rooftrace.reporting.figures.labels import Box, Label, place
 from rooftrace.reporting.view import words

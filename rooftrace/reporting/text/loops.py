@@ -83,7 +83,6 @@ def headline(result: LiveResult) -> str:
 def _rate_rows(result: LiveResult) -> list[dict[str, Any]]:
     figures = result.figures
     expected = figures.expected
-    rate = lambda amount: amount / expected if amount is not None and expected else None  # noqa: E731
     rows = [
         _row("step, mean", format_time, figures.seconds, expected, figures.interval),
         _row("step, median", format_time, result.median),
@@ -93,13 +92,23 @@ def _rate_rows(result: LiveResult) -> list[dict[str, Any]]:
     if figures.hfu is not None and figures.hfu != figures.mfu:
         rows.append(_row("HFU", format_share, figures.hfu))
     rows += [
-        _row("FLOP/s", format_flop_rate, figures.flops_per_s, rate(figures.flops)),
-        _row("HBM byte/s, as counted", format_bandwidth, figures.bytes_per_s, rate(figures.bytes)),
+        _row("FLOP/s", format_flop_rate, figures.flops_per_s, _rate(figures.flops, expected)),
+        _row(
+            "HBM byte/s, as counted",
+            format_bandwidth,
+            figures.bytes_per_s,
+            _rate(figures.bytes, expected),
+        ),
     ]
     for name, amount in (("tokens/s", figures.tokens_per_s), ("samples/s", figures.samples_per_s)):
         if amount is not None and figures.seconds:
-            rows.append(_row(name, format_count, amount, rate(amount * figures.seconds)))
+            a_step = amount * figures.seconds
+            rows.append(_row(name, format_count, amount, _rate(a_step, expected)))
     return rows
+
+
+def _rate(amount: float | None, seconds: float | None) -> float | None:
+    return amount / seconds if amount is not None and seconds else None
 
 
 def _row(name: str, written: Any, measured: Any, expected: Any = None, within: Any = None) -> Any:
@@ -138,7 +147,8 @@ def _off_words(result: LiveResult) -> str:
     shown = f", the first {SHOWN} of them here" if len(result.off) > SHOWN else ""
     what = words.plural(len(result.off), "kind") + " of kernel"
     verbs = ("is", "loses") if len(result.off) == 1 else ("are", "lose")
-    return f"{usual}; {what} {verbs[0]} far beyond that and {verbs[1]} {format_time(lost)} a step{shown}"
+    loss = f"{verbs[1]} {format_time(lost)} a step{shown}"
+    return f"{usual}; {what} {verbs[0]} far beyond that and {loss}"
 
 
 def matched_words(result: LiveResult) -> str:

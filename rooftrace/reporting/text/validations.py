@@ -212,7 +212,7 @@ def _node_rows(result: Validation, count: int, names: Mapping[str, str]) -> list
 def worst(result: Validation, count: int) -> list[NodeCheck | tuple[str, Stray]]:
     """The kernels with the largest errors in seconds, and calls without a kernel; largest first.
 
-    Equal kernels in similar modules (`Validation.alike`) are one, with the reason of the worst of them.
+    Equal kernels in similar modules (`alike`) are one, with the reason of the worst of them.
     """
     rows: list[tuple[float, NodeCheck | tuple[str, Stray]]] = []
     rows += [(abs(check.node.miss), check) for check in result.alike]
