@@ -171,14 +171,82 @@ def test_steps_of_other_sizes_have_their_own_counts() -> None:
     assert live.figures.uncounted == 0
 
 
+class Attending(nn.Module):
+    """One layer of attention: its FLOP grow with the square of the length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.mix, self.head = nn.Embedding(20, 8), nn.Linear(8, 24), nn.Linear(8, 20)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        q, k, v = self.mix(self.table(ids)).chunk(3, -1)
+        return self.head((q @ k.transpose(1, 2)).softmax(-1) @ v)
+
+
+def test_lengths_between_those_traced_are_priced_by_a_fit_that_is_torchs_count() -> None:
+    model = Attending()
+    sizes = [(2, n) for n in (4, 64, 10, 48, 20, 33, 40, 7)]
+    batches = [torch.zeros(size, dtype=torch.long) for size in [*sizes, (2, 25), (2, 61)]]
+    live = rt.live(model, **QUICK, kinds=8, clock=Ticks(1.0))
+    for ids in batches:
+        with live.step():
+            model(ids).sum().backward()
+    seconds = float(len(batches))
+    counted = sum(flops_of(lambda ids=ids: model(ids).sum().backward()) for ids in batches)
+    peak = load_chip(CHIP).peak("vector", "fp32")
+    assert live.figures.mfu == pytest.approx(counted / seconds / peak)
+    assert (live.figures.steps, live.book.fitted) == (10, 2)
+    between = rt.estimate(live.book.whole(_note_of(live, 25)), chip=CHIP, execution="eager")
+    live.since_last()
+    with live.step():
+        model(batches[-2]).sum().backward()
+    assert live.since_last().expected == pytest.approx(between.t_est, rel=0.05)
+    assert any("priced by a fit" in note for note in live.result.notes)
+
+
+def _note_of(live: LiveSession, length: int) -> Any:
+    """The step of the session with ids of this length."""
+    from rooftrace.measured.live.notes import ItemCount, StepNote
+
+    calls = [note for pattern in live._all.sums for note, _ in pattern.calls]
+    (call,) = (note for note in calls if note.sizes[0][0][0][1] == length)
+    return StepNote((call,), (), ItemCount())
+
+
+def test_no_fit_is_made_beyond_the_sizes_that_were_traced_or_of_what_is_no_polynomial() -> None:
+    from rooftrace.measured.live.notes import CallNote
+    from rooftrace.measured.live.pricing import Price
+    from rooftrace.measured.live.sizefits import fitted
+
+    def call(batch: int, length: int) -> CallNote:
+        sizes = (((torch.Size((batch, length)), torch.int64, False),), (), ("input_ids",))
+        return CallNote(module=0, sizes=sizes, training=True, gradients=True, autocast=())
+
+    def price(batch: int, length: int, more: float = 0.0) -> Price:
+        flops = 100 * batch * length + 7 * batch * length**2 + 30 + more
+        return Price(flops=flops, expected=1e-3 + 1e-6 * batch * length)
+
+    points = [(b, n) for b in (1, 2, 4) for n in (8, 16, 64)]
+    traced = {call(*point): price(*point) for point in points}
+    two = fitted(call(3, 40), traced)
+    assert two is not None and two.flops == pytest.approx(price(3, 40).flops, rel=1e-9)
+    assert two.expected == pytest.approx(price(3, 40).expected)
+    assert fitted(call(3, 65), traced) is None
+    assert fitted(call(3, 40), dict(list(traced.items())[:6])) is None  # as many as there are terms
+    rough = {
+        note: price(*point, more=point[1] % 3) for note, point in zip(traced, points, strict=True)
+    }
+    assert fitted(call(3, 40), rough) is None
+
+
 def test_kinds_beyond_the_limit_are_in_no_number_and_shown() -> None:
     model = made()
     live = rt.live(model, **QUICK, kinds=1, clock=Ticks(1.0))
-    for size in (4, 8, 8):
+    for size in (4, 2, 8, 8):
         with live.step():
             model(batch(size)[0]).sum().backward()
-    assert (live.figures.steps, live.figures.uncounted) == (1, 2)
-    assert live.figures.samples_per_s == 4
+    assert (live.figures.steps, live.figures.uncounted) == (2, 2)  # twice as many were traced
+    assert live.figures.samples_per_s == (4 + 2) / 2
     assert "the work of 2 is not known" in " ".join(str(live).split())
     assert any("kinds=" in note for note in live.result.notes)
 

@@ -12,6 +12,7 @@ from rooftrace.hardware import Chip
 from rooftrace.measured.live import tracing
 from rooftrace.measured.live.notes import CallNote, Notebook, StepNote, StepPattern
 from rooftrace.measured.live.pricing import Price, price_of, total
+from rooftrace.measured.live.sizefits import fitted
 from rooftrace.tracer.graph import OpGraph
 
 Part = CallNote | int
@@ -22,7 +23,8 @@ class GraphBook:
     """Graphs and prices by the parts of steps.
 
     graph: of a whole step, where the caller has it: then nothing is traced, and steps that do
-    something else than the first are not priced.  kinds: so many kinds of calls are traced.
+    something else than the first are not priced.  kinds: of so many kinds of calls each is traced;
+    of others those that no fit to these tells (`fitted`), up to twice as many.
     """
 
     def __init__(
@@ -40,6 +42,8 @@ class GraphBook:
         self._graphs: dict[Part, OpGraph] = {}
         self._prices: dict[Part, Price | None] = {}
         self._first: StepPattern | None = None
+        self._tried = 0  # kinds of calls that were traced, or failed
+        self.fitted = 0  # kinds of calls whose price is a fit to those of others
         self.refused: dict[str, int] = {}  # how many kinds were not traced, by the reason
 
     def price(self, pattern: StepPattern) -> Price | None:
@@ -74,9 +78,15 @@ class GraphBook:
         return estimate(graph, self.chip, self.execution)
 
     def _of_call(self, note: CallNote) -> Price | None:
-        if note not in self._prices and self._traced_kinds() >= self._kinds:
-            self._prices[note] = None
-            self._refuse(_TOO_MANY.format(kinds=self._kinds))
+        if note not in self._prices and self._tried >= self._kinds:
+            price = self._prices[note] = fitted(note, self._traced)
+            if price is not None:
+                self.fitted += 1
+            elif self._tried < 2 * self._kinds:
+                del self._prices[note]  # a few more, so that others lie between those traced
+            else:
+                self._refuse(_TOO_MANY.format(kinds=2 * self._kinds))
+        self._tried += note not in self._prices
         make = tracing.graph_of_call
         return self._of_graph(note, lambda: make(self._notebook, note, self.forward))
 
@@ -93,8 +103,10 @@ class GraphBook:
                 self._refuse(f"not counted: {worded(error).splitlines()[0]}")
         return self._prices[part]
 
-    def _traced_kinds(self) -> int:
-        return sum(isinstance(part, CallNote) for part in self._graphs)
+    @property
+    def _traced(self) -> dict[CallNote, Price]:
+        prices = ((part, self._prices[part]) for part in self._graphs)
+        return {p: price for p, price in prices if isinstance(p, CallNote) and price is not None}
 
     def _refuse(self, reason: str) -> None:
         self.refused[reason] = self.refused.get(reason, 0) + 1
@@ -105,6 +117,6 @@ _NO_CALL = (
     "for a compiled one what torch.compile(...) returned"
 )
 _TOO_MANY = (
-    "not counted: calls of more than {kinds} sizes ran, and the first {kinds} are traced; say "
-    "kinds= for more"
+    "not counted: calls of more than {kinds} sizes ran, the first {kinds} are traced, and no fit "
+    "to them tells the others; say kinds= for more"
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -22,10 +22,17 @@ from rooftrace.tracer.tensors import tensors_in
 from rooftrace.tracer.twins import inputs_on_meta
 
 _PLAIN = (int, float, bool, str, type(None))
+_SIMPLE = (Tensor, *_PLAIN)
 _AUTOCAST = ("cpu", "cuda")
 _WRAPPERS = ("_orig_mod", "module")
 """Where torch.compile, and DistributedDataParallel, keep the module that they stand around."""
 _TOKENS = ("input_ids", "decoder_input_ids")
+
+
+CallSizes = tuple[
+    tuple[tuple[torch.Size, torch.dtype, bool], ...], tuple[Any, ...], tuple[str, ...]
+]
+"""Size, dtype and need of a gradient of each tensor among arguments; plain values; names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +43,7 @@ class CallNote:
     """
 
     module: int
-    sizes: Hashable  # of tensors in the arguments, and plain values beside them
+    sizes: CallSizes
     training: bool
     gradients: bool  # whether autograd recorded it
     autocast: tuple[tuple[str, torch.dtype], ...]  # devices on which it was on
@@ -127,6 +134,7 @@ class Notebook:
         self.arguments: dict[CallNote, CallArguments] = {}  # by the note before any gradient
         self.optimizers: list[Optimizer] = []
         self._items = items
+        self._counts: dict[CallNote, ItemCount] = {}
         self._own = {id(p) for module in self.modules for p in module.parameters()}
         self._depth = 0
         self._calls: list[_Running] = []
@@ -192,14 +200,19 @@ class Notebook:
                 if torch.is_autocast_enabled(device)
             ),
         )
-        if note not in self.arguments:
+        if note not in self._counts:
+            self._counts[note] = counted_in(args, kwargs)
             with torch.no_grad():
                 on_meta, named = inputs_on_meta((tuple(args), dict(kwargs)))
             modes = tuple(part.training for part in self.modules[number].modules())
             self.arguments[note] = CallArguments(on_meta, named, modes)
         self._calls.append(_Running(note))
         if number == 0:
-            self._count(args, kwargs)
+            counted = self._counts[note]
+            if self._items is not None:
+                counted = ItemCount(int(self._items(*args, **kwargs)))
+            self._samples += counted.samples
+            self._tokens += counted.tokens
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
         if torch.compiler.is_compiling():
@@ -217,14 +230,6 @@ class Notebook:
                     call.scalars.add(index)
                 hooked: Any = tensor
                 hooked.register_hook(partial(_fired, call, index))
-
-    def _count(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        if self._items is not None:
-            self._samples += int(self._items(*args, **kwargs))
-            return
-        counted = counted_in(args, kwargs)
-        self._samples += counted.samples
-        self._tokens += counted.tokens
 
     # -- optimizers --------------------------------------------------------------------------------
 
@@ -267,15 +272,20 @@ def is_compiled(module: nn.Module) -> bool:
     )
 
 
-def _sizes(args: Sequence[Any], kwargs: dict[str, Any]) -> Hashable:
-    tree = (tuple(args), dict(kwargs))
-    tensors = tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in tensors_in(tree))
+def _sizes(args: Sequence[Any], kwargs: dict[str, Any]) -> CallSizes:
+    """What tells calls apart: sizes of tensors, plain values, names.  It runs in every step."""
+    leaves: list[Any] = [*args, *kwargs.values()]
+    tensors: list[Any] = [item for item in leaves if isinstance(item, Tensor)]
+    if not all(isinstance(item, _SIMPLE) for item in leaves):
+        tree = (tuple(args), kwargs)
+        tensors = tensors_in(tree)
+        leaves = tree_leaves(tree, is_leaf=lambda item: item is None)
     plain = tuple(
         leaf if isinstance(leaf, _PLAIN) else type(leaf).__name__
-        for leaf in tree_leaves(tree, is_leaf=lambda item: item is None)
+        for leaf in leaves
         if not isinstance(leaf, Tensor)
     )
-    return tensors, plain, tuple(kwargs)
+    return tuple((t.shape, t.dtype, t.requires_grad) for t in tensors), plain, tuple(kwargs)
 
 
 def counted_in(args: Sequence[Any], kwargs: dict[str, Any]) -> ItemCount:

@@ -67,7 +67,7 @@ class LiveSession:
         *,
         warmup: int = 3,
         profile: int = 2,
-        kinds: int = 16,
+        kinds: int = 8,
         items: Callable[..., int] | None = None,
         graph: OpGraph | None = None,
         clock: Callable[[], float] | None = None,
@@ -281,6 +281,11 @@ class LiveSession:
 
     def _assumed(self) -> Iterator[str]:
         """What the counts rest on."""
+        if self.book.fitted:
+            yield (
+                f"{self.book.fitted:,} sizes of calls are between those that were traced, and are "
+                "priced by a fit: their FLOP are exact, bytes and expected seconds near"
+            )
         yield _OWN_GRAPH if self.book.graph is not None else self._about
         processes = _processes()
         if processes > 1:
@@ -307,7 +312,7 @@ def live(
     execution: str | ExecutionModel | None = None,
     warmup: int = 3,
     profile: int = 2,
-    kinds: int = 16,
+    kinds: int = 8,
     items: Callable[..., int] | None = None,
     graph: OpGraph | None = None,
     clock: Callable[[], float] | None = None,
@@ -328,7 +333,8 @@ def live(
     chip: a name or a file; by default the CUDA device's own, and a CPU is measured for 8 s.
     execution: compiled where the module is, else eager.  warmup: steps before anything is timed.
     profile: so many steps then go through torch.profiler (0: none); all others cost two clocks.
-    kinds: at most so many kinds of calls are traced; steps of others are shown as not counted.
+    kinds: calls of so many sizes are traced each; others are priced by a fit to these, which has to
+    meet them all, or are traced up to twice as many, or are shown as not counted.
     items: a function of the arguments of the first module's call that says how many items it has;
     by default samples are the first size of its first tensor, tokens the ids in it.
     graph: that of the whole step (`rooftrace.capture`), in place of tracing the calls.
