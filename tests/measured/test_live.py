@@ -224,7 +224,7 @@ def test_no_fit_is_made_beyond_the_sizes_that_were_traced_or_of_what_is_no_polyn
 
     def price(batch: int, length: int, more: float = 0.0) -> Price:
         flops = 100 * batch * length + 7 * batch * length**2 + 30 + more
-        return Price(flops=flops, expected=1e-3 + 1e-6 * batch * length)
+        return Price(flops=flops, flops_matrix=flops, expected=1e-3 + 1e-6 * batch * length)
 
     points = [(b, n) for b in (1, 2, 4) for n in (8, 16, 64)]
     traced = {call(*point): price(*point) for point in points}

@@ -1,8 +1,8 @@
 """Prices of calls at sizes that were not traced, from traced calls that differ in sizes alone.
 
 Padding to the longest text of a batch gives nearly every batch a length of its own.  FLOP of such
-calls are polynomials of their sizes, so a few traces tell all: a fit that meets each of them
-exactly, with traces left over, is taken, and only between sizes that were traced.
+calls are polynomials of their sizes, so a few traces tell all: a fit that meets each of them, with
+traces left over, is taken, and only between sizes that were traced.
 """
 
 from __future__ import annotations
@@ -16,9 +16,12 @@ from rooftrace.measured.live.pricing import Price
 
 LEAST = 5
 """Traces that a fit needs."""
-_TOLERANCES = {"flops": 1e-6, "flops_matrix": 1e-6, "useful_s": 1e-3, "matrix_s": 1e-3}
+_TOLERANCES = {"flops_matrix": 1e-6, "flops": 0.01, "useful_s": 0.01, "matrix_s": 0.1}
 _NEAR = 0.05
-"""Relative errors at traced sizes up to which a fit holds: of what MFU rests on, and of others."""
+"""Relative errors at traced sizes up to which a fit holds, of each sum and of others.
+
+FLOP in products are polynomials; a kernel of attention that skips masked blocks rounds its own.
+"""
 _OF_ONE = ((0,), (1,), (2,))
 _OF_TWO = ((0, 0), (1, 0), (0, 1), (1, 1), (1, 2), (2, 1))
 """Powers of the sizes in each term: of one that varies, and of two (a batch and a length)."""

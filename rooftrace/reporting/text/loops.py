@@ -34,7 +34,7 @@ _OFF = (
     view.Column("measured", units.SECOND, "measured"),
     view.Column("expected", units.SECOND, "expected"),
     view.Column("lost", units.SECOND, "lost", of=lambda kernel: kernel.lost),
-    view.Column("reason", units.TEXT, "likely reason", folded=True, drop=3),
+    view.Column("reason", units.TEXT, "likely reason", on="page"),
 )
 _OUTSIDE = (
     view.Column("name", units.CODE, "in no predicted kernel"),
