@@ -74,6 +74,23 @@ def test_flops_of_inference_have_no_backward() -> None:
     assert matrix_flops(live) == flops_of(forward) == 2 * 8 * (16 * 32 + 32 * 4)
 
 
+def test_inference_mode_is_counted_and_the_batch_is_not_kept() -> None:
+    import weakref
+
+    model = made().eval()
+    kept: list[weakref.ref[Tensor]] = []
+
+    def forward() -> None:
+        with torch.inference_mode():
+            x = torch.randn(64, 16)
+            kept.append(weakref.ref(x))
+            model(x)
+
+    live = watched(rt.live(model, **QUICK), forward)
+    assert [reference() for reference in kept] == [None, None]
+    assert matrix_flops(live) == flops_of(forward) == 2 * 64 * (16 * 32 + 32 * 4)
+
+
 def test_a_forward_with_gradients_on_and_no_backward_is_a_forward() -> None:
     model = made()
     live = watched(rt.live(model, **QUICK), lambda: model(batch()[0]))

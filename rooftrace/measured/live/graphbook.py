@@ -82,7 +82,7 @@ class GraphBook:
             price = self._prices[note] = fitted(note, self._traced)
             if price is not None:
                 self.fitted += 1
-            elif self._tried < 2 * self._kinds:
+            elif self._tried < 2 * self._kinds and self._notebook.arguments_of(note):
                 del self._prices[note]  # a few more, so that others lie between those traced
             else:
                 self._refuse(_TOO_MANY.format(kinds=2 * self._kinds))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from rooftrace.tracer.tensors import tensors_in
 from rooftrace.tracer.twins import inputs_on_meta
+from rooftrace.tracer.values import marks
 
 _PLAIN = (int, float, bool, str, type(None))
 _SIMPLE = (Tensor, *_PLAIN)
@@ -104,22 +105,15 @@ class _Running:
         A scalar that got a gradient is the loss; other outputs may have theirs through it.
         """
         roots = sorted(self.fires.keys() & self.scalars) or sorted(self.fires)
-        note = self.note
-        return CallNote(
-            module=note.module,
-            sizes=note.sizes,
-            training=note.training,
-            gradients=note.gradients,
-            autocast=note.autocast,
-            roots=tuple(roots),
-            backwards=max((self.fires[root] for root in roots), default=0),
-        )
+        backwards = max((self.fires[root] for root in roots), default=0)
+        return replace(self.note, roots=tuple(roots), backwards=backwards)
 
 
 class Notebook:
     """Notes the steps of some modules: `with notebook.step():` around each, then `take()`.
 
     hooks: whether calls are seen by hooks; else the loop tells them (`begin`, `watch`).
+    most: of so many kinds of calls the arguments are kept.
     """
 
     def __init__(
@@ -127,7 +121,9 @@ class Notebook:
         modules: Sequence[nn.Module],
         items: Callable[..., int] | None = None,
         hooks: bool = True,
+        most: int = 32,
     ) -> None:
+        self._most = most
         self._hooked = tuple(enumerate(modules)) if hooks else ()
         self.called = tuple(modules)
         self.modules = tuple(unwrapped(module) for module in modules)
@@ -202,10 +198,8 @@ class Notebook:
         )
         if note not in self._counts:
             self._counts[note] = counted_in(args, kwargs)
-            with torch.no_grad():
-                on_meta, named = inputs_on_meta((tuple(args), dict(kwargs)))
-            modes = tuple(part.training for part in self.modules[number].modules())
-            self.arguments[note] = CallArguments(on_meta, named, modes)
+            if len(self.arguments) < self._most:
+                self.arguments[note] = self._kept(number, args, kwargs)
         self._calls.append(_Running(note))
         if number == 0:
             counted = self._counts[note]
@@ -213,6 +207,19 @@ class Notebook:
                 counted = ItemCount(int(self._items(*args, **kwargs)))
             self._samples += counted.samples
             self._tokens += counted.tokens
+
+    def _kept(self, number: int, args: Sequence[Any], kwargs: dict[str, Any]) -> CallArguments:
+        """The arguments of a call on meta, without the batch itself, which would stay in memory."""
+        with torch.inference_mode(False), torch.no_grad():
+            on_meta, named = inputs_on_meta((tuple(args), dict(kwargs)))
+        for twin in tensors_in((on_meta, named)):
+            twin.__dict__.pop(marks.REAL, None)
+        modes = tuple(part.training for part in self.modules[number].modules())
+        return CallArguments(on_meta, named, modes)
+
+    def arguments_of(self, note: CallNote) -> CallArguments | None:
+        """The arguments of calls of a kind; None where they were not kept."""
+        return self.arguments.get(replace(note, roots=(), backwards=0))
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
         if torch.compiler.is_compiling():

@@ -80,7 +80,7 @@ class LiveSession:
         if execution is None:
             execution = "compiled" if any(map(is_compiled, modules)) else "eager"
         self.execution = execution_model(execution)
-        self._notebook = Notebook(modules, items, hooks=forward is None)
+        self._notebook = Notebook(modules, items, hooks=forward is None, most=_KEPT * kinds)
         self.book = GraphBook(
             self._notebook, self.chip, self.execution, kinds, graph, forward or tracing.called
         )
@@ -304,6 +304,8 @@ def _outside(validation: Validation) -> dict[str, float]:
     return dict(sorted(sums.items(), key=lambda entry: -entry[1]))
 
 
+_KEPT = 4
+"""Of so many times the kinds of calls that are traced the arguments are kept."""
 _NONE_YET = "no step was profiled yet, so single kernels are not compared"
 
 

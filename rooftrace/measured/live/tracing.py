@@ -58,7 +58,7 @@ def _traced(
     for module in notebook.modules:
         _refuse_sharded(module)
     count = len(notebook.modules)
-    calls = [(note, notebook.arguments[_before_gradients(note)]) for note in notes]
+    calls = [(note, _arguments(notebook, note)) for note in notes]
     arguments = [(call.args, call.kwargs) for _, call in calls]
     on_cpu = all(t.device.type == "cpu" for m in notebook.modules for t in m.parameters())
     # Steps of one optimizer are of one object, so that its state stays one.
@@ -77,8 +77,11 @@ def _traced(
         return trace(step, *notebook.modules, arguments, *optimizers)
 
 
-def _before_gradients(note: CallNote) -> CallNote:
-    return CallNote(note.module, note.sizes, note.training, note.gradients, note.autocast)
+def _arguments(notebook: Notebook, note: CallNote) -> CallArguments:
+    arguments = notebook.arguments_of(note)
+    if arguments is None:
+        raise RequestError("calls of too many sizes ran to keep the arguments of each; say kinds=")
+    return arguments
 
 
 def _run(
