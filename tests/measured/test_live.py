@@ -256,6 +256,57 @@ def test_no_fit_is_made_beyond_the_sizes_that_were_traced_or_of_what_is_no_polyn
     assert fitted(call(3, 40), rough) is None
 
 
+def test_a_long_loop_of_many_different_steps_keeps_their_sums(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from rooftrace.measured.live import session
+
+    sizes = (4, 8, 16, 8, 2, 4, 8)
+
+    def figures() -> Any:
+        live = rt.live(made(), **QUICK, clock=Ticks(1.0, 0.5))
+        model = live._notebook.modules[0]
+        for size in sizes:
+            with live.step():
+                model(batch(size)[0]).sum().backward()
+        assert len(live.graphs) == 1
+        return live.figures, live._all.patterns
+
+    apart, kept = figures()
+    monkeypatch.setattr(session, "_PATTERNS", 2)
+    folded, fewer = figures()
+    assert (kept, fewer <= 2) == (4, True)
+    for name in ("steps", "uncounted", "seconds", "flops", "mfu", "expected", "samples_per_s"):
+        assert getattr(folded, name) == pytest.approx(getattr(apart, name))
+    assert folded.interval == pytest.approx(apart.interval)
+
+
+def test_ops_without_a_rule_and_what_a_trace_assumes_are_said() -> None:
+    class Choosing(Slow):
+        def forward(self, x: Tensor) -> Tensor:
+            x = super().forward(x)
+            return x * 2 if bool(x.sum() > 0) else x
+
+    model = Choosing().eval()
+    with torch.no_grad():
+        # Too many numbers to carry: which way the condition goes is not known.
+        live = watched(rt.live(model, **QUICK), lambda: model(torch.randn(5000, 16)))
+    notes = live.result.notes
+    assert any(note.startswith("no rule for rooftrace_tests.nap.default") for note in notes)
+    assert any(note.startswith("assumed: ") for note in notes)
+
+
+def test_an_argument_that_only_divides_the_loss_makes_no_kind_of_its_own() -> None:
+    class Divided(Net):
+        def forward(self, x: Tensor, num_items_in_batch: int = 1) -> Tensor:
+            return super().forward(x) / num_items_in_batch
+
+    model, counts = Divided(), iter((5, 6, 7, 8))
+    live = rt.live(model, **QUICK, kinds=1)
+    watched(live, lambda: model(batch()[0], num_items_in_batch=next(counts)).sum().backward(), 4)
+    assert (live.figures.steps, live.figures.uncounted) == (4, 0)
+
+
 def test_kinds_beyond_the_limit_are_in_no_number_and_shown() -> None:
     model = made()
     live = rt.live(model, **QUICK, kinds=1, clock=Ticks(1.0))

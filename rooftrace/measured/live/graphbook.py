@@ -44,6 +44,8 @@ class GraphBook:
         self._first: StepPattern | None = None
         self._tried = 0  # kinds of calls that were traced, or failed
         self.fitted = 0  # kinds of calls whose price is a fit to those of others
+        self.assumed: dict[str, None] = {}  # sentences on what the traces took for granted
+        self.unknown: dict[str, None] = {}  # ops without a rule
         self.refused: dict[str, int] = {}  # how many kinds were not traced, by the reason
 
     def price(self, pattern: StepPattern) -> Price | None:
@@ -98,7 +100,10 @@ class GraphBook:
             self._prices[part] = None
             try:
                 graph = self._graphs[part] = make()
-                self._prices[part] = price_of(self.estimated(graph))
+                priced = self.estimated(graph)
+                self._prices[part] = price_of(priced)
+                self.assumed |= dict.fromkeys(a.text for a in graph.assumptions)
+                self.unknown |= dict.fromkeys(op.target for op in priced.unsupported_ops())
             except Exception as error:  # the loop goes on, whatever a user's code raises on meta
                 self._refuse(f"not counted: {worded(error).splitlines()[0]}")
         return self._prices[part]

@@ -23,6 +23,8 @@ from rooftrace.tracer.twins import inputs_on_meta
 from rooftrace.tracer.values import marks
 
 _PLAIN = (int, float, bool, str, type(None))
+_NO_SIZE = frozenset(("num_items_in_batch",))
+"""Arguments whose value changes from step to step, and no work with it."""
 _SIMPLE = (Tensor, *_PLAIN)
 _AUTOCAST = ("cpu", "cuda")
 _WRAPPERS = ("_orig_mod", "module")
@@ -281,10 +283,10 @@ def is_compiled(module: nn.Module) -> bool:
 
 def _sizes(args: Sequence[Any], kwargs: dict[str, Any]) -> CallSizes:
     """What tells calls apart: sizes of tensors, plain values, names.  It runs in every step."""
-    leaves: list[Any] = [*args, *kwargs.values()]
+    leaves: list[Any] = [*args, *(kwargs[name] for name in kwargs if name not in _NO_SIZE)]
     tensors: list[Any] = [item for item in leaves if isinstance(item, Tensor)]
     if not all(isinstance(item, _SIMPLE) for item in leaves):
-        tree = (tuple(args), kwargs)
+        tree = tuple(leaves)
         tensors = tensors_in(tree)
         leaves = tree_leaves(tree, is_leaf=lambda item: item is None)
     plain = tuple(

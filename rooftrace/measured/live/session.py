@@ -12,7 +12,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import nn
 
-from rooftrace._shown import short
+from rooftrace._shown import short, some
 from rooftrace.costmodels.execution import ExecutionModel, execution_model
 from rooftrace.errors import RequestError, worded
 from rooftrace.hardware import Chip, load_chip
@@ -197,6 +197,8 @@ class LiveSession:
         while self._waiting and (wait or self._marks.passed(self._waiting[0].end)):
             step = self._waiting.popleft()
             seconds, pattern = self._marks.between(step.start, step.end), step.note.pattern
+            if self._all.patterns >= _PATTERNS:
+                self._all.fold(self.book.price)
             for tally in (self._all, self._window):
                 tally.add(pattern, seconds, step.note.counted)
                 if step.before is not None:
@@ -281,6 +283,14 @@ class LiveSession:
 
     def _assumed(self) -> Iterator[str]:
         """What the counts rest on."""
+        if self.book.unknown:
+            names = list(self.book.unknown)
+            yield (
+                f"no rule for {some(names, _SHOWN)}: only their bytes are counted; the FLOP are a "
+                "lower bound"
+            )
+        if self.book.assumed:
+            yield f"assumed: {some(self.book.assumed, _SHOWN)}"
         if self.book.fitted:
             yield (
                 f"{self.book.fitted:,} sizes of calls are between those that were traced, and are "
@@ -304,6 +314,10 @@ def _outside(validation: Validation) -> dict[str, float]:
     return dict(sorted(sums.items(), key=lambda entry: -entry[1]))
 
 
+_SHOWN = 5
+"""Names, and assumptions, in one note."""
+_PATTERNS = 10_000
+"""So many different steps are kept apart before they are priced and added up."""
 _KEPT = 4
 """Of so many times the kinds of calls that are traced the arguments are kept."""
 _NONE_YET = "no step was profiled yet, so single kernels are not compared"

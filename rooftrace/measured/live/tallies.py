@@ -24,6 +24,13 @@ class _Sum:
     samples: int = 0
     tokens: int = 0
 
+    def add(self, other: _Sum) -> None:
+        """Add the steps of another."""
+        self.steps += other.steps
+        self.seconds += other.seconds
+        self.samples += other.samples
+        self.tokens += other.tokens
+
 
 @dataclass
 class StepTally:
@@ -31,22 +38,36 @@ class StepTally:
 
     sums: dict[StepPattern, _Sum] = field(default_factory=dict)
     last: deque[float] = field(default_factory=lambda: deque(maxlen=_LAST))
+    folded: _Sum = field(default_factory=lambda: _Sum())  # of patterns that are not kept
+    folded_price: Price = field(default_factory=Price)
+    unknown: _Sum = field(default_factory=lambda: _Sum())  # of these, those that have no price
     outside: float = 0.0  # s, between steps
     gaps: int = 0
 
     def add(self, pattern: StepPattern, seconds: float, counted: ItemCount) -> None:
         """Count one step."""
-        entry = self.sums.setdefault(pattern, _Sum())
-        entry.steps += 1
-        entry.seconds += seconds
-        entry.samples += counted.samples
-        entry.tokens += counted.tokens
+        one = _Sum(1, seconds, counted.samples, counted.tokens)
+        self.sums.setdefault(pattern, _Sum()).add(one)
         self.last.append(seconds)
 
     def add_outside(self, seconds: float) -> None:
         """Count the time between two steps."""
         self.outside += seconds
         self.gaps += 1
+
+    @property
+    def patterns(self) -> int:
+        """How many different steps are kept apart."""
+        return len(self.sums)
+
+    def fold(self, price_of: Callable[[StepPattern], Price | None]) -> None:
+        """Price the steps, and keep their sums alone: of the most frequent one all is kept."""
+        often = max(self.sums, key=lambda pattern: self.sums[pattern].steps)
+        for pattern in [other for other in self.sums if other != often]:
+            entry, price = self.sums.pop(pattern), price_of(pattern)
+            (self.unknown if price is None else self.folded).add(entry)
+            if price is not None:
+                self.folded_price = total([self.folded_price, price.times(entry.steps)])
 
     @property
     def median(self) -> float | None:
@@ -56,52 +77,55 @@ class StepTally:
     def figures(self, price_of: Callable[[StepPattern], Price | None], chip: Chip) -> Figures:
         """The rates of the steps whose work is known."""
         priced = {pattern: price_of(pattern) for pattern in self.sums}
-        known = [(self.sums[pattern], p) for pattern, p in priced.items() if p is not None]
-        unknown = sum(self.sums[pattern].steps for pattern, p in priced.items() if p is None)
+        known, unknown, prices = _Sum(), _Sum(), [self.folded_price]
+        known.add(self.folded)
+        unknown.add(self.unknown)
+        for pattern, price in priced.items():
+            entry = self.sums[pattern]
+            (unknown if price is None else known).add(entry)
+            if price is not None:
+                prices.append(price.times(entry.steps))
         outside = self.outside / self.gaps if self.gaps else None
-        if not known:
-            return self._without_work(unknown, outside)
-        steps = sum(entry.steps for entry, _ in known)
-        seconds = sum(entry.seconds for entry, _ in known)
-        price = total(p.times(entry.steps) for entry, p in known)
-        interval = (price.low / steps, price.high / steps)
+        if not known.steps:
+            return _without_work(unknown, outside)
+        sums, steps, seconds = total(prices), known.steps, known.seconds
+        interval = (sums.low / steps, sums.high / steps)
         return Figures(
             steps=steps,
-            uncounted=unknown,
+            uncounted=unknown.steps,
             seconds=seconds / steps,
             outside=outside,
-            flops=price.flops / steps,
-            bytes=price.bytes / steps,
-            mfu=_ratio(price.useful_s, seconds),
-            hfu=_ratio(price.matrix_s, seconds),
-            bandwidth_share=_ratio(price.bytes / chip.memory_bandwidth.value, seconds),
-            samples_per_s=_ratio(sum(entry.samples for entry, _ in known), seconds) or None,
-            tokens_per_s=_ratio(sum(entry.tokens for entry, _ in known), seconds) or None,
-            expected=price.expected / steps,
+            flops=sums.flops / steps,
+            bytes=sums.bytes / steps,
+            mfu=_ratio(sums.useful_s, seconds),
+            hfu=_ratio(sums.matrix_s, seconds),
+            bandwidth_share=_ratio(sums.bytes / chip.memory_bandwidth.value, seconds),
+            samples_per_s=_ratio(known.samples, seconds) or None,
+            tokens_per_s=_ratio(known.tokens, seconds) or None,
+            expected=sums.expected / steps,
             interval=None if any(map(math.isnan, interval)) else interval,
-            expected_mfu=_ratio(price.useful_s, price.expected),
+            expected_mfu=_ratio(sums.useful_s, sums.expected),
         )
 
-    def _without_work(self, unknown: int, outside: float | None) -> Figures:
-        """The rates that need no count of the work, of all steps."""
-        sums = self.sums.values()
-        seconds = sum(entry.seconds for entry in sums)
-        return Figures(
-            steps=0,
-            uncounted=unknown,
-            seconds=seconds / unknown if unknown else None,
-            outside=outside,
-            flops=None,
-            bytes=None,
-            mfu=None,
-            hfu=None,
-            bandwidth_share=None,
-            samples_per_s=_ratio(sum(entry.samples for entry in sums), seconds) or None,
-            tokens_per_s=_ratio(sum(entry.tokens for entry in sums), seconds) or None,
-            expected=None,
-            interval=None,
-            expected_mfu=None,
-        )
+
+def _without_work(steps: _Sum, outside: float | None) -> Figures:
+    """The rates that need no count of the work, of all steps."""
+    return Figures(
+        steps=0,
+        uncounted=steps.steps,
+        seconds=steps.seconds / steps.steps if steps.steps else None,
+        outside=outside,
+        flops=None,
+        bytes=None,
+        mfu=None,
+        hfu=None,
+        bandwidth_share=None,
+        samples_per_s=_ratio(steps.samples, steps.seconds) or None,
+        tokens_per_s=_ratio(steps.tokens, steps.seconds) or None,
+        expected=None,
+        interval=None,
+        expected_mfu=None,
+    )
 
 
 def _ratio(amount: float, seconds: float) -> float | None:
