@@ -75,6 +75,11 @@ class LiveSession:
         counted: str = _COUNTED,
     ) -> None:
         _check_counts(warmup=warmup, profile=profile, kinds=kinds)
+        if graph is not None and not isinstance(graph, OpGraph):
+            raise RequestError(
+                f"graph={graph!r:.40}: expected an OpGraph, which rooftrace.trace and "
+                "rooftrace.capture give"
+            )
         self._device = _device_of(modules)
         self.chip = chip_at_hand(self._device) if chip is None else load_chip(chip)
         if execution is None:
@@ -277,6 +282,12 @@ class LiveSession:
             yield f"{reason} ({kinds:,} kinds of steps or parts)" if kinds > 1 else reason
         if isinstance(checked, str):
             yield checked
+            kind = "gpu" if self._device.type == "cuda" else "cpu"
+            if kind != self.chip.kind:
+                yield (
+                    f"ran on a {kind.upper()}, predicted for {self.chip.title}: MFU and expected "
+                    "times compare two devices"
+                )
         else:
             yield from checked.notes
         yield from self._assumed()
@@ -320,7 +331,7 @@ _PATTERNS = 10_000
 """So many different steps are kept apart before they are priced and added up."""
 _KEPT = 4
 """Of so many times the kinds of calls that are traced the arguments are kept."""
-_NONE_YET = "no step was profiled yet, so single kernels are not compared"
+_NONE_YET = "no step was profiled, so single kernels are not compared"
 
 
 def live(
