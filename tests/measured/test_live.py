@@ -223,7 +223,8 @@ def test_lengths_between_those_traced_are_priced_by_a_fit_that_is_torchs_count()
 
 def _note_of(live: LiveSession, length: int) -> Any:
     """The step of the session with ids of this length."""
-    from rooftrace.measured.live.notes import ItemCount, StepNote
+    from rooftrace.measured.live.callsizes import ItemCount
+    from rooftrace.measured.live.notes import StepNote
 
     calls = [note for pattern in live._all.sums for note, _ in pattern.calls]
     (call,) = (note for note in calls if note.sizes[0][0][0][1] == length)

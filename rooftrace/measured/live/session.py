@@ -9,12 +9,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
-import torch
 from torch import nn
 
-from rooftrace._shown import short, some
+from rooftrace._shown import short
 from rooftrace.costmodels.execution import ExecutionModel, execution_model
-from rooftrace.errors import RequestError, worded
+from rooftrace.errors import RequestError
 from rooftrace.hardware import Chip, load_chip
 from rooftrace.measured.bench import devices
 from rooftrace.measured.live import tracing
@@ -23,10 +22,11 @@ from rooftrace.measured.live.marks import Mark, marks_for
 from rooftrace.measured.live.notes import Notebook, StepNote, is_compiled
 from rooftrace.measured.live.offkernels import off_kernels, typical_ratio
 from rooftrace.measured.live.profiles import FewSteps
+from rooftrace.measured.live.remarks import ProfileCheck, outside_of, remarks
 from rooftrace.measured.live.results import Figures, LiveResult
 from rooftrace.measured.live.tallies import StepTally
-from rooftrace.measured.live.thischip import chip_at_hand
-from rooftrace.measured.validate import Validation, validated
+from rooftrace.measured.live.thischip import chip_at_hand, device_of
+from rooftrace.measured.validate import Validation
 from rooftrace.tracer.graph import OpGraph
 
 _P = ParamSpec("_P")
@@ -36,9 +36,6 @@ _T = TypeVar("_T")
 _COUNTED = (
     "counted are the calls of the module, their backward and its optimizers; a loss or other work "
     "outside of the module is in the time alone"
-)
-_OWN_GRAPH = (
-    "counted is the graph that was handed in, for steps that do what the first timed one did"
 )
 
 
@@ -80,7 +77,7 @@ class LiveSession:
                 f"graph={graph!r:.40}: expected an OpGraph, which rooftrace.trace and "
                 "rooftrace.capture give"
             )
-        self._device = _device_of(modules)
+        self._device = device_of(modules)
         self.chip = chip_at_hand(self._device) if chip is None else load_chip(chip)
         if execution is None:
             execution = "compiled" if any(map(is_compiled, modules)) else "eager"
@@ -98,7 +95,7 @@ class LiveSession:
         self._count = self._profiled = 0
         self._waiting: deque[_Timed] = deque()
         self._all, self._window = StepTally(), StepTally()
-        self._validation: Validation | str | None = None
+        self._profile = ProfileCheck(self._few, self.book)
 
     # -- steps -------------------------------------------------------------------------------------
 
@@ -240,9 +237,9 @@ class LiveSession:
     def result(self) -> LiveResult:
         """Everything that is known so far, also during the loop."""
         figures = self.figures
-        checked = self._checked()
+        checked = self._profile.checked()
         validation = checked if isinstance(checked, Validation) else None
-        outside = self._few.by_name() if validation is None else _outside(validation)
+        outside = self._few.by_name() if validation is None else outside_of(validation)
         return LiveResult(
             chip=self.chip,
             execution=self.execution.name,
@@ -255,83 +252,15 @@ class LiveSession:
             typical=typical_ratio(validation) if validation else None,
             outside_graph=outside,
             matched=validation.coverage if validation else None,
-            notes=tuple(self._notes(figures, checked)),
+            notes=tuple(remarks(checked, self.book, self._device, self._about)),
             validation=validation,
         )
 
-    def _checked(self) -> Validation | str:
-        """The profiled steps beside their estimate, or why there is none; made once."""
-        if self._validation is None or (self._validation == _NONE_YET and not self._few.active):
-            self._validation = self._check()
-        return self._validation
 
-    def _check(self) -> Validation | str:
-        if self._few.trouble:
-            return self._few.trouble
-        trace = None if self._few.active else self._few.trace()
-        if trace is None:
-            return _NONE_YET
-        try:
-            graph = self.book.whole(self._few.ran[0])
-            return validated(trace, self.chip, self.execution, lambda: {graph.phase: graph})
-        except Exception as error:  # a step that does not trace, or a profile of something else
-            return f"kernels are not compared: {worded(error).splitlines()[0]}"
-
-    def _notes(self, figures: Figures, checked: Validation | str) -> Iterator[str]:
-        for reason, kinds in self.book.refused.items():
-            yield f"{reason} ({kinds:,} kinds of steps or parts)" if kinds > 1 else reason
-        if isinstance(checked, str):
-            yield checked
-            kind = "gpu" if self._device.type == "cuda" else "cpu"
-            if kind != self.chip.kind:
-                yield (
-                    f"ran on a {kind.upper()}, predicted for {self.chip.title}: MFU and expected "
-                    "times compare two devices"
-                )
-        else:
-            yield from checked.notes
-        yield from self._assumed()
-
-    def _assumed(self) -> Iterator[str]:
-        """What the counts rest on."""
-        if self.book.unknown:
-            names = list(self.book.unknown)
-            yield (
-                f"no rule for {some(names, _SHOWN)}: only their bytes are counted; the FLOP are a "
-                "lower bound"
-            )
-        if self.book.assumed:
-            yield f"assumed: {some(self.book.assumed, _SHOWN)}"
-        if self.book.fitted:
-            yield (
-                f"{self.book.fitted:,} sizes of calls are between those that were traced, and are "
-                "priced by a fit that meets those: FLOP in products exactly, MFU within 1 %, "
-                "expected seconds within 5 %"
-            )
-        yield _OWN_GRAPH if self.book.graph is not None else self._about
-        processes = _processes()
-        if processes > 1:
-            yield (
-                f"figures are of one of {processes:,} processes and its device; what they exchange "
-                "is in the time alone"
-            )
-
-
-def _outside(validation: Validation) -> dict[str, float]:
-    """Seconds of a step by the name of calls that are in no predicted kernel, most first."""
-    sums: dict[str, float] = {}
-    for _, stray in validation.strays:
-        sums[stray.name] = sums.get(stray.name, 0.0) + stray.seconds
-    return dict(sorted(sums.items(), key=lambda entry: -entry[1]))
-
-
-_SHOWN = 5
-"""Names, and assumptions, in one note."""
 _PATTERNS = 10_000
 """So many different steps are kept apart before they are priced and added up."""
 _KEPT = 4
 """Of so many times the kinds of calls that are traced the arguments are kept."""
-_NONE_YET = "no step was profiled, so single kernels are not compared"
 
 
 def live(
@@ -389,29 +318,3 @@ def _check_counts(**counts: Any) -> None:
         least = 1 if name == "kinds" else 0
         if isinstance(count, bool) or not isinstance(count, int) or count < least:
             raise RequestError(f"{name}={count!r:.40}: expected a whole number from {least} on")
-
-
-def _device_of(modules: Sequence[Any]) -> torch.device:
-    """The device of the modules' first tensor."""
-    if not modules:
-        raise RequestError("live(): pass the module, or the modules, that a step calls")
-    for module in modules:
-        if not isinstance(module, nn.Module):
-            raise RequestError(
-                f"live({module!r:.60}): expected the modules that a step calls, got "
-                f"{type(module).__name__}; a function of yours goes inside `with live.step():`"
-            )
-    tensors = (t for module in modules for t in (*module.parameters(), *module.buffers()))
-    device = next((tensor.device for tensor in tensors), torch.device("cpu"))
-    if device.type not in ("cpu", "cuda"):
-        raise RequestError(
-            f"{type(modules[0]).__name__} is on {device}: expected cpu or cuda, where steps run"
-        )
-    return device
-
-
-def _processes() -> int:
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized():
-        return distributed.get_world_size()
-    return 1

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from rooftrace.hardware import Chip
-from rooftrace.measured.live.notes import ItemCount, StepPattern
+from rooftrace.measured.live.callsizes import ItemCount
+from rooftrace.measured.live.notes import StepPattern
 from rooftrace.measured.live.pricing import Price, total
 from rooftrace.measured.live.results import Figures
 
@@ -46,8 +47,8 @@ class StepTally:
 
     def add(self, pattern: StepPattern, seconds: float, counted: ItemCount) -> None:
         """Count one step."""
-        one = _Sum(1, seconds, counted.samples, counted.tokens)
-        self.sums.setdefault(pattern, _Sum()).add(one)
+        step = _Sum(1, seconds, counted.samples, counted.tokens)
+        self.sums.setdefault(pattern, _Sum()).add(step)
         self.last.append(seconds)
 
     def add_outside(self, seconds: float) -> None:

@@ -1,11 +1,14 @@
-"""The chip of the device at hand: by its name, or measured."""
+"""The device that steps run on, and its chip: by its name, or measured."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 import torch
+from torch import nn
 
 from rooftrace._progress import tell
 from rooftrace.errors import RequestError
@@ -58,3 +61,22 @@ def name_of(device: str, capacity: int) -> str:
         f'{several}: say chip="NAME", one of {", ".join(available_chips())}, or the path of a '
         "file that `rooftrace measure --chip-only` writes"
     )
+
+
+def device_of(modules: Sequence[Any]) -> torch.device:
+    """The device of the modules' first tensor."""
+    if not modules:
+        raise RequestError("live(): pass the module, or the modules, that a step calls")
+    for module in modules:
+        if not isinstance(module, nn.Module):
+            raise RequestError(
+                f"live({module!r:.60}): expected the modules that a step calls, got "
+                f"{type(module).__name__}; a function of yours goes inside `with live.step():`"
+            )
+    tensors = (t for module in modules for t in (*module.parameters(), *module.buffers()))
+    device = next((tensor.device for tensor in tensors), torch.device("cpu"))
+    if device.type not in ("cpu", "cuda"):
+        raise RequestError(
+            f"{type(modules[0]).__name__} is on {device}: expected cpu or cuda, where steps run"
+        )
+    return device
