@@ -91,7 +91,8 @@ def _callers(callback: OfTrainer) -> tuple[Any, Any]:
     frame = sys._getframe(1)
     while frame is not None and trainer is None:
         owner = frame.f_locals.get("self")
-        if handler is None and callback in (getattr(owner, "callbacks", None) or ()):
+        callbacks = getattr(owner, "callbacks", None)
+        if handler is None and isinstance(callbacks, list) and callback in callbacks:
             handler = owner
         elif handler is not None and getattr(owner, "callback_handler", None) is handler:
             trainer = owner

@@ -46,10 +46,14 @@ class FewSteps:
         if not self._warm:
             yield
             return
+        self._wait()  # a step's kernels end before the next begins
         with torch.profiler.record_function(f"{_STEP}#{len(self.ran)}"):
             yield
-            if self._device.type == "cuda":  # a step's kernels end before the next begins
-                torch.cuda.synchronize(self._device)
+            self._wait()
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
     def ended(self, note: StepNote) -> None:
         """Called after a step of the profiler, with what it did."""
