@@ -52,10 +52,15 @@ from rooftrace.hardware import (
     available_chips as available_chips,
     load_chip as load_chip,
 )
+from rooftrace.measured.callbacks import (
+    lightning_callback as lightning_callback,
+    trainer_callback as trainer_callback,
+)
 from rooftrace.measured.fused import (
     FusedStep as FusedStep,
     fused as fused,
 )
+from rooftrace.measured.live import live as live
 from rooftrace.measured.realsteps import (
     measure as measure,
     measuring as measuring,

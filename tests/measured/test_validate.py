@@ -24,9 +24,8 @@ from rooftrace.measured.sources import source_of
 from rooftrace.measured.suite.models import traced_model as traced
 from rooftrace.measured.tables.steptimes import StepTime
 from rooftrace.measured.traces.kineto import read_trace
-from rooftrace.measured.validate.checks import dram_by_row, node_checks, other_device
+from rooftrace.measured.validate.checks import alike, dram_by_row, node_checks, other_device
 from rooftrace.measured.validate.misses import nodes
-from rooftrace.reporting.figures.parity import alike
 from tests.measured.profiles_support import GpuTrace, Stack, run_on_cpu
 from tests.reporting.conftest import Run as Command
 

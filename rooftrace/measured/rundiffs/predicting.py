@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from rooftrace.costmodels.estimating import Estimate, Row
 from rooftrace.costmodels.findings.comparing import diff_estimates
-from rooftrace.hardware import available_chips
 from rooftrace.hardware.units import format_time
+from rooftrace.measured.bench import devices
 from rooftrace.measured.rundiffs.limits import METRICS, written
 from rooftrace.measured.rundiffs.rundiff import (
     NO_MODULE,
@@ -26,22 +25,6 @@ NEAR = (0.5, 2.0)
 """Measured over predicted difference: within these the two agree."""
 _SMALL = 0.02
 """A difference below this share of the step before is none to agree on."""
-
-
-def chips_called(device: str) -> tuple[str, ...]:
-    """The names of the chips that a device may be, by the name that it gives itself.
-
-    Of "NVIDIA H100 80GB HBM3" they are those of the model H100 with most words in common.
-    """
-    words = set(re.findall(r"[a-z0-9]+", device.lower()))
-    scores: dict[str, int] = {}
-    for name in available_chips():
-        parts = re.findall(r"[a-z0-9]+", name)
-        model = next((word for word in parts if re.search(r"\d", word)), "")
-        if model and model in words:
-            scores[name] = len(words & set(parts))
-    best = max(scores.values(), default=0)
-    return tuple(name for name, score in scores.items() if score == best)
 
 
 def with_prediction(step: StepDiff, before: Estimate, after: Estimate, by_path: bool) -> StepDiff:
@@ -85,7 +68,7 @@ def _other_devices(step: StepDiff, estimates: Sequence[Estimate]) -> Iterable[st
     """Sentences on sides that ran on another device than they are predicted for."""
     for which, device, priced in zip(("before", "after"), step.devices, estimates, strict=True):
         chip = priced.chip
-        known = chips_called(device)
+        known = devices.chips_called(device)
         if (known and chip.name not in known) or (step.timed_inside and not step.on_device) > (
             chip.kind == "cpu"
         ):
@@ -184,7 +167,7 @@ def _signed(metric: str, value: float) -> str:
 
 def chip_for(device: str) -> tuple[str | None, str]:
     """The chip of a device by its name, or None and what to do about it."""
-    names = chips_called(device) if device else ()
+    names = devices.chips_called(device) if device else ()
     if len(names) == 1:
         return names[0], ""
     if not device:

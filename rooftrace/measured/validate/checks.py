@@ -8,13 +8,14 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rooftrace.costmodels.estimating import Estimate
 from rooftrace.costmodels.kernels import group_class
 from rooftrace.hardware import Chip
 from rooftrace.measured.validate.misses import Node
+from rooftrace.tracer.paths import pattern_of
 
 LINES: Mapping[str, str] = {
     "prefill": "prefill, forward",
@@ -205,6 +206,36 @@ def dram_by_row(estimate: Estimate, counted: Mapping[int, float]) -> dict[int, f
         for row in estimate.rows
         if all(op in counted for op in row.ops)
     }
+
+
+def alike(checks: Sequence[NodeCheck]) -> list[NodeCheck]:
+    """Merge kernels of a step with equal name and work in modules that differ only in numbers."""
+    groups: dict[Any, list[NodeCheck]] = {}
+    for check in checks:
+        row, unknown = check.node.row, (check.node.measured is None, check.dram is None)
+        work = (row.flops_causal or row.bytes) // row.count
+        key = (check.step, row.name, pattern_of(row.module), row.part, work, unknown)
+        groups.setdefault(key, []).append(check)
+    return [_summed(group) if len(group) > 1 else group[0] for group in groups.values()]
+
+
+def _summed(group: Sequence[NodeCheck]) -> NodeCheck:
+    first = max(group, key=lambda check: abs(check.node.miss))
+    all_nodes = [check.node for check in group]
+    row = replace(
+        first.node.row,
+        count=sum(node.row.count for node in all_nodes),
+        bytes=sum(node.row.bytes for node in all_nodes),
+    )
+    known = first.node.measured is not None
+    node = replace(
+        first.node,
+        row=row,
+        predicted=sum(node.predicted for node in all_nodes),
+        measured=sum(node.measured or 0.0 for node in all_nodes) if known else None,
+    )
+    dram = None if first.dram is None else sum(check.dram or 0.0 for check in group)
+    return replace(first, node=node, dram=dram)
 
 
 # -- the chip that was measured --------------------------------------------------------------------

@@ -15,7 +15,13 @@ from rooftrace.hardware import Chip
 from rooftrace.measured.alignment import Alignment, Stray
 from rooftrace.measured.fit import Errors, errors
 from rooftrace.measured.sources import Records
-from rooftrace.measured.validate.checks import LINES, ClassCheck, NodeCheck, StepCheck
+from rooftrace.measured.validate.checks import (
+    LINES,
+    ClassCheck,
+    NodeCheck,
+    StepCheck,
+    alike,
+)
 
 SCHEMA = "rooftrace.validation/1"
 _IN_JSON = 100
@@ -46,6 +52,11 @@ class Validation(Shown):
     def coverage(self) -> float | None:
         """Share of the measured op seconds that belongs to a kernel; None where none are known."""
         return self.op_matched / self.op_seconds if self.op_seconds else None
+
+    @property
+    def alike(self) -> list[NodeCheck]:
+        """The kernels, with equal ones in similar modules as one."""
+        return alike(self.nodes)
 
     @property
     def inside(self) -> tuple[int, int] | None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from rooftrace.hardware.units import format_share, format_time
-from rooftrace.measured.validate import Node, NodeCheck, StepCheck, Validation, misses
+from rooftrace.measured.validate import Node, StepCheck, Validation, misses
 from rooftrace.reporting.figures import style
 from rooftrace.reporting.figures.labels import Box, Label, place
 from rooftrace.reporting.view import words
@@ -64,7 +64,7 @@ def kernel_points(nodes: Sequence[Node]) -> list[ParityPoint]:
 def parity_points(result: Validation) -> tuple[list[ParityPoint], str]:
     """By kernel for a trace, else by step, coloured by phase; and what is left out, in words."""
     if result.kind == "trace":
-        points = kernel_points([check.node for check in alike(result.nodes)])
+        points = kernel_points([check.node for check in result.alike])
         least = _LEAST_SHOWN * sum(point.weight for point in points)
         shown = [point for point in points if point.weight >= least]
         few = len(points) - len(shown)
@@ -88,36 +88,6 @@ def short_label(step: StepCheck) -> str:
     said = {step.phase, "eager", "compiled"}
     rest = [word for word in step.label.split() if word not in said]
     return " ".join(rest) or step.label
-
-
-def alike(checks: Sequence[NodeCheck]) -> list[NodeCheck]:
-    """Merge kernels of a step with equal name and work in modules that differ only in numbers."""
-    groups: dict[Any, list[NodeCheck]] = {}
-    for check in checks:
-        row, unknown = check.node.row, (check.node.measured is None, check.dram is None)
-        work = (row.flops_causal or row.bytes) // row.count
-        key = (check.step, row.name, pattern_of(row.module), row.part, work, unknown)
-        groups.setdefault(key, []).append(check)
-    return [_summed(group) if len(group) > 1 else group[0] for group in groups.values()]
-
-
-def _summed(group: Sequence[NodeCheck]) -> NodeCheck:
-    first = max(group, key=lambda check: abs(check.node.miss))
-    all_nodes = [check.node for check in group]
-    row = replace(
-        first.node.row,
-        count=sum(node.row.count for node in all_nodes),
-        bytes=sum(node.row.bytes for node in all_nodes),
-    )
-    known = first.node.measured is not None
-    node = replace(
-        first.node,
-        row=row,
-        predicted=sum(node.predicted for node in all_nodes),
-        measured=sum(node.measured or 0.0 for node in all_nodes) if known else None,
-    )
-    dram = None if first.dram is None else sum(check.dram or 0.0 for check in group)
-    return replace(first, node=node, dram=dram)
 
 
 def _label(node: Node) -> str:

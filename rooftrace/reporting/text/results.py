@@ -71,6 +71,7 @@ def as_webpage(result: Any) -> str:
 
 _REGISTERING = {
     "rooftrace.measured": "measurements",
+    "rooftrace.measured.live": "loops",
     "rooftrace.costmodels.sweeping": "sweeps",
     "rooftrace.reporting.fleetsweeps": "fleets",
     "rooftrace.reporting.rooflinesteps": "rooflines",

@@ -212,10 +212,10 @@ def _node_rows(result: Validation, count: int, names: Mapping[str, str]) -> list
 def worst(result: Validation, count: int) -> list[NodeCheck | tuple[str, Stray]]:
     """The kernels with the largest errors in seconds, and calls without a kernel; largest first.
 
-    Equal kernels in similar modules (see `alike`) are one, with the reason of the worst of them.
+    Equal kernels in similar modules (`alike`) are one, with the reason of the worst of them.
     """
     rows: list[tuple[float, NodeCheck | tuple[str, Stray]]] = []
-    rows += [(abs(check.node.miss), check) for check in parity.alike(result.nodes)]
+    rows += [(abs(check.node.miss), check) for check in result.alike]
     rows += [(stray.seconds, (step, stray)) for step, stray in result.strays]
     rows.sort(key=lambda entry: -entry[0])
     return [miss for _, miss in rows[:count]]
@@ -223,7 +223,7 @@ def worst(result: Validation, count: int) -> list[NodeCheck | tuple[str, Stray]]
 
 def _traffic_rows(result: Validation) -> list[dict[str, Any]]:
     """Kernels whose predicted bytes are furthest from what was counted."""
-    counted = [(c.node.row, c.dram) for c in parity.alike(result.nodes) if c.dram is not None]
+    counted = [(c.node.row, c.dram) for c in result.alike if c.dram is not None]
     counted.sort(key=lambda pair: (-abs(pair[0].bytes - pair[1]), pair[0].index))
     return [
         {

@@ -1,0 +1,5 @@
+"""Steps of the user's own loop while it runs: rates beside the prediction, and what is off."""
+
+from rooftrace._face import face
+
+__getattr__, __dir__, __all__ = face(__name__, __file__)

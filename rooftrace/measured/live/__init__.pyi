@@ -1,0 +1,10 @@
+from rooftrace.measured.live.notes import CallNote as CallNote
+from rooftrace.measured.live.results import (
+    Figures as Figures,
+    LiveResult as LiveResult,
+    OffKernel as OffKernel,
+)
+from rooftrace.measured.live.session import (
+    LiveSession as LiveSession,
+    live as live,
+)

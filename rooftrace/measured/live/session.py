@@ -1,0 +1,320 @@
+"""A loop of the user's own beside its prediction: steps timed as they run, a few profiled."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ParamSpec, TypeVar
+
+from torch import nn
+
+from rooftrace._shown import short
+from rooftrace.costmodels.execution import ExecutionModel, execution_model
+from rooftrace.errors import RequestError
+from rooftrace.hardware import Chip, load_chip
+from rooftrace.measured.bench import devices
+from rooftrace.measured.live import tracing
+from rooftrace.measured.live.graphbook import GraphBook
+from rooftrace.measured.live.marks import Mark, marks_for
+from rooftrace.measured.live.notes import Notebook, StepNote, is_compiled
+from rooftrace.measured.live.offkernels import off_kernels, typical_ratio
+from rooftrace.measured.live.profiles import FewSteps
+from rooftrace.measured.live.remarks import ProfileCheck, outside_of, remarks
+from rooftrace.measured.live.results import Figures, LiveResult
+from rooftrace.measured.live.tallies import StepTally
+from rooftrace.measured.live.thischip import chip_at_hand, device_of
+from rooftrace.measured.validate import Validation
+from rooftrace.tracer.graph import OpGraph
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+_COUNTED = (
+    "counted are the calls of the module, their backward and its optimizers; a loss or other work "
+    "outside of the module is in the time alone"
+)
+
+
+@dataclass(slots=True)
+class _Timed:
+    """A step whose seconds are not read yet."""
+
+    before: Mark | None  # the end of the step before; None where something else was between
+    start: Mark
+    end: Mark
+    note: StepNote
+
+
+class LiveSession:
+    """Steps of a loop; `live` says how it is used.
+
+    forward: how a call is run again on meta, where the loop tells its calls itself (`note_call`).
+    counted: a sentence on what the counts have and have not.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        chip: str | Chip | None = None,
+        execution: str | ExecutionModel | None = None,
+        *,
+        warmup: int = 3,
+        profile: int = 2,
+        kinds: int = 8,
+        items: Callable[..., int] | None = None,
+        graph: OpGraph | None = None,
+        clock: Callable[[], float] | None = None,
+        forward: tracing.Forward | None = None,
+        counted: str = _COUNTED,
+    ) -> None:
+        _check_counts(warmup=warmup, profile=profile, kinds=kinds)
+        if graph is not None and not isinstance(graph, OpGraph):
+            raise RequestError(
+                f"graph={graph!r:.40}: expected an OpGraph, which rooftrace.trace and "
+                "rooftrace.capture give"
+            )
+        self._device = device_of(modules)
+        self.chip = chip_at_hand(self._device) if chip is None else load_chip(chip)
+        if execution is None:
+            execution = "compiled" if any(map(is_compiled, modules)) else "eager"
+        self.execution = execution_model(execution)
+        self._notebook = Notebook(modules, items, hooks=forward is None, most=_KEPT * kinds)
+        self.book = GraphBook(
+            self._notebook, self.chip, self.execution, kinds, graph, forward or tracing.called
+        )
+        self._marks = marks_for(self._device, clock)
+        self._about = counted
+        self._warmup, self._few = warmup, FewSteps(self._device, profile)
+        self._undo: contextlib.ExitStack | None = None  # of the step that runs
+        self._start: Mark | None = None
+        self._before: Mark | None = None  # the end of the last timed step
+        self._count = self._profiled = 0
+        self._waiting: deque[_Timed] = deque()
+        self._all, self._window = StepTally(), StepTally()
+        self._profile = ProfileCheck(self._few, self.book)
+
+    # -- steps -------------------------------------------------------------------------------------
+
+    def __enter__(self) -> LiveSession:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __str__(self) -> str:
+        return str(self.result)
+
+    def _repr_html_(self) -> str:
+        return self.result._repr_html_()
+
+    def __repr__(self) -> str:
+        names = "+".join(type(module).__name__ for module in self._notebook.modules)
+        text = f"{names} on {self.chip.name}, {self.execution.name}: {self._count:,} steps"
+        return short(self, text)
+
+    def __call__(self, step: Callable[_P, _T]) -> Callable[_P, _T]:
+        """A function that does one step, with the session as its attribute `live`."""
+
+        @functools.wraps(step)
+        def stepped(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+            with self.step():
+                return step(*args, **kwargs)
+
+        stepped.live = self  # type: ignore[attr-defined]
+        return stepped
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """One step of the loop.  A step that raises is not counted.
+
+        Raises RequestError inside of another step of the session.
+        """
+        self.begin()
+        try:
+            yield
+        except BaseException:
+            self.abandon()
+            raise
+        self.end()
+
+    def begin(self) -> None:
+        """A step begins here, for loops in which no block can stand around it."""
+        if self._undo is not None:
+            raise RequestError("live.step(): a step of this session runs already; end it first")
+        with contextlib.ExitStack() as undo:
+            if self._profiles:
+                undo.enter_context(self._few.step())
+            undo.enter_context(self._notebook.step())
+            self._undo = undo.pop_all()
+        self._start = self._marks.now()
+
+    def end(self) -> None:
+        """The step that began ends here."""
+        if self._undo is None or self._start is None:
+            raise RequestError("live: a step ends that did not begin")
+        end, profiles = self._marks.now(), self._profiles
+        self._undo.close()
+        self._undo, before, self._before = None, self._before, end
+        note = self._notebook.take()
+        if profiles:
+            self._few.ended(note)
+            self._profiled += 1
+            self._before = None
+        elif self._count >= self._warmup:
+            self._waiting.append(_Timed(before, self._start, end, note))
+        else:
+            self._before = None
+        self._count += 1
+        self._read(wait=False)
+
+    def abandon(self) -> None:
+        """The step that began is not counted; nothing happens where none did."""
+        if self._undo is not None:
+            self._undo.close()
+            self._undo = self._before = None
+
+    def note_call(self, number: int, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """Note a call of a module whose own calls are not seen."""
+        self._notebook.begin(number, args, kwargs)
+
+    def watch(self, output: Any) -> None:
+        """Note which tensors of the output of the call that was noted last get a gradient."""
+        self._notebook.watch(output)
+
+    def close(self) -> None:
+        """End what a loop that ended early left open."""
+        self.abandon()
+        self._few.stop()
+
+    @property
+    def _profiles(self) -> bool:
+        return self._count >= self._warmup and self._few.active
+
+    def _read(self, wait: bool) -> None:
+        """Add the steps to the tallies that the device has passed."""
+        while self._waiting and (wait or self._marks.passed(self._waiting[0].end)):
+            step = self._waiting.popleft()
+            seconds, pattern = self._marks.between(step.start, step.end), step.note.pattern
+            if self._all.patterns >= _PATTERNS:
+                self._all.fold(self.book.price)
+            for tally in (self._all, self._window):
+                tally.add(pattern, seconds, step.note.counted)
+                if step.before is not None:
+                    tally.add_outside(self._marks.between(step.before, step.start))
+
+    # -- what they say -----------------------------------------------------------------------------
+
+    @property
+    def figures(self) -> Figures:
+        """The rates of all timed steps; what is not priced yet is traced now."""
+        return self._figures_of(self._all)
+
+    def since_last(self) -> Figures:
+        """The rates of the steps that ended since the last call."""
+        self._read(wait=True)
+        window, self._window = self._window, StepTally()
+        return self._figures_of(window)
+
+    def _figures_of(self, tally: StepTally) -> Figures:
+        self._read(wait=True)
+        self._before = None  # the loop waits here
+        return tally.figures(self.book.price, self.chip)
+
+    @property
+    def graphs(self) -> tuple[tuple[OpGraph, int], ...]:
+        """The graphs of the step that ran most often, and how often each ran in it."""
+        self._figures_of(self._all)
+        sums = self._all.sums
+        if not sums:
+            return ()
+        return self.book.graphs(max(sums, key=lambda pattern: sums[pattern].steps))
+
+    @property
+    def result(self) -> LiveResult:
+        """Everything that is known so far, also during the loop."""
+        figures = self.figures
+        checked = self._profile.checked()
+        validation = checked if isinstance(checked, Validation) else None
+        outside = self._few.by_name() if validation is None else outside_of(validation)
+        return LiveResult(
+            chip=self.chip,
+            execution=self.execution.name,
+            device=str(devices.device_facts(self._device)["name"]),
+            figures=figures,
+            median=self._all.median,
+            warmups=min(self._count, self._warmup),
+            profiled=self._profiled,
+            off=off_kernels(validation) if validation else (),
+            typical=typical_ratio(validation) if validation else None,
+            outside_graph=outside,
+            matched=validation.coverage if validation else None,
+            notes=tuple(remarks(checked, self.book, self._device, self._about)),
+            validation=validation,
+        )
+
+
+_PATTERNS = 10_000
+"""So many different steps are kept apart before they are priced and added up."""
+_KEPT = 4
+"""Of so many times the kinds of calls that are traced the arguments are kept."""
+
+
+def live(
+    *modules: nn.Module,
+    chip: str | Chip | None = None,
+    execution: str | ExecutionModel | None = None,
+    warmup: int = 3,
+    profile: int = 2,
+    kinds: int = 8,
+    items: Callable[..., int] | None = None,
+    graph: OpGraph | None = None,
+    clock: Callable[[], float] | None = None,
+) -> LiveSession:
+    """Your own loop while it runs: MFU, rates and step time beside the prediction.
+
+        with rt.live(model, chip="h100-sxm") as live:
+            for batch in loader:
+                with live.step():
+                    train_step(batch)
+        print(live)                     # live.figures.mfu, live.result.off
+
+    Or `@rt.live(model, ...)` on the function of one step; the function then has it as `.live`.
+
+    modules: those that a step calls, as it calls them (what torch.compile returned, DDP around it).
+    Every call is noted with its sizes, settings, backward and the optimizer steps, and each kind of
+    them is traced once on meta copies, when figures are first read; nothing of the loop changes.
+    chip: a name or a file; by default the CUDA device's own, and a CPU is measured for 8 s.
+    execution: compiled where the module is, else eager.  warmup: steps before anything is timed.
+    profile: so many steps then go through torch.profiler (0: none); all others cost two clocks.
+    kinds: calls of so many sizes are traced each; others are priced by a fit to these, which has to
+    meet them all, or are traced up to twice as many, or are shown as not counted.
+    items: a function of the arguments of the first module's call that says how many items it has;
+    by default samples are the first size of its first tensor, tokens the ids in it.
+    graph: that of the whole step (`rooftrace.capture`), in place of tracing the calls.
+    clock: gives seconds, in place of the device's own events.
+
+    Raises RequestError for what is no module, or on no CPU or CUDA device, for numbers that make no
+    sense, and for a GPU whose chip cannot be told; UnknownChipError and ExecutionError.
+    """
+    return LiveSession(
+        modules,
+        chip,
+        execution,
+        warmup=warmup,
+        profile=profile,
+        kinds=kinds,
+        items=items,
+        graph=graph,
+        clock=clock,
+    )
+
+
+def _check_counts(**counts: Any) -> None:
+    for name, count in counts.items():
+        least = 1 if name == "kinds" else 0
+        if isinstance(count, bool) or not isinstance(count, int) or count < least:
+            raise RequestError(f"{name}={count!r:.40}: expected a whole number from {least} on")
