@@ -8,6 +8,7 @@ import { decade, intensity, plural, rate, seconds, share } from "./numbers.ts";
 import { limitWords } from "./verdict.tsx";
 
 const MOST = 300; // points
+const LEAST = 1e-9; // of the highest roof: what is below stands at the edge
 const SYMBOLS: Record<string, Plot.SymbolType> = {
   compute: "circle",
   hbm: "square",
@@ -70,7 +71,7 @@ function drawing(width: number, chip: Chip, others: readonly Chip[], points: Poi
   const xs = [...points.map((p) => p.x), ...ridges];
   const left = Math.min(...xs) / 3;
   const right = Math.max(...xs) * 4;
-  const low = Math.max(Math.min(...points.map((p) => p.y)), top * 1e-7) / 3;
+  const low = Math.max(Math.min(...points.map((p) => p.y)), top * LEAST) / 3;
   const roofs = [chip, ...others].map((c) => roofOf(c, left, right, low, c === chip, width < 560));
   const narrow = width < 560;
   return Plot.plot({
@@ -81,7 +82,7 @@ function drawing(width: number, chip: Chip, others: readonly Chip[], points: Poi
     marginRight: 16,
     style: { fontSize: "12px", background: "none", overflow: "visible" },
     x: { type: "log", domain: [left, right], label: "FLOP per HBM byte →", tickFormat: decade, ticks: 6 },
-    y: { type: "log", domain: [low, top * 2.5], label: "↑ FLOP/s while it runs", tickFormat: decade, ticks: 5 },
+    y: { type: "log", domain: [low, top * 2.5], label: "↑ FLOP/s while it runs", tickFormat: decade, ticks: 5, clamp: true },
     r: { range: [3, 18], domain: [0, Math.max(...points.map((p) => p.part_of_step))] },
     symbol: { domain: Object.keys(SYMBOLS), range: Object.values(SYMBOLS) },
     marks: [
@@ -165,7 +166,7 @@ function roofOf(chip: Chip, left: number, right: number, low: number, main: bool
         }),
       ),
       ...(main && !narrow
-        ? [Plot.text([[ridge, highest.rate]], { ...label, dx: -8, dy: -5, text: () => `ridge ${intensity(ridge)}` })]
+        ? [Plot.text([[ridge, highest.rate]], { ...label, textAnchor: "start", dx: 6, dy: 14, text: () => `ridge ${intensity(ridge)}` })]
         : []),
     ],
   };
