@@ -118,7 +118,9 @@ class Blocks:
         numbers: dict[int, int] = {}
         for op in self.graph.ops:
             label = self.label_of_op.get(op.id)
-            for value in op.inputs if label is not None else ():
+            if label is None:
+                continue
+            for value in op.inputs:
                 if value not in numbers and self.owner.get(value) == label:
                     numbers[value] = counts[label] = counts.get(label, -1) + 1
         return numbers
