@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rooftrace.costmodels.execution import ExecutionModel
@@ -39,11 +39,17 @@ class HostSeconds:
     dispatch: float  # to enqueue an op, a kernel or a whole graph
     view: float = 0.0  # to make a view
     call: float = 0.0  # to call a module, its ops aside
+    single: float = 0.0  # to enqueue an op that stands between compiled graphs
+    entry: float = 0.0  # to enter a compiled graph behind another one
 
     def of(self, launch: Launch) -> float:
         """Seconds of a launch."""
         return (
-            launch.dispatches * self.dispatch + launch.views * self.view + launch.calls * self.call
+            launch.dispatches * self.dispatch
+            + launch.singles * self.single
+            + launch.views * self.view
+            + launch.calls * self.call
+            + launch.entries * self.entry
         )
 
 
@@ -160,12 +166,18 @@ class Queue:
 
 def host_seconds(execution: ExecutionModel, chip: Chip) -> HostSeconds:
     """What the host takes for what it does under an execution model, by knobs or by the chip."""
+    own = HostSeconds(
+        chip.dispatch_eager.value,
+        chip.dispatch_view.value,
+        chip.module_call.value,
+        chip.dispatch_eager.value,
+        chip.graph_entry.value,
+    )
     if execution.dispatch == "compiled":
-        return HostSeconds(chip.dispatch_compiled.value)
+        return replace(own, dispatch=chip.dispatch_compiled.value)
     if execution.dispatch == "graph":
-        return HostSeconds(chip.graph_launch.value)
+        return replace(own, dispatch=chip.graph_launch.value)
     knobs = execution.knobs_on(chip)
-    own = HostSeconds(chip.dispatch_eager.value, chip.dispatch_view.value, chip.module_call.value)
     if knobs is None:
         return own
     return HostSeconds(
