@@ -1,0 +1,188 @@
+"""Runs one step of a module under Dynamo, without a compiler behind it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from rooftrace._progress import tell
+from rooftrace.errors import RequestError
+from rooftrace.hardware.units import format_capacity
+from rooftrace.tracer.asking import Job
+from rooftrace.tracer.dynamo.records import DynamoError, DynamoRun
+from rooftrace.tracer.dynamo.state import kept
+from rooftrace.tracer.dynamo.watching import Watch
+from rooftrace.tracer.inputs import Inputs, Loaded, arguments
+from rooftrace.tracer.patches import contexts
+from rooftrace.tracer.phases import ModuleCalls
+from rooftrace.tracer.phases.calls import drained
+from rooftrace.tracer.source import users_traceback
+from rooftrace.tracer.tensors import own_tensors, tensors_in
+from rooftrace.tracer.twins import on_meta, replaced
+from rooftrace.tracer.values import REAL_VALUE
+
+MOST_REAL = 1 << 30
+"""Bytes of weights with which a module is run on numbers, where meta tensors do not do."""
+
+
+def run_dynamo(job: Job, made: Loaded, phase: str) -> DynamoRun:
+    """One step of a module at a phase under Dynamo: its graphs, and why they end.
+
+    In training that is the forward; autograd cuts the backward where forward is cut.  The module is
+    run on meta tensors; code that asks for values goes as in a trace.  Where that does not do, a
+    small module is run on numbers.  Raises DynamoError, which names the line.
+    """
+    check_enabled()
+    tell("running Dynamo")
+    with ExitStack() as stack:
+        stack.enter_context(contexts.apart())
+        stack.enter_context(torch.inference_mode(False))
+        module = on_meta(_plain(made.module))
+        try:
+            return _run(module, made.inputs, phase, real=False)
+        except _CallError as failed:
+            error = failed.cause
+            try:
+                numbers = _with_numbers(made.module, made.inputs)
+            except _TooLargeError as large:
+                raise _failed(error, made.module, str(large)) from error
+            try:
+                return _run(*numbers, phase, real=True)
+            except _CallError as second:
+                raise _failed(second.cause, made.module) from second.cause
+
+
+def check_enabled() -> None:
+    """Raise RequestError where torch.compile is switched off in this process."""
+    import torch._dynamo.config as config
+
+    if getattr(config, "disable", False):
+        raise RequestError(
+            "graph breaks: torch.compile is switched off (TORCHDYNAMO_DISABLE or "
+            "torch._dynamo.config.disable); switch it on"
+        )
+
+
+def _plain(module: nn.Module) -> nn.Module:
+    """The module inside of what torch.compile returned."""
+    inner = getattr(module, "_orig_mod", None)
+    return inner if isinstance(inner, nn.Module) else module
+
+
+def _run(module: nn.Module, inputs: Inputs, phase: str, real: bool) -> DynamoRun:
+    from torch._dynamo.utils import counters
+
+    device = "cpu" if real else "meta"
+    calls = ModuleCalls(module, inputs, device=device)
+    watch = Watch(module, real=real)
+    with kept(watch.touched), _own_compile_off(module), watch.on():
+        for tensor in tensors_in((inputs.args, inputs.kwargs, inputs.decode)):
+            if not real:
+                arguments.learn(watch.values, tensor)
+        counters.clear()
+        training = phase == "training"
+        call = calls.plain_call(phase)
+        compiled = torch._dynamo.optimize(watch.backend())(module)
+        grad = torch.enable_grad() if training else torch.no_grad()
+        with torch.device(device), grad, watch.compiling(), watch.watching():
+            try:
+                drained(compiled(*call.args, **call.kwargs))
+            except Exception as error:
+                raise _CallError(error) from error
+        breaks = sum(counters["graph_break"].values())
+        return watch.run_of(breaks)
+
+
+@contextmanager
+def _own_compile_off(module: nn.Module) -> Iterator[None]:
+    """Inside, parts for which the user called `.compile()` are compiled with the whole."""
+    before = [
+        (part, part._compiled_call_impl)
+        for part in module.modules()
+        if getattr(part, "_compiled_call_impl", None) is not None
+    ]
+    try:
+        for part, _ in before:
+            part._compiled_call_impl = None
+        yield
+    finally:
+        for part, compiled in before:
+            part._compiled_call_impl = compiled
+
+
+# -- on numbers ------------------------------------------------------------------------------------
+
+
+class _CallError(Exception):
+    """The call of a module raised an error."""
+
+    def __init__(self, cause: Exception) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
+
+
+class _TooLargeError(Exception):
+    """A module that is too large to be run on numbers."""
+
+
+def _with_numbers(module: nn.Module, inputs: Inputs) -> tuple[nn.Module, Inputs]:
+    """A copy of a module and its inputs on the CPU, with small random numbers for unknown ones."""
+    size = sum(t.nbytes for part in module.modules() for t in own_tensors(part))
+    size += sum(t.nbytes for t in tensors_in((inputs.args, inputs.kwargs)))
+    if size > MOST_REAL:
+        raise _TooLargeError(
+            f"it has {format_capacity(size)}, and is run on numbers up to "
+            f"{format_capacity(MOST_REAL)}"
+        )
+    generator = torch.Generator().manual_seed(0)
+
+    def filled(tensor: Tensor) -> Tensor:
+        value = tensor.__dict__.get(REAL_VALUE)
+        if value is not None:
+            return value.clone()  # type: ignore[no-any-return]
+        if tensor.device.type == "cpu":
+            return tensor.detach().clone()
+        made = torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
+        if tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1:
+            made.normal_(0.0, 0.02, generator=generator)
+        return made
+
+    memo: dict[int, Any] = {}
+    with torch.device("cpu"), torch.no_grad(), _disable_current_modes():
+        for part in module.modules():
+            for tensor in own_tensors(part):
+                if id(tensor) not in memo:
+                    made = filled(tensor)
+                    memo[id(tensor)] = (
+                        nn.Parameter(made, tensor.requires_grad)
+                        if isinstance(tensor, nn.Parameter)
+                        else made
+                    )
+        copied = copy.deepcopy(_plain(module), memo)
+        fields = {
+            name: replaced(getattr(inputs, name), filled)
+            for name in ("args", "kwargs", "labels", "decode", "cached", "cached_kwargs")
+        }
+    return copied, replace(inputs, **fields)
+
+
+def _failed(error: Exception, module: nn.Module, more: str = "") -> DynamoError:
+    """The error of a run: which module, which line, what to do."""
+    where = users_traceback(error)
+    text = str(error).strip().partition("\n")[0]
+    lines = [
+        f"graph breaks of {type(module).__name__}: {type(error).__name__}: {text}",
+        where,
+        more,
+        "Run torch.compile on the module itself to see the whole error.",
+    ]
+    return DynamoError("\n".join(line for line in lines if line))
+
+
