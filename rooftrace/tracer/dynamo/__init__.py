@@ -1,4 +1,4 @@
-"""Where in the user's code something happens: source lines, and errors that quote them."""
+"""The breaks of torch.compile: where Dynamo ends a graph, and which ops of a trace lie where."""
 
 from rooftrace._face import face
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from rooftrace.tracer.graph import GraphError
@@ -89,28 +89,6 @@ class DynamoRun:
         """How often a compiled graph is called in a step."""
         return sum(not stretch.eager for stretch in self.stretches)
 
-    def without(self, *causes: int) -> DynamoRun:
-        """The run as it would be without these causes: what they part is one compiled graph.
-
-        What is left apart by another cause stays apart.
-        """
-        gone = frozenset(causes)
-        kept: list[Stretch] = []
-        place_of: list[int] = []
-        for stretch in self.stretches:
-            now = stretch
-            if not gone.isdisjoint((stretch.cause, stretch.within)):
-                if kept and not kept[-1].eager:
-                    place_of.append(len(kept) - 1)
-                    continue
-                # A graph of its own behind code in Python, for the reason that this code has.
-                before = kept[-1] if kept else Stretch(-1, -1)
-                now = Stretch(max(stretch.graph, 0), before.cause, before.within)
-            kept.append(now)
-            place_of.append(len(kept) - 1)
-        ops = tuple(RanOp(op.name, op.source, place_of[op.stretch]) for op in self.ops)
-        return _replaced(self, tuple(kept), ops)
-
     def verify(self) -> DynamoRun:
         """Return self if stretches follow one another and name causes that are there."""
         order = [op.stretch for op in self.ops]
@@ -121,22 +99,32 @@ class DynamoRun:
                 raise GraphError(f"a stretch names cause {stretch.cause}, which is not there")
         return self
 
-    @property
-    def cuts(self) -> Counter[int]:
-        """How many stretches begin for each cause."""
-        return Counter(stretch.cause for stretch in self.stretches if stretch.cause >= 0)
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """Stretches that are left when some causes are gone."""
+
+    stretches: tuple[Stretch, ...]
+    place_of: tuple[int, ...]  # for each stretch of the run, which of these it is in
 
 
-def _replaced(
-    run: DynamoRun, stretches: tuple[Stretch, ...], ops: tuple[RanOp, ...]
-) -> DynamoRun:
-    return DynamoRun(
-        causes=run.causes,
-        stretches=stretches,
-        ops=ops,
-        graphs=run.graphs,
-        graph_breaks=run.graph_breaks,
-        recompiled=run.recompiled,
-        real=run.real,
-        notes=run.notes,
-    )
+def without(stretches: Sequence[Stretch], causes: Collection[int] = ()) -> Joined:
+    """The stretches without these causes: what they part is one compiled graph.
+
+    What another cause keeps apart stays apart.
+    """
+    gone = frozenset(causes)
+    kept: list[Stretch] = []
+    place_of: list[int] = []
+    for stretch in stretches:
+        now = stretch
+        if not gone.isdisjoint((stretch.cause, stretch.within)):
+            if kept and not kept[-1].eager:
+                place_of.append(len(kept) - 1)
+                continue
+            # A graph of its own behind code in Python, for the reason that this code has.
+            before = kept[-1] if kept else Stretch(-1, -1)
+            now = Stretch(max(stretch.graph, 0), before.cause, before.within)
+        kept.append(now)
+        place_of.append(len(kept) - 1)
+    return Joined(tuple(kept), tuple(place_of))

@@ -15,15 +15,18 @@ from torch.utils._python_dispatch import _disable_current_modes
 from rooftrace._progress import tell
 from rooftrace.errors import RequestError
 from rooftrace.hardware.units import format_capacity
-from rooftrace.tracer.asking import Job
+from rooftrace.tracer.asking import Job, names
 from rooftrace.tracer.dynamo.records import DynamoError, DynamoRun
 from rooftrace.tracer.dynamo.state import kept
 from rooftrace.tracer.dynamo.watching import Watch
+from rooftrace.tracer.graph import OpGraph
 from rooftrace.tracer.inputs import Inputs, Loaded, arguments
 from rooftrace.tracer.patches import contexts
-from rooftrace.tracer.phases import ModuleCalls
+from rooftrace.tracer.phases import ModuleCalls, trace_phases
 from rooftrace.tracer.phases.calls import drained
 from rooftrace.tracer.source import users_traceback
+from rooftrace.tracer.sources import collector_paused, loaded
+from rooftrace.tracer.targets import isolation
 from rooftrace.tracer.tensors import own_tensors, tensors_in
 from rooftrace.tracer.twins import on_meta, replaced
 from rooftrace.tracer.values import REAL_VALUE
@@ -32,7 +35,7 @@ MOST_REAL = 1 << 30
 """Bytes of weights with which a module is run on numbers, where meta tensors do not do."""
 
 
-def run_dynamo(job: Job, made: Loaded, phase: str) -> DynamoRun:
+def run_dynamo(made: Loaded, phase: str) -> DynamoRun:
     """One step of a module at a phase under Dynamo: its graphs, and why they end.
 
     In training that is the forward; autograd cuts the backward where forward is cut.  The module is
@@ -57,6 +60,34 @@ def run_dynamo(job: Job, made: Loaded, phase: str) -> DynamoRun:
                 return _run(*numbers, phase, real=True)
             except _CallError as second:
                 raise _failed(second.cause, made.module) from second.cause
+
+
+def traced_with_dynamo(job: Job) -> tuple[OpGraph, DynamoRun]:
+    """The graph of a job of one phase, and a run of the same call under Dynamo.
+
+    Raises what tracing raises, RequestError for a job without a module, and DynamoError.
+    """
+    if job.is_graph or job.is_step:
+        what = "a graph has no code left" if job.is_graph else "a step of your own is no module"
+        raise RequestError(f"graph breaks: {what}; give the module, or a target")
+    if job.request.mesh:
+        raise RequestError("graph breaks with a mesh: give the module of one process")
+    (phase,) = job.phases or ("forward",)
+    if phase not in names.MEASURED:
+        raise RequestError(
+            f"graph breaks of phase {phase!r}: expected one of {', '.join(names.MEASURED)}"
+        )
+    with ExitStack() as stack:
+        for context in (collector_paused(), contexts.apart(), torch.inference_mode(False)):
+            stack.enter_context(context)
+        if job.is_named:
+            stack.enter_context(isolation.own_imports())
+        made = loaded(job)
+        graphs = trace_phases(made.module, made.inputs, (phase,), job.options, made.name)
+        job.check_used(graphs)
+        if not job.is_named:
+            made = loaded(job)  # a trace may have changed its arguments
+        return graphs[phase], run_dynamo(made, phase)
 
 
 def check_enabled() -> None:
