@@ -17,8 +17,10 @@ from rooftrace.costmodels.planning import Plan
 from rooftrace.errors import RequestError
 from rooftrace.hardware import Chip, load_chip
 from rooftrace.hardware.units import format_time, plural
-from rooftrace.tracer.dynamo import DynamoRun, Placement, placed, without
+from rooftrace.tracer.dynamo import DynamoRun, Placement, placed
+from rooftrace.tracer.dynamo.records import without
 from rooftrace.tracer.graph import OpGraph
+from rooftrace.tracer.vocabulary import PARTS
 
 
 def price_breaks(
@@ -48,8 +50,15 @@ def price_breaks(
     graphs = placement.marked(*ways)
     broken, *rest = (_priced(marked, target, model) for marked in graphs)
     whole = _priced(graph, target, model)
+    singles = _singles(placement)
     rows = [
-        BreakCost(cause=run.causes[place], cuts=cuts[place], before=broken, after=after)
+        BreakCost(
+            cause=run.causes[place],
+            cuts=cuts[place],
+            singles=singles[place],
+            before=broken,
+            after=after,
+        )
         for place, after in zip(causes, rest, strict=True)
     ]
     rows.sort(key=lambda row: -row.gain)
@@ -68,14 +77,22 @@ def price_breaks(
     )
 
 
+def _singles(placement: Placement) -> Counter[int]:
+    """By cause: the forward's kernels that Python runs one by one."""
+    counts: Counter[int] = Counter()
+    for op, place in zip(placement.flat.ops, placement.stretch_of, strict=True):
+        if place is not None and op.kind == "kernel" and op.part == PARTS[0]:
+            stretch = placement.stretches[place]
+            counts[stretch.cause] += stretch.eager
+    return counts
+
+
 def _priced(graph: OpGraph, chip: Chip, model: ExecutionModel) -> Estimate:
     (planned,) = Plan.each(graph, [model], savings=False)
     return estimate(planned, chip)
 
 
-def _notes(
-    graph: OpGraph, run: DynamoRun, placement: Placement, broken: Estimate
-) -> Iterator[str]:
+def _notes(graph: OpGraph, run: DynamoRun, placement: Placement, broken: Estimate) -> Iterator[str]:
     """What the prices take for granted."""
     yield from run.notes
     if not any(stretch.cause >= 0 for stretch in run.stretches):

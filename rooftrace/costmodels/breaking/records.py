@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 from rooftrace._shown import Shown, short
 from rooftrace.costmodels.estimating import Estimate
 from rooftrace.hardware.units import format_time, plural
-from rooftrace.tracer.dynamo import Cause, Placement, Recompiled
+from rooftrace.tracer.dynamo import Placement
+from rooftrace.tracer.dynamo.records import Cause, Recompiled
 
 if TYPE_CHECKING:
     import pandas
@@ -20,6 +21,7 @@ class BreakCost:
 
     cause: Cause
     cuts: int  # how many stretches of the module's call begin for it
+    singles: int  # kernels of the module's call that Python runs one by one for it
     before: Estimate  # the step as it breaks
     after: Estimate  # the step without this line's breaks; all others stay
 
@@ -60,6 +62,7 @@ class BreakCost:
             "module": cause.module,
             "times": cause.times,
             "cuts": self.cuts,
+            "singles": self.singles,
             "gain": self.gain,
             "share": self.share,
             "kernels": self.kernels,
@@ -159,6 +162,7 @@ COLUMNS = (
     "module",
     "times",
     "cuts",
+    "singles",
     "gain",
     "share",
     "kernels",

@@ -109,9 +109,7 @@ class _Host:
             self.launches.append(replace(before, repeats=stop.repeats))
             return
         graph = 1 if self.dispatch == "graph" else 0  # captured on its own, and launched on its own
-        self.launches.append(
-            replace(before, dispatches=graph, entries=1, repeats=stop.repeats)
-        )
+        self.launches.append(replace(before, dispatches=graph, entries=1, repeats=stop.repeats))
 
 
 def _eager(ops: Sequence[Op], calls: Sequence[int], repeats: tuple[int, ...]) -> Launch:

@@ -15,6 +15,8 @@ _PLAIN: tuple[tuple[str, str], ...] = (
     (r"graph break in loop|for/while loop", "a break inside a for or while loop"),
     (r"Dynamo recompile limit exceeded", "compiled as often as torch._dynamo.config allows"),
 )
+_ARGUMENTS = re.compile(r" with argument types .*$")
+_GUARD = re.compile(r"^\s*(?:\d+/\d+:\s*)?(.*?)\s*(?:\s#.*|\(HINT.*)?$")
 _EXPLANATION = re.compile(r"^\s*Explanation:\s*(.*?)\s*$", re.MULTILINE)
 _HINT = re.compile(r"^\s*Hint:\s*(.*?)\s*$", re.MULTILINE)
 _MORE = "\n*** While handling this graph break"
@@ -31,6 +33,7 @@ def plain_reason(text: str) -> str:
             return words
     explained = _EXPLANATION.search(first)
     sentence = (explained.group(1) if explained else "").partition(". ")[0].rstrip(".")
+    sentence = _ARGUMENTS.sub("", sentence)
     shown = sentence or headline or "no reason is given"
     return shown if len(shown) <= _LONGEST else f"{shown[: _LONGEST - 1]}…"
 
@@ -39,3 +42,10 @@ def hints_of(text: str) -> tuple[str, ...]:
     """What the message advises, each once; without the advice to report it."""
     found = _HINT.findall(text.partition(_MORE)[0])
     return tuple(dict.fromkeys(hint for hint in found if not hint.startswith(_OWN_HINTS)))
+
+
+def guard_words(text: str) -> str:
+    """What a guard of compiled code found to differ, from the message of Dynamo."""
+    first = text.strip().partition("\n")[0]
+    matched = _GUARD.match(first)
+    return matched.group(1) if matched else first

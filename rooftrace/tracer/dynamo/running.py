@@ -23,8 +23,7 @@ from rooftrace.tracer.graph import OpGraph
 from rooftrace.tracer.inputs import Inputs, Loaded, arguments
 from rooftrace.tracer.patches import contexts
 from rooftrace.tracer.phases import ModuleCalls, trace_phases
-from rooftrace.tracer.phases.calls import drained
-from rooftrace.tracer.source import users_traceback
+from rooftrace.tracer.source import users_line, users_traceback
 from rooftrace.tracer.sources import collector_paused, loaded
 from rooftrace.tracer.targets import isolation
 from rooftrace.tracer.tensors import own_tensors, tensors_in
@@ -122,9 +121,10 @@ def _run(module: nn.Module, inputs: Inputs, phase: str, real: bool) -> DynamoRun
         call = calls.plain_call(phase)
         compiled = torch._dynamo.optimize(watch.backend())(module)
         grad = torch.enable_grad() if training else torch.no_grad()
-        with torch.device(device), grad, watch.compiling(), watch.watching():
+        step = ModuleCalls(compiled, inputs, device=device)
+        with grad, watch.compiling(), watch.watching():
             try:
-                drained(compiled(*call.args, **call.kwargs))
+                step.call(call.args, call.kwargs)
             except Exception as error:
                 raise _CallError(error) from error
         breaks = sum(counters["graph_break"].values())
@@ -206,7 +206,9 @@ def _with_numbers(module: nn.Module, inputs: Inputs) -> tuple[nn.Module, Inputs]
 
 def _failed(error: Exception, module: nn.Module, more: str = "") -> DynamoError:
     """The error of a run: which module, which line, what to do."""
-    where = users_traceback(error)
+    frames = [frame for frame in getattr(error, "real_stack", None) or ()]
+    line = users_line([(frame.filename, frame.lineno or 0) for frame in frames])
+    where = f"  {line}" if line else users_traceback(error)
     text = str(error).strip().partition("\n")[0]
     lines = [
         f"graph breaks of {type(module).__name__}: {type(error).__name__}: {text}",
@@ -215,5 +217,3 @@ def _failed(error: Exception, module: nn.Module, more: str = "") -> DynamoError:
         "Run torch.compile on the module itself to see the whole error.",
     ]
     return DynamoError("\n".join(line for line in lines if line))
-
-

@@ -23,12 +23,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from rooftrace.tracer.dynamo import records
-from rooftrace.tracer.dynamo.reasons import hints_of, plain_reason
+from rooftrace.tracer.dynamo.reasons import guard_words, hints_of, plain_reason
 from rooftrace.tracer.dynamo.state import OURS
 from rooftrace.tracer.ops import info_of
 from rooftrace.tracer.patches import contexts, original_of, replaced
 from rooftrace.tracer.paths import pattern_of
-from rooftrace.tracer.recording.running import Runner
+from rooftrace.tracer.recording import Runner
 from rooftrace.tracer.source import source_line, users_line
 from rooftrace.tracer.tape import Tape
 from rooftrace.tracer.tensors import owners
@@ -73,9 +73,7 @@ class Watch(TorchDispatchMode, Tape):
         self.functions: list[_Function] = []
         self.graphs = 0
         self._watching = False
-        self._paths = {
-            id(module): owners.shown_path(path) for path, module in root.named_modules()
-        }
+        self._paths = {id(module): owners.shown_path(path) for path, module in root.named_modules()}
         self._compiling: list[_Function] = []
         self._generated: dict[CodeType, _Function] = {}
         self._skipped: dict[CodeType, int] = {}
@@ -200,8 +198,7 @@ class Watch(TorchDispatchMode, Tape):
 
         def noted(own: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:
             self.touched.add(frame.f_code)
-            owner = frame.f_locals.get("self")
-            function = _Function(frame.f_code, self._paths.get(id(owner), ""))
+            function = _Function(frame.f_code, self._path_of(frame))
             known = len(graph_break_reasons)
             self._compiling.append(function)
             try:
@@ -228,6 +225,13 @@ class Watch(TorchDispatchMode, Tape):
                 yield
         finally:
             hook.remove()
+
+    def _path_of(self, frame: Any) -> str:
+        """The path of the module whose method a frame runs; "" for none."""
+        code = frame.f_code
+        first = code.co_varnames[0] if code.co_argcount else ""
+        own = frame.f_locals.get("self", frame.f_locals.get(first))
+        return self._paths.get(id(own), "")
 
     def _cut(self, function: _Function) -> None:
         """Note why the graph of a function ends before the function does."""
@@ -288,8 +292,7 @@ class Watch(TorchDispatchMode, Tape):
     def run_of(self, graph_breaks: int, notes: Sequence[str] = ()) -> records.DynamoRun:
         """What was noted."""
         causes = [
-            replace(cause, times=self._times(place))
-            for place, cause in enumerate(self.causes)
+            replace(cause, times=self._times(place)) for place, cause in enumerate(self.causes)
         ]
         return records.DynamoRun(
             causes=tuple(causes),
@@ -310,7 +313,7 @@ class Watch(TorchDispatchMode, Tape):
             if times > 1 and not code.co_name.startswith(_RESUMED):
                 reasons = [str(reason) for reason in guard_failures.get(code, ())]
                 source = users_line([(code.co_filename, code.co_firstlineno)])
-                reason = " ".join(reasons[-1].split()) if reasons else ""
+                reason = guard_words(reasons[-1]) if reasons else ""
                 yield records.Recompiled(source, code.co_name, times, reason)
 
 
