@@ -123,15 +123,30 @@ def stored(
     segments: the compiled graph of each op; what another one reads leaves it.
     """
     outputs = {graph.values[i].storage for i in graph.outputs}
-    stored: set[int] = set()
+    stored = _leaving(graph, needs, segments) if segments else set[int]()
     for op in graph.ops:
         if op.kind == "sync" or classes[op.id] == "opaque":
             stored.update(needs[op.id])
         if any(graph.values[i].storage in outputs for i in op.outputs):
             stored.add(op.id)
-        if segments:
-            stored.update(n for n in needs[op.id] if segments[n] != segments[op.id])
     return stored
+
+
+def _leaving(graph: OpGraph, needs: Sequence[Sequence[int]], segments: Sequence[int]) -> set[int]:
+    """Ops that write what another compiled graph reads."""
+    storage = [value.storage for value in graph.values]
+    leaves: set[tuple[int, int]] = set()  # compiled graph and storage
+    for op in graph.ops:
+        read = {storage[i] for i in op.inputs}
+        for other in needs[op.id]:
+            if segments[other] != segments[op.id]:
+                made = read.intersection(storage[i] for i in graph.ops[other].outputs)
+                leaves.update((segments[other], place) for place in made)
+    return {
+        op.id
+        for op in graph.ops
+        if any((segments[op.id], storage[i]) in leaves for i in op.outputs)
+    }
 
 
 def long_chains(
