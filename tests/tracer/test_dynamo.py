@@ -164,14 +164,16 @@ def test_backward_is_cut_where_forward_is() -> None:
     graph, run = run_of(module, x(), phase="training")
     placement = placed(graph, run)
     forward = flops_of_stretches(placement, "forward")
-    # The gradient of a product is two of its size; the first reads an input without one.
-    assert flops_of_stretches(placement, "backward") == [2 * flops for flops in forward]
+    # The gradient of a product is two of its size; the input of the first product needs none.
+    backward = [2 * flops for flops in forward]
+    backward[0] //= 2
+    assert flops_of_stretches(placement, "backward") == backward
     assert placement.shared == 0
     marked, whole = placement.marked(
         records.without(run.stretches), records.without(run.stretches, [0])
     )
-    assert whole is placement.graph or not any("graph_break" in op.target for op in whole.ops)
-    cuts = Counter(op.part for op in marked.ops if "graph_break" in op.target for _ in (0,))
+    assert not any("graph_break" in op.target for op in whole.ops)
+    cuts = Counter(op.part for op in marked.ops if "graph_break" in op.target)
     assert cuts["forward"] and cuts["backward"]
 
 
@@ -202,8 +204,9 @@ def test_an_op_that_no_line_places_is_counted() -> None:
     )
     run = records.DynamoRun(causes=(cause,), stretches=stretches, ops=ops, graphs=2, graph_breaks=1)
     placement = placed(graph, run)
-    assert placement.unplaced == len(some) - 2
-    assert [p for p in placement.stretch_of if p == 1] == [1]
+    (between,) = [op for op in some if op.source not in (first.source, last.source)]
+    assert placement.unplaced == 1
+    assert placement.stretch_of[between.id] == 0
 
 
 # -- removing a cause ------------------------------------------------------------------------------
@@ -273,10 +276,14 @@ def test_the_process_is_as_before() -> None:
     gc.collect()
     entries = torch._C._dynamo.eval_frame._debug_get_cache_entry_list
     assert len(entries(models.Stack.forward.__code__)) == 0
-    again = torch.compile(models.Stack(models.Printing, 2).eval(), backend=backend)
+    others: list[int] = []
+    again = torch.compile(
+        models.Stack(models.Printing, 2).eval(),
+        backend=lambda graph, _: others.append(1) or graph.forward,
+    )
     with torch.no_grad():
         again(value)
-    assert len(compiled) > made, "what a run of ours skipped is compiled for others"
+    assert others, "what a run of ours skipped is compiled for others"
 
 
 def test_two_runs_say_the_same() -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -47,18 +48,22 @@ def run_dynamo(made: Loaded, phase: str) -> DynamoRun:
         stack.enter_context(contexts.apart())
         stack.enter_context(torch.inference_mode(False))
         module = on_meta(_plain(made.module))
+        # Code that says no device makes tensors on the CPU, as it would beside a GPU.  Where these
+        # do not go with the others, they are made on meta, which Dynamo sees as another mode.
+        with contextlib.suppress(_CallError):
+            return _run(module, made.inputs, phase, makes="cpu")
         try:
-            return _run(module, made.inputs, phase, real=False)
+            return _run(module, made.inputs, phase, makes="meta")
         except _CallError as failed:
             error = failed.cause
-            try:
-                numbers = _with_numbers(made.module, made.inputs)
-            except _TooLargeError as large:
-                raise _failed(error, made.module, str(large)) from error
-            try:
-                return _run(*numbers, phase, real=True)
-            except _CallError as second:
-                raise _failed(second.cause, made.module) from second.cause
+        try:
+            numbers = _with_numbers(made.module, made.inputs)
+        except _TooLargeError as large:
+            raise _failed(error, made.module, str(large)) from error
+        try:
+            return _run(*numbers, phase, makes="cpu", real=True)
+        except _CallError as second:
+            raise _failed(second.cause, made.module) from second.cause
 
 
 def traced_with_dynamo(job: Job) -> tuple[OpGraph, DynamoRun]:
@@ -106,7 +111,10 @@ def _plain(module: nn.Module) -> nn.Module:
     return inner if isinstance(inner, nn.Module) else module
 
 
-def _run(module: nn.Module, inputs: Inputs, phase: str, real: bool) -> DynamoRun:
+def _run(
+    module: nn.Module, inputs: Inputs, phase: str, makes: str, real: bool = False
+) -> DynamoRun:
+    """makes: the device on which code makes tensors that says none."""
     from torch._dynamo.utils import counters
 
     device = "cpu" if real else "meta"
@@ -121,7 +129,7 @@ def _run(module: nn.Module, inputs: Inputs, phase: str, real: bool) -> DynamoRun
         call = calls.plain_call(phase)
         compiled = torch._dynamo.optimize(watch.backend())(module)
         grad = torch.enable_grad() if training else torch.no_grad()
-        step = ModuleCalls(compiled, inputs, device=device)
+        step = ModuleCalls(compiled, inputs, device=makes)
         with grad, watch.compiling(), watch.watching():
             try:
                 step.call(call.args, call.kwargs)
@@ -131,7 +139,7 @@ def _run(module: nn.Module, inputs: Inputs, phase: str, real: bool) -> DynamoRun
         return watch.run_of(breaks)
 
 
-@contextmanager
+@contextlib.contextmanager
 def _own_compile_off(module: nn.Module) -> Iterator[None]:
     """Inside, parts for which the user called `.compile()` are compiled with the whole."""
     before = [

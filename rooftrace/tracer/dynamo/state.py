@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from types import CodeType
 from typing import Any
 
@@ -34,11 +34,49 @@ OURS = "of_rooftrace"
 """The attribute by which a backend is known to be that of a run of ours."""
 
 
+class Touched:
+    """Functions that Dynamo was asked to compile in a run of ours, each as it was before."""
+
+    def __init__(self) -> None:
+        self._before: dict[CodeType, tuple[bool, dict[str, Any], dict[str, Any]]] = {}
+
+    def note(self, code: CodeType, sizes: dict[str, Any]) -> None:
+        """Dynamo is about to compile a function.  sizes: what it remembers of its arguments."""
+        if code not in self._before:
+            known = bool(_entries(code))
+            self._before[code] = known, sizes, dict(sizes) if sizes else {}
+
+    def take_out(self) -> None:
+        """Take out what was compiled and remembered since."""
+        from torch._dynamo.guards import DeletedGuardManagerWrapper
+
+        eval_frame: Any = torch._C._dynamo.eval_frame
+        action = eval_frame._FrameAction.DEFAULT
+        for code, (known, sizes, were) in self._before.items():
+            if not known:
+                eval_frame.reset_code(code)
+                continue
+            for entry in _entries(code):
+                manager = entry.guard_manager
+                if _is_ours(entry.backend) and manager.extra_state is not None:
+                    gone = DeletedGuardManagerWrapper("a run of rooftrace has ended")
+                    manager.extra_state.invalidate(entry, gone)
+            sizes.clear()
+            sizes.update(were)
+            # Code that was not to be compiled before does not come here.
+            eval_frame.set_code_exec_strategy(code, eval_frame._FrameExecStrategy(action, action))
+
+
+def _entries(code: CodeType) -> list[Any]:
+    eval_frame: Any = torch._C._dynamo.eval_frame
+    return list(eval_frame._debug_get_cache_entry_list(code))
+
+
 @contextlib.contextmanager
-def kept(touched: set[CodeType]) -> Iterator[None]:
+def kept(touched: Touched) -> Iterator[None]:
     """Inside, Dynamo may compile; afterwards the process is as before.
 
-    touched: the code objects that it was asked to compile, which the caller adds meanwhile.
+    touched: what it was asked to compile, which the caller notes meanwhile.
     """
     import torch._dynamo.convert_frame as frames
 
@@ -62,7 +100,7 @@ def kept(touched: set[CodeType]) -> Iterator[None]:
         try:
             yield
         finally:
-            _take_out(touched)
+            touched.take_out()
             for found, was in containers:
                 _restore(found, was)
             for home, name, value in numbers:
@@ -92,23 +130,6 @@ def _restore(found: Any, was: Any) -> None:
         found.extend(was)
     else:
         found.update(was)
-
-
-def _take_out(touched: Iterable[CodeType]) -> None:
-    """Take out what was compiled for these code objects by backends of ours."""
-    from torch._dynamo.guards import DeletedGuardManagerWrapper
-
-    eval_frame: Any = torch._C._dynamo.eval_frame
-    action = eval_frame._FrameAction.DEFAULT
-    plain = eval_frame._FrameExecStrategy(action, action)
-    for code in touched:
-        for entry in eval_frame._debug_get_cache_entry_list(code):
-            manager = entry.guard_manager
-            if _is_ours(entry.backend) and manager.extra_state is not None:
-                gone = DeletedGuardManagerWrapper("a run of rooftrace has ended")
-                manager.extra_state.invalidate(entry, gone)
-        # Code that was not to be compiled before does not come here.
-        eval_frame.set_code_exec_strategy(code, plain)
 
 
 def _is_ours(backend: Any) -> bool:

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map_only
 
 from rooftrace.tracer.dynamo import records
 from rooftrace.tracer.dynamo.reasons import guard_words, hints_of, plain_reason
-from rooftrace.tracer.dynamo.state import OURS
+from rooftrace.tracer.dynamo.state import OURS, Touched
 from rooftrace.tracer.ops import info_of
 from rooftrace.tracer.patches import contexts, original_of, replaced
 from rooftrace.tracer.paths import pattern_of
@@ -66,7 +66,7 @@ class Watch(TorchDispatchMode, Tape):
         TorchDispatchMode.__init__(self)  # type: ignore[no-untyped-call]
         Tape.__init__(self, values or Values(), record=False)
         self.real = real
-        self.touched: set[CodeType] = set()
+        self.touched = Touched()
         self.causes: list[records.Cause] = []
         self.stretches: list[records.Stretch] = []
         self.ops: list[records.RanOp] = []
@@ -79,8 +79,8 @@ class Watch(TorchDispatchMode, Tape):
         self._skipped: dict[CodeType, int] = {}
         self._running: tuple[int, int] | None = None  # graph and stretch that run now
         self._node: fx.Node | None = None
-        # By cause, and whether it cuts a function: the last frame, and how many.
-        self._happened: dict[tuple[int, bool], tuple[Any, int]] = {}
+        # By cause, and how deep below a function it is: the last frame of it, and how many.
+        self._happened: dict[tuple[int, int], tuple[Any, int]] = {}
         self._lines: dict[str, str] = {}
         self._runner = Runner(self, self.again)
 
@@ -139,24 +139,23 @@ class Watch(TorchDispatchMode, Tape):
             function = self._generated.get(frame.f_code)
             cause = self._skipped.get(frame.f_code, -1) if function is None else function.cause
             if cause >= 0 and cause != limit:
-                if function is None or _is_direct(function):
-                    self._happens(cause, function is not None, frame)
+                self._happens(cause, _SKIPPED if function is None else _depth(function), frame)
                 if self.causes[cause].kind != records.LIMIT or limit >= 0:
                     return (cause, -1) if limit < 0 else (limit, cause)
                 limit = cause
             frame = frame.f_back
         return limit, -1
 
-    def _happens(self, cause: int, breaks: bool, frame: Any) -> None:
-        """Count a cause, once for each run of the function that is cut or skipped."""
-        last, times = self._happened.get((cause, breaks), (None, 0))
+    def _happens(self, cause: int, depth: int, frame: Any) -> None:
+        """Count a cause, once for each run of a function that is cut or skipped."""
+        last, times = self._happened.get((cause, depth), (None, 0))
         if last is not frame:
-            self._happened[cause, breaks] = frame, times + 1
+            self._happened[cause, depth] = frame, times + 1
 
     def _times(self, cause: int) -> int:
-        """How often a cause cut a function, or else how often it had one skipped."""
-        counts = (self._happened.get((cause, breaks), (None, 0))[1] for breaks in (True, False))
-        return next((count for count in counts if count), 1)
+        """How often a cause cut the function next to it, or else had one skipped."""
+        depths = sorted(depth for other, depth in self._happened if other == cause)
+        return self._happened[cause, depths[0]][1] if depths else 1
 
     # -- compiling ---------------------------------------------------------------------------------
 
@@ -196,13 +195,15 @@ class Watch(TorchDispatchMode, Tape):
         home = convert_frame.ConvertFrameAssert
         convert = original_of(home, "__call__")
 
-        def noted(own: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:
-            self.touched.add(frame.f_code)
+        def noted(
+            own: Any, frame: Any, entry: Any, hooks: Any, sizes: Any, *args: Any, **kwargs: Any
+        ) -> Any:
+            self.touched.note(frame.f_code, sizes)
             function = _Function(frame.f_code, self._path_of(frame))
             known = len(graph_break_reasons)
             self._compiling.append(function)
             try:
-                return convert(own, frame, *args, **kwargs)
+                return convert(own, frame, entry, hooks, sizes, *args, **kwargs)
             except torch._dynamo.exc.Unsupported as error:
                 self._skipped[frame.f_code] = self._skip(function, error)
                 raise
@@ -333,15 +334,18 @@ def _run_on_fakes(*args: Any, **kwargs: Any) -> Any:
     return tree_map_only(Tensor, faked, result)
 
 
+_SKIPPED = 1 << 20
+"""Stands for the depth of what has a whole function skipped."""
+
+
+def _depth(function: _Function) -> int:
+    """How deep in calls of a function its break is: 1 in its own lines."""
+    return len(function.breaks[-1].user_stack) if function.breaks else _SKIPPED
+
+
 def _is_direct(function: _Function) -> bool:
     """Whether it is the function itself that breaks, and none that it calls."""
-    if not function.breaks:
-        return False
-    name = function.code.co_name
-    if name.startswith(_RESUMED):
-        name = name[len(_RESUMED) :].rpartition("_at_")[0]
-    stack = function.breaks[-1].user_stack
-    return bool(stack) and len(stack) == 1
+    return _depth(function) == 1
 
 
 class _Nodes(fx.Interpreter):
