@@ -102,6 +102,11 @@ def _notes(graph: OpGraph, run: DynamoRun, placement: Placement, broken: Estimat
         f"entering a compiled graph behind another one takes the host {format_time(entry.value)} "
         f"({entry.kind}: {entry.source})"
     )
+    if any(stretch.eager for stretch in run.stretches):
+        yield (
+            "code that Python runs op by op may hold more breaks, which Dynamo has not come to: run "
+            "again when a line is changed"
+        )
     if graph.phase == "training":
         yield (
             "backward is cut where forward is cut: autograd compiles the backward of each graph "
@@ -110,8 +115,8 @@ def _notes(graph: OpGraph, run: DynamoRun, placement: Placement, broken: Estimat
     waits = sum(graph.times(op) for op in graph.ops if op.kind == "sync")
     if waits:
         yield (
-            f"{plural(waits, 'wait')} of the host for the device stay in every step: a break goes "
-            "without the wait that caused it"
+            f"the host waits for the device {plural(waits, 'time')} in every column: a break goes, "
+            "and the wait that caused it stays"
         )
     if run.real:
         yield (
