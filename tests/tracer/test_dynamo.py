@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import rooftrace as rt
 from rooftrace.tracer.asking.job import Job
 from rooftrace.tracer.dynamo import records
-from rooftrace.tracer.dynamo.placing import Placement, placed
+from rooftrace.tracer.dynamo.placing import PlacedStep, placed
 from rooftrace.tracer.dynamo.reasons import guard_words, hints_of, plain_reason
 from rooftrace.tracer.dynamo.running import traced_with_dynamo
 from rooftrace.tracer.graph.graph import OpGraph
@@ -119,7 +119,7 @@ def flops_of_graphs(module: nn.Module, *args: Any) -> list[int]:
     return counts
 
 
-def flops_of_stretches(placement: Placement, *parts: str) -> list[int]:
+def flops_of_stretches(placement: PlacedStep, *parts: str) -> list[int]:
     sums: Counter[int] = Counter()
     for op, place in zip(placement.flat.ops, placement.stretch_of, strict=True):
         if op.part in parts:

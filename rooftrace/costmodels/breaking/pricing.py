@@ -17,7 +17,7 @@ from rooftrace.costmodels.planning import Plan
 from rooftrace.errors import RequestError
 from rooftrace.hardware import Chip, load_chip
 from rooftrace.hardware.units import format_time, plural
-from rooftrace.tracer.dynamo import DynamoRun, Placement, placed
+from rooftrace.tracer.dynamo import DynamoRun, PlacedStep, placed
 from rooftrace.tracer.dynamo.records import without
 from rooftrace.tracer.graph import OpGraph
 from rooftrace.tracer.vocabulary import PARTS
@@ -77,7 +77,7 @@ def price_breaks(
     )
 
 
-def _singles(placement: Placement) -> Counter[int]:
+def _singles(placement: PlacedStep) -> Counter[int]:
     """By cause: the forward's kernels that Python runs one by one."""
     counts: Counter[int] = Counter()
     for op, place in zip(placement.flat.ops, placement.stretch_of, strict=True):
@@ -92,7 +92,9 @@ def _priced(graph: OpGraph, chip: Chip, model: ExecutionModel) -> Estimate:
     return estimate(planned, chip)
 
 
-def _notes(graph: OpGraph, run: DynamoRun, placement: Placement, broken: Estimate) -> Iterator[str]:
+def _notes(
+    graph: OpGraph, run: DynamoRun, placement: PlacedStep, broken: Estimate
+) -> Iterator[str]:
     """What the prices take for granted."""
     yield from run.notes
     if not any(stretch.cause >= 0 for stretch in run.stretches):
@@ -104,7 +106,7 @@ def _notes(graph: OpGraph, run: DynamoRun, placement: Placement, broken: Estimat
     )
     if any(stretch.eager for stretch in run.stretches):
         yield (
-            "code that Python runs op by op may hold more breaks, which Dynamo has not come to: run "
+            "code that Python runs op by op may hold more breaks, which Dynamo has not seen: run "
             "again when a line is changed"
         )
     if graph.phase == "training":

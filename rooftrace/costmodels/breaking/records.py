@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rooftrace._shown import Shown, short
 from rooftrace.costmodels.estimating import Estimate
 from rooftrace.hardware.units import format_time, plural
-from rooftrace.tracer.dynamo import Placement
+from rooftrace.tracer.dynamo import PlacedStep
 from rooftrace.tracer.dynamo.records import Cause, Recompiled
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class GraphBreaks(Shown):
     calls: int  # calls of them in the forward of a step
     graph_breaks: int  # as torch counts them while it compiles
     recompiled: tuple[Recompiled, ...]
-    placement: Placement
+    placement: PlacedStep
     notes: tuple[str, ...] = ()
 
     @property
@@ -147,10 +147,10 @@ class GraphBreaks(Shown):
         }
 
     def __repr__(self) -> str:
-        found = plural(len(self.rows), "line") if self.rows else "no line"
+        lines = plural(len(self.rows), "line") if self.rows else "no line"
         return short(
             self,
-            f"{self.title}: {found} with graph breaks, which cost {format_time(self.together)} of "
+            f"{self.title}: {lines} with graph breaks, which cost {format_time(self.together)} of "
             f"{format_time(self.broken.t_est)}",
         )
 

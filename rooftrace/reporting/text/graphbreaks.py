@@ -45,7 +45,7 @@ def graph_breaks_view(result: GraphBreaks, output: view.Output) -> view.View:
     sections = [view.Section(parts=[*head, ways], place=1)]
     if result.rows:
         table = view.Table(columns=_ROWS, rows=result.rows)
-        parts = [table, view.Note(_sums(result)), *_reasons(result)]
+        parts: list[view.Part] = [table, view.Note(_sums(result)), *_reasons(result)]
         sections.append(view.Section(title="Where graphs end", parts=parts, place=2))
     if result.recompiled:
         recompiled = list(_recompiled(result))

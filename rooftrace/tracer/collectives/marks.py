@@ -34,10 +34,10 @@ def is_eager(op: Op) -> bool:
 
 def eager_ops(ops: Sequence[Op]) -> frozenset[int]:
     """Ops that stand between compiled graphs, which Python runs one by one."""
-    eager, found = False, []
+    eager, numbers = False, list[int]()
     for op in ops:
         if op.name == GRAPH_BREAK:
             eager = is_eager(op)
         elif eager:
-            found.append(op.id)
-    return frozenset(found)
+            numbers.append(op.id)
+    return frozenset(numbers)

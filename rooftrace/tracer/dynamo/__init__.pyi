@@ -1,6 +1,6 @@
 from rooftrace.tracer.dynamo import records as records
 from rooftrace.tracer.dynamo.placing import (
-    Placement as Placement,
+    PlacedStep as PlacedStep,
     placed as placed,
 )
 from rooftrace.tracer.dynamo.records import (

@@ -24,7 +24,7 @@ _FORWARD = PARTS[0]
 
 
 @dataclass(frozen=True)
-class Placement:
+class PlacedStep:
     """A traced step, and the stretch of a run under Dynamo that each of its ops runs in.
 
     stretch_of: by op of the step written out; None for what is outside of the module's call (an
@@ -89,18 +89,18 @@ class Placement:
         return True
 
 
-def placed(graph: OpGraph, run: DynamoRun) -> Placement:
+def placed(graph: OpGraph, run: DynamoRun) -> PlacedStep:
     """Place every op of a step in a stretch of a run of the same module and sizes."""
     flat = graph.expand() if graph.repeats else graph
     forward = [op for op in flat.ops if op.part == _FORWARD]
-    found = _in_order(_by_lines(forward, run.ops))
+    known = _in_order(_by_lines(forward, run.ops))
     stretch_of: list[int | None] = [None] * len(flat.ops)
     unplaced = 0
-    for op, (place, sure) in zip(forward, _filled(found), strict=True):
+    for op, (place, sure) in zip(forward, _filled(known), strict=True):
         stretch_of[op.id] = place
         unplaced += not sure and op.kind == "kernel"
     shared = _backward(flat, stretch_of)
-    return Placement(graph, run.stretches, tuple(stretch_of), unplaced, shared)
+    return PlacedStep(graph, run.stretches, tuple(stretch_of), unplaced, shared)
 
 
 # -- forward ---------------------------------------------------------------------------------------
@@ -108,7 +108,7 @@ def placed(graph: OpGraph, run: DynamoRun) -> Placement:
 
 def _by_lines(ops: Sequence[Op], ran: Sequence[RanOp]) -> list[int | None]:
     """The stretch of each op, as far as its line and name tell it."""
-    found: list[int | None] = [None] * len(ops)
+    known: list[int | None] = [None] * len(ops)
     ours = _grouped(range(len(ops)), lambda i: (ops[i].source, ops[i].name))
     theirs = _grouped(range(len(ran)), lambda i: (ran[i].source, ran[i].name))
     left: set[str] = set()
@@ -116,20 +116,20 @@ def _by_lines(ops: Sequence[Op], ran: Sequence[RanOp]) -> list[int | None]:
         others = theirs.get(key, [])
         if len(places) == len(others):
             for place, other in zip(places, others, strict=True):
-                found[place] = ran[other].stretch
+                known[place] = ran[other].stretch
         else:
             left.add(key[0])
     our_visits = _visits([op.source for op in ops])
     their_visits = _visits([op.source for op in ran])
     for source in left:
         _by_visits(
-            found, our_visits[source], [[ran[i].stretch for i in v] for v in their_visits[source]]
+            known, our_visits[source], [[ran[i].stretch for i in v] for v in their_visits[source]]
         )
-    return found
+    return known
 
 
 def _by_visits(
-    found: list[int | None], ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]
+    known: list[int | None], ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]
 ) -> None:
     """Place ops of a line, visit by visit, where all of a visit is in one stretch."""
     if len(ours) != len(theirs):
@@ -138,8 +138,8 @@ def _by_visits(
     for visit, stretches in zip(ours, theirs, strict=True):
         if len(set(stretches)) == 1:
             for place in visit:
-                if found[place] is None:
-                    found[place] = stretches[0]
+                if known[place] is None:
+                    known[place] = stretches[0]
 
 
 def _visits(sources: Sequence[str]) -> dict[str, list[list[int]]]:
@@ -157,36 +157,36 @@ def _grouped(items: Iterable[int], key: Callable[[int], Any]) -> dict[Any, list[
     return groups
 
 
-def _in_order(found: Sequence[int | None]) -> list[int | None]:
-    """The longest part of what was found whose stretches never go back; None for the rest."""
+def _in_order(known: Sequence[int | None]) -> list[int | None]:
+    """The longest part of what is known whose stretches never go back; None for the rest."""
     ends: list[int] = []  # the last stretch of the best row of each length
     at: list[int] = []  # where that row ends
-    before = [-1] * len(found)
-    for place, stretch in enumerate(found):
+    before = [-1] * len(known)
+    for place, stretch in enumerate(known):
         if stretch is None:
             continue
         length = bisect_right(ends, stretch)
         before[place] = at[length - 1] if length else -1
         ends[length : length + 1] = [stretch]
         at[length : length + 1] = [place]
-    kept: list[int | None] = [None] * len(found)
+    kept: list[int | None] = [None] * len(known)
     place = at[-1] if at else -1
     while place >= 0:
-        kept[place] = found[place]
+        kept[place] = known[place]
         place = before[place]
     return kept
 
 
-def _filled(found: Sequence[int | None]) -> list[tuple[int, bool]]:
+def _filled(known: Sequence[int | None]) -> list[tuple[int, bool]]:
     """A stretch for every op, and whether it is sure: what lies between two ops of one is in it."""
-    after: list[int | None] = [None] * len(found)
+    after: list[int | None] = [None] * len(known)
     following: int | None = None
-    for place in range(len(found) - 1, -1, -1):
-        following = found[place] if found[place] is not None else following
+    for place in range(len(known) - 1, -1, -1):
+        following = known[place] if known[place] is not None else following
         after[place] = following
     filled: list[tuple[int, bool]] = []
     last: int | None = None
-    for place, stretch in enumerate(found):
+    for place, stretch in enumerate(known):
         if stretch is not None:
             last = stretch
             filled.append((stretch, True))

@@ -40,12 +40,12 @@ def plain_reason(text: str) -> str:
 
 def hints_of(text: str) -> tuple[str, ...]:
     """What the message advises, each once; without the advice to report it."""
-    found = _HINT.findall(text.partition(_MORE)[0])
-    return tuple(dict.fromkeys(hint for hint in found if not hint.startswith(_OWN_HINTS)))
+    hints = _HINT.findall(text.partition(_MORE)[0])
+    return tuple(dict.fromkeys(hint for hint in hints if not hint.startswith(_OWN_HINTS)))
 
 
 def guard_words(text: str) -> str:
-    """What a guard of compiled code found to differ, from the message of Dynamo."""
+    """What a guard of compiled code hints to differ, from the message of Dynamo."""
     first = text.strip().partition("\n")[0]
     matched = _GUARD.match(first)
     return matched.group(1) if matched else first

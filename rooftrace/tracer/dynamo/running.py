@@ -19,12 +19,12 @@ from rooftrace.hardware.units import format_capacity
 from rooftrace.tracer.asking import Job, names
 from rooftrace.tracer.dynamo.records import DynamoError, DynamoRun
 from rooftrace.tracer.dynamo.state import kept
-from rooftrace.tracer.dynamo.watching import Watch
+from rooftrace.tracer.dynamo.watching import DynamoWatch
 from rooftrace.tracer.graph import OpGraph
 from rooftrace.tracer.inputs import Inputs, Loaded, arguments
 from rooftrace.tracer.patches import contexts
 from rooftrace.tracer.phases import ModuleCalls, trace_phases
-from rooftrace.tracer.source import users_line, users_traceback
+from rooftrace.tracer.source import lines, users_traceback
 from rooftrace.tracer.sources import collector_paused, loaded
 from rooftrace.tracer.targets import isolation
 from rooftrace.tracer.tensors import own_tensors, tensors_in
@@ -119,18 +119,18 @@ def _run(
 
     device = "cpu" if real else "meta"
     calls = ModuleCalls(module, inputs, device=device)
-    watch = Watch(module, real=real)
-    with kept(watch.touched), _own_compile_off(module), watch.on():
+    watch = DynamoWatch(module, real=real)
+    with kept(watch.functions.touched), _own_compile_off(module), watch.on():
         for tensor in tensors_in((inputs.args, inputs.kwargs, inputs.decode)):
             if not real:
                 arguments.learn(watch.values, tensor)
         counters.clear()
         training = phase == "training"
         call = calls.plain_call(phase)
-        compiled = torch._dynamo.optimize(watch.backend())(module)
+        compiled: Any = torch._dynamo.optimize(watch.backend())(module)
         grad = torch.enable_grad() if training else torch.no_grad()
         step = ModuleCalls(compiled, inputs, device=makes)
-        with grad, watch.compiling(), watch.watching():
+        with grad, watch.functions.compiling(), watch.watching():
             try:
                 step.call(call.args, call.kwargs)
             except Exception as error:
@@ -215,13 +215,13 @@ def _with_numbers(module: nn.Module, inputs: Inputs) -> tuple[nn.Module, Inputs]
 def _failed(error: Exception, module: nn.Module, more: str = "") -> DynamoError:
     """The error of a run: which module, which line, what to do."""
     frames = [frame for frame in getattr(error, "real_stack", None) or ()]
-    line = users_line([(frame.filename, frame.lineno or 0) for frame in frames])
+    line = lines.users_line([(frame.filename, frame.lineno or 0) for frame in frames])
     where = f"  {line}" if line else users_traceback(error)
     text = str(error).strip().partition("\n")[0]
-    lines = [
+    parts = [
         f"graph breaks of {type(module).__name__}: {type(error).__name__}: {text}",
         where,
         more,
         "Run torch.compile on the module itself to see the whole error.",
     ]
-    return DynamoError("\n".join(line for line in lines if line))
+    return DynamoError("\n".join(part for part in parts if part))

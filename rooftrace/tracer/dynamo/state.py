@@ -82,27 +82,24 @@ def kept(touched: Touched) -> Iterator[None]:
 
     homes = {name: _module(name) for name, _ in (*_CONTAINERS, *_NUMBERS)}
     containers = [
-        (found, _copied(found))
+        (held, _copied(held))
         for home, name in _CONTAINERS
-        if (found := getattr(homes[home], name, None)) is not None
+        if (held := getattr(homes[home], name, None)) is not None
     ]
     numbers = [
         (homes[home], name, getattr(homes[home], name))
         for home, name in _NUMBERS
         if hasattr(homes[home], name)
     ]
-    trackers = [
-        (tracker, list(tracker.seen), set(tracker.seen_ids))
-        for name in _TRACKERS
-        if hasattr(tracker := getattr(frames, name, None), "seen")
-    ]
+    held_codes: list[Any] = [getattr(frames, name) for name in _TRACKERS if hasattr(frames, name)]
+    trackers = [(tracker, list(tracker.seen), set(tracker.seen_ids)) for tracker in held_codes]
     with _quiet():
         try:
             yield
         finally:
             touched.take_out()
-            for found, was in containers:
-                _restore(found, was)
+            for held, was in containers:
+                _restore(held, was)
             for home, name, value in numbers:
                 setattr(home, name, value)
             for tracker, seen, ids in trackers:
@@ -115,21 +112,21 @@ def _module(name: str) -> Any:
     return importlib.import_module(name)
 
 
-def _copied(found: Any) -> Any:
-    if isinstance(found, dict):
+def _copied(held: Any) -> Any:
+    if isinstance(held, dict):
         return {
             key: value.copy() if isinstance(value, (dict, list)) else value
-            for key, value in found.items()
+            for key, value in held.items()
         }
-    return list(found)
+    return list(held)
 
 
-def _restore(found: Any, was: Any) -> None:
-    found.clear()
-    if hasattr(found, "extend"):
-        found.extend(was)
+def _restore(held: Any, was: Any) -> None:
+    held.clear()
+    if hasattr(held, "extend"):
+        held.extend(was)
     else:
-        found.update(was)
+        held.update(was)
 
 
 def _is_ours(backend: Any) -> bool:

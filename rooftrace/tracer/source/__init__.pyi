@@ -6,6 +6,5 @@ from rooftrace.tracer.source.lines import (
     TraceError as TraceError,
     deciding_line as deciding_line,
     source_line as source_line,
-    users_line as users_line,
     users_traceback as users_traceback,
 )
