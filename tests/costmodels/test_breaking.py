@@ -1,5 +1,6 @@
 """Kernels and launches of a step that is cut into compiled graphs."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -12,7 +13,7 @@ from rooftrace.costmodels.fusion.grouping import fuse
 from rooftrace.costmodels.planning.launches import Launch
 from rooftrace.costmodels.planning.plans import Plan, plan
 from rooftrace.costmodels.timing.queue import HostSeconds
-from rooftrace.hardware.chip import GRAPH_ENTRY
+from rooftrace.hardware.chip import GRAPH_ENTRY, Fact
 from rooftrace.hardware.chipfile.reading import load_chip
 from rooftrace.tracer.collectives import marks
 from rooftrace.tracer.graph.graph import OpGraph
@@ -150,9 +151,12 @@ def test_between_graphs_python_runs_op_by_op() -> None:
 
 
 def test_the_seconds_of_an_entry_are_a_fact_of_the_chip() -> None:
-    times = HostSeconds(1.0, view=10.0, call=100.0, single=1000.0, entry=10_000.0)
-    launch = Launch(2, on_device=True, views=1, calls=1, singles=1, entries=1)
-    assert times.of(launch) == 2 + 10 + 100 + 1000 + 10_000
+    facts = ("dispatch_eager", "dispatch_view", "module_call", "graph_entry")
+    units = {name: Fact(10.0**n, "", "made up", "guess") for n, name in enumerate(facts)}
+    times = HostSeconds(2.0, chip=replace(H200, **units))
+    launch = Launch(4, on_device=True, singles=1, views=2, calls=3, entries=5)
+    assert times.of(launch) == 4 * 2.0 + 5321  # compiled launches, then each digit its own fact
+    assert HostSeconds(2.0, chip=H200).of(Launch(4, on_device=True)) == 8.0
     whole, broken = step(), cut(step(), {3: False})
     less, more = (estimate(graph, H200, "compiled").t_est for graph in (whole, broken))
     assert more - less >= GRAPH_ENTRY.value

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from rooftrace.costmodels.execution import ExecutionModel
@@ -39,17 +39,24 @@ class HostSeconds:
     dispatch: float  # to enqueue an op, a kernel or a whole graph
     view: float = 0.0  # to make a view
     call: float = 0.0  # to call a module, its ops aside
-    single: float = 0.0  # to enqueue an op that stands between compiled graphs
-    entry: float = 0.0  # to enter a compiled graph behind another one
+    chip: Chip | None = None  # of compiled code: says what the host takes where it is cut
 
     def of(self, launch: Launch) -> float:
         """Seconds of a launch."""
+        seconds = (
+            launch.dispatches * self.dispatch + launch.views * self.view + launch.calls * self.call
+        )
+        if self.chip is not None and (launch.entries or launch.singles or launch.views):
+            seconds += self._between(launch, self.chip)
+        return seconds
+
+    def _between(self, launch: Launch, chip: Chip) -> float:
+        """Seconds between compiled graphs: of entering one, and of ops, views and modules there."""
         return (
-            launch.dispatches * self.dispatch
-            + launch.singles * self.single
-            + launch.views * self.view
-            + launch.calls * self.call
-            + launch.entries * self.entry
+            launch.entries * chip.graph_entry.value
+            + launch.singles * chip.dispatch_eager.value
+            + launch.views * chip.dispatch_view.value
+            + launch.calls * chip.module_call.value
         )
 
 
@@ -166,18 +173,12 @@ class Queue:
 
 def host_seconds(execution: ExecutionModel, chip: Chip) -> HostSeconds:
     """What the host takes for what it does under an execution model, by knobs or by the chip."""
-    own = HostSeconds(
-        chip.dispatch_eager.value,
-        chip.dispatch_view.value,
-        chip.module_call.value,
-        chip.dispatch_eager.value,
-        chip.graph_entry.value,
-    )
     if execution.dispatch == "compiled":
-        return replace(own, dispatch=chip.dispatch_compiled.value)
+        return HostSeconds(chip.dispatch_compiled.value, chip=chip)
     if execution.dispatch == "graph":
-        return replace(own, dispatch=chip.graph_launch.value)
+        return HostSeconds(chip.graph_launch.value, chip=chip)
     knobs = execution.knobs_on(chip)
+    own = HostSeconds(chip.dispatch_eager.value, chip.dispatch_view.value, chip.module_call.value)
     if knobs is None:
         return own
     return HostSeconds(
