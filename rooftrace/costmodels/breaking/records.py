@@ -68,8 +68,6 @@ class BreakCost:
             "kernels": self.kernels,
             "bytes": self.bytes,
             "launch": self.launch,
-            "hints": list(cause.hints),
-            "detail": cause.detail,
         }
 
 
@@ -136,7 +134,10 @@ class GraphBreaks(Shown):
             "graph_breaks": self.graph_breaks,
             "together": self.together,
             "sum": self.total,
-            "breaks": self.to_rows(),
+            "breaks": [
+                {**row.to_dict(), "hints": list(row.cause.hints), "detail": row.cause.detail}
+                for row in self.rows
+            ],
             "recompiled": [
                 {"source": r.source, "name": r.name, "times": r.times, "reason": r.reason}
                 for r in self.recompiled
@@ -168,7 +169,5 @@ COLUMNS = (
     "kernels",
     "bytes",
     "launch",
-    "hints",
-    "detail",
 )
 """The columns of `GraphBreaks.to_frame`."""

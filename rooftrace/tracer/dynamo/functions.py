@@ -43,6 +43,7 @@ class DynamoFunctions:
     def __init__(self, root: nn.Module) -> None:
         self.touched = Touched()
         self.causes: list[records.Cause] = []
+        self._nearest: list[int] = []  # by cause: how deep it is below the function that it cuts
         self._paths = {id(module): owners.shown_path(path) for path, module in root.named_modules()}
         self._compiling: list[_Function] = []
         self._generated: dict[CodeType, _Function] = {}
@@ -148,8 +149,9 @@ class DynamoFunctions:
         """Note why the graph of a function ends before the function does."""
         if function.breaks:
             reason = function.breaks[-1]
-            path = function.path if _is_direct(function) else ""
-            function.cause = self._cause(records.BREAK, reason.reason, reason.user_stack, path)
+            function.cause = self._cause(
+                records.BREAK, reason.reason, reason.user_stack, function.path
+            )
 
     def _skip(self, function: _Function, error: Any) -> int:
         """Note why a function is not compiled."""
@@ -160,7 +162,7 @@ class DynamoFunctions:
         if limit or not stack:
             stack = [traceback.FrameSummary(code.co_filename, code.co_firstlineno, code.co_name)]
         kind = records.LIMIT if limit else records.SKIP
-        return self._cause(kind, text, stack, function.path if len(stack) == 1 else "")
+        return self._cause(kind, text, stack, function.path)
 
     def _cause(self, kind: str, text: str, stack: Sequence[Any], path: str) -> int:
         source = lines.users_line([(frame.filename, frame.lineno or 0) for frame in stack])
@@ -173,9 +175,13 @@ class DynamoFunctions:
             if known.key == made.key:
                 stronger = made.kind == records.BREAK != known.kind
                 kept = replace(known, kind=made.kind) if stronger else known
-                self.causes[place] = replace(kept, module=kept.module or made.module)
+                if len(stack) < self._nearest[place]:  # a function nearer to the line
+                    self._nearest[place] = len(stack)
+                    kept = replace(kept, module=made.module)
+                self.causes[place] = kept
                 return place
         self.causes.append(made)
+        self._nearest.append(len(stack))
         return len(self.causes) - 1
 
     def recompiled(self) -> Iterator[records.Recompiled]:
@@ -210,8 +216,3 @@ def _run_on_fakes(*args: Any, **kwargs: Any) -> Any:
 def _depth(function: _Function) -> int:
     """How deep in calls of a function its break is: 1 in its own lines."""
     return len(function.breaks[-1].user_stack) if function.breaks else _SKIPPED
-
-
-def _is_direct(function: _Function) -> bool:
-    """Whether it is the function itself that breaks, and none that it calls."""
-    return _depth(function) == 1
