@@ -4,7 +4,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 
 from rooftrace.costmodels.estimating.estimates import estimate
 from rooftrace.costmodels.execution.executions import execution_model
@@ -57,6 +57,7 @@ def segments(graph: OpGraph) -> list[list[int]]:
     return parts
 
 
+@settings(max_examples=50)
 @given(cut_programs())
 def test_every_kernel_lies_in_one_segment_and_every_op_in_one_kernel(
     program: tuple[OpGraph, dict[int, bool]],
@@ -83,6 +84,7 @@ def only(graph: OpGraph, members: list[int]) -> OpGraph:
     return graph.with_ops(ops, outputs=tuple(dict.fromkeys(made)))
 
 
+@settings(max_examples=50)
 @given(cut_programs(eager=False))
 def test_the_kernels_of_a_segment_are_those_of_its_ops_as_a_graph_of_their_own(
     program: tuple[OpGraph, dict[int, bool]],
@@ -102,6 +104,7 @@ def test_the_kernels_of_a_segment_are_those_of_its_ops_as_a_graph_of_their_own(
     assert together == apart
 
 
+@settings(max_examples=50)
 @given(cut_programs(), st.data())
 def test_more_breaks_never_make_a_step_faster(
     program: tuple[OpGraph, dict[int, bool]], data: st.DataObject

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import rooftrace as rt
 from rooftrace.tracer.asking.job import Job
 from rooftrace.tracer.dynamo import records
+from rooftrace.tracer.dynamo.functions import UNKNOWN, DynamoFunctions
 from rooftrace.tracer.dynamo.placing import PlacedStep, placed
 from rooftrace.tracer.dynamo.reasons import guard_words, hints_of, plain_reason
 from rooftrace.tracer.dynamo.running import traced_with_dynamo
@@ -240,6 +242,20 @@ def test_what_is_compiled_too_often_goes_with_the_break_that_parts_it() -> None:
     (again,) = run.recompiled
     assert again.times == 8
     assert "number" in again.reason
+
+
+def test_a_function_that_is_left_out_without_a_reason_is_a_cause() -> None:
+    functions = DynamoFunctions(models.Whole())
+
+    def outer() -> tuple[int, int]:
+        return functions.why(sys._getframe())
+
+    assert outer() == (-1, -1)
+    functions._left.add(outer.__code__)
+    assert [outer(), outer()] == [(0, -1), (0, -1)]
+    (cause,) = functions.told()
+    assert (cause.kind, cause.reason, cause.times) == (records.SKIP, UNKNOWN, 2)
+    assert cause.source == f"tests/tracer/test_dynamo.py:{outer.__code__.co_firstlineno}"
 
 
 # -- the process -----------------------------------------------------------------------------------

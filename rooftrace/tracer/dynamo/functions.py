@@ -23,6 +23,7 @@ from rooftrace.tracer.source import lines
 from rooftrace.tracer.tensors import owners
 
 _RESUMED = "torch_dynamo_resume_in_"
+UNKNOWN = "Dynamo does not compile the function, and gives no reason"
 _SKIPPED = 1 << 20
 """Stands for the depth of what has a whole function skipped."""
 
@@ -48,6 +49,7 @@ class DynamoFunctions:
         self._compiling: list[_Function] = []
         self._generated: dict[CodeType, _Function] = {}
         self._skipped: dict[CodeType, int] = {}
+        self._left: set[CodeType] = set()  # functions that were not compiled, without a reason
         # By cause, and how deep below a function it is: the last frame of it, and how many.
         self._happened: dict[tuple[int, int], tuple[Any, int]] = {}
 
@@ -72,7 +74,7 @@ class DynamoFunctions:
 
         Of a function that is compiled too often, also why it is compiled on its own; else -1.
         """
-        limit = -1
+        limit, left = -1, None
         while frame is not None:
             function = self._generated.get(frame.f_code)
             cause = self._skipped.get(frame.f_code, -1) if function is None else function.cause
@@ -81,8 +83,20 @@ class DynamoFunctions:
                 if self.causes[cause].kind != records.LIMIT or limit >= 0:
                     return (cause, -1) if limit < 0 else (limit, cause)
                 limit = cause
+            if left is None and frame.f_code in self._left:
+                left = frame
             frame = frame.f_back
+        if limit < 0 and left is not None:
+            limit = self._leaves(left)
         return limit, -1
+
+    def _leaves(self, frame: Any) -> int:
+        """The cause that stands for a function that is not compiled for a reason not known."""
+        code = frame.f_code
+        stack = [traceback.FrameSummary(code.co_filename, code.co_firstlineno, code.co_name)]
+        cause = self._cause(records.SKIP, UNKNOWN, stack, self._path_of(frame))
+        self._happens(cause, _SKIPPED, frame)
+        return cause
 
     def _happens(self, cause: int, depth: int, frame: Any) -> None:
         """Count a cause, once for each run of a function that is cut or skipped."""
@@ -114,7 +128,10 @@ class DynamoFunctions:
             known = len(graph_break_reasons)
             self._compiling.append(function)
             try:
-                return convert(own, frame, entry, hooks, sizes, *args, **kwargs)
+                result = convert(own, frame, entry, hooks, sizes, *args, **kwargs)
+                if getattr(result, "guarded_code", None) is None:
+                    self._left.add(frame.f_code)
+                return result
             except torch._dynamo.exc.Unsupported as error:
                 self._skipped[frame.f_code] = self._skip(function, error)
                 raise
