@@ -57,17 +57,24 @@ class Asked(Layer):
         return y
 
 
-class Builtin(Layer):
-    def between(self, y: Tensor) -> Tensor:
-        return y * len(str(id(y)))[:0] if False else y * (1 + 0 * hash(object()))
-
-
 class InC(Layer):
     """A function of C that Dynamo does not know."""
 
     def between(self, y: Tensor) -> Tensor:
         found = np.random.default_rng(0).integers(1, 2)
         return y * int(found)
+
+
+class Property(Layer):
+    """What breaks is in a property, behind which Dynamo cannot go on in the same function."""
+
+    @property
+    def doubled(self) -> Any:
+        print(end="")
+        return lambda y: y * 2
+
+    def between(self, y: Tensor) -> Tensor:
+        return self.doubled(y)
 
 
 class Disabled(Layer):
@@ -125,4 +132,4 @@ class Refuses(nn.Module):
             return y * 2
 
 
-BREAKING = (Printing, Item, Branch, Asked, InC, Disabled)
+BREAKING = (Printing, Item, Branch, Asked, InC, Property, Disabled)

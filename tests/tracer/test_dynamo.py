@@ -84,6 +84,14 @@ def test_a_break_in_a_layer_is_one_cause_as_often_as_the_layer_is_called(
     assert run.graphs == explained(models.Stack(kind, 5), x())[0]
 
 
+def test_a_line_that_gives_no_reason_has_that_of_what_it_calls() -> None:
+    _, run = run_of(models.Property(), x())
+    (cause,) = run.causes
+    assert "print" in cause.reason
+    first = models.Property.doubled.fget.__code__.co_firstlineno
+    assert cause.source == f"tests/tracer/broken_models.py:{first + 2}"
+
+
 def test_huggingface_models_are_as_torch_says() -> None:
     from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForCausalLM
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from rooftrace.tracer.dynamo import records
-from rooftrace.tracer.dynamo.reasons import guard_words, hints_of, plain_reason
+from rooftrace.tracer.dynamo.reasons import NO_REASON, guard_words, hints_of, plain_reason
 from rooftrace.tracer.dynamo.state import Touched
 from rooftrace.tracer.patches import contexts, original_of, replaced
 from rooftrace.tracer.paths import pattern_of
@@ -49,6 +49,7 @@ class DynamoFunctions:
         self._compiling: list[_Function] = []
         self._generated: dict[CodeType, _Function] = {}
         self._skipped: dict[CodeType, int] = {}
+        self._through: dict[tuple[str, int], int] = {}  # by line that calls what breaks: the cause
         self._left: set[CodeType] = set()  # functions that were not compiled, without a reason
         # By cause, and how deep below a function it is: the last frame of it, and how many.
         self._happened: dict[tuple[int, int], tuple[Any, int]] = {}
@@ -163,12 +164,21 @@ class DynamoFunctions:
         return self._paths.get(id(own), "")
 
     def _cut(self, function: _Function) -> None:
-        """Note why the graph of a function ends before the function does."""
+        """Note why the graph of a function ends before the function does.
+
+        Of a line at which Dynamo cannot go on it gives no reason.  Where the line calls what was
+        found to break a caller of the function, that is the reason.
+        """
         if function.breaks:
             reason = function.breaks[-1]
+            places = [(frame.filename, frame.lineno) for frame in reason.user_stack]
+            if reason.reason == NO_REASON and places and places[-1] in self._through:
+                function.cause = self._through[places[-1]]
+                return
             function.cause = self._cause(
                 records.BREAK, reason.reason, reason.user_stack, function.path
             )
+            self._through |= dict.fromkeys(places[:-1], function.cause)
 
     def _skip(self, function: _Function, error: Any) -> int:
         """Note why a function is not compiled."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+NO_REASON = "step_unsupported"
+"""What Dynamo says of a graph that ends at a line where it can go on in no other way."""
 _PLAIN: tuple[tuple[str, str], ...] = (
     (r"generic_jump|Data-dependent branching", "if or while asks for the value of a tensor"),
     (r"Unsupported Tensor\.item\(\)", "item() takes a number out of a tensor"),
@@ -13,6 +15,7 @@ _PLAIN: tuple[tuple[str, str], ...] = (
         "the function is marked with torch.compiler.disable",
     ),
     (r"graph break in loop|for/while loop", "a break inside a for or while loop"),
+    (NO_REASON, "Dynamo cannot go on at this line"),
     (r"Dynamo recompile limit exceeded", "compiled as often as torch._dynamo.config allows"),
 )
 _ARGUMENTS = re.compile(r" with argument types .*$")
