@@ -13,7 +13,11 @@ from torch import nn
 
 import rooftrace as rt
 from rooftrace.reporting.cli import main
+from tests.releases import needs_torch
 from tests.tracer import broken_models as models
+
+
+pytestmark = needs_torch(2, 11, "the Dynamo whose inner parts are read")
 
 
 @pytest.fixture(autouse=True)

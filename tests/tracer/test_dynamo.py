@@ -25,7 +25,11 @@ from rooftrace.tracer.dynamo.reasons import guard_words, hints_of, plain_reason
 from rooftrace.tracer.dynamo.running import traced_with_dynamo
 from rooftrace.tracer.graph.graph import OpGraph
 from rooftrace.tracer.tensors import tensors_in
+from tests.releases import needs_torch
 from tests.tracer import broken_models as models
+
+
+pytestmark = needs_torch(2, 11, "the Dynamo whose inner parts are read")
 
 
 @pytest.fixture(autouse=True)

@@ -51,7 +51,7 @@ def graph_breaks_view(result: GraphBreaks, output: view.Output) -> view.View:
         recompiled = list(_recompiled(result))
         sections.append(view.Section(title="Compiled more than once", parts=recompiled, place=3))
     notes = [view.Note(f"assumed: {text}", "faint") for text in result.notes]
-    sections.append(view.Section(parts=notes, place=4))
+    sections.append(view.Section(title="What is assumed", parts=notes, place=4))
     return view.View(tuple(sections), "Graph breaks")
 
 

@@ -95,9 +95,20 @@ def traced_with_dynamo(job: Job) -> tuple[OpGraph, DynamoRun]:
 
 
 def check_enabled() -> None:
-    """Raise RequestError where torch.compile is switched off in this process."""
+    """Raise RequestError where torch.compile is switched off in this process, or is too old."""
     import torch._dynamo.config as config
+    import torch._dynamo.convert_frame as frames
 
+    parts = (
+        (frames, "ConvertFrameAssert"),
+        (frames, "register_bytecode_hook"),
+        (torch._C._dynamo.eval_frame, "_FrameExecStrategy"),
+    )
+    if not all(hasattr(home, name) for home, name in parts):
+        raise RequestError(
+            f"graph breaks: torch {torch.__version__} has another Dynamo than what is read here; "
+            "use torch 2.11 to 2.13"
+        )
     if getattr(config, "disable", False):
         raise RequestError(
             "graph breaks: torch.compile is switched off (TORCHDYNAMO_DISABLE or "
