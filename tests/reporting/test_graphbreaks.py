@@ -16,7 +16,6 @@ from rooftrace.reporting.cli import main
 from tests.releases import needs_torch
 from tests.tracer import broken_models as models
 
-
 pytestmark = needs_torch(2, 11, "the Dynamo whose inner parts are read")
 
 
