@@ -3,6 +3,9 @@ from pathlib import Path
 from typing import Any
 
 from rooftrace._progress import telling as telling
+from rooftrace.costmodels.breaking import (
+    GraphBreaks as GraphBreaks,
+)
 from rooftrace.costmodels.costs import Access as Access, Cost as Cost, Work as Work
 from rooftrace.costmodels.disaggregating import disaggregated as disaggregated
 from rooftrace.costmodels.elasticity import (
@@ -98,6 +101,9 @@ from rooftrace.reporting.fleetsweeps import (
 from rooftrace.reporting.formfiles import (
     load_form as load_form,
     save_form as save_form,
+)
+from rooftrace.reporting.graphbreaks import (
+    graph_breaks as graph_breaks,
 )
 from rooftrace.reporting.habits import (
     capture as capture,

@@ -95,9 +95,7 @@ class _Finished:
         self.groups, self.costs = groups, costs
         facts = Facts(graph, op_costs)
         self.kernels = [_kernel(facts, g, cost) for g, cost in zip(groups, costs, strict=True)]
-        self.syncs = [
-            op.id for op in graph.ops if op.kind == "sync" or op.name in marks.STREAM_MARKS
-        ]
+        self.syncs = [op.id for op in graph.ops if op.kind == "sync" or op.name in marks.BOUNDARIES]
         self.sources: list[list[int]] = []  # the kernels that each one reads from
         self.readers: dict[tuple[int, int], set[int]] = defaultdict(set)  # of (kernel, storage)
         writer: dict[int, int] = {}

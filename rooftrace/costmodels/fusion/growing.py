@@ -43,7 +43,7 @@ class _Grower:
         """Place every op of the graph."""
         for op in self.graph.ops:
             kind = self.facts.classes[op.id]
-            if op.kind == "sync" or op.name in marks.STREAM_MARKS:
+            if op.kind == "sync" or op.name in marks.BOUNDARIES:
                 self._flush(list(self.waiting) if op.kind != "sync" else self.needs[op.id], op)
                 self.closed = len(self.partition.kernels)
             elif kind == "opaque":

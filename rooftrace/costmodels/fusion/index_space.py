@@ -113,11 +113,17 @@ def needed_by(needs: Sequence[Sequence[int]]) -> list[list[int]]:
 
 
 def stored(
-    graph: OpGraph, classes: Sequence[str | None], needs: Sequence[Sequence[int]]
+    graph: OpGraph,
+    classes: Sequence[str | None],
+    needs: Sequence[Sequence[int]],
+    segments: Sequence[int] = (),
 ) -> set[int]:
-    """Ops whose results a library kernel, a wait or the caller reads: they are written to HBM."""
+    """Ops whose results a library kernel, a wait or the caller reads: they are written to HBM.
+
+    segments: the compiled graph of each op; what another one reads leaves it.
+    """
     outputs = {graph.values[i].storage for i in graph.outputs}
-    stored: set[int] = set()
+    stored = _leaving(graph, needs, segments) if segments else set[int]()
     for op in graph.ops:
         if op.kind == "sync" or classes[op.id] == "opaque":
             stored.update(needs[op.id])
@@ -126,10 +132,33 @@ def stored(
     return stored
 
 
+def _leaving(graph: OpGraph, needs: Sequence[Sequence[int]], segments: Sequence[int]) -> set[int]:
+    """Ops that write what another compiled graph reads."""
+    storage = [value.storage for value in graph.values]
+    leaves: set[tuple[int, int]] = set()  # compiled graph and storage
+    for op in graph.ops:
+        read = {storage[i] for i in op.inputs}
+        for other in needs[op.id]:
+            if segments[other] != segments[op.id]:
+                made = read.intersection(storage[i] for i in graph.ops[other].outputs)
+                leaves.update((segments[other], place) for place in made)
+    return {
+        op.id
+        for op in graph.ops
+        if any((segments[op.id], storage[i]) in leaves for i in op.outputs)
+    }
+
+
 def long_chains(
-    graph: OpGraph, classes: Sequence[str | None], needs: Sequence[Sequence[int]]
+    graph: OpGraph,
+    classes: Sequence[str | None],
+    needs: Sequence[Sequence[int]],
+    segments: Sequence[int] = (),
 ) -> set[int]:
-    """Ops whose result is used several times, and takes LONG_CHAIN pointwise ops or more."""
+    """Ops whose result is used several times, and takes LONG_CHAIN pointwise ops or more.
+
+    segments: the compiled graph of each op, in which a chain ends.
+    """
     uses = Counter(
         graph.values[i].storage for op in graph.ops if op.kind != "view" for i in op.inputs
     )
@@ -138,7 +167,9 @@ def long_chains(
     for op in graph.ops:
         if classes[op.id] != "pointwise":
             continue
-        length = 1 + sum(lengths[n] for n in needs[op.id])
+        own = segments[op.id] if segments else 0
+        before = (n for n in needs[op.id] if not segments or segments[n] == own)
+        length = 1 + sum(lengths[n] for n in before)
         if length >= LONG_CHAIN and any(uses[graph.values[i].storage] > 1 for i in op.outputs):
             long.add(op.id)
             length = 0  # it is written, and read from there

@@ -6,6 +6,7 @@ launched, is the business of those who apply the joins (`growing`, `merging`, `f
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -22,6 +23,7 @@ from rooftrace.costmodels.fusion.runs import listed
 from rooftrace.costmodels.pricing import op_cost
 from rooftrace.costmodels.registry import find_rule
 from rooftrace.costmodels.traffic import stored_wide
+from rooftrace.tracer.collectives import marks
 from rooftrace.tracer.graph import Op, OpGraph, Tensor
 
 MAX_GROUP = 64
@@ -60,8 +62,20 @@ class Facts:
             if kind is None:
                 rule = find_rule(op.target)
                 kind = memo[op.target] = rule.fusion if rule else "opaque"
-            classes.append("opaque" if op.stream else kind)  # beside the main stream
+            alone = op.stream or op.id in self.eager  # beside the main stream, or not compiled
+            classes.append("opaque" if alone and kind != "free" else kind)
         return classes
+
+    @cached_property
+    def segments(self) -> Sequence[int]:
+        """For each op how many graph breaks stand before it; empty without any."""
+        places = [op.id for op in self.graph.ops if op.name == marks.GRAPH_BREAK]
+        return [bisect_left(places, op.id) for op in self.graph.ops] if places else ()
+
+    @cached_property
+    def eager(self) -> frozenset[int]:
+        """Ops that stand between compiled graphs, which Python runs one by one."""
+        return marks.eager_ops(self.graph.ops)
 
     @cached_property
     def needs(self) -> list[list[int]]:
@@ -76,12 +90,12 @@ class Facts:
     @cached_property
     def stored(self) -> set[int]:
         """Ops whose results a library's kernel, a wait or the caller reads."""
-        return stored(self.graph, self.classes, self.needs)
+        return stored(self.graph, self.classes, self.needs, self.segments)
 
     @cached_property
     def long(self) -> set[int]:
         """Ops that end a LONG_CHAIN."""
-        return long_chains(self.graph, self.classes, self.needs)
+        return long_chains(self.graph, self.classes, self.needs, self.segments)
 
     @cached_property
     def wide(self) -> set[int]:

@@ -140,8 +140,13 @@ class Partition:
         return any(not parts.isdisjoint(graph.ops[number].outputs) for number in long)
 
     def may_share(self, numbers: Sequence[int], kernel: Open) -> bool:
-        """Whether these ops may be in it without joining iterations of a repeat unevenly."""
-        return not self.around.sites or self.around.may_share([*numbers, *kernel.members])
+        """Whether these ops may be in it: of one compiled graph, and without joining iterations of
+        a repeat unevenly."""
+        together = [*numbers, *kernel.members]
+        segments = self.facts.segments
+        if segments and len({segments[number] for number in together}) > 1:
+            return False
+        return not self.around.sites or self.around.may_share(together)
 
 
 def left_over(members: Collection[int], merges: Sequence[Merge]) -> list[Merge]:

@@ -9,6 +9,7 @@ from itertools import groupby, takewhile
 
 from rooftrace.costmodels.execution import ExecutionModel
 from rooftrace.costmodels.fusion import FusionGroup
+from rooftrace.tracer.collectives import marks
 from rooftrace.tracer.graph import Op, OpGraph
 from rooftrace.tracer.vocabulary import PARTS
 
@@ -23,6 +24,8 @@ class Launch:
     repeats: tuple[int, ...] = ()
     views: int = 0  # views that the host makes beside them
     calls: int = 0  # modules that Python calls beside them
+    singles: int = 0  # ops between compiled graphs, which Python enqueues one by one
+    entries: int = 0  # compiled graphs that the host enters behind another one
 
 
 def launches_of(
@@ -32,48 +35,81 @@ def launches_of(
 
     Under eager dispatch the host enqueues every kernel of the graph, makes every view and calls
     every module; under compiled it enqueues every group; under graph everything up to the next
-    wait at once.  A wait stands before the first group
-    with an op that comes after it.
+    wait or graph break at once.  A wait or a break stands before the first group with an op that
+    comes after it.
     """
-    dispatch = execution.dispatch
-    syncs = deque(op for op in graph.ops if op.kind == "sync")
-    launches: list[Launch] = []
-    calls = calls_before(graph) if dispatch == "eager" else ()
-    done = 0  # ops dispatched so far
+    return _Host(graph, execution).launches_of(groups)
 
-    def enqueue(last: int, repeats: tuple[int, ...] | None) -> Launch:
+
+class _Host:
+    """What the host does, group after group."""
+
+    def __init__(self, graph: OpGraph, execution: ExecutionModel) -> None:
+        self.graph, self.dispatch = graph, execution.dispatch
+        eager = self.dispatch == "eager"
+        self.alone = range(len(graph.ops)) if eager else marks.eager_ops(graph.ops)
+        # Ops that are enqueued one by one, and were not yet.
+        self.singles = deque(
+            op for op in graph.ops if op.id in self.alone and op.name != marks.GRAPH_BREAK
+        )
+        self.stops = deque(op for op in graph.ops if op.kind == "sync" or self._breaks(op))
+        self.calls = calls_before(graph) if self.singles else ()
+        self.launches: list[Launch] = []
+
+    def _breaks(self, op: Op) -> bool:
+        return op.name == marks.GRAPH_BREAK and self.dispatch != "eager"
+
+    def launches_of(self, groups: Sequence[FusionGroup]) -> tuple[Launch, ...]:
+        """The launches for these groups."""
+        for group in groups:
+            while self.stops and self.stops[0].id < group.ops[-1]:
+                self._stop()
+            before = self._enqueue(group.ops[-1], group.repeats)
+            self.launches.append(replace(before, on_device=True, repeats=group.repeats))
+        while self.stops:
+            self._stop()
+        if self.singles:
+            self._one_by_one(len(self.graph.ops) - 1, None)
+        return tuple(self.launches)
+
+    def _enqueue(self, last: int, repeats: tuple[int, ...]) -> Launch:
         """What the host does for what is next; in other repeats that is launches of their own."""
-        nonlocal done
-        if dispatch == "graph":
-            if repeats and not launches:
-                launches.append(Launch(1, on_device=False))
-            return Launch(1 if not launches or launches[-1].sync else 0, on_device=False)
-        if dispatch == "compiled":
+        if last in self.alone:
+            return self._one_by_one(last, repeats)
+        if self.dispatch == "compiled":
             return Launch(1, on_device=False)
-        ops, done = graph.ops[done : last + 1], max(done, last + 1)
+        launches = self.launches
+        if repeats and not launches:
+            launches.append(Launch(1, on_device=False))
+        return Launch(1 if not launches or launches[-1].sync else 0, on_device=False)
+
+    def _one_by_one(self, last: int, repeats: tuple[int, ...] | None) -> Launch:
+        ops: list[Op] = []
+        while self.singles and self.singles[0].id <= last:
+            ops.append(self.singles.popleft())
         for inside, members in groupby(ops, lambda op: op.repeats):
-            launches.append(_eager(list(members), calls, inside))
+            launch = _eager(list(members), self.calls, inside)
+            if self.dispatch != "eager":
+                launch = replace(launch, dispatches=0, singles=launch.dispatches)
+            self.launches.append(launch)
         if ops and ops[-1].repeats == repeats:
-            return launches.pop()
+            return self.launches.pop()
         return Launch(0, on_device=False)
 
-    def wait() -> None:
-        sync = syncs.popleft()
+    def _stop(self) -> None:
+        """Wait for the device, or go on with another compiled graph or with code in Python."""
+        stop = self.stops.popleft()
         before = Launch(0, on_device=False)
-        if dispatch == "eager":
-            before = enqueue(sync.id, sync.repeats)
-        launches.append(replace(before, sync=True, repeats=sync.repeats))
-
-    for group in groups:
-        while syncs and syncs[0].id < group.ops[-1]:
-            wait()
-        before = enqueue(group.ops[-1], group.repeats)
-        launches.append(replace(before, on_device=True, repeats=group.repeats))
-    while syncs:
-        wait()
-    if dispatch == "eager" and done < len(graph.ops):
-        enqueue(len(graph.ops) - 1, None)
-    return tuple(launches)
+        if self.singles and self.singles[0].id <= stop.id:
+            before = self._one_by_one(stop.id, stop.repeats)
+        if stop.kind == "sync":
+            self.launches.append(replace(before, sync=True, repeats=stop.repeats))
+            return
+        if marks.is_eager(stop):
+            self.launches.append(replace(before, repeats=stop.repeats))
+            return
+        graph = 1 if self.dispatch == "graph" else 0  # captured on its own, and launched on its own
+        self.launches.append(replace(before, dispatches=graph, entries=1, repeats=stop.repeats))
 
 
 def _eager(ops: Sequence[Op], calls: Sequence[int], repeats: tuple[int, ...]) -> Launch:

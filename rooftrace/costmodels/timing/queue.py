@@ -39,11 +39,24 @@ class HostSeconds:
     dispatch: float  # to enqueue an op, a kernel or a whole graph
     view: float = 0.0  # to make a view
     call: float = 0.0  # to call a module, its ops aside
+    chip: Chip | None = None  # of compiled code: says what the host takes where it is cut
 
     def of(self, launch: Launch) -> float:
         """Seconds of a launch."""
-        return (
+        seconds = (
             launch.dispatches * self.dispatch + launch.views * self.view + launch.calls * self.call
+        )
+        if self.chip is not None and (launch.entries or launch.singles or launch.views):
+            seconds += self._between(launch, self.chip)
+        return seconds
+
+    def _between(self, launch: Launch, chip: Chip) -> float:
+        """Seconds between compiled graphs: of entering one, and of ops, views and modules there."""
+        return (
+            launch.entries * chip.graph_entry.value
+            + launch.singles * chip.dispatch_eager.value
+            + launch.views * chip.dispatch_view.value
+            + launch.calls * chip.module_call.value
         )
 
 
@@ -161,9 +174,9 @@ class Queue:
 def host_seconds(execution: ExecutionModel, chip: Chip) -> HostSeconds:
     """What the host takes for what it does under an execution model, by knobs or by the chip."""
     if execution.dispatch == "compiled":
-        return HostSeconds(chip.dispatch_compiled.value)
+        return HostSeconds(chip.dispatch_compiled.value, chip=chip)
     if execution.dispatch == "graph":
-        return HostSeconds(chip.graph_launch.value)
+        return HostSeconds(chip.graph_launch.value, chip=chip)
     knobs = execution.knobs_on(chip)
     own = HostSeconds(chip.dispatch_eager.value, chip.dispatch_view.value, chip.module_call.value)
     if knobs is None:

@@ -179,6 +179,7 @@ GPU_RANGES: Mapping[str, tuple[str, str]] = {
     "module_call": ("0.1 us", "100 us"),
     "dispatch_compiled": ("0.5 us", "50 us"),
     "graph_launch": ("0.5 us", "200 us"),
+    "graph_entry": ("1 us", "1 ms"),
 }
 
 

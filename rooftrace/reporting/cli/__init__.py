@@ -18,6 +18,7 @@ from typing import Any
 import click
 
 from rooftrace.errors import UnusedError, is_ours
+from rooftrace.reporting.cli.breaks_command import breaks
 from rooftrace.reporting.cli.chip_commands import chips
 from rooftrace.reporting.cli.device_commands import calibrate, measure, validate
 from rooftrace.reporting.cli.diff_command import diff
@@ -49,8 +50,8 @@ def cli() -> None:
 
 
 _COMMANDS = (
-    report, explain, census, nodes, roofline, trace, sweep, solve, sensitivity, explore, diff,
-    compare, lock, check, inventory, chips, systems, measure, calibrate, validate,
+    report, explain, census, nodes, breaks, roofline, trace, sweep, solve, sensitivity, explore,
+    diff, compare, lock, check, inventory, chips, systems, measure, calibrate, validate,
 )  # fmt: skip
 for _command in _COMMANDS:
     cli.add_command(_command)

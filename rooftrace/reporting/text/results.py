@@ -81,6 +81,7 @@ _REGISTERING = {
     "rooftrace.costmodels.answers": "answers",
     "rooftrace.costmodels.meshing": "meshes",
     "rooftrace.costmodels.disaggregating": "disaggregations",
+    "rooftrace.costmodels.breaking": "graphbreaks",
 }
 """Modules of this package that load numpy, or code about measured time: by whose results they show.
 

@@ -283,11 +283,14 @@ HOST_FACTS = frozenset(
 
 
 def guess_words(chip: Chip) -> str:
-    """Facts of a chip without a source; those of links, which one chip does not use, left out."""
+    """Facts of a chip without a source; those of links, which one chip does not use, left out.
+
+    So is the entry into a compiled graph, which a step without graph breaks does not pay.
+    """
     names = [
         name
         for name, fact in chip.facts()
-        if fact.kind == "guess" and not name.startswith(("measured ", "link "))
+        if fact.kind == "guess" and not name.startswith(("measured ", "link ", "graph_entry"))
     ]
     host = [name for name in names if name in HOST_FACTS]
     if len(host) > 1:

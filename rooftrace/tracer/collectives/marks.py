@@ -3,14 +3,41 @@
 A stream is a queue of the device.  `record_event` makes an event, a value without bytes, when
 everything before it on its stream is done; `wait_event` holds back its own stream until then.
 `resize_storage` frees the bytes of a tensor that stays alive, or allocates them again.
+`graph_break` ends a compiled graph: what follows is another one or, with the fact `eager`, code
+that Python runs op by op.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rooftrace.tracer.graph import Op
+
 RECORD_EVENT = "rooftrace.record_event"
 WAIT_EVENT = "rooftrace.wait_event"
 RESIZE_STORAGE = "rooftrace.resize_storage"
+GRAPH_BREAK = "rooftrace.graph_break"
 STREAM_MARKS = frozenset({RECORD_EVENT, WAIT_EVENT})
-"""Marks of the order of work: no kernel begins before one and ends after it."""
-MARKS = frozenset({RECORD_EVENT, WAIT_EVENT, RESIZE_STORAGE})
+"""Marks of the order of work on streams."""
+BOUNDARIES = STREAM_MARKS | {GRAPH_BREAK}
+"""Marks that no kernel begins before and ends after."""
+MARKS = BOUNDARIES | {RESIZE_STORAGE}
 """Ops without work of their own, which no pass may leave out."""
+
+
+def is_eager(op: Op) -> bool:
+    """Whether a graph break is followed by code that Python runs op by op."""
+    return op.name == GRAPH_BREAK and bool(op.facts.get("eager"))
+
+
+def eager_ops(ops: Sequence[Op]) -> frozenset[int]:
+    """Ops that stand between compiled graphs, which Python runs one by one."""
+    eager, numbers = False, list[int]()
+    for op in ops:
+        if op.name == GRAPH_BREAK:
+            eager = is_eager(op)
+        elif eager:
+            numbers.append(op.id)
+    return frozenset(numbers)

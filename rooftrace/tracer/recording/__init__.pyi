@@ -7,3 +7,6 @@ from rooftrace.tracer.recording.gaps import (
 from rooftrace.tracer.recording.recorder import (
     Recorder as Recorder,
 )
+from rooftrace.tracer.recording.running import (
+    Runner as Runner,
+)

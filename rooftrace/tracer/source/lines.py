@@ -6,6 +6,7 @@ import dis
 import os
 import sys
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -80,6 +81,17 @@ def source_line(depth: int) -> str:
         if kind == _OURS and code.co_name in _BOUNDARIES:
             return ""
         frame = frame.f_back
+    return ""
+
+
+def users_line(places: Sequence[tuple[str, int]]) -> str:
+    """ "file.py:12" of the innermost of these files and lines that is neither torch's nor ours.
+
+    places: outermost first.  "" where there is none; paths are shown as `source_line` shows them.
+    """
+    for filename, line in reversed(places):
+        if _kind(filename) == _USERS:
+            return f"{_relative(filename)}:{line}"
     return ""
 
 

@@ -1,0 +1,245 @@
+"""Functions that Dynamo is asked to compile in a run: what it makes of each, and why it stops."""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from rooftrace.tracer.dynamo import records
+from rooftrace.tracer.dynamo.reasons import NO_REASON, guard_words, hints_of, plain_reason
+from rooftrace.tracer.dynamo.state import Touched
+from rooftrace.tracer.patches import contexts, original_of, replaced
+from rooftrace.tracer.paths import pattern_of
+from rooftrace.tracer.source import lines
+from rooftrace.tracer.tensors import owners
+
+_RESUMED = "torch_dynamo_resume_in_"
+UNKNOWN = "Dynamo does not compile the function, and gives no reason"
+_SKIPPED = 1 << 20
+"""Stands for the depth of what has a whole function skipped."""
+
+
+@dataclass(slots=True)
+class _Function:
+    """One function that Dynamo was asked to compile, for one kind of caller."""
+
+    code: CodeType
+    path: str  # of the module whose method it is; "" for none
+    breaks: list[Any] = field(default_factory=list)  # reasons for which graphs of it ended
+    cause: int = -1  # why it does not run to its end in one graph
+
+
+class DynamoFunctions:
+    """The functions of one run, and the causes by which their graphs end."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self.touched = Touched()
+        self.causes: list[records.Cause] = []
+        self._nearest: list[int] = []  # by cause: how deep it is below the function that it cuts
+        self._paths = {id(module): owners.shown_path(path) for path, module in root.named_modules()}
+        self._compiling: list[_Function] = []
+        self._generated: dict[CodeType, _Function] = {}
+        self._skipped: dict[CodeType, int] = {}
+        self._through: dict[tuple[str, int], int] = {}  # by line that calls what breaks: the cause
+        self._left: set[CodeType] = set()  # functions that were not compiled, without a reason
+        # By cause, and how deep below a function it is: the last frame of it, and how many.
+        self._happened: dict[tuple[int, int], tuple[Any, int]] = {}
+
+    def caller(self, frame: Any) -> Any:
+        """The frame that called the compiled function which runs in a frame; None for none."""
+        while frame is not None and frame.f_code not in self._generated:
+            frame = frame.f_back
+        return None if frame is None else frame.f_back
+
+    def told(self) -> tuple[records.Cause, ...]:
+        """The causes, each with how often it happened."""
+        causes = [
+            replace(cause, times=self._times(place)) for place, cause in enumerate(self.causes)
+        ]
+        self._happened.clear()
+        return tuple(causes)
+
+    # -- running -----------------------------------------------------------------------------------
+
+    def why(self, frame: Any) -> tuple[int, int]:
+        """The cause of what runs in a frame: of the innermost function that is cut or skipped.
+
+        Of a function that is compiled too often, also why it is compiled on its own; else -1.
+        """
+        limit, left = -1, None
+        while frame is not None:
+            function = self._generated.get(frame.f_code)
+            cause = self._skipped.get(frame.f_code, -1) if function is None else function.cause
+            if cause >= 0 and cause != limit:
+                self._happens(cause, _SKIPPED if function is None else _depth(function), frame)
+                if self.causes[cause].kind != records.LIMIT or limit >= 0:
+                    return (cause, -1) if limit < 0 else (limit, cause)
+                limit = cause
+            if left is None and frame.f_code in self._left:
+                left = frame
+            frame = frame.f_back
+        if limit < 0 and left is not None:
+            limit = self._leaves(left)
+        return limit, -1
+
+    def _leaves(self, frame: Any) -> int:
+        """The cause that stands for a function that is not compiled for a reason not known."""
+        code = frame.f_code
+        stack = [traceback.FrameSummary(code.co_filename, code.co_firstlineno, code.co_name)]
+        cause = self._cause(records.SKIP, UNKNOWN, stack, self._path_of(frame))
+        self._happens(cause, _SKIPPED, frame)
+        return cause
+
+    def _happens(self, cause: int, depth: int, frame: Any) -> None:
+        """Count a cause, once for each run of a function that is cut or skipped."""
+        last, times = self._happened.get((cause, depth), (None, 0))
+        if last is not frame:
+            self._happened[cause, depth] = frame, times + 1
+
+    def _times(self, cause: int) -> int:
+        """How often a cause cut the function next to it, or else had one skipped."""
+        depths = sorted(depth for other, depth in self._happened if other == cause)
+        return self._happened[cause, depths[0]][1] if depths else 1
+
+    # -- compiling ---------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def compiling(self) -> Iterator[None]:
+        """Inside, functions that Dynamo is asked to compile in this thread are noted."""
+        from torch._dynamo import convert_frame
+        from torch._dynamo.utils import graph_break_reasons
+
+        home = convert_frame.ConvertFrameAssert
+        convert = original_of(home, "__call__")
+
+        def noted(
+            own: Any, frame: Any, entry: Any, hooks: Any, sizes: Any, *args: Any, **kwargs: Any
+        ) -> Any:
+            self.touched.note(frame.f_code, sizes)
+            function = _Function(frame.f_code, self._path_of(frame))
+            known = len(graph_break_reasons)
+            self._compiling.append(function)
+            try:
+                result = convert(own, frame, entry, hooks, sizes, *args, **kwargs)
+                if getattr(result, "guarded_code", None) is None:
+                    self._left.add(frame.f_code)
+                return result
+            except torch._dynamo.exc.Unsupported as error:
+                self._skipped[frame.f_code] = self._skip(function, error)
+                raise
+            finally:
+                self._compiling.pop()
+                function.breaks = graph_break_reasons[known:]
+                self._cut(function)
+
+        def made(code: CodeType, new_code: CodeType) -> CodeType | None:
+            if self._compiling:
+                self._generated[new_code] = self._compiling[-1]
+            return None
+
+        hook = convert_frame.register_bytecode_hook(made)
+        try:
+            with (
+                replaced(home, {"__call__": noted}),
+                replaced(torch._dynamo.utils, {"run_node": _run_on_fakes}),
+            ):
+                yield
+        finally:
+            hook.remove()
+
+    def _path_of(self, frame: Any) -> str:
+        """The path of the module whose method a frame runs; "" for none."""
+        code = frame.f_code
+        first = code.co_varnames[0] if code.co_argcount else ""
+        own = frame.f_locals.get("self", frame.f_locals.get(first))
+        return self._paths.get(id(own), "")
+
+    def _cut(self, function: _Function) -> None:
+        """Note why the graph of a function ends before the function does.
+
+        Of a line at which Dynamo cannot go on it gives no reason.  Where the line calls what was
+        found to break a caller of the function, that is the reason.
+        """
+        if function.breaks:
+            reason = function.breaks[-1]
+            places = [(frame.filename, frame.lineno) for frame in reason.user_stack]
+            if reason.reason == NO_REASON and places and places[-1] in self._through:
+                function.cause = self._through[places[-1]]
+                return
+            function.cause = self._cause(
+                records.BREAK, reason.reason, reason.user_stack, function.path
+            )
+            self._through |= dict.fromkeys(places[:-1], function.cause)
+
+    def _skip(self, function: _Function, error: Any) -> int:
+        """Note why a function is not compiled."""
+        text = str(error)
+        code = function.code
+        stack = list(getattr(error, "real_stack", None) or ())
+        limit = "recompile limit" in text.partition("\n")[0]
+        if limit or not stack:
+            stack = [traceback.FrameSummary(code.co_filename, code.co_firstlineno, code.co_name)]
+        kind = records.LIMIT if limit else records.SKIP
+        return self._cause(kind, text, stack, function.path)
+
+    def _cause(self, kind: str, text: str, stack: Sequence[Any], path: str) -> int:
+        source = lines.users_line([(frame.filename, frame.lineno or 0) for frame in stack])
+        if not source and stack:  # in code of torch
+            source = f"{stack[-1].filename}:{stack[-1].lineno}"
+        made = records.Cause(
+            kind, plain_reason(text), source, pattern_of(path), text.strip(), hints_of(text)
+        )
+        for place, known in enumerate(self.causes):
+            if known.key == made.key:
+                stronger = made.kind == records.BREAK != known.kind
+                kept = replace(known, kind=made.kind) if stronger else known
+                if len(stack) < self._nearest[place]:  # a function nearer to the line
+                    self._nearest[place] = len(stack)
+                    kept = replace(kept, module=made.module)
+                self.causes[place] = kept
+                return place
+        self.causes.append(made)
+        self._nearest.append(len(stack))
+        return len(self.causes) - 1
+
+    def recompiled(self) -> Iterator[records.Recompiled]:
+        """Functions that were compiled more than once."""
+        from torch._dynamo.utils import guard_failures
+
+        counts = Counter(function.code for function in self._generated.values())
+        for code, times in counts.items():
+            if times > 1 and not code.co_name.startswith(_RESUMED):
+                reasons = [str(reason) for reason in guard_failures.get(code, ())]
+                source = lines.users_line([(code.co_filename, code.co_firstlineno)])
+                reason = guard_words(reasons[-1]) if reasons else ""
+                yield records.Recompiled(source, code.co_name, times, reason)
+
+
+def _run_on_fakes(*args: Any, **kwargs: Any) -> Any:
+    """What Dynamo runs a node of its graph by; the result is of fake tensors.
+
+    Torch makes a fake tensor of what `torch.tensor` makes on the CPU, and forgets it on meta.
+    """
+    result = original_of(torch._dynamo.utils, "run_node")(*args, **kwargs)
+    mode = contexts.fake_mode()
+    if mode is None:
+        return result
+
+    def faked(tensor: Tensor) -> Any:
+        return mode.from_tensor(tensor) if type(tensor) is Tensor and tensor.is_meta else tensor
+
+    return tree_map_only(Tensor, faked, result)
+
+
+def _depth(function: _Function) -> int:
+    """How deep in calls of a function its break is: 1 in its own lines."""
+    return len(function.breaks[-1].user_stack) if function.breaks else _SKIPPED

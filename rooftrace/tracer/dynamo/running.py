@@ -1,0 +1,238 @@
+"""Runs one step of a module under Dynamo, without a compiler behind it."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from rooftrace._progress import tell
+from rooftrace.errors import RequestError
+from rooftrace.hardware.units import format_capacity
+from rooftrace.tracer.asking import Job, names
+from rooftrace.tracer.dynamo.records import DynamoError, DynamoRun
+from rooftrace.tracer.dynamo.state import kept
+from rooftrace.tracer.dynamo.watching import DynamoWatch
+from rooftrace.tracer.graph import OpGraph
+from rooftrace.tracer.inputs import Inputs, Loaded, arguments
+from rooftrace.tracer.patches import contexts
+from rooftrace.tracer.phases import ModuleCalls, trace_phases
+from rooftrace.tracer.source import lines, users_traceback
+from rooftrace.tracer.sources import collector_paused, loaded
+from rooftrace.tracer.targets import isolation
+from rooftrace.tracer.tensors import own_tensors, tensors_in
+from rooftrace.tracer.twins import on_meta, replaced
+from rooftrace.tracer.values import REAL_VALUE
+
+MOST_REAL = 1 << 30
+"""Bytes of weights with which a module is run on numbers, where meta tensors do not do."""
+
+
+def run_dynamo(made: Loaded, phase: str) -> DynamoRun:
+    """One step of a module at a phase under Dynamo: its graphs, and why they end.
+
+    In training that is the forward; autograd cuts the backward where forward is cut.  The module is
+    run on meta tensors; code that asks for values goes as in a trace.  Where that does not do, a
+    small module is run on numbers.  Raises DynamoError, which names the line.
+    """
+    check_enabled()
+    tell("running Dynamo")
+    with ExitStack() as stack:
+        stack.enter_context(contexts.apart())
+        stack.enter_context(torch.inference_mode(False))
+        module = on_meta(_plain(made.module))
+        # Code that says no device makes tensors on the CPU, as it would beside a GPU.  Where these
+        # do not go with the others, they are made on meta, which Dynamo sees as another mode.
+        with contextlib.suppress(_CallError):
+            return _run(module, made.inputs, phase, makes="cpu")
+        try:
+            return _run(module, made.inputs, phase, makes="meta")
+        except _CallError as failed:
+            error = failed.cause
+        try:
+            numbers = _with_numbers(made.module, made.inputs)
+        except _TooLargeError as large:
+            raise _failed(error, made.module, str(large)) from error
+        try:
+            return _run(*numbers, phase, makes="cpu", real=True)
+        except _CallError as second:
+            raise _failed(second.cause, made.module) from second.cause
+
+
+def traced_with_dynamo(job: Job) -> tuple[OpGraph, DynamoRun]:
+    """The graph of a job of one phase, and a run of the same call under Dynamo.
+
+    Raises what tracing raises, RequestError for a job without a module, and DynamoError.
+    """
+    if job.is_graph or job.is_step:
+        what = "a graph has no code left" if job.is_graph else "a step of your own is no module"
+        raise RequestError(f"graph breaks: {what}; give the module, or a target")
+    if job.request.mesh:
+        raise RequestError("graph breaks with a mesh: give the module of one process")
+    (phase,) = job.phases or ("forward",)
+    if phase not in names.MEASURED:
+        raise RequestError(
+            f"graph breaks of phase {phase!r}: expected one of {', '.join(names.MEASURED)}"
+        )
+    with ExitStack() as stack:
+        for context in (collector_paused(), contexts.apart(), torch.inference_mode(False)):
+            stack.enter_context(context)
+        if job.is_named:
+            stack.enter_context(isolation.own_imports())
+        made = loaded(job)
+        graphs = trace_phases(made.module, made.inputs, (phase,), job.options, made.name)
+        job.check_used(graphs)
+        if not job.is_named:
+            made = loaded(job)  # a trace may have changed its arguments
+        return graphs[phase], run_dynamo(made, phase)
+
+
+def check_enabled() -> None:
+    """Raise RequestError where torch.compile is switched off in this process, or is too old."""
+    import torch._dynamo.config as config
+    import torch._dynamo.convert_frame as frames
+
+    parts = (
+        (frames, "ConvertFrameAssert"),
+        (frames, "register_bytecode_hook"),
+        (torch._C._dynamo.eval_frame, "_FrameExecStrategy"),
+    )
+    if not all(hasattr(home, name) for home, name in parts):
+        raise RequestError(
+            f"graph breaks: torch {torch.__version__} has another Dynamo than what is read here; "
+            "use torch 2.11 to 2.13"
+        )
+    if getattr(config, "disable", False):
+        raise RequestError(
+            "graph breaks: torch.compile is switched off (TORCHDYNAMO_DISABLE or "
+            "torch._dynamo.config.disable); switch it on"
+        )
+
+
+def _plain(module: nn.Module) -> nn.Module:
+    """The module inside of what torch.compile returned."""
+    inner = getattr(module, "_orig_mod", None)
+    return inner if isinstance(inner, nn.Module) else module
+
+
+def _run(
+    module: nn.Module, inputs: Inputs, phase: str, makes: str, real: bool = False
+) -> DynamoRun:
+    """makes: the device on which code makes tensors that says none."""
+    from torch._dynamo.utils import counters
+
+    device = "cpu" if real else "meta"
+    calls = ModuleCalls(module, inputs, device=device)
+    watch = DynamoWatch(module, real=real)
+    with kept(watch.functions.touched), _own_compile_off(module), watch.on():
+        for tensor in tensors_in((inputs.args, inputs.kwargs, inputs.decode)):
+            if not real:
+                arguments.learn(watch.values, tensor)
+        counters.clear()
+        training = phase == "training"
+        call = calls.plain_call(phase)
+        compiled: Any = torch._dynamo.optimize(watch.backend())(module)
+        grad = torch.enable_grad() if training else torch.no_grad()
+        step = ModuleCalls(compiled, inputs, device=makes)
+        with grad, watch.functions.compiling(), watch.watching():
+            try:
+                step.call(call.args, call.kwargs)
+            except Exception as error:
+                raise _CallError(error) from error
+        breaks = sum(counters["graph_break"].values())
+        return watch.run_of(breaks)
+
+
+@contextlib.contextmanager
+def _own_compile_off(module: nn.Module) -> Iterator[None]:
+    """Inside, parts for which the user called `.compile()` are compiled with the whole."""
+    before = [
+        (part, part._compiled_call_impl)
+        for part in module.modules()
+        if getattr(part, "_compiled_call_impl", None) is not None
+    ]
+    try:
+        for part, _ in before:
+            part._compiled_call_impl = None
+        yield
+    finally:
+        for part, compiled in before:
+            part._compiled_call_impl = compiled
+
+
+# -- on numbers ------------------------------------------------------------------------------------
+
+
+class _CallError(Exception):
+    """The call of a module raised an error."""
+
+    def __init__(self, cause: Exception) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
+
+
+class _TooLargeError(Exception):
+    """A module that is too large to be run on numbers."""
+
+
+def _with_numbers(module: nn.Module, inputs: Inputs) -> tuple[nn.Module, Inputs]:
+    """A copy of a module and its inputs on the CPU, with small random numbers for unknown ones."""
+    size = sum(t.nbytes for part in module.modules() for t in own_tensors(part))
+    size += sum(t.nbytes for t in tensors_in((inputs.args, inputs.kwargs)))
+    if size > MOST_REAL:
+        raise _TooLargeError(
+            f"it has {format_capacity(size)}, and is run on numbers up to "
+            f"{format_capacity(MOST_REAL)}"
+        )
+    generator = torch.Generator().manual_seed(0)
+
+    def filled(tensor: Tensor) -> Tensor:
+        value = tensor.__dict__.get(REAL_VALUE)
+        if value is not None:
+            return value.clone()  # type: ignore[no-any-return]
+        if tensor.device.type == "cpu":
+            return tensor.detach().clone()
+        made = torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
+        if tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1:
+            made.normal_(0.0, 0.02, generator=generator)
+        return made
+
+    memo: dict[int, Any] = {}
+    with torch.device("cpu"), torch.no_grad(), _disable_current_modes():
+        for part in module.modules():
+            for tensor in own_tensors(part):
+                if id(tensor) not in memo:
+                    made = filled(tensor)
+                    memo[id(tensor)] = (
+                        nn.Parameter(made, tensor.requires_grad)
+                        if isinstance(tensor, nn.Parameter)
+                        else made
+                    )
+        copied = copy.deepcopy(_plain(module), memo)
+        fields = {
+            name: replaced(getattr(inputs, name), filled)
+            for name in ("args", "kwargs", "labels", "decode", "cached", "cached_kwargs")
+        }
+    return copied, replace(inputs, **fields)
+
+
+def _failed(error: Exception, module: nn.Module, more: str = "") -> DynamoError:
+    """The error of a run: which module, which line, what to do."""
+    frames = [frame for frame in getattr(error, "real_stack", None) or ()]
+    line = lines.users_line([(frame.filename, frame.lineno or 0) for frame in frames])
+    where = f"  {line}" if line else users_traceback(error)
+    text = str(error).strip().partition("\n")[0]
+    parts = [
+        f"graph breaks of {type(module).__name__}: {type(error).__name__}: {text}",
+        where,
+        more,
+        "Run torch.compile on the module itself to see the whole error.",
+    ]
+    return DynamoError("\n".join(part for part in parts if part))
