@@ -38,11 +38,11 @@ def __dir__() -> list[str]:
     return [*_names(), "__version__"]
 
 
-def _render(result: Any, form: str) -> Any:
+def _render(result: Any, form: str, **how: Any) -> Any:
     """What print(result) shows ("text"), rich ("rich"), a notebook ("html"); made by reporting."""
     from rooftrace.reporting.text import shown
 
-    return shown(result, form)
+    return shown(result, form, **how)
 
 
 def _headroom(estimate: Estimate) -> Headroom:

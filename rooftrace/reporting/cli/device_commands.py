@@ -255,7 +255,7 @@ def _measured_now(
 @click.option(
     "--format",
     "form",
-    type=click.Choice(["terminal", "md", "html", "json"]),
+    type=click.Choice(["terminal", "md", "html", "tex", "json"]),
     default="terminal",
     show_default=True,
 )

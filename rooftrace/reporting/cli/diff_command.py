@@ -117,7 +117,7 @@ def diff(
     bisect: str | None,
     names: tuple[str, str] | None,
     targets: tuple[str, ...] | None,
-    form: str,
+    form: str | None,
     out: str | None,
     fail_on: tuple[str, ...],
     rules: tuple[str, ...],

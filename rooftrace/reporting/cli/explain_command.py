@@ -52,7 +52,7 @@ def explain(
     rules: tuple[str, ...],
     knobs: str | None,
     rewrites: tuple[str, ...],
-    form: str,
+    form: str | None,
     out: str | None,
     phases: tuple[str, ...] | None,
     **request: Any,
@@ -76,6 +76,5 @@ def explain(
             plot=plot,
             **workload(**request),
         )
-    write_result(result, form, out)
-    if plot is not None and form == "terminal":
+    if write_result(result, form, out) and plot is not None:
         say(f"\nsweep drawn to {plot}")

@@ -35,6 +35,7 @@ from rooftrace.reporting.cli.options import (
 from rooftrace.reporting.cli.output import say
 from rooftrace.reporting.cli.shared import (
     console,
+    form_of,
     load_executions,
     load_joined,
     load_rules,
@@ -43,7 +44,7 @@ from rooftrace.reporting.cli.shared import (
     write_text,
 )
 
-_ON_STDOUT = ("json", "md", "csv", "html")
+_ON_STDOUT = ("json", "md", "csv", "html", "tex")
 
 
 @click.command(epilog=TARGET_HELP)
@@ -68,14 +69,15 @@ _ON_STDOUT = ("json", "md", "csv", "html")
     "--out",
     metavar="DIR|FILE",
     help="Folder for report.html, report.md, report.json, ops.csv and figures; a file that ends "
-    "in .html, .md, .json or .csv is that one alone; - is stdout.",
+    "in .html, .md, .tex, .json or .csv is that one alone; - is stdout.",
 )
 @click.option(
     "--format",
     "formats",
     type=Commas(),
     help="Which files: html (a page to explore), md, json, csv, png (default: these five), svg and "
-    "pdf (figures to print), trace (a timeline for Perfetto), "
+    "pdf (figures to print), tex (LaTeX: the report, and a file for each table), trace (a "
+    "timeline for Perfetto), "
     "chakra (execution traces for simulators of networks, of this process; chakra-all of all).",
 )
 @style_option
@@ -124,19 +126,27 @@ def report(
         )
     written: Sequence[Path] = ()
     if out is not None and single:
-        write_bytes(Path(out), _text(result, single).encode("utf-8", "backslashreplace"))
+        write_bytes(Path(out), _text(result, single, style).encode("utf-8", "backslashreplace"))
     elif out is not None and out != "-":
         with progress():
             tell("writing the report")
             written = result.write(Path(out), **how, style=style)
     if out == "-":
-        click.echo(_text(result, (formats or ("json",))[0]), nl=False)
+        click.echo(_text(result, (formats or ("json",))[0], style), nl=False)
         return
     console().print(result)
     if written:
-        say(f"\nwritten to {Path(out or '.')}{os.sep}: {', '.join(path.name for path in written)}")
+        say(f"\nwritten to {Path(out or '.')}{os.sep}: {', '.join(_names(written))}")
     elif out is not None:
         say(f"\nwritten to {out}")
+
+
+def _names(paths: Sequence[Path]) -> list[str]:
+    """Names of files; those of single tables, which are dozens, as one."""
+    names = [path.name for path in paths]
+    tables = [name for name in names if name.startswith("table-") and name.endswith(".tex")]
+    rest = [name for name in names if name not in tables]
+    return [*rest, f"{len(tables)} of table-*.tex"] if tables else rest
 
 
 def _format_of_file(out: str | None, formats: Sequence[str] | None, style: str) -> str:
@@ -147,14 +157,15 @@ def _format_of_file(out: str | None, formats: Sequence[str] | None, style: str) 
     if out == "-" and (formats is None or len(formats) != 1 or formats[0] not in _ON_STDOUT):
         asked = f" --format {','.join(formats)}" if formats else ""
         raise click.UsageError(
-            f"--out -{asked}: stdout takes one format: --format json, md, csv or html"
+            f"--out -{asked}: stdout takes one format: --format json, md, csv, html or tex"
         )
     ending = Path(out).suffix[1:] if out is not None and not Path(out).is_dir() else ""
     single = ending in _ON_STDOUT
     drawn = not single and out not in (None, "-") and not {*FIGURES}.isdisjoint(formats or FIGURES)
-    if style != "screen" and not drawn:
+    tabled = ending == "tex" or "tex" in (formats or ())
+    if style != "screen" and not drawn and not tabled:
         raise RequestError(
-            f"--style {style}: it is for figures: add --out DIR with png, svg or pdf"
+            f"--style {style}: it is for figures and LaTeX: add --out DIR with png, svg, pdf or tex"
         )
     if not single:
         return ""
@@ -209,7 +220,7 @@ def compare(
     target: str,
     peers: tuple[str, ...],
     rules: tuple[str, ...],
-    form: str,
+    form: str | None,
     out: str | None,
     **request: Any,
 ) -> None:
@@ -234,21 +245,27 @@ def compare(
     with progress():
         comparisons = rt.compare(target, peers=peers, **workload(**request))
     shown_as = comparisons_view(target, comparisons)
+    form = form_of(form, out)
     write_text(
         form,
         out,
         lambda: renderable(shown_as),
-        lambda: shown(shown_as, "webpage") if form == "html" else as_markdown(shown_as),
+        lambda: shown(shown_as, _FORMS[form]) if form in _FORMS else as_markdown(shown_as),
         lambda: {"target": target, "comparisons": [item.to_dict() for item in comparisons]},
     )
 
 
-def _text(result: Any, form: str) -> str:
-    """A report as one text: json, csv, html or md."""
+_FORMS = {"html": "webpage", "tex": "latex"}
+
+
+def _text(result: Any, form: str, style: str) -> str:
+    """A report as one text: json, csv, html, tex or md."""
     if form == "json":
         return json.dumps(result.to_dict(), indent=1, allow_nan=False) + "\n"
     if form == "csv":
         return str(result.to_csv())
     from rooftrace.reporting.text import as_markdown, shown
 
+    if form == "tex":
+        return str(shown(result, "latex", style=style))
     return shown(result, "webpage") if form == "html" else as_markdown(result)

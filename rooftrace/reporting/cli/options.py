@@ -414,30 +414,28 @@ style_option = click.option(
 
 def table_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """--format with csv, --out: one text or table, to the terminal or a file."""
-    return _with(
-        command,
+    return _with(command, *_output("terminal", "md", "html", "tex", "json", "csv"))
+
+
+def output_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """--format, --out: one text, to the terminal or a file."""
+    return _with(command, *_output("terminal", "md", "html", "tex", "json"))
+
+
+def page_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """--format without data, --out: a table of what comes along."""
+    return _with(command, *_output("terminal", "md", "html", "tex"))
+
+
+def _output(*forms: str) -> tuple[Callable[..., Any], ...]:
+    return (
         click.option(
             "--format",
             "form",
-            type=click.Choice(["terminal", "md", "html", "json", "csv"]),
+            type=click.Choice(forms),
             help="Default: terminal, or by the ending of --out.",
         ),
         click.option(
             "-o", "--out", metavar="FILE", help="Write there instead of the terminal; - is stdout."
         ),
     )
-
-
-def output_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """--format, --out: one text, to the terminal or a file."""
-    form = click.option(
-        "--format",
-        "form",
-        type=click.Choice(["terminal", "md", "html", "json"]),
-        default="terminal",
-        show_default=True,
-    )
-    out = click.option(
-        "-o", "--out", metavar="FILE", help="Write there instead of the terminal; - is stdout."
-    )
-    return form(out(command))

@@ -22,6 +22,7 @@ from rooftrace.reporting.cli.options import (
 )
 from rooftrace.reporting.cli.output import say
 from rooftrace.reporting.cli.shared import (
+    form_of,
     load_executions,
     load_joined,
     load_rules,
@@ -52,8 +53,10 @@ def roofline(
     **asked: Any,
 ) -> None:  # fmt: skip
     """Steps of several TARGETs under the roofs of several chips: a table, and one figure."""
-    if style != "screen" and plot is None:
-        raise RequestError(f"--style {style}: it is of the figure: add --plot FILE.pdf")
+    if style != "screen" and plot is None and form_of(form, out) != "tex":
+        raise RequestError(
+            f"--style {style}: it is of figures and LaTeX: add --plot FILE.pdf or --format tex"
+        )
     load_rules(asked.pop("rules"))
     (execution,) = load_executions(
         [asked.pop("execution")], asked.pop("tf32"), asked.pop("knobs"), asked.pop("rewrites")
@@ -63,5 +66,5 @@ def roofline(
         result = rt.roofline(list(targets), chip=chips, execution=execution, **workload(**asked))
         if plot is not None:
             rt.plot_roofline(result, plot, style=style)
-    if write_result(result, form, out) and plot is not None:
+    if write_result(result, form, out, style=style) and plot is not None:
         say(f"\ndrawn to {plot}")

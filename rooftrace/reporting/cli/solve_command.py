@@ -107,7 +107,7 @@ scaling: the step on 1 to 1,024 chips, with the batch of a chip kept and with th
 )
 @plot_option("Draw speed of a user against speed of a chip.")
 @output_options
-def solve(target: str, form: str, out: str | None, plot: str | None, **asked: Any) -> None:
+def solve(target: str, form: str | None, out: str | None, plot: str | None, **asked: Any) -> None:
     """The largest batch, the cheapest chips, the rate or the length that holds: with margins."""
     options = _options(asked)
     with progress():
@@ -118,8 +118,7 @@ def solve(target: str, form: str, out: str | None, plot: str | None, **asked: An
             result = rt.solve(target, **options)
         if plot is not None:
             rt.plot_answer(result, plot)
-    write_result(result, form, out)
-    if plot is not None and form == "terminal":
+    if write_result(result, form, out) and plot is not None:
         say(f"\ndrawn to {plot}")
     if getattr(result, "rows", True) == ():
         raise click.exceptions.Exit(1)

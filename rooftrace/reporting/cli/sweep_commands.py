@@ -89,7 +89,7 @@ keyword of the function that TARGET names, or a name in the shape of an --input.
 @click.option(
     "--format",
     "form",
-    type=click.Choice(["terminal", "md", "html", "json", "csv"]),
+    type=click.Choice(["terminal", "md", "html", "tex", "json", "csv"]),
     default="terminal",
     show_default=True,
 )

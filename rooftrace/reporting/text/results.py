@@ -48,10 +48,21 @@ def as_html(result: Any) -> str:
     return as_cell(_view(result, "screen"), figure_of(result))
 
 
-def shown(result: Any, form: str) -> Any:
-    """A result as "text" (print), for "rich", as "html" (a notebook) or as a "webpage"."""
-    outputs = {"text": as_text, "rich": renderable, "html": as_html, "webpage": as_webpage}
-    return outputs[form](result)
+def shown(result: Any, form: str, **how: Any) -> Any:
+    """A result as "text" (print), for "rich", as "html" (a notebook), a "webpage" or "latex".
+
+    "latex tables" are its tables alone, by the names of their files.
+    how: further arguments of the function that makes it.
+    """
+    outputs = {
+        "text": as_text,
+        "rich": renderable,
+        "html": as_html,
+        "webpage": as_webpage,
+        "latex": latex_of,
+        "latex tables": latex_tables,
+    }
+    return outputs[form](result, **how)
 
 
 def as_markdown(result: Any, files: Collection[str] = ()) -> str:
@@ -67,6 +78,24 @@ def as_webpage(result: Any) -> str:
     return (
         report_page(result) if isinstance(result, Results) else result_page(_view(result, "page"))
     )
+
+
+def latex_of(result: Any, files: Collection[str] = (), style: str = "screen") -> str:
+    """A result as a LaTeX document.  files: names of the figures that it may show.
+
+    style: what its tables are made for ("screen", "paper", "paper-column"); RequestError for
+    another one.
+    """
+    from rooftrace.reporting.latex import as_latex
+
+    return as_latex(_view(result, "page"), files, style)
+
+
+def latex_tables(result: Any, style: str = "screen") -> dict[str, str]:
+    """Each table of a result as a file that a paper takes in, by the name of the file."""
+    from rooftrace.reporting.latex import table_files
+
+    return table_files(_view(result, "page"), style)
 
 
 _REGISTERING = {
