@@ -15,7 +15,8 @@ from rooftrace.tracer.pipelines import SCHEDULES
 
 TARGET_HELP = f"""TARGET is package.module:attr or path/file.py:attr (a module, or a function
 returning a module or (module, inputs)), the path of a Hugging Face config.json, hf:ORG/NAME, a
-saved graph, or the name of a config that comes along: {", ".join(names.configs())}."""
+saved graph, an exported program (.pt2, .onnx), or the name of a config that comes along:
+{", ".join(names.configs())}."""
 
 
 class Commas(click.ParamType):  # type: ignore[type-arg]  # generic in newer clicks only
