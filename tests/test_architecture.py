@@ -50,6 +50,7 @@ LIBRARIES = {
     },
     "transformers": {"tracer", "measured.suite"},
     "fvcore": {"tracer"},
+    "onnx": {"tracer"},
     "rich": {"reporting"},
     "click": {"reporting"},
     "matplotlib": {"reporting"},
@@ -72,6 +73,7 @@ PROJECTS = {"PIL": "pillow"}
 SLOW_TO_LOAD = {
     "transformers",
     "fvcore",
+    "onnx",
     "matplotlib",
     "pandas",
     "scipy",

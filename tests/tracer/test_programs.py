@@ -118,7 +118,7 @@ def test_weights_are_not_made(tmp_path: Path) -> None:
     assert program.state_dict["scale"].tolist() == list(range(10))  # small, and may decide
 
 
-# -- files that would act ---------------------------------------------------------------------------
+# -- files that would act ------------------------------------------------------------------------
 
 
 class Acts:
