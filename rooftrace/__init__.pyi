@@ -142,6 +142,9 @@ from rooftrace.reporting.sweeps import (
     plot_sweep as plot_sweep,
     sweep as sweep,
 )
+from rooftrace.reporting.timelines import (
+    save_timeline as save_timeline,
+)
 from rooftrace.reporting.view import (
     units as units,
 )

@@ -1,5 +1,6 @@
 from rooftrace.reporting import (
     rooflinesteps as rooflinesteps,
+    timelines as timelines,
 )
 from rooftrace.reporting.differences import (
     diff as diff,

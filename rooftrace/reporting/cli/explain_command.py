@@ -14,6 +14,7 @@ from rooftrace.reporting.cli.options import (
     output_options,
     plot_option,
     pricing_options,
+    timeline_option,
     workload_options,
 )
 from rooftrace.reporting.cli.output import say
@@ -25,6 +26,7 @@ from rooftrace.reporting.cli.shared import (
     progress,
     workload,
     write_result,
+    write_timeline,
 )
 
 
@@ -41,6 +43,7 @@ from rooftrace.reporting.cli.shared import (
 @chips_option("Chips by name or TOML path; the first is explained, the sweep has all.")
 @execution_option()
 @plot_option("Draw the sweep along the roofline of each chip.")
+@timeline_option
 @output_options
 def explain(
     target: str,
@@ -48,6 +51,7 @@ def explain(
     chips: tuple[str, ...],
     execution: str,
     plot: str | None,
+    timeline: str | None,
     tf32: bool,
     rules: tuple[str, ...],
     knobs: str | None,
@@ -76,5 +80,7 @@ def explain(
             plot=plot,
             **workload(**request),
         )
-    if write_result(result, form, out) and plot is not None:
+    shown = write_result(result, form, out)
+    if shown and plot is not None:
         say(f"\nsweep drawn to {plot}")
+    write_timeline(timeline, lambda: result, quiet=not shown)

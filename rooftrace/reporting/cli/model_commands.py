@@ -29,6 +29,7 @@ from rooftrace.reporting.cli.options import (
     rules_option,
     style_option,
     system_option,
+    timeline_option,
     what_if_option,
     workload_options,
 )
@@ -42,6 +43,7 @@ from rooftrace.reporting.cli.shared import (
     progress,
     workload,
     write_text,
+    write_timeline,
 )
 
 _ON_STDOUT = ("json", "md", "csv", "html", "tex")
@@ -81,6 +83,7 @@ _ON_STDOUT = ("json", "md", "csv", "html", "tex")
     "chakra (execution traces for simulators of networks, of this process; chakra-all of all).",
 )
 @style_option
+@timeline_option
 @click.option(
     "--max-batch",
     is_flag=True,
@@ -95,6 +98,7 @@ def report(
     out: str | None,
     formats: tuple[str, ...] | None,
     style: str,
+    timeline: str | None,
     max_batch: bool,
     tf32: bool,
     rules: tuple[str, ...],
@@ -133,12 +137,14 @@ def report(
             written = result.write(Path(out), **how, style=style)
     if out == "-":
         click.echo(_text(result, (formats or ("json",))[0], style), nl=False)
+        write_timeline(timeline, lambda: result, quiet=True)
         return
     console().print(result)
     if written:
         say(f"\nwritten to {Path(out or '.')}{os.sep}: {', '.join(_names(written))}")
     elif out is not None:
         say(f"\nwritten to {out}")
+    write_timeline(timeline, lambda: result, quiet=False)
 
 
 def _names(paths: Sequence[Path]) -> list[str]:

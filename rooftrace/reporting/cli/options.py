@@ -398,6 +398,26 @@ class FigureFile(click.ParamType):  # type: ignore[type-arg]  # generic in newer
         return path
 
 
+class TimelineFile(click.ParamType):  # type: ignore[type-arg]  # generic in newer clicks only
+    """The path of a timeline, which is checked before any work."""
+
+    name = "FILE"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        path = str(value)
+        if not path.endswith((".json", ".json.gz")):
+            raise RequestError(f"--timeline {path}: expected a file that ends in .json or .json.gz")
+        return path
+
+
+timeline_option = click.option(
+    "--timeline",
+    type=TimelineFile(),
+    metavar="FILE.json.gz",
+    help="Write the predicted timeline of the steps there; it opens in ui.perfetto.dev.",
+)
+
+
 def plot_option(help: str) -> Callable[..., Any]:
     """--plot: a figure of the result."""
     return click.option("--plot", type=FigureFile(), metavar="FILE.png|svg|pdf", help=help)

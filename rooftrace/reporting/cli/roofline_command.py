@@ -18,6 +18,7 @@ from rooftrace.reporting.cli.options import (
     style_option,
     system_option,
     table_options,
+    timeline_option,
     workload_options,
 )
 from rooftrace.reporting.cli.output import say
@@ -29,6 +30,7 @@ from rooftrace.reporting.cli.shared import (
     progress,
     workload,
     write_result,
+    write_timeline,
 )
 
 _HELP = f"""{TARGET_HELP}
@@ -47,9 +49,11 @@ _HELP = f"""{TARGET_HELP}
     "--plot", type=FigureFile(), metavar="FILE.png|svg|pdf", help="Draw all of it on one roofline."
 )
 @style_option
+@timeline_option
 @table_options
 def roofline(
     targets: tuple[str, ...], form: str | None, out: str | None, plot: str | None, style: str,
+    timeline: str | None,
     **asked: Any,
 ) -> None:  # fmt: skip
     """Steps of several TARGETs under the roofs of several chips: a table, and one figure."""
@@ -66,5 +70,7 @@ def roofline(
         result = rt.roofline(list(targets), chip=chips, execution=execution, **workload(**asked))
         if plot is not None:
             rt.plot_roofline(result, plot, style=style)
-    if write_result(result, form, out, style=style) and plot is not None:
+    shown = write_result(result, form, out, style=style)
+    if shown and plot is not None:
         say(f"\ndrawn to {plot}")
+    write_timeline(timeline, lambda: result, quiet=not shown)

@@ -16,7 +16,7 @@ import rooftrace as rt
 from rooftrace._escapes import visible
 from rooftrace.costmodels.execution import ExecutionError
 from rooftrace.errors import RequestError
-from rooftrace.reporting.cli.output import complain
+from rooftrace.reporting.cli.output import complain, say
 
 
 def workload(
@@ -187,6 +187,19 @@ def write_result(
     text = texts.get(form, lambda: as_markdown(result))
     write_text(form, out, lambda: renderable(result), text, lambda: result.to_dict())
     return form == "terminal" and out in (None, "-")
+
+
+def write_timeline(path: str | None, steps: Callable[[], Any], quiet: bool) -> None:
+    """The timeline of a result, or of estimates by title, where --timeline names a file.
+
+    quiet: stdout holds a document, in which nothing else may stand.
+    """
+    if path is None:
+        return
+    with progress():
+        rt.save_timeline(steps(), path)
+    if not quiet:
+        say(f"\ntimeline written to {path}; open it in ui.perfetto.dev")
 
 
 def form_of(form: str | None, out: str | None) -> str:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 FORMATS = ("html", "md", "json", "csv", "png")
 """What a report has unless it is asked for other formats."""
 FIGURES = ("png", "svg", "pdf")
-ALL_FORMATS = (*FORMATS, "tex", *FIGURES[1:], "trace", "chakra", "chakra-all")
+ALL_FORMATS = (*FORMATS, *FIGURES[1:], "trace", "tex", "chakra", "chakra-all")
 
 
 def check_formats(formats: Sequence[str], among: Sequence[str] = ALL_FORMATS) -> None:
