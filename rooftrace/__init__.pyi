@@ -103,6 +103,10 @@ from rooftrace.reporting.habits import (
 from rooftrace.reporting.inventories import (
     inventory as inventory,
 )
+from rooftrace.reporting.manyreports import (
+    Reports as Reports,
+    reports as reports,
+)
 from rooftrace.reporting.measurements import (
     calibrate as calibrate,
     validate as validate,

@@ -1,4 +1,5 @@
 from rooftrace.reporting import (
+    manyreports as manyreports,
     rooflinesteps as rooflinesteps,
     timelines as timelines,
 )

@@ -156,11 +156,9 @@ class Rooflines(Shown):
         parts = [
             ", ".join(sorted({_dtype(row.estimate) for row in self.rows} - {""})),
             *(
-                words.workload_words(phase, row.estimate.graph.workload)
-                if len(self.phases) == 1
-                else f"{phase} {words.workload_words(phase, row.estimate.graph.workload)}"
+                told if len(self.phases) == 1 else f"{phase} {told}"
                 for phase in self.phases
-                for row in [next(r for r in self.rows if r.phase == phase)]
+                for told in self._workloads(phase)
                 if not self.over
             ),
             "" if not self.over else ", ".join(self.phases),
@@ -170,6 +168,16 @@ class Rooflines(Shown):
             ", ".join(self.chips),
         ]
         return "; ".join(filter(None, parts))
+
+    def _workloads(self, phase: str) -> Iterator[str]:
+        """What the steps of a phase run, where they all run the same."""
+        told = {
+            words.workload_words(phase, row.estimate.graph.workload)
+            for row in self.rows
+            if row.phase == phase
+        }
+        if len(told) == 1:
+            yield from told
 
     def to_rows(self) -> list[dict[str, Any]]:
         """A row for each step, as a CSV file takes them."""

@@ -105,6 +105,7 @@ def _answer(answer: ServingAnswer) -> Iterator[tuple[str, Estimate]]:
 
 
 def _at(case: Any, chip: Chip, sizes: Mapping[str, int]) -> Estimate:
+    sizes = {name: size for name, size in sizes.items() if name in case.form.names}
     return estimate(case.conditions.plan(case.form.graph(**sizes)), chip)
 
 

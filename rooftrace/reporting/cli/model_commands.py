@@ -16,6 +16,7 @@ import click
 import rooftrace as rt
 from rooftrace._progress import tell
 from rooftrace.errors import RequestError
+from rooftrace.reporting.cli.many_reports import check_many, report_many, several
 from rooftrace.reporting.cli.options import (
     FIGURES,
     TARGET_HELP,
@@ -50,7 +51,7 @@ _ON_STDOUT = ("json", "md", "csv", "html", "tex")
 
 
 @click.command(epilog=TARGET_HELP)
-@click.argument("target")
+@click.argument("targets", metavar="TARGET...", nargs=-1)
 @workload_options
 @requests_options
 @pricing_options
@@ -90,7 +91,7 @@ _ON_STDOUT = ("json", "md", "csv", "html", "tex")
     help="Find the largest batch that fits each chip, by tracing at other batches.",
 )
 def report(
-    target: str,
+    targets: tuple[str, ...],
     chips: tuple[str, ...],
     systems: tuple[str, ...],
     executions: tuple[str, ...],
@@ -108,7 +109,10 @@ def report(
     factors: tuple[str, ...],
     **request: Any,
 ) -> None:
-    """Cost of each phase of TARGET: one screen, and a folder of files with --out."""
+    """Cost of each phase of TARGET: one screen, and a folder of files with --out.
+
+    Several TARGETs have a folder each inside of --out, and one table and roofline with all.
+    """
     from rooftrace._writing import write_bytes
     from rooftrace.reporting.pages import check_folder, check_formats
     from rooftrace.tracer.sources import collector_paused
@@ -117,6 +121,9 @@ def report(
     if formats is not None:
         check_formats(formats)
     single = _format_of_file(out, formats, style)
+    many = several(targets)
+    if many:
+        check_many(targets, out, single)
     loaded = load_joined(chips, systems)
     models = load_executions(executions, tf32, knobs, rewrites, disturbances, factors)
     models = [rt.execution_model(model, exchange=exchange) for model in models]
@@ -124,10 +131,12 @@ def report(
     if out is not None and out != "-":
         check_folder(Path(out).parent if single else Path(out), **how)
     atexit.register(gc.unfreeze)  # objects that `keep` set aside are freed at the end too
+    asked = {"chip": loaded, "execution": models, "max_batch": max_batch, **workload(**request)}
+    if many:
+        report_many(targets, out, formats, style, timeline, asked)
+        return
     with progress(), collector_paused(keep=True):
-        result = rt.report(
-            target, chip=loaded, execution=models, max_batch=max_batch, **workload(**request)
-        )
+        result = rt.report(targets[0], **asked)
     written: Sequence[Path] = ()
     if out is not None and single:
         write_bytes(Path(out), _text(result, single, style).encode("utf-8", "backslashreplace"))

@@ -1,3 +1,4 @@
+from rooftrace.reporting.pages import files as files
 from rooftrace.reporting.pages.files import (
     check_folder as check_folder,
     check_formats as check_formats,

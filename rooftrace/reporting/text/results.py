@@ -103,6 +103,7 @@ _REGISTERING = {
     "rooftrace.costmodels.sweeping": "sweeps",
     "rooftrace.reporting.fleetsweeps": "fleets",
     "rooftrace.reporting.rooflinesteps": "rooflines",
+    "rooftrace.reporting.manyreports": "manyreports",
     "rooftrace.costmodels.explaining": "explanations",
     "rooftrace.costmodels.elasticity": "sensitivities",
     "rooftrace.costmodels.exploring": "explorations",

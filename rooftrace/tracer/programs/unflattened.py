@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,7 +22,9 @@ def program_module(program: Any) -> nn.Module:
     from torch.export import unflatten
 
     try:
-        root: nn.Module = unflatten(program)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # torch of itself, not of the program
+            root: nn.Module = unflatten(program)
     except (RuntimeError, AssertionError, ValueError, AttributeError, KeyError):
         root = program.module()  # it cannot be taken apart: all ops are of the root
     kinds = _kinds(program)
