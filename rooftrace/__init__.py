@@ -54,6 +54,6 @@ def _headroom(estimate: Estimate) -> Headroom:
 
 def _write(result: Any, out: Path, figures: Sequence[str]) -> list[Path]:
     """Write the files of a validation into a folder; only reporting knows how."""
-    from rooftrace.reporting.pages import write_validation
+    from rooftrace.reporting.pages.files import write_validation
 
     return write_validation(result, out, figures)

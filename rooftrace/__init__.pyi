@@ -104,7 +104,6 @@ from rooftrace.reporting.inventories import (
     inventory as inventory,
 )
 from rooftrace.reporting.manyreports import (
-    Reports as Reports,
     reports as reports,
 )
 from rooftrace.reporting.measurements import (

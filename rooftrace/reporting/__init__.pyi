@@ -1,7 +1,5 @@
 from rooftrace.reporting import (
-    manyreports as manyreports,
     rooflinesteps as rooflinesteps,
-    timelines as timelines,
 )
 from rooftrace.reporting.differences import (
     diff as diff,

@@ -5,106 +5,63 @@ A target that fails leaves the others as they are, and is named with its error.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rooftrace._escapes import file_part, to_json
+from rooftrace._escapes import to_json
 from rooftrace._progress import tell
-from rooftrace._shown import Shown, short, some
 from rooftrace._writing import write_bytes
 from rooftrace.errors import RequestError, is_ours
 from rooftrace.reporting.reports import report
-from rooftrace.reporting.rooflinesteps import SIZES, RooflineRow, Rooflines
+from rooftrace.reporting.rooflinesteps import FIGURE, PAGE, Reports, names_of
 
 if TYPE_CHECKING:
     from rooftrace.reporting.pages import Report
 
 MOST = 200
 """Targets of one call at most."""
-FIGURE = "roofline"
-PAGE = "comparison"
 
 
-@dataclass(frozen=True, repr=False)
-class Reports(Shown):
-    """Reports by target, in the order they were asked for; failures: why others have none.
+def write_comparison(
+    result: Reports, out: Path, formats: Sequence[str], style: str = "screen"
+) -> list[Path]:
+    """Write the page, the table and the figure of all reports into a folder; their paths."""
+    from rooftrace.reporting.pages import files as written
+    from rooftrace.reporting.text import as_markdown, shown
 
-    `roofline` has their steps, of the main execution of each report, on one roofline; print()
-    shows that table, and the failures below it.
-    """
+    paths: list[Path] = []
+    drawn = [name for name in written.FIGURES if name in formats]
+    if result.roofline is not None and drawn:
+        from rooftrace.reporting.figures import folder
 
-    reports: Mapping[str, Report]
-    failures: Mapping[str, str]
+        out.mkdir(parents=True, exist_ok=True)
+        for ending in drawn:
+            paths.append(out / f"{FIGURE}.{ending}")
+            folder.draw_roofline(result.roofline, paths[-1], style)
+    names = [path.name for path in paths]
+    texts: dict[str, Callable[[], str]] = {
+        "html": lambda: str(shown(result, "webpage")),
+        "md": lambda: as_markdown(result, names),
+        "tex": lambda: str(shown(result, "latex", files=names, style=style)),
+        "json": lambda: to_json(result.to_dict(), indent=1).decode() + "\n",
+        "csv": lambda: _csv(result),
+    }
+    for name, text in texts.items():
+        if name in formats:
+            paths.append(out / f"{PAGE}.{name}")
+            write_bytes(paths[-1], text().encode("utf-8", "backslashreplace"))
+    return paths
 
-    def __repr__(self) -> str:
-        failed = f"; {len(self.failures)} failed" if self.failures else ""
-        return short(self, f"{some(self.reports)}{failed}")
 
-    @property
-    def roofline(self) -> Rooflines | None:
-        """The steps of all reports beside each other; None where none is there."""
-        rows = tuple(self._rows())
-        return Rooflines(rows) if rows else None
+def _csv(result: Reports) -> str:
+    import io
 
-    def _rows(self) -> Iterator[RooflineRow]:
-        names = names_of(list(self.reports))
-        for target, made in self.reports.items():
-            for phase in made.phases:
-                for estimate in made.estimates[phase][made.main].values():
-                    told = estimate.graph.workload
-                    sizes = {name: int(told[name]) for name in SIZES if told.get(name)}
-                    if phase != "decode":
-                        sizes.pop("kv", None)
-                    yield RooflineRow(names[target], sizes, estimate)
+    from rooftrace.reporting.pages import files as written
 
-    def to_rows(self) -> list[dict[str, Any]]:
-        """A row for each step, as a CSV file takes them."""
-        return self.roofline.to_rows() if self.roofline is not None else []
-
-    def to_dict(self) -> dict[str, Any]:
-        """The steps beside each other, and the failures; each report has its own numbers."""
-        return {"steps": self.to_rows(), "failures": dict(self.failures)}
-
-    def write_comparison(
-        self, out: Path, formats: Sequence[str], style: str = "screen"
-    ) -> list[Path]:
-        """Write the page, the table and the figure of all reports into a folder; their paths."""
-        from rooftrace.reporting import pages
-        from rooftrace.reporting.text import as_markdown, shown
-
-        paths: list[Path] = []
-        drawn = [name for name in pages.files.FIGURES if name in formats]
-        if self.roofline is not None and drawn:
-            from rooftrace.reporting.figures import folder
-
-            out.mkdir(parents=True, exist_ok=True)
-            for ending in drawn:
-                paths.append(out / f"{FIGURE}.{ending}")
-                folder.draw_roofline(self.roofline, paths[-1], style)
-        files = [path.name for path in paths]
-        texts: dict[str, Callable[[], str]] = {
-            "html": lambda: str(shown(self, "webpage")),
-            "md": lambda: as_markdown(self, files),
-            "tex": lambda: str(shown(self, "latex", files=files, style=style)),
-            "json": lambda: to_json(self.to_dict(), indent=1).decode() + "\n",
-            "csv": self._csv,
-        }
-        for name, text in texts.items():
-            if name in formats:
-                paths.append(out / f"{PAGE}.{name}")
-                write_bytes(paths[-1], text().encode("utf-8", "backslashreplace"))
-        return paths
-
-    def _csv(self) -> str:
-        import io
-
-        from rooftrace.reporting import pages
-
-        file = io.StringIO()
-        pages.files.write_records(self.to_rows(), file)
-        return file.getvalue()
+    file = io.StringIO()
+    written.write_records(result.to_rows(), file)
+    return file.getvalue()
 
 
 def reports(
@@ -124,11 +81,11 @@ def reports(
     Returns the Reports, with the failures by target.  Raises RequestError for no target, one that
     is there twice, and too many.
     """
-    from rooftrace.reporting import pages
+    from rooftrace.reporting.pages import files as written
 
     _check(targets)
-    used = pages.files.FORMATS if formats is None else tuple(formats)
-    pages.check_formats(used)
+    used = written.FORMATS if formats is None else tuple(formats)
+    written.check_formats(used)
     folders = names_of(targets)
     made: dict[str, Report] = {}
     failures: dict[str, str] = {}
@@ -146,7 +103,7 @@ def reports(
         made[target] = result
     together = Reports(made, failures)
     if out is not None:
-        together.write_comparison(Path(out), used, style)
+        write_comparison(together, Path(out), used, style)
     return together
 
 
@@ -164,28 +121,3 @@ def _check(targets: Sequence[str]) -> None:
     for target in targets:
         if list(targets).count(target) > 1:
             raise RequestError(f"{target}: it is there {list(targets).count(target)} times")
-
-
-def names_of(targets: Sequence[str]) -> dict[str, str]:
-    """A short name for each target, of which each is the name of a folder too.
-
-    The last part of its path where that tells it from the others, else all of it, else a number.
-    """
-    last = {target: _short(target) for target in targets}
-    whole = {target: file_part(target).strip("_.") or "target" for target in targets}
-    made: dict[str, str] = {}
-    taken = {PAGE, FIGURE}
-    for target in targets:
-        name = last[target] if list(last.values()).count(last[target]) == 1 else whole[target]
-        number = 1
-        while name in taken:
-            number += 1
-            name = f"{last[target]}-{number}"
-        taken.add(name)
-        made[target] = name
-    return made
-
-
-def _short(target: str) -> str:
-    part = target.rstrip("/").rpartition("/")[2]
-    return file_part(part.removesuffix(".json")).strip("_.") or "target"

@@ -13,9 +13,9 @@ from rooftrace.costmodels.findings.diffs import Diff
 from rooftrace.costmodels.planning import plan
 from rooftrace.costmodels.rewriting import reprice
 from rooftrace.errors import RequestError
-from rooftrace.hardware import Chip
+from rooftrace.hardware import Chip, load_chip
 from rooftrace.reporting.estimates import priced_graphs
-from rooftrace.reporting.rooflinesteps import Rooflines
+from rooftrace.reporting.rooflinesteps import SIZES, Reports, Rooflines
 from rooftrace.reporting.sections import Results
 from rooftrace.reporting.stepforms import known_form
 
@@ -23,20 +23,22 @@ if TYPE_CHECKING:
     from rooftrace.costmodels.answers.serving import ServingAnswer
     from rooftrace.costmodels.sweeping import Sweep
 
-SIZES = ("batch", "seq", "kv")
-"""Sizes that are arguments of their own; others are settings of the source."""
 
-
-def save_timeline(result: Any, path: str | Path) -> Path:
+def save_timeline(result: Any, path: str | Path, *, source: Any = None, **asked: Any) -> Path:
     """Write the predicted timeline of the steps of a result, for ui.perfetto.dev; its path.
 
     result: an Estimate, a report, a Diff (both sides), Rooflines, an Explanation, a Sweep (its best
-    line), a ServingAnswer (its answer), or estimates by title.  The file is gzip if its name ends
-    in .gz.  Raises RequestError for a result in which no step is.
+    line), a ServingAnswer (its answer), or estimates by title; or Elasticities of a `source`, with
+    the chip, the execution and the rest that was asked for.  The file is gzip if its name ends in
+    .gz.  Raises RequestError for a result in which no step is.
     """
     from rooftrace.reporting.figures import timeline
 
-    return timeline.write_steps(path, steps_of(result))
+    if source is not None:
+        steps = steps_at(source, result.phase, result.sizes, **asked)
+    else:
+        steps = steps_of(result)
+    return timeline.write_steps(path, steps)
 
 
 def steps_of(result: Any) -> dict[str, Estimate]:
@@ -61,6 +63,10 @@ def _steps(result: Any) -> Iterator[tuple[str, Estimate]]:
             for execution, on_chips in result.estimates[phase].items():
                 for chip, made in on_chips.items():
                     yield f"{phase}, {execution}, {chip}", made
+    elif isinstance(result, Reports):
+        for target, made in result.reports.items():
+            for title, each in _steps(made):
+                yield f"{target}: {title}", each
     elif isinstance(result, Diff):
         yield from result.steps.items()
     elif isinstance(result, Rooflines):
@@ -118,7 +124,8 @@ def steps_at(
     source: Any,
     phase: str,
     sizes: Mapping[str, int],
-    chip: Chip,
+    *,
+    chip: str | Chip,
     execution: Any,
     **asked: Any,
 ) -> dict[str, Estimate]:
@@ -126,7 +133,7 @@ def steps_at(
 
     A pipeline has a step for each stage.  asked: what `priced_graphs` takes.
     """
-    form = known_form(source)
+    chip, form = load_chip(chip), known_form(source)
     if form is not None:
         names = ("dtype", "weights_dtype", "kv_dtype")
         precisions = {name: asked.get(name) for name in names}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import rooftrace as rt
-from rooftrace.reporting.manyreports import names_of
+from rooftrace.reporting.rooflinesteps import names_of
 from tests.reporting.conftest import Run
 
 NET = """

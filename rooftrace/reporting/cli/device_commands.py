@@ -296,7 +296,7 @@ def validate(
     sizes that were run; or a CSV of step times as for `rooftrace calibrate`.  Its contents tell
     which.
     """
-    from rooftrace.reporting.pages import check_folder, check_formats
+    from rooftrace.reporting.pages.files import check_folder, check_formats
 
     (loaded,), (model,) = load_chips((chip,)), load_executions((execution,), tf32, knobs, rewrites)
     load_rules(rules)
@@ -324,7 +324,7 @@ def validate(
             f"--timeline {timeline}: {measured} is no trace of a step, and has several steps; "
             "validate a trace of torch.profiler"
         )
-    write_timeline(timeline, lambda: result, quiet=form != "terminal")
+    write_timeline(timeline, result, quiet=form != "terminal")
     if written and form == "terminal":
         names = ", ".join(path.name for path in written)
         say(f"\nwritten to {folder}{os.sep}: {names}")

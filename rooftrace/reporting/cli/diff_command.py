@@ -165,8 +165,7 @@ def diff(
             **asked,
             **job,
         )
-    shown = write_result(result, form, out)
-    write_timeline(timeline, lambda: result, quiet=not shown)
+    write_timeline(timeline, result, quiet=not write_result(result, form, out))
     broken = result.violations(fail_on)
     for sentence in broken:
         complain(sentence)

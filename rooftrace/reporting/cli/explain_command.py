@@ -83,4 +83,4 @@ def explain(
     shown = write_result(result, form, out)
     if shown and plot is not None:
         say(f"\nsweep drawn to {plot}")
-    write_timeline(timeline, lambda: result, quiet=not shown)
+    write_timeline(timeline, result, quiet=not shown)

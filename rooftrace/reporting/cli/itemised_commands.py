@@ -65,7 +65,7 @@ def census(
     """
     estimate = _estimate(**request)
     shown = write_result(estimate.census(align), form, out)
-    write_timeline(timeline, lambda: estimate, quiet=not shown)
+    write_timeline(timeline, estimate, quiet=not shown)
 
 
 @click.command(epilog=TARGET_HELP)
@@ -77,7 +77,7 @@ def nodes(form: str | None, out: str | None, timeline: str | None, **request: An
     """
     estimate = _estimate(**request)
     shown = write_result(estimate.by_node(), form, out)
-    write_timeline(timeline, lambda: estimate, quiet=not shown)
+    write_timeline(timeline, estimate, quiet=not shown)
 
 
 def _estimate(

@@ -41,21 +41,11 @@ def report_many(
         said = ", ".join(path.name + os.sep * path.is_dir() for path in sorted(Path(out).iterdir()))
         say(f"\nin {Path(out)}{os.sep}: {said}")
     if result.reports:
-        write_timeline(timeline, lambda: _steps(result), quiet=False)
+        write_timeline(timeline, result)
     for target, why in result.failures.items():
         complain(f"{target} failed: {why}")
     if result.failures:
         sys.exit(1)
-
-
-def _steps(result: rt.Reports) -> dict[str, rt.Estimate]:
-    from rooftrace.reporting import timelines
-
-    return {
-        f"{target}: {title}": estimate
-        for target, made in result.reports.items()
-        for title, estimate in timelines.steps_of(made).items()
-    }
 
 
 def several(targets: Sequence[str]) -> bool:

@@ -113,8 +113,7 @@ def report(
 
     Several TARGETs have a folder each inside of --out, and one table and roofline with all.
     """
-    from rooftrace._writing import write_bytes
-    from rooftrace.reporting.pages import check_folder, check_formats
+    from rooftrace.reporting.pages.files import check_folder, check_formats
     from rooftrace.tracer.sources import collector_paused
 
     how = {} if formats is None else {"formats": formats}
@@ -137,23 +136,30 @@ def report(
         return
     with progress(), collector_paused(keep=True):
         result = rt.report(targets[0], **asked)
+    if out == "-":
+        click.echo(_text(result, (formats or ("json",))[0], style), nl=False)
+        write_timeline(timeline, result, quiet=True)
+        return
+    _write(result, out, single, how, style)
+    write_timeline(timeline, result)
+
+
+def _write(result: Any, out: str | None, single: str, how: Any, style: str) -> None:
+    """A report to the screen, and to the folder or the one file of --out."""
+    from rooftrace._writing import write_bytes
+
     written: Sequence[Path] = ()
     if out is not None and single:
         write_bytes(Path(out), _text(result, single, style).encode("utf-8", "backslashreplace"))
-    elif out is not None and out != "-":
+    elif out is not None:
         with progress():
             tell("writing the report")
             written = result.write(Path(out), **how, style=style)
-    if out == "-":
-        click.echo(_text(result, (formats or ("json",))[0], style), nl=False)
-        write_timeline(timeline, lambda: result, quiet=True)
-        return
     console().print(result)
     if written:
         say(f"\nwritten to {Path(out or '.')}{os.sep}: {', '.join(_names(written))}")
     elif out is not None:
         say(f"\nwritten to {out}")
-    write_timeline(timeline, lambda: result, quiet=False)
 
 
 def _names(paths: Sequence[Path]) -> list[str]:

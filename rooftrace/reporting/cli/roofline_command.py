@@ -73,4 +73,4 @@ def roofline(
     shown = write_result(result, form, out, style=style)
     if shown and plot is not None:
         say(f"\ndrawn to {plot}")
-    write_timeline(timeline, lambda: result, quiet=not shown)
+    write_timeline(timeline, result, quiet=not shown)

@@ -22,7 +22,6 @@ from rooftrace.reporting.cli.options import (
 )
 from rooftrace.reporting.cli.output import say
 from rooftrace.reporting.cli.shared import (
-    load_chips,
     load_executions,
     load_rules,
     one_phase,
@@ -100,19 +99,9 @@ def sensitivity(
         for path, word in ((plot, "drawn"), (points, "points written")):
             if path is not None:
                 say(f"\n{word} to {path}")
-    write_timeline(timeline, lambda: _step(target, result, options), quiet=not shown)
-
-
-def _step(target: str, result: Any, options: dict[str, Any]) -> Any:
-    """The step that elasticities are of."""
-    from rooftrace.reporting import timelines
-
-    told = ("over", "grid", "log", "chip", "execution", "phase", "plot", "response")
+    told = ("over", "grid", "log", "phase", "plot", "response")
     asked = {name: value for name, value in options.items() if name not in told}
-    chip = load_chips((options["chip"],))[0]
-    return timelines.steps_at(
-        target, result.phase, result.sizes, chip, options["execution"], **asked
-    )
+    write_timeline(timeline, result, quiet=not shown, source=target, **asked)
 
 
 def _options(asked: dict[str, Any]) -> dict[str, Any]:

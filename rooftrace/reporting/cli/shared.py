@@ -189,15 +189,15 @@ def write_result(
     return form == "terminal" and out in (None, "-")
 
 
-def write_timeline(path: str | None, steps: Callable[[], Any], quiet: bool) -> None:
-    """The timeline of a result, or of estimates by title, where --timeline names a file.
+def write_timeline(path: str | None, result: Any, quiet: bool = False, **how: Any) -> None:
+    """The timeline of a result, where --timeline names a file.
 
-    quiet: stdout holds a document, in which nothing else may stand.
+    quiet: stdout holds a document, in which nothing else may stand.  how: of `rt.save_timeline`.
     """
     if path is None:
         return
     with progress():
-        rt.save_timeline(steps(), path)
+        rt.save_timeline(result, path, **how)
     if not quiet:
         say(f"\ntimeline written to {path}; open it in ui.perfetto.dev")
 

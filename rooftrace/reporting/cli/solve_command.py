@@ -132,7 +132,7 @@ def solve(
     shown = write_result(result, form, out)
     if shown and plot is not None:
         say(f"\ndrawn to {plot}")
-    write_timeline(timeline, lambda: result, quiet=not shown)
+    write_timeline(timeline, result, quiet=not shown)
     if getattr(result, "rows", True) == ():
         raise click.exceptions.Exit(1)
 

@@ -130,7 +130,7 @@ def _one(target: str, asked: dict[str, Any], form: str, plot: str | None) -> Non
         for path, word in ((out, "written"), (saved, "form written"), (plot, "drawn")):
             if path is not None:
                 say(f"\n{word} to {path}")
-    write_timeline(timeline, lambda: result, quiet=form != "terminal")
+    write_timeline(timeline, result, quiet=form != "terminal")
 
 
 def _say(result: Any, form: str) -> None:

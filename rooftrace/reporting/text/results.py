@@ -103,7 +103,6 @@ _REGISTERING = {
     "rooftrace.costmodels.sweeping": "sweeps",
     "rooftrace.reporting.fleetsweeps": "fleets",
     "rooftrace.reporting.rooflinesteps": "rooflines",
-    "rooftrace.reporting.manyreports": "manyreports",
     "rooftrace.costmodels.explaining": "explanations",
     "rooftrace.costmodels.elasticity": "sensitivities",
     "rooftrace.costmodels.exploring": "explorations",

@@ -6,7 +6,6 @@ Which sizes may change is in the file: a dimension is fixed, or it has a name an
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,30 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from rooftrace.errors import RequestError, TargetError, hint
+from rooftrace.tracer.programs.dimensions import Dimensions, ProgramInput
 from rooftrace.tracer.programs.unflattened import program_module
 
 if TYPE_CHECKING:
     from rooftrace.tracer.asking import Request
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """An input of a program.  sizes: a number where the dimension is fixed, else its name."""
-
-    name: str
-    sizes: tuple[int | str, ...]
-    dtype: torch.dtype
-
-    def __str__(self) -> str:
-        return f"{self.name}[{', '.join(map(str, self.sizes))}]"
-
-
-@dataclass(frozen=True, slots=True)
-class Dimensions:
-    """The dimensions of a program's inputs that may change: sizes as exported, and ranges."""
-
-    usual: Mapping[str, int | None]  # None: nothing says
-    ranges: Mapping[str, tuple[int, int]]
 
 
 def load_program(
@@ -77,10 +57,10 @@ def load_program(
     return program_module(program), tuple(args), dict(kwargs)
 
 
-def _entries(program: Any) -> tuple[list[Entry], list[tuple[Any] | None], Dimensions]:
+def _entries(program: Any) -> tuple[list[ProgramInput], list[tuple[Any] | None], Dimensions]:
     """The tensors among a program's inputs; for each input None, or the value of a constant."""
     nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
-    entries: list[Entry] = []
+    entries: list[ProgramInput] = []
     others: list[tuple[Any] | None] = []
     usual: dict[str, int | None] = {}
     for spec in program.graph_signature.input_specs:
@@ -97,7 +77,7 @@ def _entries(program: Any) -> tuple[list[Entry], list[tuple[Any] | None], Dimens
             sizes.append(named)
             if isinstance(named, str):
                 usual[named] = _hint_of(size)
-        entries.append(Entry(spec.arg.name, tuple(sizes), value.dtype))
+        entries.append(ProgramInput(spec.arg.name, tuple(sizes), value.dtype))
     ranges = {}
     for symbol, span in program.range_constraints.items():
         top = int(span.upper) if span.upper.is_Integer else 1 << 62
@@ -111,7 +91,7 @@ def _hint_of(size: Any) -> int | None:
 
 
 def tensors_of(
-    target: str, entries: Sequence[Entry], dimensions: Dimensions, request: Request
+    target: str, entries: Sequence[ProgramInput], dimensions: Dimensions, request: Request
 ) -> list[Tensor]:
     """The inputs on meta at the sizes of a request.  Raises RequestError."""
     from rooftrace.tracer.inputs import arguments
@@ -149,7 +129,7 @@ def tensors_of(
 
 
 def _described(
-    target: str, entries: Sequence[Entry], texts: Mapping[str, str]
+    target: str, entries: Sequence[ProgramInput], texts: Mapping[str, str]
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Shapes and dtypes of --input.  Raises RequestError for a name or a text that is none."""
     from rooftrace.tracer.inputs import arguments
@@ -162,7 +142,7 @@ def _described(
     return {n: (tuple(t.shape), t.dtype) for n, t in arguments.parsed_inputs(texts).items()}
 
 
-def _take(target: str, entry: Entry, shape: Sequence[int], chosen: dict[str, int]) -> None:
+def _take(target: str, entry: ProgramInput, shape: Sequence[int], chosen: dict[str, int]) -> None:
     """The sizes of dimensions that a shape sets."""
     fits = len(shape) == len(entry.sizes) and all(
         size == wanted if isinstance(size, int) else chosen.setdefault(size, wanted) == wanted
@@ -177,7 +157,7 @@ def _take(target: str, entry: Entry, shape: Sequence[int], chosen: dict[str, int
 
 def _resize(
     target: str,
-    entries: Sequence[Entry],
+    entries: Sequence[ProgramInput],
     option: str,
     place: int,
     size: int,

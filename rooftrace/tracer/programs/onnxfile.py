@@ -19,8 +19,8 @@ from torch import nn
 
 from rooftrace._reading import FileKind
 from rooftrace.errors import TargetError
-from rooftrace.tracer.programs.loading import Dimensions, Entry
-from rooftrace.tracer.programs.onnxmodule import Initializer, OnnxModule, Step, known_ops
+from rooftrace.tracer.programs.dimensions import Dimensions, ProgramInput
+from rooftrace.tracer.programs.onnxmodule import Initializer, OnnxModule, OnnxStep, known_ops
 
 KIND = FileKind("ONNX model", TargetError)
 _MOST_BYTES = 1 << 31
@@ -37,7 +37,7 @@ _DTYPES: Mapping[str, torch.dtype] = {
 }  # fmt: skip
 
 
-def read_onnx(path: Path) -> tuple[nn.Module, list[Entry], Dimensions]:
+def read_onnx(path: Path) -> tuple[nn.Module, list[ProgramInput], Dimensions]:
     """The module of an ONNX file, its inputs, and which of their dimensions may change.
 
     Raises OSError, and TargetError where `onnx` is not installed, for another or a damaged file,
@@ -82,17 +82,17 @@ def _check(model: Any, where: str) -> None:
         raise KIND.refused(where, f"ops that are not read: {named}; export it as .pt2 instead")
 
 
-def _module(model: Any, where: str) -> tuple[nn.Module, list[Entry], Dimensions]:
+def _module(model: Any, where: str) -> tuple[nn.Module, list[ProgramInput], Dimensions]:
     graph = model.graph
     held = {tensor.name: _initializer(tensor, where) for tensor in graph.initializer}
     usual: dict[str, int | None] = {}
     entries = [_entry(value, usual, where) for value in graph.input if value.name not in held]
     steps = tuple(
-        Step(
+        OnnxStep(
             op=node.op_type,
             inputs=tuple(node.input),
             outputs=tuple(node.output),
-            attributes={one.name: _attribute(one, where) for one in node.attribute},
+            attributes={item.name: _attribute(item, where) for item in node.attribute},
         )
         for node in graph.node
     )
@@ -137,7 +137,7 @@ def _values(tensor: Any, where: str) -> numpy.ndarray[Any, Any] | None:
     return array if array.dtype.kind in "fiub" else array.astype(numpy.float32)
 
 
-def _entry(value: Any, usual: dict[str, int | None], where: str) -> Entry:
+def _entry(value: Any, usual: dict[str, int | None], where: str) -> ProgramInput:
     kind = value.type.tensor_type
     if value.type.WhichOneof("value") != "tensor_type":
         raise KIND.refused(where, f"the input {value.name!r:.80} is no tensor")
@@ -149,7 +149,7 @@ def _entry(value: Any, usual: dict[str, int | None], where: str) -> Entry:
             name = size.dim_param or f"{value.name}_{place}"
             usual[name] = None
             sizes.append(name)
-    return Entry(value.name, tuple(sizes), _dtype(kind.elem_type, where))
+    return ProgramInput(value.name, tuple(sizes), _dtype(kind.elem_type, where))
 
 
 def _attribute(attribute: Any, where: str) -> Any:

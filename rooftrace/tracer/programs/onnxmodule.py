@@ -27,7 +27,7 @@ class Initializer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class OnnxStep:
     """A node of the graph; names of values, "" for an input that is left out."""
 
     op: str
@@ -46,7 +46,7 @@ class OnnxModule(nn.Module):
 
     def __init__(
         self,
-        steps: Sequence[Step],
+        steps: Sequence[OnnxStep],
         held: Mapping[str, Initializer],
         inputs: Sequence[str],
         outputs: Sequence[str],
@@ -75,7 +75,7 @@ class OnnxModule(nn.Module):
             self.register_buffer(name, made)
         return name
 
-    def _constant(self, step: Step) -> None:
+    def _constant(self, step: OnnxStep) -> None:
         (value,) = step.attributes.values()
         if isinstance(value, Initializer):
             if value.values is None:
@@ -102,7 +102,7 @@ class OnnxModule(nn.Module):
         results = tuple(values[name] for name in self.outputs)
         return results[0] if len(results) == 1 else results
 
-    def _run(self, step: Step, inputs: list[Any]) -> Any:
+    def _run(self, step: OnnxStep, inputs: list[Any]) -> Any:
         attributes = {"outputs": len(step.outputs), "opset": self.opset, **step.attributes}
         tensors = any(isinstance(item, Tensor) for item in inputs)
         if step.op in onnxnumbers.OPS and (not tensors or step.op in ("Shape", "Size")):

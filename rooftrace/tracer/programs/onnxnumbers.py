@@ -13,8 +13,8 @@ _MOST = 1 << 16
 Attributes = Mapping[str, Any]
 
 
-def _axes(attributes: Attributes, given: Any) -> tuple[int, ...]:
-    axes = attributes.get("axes") if given is None else given
+def _axes(attributes: Attributes, said: Any) -> tuple[int, ...]:
+    axes = attributes.get("axes") if said is None else said
     return () if axes is None else tuple(int(axis) for axis in numpy.atleast_1d(axes))
 
 
@@ -42,8 +42,8 @@ def slices(
     attributes: Attributes, rank: int, starts: Any, ends: Any, axes: Any, steps: Any
 ) -> tuple[slice, ...]:
     """The parts that a Slice takes of each dimension."""
-    starts = numpy.atleast_1d(attributes.get("starts") if starts is None else starts)
-    ends = numpy.atleast_1d(attributes.get("ends") if ends is None else ends)
+    starts = numpy.atleast_1d(attributes["starts"] if starts is None else starts)
+    ends = numpy.atleast_1d(attributes["ends"] if ends is None else ends)
     places = _axes(attributes, axes) or range(len(starts))
     strides = [1] * len(starts) if steps is None else [int(step) for step in steps]
     cut = [slice(None)] * rank

@@ -24,14 +24,19 @@ def tensor(item: Any, beside: Tensor | None = None) -> Any:
     return torch.tensor(item.tolist(), dtype=getattr(torch, str(item.dtype)))
 
 
+def _tensor(item: Any) -> Tensor:
+    made: Tensor = torch.as_tensor(tensor(item))
+    return made
+
+
 def _numbers(item: Any) -> list[int]:
     if isinstance(item, Tensor):
         return [int(number) for number in item.tolist()]
     return [int(number) for number in numpy.atleast_1d(item)]
 
 
-def _axes(attributes: Attributes, given: Any) -> list[int]:
-    axes = attributes.get("axes") if given is None else given
+def _axes(attributes: Attributes, said: Any) -> list[int]:
+    axes = attributes.get("axes") if said is None else said
     return [] if axes is None else _numbers(axes)
 
 
@@ -91,8 +96,8 @@ def _padded(attributes: Attributes, item: Tensor, value: float = 0.0) -> tuple[T
 def _conv(attributes: Attributes, item: Tensor, weight: Tensor, bias: Any = None) -> Tensor:
     rank = item.dim() - 2
     weight, bias = tensor(weight), tensor(bias)
-    given = {"kernel_shape": list(weight.shape[2:]), **attributes}
-    item, padding = _padded(given, item)
+    said = {"kernel_shape": list(weight.shape[2:]), **attributes}
+    item, padding = _padded(said, item)
     function = (functional.conv1d, functional.conv2d, functional.conv3d)[rank - 1]
     return function(
         item, weight, bias, attributes.get("strides") or [1] * rank, padding,
@@ -126,14 +131,15 @@ def _batch_norm(
         part if isinstance(part, Tensor) else tensor(part)
         for part in (mean, variance, scale, shift)
     ]
-    return functional.batch_norm(item, *parts, False, 0.0, attributes.get("epsilon", 1e-5))
+    epsilon = attributes.get("epsilon", 1e-5)
+    return functional.batch_norm(item, parts[0], parts[1], parts[2], parts[3], False, 0.0, epsilon)
 
 
 def _layer_norm(attributes: Attributes, item: Tensor, scale: Any, shift: Any = None) -> Tensor:
     axis = attributes.get("axis", -1)
     shape = list(item.shape[axis:])
-    parts = [None if part is None else tensor(part) for part in (scale, shift)]
-    return functional.layer_norm(item, shape, *parts, attributes.get("epsilon", 1e-5))
+    weight, bias = (None if part is None else tensor(part) for part in (scale, shift))
+    return functional.layer_norm(item, shape, weight, bias, attributes.get("epsilon", 1e-5))
 
 
 def _rms_norm(attributes: Attributes, item: Tensor, scale: Any) -> Tensor:
@@ -190,7 +196,7 @@ def _softmax(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 def _reshape(attributes: Attributes, item: Any, shape: Any = None) -> Tensor:
     sizes = _numbers(attributes["shape"] if shape is None else shape)
-    item = torch.as_tensor(tensor(item))
+    item = _tensor(item)
     kept = not attributes.get("allowzero")
     return item.reshape([item.shape[i] if n == 0 and kept else n for i, n in enumerate(sizes)])
 
@@ -202,10 +208,10 @@ def _flatten(attributes: Attributes, item: Tensor) -> Tensor:
 
 def _split(attributes: Attributes, item: Tensor, sizes: Any = None) -> Sequence[Tensor]:
     axis = attributes.get("axis", 0)
-    given = attributes.get("split") if sizes is None else _numbers(sizes)
-    if given is None:
-        given = -(-item.shape[axis] // attributes["outputs"])
-    return torch.split(item, given, axis)
+    said = attributes.get("split") if sizes is None else _numbers(sizes)
+    if said is None:
+        said = -(-item.shape[axis] // attributes["outputs"])
+    return torch.split(item, said, axis)
 
 
 def _slice(
@@ -220,7 +226,7 @@ def _slice(
 
 def _gather(attributes: Attributes, item: Any, index: Any) -> Tensor:
     axis = attributes.get("axis", 0)
-    item = torch.as_tensor(tensor(item))
+    item = _tensor(item)
     if not isinstance(index, Tensor):
         whole = numpy.asarray(index)
         if whole.ndim == 0:
@@ -246,8 +252,8 @@ def _unsqueeze(attributes: Attributes, item: Tensor, axes: Any = None) -> Tensor
 
 
 def _expand(attributes: Attributes, item: Any, shape: Any) -> Tensor:
-    item = torch.as_tensor(tensor(item))
-    return item.expand(torch.broadcast_shapes(tuple(item.shape), tuple(_numbers(shape))))
+    item = _tensor(item)
+    return item.expand(numpy.broadcast_shapes(tuple(item.shape), tuple(_numbers(shape))))
 
 
 def _filled(attributes: Attributes, shape: Any) -> Tensor:
@@ -278,7 +284,7 @@ def _cast(attributes: Attributes, item: Tensor) -> Tensor:
 
 
 def _where(attributes: Attributes, condition: Any, a: Any, b: Any) -> Tensor:
-    condition = torch.as_tensor(tensor(condition))
+    condition = _tensor(condition)
     first = next((item for item in (a, b) if isinstance(item, Tensor)), None)
     return torch.where(condition, tensor(a, first), tensor(b, first))
 
@@ -354,7 +360,7 @@ OPS: Mapping[str, Callable[..., Any]] = {
     "Transpose": lambda a, x: x.permute(a.get("perm") or tuple(reversed(range(x.dim())))),
     "Squeeze": _squeeze,
     "Unsqueeze": _unsqueeze,
-    "Concat": lambda a, *items: torch.cat([torch.as_tensor(tensor(i)) for i in items], a["axis"]),
+    "Concat": lambda a, *items: torch.cat([_tensor(i) for i in items], a["axis"]),
     "Split": _split,
     "Slice": _slice,
     "Gather": _gather,

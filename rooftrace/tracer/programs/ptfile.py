@@ -217,22 +217,22 @@ def _stored(
     archive: zipfile.ZipFile, entries: Mapping[str, zipfile.ZipInfo], where: str
 ) -> dict[str, str]:
     """Entries that hold the bytes of tensors, by the names of the tensors; no pickles."""
-    found: dict[str, str] = {}
+    payloads: dict[str, str] = {}
     for folder in ("weights", "constants"):
         for name in entries:
             if re.fullmatch(rf"data/{folder}/[^/]*_config\.json", name):
                 config = json_of(_text(archive, entries, name, where), where, KIND)
                 for key, payload in config["config"].items():
                     if not payload["use_pickle"]:
-                        found[key] = f"data/{folder}/{payload['path_name']}"
-    return found
+                        payloads[key] = f"data/{folder}/{payload['path_name']}"
+    return payloads
 
 
 def _tensor(meta: Mapping[str, Any]) -> Tensor:
     """A tensor on meta of the sizes and strides that a graph has for one."""
     from torch._export.serde.serialize import _SERIALIZE_TO_TORCH_DTYPE as DTYPES
 
-    sizes, strides = ([_size(one) for one in meta[key]] for key in ("sizes", "strides"))
+    sizes, strides = ([_size(size) for size in meta[key]] for key in ("sizes", "strides"))
     return torch.empty_strided(sizes, strides, dtype=DTYPES[meta["dtype"]], device="meta")
 
 
