@@ -64,8 +64,8 @@ def _steps(result: Any) -> Iterator[tuple[str, Estimate]]:
                 for chip, made in on_chips.items():
                     yield f"{phase}, {execution}, {chip}", made
     elif isinstance(result, Reports):
-        for target, made in result.reports.items():
-            for title, each in _steps(made):
+        for target, told in result.reports.items():
+            for title, each in _steps(told):
                 yield f"{target}: {title}", each
     elif isinstance(result, Diff):
         yield from result.steps.items()
@@ -76,8 +76,8 @@ def _steps(result: Any) -> Iterator[tuple[str, Estimate]]:
         yield from _best_line(result)
     elif kind == "ServingAnswer":
         yield from _answer(result)
-    elif isinstance(made := getattr(result, "estimate", None), Estimate):
-        yield made.phase, made
+    elif isinstance(only := getattr(result, "estimate", None), Estimate):
+        yield only.phase, only
 
 
 def _best_line(sweep: Sweep) -> Iterator[tuple[str, Estimate]]:

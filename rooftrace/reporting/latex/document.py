@@ -153,8 +153,9 @@ def _code_line(line: str) -> str:
 
 def _lead(part: Part) -> str:
     """What a short note says of the table that it announces: ", on l4" of "On l4:"."""
-    short = isinstance(part, Note) and part.on != "screen" and len(part.text) <= _LEADS
-    return f", {_lowered(part.text[:-1])}" if short and part.text.endswith(":") else ""
+    if not isinstance(part, Note) or part.on == "screen" or len(part.text) > _LEADS:
+        return ""
+    return f", {_lowered(part.text[:-1])}" if part.text.endswith(":") else ""
 
 
 def _lowered(text: str) -> str:

@@ -178,7 +178,7 @@ def _script(letter: str) -> str:
 
 
 def _accented(letter: str) -> str:
-    base, *marks = unicodedata.normalize("NFD", letter)
+    base, *marks = list(unicodedata.normalize("NFD", letter))
     if len(marks) != 1 or not (base.isascii() and base.isalpha()) or marks[0] not in _ACCENTS:
         return ""
     over = marks[0] != "\u0327" and base in "ij"

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -54,7 +54,7 @@ def shown(result: Any, form: str, **how: Any) -> Any:
     "latex tables" are its tables alone, by the names of their files.
     how: further arguments of the function that makes it.
     """
-    outputs = {
+    outputs: dict[str, Callable[..., Any]] = {
         "text": as_text,
         "rich": renderable,
         "html": as_html,

@@ -73,10 +73,12 @@ def _entries(program: Any) -> tuple[list[ProgramInput], list[tuple[Any] | None],
         others.append(None)
         sizes: list[int | str] = []
         for size in value.shape:
-            named = str(size.node.expr) if isinstance(size, torch.SymInt) else int(size)
-            sizes.append(named)
-            if isinstance(named, str):
-                usual[named] = _hint_of(size)
+            symbolic: Any = size  # an int for the type checker, a SymInt where it may change
+            if type(symbolic) is int:
+                sizes.append(symbolic)
+                continue
+            sizes.append(name := str(symbolic.node.expr))
+            usual[name] = _hint_of(symbolic)
         entries.append(ProgramInput(spec.arg.name, tuple(sizes), value.dtype))
     ranges = {}
     for symbol, span in program.range_constraints.items():

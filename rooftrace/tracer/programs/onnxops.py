@@ -196,9 +196,9 @@ def _softmax(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 def _reshape(attributes: Attributes, item: Any, shape: Any = None) -> Tensor:
     sizes = _numbers(attributes["shape"] if shape is None else shape)
-    item = _tensor(item)
+    made = _tensor(item)
     kept = not attributes.get("allowzero")
-    return item.reshape([item.shape[i] if n == 0 and kept else n for i, n in enumerate(sizes)])
+    return made.reshape([made.shape[i] if n == 0 and kept else n for i, n in enumerate(sizes)])
 
 
 def _flatten(attributes: Attributes, item: Tensor) -> Tensor:
@@ -226,16 +226,16 @@ def _slice(
 
 def _gather(attributes: Attributes, item: Any, index: Any) -> Tensor:
     axis = attributes.get("axis", 0)
-    item = _tensor(item)
+    made = _tensor(item)
     if not isinstance(index, Tensor):
         whole = numpy.asarray(index)
         if whole.ndim == 0:
-            return item.select(axis, int(whole))
+            return made.select(axis, int(whole))
         index = tensor(whole)
-    if axis == 0 and item.dim() == 2 and item.is_floating_point():
-        return functional.embedding(index, item)
-    shape = (*item.shape[:axis], *index.shape, *item.shape[axis + 1 :])
-    return item.index_select(axis, index.reshape(-1)).reshape(shape)
+    if axis == 0 and made.dim() == 2 and made.is_floating_point():
+        return functional.embedding(index, made)
+    shape = (*made.shape[:axis], *index.shape, *made.shape[axis + 1 :])
+    return made.index_select(axis, index.reshape(-1)).reshape(shape)
 
 
 def _squeeze(attributes: Attributes, item: Tensor, axes: Any = None) -> Tensor:
@@ -252,8 +252,8 @@ def _unsqueeze(attributes: Attributes, item: Tensor, axes: Any = None) -> Tensor
 
 
 def _expand(attributes: Attributes, item: Any, shape: Any) -> Tensor:
-    item = _tensor(item)
-    return item.expand(numpy.broadcast_shapes(tuple(item.shape), tuple(_numbers(shape))))
+    made = _tensor(item)
+    return made.expand(numpy.broadcast_shapes(tuple(made.shape), tuple(_numbers(shape))))
 
 
 def _filled(attributes: Attributes, shape: Any) -> Tensor:
@@ -284,9 +284,8 @@ def _cast(attributes: Attributes, item: Tensor) -> Tensor:
 
 
 def _where(attributes: Attributes, condition: Any, a: Any, b: Any) -> Tensor:
-    condition = _tensor(condition)
     first = next((item for item in (a, b) if isinstance(item, Tensor)), None)
-    return torch.where(condition, tensor(a, first), tensor(b, first))
+    return torch.where(_tensor(condition), tensor(a, first), tensor(b, first))
 
 
 def _clip(attributes: Attributes, item: Tensor, low: Any = None, high: Any = None) -> Tensor:
