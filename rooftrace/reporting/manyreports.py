@@ -40,8 +40,9 @@ def write_comparison(
             paths.append(out / f"{FIGURE}.{ending}")
             folder.draw_roofline(result.roofline, paths[-1], style)
     names = [path.name for path in paths]
+    pictures = {path.name: path.read_bytes() for path in paths if path.suffix == ".png"}
     texts: dict[str, Callable[[], str]] = {
-        "html": lambda: str(shown(result, "webpage")),
+        "html": lambda: str(shown(result, "webpage", pictures=pictures)),
         "md": lambda: as_markdown(result, names),
         "tex": lambda: str(shown(result, "latex", files=names, style=style)),
         "json": lambda: to_json(result.to_dict(), indent=1).decode() + "\n",

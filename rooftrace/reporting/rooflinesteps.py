@@ -236,9 +236,9 @@ class Reports(Shown):
             for phase in made.phases:
                 for estimate in made.estimates[phase][made.main].values():
                     told = estimate.graph.workload
-                    sizes = {name: int(told[name]) for name in SIZES if told.get(name)}
-                    if phase != "decode":
-                        sizes.pop("kv", None)
+                    other = "seq" if phase == "decode" else "kv"
+                    known = [name for name in SIZES if name != other and told.get(name)]
+                    sizes = {name: int(told[name]) for name in known}
                     yield RooflineRow(names[target], sizes, estimate)
 
     def to_rows(self) -> list[dict[str, Any]]:

@@ -49,6 +49,7 @@ def test_each_has_its_folder_and_all_have_one_table(here: Path, run: Run) -> Non
         assert float(row["t_est"]) == pytest.approx(there.t_est)
         assert int(row["batch"]) == 8
     assert "![all steps on one roofline](roofline.png)" in (here / "out/comparison.md").read_text()
+    assert "data:image/png;base64," in (here / "out/comparison.html").read_text()
 
 
 def test_one_that_fails_leaves_the_others_and_is_named(here: Path, run: Run) -> None:
@@ -67,6 +68,7 @@ def test_one_that_fails_leaves_the_others_and_is_named(here: Path, run: Run) -> 
     assert list(told["failures"]) == ["net.py:broken", "net.py:missing"]
     assert len(told["steps"]) == 2
     page = (here / "out/comparison.html").read_text()
+    assert "data:image/png" not in page  # no PNG was asked for
     assert "no such" in page and "<b>layer" not in page
 
 

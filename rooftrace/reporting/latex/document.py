@@ -80,7 +80,7 @@ class _Writer:
             if kind and kind != listing:
                 yield rf"\begin{{{kind}}}"
             listing = kind
-            yield from self._part(part, level, f"{named or 'Totals'}{lead}")
+            yield from self._part(part, level, f"{named}{lead}".strip(", "))
             lead = _lead(part)
         if listing:
             yield rf"\end{{{listing}}}"

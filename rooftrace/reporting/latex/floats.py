@@ -74,7 +74,7 @@ class Floats:
 
     def _float(self, columns: Sequence[Set], rows: range, caption: str, part: str) -> Float:
         name = self._name(caption)
-        about = ", ".join(filter(None, (caption, self.of)))
+        about = ", ".join(filter(None, (caption, self.of))) or "Totals"
         kind = self.sheet.float
         lines = [
             rf"\begin{{{kind}}}[htbp]",

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -70,13 +70,18 @@ def as_markdown(result: Any, files: Collection[str] = ()) -> str:
     return as_page(_view(result, "page"), files)
 
 
-def as_webpage(result: Any) -> str:
-    """A result as one file of HTML that needs no network; of a report, what can be explored too."""
+def as_webpage(result: Any, pictures: Mapping[str, bytes] | None = None) -> str:
+    """A result as one file of HTML that needs no network; of a report, what can be explored too.
+
+    pictures: PNGs by the names of the images that show them.
+    """
     from rooftrace.reporting.hypertext import report_page, result_page
     from rooftrace.reporting.sections import Results
 
     return (
-        report_page(result) if isinstance(result, Results) else result_page(_view(result, "page"))
+        report_page(result)
+        if isinstance(result, Results)
+        else result_page(_view(result, "page"), pictures)
     )
 
 
