@@ -38,7 +38,8 @@ def as_latex(view: View, figures: Collection[str] = (), style: str = "screen") -
     for section in view.sections:
         lines += writer.section(section, 0, "")
     body = "\n".join(lines)
-    return f"{PREAMBLE}{body}\n\\end{{document}}\n"
+    preamble = PREAMBLE.replace("1in", ".65in") if style == "paper" else PREAMBLE
+    return f"{preamble}{body}\n\\end{{document}}\n"
 
 
 def table_files(view: View, style: str = "screen") -> dict[str, str]:
