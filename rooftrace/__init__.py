@@ -38,11 +38,11 @@ def __dir__() -> list[str]:
     return [*_names(), "__version__"]
 
 
-def _render(result: Any, form: str) -> Any:
+def _render(result: Any, form: str, **how: Any) -> Any:
     """What print(result) shows ("text"), rich ("rich"), a notebook ("html"); made by reporting."""
     from rooftrace.reporting.text import shown
 
-    return shown(result, form)
+    return shown(result, form, **how)
 
 
 def _headroom(estimate: Estimate) -> Headroom:
@@ -54,6 +54,6 @@ def _headroom(estimate: Estimate) -> Headroom:
 
 def _write(result: Any, out: Path, figures: Sequence[str]) -> list[Path]:
     """Write the files of a validation into a folder; only reporting knows how."""
-    from rooftrace.reporting.pages import write_validation
+    from rooftrace.reporting.pages.files import write_validation
 
     return write_validation(result, out, figures)

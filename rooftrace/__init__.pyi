@@ -114,6 +114,9 @@ from rooftrace.reporting.habits import (
 from rooftrace.reporting.inventories import (
     inventory as inventory,
 )
+from rooftrace.reporting.manyreports import (
+    reports as reports,
+)
 from rooftrace.reporting.measurements import (
     calibrate as calibrate,
     validate as validate,
@@ -152,6 +155,9 @@ from rooftrace.reporting.stepforms import (
 from rooftrace.reporting.sweeps import (
     plot_sweep as plot_sweep,
     sweep as sweep,
+)
+from rooftrace.reporting.timelines import (
+    save_timeline as save_timeline,
 )
 from rooftrace.reporting.view import (
     units as units,

@@ -46,8 +46,16 @@ class Shown:
     def _repr_html_(self) -> str:
         return str(_render(self, "html"))
 
+    def to_latex(self, *, style: str = "screen") -> str:
+        """The result as a LaTeX document, each table a float with a caption and a label.
 
-def _render(result: Any, form: str) -> Any:
+        style: "screen" is the width of a page (6.5 in), "paper" both columns of a paper, and
+        "paper-column" one of them; RequestError for another one.
+        """
+        return str(_render(self, "latex", style=style))
+
+
+def _render(result: Any, form: str, **how: Any) -> Any:
     from rooftrace import _render as render  # reporting imports the layers that use this file
 
-    return render(result, form)
+    return render(result, form, **how)

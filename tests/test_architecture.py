@@ -52,6 +52,7 @@ LIBRARIES = {
     },
     "transformers": {"tracer", "measured.callbacks", "measured.suite"},
     "fvcore": {"tracer"},
+    "onnx": {"tracer"},
     "rich": {"reporting"},
     "click": {"reporting"},
     "matplotlib": {"reporting"},
@@ -74,6 +75,7 @@ PROJECTS = {"PIL": "pillow"}
 SLOW_TO_LOAD = {
     "transformers",
     "fvcore",
+    "onnx",
     "matplotlib",
     "pandas",
     "scipy",

@@ -14,6 +14,7 @@ PAGE = ROOT / "docs" / "errors.md"
 CAUGHT_INSIDE = {
     "CannotCountError": "a counter cannot count such a thing: its count says so",
     "CaseTimeoutError": "a case of the suite took too long: its row says so",
+    "ExpressionError": "a size in a file is no arithmetic: the file is refused",
     "NotAlikeError": "a shortened trace does not hold: everything is run",
     "UnlikeLayersError": "layers that were repeated may differ: each is run",
     "NotOfferedError": "an operation that this device has not: its row says so",

@@ -118,7 +118,12 @@ def _difference(
     sources = compare_sources(before.files, after.files)
     first, second = ((ran.at, ran.origin, ran.reads) for ran in (before, after))
     origins = origins_of(first, second, result, told)
-    return replace(result, sources=sources, origins=origins)
+    steps = {
+        f"{side}: {name}, {phase}": estimate
+        for side, name, ran in zip(("before", "after"), result.names, (before, after), strict=True)
+        for phase, estimate in ran.estimates.items()
+    }
+    return replace(result, sources=sources, origins=origins, steps=steps)
 
 
 def _names(before: Ran, after: Ran) -> tuple[str, str]:

@@ -20,7 +20,8 @@ from rooftrace.hardware import Chip, load_chip
 from rooftrace.hardware.systems import System
 from rooftrace.reporting.alternatives import each_chip, each_execution, each_joined
 from rooftrace.reporting.estimates import CHIP, Source, priced
-from rooftrace.reporting.pages import Report, build_report, check_folder, conditions
+from rooftrace.reporting.pages import Report, build_report, conditions
+from rooftrace.reporting.pages.files import check_folder
 from rooftrace.tracer.asking import Job, Options, Request
 from rooftrace.tracer.graph import OpGraph
 from rooftrace.tracer.sources import at_batches

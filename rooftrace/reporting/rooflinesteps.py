@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from rooftrace._escapes import file_part
 from rooftrace._shown import Shown, short, some
 from rooftrace.costmodels.estimating import Estimate
 from rooftrace.costmodels.timing import queue
@@ -16,6 +17,8 @@ from rooftrace.reporting.view import words
 
 if TYPE_CHECKING:
     import pandas
+
+    from rooftrace.reporting.sections import Results
 
 SIZES = ("batch", "seq", "kv")
 
@@ -156,11 +159,9 @@ class Rooflines(Shown):
         parts = [
             ", ".join(sorted({_dtype(row.estimate) for row in self.rows} - {""})),
             *(
-                words.workload_words(phase, row.estimate.graph.workload)
-                if len(self.phases) == 1
-                else f"{phase} {words.workload_words(phase, row.estimate.graph.workload)}"
+                told if len(self.phases) == 1 else f"{phase} {told}"
                 for phase in self.phases
-                for row in [next(r for r in self.rows if r.phase == phase)]
+                for told in self._workloads(phase)
                 if not self.over
             ),
             "" if not self.over else ", ".join(self.phases),
@@ -170,6 +171,16 @@ class Rooflines(Shown):
             ", ".join(self.chips),
         ]
         return "; ".join(filter(None, parts))
+
+    def _workloads(self, phase: str) -> Iterator[str]:
+        """What the steps of a phase run, where they all run the same."""
+        told = {
+            words.workload_words(phase, row.estimate.graph.workload)
+            for row in self.rows
+            if row.phase == phase
+        }
+        if len(told) == 1:
+            yield from told
 
     def to_rows(self) -> list[dict[str, Any]]:
         """A row for each step, as a CSV file takes them."""
@@ -189,3 +200,76 @@ class Rooflines(Shown):
 def _dtype(estimate: Estimate) -> str:
     graph = estimate.graph
     return str(graph.workload.get("dtype") or graph.model.get("dtype") or "")
+
+
+# -- several reports ---
+
+FIGURE = "roofline"
+PAGE = "comparison"
+"""Names of the files that stand beside the folders of several reports."""
+
+
+@dataclass(frozen=True, repr=False)
+class Reports(Shown):
+    """Reports by target, in the order they were asked for; failures: why others have none.
+
+    `roofline` has their steps, of the main execution of each report, on one roofline; print()
+    shows that table, and the failures below it.
+    """
+
+    reports: Mapping[str, Results]
+    failures: Mapping[str, str]
+
+    def __repr__(self) -> str:
+        failed = f"; {len(self.failures)} failed" if self.failures else ""
+        return short(self, f"{some(self.reports)}{failed}")
+
+    @property
+    def roofline(self) -> Rooflines | None:
+        """The steps of all reports beside each other; None where none is there."""
+        rows = tuple(self._rows())
+        return Rooflines(rows) if rows else None
+
+    def _rows(self) -> Iterator[RooflineRow]:
+        names = names_of(list(self.reports))
+        for target, made in self.reports.items():
+            for phase in made.phases:
+                for estimate in made.estimates[phase][made.main].values():
+                    told = estimate.graph.workload
+                    other = "seq" if phase == "decode" else "kv"
+                    known = [name for name in SIZES if name != other and told.get(name)]
+                    sizes = {name: int(told[name]) for name in known}
+                    yield RooflineRow(names[target], sizes, estimate)
+
+    def to_rows(self) -> list[dict[str, Any]]:
+        """A row for each step, as a CSV file takes them."""
+        return self.roofline.to_rows() if self.roofline is not None else []
+
+    def to_dict(self) -> dict[str, Any]:
+        """The steps beside each other, and the failures; each report has its own numbers."""
+        return {"steps": self.to_rows(), "failures": dict(self.failures)}
+
+
+def names_of(targets: Sequence[str]) -> dict[str, str]:
+    """A short name for each target, of which each is the name of a folder too.
+
+    The last part of its path where that tells it from the others, else all of it, else a number.
+    """
+    last = {target: _short(target) for target in targets}
+    whole = {target: file_part(target).strip("_.") or "target" for target in targets}
+    made: dict[str, str] = {}
+    taken = {PAGE, FIGURE}
+    for target in targets:
+        name = last[target] if list(last.values()).count(last[target]) == 1 else whole[target]
+        number = 1
+        while name in taken:
+            number += 1
+            name = f"{last[target]}-{number}"
+        taken.add(name)
+        made[target] = name
+    return made
+
+
+def _short(target: str) -> str:
+    part = target.rstrip("/").rpartition("/")[2]
+    return file_part(part.removesuffix(".json")).strip("_.") or "target"

@@ -153,6 +153,8 @@ def _serving(asked: Question) -> serving.ServingAnswer:
         evaluated=sum(len(line.sizes) for line in search.lines),
         sizes=(int(levels[0]), int(levels[-1])),
         left_out=left_out,
+        cases=cases,
+        chips=tuple(asked.chips),
     )
 
 

@@ -11,7 +11,8 @@ import rooftrace as rt
 from rooftrace.errors import RequestError
 from rooftrace.tracer.asking.assumptions import ASSUMABLE, parse_assumption
 from rooftrace.tracer.asking.request import Options, Request
-from rooftrace.tracer.inputs.calls import call_inputs, last_token, parsed_inputs, random_tokens
+from rooftrace.tracer.inputs.arguments import parsed_inputs
+from rooftrace.tracer.inputs.calls import call_inputs, last_token, random_tokens
 from rooftrace.tracer.values import REAL_VALUE
 
 

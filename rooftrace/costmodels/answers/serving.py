@@ -12,6 +12,8 @@ from rooftrace._shown import Shown, short
 from rooftrace.costmodels.answers.candidates import Array, Candidates, Line, Service
 from rooftrace.costmodels.answers.deployments import Deployment, doublings
 from rooftrace.costmodels.answers.workloads import Limits
+from rooftrace.costmodels.sweeping import SweepCase
+from rooftrace.hardware import Chip
 
 MOST_CHIPS = 64
 _DOUBLINGS = 4
@@ -77,6 +79,9 @@ class ServingAnswer(Shown):
     evaluated: int  # candidates
     sizes: tuple[int, int]  # the least and the largest that were looked at
     left_out: tuple[str, ...] = field(default=())
+    # What the candidates were made of, for the step of one of them.
+    cases: tuple[SweepCase, ...] = field(default=(), repr=False)
+    chips: tuple[Chip, ...] = field(default=(), repr=False)
 
     def __repr__(self) -> str:
         return short(self, f"{self.question}: {self.best or self.nearest}")

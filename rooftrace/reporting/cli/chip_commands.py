@@ -7,8 +7,9 @@ import sys
 import click
 
 import rooftrace as rt
+from rooftrace.reporting.cli.options import page_options
 from rooftrace.reporting.cli.output import say
-from rooftrace.reporting.cli.shared import console
+from rooftrace.reporting.cli.shared import write_result
 
 
 @click.group()
@@ -17,20 +18,20 @@ def chips() -> None:
 
 
 @chips.command("list")
-def chips_list() -> None:
+@page_options
+def chips_list(form: str | None, out: str | None) -> None:
     """Every chip with its dense peaks, memory and ridge point."""
-    from rooftrace.reporting.text import list_of, renderable
+    from rooftrace.reporting.text import list_of
 
-    console().print(renderable(list_of("chips")))
+    write_result(list_of("chips"), form, out)
 
 
 @chips.command("show")
 @click.argument("name")
-def chips_show(name: str) -> None:
+@page_options
+def chips_show(name: str, form: str | None, out: str | None) -> None:
     """Every fact of one chip (a name or a TOML path) with its source and kind."""
-    from rooftrace.reporting.text import renderable
-
-    console().print(renderable(rt.load_chip(name)))
+    write_result(rt.load_chip(name), form, out)
 
 
 @chips.command("lint")

@@ -20,6 +20,7 @@ from rooftrace.reporting.cli.options import (
     measured_options,
     pricing_options,
     rules_option,
+    timeline_option,
     workload_options,
 )
 from rooftrace.reporting.cli.output import say
@@ -31,6 +32,7 @@ from rooftrace.reporting.cli.shared import (
     progress,
     workload,
     write_result,
+    write_timeline,
 )
 
 
@@ -255,7 +257,7 @@ def _measured_now(
 @click.option(
     "--format",
     "form",
-    type=click.Choice(["terminal", "md", "html", "json"]),
+    type=click.Choice(["terminal", "md", "html", "tex", "json"]),
     default="terminal",
     show_default=True,
 )
@@ -265,6 +267,7 @@ def _measured_now(
     help="Folder for validation.html, validation.md, validation.json, parity.png, and where they "
     "apply nodes.csv and timeline.json.gz.",
 )
+@timeline_option
 @click.option(
     "--figures",
     type=Commas(),
@@ -280,6 +283,7 @@ def validate(
     form: str,
     out: str | None,
     figures: tuple[str, ...] | None,
+    timeline: str | None,
     tf32: bool,
     rewrites: tuple[str, ...],
     rules: tuple[str, ...],
@@ -292,7 +296,7 @@ def validate(
     sizes that were run; or a CSV of step times as for `rooftrace calibrate`.  Its contents tell
     which.
     """
-    from rooftrace.reporting.pages import check_folder, check_formats
+    from rooftrace.reporting.pages.files import check_folder, check_formats
 
     (loaded,), (model,) = load_chips((chip,)), load_executions((execution,), tf32, knobs, rewrites)
     load_rules(rules)
@@ -315,6 +319,12 @@ def validate(
         )
         written = result.write(folder, drawn) if folder is not None else []
     write_result(result, form, None)
+    if timeline is not None and result.estimate is None:
+        raise RequestError(
+            f"--timeline {timeline}: {measured} is no trace of a step, and has several steps; "
+            "validate a trace of torch.profiler"
+        )
+    write_timeline(timeline, result, quiet=form != "terminal")
     if written and form == "terminal":
         names = ", ".join(path.name for path in written)
         say(f"\nwritten to {folder}{os.sep}: {names}")

@@ -15,6 +15,7 @@ from rooftrace.reporting.cli.options import (
     Commas,
     output_options,
     pricing_options,
+    timeline_option,
     workload_options,
 )
 from rooftrace.reporting.cli.output import complain
@@ -25,6 +26,7 @@ from rooftrace.reporting.cli.shared import (
     progress,
     workload,
     write_result,
+    write_timeline,
 )
 from rooftrace.reporting.cli.weight_commands import diff_of_checkpoints
 
@@ -98,6 +100,7 @@ _execution = click.option(
     metavar="TARGET[,TARGET]",
     help="What measured runs ran, to predict the difference: one target for both, or one each.",
 )
+@timeline_option
 @output_options
 @click.option(
     "--fail-on",
@@ -117,8 +120,9 @@ def diff(
     bisect: str | None,
     names: tuple[str, str] | None,
     targets: tuple[str, ...] | None,
-    form: str,
+    form: str | None,
     out: str | None,
+    timeline: str | None,
     fail_on: tuple[str, ...],
     rules: tuple[str, ...],
     **options: Any,
@@ -138,6 +142,11 @@ def diff(
     pricing = {name: options.pop(name) for name in _PRICING}
     job = workload(**options)
     if any(map(is_measured, sources)):
+        if timeline is not None:
+            raise click.UsageError(
+                f"--timeline {timeline}: measured runs have timelines of their own; it is for "
+                "predicted steps"
+            )
         check_measured(fail_on, targets, **{n: pricing[n] for n in _HOW}, job=job)
     else:
         check_priced([*fail_on, *([bisect] if bisect is not None else [])], targets)
@@ -156,7 +165,7 @@ def diff(
             **asked,
             **job,
         )
-    write_result(result, form, out)
+    write_timeline(timeline, result, quiet=not write_result(result, form, out))
     broken = result.violations(fail_on)
     for sentence in broken:
         complain(sentence)

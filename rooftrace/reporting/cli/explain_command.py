@@ -14,6 +14,7 @@ from rooftrace.reporting.cli.options import (
     output_options,
     plot_option,
     pricing_options,
+    timeline_option,
     workload_options,
 )
 from rooftrace.reporting.cli.output import say
@@ -25,6 +26,7 @@ from rooftrace.reporting.cli.shared import (
     progress,
     workload,
     write_result,
+    write_timeline,
 )
 
 
@@ -41,6 +43,7 @@ from rooftrace.reporting.cli.shared import (
 @chips_option("Chips by name or TOML path; the first is explained, the sweep has all.")
 @execution_option()
 @plot_option("Draw the sweep along the roofline of each chip.")
+@timeline_option
 @output_options
 def explain(
     target: str,
@@ -48,11 +51,12 @@ def explain(
     chips: tuple[str, ...],
     execution: str,
     plot: str | None,
+    timeline: str | None,
     tf32: bool,
     rules: tuple[str, ...],
     knobs: str | None,
     rewrites: tuple[str, ...],
-    form: str,
+    form: str | None,
     out: str | None,
     phases: tuple[str, ...] | None,
     **request: Any,
@@ -76,6 +80,7 @@ def explain(
             plot=plot,
             **workload(**request),
         )
-    write_result(result, form, out)
-    if plot is not None and form == "terminal":
+    shown = write_result(result, form, out)
+    if shown and plot is not None:
         say(f"\nsweep drawn to {plot}")
+    write_timeline(timeline, result, quiet=not shown)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from rooftrace.costmodels.locks.checking import GateOutcome
     from rooftrace.costmodels.locks.settings import Settings
 
-FORMS = ("terminal", "md", "json", "github", "gitlab", "junit")
+FORMS = ("terminal", "md", "tex", "json", "github", "gitlab", "junit")
 
 
 @click.command(epilog=TARGET_HELP)
@@ -192,8 +192,10 @@ def _write(result: GateOutcome, form: str, out: str | None) -> None:
 
 def _text(result: GateOutcome, form: str) -> str:
     from rooftrace.reporting.gates import reports
-    from rooftrace.reporting.text import as_markdown
+    from rooftrace.reporting.text import as_markdown, shown
 
+    if form == "tex":
+        return str(shown(result, "latex"))
     if form == "github":
         return reports.comment(result)
     if form == "gitlab":

@@ -15,6 +15,7 @@ from rooftrace.reporting.cli.options import (
     pricing_options,
     requests_options,
     table_options,
+    timeline_option,
     workload_options,
 )
 from rooftrace.reporting.cli.shared import (
@@ -24,6 +25,7 @@ from rooftrace.reporting.cli.shared import (
     progress,
     workload,
     write_result,
+    write_timeline,
 )
 
 _asked = (
@@ -32,6 +34,7 @@ _asked = (
     pricing_options,
     chip_option(),
     execution_option(),
+    timeline_option,
     table_options,
 )
 
@@ -53,22 +56,28 @@ def _itemised(command: Callable[..., None]) -> Callable[..., None]:
     help="Sizes are odd whose rows in memory are no multiple of so many bytes.",
 )
 @_itemised
-def census(align: int, form: str | None, out: str | None, **request: Any) -> None:
+def census(
+    align: int, form: str | None, out: str | None, timeline: str | None, **request: Any
+) -> None:
     """Matrix products of TARGET by M, N, K: FLOPs, time, how they fill tiles, odd sizes.
 
     The products and the attention kernels add up to the matrix FLOPs of the step.
     """
-    write_result(_estimate(**request).census(align), form, out)
+    estimate = _estimate(**request)
+    shown = write_result(estimate.census(align), form, out)
+    write_timeline(timeline, estimate, quiet=not shown)
 
 
 @click.command(epilog=TARGET_HELP)
 @_itemised
-def nodes(form: str | None, out: str | None, **request: Any) -> None:
+def nodes(form: str | None, out: str | None, timeline: str | None, **request: Any) -> None:
     """Kernels of TARGET with the weights, inputs and outputs that each moves.
 
     They add up to the HBM bytes and the FLOPs of the step.
     """
-    write_result(_estimate(**request).by_node(), form, out)
+    estimate = _estimate(**request)
+    shown = write_result(estimate.by_node(), form, out)
+    write_timeline(timeline, estimate, quiet=not shown)
 
 
 def _estimate(

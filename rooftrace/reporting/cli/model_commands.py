@@ -16,6 +16,7 @@ import click
 import rooftrace as rt
 from rooftrace._progress import tell
 from rooftrace.errors import RequestError
+from rooftrace.reporting.cli.many_reports import check_many, report_many, several
 from rooftrace.reporting.cli.options import (
     FIGURES,
     TARGET_HELP,
@@ -29,25 +30,28 @@ from rooftrace.reporting.cli.options import (
     rules_option,
     style_option,
     system_option,
+    timeline_option,
     what_if_option,
     workload_options,
 )
 from rooftrace.reporting.cli.output import say
 from rooftrace.reporting.cli.shared import (
     console,
+    form_of,
     load_executions,
     load_joined,
     load_rules,
     progress,
     workload,
     write_text,
+    write_timeline,
 )
 
-_ON_STDOUT = ("json", "md", "csv", "html")
+_ON_STDOUT = ("json", "md", "csv", "html", "tex")
 
 
 @click.command(epilog=TARGET_HELP)
-@click.argument("target")
+@click.argument("targets", metavar="TARGET...", nargs=-1)
 @workload_options
 @requests_options
 @pricing_options
@@ -68,24 +72,26 @@ _ON_STDOUT = ("json", "md", "csv", "html")
     "--out",
     metavar="DIR|FILE",
     help="Folder for report.html, report.md, report.json, ops.csv and figures; a file that ends "
-    "in .html, .md, .json or .csv is that one alone; - is stdout.",
+    "in .html, .md, .tex, .json or .csv is that one alone; - is stdout.",
 )
 @click.option(
     "--format",
     "formats",
     type=Commas(),
     help="Which files: html (a page to explore), md, json, csv, png (default: these five), svg and "
-    "pdf (figures to print), trace (a timeline for Perfetto), "
+    "pdf (figures to print), tex (LaTeX: the report, and a file for each table), trace (a "
+    "timeline for Perfetto), "
     "chakra (execution traces for simulators of networks, of this process; chakra-all of all).",
 )
 @style_option
+@timeline_option
 @click.option(
     "--max-batch",
     is_flag=True,
     help="Find the largest batch that fits each chip, by tracing at other batches.",
 )
 def report(
-    target: str,
+    targets: tuple[str, ...],
     chips: tuple[str, ...],
     systems: tuple[str, ...],
     executions: tuple[str, ...],
@@ -93,6 +99,7 @@ def report(
     out: str | None,
     formats: tuple[str, ...] | None,
     style: str,
+    timeline: str | None,
     max_batch: bool,
     tf32: bool,
     rules: tuple[str, ...],
@@ -102,15 +109,20 @@ def report(
     factors: tuple[str, ...],
     **request: Any,
 ) -> None:
-    """Cost of each phase of TARGET: one screen, and a folder of files with --out."""
-    from rooftrace._writing import write_bytes
-    from rooftrace.reporting.pages import check_folder, check_formats
+    """Cost of each phase of TARGET: one screen, and a folder of files with --out.
+
+    Several TARGETs have a folder each inside of --out, and one table and roofline with all.
+    """
+    from rooftrace.reporting.pages.files import check_folder, check_formats
     from rooftrace.tracer.sources import collector_paused
 
     how = {} if formats is None else {"formats": formats}
     if formats is not None:
         check_formats(formats)
     single = _format_of_file(out, formats, style)
+    many = several(targets)
+    if many:
+        check_many(targets, out, single)
     loaded = load_joined(chips, systems)
     models = load_executions(executions, tf32, knobs, rewrites, disturbances, factors)
     models = [rt.execution_model(model, exchange=exchange) for model in models]
@@ -118,25 +130,44 @@ def report(
     if out is not None and out != "-":
         check_folder(Path(out).parent if single else Path(out), **how)
     atexit.register(gc.unfreeze)  # objects that `keep` set aside are freed at the end too
+    asked = {"chip": loaded, "execution": models, "max_batch": max_batch, **workload(**request)}
+    if many:
+        report_many(targets, out, formats, style, timeline, asked)
+        return
     with progress(), collector_paused(keep=True):
-        result = rt.report(
-            target, chip=loaded, execution=models, max_batch=max_batch, **workload(**request)
-        )
+        result = rt.report(targets[0], **asked)
+    if out == "-":
+        click.echo(_text(result, (formats or ("json",))[0], style), nl=False)
+        write_timeline(timeline, result, quiet=True)
+        return
+    _write(result, out, single, how, style)
+    write_timeline(timeline, result)
+
+
+def _write(result: Any, out: str | None, single: str, how: Any, style: str) -> None:
+    """A report to the screen, and to the folder or the one file of --out."""
+    from rooftrace._writing import write_bytes
+
     written: Sequence[Path] = ()
     if out is not None and single:
-        write_bytes(Path(out), _text(result, single).encode("utf-8", "backslashreplace"))
-    elif out is not None and out != "-":
+        write_bytes(Path(out), _text(result, single, style).encode("utf-8", "backslashreplace"))
+    elif out is not None:
         with progress():
             tell("writing the report")
             written = result.write(Path(out), **how, style=style)
-    if out == "-":
-        click.echo(_text(result, (formats or ("json",))[0]), nl=False)
-        return
     console().print(result)
     if written:
-        say(f"\nwritten to {Path(out or '.')}{os.sep}: {', '.join(path.name for path in written)}")
+        say(f"\nwritten to {Path(out or '.')}{os.sep}: {', '.join(_names(written))}")
     elif out is not None:
         say(f"\nwritten to {out}")
+
+
+def _names(paths: Sequence[Path]) -> list[str]:
+    """Names of files; those of single tables, which are dozens, as one."""
+    names = [path.name for path in paths]
+    tables = [name for name in names if name.startswith("table-") and name.endswith(".tex")]
+    rest = [name for name in names if name not in tables]
+    return [*rest, f"{len(tables)} of table-*.tex"] if tables else rest
 
 
 def _format_of_file(out: str | None, formats: Sequence[str] | None, style: str) -> str:
@@ -147,14 +178,15 @@ def _format_of_file(out: str | None, formats: Sequence[str] | None, style: str) 
     if out == "-" and (formats is None or len(formats) != 1 or formats[0] not in _ON_STDOUT):
         asked = f" --format {','.join(formats)}" if formats else ""
         raise click.UsageError(
-            f"--out -{asked}: stdout takes one format: --format json, md, csv or html"
+            f"--out -{asked}: stdout takes one format: --format json, md, csv, html or tex"
         )
     ending = Path(out).suffix[1:] if out is not None and not Path(out).is_dir() else ""
     single = ending in _ON_STDOUT
     drawn = not single and out not in (None, "-") and not {*FIGURES}.isdisjoint(formats or FIGURES)
-    if style != "screen" and not drawn:
+    tabled = ending == "tex" or "tex" in (formats or ())
+    if style != "screen" and not drawn and not tabled:
         raise RequestError(
-            f"--style {style}: it is for figures: add --out DIR with png, svg or pdf"
+            f"--style {style}: it is for figures and LaTeX: add --out DIR with png, svg, pdf or tex"
         )
     if not single:
         return ""
@@ -209,7 +241,7 @@ def compare(
     target: str,
     peers: tuple[str, ...],
     rules: tuple[str, ...],
-    form: str,
+    form: str | None,
     out: str | None,
     **request: Any,
 ) -> None:
@@ -234,21 +266,27 @@ def compare(
     with progress():
         comparisons = rt.compare(target, peers=peers, **workload(**request))
     shown_as = comparisons_view(target, comparisons)
+    form = form_of(form, out)
     write_text(
         form,
         out,
         lambda: renderable(shown_as),
-        lambda: shown(shown_as, "webpage") if form == "html" else as_markdown(shown_as),
+        lambda: shown(shown_as, _FORMS[form]) if form in _FORMS else as_markdown(shown_as),
         lambda: {"target": target, "comparisons": [item.to_dict() for item in comparisons]},
     )
 
 
-def _text(result: Any, form: str) -> str:
-    """A report as one text: json, csv, html or md."""
+_FORMS = {"html": "webpage", "tex": "latex"}
+
+
+def _text(result: Any, form: str, style: str) -> str:
+    """A report as one text: json, csv, html, tex or md."""
     if form == "json":
         return json.dumps(result.to_dict(), indent=1, allow_nan=False) + "\n"
     if form == "csv":
         return str(result.to_csv())
     from rooftrace.reporting.text import as_markdown, shown
 
+    if form == "tex":
+        return str(shown(result, "latex", style=style))
     return shown(result, "webpage") if form == "html" else as_markdown(result)

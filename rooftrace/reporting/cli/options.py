@@ -15,7 +15,8 @@ from rooftrace.tracer.pipelines import SCHEDULES
 
 TARGET_HELP = f"""TARGET is package.module:attr or path/file.py:attr (a module, or a function
 returning a module or (module, inputs)), the path of a Hugging Face config.json, hf:ORG/NAME, a
-saved graph, or the name of a config that comes along: {", ".join(names.configs())}."""
+saved graph, an exported program (.pt2, .onnx), or the name of a config that comes along:
+{", ".join(names.configs())}."""
 
 
 class Commas(click.ParamType):  # type: ignore[type-arg]  # generic in newer clicks only
@@ -397,6 +398,26 @@ class FigureFile(click.ParamType):  # type: ignore[type-arg]  # generic in newer
         return path
 
 
+class TimelineFile(click.ParamType):  # type: ignore[type-arg]  # generic in newer clicks only
+    """The path of a timeline, which is checked before any work."""
+
+    name = "FILE"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        path = str(value)
+        if not path.endswith((".json", ".json.gz")):
+            raise RequestError(f"--timeline {path}: expected a file that ends in .json or .json.gz")
+        return path
+
+
+timeline_option = click.option(
+    "--timeline",
+    type=TimelineFile(),
+    metavar="FILE.json.gz",
+    help="Write the predicted timeline of the steps there; it opens in ui.perfetto.dev.",
+)
+
+
 def plot_option(help: str) -> Callable[..., Any]:
     """--plot: a figure of the result."""
     return click.option("--plot", type=FigureFile(), metavar="FILE.png|svg|pdf", help=help)
@@ -414,30 +435,28 @@ style_option = click.option(
 
 def table_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """--format with csv, --out: one text or table, to the terminal or a file."""
-    return _with(
-        command,
+    return _with(command, *_output("terminal", "md", "html", "tex", "json", "csv"))
+
+
+def output_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """--format, --out: one text, to the terminal or a file."""
+    return _with(command, *_output("terminal", "md", "html", "tex", "json"))
+
+
+def page_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """--format without data, --out: a table of what comes along."""
+    return _with(command, *_output("terminal", "md", "html", "tex"))
+
+
+def _output(*forms: str) -> tuple[Callable[..., Any], ...]:
+    return (
         click.option(
             "--format",
             "form",
-            type=click.Choice(["terminal", "md", "html", "json", "csv"]),
+            type=click.Choice(forms),
             help="Default: terminal, or by the ending of --out.",
         ),
         click.option(
             "-o", "--out", metavar="FILE", help="Write there instead of the terminal; - is stdout."
         ),
     )
-
-
-def output_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """--format, --out: one text, to the terminal or a file."""
-    form = click.option(
-        "--format",
-        "form",
-        type=click.Choice(["terminal", "md", "html", "json"]),
-        default="terminal",
-        show_default=True,
-    )
-    out = click.option(
-        "-o", "--out", metavar="FILE", help="Write there instead of the terminal; - is stdout."
-    )
-    return form(out(command))

@@ -18,16 +18,19 @@ from rooftrace.reporting.cli.options import (
     style_option,
     system_option,
     table_options,
+    timeline_option,
     workload_options,
 )
 from rooftrace.reporting.cli.output import say
 from rooftrace.reporting.cli.shared import (
+    form_of,
     load_executions,
     load_joined,
     load_rules,
     progress,
     workload,
     write_result,
+    write_timeline,
 )
 
 _HELP = f"""{TARGET_HELP}
@@ -46,14 +49,18 @@ _HELP = f"""{TARGET_HELP}
     "--plot", type=FigureFile(), metavar="FILE.png|svg|pdf", help="Draw all of it on one roofline."
 )
 @style_option
+@timeline_option
 @table_options
 def roofline(
     targets: tuple[str, ...], form: str | None, out: str | None, plot: str | None, style: str,
+    timeline: str | None,
     **asked: Any,
 ) -> None:  # fmt: skip
     """Steps of several TARGETs under the roofs of several chips: a table, and one figure."""
-    if style != "screen" and plot is None:
-        raise RequestError(f"--style {style}: it is of the figure: add --plot FILE.pdf")
+    if style != "screen" and plot is None and form_of(form, out) != "tex":
+        raise RequestError(
+            f"--style {style}: it is of figures and LaTeX: add --plot FILE.pdf or --format tex"
+        )
     load_rules(asked.pop("rules"))
     (execution,) = load_executions(
         [asked.pop("execution")], asked.pop("tf32"), asked.pop("knobs"), asked.pop("rewrites")
@@ -63,5 +70,7 @@ def roofline(
         result = rt.roofline(list(targets), chip=chips, execution=execution, **workload(**asked))
         if plot is not None:
             rt.plot_roofline(result, plot, style=style)
-    if write_result(result, form, out) and plot is not None:
+    shown = write_result(result, form, out, style=style)
+    if shown and plot is not None:
         say(f"\ndrawn to {plot}")
+    write_timeline(timeline, result, quiet=not shown)

@@ -17,6 +17,7 @@ from rooftrace.reporting.cli.options import (
     plot_option,
     pricing_options,
     table_options,
+    timeline_option,
     workload_options,
 )
 from rooftrace.reporting.cli.output import say
@@ -28,6 +29,7 @@ from rooftrace.reporting.cli.shared import (
     progress,
     workload,
     write_result,
+    write_timeline,
 )
 
 _HELP = f"""{TARGET_HELP}  Or a form that `rooftrace sweep --save-form` wrote.
@@ -67,10 +69,12 @@ factors (x0.5).  NAME+NAME=x0.5,x1 changes both together."""
 @chip_option()
 @execution_option()
 @plot_option("Draw a tornado.")
+@timeline_option
 @table_options
 def sensitivity(
-    target: str, form: str | None, out: str | None, points: str | None, **asked: Any
-) -> None:
+    target: str, form: str | None, out: str | None, points: str | None, timeline: str | None,
+    **asked: Any,
+) -> None:  # fmt: skip
     """What moves a step of TARGET most: its sizes, facts of the chip, knobs; or factors of a grid.
 
     Without --grid: elasticities of FLOPs, bytes, memory and time, ranked, and finite steps that
@@ -81,15 +85,23 @@ def sensitivity(
 
     if points is not None and not asked["grid"]:
         raise RequestError(f"--points {points}: it is of a grid; name some factors with --grid")
-    plot = asked["plot"]
+    if timeline is not None and asked["grid"]:
+        raise RequestError(
+            f"--timeline {timeline}: a grid is many steps; leave --grid out for the timeline of one"
+        )
+    plot, options = asked["plot"], _options(asked)
     with progress():
-        result: Any = rt.sensitivity(target, **_options(asked))
+        result: Any = rt.sensitivity(target, **options)
     if points is not None:
         write_bytes(Path(points), result.frame().to_csv(index=False).encode())
-    if write_result(result, form, out):
+    shown = write_result(result, form, out)
+    if shown:
         for path, word in ((plot, "drawn"), (points, "points written")):
             if path is not None:
                 say(f"\n{word} to {path}")
+    told = ("over", "grid", "log", "phase", "plot", "response")
+    asked = {name: value for name, value in options.items() if name not in told}
+    write_timeline(timeline, result, quiet=not shown, source=target, **asked)
 
 
 def _options(asked: dict[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import rooftrace as rt
 from rooftrace._escapes import visible
 from rooftrace.costmodels.execution import ExecutionError
 from rooftrace.errors import RequestError
-from rooftrace.reporting.cli.output import complain
+from rooftrace.reporting.cli.output import complain, say
 
 
 def workload(
@@ -163,23 +163,51 @@ def write_text(
 
 
 def write_result(
-    result: Any, form: str | None, out: str | None, *, table: Callable[[], str] | None = None
+    result: Any,
+    form: str | None,
+    out: str | None,
+    *,
+    table: Callable[[], str] | None = None,
+    style: str = "screen",
 ) -> bool:
     """A result to the terminal, to stdout or to a file; whether it was the terminal.
 
-    form: terminal, md, html, json or csv; None: by the ending of the file, terminal without one.
-    table: the text of csv; default that of its rows.
+    form: terminal, md, html, tex, json or csv; None: as `form_of` says.  table: the text of csv;
+    default that of its rows.  style: what tables of tex are as wide as.
     """
     from rooftrace.reporting.text import as_markdown, renderable, shown
 
-    ending = Path(out).suffix if out is not None else ""
-    ours = {".csv": "csv", ".json": "json", ".html": "html"}.get(ending, "md")
-    form = form or ("terminal" if out in (None, "-") else ours)
+    form = form_of(form, out)
     rows = table or (lambda: _csv_of(result.to_rows()))
-    texts = {"csv": rows, "html": lambda: shown(result, "webpage")}
+    texts = {
+        "csv": rows,
+        "html": lambda: shown(result, "webpage"),
+        "tex": lambda: shown(result, "latex", style=style),
+    }
     text = texts.get(form, lambda: as_markdown(result))
-    write_text(form, out, lambda: renderable(result), text, result.to_dict)
+    write_text(form, out, lambda: renderable(result), text, lambda: result.to_dict())
     return form == "terminal" and out in (None, "-")
+
+
+def write_timeline(path: str | None, result: Any, quiet: bool = False, **how: Any) -> None:
+    """The timeline of a result, where --timeline names a file.
+
+    quiet: stdout holds a document, in which nothing else may stand.  how: of `rt.save_timeline`.
+    """
+    if path is None:
+        return
+    with progress():
+        rt.save_timeline(result, path, **how)
+    if not quiet:
+        say(f"\ntimeline written to {path}; open it in ui.perfetto.dev")
+
+
+def form_of(form: str | None, out: str | None) -> str:
+    """The format of a result: what was asked for, else by the ending of its file."""
+    if form is not None or out in (None, "-"):
+        return form or "terminal"
+    ours = {".csv": "csv", ".json": "json", ".html": "html", ".tex": "tex"}
+    return ours.get(Path(str(out)).suffix, "md")
 
 
 def _csv_of(rows: Sequence[dict[str, Any]]) -> str:

@@ -16,6 +16,7 @@ from rooftrace.reporting.cli.options import (
     output_options,
     plot_option,
     pricing_options,
+    timeline_option,
     workload_options,
 )
 from rooftrace.reporting.cli.output import say
@@ -28,6 +29,7 @@ from rooftrace.reporting.cli.shared import (
     progress,
     workload,
     write_result,
+    write_timeline,
 )
 
 _HELP = f"""{TARGET_HELP}  Or a form that `rooftrace sweep --save-form` wrote.
@@ -106,9 +108,18 @@ scaling: the step on 1 to 1,024 chips, with the batch of a chip kept and with th
     help="The share of the memory that stays free.",
 )
 @plot_option("Draw speed of a user against speed of a chip.")
+@timeline_option
 @output_options
-def solve(target: str, form: str, out: str | None, plot: str | None, **asked: Any) -> None:
+def solve(
+    target: str, form: str | None, out: str | None, plot: str | None, timeline: str | None,
+    **asked: Any,
+) -> None:  # fmt: skip
     """The largest batch, the cheapest chips, the rate or the length that holds: with margins."""
+    if timeline is not None and asked["find"] in _WITHOUT_STEP:
+        raise RequestError(
+            f"--timeline {timeline} with --find {asked['find']}: its answer is no step that a "
+            "timeline could show; leave it out"
+        )
     options = _options(asked)
     with progress():
         find = options["find"]
@@ -118,13 +129,15 @@ def solve(target: str, form: str, out: str | None, plot: str | None, **asked: An
             result = rt.solve(target, **options)
         if plot is not None:
             rt.plot_answer(result, plot)
-    write_result(result, form, out)
-    if plot is not None and form == "terminal":
+    shown = write_result(result, form, out)
+    if shown and plot is not None:
         say(f"\ndrawn to {plot}")
+    write_timeline(timeline, result, quiet=not shown)
     if getattr(result, "rows", True) == ():
         raise click.exceptions.Exit(1)
 
 
+_WITHOUT_STEP = ("rates", "passing", "chips", "mesh", "scaling")
 _MESHES = {"mesh": "best_mesh", "scaling": "scaling"}
 _FOR_SERVICE = ("ttft", "mix", "apart", "power", "chip")
 

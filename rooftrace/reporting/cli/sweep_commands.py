@@ -16,6 +16,7 @@ from rooftrace.reporting.cli.options import (
     executions_option,
     plot_option,
     pricing_options,
+    timeline_option,
     workload_options,
 )
 from rooftrace.reporting.cli.output import complain, say
@@ -30,6 +31,7 @@ from rooftrace.reporting.cli.shared import (
     setting,
     workload,
     write_result,
+    write_timeline,
 )
 
 _HELP = f"""{TARGET_HELP}  Or a form that `--save-form` wrote, which needs no torch.
@@ -75,6 +77,7 @@ keyword of the function that TARGET names, or a name in the shape of an --input.
     "goes on with the same command.",
 )
 @plot_option("Draw time over the first size.")
+@timeline_option
 @click.option(
     "--save-form", metavar="FILE", help="Write the form, to sweep it again without torch."
 )
@@ -89,7 +92,7 @@ keyword of the function that TARGET names, or a name in the shape of an --input.
 @click.option(
     "--format",
     "form",
-    type=click.Choice(["terminal", "md", "html", "json", "csv"]),
+    type=click.Choice(["terminal", "md", "html", "tex", "json", "csv"]),
     default="terminal",
     show_default=True,
 )
@@ -105,7 +108,7 @@ def sweep(targets: tuple[str, ...], form: str, plot: str | None, **asked: Any) -
 def _one(target: str, asked: dict[str, Any], form: str, plot: str | None) -> None:
     import rooftrace as rt
 
-    out, saved = asked.pop("out"), asked.pop("save_form")
+    out, saved, timeline = asked.pop("out"), asked.pop("save_form"), asked.pop("timeline")
     if saved is not None and asked["vary"]:
         raise RequestError(
             "--save-form with --vary: each value has a form of its own; leave one out"
@@ -127,6 +130,7 @@ def _one(target: str, asked: dict[str, Any], form: str, plot: str | None) -> Non
         for path, word in ((out, "written"), (saved, "form written"), (plot, "drawn")):
             if path is not None:
                 say(f"\n{word} to {path}")
+    write_timeline(timeline, result, quiet=form != "terminal")
 
 
 def _say(result: Any, form: str) -> None:
@@ -180,7 +184,9 @@ def _fleet(targets: Sequence[str], asked: dict[str, Any], form: str, plot: str |
     import rooftrace as rt
 
     several = f"{len(targets)} TARGETs" if len(targets) > 1 else "--scheduler"
-    for option, value in (("--plot", plot), ("--save-form", asked.pop("save_form"))):
+    single = {name: asked.pop(name) for name in ("save_form", "timeline")}
+    refused = {"--plot": plot, "--save-form": single["save_form"], "--timeline": single["timeline"]}
+    for option, value in refused.items():
         if value is not None:
             raise RequestError(
                 f"{option} {value}: it is for one TARGET without --scheduler; here: {several}"

@@ -6,8 +6,9 @@ import sys
 
 import click
 
+from rooftrace.reporting.cli.options import page_options
 from rooftrace.reporting.cli.output import say
-from rooftrace.reporting.cli.shared import console
+from rooftrace.reporting.cli.shared import write_result
 
 
 @click.group()
@@ -16,21 +17,22 @@ def systems() -> None:
 
 
 @systems.command("list")
-def systems_list() -> None:
+@page_options
+def systems_list(form: str | None, out: str | None) -> None:
     """Every system with its chip and what joins them."""
-    from rooftrace.reporting.text import list_of, renderable
+    from rooftrace.reporting.text import list_of
 
-    console().print(renderable(list_of("systems")))
+    write_result(list_of("systems"), form, out)
 
 
 @systems.command("show")
 @click.argument("name")
-def systems_show(name: str) -> None:
+@page_options
+def systems_show(name: str, form: str | None, out: str | None) -> None:
     """Every fact and fitted constant of one system (a name or a TOML path) with its source."""
     from rooftrace.hardware.systems import load_system
-    from rooftrace.reporting.text import renderable
 
-    console().print(renderable(load_system(name)))
+    write_result(load_system(name), form, out)
 
 
 @systems.command("lint")

@@ -38,7 +38,7 @@ def inventory(
     plot: str | None,
     against: str | None,
     trust_remote_code: bool,
-    form: str,
+    form: str | None,
     out: str | None,
 ) -> None:
     """What TARGET consists of: parameters, memory, a row for each tensor, statistics of weights."""
@@ -53,8 +53,7 @@ def inventory(
         result = rt.inventory(target, weights=weights or None, plot=plot, **how)
         if against is not None:
             result = rt.diff(result, rt.inventory(against, weights=False, **how))
-    write_result(result, form, out)
-    if plot is not None and form == "terminal":
+    if write_result(result, form, out) and plot is not None:
         say(f"\nweights drawn to {plot}")
 
 
@@ -65,7 +64,7 @@ def diff_of_checkpoints(
     before: str,
     after: str,
     names: tuple[str, str] | None,
-    form: str,
+    form: str | None,
     out: str | None,
     fail_on: tuple[str, ...],
 ) -> None:

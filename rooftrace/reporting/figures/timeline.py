@@ -104,6 +104,41 @@ def write_timelines(report: Results, folder: Path) -> list[str]:
     return names
 
 
+def write_steps(
+    path: str | os.PathLike[str], steps: Mapping[str, Estimate], limit: int = LIMIT
+) -> Path:
+    """Write the timelines of several steps, by their titles, into one file; its path.
+
+    Each step has tracks of its own, and all begin at 0.  limit: slices of a track, for all steps
+    together.  gzip if the name ends in .gz; whole or not at all.
+    """
+    path = Path(path)
+    each = max(1_000, limit // max(1, len(steps)))
+    made = {title: timeline(estimate, limit=each) for title, estimate in steps.items()}
+    events: list[Event] = []
+    for number, (title, contents) in enumerate(made.items()):
+        events += [_moved(event, 2 * number, title) for event in contents["traceEvents"]]
+    told = {title: contents["otherData"] for title, contents in made.items()}
+    other = next(iter(told.values())) if len(told) == 1 else {"steps": told}
+    contents = {
+        "displayTimeUnit": "ms",
+        "otherData": other,
+        "traceEvents": sorted(events, key=_order),
+    }
+    write_packed(path, to_json(contents))
+    return path
+
+
+def _moved(event: Event, by: int, title: str) -> Event:
+    """An event of a step in a process of its own, which has the title of the step."""
+    place = event["pid"] + by
+    if event["name"] == "process_sort_index":
+        return {**event, "pid": place, "args": {"sort_index": place}}
+    if event["name"] == "process_name":
+        return {**event, "pid": place, "args": {"name": f"{title}: {event['args']['name']}"}}
+    return {**event, "pid": place}
+
+
 # -- events --------------------------------------------------------------------------------------
 
 

@@ -11,12 +11,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from rooftrace._escapes import visible
-from rooftrace.reporting.view import spans
+from rooftrace.reporting.view import runs
 from rooftrace.reporting.view.model import Column, Image, Note, Part, Section, Table, View
 
-_BOLD = re.compile(r"\*\*(.+?)\*\*")
 _DASHES = re.compile(r"[^a-z0-9]+")
-_ESCAPED = re.compile(r"\\([!-/:-@\[-`{-~])")
 _STRONG = ("strong", "bad")
 
 
@@ -43,22 +41,12 @@ def escaped(text: str) -> str:
 def inline(text: str) -> str:
     """One line of text, with the code spans and the emphasis of builders."""
     return "".join(
-        f"<code>{html.escape(_inside(part))}</code>" if is_code else _emphasis(part)
-        for is_code, part in spans(visible(text))
+        f"{_TAGS[mark][0]}{html.escape(part, quote=True)}{_TAGS[mark][1]}"
+        for mark, part in runs(text)
     )
 
 
-def _inside(code: str) -> str:
-    """What stands between the backticks of a code span, as CommonMark reads it."""
-    fence = len(code) - len(code.lstrip("`"))
-    inner = code[fence : len(code) - fence]
-    padded = inner.startswith(" ") and inner.endswith(" ") and inner.strip()
-    return inner[1:-1] if padded else inner
-
-
-def _emphasis(text: str) -> str:
-    plain = html.escape(_ESCAPED.sub(r"\1", text).replace("&#96;", "`"), quote=True)
-    return _BOLD.sub(r"<strong>\1</strong>", plain)
+_TAGS = {"code": ("<code>", "</code>"), "strong": ("<strong>", "</strong>"), "": ("", "")}
 
 
 class _Writer:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from importlib.resources import files
@@ -41,9 +42,18 @@ def report_page(results: Results) -> str:
     return _page(plain.title, replace(written, body=f"{written.body}\n{island}"))
 
 
-def result_page(view: View) -> str:
-    """The page of any other result: its tables are sorted and filtered."""
-    return _page(view.title or "rooftrace", as_hypertext(view))
+def result_page(view: View, pictures: Mapping[str, bytes] | None = None) -> str:
+    """The page of any other result: its tables are sorted and filtered.
+
+    pictures: PNGs by the names of the images that show them.
+    """
+    figures = {name: _picture(name, png) for name, png in (pictures or {}).items()}
+    return _page(view.title or "rooftrace", as_hypertext(view, figures))
+
+
+def _picture(name: str, png: bytes) -> str:
+    data = base64.b64encode(png).decode()
+    return f'<img alt="{escaped(name)}" style="max-width:100%" src="data:image/png;base64,{data}"/>'
 
 
 def _page(name: str, written: Hypertext) -> str:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 FORMATS = ("html", "md", "json", "csv", "png")
 """What a report has unless it is asked for other formats."""
 FIGURES = ("png", "svg", "pdf")
-ALL_FORMATS = (*FORMATS, *FIGURES[1:], "trace", "chakra", "chakra-all")
+ALL_FORMATS = (*FORMATS, *FIGURES[1:], "trace", "tex", "chakra", "chakra-all")
 
 
 def check_formats(formats: Sequence[str], among: Sequence[str] = ALL_FORMATS) -> None:
@@ -117,15 +117,29 @@ def write_report(
 
             (folder / "report.md").write_text(as_markdown(results, figures), encoding="utf-8")
             names.append("report.md")
+        if "tex" in formats:
+            names += _write_latex(results, folder, figures, style)
     if failure is not None:
         there = f"; {', '.join(names)} in {str(out)!r} are written" if names else ""
         raise FigureError(f"figures cannot be drawn ({_short(failure)}){there}") from failure
     return [out / name for name in sorted(names, key=_place)]
 
 
+def _write_latex(
+    results: Results, folder: Path, figures: Sequence[str], style: str
+) -> Iterator[str]:
+    """report.tex, and a file for each table of it; their names."""
+    from rooftrace.reporting.text import shown
+
+    texts = {"report.tex": shown(results, "latex", files=figures, style=style)}
+    for name, text in (texts | shown(results, "latex tables", style=style)).items():
+        (folder / name).write_text(text, encoding="ascii")
+        yield name
+
+
 def _place(name: str) -> int:
     """Where a file stands among those that are told: what is read first, pictures last."""
-    order = ("report.html", "report.md", "report.json", "ops.csv")
+    order = ("report.html", "report.md", "report.tex", "report.json", "ops.csv")
     drawn = name.rpartition(".")[2] in FIGURES
     return order.index(name) if name in order else len(order) + drawn
 

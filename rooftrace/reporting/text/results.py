@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -48,10 +48,21 @@ def as_html(result: Any) -> str:
     return as_cell(_view(result, "screen"), figure_of(result))
 
 
-def shown(result: Any, form: str) -> Any:
-    """A result as "text" (print), for "rich", as "html" (a notebook) or as a "webpage"."""
-    outputs = {"text": as_text, "rich": renderable, "html": as_html, "webpage": as_webpage}
-    return outputs[form](result)
+def shown(result: Any, form: str, **how: Any) -> Any:
+    """A result as "text" (print), for "rich", as "html" (a notebook), a "webpage" or "latex".
+
+    "latex tables" are its tables alone, by the names of their files.
+    how: further arguments of the function that makes it.
+    """
+    outputs: dict[str, Callable[..., Any]] = {
+        "text": as_text,
+        "rich": renderable,
+        "html": as_html,
+        "webpage": as_webpage,
+        "latex": latex_of,
+        "latex tables": latex_tables,
+    }
+    return outputs[form](result, **how)
 
 
 def as_markdown(result: Any, files: Collection[str] = ()) -> str:
@@ -59,14 +70,37 @@ def as_markdown(result: Any, files: Collection[str] = ()) -> str:
     return as_page(_view(result, "page"), files)
 
 
-def as_webpage(result: Any) -> str:
-    """A result as one file of HTML that needs no network; of a report, what can be explored too."""
+def as_webpage(result: Any, pictures: Mapping[str, bytes] | None = None) -> str:
+    """A result as one file of HTML that needs no network; of a report, what can be explored too.
+
+    pictures: PNGs by the names of the images that show them.
+    """
     from rooftrace.reporting.hypertext import report_page, result_page
     from rooftrace.reporting.sections import Results
 
     return (
-        report_page(result) if isinstance(result, Results) else result_page(_view(result, "page"))
+        report_page(result)
+        if isinstance(result, Results)
+        else result_page(_view(result, "page"), pictures)
     )
+
+
+def latex_of(result: Any, files: Collection[str] = (), style: str = "screen") -> str:
+    """A result as a LaTeX document.  files: names of the figures that it may show.
+
+    style: what its tables are made for ("screen", "paper", "paper-column"); RequestError for
+    another one.
+    """
+    from rooftrace.reporting.latex import as_latex
+
+    return as_latex(_view(result, "page"), files, style)
+
+
+def latex_tables(result: Any, style: str = "screen") -> dict[str, str]:
+    """Each table of a result as a file that a paper takes in, by the name of the file."""
+    from rooftrace.reporting.latex import table_files
+
+    return table_files(_view(result, "page"), style)
 
 
 _REGISTERING = {

@@ -13,6 +13,7 @@ from rooftrace.reporting.view import model as view, units, words
 def register() -> None:
     """Let `view_of` know them."""
     view_of.register(rooflinesteps.Rooflines, lambda result, output: rooflines_view(result))
+    view_of.register(rooflinesteps.Reports, lambda result, output: reports_view(result))
 
 
 _RATE = units.Unit("FLOP/s", "number", format_flop_rate)
@@ -66,3 +67,22 @@ def _limit(row: rooflinesteps.RooflineRow) -> str:
 
 def _time(result: rooflinesteps.Rooflines) -> str:
     return words.time_word(row.estimate for row in result.rows)
+
+
+def reports_view(result: rooflinesteps.Reports) -> view.View:
+    """The steps in one table, where each report stands, and which targets have none."""
+    sections: list[view.Section] = []
+    title = "No report"
+    if result.roofline is not None:
+        table = rooflines_view(result.roofline)
+        title = f"Reports: {', '.join(result.roofline.models)}"
+        image = view.Image(f"{rooflinesteps.FIGURE}.png", "all steps on one roofline")
+        sections.append(view.Section(parts=[*table.sections[0].parts, image]))
+    if result.failures:
+        notes = [
+            view.Note(f"{target}: {why}", "bad", bullet=1)
+            for target, why in result.failures.items()
+        ]
+        head = view.Note("Failed:", "bad", on="screen")
+        sections.append(view.Section(title="Failed", parts=[head, *notes]))
+    return view.View(tuple(sections), title)

@@ -4,7 +4,7 @@ from rooftrace.reporting.view import (
     words as words,
 )
 from rooftrace.reporting.view.escaping import (
-    spans as spans,
+    runs as runs,
 )
 from rooftrace.reporting.view.markdown import (
     as_page as as_page,

@@ -19,6 +19,8 @@ _DEFINITION = re.compile(r"^(\s*\[[^\]]*)\](?=:)")
 _FENCE = re.compile(r"~{3,}")
 _RULE = re.compile(r"^[\s|:]*-[\s|:-]*$")
 _RUNS = re.compile(r"`+")
+_BOLD = re.compile(r"\*\*(.+?)\*\*")
+_ESCAPED = re.compile(r"\\([!-/:-@\[-`{-~])")
 
 
 def inline(text: str, *, cell: bool = False) -> str:
@@ -54,6 +56,30 @@ def spans(text: str) -> Iterator[tuple[bool, str]]:
             yield True, text[token.start() : end]
         start = end
     yield False, text[start:]
+
+
+def runs(text: str) -> Iterator[tuple[str, str]]:
+    """("code", "strong" or "", text) of one line, for outputs other than a page of Markdown.
+
+    The text is as it is read: without backticks and asterisks of builders, without backslashes
+    before punctuation.  Characters that are not seen are visible escapes.
+    """
+    for is_code, part in spans(visible(text)):
+        if is_code:
+            yield "code", _inside(part)
+            continue
+        plain = _ESCAPED.sub(r"\1", part).replace("&#96;", "`")
+        for place, piece in enumerate(_BOLD.split(plain)):
+            if piece:
+                yield "strong" if place % 2 else "", piece
+
+
+def _inside(code: str) -> str:
+    """What stands between the backticks of a code span, as CommonMark reads it."""
+    fence = len(code) - len(code.lstrip("`"))
+    inner = code[fence : len(code) - fence]
+    padded = inner.startswith(" ") and inner.endswith(" ") and inner.strip()
+    return inner[1:-1] if padded else inner
 
 
 def _plain(text: str, cell: bool) -> str:

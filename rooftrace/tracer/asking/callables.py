@@ -13,14 +13,13 @@ from functools import partial
 from types import CodeType, FunctionType, MethodType
 from typing import Any
 
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
+from rooftrace.tracer.programs import named_class, program_module
 from rooftrace.tracer.tensors import trees
 from rooftrace.tracer.twins import closures
 
 _EXPORTED = "torch.export.exported_program"
-_FOR_READERS = ("nn_module_stack", "stack_trace")
-"""What is kept of the notes on nodes of an exported program; the rest has fake tensors."""
 
 
 def as_module(source: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -29,7 +28,7 @@ def as_module(source: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> An
     A function that is called with modules is a step of the user's, and stays one.
     """
     if type(source).__module__ == _EXPORTED and hasattr(source, "graph_signature"):
-        return _exported(source)
+        return program_module(source)
     if isinstance(source, (nn.Module, type)) or not callable(source):
         return source
     if any(isinstance(item, nn.Module) for item in (*args, *kwargs.values())):
@@ -37,12 +36,7 @@ def as_module(source: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> An
     owner = getattr(source, "__self__", None)
     if isinstance(owner, nn.Module) and getattr(source, "__name__", "") == "forward":
         return owner
-    return _named_class(Function, _name_of(source))(source)
-
-
-def _named_class(kind: type, name: str) -> Any:
-    """A subclass with another name: that is what a graph calls its model."""
-    return type(name, (kind,), {"__module__": kind.__module__})
+    return named_class(Function, _name_of(source))(source)
 
 
 def _name_of(function: Any) -> str:
@@ -161,42 +155,3 @@ def _with_signature(forward: Any, function: Any) -> Any:
     except (TypeError, ValueError):  # a callable written in C does not say
         return forward
     return call
-
-
-# -- exported programs -----------------------------------------------------------------------------
-
-
-def _exported(program: Any) -> nn.Module:
-    """The modules of an exported program with their paths and class names; else one flat module."""
-    from torch.export import unflatten
-
-    try:
-        root: nn.Module = unflatten(program)
-    except (RuntimeError, AssertionError, ValueError, AttributeError, KeyError):
-        root = program.module()  # it cannot be taken apart: all ops are of the root
-    kinds = _kinds(program)
-    for path, part in root.named_modules():
-        part.__class__ = _named_class(type(part), kinds.get(path, "Module"))
-        for graph in _graphs(part):
-            for node in graph.nodes:
-                node.meta = {n: v for n, v in node.meta.items() if n in _FOR_READERS}
-    return root
-
-
-def _kinds(program: Any) -> dict[str, str]:
-    """Names of the classes of the modules, by path."""
-    kinds: dict[str, str] = {}
-    for node in program.graph.nodes:
-        for path, kind in (node.meta.get("nn_module_stack") or {}).values():
-            name = kind.__name__ if isinstance(kind, type) else str(kind).rpartition(".")[2]
-            if name.isidentifier():
-                kinds.setdefault(path, name)
-    return kinds
-
-
-def _graphs(module: nn.Module) -> Iterator[fx.Graph]:
-    for name in ("graph", "graph_module"):
-        item = getattr(module, name, None)
-        graph = getattr(item, "graph", item)
-        if isinstance(graph, fx.Graph):
-            yield graph

@@ -138,11 +138,20 @@ def is_config(target: str) -> bool:
     return config_file(target) is not None
 
 
+_PROGRAMS = (".pt2", ".onnx")
+
+
+def is_program(target: str) -> bool:
+    """Whether a target is a file of torch.export.save (.pt2) or of ONNX (.onnx)."""
+    return target.endswith(_PROGRAMS)
+
+
 def names_code(target: str) -> bool:
     """Whether a target is Python code: package.module:attr or path/file.py:attr."""
     return (
         ":" in target
         and not target.startswith("hf:")
         and not is_config(target)
+        and not is_program(target)
         and not looks_saved(target)
     )

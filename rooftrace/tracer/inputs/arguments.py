@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -12,7 +13,8 @@ from rooftrace.errors import RequestError
 from rooftrace.tracer.dtypes import torch_dtype
 from rooftrace.tracer.graph import GraphError
 from rooftrace.tracer.tensors import parameters_of, tensors_in
-from rooftrace.tracer.values import REAL_VALUE, Values, marks
+from rooftrace.tracer.twins import twin
+from rooftrace.tracer.values import META, REAL_VALUE, Values, marks
 
 
 def cache_arguments(module: nn.Module) -> set[str]:
@@ -67,3 +69,63 @@ def learn(values: Values, tensor: Tensor) -> None:
         values.learn(tensor, value.clone())
     if marks.UNIFORM in tensor.__dict__:
         values.learn_draw(tensor, tensor.__dict__[marks.UNIFORM])
+
+
+# -- inputs of a shape -----------------------------------------------------------------------------
+
+_MOST_BYTES = (1 << 63) - 1
+"""Bytes of a tensor that torch can count."""
+
+MOST_DRAWN = 1 << 25
+"""Whole numbers of an input that are drawn (256 MiB).  Of a larger one only sizes are known."""
+
+_SEED = 0
+
+
+def drawn(shape: tuple[int, ...], dtype: torch.dtype, first: int, end: int) -> Tensor:
+    """Whole numbers from `first` to below `end`, by a fixed seed."""
+    unknown = sized(shape, dtype)
+    if math.prod(shape) > MOST_DRAWN:
+        return unknown
+    generator = torch.Generator().manual_seed(_SEED)
+    return twin(torch.randint(first, end, shape, generator=generator).to(dtype))
+
+
+def sized(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A meta tensor.  Raises RequestError where torch cannot count its bytes."""
+    size = math.prod(max(n, 1) for n in shape) * dtype.itemsize
+    if size > _MOST_BYTES:
+        raise RequestError(
+            f"an input of {' x '.join(map(str, shape))} numbers has {float(size):.3g} bytes; torch "
+            f"counts up to {_MOST_BYTES:.3g}: ask for smaller sizes"
+        )
+    return torch.empty(shape, dtype=dtype, device=META)
+
+
+def parsed_inputs(texts: Mapping[str, str]) -> dict[str, Tensor]:
+    """Meta tensors for "8,3,224,224:fp32"; integers are zeros and ones.  Raises RequestError."""
+    return {name: _parsed(name, text) for name, text in texts.items()}
+
+
+def _parsed(name: str, text: str) -> Tensor:
+    shape_text, _, dtype_text = text.partition(":")
+    try:
+        shape = tuple(int(n) for n in shape_text.replace("x", ",").split(",") if n.strip())
+        if any(not 0 <= n <= _MOST_BYTES for n in shape):
+            raise ValueError(shape)
+    except ValueError:
+        raise RequestError(
+            f"--input {name}={text:.60}: expected SHAPE:DTYPE, for example {name}=8,3,224,224:fp32"
+        ) from None
+    try:
+        dtype = torch_dtype(dtype_text or "fp32")
+    except GraphError as error:
+        raise RequestError(f"--input {name}={text}: {error}") from None
+    return made_input(shape, dtype)
+
+
+def made_input(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A meta tensor of a shape; whole numbers are zeros and ones."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return sized(shape, dtype)
+    return drawn(shape, dtype, 0, 2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,14 +11,11 @@ from torch import Tensor, nn
 
 from rooftrace.errors import RequestError
 from rooftrace.tracer.asking import RequestLengths
-from rooftrace.tracer.dtypes import torch_dtype
-from rooftrace.tracer.graph import GraphError
-from rooftrace.tracer.inputs.arguments import cache_arguments
+from rooftrace.tracer.inputs.arguments import MOST_DRAWN, cache_arguments, drawn, sized
 from rooftrace.tracer.tensors import parameters_of, tensors_in
 from rooftrace.tracer.twins import inputs_on_meta, replaced, twin
 from rooftrace.tracer.values import META, REAL_VALUE, marks
 
-_SEED = 0
 _PROMPTS = ("decoder_input_ids", "input_ids")
 """Names of arguments that hold token ids.  A decode step continues the first of them that the call
 has, else the first argument if that looks like token ids."""
@@ -134,12 +130,6 @@ def _columns(tokens: Tensor, start: int, count: int) -> Tensor:
     return part
 
 
-MOST_DRAWN = 1 << 25
-"""Whole numbers of an input that are drawn (256 MiB).  Of a larger one only sizes are known."""
-_MOST_BYTES = (1 << 63) - 1
-"""Bytes of a tensor that torch can count."""
-
-
 def random_tokens(batch: int, length: int, vocabulary: int) -> Tensor:
     """Known token ids, drawn uniformly with a fixed seed, without the first few (special) ones.
 
@@ -147,29 +137,9 @@ def random_tokens(batch: int, length: int, vocabulary: int) -> Tensor:
     torch can count.
     """
     first = min(5, vocabulary - 1)
-    tokens = _drawn((batch, length), torch.int64, first, vocabulary)
+    tokens = drawn((batch, length), torch.int64, first, vocabulary)
     tokens.__dict__[marks.UNIFORM] = vocabulary - first
     return tokens
-
-
-def _drawn(shape: tuple[int, ...], dtype: torch.dtype, first: int, end: int) -> Tensor:
-    """Whole numbers from `first` to below `end`, by a fixed seed."""
-    unknown = sized(shape, dtype)
-    if math.prod(shape) > MOST_DRAWN:
-        return unknown
-    generator = torch.Generator().manual_seed(_SEED)
-    return twin(torch.randint(first, end, shape, generator=generator).to(dtype))
-
-
-def sized(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """A meta tensor.  Raises RequestError where torch cannot count its bytes."""
-    size = math.prod(max(n, 1) for n in shape) * dtype.itemsize
-    if size > _MOST_BYTES:
-        raise RequestError(
-            f"an input of {' x '.join(map(str, shape))} numbers has {float(size):.3g} bytes; torch "
-            f"counts up to {_MOST_BYTES:.3g}: ask for smaller sizes"
-        )
-    return torch.empty(shape, dtype=dtype, device=META)
 
 
 def _with_batch(tree: Any, batch: int) -> Any:
@@ -192,30 +162,6 @@ def _with_batch(tree: Any, batch: int) -> Any:
         return made
 
     return replaced(tree, resized)
-
-
-def parsed_inputs(texts: Mapping[str, str]) -> dict[str, Tensor]:
-    """Meta tensors for "8,3,224,224:fp32"; integers are zeros and ones.  Raises RequestError."""
-    return {name: _parsed(name, text) for name, text in texts.items()}
-
-
-def _parsed(name: str, text: str) -> Tensor:
-    shape_text, _, dtype_text = text.partition(":")
-    try:
-        shape = tuple(int(n) for n in shape_text.replace("x", ",").split(",") if n.strip())
-        if any(not 0 <= n <= _MOST_BYTES for n in shape):
-            raise ValueError(shape)
-    except ValueError:
-        raise RequestError(
-            f"--input {name}={text:.60}: expected SHAPE:DTYPE, for example {name}=8,3,224,224:fp32"
-        ) from None
-    try:
-        dtype = torch_dtype(dtype_text or "fp32")
-    except GraphError as error:
-        raise RequestError(f"--input {name}={text}: {error}") from None
-    if dtype.is_floating_point or dtype.is_complex:
-        return sized(shape, dtype)
-    return _drawn(shape, dtype, 0, 2)
 
 
 def check_names(module: nn.Module, texts: Mapping[str, Any]) -> None:

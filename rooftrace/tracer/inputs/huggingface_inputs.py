@@ -10,13 +10,12 @@ from torch import Tensor, nn
 
 from rooftrace.errors import RequestError
 from rooftrace.tracer.asking import Request, RequestLengths
-from rooftrace.tracer.inputs.arguments import cache_arguments
+from rooftrace.tracer.inputs.arguments import cache_arguments, parsed_inputs
 from rooftrace.tracer.inputs.calls import (
     Inputs,
     check_names,
     is_tokens,
     last_token,
-    parsed_inputs,
     random_tokens,
 )
 from rooftrace.tracer.inputs.modalities import (

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from rooftrace.errors import RequestError
 from rooftrace.tracer.asking import Request
 from rooftrace.tracer.dtypes import dtype_name
-from rooftrace.tracer.inputs.calls import Inputs, call_inputs, check_names, parsed_inputs
+from rooftrace.tracer.inputs.arguments import parsed_inputs
+from rooftrace.tracer.inputs.calls import Inputs, call_inputs, check_names
 from rooftrace.tracer.inputs.huggingface_inputs import model_inputs
 from rooftrace.tracer.twins import inputs_on_meta
 

@@ -2,7 +2,7 @@
 
 A target is ``package.module:attr``, ``path/file.py:attr``, the path of a Hugging Face config.json,
 ``hf:ORG/NAME`` (a locally cached config; no remote code), the name of a config that comes with
-rooftrace, or a saved graph (handled by graphfile).
+rooftrace, an exported program (.pt2, .onnx), or a saved graph (handled by graphfile).
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from torch import nn
 
 from rooftrace.errors import RequestError, TargetError, hint
 from rooftrace.tracer.asking import Request, names
-from rooftrace.tracer.inputs import Loaded, module_inputs
+from rooftrace.tracer.inputs import Loaded, call_inputs, module_inputs
+from rooftrace.tracer.programs import load_program
 from rooftrace.tracer.recording import Recorder
 from rooftrace.tracer.targets import huggingface
 from rooftrace.tracer.targets.imports import failed, import_file, import_module
@@ -52,6 +53,11 @@ def load_module(target: str, request: Request | None = None, *, real: bool = Fal
             f"{target}: a config has no weights; name a file of weights, or code that makes them"
         )
     with own_imports(leave=True):
+        if names.is_program(target):
+            if real:
+                raise RequestError(f"{target}: the weights of a program are not read")
+            program: nn.Module = load_program(target, request)[0]
+            return program
         if target.startswith("hf:"):
             built_of = huggingface.config_on_hub(target, request)
         elif config is not None:
@@ -65,6 +71,9 @@ def load_module(target: str, request: Request | None = None, *, real: bool = Fal
 def _load(target: str, request: Request) -> Loaded:
     if target.startswith("hf:"):
         return huggingface.from_hub(target, request)
+    if names.is_program(target):
+        program, args, kwargs = load_program(target, request)
+        return Loaded(program, call_inputs(program, args, kwargs), target)
     config = names.config_file(target)
     if config is not None:
         return huggingface.from_file(config, request)
@@ -83,7 +92,8 @@ def _code_of(target: str, request: Request, real: bool = False) -> tuple[nn.Modu
         return *made, where, attribute
     raise TargetError(
         f"target {target!r}: expected package.module:attr, path/file.py:attr, a Hugging Face "
-        "config.json, hf:ORG/NAME, a saved graph (.json.gz), or a config that comes along: "
+        "config.json, hf:ORG/NAME, an exported program (.pt2, .onnx), a saved graph (.json.gz), or "
+        "a config that comes along: "
         f"{', '.join(names.configs())}{hint(target, names.configs())}"
     )
 

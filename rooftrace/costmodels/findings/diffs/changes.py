@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rooftrace._shown import Shown, short, some
@@ -168,6 +168,8 @@ class Diff(Shown):
     sources: Sources | None = None  # the files that the two were made of, where that is known
     expected: bool = True  # what times are: expected ones, by knobs, or bounds
     origins: DiffOrigins | None = None  # revisions, options and versions of the sides
+    # The estimates of both sides, by title, for a timeline.
+    steps: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def chip(self) -> str:

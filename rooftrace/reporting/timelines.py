@@ -1,0 +1,147 @@
+"""The steps that a result rests on, each an estimate, for a timeline that shows them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rooftrace.costmodels.estimating import Estimate, estimate
+from rooftrace.costmodels.findings.diffs import Diff
+from rooftrace.costmodels.planning import plan
+from rooftrace.costmodels.rewriting import reprice
+from rooftrace.errors import RequestError
+from rooftrace.hardware import Chip, load_chip
+from rooftrace.reporting.estimates import priced_graphs
+from rooftrace.reporting.rooflinesteps import SIZES, Reports, Rooflines
+from rooftrace.reporting.sections import Results
+from rooftrace.reporting.stepforms import known_form
+
+if TYPE_CHECKING:
+    from rooftrace.costmodels.answers.serving import ServingAnswer
+    from rooftrace.costmodels.sweeping import Sweep
+
+
+def save_timeline(result: Any, path: str | Path, *, source: Any = None, **asked: Any) -> Path:
+    """Write the predicted timeline of the steps of a result, for ui.perfetto.dev; its path.
+
+    result: an Estimate, a report, a Diff (both sides), Rooflines, an Explanation, a Sweep (its best
+    line), a ServingAnswer (its answer), or estimates by title; or Elasticities of a `source`, with
+    the chip, the execution and the rest that was asked for.  The file is gzip if its name ends in
+    .gz.  Raises RequestError for a result in which no step is.
+    """
+    from rooftrace.reporting.figures import timeline
+
+    if source is not None:
+        steps = steps_at(source, result.phase, result.sizes, **asked)
+    else:
+        steps = steps_of(result)
+    return timeline.write_steps(path, steps)
+
+
+def steps_of(result: Any) -> dict[str, Estimate]:
+    """The steps of a result by a title of each.  Raises RequestError where it has none."""
+    steps = dict(_steps(result))
+    if not steps:
+        raise RequestError(
+            f"{type(result).__name__}: no step is in it that a timeline could show; name the step "
+            "itself, as `rooftrace report` takes it"
+        )
+    return steps
+
+
+def _steps(result: Any) -> Iterator[tuple[str, Estimate]]:
+    kind = type(result).__name__
+    if isinstance(result, Mapping):
+        yield from result.items()
+    elif isinstance(result, Estimate):
+        yield result.phase, result
+    elif isinstance(result, Results):
+        for phase in result.estimates:
+            for execution, on_chips in result.estimates[phase].items():
+                for chip, made in on_chips.items():
+                    yield f"{phase}, {execution}, {chip}", made
+    elif isinstance(result, Reports):
+        for target, told in result.reports.items():
+            for title, each in _steps(told):
+                yield f"{target}: {title}", each
+    elif isinstance(result, Diff):
+        yield from result.steps.items()
+    elif isinstance(result, Rooflines):
+        for row in result.rows:
+            yield row.label, row.estimate
+    elif kind == "Sweep":
+        yield from _best_line(result)
+    elif kind == "ServingAnswer":
+        yield from _answer(result)
+    elif isinstance(only := getattr(result, "estimate", None), Estimate):
+        yield only.phase, only
+
+
+def _best_line(sweep: Sweep) -> Iterator[tuple[str, Estimate]]:
+    """The line with most items per second, of those that fit if some do."""
+    derived, columns = sweep.derived(), sweep.columns
+    rates = np.where(derived["fits"], derived["items_per_s"], -1.0)
+    if not len(rates):
+        return
+    best = int(rates.argmax() if rates.max() > 0 else derived["items_per_s"].argmax())
+    case, chip = sweep.cases[int(columns["case"][best])], sweep.chips[int(columns["chip"][best])]
+    sizes = {name: int(columns[name][best]) for name in sweep.names}
+    yield _title(case.labels, sizes, chip), _at(case, chip, sizes)
+
+
+def _answer(answer: ServingAnswer) -> Iterator[tuple[str, Estimate]]:
+    """The step of the answer, or of what misses the limits by least."""
+    best = answer.best or answer.nearest
+    if best is None:
+        return
+    if best.chips > 1:
+        raise RequestError(
+            f"the answer is a step on {best.chips} chips, of which one chip's part is a formula "
+            "without a timeline; ask for --chips 1, or trace it over a mesh (rooftrace report "
+            "--mesh)"
+        )
+    for case in answer.cases:
+        chip = next((chip for chip in answer.chips if chip.name == best.chip), None)
+        if case.labels == best.labels and chip is not None:
+            yield _title(best.labels, best.sizes, chip), _at(case, chip, best.sizes)
+            return
+
+
+def _at(case: Any, chip: Chip, sizes: Mapping[str, int]) -> Estimate:
+    sizes = {name: size for name, size in sizes.items() if name in case.form.names}
+    return estimate(case.conditions.plan(case.form.graph(**sizes)), chip)
+
+
+def _title(labels: Mapping[str, Any], sizes: Mapping[str, int], chip: Chip) -> str:
+    shown = [f"{name} {size:,}" for name, size in sizes.items()]
+    return ", ".join([str(labels.get("phase", "step")), *shown, chip.name])
+
+
+def steps_at(
+    source: Any,
+    phase: str,
+    sizes: Mapping[str, int],
+    *,
+    chip: str | Chip,
+    execution: Any,
+    **asked: Any,
+) -> dict[str, Estimate]:
+    """The step of a source at sizes by name, as a sensitivity or a choice of meshes has them.
+
+    A pipeline has a step for each stage.  asked: what `priced_graphs` takes.
+    """
+    chip, form = load_chip(chip), known_form(source)
+    if form is not None:
+        names = ("dtype", "weights_dtype", "kv_dtype")
+        precisions = {name: asked.get(name) for name in names}
+        graph = reprice(form.graph(**sizes), *precisions.values())
+        return {phase: estimate(plan(graph, execution), chip)}
+    named = {name: size for name, size in sizes.items() if name in SIZES}
+    settings = {name: size for name, size in sizes.items() if name not in SIZES}
+    if settings:
+        asked = {**asked, "settings": {**asked.get("settings", {}), **settings}}
+    graphs = priced_graphs(source, phases=[phase], **{**asked, **named})
+    return {name: estimate(plan(graph, execution), chip) for name, graph in graphs.items()}
