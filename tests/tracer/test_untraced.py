@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import tqdm
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import FlopCounterMode
@@ -273,6 +274,23 @@ def test_a_thread_that_waits_for_more_is_said_at_once(module: Made, joined: bool
     assert len(texts) == (not joined)
     assert rt.estimate(graph, chip="h100-sxm").flops_matrix == ONE
     asked.put(None)
+
+
+def test_a_progress_bar_in_a_step_leaves_nothing_out(
+    module: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its thread watches bars to the end of the process, and computes nothing."""
+    monkeypatch.setattr(tqdm.tqdm, "monitor", None)  # as in a process without a bar yet
+
+    def forward(self: Any, x: Tensor) -> Any:
+        for _ in tqdm.tqdm(range(3), file=io.StringIO()):
+            x = self.lin(x)
+        return x
+
+    graph = rt.trace(module(forward), X)
+    assert tqdm.tqdm.monitor.is_alive()
+    assert not graph.unrecorded
+    assert rt.estimate(graph, chip="h100-sxm").flops_matrix == 3 * ONE
 
 
 # -- real tensors, hooks, the host -----------------------------------------------------------------

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from rooftrace.errors import RequestError, TargetError, hint
 from rooftrace.tracer.programs.dimensions import Dimensions, ProgramInput
-from rooftrace.tracer.programs.unflattened import program_module
+from rooftrace.tracer.programs.unflattened import named_class, program_module
 
 if TYPE_CHECKING:
     from rooftrace.tracer.asking import Request
@@ -44,6 +44,7 @@ def load_program(
         from rooftrace.tracer.programs.onnxfile import read_onnx
 
         module, entries, dimensions = read_onnx(path)
+        module.__class__ = named_class(type(module), path.stem)
         return module, tuple(tensors_of(target, entries, dimensions, request)), {}
     from torch.utils import _pytree as pytree
 

@@ -17,6 +17,13 @@ def named_class(kind: type, name: str) -> Any:
     return type(name, (kind,), {"__module__": kind.__module__})
 
 
+class _AsItIs(list[Any]):
+    """A list that copies of its owner share: nothing in it changes, and torch warns at a copy."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _AsItIs:
+        return self
+
+
 def program_module(program: Any) -> nn.Module:
     """The modules of an exported program with their paths and class names; else one flat module."""
     from torch.export import unflatten
@@ -27,6 +34,8 @@ def program_module(program: Any) -> nn.Module:
             root: nn.Module = unflatten(program)
     except (RuntimeError, AssertionError, ValueError, AttributeError, KeyError):
         root = program.module()  # it cannot be taken apart: all ops are of the root
+    if calls := getattr(root, "module_call_graph", None):
+        root.__dict__["module_call_graph"] = _AsItIs(calls)
     kinds = _kinds(program)
     for path, part in root.named_modules():
         part.__class__ = named_class(type(part), kinds.get(path, "Module"))

@@ -32,8 +32,12 @@ from rooftrace.tracer.vocabulary import UNRECORDED
 
 _PATIENCE = 30.0
 """Seconds that a thread of the step may go on computing after the step has returned."""
+_STILL = 0.1
+"""Seconds in which a thread that was told to go on wakes up, also on a busy machine."""
 _WAITING = frozenset({threading.__file__, queue.__file__, selectors.__file__})
 """Files of the standard library in which a thread stands that waits for others."""
+_WATCHERS = frozenset({"tqdm._monitor"})
+"""Modules whose threads look after progress bars, and compute nothing."""
 
 
 Dispatch = Callable[..., Any]
@@ -96,9 +100,12 @@ class Threads:
         """
         end = time.monotonic() + _PATIENCE
         before: dict[int, tuple[Any, int]] = {}
+        since = time.monotonic()
         while self._threads.running and time.monotonic() < end:
             now = self._places()
-            if now == before and all(_waits(frame) for frame, _ in now.values()):
+            if now != before or not all(_waits(frame) for frame, _ in now.values()):
+                since = time.monotonic()
+            elif time.monotonic() - since > _STILL:
                 break
             before = now
             time.sleep(0.001)
@@ -118,7 +125,7 @@ class Threads:
 
     def _started(self, original: Callable[..., Any], thread: threading.Thread) -> Any:
         own = self._threads.here() and not self._tape.here.submitting
-        if own:
+        if own and type(thread).__module__ not in _WATCHERS:
             run = self._task(thread.run)
 
             def once() -> None:
