@@ -90,3 +90,24 @@ def test_names_cannot_break_a_diagram_or_a_page() -> None:
         label = r'"[^"`<>]*(<br/>[^"`<>]*)*"'
         assert re.fullmatch(rf"  n\d+(\[{label}\]|\(\[{label}\]\)| --> n\d+)", line), line
     assert "<script" not in as_hypertext(View((section,))).body
+
+
+def test_what_does_not_apply_says_so(report: rt.Report) -> None:
+    text = page(architecture(report))
+    (line,) = [line for line in text.splitlines() if line.startswith("Not in this report")]
+    for reason in ("no layer chooses among experts", "one process runs", "no step trains"):
+        assert reason in line
+    mixed = rt.report("mixtral-8x22b", phase="decode", kv=64, mesh={"tp": 2}, settings=SMALL)
+    text = page(architecture(mixed))
+    (line,) = [line for line in text.splitlines() if line.startswith("Not in this report")]
+    assert line == "Not in this report: gradients and optimizer, since no step trains."
+
+
+SMALL = {
+    "config.num_hidden_layers": 2,
+    "config.hidden_size": 64,
+    "config.intermediate_size": 64,
+    "config.num_attention_heads": 4,
+    "config.num_key_value_heads": 2,
+    "config.head_dim": 16,
+}

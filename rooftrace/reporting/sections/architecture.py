@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from rooftrace._escapes import visible
 from rooftrace.hardware.units import format_count, format_share, plural
+from rooftrace.reporting.sections.routing import routed
 from rooftrace.reporting.sections.tallies import ratio
 from rooftrace.reporting.view import model as view, units
 
@@ -33,8 +34,25 @@ def architecture(results: Results) -> view.Section:
         "the number of a module in a stack."
     )
     parts: list[view.Part] = [view.Note(about), *_modules(made), *_attention(made), *_kinds(made)]
+    if absent := _absent(results):
+        parts.append(view.Note(f"Not in this report: {'; '.join(absent)}."))
     parts += [_diagram(wiring) for wiring in made.wirings]
     return view.Section(title="What the model is made of", parts=parts)
+
+
+def _absent(results: Results) -> list[str]:
+    """Sections that this report does not have, each with the reason."""
+    estimates = results.broken_down()
+    absent = []
+    if not routed(results):
+        absent.append("routing, since no layer chooses among experts")
+    if not any(results.memory[phase].kv for phase in results.memory):
+        absent.append("a cache of keys and values, since no step here keeps or reads one")
+    if all(estimate.processes == 1 for estimate in estimates):
+        absent.append("what goes over links, since one process runs each step")
+    if not any(estimate.graph.phase == "training" for estimate in estimates):
+        absent.append("gradients and optimizer, since no step trains")
+    return absent
 
 
 def _modules(made: Anatomy) -> Iterator[view.Part]:
