@@ -92,7 +92,7 @@ def test_names_cannot_break_a_diagram_or_a_page() -> None:
     assert "<script" not in as_hypertext(View((section,))).body
 
 
-def test_what_does_not_apply_says_so(report: rt.Report) -> None:
+def test_sections_that_are_not_there_are_named(report: rt.Report) -> None:
     text = page(architecture(report))
     (line,) = [line for line in text.splitlines() if line.startswith("Not in this report")]
     for reason in ("no layer chooses among experts", "one process runs", "no step trains"):
