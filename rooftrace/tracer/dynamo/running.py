@@ -107,7 +107,7 @@ def check_enabled() -> None:
     if not all(hasattr(home, name) for home, name in parts):
         raise RequestError(
             f"graph breaks: torch {torch.__version__} has another Dynamo than what is read here; "
-            "use torch 2.11 to 2.13"
+            "use torch 2.13"
         )
     if getattr(config, "disable", False):
         raise RequestError(
