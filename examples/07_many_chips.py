@@ -30,6 +30,7 @@ class Block(nn.Module):
 # The sharded module is the plan. `rt.fake_mesh` stands for the processes: one of them is traced, on
 # the meta device, and its collectives talk to nobody.
 
+
 # %%
 def step(data: int, tensor: int) -> rt.OpGraph:
     """A training step of 8 blocks, 4,096 tokens for each of `data` replicas."""

@@ -16,6 +16,7 @@ pytest.importorskip("jupytext")
 pytest.importorskip("IPython")
 
 from rooftrace.reporting.text import as_markdown
+from tests.test_examples import no_ops_stay as no_ops_stay
 from website import notebooks
 
 SCRIPTS = notebooks.scripts()

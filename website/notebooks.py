@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rooftrace._writing import write_bytes
+from rooftrace.costmodels.registry.lookup import own_rules
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -112,7 +113,7 @@ def run(made: NotebookNode) -> list[Cell]:
     Raises what a cell raises.
     """
     cells = []
-    with _shell() as shell:
+    with own_rules(), _shell() as shell:
         for cell in made.cells:
             ran = Cell(cell.cell_type, cell.source)
             cells.append(ran)
