@@ -77,19 +77,39 @@ def first_sentence(name: str) -> str:
     return line.replace("|", r"\|").replace("<", "&lt;")
 
 
-def docstring(module: str, name: str | None) -> str | None:
-    """The docstring of a name of a module, looked for where faces say that it stands."""
+Definition = ast.Module | ast.ClassDef | ast.FunctionDef
+
+
+def definition(module: str, name: str | None) -> Definition:
+    """Where a name of a module is defined, looked for where faces say that it stands."""
     path = ROOT.joinpath(*module.split("."))
     if path.is_dir():
-        module, name = _face.names(module, (path / "__init__.pyi").read_text())[name or ""]
-        return docstring(module, name)
+        face = (path / "__init__.pyi").read_text(encoding="utf-8")
+        return definition(*_face.names(module, face)[name or ""])
     tree = ast.parse(path.with_suffix(".py").read_text(encoding="utf-8"))
     if name is None:
-        return ast.get_docstring(tree)
+        return tree
     for node in reversed(tree.body):  # the last `def`: those before it are overloads
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name:
-            return ast.get_docstring(node)
-    return None
+            return node
+    raise ValueError(f"{module} has no function and no class {name}")
+
+
+def docstring(module: str, name: str | None) -> str | None:
+    """The docstring of a name of a module, read without importing anything."""
+    return ast.get_docstring(definition(module, name))
+
+
+def types_of(module: str, name: str | None) -> list[str]:
+    """The types of the arguments and of the result of a function; none for what is no function."""
+    node = definition(module, name)
+    if not isinstance(node, ast.FunctionDef):
+        return []
+    types = [
+        node.returns,
+        *(each.annotation for each in ast.walk(node.args) if isinstance(each, ast.arg)),
+    ]
+    return [ast.unparse(each) for each in types if each is not None]
 
 
 def navigation() -> list[Any]:
