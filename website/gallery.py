@@ -124,7 +124,8 @@ def section(each: Entry, folder: Path, above: str) -> str:
 
     folder: where its pictures are; above: the path to it from the page.
     """
-    parts = [f"## {each.title}"]
+    heading, _, about = each.title.partition(": ")
+    parts = [f"## {heading}", *([f"{about[0].upper()}{about[1:]}."] if about else [])]
     for file, reading in each.readings.items():
         target, picture = f"{above}/{file}", f"{above}/{file}"
         if file.endswith(".html"):

@@ -55,7 +55,7 @@ def notebook(script: Path) -> NotebookNode:
     about = ast.get_docstring(ast.parse(text))
     if about is None or "\n# %%" not in text:
         raise ValueError(f"{script}: expected a docstring, and cells that begin with `# %%`")
-    cells = jupytext.reads(text[text.index("\n# %%") :], fmt="py:percent").cells
+    cells = jupytext.reads(text[text.index("\n# %%") + 1 :], fmt="py:percent").cells
     made = nbformat.v4.new_notebook()
     made.metadata.kernelspec = {"name": "python3", "display_name": "Python 3", "language": "python"}
     made.cells = [nbformat.v4.new_markdown_cell(f"# {title_of(script)}\n\n{about}")]
@@ -197,10 +197,10 @@ def page(script: Path, cells: list[Cell]) -> str:
             parts.append(f"```text\n{cell.printed.rstrip()}\n```")
         if "text/markdown" in cell.shown:
             parts.append(
-                f'<div class="result" markdown>\n\n{cell.shown["text/markdown"]}\n\n</div>'
+                f'<div class="shown" markdown>\n\n{cell.shown["text/markdown"]}\n\n</div>'
             )
         elif "text/html" in cell.shown:
-            parts.append(f'<div class="result">{cell.shown["text/html"]}</div>')
+            parts.append(f'<div class="shown">{cell.shown["text/html"]}</div>')
         elif "text/plain" in cell.shown:
             parts.append(f"```text\n{cell.shown['text/plain']}\n```")
     return "\n\n".join(parts) + "\n"

@@ -101,14 +101,16 @@ def docstring(module: str, name: str | None) -> str | None:
 
 
 def types_of(module: str, name: str | None) -> list[str]:
-    """The types of the arguments and of the result of a function; none for what is no function."""
+    """The types that a page must show: of arguments and result, of fields and properties."""
     node = definition(module, name)
-    if not isinstance(node, ast.FunctionDef):
-        return []
-    types = [
-        node.returns,
-        *(each.annotation for each in ast.walk(node.args) if isinstance(each, ast.arg)),
-    ]
+    nodes = node.body if isinstance(node, ast.ClassDef) else [node]
+    types: list[ast.expr | None] = []
+    for each in nodes:
+        if isinstance(each, ast.FunctionDef) and not each.name.startswith("_"):
+            arguments = [inner for inner in ast.walk(each.args) if isinstance(inner, ast.arg)]
+            types += [each.returns, *(argument.annotation for argument in arguments)]
+        elif isinstance(each, ast.AnnAssign) and not ast.unparse(each.target).startswith("_"):
+            types.append(each.annotation)
     return [ast.unparse(each) for each in types if each is not None]
 
 
