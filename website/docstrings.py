@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
+import tokenize
+from pathlib import Path
 from typing import Any
 
 import griffe
@@ -11,12 +15,31 @@ CODE = re.compile(r"(`+.+?`+)", re.DOTALL)
 
 
 class Prose(griffe.Extension):
-    """`timeline_<phase>.json.gz` and `*args` stand on the page as they stand in the docstring."""
+    """`timeline_<phase>.json.gz` and `*args` stand on the page as they stand in the docstring.
+
+    A field of a record is described by the comment beside it, if it has no docstring.
+    """
 
     def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
         """Called for each module, class, function and attribute that was read."""
+        if obj.docstring is None and obj.is_attribute and (text := comment_of(obj)):
+            obj.docstring = griffe.Docstring(text, parent=obj)
         if obj.docstring is not None:
             obj.docstring.value = literal(obj.docstring.value)
+
+
+def comment_of(field: griffe.Object) -> str:
+    """The comment at the end of a field's line, "" without one: "byte/s"."""
+    if not isinstance(field.filepath, Path) or field.lineno is None:
+        return ""
+    lines = "\n".join(field.lines_collection[field.filepath][field.lineno - 1 : field.endlineno])
+    with contextlib.suppress(tokenize.TokenError, IndentationError):
+        for token in tokenize.generate_tokens(io.StringIO(lines.strip()).readline):
+            if token.type == tokenize.COMMENT and not token.string.startswith(
+                ("# type:", "# noqa")
+            ):
+                return token.string.lstrip("# ")
+    return ""
 
 
 def literal(text: str) -> str:

@@ -196,9 +196,7 @@ def page(script: Path, cells: list[Cell]) -> str:
         if cell.printed:
             parts.append(f"```text\n{cell.printed.rstrip()}\n```")
         if "text/markdown" in cell.shown:
-            parts.append(
-                f'<div class="shown" markdown>\n\n{cell.shown["text/markdown"]}\n\n</div>'
-            )
+            parts.append(f'<div class="shown" markdown>\n\n{cell.shown["text/markdown"]}\n\n</div>')
         elif "text/html" in cell.shown:
             parts.append(f'<div class="shown">{cell.shown["text/html"]}</div>')
         elif "text/plain" in cell.shown:

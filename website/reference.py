@@ -48,9 +48,7 @@ def page_of(name: str) -> str:
 
 def page(name: str) -> str:
     """The Markdown of a name's page: what mkdocstrings reads in the source."""
-    options = "\n".join(f"      {line}" for line in ("members: true", "show_if_no_docstring: true"))
-    more = f"\n    options:\n{options}" if name == "units" else ""
-    return f"---\ntitle: {name}\n---\n\n::: rooftrace.{name}{more}\n"
+    return f"---\ntitle: {name}\n---\n\n::: rooftrace.{name}\n"
 
 
 def index() -> str:
