@@ -68,7 +68,7 @@ types: $(INSTALLED) ## mypy, strict
 golden: $(INSTALLED) ## rewrite the golden files; the diff is part of the review
 	@$(PYTEST) --update-golden
 	@$(BIN)/python tests/update_readme.py
-	@git --no-pager diff --stat -- tests/golden README.md
+	@git --no-pager diff --stat -- tests/golden README.md docs/gallery.md
 
 bench: $(INSTALLED) ## time rooftrace itself: ratios side by side, of one run
 	@$(BIN)/python -m pytest benchmarks --benchmark-only
