@@ -186,7 +186,7 @@ def working_in(folder: str | Path) -> Iterator[None]:
 def page(script: Path, cells: list[Cell]) -> str:
     """The Markdown of a notebook that ran: text, code, and below it what it showed."""
     first, *others = cells
-    parts = [first.source]
+    parts = ["---\nhide: [toc]\n---", first.source]  # no headings: its room is for the tables
     parts.append(f"Download it: [the notebook]({script.stem}.ipynb), [the script]({script.name}).")
     for cell in others:
         if cell.kind == "markdown":
