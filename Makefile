@@ -6,6 +6,7 @@ JOBS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+INSTALLED_DOCS := $(VENV)/.installed-docs
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 # -p no:benchmark: benchmarks are not tests, and their plugin warns beside xdist.
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) -p no:benchmark
@@ -17,7 +18,7 @@ export OMP_NUM_THREADS := 1
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help venv demo test check fuzz lint types golden bench inductor zoo zoo-diff flops accuracy serving earlier exact \
-	checkpoints versions measure collectives manychips page clean
+	checkpoints versions measure collectives manychips page docs notebooks clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -67,7 +68,7 @@ types: $(INSTALLED) ## mypy, strict
 golden: $(INSTALLED) ## rewrite the golden files; the diff is part of the review
 	@$(PYTEST) --update-golden
 	@$(BIN)/python tests/update_readme.py
-	@git --no-pager diff --stat -- tests/golden README.md
+	@git --no-pager diff --stat -- tests/golden README.md docs/gallery.md
 
 bench: $(INSTALLED) ## time rooftrace itself: ratios side by side, of one run
 	@$(BIN)/python -m pytest benchmarks --benchmark-only
@@ -80,6 +81,18 @@ inductor: $(INSTALLED) ## our kernels beside those of Inductor's scheduler (MODE
 page: ## make the script of reports' pages of web/ (needs Node)
 	@command -v npm >/dev/null 2>&1 || { echo "make: npm is not here; it comes with Node.js"; exit 1; }
 	@cd web && npm ci --silent --no-audit --no-fund && npm run --silent types && npm run --silent build
+
+# Only the site needs these packages, so only this target installs them.
+$(INSTALLED_DOCS): $(INSTALLED)
+	@echo "Installing what the site is built with"
+	@$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[docs]'
+	@touch $@
+
+docs: $(INSTALLED_DOCS) ## build the site in out/site; a broken link fails (KEEP=1: only pictures that are missing)
+	@$(BIN)/python -m website $(if $(KEEP),--keep-pictures)
+
+notebooks: $(INSTALLED) ## make the examples as notebooks in out/notebooks
+	@$(BIN)/python -m website --notebooks out/notebooks
 
 zoo: $(INSTALLED) ## trace every model of the installed packages (ZOO=folder GROUP=hf,timm N=50)
 	@$(BIN)/python zoo/run.py --workers $(JOBS) \
@@ -137,4 +150,4 @@ measure: ## measure this device with PYTHON's own torch: installs nothing (BUDGE
 
 clean: ## remove caches, builds and out/; .venv stays
 	@rm -rf out build dist *.egg-info .benchmarks .coverage .mypy_cache .pytest_cache .ruff_cache .hypothesis
-	@find rooftrace tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
+	@find rooftrace tests examples website -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,5 +1,6 @@
 """Any module, any arguments: what one forward pass and one training step cost on an H200."""
 
+# %%
 import torch
 from torch import nn
 
@@ -22,12 +23,21 @@ class Classifier(nn.Module):
         return self.head(pooled)
 
 
+# %% [markdown]
+# The arguments are what the module takes. Here they are a batch of token ids and a mask.
+
+# %%
 model = Classifier()
 ids = torch.zeros(64, 128, dtype=torch.long)
 keep = torch.arange(128)[None].expand(64, -1) < 100
 
+# %%
 forward = rt.trace(model, ids, keep)
 print(rt.estimate(forward, chip="h200-sxm"))
 
+# %% [markdown]
+# A training step has the loss, the backward pass and the optimizer too.
+
+# %%
 step = rt.trace(model, ids, keep, phase="training")
 print(rt.estimate(step, chip="h200-sxm", execution="eager"))

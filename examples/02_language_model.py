@@ -1,12 +1,11 @@
-"""Prefill and decode of GPT-2 from its config file, on three chips.  No weights, no GPU."""
+"""Prefill and decode of GPT-2 by its config, on three chips.  No weights, no GPU."""
 
-from pathlib import Path
-
+# %%
 import rooftrace as rt
 
-config = Path(__file__).parent / "configs" / "gpt2.json"
-graphs = rt.trace_target(config, ["prefill", "decode"], rt.Request(batch=8, seq=255))
+graphs = rt.trace_target("gpt2", ["prefill", "decode"], rt.Request(batch=8, seq=255))
 
+# %%
 print(f"{'':24} {'prefill':>12} {'decode':>12}   limited by (decode)")
 for chip in ("h200-sxm", "l4", "rtx-4090"):
     for execution in ("eager", "efficient"):
@@ -17,3 +16,9 @@ for chip in ("h200-sxm", "l4", "rtx-4090"):
             f"{chip:12} {execution:11} {prefill.t_est * 1e3:9.3f} ms {decode.t_est * 1e3:9.3f} ms"
             f"   {decode.times.regime} {decode.times.regime_shares[decode.times.regime]:.0%}"
         )
+
+# %% [markdown]
+# Any of these results shows its table and its figure, for example the last one.
+
+# %% tags=["active-ipynb"]
+# decode

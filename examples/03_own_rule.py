@@ -1,5 +1,6 @@
 """An op that rooftrace does not know: it is listed, its bytes count, and a rule is one function."""
 
+# %%
 import torch
 from torch import nn
 
@@ -21,12 +22,21 @@ class Block(nn.Module):
         return torch.ops.mylib.swish_sum(self.up(x), x)
 
 
+# %% [markdown]
+# Without a rule the op is listed, with its shapes and the beginning of a rule to fill in.
+
+# %%
 graph = rt.trace(Block(), torch.empty(4096, 1024))
 for op in rt.estimate(graph).unsupported_ops():
     print(f"no rule: {op.target} x{op.count}, {op.bytes / 1e6:.1f} MB, {op.shapes}")
     print(op.stub)
 
 
+# %% [markdown]
+# The rule says what the op computes, and that it reads its inputs and writes its output once.
+
+
+# %%
 @rt.rule("mylib::swish_sum", fusion="pointwise")
 def swish_sum(op: rt.OpView) -> rt.Cost:
     """out = x * sigmoid(x) + y.  Sigmoid is 4 flop, the product and the sum are one each."""
@@ -35,3 +45,6 @@ def swish_sum(op: rt.OpView) -> rt.Cost:
 
 estimate = rt.estimate(graph)
 print(f"with the rule: {estimate.coverage.bytes_with_rule_share:.0%} of bytes have a rule")
+
+# %% tags=["active-ipynb"]
+# estimate

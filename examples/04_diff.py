@@ -1,5 +1,6 @@
 """What a change costs before it is run: a norm that upcasts to fp32, found with its cause."""
 
+# %%
 import torch
 from torch import nn
 
@@ -38,8 +39,19 @@ def model(upcast: bool) -> nn.Module:
     return nn.Sequential(*(Block(2048, upcast) for _ in range(4))).to(torch.bfloat16)
 
 
+# %%
 x = torch.empty(8192, 2048, dtype=torch.bfloat16)
 change = rt.diff(model(False), model(True), x, phases=["forward"], execution="eager")
+
+# %% tags=["active-py"]
 print(as_markdown(change))
+
+# %% tags=["active-ipynb"]
+# change
+
+# %% [markdown]
+# A gate is a sentence for each budget that was passed.
+
+# %%
 for sentence in change.violations(["time>5%"]):
     print(sentence)

@@ -1,5 +1,6 @@
 """Another counter gives another number: each difference, with the module, the op and the reason."""
 
+# %%
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -22,7 +23,15 @@ class Tagger(nn.Module):
         return self.tags(F.scaled_dot_product_attention(states, states, states))
 
 
+# %%
 # On real CPU tensors FlopCounterMode meets a fused LSTM; on meta it would see its products.
 model, ids = Tagger().eval(), torch.zeros(8, 128, dtype=torch.long)
 found = rt.compare(model, ids, phases=["forward"])
+
+# %% tags=["active-py"]
 print(as_markdown(comparisons_view("Tagger", found)), end="")
+
+# %% tags=["active-ipynb"]
+# from IPython.display import Markdown
+#
+# Markdown(as_markdown(comparisons_view("Tagger", found)))

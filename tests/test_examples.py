@@ -1,15 +1,35 @@
 """Every example script runs and prints what tests/golden remembers."""
 
 import runpy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from rooftrace.costmodels.registry.lookup import own_rules
 from tests.conftest import pinned
 
 EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("[0-9]*.py"))
+
+
+@pytest.fixture(autouse=True)
+def no_ops_stay(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Rules and op libraries of an example go with it: the process may run it again."""
+    made: list[torch.library.Library] = []
+    init = torch.library.Library.__init__
+
+    def noted(library: torch.library.Library, *args: Any, **kwargs: Any) -> None:
+        init(library, *args, **kwargs)
+        made.append(library)
+
+    monkeypatch.setattr(torch.library.Library, "__init__", noted)
+    with own_rules():
+        yield
+    for library in made:
+        library._destroy()
 
 
 @pytest.mark.parametrize("script", EXAMPLES, ids=lambda p: p.stem)

@@ -1,6 +1,6 @@
 """What one op costs on any chip: work by operation and precision, bytes by storage and wire.
 
-A :class:`Cost` is additive.  It knows no chip, no knob and no fusion. Fusing drops internal values
+A `Cost` is additive.  It knows no chip, no knob and no fusion. Fusing drops internal values
 and reads a shared value once; `traffic` does so when it adds up costs.
 """
 

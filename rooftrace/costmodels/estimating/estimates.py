@@ -249,7 +249,7 @@ class Estimate(Shown, Together, Breakdowns, Itemised):
         return frame_of(self.plan, self.rows)
 
     def headroom(self) -> Any:
-        """What fusing saves, as a :class:`rooftrace.Headroom`; `rt.headroom` takes graphs too."""
+        """What fusing saves, as a `Headroom`; `rt.headroom` takes graphs too."""
         from rooftrace import _headroom  # findings price by estimates, and so stand above them
 
         return _headroom(self)

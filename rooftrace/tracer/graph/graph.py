@@ -1,6 +1,6 @@
 """The operator graph: plain records of what a step runs, with sizes; no torch, no costs, no chips.
 
-A captured step is an :class:`OpGraph`: values (tensors) by id, and ops in execution order that
+A captured step is an `OpGraph`: values (tensors) by id, and ops in execution order that
 read and write them.  Everything later (costs, fusion, memory, reports) is a pure function of these
 records.
 """

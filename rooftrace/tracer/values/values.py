@@ -2,7 +2,7 @@
 
 Positions, masks, lengths and indices are computed beside the meta tensors on the CPU, so that
 `.item()`, `.tolist()`, boolean indexing and `nonzero` on them are exact.  A value that depends on
-weights or activations is chosen by a named policy, which records an :class:`Assumption`.
+weights or activations is chosen by a named policy, which records an `Assumption`.
 """
 
 from __future__ import annotations
