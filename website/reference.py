@@ -16,14 +16,15 @@ GROUPS: Mapping[str, str] = {
     "Trace": "trace trace_target Request OpGraph save load capture telling",
     "Price": """estimate priced_graphs Estimate Breakdown plan Plan execution_model ExecutionModel
         reprice memory load_chip available_chips Chip""",
-    "Report": "report largest_batch summary profile flop_count_table units",
-    "What would help": "guidance Guidance WhatIf headroom Headroom Saving explain Explanation",
+    "Report": "report reports save_timeline largest_batch summary profile flop_count_table units",
+    "What would help": """guidance Guidance WhatIf graph_breaks GraphBreaks headroom Headroom Saving
+        explain Explanation""",
     "Compare": "diff compare inventory ModelInfo dump_model_info",
     "Many chips": "fake_mesh best_mesh scaling disaggregated save_chakra",
     "What if": """form Form save_form load_form sweep Sweep plot_sweep sweep_fleet SweepFleet solve
         plot_answer sensitivity Elasticities explore roofline Rooflines plot_roofline""",
-    "Measure and calibrate": """measure measuring fused FusedStep Run load_run calibrate validate
-        Validation""",
+    "Measure and calibrate": """measure measuring live trainer_callback lightning_callback fused
+        FusedStep Run load_run calibrate validate Validation""",
     "Extend": """rule OpView Cost Work Access fusion KernelView section Section Table Column Note
         source phase""",
     "Errors": "RequestError TargetError TraceError RunFileError",

@@ -23,6 +23,9 @@ def test_every_rate_is_positive_and_measured(chip):
     assert chip.has_peak("vector", "fp32") and chip.has_peak("matrix", "bf16")
     for place, fact in chip.facts():
         assert math.isfinite(fact.value), place
+        if place == "graph_entry":  # only a compiler could tell; no step without breaks pays it
+            assert fact.kind == "guess"
+            continue
         assert fact.kind in ("measured", "derived"), place
         assert fact.value > 0 or place == "kernel_gap"
     assert torch.__version__ in chip.memory_bandwidth.source

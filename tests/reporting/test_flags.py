@@ -59,6 +59,7 @@ DIFF = ("diff", "t.py:build", "t.py:wider", "--phase", "forward", "--format", "j
 EXPLAIN = ("explain", "config.json", "--op", "0", "--format", "json")
 NODES = ("nodes", "config.json", "--phase", "prefill", "--format", "json")
 CENSUS = ("census", "config.json", "--phase", "prefill", "--format", "json")
+BREAKS = ("breaks", "t.py:build", "--phase", "forward", "--format", "json")
 EXPLAIN_CODE = ("explain", "t.py:build", "--format", "json")
 ELASTICITY = ("sensitivity", "t.py:build", "--format", "json")
 GRID = ("sensitivity", "config.json", "--grid", "batch=1,2", "--format", "json")
@@ -243,6 +244,19 @@ CASES: dict[str, list[tuple[tuple[str, ...], dict[str, tuple[tuple[str, ...], ..
                 "--execution": (("--execution", "eager"),),
                 "--format": tuple(("--format", form) for form in ("terminal", "md", "csv")),
                 "--out": (("--out", "census.csv"),),
+            },
+        )
+    ],
+    "breaks": [
+        (
+            BREAKS,
+            {
+                **WORKLOAD,
+                **PRICING,
+                "--chip": (("--chip", "l4"),),
+                "--execution": (("--execution", "efficient"),),
+                "--format": tuple(("--format", form) for form in ("terminal", "md", "csv")),
+                "--out": (("--out", "breaks.csv"),),
             },
         )
     ],
@@ -510,6 +524,10 @@ CANNOT_CHANGE = {
     ("census", "config.json"): {
         "--assume": "nothing of that kind is unknown in this model",
         "--trust-remote-code": "this repository has no code of its own",
+        "--no-repeats": "the same layers, one by one: the numbers are the same",
+        "--rewrite": "nothing of that kind is in this model",
+    },
+    ("breaks", "t.py:build"): {
         "--no-repeats": "the same layers, one by one: the numbers are the same",
         "--rewrite": "nothing of that kind is in this model",
     },

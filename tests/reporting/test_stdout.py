@@ -53,6 +53,7 @@ COMMANDS: list[tuple[str, ...]] = [
     ("explore", "--help"),
     ("census", *ONE, "--chip", "l4"),
     ("census", *ONE, "--chip", "l4", "--format", "csv"),
+    ("breaks", *ONE, "--chip", "l4"),
     ("nodes", *ONE, "--chip", "l4"),
     ("nodes", *ONE, "--chip", "l4", "--format", "json"),
     ("roofline", *ONE, "--chip", "l4"),

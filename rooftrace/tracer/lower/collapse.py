@@ -204,7 +204,7 @@ class Collapse:
         return self.short[edge], Neighbour(self.repeats[label].id, beside, shift)
 
     def _owned_from_inside(self, value: int, label: int) -> tuple[int, Neighbour | None]:
-        """The same of a value that no iteration made."""
+        """A value that no iteration made, as `_from_inside` gives one that was made."""
         owner = self.blocks.owner.get(value)
         if owner is None or owner == label or abs(owner - label) > 1:
             return self.short[value], None
