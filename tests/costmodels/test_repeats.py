@@ -103,7 +103,7 @@ def test_backward_saves_what_it_reads_of_a_repeat_and_no_other_iteration(
     assert found.to_frame()["saved"].sum() == 1
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(nests())
 @example(read_in_the_last_iteration(2))
 @example(read_in_the_last_iteration(9, 2))
