@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -245,3 +246,11 @@ def test_a_module_is_afterwards_what_it_was(way: str) -> None:
         again_traced = rt.trace(net, ids, phase="training")
     assert [op.target for op in first.ops] == [op.target for op in again_traced.ops]
     assert not dist.is_initialized()
+
+
+def test_errors_after_a_mesh_are_shown_as_before() -> None:
+    """Torch's process groups put a hook in front that names a rank, and leave it there."""
+    before = sys.excepthook
+    with rt.fake_mesh({"dp": 2}):
+        assert sys.excepthook is before
+    assert sys.excepthook is before

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -36,7 +37,9 @@ def fake_mesh(sizes: Mapping[str, int], rank: int = 0) -> Iterator[Any]:
             f"{dist.get_world_size()} already; call torch.distributed.destroy_process_group() "
             "before, or shard the module over that group yourself and trace it"
         )
+    shown = sys.excepthook
     dist.init_process_group(_BACKENDS, store=FakeStore(), rank=rank, world_size=world)
+    sys.excepthook = shown  # torch's own names a rank before every error, to the end of the process
     _with_hooks(dist)
     meshes.running.append(sizes)
     try:
