@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rooftrace._writing import write_bytes
-from website import checks, gallery, notebooks, pages, reference
+from website import browser, checks, gallery, notebooks, pages, reference
 
 ROOT = Path(__file__).resolve().parents[1]
 DRAWN = ROOT / "out" / "gallery"
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     write_pages(folder / "pages")
     write_settings(folder / "mkdocs.yml")
     site = build(folder / "mkdocs.yml")
-    troubles = checks.troubles(site)
+    troubles = [*checks.troubles(site), *browser.troubles(site)]
     for trouble in troubles:
         print(trouble, file=sys.stderr)
     print(f"{len(list(site.rglob('*.html')))} pages in {site / 'index.html'}")
@@ -52,7 +52,7 @@ def draw_gallery(keep: bool) -> None:
         gallery.draw(each, out)
         for file in each.readings:
             if file.endswith(".html"):
-                gallery.photograph(out / file, out / f"{Path(file).stem}.png")
+                browser.photograph(out / file, out / f"{Path(file).stem}.png", "explore")
         print(f"drew {each.path.name} in {time.monotonic() - start:.0f} s", flush=True)
 
 

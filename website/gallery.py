@@ -103,22 +103,6 @@ def draw(each: Entry, out: Path) -> None:
             shutil.move(Path(folder) / file, out / file)
 
 
-def photograph(page: Path, picture: Path, width: int = 1280, height: int = 1600) -> bool:
-    """Take a picture of a page of HTML by the system's Chromium; False where there is none."""
-    browser = shutil.which("chromium") or shutil.which("google-chrome")
-    if browser is None:
-        return False
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as driver:
-        window = driver.chromium.launch(executable_path=browser, args=["--no-sandbox"])
-        tab = window.new_page(viewport={"width": width, "height": height})
-        tab.goto(page.as_uri())
-        tab.screenshot(path=picture)
-        window.close()
-    return True
-
-
 def section(each: Entry, folder: Path, above: str) -> str:
     """The Markdown of a script: each picture with how to read it, then the code.
 

@@ -9,8 +9,8 @@ what limits that time.
 bytes.png: Each bar is what a step moves through HBM, by whose bytes they are; naive beside
 efficient shows what fusing saves.
 
-memory.png: Each bar is what is alive at the peak of a step, by role; the words beside it say whether
-the chip holds that.
+memory.png: Each bar is what is alive at the peak of a step, by role; the words beside it say
+whether the chip holds that.
 
 memory-training.png: What is alive as one op after the other runs: activations pile up in the
 forward pass and go in the backward pass, and the mark is the peak.

@@ -1,7 +1,7 @@
 """Sensitivity: what moves a step most.
 
-tornado.png: The longer a bar, the more the step answers to that number; a number without a bar
-does not move it at all.
+tornado.png: The longer a bar, the more the step answers to half and twice of that number; one
+without a bar hardly moves it.
 """
 
 import rooftrace as rt

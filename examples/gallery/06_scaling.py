@@ -1,7 +1,8 @@
 """Many chips: how a training step scales.
 
-scaling.png: Left, 100 % means that each chip does as much per second as one alone; right, the weak
-line stays flat and the strong line halves with every doubling, as long as exchanges stay hidden.
+scaling.png: Left, 100 % means that each chip does as much per second as one alone, which is hollow
+where one alone would not hold the step; right, the weak line stays flat and the strong line halves
+with every doubling, as long as exchanges stay hidden.
 """
 
 import rooftrace as rt
