@@ -83,7 +83,6 @@ def _on_streams(
         planned,
         [timing.t_device for timing in single],
         host_seconds(planned.execution, chip),
-        [repeat.count for repeat in planned.graph.repeats],
         chip.host_waits,
     )
     wait_for_stragglers(walked, planned, network)

@@ -102,7 +102,6 @@ def walk(
     planned: Plan,
     durations: Sequence[float],
     host: HostSeconds,
-    counts: Sequence[int] = (),
     waits: bool = False,
 ) -> Walk:
     """The step of a plan whose kernels take these seconds; see `queue.schedule` for the others."""
@@ -262,7 +261,8 @@ class Streams:
 
     def turn(self, repeat: int, turn: int, part: range) -> None:
         """A turn of a repeat begins, which has these items; backward goes through it in reverse."""
-        back = any(item.back for item in self.items[part.start : part.stop])
+        items = map(self.items.__getitem__, part)
+        back = next((i.back for i in items if i.kernel >= 0 or i.mark is not None), False)
         self.at[repeat] = self.counts[repeat] - 1 - turn if back else turn
 
     def _moment(self, spot: Spot) -> Moment:
