@@ -176,9 +176,10 @@ def traced(row: Row, how: Setting, cache: Path) -> rt.OpGraph | None:
         model, x = (part.to(getattr(torch, how.dtype)) for part in (model, x))
         if how.layout == "nhwc":
             model, x = (part.to(memory_format=torch.channels_last) for part in (model, x))
-        graph = rt.trace(
-            Amp(model.eval()), x, phase=row.phase, loss=_cross_entropy, optimizer="sgd"
-        )
+        step: dict[str, Any] = {"phase": row.phase}
+        if row.phase == "training":
+            step |= {"loss": _cross_entropy, "optimizer": "sgd"}
+        graph = rt.trace(Amp(model.eval()), x, **step)
     except Exception as error:  # whatever a library's model may raise
         print(f"{row.name}: {type(error).__name__}: {error}".splitlines()[0], file=sys.stderr)
         return None
