@@ -1,8 +1,19 @@
 """Steps of language models on two A100 that NeuSight's authors measured, predicted.
 
-    python benchmarks/accuracy/neusight.py FOLDER [--points FILE.csv] [--details]
+    python benchmarks/accuracy/neusight.py FOLDER [--points FILE.csv]
 
-FOLDER/llm has neusight_a100.csv and the models' configs.
+FOLDER/llm has neusight_a100.csv and configs/ (NeuSight's labels, MIT).  They ran transformers
+4.38.1 and torch 2.1 with attention written out, in fp32 without TF32: inference without gradients,
+training in train mode with a forward and a backward that were timed apart, the loss between them in
+neither.  There was no optimizer, and gradients were added to those of the step before.  Models are
+those of the installed transformers, with the attention of 4.38.1.
+
+Before each step they emptied the cache of the allocator, so a training forward asks the driver for
+every block that it saves.  The backward, which finds blocks to use again, stands beside it.
+
+Two numbers, what a GPU sustains of its arithmetic and of its bandwidth, are fitted to the eager
+rows of a GPU without one model, and tested on that model; compiled rows take those of the eager
+ones.
 """
 
 from __future__ import annotations
@@ -12,19 +23,30 @@ import csv
 import json
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from points import Point, write_points
+from scores import HEAD, left_out, line, one_factor, with_numbers
+
 import rooftrace as rt
+from rooftrace.costmodels.execution import execution_model
+from rooftrace.costmodels.kernels.tables import KernelTable, kernel_table
+from rooftrace.costmodels.planning import Plan, plan
+from rooftrace.measured.fit.calibrating import usual_start
+from rooftrace.measured.fit.cases import Case, predict
+from rooftrace.measured.fit.fitting import FEW
+from rooftrace.tracer.graph import OpGraph
 
 CHIPS = {"NVIDIA_A100_80GB_PCIe": "a100-pcie-80", "NVIDIA_A100-PCIE-40GB": "a100-pcie-40"}
 
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement; seconds of forward and of backward."""
+    """One measurement.  forward, backward: seconds; backward is 0 in inference."""
 
     chip: str
     model: str
@@ -41,8 +63,8 @@ class Row:
         return f"{self.model} {self.phase} {self.batch}x{self.seq}{ran}"
 
     @property
-    def seconds(self) -> float:
-        return self.forward + self.backward
+    def trace(self) -> str:
+        return f"{self.model}-{self.phase}-{self.batch}x{self.seq}"
 
 
 def read(path: Path) -> list[Row]:
@@ -77,7 +99,7 @@ def _finished(module: Any, scores: Any, value: Any, dropout: float) -> tuple[Any
     return (shares @ value).transpose(1, 2).contiguous(), None
 
 
-def _gpt2(module: Any, query: Any, key: Any, value: Any, mask: Any, dropout: float = 0.0, **_: Any):
+def _gpt2(module: Any, query: Any, key: Any, value: Any, mask: Any, dropout: float = 0.0, **_: Any) -> Any:
     """The mask is of booleans, and chooses."""
     import torch
 
@@ -86,14 +108,14 @@ def _gpt2(module: Any, query: Any, key: Any, value: Any, mask: Any, dropout: flo
     return _finished(module, scores, value, dropout)
 
 
-def _bert(module: Any, query: Any, key: Any, value: Any, mask: Any, dropout: float = 0.0, **_: Any):
+def _bert(module: Any, query: Any, key: Any, value: Any, mask: Any, dropout: float = 0.0, **_: Any) -> Any:
     """The mask is added, even where it hides nothing."""
     scores = _scores(query, key) / query.shape[-1] ** 0.5
     scores = scores + query.new_zeros(query.shape[0], 1, 1, key.shape[-2])
     return _finished(module, scores, value, dropout)
 
 
-def _opt(module: Any, query: Any, key: Any, value: Any, mask: Any, dropout: float = 0.0, **_: Any):
+def _opt(module: Any, query: Any, key: Any, value: Any, mask: Any, dropout: float = 0.0, **_: Any) -> Any:
     """Heads are copied apart; the mask is added, and minus infinity taken away."""
     import torch
 
@@ -171,7 +193,7 @@ def training_step(model: Any, ids: Any) -> None:
     torch.nn.functional.cross_entropy(logits.view(-1, logits.size(-1)), ids.view(-1)).backward()
 
 
-def traced(row: Row, folder: Path) -> rt.OpGraph:
+def traced(row: Row, folder: Path) -> OpGraph:
     import torch
 
     model = built(folder / "configs" / f"{row.model}.json", row.phase == "training")
@@ -182,3 +204,164 @@ def traced(row: Row, folder: Path) -> rt.OpGraph:
         return rt.trace(training_step, model, ids)
     more = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
     return rt.trace(model, input_ids=ids, **more)
+
+
+# -- cases -----------------------------------------------------------------------------------------
+
+
+def part_case(name: str, planned: Plan, chip: str, seconds: float, group: str, parts: str) -> Case:
+    """The case of one part of a step, without the forward of its loss."""
+    on = rt.load_chip(chip)
+    table, place = kernel_table(planned, on)
+    ops = planned.graph.ops
+    leads = [ops[each.ops[0]] for each in planned.groups]
+    chosen = [
+        i
+        for i, op in enumerate(leads)
+        if (op.part == "forward") == (parts == "forward")
+        and not (op.part == "forward" and op.family == "loss")
+    ]
+    rows = [place[i] for i in chosen]
+    data = {column: values[rows] for column, values in table.data.items()}
+    data["count"] = np.array([float(planned.groups[i].times) for i in chosen])
+    return Case(
+        name=name,
+        table=KernelTable(on, table.kind[rows], data),
+        seconds=seconds,
+        dispatches=int(data["count"].sum()),
+        group=group,
+    )
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A row with the cases of its parts, forward first."""
+
+    row: Row
+    cases: tuple[Case, ...]
+
+
+def measured(rows: Sequence[Row], folder: Path, tell: Callable[[str], None]) -> list[Measured]:
+    """Each row, traced; equal ones once."""
+    graphs: dict[str, OpGraph] = {}
+    found = []
+    for row in rows:
+        if row.trace not in graphs:
+            tell(row.trace)
+            graphs[row.trace] = traced(row, folder)
+        planned = plan(graphs[row.trace], "compiled" if row.compiled else "eager")
+        parts = [("forward", row.forward)]
+        if row.phase == "training":
+            parts.append(("backward", row.backward))
+        cases = (
+            part_case(f"{row.name} {part}", planned, row.chip, seconds, row.model, part)
+            for part, seconds in parts
+        )
+        found.append(Measured(row, tuple(cases)))
+    return found
+
+
+
+KINDS = {
+    "inference, A100 PCIe 40 GB": lambda row: row.phase == "forward",
+    "training, A100 PCIe 80 GB": lambda row: row.phase == "training",
+    "all": lambda row: True,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--points", type=Path, help="write every prediction there, as CSV")
+    given = parser.parse_args()
+    folder = given.folder / "llm"
+    if not (folder / "neusight_a100.csv").exists():
+        raise SystemExit(f"{folder}: no neusight_a100.csv in it")
+    warnings.filterwarnings("ignore")
+    _written_out()
+    tell = lambda text: print(text, file=sys.stderr)  # noqa: E731
+    found = measured(read(folder / "neusight_a100.csv"), folder, tell)
+    starts = {
+        (chip, compiled): usual_start(
+            rt.load_chip(chip), execution_model("compiled" if compiled else "eager")
+        )
+        for chip in CHIPS.values()
+        for compiled in (False, True)
+    }
+    fitted = {}
+    for chip in CHIPS.values():
+        eager = [
+            case
+            for one in found
+            if one.row.chip == chip and not one.row.compiled
+            for case in one.cases
+        ]
+        fitted[chip] = left_out(eager, starts[chip, False])
+    rows = [one.row for one in found]
+    names = [row.name for row in rows]
+    before, after = [], []  # seconds of each part of each row
+    for one in found:
+        start = starts[one.row.chip, one.row.compiled]
+        numbers = fitted[one.row.chip][one.row.model]
+        before.append(predict(one.cases, start))
+        after.append(predict(one.cases, with_numbers(start, FEW, numbers)))
+    told = [[case.seconds for case in one.cases] for one in found]
+    whole = [[sum(each) for each in parts] for parts in (before, after, told)]
+    factor = [0.0] * len(rows)
+    for chip in CHIPS.values():
+        here = [i for i, row in enumerate(rows) if row.chip == chip]
+        scaled = one_factor(
+            [whole[0][i] for i in here],
+            [whole[2][i] for i in here],
+            [rows[i].model for i in here],
+            [not rows[i].compiled for i in here],
+        )
+        for i, value in zip(here, scaled, strict=True):
+            factor[i] = value
+    print(HEAD)
+    for kind, belongs in KINDS.items():
+        here = [i for i, row in enumerate(rows) if belongs(row)]
+        for fit, made in (
+            ("nothing", whole[0]),
+            ("one factor", factor),
+            ("two numbers", whole[1]),
+        ):
+            print(
+                line(
+                    kind,
+                    fit,
+                    [names[i] for i in here],
+                    [made[i] for i in here],
+                    [whole[2][i] for i in here],
+                )
+            )
+    trained = [i for i, row in enumerate(rows) if row.phase == "training"]
+    for part, kind in enumerate(("forward of training", "backward of training")):
+        for fit, made in (("nothing", before), ("two numbers", after)):
+            print(
+                line(
+                    kind,
+                    fit,
+                    [names[i] for i in trained],
+                    [made[i][part] for i in trained],
+                    [told[i][part] for i in trained],
+                )
+            )
+    for chip, by_model in fitted.items():
+        values = ", ".join(
+            f"{name} {np.median([numbers[i] for numbers in by_model.values()]):.3g}"
+            for i, name in enumerate(FEW)
+        )
+        print(f"\nFitted on {chip} (median over the models left out): {values}")
+    if given.points:
+        points = [
+            Point(row.name, predicted, seconds, "training" if row.backward else "inference")
+            for row, predicted, seconds in zip(rows, whole[1], whole[2], strict=True)
+        ]
+        write_points(given.points, points)
+
+
+if __name__ == "__main__":
+    main()
