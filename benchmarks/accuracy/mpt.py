@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -34,9 +32,7 @@ _library.impl(
     lambda logits, target: tuple(logits.new_empty(len(target), dtype=torch.float32) for _ in "ab"),
     "Meta",
 )
-_library.impl(
-    "cross_entropy_backward", lambda g, logits, sums: torch.empty_like(logits), "Meta"
-)
+_library.impl("cross_entropy_backward", lambda g, logits, sums: torch.empty_like(logits), "Meta")
 
 
 class CrossEntropy(torch.autograd.Function):

@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import statistics
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -35,6 +36,7 @@ from scores import HEAD, left_out, line, one_factor, with_numbers
 import rooftrace as rt
 from rooftrace.costmodels.execution import execution_model
 from rooftrace.costmodels.kernels.tables import KernelTable, kernel_table
+from rooftrace.costmodels.knobs import Knobs
 from rooftrace.costmodels.planning import Plan, plan
 from rooftrace.measured.fit.calibrating import usual_start
 from rooftrace.measured.fit.cases import Case, predict
@@ -99,7 +101,9 @@ def _finished(module: Any, scores: Any, value: Any, dropout: float) -> tuple[Any
     return (shares @ value).transpose(1, 2).contiguous(), None
 
 
-def _gpt2(module: Any, query: Any, key: Any, value: Any, mask: Any, dropout: float = 0.0, **_: Any) -> Any:
+def _gpt2(
+    module: Any, query: Any, key: Any, value: Any, mask: Any, dropout: float = 0.0, **_: Any
+) -> Any:
     """The mask is of booleans, and chooses."""
     import torch
 
@@ -108,14 +112,18 @@ def _gpt2(module: Any, query: Any, key: Any, value: Any, mask: Any, dropout: flo
     return _finished(module, scores, value, dropout)
 
 
-def _bert(module: Any, query: Any, key: Any, value: Any, mask: Any, dropout: float = 0.0, **_: Any) -> Any:
+def _bert(
+    module: Any, query: Any, key: Any, value: Any, mask: Any, dropout: float = 0.0, **_: Any
+) -> Any:
     """The mask is added, even where it hides nothing."""
     scores = _scores(query, key) / query.shape[-1] ** 0.5
     scores = scores + query.new_zeros(query.shape[0], 1, 1, key.shape[-2])
     return _finished(module, scores, value, dropout)
 
 
-def _opt(module: Any, query: Any, key: Any, value: Any, mask: Any, dropout: float = 0.0, **_: Any) -> Any:
+def _opt(
+    module: Any, query: Any, key: Any, value: Any, mask: Any, dropout: float = 0.0, **_: Any
+) -> Any:
     """Heads are copied apart; the mask is added, and minus infinity taken away."""
     import torch
 
@@ -261,12 +269,93 @@ def measured(rows: Sequence[Row], folder: Path, tell: Callable[[str], None]) -> 
     return found
 
 
+# -- the table -------------------------------------------------------------------------------------
 
-KINDS = {
-    "inference, A100 PCIe 40 GB": lambda row: row.phase == "forward",
-    "training, A100 PCIe 80 GB": lambda row: row.phase == "training",
-    "all": lambda row: True,
-}
+
+@dataclass(frozen=True)
+class Predicted:
+    """Seconds of a row: of its forward and, in training, of its backward."""
+
+    row: Row
+    measured: tuple[float, ...]
+    by: dict[str, tuple[float, ...]]  # by what was fitted
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """By chip and model: the numbers of a fit to the other models."""
+
+    numbers: dict[tuple[str, str], tuple[float, ...]]
+
+    def told(self) -> str:
+        """Their medians."""
+        lines = []
+        for chip in CHIPS.values():
+            values = [numbers for (on, _), numbers in self.numbers.items() if on == chip]
+            middle = (
+                f"{name} {statistics.median(each[place] for each in values):.3g}"
+                for place, name in enumerate(FEW)
+            )
+            lines.append(f"Fitted on {chip} (median over the models left out): {', '.join(middle)}")
+        return "\n\n".join(lines)
+
+
+def fitted_to(found: Sequence[Measured]) -> Fitted:
+    """Two numbers for each chip, without each of its models, from eager rows."""
+    numbers = {}
+    for chip in CHIPS.values():
+        here = [one for one in found if one.row.chip == chip]
+        cases = [case for one in here if not one.row.compiled for case in one.cases]
+        by_model = left_out(cases, _start(chip, False), (one.row.model for one in here))
+        numbers |= {(chip, model): values for model, values in by_model.items()}
+    return Fitted(numbers)
+
+
+def _start(chip: str, compiled: bool) -> Knobs:
+    return usual_start(rt.load_chip(chip), execution_model("compiled" if compiled else "eager"))
+
+
+def predicted(found: Sequence[Measured], numbers: Fitted) -> list[Predicted]:
+    """Each row by the typical shares, by these times one factor, and by two fitted numbers."""
+    made = []
+    for one in found:
+        start = _start(one.row.chip, one.row.compiled)
+        own = with_numbers(start, FEW, numbers.numbers[one.row.chip, one.row.model])
+        by = {"nothing": tuple(predict(one.cases, start))}
+        by["two numbers"] = tuple(predict(one.cases, own))
+        made.append(Predicted(one.row, tuple(case.seconds for case in one.cases), by))
+    for chip in CHIPS.values():
+        here = [one for one in made if one.row.chip == chip]
+        scaled = one_factor(
+            [sum(one.by["nothing"]) for one in here],
+            [sum(one.measured) for one in here],
+            [one.row.model for one in here],
+            [not one.row.compiled for one in here],
+        )
+        for one, seconds in zip(here, scaled, strict=True):
+            one.by["one factor"] = (seconds,)
+    return made
+
+
+def table(made: Sequence[Predicted]) -> str:
+    """Whole steps by kind, and the two parts of training."""
+    trained = [one for one in made if one.row.phase == "training"]
+    kinds = {
+        "inference, A100 PCIe 40 GB": [one for one in made if one.row.phase == "forward"],
+        "training, A100 PCIe 80 GB": trained,
+        "all": list(made),
+    }
+    told = [HEAD]
+    for kind, chosen in kinds.items():
+        names, seconds = [one.row.name for one in chosen], [sum(one.measured) for one in chosen]
+        for fit in ("nothing", "one factor", "two numbers"):
+            told.append(line(kind, fit, names, [sum(one.by[fit]) for one in chosen], seconds))
+    names = [one.row.name for one in trained]
+    for part, kind in enumerate(("forward of training", "backward of training")):
+        seconds = [one.measured[part] for one in trained]
+        for fit in ("nothing", "two numbers"):
+            told.append(line(kind, fit, names, [one.by[fit][part] for one in trained], seconds))
+    return "\n".join(told)
 
 
 def main() -> None:
@@ -283,82 +372,13 @@ def main() -> None:
     _written_out()
     tell = lambda text: print(text, file=sys.stderr)  # noqa: E731
     found = measured(read(folder / "neusight_a100.csv"), folder, tell)
-    starts = {
-        (chip, compiled): usual_start(
-            rt.load_chip(chip), execution_model("compiled" if compiled else "eager")
-        )
-        for chip in CHIPS.values()
-        for compiled in (False, True)
-    }
-    fitted = {}
-    for chip in CHIPS.values():
-        eager = [
-            case
-            for one in found
-            if one.row.chip == chip and not one.row.compiled
-            for case in one.cases
-        ]
-        fitted[chip] = left_out(eager, starts[chip, False])
-    rows = [one.row for one in found]
-    names = [row.name for row in rows]
-    before, after = [], []  # seconds of each part of each row
-    for one in found:
-        start = starts[one.row.chip, one.row.compiled]
-        numbers = fitted[one.row.chip][one.row.model]
-        before.append(predict(one.cases, start))
-        after.append(predict(one.cases, with_numbers(start, FEW, numbers)))
-    told = [[case.seconds for case in one.cases] for one in found]
-    whole = [[sum(each) for each in parts] for parts in (before, after, told)]
-    factor = [0.0] * len(rows)
-    for chip in CHIPS.values():
-        here = [i for i, row in enumerate(rows) if row.chip == chip]
-        scaled = one_factor(
-            [whole[0][i] for i in here],
-            [whole[2][i] for i in here],
-            [rows[i].model for i in here],
-            [not rows[i].compiled for i in here],
-        )
-        for i, value in zip(here, scaled, strict=True):
-            factor[i] = value
-    print(HEAD)
-    for kind, belongs in KINDS.items():
-        here = [i for i, row in enumerate(rows) if belongs(row)]
-        for fit, made in (
-            ("nothing", whole[0]),
-            ("one factor", factor),
-            ("two numbers", whole[1]),
-        ):
-            print(
-                line(
-                    kind,
-                    fit,
-                    [names[i] for i in here],
-                    [made[i] for i in here],
-                    [whole[2][i] for i in here],
-                )
-            )
-    trained = [i for i, row in enumerate(rows) if row.phase == "training"]
-    for part, kind in enumerate(("forward of training", "backward of training")):
-        for fit, made in (("nothing", before), ("two numbers", after)):
-            print(
-                line(
-                    kind,
-                    fit,
-                    [names[i] for i in trained],
-                    [made[i][part] for i in trained],
-                    [told[i][part] for i in trained],
-                )
-            )
-    for chip, by_model in fitted.items():
-        values = ", ".join(
-            f"{name} {np.median([numbers[i] for numbers in by_model.values()]):.3g}"
-            for i, name in enumerate(FEW)
-        )
-        print(f"\nFitted on {chip} (median over the models left out): {values}")
+    numbers = fitted_to(found)
+    made = predicted(found, numbers)
+    print(f"{table(made)}\n\n{numbers.told()}")
     if given.points:
         points = [
-            Point(row.name, predicted, seconds, "training" if row.backward else "inference")
-            for row, predicted, seconds in zip(rows, whole[1], whole[2], strict=True)
+            Point(one.row.name, sum(one.by["two numbers"]), sum(one.measured), one.row.phase)
+            for one in made
         ]
         write_points(given.points, points)
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from rooftrace.costmodels.knobs import Knobs
-from rooftrace.measured.fit.cases import Case, errors, predict
+from rooftrace.measured.fit.cases import Case, errors
 from rooftrace.measured.fit.fitting import FEW, fit
 
 HEAD = (
@@ -15,8 +15,9 @@ HEAD = (
 )
 
 
-def line(rows: str, fitted: str, names: Sequence[str], found: Sequence[float],
-         measured: Sequence[float]) -> str:
+def line(
+    rows: str, fitted: str, names: Sequence[str], found: Sequence[float], measured: Sequence[float]
+) -> str:
     """A line of a table with `HEAD`."""
     e = errors(names, found, measured)
     return (
@@ -26,11 +27,11 @@ def line(rows: str, fitted: str, names: Sequence[str], found: Sequence[float],
 
 
 def left_out(
-    cases: Sequence[Case], start: Knobs, free: Sequence[str] = FEW
+    cases: Sequence[Case], start: Knobs, groups: Iterable[str], free: Sequence[str] = FEW
 ) -> dict[str, tuple[float, ...]]:
-    """By group: what `free` numbers are in a fit to the cases of all other groups."""
+    """By group: what the `free` numbers are in a fit to the cases of all other groups."""
     found = {}
-    for group in dict.fromkeys(case.group for case in cases):
+    for group in dict.fromkeys(groups):
         others = [case for case in cases if case.group != group]
         knobs = fit(others, start, free, check=False).knobs
         found[group] = tuple(getattr(knobs, name) for name in free)
@@ -41,8 +42,9 @@ def with_numbers(start: Knobs, free: Sequence[str], values: Sequence[float]) -> 
     return replace(start, **dict(zip(free, values, strict=True)))
 
 
-def one_factor(found: Sequence[float], measured: Sequence[float], groups: Sequence[str],
-               kept: Sequence[bool]) -> list[float]:
+def one_factor(
+    found: Sequence[float], measured: Sequence[float], groups: Sequence[str], kept: Sequence[bool]
+) -> list[float]:
     """Predictions times the factor that suits the kept rows of all other groups best.
 
     That is the geometric mean of measured over predicted.
