@@ -72,7 +72,7 @@ def case_of(row: dict[str, str], chip: Chip, prompt: bool) -> Case:
     rate = chip.peak("matrix", precision if chip.has_peak("matrix", precision) else "bf16")
     read = 2 * batch * (queries * heads * width * WIDE + keys * kv_heads * width * size)
     stored = 2 * batch * queries * kv_heads * width * (WIDE + size)
-    rows = [(1, moved, 0, moved, 0, 0, 0, 1, 0, 0, 0, 0, 0) for moved in (read, stored)]
+    rows = [(1, moved, 0, moved, 0, 0, 0, 1, *[0] * 9) for moved in (read, stored)]
     attention = [columns(sizes, 1, size, rate), NO_ATTENTION]
     name = f"{batch}x{queries}x{keys} {heads}/{kv_heads} of {width} {precision}"
     both = table(chip, ["attention", "gather"], rows, attention)
