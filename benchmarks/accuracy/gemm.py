@@ -30,7 +30,7 @@ from points import Point, write_points
 import rooftrace as rt
 from rooftrace.costmodels.kernels.loads import unit_of
 from rooftrace.costmodels.kernels.tables import table
-from rooftrace.costmodels.knobs.knobs import Knobs, Share, Tiling
+from rooftrace.costmodels.knobs.knobs import Knobs, Share, Tiling, generation
 from rooftrace.hardware.chip import Chip
 from rooftrace.measured.fit.cases import Case, Errors, errors, predict
 from rooftrace.measured.fit.fitting import fit
@@ -44,16 +44,17 @@ LAYERS = 6
 """Layers that are measured in turn."""
 BLOCK = 1e-6
 """Seconds of an SM for each row of activations that is scaled to fp8."""
-TILES = Tiling(250.0, 2e-6, 1.0, 1.3)
-START = Knobs(
-    "products", 0.95, 0.85, 4.0, 2.6e-6, cache=3.0, tiling=TILES, shares={"mm": Share(memory=3.0)}
-)
-"""Where fits begin.  Kernels ask for bytes as fast as a cache has them."""
+CACHED = Knobs(
+    "products", 0.95, 0.85, 4.0, 2.6e-6, cache=3.0, tiling=Tiling(250.0, 2e-6, 1.0, 1.3),
+    shares={"mm": Share(memory=3.0)},
+)  # fmt: skip
+"""Where fits of chips begin for which no numbers of products come along: kernels ask for bytes as
+fast as a cache has them."""
 FREE = (
-    "compute", "memory", "cache", "launch",
+    "compute", "memory", "launch",
     "tiling.prologue", "tiling.split", "tiling.feed", "tiling.busy",
 )  # fmt: skip
-FREE_FP8 = (*FREE, "cast.compute", "cast.memory")
+OF_CACHE, OF_FP8 = ("cache", "mm.memory"), ("cast.compute", "cast.memory")
 
 
 def cases(path: Path, chip: Chip) -> dict[str, list[Case]]:
@@ -101,14 +102,27 @@ def typical(chip: Chip, precision: str) -> Knobs:
     return replace(knobs, tiling=replace(knobs.tiling, pick=pick))
 
 
-def score(chosen: list[Case], precision: str, seed: int) -> tuple[Errors, list[Point]]:
+def begun(chip: Chip, precision: str) -> tuple[Knobs, tuple[str, ...]]:
+    """Where a fit begins, and which numbers are free."""
+    start, free = typical(chip, precision), FREE
+    if generation(chip) is None:
+        start, free = (
+            replace(CACHED, tiling=replace(CACHED.tiling, pick=start.tiling.pick)),
+            (
+                *FREE,
+                *OF_CACHE,
+            ),
+        )
+    return start, (*free, *OF_FP8) if precision == "fp8" else free
+
+
+def score(chosen: list[Case], chip: Chip, precision: str, seed: int) -> tuple[Errors, list[Point]]:
     """The errors on rows that were not fitted, and these rows."""
     order = random.Random(seed).sample(range(len(chosen)), len(chosen))
     inside = [chosen[i] for i in order[:FITTED]]
     outside = [chosen[i] for i in order[FITTED:]]
-    narrow = precision == "fp8"
-    start = replace(START, tiling=replace(TILES, pick="rows")) if narrow else START
-    knobs = fit(inside, start, FREE_FP8 if narrow else FREE, check=False).knobs
+    start, free = begun(chip, precision)
+    knobs = fit(inside, start, free, check=False).knobs
     return against(outside, knobs), points_of(outside, knobs)
 
 
@@ -147,7 +161,7 @@ def main() -> None:
         chip = rt.load_chip(name)
         for precision, chosen in cases(path, chip).items():
             plain = against(chosen, typical(chip, precision))
-            runs = [score(chosen, precision, seed) for seed in range(SEEDS)]
+            runs = [score(chosen, chip, precision, seed) for seed in range(SEEDS)]
             mean, median, p90, bias = (
                 statistics.fmean(getattr(found, number) for found, _ in runs)
                 for number in ("mean", "median", "p90", "bias")

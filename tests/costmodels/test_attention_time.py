@@ -9,6 +9,7 @@ from hypothesis import given, strategies as st
 
 from rooftrace.costmodels.kernels.attention_libraries import (
     AMPERE,
+    GEFORCE,
     HOPPER,
     attention_knobs,
 )
