@@ -14,7 +14,7 @@ from rooftrace.costmodels.execution.executions import execution_model
 from rooftrace.costmodels.kernels.loads import ACCESS, LONG, misaligned, odd_rows
 from rooftrace.costmodels.kernels.tables import kernel_table
 from rooftrace.costmodels.kernels.utilization import SPLITS, TILES, tile_terms
-from rooftrace.costmodels.knobs.knobs import Knobs, KnobsError, Share, Tiling
+from rooftrace.costmodels.knobs.knobs import Knobs, KnobsError, Share, Tiling, load_knobs
 from rooftrace.costmodels.planning.plans import plan
 from rooftrace.hardware.chipfile import load_chip
 
@@ -120,16 +120,15 @@ def test_a_sweep_takes_odd_rows_as_single_estimates_do() -> None:
     with torch.device("meta"):
         model = Attend().to(torch.bfloat16)
     sizes = (2040, 2041, 2048, 2051)
-    swept = rt.sweep(
-        model, input_shapes={"x": ("batch", "seq", 64)}, phase="forward", batch=4,
-        seq=list(sizes), chip="h100", execution="eager", dtype="bf16",
-    )  # fmt: skip
+    with torch.device("meta"):
+        x = torch.empty(4, 2040, 64, dtype=torch.bfloat16)
+    swept = rt.sweep(model, x, over={"0.1": sizes}, chip="h100", execution="eager")
     alone = []
     for size in sizes:
         with torch.device("meta"):
             graph = rt.trace(model, torch.empty(4, size, 64, dtype=torch.bfloat16))
         alone.append(rt.estimate(graph, chip="h100", execution="eager").t_est)
-    assert [row.t_est for row in swept] == pytest.approx(alone, rel=1e-9)
+    assert swept.columns["t_est"] == pytest.approx(alone, rel=1e-9)
     assert alone[1] > 1.3 * alone[0]
 
 
@@ -156,7 +155,7 @@ def test_typical_numbers_go_by_the_generation_and_by_what_the_chip_sustains() ->
         eager, alone = (Knobs.typical(chip, False, sustained=s) for s in (True, False))
         fact = chip.sustained_compute
         assert eager.compute == pytest.approx(alone.compute * (fact.value if fact else 1))
-        base = rt.load_knobs("typical-eager")
+        base = load_knobs("typical-eager")
         same = name in ("l40s", "rtx-4090", "mi300x")
         assert (alone.tiling == base.tiling) == same
         assert alone.share("softmax") == base.share("softmax")

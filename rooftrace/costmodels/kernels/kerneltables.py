@@ -126,6 +126,7 @@ def _shared_seconds(
     touched = d["bytes"] + layout * d["moved"]
     t_memory = touched / (bandwidth * memory)
     t_memory = np.where(d["flop"] > 0, t_memory, odd * t_memory)
+    odd = np.where(d["whole"] > 0, odd, 1.0)  # of products: those of the matrix engine
     if knobs.cache != 1:
         # The memory's rate and the kernel's rate: the slower of the two holds.
         sent = touched - d["warm"] * (1 - 1 / knobs.cache)
@@ -164,11 +165,11 @@ def _product_shares(table: KernelTable, knobs: Knobs, by_class: Array, odd: Arra
     """The share of its engine's rate that the largest product of each row reaches.
 
     by_class: that of the row's class.  An engine with a share of its own (`Knobs.engines`) has that
-    in its place.  odd: how often as long products of the matrix engine take.
+    in its place.  odd: how often as long each product takes.
     """
     import numpy as np
 
     own = np.array([knobs.engines.get(unit, np.nan) for unit in UNITS])
     share = own[table.data["unit"].astype(np.int64)]
     reached: Array = np.where(np.isnan(share), by_class, knobs.compute * share)
-    return reached / np.where(table.data["whole"] > 0, odd, 1.0)
+    return reached / odd
